@@ -323,7 +323,7 @@ class GossipCell:
         return train(self.plan()).to_json()
 
 
-def per_letter(traffic: GossipTraffic, *, headers: bool) -> float:
+def per_message(traffic: GossipTraffic, *, headers: bool) -> float:
     """Return the mean bytes of a letter on an edge while training, without closing iterations and whole estimates."""
     count = traffic.edge["train"]
     return (count.bytes if headers else count.bodies) / count.messages if count.messages else math.nan
@@ -332,7 +332,7 @@ def per_letter(traffic: GossipTraffic, *, headers: bool) -> float:
 def ratio(traffic: GossipTraffic, dense: GossipTraffic, *, headers: bool = False) -> float:
     """Return how many times smaller a letter is than the letter of ``dense``, a run that was measured without
     compression."""
-    return per_letter(dense, headers=headers) / per_letter(traffic, headers=headers)
+    return per_message(dense, headers=headers) / per_message(traffic, headers=headers)
 
 
 def honest_ratio(traffic: GossipTraffic, dense: GossipTraffic) -> float:
@@ -341,7 +341,7 @@ def honest_ratio(traffic: GossipTraffic, dense: GossipTraffic) -> float:
     Headers, closing iterations and whole estimates count here; the baseline has headers and no closing iterations.
     """
     total = traffic.edge_bytes
-    return traffic.edge["train"].messages * per_letter(dense, headers=True) / total if total else math.nan
+    return traffic.edge["train"].messages * per_message(dense, headers=True) / total if total else math.nan
 
 
 def _joules(value: str) -> float:
@@ -434,7 +434,7 @@ def cost_cells(
     energy : Energy, optional
     """
     found = (
-        per_letter(traffic, headers=False),
+        per_message(traffic, headers=False),
         ratio(traffic, dense),
         ratio(traffic, dense, headers=True),
         traffic.edge_bytes,

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from fedcomp.experiments.decentralised import ENERGY_OPTIONS, Energy
 from fedcomp.experiments.experiment import Config, Experiment, Option
-from fedcomp.experiments.findings import Claim, Curves, Findings, Say, Series, Table, different_bytes, largest, mean
-from fedcomp.experiments.kit import judged, table
+from fedcomp.experiments.findings import Claim, Curves, Findings, Table, different_bytes, largest, mean
+from fedcomp.experiments.kit import Record, Say, Sweep, claim, curves, table
 from fedcomp.experiments.spec import RunResult, RunSpec
 
 if TYPE_CHECKING:
@@ -37,7 +36,6 @@ SCALES: Final = (1e-3, 1.0, 1e3)
 LINEAR: Final = (NIDS, GEOMETRIC, ZOOM, TOP20, TWO_BITS, LEAD, BEER, TRACKING)
 """Whose logarithms of errors must lie on a straight line."""
 
-OVER_FLOWER: Final = (NIDS, ZOOM)
 ROW_STEP: Final = 0.29
 """Step size of the rows: a little below 1/L of the default problem."""
 
@@ -57,69 +55,17 @@ OPTIONS = {
     **ENERGY_OPTIONS,
 }
 
-Algorithm = Mapping[str, Any]
-Step = Callable[[float, float], Algorithm]
+Step = Callable[[float, float], Mapping[str, Any]]
 """From 1/L and the largest ‖∇f_i(0)‖∞ / L to the configuration of an algorithm."""
 
-
-@dataclass(frozen=True)
-class Course:
-    """How a run came to the optimum; see :class:`fedcomp.experiments.convex.ErrorCurve`.
-
-    Attributes
-    ----------
-    errors, bits, payload_bits : sequence of float
-        After every iteration, the beginning first. Bits are per directed edge.
-    first : int or None
-        Iterations to the tolerance.
-    rate, r2 : float
-        Of the line through the logarithms of the errors from 1e-1 to 1e-9; NaN without one.
-    conserved : float
-        The largest of the algorithm's invariants at the end; NaN when it has none, or did not get there.
-    stopped : str
-        Why it ended early.
-    saturated : bool
-    letter : float
-        Mean bytes of a letter's body.
-    """
-
-    errors: Sequence[float]
-    bits: Sequence[float]
-    payload_bits: Sequence[float]
-    first: int | None
-    rate: float
-    r2: float
-    conserved: float
-    stopped: str
-    saturated: bool
-    letter: float
-
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Course:
-        """Read what was kept of a run."""
-        errors = [math.inf if error is None else error for error in document["errors"]]
-        missing = {name: math.nan for name in ("rate", "r2", "conserved", "letter") if document[name] is None}
-        return cls(**{**document, **missing, "errors": errors})
-
-    @property
-    def last(self) -> float:
-        """The error at the end."""
-        return self.errors[-1]
-
-    @property
-    def iterations(self) -> int:
-        """How many were finished."""
-        return len(self.errors) - 1
-
-    def sent(self, *, headers: bool) -> float:
-        """Return the bits per directed edge until the tolerance was reached; NaN when it was not."""
-        return math.nan if self.first is None else (self.bits if headers else self.payload_bits)[self.first]
+Runs = dict[str, tuple[Step, int]]
+"""By name: the algorithm, and how many iterations it gets."""
 
 
 def dyna(scale: str, **own: Any) -> Step:
     """Return Dyna-COLD with step size 1/L; ``s0`` of a geometric scale counts in the gradients' size."""
 
-    def make(step: float, size: float) -> Algorithm:
+    def make(step: float, size: float) -> Mapping[str, Any]:
         first = {"s0": own.get("s0", 1.0) * size} if scale == "geometric" else {}
         return {"name": "dyna-cold", "lr": step, "scale": scale, **own, **first}
 
@@ -136,8 +82,8 @@ def top(density: float) -> dict[str, Any]:
     return {"compressor": {"id": "topk", "density": density}}
 
 
-def arriving(config: Config) -> dict[str, tuple[Step, int]]:
-    """Return the methods that reach the optimum, and how many iterations they get."""
+def arriving(config: Config) -> Runs:
+    """Return the methods that reach the optimum."""
     rho, gamma = float(config.settings["rho"]), float(config.settings["gamma"])
     return {
         NIDS: (steps("nids", 1.0), 620),
@@ -152,7 +98,7 @@ def arriving(config: Config) -> dict[str, tuple[Step, int]]:
     }
 
 
-def strong(config: Config) -> dict[str, tuple[Step, int]]:
+def strong(config: Config) -> Runs:
     """Return COLD with compression that is too strong for this problem."""
     iterations = int(config.settings["strong_iterations"])
     return {
@@ -174,7 +120,7 @@ INEXACT: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 
 
-def floors(config: Config) -> dict[str, tuple[Step, int]]:
+def floors(config: Config) -> Runs:
     """Return methods whose fixed point is not the optimum, each with the same steps and as many iterations."""
     iterations = int(config.settings["floor_iterations"])
     return {
@@ -202,7 +148,7 @@ def fixed_points(problem: Convex, config: Config) -> dict[str, float]:
     return found
 
 
-def schedules(config: Config) -> dict[str, tuple[Step, int]]:
+def schedules(config: Config) -> Runs:
     """Return Dyna-COLD with other scales than the right one."""
     rho, gamma = float(config.settings["rho"]), float(config.settings["gamma"])
     usual = partial(dyna, "geometric", rho=rho, gamma=gamma)
@@ -235,151 +181,148 @@ def rows(config: Config) -> list[RunSpec]:
     return [config.spec("nids", NIDS, TASK, **shared), config.spec("dyna-cold", ZOOM, TASK, **shared)]
 
 
+def course(run: str, *, config: Config, problem: Convex) -> dict[str, Any]:
+    """Run one algorithm from zero.
+
+    Returns
+    -------
+    dict
+        ``errors``, ``bits`` and ``payload_bits`` per directed edge after every iteration, the start first; ``first``,
+        the iterations to the tolerance, or None; ``rate`` and ``r2`` of the line through the logarithms of the errors
+        from 1e-1 to 1e-9; ``conserved``, the largest invariant at the end; ``stopped``, why it ended early, and
+        whether it was ``saturated``; ``message``, mean bytes of a message's body.
+    """
+    import numpy as np
+
+    from fedcomp.experiments.convex import error_curve
+    from fedcomp.experiments.decentralised import per_message
+    from fedcomp.gossip import get_algorithm
+    from fedcomp.gossip.topology import topology_of
+
+    single = run == FLOAT32
+    make, iterations = _runs(config)[NIDS if single else run]
+    zero = np.zeros(problem.layout.size)
+    size = float(np.abs(problem.gradients(zero)).max()) / problem.smoothness
+    curve = error_curve(
+        problem,
+        get_algorithm(make(1.0 / problem.smoothness, size)),
+        topology_of(str(config.settings["topology"]), config.clients, config.seed),
+        2 if single else min(iterations, int(config.settings["most"])),
+        seed=config.seed,
+        start=zero.astype("float32" if single else "float64"),
+    )
+    fit = curve.fit()
+    return {
+        "errors": curve.errors.tolist(),
+        "bits": curve.bits.tolist(),
+        "payload_bits": curve.payload_bits.tolist(),
+        "first": curve.first(float(config.settings["tolerance"])),
+        "rate": fit.rate,
+        "r2": fit.r2,
+        "conserved": largest(curve.invariants.values()),
+        "stopped": curve.stopped,
+        "saturated": curve.saturated,
+        "message": per_message(curve.traffic, headers=False),
+    }
+
+
+def _runs(config: Config) -> Runs:
+    return {**arriving(config), **strong(config), **floors(config), **schedules(config)}
+
+
+Courses = Mapping[str, Record]
+"""What :func:`course` returned, by name of the run."""
+
+
+def first(one: Record) -> float:
+    """Return the iterations to the tolerance; NaN when it was not reached."""
+    return math.nan if one.first is None else float(one.first)
+
+
+def sent(one: Record, *, headers: bool) -> float:
+    """Return the bits per directed edge until the tolerance was reached; NaN when it was not."""
+    return math.nan if one.first is None else float((one.bits if headers else one.payload_bits)[one.first])
+
+
+def nids_bits(courses: Courses) -> float:
+    """Return NIDS' payload bits per edge, 32 to a number: what it would need where float32 were precise enough."""
+    return 8.0 * float(courses[FLOAT32].message) * first(courses[NIDS])
+
+
+def slowdown(courses: Courses, name: str) -> float:
+    """Return how many times as many iterations as NIDS a run took."""
+    return first(courses[name]) / (first(courses[NIDS]) or math.nan)
+
+
+def fewer(courses: Courses, name: str) -> float:
+    """Return how many times fewer payload bits than NIDS a run took."""
+    return nids_bits(courses) / sent(courses[name], headers=False)
+
+
+def lowest(courses: Courses, kind: str) -> float:
+    """Return the lowest last error of an inexact method."""
+    return min(one.errors[-1] for name, one in courses.items() if name.startswith(kind))
+
+
 def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findings:
     """Run everything on the convex problem, and compare the rows with the same runs in one process."""
     from fedcomp.experiments.convex import Convex
+    from fedcomp.experiments.relayed import without_messages
     from fedcomp.tasks import get_task
 
     task = get_task(TASK, partition="sorted", l2=config.settings["l2"])
     say("the optimum, by Newton's method")
     problem = Convex.of(task, config.clients)
-    plan = {"arrive": arriving(config), "strong": strong(config), "floor": floors(config), "scale": schedules(config)}
     say("fixed points of inexact methods, by Newton's method")
     fixed: dict[str, float] = say.cell("fixed points", partial(fixed_points, problem, config))
-    courses: dict[str, Course] = {}
-    for name, (make, iterations) in (item for group in plan.values() for item in group.items()):
-        say(f"{name}: up to {iterations} iterations")
-        run = partial(_course, problem, make, min(iterations, int(config.settings["most"])), config)
-        courses[name] = Course.from_json(say.cell(name, run))
+    sweep = Sweep(course, {"run": [*_runs(config), FLOAT32]}, shared={"config": config, "problem": problem})
+    courses = {record.run: record for record in sweep(say)}
     say("the same as Flower's rows, in one process")
-    short = say.cell(FLOAT32, partial(_course, problem, steps("nids", 1.0), 2, config, dtype="float32"))
-    apart = {label: _apart(config, problem, result) for label, result in results.items()}
-    letter = Course.from_json(short).letter
+    apart = {
+        label: different_bytes(result.arrays, without_messages(result.spec).arrays) for label, result in results.items()
+    }
+    found = slowdown(courses, GEOMETRIC)
     return Findings(
         tables=[
-            _arrival_table(config, courses, letter),
+            _arrival_table(config, courses),
             _floor_table(config, courses, fixed),
             _scale_table(config, courses),
             _row_table(results, apart),
         ],
         figures=_figures(config, courses),
-        values={
-            **_values(config, courses, letter),
-            **{f"fixed/{name}": distance for name, distance in fixed.items()},
-            **{f"apart/{label}": float(count) for label, count in apart.items()},
-            "smoothness": problem.smoothness,
-        },
+        claims=[*claims(config, courses, fixed), *_of_messages(apart)],
+        answer=f"One bit per coordinate did not reach the optimum in {config.settings['most']} iterations."
+        if math.isnan(found)
+        else f"One bit per coordinate reaches the optimum with {fewer(courses, GEOMETRIC):.1f} times fewer payload "
+        f"bits than whole vectors (NIDS), in {found:.2f} times its iterations; without correction D-PSGD came no "
+        f"nearer than {lowest(courses, 'D-PSGD'):.2g}.",
         tasks=[task.record()],
     )
 
 
-def _course(problem: Convex, make: Step, iterations: int, config: Config, *, dtype: str = "float64") -> dict[str, Any]:
-    """Run one algorithm from zero."""
-    import numpy as np
-
-    from fedcomp.experiments.convex import error_curve
-    from fedcomp.experiments.decentralised import per_letter
-    from fedcomp.gossip import get_algorithm
-    from fedcomp.gossip.topology import topology_of
-
-    zero = np.zeros(problem.layout.size)
-    size = float(np.abs(problem.gradients(zero)).max()) / problem.smoothness
-    algorithm = get_algorithm(make(1.0 / problem.smoothness, size))
-    graph = topology_of(str(config.settings["topology"]), config.clients, config.seed)
-    start = zero.astype(dtype)
-    curve = error_curve(problem, algorithm, graph, iterations, seed=config.seed, start=start)
-    fit = curve.fit()
-    return asdict(
-        Course(
-            errors=curve.errors.tolist(),
-            bits=curve.bits.tolist(),
-            payload_bits=curve.payload_bits.tolist(),
-            first=curve.first(float(config.settings["tolerance"])),
-            rate=fit.rate,
-            r2=fit.r2,
-            conserved=largest(curve.invariants.values()),
-            stopped=curve.stopped,
-            saturated=curve.saturated,
-            letter=per_letter(curve.traffic, headers=False),
-        )
-    )
-
-
-def _apart(config: Config, problem: Convex, result: RunResult) -> int:
-    """Return how many bytes of a row's model differ from those of the same run in one process."""
-    from fedcomp.gossip import get_algorithm
-    from fedcomp.gossip.central import simulate
-    from fedcomp.gossip.local import FlatObjective
-    from fedcomp.gossip.topology import topology_of
-    from fedcomp.gossip.vector import flatten, unflatten
-    from fedcomp.strategies.gossip.strategy import mean_of
-
-    layout = problem.layout
-    arrays = problem.objectives[0].start()
-    outcome = simulate(
-        get_algorithm({"name": result.spec.system, "lr": result.spec.settings["lr"]}),
-        topology_of(str(config.settings["topology"]), config.clients, config.seed),
-        [FlatObjective(f, layout) for f in problem.objectives],
-        flatten(arrays, layout, "float64"),
-        config.rounds,
-        layout=layout,
-        seed=config.seed,
-    )
-    middle = mean_of([unflatten(outcome.models[node], layout) for node in sorted(outcome.models)])
-    return different_bytes({name: middle[name] for name in result.arrays}, result.arrays)
-
-
-def _values(config: Config, courses: Mapping[str, Course], letter: float) -> dict[str, float]:
-    plain = courses[NIDS]
-    out: dict[str, float] = {"letter32": letter, "nids_bits": _nids_bits(plain, letter)}
-    for name, course in courses.items():
-        first = math.nan if course.first is None else float(course.first)
-        out |= {
-            f"first/{name}": first,
-            f"slowdown/{name}": first / (plain.first or math.nan),
-            f"fewer/{name}": out["nids_bits"] / course.sent(headers=False),
-            f"rate/{name}": course.rate,
-            f"r2/{name}": course.r2,
-            f"last/{name}": course.last,
-            f"conserved/{name}": course.conserved,
-            f"saturated/{name}": float(course.saturated),
-        }
-    best = {kind: [c.last for name, c in courses.items() if name.startswith(kind)] for kind in ("D-PSGD", "CHOCO")}
-    out |= {f"floor/{kind}": min(errors, default=math.nan) for kind, errors in best.items()}
-    zooms = [out[f"first/{_zoom(s0)}"] for s0 in SCALES]
-    out["zoom_spread"] = max(zooms) / min(zooms) if all(map(math.isfinite, zooms)) else math.nan
-    return out
-
-
-def _nids_bits(course: Course, letter: float) -> float:
-    """Return NIDS' payload bits per edge, 32 to a number: what it would need where float32 were precise enough."""
-    return math.nan if course.first is None else 8.0 * letter * course.first
-
-
-def _arrival_table(config: Config, courses: Mapping[str, Course], letter: float) -> Table:
+def _arrival_table(config: Config, courses: Courses) -> Table:
     per_byte = Energy.of(config.settings).per_byte
-    plain = courses[NIDS]
-    first, bits, header = plain.first or math.nan, _nids_bits(plain, letter), 64.0
+    bits, header = nids_bits(courses), 64.0 * first(courses[NIDS])
     columns: dict[str, Any] = {
-        "system": lambda name: name,
-        "iterations": lambda name: courses[name].first,
-        "times NIDS": lambda name: (courses[name].first or math.nan) / first,
-        "rate": lambda name: courses[name].rate,
-        "R²": lambda name: courses[name].r2,
-        "letter, bytes": lambda name: courses[name].letter,
-        "bits per edge": lambda name: courses[name].sent(headers=False),
-        "times fewer": lambda name: bits / courses[name].sent(headers=False),
-        "bits with headers": lambda name: courses[name].sent(headers=True),
-        "times fewer, with headers": lambda name: (bits + header * first) / courses[name].sent(headers=True),
-        "joules per edge": lambda name: None if per_byte is None else courses[name].sent(headers=True) / 8.0 * per_byte,
-        "error at the end": lambda name: courses[name].last,
+        "system": "run",
+        "iterations": "first",
+        "times NIDS": lambda one: slowdown(courses, one.run),
+        "rate": "rate",
+        "R²": "r2",
+        "message, bytes": "message",
+        "bits per edge": lambda one: sent(one, headers=False),
+        "times fewer": lambda one: bits / sent(one, headers=False),
+        "bits with headers": lambda one: sent(one, headers=True),
+        "times fewer, with headers": lambda one: (bits + header) / sent(one, headers=True),
+        "joules per edge": lambda one: None if per_byte is None else sent(one, headers=True) / 8.0 * per_byte,
+        "error at the end": lambda one: one.errors[-1],
     }
     return table(
         f"To a relative error of {float(config.settings['tolerance']):g}",
         columns,
-        (*arriving(config), *strong(config)),
+        [courses[name] for name in (*arriving(config), *strong(config))],
         f"Deterministic gradients, {config.clients} nodes, float64. Bits per directed edge until the error stays below "
-        "the tolerance, digests included; times fewer: against NIDS with 32 bits to a number, although its letters "
+        "the tolerance, digests included; times fewer: against NIDS with 32 bits to a number, although its messages "
         "here have 64. Rate and R² of the line through the logarithms of the errors from 1e-1 to 1e-9. Empty: not "
         f"reached within the run. The last {len(strong(config))} rows are strong compression: the error falls, but "
         "consensus is slower by far than the descent.",
@@ -387,17 +330,24 @@ def _arrival_table(config: Config, courses: Mapping[str, Course], letter: float)
     )
 
 
-def _floor_table(config: Config, courses: Mapping[str, Course], fixed: Mapping[str, float]) -> Table:
-    def row(name: str) -> list[Any]:
-        course = courses[name]
-        before = course.errors[course.iterations - course.iterations // 10]
-        return [name, course.iterations, course.last, course.last / before, fixed.get(name)]
+def _floor_table(config: Config, courses: Courses, fixed: Mapping[str, float]) -> Table:
+    def settling(one: Record) -> float:
+        done = len(one.errors) - 1
+        return float(one.errors[-1] / one.errors[done - done // 10])
 
-    known = [[_floor(label, s), None, None, None, fixed[_floor(label, s)]] for label in ("D-PSGD",) for s in SMALLER]
-    return Table(
+    smaller = [(name, None) for name in (_floor("D-PSGD", s) for s in SMALLER)]
+    ran = [(name, courses[name]) for name in (*floors(config), *arriving(config))]
+    columns: dict[str, Any] = {
+        "system": lambda row: row[0],
+        "iterations": lambda row: row[1] and len(row[1].errors) - 1,
+        "relative error": lambda row: row[1] and row[1].errors[-1],
+        "times that of a tenth of the run earlier": lambda row: row[1] and settling(row[1]),
+        "fixed point": lambda row: fixed.get(row[0]),
+    }
+    return table(
         "Who stops where",
-        ("system", "iterations", "relative error", "times that of a tenth of the run earlier", "fixed point"),
-        [*(row(name) for name in floors(config)), *known, *(row(name) for name in arriving(config))],
+        columns,
+        [*ran[: len(floors(config))], *smaller, *ran[len(floors(config)) :]],
         "With a constant step D-PSGD and what inherits its iteration stop away from the optimum when nodes hold unlike "
         "data: the smaller the step the lower the floor, without an end, and the later it is reached. A fourth column "
         "of 1 says that the floor is reached; where it is less the error still falls. Fixed point: where the iteration "
@@ -405,12 +355,21 @@ def _floor_table(config: Config, courses: Mapping[str, Course], fixed: Mapping[s
     )
 
 
-def _scale_table(config: Config, courses: Mapping[str, Course]) -> Table:
-    names = (GEOMETRIC, *schedules(config))
-    return Table(
+def _scale_table(config: Config, courses: Courses) -> Table:
+    def reason(one: Record) -> str:
+        return f"saturated in iteration {len(one.errors) - 1}" if one.saturated else one.stopped.partition(":")[0]
+
+    columns: dict[str, Any] = {
+        "scale": "run",
+        "iterations": lambda one: len(one.errors) - 1,
+        "to the tolerance": "first",
+        "error at the end": lambda one: one.errors[-1],
+        "ended because": reason,
+    }
+    return table(
         "Dyna-COLD's scale",
-        ("scale", "iterations", "to the tolerance", "error at the end", "ended because"),
-        [[n, courses[n].iterations, courses[n].first, courses[n].last, _reason(courses[n])] for n in names],
+        columns,
+        [courses[name] for name in (GEOMETRIC, *schedules(config))],
         "The first row is the right one: s0 is the largest gradient entry at the beginning times the step size. A "
         "schedule that falls faster than the algorithm converges, or begins too low, is noticed and ends the run; one "
         "that begins too high arrives late. An innovation of up to twice its scale is tolerated, and single nodes that "
@@ -418,48 +377,29 @@ def _scale_table(config: Config, courses: Mapping[str, Course]) -> Table:
     )
 
 
-def _reason(course: Course) -> str:
-    if not course.stopped:
-        return ""
-    return f"saturated in iteration {course.iterations}" if course.saturated else course.stopped.partition(":")[0]
-
-
 def _row_table(results: Mapping[str, RunResult], apart: Mapping[str, int]) -> Table:
-    def per_round(result: RunResult, name: str) -> float:
-        # The first round has no letters to deliver, and the last one is observed.
-        return mean(record.metrics.get(name, math.nan) for record in result.rounds[2:-1])
+    def per_round(label: str, *names: str) -> float:
+        # The first round has no messages to deliver, and the last one is observed.
+        counted = results[label].rounds[2:-1]
+        return sum(mean(record.metrics.get(f"gossip.{name}", math.nan) for record in counted) for name in names)
 
-    def letter(result: RunResult, name: str) -> float:
-        return per_round(result, name) / per_round(result, "gossip.edge.messages")
-
-    return Table(
+    columns: dict[str, Any] = {
+        "system": lambda label: label,
+        "rounds": lambda label: len(results[label].rounds) - 1,
+        "message with header, bytes": lambda label: per_round(label, "edge") / per_round(label, "edge.messages"),
+        "edge bytes a round": lambda label: per_round(label, "edge"),
+        "node bytes": lambda label: per_round(label, "node"),
+        "relay bytes": lambda label: per_round(label, "up", "down"),
+        "overhead bytes": lambda label: per_round(label, "overhead"),
+        "bytes that differ from one process": apart.get,
+    }
+    return table(
         "Over Flower's messages",
-        (
-            "system",
-            "rounds",
-            "letter with header, bytes",
-            "edge bytes a round",
-            "node bytes",
-            "relay bytes",
-            "overhead bytes",
-            "bytes that differ from one process",
-        ),
-        [
-            [
-                label,
-                len(result.rounds) - 1,
-                letter(result, "gossip.edge"),
-                per_round(result, "gossip.edge"),
-                per_round(result, "gossip.node"),
-                per_round(result, "gossip.up") + per_round(result, "gossip.down"),
-                per_round(result, "gossip.overhead"),
-                apart[label],
-            ]
-            for label, result in results.items()
-        ],
-        "Means over rounds. Edge bytes count every letter on every directed edge, node bytes every distinct letter "
+        columns,
+        results,
+        "Means over rounds. Edge bytes count every message on every directed edge, node bytes every distinct message "
         "once. Relay bytes are what the star moves and never an algorithm's cost; overhead is what Flower's messages "
-        "weigh beside letters, which for letters this small is nearly all.",
+        "weigh beside those of the nodes, which for messages this small is nearly all.",
     )
 
 
@@ -467,136 +407,115 @@ _EVERY: Final = 4
 """Iterations between two points of a curve."""
 
 
-def _figures(config: Config, courses: Mapping[str, Course]) -> list[Curves]:
-    def lines(names: Sequence[str], x: str = "") -> list[Series]:
-        out = []
-        for name in names:
-            course = courses[name]
-            places = [*range(0, course.iterations, _EVERY), course.iterations]
-            across = [float(k) for k in places] if not x else [getattr(course, x)[k] for k in places]
-            out.append(Series(name, across, [course.errors[k] for k in places]))
-        return out
+def _figures(config: Config, courses: Courses) -> list[Curves]:
+    def places(one: Record) -> list[int]:
+        end = len(one.errors) - 1
+        return [*range(0, end, _EVERY), end]
 
-    exact, label = tuple(arriving(config)), "relative error"
+    def lines(title: str, names: Iterable[str], bits: bool = False, **more: Any) -> Curves:
+        return curves(
+            title,
+            [courses[name] for name in names],
+            lambda one: [one.payload_bits[k] if bits else float(k) for k in places(one)],
+            lambda one: [one.errors[k] for k in places(one)],
+            "run",
+            x_label="payload bits per directed edge" if bits else "iteration",
+            y_label="relative error",
+            log_y=True,
+            **more,
+        )
+
+    whole = "Vectors that travel whole have 64 bits to a number here."
     return [
-        Curves("Error over iterations", "iteration", label, lines(exact), log_y=True),
-        Curves(
-            "Error over bits",
-            "payload bits per directed edge",
-            label,
-            lines(exact, "payload_bits"),
-            log_x=True,
-            log_y=True,
-            caption="Vectors that travel whole have 64 bits to a number here.",
-        ),
-        Curves(
-            "Floors of inexact methods",
-            "iteration",
-            label,
-            lines(tuple(floors(config))),
-            log_y=True,
-        ),
-        Curves("Strong compression", "iteration", label, lines((NIDS, TOP20, *strong(config))), log_y=True),
-        Curves("Schedules of the scale", "iteration", label, lines((GEOMETRIC, *schedules(config))), log_y=True),
+        lines("Error over iterations", arriving(config)),
+        lines("Error over bits", arriving(config), bits=True, log_x=True, caption=whole),
+        lines("Floors of inexact methods", floors(config)),
+        lines("Strong compression", (NIDS, TOP20, *strong(config))),
+        lines("Schedules of the scale", (GEOMETRIC, *schedules(config))),
     ]
 
 
-def claims(config: Config, results: Mapping[str, RunResult], findings: Findings) -> list[Claim]:
+def claims(config: Config, courses: Courses, fixed: Mapping[str, float]) -> list[Claim]:
     """One bit per coordinate at nearly NIDS' iterations; floors where there must be some; no silent divergence."""
-    values = findings.values
-    rho = float(config.settings["rho"])
-    out = [
-        Claim(f"{GEOMETRIC}: iterations, times NIDS'", values[f"slowdown/{GEOMETRIC}"], "<=", 1.2, GOAL),
-        Claim(f"{GEOMETRIC}: times fewer payload bits than NIDS", values[f"fewer/{GEOMETRIC}"], ">=", 25.0, GOAL),
-        Claim(f"{ZOOM}: iterations, times NIDS'", values[f"slowdown/{ZOOM}"], "<=", 1.2, GOAL),
-        Claim(f"{ZOOM}: times fewer payload bits than NIDS", values[f"fewer/{ZOOM}"], ">=", 25.0, GOAL),
-        *(
-            Claim(
-                f"{kind}: lowest error of all step sizes after {config.settings['floor_iterations']} iterations",
-                values[f"floor/{kind}"],
-                ">",
-                0.05,
-                "measured, three times as many as NIDS takes to the optimum; not a bound: a smaller step has a lower "
-                "floor, and takes longer to it",
-            )
-            for kind in ("D-PSGD", "CHOCO")
-        ),
-        Claim(
+    zooms = [first(courses[_zoom(s0)]) for s0 in SCALES]
+    scale, slope = math.log(float(config.settings["rho"])), math.log(float(courses[GEOMETRIC].rate))
+    ends = courses[_floor("D-PSGD", 0.1)].errors[-1] / fixed[_floor("D-PSGD", 0.1)]
+    falls = fixed[_floor("D-PSGD", 0.003)] / fixed[_floor("D-PSGD", 0.001)] / 3.0
+    conserving = (NIDS, GEOMETRIC, ZOOM, TOP20, TWO_BITS, NORM_SIGN, LEAD)
+    made = []
+    for name in (GEOMETRIC, ZOOM):
+        made += [
+            claim(f"{name}: iterations, times NIDS'", slowdown(courses, name), "<= 1.2", GOAL),
+            claim(f"{name}: times fewer payload bits than NIDS", fewer(courses, name), ">= 25.0", GOAL),
+        ]
+    made += [
+        claim(
+            f"{kind}: lowest error of all step sizes after {config.settings['floor_iterations']} iterations",
+            lowest(courses, kind),
+            "> 0.05",
+            "measured, three times as many as NIDS takes to the optimum; not a bound: a smaller step has a lower "
+            "floor, and takes longer to it",
+        )
+        for kind in ("D-PSGD", "CHOCO")
+    ]
+    return [
+        *made,
+        claim(
             "D-PSGD: distance of the fixed point per step size, at 0.003/L over that at 0.001/L, off 1 by",
-            abs(values["fixed/" + _floor("D-PSGD", 0.003)] / values["fixed/" + _floor("D-PSGD", 0.001)] / 3.0 - 1.0),
-            "<=",
-            0.1,
+            abs(falls - 1.0),
+            "<= 0.1",
             f"{THEORY}: the floor falls in proportion to the step, and is zero at none",
         ),
-        Claim(
+        claim(
             "D-PSGD at 0.1/L: error at the end over that of the fixed point, off 1 by",
-            abs(values["last/" + _floor("D-PSGD", 0.1)] / values["fixed/" + _floor("D-PSGD", 0.1)] - 1.0),
-            "<=",
-            0.05,
+            abs(ends - 1.0),
+            "<= 0.05",
             f"{DERIVED}: the run ends where Newton's method says",
         ),
-        Claim(
+        claim(
             "error over iterations is a straight line: least R² of " + ", ".join(LINEAR),
-            min((values[f"r2/{name}"] for name in LINEAR), key=lambda r2: r2 if r2 == r2 else -math.inf),
-            ">",
-            0.99,
+            -largest(-float(courses[name].r2) for name in LINEAR),
+            "> 0.99",
             GOAL,
         ),
-        Claim(f"{NORM_SIGN}: R² of that line", values[f"r2/{NORM_SIGN}"], ">", 0.99, GOAL, gate=False),
-        Claim(
+        claim(f"{NORM_SIGN}: R² of that line", courses[NORM_SIGN].r2, "> 0.99", GOAL, gate=False),
+        claim(
             f"{GEOMETRIC}: slope over the scale's, off by",
-            abs(math.log(values[f"rate/{GEOMETRIC}"]) / math.log(rho) - 1.0),
-            "<=",
-            0.05,
+            abs(slope / scale - 1.0),
+            "<= 0.05",
             f"{DERIVED}: the error cannot fall faster than the scale, and must keep up with it",
         ),
-        Claim(
+        claim(
             "zoom from first scales of 1e-3, 1 and 1e3: slowest over fastest",
-            values["zoom_spread"],
-            "<=",
-            1.7,
+            largest(zooms) / min(zooms),
+            "<= 1.7",
             f"{DERIVED}: each factor of 1000 costs as many iterations as the scale needs to cross it",
         ),
-        Claim(
-            "schedules that are too fast or too low: noticed, of " + str(len(FAILING)),
-            sum(values[f"saturated/{name}"] for name in FAILING),
-            "==",
-            float(len(FAILING)),
+        claim(
+            f"schedules that are too fast or too low: noticed, of {len(FAILING)}",
+            sum(bool(courses[name].saturated) for name in FAILING),
+            f"== {float(len(FAILING))}",
             "requirement: no silent divergence",
         ),
-        Claim(
+        claim(
             "duals sum to zero: largest sum at the end",
-            largest(values[f"conserved/{name}"] for name in (NIDS, GEOMETRIC, ZOOM, TOP20, TWO_BITS, NORM_SIGN, LEAD)),
-            "<",
-            1e-10,
+            largest(courses[name].conserved for name in conserving),
+            "< 1e-10",
             f"{THEORY}: what one end of an edge adds the other subtracts",
         ),
     ]
+
+
+def _of_messages(apart: Mapping[str, int]) -> list[Claim]:
     return [
-        *out,
-        *(
-            Claim(
-                f"{label}: bytes of the model over Flower's messages that differ from the run in one process",
-                values[f"apart/{label}"],
-                "==",
-                0.0,
-                "requirement: the same letters, the same bits",
-            )
-            for label in OVER_FLOWER
-        ),
+        claim(
+            f"{label}: bytes of the model over Flower's messages that differ from the run in one process",
+            count,
+            "== 0.0",
+            "requirement: the same messages, the same bits",
+        )
+        for label, count in apart.items()
     ]
-
-
-def answer(config: Config, results: Mapping[str, RunResult], findings: Findings) -> str:
-    """Return what came out, in this run's figures."""
-    values = findings.values
-    if math.isnan(values[f"slowdown/{GEOMETRIC}"]):
-        return f"One bit per coordinate did not reach the optimum in {config.settings['most']} iterations."
-    return (
-        f"One bit per coordinate reaches the optimum with {values[f'fewer/{GEOMETRIC}']:.1f} times fewer payload bits "
-        f"than whole vectors (NIDS), in {values[f'slowdown/{GEOMETRIC}']:.2f} times its iterations; without correction "
-        f"D-PSGD came no nearer than {values['floor/D-PSGD']:.2g}."
-    )
 
 
 EXPERIMENT = Experiment(
@@ -626,5 +545,5 @@ EXPERIMENT = Experiment(
         "Two rows run over Flower's messages, for fewer rounds, from the task's initial model instead of zero; their "
         "accuracy says nothing here, and their models must be those of the same run in one process, bit for bit."
     ),
-    measure=judged(measure, claims, answer),
+    measure=measure,
 )

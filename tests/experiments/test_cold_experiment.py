@@ -1,4 +1,4 @@
-"""The experiment on COLD: bits are those of letters, what did not arrive counts as nothing, and claims can fail."""
+"""The experiment on COLD: bits are those of messages, what did not arrive counts as nothing, and claims can fail."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from fedcomp.experiments import convex, engines
 from fedcomp.experiments.catalog import cold
 from fedcomp.experiments.catalog.cold import GEOMETRIC, NIDS, TOP20, TWO_BITS, ZOOM
 from fedcomp.experiments.experiment import Config
-from fedcomp.experiments.findings import Findings, Say
+from fedcomp.experiments.findings import Findings, Say, different_bytes
+from fedcomp.experiments.kit import Record
+from fedcomp.experiments.relayed import without_messages
 from fedcomp.experiments.spec import RunResult
 
 SMALL = ("most=14", "tolerance=0.09", "l2=5", "topology=complete", "energy_tx=2e-9", "energy_rx=1e-9")
@@ -55,44 +57,49 @@ def ran(one_problem: None) -> Ran:
     return config, results, cold.measure(config, results, Say(keep=kept.__setitem__)), kept, settings
 
 
+def courses(kept: dict[str, Any]) -> dict[str, Record]:
+    return {name: Record({"run": name, **found}) for name, found in kept.items() if name != "fixed points"}
+
+
 @pytest.mark.long
-def test_bits_are_those_of_the_letters(ran: Ran) -> None:
-    _, _, findings, kept, _ = ran
+def test_bits_are_those_of_the_messages(ran: Ran) -> None:
+    found = courses(ran[3])
     digest = 8 * 8
     for name, body in ((NIDS, 8 * D), (GEOMETRIC, math.ceil(D / 8)), (ZOOM, math.ceil(D / 8))):
-        course = cold.Course.from_json(kept[name])
+        course = found[name]
         first = 0 if name == NIDS else digest
         assert list(course.payload_bits) == [0, *(8 * body * k + first for k in range(1, 15))]
         assert [a - b for a, b in zip(course.bits, course.payload_bits, strict=True)] == [64 * k for k in range(15)]
-    values = findings.values
-    assert values["letter32"] == 4 * D
-    assert values["nids_bits"] == 32 * D * values[f"first/{NIDS}"]
+    assert found[cold.FLOAT32].message == 4 * D
+    assert cold.nids_bits(found) == 32 * D * found[NIDS].first
     # A norm in float32, and two bits of level with a sign.
-    bits = 8 * (4 + math.ceil(3 * D / 8)) * values[f"first/{TWO_BITS}"] + digest
-    assert values[f"fewer/{TWO_BITS}"] == values["nids_bits"] / bits
+    bits = 8 * (4 + math.ceil(3 * D / 8)) * found[TWO_BITS].first + digest
+    assert cold.fewer(found, TWO_BITS) == cold.nids_bits(found) / bits
 
 
 def test_methods_arrive_in_the_order_of_their_compression(ran: Ran) -> None:
-    values = ran[2].values
-    assert values[f"first/{NIDS}"] <= 14
-    assert values[f"slowdown/{NIDS}"] == 1.0
-    assert math.isnan(values[f"first/{cold.SIGN}"])
-    assert values[f"last/{cold.SIGN}"] > values[f"last/{TOP20}"]
-    assert values["floor/D-PSGD"] > values[f"last/{NIDS}"]
-    assert values["saturated/geometric, s0 / 100"] == 1.0
-    assert values[f"saturated/{GEOMETRIC}"] == 0.0
+    found = courses(ran[3])
+    assert found[NIDS].first <= 14
+    assert cold.slowdown(found, NIDS) == 1.0
+    assert math.isnan(cold.first(found[cold.SIGN]))
+    assert found[cold.SIGN].errors[-1] > found[TOP20].errors[-1]
+    assert cold.lowest(found, "D-PSGD") > found[NIDS].errors[-1]
+    assert found["geometric, s0 / 100"].saturated
+    assert not found[GEOMETRIC].saturated
 
 
-def test_rows_over_flower_are_the_runs_in_one_process_and_a_wrong_one_shows(ran: Ran, problem: convex.Convex) -> None:
-    config, results, findings, _, _ = ran
-    assert all(findings.values[f"apart/{label}"] == 0.0 for label in cold.OVER_FLOWER)
+def test_rows_over_flower_are_the_runs_in_one_process_and_a_wrong_one_shows(ran: Ran) -> None:
+    _, results, findings, _, _ = ran
+    apart = [claim for claim in findings.claims if "differ from the run in one process" in claim.name]
+    assert [claim.name.partition(":")[0] for claim in apart] == [NIDS, ZOOM]
+    assert all(claim.ok for claim in apart)
     (table,) = [t for t in findings.tables if t.title == "Over Flower's messages"]
     rows = {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
-    assert rows[NIDS]["letter with header, bytes"] == 8 + 8 * D
-    assert rows[ZOOM]["letter with header, bytes"] == 8 + math.ceil(D / 8)
+    assert rows[NIDS]["message with header, bytes"] == 8 + 8 * D
+    assert rows[ZOOM]["message with header, bytes"] == 8 + math.ceil(D / 8)
     assert rows[NIDS]["edge bytes a round"] == 3 * rows[NIDS]["node bytes"]
-    assert cold._apart(config, problem, results[NIDS]) == 0
-    assert cold._apart(dataclasses.replace(config, rounds=3), problem, results[NIDS]) > 0
+    shorter = without_messages(dataclasses.replace(results[NIDS].spec, rounds=3))
+    assert different_bytes(results[NIDS].arrays, shorter.arrays) > 0
 
 
 def test_energy_is_what_was_given_per_bit_and_missing_otherwise(ran: Ran) -> None:
@@ -100,11 +107,9 @@ def test_energy_is_what_was_given_per_bit_and_missing_otherwise(ran: Ran) -> Non
     name = "joules per edge"
     column = findings.tables[0].columns.index(name)
     row = next(row for row in findings.tables[0].rows if row[0] == NIDS)
-    course = cold.Course.from_json(kept[NIDS])
-    assert row[column] == pytest.approx(3e-9 * course.sent(headers=True))
+    assert row[column] == pytest.approx(3e-9 * cold.sent(courses(kept)[NIDS], headers=True))
     silent = dataclasses.replace(config, settings={**dict(config.settings), "energy_tx": "", "energy_rx": ""})
-    courses = {name: cold.Course.from_json(run) for name, run in kept.items() if name != "fixed points"}
-    table = cold._arrival_table(silent, courses, 260.0)
+    table = cold._arrival_table(silent, courses(kept))
     assert table.columns == tuple(c for c in findings.tables[0].columns if c != name)
     assert table.rows[0] == tuple(cell for n, cell in enumerate(findings.tables[0].rows[0]) if n != column)
 
@@ -123,13 +128,14 @@ def test_findings_survive_json_and_a_resumed_run_computes_nothing_anew(ran: Ran,
 
 
 def test_claims_are_the_goals_and_fail_when_nothing_arrived(ran: Ran) -> None:
-    config, results, findings, _, _ = ran
-    found = {claim.name: claim for claim in cold.claims(config, results, findings)}
+    config, _, findings, kept, _ = ran
+    found = {claim.name: claim for claim in findings.claims}
     assert [name for name, claim in found.items() if not claim.gate] == [f"{cold.NORM_SIGN}: R² of that line"]
     bounds = {(claim.op, claim.bound) for claim in found.values() if claim.source == cold.GOAL}
     assert bounds == {("<=", 1.2), (">=", 25.0), (">", 0.99)}
-    nothing = dataclasses.replace(findings, values=dict.fromkeys(findings.values, math.nan))
-    assert not any(claim.ok for claim in cold.claims(config, results, nothing))
+    lost = {"first": None, "rate": math.nan, "r2": math.nan, "conserved": math.nan, "saturated": False}
+    nothing = {name: Record({**one, **lost, "errors": [math.nan] * 15}) for name, one in courses(kept).items()}
+    assert not any(claim.ok for claim in cold.claims(config, nothing, dict.fromkeys(kept["fixed points"], math.nan)))
 
 
 def test_c4_every_inexact_method_gets_the_same_steps_and_as_many_iterations() -> None:
@@ -141,11 +147,11 @@ def test_c4_every_inexact_method_gets_the_same_steps_and_as_many_iterations() ->
 
 def test_c4_no_floor_is_claimed_by_theory_and_the_one_that_is_falls_with_the_step(ran: Ran) -> None:
     """ "Lowest error > 0.05 (theory)" was a product of the grid: at 0.01/L the fixed point is at 0.034."""
-    config, results, findings, _, _ = ran
-    lowest = [c for c in cold.claims(config, results, findings) if "lowest error" in c.name]
+    _, _, findings, kept, _ = ran
+    lowest = [c for c in findings.claims if "lowest error" in c.name]
     assert len(lowest) == 2
     assert all("theory" not in c.source and "not a bound" in c.source and "1200 iterations" in c.name for c in lowest)
-    fixed = [findings.values[f"fixed/D-PSGD, ηL = {s:g}"] for s in (0.01, 0.003, 0.001)]
+    fixed = [kept["fixed points"][f"D-PSGD, ηL = {s:g}"] for s in (0.01, 0.003, 0.001)]
     assert fixed[0] > 3 * fixed[1] > 8 * fixed[2] > 0
 
 
