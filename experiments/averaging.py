@@ -1,14 +1,13 @@
 """Averaging without gradients: how fast nodes that begin with different vectors come to their mean, and what they sent.
 
-:func:`average` runs an algorithm as a training would, letters, relay and all, only without gradients.
-:func:`reading` iterates compressed push-sum on matrices, without letters, in three readings of which one converges.
+:func:`average` runs an algorithm as a training would, messages, relay and all, only without gradients.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -31,8 +30,6 @@ FLOOR: Final = 1e-12
 GROWN: Final = 1e3
 """A relative error above it is called divergence."""
 
-READINGS: Final = ("models, error kept", "estimates of x", "estimates of z")
-
 
 @dataclass(frozen=True)
 class Track:
@@ -46,10 +43,10 @@ class Track:
     rate, r2 : float
         Factor per round and coefficient of determination of the straight line through the logarithms; NaN when there
         are too few points between the first rounds and rounding.
-    letter : float
-        Bytes of a letter, header included: what an active directed edge carries in a round, on average.
+    message : float
+        Bytes of a message, header included: what an active directed edge carries in a round, on average.
     sent : float
-        Bytes that all letters of a node have in a round, on average.
+        Bytes that all messages of a node have in a round, on average.
     moved : float
         Largest coordinate by which the sum over all nodes has changed.
     weights : float
@@ -64,7 +61,7 @@ class Track:
     errors: Sequence[float]
     rate: float = math.nan
     r2: float = math.nan
-    letter: float = math.nan
+    message: float = math.nan
     sent: float = math.nan
     moved: float = math.nan
     weights: float = math.nan
@@ -95,15 +92,6 @@ class Track:
     def spent(self) -> list[float]:
         """Bytes a node has sent at each of ``rounds``."""
         return [k * self.sent for k in self.rounds]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return what :meth:`from_json` reads."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Track:
-        """Read what a sweep's record holds, beside its axes."""
-        return cls(**{field.name: document[field.name] for field in fields(cls)})
 
 
 def starts(key: Key, nodes: int, size: int) -> Real:
@@ -189,13 +177,13 @@ def average(
     shares = np.stack([_weights(state) for state in states])
     ks, errors = [k for k, _ in seen], [e for _, e in seen]
     rate, r2 = fitted(ks, errors, late=late)
-    bytes_, letters = outcome.traffic.edge_bytes, outcome.traffic.messages
+    bytes_, messages = outcome.traffic.edge_bytes, outcome.traffic.messages
     return Track(
         ks,
         errors,
         rate=0.0 if math.isnan(rate) and errors[-1] <= FLOOR else rate,
         r2=r2,
-        letter=bytes_ / max(1, letters),
+        message=bytes_ / max(1, messages),
         sent=bytes_ / (graph.n * rounds),
         moved=float(np.abs(numerators.sum(axis=0) - values.sum(axis=0)).max()),
         weights=float(np.abs(shares.sum(axis=0) - graph.n).max()),
@@ -221,51 +209,3 @@ def by_matrices(graph: Topology, values: Real, rounds: int, *, symmetric: bool) 
         p = graph.mixing_matrix(t, symmetric=symmetric)
         x, w = p @ x, p @ w
     return [error / errors[0] for error in errors]
-
-
-def reading(
-    kind: str, matrices: Sequence[Real] | Callable[[int], Real], values: Real, k: int, gamma: float, rounds: int
-) -> list[float]:
-    """Return the relative errors of compressed push-sum after 0, 1, ... rounds, computed on matrices.
-
-    All weights travel uncompressed. ``kind`` says what is compressed by top-k of ``k``:
-
-    * "models, error kept": ``q = C(x + e)``, ``e = x + e - q``, and x moves by what arrives of q;
-    * "estimates of x": ``h = h + C(x - h)``, and x moves by h;
-    * "estimates of z": ``h = h + C(x / w - h)``, and x moves by ``w h``.
-
-    Stops when an error exceeds :data:`GROWN`.
-    """
-    if kind not in READINGS:
-        raise ValueError(f"no reading {kind!r}; expected one of {READINGS}")
-    matrix_of = matrices if callable(matrices) else lambda t: matrices[t % len(matrices)]
-    mean, x, w = values.mean(axis=0), values.copy(), np.ones(len(values))
-    known = np.zeros_like(x)
-    first = float(np.linalg.norm(values - mean))
-    errors = [1.0]
-    for t in range(rounds):
-        if kind == "models, error kept":
-            wanted = x + known
-            said = _largest(wanted, k)
-            known = wanted - said
-        elif kind == "estimates of x":
-            known = known + _largest(x - known, k)
-            said = known
-        else:
-            known = known + _largest(x / w[:, None] - known, k)
-            said = w[:, None] * known
-        p = matrix_of(t)
-        x = x + gamma * (p @ said - said)
-        w = w + gamma * (p @ w - w)
-        errors.append(float(np.linalg.norm(x / w[:, None] - mean)) / first)
-        if not errors[-1] < GROWN:
-            break
-    return errors
-
-
-def _largest(v: Real, k: int) -> Real:
-    """Return every row with all but its k largest magnitudes set to zero."""
-    out = np.zeros_like(v)
-    at = np.argpartition(-np.abs(v), k - 1, axis=1)[:, :k]
-    np.put_along_axis(out, at, np.take_along_axis(v, at, axis=1), axis=1)
-    return out

@@ -229,7 +229,7 @@ class ErrorCurve:
     errors : ndarray, float64, shape (iterations + 1,)
         :meth:`Convex.distance` after every iteration, the initial models first.
     bits, payload_bits : ndarray, shape (iterations + 1,)
-        Bits per directed edge so far, mean over edges: of whole letters, and of their bodies without headers.
+        Bits per directed edge so far, mean over edges: of whole messages, and of their bodies without headers.
     traffic : GossipTraffic
     invariants : dict of str to float
         What the algorithm conserves over all nodes, after the last iteration.

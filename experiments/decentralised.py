@@ -1,7 +1,7 @@
-"""Decentralised trainings in one process, and what their letters cost: what experiments of gossip algorithms share.
+"""Decentralised trainings in one process, and what their messages cost: what experiments of gossip algorithms share.
 
 :func:`train` runs an algorithm on a task and says how good the nodes' models are and what was sent. The protocol is the
-one that runs over messages (:mod:`fedcomp.gossip.central`): the same letters, the same bits. Convex problems, whose
+one that runs over messages (:mod:`fedcomp.gossip.central`): the same messages, the same bits. Convex problems, whose
 optimum is known, are in :mod:`fedcomp.experiments.convex`.
 """
 
@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 
 from fedcomp.errors import ConfigError, NonFiniteUpdate
 from fedcomp.experiments.experiment import Option
+from fedcomp.experiments.findings import Table
+from fedcomp.experiments.kit import table
 from fedcomp.gossip.base import Algorithm
 from fedcomp.gossip.central import FaultPlan, SimulatedNodes, SimulationSettings, simulate
 from fedcomp.gossip.errors import Diverged
@@ -98,7 +100,7 @@ class TrainingPlan:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The nodes' models after some iteration, all letters of it delivered.
+    """The nodes' models after some iteration, all messages of it delivered.
 
     Attributes
     ----------
@@ -138,7 +140,7 @@ class Trained:
     invariants : dict of str to float
         What the algorithm conserves over all nodes, after the last iteration.
     events : dict of str to int
-        How often something happened beside plain iterations: answers missing, nodes gone, letters returned.
+        How often something happened beside plain iterations: answers missing, nodes gone, messages returned.
     diverged : str
         Why the run was ended; empty when it was not.
     """
@@ -153,18 +155,6 @@ class Trained:
     invariants: Mapping[str, float]
     events: Mapping[str, int]
     diverged: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return what :meth:`from_json` reads."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Trained:
-        """Read what a sweep's record holds, beside its axes."""
-        values = {f.name: document[f.name] for f in fields(cls)}
-        values["traffic"] = GossipTraffic.from_dict(values["traffic"])
-        values["points"] = [Evaluation(**point) for point in values["points"]]
-        return cls(**values)
 
 
 class Recorder:
@@ -319,24 +309,24 @@ class GossipCell:
         )
 
     def run(self) -> dict[str, Any]:
-        """Train; return :meth:`Trained.to_json`, for a sweep."""
-        return train(self.plan()).to_json()
+        """Train; return the fields of :class:`Trained`, for a sweep."""
+        return asdict(train(self.plan()))
 
 
 def per_message(traffic: GossipTraffic, *, headers: bool) -> float:
-    """Return the mean bytes of a letter on an edge while training, without closing iterations and whole estimates."""
+    """Return the mean bytes of a message on an edge while training, without closing iterations and whole estimates."""
     count = traffic.edge["train"]
     return (count.bytes if headers else count.bodies) / count.messages if count.messages else math.nan
 
 
 def ratio(traffic: GossipTraffic, dense: GossipTraffic, *, headers: bool = False) -> float:
-    """Return how many times smaller a letter is than the letter of ``dense``, a run that was measured without
+    """Return how many times smaller a message is than the message of ``dense``, a run that was measured without
     compression."""
     return per_message(dense, headers=headers) / per_message(traffic, headers=headers)
 
 
 def honest_ratio(traffic: GossipTraffic, dense: GossipTraffic) -> float:
-    """Return how many times fewer edge bytes the whole run took than ``dense`` letters on the same edges would have.
+    """Return how many times fewer edge bytes the whole run took than ``dense`` messages on the same edges would have.
 
     Headers, closing iterations and whole estimates count here; the baseline has headers and no closing iterations.
     """
@@ -377,7 +367,7 @@ class Energy:
         given = [str(settings[name]).strip() for name in ENERGY_OPTIONS]
         if any(given) and not all(given):
             raise ConfigError(
-                f"energy_tx={given[0]!r} and energy_rx={given[1]!r} do not go together: every letter is sent and "
+                f"energy_tx={given[0]!r} and energy_rx={given[1]!r} do not go together: every message is sent and "
                 "received; give both, or neither"
             )
         return cls(*(_joules(value) if value else None for value in given))
@@ -388,61 +378,55 @@ class Energy:
         return None if self.sent is None or self.received is None else 8.0 * (self.sent + self.received)
 
     def joules(self, traffic: GossipTraffic) -> float | None:
-        """Return the energy of all letters on edges, None without both figures."""
+        """Return the energy of all messages on edges, None without both figures."""
         if self.sent is None or self.received is None:
             return None
         return traffic.energy(self.sent, self.received)
 
 
-COST_COLUMNS: Final = (
-    "letter, bytes",
-    "times smaller",
-    "with headers",
-    "edge bytes",
-    "of them closing",
-    "whole run, times fewer",
-    "node bytes",
-    "relay bytes",
-    "overhead bytes",
-    "joules",
-)
-"""What a run of letters costs, by :func:`cost_cells`."""
-
-COST_OPTIONAL: Final = ("overhead bytes", "joules")
-"""Those of them that only some runs have."""
+COST_COLUMNS: Final[Mapping[str, Callable[[GossipTraffic, GossipTraffic], float | int | None]]] = {
+    "message, bytes": lambda own, dense: per_message(own, headers=False),
+    "times smaller": lambda own, dense: ratio(own, dense),
+    "with headers": lambda own, dense: ratio(own, dense, headers=True),
+    "edge bytes": lambda own, dense: own.edge_bytes,
+    "of them closing": lambda own, dense: own.edge["dense"].bytes,
+    "whole run, times fewer": lambda own, dense: honest_ratio(own, dense),
+    "node bytes": lambda own, dense: own.node_bytes,
+    "relay bytes": lambda own, dense: own.relay_bytes,
+    "overhead bytes": lambda own, dense: own.overhead or None,
+}
+"""What a run costs beside one whose messages carry whole models, on the same graph."""
 
 COST_CAPTION: Final = (
-    "Edge bytes: every letter on every directed edge, headers and closing iterations included. Node bytes: every "
-    "distinct letter once. Relay bytes: what the star moves, never an algorithm's cost. Overhead: the framework's "
-    "messages beside letters, where there are messages. Times smaller: the body of a letter against a dense one; whole "
-    "run: all edge bytes against dense letters in the same iterations. Joules: bytes times the joules per bit that "
-    "were given; empty when none were."
+    "Edge bytes: every message on every directed edge, headers and closing iterations included. Node bytes: every "
+    "distinct message once. Relay bytes: what the star moves, never an algorithm's cost. Overhead: what the "
+    "framework's messages hold beside those of the nodes. Times smaller: the body of a message against a dense one; "
+    "whole run: all edge bytes against dense messages in the same iterations. Joules: bytes times the joules per bit "
+    "that were given; empty when none were."
 )
 
 
-def cost_cells(
-    traffic: GossipTraffic, dense: GossipTraffic, energy: Energy | None = None
-) -> dict[str, float | int | None]:
-    """Return figures by the names of :data:`COST_COLUMNS`.
+def cost_table(
+    title: str,
+    first: str,
+    runs: Mapping[str, tuple[GossipTraffic, GossipTraffic]],
+    energy: Energy | None = None,
+    caption: str = "",
+) -> Table:
+    """Return what runs cost.
 
     Parameters
     ----------
-    traffic : GossipTraffic
-        Of the run.
-    dense : GossipTraffic
-        Of a run whose letters carry whole models, with the same graph.
+    first : str
+        Heading of the runs' names.
+    runs : mapping of str to (GossipTraffic, GossipTraffic)
+        By name: what was sent, and what a run with whole models sends on the same graph.
     energy : Energy, optional
+    caption : str
+        Goes before what the columns mean.
     """
-    found = (
-        per_message(traffic, headers=False),
-        ratio(traffic, dense),
-        ratio(traffic, dense, headers=True),
-        traffic.edge_bytes,
-        traffic.edge["dense"].bytes,
-        honest_ratio(traffic, dense),
-        traffic.node_bytes,
-        traffic.relay_bytes,
-        traffic.overhead or None,
-        (energy or Energy()).joules(traffic),
-    )
-    return dict(zip(COST_COLUMNS, found, strict=True))
+    known = energy or Energy()
+    columns: dict[str, Any] = {first: lambda run: run[0]}
+    columns |= {name: (lambda run, cost=cost: cost(*run[1])) for name, cost in COST_COLUMNS.items()}
+    columns["joules"] = lambda run: known.joules(run[1][0])
+    return table(title, columns, runs.items(), caption + COST_CAPTION, optional=("overhead bytes", "joules"))

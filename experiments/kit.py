@@ -26,12 +26,13 @@ import multiprocessing
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, overload
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 
 from fedcomp.experiments.experiment import Config, Option
 from fedcomp.experiments.findings import Claim, Curves, Findings, Say, Series, Table, mean
+from fedcomp.plain import from_fields
 
 if TYPE_CHECKING:
     from fedcomp.experiments.experiment import Measure
@@ -52,6 +53,8 @@ __all__ = [
     "train_losses",
     "workers",
 ]
+
+T = TypeVar("T")
 
 Field = str | Callable[[Any], Any]
 """What of a record stands in a column or on an axis: a field's name, or a function of the record."""
@@ -80,6 +83,10 @@ class Record(Mapping[str, Any]):
 
     def __repr__(self) -> str:
         return f"Record({self._fields!r})"
+
+    def read(self, kind: type[T]) -> T:
+        """Return the fields of the dataclass ``kind`` as one; raises as :func:`fedcomp.plain.from_fields`."""
+        return from_fields(kind, {each.name: self._fields[each.name] for each in fields(kind)})  # type: ignore[arg-type]
 
 
 class Records(Sequence[Record]):

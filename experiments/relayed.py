@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp.errors import ConfigError
-from fedcomp.experiments.findings import Table, different_bytes
-from fedcomp.experiments.kit import Say, table
+from fedcomp.experiments.findings import Claim, Table, different_bytes
+from fedcomp.experiments.kit import Say, claim, table
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.experiments.systems import get_system
 from fedcomp.strategies.parts import TASK_PREFIX
@@ -26,7 +26,7 @@ class Central:
     arrays : dict of str to ndarray
         Mean of the nodes' models, as the server half returns it.
     edge_bytes : int
-        Of all letters.
+        Of all messages.
     """
 
     arrays: dict[str, NDArray[Any]]
@@ -84,16 +84,16 @@ def without_messages(spec: RunSpec) -> Central:
 
 
 def edge_bytes(result: RunResult) -> int:
-    """Return the bytes of all letters of a gossip row that was run as messages."""
+    """Return the bytes of all messages of a gossip row that was run as messages."""
     return sum(int(record.metrics["gossip.edge"]) for record in result.rounds if record.round)
 
 
 @dataclass(frozen=True)
 class Apart:
-    """How a run with messages differs from the same run in one process: bytes of the mean model, and of all letters."""
+    """How a run with messages differs from the same run in one process: bytes of the mean model and of messages."""
 
     model: int
-    letters: int
+    messages: int
 
 
 def beside(results: Mapping[str, RunResult], say: Say, caption: str) -> tuple[Table, dict[str, Apart]]:
@@ -117,3 +117,20 @@ def beside(results: Mapping[str, RunResult], say: Say, caption: str) -> tuple[Ta
     columns = ("system", "iterations", "edge bytes, messages", "edge bytes, one process", "whole messages, bytes")
     names = (*columns, "model bytes that differ")
     return table("The same runs with messages and without", {name: name for name in names}, rows, caption), found
+
+
+def claims_of_messages(
+    differ: Mapping[str, Apart], name: str, bound: str, source: str, *, sent: str = "messages"
+) -> list[Claim]:
+    """Return that messages change nothing: neither the models nor what is sent.
+
+    Parameters
+    ----------
+    name : str
+        Of a claim, with ``{label}`` and ``{what}``: the model, or what ``sent`` says.
+    """
+    return [
+        claim(name.format(label=label, what=what), count, bound, source)
+        for label, apart in differ.items()
+        for what, count in (("the model", apart.model), (sent, apart.messages))
+    ]

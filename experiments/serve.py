@@ -334,11 +334,11 @@ class _Run:
         return dict(outcome.train or {}) | report.figures(public=True) | _cost(self._private)
 
     def _gossip(self, server_round: int) -> dict[str, Any]:
-        """Return what a decentralised round cost beside its letters.
+        """Return what a decentralised round cost beside its gossip messages.
 
-        The letters themselves, on edges, by node and through the server, are in the strategy's own metrics. Overhead is
-        all that the messages with letters weigh beyond letters and, where a run begins or is joined, the model; equal
-        letters in one message travel once, so that it may be negative.
+        Gossip messages themselves, on edges, by node and through the server, are in the strategy's own metrics.
+        Overhead is all that Flower's messages weigh beyond them and, where a run begins or is joined, the model; equal
+        gossip messages in one of Flower's travel once, so that it may be negative.
         """
         if server_round not in self._reports.sections("gossip"):
             return {}

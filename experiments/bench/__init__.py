@@ -20,7 +20,7 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     ),
     "gossip": (
         "fedcomp.experiments.bench.gossip",
-        "decentralised runs: time per edge as graphs grow, letters, the protocol",
+        "decentralised runs: time per edge as graphs grow, messages, the protocol",
     ),
     "graphs": (
         "fedcomp.experiments.bench.graphs",

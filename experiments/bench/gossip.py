@@ -1,7 +1,8 @@
-"""Decentralised runs in one process: time per edge as the graph grows, cost of a letter, share of the protocol.
+"""Decentralised runs in one process: time per edge as the graph grows, cost of a message, share of the protocol.
 
-Every letter is compressed and read once, so a run takes time in proportion to its edges; what would make it grow faster
-is looked for by comparing 64 nodes with 8. Ratios gate; times are reported only, since they say more about the machine.
+Every message is compressed and read once, so a run takes time in proportion to its edges; what would make it grow
+faster is looked for by comparing 64 nodes with 8. Ratios gate; times are reported only, since they say more about the
+machine.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ def run(*, quick: bool = False, progress: Callable[[str], None] | None = None) -
     -------
     dict
         ``rows``: of whole runs by graph, algorithm, gradient and number of nodes (seconds by the clock; microseconds of
-        processor time per letter on an edge and per iteration of a node, medians over iterations); of compressors
-        (bytes, microseconds to write and to read a letter); of the protocol without an algorithm.
+        processor time per message on an edge and per iteration of a node, medians over iterations); of compressors
+        (bytes, microseconds to write and to read a message); of the protocol without an algorithm.
         ``claims``: time per edge on the largest against the smallest graph; what the protocol costs by itself.
     """
     say = progress or (lambda _line: None)
@@ -94,7 +95,7 @@ def run(*, quick: bool = False, progress: Callable[[str], None] | None = None) -
     share = bare[0]["us_per_node"] / runs[0]["us_per_node"]
     name = f"the protocol's share of {runs[0]['algorithm']} on {runs[0]['graph']}, {sizes[0]} nodes"
     claims.append(Claim(name, share, "<=", 0.2, "goal of this project, on the same machine", gate=not quick))
-    return {"rows": [*runs, long, *_letters(quick, say), *bare], "claims": claims}
+    return {"rows": [*runs, long, *_messages(quick, say), *bare], "claims": claims}
 
 
 def _linear(measured: Sequence[Mapping[str, Any]], *, gate: bool) -> Claim:
@@ -188,7 +189,7 @@ def _torch(n: int) -> tuple[Real, Layout, Sequence[NodeData]]:
     return flatten(start, layout, "float32"), layout, [FlatObjective(objective, layout) for objective in objectives]
 
 
-def _letters(quick: bool, say: Callable[[str], None]) -> list[dict[str, Any]]:
+def _messages(quick: bool, say: Callable[[str], None]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for size in (SIZE,) if quick else (SIZE, 100 * SIZE):
         v = (Key(1, "bench-gossip").uniform(size) - 0.5).astype(np.float32)
@@ -238,7 +239,7 @@ class _Idle(Algorithm):
     def init(self, model: Real, layout: Layout, *, common: Real | None = None) -> State:
         return {"x": model}
 
-    def receive(self, state: State, letters: Sequence[GossipMessage]) -> State:
+    def receive(self, state: State, messages: Sequence[GossipMessage]) -> State:
         return state
 
     def send(self, state: State, gradient: Gradient | None, view: View) -> tuple[State, Outbox]:

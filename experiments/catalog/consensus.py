@@ -11,11 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp.errors import ConfigError
-from fedcomp.experiments.averaging import FLOOR, READINGS, Track, average, by_matrices, reading, starts
+from fedcomp.experiments.averaging import FLOOR, Track, average, by_matrices, starts
 from fedcomp.experiments.decentralised import ENERGY_OPTIONS, Energy
 from fedcomp.experiments.experiment import Config, Experiment, Option, no_rows
 from fedcomp.experiments.findings import Claim, Curves, Findings, HeatMap, Series, Table, largest
 from fedcomp.experiments.kit import Record, Records, Say, Sweep, claim, curves, named, table
+from fedcomp.experiments.push_sum_variants import COMPRESSED, averaged
 from fedcomp.experiments.spec import RunResult
 from fedcomp.gossip.errors import TopologyError
 from fedcomp.gossip.topology import Edges, Topology, topology_of
@@ -37,23 +38,23 @@ GAMMAS: Final[Mapping[str, float]] = {
     UNBALANCED: 0.15,
     DIGRAPH: 0.1,
 }
-"""Consensus steps of Sparse-Push for letters of one tenth."""
+"""Consensus steps of Sparse-Push for messages of one tenth."""
 
-COSTS: Final = ("bytes a letter", "digits per kB", "joules per digit")
+COSTS: Final = ("bytes a message", "digits per kB", "joules per digit")
 SWEEP: Final = (0.05, 0.1, 0.2, 0.4)
-READING_GAMMAS: Final = (0.02, 0.05, 0.1, 0.2)
-READING_GRAPHS: Final = ("exponential", UNBALANCED, DIGRAPH)
+VARIANT_GAMMAS: Final = (0.02, 0.05, 0.1, 0.2)
+VARIANT_GRAPHS: Final = ("exponential", UNBALANCED, DIGRAPH)
 MATRIX_ROUNDS: Final = 40
 """Rounds of PowerGossip at full rank."""
 
 OPTIONS = {
     "size": Option(50, "elements of the vectors", least=10),
-    "k": Option(5, "elements of a sparse letter", least=1),
+    "k": Option(5, "elements of a sparse message", least=1),
     "p": Option(0.3, "probability of an edge of the random digraph", above=0.0, most=1.0),
     "matrix": Option(16, "rows and columns of PowerGossip's matrices", least=2),
     "dense_rounds": Option(120, "rounds without compression", least=12),
     "sweep_rounds": Option(100, "rounds per cell of the sweep of gamma", least=1),
-    "reading_rounds": Option(1200, "rounds of the three readings of compressed push-sum", least=1),
+    "variant_rounds": Option(1200, "rounds of the three variants of compressed push-sum", least=1),
     **ENERGY_OPTIONS,
 }
 
@@ -83,7 +84,7 @@ def _possible(names: Sequence[str], n: int, config: Config) -> list[str]:
 
 
 def _density(config: Config) -> float:
-    """Return the share of its elements that a sparse letter holds."""
+    """Return the share of its elements that a sparse message holds."""
     return int(config.settings["k"]) / int(config.settings["size"])
 
 
@@ -141,13 +142,13 @@ def _starts(config: Config, nodes: int, size: int) -> NDArray[np.float64]:
     return starts(Key(config.seed, "consensus", nodes), nodes, size)
 
 
-def read(kind: str, graph: str, gamma: float, *, config: Config) -> dict[str, Any]:
-    """Return the errors of a reading of compressed push-sum, after 0, 1, ... rounds."""
-    n, rounds = config.clients, int(config.settings["reading_rounds"])
+def vary(kind: str, graph: str, gamma: float, *, config: Config) -> dict[str, Any]:
+    """Return the errors of a variant of compressed push-sum, after 0, 1, ... rounds."""
+    n, rounds = config.clients, int(config.settings["variant_rounds"])
     made = graph_of(graph, n, config)
     known = [made.mixing_matrix(t, symmetric=False) for t in range(made.period or rounds)]
     values = _starts(config, n, int(config.settings["size"]))
-    return {"errors": reading(kind, known, values, int(config.settings["k"]), gamma, rounds)}
+    return {"errors": averaged(kind, known, values, int(config.settings["k"]), gamma, rounds)}
 
 
 def foretell(graph: str, nodes: int, *, config: Config) -> dict[str, Any]:
@@ -214,12 +215,12 @@ def compressed_runs(config: Config) -> list[Run]:
         *(one(COORDINATES, coordinate, graph) for graph in ("directed-ring", "exponential", "one-peer", DIGRAPH)),
         *(one(label, {"name": "choco", **options}, "ring") for label, options in choco(config).items()),
         *(one(CHOCO_TOP, other, graph) for graph in _possible(["torus", "complete"], n, config)),
-        *map(squeeze, READING_GAMMAS),
+        *map(squeeze, VARIANT_GAMMAS),
     ]
 
 
 def matrix_runs(config: Config) -> list[Run]:
-    """Return runs on matrices over the ring: PowerGossip, and CHOCO with letters about as long."""
+    """Return runs on matrices over the ring: PowerGossip, and CHOCO with messages about as long."""
     side, n, rounds = int(config.settings["matrix"]), config.clients, config.rounds
     power = {"name": "power-gossip", "values": "float32"}
     short: dict[str, Any] = {"side": side, "every": 1, "late": 0.5}
@@ -269,10 +270,10 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
         raise ConfigError(f"--clients must be at least 4 for this experiment, not {n}")
     size, k = int(config.settings["size"]), int(config.settings["k"])
     if k > size:
-        raise ConfigError(f"k={k} exceeds size={size}; a letter holds at most all elements")
+        raise ConfigError(f"k={k} exceeds size={size}; a message holds at most all elements")
 
     def tracks(runs: Sequence[Run]) -> dict[Cell, Track]:
-        return {r.cell: Track.from_json(record) for r, record in zip(runs, named(runs)(say), strict=True)}
+        return {r.cell: record.read(Track) for r, record in zip(runs, named(runs)(say), strict=True)}
 
     graphs = [
         {"graph": graph, "nodes": nodes}
@@ -302,8 +303,8 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
     compressed = tracks(asked)
     matrices = {label: track for (label, _, _), track in tracks(shapes).items()}
     sweep = {row: [track.final for track in tracks(runs).values()] for row, runs in tried.items()}
-    axes = {"kind": READINGS, "graph": READING_GRAPHS, "gamma": READING_GAMMAS}
-    readings = Sweep(read, axes, "reading", {"config": config})(say)
+    axes = {"kind": COMPRESSED, "graph": VARIANT_GRAPHS, "gamma": VARIANT_GAMMAS}
+    variants = Sweep(vary, axes, "variant", {"config": config})(say)
     squeezes = [label for label, _, _ in compressed if label.startswith(SQUEEZE)]
     rates: dict[Cell, float] = {cell: record.rate for cell, record in theory.items()}
     return Findings(
@@ -311,7 +312,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
             _dense_table(dense, rates, energy),
             *_compressed_tables(compressed, {run.cell: run.algorithm.get("gamma") for run in asked}, energy),
             _matrix_table(matrices),
-            _reading_table(readings),
+            _variant_table(variants),
             _sums_table(dense, compressed),
         ],
         figures=[
@@ -325,7 +326,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
             _against_bytes("Matrices on the ring", matrices),
             curves(
                 "Push-sum on the random digraph, best gamma",
-                [best(readings.where(kind=kind, graph=DIGRAPH)) for kind in READINGS],
+                [best(variants.where(kind=kind, graph=DIGRAPH)) for kind in COMPRESSED],
                 lambda record: _sampled(range(len(record.errors))),
                 lambda record: _sampled(record.errors),
                 "kind",
@@ -346,7 +347,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
         claims=[
             *_of_theory(dense, rates, off_products, [*dense.values(), *compressed.values(), *matrices.values()], n),
             *_of_compression(compressed, matrices, n),
-            *_of_readings(readings),
+            *_of_variants(variants),
         ],
         answer=f"Compressed push-sum agrees to {compressed[SPARSE_PUSH, DIGRAPH, n].final:.0e} on a random digraph and "
         f"CHOCO to {compressed[CHOCO_TOP, 'ring', n].final:.0e} on a ring; memory at the sender alone stops at "
@@ -355,7 +356,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
 
 
 def best(tried: Records) -> Record:
-    """Return the reading whose last error is the smallest."""
+    """Return the variant whose last error is the smallest."""
     return min(tried, key=lambda record: float(record.errors[-1]))
 
 
@@ -390,7 +391,7 @@ def _dense_table(dense: Mapping[Cell, Track], rates: Mapping[Cell, float], energ
 
 def _costs(tracks: Mapping[Cell, Track], energy: Energy) -> dict[str, Any]:
     found = (
-        lambda cell: tracks[cell].letter,
+        lambda cell: tracks[cell].message,
         lambda cell: tracks[cell].digits,
         lambda cell: tracks[cell].joules(energy.per_byte),
     )
@@ -414,7 +415,7 @@ def _compressed_tables(
             f"Compressed, {'un' if undirected else ''}directed graphs",
             columns,
             [cell for cell in compressed if (cell[1] in UNDIRECTED) == undirected],
-            "As above. Bytes are those of real letters, header, share and digests included; values travel as float32, "
+            "As above. Bytes are those of real messages, header, share and digests included; values travel as float32, "
             "but for coordinate push, which sends float64. Where R² is small the error does not fall along a line: it "
             "has stopped.",
             optional=COSTS[-1:],
@@ -447,7 +448,7 @@ def _matrix_table(matrices: Mapping[str, Track]) -> Table:
         "rounds": lambda label: len(matrices[label].rounds) and matrices[label].rounds[-1],
         "rate, fitted": lambda label: matrices[label].rate,
         "last error": lambda label: matrices[label].final,
-        "bytes a letter": lambda label: matrices[label].letter,
+        "bytes a message": lambda label: matrices[label].message,
         "digits per kB": lambda label: matrices[label].digits,
         "sum moved": lambda label: matrices[label].moved,
     }
@@ -455,14 +456,14 @@ def _matrix_table(matrices: Mapping[str, Track]) -> Table:
     return table("Matrices on the ring", columns, matrices, caption)
 
 
-def _reading_table(readings: Records) -> Table:
+def _variant_table(variants: Records) -> Table:
     columns: dict[str, Any] = {"what travels as top-k, graph": lambda row: f"{row[0].kind}, {row[0].graph}"} | {
-        f"gamma {gamma:g}": (lambda row, gamma=gamma: row.one(gamma=gamma).errors[-1]) for gamma in READING_GAMMAS
+        f"gamma {gamma:g}": (lambda row, gamma=gamma: row.one(gamma=gamma).errors[-1]) for gamma in VARIANT_GAMMAS
     }
     return table(
         "What may be compressed in push-sum",
         columns,
-        readings.groups("kind", "graph").values(),
+        variants.groups("kind", "graph").values(),
         "Last relative errors, computed on matrices. Without estimates a smaller gamma stops later and lower. On a "
         "graph that changes w and x never settle, z does; a gap is divergence.",
     )
@@ -500,7 +501,7 @@ SLOPES: Final = (
     (COORDINATES, "exponential", 0.943),
     (COORDINATES, DIGRAPH, 0.939),
 )
-"""Rates per round, letters of a tenth, 8 nodes; Sparse-Push with the best gamma."""
+"""Rates per round, messages of a tenth, 8 nodes; Sparse-Push with the best gamma."""
 
 
 def _of_theory(
@@ -590,16 +591,16 @@ def _of_compression(compressed: Mapping[Cell, Track], matrices: Mapping[str, Tra
     ]
 
 
-def _of_readings(readings: Records) -> list[Claim]:
-    """Only one reading of compressed push-sum converges."""
-    kept, of_x, of_z = READINGS
+def _of_variants(variants: Records) -> list[Claim]:
+    """Only one variant of compressed push-sum converges."""
+    kept, of_x, of_z = COMPRESSED
     stalls = "measured when the iteration was derived:"
 
     def last(kind: str, graph: str) -> float:
-        return float(best(readings.where(kind=kind, graph=graph)).errors[-1])
+        return float(best(variants.where(kind=kind, graph=graph)).errors[-1])
 
     made = []
-    for graph in READING_GRAPHS:
+    for graph in VARIANT_GRAPHS:
         right, stopped, text = last(of_z, graph), last(kept, graph), f"push-sum, {kept}, {graph}: last error"
         made += [
             claim(f"push-sum, {of_z}, {graph}: last error", right, "<= 1e-10", f"{stalls} 1e-15"),
@@ -632,14 +633,14 @@ EXPERIMENT = Experiment(
         "matrix=3",
         "dense_rounds=12",
         "sweep_rounds=2",
-        "reading_rounds=20",
+        "variant_rounds=20",
     ),
     engines=("inprocess",),
     notes=(
-        "Nodes begin with different random vectors and exchange letters without any gradient, through the same "
+        "Nodes begin with different random vectors and exchange messages without any gradient, through the same "
         "relay as in a training. Estimates begin at zero, so that the vectors themselves have to travel.\n\n"
         "The number of nodes is --clients, and twice as many in some rows; --rounds is the length of compressed runs. "
-        "Consensus steps are those of the tables; they were tried for 8 nodes and letters of a tenth, and go with the "
+        "Consensus steps are those of the tables; they were tried for 8 nodes and messages of a tenth, and go with the "
         "square root of that share when it is changed."
     ),
 )

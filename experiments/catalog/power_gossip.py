@@ -8,30 +8,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 import numpy as np
 
 from fedcomp.experiments.averaging import Track, average
 from fedcomp.experiments.decentralised import (
-    COST_CAPTION,
-    COST_COLUMNS,
-    COST_OPTIONAL,
     ENERGY_OPTIONS,
     Energy,
     GossipCell,
     Trained,
-    cost_cells,
+    cost_table,
     ratio,
 )
 from fedcomp.experiments.experiment import Config, Experiment, Option
 from fedcomp.experiments.findings import Claim, Curves, Findings, Table, largest, mean
 from fedcomp.experiments.kit import Say, Sweep, claim, curves, repetitions, table, workers
+from fedcomp.experiments.relayed import beside, claims_of_messages
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.gossip.power_gossip import auto_rate
 from fedcomp.gossip.topology import Ring
 from fedcomp.layout import Layout
+from fedcomp.plain import from_fields
 from fedcomp.rng import Key
 
 TASK: Final = "digits"
@@ -175,14 +174,13 @@ def best(tried: Mapping[float, Group]) -> float:
 def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findings:
     """Sweep the consensus steps, train every row with its best one, average matrices, and run the rows without
     messages."""
-    from fedcomp.experiments.relayed import beside
     from fedcomp.tasks import get_task
 
     def trained(places: Sequence[tuple[str, float]], *, validation: bool) -> dict[tuple[str, float], Group]:
         cells = [{"label": label, "gamma": g, "seed": seed} for label, g in places for seed in repetitions(config)]
         sweep = Sweep(train, cells, "sweep" * validation, {"config": config, "validation": validation})
         found = sweep(say, int(config.settings["workers"])).groups("label", "gamma")
-        return {place: Group([Trained.from_json(run) for run in group]) for place, group in found.items()}
+        return {place: Group([run.read(Trained) for run in group]) for place, group in found.items()}
 
     gammas = _gammas(str(config.settings["gammas"]))
     swept = trained([(label, gamma) for label in TUNED for gamma in gammas], validation=True)
@@ -190,7 +188,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
     chosen = {label: best(tried[label]) for label in TUNED}
     places = [(label, chosen.get(label, 0.0)) for label in (*FIXED, *TUNED)]
     groups = {label: group for (label, _), group in trained(places, validation=False).items()}
-    energy, dense = Energy.of(config.settings), groups[DENSE].runs[0].traffic
+    dense = groups[DENSE].runs[0].traffic
     averaging = Averaging(config, say)
     relayed, differ = beside(results, say, _RELAYED)
     sizes, over = times_smaller(groups), ahead(groups)
@@ -198,15 +196,11 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
         tables=[
             _accuracy(groups, chosen),
             _tried(tried),
-            table(
+            cost_table(
                 "What was sent, first seed",
-                {name: name for name in ("algorithm", *COST_COLUMNS)},
-                [
-                    {"algorithm": label, **cost_cells(group.runs[0].traffic, dense, energy)}
-                    for label, group in groups.items()
-                ],
-                COST_CAPTION,
-                optional=COST_OPTIONAL,
+                "algorithm",
+                {label: (group.runs[0].traffic, dense) for label, group in groups.items()},
+                Energy.of(config.settings),
             ),
             *averaging.tables(),
             relayed,
@@ -241,15 +235,12 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
         claims=[
             *claims(groups, tried),
             *averaging.claims(),
-            *(
-                claim(
-                    f"{label}: bytes of {what} that differ with messages and without",
-                    count,
-                    "<= 0.0",
-                    "the same relay and the same nodes",
-                )
-                for label, apart in differ.items()
-                for what, count in (("the model", apart.model), ("the letters", apart.letters))
+            *claims_of_messages(
+                differ,
+                "{label}: bytes of {what} that differ with messages and without",
+                "<= 0.0",
+                "the same relay and the same nodes",
+                sent="the messages",
             ),
         ],
         answer=f"Untuned, rank 1 sends messages {sizes[RANK_1]:.0f} times smaller than dense ones; its nodes' models "
@@ -272,10 +263,6 @@ def ahead(groups: Mapping[str, Group]) -> dict[tuple[str, str], float]:
 
 def _percent(value: float) -> float:
     return round(100 * value, 2)
-
-
-def _ended(group: Group) -> str:
-    return next((run.diverged.partition(". ")[0] for run in group.runs if run.diverged), "")
 
 
 def _accuracy(groups: Mapping[str, Group], chosen: Mapping[str, float]) -> Table:
@@ -347,13 +334,13 @@ def claims(groups: Mapping[str, Group], tried: Tried) -> list[Claim]:
         ),
         claim("rank 1: accuracy of the mean model over D-PSGD's", middle, ">= -0.01", "on par, as the authors say"),
         claim(
-            "rank 1: letters smaller than dense ones, headers included",
+            "rank 1: messages smaller than dense ones, headers included",
             sizes[RANK_1],
             ">= 20.0",
             f"{DESIGN}: 21.7 without headers",
         ),
         claim(
-            "rank 2: letters smaller than dense ones, headers included",
+            "rank 2: messages smaller than dense ones, headers included",
             sizes[RANK_2],
             ">= 12.5",
             f"{DESIGN}: 13.4 without headers",
@@ -435,14 +422,12 @@ class Averaging:
             values = self._matrices(kind)
             layout = Layout.of({"m": np.zeros((self.size, self.size), np.float32)}, lambda *_: None)
             graph, every = Ring(self.config.clients), max(1, rounds // 40)
-            return average(
-                algorithm, graph, values, rounds, layout=layout, seed=self.config.seed, every=every
-            ).to_json()
+            return asdict(average(algorithm, graph, values, rounds, layout=layout, seed=self.config.seed, every=every))
 
         name = f"averaging {kind} matrices, {label}"
         if not self.say.has(name):
             self.say(name)
-        return Track.from_json(self.say.cell(name, make))
+        return from_fields(Track, self.say.cell(name, make))
 
     def _matrices(self, kind: str) -> np.ndarray:
         """Return one matrix per node, flat: Gaussian, or of singular values 1, 0.8, 0.64, ... in random directions."""
@@ -475,7 +460,7 @@ class Averaging:
         columns: dict[str, Any] = {
             "algorithm": lambda run: run[0],
             "iterations": lambda run: run[1].rounds[-1],
-            "letter, bytes": lambda run: run[1].letter,
+            "message, bytes": lambda run: run[1].message,
             "relative error": lambda run: run[1].final,
             "sum moved by": lambda run: run[1].moved,
         }

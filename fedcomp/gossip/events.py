@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 Event = tuple[int, int, str]
 """Round (from 1), node, reason."""
@@ -45,15 +43,3 @@ class RelayReport:
     doubted: list[Event] = field(default_factory=list)
     noticed: list[Event] = field(default_factory=list)
     split: list[tuple[int, list[list[int]]]] = field(default_factory=list)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything, JSON-able."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> RelayReport:
-        """Recreate the report from :meth:`to_dict`."""
-        report = cls()
-        for name, value in values.items():
-            setattr(report, name, [tuple(event) for event in value] if isinstance(value, list) else int(value))
-        return report

@@ -48,7 +48,7 @@ from fedcomp.gossip.packet import (
     take_scalars,
     unpack,
 )
-from fedcomp.gossip.steps import check_rates, descent, velocity
+from fedcomp.gossip.steps import check_rates, descent, falling, velocity
 from fedcomp.layout import Layout
 
 SHARE_BYTES: Final = 8
@@ -239,18 +239,12 @@ class PushSum(Algorithm):
             return None
         z = self._debiased(state)
         if gradient is not None and not view.dense and "fresh" not in state:
-            step, moved = descent(state, gradient, z, self._rate(view.iteration), self.momentum)
+            step, moved = descent(state, gradient, z, falling(self.lr, self.decay_over, view.iteration), self.momentum)
             if step is not None:
                 state = {**state, **moved, "x": state["x"] - step}
                 z = self._debiased(state)
         require_finite(z, f"node {view.node}, iteration {view.iteration}: the de-biased model")
         return LocalStep(state, z, w)
-
-    def _rate(self, iteration: int) -> float:
-        """Return the step size of an iteration: half a cosine from ``lr`` to zero, if it is to fall."""
-        if not self.decay_over:
-            return self.lr
-        return self.lr * 0.5 * (1.0 + math.cos(math.pi * min(1.0, iteration / self.decay_over)))
 
     def _guarded(self, state: State, before: State) -> State:
         """Return a state in which messages were counted, with the marks that follow from its weight."""

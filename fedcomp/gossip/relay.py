@@ -31,6 +31,7 @@ from fedcomp.gossip.topology import Topology
 from fedcomp.gossip.traffic import GossipTraffic, Phase
 from fedcomp.gossip.tuning import DivergenceWatch
 from fedcomp.logs import log
+from fedcomp.plain import fields_of, from_fields
 
 _REASON: Final = 300
 """Characters of a node's own words that are kept."""
@@ -590,8 +591,8 @@ class Relay:
                 for _, entry in sorted(self._open.items())
             ],
             "mailbox": self._mailbox.get_state(blobs),
-            "traffic": self.traffic.to_dict(),
-            "report": self.report.to_dict(),
+            "traffic": fields_of(self.traffic),
+            "report": fields_of(self.report),
         }
         return state, blobs.blobs
 
@@ -628,7 +629,7 @@ class Relay:
                 pending = tuple(Pending(message, life) for message, life in zip(instruction.inbox, lives, strict=True))
                 self._open[instruction.node] = Open(instruction, pending, attempts, error)
             self._mailbox.set_state(state["mailbox"], messages)
-            self.traffic = GossipTraffic.from_dict(state["traffic"])
-            self.report = RelayReport.from_dict(state["report"])
+            self.traffic = from_fields(GossipTraffic, state["traffic"], "traffic")
+            self.report = from_fields(RelayReport, state["report"], "report")
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise StateError(f"this is no relay's state: {type(error).__name__}: {error}") from error

@@ -6,6 +6,7 @@ keys that begin with ``"begun."``; it is gone when the iteration is finished.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -34,6 +35,11 @@ def check_rates(lr: float, momentum: float, gamma: float = 1.0) -> None:
         raise ConfigError(f"momentum={momentum!r} is not valid: at least 0 and below 1")
     if not 0.0 < gamma <= 1.0:
         raise ConfigError(f"gamma={gamma!r} is not valid: a consensus step size above 0 and at most 1")
+
+
+def falling(lr: float, over: int, iteration: int) -> float:
+    """Return the step size of an iteration that falls from ``lr`` to zero along half a cosine; ``over`` 0 keeps it."""
+    return lr * 0.5 * (1.0 + math.cos(math.pi * min(1.0, iteration / over))) if over else lr
 
 
 def velocity(model: Real, momentum: float) -> State:

@@ -16,8 +16,8 @@ travel whole; ``resync``, whole estimates for neighbours that had none. Headers 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, Final, Literal
+from dataclasses import dataclass, field
+from typing import Final, Literal
 
 from fedcomp.errors import ConfigError
 from fedcomp.gossip.packet import HEADER_BYTES
@@ -47,7 +47,7 @@ class Count:
         self.bodies += times * (size - header)
 
 
-def _by_phase() -> dict[Phase, Count]:
+def _by_phase() -> dict[str, Count]:
     return {phase: Count() for phase in PHASES}
 
 
@@ -67,8 +67,8 @@ class GossipTraffic:
         Bytes of the framework.
     """
 
-    edge: dict[Phase, Count] = field(default_factory=_by_phase)
-    node: dict[Phase, Count] = field(default_factory=_by_phase)
+    edge: dict[str, Count] = field(default_factory=_by_phase)
+    node: dict[str, Count] = field(default_factory=_by_phase)
     undelivered: Count = field(default_factory=Count)
     up: Count = field(default_factory=Count)
     down: Count = field(default_factory=Count)
@@ -120,19 +120,3 @@ class GossipTraffic:
             raise ConfigError(f"joules per bit are {sent}, {received}; expected finite numbers, at least 0")
         out = self.node_bytes if broadcast else self.edge_bytes
         return 8.0 * (out * sent + (self.edge_bytes - self.undelivered.bytes) * received)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return all counters, JSON-able."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> GossipTraffic:
-        """Recreate the counters from :meth:`to_dict`."""
-        return cls(
-            edge={phase: Count(**values["edge"][phase]) for phase in PHASES},
-            node={phase: Count(**values["node"][phase]) for phase in PHASES},
-            undelivered=Count(**values["undelivered"]),
-            up=Count(**values["up"]),
-            down=Count(**values["down"]),
-            overhead=int(values["overhead"]),
-        )

@@ -36,7 +36,7 @@ from fedcomp.gossip.relay import ENDLESS, Observer, Relay
 from fedcomp.gossip.topology import Topology, topology_of
 from fedcomp.gossip.vector import flatten
 from fedcomp.layout import Layout
-from fedcomp.plain import Count, from_plain
+from fedcomp.plain import Count, fields_of, from_plain
 from fedcomp.stateful import Stateful, StatePart
 from fedcomp.strategies.gossip.report import Iterations, Observed, answer_of, difference, figures_of, mean_of
 from fedcomp.strategies.partitions import contest
@@ -217,7 +217,7 @@ class GossipRelay(ExchangeStrategy, Stateful):
         relay = self.relay
         if relay.finishing:
             relay.prolong(ENDLESS)  # a finished run that is extended
-        before = relay.traffic.to_dict()
+        before = fields_of(relay.traffic)
         yield from self._exchange(config, grid, report, self._away())
         # Of a synchronous algorithm nobody can go on before everybody has answered or is given up.
         while not (relay.algorithm.asynchronous or relay.settled):
@@ -231,7 +231,7 @@ class GossipRelay(ExchangeStrategy, Stateful):
         """After the last round run the closing iterations and deliver all messages; in rounds that are due, observe."""
         whole, relay = self.reports[server_round], self.relay
         report = whole.section(Iterations)
-        before = relay.traffic.to_dict()
+        before = fields_of(relay.traffic)
         if last:
             relay.conclude()
             while not relay.done:
@@ -418,7 +418,7 @@ class GossipRelay(ExchangeStrategy, Stateful):
         relay = self.relay
         begun = min(relay.iteration, relay.iterations + relay.skew_rounds)
         report.iteration, report.epoch, report.members = begun, relay.epoch, list(relay.members)
-        for name, value in difference(relay.traffic.to_dict(), before).items():
+        for name, value in difference(fields_of(relay.traffic), before).items():
             report.traffic[name] = report.traffic.get(name, 0) + value
         for kind in _EVENTS:
             happened = getattr(relay.report, kind)

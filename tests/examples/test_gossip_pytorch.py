@@ -1,4 +1,4 @@
-"""The decentralised example runs as its README says, learns what no single node could, and counts its letters."""
+"""The decentralised example runs as its README says, learns what no single node could, and counts its messages."""
 
 from __future__ import annotations
 

@@ -12,17 +12,19 @@ from noted_settings import Read
 
 from fedcomp.errors import ConfigError
 from fedcomp.experiments import averaging
-from fedcomp.experiments.averaging import READINGS, Track, average, by_matrices, fitted, reading, starts
+from fedcomp.experiments.averaging import Track, average, by_matrices, fitted, starts
 from fedcomp.experiments.catalog import consensus
 from fedcomp.experiments.decentralised import Energy
 from fedcomp.experiments.experiment import Config
 from fedcomp.experiments.findings import Findings, Say
+from fedcomp.experiments.push_sum_variants import COMPRESSED, averaged
 from fedcomp.gossip.errors import TopologyError
 from fedcomp.gossip.topology import Complete, DirectedRing, OnePeerExponential, Ring
 from fedcomp.layout import Layout
+from fedcomp.plain import from_fields
 from fedcomp.rng import Key
 
-SMALL = ("size=10", "k=2", "matrix=3", "dense_rounds=12", "sweep_rounds=2", "reading_rounds=20")
+SMALL = ("size=10", "k=2", "matrix=3", "dense_rounds=12", "sweep_rounds=2", "variant_rounds=20")
 VALUES = starts(Key(1, "values"), 4, 10)
 FLAT = Layout.flat(10)
 
@@ -74,7 +76,7 @@ def test_compressed_rows_send_less_and_dense_rows_what_their_vectors_have(run) -
     assert dense["SGP, exponential"] == 8 + 8 + 80
     assert dense["D-PSGD, ring"] == 8 + 80
     assert all(0 < row[6] < 80 for table in compressed for row in table.rows)
-    assert {table.columns[6] for table in compressed} == {"bytes a letter"}
+    assert {table.columns[6] for table in compressed} == {"bytes a message"}
 
 
 def test_joules_are_those_that_were_given_and_no_column_otherwise(run) -> None:
@@ -122,13 +124,13 @@ def test_average_is_the_product_of_the_matrices_and_counts_real_letters() -> Non
     track = average({"name": "sgp"}, graph, VALUES, 12, layout=FLAT, seed=0, every=1, late=0.5)
     np.testing.assert_allclose(track.errors, by_matrices(graph, VALUES, 12, symmetric=False), rtol=1e-9)
     assert track.rounds == list(range(13))
-    assert (track.letter, track.sent, track.least, track.most) == (96.0, 96.0, 1.0, 1.0)
+    assert (track.message, track.sent, track.least, track.most) == (96.0, 96.0, 1.0, 1.0)
     assert track.moved < 1e-14
     assert track.digits == pytest.approx(-math.log10(track.rate) / 0.096)
     assert track.joules(3e-8) == pytest.approx(3e-5 / track.digits)
     assert track.joules(None) is None
     assert dataclasses.replace(track, rate=1.0).joules(3e-8) is None
-    assert Track.from_json(json.loads(json.dumps(track.to_json()))) == track
+    assert from_fields(Track, json.loads(json.dumps(dataclasses.asdict(track)))) == track
     exact = average({"name": "dpsgd"}, Complete(4), VALUES, 3, layout=FLAT, seed=0, every=1)
     assert exact.rate == 0.0
     assert exact.final < 1e-15
@@ -140,24 +142,24 @@ def test_a_run_that_diverges_is_said_so_and_nothing_else_is_known() -> None:
     track = average(options, Ring(4), VALUES, 200, layout=FLAT, seed=0)
     assert track.diverged
     assert track.final == math.inf
-    assert math.isnan(track.letter)
+    assert math.isnan(track.message)
     assert track.errors[-1] > averaging.GROWN
     with pytest.raises(TopologyError, match="symmetric"):
         average(options, DirectedRing(4), VALUES, 2, layout=FLAT, seed=0)
 
 
 @pytest.mark.long
-def test_readings_without_loss_are_push_sum_and_with_it_only_one_converges() -> None:
+def test_variants_without_loss_are_push_sum_and_with_it_only_one_converges() -> None:
     graph = OnePeerExponential(4)
     matrices = [graph.mixing_matrix(t) for t in range(2)]
-    for kind in READINGS:
-        assert reading(kind, matrices, VALUES, 10, 1.0, 2)[-1] < 1e-15
+    for kind in COMPRESSED:
+        assert averaged(kind, matrices, VALUES, 10, 1.0, 2)[-1] < 1e-15
     # A hub: the weights change from round to round.
     hub = [np.array([[0.5, 0.5, 0, 0], [0, 0.5, 0, 0], [0, 0, 1, 0], [0.5, 0, 0, 1.0]]), np.eye(4)[[1, 2, 3, 0]] / 2]
     hub[1] = hub[1] + np.eye(4) / 2
-    last = {kind: reading(kind, lambda t: hub[t % 2], VALUES, 2, 0.1, 1500)[-1] for kind in READINGS}
+    last = {kind: averaged(kind, hub, VALUES, 2, 0.1, 1500)[-1] for kind in COMPRESSED}
     assert last["estimates of z"] < 1e-12
     assert last["estimates of x"] > 1e-4
     assert last["models, error kept"] > 1e-3
-    with pytest.raises(ValueError, match="no reading"):
-        reading("models", matrices, VALUES, 2, 0.1, 1)
+    with pytest.raises(ValueError, match="no variant"):
+        averaged("models", matrices, VALUES, 2, 0.1, 1)

@@ -12,13 +12,12 @@ import pytest
 from fedcomp.errors import ConfigError
 from fedcomp.experiments.convex import Convex, ErrorCurve, error_curve, fit_line, optimum
 from fedcomp.experiments.decentralised import (
-    COST_COLUMNS,
     ENERGY_OPTIONS,
     Energy,
     GossipCell,
     Trained,
     TrainingPlan,
-    cost_cells,
+    cost_table,
     honest_ratio,
     ratio,
     train,
@@ -32,6 +31,7 @@ from fedcomp.gossip.topology import topology_of
 from fedcomp.gossip.traffic import GossipTraffic
 from fedcomp.gossip.vector import GossipPolicy, flatten, unflatten
 from fedcomp.layout import Layout
+from fedcomp.plain import from_fields
 from fedcomp.tasks import get_task
 from fedcomp.tasks.linear import linear_rows
 from fedcomp.tasks.local import LocalObjective
@@ -93,7 +93,7 @@ def test_an_error_curve_is_linear_for_nids_and_counts_the_bits_of_its_letters(pr
     assert curve.errors[0] == 1.0
     assert curve.errors.shape == (61,)
     d = problem.layout.size
-    # Float64 whole in every letter, and eight bytes of header.
+    # Float64 whole in every message, and eight bytes of header.
     np.testing.assert_array_equal(curve.bits, 8 * (8 + 8 * d) * np.arange(61))
     np.testing.assert_array_equal(curve.payload_bits, 64 * d * np.arange(61))
     assert curve.traffic.edge["train"].messages == 60 * 2 * NODES
@@ -164,7 +164,7 @@ def test_a_training_reports_the_models_that_the_simulation_ends_with() -> None:
     assert found.consensus > 0
     assert [p.iteration for p in found.points] == [0, 2, 4, 6]
     assert found.points[0].consensus < 1e-7
-    assert found.traffic.to_dict() == out.traffic.to_dict()
+    assert found.traffic == out.traffic
     assert found.points[-1].edge_bytes == out.traffic.edge_bytes > found.points[1].edge_bytes > 0
     assert found.invariants["sum_w"] == pytest.approx(NODES, abs=1e-12)
 
@@ -198,7 +198,7 @@ def test_a_diverged_training_is_an_outcome_that_can_be_kept() -> None:
     assert found.diverged
     assert math.isnan(found.accuracy)
     assert found.loss == math.inf
-    read = Trained.from_json(json.loads(json.dumps(found.to_json())))
+    read = from_fields(Trained, json.loads(json.dumps(dataclasses.asdict(found))))
     assert read.loss == math.inf
     assert math.isnan(read.accuracy)
     assert read.diverged == found.diverged
@@ -208,16 +208,16 @@ def test_cells_that_are_kept_read_as_they_were() -> None:
     cells = {"sgp": cell(SGP), "dpsgd": cell(DPSGD, topology="ring")}
     kept: dict[str, object] = {}
     sweep = Sweep(lambda name: cells[name].run(), {"name": list(cells)})
-    first = [Trained.from_json(record) for record in sweep(Say(keep=kept.__setitem__))]
-    again = [Trained.from_json(record) for record in sweep(Say(kept=kept, keep=pytest.fail))]
+    first = [record.read(Trained) for record in sweep(Say(keep=kept.__setitem__))]
+    again = [record.read(Trained) for record in sweep(Say(kept=kept, keep=pytest.fail))]
     assert again == first
     assert isinstance(again[0].traffic, GossipTraffic)
     assert again[0].points[-1].edge_bytes == first[0].traffic.edge_bytes
 
 
-def _traffic(letters: int, body: int, closing: int = 0) -> GossipTraffic:
+def _traffic(messages: int, body: int, closing: int = 0) -> GossipTraffic:
     traffic = GossipTraffic()
-    for _ in range(letters):
+    for _ in range(messages):
         traffic.post(8 + body, {"train": 1})
     for _ in range(closing):
         traffic.post(8 + 1000, {"dense": 1})
@@ -235,17 +235,19 @@ def test_ratios_leave_headers_and_closing_iterations_out_only_where_they_say_so(
 def test_cost_rows_have_joules_only_when_both_figures_are_given() -> None:
     dense, sparse = _traffic(10, 1000), _traffic(10, 12)
     default = {name: option.default for name, option in ENERGY_OPTIONS.items()}
-    row = cost_cells(sparse, dense, Energy.of(default))
-    assert tuple(row) == COST_COLUMNS
-    assert row["joules"] is None
-    assert row["overhead bytes"] is None
+    table = cost_table("Costs", "run", {"sparse": (sparse, dense)}, Energy.of(default))
+    row = dict(zip(table.columns, table.rows[0], strict=True))
+    assert not {"joules", "overhead bytes"} & row.keys()
+    assert row["run"] == "sparse"
     assert row["edge bytes"] == row["node bytes"] == 200
     for half in ({"energy_tx": "1e-9", "energy_rx": ""}, {"energy_tx": " ", "energy_rx": "0"}):
         with pytest.raises(ConfigError, match="give both, or neither"):
             Energy.of(half)
     given = Energy.of({"energy_tx": "2e-9", "energy_rx": "1e-9"})
     assert given.per_byte == pytest.approx(8 * 3e-9)
-    assert cost_cells(sparse, dense, given)["joules"] == pytest.approx(8 * 200 * 3e-9)
+    with_joules = cost_table("Costs", "run", {"sparse": (sparse, dense)}, given)
+    assert with_joules.columns[-1] == "joules"
+    assert with_joules.rows[0][-1] == pytest.approx(8 * 200 * 3e-9)
     for wrong in ("-1", "nan", "much"):
         with pytest.raises(ConfigError, match="energy_tx cannot be"):
             ENERGY_OPTIONS["energy_tx"].parse("energy_tx", wrong)

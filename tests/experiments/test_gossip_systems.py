@@ -68,8 +68,8 @@ def test_a_record_keeps_the_four_counters_apart() -> None:
         metrics = record.metrics
         assert metrics["gossip.edge"] >= metrics["gossip.node"] > 0
         wire = ledger.total("wire", round=record.round, message_type=gossip.TRAINING)
-        letters = metrics["gossip.up"] + metrics["gossip.down"]
-        assert wire == letters + metrics["gossip.start"] + metrics["gossip.overhead"]
+        messages = metrics["gossip.up"] + metrics["gossip.down"]
+        assert wire == messages + metrics["gossip.start"] + metrics["gossip.overhead"]
         assert metrics["gossip.up"] == metrics["gossip.node"]
     first, last = result.rounds[1].metrics, result.final.metrics
     assert first["gossip.start"] > 0 == last["gossip.start"]

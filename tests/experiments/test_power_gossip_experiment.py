@@ -89,14 +89,14 @@ def test_another_iteration_would_show_as_other_bits(small: Small, monkeypatch: p
     monkeypatch.setattr(PowerGossip, "__post_init__", slower)
     _, differ = beside({RANK_1: small.results[RANK_1]}, Say(), "")
     assert differ[RANK_1].model > 0
-    assert differ[RANK_1].letters == 0
+    assert differ[RANK_1].messages == 0
 
 
 def test_letters_are_counted_with_headers_and_joules(small: Small) -> None:
     costs = next(table for table in small.findings.tables if table.title.startswith("What was sent"))
     rows: dict[Any, dict[str, Any]] = {row[0]: dict(zip(costs.columns, row, strict=True)) for row in costs.rows}
     size = 64 * 8 + 8 + 8 * 10 + 10
-    assert rows[DENSE]["letter, bytes"] == 4 * size
+    assert rows[DENSE]["message, bytes"] == 4 * size
     assert rows[DENSE]["edge bytes"] == 3 * 3 * 2 * (4 * size + 8)
     # Matrices 8 x 64 and 10 x 8, vectors of 18: two even steps and one odd.
     assert rows[RANK_1]["edge bytes"] == 3 * 2 * (2 * (4 * (64 + 8 + 18) + 8) + 4 * (8 + 10 + 18) + 8)

@@ -23,9 +23,10 @@ from fedcomp.experiments.catalog.sparse_push import (
     TWO,
     Setting,
 )
+from fedcomp.experiments.decentralised import GossipCell
 from fedcomp.experiments.experiment import Config
 from fedcomp.experiments.findings import Findings, Say
-from fedcomp.experiments.push_sum_readings import READINGS, ReadingCell
+from fedcomp.experiments.push_sum_variants import TRAINED, trained
 from fedcomp.experiments.spec import RunResult
 from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.topology import topology_of
@@ -53,17 +54,15 @@ def test_every_setting_is_used_and_the_rows_with_messages_are_those_without(
 ) -> None:
     config, results, findings, settings = run
     assert not set(config.settings) - settings.read
-    assert {v for k, v in findings.values.items() if k.endswith("that differ")} == {0.0}
     assert len(results) == 2
-    claims = {claim.name: claim for claim in sparse_push.claims(config, results, findings)}
+    claims = {claim.name: claim for claim in findings.claims}
+    assert [c.value for name, c in claims.items() if "that differ from the run with messages" in name] == [0.0] * 4
     assert all(claim.ok for name, claim in claims.items() if name.startswith("sum of the weights"))
-    assert all(claim.ok for name, claim in claims.items() if "bytes of" in name and "differ" in name)
-    assert Findings.from_json(findings.to_json()).values.keys() == findings.values.keys()
+    assert Findings.from_json(findings.to_json()) == findings
 
 
 def test_the_bounds_are_the_goals(run: tuple[Config, dict[str, RunResult], Findings, Read]) -> None:
-    config, results, findings, _ = run
-    gates = [claim for claim in sparse_push.claims(config, results, findings) if claim.gate]
+    gates = [claim for claim in run[2].claims if claim.gate]
     points = [c for c in gates if "points below SGP, closed" in c.name]
     assert [c.bound for c in points] == [1.0, 1.0]
     assert [(IID in c.name, ONE_PERCENT in c.name) for c in points] == [(True, False), (False, True)]
@@ -81,7 +80,7 @@ def test_costs_are_counted_and_the_closing_phase_is_among_them(
     costs = next(t for t in findings.tables if t.title == "Cost of a run")
     table = {row[0]: dict(zip(costs.columns, row, strict=True)) for row in costs.rows}
     dense, sparse = (table[f"5 nodes, exponential, {IID}, {level}"] for level in (SGP, TWO))
-    assert dense["letter, bytes"] == 8 + 4 * size
+    assert dense["message, bytes"] == 8 + 4 * size
     assert dense["edge bytes"] == 2 * 15 * (16 + 4 * size)
     assert dense["of them closing"] == 0
     closing = topology_of("exponential", 5).averaging_rounds()
@@ -89,8 +88,8 @@ def test_costs_are_counted_and_the_closing_phase_is_among_them(
     assert sparse["edge bytes"] > sparse["of them closing"]
     assert sparse["whole run, times fewer"] < 1.0 < sparse["times smaller"]
     assert sparse["joules"] == pytest.approx(8 * 3e-9 * sparse["edge bytes"])
-    # At two values: 8 of a share, indices and two float32; the first of both letters has a digest.
-    assert 8 + 8 < sparse["letter, bytes"] < 8 + 8 + 4 + 8
+    # At two values: 8 of a share, indices and two float32; the first of both messages has a digest.
+    assert 8 + 8 < sparse["message, bytes"] < 8 + 8 + 4 + 8
     curves = findings.figures[0]
     assert curves.series[0].x[-1] == dense["edge bytes"]
 
@@ -132,22 +131,16 @@ def test_a_consensus_step_that_is_none_is_refused() -> None:
     assert [sparse_push.looks(n) for n in (1500, 7, 10, 0)] == [150, 1, 1, 1]
 
 
-def test_readings_do_what_they_say() -> None:
+def test_variants_do_what_they_say() -> None:
+    algorithm = {"name": "sparse-push", "density": 0.02, "gamma": 0.3, "lr": 0.02, "momentum": 0.9}
+    cell = GossipCell(algorithm, "exponential", 4, 6, 1, options={"hidden": "4", "partition": "shards:3"})
     found = {}
-    for reading in READINGS:
-        cell = ReadingCell(
-            reading,
-            reading,
-            "exponential",
-            4,
-            6,
-            1,
-            options={"hidden": "4", "partition": "shards:3"},
-            gamma=0.3,
-            drop=0.3 if reading in ("kept", "naive debit") else 0.0,
-        )
-        found[reading] = cell.run()
-    assert found["kept"].sum_w == pytest.approx(4.0, abs=1e-13)
-    assert found["naive debit"].sum_w < 3.5
-    assert len({reading.loss for reading in found.values()}) == len(READINGS)
-    assert np.isfinite([reading.accuracy for reading in found.values()]).all()
+    for variant in TRAINED:
+        drop = 0.3 if variant in sparse_push.LOSSY else 0.0
+        found[variant] = trained(variant, dataclasses.replace(cell, training={"drop": drop, "dense_below": 0}))
+    assert found["kept"]["sum_w"] == pytest.approx(4.0, abs=1e-13)
+    assert found["naive debit"]["sum_w"] < 3.5
+    assert len({one["loss"] for one in found.values()}) == len(TRAINED)
+    assert np.isfinite([one["accuracy"] for one in found.values()]).all()
+    with pytest.raises(ValueError, match="no variant"):
+        trained("another", cell)

@@ -38,8 +38,8 @@ GOSSIP = {
     "dyna-cold": {"dtype": "float64", "batch_size": 0},
     "power-gossip": {"dense_below": 0},
 }
-"""Of the systems with a graph, those whose letters and states differ most. In this process all of them have the bits of
-the run without messages (test_gossip_systems.py)."""
+"""Of the systems with a graph, those whose messages and states differ most. In this process all of them have the bits
+of the run without messages (test_gossip_systems.py)."""
 
 
 def spec(name: str, engine: str = "inprocess", clients: int = 2) -> RunSpec:

@@ -12,6 +12,7 @@ from gossip_faults import FAULTS, LAYOUT, D, N, Quadratic, learn, vectors
 from fedcomp.errors import ConfigError
 from fedcomp.gossip.central import FaultPlan
 from fedcomp.gossip.traffic import GossipTraffic
+from fedcomp.plain import fields_of, from_fields
 
 K = 10
 """Iterations of every run."""
@@ -85,5 +86,5 @@ def test_counters_survive_a_journey_as_json() -> None:
     locals = [Quadratic(centre.astype(np.float32)) for centre in vectors(N, D)]
     traffic = learn({"name": "sgp"}, "exponential", K, locals=locals, skew_rounds=2).traffic
     traffic.overhead = 12345
-    assert GossipTraffic.from_dict(json.loads(json.dumps(traffic.to_dict()))) == traffic
+    assert from_fields(GossipTraffic, json.loads(json.dumps(fields_of(traffic)))) == traffic
     assert LAYOUT.size == D

@@ -35,7 +35,7 @@ def test_7_16_and_7_17_relay_and_central_mode_agree_to_the_bit(name: str) -> Non
     result, alone = run(relay, over), central(made(name))
     assert states(over) == states_of(alone)
     for counter in ("edge", "node", "up", "down", "undelivered"):
-        assert relay.relay.traffic.to_dict()[counter] == alone.traffic.to_dict()[counter]
+        assert getattr(relay.relay.traffic, counter) == getattr(alone.traffic, counter)
     told = sum(report.traffic["edge"] for report in relay.reports.sections("gossip").values())
     assert told == relay.relay.traffic.edge_bytes == alone.traffic.edge_bytes > 0
     assert [report.exchanges for report in relay.reports.sections("gossip").values()] == [1] * (ROUNDS - 1) + [2]
@@ -56,7 +56,7 @@ def test_7_16_closing_iterations_and_other_dtypes_agree_to_the_bit(name: str, op
     run(relay, over)
     alone = central(made(name), **options)
     assert states(over) == states_of(alone)
-    assert relay.relay.traffic.to_dict() == alone.traffic.to_dict()
+    assert relay.relay.traffic == alone.traffic
     dense = relay.reports[ROUNDS].gossip.traffic["edge.dense"]
     assert (dense > 0) == (name == "sparse-push")
     assert dense == alone.traffic.edge["dense"].bytes
@@ -83,7 +83,7 @@ def test_7_16_push_sum_with_the_same_faults_agrees_to_the_bit(name: str) -> None
     alone = central(made(name), faults=plan, iterations=12)
     assert relay.relay.report.repeated > 3
     assert states(over) == states_of(alone)
-    assert relay.relay.traffic.to_dict() == alone.traffic.to_dict()
+    assert relay.relay.traffic == alone.traffic
     assert relay.reports[12].gossip.observed["sum_w"] == pytest.approx(NODES, abs=1e-12)
 
 
@@ -427,7 +427,7 @@ def test_a_finished_run_may_be_extended(name: str) -> None:
     assert relay.relay.done
     assert states(over) == states(other)
     for counter in ("edge", "node", "up", "down"):
-        assert relay.relay.traffic.to_dict()[counter] == longer.relay.traffic.to_dict()[counter]
+        assert getattr(relay.relay.traffic, counter) == getattr(longer.relay.traffic, counter)
 
 
 def test_a_state_of_another_run_is_refused() -> None:
