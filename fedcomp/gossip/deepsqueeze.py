@@ -90,8 +90,9 @@ class DeepSqueeze(Compressing):
         x = finite(state["x"] if step is None else state["x"] - step, "the model after the local step")
         state = {**state, **moved, "x": x}
         wanted = finite(x + state["error"], "the model with what was not sent of it")
-        data = self._compressor.encode(wanted, int(state["split"]), _key(view.seed, view.iteration, view.node))
-        q = self._read(memoryview(data), state, _key(view.seed, view.iteration, view.node))
+        key = _key(view.seed, view.iteration, view.node)
+        data, change = self._compressor.compress(wanted, int(state["split"]), key)
+        q = change.dense()
         payload = pack(view.iteration, 0, MessageFlag(0), x.dtype, data)
         outbox = (Multicast(tuple(view.column), payload),) if view.column else ()
         return {**state, "error": wanted - q, **begun(view, announced=q)}, outbox

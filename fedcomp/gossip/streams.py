@@ -70,8 +70,7 @@ class Draft:
                 )
             key = _key(view.seed, name, view.iteration, view.node, to)
             with np.errstate(over="ignore"):
-                section = compressor.encode(target - before, split, key)
-                delta = compressor.decode(memoryview(section), before.size, split, before.dtype, key)
+                section, delta = compressor.compress(target - before, split, key)
                 after = before.copy()
                 delta.add_to(after, alpha)
             require_finite(after, f"the estimate of {name!r}")

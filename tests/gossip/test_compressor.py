@@ -59,9 +59,14 @@ def draw(n: int, dtype: str = "float64", purpose: str = "v") -> NDArray[Any]:
 
 def through(codec: Codec | Compressor, v: NDArray[Any], key: Key = KEY) -> NDArray[Any]:
     c = codec if isinstance(codec, Compressor) else Compressor(codec)
-    data = c.encode(v, v.size, key)
+    data, sent = c.compress(v, v.size, key)
+    assert data == c.encode(v, v.size, key)
     assert len(data) <= c.most(v.size, v.size, v.dtype)
     q = c.decode(memoryview(data), v.size, v.size, v.dtype, key)
+    # What the sender holds is what a reader gets, bit for bit: nothing else keeps two estimates equal.
+    assert (sent.n, sent.values.dtype, sent.values.tobytes()) == (q.n, q.values.dtype, q.values.tobytes())
+    assert (sent.indices is None) == (q.indices is None)
+    assert sent.indices is None or np.array_equal(sent.indices, q.indices)
     out = q.dense()
     assert out.dtype == v.dtype
     assert q.n == v.size
