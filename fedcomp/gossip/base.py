@@ -14,9 +14,9 @@ from __future__ import annotations
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,9 @@ from numpy.typing import NDArray
 from fedcomp.gossip.errors import MessageError
 from fedcomp.layout import Layout
 from fedcomp.rng import Key
+
+if TYPE_CHECKING:
+    from fedcomp.gossip.graph import Topology
 
 Real = NDArray[Any]
 """A float32 or float64 vector of the model's size, shape ``(d,)``."""
@@ -117,26 +120,36 @@ class View:
         return Key(self.seed, f"gossip/{purpose}", self.iteration, self.node)
 
 
-class Graph(Protocol):
-    """What of a graph may decide a parameter; :class:`fedcomp.gossip.graph.Topology` is one."""
+class Configured:
+    """Immutable configuration that can be written down and made again. Equal when class and parameters are."""
 
     name: ClassVar[str]
-    directed: bool
-    n: int
 
-    @property
-    def time_varying(self) -> bool:
-        """Whether it changes from one iteration to the next."""
-        ...
+    def get_config(self) -> dict[str, Any]:
+        """Return the JSON-able parameters that recreate this object (without its name): the constructor's arguments,
+        from the attributes of the same names."""
+        return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
 
-    def mixing_matrix(
-        self, t: int, alive: Collection[int] | None = None, symmetric: bool | None = None
-    ) -> NDArray[np.float64]:
-        """Return the weights of iteration t, shape ``(n, n)``; W with ``symmetric``."""
-        ...
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
+        """Create the object from :meth:`get_config`'s dictionary."""
+        return cls(**config)
+
+    def to_config(self) -> dict[str, Any]:
+        """Return ``{"name": name, **get_config()}``, JSON-able."""
+        return {"name": self.name, **self.get_config()}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.get_config().items())})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Configured) and type(self) is type(other) and self.get_config() == other.get_config()
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
 
 
-class Algorithm(ABC):
+class Algorithm(Configured, ABC):
     """One published iteration. Make them by class, or by :func:`fedcomp.gossip.get_algorithm` from a configuration.
 
     Attributes
@@ -160,29 +173,7 @@ class Algorithm(ABC):
     asynchronous: ClassVar[bool] = False
     vectors_per_message: ClassVar[int] = 1
 
-    @abstractmethod
-    def get_config(self) -> dict[str, Any]:
-        """Return the JSON-able parameters that recreate this algorithm (without its name)."""
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Algorithm:
-        """Create the algorithm from :meth:`get_config`'s dictionary."""
-        return cls(**config)
-
-    def to_config(self) -> dict[str, Any]:
-        """Return ``{"name": name, **get_config()}``: JSON-able, what :func:`fedcomp.gossip.get_algorithm` takes."""
-        return {"name": self.name, **self.get_config()}
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.get_config().items())})"
-
-    def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and self.get_config() == other.get_config()
-
-    def __hash__(self) -> int:
-        return hash(repr(self))
-
-    def fitted(self, graph: Graph) -> Algorithm:
+    def fitted(self, graph: Topology) -> Algorithm:
         """Return this algorithm with what follows from the graph filled in, where it was left to that.
 
         Called once, before a run, where the graph is known: nodes know their neighbours only.
@@ -289,11 +280,6 @@ class Algorithm(ABC):
     def join(self, model: Real, layout: Layout) -> State:
         """Return the state of a node that enters a run under way, with the run's initial model for a start."""
         return self.init(model, layout)
-
-
-def parameters(algorithm: Algorithm) -> dict[str, Any]:
-    """Return the constructor's arguments of an algorithm whose attributes have the same names."""
-    return {name: getattr(algorithm, name) for name in inspect.signature(type(algorithm)).parameters}
 
 
 def real(model: Real) -> Real:

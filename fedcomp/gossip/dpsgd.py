@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from fedcomp.gossip.base import Algorithm, GossipMessage, Gradient, Outbox, Real, State, View, parameters, real
+from fedcomp.gossip.base import Algorithm, GossipMessage, Gradient, Outbox, Real, State, View, real
 from fedcomp.gossip.steps import (
     BEGUN,
     begun,
@@ -58,10 +58,6 @@ class DPSGD(Algorithm):
 
     def __post_init__(self) -> None:
         check_rates(self.lr, self.momentum, self.gamma)
-
-    def get_config(self) -> dict[str, Any]:
-        """Return the constructor's arguments."""
-        return parameters(self)
 
     def init(self, model: Real, layout: Layout, *, common: Real | None = None) -> State:
         """Return the state of a node that has received nothing; there are no estimates that would need ``common``."""

@@ -61,7 +61,7 @@ def consensus_step(gamma: float | str, compressor: Compressor, size: int) -> flo
     any other with a known contraction δ          δ² / 32
     ============================================  ======
 
-    Measured with COLD on rings of 8: logistic regression on sorted digits, 65 parameters, up to L/µ = 56, and least
+    Measured with COLD on rings of 8: logistic regression on sorted digits, 65 up to L/µ = 56, and least
     squares; these held at step sizes from 1/L down to a quarter of it (at L/µ = 330 half as much was needed there).
     Derived: the dual gathers ``γ / (2 η)`` of the disagreement per iteration and moves the model by η times that, so
     that γ alone is the gain of the loop between duals and models. Its damping is γ and the descent, ``η µ``; what the

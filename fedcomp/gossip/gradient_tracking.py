@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
 import numpy as np
 
-from fedcomp.gossip.base import Algorithm, GossipMessage, Gradient, Outbox, Real, State, View, parameters
+from fedcomp.gossip.base import Algorithm, GossipMessage, Gradient, Outbox, Real, State, View
 from fedcomp.gossip.exact import opened, step_size, tracked, untracked
 from fedcomp.gossip.steps import BEGUN, begun, finite, incoming, pull, refuse_dense, settled, whole
 from fedcomp.layout import Layout
@@ -48,10 +48,6 @@ class GradientTracking(Algorithm):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lr", step_size(self.lr))
-
-    def get_config(self) -> dict[str, Any]:
-        """Return the constructor's arguments."""
-        return parameters(self)
 
     def init(self, model: Real, layout: Layout, *, common: Real | None = None) -> State:
         """Return x = ``model``, y = 0 and a last gradient of 0, of which the first step makes y^0 = ∇f(x^0)."""

@@ -12,12 +12,12 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
 import numpy as np
 
 from fedcomp.gossip import weights as w
-from fedcomp.gossip.base import Algorithm, View
+from fedcomp.gossip.base import Algorithm, Configured, View
 from fedcomp.gossip.errors import TopologyError
 from fedcomp.gossip.weights import Matrix
 
@@ -25,7 +25,7 @@ _UNDIRECTED: Final = "ring, torus, complete"
 _PUSH_SUM: Final = "sgp, sparse-push"
 
 
-class Topology(ABC):
+class Neighbours(Configured, ABC):
     """A graph on the vertices 0..n-1 for every iteration t = 0, 1, ...
 
     Immutable; neighbour tables are made once and kept, those of graphs without a period for the last few iterations.
@@ -73,23 +73,6 @@ class Topology(ABC):
         """What :func:`~fedcomp.gossip.topology.topology_of` makes this graph of again, with the same n and seed."""
         return self.name
 
-    def get_config(self) -> dict[str, Any]:
-        """Return the parameters beside n, JSON-able."""
-        return {}
-
-    def to_config(self) -> dict[str, Any]:
-        """Return ``{"name": ..., "n": ..., parameters}``, JSON-able: the text, and what it leaves out."""
-        return {"name": self.name, "n": self.n, **self.get_config()}
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.to_config().items() if k != 'name')})"
-
-    def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and self.to_config() == other.to_config()
-
-    def __hash__(self) -> int:
-        return hash(repr(self))
-
     def _neighbours(self, t: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
         """Return the tables of out-neighbours and of in-neighbours of iteration t."""
         phase = t if self.period is None else t % self.period
@@ -132,6 +115,38 @@ class Topology(ABC):
         if alive is None:
             return out
         return tuple(j for j in out if j in alive) if i in alive else ()
+
+    def strongly_connected_over(self, window: int | None = None, start: int = 0) -> bool:
+        """Return whether all reach all in the union of ``window`` graphs from iteration ``start``."""
+        return len(self.components(start, window=window)) == 1
+
+    def components(
+        self, t: int = 0, alive: Collection[int] | None = None, *, window: int | None = None
+    ) -> list[set[int]]:
+        """Return the strongly connected components of the living in the union of ``window`` graphs from iteration t.
+
+        More than one: no consensus among the living. By their smallest vertex.
+        """
+        spans = self.window if window is None else window
+        if self.period is not None:
+            spans = min(spans, self.period)
+        table = w.union(self._neighbours(t + k)[0] for k in range(max(1, spans)))
+        return w.strong_components(table, range(self.n) if alive is None else frozenset(alive))
+
+    def _require_connected(self, start: int) -> None:
+        found = self.components(start)
+        if len(found) > 1:
+            span = f"over iterations {start} to {start + self.window - 1} " if self.time_varying else ""
+            shown = "; ".join(", ".join(map(str, sorted(c)[:6])) + (", ..." if len(c) > 6 else "") for c in found[:4])
+            raise TopologyError(
+                f"{self.text} with n={self.n} is not strongly connected {span}({len(found)} components: {shown}); "
+                "every node must reach every other, or the models never agree: add edges"
+                + (", a larger p or a longer window" if self.time_varying else "")
+            )
+
+
+class Topology(Neighbours):
+    """A graph with weights: shares P on any, symmetric W on undirected ones."""
 
     def column(self, i: int, t: int = 0, alive: Collection[int] | None = None) -> dict[int, float]:
         """Return ``P[j, i]`` for the living out-neighbours j, ascending; what is missing to 1 is ``P[i, i] > 0``.
@@ -252,23 +267,6 @@ class Topology(ABC):
             product = self.mixing_matrix(start + done, symmetric=False) @ product
         return bound
 
-    def strongly_connected_over(self, window: int | None = None, start: int = 0) -> bool:
-        """Return whether all reach all in the union of ``window`` graphs from iteration ``start``."""
-        return len(self.components(start, window=window)) == 1
-
-    def components(
-        self, t: int = 0, alive: Collection[int] | None = None, *, window: int | None = None
-    ) -> list[set[int]]:
-        """Return the strongly connected components of the living in the union of ``window`` graphs from iteration t.
-
-        More than one: no consensus among the living. By their smallest vertex.
-        """
-        spans = self.window if window is None else window
-        if self.period is not None:
-            spans = min(spans, self.period)
-        table = w.union(self._neighbours(t + k)[0] for k in range(max(1, spans)))
-        return w.strong_components(table, range(self.n) if alive is None else frozenset(alive))
-
     def check(self, algorithm: Algorithm | type[Algorithm]) -> None:
         """Refuse an algorithm this graph cannot carry; call it once before a run.
 
@@ -322,14 +320,3 @@ class Topology(ABC):
                 if any(rows[j].get(i) != weight for j, weight in given.items()):
                     raise TopologyError(f"{self.text}: W is not symmetric in row {i}")
         self._require_connected(0)
-
-    def _require_connected(self, start: int) -> None:
-        found = self.components(start)
-        if len(found) > 1:
-            span = f"over iterations {start} to {start + self.window - 1} " if self.time_varying else ""
-            shown = "; ".join(", ".join(map(str, sorted(c)[:6])) + (", ..." if len(c) > 6 else "") for c in found[:4])
-            raise TopologyError(
-                f"{self.text} with n={self.n} is not strongly connected {span}({len(found)} components: {shown}); "
-                "every node must reach every other, or the models never agree: add edges"
-                + (", a larger p or a longer window" if self.time_varying else "")
-            )

@@ -16,11 +16,11 @@ it.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
-from fedcomp.gossip.base import Algorithm, Gradient, Real, State, View, parameters
+from fedcomp.gossip.base import Algorithm, Gradient, Real, State, View
 from fedcomp.gossip.exact import opened
 from fedcomp.gossip.steps import BEGUN, descent, finite, refuse_dense, settled
 from fedcomp.layout import Layout
@@ -35,10 +35,6 @@ class PrimalDual(Algorithm):
     """Keeps ``"x"``, ``"dual"`` and, while an iteration is begun, its decision vector; all of shape (d,)."""
 
     lr: float
-
-    def get_config(self) -> dict[str, Any]:
-        """Return the constructor's arguments."""
-        return parameters(self)
 
     def _opened(self, model: Real, layout: Layout) -> State:
         """Return the model, and a dual of zero."""

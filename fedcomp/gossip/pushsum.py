@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
 import numpy as np
 
@@ -25,16 +25,15 @@ from fedcomp.gossip.base import (
     Algorithm,
     GossipMessage,
     Gradient,
-    Graph,
     Multicast,
     Outbox,
     Real,
     State,
     View,
-    parameters,
     real,
 )
 from fedcomp.gossip.errors import MessageError, TopologyError
+from fedcomp.gossip.graph import Topology
 from fedcomp.gossip.packet import (
     MessageFlag,
     MessageHeader,
@@ -115,29 +114,9 @@ class PushSum(Algorithm):
                 "begins with a weight of 1"
             )
 
-    def get_config(self) -> dict[str, Any]:
-        """Return the constructor's arguments."""
-        return parameters(self)
-
-    def fitted(self, graph: Graph) -> Algorithm:
+    def fitted(self, graph: Topology) -> Algorithm:
         """Return this algorithm with ``nodes`` filled in: the total of all weights."""
         return self if self.nodes else self.from_config({**self.get_config(), "nodes": graph.n})
-
-    def _received(self, state: State, x: Real, share: float, source: int) -> State:
-        """Add a share that came from ``source``.
-
-        Raises
-        ------
-        MessageError
-            When it takes this node's weight above the total of all weights: no such share exists.
-        """
-        weight = float(state["w"]) + share
-        if self.nodes and weight > self.nodes * (1.0 + _ROUNDING):
-            raise MessageError(
-                f"node {source} sent a share of {share:g}, with which this node would have a weight of {weight:g}; all "
-                f"{self.nodes} nodes together have {self.nodes}. It is refused and goes back"
-            )
-        return credited(state, x, share)
 
     def noticed(self, state: State, messages: Sequence[GossipMessage]) -> dict[int, str]:
         """Return sources whose messages repeat one that was counted, or carry no share of w: what such a node takes in
@@ -199,12 +178,7 @@ class PushSum(Algorithm):
         has received nothing yet, the model it joined with. Such a node does not send and does not learn.
         """
         held = state.get("held")
-        return self._debiased(state) if held is None else held
-
-    def _debiased(self, state: State) -> Real:
-        with np.errstate(over="ignore", invalid="ignore"):  # before it is sent somebody looks
-            z: Real = (state["x"] / float(state["w"])).astype(state["dtype"].dtype)
-        return z
+        return debiased(state) if held is None else held
 
     def invariants(self, states: Iterable[State]) -> dict[str, float]:
         """Return the sum of the weights, and the Euclidean norm of the sum of the numerators.
@@ -237,12 +211,12 @@ class PushSum(Algorithm):
         w = float(state["w"])
         if "held" in state or w < self.w_min:
             return None
-        z = self._debiased(state)
+        z = debiased(state)
         if gradient is not None and not view.dense and "fresh" not in state:
             step, moved = descent(state, gradient, z, falling(self.lr, self.decay_over, view.iteration), self.momentum)
             if step is not None:
                 state = {**state, **moved, "x": state["x"] - step}
-                z = self._debiased(state)
+                z = debiased(state)
         require_finite(z, f"node {view.node}, iteration {view.iteration}: the de-biased model")
         return LocalStep(state, z, w)
 
@@ -252,7 +226,7 @@ class PushSum(Algorithm):
         state = {**state}
         if w < self.w_min:
             if "held" not in state:
-                state["held"] = self._debiased(before)
+                state["held"] = debiased(before)
             return state
         state.pop("held", None)
         if w > self.w_start:
@@ -271,21 +245,7 @@ class PushSum(Algorithm):
         if mark_of(header) <= self._counted(state, message.source, dense=True):
             return state
         seen = {f"seen/{message.source}": np.array(mark_of(header), np.int64)}
-        return {**self._received(state, x, share, message.source), **seen}
-
-    def _push_whole(self, local: LocalStep, view: View) -> tuple[State, Outbox]:
-        """Push P[j, i] of everything to every active out-neighbour j: plain push-sum, models whole."""
-        x, left = local.state["x"], local.w
-        shares = {j: view.column[j] * local.w for j in sorted(view.column)}
-        z = local.z.astype(np.float64)
-        for share in shares.values():
-            x, left = x - share * z, left - share
-        body = put_real(local.z)
-        outbox = tuple(
-            Multicast(to, pack(view.iteration, 0, MessageFlag.DENSE, local.z.dtype, put_scalars(share) + body))
-            for share, to in grouped(shares).items()
-        )
-        return {**local.state, "x": x, "w": np.array(left)}, outbox
+        return {**received(state, x, share, message.source, self.nodes), **seen}
 
     def leave(self, state: State, view: View) -> tuple[State, Outbox]:
         """Return (0, 0), and messages with all of (x, w) to the active out-neighbours, in proportion to their shares.
@@ -313,6 +273,28 @@ class PushSum(Algorithm):
         return self._guarded({**state, "x": np.zeros_like(x), "w": np.array(0.0)}, state), tuple(outbox)
 
 
+def debiased(state: State) -> Real:
+    """Return z = x / w in the model's dtype, whatever w is."""
+    with np.errstate(over="ignore", invalid="ignore"):  # before it is sent somebody looks
+        z: Real = (state["x"] / float(state["w"])).astype(state["dtype"].dtype)
+    return z
+
+
+def push_whole(local: LocalStep, view: View) -> tuple[State, Outbox]:
+    """Push P[j, i] of everything to every active out-neighbour j: plain push-sum, models whole."""
+    x, left = local.state["x"], local.w
+    shares = {j: view.column[j] * local.w for j in sorted(view.column)}
+    z = local.z.astype(np.float64)
+    for share in shares.values():
+        x, left = x - share * z, left - share
+    body = put_real(local.z)
+    outbox = tuple(
+        Multicast(to, pack(view.iteration, 0, MessageFlag.DENSE, local.z.dtype, put_scalars(share) + body))
+        for share, to in grouped(shares).items()
+    )
+    return {**local.state, "x": x, "w": np.array(left)}, outbox
+
+
 def mark_of(header: MessageHeader) -> int:
     """Return a number that grows from one message of an edge to the next."""
     return 2 * header.iteration + bool(header.flags & MessageFlag.LEAVING)
@@ -337,6 +319,23 @@ def credited(state: State, x: Real, w: float) -> State:
     if not (all_finite(numerator) and math.isfinite(weight)):
         raise MessageError(f"a share of {w:g} takes the node's mass beyond the largest number")
     return {**state, "x": numerator, "w": np.array(weight)}
+
+
+def received(state: State, x: Real, share: float, source: int, nodes: int) -> State:
+    """Return the state with a share that came from ``source``; ``nodes``, if known, is the total of all weights.
+
+    Raises
+    ------
+    MessageError
+        When it takes this node's weight above the total of all weights: no such share exists.
+    """
+    weight = float(state["w"]) + share
+    if nodes and weight > nodes * (1.0 + _ROUNDING):
+        raise MessageError(
+            f"node {source} sent a share of {share:g}, with which this node would have a weight of {weight:g}; all "
+            f"{nodes} nodes together have {nodes}. It is refused and goes back"
+        )
+    return credited(state, x, share)
 
 
 def heirs(view: View) -> dict[int, float]:

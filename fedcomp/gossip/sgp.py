@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fedcomp.gossip.base import GossipMessage, Gradient, Outbox, State, View
-from fedcomp.gossip.pushsum import PushSum, credited, read_whole
+from fedcomp.gossip.pushsum import PushSum, credited, push_whole, read_whole
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -60,7 +60,7 @@ class SGP(PushSum):
     def send(self, state: State, gradient: Gradient | None, view: View) -> tuple[State, Outbox]:
         """Begin an iteration: the local step, and a share of the result to every out-neighbour."""
         local = self._local(state, gradient, view)
-        return (state, ()) if local is None else self._push_whole(local, view)
+        return (state, ()) if local is None else push_whole(local, view)
 
     def receive(self, state: State, messages: Sequence[GossipMessage]) -> State:
         """Finish the iteration: add the shares that came, of whatever iteration they are."""

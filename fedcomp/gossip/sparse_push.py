@@ -34,12 +34,23 @@ import numpy as np
 from fedcomp import params
 from fedcomp.codecs import TopK
 from fedcomp.errors import ConfigError
-from fedcomp.gossip.base import GossipMessage, Gradient, Multicast, Outbox, Real, State, View, parameters, real
+from fedcomp.gossip.base import GossipMessage, Gradient, Multicast, Outbox, Real, State, View, real
 from fedcomp.gossip.compressor import Compressor, get_compressor
 from fedcomp.gossip.errors import OutOfStep
 from fedcomp.gossip.estimates import absorb, along_edge, broadcast, open_estimates, own_key, retract
 from fedcomp.gossip.packet import peek, put_scalars, unpack
-from fedcomp.gossip.pushsum import SHARE_BYTES, LocalStep, PushSum, credited, is_whole, part_of, read_whole, share_of
+from fedcomp.gossip.pushsum import (
+    SHARE_BYTES,
+    LocalStep,
+    PushSum,
+    credited,
+    is_whole,
+    part_of,
+    push_whole,
+    read_whole,
+    received,
+    share_of,
+)
 from fedcomp.layout import Layout
 
 _NAME: Final = "h"
@@ -165,7 +176,7 @@ class SparsePush(PushSum):
     def get_config(self) -> dict[str, Any]:
         """Return the constructor's arguments."""
         given = None if self.compressor is None else self._compressor.to_config()
-        return {**parameters(self), "compressor": given}
+        return {**super().get_config(), "compressor": given}
 
     def init(self, model: Real, layout: Layout, *, common: Real | None = None) -> State:
         """Return (x, w) = (model, 1), with estimates that all begin at ``common`` (default: ``model``)."""
@@ -183,7 +194,7 @@ class SparsePush(PushSum):
         if local is None:
             return state, ()
         if view.dense:
-            return self._push_whole(local, view)
+            return push_whole(local, view)
         if not view.column:
             return local.state, ()
         gamma = float(state["gamma"])
@@ -273,7 +284,7 @@ class SparsePush(PushSum):
         now = absorbed.state
         for one in absorbed.received:
             share = share_of(one.extra, one.source)
-            now = self._received(now, part_of(one.estimates[_NAME], share), share, one.source)
+            now = received(now, part_of(one.estimates[_NAME], share), share, one.source, self.nodes)
         for message in messages:
             if is_whole(message):
                 now = self._credit_whole(now, message)

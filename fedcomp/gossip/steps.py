@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from fedcomp.errors import ConfigError
-from fedcomp.gossip.base import Algorithm, GossipMessage, Gradient, Multicast, Outbox, Real, State, View, parameters
+from fedcomp.gossip.base import Algorithm, GossipMessage, Gradient, Multicast, Outbox, Real, State, View
 from fedcomp.gossip.compressor import Compressor, get_compressor
 from fedcomp.gossip.errors import MessageError
 from fedcomp.gossip.packet import MessageFlag, pack, put_real, require_finite, take_real, unpack
@@ -115,7 +115,7 @@ class Compressing(Algorithm):
 
     def get_config(self) -> dict[str, Any]:
         """Return the constructor's arguments, the compressor as its configuration."""
-        return {**parameters(self), "compressor": self._compressor.to_config()}
+        return {**super().get_config(), "compressor": self._compressor.to_config()}
 
 
 class Incoming(NamedTuple):

@@ -195,10 +195,6 @@ class RandomDigraph(Topology):
         """``digraph:p``."""
         return f"{self.name}:{self.p!r}"
 
-    def get_config(self) -> dict[str, Any]:
-        """Return p, seed and window."""
-        return {"p": self.p, "seed": self.seed, "window": self.window}
-
     def targets(self, t: int) -> Iterable[Iterable[int]]:
         """Draw iteration t: row i, column j of one stream of n*n numbers decides the edge from i to j."""
         drawn = Key(self.seed, "gossip/digraph", t).uniform(self.n * self.n).reshape(self.n, self.n) < self.p
@@ -337,10 +333,10 @@ class Edges(Topology):
         return f"{self.name}:{','.join(shown)}"
 
     def get_config(self) -> dict[str, Any]:
-        """Return edges, weights and direction."""
+        """Return n, edges, weights and direction."""
         edges = self._once()
         given = [self._edges[e] for e in edges] if self.weighted else None
-        return {"edges": [list(e) for e in edges], "weights": given, "directed": self.directed}
+        return {"n": self.n, "edges": [list(e) for e in edges], "weights": given, "directed": self.directed}
 
 
 _FAMILIES: Final[Mapping[str, type[Topology]]] = {
