@@ -65,7 +65,7 @@ class TrainingPlan:
     drop : float
         Share of instructions whose node does not answer: half of them it never got, of the others the answer is lost.
     patience : int
-        See :class:`fedcomp.gossip.relay.Relay`.
+        See :class:`fedcomp.gossip.relay.RelaySettings`.
     watch : bool
         Whether a run whose innovations grow is ended (:class:`fedcomp.gossip.tuning.DivergenceWatch`).
     """

@@ -17,7 +17,7 @@ from fedcomp.gossip.base import Algorithm, Real, State
 from fedcomp.gossip.errors import StaleInstruction
 from fedcomp.gossip.node import Memory, NodeData, handle
 from fedcomp.gossip.protocol import Instruction, NodeAnswer, largest_message
-from fedcomp.gossip.relay import Observer, Relay, RelayReport
+from fedcomp.gossip.relay import Observer, Relay, RelayReport, RelaySettings
 from fedcomp.gossip.topology import Topology
 from fedcomp.gossip.traffic import GossipTraffic
 from fedcomp.layout import Layout
@@ -205,7 +205,7 @@ class SimulationSettings:
     faults : Faults, optional
         For example a :class:`FaultPlan`.
     skew_rounds, patience, members, watch, session
-        As of :class:`~fedcomp.gossip.relay.Relay`.
+        As of :class:`~fedcomp.gossip.relay.RelaySettings`.
     every : int
         Call ``observe`` each time so many iterations are complete, and before the first; 0: only at the end.
     observe : callable, optional
@@ -271,14 +271,16 @@ def simulate(
     relay = Relay(
         algorithm,
         topology,
-        iterations=iterations,
-        session=how.session,
-        seed=seed,
-        largest=largest_message(algorithm, layout.size, nodes.start(0).dtype.itemsize),
-        patience=how.patience,
-        skew_rounds=how.skew_rounds,
-        members=how.members,
-        watch=how.watch,
+        RelaySettings(
+            iterations,
+            how.session,
+            seed,
+            largest_message(algorithm, layout.size, nodes.start(0).dtype.itemsize),
+            patience=how.patience,
+            skew_rounds=how.skew_rounds,
+            members=how.members,
+            watch=how.watch,
+        ),
     )
     curve: list[tuple[int, Any]] = []
     seen = -1

@@ -45,7 +45,7 @@ front (LEB128).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -192,7 +192,6 @@ def broadcast(
     compressor: Compressor,
     view: View,
     *,
-    to: Iterable[int] | None = None,
     extra: bytes | Mapping[int, bytes] = b"",
     flags: MessageFlag = NO_FLAGS,
     digest_every: int = 50,
@@ -209,10 +208,9 @@ def broadcast(
     compressor : Compressor
         Of the innovation ``(z - ẑ)[:split]``.
     view : View
-        Its ``row`` is remembered for :func:`disagreement` and :func:`absorb`. Destinations in ``view.resync``, and
+        Destinations are the keys of its ``column``; its ``row`` is remembered for :func:`disagreement` and
+        :func:`absorb`. Destinations in ``view.resync``, and
         those that do not know every message of the stream so far, get RESYNC messages.
-    to : iterable of int, optional
-        Destinations; default the keys of ``view.column``.
     extra : bytes, or mapping of destination to bytes
         Put in front of the body. Destinations with the same bytes share one multicast.
     flags : MessageFlag
@@ -242,7 +240,7 @@ def broadcast(
         message.sign()
     groups: dict[bytes, list[int]] = {}
     written: dict[tuple[bool, bytes], bytes] = {}
-    for j in sorted(set(view.column if to is None else to)):
+    for j in sorted(view.column):
         own = extra if isinstance(extra, bytes) else extra[j]
         whole = j in view.resync or missed(state, first, j)
         if (whole, own) not in written:

@@ -79,10 +79,6 @@ class Mailbox:
         """Whether there is anything for ``node``: an inbox, or own messages that come back."""
         return bool(self._boxes[node] or self._returned[node])
 
-    def comes_back(self, node: int) -> bool:
-        """Whether own messages of ``node`` come back."""
-        return bool(self._returned[node])
-
     def messages_of(self, node: int) -> int:
         """Return how many messages of ``node``'s present life are in boxes."""
         life = self.lives[node]
@@ -113,25 +109,19 @@ class Mailbox:
             self._returned[message.source].append(message)
         return receiving
 
-    def take(self, node: int) -> tuple[Pending, ...]:
-        """Empty ``node``'s box: by source, of one source in the order sent."""
-        pending = self.look(node)
-        self._boxes[node] = []
-        return pending
-
     def look(self, node: int) -> tuple[Pending, ...]:
-        """Return what :meth:`take` would."""
+        """Return what waits for ``node``: by source, of one source in the order sent."""
         return tuple(sorted(self._boxes[node], key=_source))
 
-    def take_returned(self, node: int) -> tuple[GossipMessage, ...]:
-        """Return own messages that come back to ``node``, which gets them now."""
-        messages = tuple(self._returned[node])
-        self._returned[node] = []
-        return messages
-
     def look_returned(self, node: int) -> tuple[GossipMessage, ...]:
-        """Return what :meth:`take_returned` would."""
+        """Return own messages that come back to ``node``."""
         return tuple(self._returned[node])
+
+    def take(self, node: int) -> tuple[tuple[Pending, ...], tuple[GossipMessage, ...]]:
+        """Return what waits for ``node`` and what comes back to it, which gets both now."""
+        found = self.look(node), self.look_returned(node)
+        self._boxes[node], self._returned[node] = [], []
+        return found
 
     def refuse(self, pending: Iterable[Pending], sources: Iterable[int], node: int) -> list[GossipMessage]:
         """Send back what ``node`` could not apply, those of ``pending`` that are from ``sources``, and whatever else of

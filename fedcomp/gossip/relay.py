@@ -60,17 +60,12 @@ class Open:
     error: str = ""
 
 
-class Relay:
-    """The mailbox between the nodes of one run.
-
-    A driver repeats ``instructions = relay.ask()``, carries them out in any order and anywhere, and hands over what
-    came back, ``relay.take(answers)``, until :attr:`done`. After ``take``, :meth:`get_state` is all there is.
+@dataclass(frozen=True)
+class RelaySettings:
+    """How a relay runs.
 
     Parameters
     ----------
-    algorithm : Algorithm
-    topology : Topology
-        Checked against the algorithm. Its vertices are the nodes' numbers.
     iterations : int
         Iterations with gradients.
     session : str
@@ -97,30 +92,49 @@ class Relay:
     Raises
     ------
     ConfigError
-        For a number out of range, or closing iterations of an algorithm that has no use for them.
+        For a number out of range.
+    """
+
+    iterations: int
+    session: str
+    seed: int
+    largest: int
+    patience: int = 5
+    skew_rounds: int | Literal["auto"] = 0
+    rejoin: bool = True
+    members: Collection[int] | None = None
+    watch: Observer | bool = True
+
+    def __post_init__(self) -> None:
+        for name, low in (("iterations", 0), ("largest", 1), ("patience", 1)):
+            if getattr(self, name) < low:
+                raise ConfigError(f"{name}={getattr(self, name)} is not valid: an integer, at least {low}")
+
+
+class Relay:
+    """The mailbox between the nodes of one run.
+
+    A driver repeats ``instructions = relay.ask()``, carries them out in any order and anywhere, and hands over what
+    came back, ``relay.take(answers)``, until :attr:`done`. After ``take``, :meth:`get_state` is all there is.
+
+    Parameters
+    ----------
+    algorithm : Algorithm
+    topology : Topology
+        Checked against the algorithm. Its vertices are the nodes' numbers.
+    settings : RelaySettings
+
+    Raises
+    ------
+    ConfigError
+        For members that are no vertices, or closing iterations of an algorithm that has no use for them.
     TopologyError
         When the graph cannot carry the algorithm.
     """
 
-    def __init__(
-        self,
-        algorithm: Algorithm,
-        topology: Topology,
-        *,
-        iterations: int,
-        session: str,
-        seed: int,
-        largest: int,
-        patience: int = 5,
-        skew_rounds: int | Literal["auto"] = 0,
-        rejoin: bool = True,
-        members: Collection[int] | None = None,
-        watch: Observer | bool = True,
-    ) -> None:
-        for name, value, low in (("iterations", iterations, 0), ("largest", largest, 1), ("patience", patience, 1)):
-            if value < low:
-                raise ConfigError(f"{name}={value} is not valid: an integer, at least {low}")
+    def __init__(self, algorithm: Algorithm, topology: Topology, settings: RelaySettings) -> None:
         topology.check(algorithm)
+        skew_rounds, members = settings.skew_rounds, settings.members
         if skew_rounds == "auto":
             skew_rounds = topology.averaging_rounds()
         if skew_rounds < 0 or (skew_rounds and not algorithm.asynchronous):
@@ -128,9 +142,10 @@ class Relay:
                 f"skew_rounds={skew_rounds} is not valid with {algorithm.name}: closing iterations, at least 0, are "
                 "for push-sum algorithms, whose estimates may be left as they are"
             )
-        self.algorithm, self.topology, self.session, self.seed = algorithm, topology, session, seed
-        self.iterations, self.skew_rounds, self.largest, self.patience = iterations, skew_rounds, largest, patience
-        self.rejoin = rejoin
+        self.algorithm, self.topology, self.session, self.seed = algorithm, topology, settings.session, settings.seed
+        self.iterations, self.skew_rounds = settings.iterations, skew_rounds
+        self.largest, self.patience, self.rejoin = settings.largest, settings.patience, settings.rejoin
+        watch = settings.watch
         self.watch: Observer | None = DivergenceWatch() if watch is True else (watch or None)
         self.iteration = 0
         self.epoch = 0
@@ -265,7 +280,7 @@ class Relay:
                 else:
                     self._send(node, "step", self._view(node, alive))
         for node in sorted(self._departing - self._open.keys()):
-            if self._mailbox.comes_back(node):
+            if self._mailbox.look_returned(node):
                 self._see_off(node, living)
         # The messages of a node that leaves twice are told apart by the iteration.
         self.iteration += begins or bool(self._departing)
@@ -309,7 +324,7 @@ class Relay:
 
     def _send(self, node: int, action: Action, view: View) -> None:
         self._serials[node] += 1
-        pending = self._mailbox.take(node)
+        pending, returned = self._mailbox.take(node)
         instruction = Instruction(
             self.session,
             self._serials[node],
@@ -317,7 +332,7 @@ class Relay:
             action,
             view,
             inbox=tuple(item.message for item in pending),
-            returned=self._mailbox.take_returned(node),
+            returned=returned,
             start=self._starts.pop(node, ""),
         )
         self._open[node] = Open(instruction, pending)
@@ -477,7 +492,7 @@ class Relay:
         if not self.algorithm.asynchronous:
             return False
         mailbox = self._mailbox
-        if mailbox.comes_back(node) or mailbox.messages_of(node):
+        if mailbox.look_returned(node) or mailbox.messages_of(node):
             return True
         return any(item.message.source == node for entry in self._open.values() for item in entry.pending)
 

@@ -241,7 +241,6 @@ class SparsePush(PushSum):
             {_NAME: local.z},
             self._compressor,
             view,
-            to=shares,
             extra={j: put_scalars(share) for j, share in shares.items()},
             digest_every=self.digest_every,
         )

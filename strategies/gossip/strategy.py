@@ -32,7 +32,7 @@ from fedcomp.flower.rounds import Exchanges, ExchangeStrategy, Push
 from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.base import Algorithm
 from fedcomp.gossip.protocol import Instruction, NodeAnswer, largest_message
-from fedcomp.gossip.relay import ENDLESS, Observer, Relay
+from fedcomp.gossip.relay import ENDLESS, Observer, Relay, RelaySettings
 from fedcomp.gossip.topology import Topology, topology_of
 from fedcomp.gossip.vector import flatten
 from fedcomp.layout import Layout
@@ -271,13 +271,15 @@ class GossipRelay(ExchangeStrategy, Stateful):
         return Relay(
             self.algorithm.fitted(graph),
             graph,
-            iterations=iterations,
-            session=session,
-            seed=self.seed,
-            largest=largest,
-            patience=self.patience,
-            skew_rounds=self.skew_rounds,
-            watch=self.watch,
+            RelaySettings(
+                iterations,
+                session,
+                self.seed,
+                largest,
+                patience=self.patience,
+                skew_rounds=self.skew_rounds,
+                watch=self.watch,
+            ),
         )
 
     def _meet(self, grid: Grid, config: ConfigRecord, report: Iterations) -> Exchanges[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -72,7 +73,7 @@ def test_equal_messages_share_a_multicast_and_others_do_not() -> None:
     assert [multicast.destinations for multicast in sent.outbox] == [(2,), (4,), (7,)]
     done = absorb(fresh(), [message(sent, to=4)], ("z",), TOP, extra=2, complete=False)
     assert done.received[0].extra == b"cd"
-    assert write(fresh(), 0, view=view, to=()).outbox == ()
+    assert write(fresh(), 0, view=replace(view, column={})).outbox == ()
 
 
 def test_two_names_ride_in_one_message_and_follow_one_stream() -> None:

@@ -16,7 +16,7 @@ from fedcomp.gossip.central import FaultPlan, Faults, SimulatedNodes
 from fedcomp.gossip.mailbox import Pending
 from fedcomp.gossip.node import Memory
 from fedcomp.gossip.protocol import Instruction, NodeAnswer, largest_message
-from fedcomp.gossip.relay import Relay
+from fedcomp.gossip.relay import Relay, RelaySettings
 from fedcomp.gossip.topology import topology_of
 from fedcomp.rng import Key
 
@@ -30,9 +30,7 @@ def start(
     faults: Faults | None = options.pop("faults", None)
     locals = [Quadratic(centre, noise=0.0) for centre in vectors(N, D)]
     largest = largest_message(algorithm, D, 8)
-    relay = Relay(
-        algorithm, topology_of(graph, N, 0), iterations=iterations, session="s", seed=0, largest=largest, **options
-    )
+    relay = Relay(algorithm, topology_of(graph, N, 0), RelaySettings(iterations, "s", 0, largest, **options))
     return relay, SimulatedNodes(algorithm, locals, ZERO, LAYOUT, faults=faults)
 
 

@@ -39,7 +39,7 @@ from fedcomp.gossip.estimates import digests
 from fedcomp.gossip.mailbox import Mailbox, Pending
 from fedcomp.gossip.node import Memory
 from fedcomp.gossip.protocol import Instruction, NodeAnswer, largest_message
-from fedcomp.gossip.relay import ENDLESS, Relay
+from fedcomp.gossip.relay import ENDLESS, Relay, RelaySettings
 from fedcomp.gossip.topology import topology_of
 from fedcomp.rng import Key
 
@@ -149,7 +149,7 @@ def test_a_state_of_another_run_is_refused() -> None:
 def relay_of(name: str, graph: str = "complete", **options: Any) -> Relay:
     algorithm: Algorithm = Courier() if name == "courier" else get_algorithm({"name": name})
     options = {"iterations": 5, "session": "s", "seed": 0, "largest": largest_message(algorithm, D, 8), **options}
-    return Relay(algorithm, topology_of(graph, N, 0), **options)
+    return Relay(algorithm, topology_of(graph, N, 0), RelaySettings(**options))
 
 
 @pytest.mark.long
@@ -359,7 +359,7 @@ def pushed(
     graph = topology_of("exponential", N, 0)
     algorithm = get_algorithm(config).fitted(graph)
     largest = largest_message(algorithm, D, 8)
-    relay = Relay(algorithm, graph, iterations=12, session="s", seed=0, largest=largest)
+    relay = Relay(algorithm, graph, RelaySettings(12, "s", 0, largest))
     nodes = Forger(algorithm, None, vectors(N, D), LAYOUT, common=ZERO)
     nodes.share = share
     with caplog.at_level("WARNING", "flwr.fedcomp"):
@@ -561,14 +561,14 @@ def test_mail_is_in_order_of_source_and_of_one_source_in_the_order_sent() -> Non
         assert box.put(GossipMessage(source, 0, text), receiving=True, whole=False)
     expected = [b"y", b"first", b"second", b"x"]
     assert [item.message.payload for item in box.look(0)] == expected
-    assert [item.message.payload for item in box.take(0)] == expected
+    assert [item.message.payload for item in box.take(0)[0]] == expected
     assert not box.waits(0)
 
 
 def test_what_follows_a_refused_message_goes_back_behind_it() -> None:
     box = Mailbox(4)
     box.put(GossipMessage(2, 0, b"first"), receiving=True, whole=False)
-    taken = box.take(0)
+    taken, _ = box.take(0)
     box.put(GossipMessage(2, 0, b"second"), receiving=True, whole=False)
     box.put(GossipMessage(1, 0, b"other"), receiving=True, whole=False)
     box.refuse(taken, [2], 0)
@@ -588,7 +588,7 @@ def test_a_finished_run_goes_on_as_if_it_had_never_stopped(config: dict[str, Any
     states = []
     for stops in ((4, 7, 9), (9,)):
         largest = largest_message(algorithm, D, 8)
-        relay = Relay(algorithm, graph, iterations=ENDLESS, session="s", seed=0, largest=largest)
+        relay = Relay(algorithm, graph, RelaySettings(ENDLESS, "s", 0, largest))
         nodes = SimulatedNodes(algorithm, locals, ZERO, LAYOUT)
         for stop in stops:
             relay.prolong(stop)
