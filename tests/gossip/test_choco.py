@@ -9,15 +9,13 @@ import pytest
 from gossip_problems import Problem, problem, ring_weights, run, view_of
 
 from fedcomp.codecs import TopK
-from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
-from fedcomp.gossip import get_algorithm
-from fedcomp.gossip.base import Algorithm, GossipMessage, State, View, deliver
+from fedcomp.errors import StateError
+from fedcomp.gossip.base import Algorithm, State, deliver
 from fedcomp.gossip.choco import CHOCO
 from fedcomp.gossip.cold import COLD
 from fedcomp.gossip.compressor import get_compressor
 from fedcomp.gossip.deepsqueeze import DeepSqueeze
 from fedcomp.gossip.dpsgd import DPSGD
-from fedcomp.gossip.errors import MessageError
 from fedcomp.layout import DENSE, Layout
 from fedcomp.rng import Key
 
@@ -193,70 +191,10 @@ def test_vectors_travel_whole(algorithm: Algorithm) -> None:
     assert (np.abs((after - before)[:, :30]) > 0).sum(axis=1).max() <= 9
 
 
-def test_there_is_no_closing_phase() -> None:
-    for algorithm in (CHOCO(), DeepSqueeze(), DPSGD()):
-        with pytest.raises(ConfigError, match="closing phase"):
-            algorithm.send(
-                algorithm.init(np.zeros(4), Layout.flat(4)), None, View(0, 0, {1: 0.5}, {1: 0.5}, dense=True)
-            )
-
-
-def test_a_step_is_pure() -> None:
-    weights = ring_weights(3)
-    for algorithm in (CHOCO(compressor=TOP, momentum=0.5), DeepSqueeze(compressor=TOP, momentum=0.5)):
-        starts = Key(0, "m").generator().standard_normal((3, 20))
-        states = gossip(
-            algorithm, [algorithm.init(s, compressible(20), common=np.zeros(20)) for s in starts], weights, 2
-        )
-        begun = [algorithm.send(state, lambda z: z, view_of(weights, i, 2)) for i, state in enumerate(states)]
-        inbox = deliver({i: outbox for i, (_, outbox) in enumerate(begun)})[0]
-        state, before = begun[0][0], {key: value.tobytes() for key, value in begun[0][0].items()}
-        once, again = (algorithm.step(state, inbox, lambda z: z, view_of(weights, 0, 3)) for _ in range(2))
-        assert once[1] == again[1]
-        assert {key: value.tobytes() for key, value in state.items()} == before
-        assert all(np.array_equal(once[0][key], again[0][key]) for key in once[0])
-
-
-def test_messages_that_cannot_be_are_refused() -> None:
-    weights = ring_weights(3)
-    for algorithm in (CHOCO(compressor=TOP), DeepSqueeze(compressor=TOP)):
-        starts = Key(0, "m").generator().standard_normal((3, 20))
-        states = [algorithm.init(s, compressible(20), common=np.zeros(20)) for s in starts]
-        begun = [algorithm.send(state, None, view_of(weights, i, 0)) for i, state in enumerate(states)]
-        state, inbox = begun[0][0], deliver({i: outbox for i, (_, outbox) in enumerate(begun)})[0]
-        good = inbox[0].payload
-        later = algorithm.send(begun[1][0], None, view_of(weights, 1, 1))[1][0].payload
-        for wrong in (b"", good[:-1], good + b"\0", later, good[:6] + b"\x04" + good[7:]):
-            with pytest.raises((MessageError, StateError)):
-                algorithm.receive(state, [GossipMessage(1, 0, wrong), inbox[1]])
-        for messages in ([], inbox[:1], [*inbox, GossipMessage(2, 0, b"12345678")]):
-            with pytest.raises((MessageError, StateError)):
-                algorithm.receive(state, messages)
-        assert algorithm.receive(states[0], []) is states[0]
-        with pytest.raises(MessageError):
-            algorithm.receive(states[0], inbox)
-
-
-def test_what_is_not_finite_is_not_sent_and_facts_say_what_was_left_out() -> None:
-    for algorithm in (
-        CHOCO(compressor=TopK(0.05)),
-        DeepSqueeze(compressor=TopK(0.05)),
-    ):
+def test_facts_say_what_was_left_out() -> None:
+    for algorithm in (CHOCO(compressor=TopK(0.05)), DeepSqueeze(compressor=TopK(0.05))):
         state = algorithm.init(np.zeros(20), compressible(20), common=np.zeros(20))
-        with pytest.raises(NonFiniteUpdate):
-            algorithm.send(state, lambda z: np.full_like(z, np.inf), view_of(ring_weights(3), 0, 0))
-        moved, _ = algorithm.send(
-            state, lambda z: np.eye(20)[0] * 20 + np.eye(20)[5] * 10, view_of(ring_weights(3), 0, 0)
-        )
+        steep = np.eye(20)[0] * 20 + np.eye(20)[5] * 10
+        moved, _ = algorithm.send(state, lambda z, steep=steep: steep, view_of(ring_weights(3), 0, 0))
         assert algorithm.facts(moved)["innovation"] == pytest.approx(1.0)  # lr * 10 on coordinate 5
-
-
-def test_configuration_makes_the_round_trip_and_wrong_values_are_refused() -> None:
-    for algorithm in (CHOCO(lr=0.2, gamma=0.3, compressor=TOP, copies=False), DeepSqueeze(gamma=0.02, momentum=0.9)):
-        assert get_algorithm(algorithm.to_config()) == algorithm
-        assert isinstance(algorithm.to_config()["compressor"], dict)
     assert CHOCO(compressor=get_compressor(TOP)) == CHOCO(compressor=TOP)
-    for wrong in ({"gamma": 0.0}, {"gamma": 1.5}, {"lr": -1.0}, {"momentum": 1.0}, {"compressor": {"id": "none"}}):
-        for cls in (CHOCO, DeepSqueeze):
-            with pytest.raises(ConfigError):
-                cls(**wrong)

@@ -7,7 +7,6 @@ import pytest
 from push_sum_runs import UNBALANCED, by_matrices, opened, rounds, starts, views_of
 
 from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
-from fedcomp.gossip import AVERAGING, get_algorithm
 from fedcomp.gossip.base import GossipMessage, View, messages_of
 from fedcomp.gossip.central import FaultPlan, SimulationSettings, simulate
 from fedcomp.gossip.coordinate_push import CoordinatePush
@@ -217,18 +216,3 @@ def test_mass_that_would_not_be_finite_is_neither_taken_nor_sent():
     far = {**state, "x": np.arange(D) * 1e300}
     with pytest.raises(NonFiniteUpdate, match="would be sent"):  # the values
         CoordinatePush(density=3 / D, values="float32").send(far, None, View(0, 0, {1: 0.5}))
-
-
-def test_configuration_makes_the_same_algorithm_again():
-    assert set(AVERAGING) == {CoordinatePush.name}
-    for algorithm in (
-        CoordinatePush(),
-        CoordinatePush(density=0.07, values="float32"),
-        CoordinatePush(density=0.5, w_min=0.01),
-    ):
-        assert get_algorithm(algorithm.to_config()) == algorithm
-    for wrong in ({"density": 1.5}, {"density": 0.0}, {"values": "float16"}, {"w_min": 0.0}):
-        with pytest.raises(ConfigError):
-            CoordinatePush(**wrong)
-    with pytest.raises(ConfigError, match="did you mean 'coordinate-push'"):
-        get_algorithm({"name": "coordinate_push"})

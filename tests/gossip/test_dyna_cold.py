@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -14,8 +13,6 @@ from gossip_problems import Ran, problem, ring_weights, run, slope, view_of
 from fedcomp import wire
 from fedcomp.codecs import PositionalCodec, Stretch
 from fedcomp.codecs.positional import expected_dense
-from fedcomp.errors import ConfigError, NonFiniteUpdate
-from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.base import deliver, messages_of
 from fedcomp.gossip.cold import COLD
 from fedcomp.gossip.compressor import Compressor
@@ -278,18 +275,6 @@ def test_after_a_reset_the_schedule_begins_anew() -> None:
         assert ran.errors[-1] < 0.05 < ran.errors[0]
 
 
-def test_a_step_is_pure_and_refuses_what_is_not_finite() -> None:
-    for algorithm in (ZOOM, GEOMETRIC):
-        state = run(algorithm, TASK, 3).states[0]
-        for value in state.values():
-            value.setflags(write=False)
-        first, again = (algorithm.send(state, lambda z: TASK.gradient(0, z), view_of(RING, 0, 3)) for _ in range(2))
-        assert first[1] == again[1]
-        assert all(np.array_equal(first[0][key], again[0][key]) for key in first[0])
-        with pytest.raises(NonFiniteUpdate):
-            algorithm.send(state, lambda z: np.full_like(z, np.inf), view_of(RING, 0, 3))
-
-
 @pytest.mark.parametrize("algorithm", [ZOOM, GEOMETRIC], ids=["zoom", "geometric"])
 def test_who_missed_messages_gets_the_scale_with_the_whole_estimate(algorithm: DynaCOLD) -> None:
     """An edge that rests while others do not: nobody says ``resync``, and both ends agree all the same."""
@@ -329,33 +314,3 @@ def test_iterations_are_those_of_nids_at_a_fraction_of_the_bits() -> None:
         return 8.0 * sum(size - HEADER_BYTES for size in ran.payloads[0, 1][:k])
 
     assert bits(plain) / bits(coded) > 10
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: DynaCOLD(scale="fast"),  # type: ignore[arg-type]
-        lambda: DynaCOLD(rho=1.0),
-        lambda: DynaCOLD(rho=0.0),
-        lambda: DynaCOLD(s0=0.0),
-        lambda: DynaCOLD(s0=math.inf),
-        lambda: DynaCOLD(factor=1.0),
-        lambda: DynaCOLD(s_min=2.0),
-        lambda: DynaCOLD(tolerance=0.5),
-        lambda: DynaCOLD(gamma=0.0),
-        lambda: DynaCOLD(gamma="auto"),  # type: ignore[arg-type]
-        lambda: DynaCOLD(lr=0.0),
-        lambda: get_algorithm({"name": "dyna-cold", "copies": False}),
-        lambda: get_algorithm({"name": "dyna-cold", "compressor": {"id": "identity"}}),
-    ],
-)
-def test_what_cannot_work_is_refused(make: Callable[[], object]) -> None:
-    with pytest.raises(ConfigError):
-        make()
-
-
-def test_configurations_recreate_the_algorithm() -> None:
-    for algorithm in (ZOOM, GEOMETRIC, DynaCOLD(lr=np.float64(0.25), rho=0.9, s_min=1e-4)):
-        assert get_algorithm(algorithm.to_config()) == algorithm
-    assert ZOOM.to_config()["quantiser"] is None
-    assert replace(ZOOM, quantiser={"id": "normsign"}).to_config()["quantiser"]["id"] == "normsign"

@@ -1,18 +1,25 @@
-"""What holds for every algorithm: any integer is a seed, steps are pure, and hostile messages end in typed errors."""
+"""The contract of every algorithm: configuration, purity, conservation, resuming, and refusal of what cannot be.
+
+What is an algorithm's own, its formula first of all, is in its own file.
+"""
 
 from __future__ import annotations
 
+import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from fedcomp.errors import NonFiniteUpdate
-from fedcomp.gossip import ALGORITHMS, AVERAGING, get_algorithm
+from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
+from fedcomp.gossip import ALGORITHMS, AVERAGING, algorithm_class, get_algorithm
 from fedcomp.gossip.base import Algorithm, GossipMessage, State, View, messages_of
 from fedcomp.gossip.errors import MessageError, OutOfStep
+from fedcomp.gossip.packet import MessageFlag, peek
+from fedcomp.gossip.protocol import largest_message
 from fedcomp.layout import Layout, TensorSpec
 from fedcomp.rng import Key
 
@@ -32,6 +39,8 @@ CONFIGS += [
     {"name": "beer", "compressor": {"id": "randomk", "density": 3 / 8}, "gamma": 0.3},
     {"name": "deepsqueeze", "compressor": {"id": "dithering", "bits": 3}},
 ]
+SYNCHRONOUS = {name for name in (*ALGORITHMS, *AVERAGING) if not algorithm_class(name).asynchronous}
+EXACT = ("nids", "cold", "dyna-cold", "lead", "beer", "gradient-tracking")
 HUGE = (1.79e308, -1.79e308, 1.3e154, 1e300, np.inf, np.nan, 5e-324)
 
 
@@ -94,6 +103,290 @@ def test_steps_write_to_nothing_they_are_given_and_are_the_same_every_time(confi
         assert left[1] == left_again[1]
     else:
         assert frozen(algorithm.reset(state, LAYOUT)) == frozen(algorithm.reset(state, LAYOUT))
+
+
+def after_messages(algorithm: Algorithm, dtype: str = "float64") -> tuple[list[State], list[list[GossipMessage]]]:
+    """Return both states in an iteration without a gradient, and their inboxes."""
+    states, inboxes = begun(algorithm, 3, dtype)
+    sent = [algorithm.step(states[i], inboxes[i], None, view(i, 3)) for i in (0, 1)]
+    return [state for state, _ in sent], [messages_of(1 - i, sent[1 - i][1]) for i in (0, 1)]
+
+
+def mean(algorithm: Algorithm, states: Sequence[State]) -> np.ndarray:
+    """Return what averaging keeps: the sum of the numerators of push-sum, or of the models."""
+    parts = [state["x"] if algorithm.asynchronous else algorithm.model(state) for state in states]
+    return np.sum(parts, axis=0, dtype=np.float64)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=named)
+def test_the_mean_and_what_is_conserved_stay_where_there_is_no_gradient(config: dict[str, Any]) -> None:
+    algorithm = get_algorithm(config)
+    draw = Key(2, "mean").generator()
+    start = held = [algorithm.init(draw.standard_normal(D), LAYOUT, common=np.zeros(D)) for _ in (0, 1)]
+    total = mean(algorithm, start)
+    inboxes: list[list[GossipMessage]] = [[], []]
+    for t in range(4):
+        sent = [algorithm.step(held[i], inboxes[i], None, view(i, t)) for i in (0, 1)]
+        held = [state for state, _ in sent]
+        inboxes = [messages_of(1 - i, sent[1 - i][1]) for i in (0, 1)]
+    ended = [algorithm.receive(state, inbox) for state, inbox in zip(held, inboxes, strict=True)]
+    assert np.abs(mean(algorithm, ended) - total).max() < 1e-12
+    assert np.abs(algorithm.model(ended[0]) - algorithm.model(start[0])).max() > 1e-3
+    for name, value in algorithm.invariants(ended).items():
+        assert value == pytest.approx(algorithm.invariants(start)[name], abs=1e-12)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=named)
+def test_a_step_is_receive_and_send_and_a_state_goes_on_from_its_bytes(config: dict[str, Any]) -> None:
+    algorithm = get_algorithm(config)
+    (state, _), (inbox, _) = begun(algorithm, 3, "float32")
+    gradient = None if algorithm.name in AVERAGING else (lambda z: z - z.dtype.type(1))
+    stepped, outbox = algorithm.step(state, inbox, gradient, view(0, 3))
+    kept = {key: np.frombuffer(array.tobytes(), array.dtype).reshape(array.shape) for key, array in state.items()}
+    resumed = get_algorithm(json.loads(json.dumps(algorithm.to_config())))
+    again, sent = resumed.send(resumed.receive(kept, inbox), gradient, view(0, 3))
+    assert frozen(again) == frozen(stepped)
+    assert sent == outbox
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("config", CONFIGS, ids=named)
+def test_the_dtype_is_the_models_and_no_message_is_longer_than_the_largest(config: dict[str, Any], dtype: str) -> None:
+    algorithm = get_algorithm(config)
+    if hasattr(algorithm, "lr"):  # a numpy scalar would make float64 of a float32 model
+        algorithm = get_algorithm({**config, "lr": np.float64(0.1)})
+    (state, _), (inbox, _) = begun(algorithm, 3, dtype)
+    assert algorithm.model(algorithm.receive(state, inbox)).dtype == dtype
+    assert {peek(message.payload).dtype for message in inbox} == {np.dtype(dtype)}
+    assert max(len(m.payload) for m in inbox) <= largest_message(algorithm, D, np.dtype(dtype).itemsize)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=named)
+def test_what_is_not_finite_is_not_sent_and_changes_nothing(config: dict[str, Any]) -> None:
+    algorithm = get_algorithm(config)
+    (state, _), (inbox, _) = begun(algorithm, 3, "float32")
+    state = algorithm.receive(state, inbox)
+    before = frozen(state)
+    for value in (np.nan, np.inf) if algorithm.name not in AVERAGING else ():
+        with pytest.raises(NonFiniteUpdate):
+            algorithm.send(state, lambda z, value=value: np.full_like(z, value), view(0, 3))
+    with pytest.raises(NonFiniteUpdate):
+        algorithm.send({**state, "x": np.full_like(state["x"], np.nan)}, None, view(0, 3))
+    wrong = "only averages" if algorithm.name in AVERAGING else "shape"
+    with pytest.raises(ConfigError, match=wrong):
+        algorithm.send(state, lambda z: z[:-1], view(0, 3))
+    assert frozen(state) == before
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=named)
+def test_a_model_that_moves_by_itself_moves_what_becomes_of_it_and_not_what_was_sent(config: dict[str, Any]) -> None:
+    algorithm, change = get_algorithm(config), np.arange(float(D))
+    (state, _), (inbox, _) = after_messages(algorithm)
+    plain, moved = (algorithm.receive(start, inbox) for start in (state, algorithm.shift(state, change)))
+    if algorithm.asynchronous:  # the numerator moves by the weight the node has kept
+        weight = state["weights"] if "weights" in state else float(state["w"])
+        np.testing.assert_allclose(moved["x"] - plain["x"], weight * change, rtol=0, atol=1e-12)
+    else:
+        np.testing.assert_allclose(algorithm.model(moved), algorithm.model(plain) + change, rtol=0, atol=1e-12)
+    others = {key: value.tobytes() for key, value in plain.items() if key != "x"}
+    assert {key: value.tobytes() for key, value in moved.items() if key != "x"} == others
+
+
+@pytest.mark.parametrize("name", [*EXACT, "sgp", "sparse-push", "coordinate-push"])
+def test_a_model_of_another_layout_is_refused(name: str) -> None:
+    with pytest.raises(StateError, match="12 elements"):
+        get_algorithm({"name": name}).init(np.ones(12), Layout.flat(13))
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=named)
+def test_at_the_common_start_there_is_nothing_to_tell(config: dict[str, Any]) -> None:
+    algorithm = get_algorithm(config)
+    state, _ = algorithm.send(algorithm.init(np.ones(D), LAYOUT, common=np.ones(D)), None, view(0, 0))
+    facts = algorithm.facts(state)
+    # A sign is never nothing, and DeepSqueeze compresses the model itself.
+    assert facts.get("innovation", 0.0) < 1e-6 or config["name"] in ("dyna-cold", "deepsqueeze")
+    assert all(np.isfinite(value) for value in facts.values())
+
+
+DAMAGE: Mapping[str, Callable[[bytes], bytes]] = {
+    "nothing": lambda p: b"",
+    "half a header": lambda p: p[:4],
+    "a byte short": lambda p: p[:-1],
+    "a byte more": lambda p: p + b"\0",
+    "eight bytes more": lambda p: p + bytes(8),
+    "an unknown flag": lambda p: p[:6] + b"\x80" + p[7:],
+    "no dtype": lambda p: p[:7] + b"\7" + p[8:],
+    "another dtype": lambda p: p[:7] + (b"\1" if p[7] == 2 else b"\2") + p[8:],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("config", CONFIGS, ids=named)
+def test_damaged_messages_are_refused_and_change_nothing(config: dict[str, Any], damage: str) -> None:
+    algorithm = get_algorithm(config)
+    (state, _), (inbox, _) = after_messages(algorithm)
+    before = frozen(state)
+    for message in inbox:
+        with pytest.raises((MessageError, OutOfStep)):
+            algorithm.receive(state, [replace(message, payload=DAMAGE[damage](message.payload))])
+    assert frozen(state) == before
+
+
+@pytest.mark.parametrize("config", [c for c in CONFIGS if c["name"] in SYNCHRONOUS], ids=named)
+def test_an_iteration_needs_exactly_its_messages(config: dict[str, Any]) -> None:
+    algorithm = get_algorithm(config)
+    (state, other), (inbox, back) = after_messages(algorithm)
+    finished = algorithm.receive(other, back)
+    later = messages_of(1, algorithm.send(finished, None, view(1, 4))[1])
+    stranger = [GossipMessage(5, 0, message.payload) for message in inbox]
+    for messages in ([], [*inbox, *stranger], stranger, later, [*inbox, *later]):
+        with pytest.raises((MessageError, StateError)):
+            algorithm.receive(state, messages)
+    assert algorithm.receive(finished, []) is finished
+    with pytest.raises((MessageError, StateError)):
+        algorithm.receive(finished, back)
+    with pytest.raises(ConfigError, match="closing phase"):
+        algorithm.send(finished, None, replace(view(1, 4), dense=True))
+
+
+@pytest.mark.parametrize("config", [c for c in CONFIGS if c["name"] not in SYNCHRONOUS], ids=named)
+def test_mass_counts_once_and_comes_back_with_messages_and_goes_with_a_node_that_leaves(config: dict[str, Any]) -> None:
+    algorithm = get_algorithm(config)
+    states, inboxes = begun(algorithm, 3, "float64")
+    whole = [algorithm.receive(states[i], inboxes[i]) for i in (0, 1)]
+    total = algorithm.invariants(whole)
+    once, twice = algorithm.receive(states[0], inboxes[0]), algorithm.receive(whole[0], inboxes[0])
+    assert frozen(once) == frozen(twice)
+    sent, outbox = algorithm.send(whole[0], None, view(0, 3))
+    lost = algorithm.take_back(sent, messages_of(0, outbox))
+    assert algorithm.invariants([lost, whole[1]]) == pytest.approx(total, abs=1e-12)
+    assert algorithm.invariants([sent, whole[1]])["sum_w"] < total["sum_w"] - 1e-3
+    empty, last = algorithm.leave(whole[0], view(0, 3))
+    heir = algorithm.receive(whole[1], messages_of(0, last))
+    assert algorithm.invariants([heir]) == pytest.approx(total, abs=1e-12)
+    assert algorithm.invariants([empty])["sum_w"] == 0.0
+    assert algorithm.leave(empty, view(0, 4))[1] == ()
+    assert algorithm.invariants([algorithm.join(np.ones(D), LAYOUT)])["sum_w"] == 0.0
+    closing, messages = algorithm.send(whole[0], None, replace(view(0, 3), dense=True))
+    assert {peek(m.payload).flags for m in messages_of(0, messages)} == {MessageFlag.DENSE}
+    assert algorithm.invariants([closing])["sum_w"] < algorithm.invariants([whole[0]])["sum_w"]
+    with pytest.raises(StateError, match="reset"):
+        algorithm.reset(whole[0], LAYOUT)
+
+
+OTHER: list[dict[str, Any]] = [
+    {"name": "dpsgd", "lr": 0.3, "momentum": 0.9, "gamma": 0.5},
+    {"name": "choco", "lr": 0.2, "gamma": 0.3, "compressor": {"id": "topk", "density": 0.3}, "copies": False},
+    {"name": "deepsqueeze", "gamma": 0.02, "momentum": 0.9},
+    {"name": "sgp", "lr": 0.3, "momentum": 0.9, "w_min": 0.01},
+    {"name": "sparse-push", "density": 0.1, "gamma": 0.01, "estimates": "broadcast", "adapt": True},
+    {"name": "sparse-push", "compressor": {"id": "scaledsign"}, "gamma": 0.1, "lr": 0.3, "momentum": 0.9},
+    {"name": "cold", "lr": 0.3, "gamma": 0.4, "compressor": {"id": "dithering", "bits": 3}},
+    {"name": "dyna-cold", "lr": 0.25, "rho": 0.9, "s_min": 1e-4, "quantiser": {"id": "normsign"}},
+    {"name": "power-gossip", "rank": 2, "rate": 1.308, "warm_start": False, "lr": 0.05, "momentum": 0.9},
+    {"name": "coordinate-push", "density": 0.5, "values": "float32", "w_min": 0.01},
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS + OTHER, ids=named)
+def test_configurations_recreate_the_algorithm(config: dict[str, Any]) -> None:
+    algorithm = get_algorithm(config)
+    written = json.loads(json.dumps(algorithm.to_config()))
+    again = get_algorithm(written)
+    assert again == algorithm
+    assert hash(again) == hash(algorithm)
+    assert again.to_config() == written
+    # What was asked for is what there is, and a parameter more than there are is refused.
+    for name, value in config.items():
+        assert value == written[name] or (isinstance(value, dict) and value.items() <= written[name].items())
+    with pytest.raises(ConfigError, match="no parameter 'momentums'"):
+        get_algorithm({**config, "momentums": 0.9})
+
+
+WRONG: Mapping[str, Sequence[Mapping[str, Any]]] = {
+    "dpsgd": ({"lr": -0.1}, {"lr": np.inf}, {"momentum": 1.0}, {"momentum": -0.1}, {"gamma": 0.0}, {"gamma": 1.1}),
+    "choco": (
+        {"gamma": 0.0},
+        {"gamma": 1.5},
+        {"lr": -1.0},
+        {"momentum": 1.0},
+        {"compressor": {"id": "none"}},
+    ),
+    "deepsqueeze": (
+        {"gamma": 0.0},
+        {"gamma": 1.5},
+        {"lr": -1.0},
+        {"momentum": 1.0},
+        {"compressor": {"id": "none"}},
+    ),
+    "sgp": (
+        {"momentum": -0.1},
+        {"lr": np.nan},
+        {"w_min": 0.5, "w_start": 0.1},
+        {"w_start": 1.0},
+        {"decay_over": -1},
+    ),
+    "sparse-push": (
+        {"compressor": {"id": "identity"}, "density": 0.1},
+        {"gamma": 0.0},
+        {"gamma": 1.5},
+        {"gamma": "large"},
+        {"estimates": "none"},
+        {"momentum": 1.0},
+        {"lr": -1.0},
+        {"w_min": 0.0},
+        {"w_min": 0.1},
+        {"digest_every": -1},
+        {"density": 0.0},
+    ),
+    "nids": ({"lr": -1.0}, {"lr": 0.0}),
+    "cold": ({"lr": 0.0}, {"lr": np.nan}, {"gamma": 0.0}, {"gamma": 1.5}, {"gamma": "best"}, {"momentum": 0.9}),
+    "dyna-cold": (
+        {"scale": "fast"},
+        {"rho": 1.0},
+        {"rho": 0.0},
+        {"s0": 0.0},
+        {"s0": np.inf},
+        {"factor": 1.0},
+        {"s_min": 2.0},
+        {"tolerance": 0.5},
+        {"gamma": 0.0},
+        {"gamma": "auto"},
+        {"lr": 0.0},
+        {"copies": False},
+        {"compressor": {"id": "identity"}},
+    ),
+    "gradient-tracking": ({"lr": 0.0}, {"lr": np.inf}),
+    "beer": ({"gamma": 2.0}, {"gamma": "no"}, {"momentum": 0.9}),
+    "lead": ({"alpha": 0.0}, {"alpha": 1.5}, {"gamma": 0.0}),
+    "power-gossip": (
+        {"rank": 0},
+        {"rank": 1.5},
+        {"steps": 0},
+        {"rate": 0.0},
+        {"rate": 2.0},
+        {"rate": "much"},
+        {"values": "float16"},
+        {"lr": -1.0},
+        {"momentum": 1.0},
+        {"digest_every": -1},
+    ),
+    "coordinate-push": ({"density": 1.5}, {"density": 0.0}, {"values": "float16"}, {"w_min": 0.0}),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [(name, options) for name in WRONG for options in WRONG[name]], ids=lambda value: str(value)
+)
+def test_parameters_that_cannot_work_are_refused(name: str, options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        get_algorithm({"name": name, **options})
+
+
+def test_every_algorithm_has_parameters_that_are_refused() -> None:
+    assert set(WRONG) == {*ALGORITHMS, *AVERAGING}
+    with pytest.raises(ConfigError, match="did you mean 'coordinate-push'"):
+        get_algorithm({"name": "coordinate_push"})
 
 
 @pytest.mark.parametrize("name", ["dpsgd", "choco", "deepsqueeze", "power-gossip"])

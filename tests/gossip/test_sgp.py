@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from push_sum_runs import UNBALANCED, disagreement, opened, rounds, starts, views_of
 
-from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
-from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.base import GossipMessage, View, messages_of
 from fedcomp.gossip.errors import MessageError, TopologyError
 from fedcomp.gossip.packet import HEADER_BYTES
@@ -231,23 +227,6 @@ def test_late_messages_count_once_whenever_they_come():
     assert disagreement(algorithm, states, x / w) < 1e-6
 
 
-def test_a_step_is_pure_and_a_model_that_is_not_finite_changes_nothing():
-    algorithm = SGP(momentum=0.9)
-    view = View(0, 0, {1: 0.5}, {})
-    state, _ = algorithm.send(algorithm.init(np.ones(12), FLAT), lambda z: 2 * z, view)
-    _, outbox = algorithm.send(algorithm.init(np.ones(12), FLAT), None, View(1, 0, {0: 0.5}, {}))
-    kept = {key: value.copy() for key, value in state.items()}
-    view = replace(view, iteration=1)
-    one, two = (algorithm.step(state, messages_of(1, outbox), lambda z: 2 * z, view) for _ in range(2))
-    assert one[1] == two[1]
-    assert all(np.array_equal(one[0][key], two[0][key]) for key in one[0])
-    for bad in (np.nan, np.inf):
-        with pytest.raises(NonFiniteUpdate):
-            algorithm.send(state, lambda z, bad=bad: np.full(12, bad), view)
-    assert state.keys() == kept.keys()
-    assert all(np.array_equal(state[key], kept[key]) for key in kept)
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -282,23 +261,3 @@ def test_a_share_no_run_could_have_is_refused_before_it_makes_mass_infinite(algo
         with pytest.raises(MessageError, match="largest number"):
             algorithm.receive(state, messages)
     assert float(state["w"]) == 1.0
-
-
-def test_configurations_survive_and_wrong_ones_are_refused():
-    algorithm = SGP(lr=0.3, momentum=0.9)
-    assert get_algorithm(algorithm.to_config()) == algorithm
-    for wrong in (
-        {"momentum": -0.1},
-        {"lr": np.nan},
-        {"w_min": 0.5, "w_start": 0.1},
-        {"w_start": 1.0},
-        {"decay_over": -1},
-    ):
-        with pytest.raises(ConfigError):
-            SGP(**wrong)
-    with pytest.raises(StateError, match="reset"):
-        algorithm.reset(algorithm.init(np.ones(12), FLAT), FLAT)
-    with pytest.raises(StateError, match="12 elements"):
-        algorithm.init(np.ones(12), Layout.flat(13))
-    moved = algorithm.shift({**algorithm.init(np.ones(12), FLAT), "w": np.array(0.5)}, np.full(12, 2.0))
-    np.testing.assert_array_equal(algorithm.model(moved), np.full(12, 4.0))

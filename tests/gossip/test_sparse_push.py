@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from push_sum_runs import UNBALANCED, audible, by_matrices, disagreement, opened, rounds, starts, views_of
 
-from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
-from fedcomp.gossip import get_algorithm
+from fedcomp.errors import ConfigError
 from fedcomp.gossip.base import GossipMessage, View, messages_of
 from fedcomp.gossip.compressor import Compressor, get_compressor
 from fedcomp.gossip.errors import MessageError, OutOfStep
@@ -381,38 +380,6 @@ def test_the_closing_phase_leaves_estimates_alone_and_asks_for_no_gradient():
     np.testing.assert_allclose(total(again)[0], x, rtol=0, atol=1e-12)
 
 
-def test_a_model_that_is_not_finite_is_refused_before_anything_changes():
-    algorithm = SparsePush(density=0.1, gamma=0.1, momentum=0.9)
-    state = algorithm.init(np.ones(20), FLAT)
-    kept = {key: value.copy() for key, value in state.items()}
-    for bad in (np.nan, np.inf):
-        with pytest.raises(NonFiniteUpdate):
-            algorithm.send(state, lambda z, bad=bad: np.full(20, bad), View(0, 0, {1: 0.5}, {}))
-    with pytest.raises(NonFiniteUpdate):
-        algorithm.send({**state, "x": np.full(20, np.nan)}, None, View(0, 0, {1: 0.5}, {}))
-    assert state.keys() == kept.keys()
-    assert all(np.array_equal(state[key], kept[key]) for key in kept)
-
-
-@pytest.mark.parametrize("estimates", ["edge", "broadcast"])
-def test_a_step_is_pure_and_the_same_every_time(estimates):
-    graph = Exponential(4)
-    algorithm = SparsePush(compressor={"id": "dithering", "bits": 2}, gamma=0.1, estimates=estimates, momentum=0.5)
-    gradients = quadratic(starts(4, 20, seed=8))
-    states = rounds(algorithm, opened(algorithm, starts(4, 20)), views_of(graph), range(3), gradients)
-    sent = {i: algorithm.send(s, gradients(i, 3), views_of(graph)(i, 3)) for i, s in states.items()}
-    inbox = [message for i in (1, 2, 3) for message in messages_of(i, sent[i][1]) if message.destination == 0]
-    before = {key: value.copy() for key, value in sent[0][0].items()}
-    outcomes = [algorithm.step(sent[0][0], inbox, gradients(0, 4), views_of(graph)(0, 4)) for _ in range(2)]
-    assert outcomes[0][1] == outcomes[1][1]
-    assert all(np.array_equal(outcomes[0][0][key], outcomes[1][0][key]) for key in outcomes[0][0])
-    assert all(np.array_equal(sent[0][0][key], before[key]) for key in before)
-    twice = algorithm.receive(algorithm.receive(sent[0][0], inbox), inbox)  # a message counts once
-    once = algorithm.receive(sent[0][0], inbox)
-    assert float(twice["w"]) == float(once["w"])
-    np.testing.assert_array_equal(twice["x"], once["x"])
-
-
 @pytest.mark.long
 def test_adapting_halves_gamma_of_a_node_whose_innovations_grow():
     graph = Complete(3)
@@ -477,32 +444,9 @@ def test_messages_that_cannot_be_are_refused_and_change_nothing(change, error):
     assert all(np.array_equal(state[key], kept[key]) for key in kept)
 
 
-def test_configurations_survive_a_round_trip_and_wrong_ones_are_refused():
-    for algorithm in (
-        SparsePush(),
-        SparsePush(density=0.1, gamma=0.01, estimates="broadcast", adapt=True),
-        SparsePush(compressor={"id": "scaledsign"}, gamma=0.1, lr=0.3, momentum=0.9),
-    ):
-        assert get_algorithm(algorithm.to_config()) == algorithm
+def test_broadcast_estimates_need_a_graph_that_stays():
     assert SparsePush().time_varying
     assert not SparsePush(estimates="broadcast").time_varying
-    for wrong in (
-        {"compressor": {"id": "identity"}, "density": 0.1},
-        {"gamma": 0.0},
-        {"gamma": 1.5},
-        {"gamma": "large"},
-        {"estimates": "none"},
-        {"momentum": 1.0},
-        {"lr": -1.0},
-        {"w_min": 0.0},
-        {"w_min": 0.1},
-        {"digest_every": -1},
-        {"density": 0.0},
-    ):
-        with pytest.raises(ConfigError):
-            SparsePush(**wrong)
     with pytest.raises(ConfigError, match="changes"):
         RandomDigraph(8, 0.3, seed=1).check(SparsePush(estimates="broadcast"))
     DirectedRing(5).check(SparsePush(estimates="broadcast"))
-    with pytest.raises(StateError, match="reset"):
-        SparsePush().reset(SparsePush().init(np.ones(20), FLAT), FLAT)

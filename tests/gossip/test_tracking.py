@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,17 +9,13 @@ import numpy as np
 import pytest
 from gossip_problems import Problem, problem, ring_weights, run, slope, view_of
 
-from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
-from fedcomp.gossip import get_algorithm
-from fedcomp.gossip.base import Algorithm, GossipMessage, deliver
+from fedcomp.gossip.base import Algorithm
 from fedcomp.gossip.beer import BEER
 from fedcomp.gossip.cold import COLD
-from fedcomp.gossip.errors import MessageError, OutOfStep
 from fedcomp.gossip.gradient_tracking import GradientTracking
 from fedcomp.gossip.lead import LEAD
 from fedcomp.gossip.nids import NIDS
 from fedcomp.gossip.packet import HEADER_BYTES
-from fedcomp.layout import Layout
 
 TASK = problem(n=6, d=20)
 L = TASK.smoothness
@@ -205,42 +200,6 @@ def test_both_ends_agree_in_float32_and_the_dtype_stays(algorithm: Algorithm) ->
     assert ran.errors[-1] < 0.5
 
 
-@pytest.mark.parametrize("algorithm", ALL)
-def test_a_step_is_pure(algorithm: Algorithm) -> None:
-    states = run(algorithm, TASK, 3).states
-    for state in states:
-        for value in state.values():
-            value.setflags(write=False)
-    view = view_of(RING, 2, 3)
-    first, again = (algorithm.send(states[2], lambda z: TASK.gradient(2, z), view) for _ in range(2))
-    assert first[1] == again[1]
-    assert all(np.array_equal(first[0][key], again[0][key]) for key in first[0])
-    with pytest.raises(NonFiniteUpdate):
-        algorithm.send(states[2], lambda z: np.full_like(z, np.nan), view)
-
-
-@pytest.mark.parametrize("algorithm", ALL)
-def test_wrong_messages_are_refused_and_an_iteration_needs_all(algorithm: Algorithm) -> None:
-    states = run(algorithm, TASK, 2).states
-    sent = [algorithm.send(s, lambda z: z, view_of(RING, i, 2)) for i, s in enumerate(states)]
-    inbox = deliver({i: outbox for i, (_, outbox) in enumerate(sent)})[0]
-    state = sent[0][0]
-    last = inbox[1]
-    for messages in (
-        inbox[:1],
-        [inbox[0], GossipMessage(3, 0, last.payload)],
-        [inbox[0], replace(last, payload=last.payload[:-1])],
-        [inbox[0], replace(last, payload=last.payload + b"\1")],
-        [inbox[0], replace(last, payload=b"\7" + last.payload[1:])],
-    ):
-        with pytest.raises((MessageError, OutOfStep)):
-            algorithm.receive(state, messages)
-    finished = algorithm.receive(state, inbox)
-    assert algorithm.receive(finished, ()) is finished
-    with pytest.raises(MessageError):
-        algorithm.receive(finished, inbox)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("algorithm", ALL)
 def test_after_a_reset_the_others_go_on_to_their_own_optimum(algorithm: Algorithm) -> None:
@@ -252,43 +211,3 @@ def test_after_a_reset_the_others_go_on_to_their_own_optimum(algorithm: Algorith
     ran = run(algorithm, TASK.without(TASK.n - 1), 100, states=reset, begin=10, resync=True)
     assert ran.errors[-1] < 0.1 < ran.errors[0]
     assert max(algorithm.invariants(ran.states).values()) < 1e-10
-
-
-def test_running_statistics_move_the_model_only() -> None:
-    change = np.arange(float(TASK.d))
-    for algorithm in ALL:
-        states = run(algorithm, TASK, 2).states
-        sent = [algorithm.send(s, lambda z: z, view_of(RING, i, 2)) for i, s in enumerate(states)]
-        inbox = deliver({i: outbox for i, (_, outbox) in enumerate(sent)})[0]
-        plain = algorithm.receive(sent[0][0], inbox)
-        moved = algorithm.receive(algorithm.shift(sent[0][0], change), inbox)
-        np.testing.assert_allclose(moved["x"], plain["x"] + change, rtol=1e-14, atol=1e-14)
-        for key in ("y", "dual", "h", "g"):
-            assert key not in plain or np.array_equal(moved[key], plain[key])
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: GradientTracking(lr=0.0),
-        lambda: BEER(gamma=2.0),
-        lambda: BEER(gamma="no"),
-        lambda: LEAD(alpha=0.0),
-        lambda: LEAD(alpha=1.5),
-        lambda: get_algorithm({"name": "beer", "momentum": 0.9}),
-        lambda: GradientTracking().init(np.zeros(3), Layout.flat(4)),
-        lambda: BEER().send(BEER().init(np.zeros(3), Layout.flat(3)), None, replace(view_of(RING, 0, 0), dense=True)),
-    ],
-)
-def test_what_cannot_work_is_refused(make: Callable[[], object]) -> None:
-    with pytest.raises((ConfigError, StateError)):
-        make()
-
-
-@pytest.mark.parametrize("algorithm", ALL)
-def test_configurations_recreate_the_algorithm(algorithm: Algorithm) -> None:
-    assert get_algorithm(algorithm.to_config()) == algorithm
-    innovation = algorithm.facts(
-        algorithm.send(algorithm.init(np.ones(4), Layout.flat(4)), None, view_of(RING, 0, 0))[0]
-    )
-    assert innovation.get("innovation", 0.0) < 1e-6
