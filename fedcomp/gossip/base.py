@@ -16,7 +16,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,9 +24,6 @@ from numpy.typing import NDArray
 from fedcomp.gossip.errors import MessageError
 from fedcomp.layout import Layout
 from fedcomp.rng import Key
-
-if TYPE_CHECKING:
-    from fedcomp.gossip.graph import Topology
 
 Real = NDArray[Any]
 """A float32 or float64 vector of the model's size, shape ``(d,)``."""
@@ -120,6 +117,25 @@ class View:
         return Key(self.seed, f"gossip/{purpose}", self.iteration, self.node)
 
 
+class KnownGraph(Protocol):
+    """What of a graph may decide a parameter; :class:`fedcomp.gossip.graph.Topology` is one."""
+
+    name: ClassVar[str]
+    directed: bool
+    n: int
+
+    @property
+    def time_varying(self) -> bool:
+        """Whether it changes from one iteration to the next."""
+        ...
+
+    def mixing_matrix(
+        self, t: int, alive: Collection[int] | None = None, symmetric: bool | None = None
+    ) -> NDArray[np.float64]:
+        """Return the weights of iteration t, shape ``(n, n)``; W with ``symmetric``."""
+        ...
+
+
 class Configured:
     """Immutable configuration that can be written down and made again. Equal when class and parameters are."""
 
@@ -173,7 +189,7 @@ class Algorithm(Configured, ABC):
     asynchronous: ClassVar[bool] = False
     vectors_per_message: ClassVar[int] = 1
 
-    def fitted(self, graph: Topology) -> Algorithm:
+    def fitted(self, graph: KnownGraph) -> Algorithm:
         """Return this algorithm with what follows from the graph filled in, where it was left to that.
 
         Called once, before a run, where the graph is known: nodes know their neighbours only.

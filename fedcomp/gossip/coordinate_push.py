@@ -33,6 +33,7 @@ from fedcomp.gossip.base import (
     Algorithm,
     GossipMessage,
     Gradient,
+    KnownGraph,
     Multicast,
     Outbox,
     Real,
@@ -41,7 +42,6 @@ from fedcomp.gossip.base import (
     real,
 )
 from fedcomp.gossip.errors import MessageError
-from fedcomp.gossip.graph import Topology
 from fedcomp.gossip.packet import MessageFlag, all_finite, pack, peek, require_finite, unpack
 from fedcomp.gossip.pushsum import heirs
 from fedcomp.kernels import select_topk
@@ -137,7 +137,7 @@ class CoordinatePush(Algorithm):
             w_min=params.number("w_min", self.w_min, rule="a number in (0, 1)", ok=lambda v: 0.0 < v < 1.0),
         )
 
-    def fitted(self, graph: Topology) -> Algorithm:
+    def fitted(self, graph: KnownGraph) -> Algorithm:
         """Return this algorithm with ``nodes`` filled in."""
         return self if self.nodes else self.from_config({**self.get_config(), "nodes": graph.n})
 

@@ -40,6 +40,7 @@ from fedcomp.gossip.base import (
     Algorithm,
     GossipMessage,
     Gradient,
+    KnownGraph,
     Multicast,
     Outbox,
     Real,
@@ -48,7 +49,6 @@ from fedcomp.gossip.base import (
     real,
 )
 from fedcomp.gossip.errors import MessageError
-from fedcomp.gossip.graph import Topology
 from fedcomp.gossip.packet import MessageFlag, MessageHeader, pack, put_real, take_real, unpack
 from fedcomp.gossip.steps import (
     BEGUN,
@@ -137,7 +137,7 @@ class PowerGossip(Algorithm):
             raise ConfigError(f"digest_every={self.digest_every!r} is not valid: a number of steps, 0 for never")
         check_rates(self.lr, self.momentum)
 
-    def fitted(self, graph: Topology) -> PowerGossip:
+    def fitted(self, graph: KnownGraph) -> PowerGossip:
         """Return the algorithm with the rate of the graph, where it is "auto"; raises as :func:`auto_rate`."""
         return replace(self, rate=auto_rate(graph)) if self.rate == "auto" else self
 
@@ -248,7 +248,7 @@ class PowerGossip(Algorithm):
         return {"restarts": float(state["restarts"]), "difference": max(norms, default=0.0)}
 
 
-def auto_rate(graph: Topology) -> float:
+def auto_rate(graph: KnownGraph) -> float:
     """Return ``2 / (λ_max + λ_min⁺)`` of ``I - W``, the best rate of plain gossip; 1.308 on the ring of 8 nodes.
 
     λ_min⁺ is the smallest eigenvalue above 0. The authors used this number for their ring (read in their

@@ -25,6 +25,7 @@ from fedcomp.gossip.base import (
     Algorithm,
     GossipMessage,
     Gradient,
+    KnownGraph,
     Multicast,
     Outbox,
     Real,
@@ -33,7 +34,6 @@ from fedcomp.gossip.base import (
     real,
 )
 from fedcomp.gossip.errors import MessageError, TopologyError
-from fedcomp.gossip.graph import Topology
 from fedcomp.gossip.packet import (
     MessageFlag,
     MessageHeader,
@@ -114,7 +114,7 @@ class PushSum(Algorithm):
                 "begins with a weight of 1"
             )
 
-    def fitted(self, graph: Topology) -> Algorithm:
+    def fitted(self, graph: KnownGraph) -> Algorithm:
         """Return this algorithm with ``nodes`` filled in: the total of all weights."""
         return self if self.nodes else self.from_config({**self.get_config(), "nodes": graph.n})
 
