@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from flwr.app import ConfigRecord, RecordDict
 
-from fedcomp.flower import coded, datalens, gcn, gossip, gradients, linear, lsg, protocol, record_dp
+from fedcomp.errors import ConfigError
+from fedcomp.flower import coded, datalens, gcn, gossip, gradients, linear, lsg, protocol, record_dp, state
 from fedcomp.flower.payload import put_frame
 from fedcomp.flower.schema import (
     LARGEST,
@@ -142,6 +144,8 @@ EXAMPLES: dict[str, Schema] = {
         3,
     ),
     "protocol.Announcement/plain": protocol.Announcement("arrays", 1, 0),
+    "state.UplinkRecord": state.UplinkRecord(3, 9, b"session!", {"id": "topk"}, '["topk",{}]', b"digest"),
+    "state.ReplicaRecord": state.ReplicaRecord(7),
     "linear.Join": linear.Join(partitions=3, labels=True, peers=True, spool="/tmp/x"),
     "linear.Join/hub": linear.Join(partitions=3, labels=False),
     "linear.Share": linear.Share(partitions=3, plan=b"12345678", peers=True, spool="/tmp/x"),
@@ -289,7 +293,7 @@ def content_of(message: Schema) -> RecordDict:
     if isinstance(message, TextSchema):
         content["config"] = ConfigRecord({message.KEY: message.to_text()})
     else:
-        message.put(content)
+        message.put_unchecked(content)
     return content
 
 
@@ -335,6 +339,17 @@ def damages(message: Schema, entry: Field) -> Iterator[tuple[str, RecordDict]]:
         made = with_entries(message, entries if change is REQUIRED else {**entries, entry.name: change})
         if made is not None:
             yield what, made
+
+
+def wrong_values(message: Schema) -> Iterator[tuple[str, Schema]]:
+    """Yield the message with one field out of its range, for every field and range."""
+    for entry in message.entries():
+        if not isinstance(entry.rule, Document | Frames | Version):
+            for what, value in _beyond(entry.rule):
+                found = tuple(value) if isinstance(value, list) else value
+                # Some classes refuse a value when they are made.
+                with suppress(ConfigError):
+                    yield f"{entry.name} {what}", replace(message, **{entry.field: found})  # type: ignore[type-var]
 
 
 def all_damages(message: Schema) -> Iterator[tuple[str, RecordDict]]:

@@ -98,7 +98,14 @@ class Announcement(Schema, key=OWN_CONFIG, prefix=PREFIX):
     leader: Annotated[int, Int(most=LEADS | LOOKS_AHEAD, absent=0)] = 0
 
     def write(self, config: ConfigRecord) -> None:
-        """Add the announcement's fields to ``config``. Fields at their default are left out."""
+        """Add the announcement's fields to ``config``. Fields at their default are left out.
+
+        Raises
+        ------
+        SchemaError
+            When a field is not what a client would take.
+        """
+        self.check()
         config.update(self.values())
 
     @classmethod

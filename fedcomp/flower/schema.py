@@ -422,8 +422,41 @@ class Schema:
                 found[entry.name] = entry.rule.write(value)
         return found
 
+    def check(self) -> None:
+        """Refuse what no reader would take.
+
+        Raises
+        ------
+        SchemaError
+            When a field breaks its rule, or fields contradict each other.
+        """
+        for entry in self.entries():
+            value = getattr(self, entry.field)
+            if isinstance(entry.rule, Frames):
+                fits = len(value) <= entry.rule.most
+            else:
+                fits = value == entry.rule.missing or _follows(entry.rule, value)
+            if not fits:
+                raise SchemaError(
+                    f"field {entry.field!r} of {type(self).__name__} is {shown(value)}, expected {entry.rule}",
+                    entry.name,
+                )
+        if reason := self.conflict():
+            raise SchemaError(f"not a valid {type(self).__name__}: {reason}")
+
     def put(self, content: RecordDict, key: str | None = None) -> None:
-        """Write this into ``content``, under ``key`` or the schema's own; what was said there before is replaced."""
+        """Write this into ``content``, under ``key`` or the schema's own; what was said there before is replaced.
+
+        Raises
+        ------
+        SchemaError
+            As :meth:`check`: what a reader would refuse is never written.
+        """
+        self.check()
+        self.put_unchecked(content, key)
+
+    def put_unchecked(self, content: RecordDict, key: str | None = None) -> None:
+        """Write this as :meth:`put` does, unchecked."""
         key = self.KEY if key is None else key
         for entry in self.entries():
             if isinstance(entry.rule, Frames):
@@ -487,7 +520,8 @@ class TextSchema(Schema):
     """Base of schemas that travel as one text, JSON with its keys in alphabetical order, within another record."""
 
     def to_text(self) -> str:
-        """Return the text."""
+        """Return the text; raise :class:`SchemaError` for what no reader would take."""
+        self.check()
         return json.dumps(self.values(), sort_keys=True, separators=(",", ":"))
 
     @classmethod
@@ -511,6 +545,14 @@ def shown(value: object) -> str:
     """Return a value as it appears in an error: short."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _follows(rule: FieldRule, value: Any) -> bool:
+    try:
+        rule.read(rule.write(value))
+    except ValueError:
+        return False
+    return True
 
 
 def _read(entry: Field, values: Mapping[str, Any], where: str) -> Any:

@@ -14,9 +14,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
-from flwr.app import ConfigRecord, Context, RecordDict
+from flwr.app import Context, RecordDict
 from numpy.typing import NDArray
 
 from fedcomp.codecs import Codec, State, get_codec
@@ -24,17 +24,47 @@ from fedcomp.errors import FedcompError, StateError
 from fedcomp.flower.payload import take_frame
 from fedcomp.flower.protocol import UPDATE, Announcement
 from fedcomp.flower.records import to_arrays, to_record
+from fedcomp.flower.schema import Data, Document, Int, Schema, SchemaError, Text
 from fedcomp.layout import Layout
 
-_UPLINK: Final = "fedcomp.uplink"
 _MEMORY: Final = "fedcomp.uplink.memory"
 _PENDING: Final = "fedcomp.uplink.reply/"
-_REPLICA: Final = "fedcomp.replica"
 _MODEL: Final = "fedcomp.replica.model"
 
 
 class StaleMessage(StateError):
     """An older message arrived after a newer one was answered; answering it would count an update twice."""
+
+
+@dataclass(frozen=True)
+class UplinkRecord(Schema, key="fedcomp.uplink"):
+    """What a node keeps beside its codec memory and its last reply.
+
+    Attributes
+    ----------
+    generation, pending : int
+        Sequence numbers of the message that created the memory, and of the one answered last.
+    session, layout : bytes
+        The server's session; the digest of the layout.
+    codec : dict
+        What made the last frame.
+    lineage : str
+        See :func:`lineage`.
+    """
+
+    generation: Annotated[int, Int()]
+    pending: Annotated[int, Int()]
+    session: Annotated[bytes, Data(256, least=1)]
+    codec: Annotated[Mapping[str, Any], Document(1 << 16)]
+    lineage: Annotated[str, Text(1 << 16)]
+    layout: Annotated[bytes, Data(256)]
+
+
+@dataclass(frozen=True)
+class ReplicaRecord(Schema, key="fedcomp.replica"):
+    """Which version of the model a node holds."""
+
+    version: Annotated[int, Int()]
 
 
 @dataclass
@@ -68,18 +98,21 @@ class Uplink:
         StaleMessage
             When a newer message of the same session was already answered.
         """
-        meta = context.state.config_records.get(_UPLINK)
         fresh = cls(codec.init(layout), announcement.sequence, fresh=True)
-        # What became of the last frame of another session is unknown: its memory cannot be continued honestly. Nor can
-        # one whose description was damaged where it was kept.
-        if meta is None or not _described(meta) or meta["session"] != announcement.session:
+        try:
+            meta = UplinkRecord.find(context.state)
+        except SchemaError:
+            # Damaged where it was kept: reported to the server as a memory that begins with this message.
             return fresh
-        generation, pending = _integer(meta, "generation"), _integer(meta, "pending")
+        # What became of the last frame of another session is unknown: its memory cannot be continued honestly.
+        if meta is None or meta.session != announcement.session:
+            return fresh
+        generation, pending = meta.generation, meta.pending
         if announcement.sequence < pending:
             raise StaleMessage(
                 f"this node already answered message {pending}; message {announcement.sequence} came too late"
             )
-        if meta["layout"] != layout.digest or meta["lineage"] != lineage(codec):
+        if meta.layout != layout.digest or meta.lineage != lineage(codec):
             return fresh
         reply = _stored_reply(context)
         if pending == announcement.sequence:
@@ -94,7 +127,7 @@ class Uplink:
         try:
             if lost:
                 # With the codec that made the frame: the server may announce other parameters by now.
-                state = _rolled_back(state, reply, str(meta["codec"]), layout)
+                state = _rolled_back(state, reply, meta.codec, layout)
             state = _fitted(state, fresh.state)
         except (FedcompError, ValueError):
             # Reported to the server as a memory that begins with this message.
@@ -117,16 +150,14 @@ class Uplink:
         store[_MEMORY] = to_record(state)
         for name, record in reply.items():
             store[_PENDING + name] = record
-        store[_UPLINK] = ConfigRecord(
-            {
-                "generation": self.generation,
-                "pending": announcement.sequence,
-                "session": announcement.session,
-                "codec": json.dumps(codec.to_config()),
-                "lineage": lineage(codec),
-                "layout": layout.digest,
-            }
-        )
+        UplinkRecord(
+            self.generation,
+            announcement.sequence,
+            announcement.session,
+            codec.to_config(),
+            lineage(codec),
+            layout.digest,
+        ).put(store)
 
 
 def remembered(context: Context, name: str) -> NDArray[Any] | None:
@@ -136,10 +167,10 @@ def remembered(context: Context, name: str) -> NDArray[Any] | None:
     return None if memory is None or name not in memory else memory[name].numpy()
 
 
-def _rolled_back(state: State, reply: RecordDict, config: str, layout: Layout) -> State:
+def _rolled_back(state: State, reply: RecordDict, config: Mapping[str, Any], layout: Layout) -> State:
     frame = take_frame(reply, UPDATE)
     # A reply in the middle of a round may carry no update: then nothing of the memory left with it.
-    return state if frame is None else get_codec(json.loads(config)).rollback(state, frame, layout)
+    return state if frame is None else get_codec(dict(config)).rollback(state, frame, layout)
 
 
 def _fitted(state: State, initial: State) -> State:
@@ -182,30 +213,18 @@ class Replica:
     @classmethod
     def load(cls, context: Context) -> Replica | None:
         """Return the node's replica, or None when it holds none."""
-        meta = context.state.config_records.get(_REPLICA)
-        model = context.state.array_records.get(_MODEL)
-        if meta is None or model is None or "version" not in meta:
+        try:
+            meta, model = ReplicaRecord.find(context.state), context.state.array_records.get(_MODEL)
+        except SchemaError:
+            # As good as none: the server is asked for the whole model.
             return None
-        return cls(_integer(meta, "version"), to_arrays(model))
+        return None if meta is None or model is None else cls(meta.version, to_arrays(model))
 
     def save(self, context: Context) -> None:
         """Write the replica into ``context``."""
         context.state[_MODEL] = to_record(self.arrays)
-        context.state[_REPLICA] = ConfigRecord({"version": self.version})
-
-
-def _described(meta: ConfigRecord) -> bool:
-    """Whether what :meth:`Uplink.commit` writes is there, in its types."""
-    kinds = {"generation": int, "pending": int, "session": bytes, "codec": str, "lineage": str, "layout": bytes}
-    return all(isinstance(meta.get(name), kind) for name, kind in kinds.items())
+        ReplicaRecord(self.version).put(context.state)
 
 
 def _stored_reply(context: Context) -> RecordDict:
     return RecordDict({k.removeprefix(_PENDING): v for k, v in context.state.items() if k.startswith(_PENDING)})
-
-
-def _integer(record: ConfigRecord, name: str) -> int:
-    value = record[name]
-    if not isinstance(value, int):
-        raise StateError(f"client state field {name!r} is {value!r}, expected an integer; the node must be restarted")
-    return value

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import pytest
 from flwr.app import Message, RecordDict
-from message_examples import CONFLICTS, EXAMPLES, content_of, damages, taken, whole_damages
+from message_examples import CONFLICTS, EXAMPLES, content_of, damages, taken, whole_damages, wrong_values
 
 from fedcomp.flower._private import adopt_identity, content_from_bytes, content_to_bytes
 from fedcomp.flower.payload import PayloadError
@@ -79,6 +79,19 @@ def test_another_version_a_field_too_many_and_another_record_are_refused(name: s
 def test_fields_that_contradict_each_other_are_refused(message: Schema) -> None:
     with pytest.raises(SchemaError, match=f"not a valid {type(message).__name__}"):
         type(message).take(content_of(message))
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_nothing_is_written_that_would_not_be_read(name: str) -> None:
+    for what, wrong in wrong_values(EXAMPLES[name]):
+        with pytest.raises(SchemaError) as error:
+            print(f"{what}: {wrong.check()}")
+        assert error.value.field == what.split()[0]
+    for message in CONFLICTS:
+        content = RecordDict()
+        with pytest.raises(SchemaError, match=f"not a valid {type(message).__name__}"):
+            message.put(content)
+        assert not content
 
 
 def test_an_error_reply_says_nothing() -> None:

@@ -23,7 +23,15 @@ def context() -> Context:
 
 
 def say(sequence: int, acknowledged: int = 0, generation: int = 0) -> Announcement:
-    return Announcement("arrays", 1, 0, sequence=sequence, acknowledged=acknowledged, generation=generation)
+    return Announcement(
+        "arrays",
+        1,
+        0,
+        session=b"session!",
+        sequence=sequence,
+        acknowledged=acknowledged,
+        generation=generation,
+    )
 
 
 def vector(seed: int) -> np.ndarray:
@@ -154,7 +162,7 @@ def test_another_protocol_version_is_not_read_any_further() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["generation", "pending", "session", "codec", "lineage", "layout"])
 @pytest.mark.parametrize("value", [None, "x", 7, b"x", [1]], ids=repr)
-def test_d5_a_damaged_description_begins_the_memory_anew(name: str, value) -> None:
+def test_d5_a_damaged_description_restarts_the_memory(name: str, value) -> None:
     """Before, a KeyError or a JSON error in every later round of that node."""
     ctx = context()
     answer(ctx, say(1), 1)
