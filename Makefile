@@ -5,9 +5,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Another package index, for torch alone:  make test TORCH_INDEX=URL
 TORCH_INDEX ?=
-# Files of tests run side by side, each with one thread of its own; what starts Ray or deployments stays in one row.
+# Files of tests run side by side, each with one thread of its own; what starts Ray or deployments stays in one row,
+# which waits so often that a worker more than the processors has something to do.
 WORKERS ?= 2
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+test: WORKERS := 3
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 export FLWR_TELEMETRY_ENABLED := 0
 export FLWR_DISABLE_UPDATE_CHECK := 1

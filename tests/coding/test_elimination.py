@@ -16,7 +16,7 @@ from fedcomp.coding.plan import failure
 from fedcomp.coding.stream import SplitMix64, coefficient_rows, derive
 from fedcomp.errors import ConfigError
 
-GF = galois.GF(2**8, irreducible_poly="x^8 + x^4 + x^3 + x^2 + 1")
+GF = galois.GF(2**8)  # over x^8 + x^4 + x^3 + x^2 + 1; galois takes a second to verify it when it is named
 
 
 def batch_failures(rows: np.ndarray) -> int:

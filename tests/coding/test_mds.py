@@ -20,7 +20,7 @@ from fedcomp.coding.rlnc import Decoder, Recoder
 from fedcomp.coding.stream import SplitMix64, derive
 from fedcomp.errors import ConfigError
 
-GF = galois.GF(2**8, irreducible_poly="x^8 + x^4 + x^3 + x^2 + 1")
+GF = galois.GF(2**8)  # over x^8 + x^4 + x^3 + x^2 + 1; galois takes a second to verify it when it is named
 WHERE = {"round": 1, "source": 2, "run": 3}
 
 

@@ -174,15 +174,8 @@ def test_e1_a_wrong_argument_on_a_page_would_be_found(words: str) -> None:
         written(command)
 
 
-LONG = {"adacomp", "coded_dropout", "datalens", "gcn", "privacy_audit", "scalecom", "sidco", "sumcode"}
-"""Experiments of which even the smallest size takes seconds."""
-
-
-@pytest.mark.parametrize(
-    "command",
-    [pytest.param(c, marks=[pytest.mark.slow] if asked(c)[0] in LONG else []) for c in largest()],
-    ids=at,
-)
+@pytest.mark.long
+@pytest.mark.parametrize("command", largest(), ids=at)
 def test_e1_an_experiment_runs_at_its_smallest_size(
     command: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
