@@ -16,6 +16,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 from numpy.typing import NDArray
 
 from fedcomp.errors import FedcompError
+from fedcomp.flower.metered import addressed
 from fedcomp.flower.payload import models, take_node
 from fedcomp.flower.protocol import PREFIX
 from fedcomp.flower.report import Report, shorten
@@ -130,6 +131,16 @@ class Usual:
     """The form that most replies had when last there was such a form; it decides where two are equally frequent."""
 
     form: str = ""
+
+
+def first_replies(messages: Iterable[Message], replies: Iterable[Message]) -> dict[int, Message]:
+    """Return the first reply of each node that was sent one of ``messages``; see :func:`match_replies` for the rest."""
+    asked = dict(addressed(messages))
+    found: dict[int, Message] = {}
+    for reply in replies:
+        if (node := asked.get(reply.metadata.reply_to_message_id)) is not None:
+            found.setdefault(node, reply)
+    return found
 
 
 def match_replies(

@@ -26,7 +26,7 @@ from fedcomp.clients.messages import MOD_FAILED_PRECONDITION, find_announcement,
 from fedcomp.clients.peers import peer_link
 from fedcomp.clients.private.mod import discreet, wants_private
 from fedcomp.errors import ConfigError, FedcompError, StateError
-from fedcomp.flower.coded import CODED, HELLO, PARCELS, Header, Hello, Query, speaks
+from fedcomp.flower.coded import BUNDLE, CODED, HELLO, MAX_STORE_BYTES, Header, Hello, Query, speaks
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import NODE_RECORD, put_node
 from fedcomp.flower.protocol import STALE
@@ -46,9 +46,6 @@ HANDLERS: Final[Mapping[str, str]] = {
 
 SUMMED_ONLY: Final = ("bounded",)
 """Codecs whose integers get their noise behind the compression mod."""
-
-MAX_STORE_BYTES: Final = 64 * 1024 * 1024
-"""Default of what this node keeps for others."""
 
 KEEPS_ROUNDS: Final = 2
 """Parcels of this many rounds are kept: the newest one this node was told about, and the one before."""
@@ -295,7 +292,7 @@ class Exchange:
 
     def plain_message(self) -> Message:
         """Return the message as the app and the other mods would have got it without coding."""
-        content = RecordDict({k: v for k, v in self.msg.content.items() if k not in (CODED, PARCELS)})
+        content = RecordDict({k: v for k, v in self.msg.content.items() if k not in (CODED, BUNDLE)})
         self.msg.content = content
         return self.msg
 

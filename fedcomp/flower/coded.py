@@ -22,7 +22,7 @@ from fedcomp.flower.schema import Bool, Data, Document, Int, Many, OneOf, Schema
 CODED: Final = "fedcomp.coded"
 """Key of the ConfigRecord with the plan or the header. Records with the prefix ``fedcomp.`` are never the app's."""
 
-PARCELS: Final = "fedcomp.coded.parcels"
+BUNDLE: Final = "fedcomp.coded.parcels"
 """Key of the frame that holds a bundle of parcels or packets."""
 
 PROTOCOL: Final = 1
@@ -54,6 +54,9 @@ PER_SOURCE: Final = 4
 
 NO_HANDLER: Final = "function registered with name"
 """Part of Flower's error text for a message whose action the app does not have."""
+
+MAX_STORE_BYTES: Final = 64 * 1024 * 1024
+"""What a client keeps for others unless one of the two sides says otherwise."""
 
 _LENGTH: Final = struct.Struct("<I")
 
@@ -443,14 +446,14 @@ def _odd_peers(relays: tuple[int, ...], keys: bytes, addresses: tuple[str, ...],
     return ""
 
 
-def put_bundle(content: RecordDict, items: Iterable[bytes], key: str = PARCELS) -> int:
+def put_bundle(content: RecordDict, items: Iterable[bytes], key: str = BUNDLE) -> int:
     """Put byte strings into ``content`` as one frame; return the sum of their lengths."""
     held = list(items)
     put_frame(content, key, b"".join(part for item in held for part in (_LENGTH.pack(len(item)), item)))
     return sum(map(len, held))
 
 
-def take_bundle(content: RecordDict, *, most: int, longest: int, key: str = PARCELS) -> list[bytes]:
+def take_bundle(content: RecordDict, *, most: int, longest: int, key: str = BUNDLE) -> list[bytes]:
     """Return what :func:`put_bundle` put, the empty list when there is none.
 
     Parameters

@@ -27,9 +27,9 @@ from flwr.app import Message, RecordDict
 from numpy.typing import NDArray
 
 from fedcomp.coding.errors import NotDecodable
-from fedcomp.coding.gradcode import SCHEMES, TOLERANCE, Assignment, Cyclic, Decoding, assignment
-from fedcomp.coding.gradvalues import ARITHMETICS, Arithmetic, values_of
-from fedcomp.errors import ConfigError, FedcompError, nearest
+from fedcomp.coding.gradcode import TOLERANCE, Assignment, Cyclic, Decoding, assignment
+from fedcomp.coding.gradvalues import Arithmetic, values_of
+from fedcomp.errors import ConfigError, FedcompError
 from fedcomp.flower.gradients import (
     ANSWER,
     MAX_DEVICES,
@@ -40,25 +40,20 @@ from fedcomp.flower.gradients import (
     checksum,
     moved,
 )
-from fedcomp.flower.metered import addressed
 from fedcomp.flower.payload import take_frame
 from fedcomp.flower.records import finite_where, restore_dtypes, to_arrays, to_record
 from fedcomp.flower.rounds import Exchanges, Push
 from fedcomp.layout import Layout
 from fedcomp.stateful import Stateful
+from fedcomp.strategies.coded.settings import CodedSettings, GradientOptions
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.means import MEANS, aggregate_once, is_mean, weight_key_of
-from fedcomp.strategies.replies import Rejected
+from fedcomp.strategies.replies import Rejected, first_replies
 
 if TYPE_CHECKING:
     from flwr.serverapp.strategy import Strategy
 
-    from fedcomp.strategies.coded.strategy import CodedRound, Member, Outcome, Settings
-
-LIMIT: Final = 128.0
-"""Default of the largest weighted change of one coordinate, for sums in a field."""
-
-OPTIONS: Final = ("losses", "scheme", "arithmetic", "limit", "approximate", "quorum")
+    from fedcomp.strategies.coded.strategy import CodedRound, Member, Outcome
 
 _FOREIGN: Final = ("symbols", "shards", "private", "groups", "mix", "loss")
 """Settings of other constructions, which mean nothing here."""
@@ -74,31 +69,12 @@ _LOOSE: Final = 1e6
 
 
 class GradientCode(Stateful):
-    """The construction ``"gradcode"`` of :class:`fedcomp.strategies.coded.strategy.CodedFedAvg`.
-
-    Its options are keyword arguments of that class:
-
-    losses : int
-        s: so many clients of a round may be lost; each trains on one partition more. Default 1.
-    scheme : {"auto", "fractional", "cyclic"}
-        Fractional repetition needs s + 1 to divide the number of clients; "auto" takes it where it fits.
-    arithmetic : {"float64", "gf65521", "gf31"}
-        Numbers of the answers: floating point, or fixed point over a prime field.
-    limit : float
-        In a field, the largest change of one coordinate times its weight (number of examples); the step follows from it
-        and the number of clients. A client whose update is larger says so, and its answer is missing. Default 128.
-    approximate : bool
-        When too many are lost use the least-squares combination of what came, and report its residual. Default False:
-        the round is skipped.
-    quorum : int
-        With ``approximate``: so many answers end the training exchange also when they do not determine the sum. 0, the
-        default, waits for all or for ``collect_timeout``. With no losses this is a server that ignores stragglers.
-    """
+    """The construction ``"gradcode"``; its options are :class:`fedcomp.strategies.coded.settings.GradientOptions`."""
 
     STATE: ClassVar[Mapping[str, Any]] = {"_roll": dict[int, int]}
 
-    def __init__(self, settings: Settings, inner: Strategy) -> None:
-        settings.refuse_unknown(OPTIONS)
+    def __init__(self, settings: CodedSettings, inner: Strategy) -> None:
+        self.options = settings.own(GradientOptions)
         for name in _FOREIGN:
             if getattr(settings, name):
                 raise ConfigError(f"{name}={getattr(settings, name)!r} means nothing to a gradient code; use losses=")
@@ -112,31 +88,6 @@ class GradientCode(Stateful):
                 f"{type(inner).__name__} looks at single updates, of which a gradient code shows none; use one of "
                 f"{', '.join(MEANS)}"
             )
-        self.losses = settings.option("losses", 1)
-        self.scheme = settings.option("scheme", "auto")
-        self.arithmetic = settings.option("arithmetic", "float64")
-        self.limit = settings.option("limit", LIMIT)
-        self.approximate = settings.option("approximate", False)
-        self.quorum = settings.option("quorum", 0)
-        for name, value, known in (("scheme", self.scheme, SCHEMES), ("arithmetic", self.arithmetic, ARITHMETICS)):
-            if value not in known:
-                raise ConfigError(f"{name}={value!r} is not known{nearest(str(value), known)}")
-        for name, count in (("losses", self.losses), ("quorum", self.quorum)):
-            if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-                raise ConfigError(f"{name}={count!r} is not valid: it must be a whole number >= 0")
-        if not isinstance(self.approximate, bool):
-            raise ConfigError(f"approximate={self.approximate!r} is not valid: it must be true or false")
-        if self.quorum and not self.approximate:
-            raise ConfigError(
-                f"quorum={self.quorum} ends a round with answers that may not determine the sum; allow that with "
-                "approximate=True, or leave it out"
-            )
-        values_of(self.arithmetic, 2, self.limit)
-        if self.approximate and self.arithmetic != "float64" and self.scheme != "fractional":
-            raise ConfigError(
-                "a cyclic code over a field cannot be decoded approximately; use arithmetic='float64', or "
-                "scheme='fractional'"
-            )
         self.seed = settings.seed
         self.timeout = settings.collect_timeout
         self._weight_key = weight_key_of(inner) or ""
@@ -145,26 +96,21 @@ class GradientCode(Stateful):
 
     def describe(self) -> str:
         """Return one line for the log."""
-        return f"gradient coding, {self.losses} losses, {self.scheme}, {self.arithmetic}"
+        return f"gradient coding, {self.options.losses} losses, {self.options.scheme}, {self.options.arithmetic}"
 
     def round(self, now: CodedRound) -> Exchanges[Outcome]:
         """Train, take answers until they determine the sum, let the inner strategy take the mean."""
         report = now.report
-        for stranger in now.strangers:
-            node = stranger.metadata.dst_node_id
-            report.exclude(node, f"not in the code of this round: {report.direct.pop(node, 'it is not known')}")
+        now.exclude_uncoded("not in the code of this round")
         devices = self._devices(now)
         n = len(devices)
-        if n <= self.losses or n > MAX_DEVICES:
-            report.note(
-                f"{n} clients take part; a code that survives {self.losses} losses needs {self.losses + 1} to "
-                f"{MAX_DEVICES}. The model is unchanged"
-            )
-            return None, None
+        least = self.options.losses + 1
+        if not least <= n <= MAX_DEVICES:
+            return _skipped(now, f"{n} clients take part; a code for {least - 1} losses needs {least} to {MAX_DEVICES}")
         code, values = self._code(n, report.note)
         before = to_arrays(now.arrays)
-        collection = _Collection(now, code, values, before, Layout.of(before), devices, self.quorum)
-        report.planned, report.shards, report.symbols = n, n, n - self.losses
+        collection = _Collection(now, code, values, before, Layout.of(before), devices, self.options.quorum)
+        report.planned, report.shards, report.symbols = n, n, n - self.options.losses
         messages = [
             now.plan(member, GradientPlan, self._plan(code, values, devices, collection.place[member.partition]))
             for member in now.members
@@ -192,11 +138,11 @@ class GradientCode(Stateful):
         online = set(now.grid.get_node_ids())
         # Who is not asked because only a sample is, has not left; where a grid shows no more than the sample, it is
         # known by clients that were not in the former one.
-        everybody = online <= {*present.values(), *(m.metadata.dst_node_id for m in now.strangers)}
+        everybody = online <= {*present.values(), *(m.metadata.dst_node_id for m in now.uncoded)}
         gone = [p for p, node in self._roll.items() if p not in present and node not in online]
         if not everybody or not present.keys() <= self._roll.keys():
             gone = []
-        if len(gone) > self.losses:
+        if len(gone) > self.options.losses:
             now.report.note(
                 f"the clients of partitions {sorted(gone)} are offline: the code is made without their data"
             )
@@ -205,14 +151,16 @@ class GradientCode(Stateful):
         return sorted(self._roll)
 
     def _code(self, n: int, note: Callable[[str], None]) -> tuple[Assignment, Arithmetic]:
-        values = values_of(self.arithmetic, n, self.limit)
+        values = values_of(self.options.arithmetic, n, self.options.limit)
         if n not in self._codes:
             try:
-                code: Assignment = assignment(n, self.losses, scheme=self.scheme, seed=self.seed, field=values.field)
+                code: Assignment = assignment(
+                    n, self.options.losses, scheme=self.options.scheme, seed=self.seed, field=values.field
+                )
             except ConfigError:
-                if self.scheme == "fractional" or values.field is not None:
+                if self.options.scheme == "fractional" or values.field is not None:
                     raise
-                code = Cyclic(n, self.losses, self.seed, max_amplification=_LOOSE)
+                code = Cyclic(n, self.options.losses, self.seed, max_amplification=_LOOSE)
                 note(f"the cyclic code for {n} clients amplifies rounding by more than usual; a field does not")
             self._codes = {**dict(list(self._codes.items())[-_CODES + 1 :]), n: code}
         return self._codes[n], values
@@ -221,9 +169,9 @@ class GradientCode(Stateful):
         return {
             "partitions": tuple(devices[j] for j in code.partitions(device)),
             "coefficients": code.coefficients(device).astype(values.dtype).tobytes(),
-            "arithmetic": self.arithmetic,
+            "arithmetic": self.options.arithmetic,
             "parts": code.n,
-            "limit": float(self.limit),
+            "limit": float(self.options.limit),
             "weight": self._weight_key,
         }
 
@@ -232,11 +180,11 @@ class GradientCode(Stateful):
         report, code, answers = now.report, collection.code, collection.answers
         report.received = len(answers)
         try:
-            decoding = code.decoding(answers, approximate=self.approximate)
+            decoding = code.decoding(answers, approximate=self.options.approximate)
         except NotDecodable as error:
-            return self._skip(now, str(error))
+            return _skipped(now, str(error))
         if not answers:
-            return self._skip(now, "no client sent a usable answer")
+            return _skipped(now, "no client sent a usable answer")
         report.innovative = int(np.count_nonzero(decoding.coefficients))
         report.dependent = report.received - report.innovative
         contradiction = code.disagreement(answers)
@@ -246,7 +194,7 @@ class GradientCode(Stateful):
                 "different updates of the same partition, by different hardware or on purpose. It cannot be told who"
             )
         assert collection.form is not None
-        total = code.decode(answers, approximate=self.approximate)
+        total = code.decode(answers, approximate=self.options.approximate)
         vector, scalars = collection.values.unpack(total, collection.layout.size)
         weight = float(scalars[0])
         if not decoding.exact:
@@ -254,7 +202,7 @@ class GradientCode(Stateful):
             report.note(f"an approximation: the answers do not determine the sum, residual {decoding.residual:.3g}")
             self._leave_out(now, collection, decoding)
         if not weight > 0.0:
-            return self._skip(now, f"the total weight is {weight:g}: nothing to average")
+            return _skipped(now, f"the total weight is {weight:g}: nothing to average")
         report.included = [member.node for member in now.members if member.node not in report.excluded]
         return self._aggregate(now, collection, vector / weight, scalars / weight, weight)
 
@@ -283,7 +231,7 @@ class GradientCode(Stateful):
         if arrays is None:
             return None, aggregated
         if not finite_where(arrays, before):
-            return self._skip(now, "the aggregate is not finite: some update was too large to be added")
+            return _skipped(now, "the aggregate is not finite: some update was too large to be added")
         return restore_dtypes(arrays, before, []), aggregated
 
     @staticmethod
@@ -294,12 +242,10 @@ class GradientCode(Stateful):
             if abs(share[collection.place[member.partition]]) < TOLERANCE:
                 now.report.exclude(member.node, "nobody who holds its partition answered")
 
-    def _skip(self, now: CodedRound, reason: str) -> Outcome:
-        now.report.note(f"the model is unchanged: {reason}")
-        now.report.included = []
-        for member in now.members:
-            now.report.excluded.setdefault(member.node, "the round could not be decoded")
-        return None, None
+
+def _skipped(now: CodedRound, reason: str) -> Outcome:
+    now.skip(reason)
+    return None, None
 
 
 @dataclass
@@ -351,15 +297,10 @@ class _Collection:
         return sorted(device for device, (form, _) in self._seen.items() if form == self.form)
 
     def _read(self, replies: Sequence[Message]) -> None:
-        asked = dict(addressed(member.message for member in self.now.members))
-        by_node = {member.node: member for member in self.now.members}
-        for reply in replies:
-            node = asked.get(reply.metadata.reply_to_message_id)
-            if node is None:
-                continue
-            member = by_node[node]
-            device = self.place[member.partition]
-            if device in self._seen or device in self._refused:
+        answers = first_replies((member.message for member in self.now.members), replies)
+        for member in self.now.members:
+            device, reply = self.place[member.partition], answers.get(member.node)
+            if reply is None or device in self._seen or device in self._refused:
                 continue
             try:
                 self._seen[device] = self._open(member, reply)

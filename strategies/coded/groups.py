@@ -20,7 +20,6 @@ from flwr.app import Message, RecordDict
 
 from fedcomp.codecs import FixedPoint, fixed_point_of
 from fedcomp.coding.partial import PartialSum, empty_sum
-from fedcomp.coding.transport import Parcel
 from fedcomp.errors import ConfigError, FedcompError
 from fedcomp.flower.coded import (
     MEMBER,
@@ -40,7 +39,7 @@ from fedcomp.strategies.coded.sharing import Sharing
 from fedcomp.strategies.coded.strategy import Member, Outcome, limited
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.means import weight_key_of
-from fedcomp.strategies.replies import GONE, Rejected, agreeing
+from fedcomp.strategies.replies import Rejected, agreeing
 
 if TYPE_CHECKING:
     from flwr.serverapp.strategy import Strategy
@@ -89,6 +88,7 @@ class GroupSharing(Sharing):
         assert isinstance(self.now.inner, Compressed)
         self.inner = self.now.inner
         self.fixed = fixed_point_of(self.inner.codec)
+        self.collection.fresh = {"sum": True}
         if self.inner.layout.exact:
             names = [spec.name for spec in self.inner.layout.exact][:3]
             raise ConfigError(
@@ -98,9 +98,7 @@ class GroupSharing(Sharing):
     def share(self) -> Exchanges[None]:
         """Let everybody train and hand its reply to the aggregator; let those add and share."""
         now = self.now
-        for stranger in now.strangers:
-            node = stranger.metadata.dst_node_id
-            now.report.exclude(node, f"no part of a group: {now.report.direct.pop(node, 'it is not known')}")
+        now.exclude_uncoded("no part of a group")
         for group, owner in zip(self.groups, self.owners, strict=True):
             for member in group:
                 fields: dict[str, Any] = {"aggregator": owner.index, "max_payload": self.plan.max_payload}
@@ -109,8 +107,7 @@ class GroupSharing(Sharing):
                 if not self.hub:
                     fields["addresses"] = (owner.address,)
                 now.plan(member, GroupTraining, fields)
-        messages = [member.message for member in now.members]
-        got = now.by_node(messages, (yield now.push(messages, now.settings.share_timeout)))
+        got = yield from now.ask((member.message for member in now.members), now.settings.share_timeout)
         bags: dict[int, list[bytes]] = {}
         for source, group in enumerate(self.groups):
             for member in group:
@@ -120,32 +117,22 @@ class GroupSharing(Sharing):
                     now.report.exclude(member.node, str(error))
         yield from self._add(bags)
 
-    def _take_joined(self, source: int, member: Member, reply: Message | None, bags: dict[int, list[bytes]]) -> None:
+    def _take_joined(self, source: int, member: Member, answer: Message | None, bags: dict[int, list[bytes]]) -> None:
         """Take what a member answered to training: its parcel for the aggregator, if that goes through the server."""
-        if reply is None:
-            raise Rejected("no reply in time")
-        if reply.has_error():
-            self.errors[member.index] = reply
-            if reply.error.code not in GONE:
-                self.barred.add(member.index)
-            raise Rejected(f"error {reply.error.code}: {reply.error.reason}")
-        self.alive.add(member.index)
+        reply = self.take_error(member, answer)
         if not speaks(reply.content):
             raise Rejected("it answered without coding, although it said hello")
         header = self.now.header(member, reply, Handed)
         for reason in limited(header.failed, 1, "reasons"):
             self.now.report.refuse(f"member {member.index}: {reason}")
         if not self.hub:
-            self._count_peer(member, limited(header.sent, 1, "parcels handed over"))
+            self.now.count_peer(member, limited(header.sent, 1, "parcels handed over"))
             return
         owner = self.owners[source]
         items = take_bundle(reply.content, most=0 if member is owner else 1, longest=self._longest_reply())
         self.now.report.count("hub_up", sum(map(len, items)))
         for data in items:
-            parcel = Parcel.from_bytes(data, self._longest_reply())
-            place = (parcel.run, parcel.round, parcel.kind, parcel.source, parcel.destination)
-            if place != (self.now.common["run"], self.now.number, MEMBER, member.index, owner.index):
-                raise Rejected("its parcel claims another run, round, kind, source or destination")
+            self.now.parcel(data, MEMBER, member.index, (owner.index,), self._longest_reply())
             bags.setdefault(source, []).append(data)
 
     def _longest_reply(self) -> int:
@@ -169,22 +156,20 @@ class GroupSharing(Sharing):
             if self.hub:
                 self.now.report.count("hub_down", put_bundle(content, bags.get(source, [])))
             fields = {
-                **self._plan_of(source),
-                **self._brief(),
+                **self.plan_of(source),
+                "seal": self.seal,
                 "index": owner.index,
-                "members": tuple(member.index for member in group if member.index not in self.barred),
-                "sequences": tuple(sequences[member.node] for member in group if member.index not in self.barred),
+                "members": tuple(member.index for member in group if member.index not in self.failed),
+                "sequences": tuple(sequences[member.node] for member in group if member.index not in self.failed),
                 "spec": spec,
                 "weight": weight_key_of(self.inner.inner) or "",
             }
             messages.append(self.now.query(SUM, owner.node, GroupSum, fields, content))
-        yield from self._spread(self.now.by_node(messages, (yield self.now.push(messages, self.timeout))))
+        yield from self.spread((yield from self.now.ask(messages, self.timeout)))
 
-    def _take_ordinary(self, source: int, reply: Message) -> None:
+    def take_ordinary(self, source: int, reply: Message) -> None:
+        """Refuse a sum without coding."""
         raise Rejected("the aggregator answered without coding")
-
-    def _fresh_of(self, source: int) -> dict[str, Any]:
-        return {"source": source, "sum": True}
 
     def conclude(self) -> Outcome:
         """Add the groups' sums and let the inner strategy take the mean."""
@@ -192,7 +177,7 @@ class GroupSharing(Sharing):
         total = empty_sum(self.fixed.count(self.inner.layout))
         contents: list[tuple[int, str, RecordDict]] = []
         for source, group in enumerate(self.groups):
-            named = {member.index: member for member in group if member.index not in self.barred}
+            named = {member.index: member for member in group if member.index not in self.failed}
             try:
                 partial = self._open(source, named)
                 notes = [(named[part.index].node, "", _metrics(part.note)) for part in partial.parts]
@@ -200,7 +185,7 @@ class GroupSharing(Sharing):
             except FedcompError as error:
                 for member in group:
                     if member.node not in report.excluded:
-                        report.exclude(member.node, f"its group: {self._why(source, error)}")
+                        report.exclude(member.node, f"its group: {self.why(source, error)}")
                 continue
             contents += notes
             summed = {part.index for part in partial.parts}
@@ -210,9 +195,8 @@ class GroupSharing(Sharing):
                     report.excluded.pop(member.node, None)
                 else:
                     report.excluded.setdefault(member.node, "its aggregator did not get its update")
-        self._account()
+        self.account(nobody=not total.parts)
         if not total.parts:
-            self._nobody()
             return None, None
         if total.weight <= 0:
             report.note("the contributors' weights sum to 0: the model is unchanged")
@@ -229,7 +213,7 @@ class GroupSharing(Sharing):
     def _open(self, source: int, named: Mapping[int, Member]) -> PartialSum:
         """Return a group's sum, checked: nobody is in it who should not be, and no integer is larger than it can be."""
         count = self.fixed.count(self.inner.layout)
-        partial = PartialSum.from_bytes(self._payload(source), count, named.keys())
+        partial = PartialSum.from_bytes(self.payload(source), count, named.keys())
         sequences = self.inner.sequences
         for part in partial.parts:
             if part.sequence != sequences[named[part.index].node]:

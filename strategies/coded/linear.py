@@ -21,7 +21,6 @@ set: then it goes on with the partitions that are determined, and the report say
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -32,11 +31,9 @@ from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
 from fedcomp.coding.datacode import CONDITION_OF, CodedStep, DataPlan
-from fedcomp.coding.encodings import encoding_matrix
 from fedcomp.coding.errors import CodingError, NotDecodable
-from fedcomp.coding.linearloss import LOSSES
 from fedcomp.coding.stream import SplitMix64, derive
-from fedcomp.errors import ConfigError, FedcompError, nearest
+from fedcomp.errors import ConfigError, FedcompError
 from fedcomp.flower import linear
 from fedcomp.flower.logs import log
 from fedcomp.flower.records import to_arrays, to_record
@@ -44,6 +41,7 @@ from fedcomp.flower.report import Reports, shorten
 from fedcomp.flower.rounds import Enough, Exchanges, ExchangeStrategy
 from fedcomp.stateful import Stateful, nested
 from fedcomp.strategies.coded.linear_setup import Descent, LinearSetup, LinearShape, exchange
+from fedcomp.strategies.coded.settings import LinearSettings
 from fedcomp.strategies.parts import TASK_PREFIX, Settings
 from fedcomp.strategies.round_log import RoundLog
 from fedcomp.strategies.system import TRAINING, System, arguments, refuse_others, settings_of
@@ -55,8 +53,6 @@ Real = NDArray[np.float64]
 
 __all__ = ["CodedLinearGD", "Descent", "LinearModel"]
 
-_COUNTS: Final = ("partitions", "parities", "retries", "surplus")
-
 
 class CodedLinearGD(ExchangeStrategy, Stateful):
     """Full-batch gradient descent for a linear model whose training data are coded over the devices.
@@ -67,98 +63,26 @@ class CodedLinearGD(ExchangeStrategy, Stateful):
 
     Parameters
     ----------
-    partitions : int
-        k; 0 takes the entry "clients" of the training configuration, less ``parities``.
-    parities : int
-        r = n - k.
-    code : str
-        One of :data:`fedcomp.coding.encodings.CODES`.
-    density : float
-        Share of nonzero coefficients.
-    loss : str
-        "logistic", "squares" (least squares) or "hinge" (linear SVM); must be that of the clients' task.
-    lr, l2 : float
-        Step size; coefficient of |w|^2/2 (the bias is not regularised).
-    approximate : bool
-        Go on with the partitions that are determined instead of skipping a round. What is lost in phase 2 alone is
-        given up from the third retry on.
-    surplus : int, optional
-        Go on to phase 2 as soon as the answers decode and so many more than partitions have come, and wait for nobody
-        else. Two and more let one wrong answer be found in phase 1. Which answers are first is not repeatable, and
-        neither are the last bits of the model. Default: all answers are waited for, as long as ``deadline`` says.
-    retries : int
-        How often phase 2 may be repeated in a round. With a fifth of all messages lost 3 leave a seventh of the rounds
-        undone, 7 hardly any.
-    deadline : float, optional
-        Seconds for the replies of each exchange; default: the driver's timeout alone.
-    payload : str
-        "float64", exact, or "float32": type of the vectors of both phases. Solves are in float64 anyway.
-    transport : str
-        "hub": partitions pass this server. "peers": they go from device to device, by the nodes' own peer addresses or,
-        where these have none, by simulated links on this machine.
-    spool : path, optional
-        Folder of the simulated links; default a temporary one.
-    seed : int
-        Names the draw of the encoding matrix.
+    **settings
+        See :class:`fedcomp.strategies.coded.settings.LinearSettings`.
 
     Attributes
     ----------
     reports : Reports
         By round, with the section ``linear``.
+
+    Examples
+    --------
+    >>> strategy = CodedLinearGD(partitions=6, parities=4, code="balanced", lr=0.3)
     """
 
     STATE: ClassVar[Mapping[str, Any]] = {"_setup": nested("_setup"), "reports": Reports}
 
-    def __init__(
-        self,
-        *,
-        partitions: int = 0,
-        parities: int = 2,
-        code: str = "balanced",
-        density: float = 0.5,
-        loss: str = "logistic",
-        lr: float = 0.1,
-        l2: float = 0.0,
-        approximate: bool = False,
-        surplus: int | None = None,
-        retries: int = 7,
-        deadline: float | None = None,
-        payload: str = "float64",
-        transport: str = "hub",
-        spool: str | os.PathLike[str] | None = None,
-        seed: int = 0,
-        configrecord_key: str = "config",
-    ) -> None:
-        for name, count in zip(_COUNTS, (partitions, parities, retries, surplus or 0), strict=True):
-            if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-                raise ConfigError(f"{name}={count!r} is not valid: it must be a whole number >= 0")
-        # Says what is wrong with a code or density before any node is asked.
-        encoding_matrix(code, parities + 1, 1, density=density)
-        if loss not in LOSSES:
-            raise ConfigError(f"loss={loss!r} is not the loss of a linear model{nearest(loss, LOSSES)}")
-        if payload not in linear.VECTOR_TYPES:
-            raise ConfigError(f"payload={payload!r} is no type of vectors{nearest(payload, linear.VECTOR_TYPES)}")
-        if not 0.0 < lr < float("inf") or not 0.0 <= l2 < float("inf"):
-            raise ConfigError(f"lr={lr!r}, l2={l2!r}: expected a positive and a non-negative finite number")
-        if deadline is not None and not deadline > 0:
-            raise ConfigError(f"deadline={deadline!r} is not valid: give seconds > 0, or None")
-        self.loss, self.lr, self.l2 = loss, lr, l2
-        self.approximate, self.retries, self.deadline = approximate, retries, deadline
-        self.payload, self.surplus = payload, surplus
+    def __init__(self, **settings: Any) -> None:
+        self.settings = LinearSettings(**settings)
         self.reports = Reports()
         self._log = RoundLog("CodedLinearGD")
-        self._setup = LinearSetup(
-            partitions=partitions,
-            parities=parities,
-            code=code,
-            density=density,
-            loss=loss,
-            seed=seed,
-            transport=transport,
-            spool=spool,
-            deadline=deadline,
-            config_key=configrecord_key,
-        )
+        self._setup = LinearSetup(self.settings)
 
     @property
     def plan(self) -> DataPlan | None:
@@ -167,8 +91,8 @@ class CodedLinearGD(ExchangeStrategy, Stateful):
 
     def summary(self) -> None:
         """Log the code and the loss."""
-        setup = self._setup
-        log.info("\t├──> CodedLinearGD: %s, %d parities, %s, lr %g", setup.code, setup.parities, self.loss, self.lr)
+        s = self.settings
+        log.info("\t├──> CodedLinearGD: %s, %d parities, %s, lr %g", s.code, s.parities, s.loss, s.lr)
 
     def round(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -194,11 +118,16 @@ class CodedLinearGD(ExchangeStrategy, Stateful):
         if self.plan is None:
             return self._skip(report)
         labels = [self._setup.labels[j] for j in range(self.plan.partitions)]
-        limit = CONDITION_OF[self.payload]
+        limit = CONDITION_OF[self.settings.payload]
         # With a model of zeros all answers would be zero, right or wrong.
         sent = model.vector if model.vector.any() else self._probe(server_round, len(model.vector))
         step = CodedStep(
-            self.plan, labels, self.loss, self.approximate, max_condition=limit, probe=sent is not model.vector
+            self.plan,
+            labels,
+            self.settings.loss,
+            self.settings.approximate,
+            max_condition=limit,
+            probe=sent is not model.vector,
         )
         online = {self._setup.devices[n]: n for n in nodes if n in self._setup.devices}
         try:
@@ -211,7 +140,7 @@ class CodedLinearGD(ExchangeStrategy, Stateful):
         except CodingError as reason:
             report.skipped = shorten(f"{type(reason).__name__}: {reason}")
             return self._skip(report)
-        moved = model.step(step.gradient / step.included, self.lr, self.l2)
+        moved = model.step(step.gradient / step.included, self.settings.lr, self.settings.l2)
         if moved is None:
             report.skipped = "the step is not finite; lower lr"
             return self._skip(report)
@@ -224,7 +153,7 @@ class CodedLinearGD(ExchangeStrategy, Stateful):
         return moved, metrics
 
     def _probe(self, server_round: int, size: int) -> Real:
-        return SplitMix64(derive("probe", self._setup.seed, server_round)).normal(size)
+        return SplitMix64(derive("probe", self.settings.seed, server_round)).normal(size)
 
     def _skip(self, report: Descent) -> tuple[None, MetricRecord]:
         return None, report.metrics()
@@ -260,8 +189,8 @@ class CodedLinearGD(ExchangeStrategy, Stateful):
                 report.used = sorted(used)
                 return
             silent = [i for i in assigned if i not in answers]
-            if report.retries == self.retries:
-                raise NotDecodable(f"devices {silent} did not answer phase 2 usably, after {self.retries} retries")
+            if report.retries == self.settings.retries:
+                raise NotDecodable(f"devices {silent} did not answer phase 2 usably, after {report.retries} retries")
             silences.update(silent)
             alive = [i for i in alive if i not in wrong]
             never = [i for i in alive if not silences[i]]
@@ -272,9 +201,9 @@ class CodedLinearGD(ExchangeStrategy, Stateful):
     @property
     def _enough(self) -> Enough | None:
         """What ends phase 1 before all have answered or the deadline has come."""
-        if self.surplus is None:
+        if self.settings.surplus is None:
             return None
-        plan, surplus = self.plan, self.surplus
+        plan, surplus = self.plan, self.settings.surplus
         assert plan is not None
 
         def enough(replies: Sequence[Message]) -> bool:
@@ -282,7 +211,7 @@ class CodedLinearGD(ExchangeStrategy, Stateful):
             nodes = {r.metadata.src_node_id for r in replies if r.has_content() and linear.MARGINS in r.content}
             devices = {self._setup.devices[node] for node in nodes if node in self._setup.devices}
             more = len(devices) - plan.partitions
-            return more >= surplus and plan.subset(devices, CONDITION_OF[self.payload]).decodes_all
+            return more >= surplus and plan.subset(devices, CONDITION_OF[self.settings.payload]).decodes_all
 
         return enough
 
@@ -301,14 +230,15 @@ class CodedLinearGD(ExchangeStrategy, Stateful):
         contents: dict[int, RecordDict | None] = {}
         for device, vector in vectors.items():
             content = contents[online[device]] = RecordDict()
-            linear.put_vector(content, give, vector, self.payload)
-        header = linear.Phase(self._setup.plan_id, self.payload)
-        replies = yield from exchange(contents, f"train.{phase}", header, deadline=self.deadline, enough=enough)
+            linear.put_vector(content, give, vector, self.settings.payload)
+        header = linear.Phase(self._setup.plan_id, self.settings.payload)
+        replies = yield from exchange(contents, f"train.{phase}", header, timeout=self.settings.timeout, enough=enough)
         answers: dict[int, Real] = {}
         for node, reply in replies:
             device = self._setup.devices[node]
             try:
-                answers[device] = linear.take_vector(self._setup.content(reply, device), take, size, self.payload)
+                content = self._setup.content(reply, device)
+                answers[device] = linear.take_vector(content, take, size, self.settings.payload)
             except FedcompError as reason:
                 report.refuse(device, reason)
         report.lost += [i for i in vectors if i not in answers]
@@ -318,8 +248,8 @@ class CodedLinearGD(ExchangeStrategy, Stateful):
 
     def identity(self) -> str:
         """Return code and loss, which must not change within a run."""
-        setup = self._setup
-        return repr((setup.code, setup.partitions, setup.parities, setup.density, setup.seed, self.loss))
+        s = self.settings
+        return repr((s.code, s.partitions, s.parities, s.density, s.seed, s.loss))
 
 
 def _again(step: CodedStep, pools: tuple[list[int], ...], attempt: int, *, again: bool) -> dict[int, Real]:
@@ -390,7 +320,7 @@ _UNUSED: Final = {**TRAINING, "inner": "fedavg", "fraction_evaluate": 0.0}
 """Settings of a client that trains by itself, without a meaning here but for ``lr``."""
 
 _OWN: Final = settings_of(
-    CodedLinearGD, "code", "parities", "density", "payload", "transport", "approximate", "retries"
+    LinearSettings, "code", "parities", "density", "payload", "transport", "approximate", "retries"
 )
 
 
@@ -404,7 +334,7 @@ def _build(settings: Settings, seed: int) -> CodedLinearGD:
     )
     loss = "hinge" if settings.get("task.model") == "svm" else "logistic"
     l2 = float(settings.get("task.l2", 0.0))
-    own = arguments(CodedLinearGD, settings, _OWN)
+    own = arguments(LinearSettings, settings, _OWN)
     return CodedLinearGD(loss=loss, lr=float(settings["lr"]), l2=l2, seed=seed, **own)
 
 

@@ -11,12 +11,9 @@ the owners of the partitions it combines are there.
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
 import numpy as np
 from flwr.app import ConfigRecord, Message, RecordDict
@@ -26,8 +23,8 @@ from numpy.typing import NDArray
 from fedcomp.coding.datacode import DataPlan, data_plan
 from fedcomp.coding.datapacket import packed_bytes, unpack_partition
 from fedcomp.coding.parcels import HEADER_BYTES
-from fedcomp.coding.transport import SpoolRoot
-from fedcomp.errors import ConfigError, FedcompError, StateError, nearest
+from fedcomp.coding.transport import MAX_STORE_BYTES
+from fedcomp.errors import ConfigError, FedcompError, StateError
 from fedcomp.flower import linear
 from fedcomp.flower.coded import NO_HANDLER
 from fedcomp.flower.metered import partition_lookup
@@ -37,11 +34,12 @@ from fedcomp.flower.rounds import Enough, Exchanges, Push
 from fedcomp.flower.schema import Schema
 from fedcomp.plain import Count
 from fedcomp.stateful import Stateful
+from fedcomp.strategies.coded.links import SimulatedLinks
+from fedcomp.strategies.coded.settings import LinearSettings
 from fedcomp.strategies.partitions import contest
+from fedcomp.strategies.replies import first_replies
 
 Real = NDArray[np.float64]
-
-TRANSPORTS: Final = ("hub", "peers")
 
 
 @dataclass
@@ -118,11 +116,11 @@ def exchange(
     *,
     config: ConfigRecord | None = None,
     config_key: str = "config",
-    deadline: float | None = None,
+    timeout: float | None = None,
     enough: Enough | None = None,
 ) -> Exchanges[list[tuple[int, Message]]]:
     """Send one message to each node, header first; return the replies with the nodes they come from."""
-    messages: dict[int, Message] = {}
+    messages = []
     for node, given in contents.items():
         content = RecordDict()
         header.put(content)
@@ -130,10 +128,8 @@ def exchange(
             content[config_key] = ConfigRecord(dict(config))
         for name, record in (given or RecordDict()).items():
             content[name] = record
-        messages[node] = Message(content, node, message_type)
-    replies = yield Push(list(messages.values()), deadline, enough)
-    nodes = {message.metadata.message_id: node for node, message in messages.items()}
-    return [(nodes[reply.metadata.reply_to_message_id], reply) for reply in replies]
+        messages.append(Message(content, node, message_type))
+    return list(first_replies(messages, (yield Push(messages, timeout, enough))).items())
 
 
 def record_peer(grid: Grid, server_round: int, node: int, size: int) -> None:
@@ -148,8 +144,7 @@ class LinearSetup(Stateful):
 
     Parameters
     ----------
-    partitions, parities, code, density, loss, seed, transport, spool, deadline, config_key
-        As in :class:`fedcomp.strategies.coded.linear.CodedLinearGD`.
+    settings : LinearSettings
 
     Attributes
     ----------
@@ -174,31 +169,8 @@ class LinearSetup(Stateful):
         "ready": set[int],
     }
 
-    def __init__(
-        self,
-        *,
-        partitions: int,
-        parities: int,
-        code: str,
-        density: float,
-        loss: str,
-        seed: int,
-        transport: str,
-        spool: str | os.PathLike[str] | None,
-        deadline: float | None,
-        config_key: str,
-    ) -> None:
-        if transport not in TRANSPORTS:
-            raise ConfigError(
-                f"transport={transport!r} is no way for partitions to travel{nearest(transport, TRANSPORTS)}"
-            )
-        if spool is not None and transport != "peers":
-            raise ConfigError("spool is the folder of simulated links between peers; it needs transport='peers'")
-        self.partitions, self.parities = partitions, parities
-        self.code, self.density, self.seed = code, density, seed
-        self.loss = loss
-        self.transport = transport
-        self.deadline, self.config_key = deadline, config_key
+    def __init__(self, settings: LinearSettings) -> None:
+        self.settings = settings
         self.plan: DataPlan | None = None
         self.plan_id = b""
         self.labels: dict[int, Real] = {}
@@ -206,13 +178,12 @@ class LinearSetup(Stateful):
         self.ready: set[int] = set()
         self._data: dict[int, bytes] = {}
         self._addresses: dict[int, str] = {}
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._links: SpoolRoot | None = None
-        if transport == "peers":
-            if spool is None:
-                self._folder = tempfile.TemporaryDirectory(prefix="fedcomp-linear-")
-                spool = self._folder.name
-            self._links = SpoolRoot.create(Path(spool))
+        self._links = SimulatedLinks(settings.transport, settings.spool, MAX_STORE_BYTES)
+
+    @property
+    def _peers(self) -> bool:
+        """Whether partitions go from device to device."""
+        return self.settings.transport == "peers"
 
     @property
     def _planned(self) -> int:
@@ -224,7 +195,8 @@ class LinearSetup(Stateful):
         self.plan = self._plan_of(count) if count else None
 
     def _plan_of(self, count: int) -> DataPlan:
-        return data_plan(self.code, count + self.parities, count, density=self.density, seed=self.seed)
+        s = self.settings
+        return data_plan(s.code, count + s.parities, count, density=s.density, seed=s.seed)
 
     def run(
         self, nodes: list[int], config: ConfigRecord, shape: LinearShape, grid: Grid, report: Descent
@@ -269,15 +241,15 @@ class LinearSetup(Stateful):
     def _count(self, config: ConfigRecord) -> int:
         if self.plan is not None:
             return self.plan.partitions
-        if self.partitions:
-            return self.partitions
+        if self.settings.partitions:
+            return self.settings.partitions
         clients = config.get("clients")
-        if not isinstance(clients, int) or clients <= self.parities:
+        if not isinstance(clients, int) or clients <= self.settings.parities:
             raise ConfigError(
-                f"partitions=0 takes the number of clients less {self.parities} parities, and the configuration says "
-                f"clients={clients!r}; give partitions, or fewer parities"
+                f"partitions=0 takes the number of clients less {self.settings.parities} parities; the configuration "
+                f"says clients={clients!r}; give partitions, or fewer parities"
             )
-        return clients - self.parities
+        return clients - self.settings.parities
 
     def _exchange(
         self,
@@ -285,17 +257,17 @@ class LinearSetup(Stateful):
         header: linear.Join | linear.Share | linear.Build,
         config: ConfigRecord,
     ) -> Exchanges[list[tuple[int, Message]]]:
-        if self._links is not None:
+        if self._peers:
             # Used by nodes that have no address of their own, and only if they find the mark in this folder.
-            header = replace(header, peers=True, spool=str(self._links.root))
+            header = replace(header, peers=True, spool=self._links.root)
         return (
             yield from exchange(
                 contents,
                 f"query.{linear.SETUP}",
                 header,
                 config=config,
-                config_key=self.config_key,
-                deadline=self.deadline,
+                config_key=self.settings.configrecord_key,
+                timeout=self.settings.timeout,
             )
         )
 
@@ -322,8 +294,9 @@ class LinearSetup(Stateful):
                     reason = str(reply.error.reason)
                     hint = "; the app needs fedcomp.client(app, linear_device(rows))" if NO_HANDLER in reason else ""
                     raise StateError(shorten(reason)[:200] + hint)
-                if device is None or device >= count + self.parities:
-                    raise StateError(f"a node holds partition {device}, expected 0 to {count + self.parities - 1}")
+                devices = count + self.settings.parities
+                if device is None or device >= devices:
+                    raise StateError(f"a node holds partition {device}, expected 0 to {devices - 1}")
                 if node in refused:
                     raise StateError(refused[node])
                 holder = next((n for n, d in self.devices.items() if d == device), None)
@@ -348,8 +321,10 @@ class LinearSetup(Stateful):
     def _take_owner(self, device: int, owner: linear.Owner, reply: Message, shape: LinearShape) -> None:
         """Check what an owner says about its partition, and take its labels if they are not known."""
         rows, data = owner.rows, owner.data
-        if owner.loss != self.loss:
-            raise StateError(f"the task of device {device} has loss {owner.loss!r}, this server has {self.loss!r}")
+        if owner.loss != self.settings.loss:
+            raise StateError(
+                f"the task of device {device} has loss {owner.loss!r}, this server has {self.settings.loss!r}"
+            )
         if owner.columns != shape.features:
             raise StateError(f"device {device} has {owner.columns} features, the model has {shape.features}")
         if device in self.labels:
@@ -361,7 +336,7 @@ class LinearSetup(Stateful):
         if not owner.label_type:
             raise StateError(f"device {device} sent no labels")
         y = linear.take_vector(reply.content, linear.LABELS, rows, owner.label_type)
-        if self.loss != "squares" and not np.isin(y, (0.0, 1.0)).all():
+        if self.settings.loss != "squares" and not np.isin(y, (0.0, 1.0)).all():
             raise StateError(f"device {device} sent labels other than 0 and 1")
         self.labels[device], self._data[device] = y, data
 
@@ -397,8 +372,7 @@ class LinearSetup(Stateful):
         contents: dict[int, RecordDict | None] = {}
         for j in sorted({j for wanted in needs.values() for j in wanted}):
             to = [i for i, wanted in needs.items() if j in wanted]
-            links = self._links
-            addresses = [] if links is None else [self._addresses[i] or links.address(i) for i in to]
+            addresses = [self._links.address(self._addresses[i], i) for i in to] if self._peers else []
             contents[online[j]] = content = RecordDict()
             linear.Targets(tuple(to), tuple(addresses)).put(content)
         replies = yield from self._exchange(contents, header, config)
@@ -407,7 +381,7 @@ class LinearSetup(Stateful):
             owner = self.devices[node]
             try:
                 answered = self.content(reply, owner)
-                if self._links is not None:
+                if self._peers:
                     for size in self._sent(reply, owner, needs, shape):
                         report.count("peer", size)
                         # Nothing is handed over where no connection comes about.
@@ -455,7 +429,7 @@ class LinearSetup(Stateful):
         )
         contents: dict[int, RecordDict | None] = {}
         for i, wanted in needs.items():
-            forwarded = wanted if self._links is None else []
+            forwarded = [] if self._peers else wanted
             absent = [j for j in forwarded if j not in parts]
             if absent:
                 report.notes.append(f"device {i} waits for partitions {absent}, which did not arrive")

@@ -10,9 +10,8 @@ length, ``mix_bytes``, which has to be given for compressed updates to stay smal
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from flwr.app import Message
 
@@ -20,17 +19,19 @@ from fedcomp.coding.mixing import FRAMING, MixPlan, Mixture
 from fedcomp.coding.sealing import OVERHEAD
 from fedcomp.coding.transport import HEADER_BYTES
 from fedcomp.errors import ConfigError, FedcompError
-from fedcomp.flower.coded import COLLECT, MIXED, Combine, Combined, Indexed, MixTraining, Shared, take_bundle
+from fedcomp.flower.coded import MIXED, Combine, Combined, Indexed, MixTraining, take_bundle
 from fedcomp.flower.rounds import Exchanges
+from fedcomp.strategies.coded.collecting import Collection
+from fedcomp.strategies.coded.settings import CodedSettings
 from fedcomp.strategies.coded.sharing import Sharing
-from fedcomp.strategies.coded.strategy import Settings, limited
+from fedcomp.strategies.coded.strategy import limited
 from fedcomp.strategies.replies import Rejected
 
 MIX_SLACK = 4096
 """Bytes beside the model's for which a symbol has room where nobody says: header, metrics, names."""
 
 
-def check_mix(settings: Settings, mix_bytes: Any) -> None:
+def check_mix(settings: CodedSettings) -> None:
     """Refuse what has no meaning for mixed payloads.
 
     Raises
@@ -42,8 +43,6 @@ def check_mix(settings: Settings, mix_bytes: Any) -> None:
     for name in ("symbols", "private", "groups"):
         if getattr(settings, name):
             raise ConfigError(f"{name}={getattr(settings, name)} has no meaning with mix=True: clients are the symbols")
-    if isinstance(mix_bytes, bool) or not isinstance(mix_bytes, int) or mix_bytes < 0:
-        raise ConfigError(f"mix_bytes={mix_bytes!r} is not valid: it must be a whole number >= 0")
 
 
 def symbol_bytes(mix_bytes: int, model_bytes: int) -> int:
@@ -63,43 +62,54 @@ class MixSharing(Sharing):
     symbol_bytes: int = 64
     kind: int = MIXED
     training: ClassVar[type[Indexed]] = MixTraining
+    announces: ClassVar[bool] = False  # of combinations nobody can announce a hash
 
     def __post_init__(self) -> None:
         super().__post_init__()
         now = self.now
-        self.mix = MixPlan(len(now.members), self.symbol_bytes, now.number, now.settings.seed)
-        self.mixture = Mixture(self.mix)
-        self.longest = self.mix.max_packet + (OVERHEAD if self.seal else 0) + HEADER_BYTES
-        now.report.symbols = len(now.members)
-
-    def _numbers(self) -> dict[str, Any]:
-        return {
-            "mix_bytes": self.mix.symbol_bytes,
-            "clients": self.mix.clients,
-            "seed": self.mix.seed,
+        mix = MixPlan(len(now.members), self.symbol_bytes, now.number, now.settings.seed)
+        self.longest = mix.max_packet + (OVERHEAD if self.seal else 0) + HEADER_BYTES
+        self.numbers = {
+            "mix_bytes": mix.symbol_bytes,
+            "clients": mix.clients,
+            "seed": mix.seed,
             "shards": self.plan.shards,
         }
+        self.collection = MixCollection(self, mix)
+        now.report.symbols = len(now.members)
+
+    def payload(self, source: int) -> bytes:
+        """Return what a source shared."""
+        if source in self.failed:
+            raise Rejected("the client says that it failed")
+        return self.collection.payload(source)
+
+
+class MixCollection(Collection):
+    """The combinations that came back, of all payloads at once."""
+
+    def __init__(self, sharing: Sharing, mix: MixPlan) -> None:
+        super().__init__(sharing)
+        self.mix = mix
+        self.decoder = self.mixture = Mixture(mix)
 
     def collect(self) -> Exchanges[None]:
         """Ask as many as are needed for combinations, until everybody is determined or nobody has anything new."""
-        report, members = self.now.report, self.now.members
+        sharing, members = self.sharing, self.now.members
         asked: dict[int, int] = {}
         # Through the hub nothing was put into a relay that was away; between peers those come last.
-        order = sorted(range(len(members)), key=lambda i: i not in self.alive)
-        left = [i for i in order if i in self.alive or not self.hub]
+        order = sorted(range(len(members)), key=lambda i: i not in sharing.alive)
+        left = [i for i in order if i in sharing.alive or not sharing.hub]
         while left and self.mixture.rank < self.mix.clients:
             missing = self.mix.clients - self.mixture.rank
             batch = left[:missing]
             count = -(-missing // len(batch))
-            queries = []
+            queries = {}
             for i in batch:
                 first = asked.get(i, 0)
-                fields = {**self._brief(), **self._numbers(), "index": i, "first": first, "count": count}
-                queries.append(self.now.query(COLLECT, members[i].node, Combine, fields))
+                queries[members[i].node] = {**sharing.numbers, "index": i, "first": first, "count": count}
                 asked[i] = first + count
-            got = self.now.by_node(queries, (yield self.now.push(queries, self.timeout)))
-            report.waves += 1
-            report.asked += len(queries)
+            got = yield from self.ask(queries, Combine)
             for i in batch:
                 before = self.mixture.rank
                 reply = got.get(members[i].node)
@@ -109,17 +119,17 @@ class MixSharing(Sharing):
                     left.remove(i)  # silent, or with nothing the others did not have
 
     def _take_combinations(self, relay: int, reply: Message, count: int) -> None:
-        report = self.now.report
+        report, sharing = self.now.report, self.sharing
         try:
             header = self.now.answer(reply, Combined)
-            items = take_bundle(reply.content, most=count, longest=self.longest)
+            items = take_bundle(reply.content, most=count, longest=sharing.longest)
             report.count("hub_up", sum(map(len, items)))
             began = time.perf_counter()
             for data in items:
                 self.mixture.add(relay, data)
             report.decode_seconds += time.perf_counter() - began
-            self._count_held(relay, header.held)
-            for reason in limited(header.refused, len(self.owners), "reasons"):
+            self.count_held(relay, header.held)
+            for reason in limited(header.refused, len(sharing.owners), "reasons"):
                 report.refuse(f"relay {relay}: {reason}")
         except FedcompError as error:
             report.refuse(f"relay {relay}: {error}")
@@ -128,16 +138,8 @@ class MixSharing(Sharing):
         """Ask nobody again: waves go on until nothing new comes."""
         yield from ()
 
-    def _hashes_in(self, header: Shared) -> list[bytes]:
-        return []  # relays hand out combinations, of which nobody can announce a hash
-
-    def _payload(self, source: int) -> bytes:
-        if source in self.barred:
-            raise Rejected("the client says that it failed")
+    def payload(self, source: int) -> bytes:
+        """Return what a source shared, as it committed itself to it."""
         payload = self.mixture.payload(source)
         self.collector.check(source, payload)
         return payload
-
-    def _counted(self) -> tuple[int, int, int, Iterable[str]]:
-        mixture = self.mixture
-        return mixture.received, mixture.innovative, mixture.dependent, mixture.refused

@@ -24,12 +24,13 @@ from fedcomp.coding.errors import NotDecodable
 from fedcomp.coding.relay import RelayPlan, check, choose
 from fedcomp.errors import ConfigError
 from fedcomp.flower.logs import log
-from fedcomp.flower.rounds import Exchanges
+from fedcomp.flower.rounds import Exchanges, Push
 from fedcomp.stateful import Stateful
 from fedcomp.strategies.coded.groups import GroupSharing, groups_of, require_summable
 from fedcomp.strategies.coded.mixing import MixSharing, check_mix, symbol_bytes
+from fedcomp.strategies.coded.settings import CodedSettings, RelayOptions
 from fedcomp.strategies.coded.sharing import Sharing
-from fedcomp.strategies.coded.strategy import CodedRound, Outcome, Settings
+from fedcomp.strategies.coded.strategy import CodedRound, Outcome
 
 if TYPE_CHECKING:
     from flwr.serverapp.strategy import Strategy
@@ -40,32 +41,19 @@ PAYLOAD_SLACK: Final = 1 << 20
 """A reply may have so many times the model's bytes, plus so many: the densest codec takes twice, metrics a little."""
 
 
-class Relay(Stateful):
-    """The construction ``"relay"`` of :class:`fedcomp.strategies.coded.strategy.CodedFedAvg`. Its own options:
+class RelayedShards(Stateful):
+    """The construction ``"relay"``; its own options are :class:`fedcomp.strategies.coded.settings.RelayOptions`."""
 
-    top_up : bool
-        In the recollection ask contributors that are still there for every shard that is lacking, not only for those
-        that came and depend on others. What too many relays took with them then still comes, from its owner. Default
-        False: fewer than K relays that answer decode nobody.
-    mix_bytes : int
-        With ``mix=True`` (:mod:`fedcomp.strategies.coded.mixing`): the longest reply there is room for. Default: a
-        dense model.
-    """
-
-    def __init__(self, settings: Settings, inner: Strategy) -> None:
-        settings.refuse_unknown(("top_up", "mix_bytes"))
-        self.mix_bytes = settings.option("mix_bytes", 0)
-        self.top_up = settings.option("top_up", False)
-        if not isinstance(self.top_up, bool):
-            raise ConfigError(f"top_up={self.top_up!r} is not valid: it must be true or false")
+    def __init__(self, settings: CodedSettings, inner: Strategy) -> None:
+        self.options = settings.own(RelayOptions)
         check(code=settings.code, symbols=settings.symbols, shards=settings.shards, private=settings.private)
         if settings.mix:
-            check_mix(settings, self.mix_bytes)
+            check_mix(settings)
             log.warning(
                 "mix=True is all or nothing: with fewer independent combinations than clients a round decodes nobody, "
                 "and one relay that is wrong spoils everybody's update"
             )
-        elif self.mix_bytes:
+        elif self.options.mix_bytes:
             raise ConfigError("mix_bytes is the room of a symbol in a mixture; it needs mix=True")
         if settings.groups:
             require_summable(inner)
@@ -85,7 +73,7 @@ class Relay(Stateful):
         """Share, collect, decode; the inner strategy aggregates what was decoded."""
         if not now.members:
             now.report.note("no client has the half coded(): the round is an ordinary one")
-            return now.aggregate((yield now.push(now.messages, self.settings.share_timeout)))
+            return now.aggregate((yield Push(now.messages, self.settings.share_timeout)))
         try:
             symbols, shards = choose(
                 len(now.members),
@@ -97,9 +85,7 @@ class Relay(Stateful):
                 private=self.settings.private,
             )
         except NotDecodable as error:
-            now.report.note(f"the round is skipped, the model is unchanged: {error}")
-            for member in now.members:
-                now.report.exclude(member.node, f"round skipped: {error}")
+            now.skip(str(error))
             return None, None
         plan = RelayPlan(
             cast(CodeName, self.settings.code),
@@ -112,19 +98,19 @@ class Relay(Stateful):
         )
         sharing = self._sharing(now, plan)
         yield from sharing.share()
-        yield from sharing.collect()
-        yield from sharing.recollect()
+        yield from sharing.collection.collect()
+        yield from sharing.collection.recollect()
         return sharing.conclude()
 
     def _sharing(self, now: CodedRound, plan: RelayPlan) -> Sharing:
         if self.settings.mix:
-            room = symbol_bytes(self.mix_bytes, sum(len(array.data) for array in now.arrays.values()))
-            return MixSharing(now, plan, self.seal, self.top_up, now.members, symbol_bytes=room)
+            room = symbol_bytes(self.options.mix_bytes, sum(len(array.data) for array in now.arrays.values()))
+            return MixSharing(now, plan, self.seal, self.options.top_up, now.members, symbol_bytes=room)
         if not self.settings.groups:
-            return Sharing(now, plan, self.seal, self.top_up, now.members)
+            return Sharing(now, plan, self.seal, self.options.top_up, now.members)
         groups = groups_of(now.members, self.settings.groups)
         owners = [group[(now.number - 1) % len(group)] for group in groups]
-        return GroupSharing(now, plan, self.seal, self.top_up, owners, groups=groups)
+        return GroupSharing(now, plan, self.seal, self.options.top_up, owners, groups=groups)
 
 
 def _payload_limit(arrays: ArrayRecord) -> int:

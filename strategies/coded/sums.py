@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -38,11 +38,10 @@ from fedcomp.coding.errors import CorruptGeneration
 from fedcomp.coding.plan import success
 from fedcomp.coding.prime import FIELDS, Residues
 from fedcomp.coding.sealing import OVERHEAD
-from fedcomp.coding.sumcode import MODES, Summed, SumPlan, choose_set, decode, prime_for
+from fedcomp.coding.sumcode import Summed, SumPlan, choose_set, decode, prime_for
 from fedcomp.coding.sumshards import HEADER_BYTES, MASKED, SUM, TAG_BYTES, Held, Shard, read_tag, set_digest
 from fedcomp.coding.transport import HEADER_BYTES as PARCEL_BYTES
-from fedcomp.coding.transport import Parcel
-from fedcomp.errors import ConfigError, FedcompError, nearest
+from fedcomp.errors import ConfigError, FedcompError
 from fedcomp.flower.coded import (
     COLLECT,
     MASKED_UPDATE,
@@ -64,17 +63,15 @@ from fedcomp.flower.report import Report
 from fedcomp.flower.rounds import Exchanges
 from fedcomp.rng import Key
 from fedcomp.stateful import Stateful
-from fedcomp.strategies.coded.sharing import GONE
-from fedcomp.strategies.coded.strategy import CodedRound, Member, Outcome, Settings, limited
+from fedcomp.strategies.coded.settings import CodedSettings, SumOptions
+from fedcomp.strategies.coded.strategy import CodedRound, Member, Outcome, limited
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.means import weight_key_of
-from fedcomp.strategies.replies import Rejected, agreeing, strip
+from fedcomp.strategies.replies import GONE, Rejected, agreeing, strip
 
 if TYPE_CHECKING:
     from flwr.serverapp.strategy import Strategy
 
-
-OPTIONS: Final = ("mode", "weighted", "max_weight", "metrics", "least")
 
 DEFAULT_LOSS: Final = 0.1
 """Share of relays that is taken to vanish where nobody says."""
@@ -87,21 +84,8 @@ class SumCode(Stateful):
     """The construction ``"sumcode"`` of :class:`fedcomp.strategies.coded.strategy.CodedFedAvg`.
 
     ``inner`` is :class:`fedcomp.strategies.compressed.Compressed` around one of Flower's weighted means, with
-    :class:`fedcomp.codecs.FixedPoint` as (or in) its codec. Options beyond those of CodedFedAvg:
-
-    mode : {"share", "mask"}
-        What is coded: the updates, or masks of updates that go to the server in full (LightSecAgg).
-    weighted : bool
-        Weigh by the inner strategy's metric, number of examples; False gives everybody weight 1, which needs a smaller
-        field. Default True.
-    max_weight : int
-        The largest weight there is room for; 0 takes as much as 2^31 - 1 leaves. The smallest field that holds
-        clients * max_weight * levels is used.
-    metrics : bool
-        Let the clients' training metrics travel, in the clear and with them their weights. Default False: the server
-        learns sums only.
-    least : int
-        Contributors below which a sum is neither asked for nor given, at least 2 unless the point is not secrecy.
+    :class:`fedcomp.codecs.FixedPoint` as (or in) its codec. Its own options are
+    :class:`fedcomp.strategies.coded.settings.SumOptions`.
 
     ``symbols`` is K, 0 for as many as ``loss`` and ``target`` allow; ``private`` is T; ``shards`` is N, 0 for all.
 
@@ -111,8 +95,8 @@ class SumCode(Stateful):
         When the inner strategy or the codec cannot be summed, or an option makes no sense.
     """
 
-    def __init__(self, settings: Settings, inner: Strategy) -> None:
-        settings.refuse_unknown(OPTIONS)
+    def __init__(self, settings: CodedSettings, inner: Strategy) -> None:
+        self.options = settings.own(SumOptions)
         if settings.groups or settings.mix:
             raise ConfigError("groups and mix belong to construction='relay'; a coded sum adds all clients")
         if not isinstance(inner, Compressed):
@@ -124,19 +108,6 @@ class SumCode(Stateful):
         self.settings = settings
         self.inner = inner
         self.codec = fixed_point_of(inner.codec)
-        self.mode = settings.option("mode", "share")
-        self.weighted = settings.option("weighted", True)
-        self.max_weight = settings.option("max_weight", 0)
-        self.metrics = settings.option("metrics", False)
-        self.least = settings.option("least", 2)
-        if self.mode not in MODES:
-            raise ConfigError(f"mode={self.mode!r} is not known{nearest(str(self.mode), MODES)}")
-        for name, flag in (("weighted", self.weighted), ("metrics", self.metrics)):
-            if not isinstance(flag, bool):
-                raise ConfigError(f"{name}={flag!r} is not valid: it must be True or False")
-        for name, count, low in (("max_weight", self.max_weight, 0), ("least", self.least, 1)):
-            if isinstance(count, bool) or not isinstance(count, int) or count < low:
-                raise ConfigError(f"{name}={count!r} is not valid: it must be a whole number >= {low}")
         if settings.shards and settings.symbols + settings.private > settings.shards:
             raise ConfigError(
                 f"shards={settings.shards} are fewer than the {settings.symbols + settings.private} that decoding needs"
@@ -146,9 +117,9 @@ class SumCode(Stateful):
                 "symbols=1 with private=0 makes every share the update itself, which each relay could read; set "
                 "private >= 1, so that T relays together learn nothing, or symbols >= 2"
             )
-        if self.mode == "mask" and not settings.private:
+        if self.options.mode == "mask" and not settings.private:
             raise ConfigError("mode='mask' hides updates behind masks that T relays must not know: set private >= 1")
-        self.weight_key = weight_key_of(mean) if self.weighted else None
+        self.weight_key = weight_key_of(mean) if self.options.weighted else None
         self.seal = settings.seal is not False
 
     def frozen(self, number: int, nodes: list[int]) -> None:
@@ -162,7 +133,7 @@ class SumCode(Stateful):
         """Return one line for the log."""
         s = self.settings
         return (
-            f"sum of {'masks' if self.mode == 'mask' else 'shares'}, {self.codec!r}, K={s.symbols or 'auto'}, "
+            f"sum of {'masks' if self.options.mode == 'mask' else 'shares'}, {self.codec!r}, K={s.symbols or 'auto'}, "
             f"N={s.shards or 'all'}, T={s.private}, transport {s.transport}, "
             f"{'sealed' if self.seal else 'in the clear'}"
         )
@@ -170,9 +141,7 @@ class SumCode(Stateful):
     def round(self, now: CodedRound) -> Exchanges[Outcome]:
         """Share, freeze, add, decode; the inner strategy takes the mean in one step."""
         self._refuse_buffers()
-        for stranger in now.strangers:
-            node = stranger.metadata.dst_node_id
-            now.report.exclude(node, f"not in the sum: {now.report.direct.pop(node, 'it is not known')}")
+        now.exclude_uncoded("not in the sum")
         try:
             plan = self.plan(len(now.members), now.number)
             odds = success(plan.needed, plan.relays, self._loss, None)
@@ -191,10 +160,7 @@ class SumCode(Stateful):
             yield from summing.collect()
             return summing.conclude()
         except _Skipped as reason:
-            now.report.note(f"the round is skipped, the model is unchanged: {reason}")
-            now.report.included = []
-            for member in now.members:
-                now.report.excluded.setdefault(member.node, f"round skipped: {reason}"[:300])
+            now.skip(str(reason))
             return self.inner.aggregate_sum(now.number, None, 0.0, ())
 
     def plan(self, clients: int, number: int) -> SumPlan:
@@ -209,15 +175,15 @@ class SumCode(Stateful):
         """
         s = self.settings
         relays = s.shards or clients
-        if clients < max(self.least, relays, s.symbols + s.private, 1):
+        if clients < max(self.options.least, relays, s.symbols + s.private, 1):
             raise _Skipped(
-                f"{clients} clients take part; the sum needs {self.least} contributors and {relays} relays, of which "
-                f"{max(1, s.symbols) + s.private} decode"
+                f"{clients} clients take part; the sum needs {self.options.least} contributors and {relays} relays, of "
+                f"which {max(1, s.symbols) + s.private} decode"
             )
         max_weight = 1
         if self.weight_key is not None:
             room = FIELDS[-1].half // (clients * self.codec.levels)
-            max_weight = self.max_weight or max(1, room)
+            max_weight = self.options.max_weight or max(1, room)
         prime = prime_for(clients, self.codec.levels, max_weight)
         return SumPlan(
             field=prime,
@@ -230,8 +196,8 @@ class SumCode(Stateful):
             max_weight=max_weight,
             extras=(min(CUT_STEPS, prime.half // clients),),
             seed=Key(s.seed, "sumcode", number).u64(),
-            least=self.least,
-            mode=self.mode,
+            least=self.options.least,
+            mode=self.options.mode,
         )
 
     @property
@@ -327,15 +293,14 @@ class _Summing:
         fields = self._brief() | {
             "relays": tuple(relay.index for relay in self.relays),
             "weight": self.construction.weight_key or "",
-            "metrics": self.construction.metrics,
+            "metrics": self.construction.options.metrics,
         }
         if self.seal:
             fields["keys"] = b"".join(relay.public for relay in self.relays)
         if not self.hub:
             fields["addresses"] = tuple(relay.address for relay in self.relays)
         messages = [self.now.plan(member, SumTraining, fields) for member in self.now.members]
-        replies = yield self.now.push(messages, self.now.settings.share_timeout)
-        got = self.now.by_node(messages, replies)
+        got = yield from self.now.ask(messages, self.now.settings.share_timeout)
         for member in self.now.members:
             reply = got.get(member.node)
             try:
@@ -358,12 +323,12 @@ class _Summing:
         header = self.now.header(member, reply, SumShared)
         tag = header.tag
         self._require_sequence(member.index, tag)
-        if self.construction.mode == "mask":
+        if self.construction.options.mode == "mask":
             self._take_masked(member, reply.content, tag)
         if self.hub:
             self._take_parcels(member, reply.content)
         else:
-            self._count_peer(member, limited(header.sent, len(self.relays), "parcels handed over"))
+            self.now.count_peer(member, limited(header.sent, len(self.relays), "parcels handed over"))
         for reason in limited(header.failed, len(self.relays), "reasons"):
             self.now.report.refuse(f"source {member.index}: {reason}")
         self.tags[member.index] = tag
@@ -387,17 +352,13 @@ class _Summing:
         self.masked[member.index] = shard.body
 
     def _take_parcels(self, member: Member, content: RecordDict) -> None:
-        """Sort a member's parcels by relay. What they say of their source has to be true: the server knows who sent."""
+        """Sort a member's parcels by relay; one that is refused costs all of them."""
         items = take_bundle(content, most=len(self.relays), longest=self.longest)
         self.now.report.count("hub_up", sum(map(len, items)))
-        mine: dict[int, bytes] = {}
+        free, mine = set(range(len(self.relays))), {}
         for data in items:
-            parcel = Parcel.from_bytes(data, self.longest)
-            place = (parcel.run, parcel.round, parcel.kind, parcel.source)
-            if place != (self.now.common["run"], self.now.number, SUM_SHARD, member.index):
-                raise Rejected("a parcel claims another run, round, kind or source than its sender's")
-            if parcel.destination >= len(self.relays) or parcel.destination in mine:
-                raise Rejected(f"a parcel is the second for relay {parcel.destination}, or there is no such relay")
+            parcel = self.now.parcel(data, SUM_SHARD, member.index, free, self.longest)
+            free.remove(parcel.destination)
             mine[parcel.destination] = data
         for row, data in mine.items():
             self.bags.setdefault(row, []).append(data)
@@ -417,8 +378,7 @@ class _Summing:
             fields = {**self._brief(), "row": row, "unknown": tuple(unknown)}
             messages.append(self.now.query(PUT if self.hub else COLLECT, relay.node, SumReport, fields, content))
             rows[relay.node] = row
-        replies = yield self.now.push(messages, self.timeout)
-        for node, reply in self.now.by_node(messages, replies).items():
+        for node, reply in (yield from self.now.ask(messages, self.timeout)).items():
             try:
                 self._take_report(rows[node], reply)
             except FedcompError as error:
@@ -437,7 +397,7 @@ class _Summing:
         if not self.hub:
             for source, size in dict(zip(sources, header.sizes, strict=False)).items():
                 if source not in self.tags:
-                    self._count_peer(self.now.members[source], [size])
+                    self.now.count_peer(self.now.members[source], [size])
 
     # The set.
 
@@ -459,7 +419,8 @@ class _Summing:
             tag = max(found, key=lambda tag: (found[tag], tag == self.tags.get(source), tag))
             try:
                 self._require_sequence(source, tag)
-                if self.construction.mode == "mask" and (source not in self.masked or tag != self.tags.get(source)):
+                unmasked = source not in self.masked or tag != self.tags.get(source)
+                if self.construction.options.mode == "mask" and unmasked:
                     raise Rejected("its masked update did not arrive")
             except Rejected as error:
                 self.reasons.setdefault(source, str(error))
@@ -527,10 +488,10 @@ class _Summing:
         }
         rows = {self.relays[row].node: row for row in batch}
         messages = [self.now.query(ASK_SUM, node, SumQuestion, {**fields, "row": row}) for node, row in rows.items()]
-        replies = yield self.now.push(messages, self.timeout)
+        replies = yield from self.now.ask(messages, self.timeout)
         report.waves += 1
         report.asked += len(batch)
-        for node, reply in self.now.by_node(messages, replies).items():
+        for node, reply in replies.items():
             row = rows[node]
             try:
                 self.now.answer(reply, Header)
@@ -548,7 +509,7 @@ class _Summing:
     def _decode(self, sums: Mapping[int, Residues]) -> None:
         began = time.perf_counter()
         masked = None
-        if self.construction.mode == "mask":
+        if self.construction.options.mode == "mask":
             masked = self.plan.field.sum([self.masked[source] for source in self.chosen])
         try:
             self.summed = decode(self.plan, sums, masked, len(self.chosen))
@@ -581,7 +542,7 @@ class _Summing:
 
     def _contents(self) -> list[RecordDict]:
         """Return the contributors' metrics where they travel, those of the most frequent form."""
-        if not self.construction.metrics:
+        if not self.construction.options.metrics:
             return []
         held = [(source, "", self.contents[source]) for source in self.chosen if source in self.contents]
         scratch = Report(self.now.number)
@@ -589,12 +550,6 @@ class _Summing:
         for node, reason in scratch.refused.items():
             self.now.report.note(f"metrics of node {node} are left out: {reason}")
         return [self.contents[source] for source in kept]
-
-    def _count_peer(self, member: Member, sizes: Sequence[int]) -> None:
-        wire, payload = sum(sizes), sum(max(0, size - PARCEL_BYTES) for size in sizes)
-        self.now.report.count("peer", wire)
-        if wire and (record := getattr(self.now.grid, "record_peer", None)) is not None:
-            record(self.now.number, member.node, member.message.metadata.message_type, payload, wire)
 
 
 def _sequence_of(message: Message) -> int:

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from fedcomp.errors import ConfigError
+from fedcomp.strategies.coded.settings import CodedSettings, GradientOptions, SumOptions
 from fedcomp.strategies.coded.strategy import CodedFedAvg
 from fedcomp.strategies.pair_systems import FIXED_POINT, build_pair
 from fedcomp.strategies.parts import PAIR_PREFIXES, Settings, make_inner
@@ -14,9 +15,9 @@ from fedcomp.strategies.system import System, arguments, settings_of
 
 CODED: Final[Settings] = MappingProxyType(
     {
-        **settings_of(CodedFedAvg, "symbols", "shards", "loss", "target"),
+        **settings_of(CodedSettings, "symbols", "shards", "loss", "target"),
         "seal": "",
-        **settings_of(CodedFedAvg, "groups", "share_timeout", "collect_timeout", "spool"),
+        **settings_of(CodedSettings, "groups", "share_timeout", "collect_timeout", "spool"),
     }
 )
 """Settings of every system around the pair; 0 and the empty text leave the choice to :class:`CodedFedAvg`. ``seal`` is
@@ -30,14 +31,14 @@ def _around_pair(settings: Settings, seed: int, *, construction: str, names: tup
         raise ConfigError(
             f"setting 'seal' is {settings['seal']!r}; expected yes, no, or nothing for the system's choice"
         )
-    own = {**arguments(CodedFedAvg, settings, [*CODED, *names]), "seal": _SEAL[str(settings["seal"])]}
+    own = {**arguments(CodedSettings, settings, [*CODED, *names]), "seal": _SEAL[str(settings["seal"])]}
     inner = build_pair(settings, seed, codec=str(settings["codec"]))
     return CodedFedAvg(inner, construction=construction, seed=seed, **own)
 
 
 def _around_mean(settings: Settings, seed: int, *, construction: str, names: tuple[str, ...]) -> CodedFedAvg:
     """Return a construction that adds updates itself: around the inner strategy, with nothing compressed."""
-    own = arguments(CodedFedAvg, settings, names)
+    own = arguments(CodedSettings, settings, names)
     return CodedFedAvg(make_inner(settings), construction=construction, seed=seed, **own)
 
 
@@ -58,7 +59,7 @@ SYSTEMS: Final = (
         "Ho et al. 2006, A random linear network coding approach to multicast; the relay of updates is derived here",
         "shards of the coded update, spread over the other clients, of which any K decode but for 0.4 %",
         "relay",
-        {"code": "rlnc", "transport": "peers", **settings_of(CodedFedAvg, "mix")},
+        {"code": "rlnc", "transport": "peers", **settings_of(CodedSettings, "mix")},
         codec="qsgd",
     ),
     _system(
@@ -67,7 +68,7 @@ SYSTEMS: Final = (
         "Blömer et al. 1995, An XOR-based erasure-resilient coding scheme; the relay of updates is derived here",
         "shards of the coded update, spread over the other clients, of which any K decode",
         "relay",
-        {"code": "mds", "transport": "peers", **settings_of(CodedFedAvg, "private")},
+        {"code": "mds", "transport": "peers", **settings_of(CodedSettings, "private")},
         codec="qsgd",
     ),
     _system(
@@ -81,11 +82,7 @@ SYSTEMS: Final = (
         {
             "transport": "peers",
             "private": 1,
-            "mode": "share",
-            "weighted": True,
-            "max_weight": 0,
-            "metrics": False,
-            "least": 2,
+            **settings_of(SumOptions, "mode", "weighted", "max_weight", "metrics", "least"),
         },
         codec="fixedpoint",
         **FIXED_POINT,
@@ -97,13 +94,8 @@ SYSTEMS: Final = (
         "one combination of the updates of s + 1 partitions, of which any n - s give the sum over all partitions",
         "gradcode",
         {
-            "losses": 1,
-            "scheme": "auto",
-            "arithmetic": "float64",
-            "limit": 128.0,
-            "approximate": False,
-            "quorum": 0,
-            "collect_timeout": 0.0,
+            **settings_of(GradientOptions, "losses", "scheme", "arithmetic", "limit", "approximate", "quorum"),
+            **settings_of(CodedSettings, "collect_timeout"),
         },
     ),
 )

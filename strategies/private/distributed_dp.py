@@ -38,7 +38,8 @@ from fedcomp.privacy.bounded import BoundedFixedPoint
 from fedcomp.privacy.distributed import DistributedSum
 from fedcomp.privacy.statement import Statement, make_statement
 from fedcomp.rng import Key
-from fedcomp.strategies.coded.strategy import CodedFedAvg, Settings
+from fedcomp.strategies.coded.settings import CodedSettings
+from fedcomp.strategies.coded.strategy import CodedFedAvg
 from fedcomp.strategies.coded.sums import SumCode
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.private.settings import ShareSettings
@@ -203,12 +204,13 @@ class NoisySum(SumCode):
         assert isinstance(self.inner.inner, NoisyMean)
         return self.inner.inner
 
-    def __init__(self, settings: Settings, inner: Strategy) -> None:
+    def __init__(self, settings: CodedSettings, inner: Strategy) -> None:
         held = getattr(inner, "inner", inner)
         if not isinstance(held, NoisyMean):
             raise ConfigError(f"construction='noisysum' is part of DistributedDp, not of {type(held).__name__}")
         super().__init__(settings, inner)
-        if self.weighted or self.metrics or self.mode != "share" or not self.seal:
+        own = self.options
+        if own.weighted or own.metrics or own.mode != "share" or not self.seal:
             raise ConfigError("a noisy sum has no weights and no metrics, is not masked, and its shards are sealed")
 
     def prepare(self, codec: BoundedFixedPoint, mechanism: DistributedSum) -> None:
@@ -232,7 +234,7 @@ class NoisySum(SumCode):
                 "lower tolerated or private, or ask more clients"
             )
         self.codec = codec
-        self.least = mechanism.least
+        self.options = replace(self.options, least=mechanism.least)
         self.settings = replace(self.settings, symbols=mechanism.least - private)
 
     def plan(self, clients: int, number: int) -> SumPlan:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedcomp.flower.coded import (
-    PARCELS,
+    BUNDLE,
     open_content,
     pack_content,
     put_bundle,
@@ -71,9 +71,9 @@ def test_bundles_beyond_their_limits_are_refused() -> None:
         with pytest.raises(PayloadError, match=reason):
             take_bundle(record, most=most, longest=longest)
     for frame, reason in ((b"\x01\x00", "middle of a length"), (b"\x09\x00\x00\x00abc", "only 3 are left")):
-        put_frame(record, PARCELS, frame)
+        put_frame(record, BUNDLE, frame)
         with pytest.raises(PayloadError, match=reason):
             take_bundle(record, most=9, longest=99)
-    record = RecordDict({PARCELS: ConfigRecord({"other": 1})})
+    record = RecordDict({BUNDLE: ConfigRecord({"other": 1})})
     with pytest.raises(PayloadError, match="not a frame"):
         take_bundle(record, most=9, longest=99)

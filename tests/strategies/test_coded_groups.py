@@ -219,11 +219,11 @@ def test_forged_and_damaged_replies_of_members_are_left_out_by_the_aggregator() 
         reply = app(msg, context)
         if msg.metadata.message_type == "train" and context.node_config["partition-id"] == 4:
             from fedcomp.coding.transport import Parcel
-            from fedcomp.flower.coded import PARCELS, put_bundle
+            from fedcomp.flower.coded import BUNDLE, put_bundle
 
             (data,) = take_bundle(reply.content, most=1, longest=1 << 20)
             parcel = Parcel.from_bytes(data)
-            del reply.content[PARCELS]
+            del reply.content[BUNDLE]
             forged = Parcel(parcel.run, parcel.round, parcel.kind, parcel.source, parcel.destination, parcel.body[:-40])
             put_bundle(reply.content, [forged.to_bytes()])
         return reply

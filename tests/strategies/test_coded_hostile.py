@@ -19,7 +19,7 @@ from fedcomp.coding.packet import Mode, Packet, PacketLimits
 from fedcomp.coding.relay import RelayPlan
 from fedcomp.coding.transport import Parcel, SpoolTransport
 from fedcomp.errors import NoUsableReply
-from fedcomp.flower.coded import CODED, PARCELS, SHARD, pack_content, put_bundle, take_bundle
+from fedcomp.flower.coded import BUNDLE, CODED, SHARD, pack_content, put_bundle, take_bundle
 from fedcomp.strategies.coded.strategy import CodedFedAvg
 from fedcomp.strategies.compressed import Compressed
 
@@ -67,8 +67,8 @@ def training_told(trained: list[int]):
 
 def bundle(content: RecordDict, items: list[bytes]) -> None:
     """Replace the bundle of ``content``."""
-    if PARCELS in content:
-        del content[PARCELS]
+    if BUNDLE in content:
+        del content[BUNDLE]
     put_bundle(content, items)
 
 
@@ -105,7 +105,7 @@ def raw(data: bytes) -> Evil:
     def evil(msg, content, context) -> None:
         from fedcomp.flower.payload import put_frame
 
-        put_frame(content, PARCELS, data)
+        put_frame(content, BUNDLE, data)
 
     return evil
 
@@ -151,7 +151,7 @@ RELAY_LIES = {
     "reasons without end": header(refused=["spam " * 100] * 50),
     "empty content": lambda msg, content, context: RecordDict(),
     "a record of another kind": lambda msg, content, context: RecordDict(
-        {CODED: content[CODED], PARCELS: ConfigRecord()}
+        {CODED: content[CODED], BUNDLE: ConfigRecord()}
     ),
 }
 

@@ -15,7 +15,7 @@ from fedcomp.coding.packet import Packet, PacketLimits
 from fedcomp.coding.sealing import OVERHEAD
 from fedcomp.coding.transport import HEADER_BYTES
 from fedcomp.errors import ConfigError, NoUsableReply
-from fedcomp.flower.coded import PARCELS, put_bundle, take_bundle
+from fedcomp.flower.coded import BUNDLE, put_bundle, take_bundle
 from fedcomp.strategies.coded.strategy import CodedFedAvg
 from fedcomp.strategies.compressed import Compressed
 
@@ -61,7 +61,7 @@ def test_one_polluting_relay_costs_the_round_and_not_the_model() -> None:
 
             items = take_bundle(reply.content, most=9, longest=1 << 20)
             packets = [Packet.from_bytes(item, PacketLimits()) for item in items]
-            del reply.content[PARCELS]
+            del reply.content[BUNDLE]
             put_bundle(
                 reply.content,
                 [dataclasses.replace(p, body=p.body ^ np.uint8(9), _wire_bytes=None).to_bytes() for p in packets],

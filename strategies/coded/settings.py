@@ -1,0 +1,331 @@
+"""What coded strategies are told, in groups: what all constructions share, what one of them has, coded descent.
+
+Strategies take all of these as keyword arguments: ``CodedFedAvg(inner, code="mds", symbols=7, top_up=True)``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Final, TypeVar
+
+from fedcomp.codecs import params
+from fedcomp.coding.encodings import encoding_matrix
+from fedcomp.coding.gradcode import SCHEMES
+from fedcomp.coding.gradvalues import ARITHMETICS, values_of
+from fedcomp.coding.linearloss import LOSSES
+from fedcomp.coding.sumcode import MODES
+from fedcomp.errors import ConfigError, nearest
+from fedcomp.flower.coded import MAX_STORE_BYTES
+from fedcomp.flower.linear import VECTOR_TYPES
+
+CONSTRUCTIONS: Final[Mapping[str, str]] = {
+    "relay": "fedcomp.strategies.coded.relay:RelayedShards",
+    "sumcode": "fedcomp.strategies.coded.sums:SumCode",
+    "gradcode": "fedcomp.strategies.coded.gradients:GradientCode",
+    "noisysum": "fedcomp.strategies.private.distributed_dp:NoisySum",
+}
+"""Where each construction's class stands; imported when it is first used."""
+
+TRANSPORTS: Final = ("hub", "peers")
+CODES: Final = ("rlnc", "mds")
+
+Options = TypeVar("Options")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodedSettings:
+    """What every construction of :class:`fedcomp.strategies.coded.strategy.CodedFedAvg` knows.
+
+    Parameters
+    ----------
+    construction : {"relay", "sumcode", "gradcode"}
+        What is coded and who adds; see the modules named in :data:`CONSTRUCTIONS`.
+    code : {"rlnc", "mds"}
+        Random linear network code, or systematic Cauchy Reed-Solomon code.
+    symbols : int
+        K: shards that are needed. 0 chooses it.
+    shards : int
+        N: shards that are made, one per relay. 0: one for every client of the round.
+    loss, target : float
+        Fraction of relays that is expected to vanish, and the probability with which decoding must still succeed; K or
+        N follows from them where it is not given.
+    private : int
+        T: so many relays together learn nothing. Needs the code ``mds``.
+    transport : {"hub", "peers"}
+        Shards travel through the server's messages, or from client to client.
+    seal : bool, optional
+        Encrypt each shard for its relay. Default: the construction's choice.
+    groups : int
+        Edge groups whose exact partial sum is coded; 0: every client by itself.
+    mix : bool
+        One code over several clients; see :mod:`fedcomp.strategies.coded.mixing`.
+    share_timeout, collect_timeout : float, optional
+        Seconds for training and sharing, and for each exchange after it. Default: the run's timeout.
+    max_store_bytes : int
+        What one client may be asked to keep for others.
+    spool : path, optional
+        Folder of the simulated links between nodes of one machine that have no address of their own; for the transport
+        ``peers``. Default: one that is removed with the strategy.
+    seed : int
+        Seed of coefficients and samples.
+    options : mapping
+        What only the chosen construction has.
+
+    Raises
+    ------
+    ConfigError
+        For values that are not valid by themselves.
+    """
+
+    construction: str = "relay"
+    code: str = "rlnc"
+    symbols: int = 0
+    shards: int = 0
+    loss: float | None = None
+    target: float = 0.999
+    private: int = 0
+    transport: str = "hub"
+    seal: bool | None = None
+    groups: int = 0
+    mix: bool = False
+    share_timeout: float | None = None
+    collect_timeout: float | None = None
+    max_store_bytes: int = MAX_STORE_BYTES
+    spool: str | os.PathLike[str] | None = None
+    seed: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> CodedSettings:
+        """Return the settings of keyword arguments; those without a field of that name are the construction's own."""
+        known = {f.name for f in fields(cls)} - {"options"}
+        options = {name: value for name, value in given.items() if name not in known}
+        return cls(**{name: value for name, value in given.items() if name in known}, options=options)
+
+    def __post_init__(self) -> None:
+        params.choice("construction", self.construction, CONSTRUCTIONS)
+        params.choice("code", self.code, CODES)
+        params.choice("transport", self.transport, TRANSPORTS)
+        _require_counts(self, "symbols", "shards", "private", "groups", "max_store_bytes")
+        if self.loss is not None:
+            params.number("loss", self.loss, rule="a fraction of relays in [0, 1)", ok=lambda v: 0.0 <= v < 1.0)
+        params.number("target", self.target, rule="a probability of decoding in (0, 1)", ok=lambda v: 0.0 < v < 1.0)
+        for name in ("share_timeout", "collect_timeout"):
+            _require_timeout(name, getattr(self, name))
+        _require_spool(self.transport, self.spool)
+
+    def own(self, kind: type[Options]) -> Options:
+        """Return the construction's own options as ``kind``, a dataclass.
+
+        Raises
+        ------
+        ConfigError
+            For an option that ``kind`` does not have, or whose value is not valid.
+        """
+        names = [f.name for f in fields(kind)]  # type: ignore[arg-type]
+        for name in self.options:
+            if name not in names:
+                raise ConfigError(f"construction {self.construction!r} has no option {name!r}{nearest(name, names)}")
+        return kind(**self.options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RelayOptions:
+    """What relayed shards have of their own.
+
+    Parameters
+    ----------
+    top_up : bool
+        In the recollection ask contributors that are still there for every shard that is lacking, not only for those
+        that came and depend on others. What too many relays took with them then still comes, from its owner. False:
+        fewer than K relays that answer decode nobody.
+    mix_bytes : int
+        With ``mix=True`` (:mod:`fedcomp.strategies.coded.mixing`): the longest reply there is room for. 0: a dense
+        model.
+    """
+
+    top_up: bool = False
+    mix_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        params.boolean("top_up", self.top_up)
+        _require_counts(self, "mix_bytes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SumOptions:
+    """What coded sums have of their own.
+
+    Parameters
+    ----------
+    mode : {"share", "mask"}
+        What is coded: the updates, or masks of updates that go to the server in full (LightSecAgg).
+    weighted : bool
+        Weigh by the inner strategy's metric, number of examples; False gives everybody weight 1, which needs a smaller
+        field.
+    max_weight : int
+        The largest weight there is room for; 0 takes as much as 2^31 - 1 leaves. The smallest field that holds
+        clients * max_weight * levels is used.
+    metrics : bool
+        Let the clients' training metrics travel, in the clear and with them their weights. False: the server learns
+        sums only.
+    least : int
+        Contributors below which a sum is neither asked for nor given, at least 2 unless the point is not secrecy.
+    """
+
+    mode: str = "share"
+    weighted: bool = True
+    max_weight: int = 0
+    metrics: bool = False
+    least: int = 2
+
+    def __post_init__(self) -> None:
+        params.choice("mode", self.mode, MODES)
+        params.boolean("weighted", self.weighted)
+        params.boolean("metrics", self.metrics)
+        _require_counts(self, "max_weight")
+        _require_counts(self, "least", low=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientOptions:
+    """What gradient codes have of their own.
+
+    Parameters
+    ----------
+    losses : int
+        s: so many clients of a round may be lost; each trains on one partition more.
+    scheme : {"auto", "fractional", "cyclic"}
+        Fractional repetition needs s + 1 to divide the number of clients; "auto" takes it where it fits.
+    arithmetic : {"float64", "gf65521", "gf31"}
+        Numbers of the answers: floating point, or fixed point over a prime field.
+    limit : float
+        In a field, the largest change of one coordinate times its weight (number of examples); the step follows from it
+        and the number of clients. A client whose update is larger says so, and its answer is missing.
+    approximate : bool
+        When too many are lost use the least-squares combination of what came, and report its residual. False: the round
+        is skipped.
+    quorum : int
+        With ``approximate``: so many answers end the training exchange also when they do not determine the sum. 0 waits
+        for all or for ``collect_timeout``. With no losses this is a server that ignores stragglers.
+    """
+
+    losses: int = 1
+    scheme: str = "auto"
+    arithmetic: str = "float64"
+    limit: float = 128.0
+    approximate: bool = False
+    quorum: int = 0
+
+    def __post_init__(self) -> None:
+        params.choice("scheme", self.scheme, SCHEMES)
+        params.choice("arithmetic", self.arithmetic, ARITHMETICS)
+        params.boolean("approximate", self.approximate)
+        _require_counts(self, "losses", "quorum")
+        if self.quorum and not self.approximate:
+            raise ConfigError(
+                f"quorum={self.quorum} ends a round with answers that may not determine the sum; allow that with "
+                "approximate=True, or leave it out"
+            )
+        values_of(self.arithmetic, 2, self.limit)
+        if self.approximate and self.arithmetic != "float64" and self.scheme != "fractional":
+            raise ConfigError(
+                "a cyclic code over a field cannot be decoded approximately; use arithmetic='float64', or "
+                "scheme='fractional'"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearSettings:
+    """What :class:`fedcomp.strategies.coded.linear.CodedLinearGD` is told.
+
+    Parameters
+    ----------
+    partitions : int
+        k; 0 takes the entry "clients" of the training configuration, less ``parities``.
+    parities : int
+        r = n - k.
+    code : str
+        One of :data:`fedcomp.coding.encodings.CODES`.
+    density : float
+        Density of nonzero coefficients.
+    loss : str
+        "logistic", "squares" (least squares) or "hinge" (linear SVM); must be that of the clients' task.
+    lr, l2 : float
+        Step size; coefficient of |w|^2/2 (the bias is not regularised).
+    approximate : bool
+        Go on with the partitions that are determined instead of skipping a round. What is lost in phase 2 alone is
+        given up from the third retry on.
+    surplus : int, optional
+        Go on to phase 2 as soon as the answers decode and so many more than partitions have come, and wait for nobody
+        else. Two and more let one wrong answer be found in phase 1. Which answers are first is not repeatable, and
+        neither are the last bits of the model. Default: all answers are waited for, as long as ``timeout`` says.
+    retries : int
+        How often phase 2 may be repeated in a round. With a fifth of all messages lost 3 leave a seventh of the rounds
+        undone, 7 hardly any.
+    timeout : float, optional
+        Seconds for the replies of each exchange; default: the driver's timeout alone.
+    payload : str
+        "float64", exact, or "float32": type of the vectors of both phases. Solves are in float64 anyway.
+    transport : str
+        "hub": partitions pass this server. "peers": they go from device to device, by the nodes' own peer addresses or,
+        where these have none, by simulated links on this machine.
+    spool : path, optional
+        Folder of the simulated links; default a temporary one.
+    seed : int
+        Names the draw of the encoding matrix.
+    configrecord_key : str
+        Name of the training configuration in the messages of the set-up.
+
+    Raises
+    ------
+    ConfigError
+        For a value out of range, or a code and a density that do not fit.
+    """
+
+    partitions: int = 0
+    parities: int = 2
+    code: str = "balanced"
+    density: float = 0.5
+    loss: str = "logistic"
+    lr: float = 0.1
+    l2: float = 0.0
+    approximate: bool = False
+    surplus: int | None = None
+    retries: int = 7
+    timeout: float | None = None
+    payload: str = "float64"
+    transport: str = "hub"
+    spool: str | os.PathLike[str] | None = None
+    seed: int = 0
+    configrecord_key: str = "config"
+
+    def __post_init__(self) -> None:
+        _require_counts(self, "partitions", "parities", "retries")
+        if self.surplus is not None:
+            _require_counts(self, "surplus")
+        # Says what is wrong with a code or density before any node is asked.
+        encoding_matrix(self.code, self.parities + 1, 1, density=self.density)
+        params.choice("loss", self.loss, LOSSES)
+        params.choice("payload", self.payload, VECTOR_TYPES)
+        params.choice("transport", self.transport, TRANSPORTS)
+        params.positive("lr", self.lr)
+        params.number("l2", self.l2, rule="a finite number >= 0", ok=lambda v: 0.0 <= v < float("inf"))
+        _require_timeout("timeout", self.timeout)
+        _require_spool(self.transport, self.spool)
+
+
+def _require_counts(settings: Any, *names: str, low: int = 0) -> None:
+    params.assign(settings, **{name: params.integer(name, getattr(settings, name), low=low) for name in names})
+
+
+def _require_timeout(name: str, value: float | None) -> None:
+    if value is not None:
+        params.number(name, value, rule="seconds > 0, or None for the run's timeout", ok=lambda v: v > 0)
+
+
+def _require_spool(transport: str, spool: str | os.PathLike[str] | None) -> None:
+    if spool is not None and transport != "peers":
+        raise ConfigError("spool is the folder of simulated links between peers; it needs transport='peers'")
