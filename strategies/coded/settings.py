@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Final, TypeVar
 
-from fedcomp.codecs import params
+from fedcomp import params
 from fedcomp.coding.encodings import encoding_matrix
 from fedcomp.coding.gradcode import SCHEMES
 from fedcomp.coding.gradvalues import ARITHMETICS, values_of
