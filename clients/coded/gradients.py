@@ -27,7 +27,7 @@ from fedcomp.flower.records import to_arrays
 from fedcomp.layout import Layout
 
 if TYPE_CHECKING:
-    from fedcomp.clients.coded.mod import Exchange
+    from fedcomp.clients.coded.mod import CodedMessage
     from fedcomp.coding.gradvalues import Arithmetic
 
 MAX_WEIGHT = 2.0**63
@@ -37,7 +37,7 @@ MAX_WEIGHT = 2.0**63
 class GradientCodeClient:
     """Answers one training message of a gradient-coded round; keeps nothing between messages."""
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: CodedMessage) -> None:
         self.exchange = exchange
 
     def answer(self, call_next: CallNext) -> Message:

@@ -3,36 +3,41 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final, Literal
 
 import numpy as np
 from flwr.app import ConfigRecord, Message, RecordDict
 
-from fedcomp.clients.coded.mod import Exchange
-from fedcomp.clients.coded.shards import PAYLOAD, REASON, SHARED, Shards
+from fedcomp.clients.coded.mod import REASON
+from fedcomp.clients.coded.shards import Shards, Terms, summable_frame, whole_weight
 from fedcomp.clients.half import CallNext
 from fedcomp.codecs import fixed_point_of, get_codec
 from fedcomp.coding.errors import CodingError
 from fedcomp.coding.packet import Packet
 from fedcomp.coding.partial import GroupPart, PartialSum, empty_sum
+from fedcomp.coding.relay import RelayPlan
 from fedcomp.coding.sealing import seal
 from fedcomp.coding.transport import Parcel, deliver
 from fedcomp.errors import ConfigError, FedcompError, StateError
 from fedcomp.flower.coded import (
     MEMBER,
+    CollectFresh,
     GroupSum,
     GroupTraining,
     Handed,
+    RelayTraining,
     Shared,
     open_content,
     pack_content,
     put_bundle,
     take_bundle,
 )
-from fedcomp.flower.payload import NODE_RECORD, take_frame
-from fedcomp.flower.protocol import EXACT, UPDATE
+from fedcomp.flower.payload import NODE_RECORD
 from fedcomp.layout import Layout, TensorSpec
 from fedcomp.rng import Key
+
+MAX_WEIGHT: Final = 2**40
+"""Weights at or above it are refused: 64-bit sums have room for many clients below it."""
 
 
 def join(client: Shards, call_next: CallNext) -> Message:
@@ -41,17 +46,12 @@ def join(client: Shards, call_next: CallNext) -> Message:
     asked = exchange.take(GroupTraining)
     own, aggregator, longest, key = asked.index, asked.aggregator, asked.max_payload, asked.keys
     (address,) = asked.addresses or ("",)
-    if exchange.numbers.get(SHARED) == exchange.round and PAYLOAD in exchange.arrays:
-        payload = exchange.arrays[PAYLOAD].tobytes()
-    else:
-        reply = call_next(exchange.plain_message(), exchange.context)
-        if reply.has_error():
-            return reply
-        payload = pack_content(reply.content)
-        if len(payload) > longest:
-            raise ConfigError(f"the reply has {len(payload)} bytes, more than the {longest} this round accepts")
-        exchange.numbers[SHARED] = exchange.round
-        exchange.arrays = {PAYLOAD: np.frombuffer(payload, np.uint8)}
+    payload = client.trained(call_next)
+    if isinstance(payload, Message):
+        return payload
+    if len(payload) > longest:
+        raise ConfigError(f"the reply has {len(payload)} bytes, more than the {longest} this round accepts")
+    client.remember(payload)
     header: dict[str, Any] = {}
     content = RecordDict()
     parcel = Parcel(exchange.run, exchange.round, MEMBER, own, aggregator, payload)
@@ -84,15 +84,15 @@ def add_up(client: Shards) -> Message:
     """Add what the members of the group sent, and share the sum."""
     exchange = client.exchange
     asked = exchange.take(GroupSum)
-    terms = client.terms(asked, client.plan(asked))
-    aggregation = _Aggregation(exchange, asked)
+    terms, plan = Terms.of(asked, asked.source), plan_of(asked)
+    aggregation = _Aggregation(client, asked)
     payload = aggregation.run().to_bytes()
-    packets = terms.plan.packets(terms.source, payload)
-    exchange.arrays = {**exchange.arrays, client.array_of(terms.source): np.frombuffer(payload, np.uint8)}
+    packets = plan.packets(terms.source, payload)
+    exchange.arrays = {**exchange.arrays, array_of(terms.source): np.frombuffer(payload, np.uint8)}
     content = RecordDict()
-    first = Packet.from_bytes(packets[0], terms.plan.limits)
+    first = Packet.from_bytes(packets[0], plan.limits)
     sent = client.send(terms, packets, content)
-    failed = [*aggregation.failed, *sent.pop("failed")][: terms.plan.shards]
+    failed = [*aggregation.failed, *sent.pop("failed")][: plan.shards]
     exchange.save()
     return exchange.reply(Shared, content, **sent, failed=failed, payload=first.payload_bytes, digest=first.digest)
 
@@ -103,8 +103,8 @@ class _Aggregation:
     A member whose reply cannot be used is left out, and says so in ``failed``; the others' sum does not suffer.
     """
 
-    def __init__(self, exchange: Exchange, asked: GroupSum) -> None:
-        self.exchange = exchange
+    def __init__(self, client: Shards, asked: GroupSum) -> None:
+        self.client, self.exchange = client, client.exchange
         self.own, self.sealed, self.weight = asked.index, asked.seal, asked.weight
         self.members = dict(zip(asked.members, asked.sequences, strict=True))
         spec = asked.spec
@@ -146,8 +146,7 @@ class _Aggregation:
             if place != (exchange.run, exchange.round, MEMBER, self.own) or parcel.source not in self.members:
                 continue
             try:
-                sealed = self.sealed and parcel.source != self.own
-                body = exchange.identity.open(parcel.body, parcel.coordinates) if sealed else parcel.body
+                body = self.client.open(parcel, self.sealed and parcel.source != self.own)
             except CodingError as error:
                 self.failed.append(f"member {parcel.source}: {error}"[:REASON])
                 continue
@@ -157,13 +156,7 @@ class _Aggregation:
     def _member(self, index: int, sequence: int, reply: bytes) -> tuple[np.ndarray, GroupPart]:
         """Return a member's integers and its entry in the sum; everything about its frame is checked here."""
         content = open_content(reply)
-        frame = take_frame(content, UPDATE)
-        if frame is None:
-            raise StateError(
-                "its reply holds no frame that could be added to others' (is compression() among its mods?)"
-            )
-        if EXACT in content:
-            raise StateError("its model has buffers that travel as values")
+        frame = summable_frame(content)
         header = content.config_records.get(NODE_RECORD, ConfigRecord())
         if header.get("sequence") != sequence:
             raise StateError(f"its update answers message {header.get('sequence')!r}, expected {sequence}")
@@ -171,20 +164,19 @@ class _Aggregation:
         if isinstance(generation, bool) or not isinstance(generation, int) or not 0 <= generation < 2**63:
             raise StateError(f"its generation is {generation!r}")
         self.codec.verify(frame, self.layout, self.key)
+        weight = whole_weight(content, self.weight)
+        if weight >= MAX_WEIGHT:
+            raise StateError(f"metric {self.weight!r} is at least 2**40, more than a group's sum has room for")
         note = pack_content(RecordDict(dict(content.metric_records.items())))
-        integers = self.fixed.integers(frame, self.layout)
-        return integers, GroupPart(index, self._weight(content), sequence, generation, note)
+        return self.fixed.integers(frame, self.layout), GroupPart(index, weight, sequence, generation, note)
 
-    def _weight(self, content: RecordDict) -> int:
-        if not self.weight:
-            return 1
-        found = [record[self.weight] for record in content.metric_records.values() if self.weight in record]
-        value = found[0] if len(found) == 1 else None
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not 0 <= value < 2**40
-            or value != int(value)
-        ):
-            raise StateError(f"metric {self.weight!r} is {value!r}; the weight in a group's sum is a whole number >= 0")
-        return int(value)
+
+def plan_of(asked: RelayTraining | GroupSum | CollectFresh) -> RelayPlan:
+    """Return the code that a message asks for; raise :class:`FedcompError` where there is no such one."""
+    code: Literal["rlnc", "mds"] = "mds" if asked.code == "mds" else "rlnc"
+    return RelayPlan(code, asked.symbols, asked.shards, asked.round, asked.private, asked.seed, asked.max_payload)
+
+
+def array_of(source: int) -> str:
+    """Return the name under which the sum of a group is kept."""
+    return f"sum/{source}"

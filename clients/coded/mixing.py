@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import numpy as np
 from flwr.app import Message, RecordDict
 
-from fedcomp.clients.coded.shards import PAYLOAD, REASON, SHARED, Shards
+from fedcomp.clients.coded.mod import REASON
+from fedcomp.clients.coded.shards import Shards, Terms
 from fedcomp.clients.half import CallNext
 from fedcomp.coding.code import payload_digest
 from fedcomp.coding.errors import CodingError
 from fedcomp.coding.mixing import MixPlan
-from fedcomp.coding.relay import RelayPlan
-from fedcomp.flower.coded import MIXED, Combine, Combined, MixTraining, Shared, pack_content, put_bundle
+from fedcomp.flower.coded import MIXED, Combine, Combined, MixTraining, Shared, put_bundle
 
 
 def mix_in(client: Shards, call_next: CallNext) -> Message:
@@ -19,17 +18,12 @@ def mix_in(client: Shards, call_next: CallNext) -> Message:
     exchange = client.exchange
     asked = exchange.take(MixTraining)
     mix = MixPlan(asked.clients, asked.mix_bytes, asked.round, asked.seed)
-    terms = client.terms(asked, RelayPlan("rlnc", 1, asked.shards, asked.round))
-    if exchange.numbers.get(SHARED) == exchange.round and PAYLOAD in exchange.arrays:
-        payload = exchange.arrays[PAYLOAD].tobytes()
-    else:
-        reply = call_next(exchange.plain_message(), exchange.context)
-        if reply.has_error():
-            return reply
-        payload = pack_content(reply.content)
+    terms = Terms.of(asked, asked.source)
+    payload = client.trained(call_next)
+    if isinstance(payload, Message):
+        return payload
     symbol = mix.packet(terms.source, payload)
-    exchange.numbers[SHARED] = exchange.round
-    exchange.arrays = {PAYLOAD: np.frombuffer(payload, np.uint8)}
+    client.remember(payload)
     content = RecordDict()
     said = {**client.news(terms), **client.send(terms, [symbol] * len(terms.relays), content, MIXED)}
     exchange.save()

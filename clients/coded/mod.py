@@ -5,9 +5,9 @@ other mods made and codes it; it keeps shards for others and answers the server'
 plan pass through untouched, so the same app serves plain servers.
 
 A construction's client half is a class named in :data:`HANDLERS`, made for each message as ``Class(exchange)`` and
-asked to ``answer(call_next)``. :class:`Exchange` is what it works with: the plan, who this node is, and its state.
-State is read from ``context.state`` (or the node's spool directory) and written once, by :meth:`Exchange.save`, as the
-last act before the handler returns.
+asked to ``answer(call_next)``. :class:`CodedMessage` is what it works with: the plan, who this node is, and its state.
+State is read from ``context.state`` (or the node's spool directory) and written once, by :meth:`CodedMessage.save`, as
+the last act before the handler returns.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fedcomp.clients.messages import MOD_FAILED_PRECONDITION, find_announcement,
 from fedcomp.clients.peers import peer_link
 from fedcomp.clients.private.mod import discreet, wants_private
 from fedcomp.errors import ConfigError, FedcompError, StateError
-from fedcomp.flower.coded import BUNDLE, CODED, HELLO, MAX_STORE_BYTES, Header, Hello, Query, speaks
+from fedcomp.flower.coded import BUNDLE, CODED, HELLO, MAX_STORE_BYTES, Header, Hello, Query, speaks, take_bundle
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import NODE_RECORD, put_node
 from fedcomp.flower.protocol import STALE
@@ -49,6 +49,9 @@ SUMMED_ONLY: Final = ("bounded",)
 
 KEEPS_ROUNDS: Final = 2
 """Parcels of this many rounds are kept: the newest one this node was told about, and the one before."""
+
+REASON: Final = 300
+"""Characters of a reason that travels to the server, which keeps no more."""
 
 _IDENTITY: Final = "fedcomp.coded.identity"
 _META: Final = "fedcomp.coded.meta"
@@ -103,7 +106,7 @@ def coded(max_store_bytes: int = MAX_STORE_BYTES) -> ClientHalf:
                 raise
 
         try:
-            exchange = Exchange(msg, context, max_store_bytes)
+            exchange = CodedMessage(msg, context, max_store_bytes)
             if exchange.kind == HELLO:
                 return exchange.hello()
             return _handler(exchange).answer(guarded)
@@ -129,7 +132,7 @@ def for_sums_only(content: RecordDict) -> bool:
     return False
 
 
-def _handler(exchange: Exchange) -> Handler:
+def _handler(exchange: CodedMessage) -> Handler:
     name = exchange.query.construction
     if name not in HANDLERS:
         raise StateError(f"the server asks for construction {name!r}; this client knows {', '.join(sorted(HANDLERS))}")
@@ -138,7 +141,7 @@ def _handler(exchange: Exchange) -> Handler:
     return handler
 
 
-class Exchange:
+class CodedMessage:
     """One message of a coded round, on the client.
 
     Attributes
@@ -259,6 +262,31 @@ class Exchange:
                 # The limit was lowered since: what no longer fits is lost to the code, as if this relay had been away.
                 log.warning("what this node keeps exceeds the new limit of %d bytes: dropped", self.max_store_bytes)
         return MemoryStore(self.max_store_bytes)
+
+    def keep(self, destination: int, *, most: int) -> tuple[int, list[str]]:
+        """Put the parcels that the server forwards into the store; return how many it keeps, and why not the others.
+
+        Parameters
+        ----------
+        destination : int
+            What this node is called as a relay.
+        most : int
+            How many parcels are read.
+        """
+        from fedcomp.coding.transport import Parcel
+
+        kept, refused = 0, []
+        # Each parcel is measured by itself: one that is too long must not cost the others.
+        for data in take_bundle(self.msg.content, most=most, longest=1 << 32):
+            try:
+                parcel = Parcel.from_bytes(data, self.max_store_bytes)
+                if (parcel.run, parcel.round, parcel.destination) != (self.run, self.round, destination):
+                    raise StateError("a parcel of another run, round or destination")
+                self.store.put(parcel)
+                kept += 1
+            except FedcompError as error:
+                refused.append(str(error)[:REASON])
+        return kept, refused
 
     def enter(self) -> None:
         """Take note of the message's round: older ones are refused, parcels two rounds old are dropped.

@@ -9,16 +9,16 @@ from __future__ import annotations
 import numpy as np
 from flwr.app import Message, RecordDict
 
-from fedcomp.clients.coded.groups import add_up, join
+from fedcomp.clients.coded.groups import add_up, array_of, join, plan_of
 from fedcomp.clients.coded.mixing import combine, mix_in
-from fedcomp.clients.coded.shards import MOST_REASONS, PAYLOAD, REASON, SHARED, Shards, Terms
+from fedcomp.clients.coded.mod import REASON
+from fedcomp.clients.coded.shards import MOST_REASONS, PAYLOAD, SHARED, Shards, Terms
 from fedcomp.clients.half import CallNext
 from fedcomp.coding.code import MAX_SYMBOLS
 from fedcomp.coding.errors import CodingError, PacketError
 from fedcomp.coding.packet import DIGEST_BYTES, Packet, PacketLimits
 from fedcomp.coding.relay import packet_hash
-from fedcomp.coding.transport import Parcel
-from fedcomp.errors import FedcompError, StateError
+from fedcomp.errors import StateError
 from fedcomp.flower.coded import (
     COLLECT,
     PER_SOURCE,
@@ -32,9 +32,7 @@ from fedcomp.flower.coded import (
     Kept,
     RelayTraining,
     Shared,
-    pack_content,
     put_bundle,
-    take_bundle,
 )
 
 _UNKNOWN = bytes(DIGEST_BYTES)
@@ -65,57 +63,32 @@ class RelayClient(Shards):
         """Train unless that was done already, then share; the plan is checked whole before anything is done."""
         exchange = self.exchange
         asked = exchange.take(RelayTraining)
-        terms = self.terms(asked, self.plan(asked))
-        packets = self._stored(terms)
-        if packets is None:
-            reply = call_next(exchange.plain_message(), exchange.context)
-            if reply.has_error():
-                return reply
-            packets = self._code(terms, pack_content(reply.content))
+        terms, plan = Terms.of(asked, asked.source), plan_of(asked)
+        kept = self.exchange.arrays if self.exchange.numbers.get(SHARED) == self.exchange.round else {}
+        if kept and PAYLOAD not in kept:
+            packets = [kept[f"{i}"].tobytes() for i in range(len(kept))]
+        else:
+            payload = self.trained(call_next)
+            if isinstance(payload, Message):
+                return payload
+            packets = plan.packets(terms.source, payload)
+            self.remember(payload)
+            if plan.private:
+                # Private symbols are drawn by every encoder: then the shards themselves have to be kept.
+                exchange.arrays = {f"{i}": np.frombuffer(p, np.uint8) for i, p in enumerate(packets)}
         content = RecordDict()
-        first = Packet.from_bytes(packets[0], terms.plan.limits)
+        first = Packet.from_bytes(packets[0], plan.limits)
         said = {**self.news(terms), **self.send(terms, packets, content)}
         exchange.save()
         return exchange.reply(Shared, content, **said, payload=first.payload_bytes, digest=first.digest)
-
-    def _code(self, terms: Terms, payload: bytes) -> list[bytes]:
-        """Code ``payload`` and keep what another delivery of the message is answered with."""
-        packets = terms.plan.packets(terms.source, payload)
-        exchange = self.exchange
-        exchange.numbers[SHARED] = exchange.round
-        # Private symbols are drawn anew by every encoder: then the shards themselves have to be kept.
-        kept = {f"{i}": np.frombuffer(p, np.uint8) for i, p in enumerate(packets)} if terms.plan.private else {}
-        exchange.arrays = kept or {PAYLOAD: np.frombuffer(payload, np.uint8)}
-        return packets
-
-    def _stored(self, terms: Terms) -> list[bytes] | None:
-        """Return the shards this node made in this round already; None when it did not."""
-        arrays = self.exchange.arrays
-        if self.exchange.numbers.get(SHARED) != self.exchange.round:
-            return None
-        if PAYLOAD in arrays:
-            return terms.plan.packets(terms.source, arrays[PAYLOAD].tobytes())
-        return [arrays[f"{i}"].tobytes() for i in range(len(arrays))]
 
     # Keeping.
 
     def _keep(self) -> Message:
         """Put the parcels the server forwards into the store; what does not fit or belong is reported and dropped."""
-        exchange = self.exchange
-        index = exchange.take(Indexed).index
-        kept, refused = 0, []
-        # Each parcel is measured by itself: one that is too long must not cost the others.
-        for data in take_bundle(exchange.msg.content, most=1 << 16, longest=1 << 32):
-            try:
-                parcel = Parcel.from_bytes(data, exchange.max_store_bytes)
-                if (parcel.run, parcel.round, parcel.destination) != (exchange.run, exchange.round, index):
-                    raise StateError("a parcel of another run, round or destination")
-                exchange.store.put(parcel)
-                kept += 1
-            except FedcompError as error:
-                refused.append(str(error)[:REASON])
-        exchange.save()
-        return exchange.reply(Kept, kept=kept, refused=refused)
+        kept, refused = self.exchange.keep(self.exchange.take(Indexed).index, most=1 << 16)
+        self.exchange.save()
+        return self.exchange.reply(Kept, kept=kept, refused=refused)
 
     # Handing out.
 
@@ -162,7 +135,7 @@ class RelayClient(Shards):
     def _fresh(self, asked: CollectFresh) -> list[bytes]:
         """Return further shards of what this node shared; none when that was in another round."""
         exchange = self.exchange
-        name = self.array_of(asked.source) if asked.sum else PAYLOAD
+        name = array_of(asked.source) if asked.sum else PAYLOAD
         if exchange.numbers.get(SHARED) != exchange.round or name not in exchange.arrays:
             return []
-        return self.plan(asked).fresh(asked.source, exchange.arrays[name].tobytes(), asked.fresh)
+        return plan_of(asked).fresh(asked.source, exchange.arrays[name].tobytes(), asked.fresh)

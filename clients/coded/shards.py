@@ -1,24 +1,28 @@
-"""What every relayed round does at a client: read the plan, send shards, keep one's own, open what was kept."""
+"""What clients of relayed shards and of coded sums have in common: send shards, keep one's own, open what was kept."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal
+from typing import Any, Final
 
-from flwr.app import RecordDict
+import numpy as np
+from flwr.app import Message, RecordDict
 
-from fedcomp.clients.coded.mod import Exchange
+from fedcomp.clients.coded.mod import REASON, CodedMessage
+from fedcomp.clients.half import CallNext
 from fedcomp.coding.errors import CodingError
-from fedcomp.coding.relay import RelayPlan, packet_hash
+from fedcomp.coding.relay import packet_hash
 from fedcomp.coding.sealing import KEY_BYTES, seal
 from fedcomp.coding.transport import Parcel, deliver
-from fedcomp.flower.coded import SHARD, Collect, CollectFresh, Combine, GroupSum, MixTraining, RelayTraining, put_bundle
+from fedcomp.errors import ConfigError
+from fedcomp.flower.coded import SHARD, pack_content, put_bundle
+from fedcomp.flower.logs import log
+from fedcomp.flower.payload import NODE_RECORD, take_frame
+from fedcomp.flower.protocol import EXACT, UPDATE
 
 PAYLOAD: Final = "payload"
 SHARED: Final = "shared"
-REASON: Final = 300
-"""Characters of a reason that travels to the server, which keeps no more."""
 
 MOST_REASONS: Final = 16
 """Reasons that one answer lists."""
@@ -26,50 +30,61 @@ MOST_REASONS: Final = 16
 
 @dataclass(frozen=True)
 class Terms:
-    """A plan as this node has to follow it.
+    """Where this node's shards go.
 
     Attributes
     ----------
     source : int
         This node's index as a contributor.
-    relays : list of int
-        Members that keep shard 0, 1, ... of this node's: what they are called as destinations of parcels.
+    relays : sequence of int
+        Who keeps shard 0, 1, ... of this node's: what they are called as destinations of parcels.
     own : int or None
         Which of these shards it keeps itself, None when it keeps none.
     keys, addresses : list
         Of these relays; empty when shards are not sealed, and when they travel through the server.
     """
 
-    plan: RelayPlan
     source: int
-    relays: list[int]
+    relays: Sequence[int]
     own: int | None
     keys: list[bytes]
-    addresses: list[str]
+    addresses: Sequence[str]
+
+    @classmethod
+    def of(cls, asked: Any, source: int, destinations: Sequence[int] | None = None) -> Terms:
+        """Return the terms of a training message; ``destinations``: what its relays are called, default members."""
+        keys = [asked.keys[KEY_BYTES * i : KEY_BYTES * (i + 1)] for i in range(len(asked.keys) // KEY_BYTES)]
+        own = asked.relays.index(asked.index) if asked.index in asked.relays else None
+        return cls(source, asked.relays if destinations is None else destinations, own, keys, asked.addresses)
 
 
 class Shards:
-    """A message of a relayed round, and what its answers have in common."""
+    """A message of a coded round, and what its answers have in common."""
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: CodedMessage) -> None:
         self.exchange = exchange
 
     def news(self, terms: Terms) -> dict[str, Any]:
-        """Return what the server has to be told anew of this node."""
+        """Return what the server has to be told again of this node."""
         known = terms.own is not None and terms.keys
         return self.exchange.news(terms.keys[terms.own]) if known else {}  # type: ignore[index]
 
-    def terms(self, asked: RelayTraining | MixTraining | GroupSum, plan: RelayPlan) -> Terms:
-        """Return what the server asks as this node has to follow it."""
-        keys = [asked.keys[KEY_BYTES * i : KEY_BYTES * (i + 1)] for i in range(len(asked.keys) // KEY_BYTES)]
-        own = asked.relays.index(asked.index) if asked.index in asked.relays else None
-        return Terms(plan, asked.source, list(asked.relays), own, keys, list(asked.addresses))
+    def trained(self, call_next: CallNext) -> bytes | Message:
+        """Return the complete reply of this round as bytes, kept from an earlier delivery of the message or made now.
 
-    @staticmethod
-    def plan(asked: RelayTraining | GroupSum | CollectFresh) -> RelayPlan:
-        """Return the code; raise :class:`FedcompError` where there is no such one."""
-        code: Literal["rlnc", "mds"] = "mds" if asked.code == "mds" else "rlnc"
-        return RelayPlan(code, asked.symbols, asked.shards, asked.round, asked.private, asked.seed, asked.max_payload)
+        An error is returned as the message that it is. Whoever shares keeps the bytes: training twice could give
+        others, and shards of two payloads do not fit together.
+        """
+        exchange = self.exchange
+        if exchange.numbers.get(SHARED) == exchange.round and PAYLOAD in exchange.arrays:
+            return exchange.arrays[PAYLOAD].tobytes()
+        reply = call_next(exchange.plain_message(), exchange.context)
+        return reply if reply.has_error() else pack_content(reply.content)
+
+    def remember(self, payload: bytes) -> None:
+        """Keep what was shared in this round."""
+        self.exchange.numbers[SHARED] = self.exchange.round
+        self.exchange.arrays = {PAYLOAD: np.frombuffer(payload, np.uint8)}
 
     def send(self, terms: Terms, packets: list[bytes], content: RecordDict, kind: int = SHARD) -> dict[str, Any]:
         """Keep the own shard, send the others; return what the header says of it."""
@@ -97,36 +112,76 @@ class Shards:
             sent[terms.relays.index(delivery.parcel.destination)] = delivery.handed_over
             if delivery.error is not None:
                 failed.append(f"relay {delivery.parcel.destination}: {delivery.error}"[:REASON])
-        # Anybody may put parcels into the relays' stores; by these the server tells them which are this node's.
-        hashes = b"".join(map(packet_hash, packets)) if kind == SHARD else b""
-        return {"sent": sent, "failed": failed, "hashes": hashes}
+        said: dict[str, Any] = {"sent": sent, "failed": failed}
+        if kind == SHARD:
+            # Anybody may put parcels into the relays' stores; by these the server tells them which are this node's.
+            said["hashes"] = b"".join(map(packet_hash, packets))
+        return said
 
     def _parcel(self, terms: Terms, shard: int, body: bytes, key: bytes | None, kind: int) -> Parcel:
         parcel = Parcel(self.exchange.run, self.exchange.round, kind, terms.source, terms.relays[shard], body)
         return parcel if key is None else replace(parcel, body=seal(body, key, parcel.coordinates))
 
+    def stored(self, kind: int, destination: int) -> list[Parcel]:
+        """Return the parcels of one kind that are kept for ``destination`` in this round."""
+        parcels = self.exchange.store.list(self.exchange.run, self.exchange.round)
+        return [parcel for parcel in parcels if (parcel.kind, parcel.destination) == (kind, destination)]
+
+    def open(self, parcel: Parcel, sealed: bool) -> bytes:
+        """Return what is in a parcel; raise :class:`CodingError` where it is sealed for somebody else."""
+        return self.exchange.identity.open(parcel.body, parcel.coordinates) if sealed else parcel.body
+
     def opened(
-        self, asked: Collect | Combine, kind: int, wanted: Collection[int] | None = None
+        self, asked: Any, kind: int, wanted: Collection[int] | None = None
     ) -> tuple[list[tuple[int, bytes]], list[int], list[str]]:
         """Return what this relay keeps: (source, body) of what it can open; source and size in turn; what it cannot."""
-        exchange = self.exchange
         bodies: list[tuple[int, bytes]] = []
         held: dict[int, int] = {}
         refused: list[str] = []
-        for parcel in exchange.store.list(exchange.run, exchange.round):
-            if parcel.kind != kind or parcel.destination != asked.index:
-                continue
+        for parcel in self.stored(kind, asked.index):
             held.setdefault(parcel.source, len(parcel))
             if wanted is not None and parcel.source not in wanted:
                 continue
             try:
-                body = exchange.identity.open(parcel.body, parcel.coordinates) if asked.seal else parcel.body
-                bodies.append((parcel.source, body))
+                bodies.append((parcel.source, self.open(parcel, asked.seal)))
             except CodingError as error:
                 refused.append(f"source {parcel.source}: {error}"[:REASON])
         return bodies, [number for pair in held.items() for number in pair], refused[:MOST_REASONS]
 
-    @staticmethod
-    def array_of(source: int) -> str:
-        """Return the name under which the sum of a group is kept."""
-        return f"sum/{source}"
+
+def summable_frame(content: RecordDict) -> bytes:
+    """Return the frame of integers in a reply.
+
+    Raises
+    ------
+    ConfigError
+        When there is none, or the reply holds buffers, which are no integers on the codec's grid.
+    """
+    frame = take_frame(content, UPDATE)
+    if frame is None:
+        header = content.config_records.get(NODE_RECORD)
+        said = None if header is None else header.get("unsupported")
+        why = said if isinstance(said, str) else "is compression() among its mods, behind coded()?"
+        raise ConfigError(f"the app's reply holds no frame that could be added to others' ({why})")
+    if EXACT in content:
+        raise ConfigError("the model has buffers that travel as values; of these there is no coded sum")
+    return frame
+
+
+def whole_weight(content: RecordDict, key: str) -> int:
+    """Return the metric that weighs an update in a sum of integers; 1 without a key.
+
+    Raises
+    ------
+    ConfigError
+        When it is no whole number >= 0. The number itself is only logged here: the server is to learn of weights no
+        more than their sum.
+    """
+    if not key:
+        return 1
+    found = [record[key] for record in content.metric_records.values() if key in record]
+    value = found[0] if len(found) == 1 else None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not float(value).is_integer() or value < 0:
+        log.warning("metric %r is %r: it cannot be the weight in a sum", key, value)
+        raise ConfigError(f"metric {key!r} is no whole number >= 0, as the weight in a sum must be")
+    return int(value)

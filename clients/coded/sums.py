@@ -20,15 +20,14 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from numpy.typing import NDArray
 
 from fedcomp import wire
-from fedcomp.clients.coded.mod import Exchange
+from fedcomp.clients.coded.mod import REASON
+from fedcomp.clients.coded.shards import Shards, Terms, summable_frame, whole_weight
 from fedcomp.clients.half import CallNext
 from fedcomp.clients.messages import find_announcement
 from fedcomp.codecs import FixedPoint, fixed_point_of, get_codec
 from fedcomp.coding.errors import CodingError, NotDecodable, PacketError
-from fedcomp.coding.sealing import KEY_BYTES, seal
 from fedcomp.coding.sumcode import SumPlan, contribution, mask, shares
 from fedcomp.coding.sumshards import MASKED, SHARE, TAG_BYTES, Collected, Held, Shard, make_tag, read_tag, set_digest
-from fedcomp.coding.transport import Parcel, deliver
 from fedcomp.errors import ConfigError, FedcompError, StateError
 from fedcomp.flower.coded import (
     COLLECT,
@@ -43,11 +42,10 @@ from fedcomp.flower.coded import (
     SumShared,
     SumTraining,
     put_bundle,
-    take_bundle,
 )
 from fedcomp.flower.logs import log
-from fedcomp.flower.payload import NODE_RECORD, put_frame, take_frame
-from fedcomp.flower.protocol import EXACT, UPDATE, Announcement
+from fedcomp.flower.payload import NODE_RECORD, put_frame
+from fedcomp.flower.protocol import Announcement
 
 _BOOK: Final = "fedcomp.coded.sums"
 _ENTRY: Final = struct.Struct("<8sQ24s")
@@ -56,14 +54,9 @@ _ENTRY: Final = struct.Struct("<8sQ24s")
 _RUNS: Final = 64
 """Runs for which one node adds up. Forgetting one would allow a second answer in it."""
 
-_REASON: Final = 300
 
-
-class SumCodeClient:
+class SumCodeClient(Shards):
     """Answers the messages of a coded sum."""
-
-    def __init__(self, exchange: Exchange) -> None:
-        self.exchange = exchange
 
     def answer(self, call_next: CallNext) -> Message:
         """Train and share, report what is held, or add it up."""
@@ -108,7 +101,11 @@ class SumCodeClient:
         if asked.metrics:
             for name, record in reply.content.metric_records.items():
                 content[name] = record
-        said = self._hand_over(asked, plan, made, content)
+        if len(asked.relays) != plan.relays:
+            raise StateError(f"the plan is for {plan.relays} relays, the message names {len(asked.relays)}")
+        # Relays of a sum go by the row of the code that is theirs.
+        terms = Terms.of(asked, source, range(plan.relays))
+        said = {**self.news(terms), **self.send(terms, made, content, SUM_SHARD)}
         self._note(shared=name_of(announcement) + self._place())
         exchange.save()
         return exchange.reply(SumShared, content, tag=tag, **said)
@@ -138,14 +135,7 @@ class SumCodeClient:
         self, content: RecordDict, announcement: Announcement, asked: SumTraining, plan: SumPlan
     ) -> tuple[FixedPoint, NDArray[np.int64]]:
         """Return the codec, and what the compression mod sent in steps of its grid."""
-        frame = take_frame(content, UPDATE)
-        if frame is None:
-            header = content.config_records.get(NODE_RECORD)
-            said = None if header is None else header.get("unsupported")
-            why = said if isinstance(said, str) else "is compression() among its mods, behind coded()?"
-            raise ConfigError(f"the app's reply holds no frame that could be added to others' ({why})")
-        if EXACT in content:
-            raise ConfigError("the model has buffers that travel as values; of these there is no coded sum")
+        frame = summable_frame(content)
         codec = fixed_point_of(get_codec(announcement.codec))
         if codec.levels != plan.bound:
             raise StateError(f"the codec has {codec.levels} levels, the plan {plan.bound}")
@@ -155,13 +145,7 @@ class SumCodeClient:
     @staticmethod
     def _weight(content: RecordDict, key: str, plan: SumPlan) -> int:
         """Return the update's weight as an integer the plan has room for; 1 when all count the same."""
-        if not key:
-            return 1
-        found = [record[key] for record in content.metric_records.values() if key in record]
-        value = found[0] if len(found) == 1 else None
-        if isinstance(value, bool) or not isinstance(value, int | float) or not float(value).is_integer() or value < 0:
-            log.warning("metric %r is %r: it cannot be the weight in a coded sum", key, value)
-            raise ConfigError(f"metric {key!r} is no whole number >= 0, as the weight in a coded sum must be")
+        value = whole_weight(content, key)
         if value > plan.max_weight:
             # The number itself stays here: the server is to learn of weights no more than their sum.
             log.warning("metric %r is %s, more than the %d for which the sum has room", key, value, plan.max_weight)
@@ -169,46 +153,7 @@ class SumCodeClient:
                 f"metric {key!r} is more than the {plan.max_weight} for which the sum has room; raise max_weight, "
                 "lower the codec's levels, or use weighted=False"
             )
-        return int(value)
-
-    def _hand_over(self, asked: SumTraining, plan: SumPlan, made: list[bytes], content: RecordDict) -> dict[str, Any]:
-        """Keep the own shard, send the others; return what the header says of it."""
-        exchange = self.exchange
-        source, relays = asked.index, asked.relays
-        if len(relays) != plan.relays:
-            raise StateError(f"the plan is for {plan.relays} relays, the message names {len(relays)}")
-        own = relays.index(source) if source in relays else None
-        keys = {i: asked.keys[KEY_BYTES * i : KEY_BYTES * (i + 1)] for i in range(len(asked.keys) // KEY_BYTES)}
-        header: dict[str, Any] = {}
-        if own is not None and keys:
-            header = exchange.news(keys[own])
-            keys[own] = exchange.identity.public
-        failed: list[str] = []
-        parcels = [self._parcel(source, row, body, keys.get(row)) for row, body in enumerate(made)]
-        if own is not None:
-            try:
-                exchange.store.put(parcels[own])
-            except CodingError as error:
-                failed.append(f"own shard: {error}"[:_REASON])
-        others = [parcel for parcel in parcels if parcel.destination != own]
-        if exchange.transport is None:
-            put_bundle(content, [parcel.to_bytes() for parcel in others])
-            return {**header, "failed": failed}
-        addresses = asked.addresses
-        sent = [0] * plan.relays
-        outgoing = [(addresses[p.destination], p) for p in others if addresses[p.destination]]
-        for delivery in deliver(exchange.transport, outgoing):
-            sent[delivery.parcel.destination] = delivery.handed_over
-            if delivery.error is not None:
-                failed.append(f"relay {delivery.parcel.destination}: {delivery.error}"[:_REASON])
-        return {**header, "sent": sent, "failed": failed}
-
-    def _parcel(self, source: int, row: int, body: bytes, key: bytes | None) -> Parcel:
-        run, round_ = self.exchange.run, self.exchange.round
-        parcel = Parcel(run, round_, SUM_SHARD, source, row, body)
-        if key is None:
-            return parcel
-        return Parcel(run, round_, SUM_SHARD, source, row, seal(body, key, parcel.coordinates))
+        return value
 
     # Holding.
 
@@ -217,16 +162,7 @@ class SumCodeClient:
         exchange = self.exchange
         asked = exchange.take(SumReport)
         plan, row = SumPlan.from_config(asked.plan), asked.row
-        refused: list[str] = []
-        longest = exchange.max_store_bytes
-        for data in take_bundle(exchange.msg.content, most=2 * plan.contributors, longest=longest):
-            try:
-                parcel = Parcel.from_bytes(data, longest)
-                if (parcel.run, parcel.round, parcel.destination) != (exchange.run, exchange.round, row):
-                    raise PacketError("a parcel of another run, round or relay")
-                exchange.store.put(parcel)
-            except FedcompError as error:
-                refused.append(str(error)[:_REASON])
+        _, refused = exchange.keep(row, most=2 * plan.contributors)
         held, sizes = self._held(plan, row, asked.seal, refused)
         tags = {source: sorted(shards) for source, shards in held.items()}
         report = Held.of(plan, tags, list(asked.unknown))
@@ -246,22 +182,18 @@ class SumCodeClient:
         self, plan: SumPlan, row: int, sealed: bool, refused: list[str]
     ) -> tuple[dict[int, dict[bytes, Shard]], dict[int, int]]:
         """Return the shards this relay can read, by source and tag, and the bytes of each source's parcels."""
-        exchange = self.exchange
         held: dict[int, dict[bytes, Shard]] = {}
         sizes: dict[int, int] = {}
-        for parcel in exchange.store.list(exchange.run, exchange.round):
-            if parcel.kind != SUM_SHARD or parcel.destination != row:
-                continue
+        for parcel in self.stored(SUM_SHARD, row):
             try:
-                body = exchange.identity.open(parcel.body, parcel.coordinates) if sealed else parcel.body
-                shard = Shard.from_bytes(body, plan)
+                shard = Shard.from_bytes(self.open(parcel, sealed), plan)
                 if (shard.kind, shard.relay, shard.source) != (SHARE, row, parcel.source):
                     raise PacketError("the shard is not the one its parcel says")
                 if not 0 <= shard.source < plan.contributors:
                     raise PacketError(f"the shard is of contributor {shard.source} of {plan.contributors}")
                 read_tag(shard.tag)
             except FedcompError as error:
-                refused.append(f"source {parcel.source}: {error}"[:_REASON])
+                refused.append(f"source {parcel.source}: {error}"[:REASON])
                 continue
             held.setdefault(shard.source, {})[shard.tag] = shard
             sizes[shard.source] = sizes.get(shard.source, 0) + len(parcel)
