@@ -137,10 +137,35 @@ def admit(packet: Packet, limits: PacketLimits, held: PayloadHead | None) -> Pay
     return head
 
 
+class PacketPlace(NamedTuple):
+    """Where the packets of a payload belong; a receiver mixes neither rounds nor sources.
+
+    ``run`` names the run: with round, source and packet number it seeds the coefficients of the random code.
+    """
+
+    round: int
+    source: int
+    run: int | bytes
+
+
 class Encoder(ABC):
     """Makes the packets of one payload. Packet i is always the same bytes, in whatever order packets are asked for.
 
-    Made by :func:`encoder`. The arguments are the same there.
+    Parameters
+    ----------
+    payload : bytes
+    place : PacketPlace
+    symbols : int
+        K that is wanted, 1 to 1024; short payloads get fewer, see :func:`symbols_for`.
+    shards : int, optional
+        How many packets will be asked for; for RLNC no limit by default, for MDS as many as the field has.
+    private : int
+        T. So many uniformly random symbols are coded along, such that any T packets are independent of the payload;
+        K + T packets decode. Code "mds" only; all packets are then Cauchy rows.
+    align : int
+        Symbols are padded to a multiple of so many bytes, 1 to 64.
+    insecure_seed : int, optional
+        Draws the private symbols from a public stream instead of the operating system: for tests only.
 
     Attributes
     ----------
@@ -159,20 +184,18 @@ class Encoder(ABC):
     def __init__(
         self,
         payload: bytes | memoryview,
+        place: PacketPlace,
         *,
         symbols: int,
-        round: int,
-        source: int,
-        run: int | bytes,
-        shards: int | None,
+        shards: int | None = None,
         private: int = 0,
         align: int = ALIGN,
         insecure_seed: int | None = None,
     ) -> None:
         view = memoryview(payload).cast("B")
         # Numbers out of an array have 64 bits, and the streams that are named by these wrap around.
-        symbols, round, source = index(symbols), index(round), index(source)
-        run = run if isinstance(run, bytes) else index(run)
+        symbols, round, source = index(symbols), index(place.round), index(place.source)
+        run = place.run if isinstance(place.run, bytes) else index(place.run)
         self.shape = shape_of(len(view), symbols, private=private, align=align)
         self.symbols = self.shape.coded
         self.symbol_bytes = self.shape.symbol_bytes

@@ -7,13 +7,14 @@ devices drawn without replacement, or each device lost with probability ``loss``
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import combinations
 from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp.coding.datacode import MAX_CONDITION, DataPlan, data_plan
+from fedcomp.coding.datacode import MAX_CONDITION, DataPlan
 from fedcomp.errors import ConfigError
 
 _BATCH: Final = 4096
@@ -74,11 +75,8 @@ def decodable(matrix: NDArray[np.float64], alive: NDArray[np.bool_]) -> NDArray[
 
 
 def decode_rate(
-    code: str | DataPlan,
-    devices: int = 0,
-    partitions: int = 0,
+    plan: DataPlan | Callable[..., DataPlan],
     *,
-    density: float = 0.5,
     lost: int | None = None,
     loss: float | None = None,
     trials: int = 2000,
@@ -89,9 +87,10 @@ def decode_rate(
 
     Parameters
     ----------
-    code : str or DataPlan
-        A plan: losses alone are random. A name of :data:`fedcomp.coding.encodings.CODES`: matrices are drawn, too, one
-        for every ``per_draw`` trials; with ``per_draw`` 1 the trials are independent.
+    plan : DataPlan, or callable
+        A plan: losses alone are random. A function that draws one from its keyword ``seed``, such as
+        ``partial(data_plan, "gaussian", 20, 10)``: matrices are random, too, one for every ``per_draw`` trials; with
+        ``per_draw`` 1 the trials are independent.
     lost, loss : int, float
         Exactly one of them; see the module.
 
@@ -104,24 +103,24 @@ def decode_rate(
 
     if (lost is None) == (loss is None):
         raise ConfigError("give either lost (how many devices) or loss (the probability of each)")
-    fixed = code if isinstance(code, DataPlan) else None
-    n = devices if fixed is None else fixed.devices
+
+    def draw(number: int) -> DataPlan:
+        return plan if isinstance(plan, DataPlan) else plan(seed=derive("draw", seed, number))
+
+    n = draw(0).devices
     if (lost is not None and not 0 <= lost <= n) or (loss is not None and not 0.0 <= loss <= 1.0):
         raise ConfigError(f"lost={lost!r}, loss={loss!r}: expected 0 to {n} devices, or a probability")
     stream = SplitMix64(derive("losses", seed))
     draws = stream.uniform(trials * n).reshape(trials, n)
     # The devices with the smallest words are lost: a draw without replacement.
     alive = draws >= loss if loss is not None else np.argsort(np.argsort(draws, axis=1), axis=1) >= (lost or 0)
-    if fixed is not None:
-        return Rate(int(decodable(fixed.matrix, alive).sum()), trials)
+    if isinstance(plan, DataPlan):
+        return Rate(int(decodable(plan.matrix, alive).sum()), trials)
     hits = 0
     for start in range(0, trials, _BATCH):
         part = alive[start : start + _BATCH]
         numbers = (start + np.arange(len(part))) // per_draw
-        drawn = {
-            int(i): data_plan(str(code), n, partitions, density=density, seed=derive("draw", seed, int(i))).matrix
-            for i in np.unique(numbers)
-        }
+        drawn = {int(i): draw(int(i)).matrix for i in np.unique(numbers)}
         hits += int(decodable(np.stack([drawn[int(i)] for i in numbers]), part).sum())
     return Rate(hits, trials)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Final
+from typing import Any, Final
 
-from fedcomp.coding.code import ALIGN, CodeName, Encoder, EncoderMode
+from fedcomp.coding.code import CodeName, Encoder, PacketPlace
 from fedcomp.coding.mds import MdsEncoder
 from fedcomp.coding.rlnc import RlncEncoder
 from fedcomp.errors import ConfigError, nearest
@@ -21,11 +21,7 @@ def encoder(
     round: int,
     source: int,
     run: int | bytes,
-    shards: int | None = None,
-    private: int = 0,
-    mode: EncoderMode = "systematic",
-    align: int = ALIGN,
-    insecure_seed: int | None = None,
+    **options: Any,
 ) -> Encoder:
     """Return the encoder of a payload.
 
@@ -41,18 +37,10 @@ def encoder(
         Where the packets belong; a receiver mixes neither.
     run : int or bytes
         Name of the run; with round, source and packet number it seeds the coefficients of the random code.
-    shards : int, optional
-        How many packets will be asked for; for RLNC no limit by default, for MDS as many as the field has.
-    private : int
-        T. So many uniformly random symbols are coded along, such that any T packets are independent of the payload;
-        K + T packets decode. Code "mds" only; all packets are then Cauchy rows.
-    mode : {"systematic", "random", "cauchy"}
-        "systematic": the first K packets are the symbols themselves, and the code's rows follow. "random" (RLNC) and
-        "cauchy" (MDS): the code's rows from the first packet on.
-    align : int
-        Symbols are padded to a multiple of so many bytes, 1 to 64.
-    insecure_seed : int, optional
-        Draws the private symbols from a public stream instead of the operating system: for tests only.
+    **options
+        Of :class:`~fedcomp.coding.code.Encoder`, and ``mode``: "systematic", where the first K packets are the symbols
+        themselves, and the code's rows follow; "random" (RLNC) or "cauchy" (MDS), the code's rows from the first packet
+        on.
 
     Raises
     ------
@@ -61,15 +49,4 @@ def encoder(
     """
     if code not in ENCODERS:
         raise ConfigError(f"code = {code!r}{nearest(code, ENCODERS)}")
-    return ENCODERS[code](
-        payload,
-        symbols=symbols,
-        round=round,
-        source=source,
-        run=run,
-        shards=shards,
-        private=private,
-        mode=mode,
-        align=align,
-        insecure_seed=insecure_seed,
-    )
+    return ENCODERS[code](payload, PacketPlace(round, source, run), symbols=symbols, **options)

@@ -1,4 +1,4 @@
-"""Finite fields: the arithmetic a code is written in, behind one interface.
+"""Finite fields: the arithmetic a code is written in.
 
 :class:`GF256` is here, the prime fields are in :mod:`fedcomp.coding.prime`. A packet names its field by ``code``;
 :func:`field_of` finds the field again. Note that addition in GF(2^8) is XOR: coded bytes decode to the bytes that were
@@ -7,7 +7,7 @@ coded, and the XOR of two clients' bytes is not the sum of their numbers. What a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,70 +18,10 @@ from fedcomp.coding.kernels import tables
 from fedcomp.errors import ConfigError
 
 if TYPE_CHECKING:
+    from fedcomp.coding.prime import PrimeField
     from fedcomp.coding.stream import SplitMix64
 
 Bytes = NDArray[np.uint8]
-Elements = NDArray[Any]
-
-
-class Field(Protocol):
-    """A finite field whose elements are the integers below ``order``.
-
-    Attributes
-    ----------
-    name : str
-        For people: ``"GF(2^8)"``.
-    code : int
-        The field's number in a packet: 0 GF(2^8), 1 GF(251), 2 GF(65521), 3 GF(2^31-1).
-    order : int
-        Number of elements.
-    dtype : numpy.dtype
-        Of elements in memory; unsigned, little-endian on the wire.
-    symbol_bytes : int
-        Bytes of one element on the wire.
-    """
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def code(self) -> int: ...
-
-    @property
-    def order(self) -> int: ...
-
-    @property
-    def dtype(self) -> np.dtype[Any]: ...
-
-    @property
-    def symbol_bytes(self) -> int: ...
-
-    def add(self, a: Any, b: Any, out: Elements | None = None) -> Elements:
-        """Return ``a + b``, element by element, broadcast."""
-
-    def subtract(self, a: Any, b: Any, out: Elements | None = None) -> Elements:
-        """Return ``a - b``, element by element, broadcast."""
-
-    def multiply(self, a: Any, b: Any, out: Elements | None = None) -> Elements:
-        """Return ``a * b``, element by element, broadcast."""
-
-    def reciprocal(self, a: Any) -> Elements:
-        """Return ``1 / a``, element by element; ConfigError when one is zero."""
-
-    def matmul(self, a: Elements, b: Elements, out: Elements | None = None) -> Elements:
-        """Return the matrix product, shapes (n, k) and (k, s)."""
-
-    def axpy(self, c: int, x: Elements, y: Elements) -> None:
-        """Do ``y += c * x`` in place; shapes equal."""
-
-    def random(self, shape: int | tuple[int, ...], stream: SplitMix64) -> Elements:
-        """Return uniform elements drawn from the portable stream."""
-
-    def inverse(self, a: Elements) -> Elements:
-        """Return the inverse of a square matrix; NotDecodable when it has none."""
-
-    def rank(self, a: Elements) -> int:
-        """Return the rank of a matrix."""
 
 
 class GF256:
@@ -179,7 +119,7 @@ class GF256:
         return kernels.reduce(a.copy(), a.shape[1])
 
 
-def field_of(code: int) -> Field:
+def field_of(code: int) -> GF256 | PrimeField:
     """Return the field a packet names by ``code``.
 
     Raises

@@ -285,13 +285,6 @@ class Assignment(ABC):
     def _checks(self, devices: list[int]) -> Vector:
         """Return rows N, shape (r, len(devices)), with N B_S = 0."""
 
-    def _refuse(self, devices: list[int]) -> NotDecodable:
-        lost = [i for i in range(self.n) if i not in devices]
-        return NotDecodable(
-            f"{len(lost)} of {self.n} devices did not answer ({_listed(lost)}); the code survives any {self.s}. Wait "
-            "for more answers, choose a larger s, or accept an approximation"
-        )
-
 
 class FractionalRepetition(Assignment):
     """Groups of s + 1 devices that hold the same s + 1 partitions and send their plain sum; (s + 1) must divide n.
@@ -339,7 +332,7 @@ class FractionalRepetition(Assignment):
         groups = self._groups(devices)
         missing = self.n // (self.s + 1) - len(groups)
         if missing and not approximate:
-            raise self._refuse(devices)
+            raise _refusal(self, devices)
         for members in groups.values():
             weights[members[0]] = 1
         # The partitions of a lost group are in nobody else's answer: leaving them out is the least-squares solution.
@@ -497,14 +490,14 @@ class Cyclic(Assignment):
     def _solve(self, devices: list[int], approximate: bool) -> Decoding:
         if len(devices) < self.n - self.s and not approximate:
             # The rows of fewer devices do not span what they have to; a coincidence of numbers is not waited for.
-            raise self._refuse(devices)
+            raise _refusal(self, devices)
         if self.field is not None:
             return self._solve_in_field(devices, approximate)
         weights = np.zeros(self.n)
         if not devices:
             if approximate:
                 return Decoding(weights, math.sqrt(self.n))
-            raise self._refuse(devices)
+            raise _refusal(self, devices)
         part = self.matrix[devices]
         # With more answers than needed this is the solution of least norm, which amplifies least.
         found = np.linalg.lstsq(part.T, np.ones(self.n), rcond=None)[0]
@@ -513,7 +506,7 @@ class Cyclic(Assignment):
         if np.isfinite(left).all() and float(np.max(np.abs(left))) < TOLERANCE:
             return Decoding(weights)
         if not approximate:
-            raise self._refuse(devices)
+            raise _refusal(self, devices)
         return Decoding(weights, float(np.linalg.norm(left)))
 
     def _solve_in_field(self, devices: list[int], approximate: bool) -> Decoding:
@@ -529,7 +522,7 @@ class Cyclic(Assignment):
         system = np.concatenate([self.matrix[chosen].T, np.ones((self.n, 1), self.dtype)], axis=1)
         solution = solve_consistent(system, self.field)
         if solution is None:
-            raise self._refuse(devices)
+            raise _refusal(self, devices)
         weights[chosen] = solution
         return Decoding(weights)
 
@@ -551,6 +544,14 @@ class Cyclic(Assignment):
             rows[k, : len(base)] = solution
             rows[k, len(base) + k] = self.field.order - 1
         return rows
+
+
+def _refusal(code: Assignment, devices: Sequence[int]) -> NotDecodable:
+    lost = [i for i in range(code.n) if i not in devices]
+    return NotDecodable(
+        f"{len(lost)} of {code.n} devices did not answer ({_listed(lost)}); the code survives any {code.s}. Wait "
+        "for more answers, choose a larger s, or accept an approximation"
+    )
 
 
 def assignment(

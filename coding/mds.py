@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp.coding.code import CodeName, Encoder, EncoderMode, check_mode
+from fedcomp.coding.code import CodeName, Encoder, EncoderMode, PacketPlace, check_mode
 from fedcomp.coding.packet import Mode, cauchy_rows
 
 
@@ -25,11 +25,13 @@ class MdsEncoder(Encoder):
 
     code: ClassVar[CodeName] = "mds"
 
-    def __init__(self, payload: bytes | memoryview, *, mode: EncoderMode = "systematic", **common: Any) -> None:
+    def __init__(
+        self, payload: bytes | memoryview, place: PacketPlace, *, mode: EncoderMode = "systematic", **common: Any
+    ) -> None:
         check_mode("mds", mode, ("systematic", "cauchy"))
         # A systematic packet would be a piece of the payload in the clear.
         self.systematic = mode == "systematic" and not common.get("private")
-        super().__init__(payload, **common)
+        super().__init__(payload, place, **common)
 
     def _most_shards(self) -> int:
         return 256 if self.systematic else 256 - self.symbols

@@ -439,7 +439,9 @@ class Collector:
         """Return the packets that agree with ``packet`` on length, digest and shape: a liar does not stop the rest."""
         form = (packet.symbols, packet.symbol_bytes, packet.payload_bytes, packet.digest)
         if form not in source.versions:
-            source.versions[form] = _Version(self._decoder(packet.source))
+            expected = (self.plan.round, packet.source)
+            decoder = Decoder(limits=self._limits, expect=expected, private=self.plan.private)
+            source.versions[form] = _Version(decoder)
         return source.versions[form]
 
     def _check_shape(self, packet: Packet) -> None:
@@ -458,9 +460,6 @@ class Collector:
         As many as decode a long one: the shortest payloads have fewer symbols, and one relay could make one up.
         """
         return 0 if source.expected is not None else self.plan.needed - len(version.packets)
-
-    def _decoder(self, source: int) -> Decoder:
-        return Decoder(limits=self._limits, expect=(self.plan.round, source), private=self.plan.private)
 
     def _try(self, index: int) -> None:
         """Decode a source if that is possible now."""

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp.coding.code import FIELD, CodeName, Encoder, EncoderMode, PayloadHead, admit, check_mode
+from fedcomp.coding.code import FIELD, CodeName, Encoder, EncoderMode, PacketPlace, PayloadHead, admit, check_mode
 from fedcomp.coding.decoder import Decoder, DecoderStats
 from fedcomp.coding.elimination import Basis
 from fedcomp.coding.errors import NotDecodable
@@ -32,7 +32,9 @@ class RlncEncoder(Encoder):
 
     code: ClassVar[CodeName] = "rlnc"
 
-    def __init__(self, payload: bytes | memoryview, *, mode: EncoderMode = "systematic", **common: Any) -> None:
+    def __init__(
+        self, payload: bytes | memoryview, place: PacketPlace, *, mode: EncoderMode = "systematic", **common: Any
+    ) -> None:
         check_mode("rlnc", mode, ("systematic", "random"))
         if common.get("private"):
             raise ConfigError(
@@ -40,7 +42,7 @@ class RlncEncoder(Encoder):
                 "independent of the payload. Use code 'mds'"
             )
         self.systematic = mode == "systematic"
-        super().__init__(payload, **common)
+        super().__init__(payload, place, **common)
 
     def _most_shards(self) -> None:
         return None

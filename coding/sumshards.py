@@ -1,7 +1,7 @@
 """What travels in a coded sum, and what a relay does with it: shards, reports of what is held, one sum a round.
 
 The mathematics are in :mod:`fedcomp.coding.sumcode`; here are its bytes, and the rule that a relay adds once. Nothing
-here is kept in the process: :class:`Collected` and the shards live where the caller keeps them.
+here is kept in the process: :class:`AnsweredSets` and the shards live where the caller keeps them.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def read_tag(tag: bytes) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldTags:
     """What a relay says it holds, in a bit a contributor: the server has most tags from the contributors themselves.
 
     Attributes
@@ -141,7 +141,7 @@ class Held:
     details: tuple[tuple[int, bytes], ...] = ()
 
     @classmethod
-    def of(cls, plan: SumPlan, tags: Mapping[int, Sequence[bytes]], unknown: Sequence[int] = ()) -> Held:
+    def of(cls, plan: SumPlan, tags: Mapping[int, Sequence[bytes]], unknown: Sequence[int] = ()) -> HeldTags:
         """Return the report of a relay that holds encodings with ``tags`` by source.
 
         ``unknown`` are the sources whose tags the server asked for.
@@ -179,7 +179,7 @@ def _tags_digest(plan: SumPlan, tags: Mapping[int, bytes]) -> bytes:
     return set_digest(plan, 0, tags)[:8]
 
 
-class Collected:
+class AnsweredSets:
     """What a relay has already added up: one set of contributors a round, and no second one.
 
     Two sums over different sets differ by single contributors' shards, and the server could solve for these.

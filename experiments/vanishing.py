@@ -16,34 +16,12 @@ from fedcomp.coding.transport import Parcel, SpoolRoot
 from fedcomp.errors import StateError
 from fedcomp.experiments.findings import mean
 from fedcomp.experiments.spec import RunResult, RunSpec
-from fedcomp.timing.dropout import Compute, Failures, Situation
-from fedcomp.timing.links import Link
+from fedcomp.timing.dropout import Situation, World
 
 if TYPE_CHECKING:
     # Listing the experiments needs no Flower: it is imported when one is run.
     from fedcomp.flower.faults import Fault, Kind
     from fedcomp.flower.vanishing import RoundTrace, Trained
-
-
-@dataclass(frozen=True)
-class World:
-    """Devices, links and deadlines, the same for every system that is run in it.
-
-    Attributes
-    ----------
-    failures, compute
-        Pure functions of round and client.
-    server, peer : Link
-    share_by, end : float
-        Seconds from a round's beginning: until when shards land, and until when the server takes anything.
-    """
-
-    failures: Failures
-    compute: Compute
-    server: Link
-    peer: Link
-    share_by: float
-    end: float
 
 
 @dataclass(frozen=True)

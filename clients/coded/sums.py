@@ -27,7 +27,17 @@ from fedcomp.clients.messages import find_announcement
 from fedcomp.codecs import FixedPoint, fixed_point_of, get_codec
 from fedcomp.coding.errors import CodingError, NotDecodable, PacketError
 from fedcomp.coding.sumcode import SumPlan, contribution, mask, shares
-from fedcomp.coding.sumshards import MASKED, SHARE, TAG_BYTES, Collected, Held, Shard, make_tag, read_tag, set_digest
+from fedcomp.coding.sumshards import (
+    MASKED,
+    SHARE,
+    TAG_BYTES,
+    AnsweredSets,
+    HeldTags,
+    Shard,
+    make_tag,
+    read_tag,
+    set_digest,
+)
 from fedcomp.errors import ConfigError, FedcompError, StateError
 from fedcomp.flower.coded import (
     COLLECT,
@@ -165,7 +175,7 @@ class SumCodeClient(Shards):
         _, refused = exchange.keep(row, most=2 * plan.contributors)
         held, sizes = self._held(plan, row, asked.seal, refused)
         tags = {source: sorted(shards) for source, shards in held.items()}
-        report = Held.of(plan, tags, list(asked.unknown))
+        report = HeldTags.of(plan, tags, list(asked.unknown))
         exchange.save()
         return exchange.reply(
             SumHeld,
@@ -217,7 +227,7 @@ class SumCodeClient(Shards):
             raise CodingError(f"this relay has added up round {last} of this run; round {exchange.round} is over")
         if exchange.run not in book and len(book) == _RUNS:
             raise CodingError(f"this relay has added up for {_RUNS} runs, and for no more with this state; restart it")
-        relay = Collected({last: name} if name else {})
+        relay = AnsweredSets({last: name} if name else {})
         shards = {source: held[source][tag] for source, tag in chosen.items() if tag in held.get(source, {})}
         total = relay.add_up(plan, exchange.round, chosen, shards)
         book[exchange.run] = (exchange.run, exchange.round, relay.answered[exchange.round])

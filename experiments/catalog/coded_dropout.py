@@ -15,10 +15,10 @@ from fedcomp.experiments.experiment import Config, Experiment, Option
 from fedcomp.experiments.findings import Claim, Curves, Findings, Table, different_bytes, mean
 from fedcomp.experiments.kit import Record, Records, Say, Sweep, claim, curves, table
 from fedcomp.experiments.spec import RunResult, RunSpec
-from fedcomp.experiments.vanishing import World, live, relive, wasted
+from fedcomp.experiments.vanishing import live, relive, wasted
 from fedcomp.rng import Key
 from fedcomp.timing import parse_link
-from fedcomp.timing.dropout import Compute, Fate, OnOff, Trace, in_turn, plain, relay, situation
+from fedcomp.timing.dropout import Compute, Fate, OnOff, Trace, World, in_turn, plain, relay
 
 DENSE: Final = "FedAvg, nobody vanishes"
 CODECS: Final[Mapping[str, str]] = {"QSGD-8": "qsgd", "top-1 %": "topk"}
@@ -180,17 +180,7 @@ def predicted(
     where = world(config) if there is None else there
     out = []
     for r in rounds:
-        found = situation(
-            where.failures,
-            where.compute,
-            config.clients,
-            r,
-            server=where.server,
-            peer=where.peer,
-            model=sizes.down,
-            share_by=where.share_by,
-            end=where.end,
-        )
+        found = where.situation(config.clients, r, model=sizes.down)
         if not scheme.system:
             chunk = int(config.settings["chunk"]) if scheme.chunk else 0
             out.append(plain(found, sizes.update, chunk=chunk))

@@ -10,6 +10,7 @@ import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -227,10 +228,7 @@ def averaged_probability(config: Config, label: str, loss: float) -> float:
     if not loss or plan.code in ("mds", "replication"):
         return probability(plan, loss, 0, 0)
     return decode_rate(
-        plan.code,
-        plan.devices,
-        plan.partitions,
-        density=float(config.settings["density"]),
+        partial(data_plan, plan.code, plan.devices, plan.partitions, density=float(config.settings["density"])),
         loss=loss,
         trials=int(config.settings["trials"]),
         seed=config.seed,

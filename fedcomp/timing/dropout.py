@@ -321,25 +321,34 @@ class Situation:
         return landed, at
 
 
-def situation(
-    failures: Failures,
-    compute: Compute,
-    clients: int,
-    server_round: int,
-    *,
-    server: Link,
-    peer: Link,
-    model: int = 0,
-    share_by: float,
-    end: float,
-) -> Situation:
-    """Return round ``server_round``: each client gets a model of ``model`` bytes, if it is there, and trains."""
-    there = [failures(server_round, client) for client in range(clients)]
-    ready = [
-        presence.whole(0.0, server.down_seconds(model)) + compute(server_round, client)
-        for client, presence in enumerate(there)
-    ]
-    return Situation(there, ready, server, peer, share_by, end)
+@dataclass(frozen=True)
+class World:
+    """Devices, links and deadlines, the same for every system that is run in it.
+
+    Attributes
+    ----------
+    failures, compute
+        Pure functions of round and client.
+    server, peer : Link
+    share_by, end : float
+        Seconds from a round's beginning: until when shards land, and until when the server takes anything.
+    """
+
+    failures: Failures
+    compute: Compute
+    server: Link
+    peer: Link
+    share_by: float
+    end: float
+
+    def situation(self, clients: int, server_round: int, *, model: int = 0) -> Situation:
+        """Return a round: each client gets a model of ``model`` bytes, if it is there, and trains."""
+        there = [self.failures(server_round, client) for client in range(clients)]
+        ready = [
+            presence.whole(0.0, self.server.down_seconds(model)) + self.compute(server_round, client)
+            for client, presence in enumerate(there)
+        ]
+        return Situation(there, ready, self.server, self.peer, self.share_by, self.end)
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from fedcomp.coding.plan import success
 from fedcomp.coding.prime import FIELDS, Residues
 from fedcomp.coding.sealing import OVERHEAD
 from fedcomp.coding.sumcode import Summed, SumPlan, choose_set, decode, prime_for
-from fedcomp.coding.sumshards import HEADER_BYTES, MASKED, SUM, TAG_BYTES, Held, Shard, read_tag, set_digest
+from fedcomp.coding.sumshards import HEADER_BYTES, MASKED, SUM, TAG_BYTES, HeldTags, Shard, read_tag, set_digest
 from fedcomp.coding.transport import HEADER_BYTES as PARCEL_BYTES
 from fedcomp.errors import ConfigError, FedcompError
 from fedcomp.flower.coded import (
@@ -390,7 +390,7 @@ class _Summing:
         if max(sources, default=0) >= self.plan.contributors:
             raise Rejected(f"encodings of contributor {max(sources)} of {self.plan.contributors}")
         details = tuple((s, header.tags[TAG_BYTES * i : TAG_BYTES * (i + 1)]) for i, s in enumerate(sources))
-        report = Held(header.bitmap, header.digest, details)
+        report = HeldTags(header.bitmap, header.digest, details)
         self.held[row] = report.tags(self.plan, self.tags)
         for reason in limited(header.refused, most, "reasons"):
             self.now.report.refuse(f"relay {row}: {reason}")

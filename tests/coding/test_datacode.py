@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from itertools import combinations
 
 import numpy as np
@@ -258,7 +259,7 @@ def test_the_decode_rate_is_that_of_the_table(k: int) -> None:
     trials = 1500 if k < 20 else 700
     for lost, cell in TABLE[k, r].items():
         for code, expected in zip(("binary", "gaussian", "balanced"), cell, strict=True):
-            rate = decode_rate(code, k + r, k, lost=lost, trials=trials, per_draw=1, seed=lost)
+            rate = decode_rate(partial(data_plan, code, k + r, k), lost=lost, trials=trials, per_draw=1, seed=lost)
             sigma = math.hypot(rate.sigma(expected), math.sqrt(expected * (1 - expected) / 50_000))
             assert abs(rate.value - expected) <= 4 * sigma + 1e-4, (code, lost)
 
@@ -267,7 +268,7 @@ def test_the_decode_rate_is_that_of_the_table(k: int) -> None:
 def test_formulas_agree_with_simulation_and_enumeration() -> None:
     """One random loss, any losses of an MDS code, copies: exact figures against what the decoder does."""
     for code in ("binary", "gaussian"):
-        rate = decode_rate(code, 8, 6, lost=1, trials=4000, per_draw=1)
+        rate = decode_rate(partial(data_plan, code, 8, 6), lost=1, trials=4000, per_draw=1)
         exact = single_loss_probability(8, 6, 0.5)
         assert exact == pytest.approx(1 - 6 / 8 / 4)
         assert abs(rate.value - exact) < 4 * rate.sigma(exact)
@@ -300,7 +301,7 @@ def test_balanced_support_survives_any_losses_up_to_its_copies_and_no_more(k: in
 def test_random_support_guarantees_nothing_and_equal_traffic_favours_it_on_average() -> None:
     guaranteed = [guaranteed_losses(data_plan("binary", 12, 8, seed=seed)) for seed in range(40)]
     assert min(guaranteed) == 0
-    rate = decode_rate("gaussian", 20, 10, loss=0.2, trials=3000, per_draw=1)
+    rate = decode_rate(partial(data_plan, "gaussian", 20, 10), loss=0.2, trials=3000, per_draw=1)
     assert rate.value - 4 * rate.sigma() > mds_probability(15, 10, 0.2)
     assert rate.value + 4 * rate.sigma() < mds_probability(20, 10, 0.2)
 

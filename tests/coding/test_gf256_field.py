@@ -1,4 +1,4 @@
-"""GF(2^8) as a Field: element by element, matrices, and the way from a packet's number to the field."""
+"""GF(2^8): element by element, matrices, and the way from a packet's number to the field."""
 
 from __future__ import annotations
 

@@ -30,8 +30,8 @@ from fedcomp.coding.sumshards import (
     MASKED,
     SHARE,
     SUM,
-    Collected,
-    Held,
+    AnsweredSets,
+    HeldTags,
     Shard,
     make_tag,
     read_tag,
@@ -383,14 +383,14 @@ def test_a_relay_answers_for_one_set_a_round() -> None:
     plan = plan_of()
     held = shards_for(plan, 2, coded(plan, vectors(plan)))
     chosen = {c: bytes([c]) * 24 for c in range(5)}
-    relay = Collected()
+    relay = AnsweredSets()
     first = relay.add_up(plan, 1, chosen, held)
     assert (first.relay, first.source, first.kind, first.tag) == (2, 5, SUM, set_digest(plan, 1, chosen))
     np.testing.assert_array_equal(relay.add_up(plan, 1, chosen, held).body, first.body)
     other = {**chosen, 5: bytes([5]) * 24}
     with pytest.raises(CodingError, match="another set of contributors in round 1"):
         relay.add_up(plan, 1, other, held)
-    again = Collected(relay.answered)  # after a restart
+    again = AnsweredSets(relay.answered)  # after a restart
     with pytest.raises(CodingError, match="another set"):
         again.add_up(plan, 1, other, held)
     assert again.add_up(plan, 2, other, held).source == 6
@@ -400,7 +400,7 @@ def test_a_relay_never_adds_what_it_does_not_have() -> None:
     plan = plan_of()
     held = shards_for(plan, 2, coded(plan, vectors(plan)))
     chosen = {c: bytes([c]) * 24 for c in range(3)}
-    relay = Collected()
+    relay = AnsweredSets()
     with pytest.raises(NotDecodable, match=r"lacks the shards of 1 contributor\(s\), first 1"):
         relay.add_up(plan, 1, chosen, {c: s for c, s in held.items() if c != 1})
     with pytest.raises(NotDecodable, match="lacks"):  # the shard of another encoding
@@ -424,21 +424,21 @@ def test_shards_of_two_encodings_do_not_mix() -> None:
 def test_a_relay_reports_one_bit_for_what_the_server_knows() -> None:
     plan = plan_of(contributors=11)
     known = {c: bytes([c]) * 24 for c in range(11)}
-    plain = Held.of(plan, {c: [known[c]] for c in (0, 3, 10)})
+    plain = HeldTags.of(plan, {c: [known[c]] for c in (0, 3, 10)})
     assert (len(plain.bitmap), len(plain.digest), plain.details) == (2, 8, ())
     assert plain.tags(plan, known) == {c: (known[c],) for c in (0, 3, 10)}
     other = b"y" * 24
-    mixed = Held.of(plan, {0: [known[0]], 3: [known[3], other], 7: [other]}, unknown=[7])
+    mixed = HeldTags.of(plan, {0: [known[0]], 3: [known[3], other], 7: [other]}, unknown=[7])
     assert mixed.details == ((3, known[3]), (3, other), (7, other))
     without = {c: tag for c, tag in known.items() if c != 7}
     assert mixed.tags(plan, without) == {0: (known[0],), 3: (known[3], other), 7: (other,)}
-    assert Held.of(plan, {}).tags(plan, {}) == {}
+    assert HeldTags.of(plan, {}).tags(plan, {}) == {}
 
 
 def test_reports_of_other_encodings_than_were_announced_are_refused() -> None:
     plan = plan_of(contributors=11)
     known = {c: bytes([c]) * 24 for c in range(11)}
-    report = Held.of(plan, {0: [known[0]], 3: [b"y" * 24]})
+    report = HeldTags.of(plan, {0: [known[0]], 3: [b"y" * 24]})
     with pytest.raises(PacketError, match="other encodings"):
         report.tags(plan, known)
     with pytest.raises(PacketError, match="nobody knows"):

@@ -19,11 +19,11 @@ from fedcomp.experiments.experiment import Config
 from fedcomp.experiments.findings import Findings, Say, different_bytes
 from fedcomp.experiments.kit import Record, Records
 from fedcomp.experiments.spec import RunResult
-from fedcomp.experiments.vanishing import Life, PeerShards, World, live, relive
+from fedcomp.experiments.vanishing import Life, PeerShards, live, relive
 from fedcomp.flower.coded import RelayTraining
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.timing import Link
-from fedcomp.timing.dropout import ALWAYS, Compute, Presence, Situation
+from fedcomp.timing.dropout import ALWAYS, Compute, Presence, Situation, World
 
 SMALL = (
     "task.model=cnn",

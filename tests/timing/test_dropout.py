@@ -22,10 +22,10 @@ from fedcomp.timing.dropout import (
     Presence,
     Situation,
     Trace,
+    World,
     in_turn,
     plain,
     relay,
-    situation,
 )
 
 SLOW = Link(800.0, 8000.0)  # 100 bytes a second up, 1000 down
@@ -161,9 +161,7 @@ def test_a_relay_that_was_silent_is_not_asked_again_and_one_that_answered_is() -
 
 
 def test_without_failures_everybody_contributes_in_every_scheme() -> None:
-    found = situation(
-        OnOff(math.inf), Compute(2.0, 0.5), 8, 1, server=SLOW, peer=FAST, model=100, share_by=20.0, end=1e6
-    )
+    found = World(OnOff(math.inf), Compute(2.0, 0.5), SLOW, FAST, 20.0, 1e6).situation(8, 1, model=100)
     for fate in (plain(found, 300), plain(found, 300, chunk=64), relayed(found, 30, 4), relayed(found, 300, 1, 2)):
         assert fate.fraction == 1.0
         assert fate.waves <= 1
@@ -173,7 +171,7 @@ def test_with_free_sharing_a_relay_contributes_if_it_is_alive_after_training_and
     symbols, clients = 3, 6
     lives = OnOff(40.0, key=KEY)
     for server_round in range(1, 40):
-        found = situation(lives, Compute(2.0), clients, server_round, server=SLOW, peer=INSTANT, share_by=2.0, end=1e6)
+        found = World(lives, Compute(2.0), SLOW, INSTANT, 2.0, 1e6).situation(clients, server_round)
         alive = [presence.here(2.0) for presence in found.presence]
         # Answers take no time and silence is noticed at once: nobody dies while the server collects.
         fate = relayed(replace(found, server=INSTANT), 0, symbols, patience=1e-9)
@@ -184,10 +182,8 @@ def test_with_free_sharing_a_relay_contributes_if_it_is_alive_after_training_and
 @pytest.mark.long
 def test_plain_upload_survives_with_the_probability_of_the_exponential() -> None:
     clients, rounds, mean = 50, 80, 10.0
-    lives, compute = OnOff(mean, key=KEY), Compute(1.0)
-    found = [
-        situation(lives, compute, clients, r, server=SLOW, peer=FAST, share_by=50.0, end=50.0) for r in range(rounds)
-    ]
+    there = World(OnOff(mean, key=KEY), Compute(1.0), SLOW, FAST, 50.0, 50.0)
+    found = [there.situation(clients, r) for r in range(rounds)]
     share = sum(plain(one, 300).fraction for one in found) / rounds
     expected = math.exp(-(1.0 + 3.0) / mean)
     assert abs(share - expected) < 4 * math.sqrt(expected * (1 - expected) / (clients * rounds))
