@@ -21,9 +21,8 @@ from fedcomp.coding.transport import HEADER_BYTES
 from fedcomp.errors import ConfigError, FedcompError
 from fedcomp.flower.coded import MIXED, Combine, Combined, Indexed, MixTraining, take_bundle
 from fedcomp.flower.rounds import Exchanges
-from fedcomp.strategies.coded.collecting import Collection
 from fedcomp.strategies.coded.settings import CodedSettings
-from fedcomp.strategies.coded.sharing import Sharing
+from fedcomp.strategies.coded.sharing import Collection, Sharing
 from fedcomp.strategies.coded.strategy import limited
 from fedcomp.strategies.replies import Rejected
 
