@@ -106,6 +106,7 @@ class Clients:
     def update(self, client: int, number: int, vector: Vector) -> Update:
         """Return what ``client`` makes of the shared model in round ``number``: a difference, or the model itself."""
         self.load(vector)
+        # The key that a client app makes of its message: same batches, same bits.
         key = Key(self.seed, "batches", number, client)
         self.task.train(self.model, self.data[client], key=key, **self.training)
         return Update(self.vector if self.lossless else self.vector - vector, self.layout)

@@ -295,6 +295,7 @@ class Task(ABC):
             raise ConfigError(f"partition {partition} is not in range({num_partitions})")
         place = (partition, num_partitions)
         if place not in self._clients:
+            # Kept: a client app asks for its examples in every message.
             rows = np.flatnonzero(self.assignment(num_partitions) == partition)
             split = self.train_split
             self._clients[place] = ClientData(split.x[rows], split.y[rows], partition, num_partitions, rows)
@@ -363,6 +364,7 @@ class Task(ABC):
             When a hyperparameter is negative, not a number or not finite; the model is then unchanged.
         """
         descent = Sgd(model.parameters(), lr=lr, **rates)
+        # Here as well: with an empty partition no batch is drawn that would check them.
         _check_limits(batch_size, epochs, max_steps)
         if len(data) == 0:
             raise EmptyPartition(
@@ -375,6 +377,7 @@ class Task(ABC):
             for x, y in data.batches(batch_size=batch_size, key=key, epochs=epochs, max_steps=max_steps):
                 loss = self.objective(model, self.outputs(model, x), y)
                 descent.step(loss)
+                # Weighted by size: the last batch of an epoch may be smaller.
                 total += loss.item() * len(y)
                 seen += len(y)
         return {"train_loss": total / max(seen, 1), "num-examples": len(data)}

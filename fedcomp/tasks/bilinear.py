@@ -66,6 +66,7 @@ class BilinearTeachers:
         self.adam = adam
         self.rows = torch.zeros(classes, count, pixels)
         self.offsets = torch.zeros(classes, count)
+        # A teacher without records divides by 1 instead of 0: all its sums are zero.
         sizes = np.bincount(owner, minlength=count).clip(min=1)
         x, y = data.tensors
         held = torch.from_numpy(owner)

@@ -183,6 +183,13 @@ class Adam:
     ----------
     lr, decay : float
         Step size and the decay rate of the first moment.
+
+    Examples
+    --------
+    >>> adam, w = Adam(lr=0.5), {"w": torch.tensor([2.0])}
+    >>> after, moments = adam.step(w, {"w": torch.tensor([4.0])}, adam.start(w))
+    >>> after["w"].item(), moments["t"].item()
+    (1.5, 1)
     """
 
     lr: float = 1e-3
@@ -251,6 +258,7 @@ class Student:
         if norms:
             usual = [m.momentum for m in norms]
             for m in norms:
+                # With momentum 1 the running statistics are those of this one batch alone.
                 m.momentum = 1.0
             with torch.no_grad(), single_thread():
                 self.module(*self._inputs(key.at(purpose=f"{key.purpose}/reference"), _REFERENCE))
@@ -420,6 +428,7 @@ class Teachers:
             loss = functional.softplus(-self._scores(parameters, x, y)).sum()
             (found,) = torch.autograd.grad(loss, [x])
         directions = -found.numpy()
+        # A teacher without records still has its random initial network: it must not vote by that.
         directions[self.sizes == 0] = 0.0
         return directions
 

@@ -44,6 +44,15 @@ class LocalObjective:
         When the partition holds no example.
     ConfigError
         For an impossible partition, batch size or dtype.
+
+    Examples
+    --------
+    >>> from fedcomp.tasks import get_task
+    >>> f = LocalObjective(get_task("digits-zero", l2=0.01), 0, 8, batch_size=0, dtype="float64")
+    >>> x = f.start()
+    >>> gradient = f.gradient(x, Key(0, "batch"))
+    >>> f.loss({name: x[name] - 0.1 * gradient[name] for name in x}) < f.loss(x)
+    True
     """
 
     def __init__(
@@ -133,6 +142,7 @@ class LocalObjective:
         """
         self._load(arrays)
         x, y = self.data.tensors
+        # Evaluation mode: statistics of a batch would couple the examples, and the Hessian is that of f_i.
         parameters = list(self._named.values())
         self._model.eval()
         with single_thread():

@@ -149,6 +149,7 @@ def build(make: Callable[[], nn.Module], seed: int) -> nn.Module:
     ConfigError
         When the module holds a parameter of a layer type this function has no rule for.
     """
+    # On the meta device nothing is drawn: a constructor's own initialisation would use torch's global generator.
     with torch.device("meta"):
         model = make()
     model = model.to_empty(device="cpu")
@@ -190,6 +191,7 @@ def build_many(make: Callable[[], nn.Module], seed: int, count: int) -> dict[str
 
 def _generator(seed: int, name: str) -> torch.Generator:
     generator = torch.Generator()
+    # torch's seeds are signed: 63 bits.
     return generator.manual_seed(Key(seed, f"model/{name}").u64() >> 1)
 
 

@@ -233,6 +233,14 @@ class Partitioner:
         One of :data:`KINDS`.
     value : float, int or None
         alpha of "dirichlet" (float), how many per client of "shards" and "pieces" (int), None for the others.
+
+    Examples
+    --------
+    >>> labels = np.array([0, 0, 1, 1, 2, 2, 3, 3])
+    >>> Partitioner("shards", 2).assign(2, Key(0, "partition"), labels=labels).tolist()
+    [1, 1, 0, 0, 1, 1, 0, 0]
+    >>> str(Partitioner("dirichlet", 0.5))
+    'dirichlet:0.5'
     """
 
     kind: str

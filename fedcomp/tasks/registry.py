@@ -74,6 +74,16 @@ def get_task(name: str, **options: Any) -> Task:
         For an unknown task or option (the message names the nearest) or an impossible value.
     DataError
         When local data files are there but are not the recorded ones or cannot be read.
+
+    Examples
+    --------
+    >>> from fedcomp.rng import Key
+    >>> task = get_task("digits", hidden="32", partition="shards:2")
+    >>> data, model = task.client(3, 10), task.model(seed=0)
+    >>> task.train(model, data, lr=0.2, epochs=3, key=Key(0, "batches"))["num-examples"]
+    146
+    >>> sorted(task.evaluate(model, task.test))
+    ['accuracy', 'loss', 'num-examples']
     """
     cls = task_class(name)
     resolved = resolve(name, cls.OPTIONS, options)

@@ -32,6 +32,13 @@ class Sgd:
     ------
     ConfigError
         When a rate is negative, not a number or not finite.
+
+    Examples
+    --------
+    >>> w = nn.Parameter(torch.tensor([2.0]))
+    >>> Sgd([w], lr=0.25).step(w.square().sum())
+    >>> w.item()
+    1.0
     """
 
     def __init__(
@@ -63,6 +70,7 @@ class Sgd:
                 pulled = zip(gradients, parameters, self._start, strict=True)
                 gradients = [g.add(p - w, alpha=self.proximal) for g, p, w in pulled]
             if self.momentum:
+                # The first step's velocity is its gradient, as in torch; without a dampening factor.
                 if self._velocity:
                     for v, g in zip(self._velocity, gradients, strict=True):
                         v.mul_(self.momentum).add_(g)
