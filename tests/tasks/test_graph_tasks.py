@@ -301,7 +301,7 @@ def test_7_12_the_label_stands_in_other_parts_and_nowhere_else(monkeypatch: pyte
     indptr = np.arange(1201) * 10
     local = Adjacency(indptr, adjacency.columns[home], 2 * adjacency.values[home], 1200)
     monkeypatch.setitem(vars(task), "adjacency", local)
-    monkeypatch.delitem(vars(task), "_whole")
+    monkeypatch.delitem(vars(task), "whole")
     model = task.model(0)
     train_centrally(task, model, steps=50, lr=0.2)
     assert task.evaluate(model, task.test)["accuracy"] <= 0.5
