@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from fedcomp.privacy.ledger import PrivacyLedger
-    from fedcomp.privacy.mechanism import Mechanism
+    from fedcomp.privacy.mechanism import GridGaussian, Mechanism
     from fedcomp.tasks.base import Split
     from fedcomp.tasks.generator import GeneratorTask
 
@@ -250,14 +250,7 @@ class _Training:
                     "which clients there are",
                 ),
             ).to_json()
-        signal, right = (
-            (float(np.nanmean(column)) for column in zip(*self.seen, strict=True))
-            if self.seen
-            else (
-                math.nan,
-                math.nan,
-            )
-        )
+        signal, right = (np.nanmean(self.seen, axis=0) if self.seen else np.full(2, math.nan)).tolist()
         return GeneratorOutcome(
             loss=result["loss"] if math.isfinite(result["loss"]) else math.inf,
             accuracy=float(result["accuracy"]),
@@ -368,8 +361,8 @@ def _clipped_sum(t: _Training, mechanism: Any, rows: Callable[[int, int], torch.
 
 
 def _by_client(t: _Training) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return every client's records ``(clients, most, pixels)``, labels and weights ``(clients, most)``; the weights of
-    a client sum to one, and padding has none."""
+    """Return every client's records ``(clients, most, pixels)``, one-hot labels ``(clients, most, classes)`` and
+    weights ``(clients, most)``; the weights of a client sum to one, and padding has none."""
     import torch
 
     order = np.argsort(t.owner, kind="stable")
@@ -381,7 +374,18 @@ def _by_client(t: _Training) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     weight = np.zeros((t.clients, most), np.float32)
     x[t.owner[order], place], y[t.owner[order], place] = t.data.x[order], t.data.y[order]
     weight[t.owner[order], place] = 1.0 / sizes[t.owner[order]]
-    return torch.from_numpy(x), torch.from_numpy(y), torch.from_numpy(weight)
+    one_hot = torch.nn.functional.one_hot(torch.from_numpy(y), t.task.classes).to(torch.float32)
+    return torch.from_numpy(x), one_hot, torch.from_numpy(weight)
+
+
+def _clipping(t: _Training) -> GridGaussian:
+    """Return the mechanism of sums of one row and one offset per class; note what such a message would weigh."""
+    from fedcomp import wire
+    from fedcomp.privacy.mechanism import GridGaussian
+
+    size = t.task.classes * (t.task.pixels + 1)
+    t.uplink = t.downlink = len(wire.encode([wire.dense(np.zeros(size, np.float32))]))
+    return GridGaussian(noise_multiplier=t.z, adjacency="replace", clip=t.option("clip"), size=size)
 
 
 def _dp_sgd(t: _Training) -> Any:
@@ -392,16 +396,11 @@ def _dp_sgd(t: _Training) -> Any:
     """
     import torch
 
-    from fedcomp import wire
-    from fedcomp.privacy.mechanism import GridGaussian
     from fedcomp.tasks.base import single_thread
 
     classes, pixels = t.task.classes, t.task.pixels
-    x, y, weight = _by_client(t)
-    one_hot = torch.nn.functional.one_hot(y, classes).to(torch.float32)
-    mechanism = GridGaussian(
-        noise_multiplier=t.z, adjacency="replace", clip=t.option("clip"), size=classes * (pixels + 1)
-    )
+    x, one_hot, weight = _by_client(t)
+    mechanism = _clipping(t)
     generator, rate = _Generator(t), t.option("teacher_lr")
     # The last column is c[y], as of a pixel that is always one.
     d = torch.zeros(classes, pixels + 1)
@@ -433,7 +432,6 @@ def _dp_sgd(t: _Training) -> Any:
                 d = d + rate * move if rate else move
         labels = generator.labels(step, FREE)
         generator.step(step, d[torch.from_numpy(labels), :-1].numpy())
-    t.uplink = t.downlink = len(wire.encode([wire.dense(np.zeros(mechanism.size, np.float32))]))
     return generator.model()
 
 
@@ -441,17 +439,12 @@ def _dp_fedavg(t: _Training) -> Any:
     """Train a linear classifier by federated averaging: clipped updates of all clients, and noise on their sum."""
     import torch
 
-    from fedcomp import wire
-    from fedcomp.privacy.mechanism import GridGaussian
     from fedcomp.tasks.base import single_thread
     from fedcomp.tasks.models import Mlp, build
 
     classes, pixels = t.task.classes, t.task.pixels
-    x, y, weight = _by_client(t)
-    one_hot = torch.nn.functional.one_hot(y, classes).to(torch.float32)
-    mechanism = GridGaussian(
-        noise_multiplier=t.z, adjacency="replace", clip=t.option("clip"), size=classes * (pixels + 1)
-    )
+    x, one_hot, weight = _by_client(t)
+    mechanism = _clipping(t)
     model = torch.zeros(classes, pixels + 1)
     rate, local = t.option("lr"), int(t.option("local"))
 
@@ -472,5 +465,4 @@ def _dp_fedavg(t: _Training) -> Any:
             model += torch.from_numpy(noisy.reshape(classes, pixels + 1).astype(np.float32))
     classifier = build(lambda: Mlp(pixels, (), classes), 0)
     classifier.load_state_dict({"layers.0.weight": model[:, :-1], "layers.0.bias": model[:, -1]})
-    t.uplink = t.downlink = len(wire.encode([wire.dense(np.zeros(mechanism.size, np.float32))]))
     return classifier

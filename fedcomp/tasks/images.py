@@ -55,7 +55,7 @@ class _Images(Classification):
         )
 
 
-class Digits(_Images):
+class DigitImages(_Images):
     """1,797 handwritten digits of 8x8 pixels, embedded in scikit-learn; a fixed fifth is held out.
 
     The default model, an MLP with two hidden layers of 256, has 85,002 parameters; the CNN has 13,706. "quickstart" is

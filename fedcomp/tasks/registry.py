@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 TASKS: Final[Mapping[str, str]] = MappingProxyType(
     {
-        "digits": "fedcomp.tasks.images:Digits",
+        "digits": "fedcomp.tasks.images:DigitImages",
         "mnist": "fedcomp.tasks.images:Mnist",
         "cifar10-subset": "fedcomp.tasks.images:Cifar",
         "tiny-shakespeare": "fedcomp.tasks.shakespeare:TinyShakespeare",
