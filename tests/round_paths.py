@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -190,14 +190,16 @@ PATHS: dict[str, Path] = {
 }
 
 
-def run(path: Path, rounds: int, *, metered: bool = True, **engine: Any) -> tuple[Strategy, Result]:
-    """Run a path in process; return its strategy and Flower's result."""
+def run(
+    path: Path, rounds: int, *, mods: Sequence[Any] = (), metered: bool = True, **engine: Any
+) -> tuple[Strategy, Result]:
+    """Run a path in process, ``mods`` around its clients; return its strategy and Flower's result."""
     strategy = path.strategy()
     arrays = ArrayRecord({"weight": Array(np.arange(1200, dtype=np.float32).reshape(40, 30) % 7 - 3)})
     arrays["bias"] = Array(np.zeros(12, np.float32))
     if path.buffers:
         arrays["steps"] = Array(np.array(0, np.int64))
-    with InProcessGrid(path.app(), NODES, seed=4, **engine) as grid:
+    with InProcessGrid(path.app(*mods), NODES, seed=4, **engine) as grid:
         if not metered:
             return strategy, strategy.start(grid, arrays, num_rounds=rounds, timeout=9.0)
         return strategy, fit(strategy, MeteredGrid(grid, TrafficLedger()), arrays, rounds, timeout=9.0)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from message_examples import all_damages
 from toy import client_app, fedavg, model, update
@@ -305,12 +305,6 @@ BAD = {
     "doubles": tensors(wire.dense(np.zeros(COUNT))),
     "two tensors": tensors(*[wire.dense(np.zeros(COUNT, np.float32))] * 2),
     "no tensor": tensors(),
-    "bytes that are no frame": lambda c: put_frame(c, UPDATE, b"FCW1 or not"),
-    "an empty reply": lambda c: RecordDict(),
-    "metrics for an update": lambda c: RecordDict({"metrics": MetricRecord({"num-examples": 10**9})}),
-    "a dense model with NaN": lambda c: RecordDict(
-        {"arrays": ArrayRecord({k: Array(np.full(s, np.nan, np.float32)) for k, s in SHAPES.items()})}
-    ),
 }
 
 

@@ -13,7 +13,7 @@ from toy import model
 
 from fedcomp import wire
 from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.payload import put_frame, take_frame
+from fedcomp.flower.payload import put_frame
 from fedcomp.flower.protocol import UPDATE
 from fedcomp.layout import Layout
 from fedcomp.privacy.errors import Unbounded
@@ -63,22 +63,10 @@ def twice_the_same_index(content: RecordDict) -> None:
     put_frame(content, UPDATE, seal(sent))
 
 
-def dense(value: float, dtype: type = np.float32) -> Evil:
-    """Reply as a client without the mods, with a model that is not finite."""
-
-    def evil(content: RecordDict) -> RecordDict:
-        arrays = {"weight": np.zeros((40, 30), dtype), "bias": np.full(12, value, dtype)}
-        return RecordDict({"arrays": ArrayRecord({k: Array(v) for k, v in arrays.items()})})
-
-    return evil
-
-
-def header(**fields) -> Evil:
-    def evil(content: RecordDict) -> None:
-        for name, value in fields.items():
-            content["fedcomp.node"][name.replace("_", "-")] = value
-
-    return evil
+def overflowing(content: RecordDict) -> RecordDict:
+    """Reply as a client without the mods, with doubles that the model's floats cannot hold."""
+    tensors = {"weight": np.zeros((40, 30)), "bias": np.full(12, 1e300)}
+    return RecordDict({"arrays": ArrayRecord({name: Array(values) for name, values in tensors.items()})})
 
 
 BAD: dict[str, Evil] = {
@@ -99,14 +87,7 @@ BAD: dict[str, Evil] = {
     "a seeded support": frame(wire.seeded((SIZE,), 5, K, signs(K))),
     "a dense rest beside the votes": frame(listed(signs(K)), wire.dense(np.ones(12, np.float32))),
     "the same index twice": twice_the_same_index,
-    "a cut frame": lambda c: put_frame(c, UPDATE, take_frame(c, UPDATE)[:-1]),
-    "no frame": lambda c: RecordDict({k: v for k, v in c.items() if k != UPDATE}),
-    "a stale sequence": header(sequence=10**6),
-    "a dense model with NaN": dense(np.nan),
-    "a dense model with infinity": dense(np.inf),
-    "a dense model that overflows": dense(1e300, np.float64),
-    "an empty reply": lambda c: RecordDict(),
-    "metrics for an update": lambda c: RecordDict({"metrics": MetricRecord({"num-examples": 10**9})}),
+    "a dense model that overflows": overflowing,
 }
 
 
@@ -131,17 +112,6 @@ def test_1_11_h_a_forged_vote_costs_nobody_but_its_sender(name: str, without: tu
     assert ledger.events == without[1]
     assert [event.noise_multiplier for event in ledger.events] == [2.0]
     assert len(ledger.participations) == NODES, "who was asked took part"
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("fault", ["duplicate", "duplicate_reply"])
-def test_1_11_h_a_repeated_message_is_one_vote(fault: str) -> None:
-    """Delivered twice or answered twice: the sum is that of one vote each."""
-    once, repeated = strategy(**SETTINGS), strategy(**SETTINGS)
-    honest, *_ = run(once)
-    moved, *_ = run(repeated, fault=lambda d: fault if d.partition == CULPRIT else None)
-    assert moved.tobytes() == honest.tobytes()
-    assert repeated.inner.privacy.events == once.inner.privacy.events
 
 
 def test_1_11_h_every_reply_twice_is_every_vote_once() -> None:
