@@ -24,6 +24,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from fedcomp import params
 from fedcomp.errors import ConfigError, optional
 from fedcomp.privacy.errors import PrivacyError
 from fedcomp.privacy.events import FINE, Event
@@ -402,8 +403,7 @@ def compose(events: Iterable[Event | Sequence[Event]], delta: float, *, cap: int
 def compose_rounds(rounds: Rounds, delta: float, *, cap: int = 0) -> Cost:
     """As :func:`compose`, for rounds that are counted already: how often each :func:`profile` occurs."""
     check_delta(delta)
-    if isinstance(cap, bool) or not isinstance(cap, int) or cap < 0:
-        raise ConfigError(f"cap={cap!r} is not valid: a whole number >= 0, 0 for no cap")
+    params.integer("cap", cap, low=0)
     left = _left(rounds, delta, cap)
     parts = [part for (group, _), n in rounds.items() if n for part in group]
     sampled = any(part.rate < 1.0 for part in parts)
@@ -541,8 +541,8 @@ def noise_multiplier_for(
     """
     check_epsilon(epsilon)
     check_delta(delta)
-    count = _whole("releases", releases)
-    charged = min(count, _whole("cap", cap)) if cap else count
+    count = params.integer("releases", releases, low=1)
+    charged = min(count, params.integer("cap", cap, low=1)) if cap else count
     before, mu = math.inf, gaussian_mu(epsilon, delta)
     while abs(before - mu) > 1e-14 * mu:  # what is taken off delta depends on mu, a little
         before, mu = mu, gaussian_mu(epsilon, lattice_delta(mu, delta, grid_sigma))
@@ -604,9 +604,3 @@ def _prepare(events: Iterable[Event | Sequence[Event]], delta: float) -> tuple[C
     check_delta(delta)
     rounds = _rounds(events)
     return rounds, delta - failures(rounds, 0)
-
-
-def _whole(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name}={value!r} is not valid: a whole number >= 1")
-    return value

@@ -14,6 +14,7 @@ from typing import Any, Final, Protocol, cast, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from fedcomp import params
 from fedcomp.errors import ConfigError
 from fedcomp.privacy.errors import Unbounded
 
@@ -75,11 +76,10 @@ def to_grid(vector: NDArray[Any], *, clip: float, step: float, bound: int) -> ND
     ConfigError
         When clip or step are no positive finite numbers, or the bound is not within 1 to 2^31.
     """
-    for name, value in (("clip", clip), ("step", step)):
-        if not 0.0 < value < math.inf:
-            raise ConfigError(f"{name}={value!r} is not valid: a positive finite number")
-    if isinstance(bound, bool) or not isinstance(bound, int) or not 1 <= bound <= MOST:
-        raise ConfigError(f"bound={bound!r} is not valid: a whole number of steps from 1 to {MOST}")
+    params.positive("clip", clip)
+    params.positive("step", step)
+    # An int: the square of a float bound would not be exact.
+    bound = params.integer("bound", bound, low=1, high=MOST)
     real, largest = _finite(vector)
     if largest == 0.0:
         return np.zeros(real.shape, np.int64)

@@ -22,6 +22,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from fedcomp import params
 from fedcomp.errors import ConfigError
 from fedcomp.privacy.bounds import rounding_bound, squared_norm
 from fedcomp.privacy.entropy import Entropy
@@ -127,15 +128,10 @@ class DistributedSum(Mechanism):
                 "a client that is not there brings no noise either, and how much noise there is shows how many brought "
                 "it: shares hide what a client contributes, not that it does. Use adjacency='zero_out' or 'replace'"
             )
-        if not 0.0 < self.clip < math.inf:
-            raise ConfigError(f"clip={self.clip!r} is not valid: a positive finite number")
-        lows = {"size": 1, "contributors": 1, "tolerated": 0, "scale": 0, "rotation": 0}
-        for name, low in lows.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < low:
-                raise ConfigError(f"{name}={value!r} is not valid: a whole number >= {low}")
-        if not 0.0 < self.honest <= 1.0:
-            raise ConfigError(f"honest={self.honest!r} is not valid: a share in (0, 1]")
+        params.positive("clip", self.clip)
+        for name, low in {"size": 1, "contributors": 1, "tolerated": 0, "scale": 0, "rotation": 0}.items():
+            params.assign(self, **{name: params.integer(name, getattr(self, name), low=low)})
+        params.number("honest", self.honest, rule="a share in (0, 1]", ok=lambda v: 0.0 < v <= 1.0)
         if self.counted < 1:
             raise ConfigError(
                 f"of {self.contributors} contributors {self.tolerated} may vanish and {1 - self.honest:.0%} may tell "

@@ -26,6 +26,7 @@ from opacus.validators import ModuleValidator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
+from fedcomp import params
 from fedcomp.errors import ConfigError, nearest
 from fedcomp.privacy.entropy import Entropy, SystemEntropy
 from fedcomp.privacy.optimizers import LsgOptimizer, MaskedOptimizer, PrivateOptimizer, StepSettings, TopAggOptimizer
@@ -76,10 +77,8 @@ class PoissonLoader:
             collate, data = data.collate_fn or default_collate, data.dataset
         if isinstance(data, IterableDataset) or not hasattr(data, "__len__"):
             raise ConfigError("Poisson sampling draws records by their number; the data set has no length")
-        if not 0.0 < rate <= 1.0:
-            raise ConfigError(f"rate={rate!r} is not valid: a probability in (0, 1]")
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
-            raise ConfigError(f"steps={steps!r} is not valid: a whole number >= 0")
+        params.number("rate", rate, rule="a probability in (0, 1]", ok=lambda v: 0.0 < v <= 1.0)
+        steps = params.integer("steps", steps, low=0)
         self.records = len(data)
         if not self.records:
             raise ConfigError("the data set holds no records")

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from fedcomp.errors import ConfigError
+from fedcomp import params
 from fedcomp.plain import OrInfinite
 
 Adjacency = Literal["zero_out", "add_remove", "replace"]
@@ -25,8 +25,7 @@ FINE: Final = 10.0
 
 def check_adjacency(adjacency: str) -> None:
     """Raise :class:`ConfigError` unless ``adjacency`` is one of :data:`ADJACENCIES`."""
-    if adjacency not in ADJACENCIES:
-        raise ConfigError(f"adjacency={adjacency!r} is not known; say one of {', '.join(ADJACENCIES)}")
+    params.choice("adjacency", adjacency, ADJACENCIES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +62,12 @@ class Event:
     label: str = "update"
 
     def __post_init__(self) -> None:
-        if self.noise not in NOISES:
-            raise ConfigError(f"noise={self.noise!r} is not known; say one of {', '.join(NOISES)}")
-        if not 0.0 <= self.noise_multiplier < math.inf:
-            raise ConfigError(f"noise_multiplier={self.noise_multiplier!r} is not valid: a finite number >= 0")
-        if not 0.0 < self.rate <= 1.0:
-            raise ConfigError(f"rate={self.rate!r} is not valid: a probability in (0, 1]")
-        if isinstance(self.releases, bool) or not isinstance(self.releases, int) or self.releases < 1:
-            raise ConfigError(f"releases={self.releases!r} is not valid: a whole number >= 1")
-        if not 0.0 <= self.delta < 1.0:
-            raise ConfigError(f"delta={self.delta!r} of an event is not valid: a probability in [0, 1)")
+        params.choice("noise", self.noise, NOISES)
+        params.number("noise_multiplier", self.noise_multiplier, rule="a finite number >= 0", ok=_finite_from_0)
+        params.number("rate", self.rate, rule="a probability in (0, 1]", ok=lambda v: 0.0 < v <= 1.0)
+        params.assign(self, releases=params.integer("releases", self.releases, low=1))
+        params.number("delta", self.delta, rule="a probability in [0, 1)", ok=lambda v: 0.0 <= v < 1.0)
+
+
+def _finite_from_0(value: float) -> bool:
+    return 0.0 <= value < math.inf

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from fedcomp import params
 from fedcomp.errors import ConfigError
 from fedcomp.logs import log
 from fedcomp.plain import PlainError, fields_of, from_plain
@@ -99,8 +100,7 @@ class PrivacyLedger(Spending):
         ConfigError
             When another number was declared before, or delta is not below one over it.
         """
-        if isinstance(population, bool) or not isinstance(population, int) or population < 1:
-            raise ConfigError(f"population={population!r} is not valid: the public number of {self.unit}s, >= 1")
+        population = params.integer("population", population, low=1)
         if self.population and population != self.population:
             raise ConfigError(
                 f"the population was declared as {self.population} and cannot become {population}: it is public and "
@@ -176,8 +176,8 @@ class PrivacyLedger(Spending):
                 f"an event claims rate={event.rate:g}, but every {self.unit} is sampled with probability {claimed:g}"
                 + ("" if self.sampling.kind == "poisson" else f": sampling={self.sampling.kind!r} amplifies nothing")
             )
-        if isinstance(round, bool) or round < 0 or isinstance(times, bool) or times < 1:
-            raise ConfigError(f"round={round!r}, times={times!r} are not valid: whole numbers, times >= 1")
+        params.integer("round", round, low=0)
+        params.integer("times", times, low=1)
         people = tuple(int(node) for node in participants)
         if len(set(people)) != len(people):
             raise ConfigError(f"a participant of round {round} is listed twice")

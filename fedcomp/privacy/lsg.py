@@ -31,6 +31,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from fedcomp import params
 from fedcomp.errors import ConfigError, LayoutError, NonFiniteUpdate
 from fedcomp.rng import Key
 from fedcomp.wire.support import seeded_support
@@ -87,12 +88,9 @@ def fraction(schedule: str, step: int, steps: int, keep: float) -> float:
 
 def check_fraction(schedule: str, steps: int, keep: float) -> None:
     """Raise :class:`ConfigError` unless these describe a fraction (:func:`fraction`)."""
-    if schedule not in SCHEDULES:
-        raise ConfigError(f"schedule={schedule!r} is not known; say one of {', '.join(SCHEDULES)}")
-    if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0.0 < keep <= 1.0:
-        raise ConfigError(f"keep={keep!r} is not valid: a fraction in (0, 1]")
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < (0 if schedule == "constant" else 1):
-        raise ConfigError(f"steps={steps!r} is not valid: a {schedule} schedule needs the number of steps")
+    params.choice("schedule", schedule, SCHEDULES)
+    params.number("keep", keep, rule="a fraction in (0, 1]", ok=lambda v: 0.0 < v <= 1.0)
+    params.integer(f"steps of a {schedule} schedule", steps, low=0 if schedule == "constant" else 1)
 
 
 def check_mask(mask: str) -> None:
@@ -252,8 +250,7 @@ class LowRankPlan:
         ConfigError
             When the rank is negative, or there is nothing to plan for.
         """
-        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0:
-            raise ConfigError(f"rank={rank!r} is not valid: a whole number >= 0, where 0 factors nothing")
+        rank = params.integer("rank", rank, low=0)
         pieces: list[Piece] = []
         start = at = 0
         for name, shape in shapes.items():

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedcomp import params
 from fedcomp.errors import ConfigError
 from fedcomp.privacy.bounds import to_grid
 from fedcomp.privacy.entropy import Entropy, SystemEntropy
@@ -57,11 +58,10 @@ class Mechanism(ABC):
 
     def __post_init__(self) -> None:
         check_adjacency(self.adjacency)
-        if self.noise not in NOISES:
-            raise ConfigError(f"noise={self.noise!r} is not known; say one of {', '.join(NOISES)}")
-        z = self.noise_multiplier
-        if isinstance(z, bool) or not isinstance(z, int | float) or not 0.0 <= z < math.inf:
-            raise ConfigError(f"noise_multiplier={z!r} is not valid: a finite number >= 0")
+        params.choice("noise", self.noise, NOISES)
+        params.number(
+            "noise_multiplier", self.noise_multiplier, rule="a finite number >= 0", ok=lambda z: 0.0 <= z < math.inf
+        )
 
     @property
     @abstractmethod
@@ -160,10 +160,8 @@ class GridGaussian(Mechanism):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0.0 < self.clip < math.inf:
-            raise ConfigError(f"clip={self.clip!r} is not valid: a positive finite number")
-        if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
-            raise ConfigError(f"size={self.size!r} is not valid: a whole number >= 1")
+        params.positive("clip", self.clip)
+        params.assign(self, size=params.integer("size", self.size, low=1))
 
     @property
     def bound(self) -> float:
@@ -225,9 +223,8 @@ class Votes(Mechanism):
         super().__post_init__()
         if self.by_row and len(self.shape) < 2:
             raise ConfigError(f"by_row=True needs rows, the shape is {self.shape}")
-        for name, value in (("k", self.k), ("shape", math.prod(self.shape))):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name}={value!r} is not valid: a whole number >= 1")
+        params.assign(self, k=params.integer("k", self.k, low=1))
+        params.integer("shape", math.prod(self.shape), low=1)
 
     @property
     def releases(self) -> int:

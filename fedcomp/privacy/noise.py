@@ -24,6 +24,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from fedcomp import params
 from fedcomp.errors import ConfigError, nearest
 from fedcomp.privacy.densities import Gauss, Poisson
 from fedcomp.privacy.entropy import Entropy
@@ -131,10 +132,8 @@ def gaussian(sigma: float, count: int, entropy: Entropy) -> NDArray[np.float64]:
 
 
 def _check(sigma: float, count: int) -> None:
-    if isinstance(sigma, bool) or not isinstance(sigma, int | float) or not 0.0 < sigma <= LARGEST:
-        raise ConfigError(f"sigma={sigma!r} is not valid: a standard deviation above 0 and at most 2^40 grid steps")
-    if isinstance(count, bool) or not isinstance(count, int | np.integer) or count < 0:
-        raise ConfigError(f"count={count!r} is not valid: a whole number >= 0")
+    params.number("sigma", sigma, rule="above 0 and at most 2^40 grid steps", ok=lambda v: 0.0 < v <= LARGEST)
+    params.integer("count", count, low=0)
 
 
 class _Coins:

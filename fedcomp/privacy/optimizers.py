@@ -30,6 +30,7 @@ from opacus.optimizers import DPOptimizer
 from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processed
 from torch import Tensor
 
+from fedcomp import params
 from fedcomp.errors import ConfigError
 from fedcomp.privacy.entropy import Entropy, SeededEntropy, SystemEntropy
 from fedcomp.privacy.events import Adjacency
@@ -231,8 +232,7 @@ class PrivateOptimizer(DPOptimizer):
             )
         if not 0.0 < expected_batch_size < math.inf:
             raise ConfigError(f"expected_batch_size={expected_batch_size!r} is not valid: rate * records, above 0")
-        if settings.loss_reduction not in ("mean", "sum"):
-            raise ConfigError(f"loss_reduction={settings.loss_reduction!r} is not known; say 'mean' or 'sum'")
+        params.choice("loss_reduction", settings.loss_reduction, ("mean", "sum"))
         super().__init__(
             optimizer,
             noise_multiplier=settings.noise_multiplier,
@@ -387,10 +387,9 @@ class TopAggOptimizer(PrivateOptimizer):
         threshold: float | None = None,
         **rest: Any,
     ) -> None:
-        if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-            raise ConfigError(f"k={k!r} is not valid: a whole number of votes >= 1")
-        if saturation is not None and not 0.0 < saturation < math.inf:
-            raise ConfigError(f"saturation={saturation!r} is not valid: a positive finite number, or None")
+        k = params.integer("k", k, low=1)
+        if saturation is not None:
+            params.positive("saturation", saturation)
         if threshold is not None and not 0.0 <= threshold < math.inf:
             raise ConfigError(f"threshold={threshold!r} is not valid: a finite fraction >= 0, or None")
         size = sum(p.numel() for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
@@ -566,9 +565,8 @@ class LsgOptimizer(MaskedOptimizer):
         labels = list(names) or [str(number) for number in range(len(tensors))]
         if len(labels) != len(tensors) or len(set(labels)) != len(labels):
             raise ConfigError(f"{len(labels)} names for {len(tensors)} parameters; expected one each, all different")
-        for name, value, least in (("history", history, 0), ("refresh", refresh, 1)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigError(f"{name}={value!r} is not valid: a whole number >= {least}")
+        history = params.integer("history", history, low=0)
+        refresh = params.integer("refresh", refresh, low=1)
         shapes = {label: tuple(p.shape) for label, p in zip(labels, tensors, strict=True)}
         self.plan = LowRankPlan.of(shapes, rank, whole)
         self.history = history

@@ -17,6 +17,7 @@ from typing import Any, Final, Literal, Protocol
 
 import numpy as np
 
+from fedcomp import params
 from fedcomp.errors import ConfigError
 from fedcomp.privacy.entropy import Entropy
 from fedcomp.privacy.events import Adjacency, check_adjacency
@@ -75,24 +76,20 @@ class Sampling:
     reveal_participation: bool = False
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ConfigError(f"sampling={self.kind!r} is not known; say one of {', '.join(KINDS)}")
-        if isinstance(self.rate, bool) or not isinstance(self.rate, int | float) or not 0.0 < self.rate <= 1.0:
-            raise ConfigError(f"rate={self.rate!r} is not valid: a probability in (0, 1]")
+        params.choice("sampling", self.kind, KINDS)
+        params.number("rate", self.rate, rule="a probability in (0, 1]", ok=lambda v: 0.0 < v <= 1.0)
         if self.kind != "poisson" and self.rate != 1.0:
             raise ConfigError(
                 f"rate={self.rate!r} does nothing under sampling={self.kind!r}; amplification by sampling holds for "
                 "units drawn independently: say sampling='poisson', or leave the rate out"
             )
-        if isinstance(self.cap, bool) or not isinstance(self.cap, int) or self.cap < 0:
-            raise ConfigError(f"cap={self.cap!r} is not valid: a whole number >= 0")
+        params.assign(self, cap=params.integer("cap", self.cap, low=0))
         if (self.kind == "capped") != (self.cap > 0):
             raise ConfigError(
                 "sampling='capped' needs cap >= 1, the rounds one unit may take part in"
                 if self.kind == "capped"
                 else f"cap={self.cap} does nothing under sampling={self.kind!r}; say sampling='capped'"
             )
-
         if not isinstance(self.reveal_participation, bool) or (self.reveal_participation and self.kind != "poisson"):
             raise ConfigError(
                 f"reveal_participation={self.reveal_participation!r} is not valid under sampling={self.kind!r}: True "
@@ -117,8 +114,7 @@ class Sampling:
             curve of a sampled Gaussian of twice the sensitivity).
         """
         check_adjacency(adjacency)
-        if count < 0:
-            raise ConfigError(f"count={count!r} is not valid: a whole number >= 0")
+        params.integer("count", count, low=0)
         if count and self.kind == "poisson":
             raise ConfigError(f"count={count} does not fit Poisson sampling, whose rounds vary in size; use its rate")
         if count and adjacency == "add_remove":
@@ -187,8 +183,7 @@ class Sampling:
         It is never the number that answered: dividing by that moves all other contributions when one comes or goes,
         which doubles the sensitivity of the mean.
         """
-        if population < 1:
-            raise ConfigError(f"population={population!r} is not valid: the public number of units, >= 1")
+        params.integer("population", population, low=1)
         expected = float(self.rate) * population
         return min(expected, float(count)) if count and self.kind != "poisson" else expected
 

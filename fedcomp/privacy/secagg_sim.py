@@ -17,6 +17,7 @@ import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 from numpy.typing import NDArray
 
+from fedcomp import params
 from fedcomp.errors import ConfigError
 from fedcomp.privacy.entropy import Entropy
 from fedcomp.privacy.errors import Unbounded
@@ -71,8 +72,7 @@ class MaskedSum:
             ("modulus", modulus, 2),
             ("least", least, 1),
         ):
-            if isinstance(value, bool) or not isinstance(value, int) or value < low:
-                raise ConfigError(f"{name}={value!r} is not valid: a whole number >= {low}")
+            params.integer(name, value, low=low)
         if modulus > _LARGEST:
             raise ConfigError(f"modulus={modulus} is not valid: at most 2^62, so that sums of two residues fit 64 bits")
         pairs = [(i, j) for j in range(clients) for i in range(j)]

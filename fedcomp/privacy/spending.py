@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
-from fedcomp.errors import ConfigError
+from fedcomp import params
 from fedcomp.plain import Count, Range
 from fedcomp.privacy.accounting import (
     Cost,
@@ -67,15 +67,11 @@ class Spending:
     ) -> None:
         check_adjacency(adjacency)
         sampling.check(adjacency)
-        if isinstance(delta, bool) or not isinstance(delta, int | float) or not 0.0 < delta < 1.0:
-            raise ConfigError(f"delta={delta!r} is not valid: a probability in (0, 1), e.g. 1e-5")
-        if budget is not None and (isinstance(budget, bool) or not 0.0 < budget < math.inf):
-            raise ConfigError(f"budget={budget!r} is not valid: a positive epsilon, or None for no budget")
-        self.delta = float(delta)
+        self.delta = params.number("delta", delta, rule="a probability in (0, 1)", ok=lambda v: 0.0 < v < 1.0)
         self.population = 0
         self.adjacency: Adjacency = adjacency
         self.sampling = sampling
-        self.budget = None if budget is None else float(budget)
+        self.budget = None if budget is None else params.positive("budget", budget)
         self.unit = unit
         self.run = os.urandom(16).hex()
         self._recount([])

@@ -29,6 +29,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
+from fedcomp import params
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.flower import datalens
 from fedcomp.flower.datalens import TrainingRequest
@@ -157,8 +158,7 @@ class DataLens(PrivateRun, ExchangeStrategy, Stateful):
     ) -> None:
         given = PrivacySettings(**{"adjacency": "replace", **privacy})
         count, adjacency, population = teachers.teachers, given.adjacency, given.population
-        if isinstance(clients, bool) or not isinstance(clients, int) or clients < 0:
-            raise ConfigError(f"clients of DataLens is {clients!r}; expected a whole number, at least 0")
+        params.integer("clients", clients, low=0)
         if count > 1 and adjacency != "replace":
             raise ConfigError(
                 f"adjacency={adjacency!r} does not fit {count} teachers per client: what one record changes is one "
@@ -216,8 +216,7 @@ class DataLens(PrivateRun, ExchangeStrategy, Stateful):
         """Learn the number of clients, unless the constructor was told."""
         if self.clients:
             return
-        if isinstance(population, bool) or not isinstance(population, int) or population < 1:
-            raise ConfigError(f"{population!r} is no number of clients: a whole number, at least 1")
+        params.integer("clients", population, low=1)
         if not self.privacy.population:
             self.privacy.declare(population)
         self.clients = population

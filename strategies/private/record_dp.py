@@ -21,6 +21,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 
+from fedcomp import params
 from fedcomp.codecs import Identity
 from fedcomp.errors import ConfigError
 from fedcomp.flower.checkpoint import INNER
@@ -148,12 +149,10 @@ class RecordDp(NoClientEvaluation, Strategy, Stateful):
                 "evaluation on clients would release metrics of their records; make the inner strategy with "
                 "fraction_evaluate=0.0, and evaluate on the server (evaluate_fn)"
             )
-        if plan.method not in METHODS:
-            raise ConfigError(f"method={plan.method!r} is not known; say one of {', '.join(METHODS)}")
+        params.choice("method", plan.method, METHODS)
         if plan.adjacency == "replace":
             raise ConfigError("adjacency='replace' has no amplification by sampling here; say add_remove or zero_out")
-        if isinstance(plan.steps, bool) or not isinstance(plan.steps, int) or plan.steps < 1:
-            raise ConfigError(f"steps={plan.steps!r} is not valid: a whole number of steps per training, at least 1")
+        params.integer("steps", plan.steps, low=1)
         self._reception = Reception(f"RecordDp({type(inner).__name__})", guard=guard)
         if guard is not None and not is_mean(inner):
             raise ConfigError(

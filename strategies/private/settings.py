@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from typing import Any
 
 from fedcomp import params
 from fedcomp.errors import ConfigError
@@ -194,9 +194,10 @@ class VoteSettings:
     stochastic: bool = True
 
     def __post_init__(self) -> None:
-        _require_counts(self, "k", "images")
-        _require_number("eta", self.eta, above=True)
-        _require_number("beta", self.beta, above=False)
+        k, images = params.integer("k", self.k, low=1), params.integer("images", self.images, low=1)
+        params.assign(self, k=k, images=images)
+        params.positive("eta", self.eta)
+        params.number("beta", self.beta, rule="a finite number >= 0", ok=lambda v: 0.0 <= v < math.inf)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,20 +233,7 @@ class TeacherSettings:
     send: str = "generator"
 
     def __post_init__(self) -> None:
-        _require_counts(self, "teachers", "batch")
-        _require_counts(self, "pretrain", "steps", least=0)
-        _require_number("teacher_lr", self.teacher_lr, above=True)
-        if self.send not in SENDS:
-            raise ConfigError(f"send={self.send!r} is not known; say one of {', '.join(SENDS)}")
-
-
-def _require_counts(settings: Any, *names: str, least: int = 1) -> None:
-    for name in names:
-        value = getattr(settings, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ConfigError(f"{name} of DataLens is {value!r}; expected a whole number, at least {least}")
-
-
-def _require_number(name: str, value: float, *, above: bool) -> None:
-    if not 0.0 <= value < float("inf") or (above and not value):
-        raise ConfigError(f"{name}={value!r} is not valid: a finite number {'> 0' if above else '>= 0'}")
+        for name, low in {"teachers": 1, "batch": 1, "pretrain": 0, "steps": 0}.items():
+            params.assign(self, **{name: params.integer(name, getattr(self, name), low=low)})
+        params.positive("teacher_lr", self.teacher_lr)
+        params.choice("send", self.send, SENDS)

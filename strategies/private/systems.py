@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
+from fedcomp import params
 from fedcomp.codecs import RandomK
 from fedcomp.errors import ConfigError
 from fedcomp.flower.privacy import find_private
@@ -178,9 +179,8 @@ def _record_dp(settings: Settings, seed: int) -> Strategy:
         raise ConfigError(
             f"sampling={settings['sampling']!r} is about clients, and here records are drawn; use record_rate"
         )
-    rate = float(settings["record_rate"])
-    if not 0.0 < rate <= 1.0:
-        raise ConfigError(f"record_rate={rate!r} is not valid: a probability in (0, 1]")
+    given = settings["record_rate"]
+    rate = params.number("record_rate", given, rule="a probability in (0, 1]", ok=lambda v: 0.0 < v <= 1.0)
     own: dict[str, Any] = {key: settings[key] for key in ("method", "noise_multiplier", "clip", "delta", "adjacency")}
     options = {"topagg": ("k",), "random-mask": ("keep",), "lsg": ("keep", "rank")}.get(str(settings["method"]), ())
     plan = TrainingPlan(

@@ -110,7 +110,7 @@ def test_a_longdouble_beyond_float64_is_refused() -> None:
         {"step": -1.0},
         {"bound": 0},
         {"bound": MOST + 1},
-        {"bound": 2.0},
+        {"bound": 2.5},
     ],
 )
 def test_wrong_parameters_are_named(wrong) -> None:

@@ -513,7 +513,7 @@ def test_a_model_that_keeps_statistics_of_batches_is_refused_before_anybody_trai
         (lambda: RecordDp(FedMedian(fraction_evaluate=0.0), PLAN), "no weighted mean"),
         (lambda: RecordDp(FedAvg(fraction_evaluate=1.0), PLAN), "fraction_evaluate=0.0"),
         (lambda: record_dp(adjacency="replace"), "say add_remove"),
-        (lambda: record_dp(method="sgd"), "method='sgd' is not known"),
+        (lambda: record_dp(method="sgd"), "method='sgd' is not valid"),
         (lambda: record_dp(steps=0), "steps=0 is not valid"),
         (lambda: record_dp(rate=0.0), "rate"),
         (lambda: record_dp(noise_multiplier=-1.0), "noise_multiplier"),
