@@ -3,7 +3,7 @@
 ``client(app, local_privacy(LocalPolicy(noise_multiplier=4.0, releases=20)))`` is an app that needs no trust in its
 server: whatever the server announces, nothing leaves but frames of a codec that privatises with that much noise of this
 node's own, and no more than twenty of them. The count is kept in ``context.state``, apart
-from the codec's memory, which begins anew whenever the server says so.
+from the codec's memory, which restarts whenever the server says so.
 
 Without a policy the mod enforces what the server announces; :class:`fedcomp.privacy.local.Privatise` names a limit.
 """

@@ -56,6 +56,12 @@ class TrainingPlan(TextSchema, key=RECORD_DP):
         Noise and batches come from the run's seed.
     options : mapping
         Of the method: ``k``; ``keep``; ``rank``.
+
+    Examples
+    --------
+    >>> plan = TrainingPlan(noise_multiplier=2.0, rate=0.1, steps=20, delta=1e-5, budget=3.0)
+    >>> TrainingPlan.from_text(plan.to_text()) == plan
+    True
     """
 
     method: Annotated[str, OneOf(*METHODS)] = "dp-sgd"

@@ -523,7 +523,7 @@ def noise_multiplier_for(
     Parameters
     ----------
     releases : int
-        Each of them a round of its own: at ``rate < 1`` each draws anew who takes part.
+        Each of them a round of its own: at ``rate < 1`` each redraws who takes part.
     rate : float
         Poisson sampling probability.
     cap : int

@@ -53,6 +53,14 @@ class AdaptiveClip:
     count_noise : float
         Standard deviation of the noise on the centred count of bits, in clients, where one client may be left out (the
         double under "replace"). 0: a twentieth of the expected number of contributions.
+
+    Examples
+    --------
+    >>> from flwr.serverapp.strategy import FedAvg
+    >>> from fedcomp.strategies.private.dp_fedavg import DpFedAvg
+    >>> strategy = DpFedAvg(
+    ...     FedAvg(fraction_evaluate=0.0), clip=AdaptiveClip(initial=1.0, count_noise=5.0), noise_multiplier=2.0
+    ... )
     """
 
     initial: float = 0.1

@@ -109,6 +109,12 @@ class DistributedSum(Mechanism):
     ------
     ConfigError
         When nobody's noise would be left, or a discrete Gaussian share would be too small.
+
+    Examples
+    --------
+    >>> mechanism = DistributedSum(noise_multiplier=1.0, clip=1.0, size=1000, contributors=20, tolerated=4)
+    >>> mechanism.counted, mechanism.least
+    (16, 16)
     """
 
     clip: float

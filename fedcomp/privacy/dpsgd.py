@@ -67,6 +67,13 @@ class PoissonLoader:
     ------
     ConfigError
         For data without a length, an empty one, or a rate that is no probability.
+
+    Examples
+    --------
+    >>> from torch.utils.data import TensorDataset
+    >>> loader = PoissonLoader(TensorDataset(torch.zeros(100, 3)), rate=0.1, steps=5)
+    >>> [batch[0].shape[1] for batch in loader], loader.drawn
+    ([3, 3, 3, 3, 3], 5)
     """
 
     def __init__(
@@ -136,7 +143,7 @@ class PrivateTraining:
         """Make one private step on ``batch``; one without records releases noise, and costs, like any other.
 
         Another step on the batch that was drawn last is recorded in the same round of the ledger: it is on the same
-        records, and costs more than one on records that were drawn anew. Buffers of the module keep what they hold:
+        records, and costs more than one on records that were redrawn. Buffers of the module keep what they hold:
         what a forward pass writes into them is made of records, has no noise, and reaches the gradients of others.
 
         Parameters

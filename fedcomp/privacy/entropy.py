@@ -111,6 +111,13 @@ class SeededEntropy(_ChaCha):
     ------
     ConfigError
         Without ``insecure_deterministic=True``.
+
+    Examples
+    --------
+    >>> from fedcomp.rng import Key
+    >>> noise = SeededEntropy(Key(7, "test"), insecure_deterministic=True)
+    >>> noise.words(2).tolist() == SeededEntropy(Key(7, "test"), insecure_deterministic=True).words(2).tolist()
+    True
     """
 
     secure = False

@@ -50,6 +50,13 @@ class Event:
         Failure probability beside the noise (sampling tables, conditional rounding), added to the run's delta.
     label : str
         What was released.
+
+    Examples
+    --------
+    >>> from fedcomp.privacy.accounting import compose
+    >>> event = Event("gaussian", noise_multiplier=4.0)
+    >>> round(compose([event] * 10, 1e-5).epsilon, 2)
+    3.34
     """
 
     noise: str

@@ -151,12 +151,12 @@ class PrivacyLedger(Spending):
         ----------
         event : Event
         round : int
-            Names the units: the events of one round are on the same ones, drawn once. Who draws anew (the steps of a
+            Names the units: the events of one round are on the same ones, drawn once. Whoever redraws (the steps of a
             local DP-SGD) counts them as rounds.
         participants : sequence of int
             Who takes part: all who were asked, whatever they answered.
         times : int
-            The rounds ``round`` to ``round + times - 1`` at once, each drawing anew.
+            The rounds ``round`` to ``round + times - 1`` at once, each redrawn.
 
         Raises
         ------
@@ -296,7 +296,7 @@ class PrivacyLedger(Spending):
             raise PrivacyLedgerError(
                 f"{where} has version {header.get('version')!r} of the format, this release reads 1 to {VERSION}"
             )
-        # A budget may be set anew when a run is resumed: it says what may still be spent, not what was.
+        # A budget may be changed when a run is resumed: it says what may still be spent, not what was.
         for name in sorted(set(mine) - {"run", "budget", "version"}):
             if header.get(name) != mine[name]:
                 raise PrivacyLedgerError(

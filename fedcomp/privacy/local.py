@@ -57,6 +57,14 @@ class Privatise(Transform):
     -----
     State: ``releases``, a 0-d int64, how many messages left. It does not go back when a message is rolled back: that
     nobody acknowledged it does not mean that nobody read it.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fedcomp.codecs import QSGD, chain
+    >>> codec = chain(Privatise(clip=1.0, noise_multiplier=4.0), QSGD(levels=8))
+    >>> privatised(codec)
+    Privatise(clip=1.0, noise_multiplier=4.0)
     """
 
     transform_id: ClassVar[str] = "privatise"
@@ -129,6 +137,12 @@ class LocalPolicy:
     Notes
     -----
     Clip norm and codec may be the server's to choose: the guarantee of a message is that of its noise multiplier alone.
+
+    Examples
+    --------
+    >>> from fedcomp.codecs import TopK
+    >>> LocalPolicy(noise_multiplier=4.0, releases=20).refuses(TopK(0.1))
+    'this client sends privatised updates only, and the announced codec does not privatise'
     """
 
     noise_multiplier: float

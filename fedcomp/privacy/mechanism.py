@@ -153,6 +153,17 @@ class GridGaussian(Mechanism):
     size : int
         Coordinates d; the grid is chosen from it: a step is C / B with B the smallest power of two >= 50 sqrt(d), so
         that rounding moves a vector by at most 1 % of C.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fedcomp.privacy.entropy import SystemEntropy
+    >>> mechanism = GridGaussian(noise_multiplier=2.0, clip=1.0, size=3)
+    >>> total = mechanism.admit(np.array([0.3, 0.0, 0.4])) + mechanism.admit(np.array([30.0, 0.0, 40.0]))
+    >>> mechanism.perturb(total, SystemEntropy()).shape
+    (3,)
+    >>> mechanism.sensitivity * mechanism.step <= 1.001
+    True
     """
 
     clip: float
@@ -213,6 +224,13 @@ class Votes(Mechanism):
     -----
     The grid is finer than the votes where the noise would be coarse (:data:`FINE`): votes count ``resolution`` steps
     each. That changes no ratio, and lets the noise be accounted as continuous.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> ballots = Votes(noise_multiplier=2.0, k=2, shape=(4,))
+    >>> ballots.sensitivity * ballots.step  # the square root of k
+    1.4142135623730951
     """
 
     k: int
@@ -262,7 +280,7 @@ class Votes(Mechanism):
         Raises
         ------
         Unbounded
-            When the shape or dtype is another, a value is none of -1, 0, 1, or more than ``k`` are not zero.
+            When the shape or dtype is another, a value is not -1, 0 or 1, or more than ``k`` are not zero.
         """
         if not isinstance(contribution, np.ndarray):
             raise Unbounded(f"votes are signed integers, got {type(contribution)}")
@@ -289,7 +307,7 @@ class Votes(Mechanism):
         if cast > self.k:
             raise Unbounded(f"{cast} votes in one contribution, at most {self.k} are allowed")
         if contributions.max() > 1 or contributions.min() < -1:
-            raise Unbounded("a vote is none of -1, 0 and 1")
+            raise Unbounded("a vote is not -1, 0 or 1")
         return contributions.sum(axis=0, dtype=np.int64) * self.resolution
 
 

@@ -165,6 +165,10 @@ class StepSettings:
         Of noise and batches; default: the operating system's.
     key : Key
         Public randomness: masks, carriers. The step's number becomes its round. With a seed for entropy, votes too.
+
+    Examples
+    --------
+    >>> settings = StepSettings(noise_multiplier=1.1, rate=0.01, max_grad_norm=0.5, loss_reduction="none")
     """
 
     noise_multiplier: float
@@ -191,7 +195,7 @@ class PrivateOptimizer(DPOptimizer):
     expected_batch_size : float
         ``rate * records``, not rounded: the sum is divided by it.
     start : int, optional
-        Number of the first step. A step draws its batch anew, and is a round of its own in the ledger; default: after
+        Number of the first step. A step redraws its batch, and is a round of its own in the ledger; default: after
         the rounds the ledger holds.
     drawn : callable, optional
         Returns how many batches were drawn so far. Steps on one batch are then recorded in one round: they are on the
@@ -510,7 +514,7 @@ class MaskedOptimizer(PrivateOptimizer):
         return out
 
     def scatter(self, noisy: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the kept coordinates among zeros, and let the next step choose anew."""
+        """Return the kept coordinates among zeros, and let the next step choose again."""
         out = np.zeros(self.full())
         out[self.kept()] = noisy
         self._kept = None

@@ -23,6 +23,15 @@ class ParallelLedger(PrivacyLedger):
     The ``participants`` of an event are the parties on whose records it was. It is written down by somebody who was
     told of it, after the fact, and so never refused: whether a party may go on is asked with :meth:`allows`. ``rounds``
     and ``releases`` are those of the party that has most.
+
+    Examples
+    --------
+    >>> from fedcomp.privacy.sampling import Sampling
+    >>> ledger = ParallelLedger(delta=1e-5, population=1000, adjacency="zero_out", sampling=Sampling(), unit="record")
+    >>> for party in (1, 2):
+    ...     ledger.record(Event("gaussian", noise_multiplier=4.0), round=party, participants=[party])
+    >>> ledger.releases, ledger.epsilon() == ledger.cost().epsilon
+    (1, True)
     """
 
     per_unit: ClassVar[bool] = True

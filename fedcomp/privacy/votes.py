@@ -243,6 +243,16 @@ class TopkSign(PositionalCodec):
         Magnitudes above it vote with certainty.
     stochastic : bool
         False casts the plain signs.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fedcomp.layout import Layout, Update
+    >>> from fedcomp.rng import Key
+    >>> ballot, layout = TopkSign(k=2, stochastic=False), Layout.flat(4)
+    >>> frame, _ = ballot.encode(Update(np.float32([0.1, -3, 2, 0]), layout), ballot.init(layout), Key(0))
+    >>> ballot.decode(frame, layout).tolist()
+    [0.0, -1.0, 1.0, 0.0]
     """
 
     codec_id: ClassVar[str] = "topagg"
@@ -454,7 +464,7 @@ def encode_rows(votes: NDArray[Any]) -> bytes:
     if array.ndim != 2 or array.dtype.kind != "i":
         raise ConfigError(f"votes are {array.dtype}{array.shape}; expected signed integers of shape (rows, d)")
     if array.size and (array.max() > 1 or array.min() < -1):
-        raise ConfigError("a vote is none of -1, 0 and 1")
+        raise ConfigError("a vote is not -1, 0 or 1")
     flat = array.reshape(-1)
     indices = np.flatnonzero(flat)
     return _shortest([wire.sparse(array.shape, indices, UnitSign(flat[indices] < 0))])

@@ -134,6 +134,16 @@ class DataLens(PrivateRun, ExchangeStrategy, Stateful):
     ------
     ConfigError
         For arguments out of range, and for several teachers of a client under an adjacency that only holds for clients.
+
+    Examples
+    --------
+    >>> from fedcomp.tasks import get_task
+    >>> from fedcomp.tasks.gan import Adam
+    >>> task = get_task("digits-generator")
+    >>> votes, teachers = VoteSettings(k=200, images=15), TeacherSettings(steps=2)
+    >>> strategy = DataLens(
+    ...     lambda config: task.student(Adam(1e-3, 0.5)), votes, teachers, clients=1000, noise_multiplier=20.0
+    ... )
     """
 
     STATE: ClassVar[Mapping[str, Any]] = {
@@ -230,7 +240,7 @@ class DataLens(PrivateRun, ExchangeStrategy, Stateful):
         """Return why round ``server_round`` may not be made, empty when it may.
 
         How many pixels an image has is known from the first round on, and matters only for what the noise sampler adds
-        to delta; the round itself asks again, before any client hears of it.
+        to delta; the round itself asks again, before any client is contacted.
         """
         return self.unaffordable(self.event(self._pixels or self.votes.k), server_round)
 

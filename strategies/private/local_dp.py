@@ -35,7 +35,7 @@ from fedcomp.strategies.private.sums import LocalSink
 _NOT_COVERED: Final = (
     "the choice of hyper-parameters and of the model, and preprocessing of the data",
     "who takes part, when, how large its messages are, and whether its app fails",
-    "a client that connects anew under another node id, unless it counts its messages itself",
+    "a client that reconnects under another node id, unless it counts its messages itself",
     "what else a client's device sends",
 )
 

@@ -38,7 +38,7 @@ def online(grid: Grid, inner: Strategy) -> list[int]:
 
 
 @contextmanager
-def unheard(hidden: bool) -> Iterator[None]:
+def muted(hidden: bool) -> Iterator[None]:
     """Keep what Flower logs inside of the block, how many nodes it sampled, to itself when ``hidden``."""
     drop = lambda record: not hidden or record.levelno > logging.INFO  # noqa: E731
     flowers.addFilter(drop)

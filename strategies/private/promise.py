@@ -36,7 +36,7 @@ from fedcomp.strategies.private.settings import PrivacySettings
 NOT_COVERED: Final = (
     "the choice of hyper-parameters and of the model, and preprocessing of the data",
     "who takes part, and when",
-    "a client that connects anew under another node id, which is counted as another client",
+    "a client that reconnects under another node id, which is counted as another client",
     "the server's own reports and logs (who was refused, and why)",
     "the server's evaluation of released models on data of its own",
 )
@@ -236,7 +236,7 @@ class Promise(PrivateRun, NoClientEvaluation, Release, Strategy):
         """Return why round ``server_round`` may not be made, empty when it may.
 
         Before the first model is known the budget cannot be asked; the round is then refused when it is configured,
-        which is before any client hears of it.
+        which is before any client is contacted.
         """
         if self.exhausted or self._layout is None or self.budget is None:
             return self.exhausted

@@ -128,6 +128,12 @@ class RecordDp(NoClientEvaluation, Strategy, Stateful):
     ------
     ConfigError
         For a plan that promises nothing, and for inner strategies that would release more than models.
+
+    Examples
+    --------
+    >>> from flwr.serverapp.strategy import FedAvg
+    >>> plan = TrainingPlan(noise_multiplier=2.0, rate=0.1, steps=20, delta=1e-5, budget=3.0)
+    >>> strategy = RecordDp(FedAvg(fraction_evaluate=0.0), plan, records=5000)
     """
 
     STATE: ClassVar[Mapping[str, Any]] = {

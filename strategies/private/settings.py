@@ -101,6 +101,11 @@ class LsgSettings:
     ------
     ConfigError
         For a value out of range.
+
+    Examples
+    --------
+    >>> LsgSettings(clip=1.0, rank=8, keep=0.5).schedule
+    'constant'
     """
 
     clip: float
@@ -148,6 +153,11 @@ class ShareSettings:
     ------
     ConfigError
         For a clip norm that is not positive; the mechanism checks the other values.
+
+    Examples
+    --------
+    >>> ShareSettings(clip=1.0, tolerated=2).honest
+    1.0
     """
 
     clip: float

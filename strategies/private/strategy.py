@@ -7,8 +7,8 @@ is added to the sum; the sum is divided by a public constant; and the inner stra
 that FedAdam and the others make their step from it. Everything after the noise is post-processing.
 
 What is never used: the numbers of examples clients report, metrics, and buffers that travel as values (integers,
-running statistics): those keep the server's values. A round without contributions releases its noise all the same, and
-pays: that nobody came is no public fact.
+running statistics): those keep the server's values. A round without contributions still releases its noise, which is
+charged to the budget: that nobody came is not public.
 
 Subclasses say what a contribution is and what noise it takes: :class:`fedcomp.strategies.private.dp_fedavg.DpFedAvg`
 clips vectors, :class:`fedcomp.strategies.private.topagg.TopAgg` verifies votes.
@@ -38,7 +38,7 @@ from fedcomp.stateful import Stateful, nested
 from fedcomp.strategies.adaptive import Outcome
 from fedcomp.strategies.guard import Norms
 from fedcomp.strategies.intake import Intake
-from fedcomp.strategies.private.nodes import Shown, online, unheard
+from fedcomp.strategies.private.nodes import Shown, muted, online
 from fedcomp.strategies.private.promise import NOT_COVERED, Promise
 from fedcomp.strategies.private.release import Contribution
 from fedcomp.strategies.private.sums import Nothing, PrivateSink
@@ -193,7 +193,7 @@ class PrivateStrategy(Promise, Stateful):
             config[UNPADDED] = True
         if self.withholds:
             config[SECRET] = True
-        with Shown(grid, chosen).minima(self.inner) as shown, unheard(self.withholds):
+        with Shown(grid, chosen).minima(self.inner) as shown, muted(self.withholds):
             messages = list(self.inner.configure_train(server_round, arrays, config, shown))
         self.opened(server_round, chosen)
         self._open, self.chosen = server_round, chosen

@@ -314,7 +314,7 @@ SYSTEMS: Final = (
         "Wang et al. 2021, DataLens: scalable privacy preserving training via gradient compression and aggregation "
         "(abstract); its form for models of clients is derived here",
         "one vote: signs of the k largest coordinates of the update, drawn at random, packed; noise is added to the "
-        "count of all votes. k of 0 takes the share density of the coordinates, saturation of 0 is none",
+        "count of all votes. k of 0 takes the share density of the coordinates, a saturation of 0 turns it off",
         {**_BALLOT, "density": 0.1, **_TOPAGG, "server_lr": 0.1, "downlink": ""},
     ),
     _system(

@@ -61,6 +61,13 @@ class TopAgg(PrivateStrategy):
     ------
     ConfigError
         For arguments that do not make a vote or a promise.
+
+    Examples
+    --------
+    >>> from flwr.serverapp.strategy import FedAvg
+    >>> strategy = TopAgg(
+    ...     FedAvg(fraction_evaluate=0.0), TopkSign(k=200), server_lr=0.05, noise_multiplier=2.0, population=1000
+    ... )
     """
 
     votes: ClassVar[bool] = True
@@ -103,13 +110,13 @@ class TopAgg(PrivateStrategy):
         Raises
         ------
         Unbounded
-            When a value is none of -1, 0 and 1.
+            When a value is not -1, 0 or 1.
         """
         with np.errstate(invalid="ignore"):
             votes = update.astype(np.int8)
         # Only -1, 0 and 1 equal their own sign. NaN equals nothing, and what int8 cannot hold comes back as another.
         if not np.array_equal(votes, update) or not np.array_equal(votes, np.sign(votes)):
-            raise Unbounded("a vote is none of -1, 0 and 1")
+            raise Unbounded("a vote is not -1, 0 or 1")
         return votes
 
     def released(self, noisy: NDArray[np.float64], layout: Layout, server_round: int) -> Vector:

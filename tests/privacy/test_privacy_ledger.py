@@ -688,7 +688,7 @@ def said_of(ledger: PrivacyLedger) -> str:
 
 
 def test_a_round_made_again_after_a_crash_is_another_participation(tmp_path: Path) -> None:
-    """Its units and its noise are drawn anew, so it is not a second event on the same units."""
+    """Its units and its noise are redrawn, so it is not a second event on the same units."""
     path, sampling = tmp_path / "privacy.jsonl", Sampling("capped", cap=2)
     ledger = make(path=path, sampling=sampling)
     ledger.record(EVENT, round=1, participants=[1, 2])
@@ -721,7 +721,7 @@ def test_the_budget_holds_after_a_resume(tmp_path: Path) -> None:
     again.close()
 
 
-def test_a_budget_may_be_set_anew_and_what_was_spent_stands(tmp_path: Path) -> None:
+def test_a_budget_may_be_changed_and_what_was_spent_stands(tmp_path: Path) -> None:
     filled(tmp_path / "privacy.jsonl", 3, budget=5.0).close()
     spent = compose([EVENT] * 3, 1e-5).epsilon
     again = make(path=tmp_path / "privacy.jsonl", budget=spent)

@@ -137,14 +137,14 @@ def test_without_noise_and_chance_targets_are_the_signs_of_the_majority() -> Non
     over = grid()
     moved = row(run(made, over, 1).arrays)
     wishes = np.concatenate([ToyTeachers(p, 2).wish for p in range(NODES)])
-    images = made.student({}).images({"row": np.zeros(PIXELS, np.float32)}, lesson_key(made), IMAGES)
+    images = made.student({}).images({"row": np.zeros(PIXELS, np.float32)}, request_key(made), IMAGES)
     majority = np.sign(np.sign(wishes[:, None] - images[None]).sum(0))
     np.testing.assert_allclose(moved, 0.01 * majority.sum(0), rtol=1e-6)
     assert made.privacy.epsilon() == math.inf
     assert made.statement().prose().splitlines()[1].startswith("NOT PRIVATE")
 
 
-def lesson_key(made: DataLens) -> Key:
+def request_key(made: DataLens) -> Key:
     return Key(Key(made.seed, "datalens/draw", 1).u64() >> 1, "datalens")
 
 
@@ -240,7 +240,7 @@ def test_a_lost_client_costs_its_votes_and_nothing_else() -> None:
     # Whoever's reply was lost has learnt all the same, and once.
     steps = [kept(over, p).state["learnt"].tolist() for p in range(NODES)]
     first = made.teaching.pretrain + made.teaching.steps
-    assert steps == [[first + lessons * made.teaching.steps] for lessons in (3, 3, 4, 3)]
+    assert steps == [[first + requests * made.teaching.steps] for requests in (3, 3, 4, 3)]
 
 
 def test_a_round_without_any_answer_releases_its_noise_and_pays() -> None:
