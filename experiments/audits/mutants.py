@@ -250,14 +250,14 @@ class FlowersSign(DpFedAvg):
 class _Uncentred(NormBits):
     def add(self, within: bool) -> None:
         """Count 1 or 0: one client moves the count by 1, not by 1/2."""
-        self._votes += 2 * int(within)
+        self.votes += 2 * int(within)
 
 
 class UncentredBits(DpFedAvg):
     """Counts norm bits around 0, with the noise of a count around 1/2."""
 
-    def _new_bits(self, adaptive: AdaptiveClip) -> NormBits:
-        right = super()._new_bits(adaptive).mechanism
+    def new_bits(self, adaptive: AdaptiveClip) -> NormBits:
+        right = super().new_bits(adaptive).mechanism
         return _Uncentred(right.noise_multiplier, right.adjacency, right.noise)
 
 

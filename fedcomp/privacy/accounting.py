@@ -220,7 +220,7 @@ def _sampled_curve(rate: float, noise_multiplier: float) -> NDArray[np.float64]:
     return curve
 
 
-def _curve(part: _Part) -> NDArray[np.float64]:
+def renyi_curve(part: _Part) -> NDArray[np.float64]:
     """Return the Rényi curve of a part at :data:`ORDERS`, infinite where no bound is known. Shape (n,)."""
     if part.kind == "none":
         return np.full(ORDERS.shape, math.inf)
@@ -237,7 +237,9 @@ def _curve(part: _Part) -> NDArray[np.float64]:
 
 def _rdp_total(rounds: Rounds, cap: int) -> NDArray[np.float64]:
     """Return the Rényi curve of all rounds, or of the ``cap`` dearest at each order. Shape (n,)."""
-    curves = [(sum((_curve(part) for part in parts), np.zeros(ORDERS.shape)), n) for (parts, _), n in rounds.items()]
+    curves = [
+        (sum((renyi_curve(part) for part in parts), np.zeros(ORDERS.shape)), n) for (parts, _), n in rounds.items()
+    ]
     if not curves:
         return np.zeros(ORDERS.shape)
     if not cap or cap >= sum(rounds.values()):

@@ -127,18 +127,18 @@ class NormBits:
 
     def __init__(self, noise_multiplier: float, adjacency: Adjacency, noise: str) -> None:
         self.mechanism = Votes(noise_multiplier=noise_multiplier, adjacency=adjacency, noise=noise, k=1, shape=(1,))
-        self._votes = 0
+        self.votes = 0
 
     def add(self, within: bool) -> None:
         """Count the bit of one contribution that is in the sum; one that is not brings none."""
-        self._votes += 1 if within else -1
+        self.votes += 1 if within else -1
 
     def share(self, expected: float, entropy: Entropy) -> float:
         """Return the noisy share of contributions within the clip norm, in [0, 1]. To be called once, after it is paid.
 
         Contributions that are missing count as half within: a round without any says nothing about the quantile.
         """
-        total = np.array([self._votes * self.mechanism.resolution], np.int64)
+        total = np.array([self.votes * self.mechanism.resolution], np.int64)
         votes = float(self.mechanism.perturb(total, entropy)[0])
         return min(1.0, max(0.0, 0.5 + 0.5 * votes / expected))
 

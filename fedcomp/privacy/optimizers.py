@@ -260,7 +260,7 @@ class PrivateOptimizer(DPOptimizer):
             raise ConfigError("the optimiser holds no parameters that require gradients")
         self._using: Mechanism | None = None
         self._parts = 0
-        self._total: NDArray[np.int64] | None = None
+        self.total: NDArray[np.int64] | None = None
         self.mechanism()  # refuses wrong arguments now, not at the first step
 
     def mechanism(self) -> Mechanism:
@@ -292,7 +292,7 @@ class PrivateOptimizer(DPOptimizer):
         """Add the bounded contribution of each record to the step's sum."""
         mechanism = self._begin()
         assert isinstance(mechanism, GridGaussian)
-        self._add(clip_rows(self.reduce(self._rows()), mechanism))
+        self._add(clip_rows(self.reduce(self.rows()), mechanism))
 
     def add_noise(self) -> None:
         """Record what this step costs, and only then draw its noise and set ``p.grad``.
@@ -302,13 +302,13 @@ class PrivateOptimizer(DPOptimizer):
         BudgetExceeded, PrivacyLedgerError
             Nothing was released; the gradients are gone.
         """
-        if self._using is None or self._total is None:
+        if self._using is None or self.total is None:
             raise ValueError("there is no sum to add noise to: call step() after a backward pass")
-        mechanism, total = self._using, self._total
+        mechanism, total = self._using, self.total
         # Whatever happens next, no gradient without noise is left for the optimiser beneath.
         for p in self.params:
             p.grad = None
-        self._using = self._total = None
+        self._using = self.total = None
         batch = 0 if self._drawn is None else self._drawn()
         number = self._first + batch - 1 if batch else self.steps
         event = mechanism.event(rate=self.settings.rate, size=total.size, label=self.settings.label)
@@ -324,7 +324,7 @@ class PrivateOptimizer(DPOptimizer):
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Clear gradients; and the sum, unless the step was put off to gather more of the same batch."""
         if not self._is_last_step_skipped:
-            self._using = self._total = None
+            self._using = self.total = None
         super().zero_grad(set_to_none)
 
     def skip_backward(self) -> None:
@@ -339,7 +339,7 @@ class PrivateOptimizer(DPOptimizer):
             self._parts = 0
         return self._using
 
-    def _rows(self) -> Tensor:
+    def rows(self) -> Tensor:
         """Return the gradients of the batch, (B, size) in float32, and mark them as used."""
         parts = []
         for p in self.params:
@@ -357,7 +357,7 @@ class PrivateOptimizer(DPOptimizer):
     def _add(self, whole: Tensor, times: int = 1) -> None:
         # Sums of whole numbers in float64 are exact below 2^53.
         total = whole.sum(dim=0, dtype=torch.float64).to("cpu", torch.int64).numpy() * times
-        self._total = total if self._total is None else self._total + total
+        self.total = total if self.total is None else self.total + total
         self._parts += 1
 
 
@@ -417,7 +417,7 @@ class TopAggOptimizer(PrivateOptimizer):
         """Add each record's votes to the step's sum."""
         mechanism = self._begin()
         assert isinstance(mechanism, Votes)
-        rows = self._rows()
+        rows = self.rows()
         uniforms = None
         if self.stochastic:
             # Secret coins, like the noise: which ones a record gets depends on who is before it in the batch. Were they

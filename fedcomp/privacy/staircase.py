@@ -75,13 +75,13 @@ class Staircase:
         out = np.empty(count, np.int64)
         filled = 0
         while filled < count:
-            found = self._propose(min(_BLOCK, count - filled + (count - filled) // 32 + 16), entropy)
+            found = self.propose(min(_BLOCK, count - filled + (count - filled) // 32 + 16), entropy)
             taken = min(found.size, count - filled)
             out[filled : filled + taken] = found[:taken]
             filled += taken
         return out
 
-    def _propose(self, count: int, entropy: Entropy) -> NDArray[np.int64]:
+    def propose(self, count: int, entropy: Entropy) -> NDArray[np.int64]:
         """Return what is kept of ``count`` proposals."""
         word = entropy.words(count)
         column = (word >> np.uint64(64 - _COLUMNS)).astype(np.int64)
@@ -95,10 +95,10 @@ class Staircase:
         kept = number < self.squeeze[entry]
         doubtful = np.flatnonzero(~kept)
         if doubtful.size:
-            self._settle(doubtful, entry, value, number, kept, entropy)
+            self.settle(doubtful, entry, value, number, kept, entropy)
         return value[kept]
 
-    def _settle(
+    def settle(
         self,
         doubtful: NDArray[np.int64],
         entry: NDArray[np.int64],
@@ -118,18 +118,18 @@ class Staircase:
         kept[on[sure]] = True
         # A density that float64 rounds to 0 is not 0.
         for i in on[~sure & (drawn < np.maximum(chance * (1.0 + 2.0 * TOLERANCE), _TINY))].tolist():
-            kept[i] = self._keep(int(entry[i]), int(value[i]), int(number[i]), entropy)
+            kept[i] = self.keep(int(entry[i]), int(value[i]), int(number[i]), entropy)
         for i in doubtful[(entry[doubtful] == end) | (entry[doubtful] == end + 1)].tolist():
-            found = self._beyond(int(entry[i]) - end, entropy)
+            found = self.beyond(int(entry[i]) - end, entropy)
             if found is not None:
                 value[i] = found
                 kept[i] = True
 
-    def _keep(self, entry: int, value: int, number: int, entropy: Entropy) -> bool:
+    def keep(self, entry: int, value: int, number: int, entropy: Entropy) -> bool:
         factor = Fraction(self.scale, int(self.weights[entry]))
         return below(number, self.bits, lambda digits: self._scaled(value, factor, digits), entropy)
 
-    def _beyond(self, side: int, entropy: Entropy) -> int | None:
+    def beyond(self, side: int, entropy: Entropy) -> int | None:
         """Return a draw from beyond the last stair, or None: it is rejected."""
         piece = 0
         while not entropy.bytes(1)[0] & 1:

@@ -66,7 +66,7 @@ class DpFedAvg(PrivateStrategy):
         self.adaptive = clip if isinstance(clip, AdaptiveClip) else None
         self.clip = params.positive("clip", clip.initial if isinstance(clip, AdaptiveClip) else clip)
         self.clips: dict[int, float] = {}
-        self._bits: NormBits | None = None
+        self.bits: NormBits | None = None
         super().__init__(inner, noise_multiplier=noise_multiplier, **promise)
         if self.adaptive is not None and self.noise == "skellam":
             raise ConfigError("adaptive clipping needs Gaussian noise; use noise='discrete_gaussian'")
@@ -100,29 +100,29 @@ class DpFedAvg(PrivateStrategy):
         """Begin the count of bits."""
         self.clips[server_round] = self.clip
         if self.adaptive is not None:
-            self._bits = self._new_bits(self.adaptive)
+            self.bits = self.new_bits(self.adaptive)
 
-    def _new_bits(self, adaptive: AdaptiveClip) -> NormBits:
+    def new_bits(self, adaptive: AdaptiveClip) -> NormBits:
         multiplier = adaptive.multiplier(self.expected) if self.noise_multiplier else 0.0
         return NormBits(multiplier, self.adjacency, self.noise)
 
     def added(self, contribution: Contribution) -> None:
         """Count whether the update was within the clip norm."""
-        if self._bits is not None:
-            self._bits.add(norm(contribution) <= self.clip)
+        if self.bits is not None:
+            self.bits.add(norm(contribution) <= self.clip)
 
     def event(self, mechanism: Mechanism, size: int) -> Event:
         """Return the event of the sum; with adaptive clipping that of the sum and the bits together."""
         if self.adaptive is None:
             return super().event(mechanism, size)
-        bits = self._new_bits(self.adaptive).mechanism
+        bits = self.new_bits(self.adaptive).mechanism
         return joint_event(self.noise_multiplier, mechanism, bits, size=size, rate=self.sampling.event_rate)
 
     def concluded(self, server_round: int, entropy: Entropy) -> None:
         """Move the clip norm by the noisy share of the bits, which the round's event has paid for."""
-        if self.adaptive is not None and self._bits is not None:
-            self.clip = self.adaptive.move(self.clip, self._bits.share(self.expected, entropy))
-            self._bits = None
+        if self.adaptive is not None and self.bits is not None:
+            self.clip = self.adaptive.move(self.clip, self.bits.share(self.expected, entropy))
+            self.bits = None
 
     def describe(self) -> str:
         """Return the clip norm, or how it moves."""

@@ -114,7 +114,7 @@ class Lsg(PrivateStrategy):
         self._former: NDArray[np.float64] | None = None
         self._plan: LowRankPlan | None = None
         self._pairs: Carriers = ()
-        self._kept: NDArray[np.int64] = np.zeros(0, np.int64)
+        self.kept: NDArray[np.int64] = np.zeros(0, np.int64)
         super().__init__(inner, **promise)
         self._request: LsgRequest | None = None
         self._released = self._shorten
@@ -142,11 +142,11 @@ class Lsg(PrivateStrategy):
             self._first = model
         before = self._first if self.settings.history and server_round > self.settings.history else None
         self._pairs = plan.carriers(model, Key(self.seed, "lsg/carriers", server_round), before)
-        self._kept = drawn(request, plan.short)
+        self.kept = drawn(request, plan.short)
         if request.chosen:
             assert self._former is not None
             magnitude = np.concatenate(plan.project(self._former, self._pairs))
-            self._kept = kept(plan.short, request.share, Key(request.draw, "lsg/kept"), magnitude)
+            self.kept = kept(plan.short, request.share, Key(request.draw, "lsg/kept"), magnitude)
         return Layout.flat(count_kept(plan.short, request.share))
 
     def configure_train(
@@ -160,7 +160,7 @@ class Lsg(PrivateStrategy):
             self._request.put(content)
             put_carriers(content, self._pairs)
             if self._request.chosen:
-                put_kept(content, self._plan.short, self._kept)
+                put_kept(content, self._plan.short, self.kept)
         return messages
 
     def mechanism(self, layout: Layout, server_round: int) -> GridGaussian:
@@ -176,7 +176,7 @@ class Lsg(PrivateStrategy):
     def _intake(self, server_round: int, layout: Layout) -> Intake:
         assert self._plan is not None
         plain = super()._intake(server_round, layout)
-        return KeptIntake(**vars(plain), plan=self._plan, pairs=self._pairs, kept=self._kept, clip=self.settings.clip)
+        return KeptIntake(**vars(plain), plan=self._plan, pairs=self._pairs, kept=self.kept, clip=self.settings.clip)
 
     def contribution(self, update: Vector, layout: Layout, server_round: int) -> Contribution:
         """Return a client's kept coordinates.
@@ -195,7 +195,7 @@ class Lsg(PrivateStrategy):
         """Return the update of the model that the noisy kept coordinates stand for."""
         assert self._plan is not None
         short = np.zeros(self._plan.short)
-        short[self._kept] = noisy / self.expected
+        short[self.kept] = noisy / self.expected
         step = self._plan.reconstruct(short, self._pairs)
         if self.settings.mask == "noisy_magnitude":
             self._former = step if self._former is None else DECAY * self._former + step

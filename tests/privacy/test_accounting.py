@@ -377,7 +377,7 @@ def test_skellams_curve_is_above_the_sum(variance: float, shift: int) -> None:
     sigma = math.sqrt(variance)
     event = Event("skellam", sigma / shift, grid_sigma=sigma, grid_l1=float(shift))
     (part,), _ = accounting.profile(event)
-    curve = accounting._curve(part)
+    curve = accounting.renyi_curve(part)
     for order in (2, 3, 5, 9):
         terms = order * here + (1 - order) * there
         known = np.isfinite(terms)
@@ -396,7 +396,7 @@ def test_skellams_curve_is_above_the_sum(variance: float, shift: int) -> None:
 def test_skellams_curve_by_hand(variance: float, l2: float, l1: float, order: int, expected: float) -> None:
     sigma = math.sqrt(variance)
     (part,), _ = accounting.profile(Event("skellam", sigma / l2, grid_sigma=sigma, grid_l1=l1, releases=3))
-    curve = accounting._curve(part)
+    curve = accounting.renyi_curve(part)
     assert curve[np.flatnonzero(order == accounting.ORDERS)[0]] == pytest.approx(3.0 * expected)
     assert np.all(np.isinf(curve[np.floor(accounting.ORDERS) != accounting.ORDERS])), "proven for whole orders only"
 

@@ -67,7 +67,7 @@ class WrongSign(DpFedAvg):
     """The bit says "was clipped", the rule is the one for "was not"."""
 
     def added(self, contribution) -> None:
-        self._bits.add(np.linalg.norm(contribution) > self.clip)
+        self.bits.add(np.linalg.norm(contribution) > self.clip)
 
 
 @pytest.mark.long
@@ -85,7 +85,7 @@ def test_sum_and_bits_cost_one_event_at_the_noise_multiplier() -> None:
     assert [(e.noise_multiplier, e.releases) for e in made.privacy.events] == [(0.8, 1), (0.8, 1)]
     mu, grid = math.sqrt(2.0) / 0.8, made.privacy.events[0].grid_sigma
     assert made.privacy.epsilon() == pytest.approx(gaussian_epsilon(mu, lattice_delta(mu, 1e-3, grid)), rel=1e-9)
-    z_sum, z_bits = made.mechanism(_Layout(4), 3).noise_multiplier, made._new_bits(made.adaptive).mechanism
+    z_sum, z_bits = made.mechanism(_Layout(4), 3).noise_multiplier, made.new_bits(made.adaptive).mechanism
     assert z_bits.noise_multiplier == 2.0 * CLIENTS / 20
     assert 1 / z_sum**2 + 1 / z_bits.noise_multiplier**2 == pytest.approx(1 / 0.8**2, rel=1e-12)
     # The naive choice, z for the sum and the bits for nothing, costs more than is recorded.
@@ -166,7 +166,7 @@ class Counted(DpFedAvg):
     """Keeps the votes of its last round."""
 
     def concluded(self, server_round, entropy) -> None:
-        self.votes = self._bits._votes
+        self.votes = self.bits.votes
         super().concluded(server_round, entropy)
 
 
@@ -192,7 +192,7 @@ def test_a4_the_count_moves_by_what_its_noise_is_made_for_and_the_statement_says
     made = DpFedAvg(
         inner(), clip=AdaptiveClip(), noise_multiplier=1.0, population=CLIENTS, delta=1e-3, adjacency=adjacency
     )
-    bits = made._new_bits(made.adaptive).mechanism
+    bits = made.new_bits(made.adaptive).mechanism
     assert bits.sensitivity * bits.step == (exchanged if adjacency == "replace" else left_out)
     # By zero is an exchange: promised under zero_out it would cost twice what is paid.
     told = made.statement().prose()

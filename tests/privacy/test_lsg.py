@@ -251,12 +251,12 @@ def test_2_6_the_joint_clip_bounds_all_layers_and_both_carriers_together() -> No
         assert isinstance(mechanism, GridGaussian)
         t.optimizer.zero_grad()
         (1e20 * nn.functional.cross_entropy(module(data.tensors[0]), data.tensors[1], reduction="sum")).backward()
-        (rows,) = (t.optimizer._rows(),)
+        (rows,) = (t.optimizer.rows(),)
         t.optimizer.zero_grad()
         short = t.optimizer.reduce(rows)
         (1e20 * nn.functional.cross_entropy(module(data.tensors[0]), data.tensors[1], reduction="sum")).backward()
         t.optimizer.clip_and_accumulate()
-        joint = t.optimizer._total * mechanism.step
+        joint = t.optimizer.total * mechanism.step
         plan = t.optimizer.plan
     assert torch.linalg.vector_norm(short) > 1e15
     assert 0.98 * clip <= np.linalg.norm(joint) <= clip * (1 + 1e-6)

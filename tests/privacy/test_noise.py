@@ -152,11 +152,11 @@ def test_a_density_that_float64_rounds_to_0_is_compared_exactly(monkeypatch: pyt
     made = staircase(Gauss(0.02))
     assert float(made.density.relative(np.array([-1]))[0]) == 0.0
     asked = []
-    monkeypatch.setattr(Staircase, "_keep", lambda self, *args: bool(asked.append(args[:3])) or True)
+    monkeypatch.setattr(Staircase, "keep", lambda self, *args: bool(asked.append(args[:3])) or True)
     for number in (0, 1):
         kept = np.array([False])
         place = [np.array([n]) for n in (0, 1, -1)]
-        made._settle(*place, np.array([number], np.uint64), kept, Listed(b""))
+        made.settle(*place, np.array([number], np.uint64), kept, Listed(b""))
         assert bool(kept[0]) is (number == 0)
     assert asked == [(1, -1, 0)]
 
@@ -164,7 +164,7 @@ def test_a_density_that_float64_rounds_to_0_is_compared_exactly(monkeypatch: pyt
 def test_most_proposals_are_kept() -> None:
     for sigma in (31.0, 1e6):
         made = staircase(Gauss(sigma))
-        kept = made._propose(20_000, stream("kept")).size
+        kept = made.propose(20_000, stream("kept")).size
         assert kept > 0.98 * 20_000
 
 
@@ -174,8 +174,8 @@ def test_what_float64_cannot_decide_is_settled_with_more_digits(make, monkeypatc
     # So wide a tolerance leaves most draws to the exact comparison; the distribution may not change.
     monkeypatch.setattr(stairs_module, "TOLERANCE", 0.2)
     settled = []
-    keep = Staircase._keep
-    monkeypatch.setattr(Staircase, "_keep", lambda *args: settled.append(1) or keep(*args))
+    keep = Staircase.keep
+    monkeypatch.setattr(Staircase, "keep", lambda *args: settled.append(1) or keep(*args))
     density = make(2.5)
     draws = staircase.__wrapped__(density).sample(8_000, stream("settled"))
     values = {x: float(density.bounds(x, 20)[0]) for x in range(-40, 41)}
@@ -189,7 +189,7 @@ def test_what_float64_cannot_decide_is_settled_with_more_digits(make, monkeypatc
 def test_beyond_the_last_stair_the_tail_falls_like_the_density(density: Density) -> None:
     made = staircase(density)
     source = stream("tail")
-    found = [x for x in (made._beyond(i & 1, source) for i in range(1_500)) if x is not None]
+    found = [x for x in (made.beyond(i & 1, source) for i in range(1_500)) if x is not None]
     first = made.stairs << made.width
     assert found
     assert all(x >= first or x <= ~first for x in found)

@@ -157,7 +157,7 @@ def test_one_record_moves_the_sum_by_the_bound_at_most(method: str) -> None:
                 terms = nn.functional.cross_entropy(module(batch[0]), batch[1], reduction="none")
                 (terms * weight).sum().backward()
                 t.optimizer.clip_and_accumulate()
-                totals.append(t.optimizer._total)
+                totals.append(t.optimizer.total)
         moved = (totals[0] - totals[1]).astype(object)
         assert totals[0].dtype == np.int64
         assert sum(moved * moved) <= round(mechanism.bound**2)
@@ -316,13 +316,13 @@ def test_a_records_gradient_does_not_depend_on_how_many_others_there_are() -> No
         for count in (61, 60, 41):
             module, batch = net(40, 60), [x[:count] for x in data.tensors]
             with training(module, data, loss_reduction=reduction) as t:
-                honest = t.optimizer._rows
+                honest = t.optimizer.rows
 
                 def kept(honest=honest, rows=rows) -> torch.Tensor:
                     rows.append(honest()[:41].clone())
                     return rows[-1].clone()
 
-                t.optimizer._rows = kept  # type: ignore[method-assign]
+                t.optimizer.rows = kept  # type: ignore[method-assign]
                 t.step(batch, lambda m, b, how=reduction: nn.functional.cross_entropy(m(b[0]), b[1], reduction=how))
     same = {name: [torch.equal(rows[0], other) for other in rows[1:]] for name, rows in found.items()}
     assert same["none"] == [True, True]

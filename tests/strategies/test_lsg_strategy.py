@@ -143,7 +143,7 @@ def test_2_6_noise_is_on_the_kept_coordinates_alone_and_its_energy_is_within_thr
             moved = (flat(arrays) - before) * NODES
             energy.append(np.square(moved).sum())
             if not rank:
-                outside = np.delete(moved, chosen._kept)
+                outside = np.delete(moved, chosen.kept)
                 assert np.abs(outside).max() < 1e-5 < np.abs(moved).max()
     sigma = 2.0 * (2.0 if adjacency == "replace" else 1.0)
     expected = sigma**2 * LowRankPlan.of(SHAPES, rank).energy(0.25)
