@@ -90,21 +90,25 @@ def play(
     return None if arrays is None else arrays["w"].numpy()
 
 
+def forged(honest, change, *culprits: int):
+    """Return ``honest`` with some clients (default all) whose replies ``change`` alters, or replaces."""
+
+    def app(msg: Message, context: Context) -> Message:
+        reply = honest(msg, context)
+        if not reply.has_error() and (not culprits or context.node_config["partition-id"] in culprits):
+            changed = change(reply.content)
+            reply.content = reply.content if changed is None else changed
+        return reply
+
+    return app
+
+
 def federation(mods, nodes: int, *, change=None, culprit: int = 1, fault=None, metered: bool = True):
     """Return an in-process grid of toy clients; ``change`` may alter the reply of one of them.
 
     A metered grid drops duplicates before a strategy sees them.
     """
-    honest = client_app(mods)
-
-    def app(msg: Message, context: Context) -> Message:
-        reply = honest(msg, context)
-        if change is not None and context.node_config["partition-id"] == culprit and not reply.has_error():
-            changed = change(reply.content)
-            if changed is not None:
-                reply.content = changed
-        return reply
-
+    app = client_app(mods) if change is None else forged(client_app(mods), change, culprit)
     options = {} if fault is None else {"fault": fault}
     grid = InProcessGrid(app, nodes, seed=4, **options)
     return MeteredGrid(grid, TrafficLedger()) if metered else grid

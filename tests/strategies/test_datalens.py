@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from datalens_toy import IMAGES, NODES, PIXELS, SEED, ToyTeachers, client, grid, kept, model, row, strategy
 from flwr.app import ConfigRecord, Context, Message, RecordDict
+from private_runs import forged
 
 from fedcomp import wire
 from fedcomp.errors import ConfigError, StateError
@@ -148,18 +149,6 @@ def request_key(made: DataLens) -> Key:
     return Key(Key(made.seed, "datalens/draw", 1).u64() >> 1, "datalens")
 
 
-def forged(change: Callable[[RecordDict], None], culprit: int = 1) -> Callable[[Message, Context], Message]:
-    honest = client()
-
-    def app(message: Message, context: Context) -> Message:
-        reply = honest(message, context)
-        if context.node_config["partition-id"] == culprit:
-            change(reply.content)
-        return reply
-
-    return app
-
-
 def frame(data: bytes) -> Callable[[RecordDict], None]:
     return lambda content: put_frame(content, datalens.VOTES, data)
 
@@ -196,7 +185,7 @@ HOSTILE: dict[str, tuple[Callable[[RecordDict], None], str]] = {
 def test_1_11_h_votes_that_cannot_be_verified_are_left_out_and_the_guarantee_stays(how: str) -> None:
     change, said = HOSTILE[how]
     made, honest = strategy(), strategy()
-    lied = row(run(made, grid(forged(change)), 1).arrays)
+    lied = row(run(made, grid(forged(client(), change, 1)), 1).arrays)
     (reason,) = made.reports[1].refused.values()
     assert said in reason
     assert (made.reports[1].asked, made.reports[1].used) == (NODES, NODES - 1)
@@ -254,24 +243,13 @@ def test_the_threshold_counts_the_teachers_expected_and_not_those_that_came() ->
     # Every vote that came agrees, but two of four are less than 0.7 of those expected.
     agreed = frame(encode_rows(cast()))
     options = {"noise_multiplier": 0.0, "beta": 0.7}
-    all_in = run(strategy(**options), grid(everybody(agreed)), 1)
+    all_in = run(strategy(**options), grid(forged(client(), agreed)), 1)
     assert row(all_in.arrays)[:K].all()
 
     def half(delivery: Any) -> str:
         return "silent" if delivery.partition > 1 else "none"
 
-    assert not row(run(strategy(**options), grid(everybody(agreed), fault=half), 1).arrays).any()
-
-
-def everybody(change: Callable[[RecordDict], None]) -> Callable[[Message, Context], Message]:
-    honest = client()
-
-    def app(message: Message, context: Context) -> Message:
-        reply = honest(message, context)
-        change(reply.content)
-        return reply
-
-    return app
+    assert not row(run(strategy(**options), grid(forged(client(), agreed), fault=half), 1).arrays).any()
 
 
 def test_several_teachers_of_a_client_are_checked_one_by_one_and_counted_as_units() -> None:
@@ -287,7 +265,7 @@ def test_several_teachers_of_a_client_are_checked_one_by_one_and_counted_as_unit
     rows = cast(3 * IMAGES)
     rows[IMAGES, :] = 1
     lied = strategy(teachers=3)
-    run(lied, grid(forged(frame(encode_rows(rows)))), 1)
+    run(lied, grid(forged(client(), frame(encode_rows(rows)), 1)), 1)
     assert lied.reports[1].datalens.answered == NODES - 1
     with pytest.raises(ConfigError, match="say adjacency='replace'"):
         strategy(teachers=3, adjacency="zero_out")

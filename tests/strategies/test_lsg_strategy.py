@@ -12,6 +12,7 @@ import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from message_examples import all_damages
+from private_runs import forged
 from toy import client_app, fedavg, model, update
 
 from fedcomp import wire
@@ -265,19 +266,6 @@ def test_a_history_makes_carriers_of_the_way_the_model_went() -> None:
 # Hostile clients.
 
 
-def forger(evil: Callable[[RecordDict], RecordDict | None]) -> App:
-    honest = app()
-
-    def forging(msg: Message, context: Context) -> Message:
-        reply = honest(msg, context)
-        if context.node_config["partition-id"] == CULPRIT:
-            changed = evil(reply.content)
-            reply.content = reply.content if changed is None else changed
-        return reply
-
-    return forging
-
-
 def values(array: np.ndarray) -> Callable[[RecordDict], None]:
     def evil(content: RecordDict) -> None:
         put_frame(content, UPDATE, pack(array))
@@ -319,7 +307,7 @@ def without() -> tuple[np.ndarray, list]:
 @pytest.mark.parametrize("name", BAD)
 def test_a_forged_update_costs_nobody_but_its_sender(name: str, without: tuple[np.ndarray, list]) -> None:
     chosen = strategy(noise_multiplier=1.0)
-    moved, *_ = run(chosen, client=forger(BAD[name]))
+    moved, *_ = run(chosen, client=forged(app(), BAD[name], CULPRIT))
     assert len(chosen.reports[1].refused) == 1
     np.testing.assert_array_equal(moved, without[0])
     assert chosen.privacy.events == without[1]

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from private_runs import forged
 from topagg_runs import BALLOT, NODES, SIZE, app, ballots, flat, learnt, run, strategy
 from toy import model
 
@@ -29,16 +30,7 @@ Evil = Callable[[RecordDict], RecordDict | None]
 
 def forger(evil: Evil) -> Callable[[Message, Context], Message]:
     """Return the app with one client whose reply ``evil`` changes."""
-    honest = app()
-
-    def forging(msg: Message, context: Context) -> Message:
-        reply = honest(msg, context)
-        if context.node_config["partition-id"] == CULPRIT:
-            changed = evil(reply.content)
-            reply.content = reply.content if changed is None else changed
-        return reply
-
-    return forging
+    return forged(app(), evil, CULPRIT)
 
 
 def frame(*tensors: wire.Tensor) -> Evil:
@@ -186,15 +178,8 @@ def test_what_a_client_says_beside_its_vote_is_not_heard() -> None:
 
 def test_half_the_clients_hostile_leaves_the_other_half() -> None:
     chosen = strategy(noise_multiplier=0.0, server_lr=1.0)
-    honest = app()
-
-    def forging(msg: Message, context: Context) -> Message:
-        reply = honest(msg, context)
-        if context.node_config["partition-id"] % 2:
-            put_frame(reply.content, UPDATE, wire.encode([listed(signs(SIZE))]))
-        return reply
-
-    moved, *_ = run(chosen, client=forging)
+    too_many = forged(app(), frame(listed(signs(SIZE))), *range(1, NODES, 2))
+    moved, *_ = run(chosen, client=too_many)
     np.testing.assert_array_equal(moved * NODES, ballots(1, range(0, NODES, 2)).sum(axis=0))
     assert len(chosen.reports[1].refused) == NODES // 2
 
