@@ -84,6 +84,7 @@ def outcome(result: RunResult) -> dict[str, Any]:
 
         ``points``: round, accuracy, and link bytes of features so far, of every evaluation. ``task``: its record.
     """
+    # Round 0 is the evaluation of the initial model.
     trained = [record for record in result.rounds if record.round > 0]
     sums = {name: sum(_figure(record, name) for record in trained) for name in _SUMMED}
     steps = int(result.notes["settings"]["local_steps"])

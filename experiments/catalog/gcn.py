@@ -296,6 +296,7 @@ def rows(config: Config) -> list[RunSpec]:
 
 def trainings(config: Config, equal: Mapping[str, Mapping[str, Own]]) -> dict[str, tuple[RunSpec, range]]:
     """Return every training by what it is called in the tables, with its seeds; the rows are among them."""
+    # The claims rest on the long trainings; the axes are compared among themselves, for which short ones do.
     seeds, full = repetitions(config), bool(config.settings["full"])
     few, short = (
         (seeds, config.rounds) if full else (seeds[:1], min(config.rounds, int(config.settings["short_rounds"])))
@@ -740,6 +741,7 @@ def _accuracy_curve(found: Found, title: str, where: str, labels: Iterable[str])
     for label in labels:
         if label != LOCAL:
             sent, right = (_over_seeds(found.runs(where, label), i, f) for i, f in ((2, 1), (1, 100)))
+            # The axis is logarithmic: evaluations before the first byte have no place on it.
             start = sum(x <= 0 for x in sent)
             series.append(Series(label, sent[start:], right[start:]))
     reached = [x for one in series for x in one.x] or [1.0]

@@ -139,6 +139,7 @@ class OwnerState:
         StateError
             When what is there cannot be read.
         """
+        # As JSON, in which no two triples read the same.
         rows_of = json.dumps([part.digest, ask.row_codec, ask.noise])
         cache = FeatureCache(ask.cache, ask.cache_bytes, key=rows_of)
         fresh = cls(part.digest, rows_of, cache, session=ask.session)
@@ -290,6 +291,7 @@ def own_secret(context: Context) -> tuple[bytes, bool]:
         When what is kept is not a secret.
     """
     held = context.state.config_records.get(SECRET)
+    # Never from the run's seed, which everybody has.
     if held is None:
         return secrets.token_bytes(SECRET_BYTES), True
     secret = held.get("secret")

@@ -56,6 +56,7 @@ def put_varints(values: NDArray[np.integer[Any]]) -> bytes:
         return b""
     values = values.astype(np.uint64, copy=False)
     largest = int(values.max())
+    # Gaps between the ids of a sampled batch are mostly that small: their bytes are then the gaps themselves.
     if largest < 0x80:
         return values.astype(np.uint8).tobytes()
     longest = -(-largest.bit_length() // 7)
@@ -86,6 +87,7 @@ def take_varints(section: Buffer, count: int) -> Ids:
         When they are more or fewer, above 2**63 - 1, or not in their shortest form.
     """
     raw = np.frombuffer(section, np.uint8)
+    # Before anything is allocated by it: the count is the sender's.
     if not count <= raw.size <= _LONGEST * count or (count and raw[-1] >= 0x80):
         raise Corrupt(f"{count} variable-length integers cannot be a section of {raw.size} bytes with this end")
     if raw.size == count and (not count or int(raw.max()) < 0x80):
@@ -112,6 +114,7 @@ def put_ids(ids: Ids) -> bytes:
     """Return the id section of ids that passed :func:`ascending`: their number, its length in bytes, the gaps."""
     gaps = ids.copy()
     gaps[1:] -= ids[:-1]
+    # Ids do not repeat: the least gap is 1, and need not be written.
     gaps[1:] -= 1
     section = put_varints(gaps)
     return put_varint(ids.size) + put_varint(len(section)) + section

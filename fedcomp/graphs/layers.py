@@ -109,6 +109,7 @@ class GraphConvolutions(nn.Module):
             if drops:
                 kept = torch.rand(h.shape, generator=generator, dtype=h.dtype) >= self.dropout
                 h = h * kept / (1.0 - self.dropout)
+            # The bias comes after the sum: before it, a sampled row would get a sampled multiple of it.
             h = operator @ nn.functional.linear(h, layer.weight) + layer.bias
             if level < len(self.layers) - 1:
                 h = torch.relu(h)
@@ -153,6 +154,7 @@ def gather(part: GraphPart, plan: StepPlan, fetched: Fetched) -> Tensor:
         When rows have another width than the part's features, or there is not one per id.
     """
     ids, width = plan.inputs, part.features.shape[1]
+    # Not zeros: a row that stays unset is refused below, and never trained on.
     out = np.empty((len(ids), width), part.features.dtype)
     here = part.owned(ids)
     out[here] = part.features[part.positions(ids[here])]

@@ -212,6 +212,7 @@ def plan_round(
                 )
             plans.append(plan)
         except UnknownStructure as error:
+            # The other steps are planned before anything is asked for: one exchange brings the rows of all.
             missing.append(error.ids)
     if missing:
         ids = np.unique(np.concatenate(missing))
@@ -256,6 +257,7 @@ def _usable(part: GraphPart, candidates: Ids, owned: Bools, level: int, conditio
     remote = np.flatnonzero(~owned)
     gone = np.isin(part.structure.owner_of(candidates[remote]), list(conditions.absent))
     theirs = remote[gone]
+    # Above the input layer no features travel: a node of an absent owner serves where its row of P is known.
     if level > 0:
         usable[theirs] = part.structure.known(candidates[theirs])
     else:

@@ -94,6 +94,7 @@ class Block:
         """Flat places of the non-zeros, and their values."""
         assert self._dense is not None
         flat = self._dense.reshape(-1)
+        # By bits, not by value: -0.0 equals 0, and has to travel.
         places = np.flatnonzero(flat.view(BITS[flat.itemsize]) != 0)
         return places, flat[places]
 
@@ -250,6 +251,7 @@ class RowCodec(ABC):
         form, ids, d, body = self._open(frame, nodes, limit)
         if d != features:
             raise SchemaMismatch(f"a frame holds rows of {d} features, expected {features}")
+        # Before anything is decoded: a few bytes of a sparse frame may stand for rows of any size.
         if ids.size * d * dtype.itemsize > max_bytes:
             raise LimitExceeded(f"{ids.size} rows of {d} features take more than {max_bytes} bytes")
         block = form.read(body, ids.size, d, dtype).astype(dtype)
@@ -376,6 +378,7 @@ class Int8(RowCodec):
             return []
         with np.errstate(over="ignore", under="ignore"):
             offset = rows.min(axis=1).astype(np.float32)
+            # In float32 the offset of a constant row may lie above its value.
             spread = np.maximum(rows.max(axis=1) - offset.astype(np.float64), 0.0)
             scale = (spread / 255).astype(np.float32)
         # Level 255 has to reach the largest value; what was rounded down, next to zero above all, goes up again.
@@ -473,6 +476,7 @@ class Binary(RowCodec):
         values = block.single
         if values is None:
             starts, entries = block.starts, block.entries[1]
+            # A row without non-zeros begins where the next one does, the last ones at the end.
             first = np.repeat(entries[np.minimum(starts[:-1], entries.size - 1)], np.diff(starts))
             row = int(np.searchsorted(starts, int(np.argmax(entries != first)), side="right")) - 1
             raise GraphError(

@@ -361,6 +361,7 @@ def _energies(layer: Layer, weights: Reals) -> tuple[float, float]:
     """Return the sums of a / q over favoured and over other candidates, with q in proportion to ``weights``."""
     assert layer.norms is not None
     a = column_energy(layer.rows, layer.positions, len(weights), layer.norms)
+    # A column of weight 0 is never drawn: it adds nothing to the second moment.
     has = weights > 0.0
     ratio = np.zeros(len(weights))
     ratio[has] = a[has] * (weights.sum() / weights[has])

@@ -107,6 +107,7 @@ class Talk:
             return Answers()
         self.traffic.trips += 1
         replies = yield Push(list(messages.values()), self.timeout)
+        # A message that the engine did not take has no id: its node has gone.
         by_id = {m.metadata.message_id: place for place, m in messages.items() if m.metadata.message_id}
         found: dict[int, Message] = {}
         failures = {place: Failure("nothing came back in time", True) for place in messages}
