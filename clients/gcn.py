@@ -452,10 +452,7 @@ def _measures(settings: SamplerSettings) -> bool:
 def _taught(part: GraphPart, sent: Sequence[tuple[int, bytes]]) -> tuple[GraphPart, NodeValues]:
     """Return the part with what its owner was sent of the adjacency, and the feature norms that came with it.
 
-    Raises
-    ------
-    GraphError, WireError
-        When rows are not of the owner they came from, or are nothing this owner can learn.
+    Rows that are not of the owner they came from, or that this owner cannot learn, are a GraphError or WireError.
     """
     norms = NodeValues()
     structure = part.structure
@@ -494,12 +491,7 @@ def _by_owner(part: GraphPart, ids: Ids) -> dict[int, bytes]:
 
 
 def _check_complete(found: Mapping[int, Ids], wants: Mapping[int, Ids]) -> None:
-    """Check that all wanted rows came, each from its owner. That there are no others follows from their number.
-
-    Raises
-    ------
-    MissingRows
-    """
+    """Raise MissingRows unless all wanted rows came, each from its owner; there are no others by their number."""
     nothing = np.zeros(0, np.int64)
     lacking = [np.setdiff1d(ids, found.get(owner, nothing), assume_unique=True) for owner, ids in wants.items()]
     missing = np.concatenate([nothing, *lacking])

@@ -41,15 +41,7 @@ EXACT: Final = ("skewed",)
 
 @dataclass(frozen=True)
 class Batches:
-    """Batches that a run draws.
-
-    Attributes
-    ----------
-    task : GraphTask
-    parts, seed, rounds : int
-    size : int
-        Nodes of a batch.
-    """
+    """The batches of ``size`` nodes that a run draws in its first rounds."""
 
     task: GraphTask
     parts: int

@@ -150,6 +150,8 @@ def sorted_entries(
 class FullStructure:
     """All of P and the owner of every node: the topology is public, features and labels are not.
 
+    Its methods are those of :class:`~fedcomp.graphs.base.Structure`.
+
     Parameters
     ----------
     adjacency : Adjacency
@@ -180,13 +182,7 @@ class FullStructure:
         return self.adjacency.rows(ids)
 
     def owner_of(self, ids: Ids) -> Owners:
-        """Return who owns each of ``ids``.
-
-        Raises
-        ------
-        GraphError
-            For an id out of range.
-        """
+        """Return who owns each of ``ids``."""
         return self.owner[as_ids(ids, self.nodes)]
 
     def known(self, ids: Ids) -> NDArray[np.bool_]:
@@ -197,8 +193,8 @@ class FullStructure:
 class HaloStructure:
     """The rows of owned nodes, who owns their neighbours, and rows that were sent since.
 
-    Immutable: :meth:`learn` returns another one, which shares the owner's own rows. That costs time and memory in
-    proportion to all that was learnt, not to the part.
+    Its methods are those of :class:`~fedcomp.graphs.base.Structure`. Immutable: :meth:`learn` returns another one that
+    shares the owner's own rows. That costs time and memory in proportion to all that was learnt, not to the part.
 
     Parameters
     ----------
@@ -246,15 +242,7 @@ class HaloStructure:
         return self._learnt.ids
 
     def rows(self, ids: Ids) -> Rows:
-        """Return rows of P in the order of ``ids``.
-
-        Raises
-        ------
-        UnknownStructure
-            When some are neither owned nor learnt; names all of them.
-        GraphError
-            For an id out of range.
-        """
+        """Return rows of P in the order of ``ids``; those that are neither owned nor learnt are missed by name."""
         ids = as_ids(ids, self.nodes)
         mine, at = find(self._own.ids, ids)
         sent, where = find(self._learnt.ids, ids)
@@ -273,15 +261,7 @@ class HaloStructure:
         return _take(ids, order, both.indptr, both.columns, both.values)
 
     def owner_of(self, ids: Ids) -> Owners:
-        """Return who owns each of ``ids``.
-
-        Raises
-        ------
-        UnknownStructure
-            For nodes that are neither owned nor in a row known here; names all of them.
-        GraphError
-            For an id out of range.
-        """
+        """Return who owns each of ``ids``; those in no row that is known here are missed by name."""
         ids = as_ids(ids, self.nodes)
         near, at = find(self._near[0], ids)
         far, where = find(self._far[0], ids)

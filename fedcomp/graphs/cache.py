@@ -125,11 +125,7 @@ class FeatureCache:
         ----------
         ids : array of integers, (R,)
         rows : ndarray of float32 or float64, (R, d)
-            Of the same dtype and length as all others.
-
-        Raises
-        ------
-        GraphError
+            Of the same dtype and length as all others, else a GraphError.
         """
         keys = np.asarray(ids, np.int64)
         rows = np.ascontiguousarray(rows)

@@ -121,12 +121,7 @@ def put_ids(ids: Ids) -> bytes:
 
 
 def take_ids(body: memoryview, pos: int, nodes: int, limit: int | None) -> tuple[Ids, int]:
-    """Read an id section at ``pos``; return the ids and the position after it.
-
-    Raises
-    ------
-    Truncated, Corrupt, LimitExceeded
-    """
+    """Read an id section at ``pos``; return the ids and the position after it, or raise WireError."""
     count, pos = take_varint(body, pos, len(body))
     size, pos = take_varint(body, pos, len(body))
     if limit is not None and count > limit:
@@ -155,12 +150,7 @@ def seal(kind: int, parts: Iterable[Buffer]) -> bytes:
 
 
 def unseal(frame: Buffer, kind: int) -> memoryview:
-    """Return the frame up to its checksum, a view; its body begins at :data:`HEAD`.
-
-    Raises
-    ------
-    Truncated, BadMagic, UnsupportedVersion, ChecksumMismatch, Corrupt
-    """
+    """Return the frame up to its checksum, a view whose body begins at :data:`HEAD`, or raise WireError."""
     view = memoryview(frame).toreadonly().cast("B")
     if len(view) < HEAD + _TAIL:
         raise Truncated(f"a frame has {len(view)} bytes; the shortest has {HEAD + _TAIL}")
@@ -229,23 +219,14 @@ def encode_norms(ids: ArrayLike, norms: ArrayLike, *, nodes: int = MAX_NODES) ->
     ids : array of integers, (R,)
         Ascending.
     norms : array of floats, (R,)
-        Finite and not negative; rounded to float32.
-
-    Raises
-    ------
-    GraphError
+        Finite and not negative, else a GraphError; rounded to float32.
     """
     ids = ascending(ids, nodes)
     return seal(NORMS, (put_ids(ids), put_norms(ids, norms)))
 
 
 def decode_norms(frame: Buffer, *, nodes: int = MAX_NODES, limit: int | None = None) -> tuple[Ids, NDArray[np.float32]]:
-    """Return ids and norms of a frame from anyone; ids are below ``nodes``, and at most ``limit``.
-
-    Raises
-    ------
-    WireError
-    """
+    """Return ids and norms of a frame from anyone, at most ``limit`` and below ``nodes``, or raise WireError."""
     body = unseal(frame, NORMS)
     ids, pos = take_ids(body, HEAD, nodes, limit)
     norms, pos = take_norms(body, pos, ids.size)

@@ -98,11 +98,7 @@ def decode_structure(
     limit : int, optional
         Most rows that the receiver takes: as many as it asked for.
     max_entries : int
-        Most non-zeros.
-
-    Raises
-    ------
-    WireError
+        Most non-zeros. More, and anything that is not such a frame, is a WireError.
     """
     body = unseal(frame, STRUCTURE)
     ids, pos = take_ids(body, HEAD, nodes, limit)

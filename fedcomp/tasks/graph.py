@@ -179,25 +179,13 @@ class GraphTask(Classification):
         return model(features, operators)[x]
 
     def train(self, model: nn.Module, data: Split, **settings: Any) -> dict[str, float]:
-        """Refused.
-
-        Raises
-        ------
-        ConfigError
-            Always: an owner has not the rows that its nodes' neighbours stand in.
-        """
+        """Raise ConfigError: an owner has not the rows that its nodes' neighbours stand in."""
         raise ConfigError(_REFUSAL.format(self.name))
 
     def gradient(
         self, model: nn.Module, data: Split, *, batch_size: int | None = None, key: Key | None = None
     ) -> tuple[dict[str, NDArray[np.float32]], float]:
-        """Refused, as :meth:`train` is.
-
-        Raises
-        ------
-        ConfigError
-            Always.
-        """
+        """Raise ConfigError, as :meth:`train` does."""
         raise ConfigError(_REFUSAL.format(self.name))
 
     def record(self) -> dict[str, Any]:

@@ -328,13 +328,7 @@ class Owners(Stateful):
         self.seats = {part: node for part, node in self.seats.items() if self.met.get(node) is not None}
 
     def _agree(self, hellos: list[GraphHello]) -> None:
-        """Take what the first nodes have in common for the run's.
-
-        Raises
-        ------
-        ConfigError
-            When they have nothing in common, or know more or less of the edges than was agreed on.
-        """
+        """Take what the first nodes have in common for the run's; raise ConfigError when that is not one graph."""
         if self.common is not None or not hellos:
             return
         kinds: dict[Common, list[int]] = {}

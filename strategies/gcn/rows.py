@@ -215,12 +215,7 @@ class Turn:
 
     def _take_plan(self, requester: Requester, reply: Message, needs: str) -> None:
         """Check which rows a client wants, and of which owners; one that lost its norms has no plan yet, and is sent
-        them with the next question.
-
-        Raises
-        ------
-        FedcompError
-            When it wants what it cannot want.
+        them with the next question. One that wants what it cannot want is a FedcompError.
         """
         common = self.owners.common
         assert common is not None
@@ -322,13 +317,7 @@ class Turn:
         return found
 
     def _take_rows(self, owner: int, reply: Message, kind: str, asked: Mapping[int, Ids]) -> dict[int, bytes]:
-        """Check the rows an owner sent.
-
-        Raises
-        ------
-        FedcompError
-            When they are damaged, of another length, or not the ones that were asked for.
-        """
+        """Return the rows an owner sent; raise FedcompError for damaged ones and others than were asked for."""
         common = self.owners.common
         assert common is not None
 

@@ -59,13 +59,7 @@ _PICKY: Final = "binary-rice"
 
 
 def _build(settings: Settings, seed: int) -> Strategy:
-    """Return the strategy.
-
-    Raises
-    ------
-    ConfigError
-        For settings that sampler or strategy refuse, or that have no place where a round is a few sampled steps.
-    """
+    """Return the strategy; settings that have no place where a round is a few sampled steps are a ConfigError."""
     refuse_others(
         settings,
         _UNUSED,
