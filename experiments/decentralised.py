@@ -39,7 +39,7 @@ Real = NDArray[Any]
 
 
 @dataclass(frozen=True)
-class TrainingPlan:
+class GossipTraining:
     """One decentralised training.
 
     Parameters
@@ -179,7 +179,7 @@ class Recorder:
         return GossipTraffic() if self.relay is None else self.relay.traffic
 
 
-def train(plan: TrainingPlan) -> Trained:
+def train(plan: GossipTraining) -> Trained:
     """Run ``plan`` in this process. A run that diverges is an outcome, not an error."""
     objectives = plan.objectives
     start = objectives[0].start()
@@ -274,7 +274,7 @@ class GossipCell:
     nodes, iterations, seed : int
     task, options : str, mapping
     training : mapping
-        What else a :class:`TrainingPlan` has: ``batch_size``, ``dtype``, ``skew_rounds``, ``every``, ``drop``,
+        What else a :class:`GossipTraining` has: ``batch_size``, ``dtype``, ``skew_rounds``, ``every``, ``drop``,
         ``patience``, ``watch``; and a policy's ``dense_below`` and ``buffers``.
     validation : bool
         Judge by a part of the training examples that nobody trains on, in place of the test split: for tuning.
@@ -290,7 +290,7 @@ class GossipCell:
     training: Mapping[str, Any] = field(default_factory=dict)
     validation: bool = False
 
-    def plan(self) -> TrainingPlan:
+    def plan(self) -> GossipTraining:
         """Return what is to be run."""
         from fedcomp.gossip import get_algorithm
         from fedcomp.tasks import get_task
@@ -298,7 +298,7 @@ class GossipCell:
         training = dict(self.training)
         policy = {key: training.pop(key) for key in ("dense_below", "buffers") if key in training}
         task = get_task(self.task, **self.options)
-        return TrainingPlan(
+        return GossipTraining(
             task.validating() if self.validation else task,
             get_algorithm(dict(self.algorithm)),
             topology_of(self.topology, self.nodes, self.seed),

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp.experiments.averaging import GROWN
-from fedcomp.experiments.decentralised import GossipCell, TrainingPlan
+from fedcomp.experiments.decentralised import GossipCell, GossipTraining
 from fedcomp.gossip.local import FlatObjective
 from fedcomp.gossip.sparse_push import SparsePush
 from fedcomp.gossip.steps import falling
@@ -116,7 +116,7 @@ def trained(variant: str, cell: GossipCell) -> dict[str, float]:
 class Swarm:
     """All nodes of one variant: numerators x and momentum v, shape (n, d), weights w, shape (n,)."""
 
-    def __init__(self, variant: str, plan: TrainingPlan, start: NDArray[Any]) -> None:
+    def __init__(self, variant: str, plan: GossipTraining, start: NDArray[Any]) -> None:
         if variant not in TRAINED or not isinstance(plan.algorithm, SparsePush):
             raise ValueError(f"no variant {variant!r} of {plan.algorithm}; expected one of {list(TRAINED)}")
         self.variant, self.plan, self.algorithm = variant, plan, plan.algorithm

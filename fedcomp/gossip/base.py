@@ -16,13 +16,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp.gossip.errors import MessageError
 from fedcomp.layout import Layout
+from fedcomp.params import Configured
 from fedcomp.rng import Key
 
 Real = NDArray[Any]
@@ -136,20 +137,14 @@ class KnownGraph(Protocol):
         ...
 
 
-class Configured:
-    """Immutable configuration that can be written down and made again. Equal when class and parameters are."""
+class Named(Configured):
+    """What a name and the constructor's arguments recreate: an algorithm, a graph."""
 
     name: ClassVar[str]
 
     def get_config(self) -> dict[str, Any]:
-        """Return the JSON-able parameters that recreate this object (without its name): the constructor's arguments,
-        from the attributes of the same names."""
+        """Return the constructor's arguments, JSON-able, from the attributes of the same names."""
         return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """Create the object from :meth:`get_config`'s dictionary."""
-        return cls(**config)
 
     def to_config(self) -> dict[str, Any]:
         """Return ``{"name": name, **get_config()}``, JSON-able."""
@@ -158,14 +153,8 @@ class Configured:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.get_config().items())})"
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Configured) and type(self) is type(other) and self.get_config() == other.get_config()
 
-    def __hash__(self) -> int:
-        return hash(repr(self))
-
-
-class Algorithm(Configured, ABC):
+class Algorithm(Named, ABC):
     """One published iteration. Make them by class, or by :func:`fedcomp.gossip.get_algorithm` from a configuration.
 
     Attributes

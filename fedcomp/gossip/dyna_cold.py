@@ -32,7 +32,7 @@ import numpy as np
 from fedcomp.codecs import Codec, PositionalCodec, Stretch
 from fedcomp.codecs.positional import expected_dense
 from fedcomp.errors import ConfigError
-from fedcomp.gossip.base import Configured, GossipMessage, Gradient, Outbox, Real, State, View
+from fedcomp.gossip.base import GossipMessage, Gradient, Named, Outbox, Real, State, View
 from fedcomp.gossip.cold import COLD, ESTIMATE
 from fedcomp.gossip.compressor import Compressor, get_compressor
 from fedcomp.gossip.estimates import absorb, broadcast, copy_key, missed
@@ -144,7 +144,7 @@ class DynaCOLD(COLD):
     def get_config(self) -> dict[str, Any]:
         """Return the constructor's arguments."""
         return {
-            **Configured.get_config(self),
+            **Named.get_config(self),
             "quantiser": None if self.quantiser is None else self._compressor.to_config(),
         }
 

@@ -17,7 +17,7 @@ from typing import ClassVar, Final
 import numpy as np
 
 from fedcomp.gossip import weights as w
-from fedcomp.gossip.base import Algorithm, Configured, View
+from fedcomp.gossip.base import Algorithm, Named, View
 from fedcomp.gossip.errors import TopologyError
 from fedcomp.gossip.weights import Matrix
 
@@ -25,7 +25,7 @@ _UNDIRECTED: Final = "ring, torus, complete"
 _PUSH_SUM: Final = "sgp, sparse-push"
 
 
-class Neighbours(Configured, ABC):
+class NeighbourTables(Named, ABC):
     """A graph on the vertices 0..n-1 for every iteration t = 0, 1, ...
 
     Immutable; neighbour tables are made once and kept, those of graphs without a period for the last few iterations.
@@ -145,7 +145,7 @@ class Neighbours(Configured, ABC):
             )
 
 
-class Topology(Neighbours):
+class Topology(NeighbourTables):
     """A graph with weights: shares P on any, symmetric W on undirected ones."""
 
     def column(self, i: int, t: int = 0, alive: Collection[int] | None = None) -> dict[int, float]:

@@ -15,8 +15,8 @@ from fedcomp.experiments.decentralised import (
     ENERGY_OPTIONS,
     Energy,
     GossipCell,
+    GossipTraining,
     Trained,
-    TrainingPlan,
     cost_table,
     honest_ratio,
     ratio,
@@ -190,7 +190,7 @@ def test_lost_messages_cost_no_mass_and_are_counted() -> None:
     assert found.events["repeated"] > 10
     assert found.events["gone"] == 0
     with pytest.raises(ConfigError, match=r"drop=1\.0"):
-        TrainingPlan(get_task("digits"), get_algorithm(SGP), topology_of("ring", 4), 1, drop=1.0)
+        GossipTraining(get_task("digits"), get_algorithm(SGP), topology_of("ring", 4), 1, drop=1.0)
 
 
 def test_a_diverged_training_is_an_outcome_that_can_be_kept() -> None:
