@@ -264,7 +264,7 @@ class Algorithm(Named, ABC):
     def reset(self, state: State, layout: Layout) -> State:
         """Return the state with which a node goes on after the set of nodes has changed.
 
-        The model stays; duals, tracked gradients and estimates begin anew (the first messages carry whole estimates, by
+        The model stays; duals, tracked gradients and estimates restart (the first messages carry whole estimates, by
         the views' ``resync``). Asynchronous algorithms need none of this and are not asked.
         """
         return self.init(self.model(state), layout)
@@ -278,7 +278,8 @@ class Algorithm(Named, ABC):
     def leave(self, state: State, view: View) -> tuple[State, Outbox]:
         """Return the state of a node that leaves in good order, and its last messages: all it has, to out-neighbours.
 
-        The state is without mass, but can still :meth:`take_back` messages whose receivers vanish; it leaves anew then.
+        The state is without mass, but can still :meth:`take_back` messages whose receivers vanish; then it leaves
+        again.
         """
         return state, ()
 

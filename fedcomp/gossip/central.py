@@ -184,6 +184,7 @@ class SimulatedNodes:
             self.layout,
             common=self.common,
         )
+        # A node stores its memory before it answers: what breaks before that leaves it as it was.
         if keep and memory is not None:
             self.memories[node] = memory
         return answer

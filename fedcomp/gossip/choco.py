@@ -89,7 +89,7 @@ class CHOCO(Compressing):
         return state["x"]
 
     def reset(self, state: State, layout: Layout) -> State:
-        """Return the model with estimates that begin anew; momentum is the node's own and stays."""
+        """Return the model with estimates that restart; momentum is the node's own and stays."""
         return {**super().reset(state, layout), **{key: state[key] for key in ("v",) if key in state}}
 
     def send(self, state: State, gradient: Gradient | None, view: View) -> tuple[State, Outbox]:

@@ -157,7 +157,7 @@ class DynaCOLD(COLD):
         """Send the bits of the scaled innovation of the decision vector."""
         z = self._decision(state, gradient, view)
         if view.resync or any(missed(state, ESTIMATE, j) for j in view.column):
-            # Who gets a whole estimate has no scale of this node: all neighbours begin anew, at s0.
+            # Who gets a whole estimate has no scale of this node: all neighbours restart, at s0.
             view = replace(view, resync=frozenset(view.column))
             if self.scale == "zoom":
                 state = {**state, _SCALE: np.array(self.s0)}

@@ -154,7 +154,7 @@ class Mailbox:
         return [item.message for item in pending]
 
     def clear(self) -> list[GossipMessage]:
-        """Empty all boxes of a run whose nodes all begin anew; return what was in them."""
+        """Empty all boxes of a run whose nodes all restart; return what was in them."""
         messages = [item.message for box in self._boxes for item in box]
         self._boxes = [[] for _ in self._boxes]
         return messages

@@ -92,7 +92,7 @@ class Memory:
                 change=arrays.get(_CHANGE),
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise StateError(f"this is no node's memory: {type(error).__name__}: {error}") from error
+            raise StateError(f"this is not the memory of a node: {type(error).__name__}: {error}") from error
 
 
 def handle(

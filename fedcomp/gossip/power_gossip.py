@@ -18,9 +18,9 @@ remembered, ``r * m`` or ``r * p`` numbers per matrix and edge; and because it i
 rounding error in it does not live longer than one step.
 
 Beyond the authors' code, whose edge cases are worked out here: a direction in which the two ends agree to 1e-12 is
-drawn anew, at both ends, from a stream that both know, since zero times anything would stay zero for ever; streams are
+redrawn, at both ends, from a stream that both know, since zero times anything would stay zero for ever; streams are
 named by both node ids, so that no two edges share one; an edge that appears begins without a byte, from that stream;
-ends whose steps do not match apply nothing and begin anew. Vectors (biases, normalisation) travel whole and are mixed
+ends whose steps do not match apply nothing and restart. Vectors (biases, normalisation) travel whole and are mixed
 with the same W. Nothing is skipped at the start: from equal models the first message says that nothing differs.
 """
 
@@ -65,7 +65,7 @@ from fedcomp.layout import Layout
 from fedcomp.rng import Key
 
 DEAD: Final = 1e-12
-"""A column of a factor this short, or shortened this much by the columns before it, is noise and drawn anew."""
+"""A column of a factor this short, or shortened this much by the columns before it, is noise and redrawn."""
 
 _LARGE: Final = 1e100
 """Factors with larger entries are scaled down before they are squared; their basis is the same."""
@@ -90,7 +90,7 @@ class PowerGossip(Algorithm):
         Of the gossip, in (0, 2): 1, or :func:`auto_rate` of the graph, which :meth:`fitted` fills in. Vectors are
         always mixed at 1.
     warm_start : bool
-        Whether a step begins with the factor of the one before, or with one drawn anew.
+        Whether a step begins with the factor of the one before, or with a new draw.
     overlap : bool
         Whether messages are made of the model as it was before the local step (the gradient is computed while they
         travel, as the authors do), or of the one after.
@@ -106,7 +106,7 @@ class PowerGossip(Algorithm):
     -----
     State: ``"x"``; ``"v"`` with momentum; ``"matrices"``, int64 (count, 3): offset, m, p; ``"turn/<j>"`` the power
     steps of the edge to j and ``"factor/<j>"`` the factor the last of them gave, all matrices one after the other;
-    ``"restarts"`` how often an edge began anew because its ends were out of step.
+    ``"restarts"`` how often an edge restarted because its ends were out of step.
 
     The message after its header: the digest if there is one, ``r * p`` values per matrix in an even step or ``r * m``
     in an odd one, then the vectors.
@@ -159,7 +159,7 @@ class PowerGossip(Algorithm):
         return state["x"]
 
     def reset(self, state: State, layout: Layout) -> State:
-        """Return the state without edges; they begin anew, without a byte. Momentum is the node's own and stays."""
+        """Return the state without edges; they restart, without a byte. Momentum is the node's own and stays."""
         return {**self.init(state["x"], layout), **{key: state[key] for key in ("v", "restarts") if key in state}}
 
     def send(self, state: State, gradient: Gradient | None, view: View) -> tuple[State, Outbox]:
@@ -233,6 +233,7 @@ class PowerGossip(Algorithm):
                 dropped |= {f"turn/{j}", f"factor/{j}"}
                 continue
             turn = int(state[f"turn/{j}"])
+            # By the nodes' numbers: both ends have to subtract in the same order to find the same bits.
             large, small = (own, other) if node > j else (other, own)
             factor = large.projected.astype(x.dtype) - small.projected.astype(x.dtype)
             toward = -weight * rate if node > j else weight * rate
@@ -243,7 +244,7 @@ class PowerGossip(Algorithm):
         return {**kept, **changes, "x": x, "restarts": restarts}
 
     def facts(self, state: State) -> dict[str, float]:
-        """Return how often an edge began anew, and the largest norm of a factor: how far neighbours are apart."""
+        """Return how often an edge restarted, and the largest norm of a factor: how far neighbours are apart."""
         norms = [float(np.linalg.norm(value)) for key, value in state.items() if key.startswith("factor/")]
         return {"restarts": float(state["restarts"]), "difference": max(norms, default=0.0)}
 

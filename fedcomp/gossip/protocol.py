@@ -130,7 +130,7 @@ class Instruction:
                 start=parts["start"],
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise MessageError(f"this is no gossip instruction: {type(error).__name__}: {error}") from error
+            raise MessageError(f"this is not a gossip instruction: {type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +229,9 @@ class NodeAnswer:
                 model=model,
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise AnswerError(f"this is no answer to a gossip instruction: {type(error).__name__}: {error}") from error
+            raise AnswerError(
+                f"this is not an answer to a gossip instruction: {type(error).__name__}: {error}"
+            ) from error
 
 
 def largest_message(algorithm: Algorithm, size: int, itemsize: int) -> int:

@@ -285,6 +285,7 @@ def push_whole(local: LocalStep, view: View) -> tuple[State, Outbox]:
     x, left = local.state["x"], local.w
     shares = {j: view.column[j] * local.w for j in sorted(view.column)}
     z = local.z.astype(np.float64)
+    # The debit of each share on its own, in the receivers' arithmetic: one product with their sum rounds differently.
     for share in shares.values():
         x, left = x - share * z, left - share
     body = put_real(local.z)

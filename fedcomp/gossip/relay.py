@@ -11,7 +11,7 @@ Asynchronous algorithms (push-sum) go on without the nodes that have not answere
 waits, and what they posted is delivered when it arrives. What cannot be delivered goes back to its sender, whose mass
 it is. Synchronous algorithms wait: only the nodes that are missing are asked again, so that a run with faults has the
 same trajectory, bit for bit, as one without. When a node goes, comes or leaves, all others begin a new **epoch**:
-models stay, everything that is shared between neighbours begins anew.
+models stay, everything that is shared between neighbours restarts.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class Relay:
         self._torn = False
         self._unread = ""
         self._in_vain = 0
-        self._begun_anew = False
+        self._restarted = False
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -233,12 +233,12 @@ class Relay:
         """Begin a new epoch of a synchronous run when the set of nodes has changed or an iteration was in vain."""
         if self._unread:
             self._in_vain += 1
-        elif not self._begun_anew:
+        elif not self._restarted:
             self._in_vain = 0  # messages were read
         if self._in_vain > self.patience:
             raise MessageError(f"messages could not be read in {self._in_vain} epochs in a row; last: {self._unread}")
-        self._begun_anew = self._torn or bool(self._leaving) or (bool(self._joining) and not self.finishing)
-        if not self._begun_anew:
+        self._restarted = self._torn or bool(self._leaving) or (bool(self._joining) and not self.finishing)
+        if not self._restarted:
             return
         self.epoch += 1
         # Who has not even begun has nothing to reset.
@@ -323,6 +323,7 @@ class Relay:
         return replace(view, resync=frozenset(view.column)) if new else view
 
     def _send(self, node: int, action: Action, view: View) -> None:
+        # Never reused, also after a rejoin: a late copy of an older instruction is then recognised by its number.
         self._serials[node] += 1
         pending, returned = self._mailbox.take(node)
         instruction = Instruction(
@@ -354,6 +355,7 @@ class Relay:
         StateError
             When no node is left.
         """
+        # By node, not as they came: what a round does must not depend on the order of a network.
         for node in sorted(answers):
             self._settle(node, answers[node])
         for node, entry in sorted(self._open.items()):
@@ -373,7 +375,7 @@ class Relay:
         if not (self._members or self._departing or coming):
             raise StateError(
                 f"no node is left that could go on; the last events were {(self.report.gone + self.report.left)[-3:]}. "
-                "Look into the nodes' logs, or allow more patience, and begin anew"
+                "Look into the nodes' logs, or allow more patience, and restart"
             )
         if self.algorithm.asynchronous or self.settled:
             figures, self._figures = self._figures, {}
@@ -595,7 +597,7 @@ class Relay:
             "excluded": sorted(self._excluded.items()),
             "starts": [[node, start] for node, start in sorted(self._starts.items())],
             "groups": [sorted(group) for group in self._groups],
-            "torn": [self._torn, self._unread, self._in_vain, self._begun_anew],
+            "torn": [self._torn, self._unread, self._in_vain, self._restarted],
             "figures": [
                 [iteration, node, list(facts), [float(value) for value in facts.values()]]
                 for iteration, nodes in sorted(self._figures.items())
@@ -634,7 +636,7 @@ class Relay:
             self._starts = dict(state["starts"])
             groups = map(set, state["groups"])
             self._members, self._joining, self._leaving, self._departing, self._finished = groups
-            self._torn, self._unread, self._in_vain, self._begun_anew = state["torn"]
+            self._torn, self._unread, self._in_vain, self._restarted = state["torn"]
             self._figures = {}
             for iteration, node, names, values in state["figures"]:
                 self._figures.setdefault(iteration, {})[node] = dict(zip(names, values, strict=True))
@@ -647,4 +649,4 @@ class Relay:
             self.traffic = from_fields(GossipTraffic, state["traffic"], "traffic")
             self.report = from_fields(RelayReport, state["report"], "report")
         except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise StateError(f"this is no relay's state: {type(error).__name__}: {error}") from error
+            raise StateError(f"this is not the state of a relay: {type(error).__name__}: {error}") from error

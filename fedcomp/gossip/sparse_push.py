@@ -203,6 +203,7 @@ class SparsePush(PushSum):
         state, outbox, known = push(local, shares, view)
         x, w = state["x"], local.w
         behind = 0.0
+        # Of the estimates after this message, which is what the receivers credit.
         for j, share in shares.items():
             x, w = x - share * known[j].astype(np.float64), w - share
             behind += float(np.linalg.norm(local.z - known[j])) ** 2

@@ -170,6 +170,8 @@ def follows(header: MessageHeader, seen: Any, source: int) -> bool:
     """
     expected, last, applied = (0, -1, 0) if seen is None else map(int, seen)
     if header.iteration <= last:
+        # Numbers wrap at 65536: those less than half of that behind are old, and only as far back as messages were
+        # applied since the last whole estimate, before which the same numbers may have meant another stream.
         if (expected - 1 - header.seq) & 0xFFFF < min(applied, 1 << 15):
             return False
     elif MessageFlag.RESYNC in header.flags or header.seq == expected:
@@ -203,7 +205,7 @@ def accumulate(new: State, names: tuple[str, ...], source: int, opened: Opened, 
     if opened.wholes and not fresh:
         raise OutOfStep(
             source,
-            f"node {source} sent its whole estimate, which cannot replace a part of a sum; begin anew, or keep "
+            f"node {source} sent its whole estimate, which cannot replace a part of a sum; restart, or keep "
             "copies=True",
         )
     for name in names:
@@ -226,7 +228,7 @@ def remember(new: State, names: tuple[str, ...], view: View) -> None:
     if f"{names[0]}.sum" in new and not same:
         raise StateError(
             f"neighbours or weights changed from {row_of(new, names[0])} to {dict(view.row)}; a sum of weighted copies "
-            "holds for one row only. Keep single copies (copies=True), or begin anew"
+            "holds for one row only. Keep single copies (copies=True), or restart"
         )
     for name in names:
         new[f"{name}.row"], new[f"{name}.weights"] = ids, weights

@@ -148,7 +148,7 @@ class Torus(Topology):
 
 
 class RandomDigraph(Topology):
-    """G(n, p) drawn anew in every iteration: each of the n(n-1) directed edges with probability p.
+    """G(n, p) redrawn in every iteration: each of the n(n-1) directed edges with probability p.
 
     A vertex may have no out-edge in an iteration; it then keeps everything.
 

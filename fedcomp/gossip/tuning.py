@@ -164,6 +164,7 @@ class DivergenceWatch:
         self._recent.append(level)
         self._seen += 1
         if self._seen == self.window:
+            # Fixed once: a level that moved along would never see a slow growth.
             self._early = max(self._blocks())
         if self._seen < 2 * self.window:
             return

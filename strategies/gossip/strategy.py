@@ -55,7 +55,7 @@ class GossipRelay(ExchangeStrategy, Stateful):
 
     The clients need the half :func:`fedcomp.clients.gossip.gossip_node`; :mod:`fedcomp.clients.app` has it.
     Vertex i of the graph is the node with partition id i. A node that comes back under a new node id is the same
-    vertex; what it knew is lost with its state, and it joins anew.
+    vertex; what it knew is lost with its state, and it joins again.
 
     Parameters
     ----------

@@ -265,7 +265,7 @@ def test_the_zoom_stops_at_its_smallest_scale() -> None:
 
 
 @pytest.mark.long
-def test_after_a_reset_the_schedule_begins_anew() -> None:
+def test_after_a_reset_the_schedule_restarts() -> None:
     for algorithm in (ZOOM, GEOMETRIC):
         states = run(algorithm, TASK, 25).states
         reset = [algorithm.reset(state, TASK.layout) for state in states[:-1]]

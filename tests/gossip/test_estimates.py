@@ -166,7 +166,7 @@ def test_a_gap_is_refused_until_the_whole_estimate_comes() -> None:
     assert digests(receiver, ("z",))["z/0"] == digests(following.state, ("z",))["z"]
 
 
-def test_a_sender_that_begins_anew_is_not_taken_for_a_duplicate() -> None:
+def test_a_sender_that_restarts_is_not_taken_for_a_duplicate() -> None:
     receiver = absorb(fresh(), [message(write(fresh(), 0))], ("z",), TOP, complete=False).state
     with pytest.raises(OutOfStep):
         absorb(receiver, [message(write(fresh(), 5))], ("z",), TOP, complete=False)

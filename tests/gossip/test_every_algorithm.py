@@ -441,7 +441,7 @@ def test_hostile_messages_are_refused_or_do_no_harm_that_travels(config: dict[st
             refused += 1
             continue
         if algorithm.asynchronous:
-            assert finite(after)  # it cannot begin anew
+            assert finite(after)  # it cannot restart
         try:
             sent, _ = algorithm.send(after, None, view(0, 3))
         except NonFiniteUpdate:

@@ -21,7 +21,7 @@ from fedcomp.rng import Key
 @pytest.mark.long
 @pytest.mark.parametrize("config", [*SYNCHRONOUS, {"name": "sgp"}, EDGES], ids=name_of)
 def test_7_16_the_protocol_without_faults_is_a_plain_loop_over_the_nodes(config: dict[str, Any]) -> None:
-    """Send, deliver, receive, written down anew: the same states, bit for bit."""
+    """Send, deliver, receive, written down again: the same states, bit for bit."""
     algorithm = get_algorithm(config)
     topology = topology_of("ring", N, 0)
     locals = [Quadratic(centre) for centre in vectors(N, D, "float32")]

@@ -142,7 +142,7 @@ def test_a_state_of_another_run_is_refused() -> None:
     with pytest.raises(StateError, match="other"):
         relay.set_state(*other.get_state())
     state, messages = relay.get_state()
-    with pytest.raises(StateError, match="no relay's state"):
+    with pytest.raises(StateError, match="not the state of a relay"):
         relay.set_state({**state, "open": [[{}, [], 0, ""]]}, messages)
 
 
@@ -153,7 +153,7 @@ def relay_of(name: str, graph: str = "complete", **options: Any) -> Relay:
 
 
 @pytest.mark.long
-def test_the_others_begin_anew_when_a_node_of_a_synchronous_run_is_gone() -> None:
+def test_the_others_restart_when_a_node_of_a_synchronous_run_is_gone() -> None:
     """They go on from their models with a smaller graph, whole estimates first, and reach the optimum of the rest."""
     rest = np.mean([centre for i, centre in enumerate(vectors(N, D)) if i != 2], axis=0)
     for config in (

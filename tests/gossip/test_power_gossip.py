@@ -296,7 +296,7 @@ def test_edges_may_come_and_go() -> None:
 
 
 @pytest.mark.long
-def test_ends_out_of_step_apply_nothing_and_begin_anew() -> None:
+def test_ends_out_of_step_apply_nothing_and_restart() -> None:
     layout = layout_of((6, 6), (4,))
     starts, algorithm = draws(4, layout.size), PowerGossip(digest_every=1)
     states = gossip(algorithm, opened(algorithm, starts, layout), ring_views(4), 5)
@@ -314,7 +314,7 @@ def test_ends_out_of_step_apply_nothing_and_begin_anew() -> None:
     assert [int(s["restarts"]) for s in states] == [1, 1, 1, 1]
 
 
-def test_resync_begins_an_edge_anew_at_both_ends() -> None:
+def test_resync_restarts_an_edge_at_both_ends() -> None:
     layout = layout_of((6, 6))
     algorithm = PowerGossip()
     states = gossip(algorithm, opened(algorithm, draws(2, 36), layout), ring_views(2), 3)

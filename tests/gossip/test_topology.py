@@ -173,7 +173,7 @@ def test_averaging_rounds_reach_the_tolerance_and_never_exceed_the_nodes() -> No
     assert RandomDigraph(32, 0.3).averaging_rounds() == RandomDigraph(32, 0.3).averaging_rounds()
 
 
-def test_random_digraph_is_drawn_anew_and_the_same_for_the_same_seed() -> None:
+def test_random_digraph_is_redrawn_and_the_same_for_the_same_seed() -> None:
     one, same, other = RandomDigraph(12, 0.3, seed=5), RandomDigraph(12, 0.3, seed=5), RandomDigraph(12, 0.3, seed=6)
     drawn = [one.edges(t) for t in range(20)]
     assert drawn == [same.edges(t) for t in reversed(range(20))][::-1]

@@ -151,7 +151,7 @@ ANSWERS: dict[str, tuple[Change, str]] = {
     "50 000 destinations": (entry(postings_to=list(range(50_000))), "of 50000 destinations"),
     "counts beyond all numbers": (entry(postings_counts=[2**62, 2**62]), "destinations"),
     "99 figures": (entry(facts=[str(k) for k in range(99)], facts_values=[0.0] * 99), "99 figures"),
-    "figures without values": (entry(facts=["a", "b", "c"]), "no answer to a gossip instruction"),
+    "figures without values": (entry(facts=["a", "b", "c"]), "not an answer to a gossip instruction"),
     "needs without reasons": (entry(needs=[1]), "for 0 reasons"),
     "losses of nothing": (entry(lost=["x"]), "0 did"),
     "3000 messages": (more, "3000 messages"),
