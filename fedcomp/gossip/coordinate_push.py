@@ -145,9 +145,6 @@ class CoordinatePush(Algorithm):
         """Return how many of ``n`` coordinates a message holds at most."""
         return params.count(self.density, n) if n else 0
 
-    def _section(self, n: int, pairs: np.dtype[Any]) -> Section:
-        return Section(n, _Pairs, "auto", self.count(n), pairs["value"].name)
-
     def init(self, model: Real, layout: Layout, *, common: Real | None = None) -> State:
         """Return (x, w) = (model, 1); what a coordinate moved counts from ``common``, by default from the model."""
         model = real(model)
@@ -213,7 +210,7 @@ class CoordinatePush(Algorithm):
         require_finite(z, f"node {view.node}, iteration {view.iteration}: the de-biased model")
         if not view.column:
             return state, ()
-        pairs = _pairs(self._travels(z.dtype))
+        pairs = _pairs(_travels(self.values, z.dtype))
         at = np.arange(z.size) if view.dense else self._chosen(state, z)
         split = z.size if view.dense else int(state["split"])
         head = int(np.searchsorted(at, split))
@@ -232,7 +229,10 @@ class CoordinatePush(Algorithm):
             if view.dense:
                 body = entries.tobytes()
             else:
-                body = self._section(split, pairs).write(_Pairs(entries[:head]), at[:head]) + entries[head:].tobytes()
+                body = (
+                    _section(split, self.count(split), pairs).write(_Pairs(entries[:head]), at[:head])
+                    + entries[head:].tobytes()
+                )
             flags = MessageFlag.DENSE if view.dense else MessageFlag(0)
             outbox.append(Multicast((j,), pack(view.iteration, 0, flags, z.dtype, body)))
             taken = share.astype(np.float64)
@@ -240,9 +240,6 @@ class CoordinatePush(Algorithm):
             weights[at] -= taken
         announced[at] = value
         return {**state, "x": x, "weights": weights, "announced": announced}, tuple(outbox)
-
-    def _travels(self, dtype: Any) -> np.dtype[Any]:
-        return (np.dtype(np.float32) if self.values == "float32" else np.dtype(dtype)).newbyteorder("<")
 
     def _chosen(self, state: State, z: Real) -> NDArray[np.int64]:
         """Return the coordinates of a message, ascending: those that moved most, and those that always travel."""
@@ -259,7 +256,7 @@ class CoordinatePush(Algorithm):
             mark, seen = 2 * header.iteration + bool(header.flags & MessageFlag.LEAVING), f"seen/{message.source}"
             if seen in now and mark <= int(now[seen]):
                 continue
-            credited = self._credited(now, message)
+            credited = _credited(self, now, message)
             most = float(credited["weights"].max(initial=0.0))
             if self.nodes and most > self.nodes * (1.0 + 1e-6):
                 raise MessageError(
@@ -273,58 +270,8 @@ class CoordinatePush(Algorithm):
         """Return the state after undelivered messages came back: their shares are the sender's again."""
         now = state
         for message in messages:
-            now = self._credited(now, message)
+            now = _credited(self, now, message)
         return now
-
-    def _credited(self, state: State, message: GossipMessage) -> State:
-        """Return the state with what a message carries added."""
-        at, share, moved = self._read(state, message)
-        x, weights = state["x"].copy(), state["weights"].copy()
-        with np.errstate(over="ignore", invalid="ignore"):
-            x[at] += moved
-            weights[at] += share
-        if not (all_finite(x) and all_finite(weights)):
-            raise MessageError(f"a message of node {message.source} takes the node's mass beyond the largest number")
-        return {**state, "x": x, "weights": weights}
-
-    def _read(self, state: State, message: GossipMessage) -> tuple[NDArray[np.int64], Real, Real]:
-        """Return coordinates, shares of w, and what the numerator gains (float64) of a message.
-
-        Raises
-        ------
-        MessageError
-            When it cannot be one.
-        """
-        n, split = state["x"].size, int(state["split"])
-        dtype = state["announced"].dtype
-        header, body = unpack(message.payload, most=20 * n + 64 + n // 8, dtype=dtype)
-        if header.flags not in (MessageFlag(0), MessageFlag.DENSE, MessageFlag.DENSE | MessageFlag.LEAVING):
-            raise MessageError(f"node {message.source} sent flags {header.flags!r}; {self.name} has none like it")
-        leaving, dense = bool(header.flags & MessageFlag.LEAVING), bool(header.flags & MessageFlag.DENSE)
-        share, value = (np.dtype("<f8"),) * 2 if leaving else (_SHARE, self._travels(dtype))
-        pairs = np.dtype([("share", share), ("value", value)])
-        end = 0 if dense else len(body) - (n - split) * pairs.itemsize
-        if end < 0 or (dense and len(body) != n * pairs.itemsize):
-            raise MessageError(
-                f"node {message.source} sent {len(body)} bytes after its header; not pairs of {pairs.itemsize} for "
-                f"{n if dense else f'up to {self.count(split)} of {split} and all {n - split} other'} coordinates"
-            )
-        tail = np.frombuffer(body[end:], pairs)
-        if dense:
-            at, entries = np.arange(n), tail
-        else:
-            try:
-                tensor = self._section(split, pairs).read(body[:end])
-            except WireError as error:
-                raise MessageError(f"node {message.source} sent pairs that cannot be read: {error}") from error
-            assert tensor.indices is not None
-            at = np.concatenate([tensor.indices, np.arange(split, n)])
-            entries = np.concatenate([tensor.values.decode(), tail])
-        shares, values = entries["share"].astype(np.float64), entries["value"].astype(np.float64)
-        if not (np.isfinite(values).all() and np.isfinite(shares).all() and (shares >= 0.0).all()):
-            raise MessageError(f"node {message.source} sent a value that is not finite or a share below 0")
-        with np.errstate(over="ignore"):
-            return at, shares, values if leaving else shares * values
 
     def leave(self, state: State, view: View) -> tuple[State, Outbox]:
         """Return (0, 0), and messages with all of (x, w) to the active out-neighbours, in proportion to their shares.
@@ -351,3 +298,63 @@ class CoordinatePush(Algorithm):
             outbox.append(Multicast((j,), pack(view.iteration, 0, flags, state["announced"].dtype, entries.tobytes())))
         shown = self.model(state)
         return {**state, "x": np.zeros_like(x), "weights": np.zeros_like(weights), "announced": shown}, tuple(outbox)
+
+
+def _section(n: int, k: int, pairs: np.dtype[Any]) -> Section:
+    return Section(n, _Pairs, "auto", k, pairs["value"].name)
+
+
+def _travels(values: str, dtype: Any) -> np.dtype[Any]:
+    return (np.dtype(np.float32) if values == "float32" else np.dtype(dtype)).newbyteorder("<")
+
+
+def _credited(algorithm: CoordinatePush, state: State, message: GossipMessage) -> State:
+    """Return the state with what a message carries added."""
+    at, share, moved = _read(algorithm, state, message)
+    x, weights = state["x"].copy(), state["weights"].copy()
+    with np.errstate(over="ignore", invalid="ignore"):
+        x[at] += moved
+        weights[at] += share
+    if not (all_finite(x) and all_finite(weights)):
+        raise MessageError(f"a message of node {message.source} takes the node's mass beyond the largest number")
+    return {**state, "x": x, "weights": weights}
+
+
+def _read(algorithm: CoordinatePush, state: State, message: GossipMessage) -> tuple[NDArray[np.int64], Real, Real]:
+    """Return coordinates, shares of w, and what the numerator gains (float64) of a message.
+
+    Raises
+    ------
+    MessageError
+        When it cannot be one.
+    """
+    n, split = state["x"].size, int(state["split"])
+    dtype = state["announced"].dtype
+    header, body = unpack(message.payload, most=20 * n + 64 + n // 8, dtype=dtype)
+    if header.flags not in (MessageFlag(0), MessageFlag.DENSE, MessageFlag.DENSE | MessageFlag.LEAVING):
+        raise MessageError(f"node {message.source} sent flags {header.flags!r}; {algorithm.name} has none like it")
+    leaving, dense = bool(header.flags & MessageFlag.LEAVING), bool(header.flags & MessageFlag.DENSE)
+    share, value = (np.dtype("<f8"),) * 2 if leaving else (_SHARE, _travels(algorithm.values, dtype))
+    pairs = np.dtype([("share", share), ("value", value)])
+    end = 0 if dense else len(body) - (n - split) * pairs.itemsize
+    if end < 0 or (dense and len(body) != n * pairs.itemsize):
+        raise MessageError(
+            f"node {message.source} sent {len(body)} bytes after its header; not pairs of {pairs.itemsize} for "
+            f"{n if dense else f'up to {algorithm.count(split)} of {split} and all {n - split} other'} coordinates"
+        )
+    tail = np.frombuffer(body[end:], pairs)
+    if dense:
+        at, entries = np.arange(n), tail
+    else:
+        try:
+            tensor = _section(split, algorithm.count(split), pairs).read(body[:end])
+        except WireError as error:
+            raise MessageError(f"node {message.source} sent pairs that cannot be read: {error}") from error
+        assert tensor.indices is not None
+        at = np.concatenate([tensor.indices, np.arange(split, n)])
+        entries = np.concatenate([tensor.values.decode(), tail])
+    shares, values = entries["share"].astype(np.float64), entries["value"].astype(np.float64)
+    if not (np.isfinite(values).all() and np.isfinite(shares).all() and (shares >= 0.0).all()):
+        raise MessageError(f"node {message.source} sent a value that is not finite or a share below 0")
+    with np.errstate(over="ignore"):
+        return at, shares, values if leaving else shares * values
