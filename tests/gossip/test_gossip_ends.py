@@ -188,7 +188,7 @@ class Chronicle(SimulatedNodes):
 
     def mass(self, relay: Relay, node: int, *, inbox: bool) -> tuple[float, Real]:
         """Return (w, x) of a node by its last answer: an instruction that is open has not happened. With what comes
-        back to it, and with the ``mail`` that waits."""
+        back to it, and with the messages that wait."""
         entry, algorithm = relay._open.get(node), self.algorithm
         begins = relay._starts.get(node, "") if entry is None else entry.instruction.start
         if begins:

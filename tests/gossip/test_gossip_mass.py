@@ -230,7 +230,7 @@ def test_nan_leaves_a_node_at_rest() -> None:
     assert get_algorithm({"name": "sgp"}).invariants(outcome.states.values())["sum_w"] == pytest.approx(N, abs=1e-12)
 
 
-def test_c1_a_node_that_keeps_failing_is_excluded_from_push_sum_and_its_mail_goes_back() -> None:
+def test_c1_a_node_that_keeps_failing_is_excluded_from_push_sum_and_its_messages_go_back() -> None:
     """It ended the run. What it holds is lost, what waits for it is its senders': the sum of the weights says it."""
 
     class Poison(Quadratic):
