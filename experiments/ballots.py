@@ -1,4 +1,4 @@
-"""What a noisy count of votes tells and costs, without any training.
+"""What a noisy count of votes reveals and costs, without any training.
 
 Probabilities to pass a threshold, signs that are right, sizes of packed votes, epsilons: functions of public numbers
 and of synthetic gradients, so they say what to expect of a number of clients and an epsilon before anybody trains. The

@@ -430,7 +430,7 @@ def simulate_private(spec: RunSpec) -> PrivateOutcome:
     settings = system.resolve(spec.settings)
     pair = system.build(settings, spec.seed)
     if not isinstance(pair, Compressed) or not isinstance(pair.inner, PrivateStrategy):
-        raise ConfigError(f"{spec.system!r} with these settings is no private system in the drop-in pair")
+        raise ConfigError(f"{spec.system!r} with these settings is not a private system in the drop-in pair")
     if settings["downlink"]:
         raise ConfigError(f"without messages there is no downlink={settings['downlink']!r}; run it on an engine")
     strategy, codec = pair.inner, pair.codec

@@ -28,7 +28,7 @@ STYLES = {"holds": "green", "FAILED": "bold red", "missed": "yellow"}
 
 
 def make_console(file: IO[str] | None = None, *, stderr: bool = False) -> Console:
-    """Return a console that prints text as it is: brackets in labels, paths and help texts are no markup."""
+    """Return a console that prints text as it is: brackets in labels, paths and help texts are not markup."""
     return Console(file=file, stderr=stderr, markup=False, highlight=False)
 
 

@@ -145,8 +145,8 @@ class Cohorts(Grid):
         if not self._draws() and not self._partitions and len(online) <= self._clients:
             return online
         # A node that joined, came back or could not answer is asked once a round who it is.
-        strangers = [n for n in online if n not in self._partitions and self._asked.get(n) != self._round]
-        taken = self._call_roll(strangers)
+        unknown = [n for n in online if n not in self._partitions and self._asked.get(n) != self._round]
+        taken = self._call_roll(unknown)
         self.reasons += [f"a node claims partition {partition}, which another node holds" for partition in taken]
         present = {self._partitions[n]: n for n in online if n in self._partitions}
         size = max(1, int(self._clients * self._shares[self._phase]))
@@ -225,7 +225,7 @@ class Cohorts(Grid):
             node = asked[reply.metadata.reply_to_message_id]
             known = self.grid.partition_of(node)
             partition = take_node(reply) if known is None else known
-            # Node ids are drawn anew in every run, so the reasons do not name them.
+            # Node ids are redrawn in every run, so the reasons do not name them.
             if reply.has_error():
                 self.reasons.append(f"a node could not answer the roll call: {reply.error.reason}")
             elif partition is None:

@@ -322,7 +322,7 @@ class Findings:
 
 
 class Say:
-    """What a measurement is given: it tells how far it is, and it keeps what is finished.
+    """What a measurement is given: it reports progress, and it keeps what is finished.
 
     Parameters
     ----------

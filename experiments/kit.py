@@ -189,7 +189,7 @@ class Sweep:
         Parameters
         ----------
         say : Say
-            Is told which cells there are and which of them are finished, and keeps those.
+            Receives the names of all cells and the content of the finished ones, and keeps those.
         workers : int
             Processes to use; 1 runs the cells in this one.
         """

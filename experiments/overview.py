@@ -1,4 +1,4 @@
-"""All runs of a folder on one page, ``index.html``: the finished, the unfinished, and what is damaged or no run."""
+"""All runs of a folder on one page, ``index.html``: the finished, the unfinished, and what is damaged or not a run."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def write_index(root: Path) -> Path:
 
 
 def list_runs(root: Path) -> tuple[list[Entry], list[str]]:
-    """Return an entry for each run in ``root``, newest first, and the names of folders that are no runs."""
+    """Return an entry for each run in ``root``, newest first, and the names of folders that are not runs."""
     folders = sorted(path for path in root.iterdir() if path.is_dir())
     runs = [path for path in folders if (path / "config.json").is_file() or (path / "summary.json").is_file()]
     entries = sorted(map(read_entry, runs), key=lambda entry: (entry.began, entry.name), reverse=True)

@@ -106,8 +106,8 @@ def render_report(summary: Mapping[str, Any], rounds: Mapping[str, Sequence[Roun
 
 
 def render_index(runs: Sequence[Mapping[str, Any]], foreign: Sequence[str]) -> str:
-    """Return ``index.html`` over :class:`fedcomp.experiments.overview.Entry` documents, and the names of what is no
-    run."""
+    """Return ``index.html`` over :class:`fedcomp.experiments.overview.Entry` documents, and the names of what is not
+    a run."""
     return _render("index.html", {}, runs=runs, foreign=foreign)
 
 

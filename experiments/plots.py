@@ -105,7 +105,7 @@ def styles(names: Iterable[str]) -> dict[str, Style]:
 def line_plot(curves: Curves, known: Mapping[str, Style], *, salt: str) -> str:
     """Return an ``<svg>`` element with one line per series, drawn in the styles of their names.
 
-    ``salt`` tells apart the element ids of several plots on one page.
+    ``salt`` keeps apart the element ids of several plots on one page.
     """
     with optional("a plot"):
         import matplotlib as mpl
@@ -252,6 +252,6 @@ def _inline(svg: str, title: str) -> str:
         rest = rest.replace(colour, variable)
     rest = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", rest, count=1, flags=re.DOTALL)
     rest = re.sub(r" font-family: [^;\"]*;?", "", rest)
-    # Groups are called alike in every drawing.
+    # Groups have the same ids in every drawing.
     rest = re.sub(r'<g id="[^"]*">', "<g>", rest)
     return f'<svg class="plot" {box.group()} role="img" aria-label="{escape(title)}">{rest}'

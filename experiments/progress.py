@@ -207,7 +207,7 @@ class Watch:
         self._progress.update(self._tasks[spec.label], **update)
 
     def say(self, text: str) -> None:
-        """A measurement tells how far it is."""
+        """A measurement reports its progress."""
         self._line(text)
 
     def done(self, spec: RunSpec, accuracy: float, *, kept: bool, rounds: int | None = None) -> None:

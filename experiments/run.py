@@ -274,7 +274,7 @@ def _prepare(setup: RunnerSetup, request: Request) -> Job:
     specs = experiment.specs(config)
     folder.require_same(experiment, config, specs)
     if request.budget is not None:
-        # The one thing that may change: what was released stays paid, and what may still be released is asked anew.
+        # The one thing that may change: what was released stays paid, and what may still be released is set again.
         config = replace(config, budget=request.budget)
         specs = experiment.specs(config)
         folder.keep(config, specs)

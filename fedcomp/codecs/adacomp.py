@@ -42,7 +42,7 @@ class AdaComp(PositionalCodec):
     How much travels is not set but found: where the update agrees with the residue several elements of a bin pass, and
     where it opposes it, perhaps none. In federated use g is the whole local update of the round.
 
-    It is no contraction: with the look-ahead the error can exceed ‖G‖². Twenty bins, one with a spike of 10, the
+    This is not a contraction: with the look-ahead the error can exceed ‖G‖². Twenty bins, one with a spike of 10, the
     others of 0.001 with g = G, give 3.28 ‖G‖² (derived, measured), because all the small elements travel as s. What
     holds is conservation: what was sent and the residue add up to all updates, each to one float32 rounding. Where
     exactly the largest element of every bin travels the error is ‖G‖² - B s² with B bins (derived).
@@ -58,7 +58,7 @@ class AdaComp(PositionalCodec):
     conv_bin : int
         L in convolutional layers: tensors of three and more dimensions.
     factor : float
-        The soft threshold's factor, at least 1; 1 is no look-ahead: then only a bin's largest magnitudes travel.
+        The soft threshold's factor, at least 1. With 1 nothing looks ahead: only a bin's largest magnitudes travel.
     guard : bool
         Ours: a tensor whose error would exceed ‖G‖², that is s·m > 2 Σ |G| over its m sent elements, sends the largest
         element of every bin instead. The error then never exceeds ‖G‖² (up to float32 rounding of s).

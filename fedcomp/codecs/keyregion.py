@@ -44,7 +44,7 @@ _KEY, _SPARSE = 0, 1
 _GAINS: Final = (1.0 / 8.0, 8.0)
 _FADED: Final = 1e-30  # counters below it are forgotten: their shares and quotients would under- and overflow
 _LEAST: Final = 1e-300  # a smaller fraction asks for one element as well, and would underflow on the way
-_CANCELLED: Final = 1e-9  # a rest of the sum below this share of it is summed anew: the difference is rounding errors
+_CANCELLED: Final = 1e-9  # a rest of the sum below this share of it is summed again: the difference is rounding errors
 _CHUNK: Final = 1 << 16
 
 
@@ -70,7 +70,7 @@ class KeyRegion(AdaptiveCodec, ListedCodec):
 
         fraction = density * 2 ** (H - 1)
 
-    of its elements: fewer when the magnitudes are alike than when they spread. The threshold is the histogram's
+    of its elements: fewer when the magnitudes are similar than when they spread. The threshold is the histogram's
     quantile for that fraction, times today's mean: nothing is sorted. A region's first round takes the exact quantile.
 
     Under error feedback the shape of what is to be encoded drifts, and a fading histogram lags: without a correction
@@ -246,7 +246,7 @@ def _fraction(name: str, value: Any) -> float:
 
 
 class _Magnitudes(NamedTuple):
-    """What a round tells of a region: number of elements, of non-zeros, the sum of magnitudes, and their histogram."""
+    """What a round reports of a region: numbers of elements and non-zeros, sum and histogram of the magnitudes."""
 
     size: int
     nonzero: int

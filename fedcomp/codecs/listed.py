@@ -107,7 +107,7 @@ class ListedCodec(PositionalCodec):
 
 
 def without_densities(layout: Layout, scope: str, codec: Any) -> tuple[Stretch, ...]:
-    """Return the stretches of ``layout`` for a codec that is not told how much to send.
+    """Return the stretches of ``layout`` for a codec that has no density.
 
     Raises
     ------

@@ -365,7 +365,7 @@ def expected_sparse(size: int, values: type[Values], max_k: int, index_codecs: I
 
 
 def require_values(tensor: Tensor, values: type[Values], *, sparse: bool) -> None:
-    """Raise :class:`SchemaMismatch` unless ``tensor`` is sparse or dense as told and holds values of class ``values``.
+    """Raise :class:`SchemaMismatch` unless ``tensor`` is sparse or dense as asked and holds values of class ``values``.
 
     Coefficients and values on a shared support are neither, although they, too, come without indices.
     """

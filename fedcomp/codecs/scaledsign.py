@@ -127,8 +127,8 @@ class ScaledSign(PositionalCodec):
 class NormSign(ScaledSign):
     """Send ``(‖x‖∞ / 2) sign(x)``: one bit per coordinate and one float32 per stretch, or per block.
 
-    Halves every box around zero, but is no contraction in the Euclidean norm for four or more coordinates: of a spike
-    of length 1 it leaves ``n / 4`` (derived). The one-bit quantiser of Dyna-COLD with its scale on the wire.
+    Halves every box around zero, but is not a contraction in the Euclidean norm for four or more coordinates: of a
+    spike of length 1 it leaves ``n / 4`` (derived). The one-bit quantiser of Dyna-COLD with its scale on the wire.
 
     Parameters
     ----------

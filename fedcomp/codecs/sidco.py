@@ -193,7 +193,7 @@ class SIDCo(AdaptiveCodec, ListedCodec):
     What is sent is the exact top-k̂ for the k̂ the estimate turns out to give. A safety net of our own bounds it
     (derived): of k̂ > 2 k the exact top k travel, and of k̂ = 0 the single largest, so that a frame holds at least one
     (where fp16 or bf16 do not round it to zero) and at most 2 k coordinates of a vector that is not zero. A zero vector
-    is an empty frame. :meth:`events` tells how often that happened.
+    is an empty frame. :meth:`events` counts how often that happened.
 
     Parameters
     ----------
@@ -380,5 +380,5 @@ class SIDCo(AdaptiveCodec, ListedCodec):
 
 
 def _error(ratio: float) -> float:
-    """Return how far selected / wanted is off, alike for twice too many and twice too few."""
+    """Return how far selected / wanted is off; twice too many counts as much as twice too few."""
     return abs(math.log(max(ratio, 1e-9)))

@@ -1,4 +1,4 @@
-"""How alike the clients' memories are: the premise of a shared support, measured instead of assumed.
+"""How similar the clients' memories are: the premise of a shared support, measured instead of assumed.
 
 ScaleCom's argument is that memories of different workers resemble each other, so that one worker's top k is nearly the
 top k of the mean. These are the figures the paper reports (partly recalled): pairwise cosine distance of the memories,

@@ -68,7 +68,7 @@ def select_bins(vector: Floats, length: int, *, tier: Tier = "auto") -> NDArray[
     ----------
     vector : float32 array of shape (n,)
     length : int
-        At least 1. The last bin is shorter when n is no multiple of it.
+        At least 1. The last bin is shorter when n is not a multiple of it.
     tier : {"auto", "numba", "numpy"}
         Does not change the result.
 

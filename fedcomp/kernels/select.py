@@ -158,7 +158,7 @@ def feedback_step(
 
 
 def _select(kernels: Ops, bits: Bits, k: int, found: Found | None, seed: int) -> tuple[NDArray[np.int64], float]:
-    """Return the top k and the smallest selected magnitude, from candidates already ``found`` or anew."""
+    """Return the top k and the smallest selected magnitude, from the candidates in ``found``, or from scratch."""
     if found is None or found[0].size < k:
         guess = _guess(_magnitudes(_lines(bits, seed)), bits.size, k)
         found = kernels.collect(bits, guess, _capacity(bits.size, k))

@@ -110,8 +110,8 @@ def _unzstd(data: Buffer, size: int) -> bytes:
         if header.dict_id:
             raise Corrupt("zstd section refers to a dictionary; the format has none")
         _check_blocks(data, zstandard.frame_header_size(data), header, size)
-        # `decompress(max_output_size=)` is no guard when the frame embeds its size (measured, python-zstandard 0.25),
-        # so the output is read as a stream and cut one byte after the declared end.
+        # `decompress(max_output_size=)` protects nothing when the frame embeds its size (measured, python-zstandard
+        # 0.25), so the output is read as a stream and cut one byte after the declared end.
         with zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW).stream_reader(data) as reader:
             out: bytes = reader.read(size + 1)
     except zstandard.ZstdError as error:

@@ -1,6 +1,6 @@
 """Index codecs: where the values of a sparse tensor belong. This module: the interface and the plain codecs.
 
-A codec writes strictly ascending indices of ``range(n)``; the receiver knows ``n`` and ``k``. ``bounds`` tells which
+A codec writes strictly ascending indices of ``range(n)``; the receiver knows ``n`` and ``k``. ``bounds`` says which
 section lengths are possible before anything is decompressed or allocated, ``decode`` accepts only canonical bytes.
 """
 
@@ -41,7 +41,7 @@ class Support:
             raise ConfigError(f"indices run from {first} to {self.last}; expected 0 <= index < {n}")
         # No index may lose bits or its sign in the unsigned form the gaps are worked out in: [0, 2**32 + 5, 10] would
         # pass for [0, 5, 10]. The OR of all is the cheapest test of every one of them. Then a step of zero or backwards
-        # wraps to a huge unsigned gap, so that the largest gap tells the rest.
+        # wraps to a huge unsigned gap, so that the largest gap is enough to check.
         if int(np.bitwise_or.reduce(self.indices)) >> (31 if n < 1 << 31 else 63) or int(self.gaps.max()) >= n:
             raise ConfigError("indices must be strictly ascending; sort them and reorder the values with them")
 
@@ -178,7 +178,7 @@ class RawIndex(IndexCodec):
 
 
 class FixedIndex(IndexCodec):
-    """``bit_length(n - 1)`` bits per index: the length tells nothing but k."""
+    """``bit_length(n - 1)`` bits per index: the length reveals nothing but k."""
 
     codec_id = 2
     name = "fixed"

@@ -163,7 +163,7 @@ class QsgdLevels(Values):
         Values per norm; 0 for one norm.
     norms : ndarray of float32, shape (ceil(k / bucket),)
     fixed : bool
-        Take b bits per value in any case: a length that tells nothing of the levels, and parameters known beforehand.
+        Take b bits per value in any case: a length that reveals nothing of the levels, and parameters known beforehand.
 
     Parameters on the wire: packing u8 (0 fixed width, 1 Elias-gamma), s varint, bucket varint. Section: norms f32, then
     ``level + s`` in ``bit_length(2 s)`` bits each, or the zigzag level plus one in split Elias-gamma code.

@@ -48,7 +48,7 @@ class Section:
     index : {"none", "known", "fixed", "bitmap", "rice", "auto"}
         How the support travels. "none": there is none, all n values do. "known": both ends hold it, it is passed to
         :meth:`read`. "fixed": fields of ``bit_length(n - 1)`` bits, or a bitmap where that is shorter, so that the
-        length tells k and nothing else. "rice": gaps in Rice code. "auto": the shortest of the three, and a byte that
+        length gives k and nothing else. "rice": gaps in Rice code. "auto": the shortest of the three, and a byte that
         names it.
     max_k : int, optional
         Most values of a sparse tensor that a receiver takes; None: n.
@@ -180,7 +180,7 @@ class Section:
 
     @cached_property
     def _stride(self) -> int:
-        """Bytes per value where every value has as many, else 0: then a count travels, for the length tells no k."""
+        """Bytes per value where every value has as many, else 0: the length does not give k, and a count travels."""
         one, many = self._value_bytes(1), self._value_bytes(1 << 16)
         return one if one is not None and many == one << 16 else 0
 

@@ -79,7 +79,7 @@ class Tensor:
                 f"{who}: {self.values.name} values of {self.values.dtype} cannot fill a {self.dtype} tensor"
             )
         if self.backend not in BACKEND_IDS and self.backend != "auto":
-            raise ConfigError(f"{who}: back-end {self.backend!r} is none of {', '.join(BACKEND_IDS)}, auto")
+            raise ConfigError(f"{who}: back-end {self.backend!r} is not one of {', '.join(BACKEND_IDS)}, auto")
         self._check_support(who)
 
     def _check_support(self, who: str) -> None:
