@@ -262,9 +262,6 @@ class Findings:
     answer : str
         The answer to the experiment's question: one or two sentences whose every figure is measured. Where it is empty
         the first claim stands for it.
-    values : mapping of str to float
-        Figures that :func:`fedcomp.experiments.kit.judged` hands to claims that are made apart, by name; NaN for what
-        could not be measured, which no claim accepts.
     tasks : sequence of mappings
         :meth:`fedcomp.tasks.base.Task.record` of every task used, so that the report says which data it rests on.
     statements : mapping of str to mapping
@@ -276,7 +273,6 @@ class Findings:
     figures: Sequence[Figure] = ()
     claims: Sequence[Claim] = ()
     answer: str = ""
-    values: Mapping[str, float] = field(default_factory=dict)
     tasks: Sequence[Mapping[str, Any]] = ()
     statements: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
@@ -284,12 +280,11 @@ class Findings:
         object.__setattr__(self, "tables", tuple(self.tables))
         object.__setattr__(self, "figures", tuple(self.figures))
         object.__setattr__(self, "claims", tuple(self.claims))
-        object.__setattr__(self, "values", {str(key): float(value) for key, value in self.values.items()})
         object.__setattr__(self, "tasks", tuple(dict(task) for task in self.tasks))
         object.__setattr__(self, "statements", {str(key): dict(said) for key, said in self.statements.items()})
 
     def __bool__(self) -> bool:
-        return bool(self.tables or self.figures or self.values)
+        return bool(self.tables or self.figures)
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-able dictionary; NaN and infinity, which JSON lacks, become None."""
@@ -302,7 +297,6 @@ class Findings:
             ],
             "claims": [finite(claim.to_json()) for claim in self.claims],
             "answer": self.answer,
-            "values": {key: _cell(value) for key, value in self.values.items()},
             "tasks": list(self.tasks),
             **({"statements": dict(self.statements)} if self.statements else {}),
         }
@@ -315,7 +309,6 @@ class Findings:
             figures=[_figure(figure) for figure in document["figures"]],
             claims=[Claim.from_json(claim) for claim in document.get("claims", ())],
             answer=document.get("answer", ""),
-            values={key: math.nan if value is None else value for key, value in document["values"].items()},
             tasks=document["tasks"],
             statements=document.get("statements", {}),
         )

@@ -26,16 +26,15 @@ import multiprocessing
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 
 from fedcomp.experiments.experiment import Config, Option
-from fedcomp.experiments.findings import Claim, Curves, Findings, Say, Series, Table, mean
+from fedcomp.experiments.findings import Claim, Curves, Say, Series, Table, mean
 from fedcomp.plain import from_fields
 
 if TYPE_CHECKING:
-    from fedcomp.experiments.experiment import Measure
     from fedcomp.experiments.spec import RunResult
     from fedcomp.tasks.base import Task
 
@@ -387,18 +386,3 @@ def running_mean(x: Sequence[float], y: Sequence[float], width: int) -> tuple[li
 def repetitions(config: Config, setting: str = "seeds") -> range:
     """Return the seeds of repeated trainings: as many as ``setting`` says, from the run's own on."""
     return range(config.seed, config.seed + int(config.settings[setting]))
-
-
-def judged(
-    measure: Measure,
-    claims: Callable[[Config, Mapping[str, RunResult], Findings], list[Claim]],
-    answer: Callable[[Config, Mapping[str, RunResult], Findings], str],
-) -> Measure:
-    """Return a measurement whose findings hold the claims and the answer that are made of its values."""
-
-    def measured(config: Config, results: Mapping[str, RunResult], say: Say) -> Findings:
-        found = measure(config, results, say)
-        made = {"claims": claims(config, results, found), "answer": answer(config, results, found)}
-        return replace(found, **made)  # type: ignore[arg-type]
-
-    return measured

@@ -37,7 +37,7 @@ Benchmarks = Mapping[str, tuple[str, str]]
 
 
 @dataclass(frozen=True)
-class Request:
+class BenchRequest:
     """The arguments of one call. Typer reads the command line from these fields."""
 
     name: Annotated[str | None, typer.Argument(help="Benchmark to run.", show_default=False)] = None
@@ -48,13 +48,13 @@ class Request:
     )
 
 
-def _command(context: typer.Context, request: Request) -> int:
+def _command(context: typer.Context, request: BenchRequest) -> int:
     """Run a benchmark and check its claims."""
     known: Benchmarks = context.obj
     return _list(known, request.as_json) if request.show_list else _bench(known, request)
 
 
-app = command_line(Request, _command)
+app = command_line(BenchRequest, _command)
 
 
 def main(
@@ -76,7 +76,7 @@ def _list(benchmarks: Benchmarks, as_json: bool) -> int:
     return OK
 
 
-def _bench(benchmarks: Benchmarks, request: Request) -> int:
+def _bench(benchmarks: Benchmarks, request: BenchRequest) -> int:
     name = request.name
     if name is None:
         raise ConfigError(f"name a benchmark: {', '.join(benchmarks)}")

@@ -38,7 +38,6 @@ def everything() -> Findings:
         ],
         claims=[Claim("c", 0.25, "<=", 1.0, "s", gate=False)],
         answer="A quarter.",
-        values={"loss": 0.25},
         tasks=[{"task": "digits", "data": {"note": "n"}}],
     )
 
@@ -51,17 +50,17 @@ def test_findings_come_back_from_json_as_they_were() -> None:
     assert not Findings()
 
 
-def test_what_is_not_finite_becomes_a_gap_and_stays_nan_in_values() -> None:
+def test_what_is_not_finite_becomes_a_gap_and_stays_nan_in_claims_and_lines() -> None:
     found = Findings(
         tables=[Table("T", ["a", "b", "c"], [[math.nan, math.inf, np.float32(0.5)]])],
         figures=[Curves("C", "x", "y", [Series("s", [0.0], [math.nan])])],
-        values={"lost": math.nan},
+        claims=[Claim("c", math.nan, "<=", 1.0, "s")],
     )
     assert found.tables[0].rows == ((None, None, 0.5),)
     document = json.loads(json.dumps(found.to_json(), allow_nan=False))
-    assert document["values"] == {"lost": None}
+    assert document["claims"][0]["value"] is None
     back = Findings.from_json(document)
-    assert math.isnan(back.values["lost"])
+    assert math.isnan(back.claims[0].value)
     (curves,) = back.figures
     assert isinstance(curves, Curves)
     assert math.isnan(curves.series[0].y[0])

@@ -25,7 +25,6 @@ def found(rows: int = 3) -> Findings:
             HeatMap("Grid", ["0.01", "0.1"], ["a<b", "c"], [[1.0, None], [4.0, 2.5]], "loss / dense", log=True),
             Curves("Loss", "bytes", "loss", lines, log_x=True, log_y=True, x_bytes=True, caption="as it falls"),
         ],
-        values={"x": 1.0},
     )
 
 

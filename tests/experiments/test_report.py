@@ -32,7 +32,7 @@ from fedcomp.experiments.report import (
     takes,
     verdict,
 )
-from fedcomp.experiments.run import app
+from fedcomp.experiments.run import Request, app
 from fedcomp.experiments.spec import RoundRecord
 
 
@@ -164,11 +164,8 @@ def read_back(text: str) -> Config:
     """Return what a command asks for, by the program's own parser."""
     words = shlex.split(text)
     given = typer.main.get_command(app).make_context("run", words[words.index("tiny") :]).params
-    experiment = get_experiment(given["name"], CATALOG)
-    names = ("engine", "rounds", "clients", "budget", "quick")
-    return experiment.configure(
-        seed=given["seed"] or 0, assignments=given["set_"] or (), **{name: given[name] for name in names}
-    )
+    request = Request(**given)
+    return request.configure(get_experiment(str(request.name), CATALOG))
 
 
 @pytest.mark.parametrize(
