@@ -13,7 +13,6 @@ from fedcomp.errors import ConfigError
 from fedcomp.experiments.findings import Claim, Table, different_bytes
 from fedcomp.experiments.kit import Say, claim, table
 from fedcomp.experiments.spec import RunResult, RunSpec
-from fedcomp.experiments.systems import get_system
 from fedcomp.strategies.parts import TASK_PREFIX
 
 
@@ -41,6 +40,8 @@ def without_messages(spec: RunSpec) -> Central:
     ConfigError
         When the system is no gossip algorithm.
     """
+    # Here, not above: a list of the experiments must not bring Flower.
+    from fedcomp.experiments.systems import get_system
     from fedcomp.gossip.central import SimulationSettings, simulate
     from fedcomp.gossip.local import FlatObjective
     from fedcomp.gossip.vector import flatten, unflatten
