@@ -47,6 +47,14 @@ class Option:
     neutral : bool
         The setting changes no figure (how many processes work): a report does not list it as changed, and a run may
         be resumed with another value.
+
+    Examples
+    --------
+    >>> density = Option(0.01, "share of the coordinates sent", above=0.0, most=1.0)
+    >>> density.parse("codec.density", "0.1")
+    0.1
+    >>> density.range()
+    'greater than 0 and at most 1'
     """
 
     default: Value
@@ -192,6 +200,17 @@ class Experiment:
     quick : tuple of str
         What ``--quick`` sets, as ``key=value``; ``rounds`` and ``clients`` may be among them. The smallest sizes that
         still exercise everything.
+
+    Examples
+    --------
+    >>> def rows(config):
+    ...     return [config.spec(system, system, "digits", take=("lr",)) for system in ("fedavg", "qsgd")]
+    >>> def measure(config, results, say):
+    ...     return Findings(answer=f"QSGD reaches {100 * results['qsgd'].accuracy:.1f} %.")
+    >>> options = {"lr": Option(0.1, "step size of the clients' SGD", above=0.0)}
+    >>> experiment = Experiment("levels", "Does QSGD train as well?", rows, measure, options, rounds=20, clients=10)
+    >>> [spec.settings["lr"] for spec in experiment.specs(experiment.configure(assignments=["lr=0.3"]))]
+    [0.3, 0.3]
     """
 
     name: str

@@ -51,6 +51,11 @@ class Table:
         Each as long as ``columns``; the first cell names the row.
     caption : str
         What a reader must know to read it: units, what was averaged over what.
+
+    Examples
+    --------
+    >>> Table("Cost", ["system", "bytes"], [["dense", 4000], ["top-k", 61]]).numeric
+    (False, True)
     """
 
     title: str
@@ -212,6 +217,11 @@ class Claim:
 
     ``gate=False`` marks a goal that is reported but does not fail the run (for instance a throughput that depends on
     how busy the machine is); the document still shows whether it held.
+
+    Examples
+    --------
+    >>> Claim("points of accuracy lost", 0.4, "<=", 1.0, "goal of this package").ok
+    True
     """
 
     name: str

@@ -96,16 +96,7 @@ def read_entry(folder: Path) -> Entry:
         text = f"Not finished: of {asked['rounds']} rounds a system, seed {asked['seed']}."
         text += f" Continue with --resume {folder.name}."
         return Entry(folder.name, str(asked["experiment"]), text, problem="unfinished", began=began)
-    except (
-        OSError,
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        ArithmeticError,
-        RecursionError,
-        FedcompError,
-    ) as error:
+    except UNREADABLE as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         return Entry(folder.name, folder.name, f"Cannot be read: {reason}", problem="damaged", began=began)
 

@@ -120,6 +120,12 @@ class RunSpec:
     ------
     ConfigError
         When a field has another type or range. Names are checked where the tables are, not here.
+
+    Examples
+    --------
+    >>> spec = RunSpec(system="topk", rounds=5, settings={"codec.density": 0.05, "feedback": True})
+    >>> spec.to_run_config()["settings"]
+    'codec.density=0.05 feedback=true'
     """
 
     system: str = "fedavg"

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Final
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from fedcomp.errors import LayoutError, NonFiniteUpdate
 from fedcomp.layout import Layout, Update, Vector
@@ -180,6 +180,24 @@ class Codec(Receiver, Configured):
         NonFiniteUpdate
             When the update holds NaN or infinity; the state is then untouched.
         """
+
+    def preview(self, values: ArrayLike, key: Key | None = None) -> Vector:
+        """Return what arrives of ``values`` when they are all that one client sends, float32 of their number.
+
+        For a look at what a codec does; nothing is remembered.
+
+        Examples
+        --------
+        >>> from fedcomp.codecs import TopK
+        >>> TopK(density=0.5).preview([0.5, -3.0, 1.0, 0.25])
+        array([ 0., -3.,  1.,  0.], dtype=float32)
+        """
+        vector = np.array(values, np.float32).reshape(-1)
+        layout = Layout.flat(vector.size)
+        frame, _ = self.encode(Update(vector, layout), self.init(layout), key or Key(0, "preview"))
+        out = Update(self.decode(frame, layout), layout)
+        self.conclude(out)
+        return out.vector
 
     def rollback(self, state: State, frame: Frame, layout: Layout) -> State:
         """Return ``state`` (which :meth:`encode` returned with ``frame``) as if ``frame`` had never left.

@@ -85,6 +85,12 @@ class Chain(Wrapper):
     ----------
     transforms : sequence of Transform or config mappings
     codec : Codec or config mapping
+
+    Examples
+    --------
+    >>> from fedcomp.codecs import Clip, TopK
+    >>> Chain([Clip(1.5)], TopK(density=0.5)).preview([0.0, -3.0])
+    array([ 0.       , -1.4999999], dtype=float32)
     """
 
     codec_id: ClassVar[str] = "chain"

@@ -38,15 +38,8 @@ class Dithering(PositionalCodec):
 
     Examples
     --------
-    >>> import numpy as np
-    >>> from fedcomp.layout import Layout, Update
-    >>> from fedcomp.rng import Key
-    >>> update = Update(np.float32([3, 0, -2, 0, 0.5, 1, 0, -0.1]), Layout.flat(8))
-    >>> codec = Dithering(bits=4)
-    >>> frame, state = codec.encode(update, codec.init(update.layout), Key(0))
-    >>> codec.decode(frame, update.layout)
-    array([ 3.   ,  0.   , -2.25 ,  0.   ,  0.75 ,  1.125,  0.   ,  0.   ],
-          dtype=float32)
+    >>> Dithering(bits=2).preview([0.5, -3.0, 1.0, 0.25])
+    array([ 1.5, -3. ,  1.5,  0. ], dtype=float32)
     """
 
     codec_id: ClassVar[str] = "dithering"

@@ -38,15 +38,8 @@ class NaturalCompression(PositionalCodec):
 
     Examples
     --------
-    >>> import numpy as np
-    >>> from fedcomp.layout import Layout, Update
-    >>> from fedcomp.rng import Key
-    >>> update = Update(np.float32([3, 0, -2, 0, 0.5, 1, 0, -0.1]), Layout.flat(8))
-    >>> codec = NaturalCompression()
-    >>> frame, state = codec.encode(update, codec.init(update.layout), Key(0))
-    >>> codec.decode(frame, update.layout)
-    array([ 2.    ,  0.    , -2.    ,  0.    ,  0.5   ,  1.    ,  0.    ,
-           -0.0625], dtype=float32)
+    >>> NaturalCompression().preview([0.5, -3.0, 1.0, 0.25])
+    array([ 0.5 , -2.  ,  1.  ,  0.25], dtype=float32)
     """
 
     codec_id: ClassVar[str] = "natural"

@@ -32,14 +32,8 @@ class QSGD(PositionalCodec):
 
     Examples
     --------
-    >>> import numpy as np
-    >>> from fedcomp.layout import Layout, Update
-    >>> from fedcomp.rng import Key
-    >>> update = Update(np.float32([3, 4, 0, 0]), Layout.flat(4))
-    >>> codec = QSGD(levels=4)
-    >>> frame, state = codec.encode(update, codec.init(update.layout), Key(0))
-    >>> codec.decode(frame, update.layout)
-    array([2.5 , 3.75, 0.  , 0.  ], dtype=float32)
+    >>> QSGD(levels=4).preview([0.5, -3.0, 1.0, 0.25])
+    array([ 0.80282706, -2.4084811 ,  0.80282706,  0.        ], dtype=float32)
     """
 
     codec_id: ClassVar[str] = "qsgd"

@@ -40,14 +40,8 @@ class RandomK(PositionalCodec):
 
     Examples
     --------
-    >>> import numpy as np
-    >>> from fedcomp.layout import Layout, Update
-    >>> from fedcomp.rng import Key
-    >>> update = Update(np.float32([3, 0, -2, 0, 0.5, 1, 0, -0.1]), Layout.flat(8))
-    >>> codec = RandomK(density=0.5, unbiased=True)
-    >>> frame, state = codec.encode(update, codec.init(update.layout), Key(0))
-    >>> codec.decode(frame, update.layout)
-    array([6., 0., 0., 0., 1., 2., 0., 0.], dtype=float32)
+    >>> RandomK(density=0.5, unbiased=True).preview([0.5, -3.0, 1.0, 0.25])
+    array([0. , 0. , 2. , 0.5], dtype=float32)
     """
 
     codec_id: ClassVar[str] = "randomk"

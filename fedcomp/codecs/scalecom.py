@@ -184,6 +184,11 @@ class ScaleCom(Wrapper):
     -----
     State between rounds: one float32 vector. Between the two exchanges the update is kept as well. After a frame left:
     the index block it lies on, which is needed to roll it back and to read the server's mean.
+
+    Examples
+    --------
+    >>> ScaleCom(density=0.5).preview([0.5, -3.0, 1.0, 0.25])
+    array([ 0., -3.,  1.,  0.], dtype=float32)
     """
 
     codec_id: ClassVar[str] = "scalecom"

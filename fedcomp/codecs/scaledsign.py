@@ -52,15 +52,8 @@ class ScaledSign(PositionalCodec):
 
     Examples
     --------
-    >>> import numpy as np
-    >>> from fedcomp.layout import Layout, Update
-    >>> from fedcomp.rng import Key
-    >>> update = Update(np.float32([3, 0, -2, 0, 0.5, 1, 0, -0.1]), Layout.flat(8))
-    >>> codec = ScaledSign()
-    >>> frame, state = codec.encode(update, codec.init(update.layout), Key(0))
-    >>> codec.decode(frame, update.layout)
-    array([ 0.825,  0.825, -0.825,  0.825,  0.825,  0.825,  0.825, -0.825],
-          dtype=float32)
+    >>> ScaledSign().preview([0.5, -3.0, 1.0, 0.25])
+    array([ 1.1875, -1.1875,  1.1875,  1.1875], dtype=float32)
     """
 
     codec_id: ClassVar[str] = "scaledsign"
@@ -137,14 +130,8 @@ class NormSign(ScaledSign):
 
     Examples
     --------
-    >>> import numpy as np
-    >>> from fedcomp.layout import Layout, Update
-    >>> from fedcomp.rng import Key
-    >>> update = Update(np.float32([3, 0, -2, 0, 0.5, 1, 0, -0.1]), Layout.flat(8))
-    >>> codec = NormSign()
-    >>> frame, state = codec.encode(update, codec.init(update.layout), Key(0))
-    >>> codec.decode(frame, update.layout)
-    array([ 1.5,  1.5, -1.5,  1.5,  1.5,  1.5,  1.5, -1.5], dtype=float32)
+    >>> NormSign().preview([0.5, -3.0, 1.0, 0.25])
+    array([ 1.5, -1.5,  1.5,  1.5], dtype=float32)
     """
 
     codec_id: ClassVar[str] = "normsign"

@@ -231,14 +231,8 @@ class SIDCo(AdaptiveCodec, ListedCodec):
 
     Examples
     --------
-    >>> import numpy as np
-    >>> from fedcomp.layout import Layout, Update
-    >>> from fedcomp.rng import Key
-    >>> update = Update(Key(0).generator().laplace(size=100_000).astype(np.float32), Layout.flat(100_000))
-    >>> codec = SIDCo(density=0.01, family="exponential")
-    >>> frame, state = codec.encode(update, codec.init(update.layout), Key(0))
-    >>> bool(abs(np.count_nonzero(codec.decode(frame, update.layout)) / 1000 - 1) < 0.1)
-    True
+    >>> SIDCo(density=0.5).preview([0.5, -3.0, 1.0, 0.25])
+    array([ 0., -3.,  1.,  0.], dtype=float32)
     """
 
     codec_id: ClassVar[str] = "sidco"

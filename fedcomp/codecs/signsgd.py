@@ -54,14 +54,8 @@ class SignSGD(PositionalCodec):
 
     Examples
     --------
-    >>> import numpy as np
-    >>> from fedcomp.layout import Layout, Update
-    >>> from fedcomp.rng import Key
-    >>> update = Update(np.float32([3, 0, -2, 0, 0.5, 1, 0, -0.1]), Layout.flat(8))
-    >>> codec = SignSGD(step=0.01)
-    >>> frame, state = codec.encode(update, codec.init(update.layout), Key(0))
-    >>> codec.decode(frame, update.layout)
-    array([ 1.,  1., -1.,  1.,  1.,  1.,  1., -1.], dtype=float32)
+    >>> SignSGD(step=0.01).preview([0.5, -3.0, 1.0, 0.25])
+    array([ 0.01, -0.01,  0.01,  0.01], dtype=float32)
     """
 
     codec_id: ClassVar[str] = "signsgd"

@@ -37,14 +37,8 @@ class Threshold(ListedCodec):
 
     Examples
     --------
-    >>> import numpy as np
-    >>> from fedcomp.layout import Layout, Update
-    >>> from fedcomp.rng import Key
-    >>> update = Update(np.float32([3, 0, -2, 0, 0.5, 1, 0, -0.1]), Layout.flat(8))
-    >>> codec = Threshold(level=0.75)
-    >>> frame, state = codec.encode(update, codec.init(update.layout), Key(0))
-    >>> codec.decode(frame, update.layout)
-    array([ 3.,  0., -2.,  0.,  0.,  1.,  0.,  0.], dtype=float32)
+    >>> Threshold(level=0.75).preview([0.5, -3.0, 1.0, 0.25])
+    array([ 0., -3.,  1.,  0.], dtype=float32)
     """
 
     codec_id: ClassVar[str] = "threshold"

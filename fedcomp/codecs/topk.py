@@ -45,14 +45,8 @@ class TopK(ListedCodec):
 
     Examples
     --------
-    >>> import numpy as np
-    >>> from fedcomp.layout import Layout, Update
-    >>> from fedcomp.rng import Key
-    >>> update = Update(np.float32([3, 0, -2, 0, 0.5, 1, 0, -0.1]), Layout.flat(8))
-    >>> codec = TopK(density=0.25)
-    >>> frame, state = codec.encode(update, codec.init(update.layout), Key(0))
-    >>> codec.decode(frame, update.layout)
-    array([ 3.,  0., -2.,  0.,  0.,  0.,  0.,  0.], dtype=float32)
+    >>> TopK(density=0.5).preview([0.5, -3.0, 1.0, 0.25])
+    array([ 0., -3.,  1.,  0.], dtype=float32)
     """
 
     codec_id: ClassVar[str] = "topk"

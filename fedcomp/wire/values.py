@@ -209,8 +209,39 @@ class Raw(Values):
         return type(self)(np.nan_to_num(self.array, nan=0.0, posinf=0.0, neginf=0.0))
 
 
-class Fp16(Values):
-    """IEEE binary16, rounded to nearest even. Parameters on the wire: none, or 01 when byte-shuffled.
+class _Words(Values):
+    """Two bytes a value, as they are stored. Parameters on the wire: none, or 01 when byte-shuffled."""
+
+    stored: ClassVar[str]
+    work: ClassVar[int]
+    """Bytes of memory that decoding a value takes."""
+
+    def __init__(self, words: NDArray[Any]) -> None:
+        self.words = flat(words, self.stored)
+
+    @property
+    def k(self) -> int:
+        return int(self.words.size)
+
+    def pack(self, shuffled: bool = False) -> tuple[bytes, Buffer]:
+        return (_SHUFFLED, shuffle(self.words)) if shuffled else (b"", self.words.tobytes())
+
+    @classmethod
+    def bounds(cls, params: bytes, k: int, dtype: str) -> tuple[int, int]:
+        _shuffle_flag(cls.name, params)
+        return 2 * k, 2 * k
+
+    @classmethod
+    def unpack(cls, params: bytes, section: Buffer, k: int, dtype: str) -> Self:
+        return cls(_view(params, section, NUMPY_DTYPES[cls.stored]))
+
+    @classmethod
+    def work_bytes(cls, params: bytes, k: int, size: int, dtype: str) -> int:
+        return cls.work * k
+
+
+class Fp16(_Words):
+    """IEEE binary16, rounded to nearest even.
 
     Parameters
     ----------
@@ -221,6 +252,8 @@ class Fp16(Values):
 
     codec_id = 1
     name = "fp16"
+    stored = "float16"
+    work = 8
 
     def __init__(self, array: NDArray[Any]) -> None:
         array = np.asarray(array)
@@ -228,42 +261,20 @@ class Fp16(Values):
             # Clipping keeps NaN, and infinity stays infinity: a diverged update must not look finite.
             clipped = np.where(np.isinf(array), array, np.clip(array, -65504.0, 65504.0))
             array = clipped.astype(np.float16)
-        self.array = flat(array, "float16")
-
-    @property
-    def k(self) -> int:
-        return int(self.array.size)
+        super().__init__(array)
 
     def decode(self) -> NDArray[Any]:
-        return self.array.astype(np.float32)
-
-    def pack(self, shuffled: bool = False) -> tuple[bytes, Buffer]:
-        if shuffled:
-            return _SHUFFLED, shuffle(self.array)
-        return b"", self.array.tobytes()
-
-    @classmethod
-    def bounds(cls, params: bytes, k: int, dtype: str) -> tuple[int, int]:
-        _shuffle_flag(cls.name, params)
-        return 2 * k, 2 * k
-
-    @classmethod
-    def unpack(cls, params: bytes, section: Buffer, k: int, dtype: str) -> Self:
-        return cls(_view(params, section, NUMPY_DTYPES["float16"]))
-
-    @classmethod
-    def work_bytes(cls, params: bytes, k: int, size: int, dtype: str) -> int:
-        return 8 * k
+        return self.words.astype(np.float32)
 
     def count_non_finite(self) -> int:
-        return sum(c.size - int(np.count_nonzero(np.isfinite(c))) for c in chunks(self.array))
+        return sum(c.size - int(np.count_nonzero(np.isfinite(c))) for c in chunks(self.words))
 
     def zero_non_finite(self) -> Values:
-        return type(self)(np.nan_to_num(self.array, nan=0.0, posinf=0.0, neginf=0.0))
+        return type(self)(np.nan_to_num(self.words, nan=0.0, posinf=0.0, neginf=0.0))
 
 
-class Bf16(Values):
-    """The upper half of float32, rounded to nearest even. Parameters on the wire: none, or 01 when byte-shuffled.
+class Bf16(_Words):
+    """The upper half of float32, rounded to nearest even.
 
     Parameters
     ----------
@@ -273,6 +284,8 @@ class Bf16(Values):
 
     codec_id = 2
     name = "bf16"
+    stored = "uint16"
+    work = 10
 
     def __init__(self, array: NDArray[Any]) -> None:
         array = np.asarray(array)
@@ -285,41 +298,19 @@ class Bf16(Values):
             rounded = np.where(finite & ~overflow, rounded, word)
             quiet = np.where(~finite & ((word & np.uint32(0x007FFFFF)) != 0), np.uint32(0x400000), np.uint32(0))
             array = ((rounded | quiet) >> np.uint32(16)).astype(np.uint16)
-        self.patterns = flat(array, "uint16")
-
-    @property
-    def k(self) -> int:
-        return int(self.patterns.size)
+        super().__init__(array)
 
     def decode(self) -> NDArray[Any]:
-        return (self.patterns.astype(np.uint32) << np.uint32(16)).view(np.float32)
-
-    def pack(self, shuffled: bool = False) -> tuple[bytes, Buffer]:
-        if shuffled:
-            return _SHUFFLED, shuffle(self.patterns)
-        return b"", self.patterns.tobytes()
-
-    @classmethod
-    def bounds(cls, params: bytes, k: int, dtype: str) -> tuple[int, int]:
-        _shuffle_flag(cls.name, params)
-        return 2 * k, 2 * k
-
-    @classmethod
-    def unpack(cls, params: bytes, section: Buffer, k: int, dtype: str) -> Self:
-        return cls(_view(params, section, NUMPY_DTYPES["uint16"]))
-
-    @classmethod
-    def work_bytes(cls, params: bytes, k: int, size: int, dtype: str) -> int:
-        return 10 * k
+        return (self.words.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
     def _non_finite(self) -> NDArray[np.bool_]:
-        return (self.patterns & np.uint16(0x7F80)) == np.uint16(0x7F80)
+        return (self.words & np.uint16(0x7F80)) == np.uint16(0x7F80)
 
     def count_non_finite(self) -> int:
         return int(np.count_nonzero(self._non_finite()))
 
     def zero_non_finite(self) -> Values:
-        return type(self)(np.where(self._non_finite(), np.uint16(0), self.patterns))
+        return type(self)(np.where(self._non_finite(), np.uint16(0), self.words))
 
 
 class Natural(Values):

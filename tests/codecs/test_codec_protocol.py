@@ -83,6 +83,18 @@ def test_decoding_is_deterministic_and_complete(codec: Codec, layout: Layout) ->
 
 
 @pytest.mark.long
+def test_a_preview_is_what_one_client_alone_delivers(codec: Codec) -> None:
+    layout = LAYOUTS["flat"]
+    given = update(layout)
+    before = given.vector.copy()
+    out = Update(np.full(layout.size, -0.0, np.float32), layout)
+    codec.accumulate(codec.encode(given, codec.init(layout), KEY)[0], 1.0, out)
+    codec.conclude(out)
+    np.testing.assert_array_equal(codec.preview(given.vector, KEY), out.vector)
+    np.testing.assert_array_equal(given.vector, before)
+
+
+@pytest.mark.long
 def test_accumulate_is_weight_times_decode(codec: Codec, layout: Layout) -> None:
     """Spec 7.1.3: bit equal to float32(weight) * decode, added in place to what is there."""
     frame, _ = codec.encode(update(layout), codec.init(layout), KEY)

@@ -78,7 +78,7 @@ def test_fp16_rounds_and_saturates_but_keeps_infinity() -> None:
 
 def test_bf16_rounds_to_nearest_even() -> None:
     words = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0x7F7FFFFF, 0x7F800000, 0x7F800001], np.uint32)
-    got = wire.Bf16(words.view(np.float32)).patterns
+    got = wire.Bf16(words.view(np.float32)).words
     # Ties go to the even neighbour; the largest float does not become infinity; a signalling NaN stays a NaN.
     assert [hex(v) for v in got.tolist()] == ["0x3f80", "0x3f82", "0x3f81", "0x7f7f", "0x7f80", "0x7fc0"]
 
