@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from round_paths import NODES, PATHS, run
 
 from fedcomp.errors import NoUsableReply
+from fedcomp.flower.faults import late
 
-CULPRIT = 1
+CULPRITS = (1, 3)
 
 RELEASES = {name for name in PATHS if name.startswith("private ") and "records" not in name}
 """Paths whose rounds release noise, and a model, also when nobody's update can be used."""
@@ -19,31 +21,8 @@ RELEASES = {name for name in PATHS if name.startswith("private ") and "records" 
 SKIPS = {"groups", "coded sum", "distributed noise"}
 """Paths that give up a round whose sum cannot be made."""
 
-
 SORTED = SKIPS | {"relay", "shared support", "shared support, stale leader"}
 """Paths with a driver of their own, which drops a second reply."""
-
-
-def trained(kind: str, *partitions: int):
-    """Return the plan that lets one thing happen to the training messages of some partitions."""
-    return lambda d: kind if d.message_type.startswith("train") and d.partition in partitions else "none"
-
-
-def outcome(name: str, fault=None, **options):
-    """Return the bits of the model after one round, and the round's report."""
-    strategy, result = run(PATHS[name], 1, fault=fault, **options)
-    return b"".join(array.numpy().tobytes() for array in result.arrays.values()), strategy.reports[1]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", PATHS)
-def test_a_reply_that_cannot_be_used_costs_its_own_update_and_is_accounted_for(name: str) -> None:
-    without, report = outcome(name, trained("silent", CULPRIT))
-    assert (report.asked, report.used) == (NODES, report.asked - report.lost - len(report.refused))
-    for kind in ("raise", "lost_reply"):
-        made, report = outcome(name, trained(kind, CULPRIT))
-        assert made == without, kind
-        assert report.asked == report.used + report.lost + len(report.refused) == NODES, kind
 
 
 def dense(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[RecordDict], RecordDict]:
@@ -68,7 +47,7 @@ def cut(content: RecordDict) -> None:
         del record["weight"]
 
 
-def late(content: RecordDict) -> None:
+def stale(content: RecordDict) -> None:
     """Answer another message than the one that was sent; what has no frame answers nothing."""
     if "sequence" in (header := content.config_records.get("fedcomp.node", ConfigRecord())):
         header["sequence"] = 10**6
@@ -76,56 +55,113 @@ def late(content: RecordDict) -> None:
         content.clear()
 
 
-DAMAGES: dict[str, Callable[[RecordDict], RecordDict | None]] = {
+def forged(content: RecordDict) -> None:
+    """Claim another node's partition."""
+    header = ConfigRecord(dict(content.config_records.get("fedcomp.node", {})))
+    header["partition-id"] = 0
+    content["fedcomp.node"] = header
+
+
+def boastful(content: RecordDict) -> None:
+    """Give a weight that would drown all others."""
+    for record in content.metric_records.values():
+        record["num-examples"] = 1.7e308
+
+
+REPLACED: dict[str, Callable[[RecordDict], RecordDict | None]] = {
     "nothing": lambda content: RecordDict(),
     "cut": cut,
-    "late": late,
+    "stale": stale,
     "NaN": dense(lambda weight: np.where(weight.cumsum().reshape(weight.shape) == 7, np.nan, weight)),
     "infinity": dense(lambda weight: weight * np.float32(np.inf)),
     "another shape": dense(lambda weight: weight.T),
     "another dtype": dense(lambda weight: weight.astype(np.complex64)),
+    "forged partition": forged,
+    "huge metric": boastful,
 }
+INJECTED = {"raised": "raise", "lost": "lost_reply", "late": late()}
+PAIRS = [
+    ("raised", "lost"),
+    ("late", "nothing"),
+    ("cut", "stale"),
+    ("NaN", "infinity"),
+    ("another shape", "another dtype"),
+    ("huge metric", "huge metric"),
+    ("forged partition", "forged partition"),
+]
+"""What happens to the two culprits. A path that reads no metrics, or knows the partitions, may take both updates."""
 
 
-def damaging(kind: str):
-    """Return the mod that damages what one client answers to a training message."""
+def trained(kinds):
+    """Return the plan that lets one thing happen to the training message of each of some partitions."""
+    return lambda d: kinds.get(d.partition, "none") if d.message_type.startswith("train") else "none"
 
-    def mod(msg, context, call_next):
+
+def replaced(changes):
+    """Return the mod that changes what some partitions reply to training, and to the query that asks for values."""
+
+    def mod(msg: Message, context: Context, call_next) -> Message:
+        sends = msg.metadata.message_type in ("train", "query")
         reply = call_next(msg, context)
-        mine = context.node_config["partition-id"] == CULPRIT and msg.metadata.message_type.startswith("train")
-        if mine and not reply.has_error() and (changed := DAMAGES[kind](reply.content)) is not None:
-            reply.content = changed
+        change = changes.get(context.node_config["partition-id"])
+        if sends and change is not None and reply.has_content():
+            changed = change(reply.content)
+            reply.content = reply.content if changed is None else changed
         return reply
 
     return mod
 
 
+def outcome(name: str, kinds=(), changes=(), **options):
+    """Return the bits of the model after one round, and the round's report."""
+    strategy, result = run(
+        PATHS[name], 1, fault=trained(dict(kinds)), mods=(replaced(dict(changes)),) if changes else (), **options
+    )
+    return b"".join(array.numpy().tobytes() for array in result.arrays.values()), strategy.reports[1]
+
+
+@cache
+def undisturbed(name: str) -> bytes:
+    return outcome(name)[0]
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("name", [name for name in PATHS if name not in SORTED])
-def test_a_damaged_reply_is_refused_and_costs_nobody_else(name: str) -> None:
-    without, _ = outcome(name, trained("silent", CULPRIT))
-    for kind in DAMAGES:
-        made, report = outcome(name, mods=[damaging(kind)])
-        assert (len(report.refused), report.lost) == (1, 0), kind
-        assert made == without, kind
+@pytest.mark.parametrize("name", PATHS)
+def test_a_reply_that_cannot_be_used_costs_its_own_update_and_is_accounted_for(name: str) -> None:
+    without, report = outcome(name, dict.fromkeys(CULPRITS, "silent"))
+    assert (report.asked, report.used, report.lost) == (NODES, NODES - 2, 2)
+    for pair in PAIRS:
+        at = dict(zip(CULPRITS, pair, strict=True))
+        kinds = {partition: INJECTED[what] for partition, what in at.items() if what in INJECTED}
+        changes = {partition: REPLACED[what] for partition, what in at.items() if what in REPLACED}
+        made, report = outcome(name, kinds, changes)
+        assert report.asked == report.used + report.lost + len(report.refused) == NODES, pair
+        if "forged partition" in pair:
+            # The engine knows better, so it takes nothing from anybody; at most the order of the sum is another.
+            assert report.used in (NODES, NODES - 2), pair
+            continue
+        ignored = "huge metric" in pair and made == undisturbed(name)
+        assert ignored or made == without, pair
+        assert report.used == (NODES if ignored else NODES - 2), pair
+        if not (kinds or ignored or name in SORTED):
+            assert (len(report.refused), report.lost) == (2, 0), pair
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", PATHS)
 def test_an_answer_that_comes_twice_counts_once(name: str) -> None:
-    once, _ = outcome(name)
-    for kind in ("duplicate", "duplicate_reply"):
-        # A metered grid would drop the second one before a strategy sees it.
-        twice, report = outcome(name, trained(kind, *range(NODES)), metered=False)
-        assert twice == once, kind
-        assert report.used == NODES, kind
-        assert report.duplicates == (0 if name in SORTED else NODES), kind
+    kinds = {partition: ("duplicate", "duplicate_reply")[partition % 2] for partition in range(NODES)}
+    # A metered grid would drop the second one before a strategy sees it.
+    twice, report = outcome(name, kinds, metered=False)
+    assert twice == undisturbed(name)
+    assert report.used == NODES
+    assert report.duplicates == (0 if name in SORTED else NODES)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", PATHS)
 def test_a_run_whose_clients_all_fail_ends_unless_the_round_is_paid_for_or_given_up(name: str) -> None:
-    failing = trained("raise", *range(NODES))
+    failing = dict.fromkeys(range(NODES), "raise")
     if name not in RELEASES | SKIPS:
         with pytest.raises(NoUsableReply, match=f"{NODES} clients were asked"):
             outcome(name, failing)
