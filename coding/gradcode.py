@@ -15,7 +15,7 @@ Two assignments:
   result is bit for bit the same whoever answered.
 - :class:`Cyclic`, any n: device i holds partitions i to i + s, wrapping round. The rows of B lie in the null space of a
   random s x n matrix H whose rows sum to zero, so that the all-ones vector lies there too. In floating point the
-  decoding coefficients amplify rounding, so answers are float64 and H is drawn anew until they are small; over a prime
+  decoding coefficients amplify rounding, so answers are float64 and H is redrawn until they are small; over a prime
   field everything is exact.
 
 The authors' code enumerates all C(n, s) patterns of losses in advance; here a pattern is solved when it occurs, and
@@ -37,6 +37,7 @@ from numpy.typing import NDArray
 
 from fedcomp.coding.errors import CodingError, NotDecodable
 from fedcomp.coding.gradvalues import combine, solve_consistent
+from fedcomp.coding.prime import inverse
 from fedcomp.coding.stream import SplitMix64, derive
 from fedcomp.errors import ConfigError
 
@@ -369,8 +370,8 @@ class Cyclic(Assignment):
         Names the draw; the same seed gives the same code on every machine up to the rounding of its linear algebra, so
         devices are told their rows instead of computing them.
     field : PrimeField, optional
-        None draws H from normal numbers, anew until no amplification exceeds ``max_amplification``. Over a field H is
-        uniform, drawn anew until the sets below decode.
+        None draws H from normal numbers, again until no amplification exceeds ``max_amplification``. Over a field H is
+        uniform, redrawn until the sets below decode.
     max_amplification : float
         Real codes only: bound on |a_i| max_j |B[i, j]|, by which rounding errors of the gradients can grow.
 
@@ -456,7 +457,7 @@ class Cyclic(Assignment):
         """Return -square^-1 column."""
         if self.field is None:
             return -np.linalg.solve(square, column)
-        product = self.field.solve(square, column[:, None])[:, 0]
+        product = self.field.matmul(inverse(self.field, square), column[:, None])[:, 0]
         return self.field.residues(-product.astype(np.int64))
 
     def _worst(self, limit: float) -> float:

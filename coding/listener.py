@@ -191,7 +191,7 @@ class Listener:
             self._tell()
 
     def _tell(self) -> None:
-        """Log what was refused since the last time: a line per interval, not one per connection of a stranger."""
+        """Log what was refused since the last time: a line per interval, not one per unknown connection."""
         if (total := self.refused.total()) > self._told:
             kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(self.refused.items()))
             _LOG.warning("%d connections brought nothing so far (%s); the last: %s", total, kinds, self._last)

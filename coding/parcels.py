@@ -296,7 +296,7 @@ class MemoryStore:
         try:
             data, offsets, meta = (np.asarray(arrays[name]) for name in ("data", "offsets", "meta"))
         except KeyError as error:
-            raise StateError(f"a stored parcel store lacks its array {error}; it begins anew without it") from error
+            raise StateError(f"a stored parcel store lacks its array {error}; it restarts without it") from error
         count = len(meta) if meta.ndim == 2 else -1
         fits = (
             (data.dtype, offsets.dtype, meta.dtype) == (np.uint8, np.int64, np.int64)

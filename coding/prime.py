@@ -11,11 +11,13 @@ galois, which is imported when the first one is.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from fedcomp import params
 from fedcomp.coding.errors import NotDecodable
 from fedcomp.errors import ConfigError, optional
 
@@ -43,13 +45,14 @@ _EXACT: Final[dict[np.dtype[Any], int]] = {np.dtype(np.float32): 2**24, np.dtype
 """Every integer up to this magnitude is a number of the format, so sums below it are exact in any order."""
 
 
+@dataclass(frozen=True)
 class PrimeField:
     """GF(p) on numpy arrays.
 
     Parameters
     ----------
-    p : int
-        A prime, 3 to 2^31 - 1. Elements take one byte below 2^8, two below 2^16, four above.
+    order : int
+        p, a prime, 3 to 2^31 - 1. Elements take one byte below 2^8, two below 2^16, four above.
 
     Attributes
     ----------
@@ -57,8 +60,6 @@ class PrimeField:
     code : int
         The field's number in headers: 1 for GF(251), 2 for GF(65521), 3 for GF(2^31 - 1), -1 for others, which only
         compute.
-    order : int
-        p.
     dtype : numpy.dtype
         uint8, uint16 or uint32.
     symbol_bytes : int
@@ -70,26 +71,27 @@ class PrimeField:
     ------
     ConfigError
         When p is not a prime in that range.
+
+    Examples
+    --------
+    >>> GF251.lift(GF251.sum([GF251.residues(np.array([-3, 7])), GF251.residues(np.array([1, 1]))]))
+    array([-2,  8])
     """
 
-    def __init__(self, p: int) -> None:
+    order: int
+    name: str = field(init=False, compare=False, repr=False)
+    code: int = field(init=False, compare=False, repr=False)
+    symbol_bytes: int = field(init=False, compare=False, repr=False)
+    dtype: np.dtype[Any] = field(init=False, compare=False, repr=False)
+    half: int = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        p = self.order
         if isinstance(p, bool) or not isinstance(p, int) or not 3 <= p <= MAX_PRIME or not _is_prime(p):
             raise ConfigError(f"p={p!r} is not an odd prime of at most 2^31 - 1; 251, 65521 and 2147483647 are usual")
-        self.order = p
-        self.name = f"GF({p})"
-        self.code = _ON_THE_WIRE.get(p, -1)
-        self.symbol_bytes = 1 if p < 1 << 8 else 2 if p < 1 << 16 else 4
-        self.dtype: np.dtype[Any] = np.dtype(f"<u{self.symbol_bytes}")
-        self.half = (p - 1) // 2
-
-    def __repr__(self) -> str:
-        return f"PrimeField({self.order})"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, PrimeField) and other.order == self.order
-
-    def __hash__(self) -> int:
-        return hash((PrimeField, self.order))
+        size = 1 if p < 1 << 8 else 2 if p < 1 << 16 else 4
+        wire = {"code": _ON_THE_WIRE.get(p, -1), "symbol_bytes": size, "dtype": np.dtype(f"<u{size}")}
+        params.assign(self, name=f"GF({p})", half=(p - 1) // 2, **wire)
 
     def add(self, a: ArrayLike, b: ArrayLike, out: Residues | None = None) -> Residues:
         """Return a + b elementwise, broadcast."""
@@ -158,10 +160,10 @@ class PrimeField:
             raise ConfigError(f"out is {out.dtype}{out.shape}, the product is {self.dtype}{shape}")
         elif np.shares_memory(out, a) or np.shares_memory(out, b):
             raise ConfigError("out shares memory with an operand of the product; give it memory of its own")
-        parts, kind, length = self._split(a)
+        parts, kind, length = _split(self.order, a)
         for start in range(0, shape[1], _COLUMNS):
             columns = slice(start, start + _COLUMNS)
-            out[:, columns] = self._product(parts, b[:, columns], kind, length)
+            out[:, columns] = _product(self.order, parts, b[:, columns], kind, length)
         return out
 
     def dot(self, a: Residues, b: Residues) -> Residues:
@@ -216,83 +218,66 @@ class PrimeField:
         """Whether all numbers are elements of the field."""
         return residues.size == 0 or int(residues.max()) < self.order
 
-    def inverse(self, a: Residues) -> Residues:
-        """Return the inverse of a square matrix.
-
-        Raises
-        ------
-        NotDecodable
-            When it is singular.
-        """
-        matrix = self._galois(a)
-        if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
-            raise ConfigError(f"only square matrices have inverses, this one is {matrix.shape}")
-        try:
-            return np.asarray(np.linalg.inv(matrix)).astype(self.dtype)
-        except np.linalg.LinAlgError as error:
-            raise NotDecodable(
-                f"a {matrix.shape[0]} x {matrix.shape[1]} matrix over {self.name} is singular"
-            ) from error
-
-    def solve(self, a: Residues, b: Residues) -> Residues:
-        """Return x with ``a @ x == b`` for square ``a`` (n, n) and ``b`` (n, s).
-
-        Raises
-        ------
-        NotDecodable
-            When ``a`` is singular.
-        """
-        return self.matmul(self.inverse(a), b)
-
-    def rank(self, a: Residues) -> int:
-        """Return the rank of a matrix."""
-        return int(np.linalg.matrix_rank(self._galois(a)))
-
-    def _galois(self, a: Residues) -> Any:
-        with optional("inverting matrices over a prime field"):
-            import galois  # a second of start-up that only decoders need
-
-        return galois.GF(self.order)(np.asarray(a, np.int64))
-
-    def _split(self, a: Residues) -> tuple[list[NDArray[Any]], np.dtype[Any], int]:
-        """Return ``a`` as one or two floating-point matrices (high halves first), their dtype, and how many terms of
-        their products sum exactly."""
-        top = self.order - 1
-        for dtype, limit in _EXACT.items():
-            if a.shape[1] * top * top <= limit:
-                return [a.astype(dtype)], dtype, a.shape[1]
-        double, limit = np.dtype(np.float64), _EXACT[np.dtype(np.float64)]
-        if limit // (top * top) >= 64:
-            return [a.astype(double)], double, limit // (top * top)
-        low = a & a.dtype.type((1 << _HALF) - 1)
-        return [(a >> _HALF).astype(double), low.astype(double)], double, limit // (top << _HALF)
-
-    def _product(self, parts: list[NDArray[Any]], b: Residues, kind: np.dtype[Any], length: int) -> NDArray[Any]:
-        """Return the product of the matrix in ``parts`` with a few columns, reduced."""
-        wide = np.int32 if kind == np.float32 else np.int64
-        p = wide(self.order)
-        columns = b.astype(kind)
-        total: NDArray[Any] = np.zeros((parts[0].shape[0], b.shape[1]), wide)
-        for start in range(0, b.shape[0], max(1, length)):
-            terms = slice(start, start + length)
-            value = (parts[0][:, terms] @ columns[terms]).astype(wide)
-            value %= p
-            if len(parts) == 2:
-                value <<= wide(_HALF)
-                value += (parts[1][:, terms] @ columns[terms]).astype(wide)
-                value %= p
-            if start:
-                value += total
-                value %= p
-            total = value
-        return total
-
     def _reduced(self, values: NDArray[Any], out: Residues | None) -> Residues:
         reduced = np.remainder(values, values.dtype.type(self.order))
         if out is None:
             return reduced.astype(self.dtype)
         np.copyto(out, reduced, casting="unsafe")
         return out
+
+
+def inverse(prime: PrimeField, a: Residues) -> Residues:
+    """Return the inverse of a square matrix over GF(p).
+
+    Raises
+    ------
+    NotDecodable
+        When it is singular.
+    """
+    if a.ndim != 2 or a.shape[0] != a.shape[1]:
+        raise ConfigError(f"only square matrices have inverses, this one is {a.shape}")
+    with optional("inverting matrices over a prime field"):
+        import galois  # a second of start-up that only decoders need
+
+    try:
+        return np.asarray(np.linalg.inv(galois.GF(prime.order)(np.asarray(a, np.int64)))).astype(prime.dtype)
+    except np.linalg.LinAlgError as error:
+        raise NotDecodable(f"a {a.shape[0]} x {a.shape[1]} matrix over {prime.name} is singular") from error
+
+
+def _split(p: int, a: Residues) -> tuple[list[NDArray[Any]], np.dtype[Any], int]:
+    """Return ``a`` as one or two floating-point matrices (high halves first), their dtype, and how many terms of
+    their products sum exactly."""
+    top = p - 1
+    for dtype, limit in _EXACT.items():
+        if a.shape[1] * top * top <= limit:
+            return [a.astype(dtype)], dtype, a.shape[1]
+    double, limit = np.dtype(np.float64), _EXACT[np.dtype(np.float64)]
+    if limit // (top * top) >= 64:
+        return [a.astype(double)], double, limit // (top * top)
+    low = a & a.dtype.type((1 << _HALF) - 1)
+    return [(a >> _HALF).astype(double), low.astype(double)], double, limit // (top << _HALF)
+
+
+def _product(order: int, parts: list[NDArray[Any]], b: Residues, kind: np.dtype[Any], length: int) -> NDArray[Any]:
+    """Return the product of the matrix in ``parts`` with a few columns, reduced."""
+    wide = np.int32 if kind == np.float32 else np.int64
+    p = wide(order)
+    columns = b.astype(kind)
+    total: NDArray[Any] = np.zeros((parts[0].shape[0], b.shape[1]), wide)
+    for start in range(0, b.shape[0], max(1, length)):
+        terms = slice(start, start + length)
+        value = (parts[0][:, terms] @ columns[terms]).astype(wide)
+        value %= p
+        if len(parts) == 2:
+            value <<= wide(_HALF)
+            value += (parts[1][:, terms] @ columns[terms]).astype(wide)
+            value %= p
+        if start:
+            value += total
+            value %= p
+        total = value
+    return total
 
 
 def _is_prime(n: int) -> bool:

@@ -222,7 +222,7 @@ class RelayPlan:
     def fresh(self, source: int, payload: bytes, count: int) -> list[bytes]:
         """Return ``count`` more packets, other ones than those the relays got; fewer where the code has no more.
 
-        Private symbols are drawn anew each time, so with them there are none: packets of two drawings do not fit.
+        Private symbols are redrawn each time, so with them there are none: packets of two drawings do not fit.
         """
         if self.private:
             return []
@@ -355,7 +355,7 @@ class Collector:
             if source.expected is not None and Commitment.of(packet) != source.expected:
                 raise PacketError(f"it is of another payload than the one source {packet.source} announced")
             if relay >= 0 and source.hashes and packet_hash(data) not in source.hashes:
-                raise PacketError(f"it is none of the packets source {packet.source} announced")
+                raise PacketError(f"it is not one of the packets that source {packet.source} announced")
             if packet.recoded:
                 raise PacketError("it was recoded; in this plan packets travel as their source made them")
             self._check_shape(packet)

@@ -36,7 +36,7 @@ MAX_PARCELS: Final = 1 << 13
 """The default limit of parcels in one directory, whatever their size.
 
 A file takes a block of the disk, however short it is, and every writer looks through the directory: without this limit
-empty parcels of a stranger, 36 bytes each, would take a hundred times ``max_store_bytes`` and all of a listener's time.
+empty parcels, 36 bytes each, would take a hundred times ``max_store_bytes`` and all of a listener's time.
 """
 
 _LOG: Final = logging.getLogger(__name__)
@@ -282,7 +282,7 @@ class SpoolRoot:
         self.max_store_bytes = max_store_bytes
         if not self.root.is_absolute() or not os.path.isfile(self.root / _MARK):
             raise ConfigError(
-                f"{root} is no folder for simulated peer links on this machine; peers of a deployment need "
+                f"{root} is not a folder of simulated peer links on this machine; peers of a deployment need "
                 "'python -m fedcomp.clients.edge --peer HOST:PORT', or use transport='hub'"
             )
 
@@ -314,7 +314,7 @@ def parse_spool(address: str) -> Path:
     Raises
     ------
     ConfigError
-        When ``address`` is none.
+        When ``address`` is not one.
     """
     name = unquote(address.removeprefix(_SCHEME)) if len(address) <= _LONGEST else ""
     path = Path(name)

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp.coding.errors import CorruptGeneration, NotDecodable
-from fedcomp.coding.prime import FIELDS, PrimeField, ReadBytes, Residues
+from fedcomp.coding.prime import FIELDS, PrimeField, ReadBytes, Residues, inverse
 from fedcomp.errors import ConfigError
 
 MODES: Final = ("share", "mask")
@@ -362,9 +362,9 @@ def decode(
     code, challenge, beyond = plan.matrix(), plan.challenge(), ""
     for dropped in without:
         used = [relay for relay in relays if relay != dropped][: plan.needed]
-        inverse = plan.field.inverse(code[used])
+        solving = inverse(plan.field, code[used])
         stacked = np.stack([sums[relay] for relay in used])
-        pieces = plan.field.matmul(inverse if surplus else inverse[: plan.symbols], stacked)
+        pieces = plan.field.matmul(solving if surplus else solving[: plan.symbols], stacked)
         vector = pieces[: plan.symbols].reshape(-1)
         if masked is not None:
             vector = vector.copy()
@@ -413,7 +413,7 @@ def _beyond(plan: SumPlan, contributors: int, integers: NDArray[np.int64], weigh
 
 
 def _impossible(what: str) -> str:
-    return f"the sum is none of contributions within the plan's bounds: {what}. Some contributor did not keep to them"
+    return f"the sum does not lie within the plan's bounds: {what}. Some contributor did not keep to them"
 
 
 def _wraps(field: PrimeField, contributors: int, max_weight: int, bound: int) -> str:

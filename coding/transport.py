@@ -424,7 +424,7 @@ def parse_tcp(address: str) -> tuple[str, int]:
     Raises
     ------
     ConfigError
-        When ``address`` is none.
+        When ``address`` is not one.
     """
     if not address.startswith("tcp://"):
         raise ConfigError(

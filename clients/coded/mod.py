@@ -231,7 +231,7 @@ class CodedMessage:
         return Message(content, reply_to=self.msg)
 
     def news(self, planned: bytes) -> dict[str, Any]:
-        """Return what has to be told anew when ``planned`` is not this node's public key: its state was lost."""
+        """Return key and address where ``planned`` is not this node's public key: its state was lost."""
         return {} if planned == self.identity.public else self._self()
 
     def _self(self) -> dict[str, Any]:

@@ -99,7 +99,7 @@ class Shards:
                 mine = exchange.identity.public if terms.keys else None
                 exchange.store.put(self._parcel(terms, i, body, mine, kind))
             except CodingError as error:
-                # A relay whose key is none is a lost relay, for which the others stand.
+                # A relay whose key is not valid is a lost relay, for which the others stand.
                 whose = "own shard" if i == terms.own else f"relay {terms.relays[i]}"
                 failed.append(f"{whose}: {error}"[:REASON])
         if exchange.transport is None:

@@ -36,7 +36,7 @@ _WHOLE: dict[str, Any] = {"max_steps": 1, "batch_size": 1 << 20, "timeout": 1e9}
 """One step on all data of a partition, so that the weighted mean of all is a step of full-batch gradient descent; no
 deadline, so that what is waited for is what the scheme needs."""
 
-DRAWN, FIXED = "drawn anew every round", "the same in all rounds"
+DRAWN, FIXED = "redrawn every round", "the same in all rounds"
 SPEEDS = (DRAWN, FIXED)
 
 
@@ -139,7 +139,7 @@ def among_stragglers(config: Config, name: str, settings: Mapping[str, Any], spe
     Returns
     -------
     dict
-        Per round the seconds, those there were if all began anew, the test loss, the accuracy and the answers that came
+        Per round the seconds, those there were if all restarted, the test loss, the accuracy and the answers that came
         in time; the final weights; and the largest difference between the clock and what :func:`replay` computes from
         the drawn times alone.
     """
@@ -162,7 +162,7 @@ def among_stragglers(config: Config, name: str, settings: Mapping[str, Any], spe
     laps = np.diff(marks)
     return {
         "seconds": laps.tolist(),
-        "anew": replay(config.clients, config.rounds, settings, seconds, anew=True).tolist(),
+        "restarted": replay(config.clients, config.rounds, settings, seconds, restart=True).tolist(),
         "off": float(np.max(np.abs(laps - expected), initial=0.0)),
         "loss": [record.loss for record in result.rounds[1:]],
         "accuracy": [record.accuracy for record in result.rounds[1:]],
@@ -177,17 +177,17 @@ def replay(
     settings: Mapping[str, Any],
     seconds: Callable[[int, int], float],
     *,
-    anew: bool = False,
+    restart: bool = False,
 ) -> NDArray[np.float64]:
     """Return the seconds of every round from the drawn times.
 
-    Who is still busy with an older round begins later, unless all begin every round ``anew``.
+    Who is still busy with an older round begins later, unless all ``restart`` every round.
     """
     losses, quorum = int(settings["losses"]), int(settings.get("quorum", 0))
     clock, free, out = 0.0, np.zeros(clients), []
     for server_round in range(1, rounds + 1):
         drawn = np.array([seconds(server_round, partition) for partition in range(clients)])
-        free = (clock if anew else np.maximum(free, clock)) + (losses + 1) * drawn
+        free = (clock if restart else np.maximum(free, clock)) + (losses + 1) * drawn
         if quorum:
             over = float(np.sort(free)[quorum - 1])
         elif clients % (losses + 1) == 0:
@@ -201,7 +201,7 @@ def replay(
 
 
 def expected_seconds(clients: int, losses: int, tail: float) -> float:
-    """Return the mean seconds of a round in which all devices begin anew, with Pareto times of index ``tail``.
+    """Return the mean seconds of a round in which all devices restart, with Pareto times of index ``tail``.
 
     The k-th smallest of n such times has the mean G(n + 1) G(n - k + 1 - 1/a) / (G(n - k + 1) G(n + 1 - 1/a)) (G: the
     gamma function; recalled, and checked against draws in the tests). Of fractional repetition a group's first answer
@@ -312,7 +312,7 @@ def times(runs: Records) -> list[Claim]:
         *(
             claim(
                 f"s = {s}, stragglers {DRAWN}, which stop: seconds per round over those of waiting for all",
-                seconds(runs, coded(s), DRAWN, "anew"),
+                seconds(runs, coded(s), DRAWN, "restarted"),
                 "<= 1.0",
                 "as above, computed from the same draws",
                 gate=False,
@@ -334,7 +334,7 @@ def _times(config: Config, speeds: str, runs: Records) -> Table:
         "partitions per device": lambda run: schemes(config)[run.name]["losses"] + 1,
         "seconds per round": lambda run: mean(run.seconds),
         "slowest round": lambda run: max(run.seconds),
-        "if stragglers stopped": lambda run: mean(run.anew),
+        "if stragglers stopped": lambda run: mean(run.restarted),
         "answers": lambda run: mean(run.answers),
         "test loss": lambda run: run.loss[-1],
         "accuracy, %": lambda run: 100.0 * run.accuracy[-1],
@@ -346,7 +346,7 @@ def _times(config: Config, speeds: str, runs: Records) -> Table:
         f"{config.clients} devices, {config.rounds} rounds, real messages, simulated seconds. A partition takes a "
         f"device 1 s times a Pareto number of index {float(config.settings['tail']):g}, {speeds}. A device that is "
         "late goes on with its old round before it begins the new one; the column beside it is computed from the same "
-        "numbers for devices that drop it and begin anew.",
+        "numbers for devices that drop it and restart.",
     )
 
 

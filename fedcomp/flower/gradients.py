@@ -23,6 +23,7 @@ from fedcomp.flower.coded import Header, Indexed
 from fedcomp.flower.payload import PARTITIONS
 from fedcomp.flower.schema import Data, Int, Many, Real, Text
 from fedcomp.layout import Layout
+from fedcomp.plain import Range, from_plain
 
 ANSWER: Final = "fedcomp.coded.answer"
 """Key of the frame that holds a device's combined row."""
@@ -32,6 +33,8 @@ MAX_DEVICES: Final = 4096
 
 MAX_METRICS: Final = 4096
 """Largest number of metric values in an answer."""
+
+_FORM: Final = tuple[str, str, tuple[tuple[str, Annotated[int, Range(0, MAX_METRICS)]], ...]]
 
 Doubles = NDArray[np.float64]
 Arrays = Mapping[str, NDArray[Any]]
@@ -111,19 +114,14 @@ class Form:
         Raises
         ------
         StateError
-            When it is no form, or one with more than 4096 values.
+            When it is not a form, or one with more than 4096 values.
         """
         try:
-            record, metrics, names = json.loads(text)
-            pairs = tuple((name, length) for name, length in names)
-        except (ValueError, TypeError) as error:
-            raise StateError(f"an answer's form is {text[:80]!r}, which is none: {error}") from error
-        sound = isinstance(record, str) and record and isinstance(metrics, str)
-        for name, length in pairs:
-            sound = sound and isinstance(name, str) and type(length) is int and 0 <= length <= MAX_METRICS
-        form = cls(record, metrics, pairs)
-        if not sound or form.count > MAX_METRICS:
-            raise StateError(f"an answer's form is {text[:80]!r}; expected names and lengths of at most {MAX_METRICS}")
+            form = cls(*from_plain(_FORM, json.loads(text)))
+        except (ValueError, RecursionError) as error:
+            raise StateError(f"an answer's form {text[:80]!r} cannot be read: {error}") from error
+        if not form.record or form.count > MAX_METRICS:
+            raise StateError(f"an answer's form is {text[:80]!r}; expected a name and at most {MAX_METRICS} values")
         return form
 
     @classmethod

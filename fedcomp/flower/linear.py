@@ -140,7 +140,7 @@ class Phase(Schema, key=HEADER):
 
 @dataclass(frozen=True, kw_only=True)
 class Joined(Schema, key=HEADER, separator="-"):
-    """What a device says of itself: the plan it holds rows of, and where peers reach it; empty where there is none."""
+    """Which device answers: the plan it holds rows of, and where peers reach it; empty where there is none."""
 
     plan: Annotated[bytes, Data(PLAN)] = b""
     address: Annotated[str, Text()] = ""

@@ -3,7 +3,7 @@
 All times are seconds since the round began. A device computes whether or not it can be reached; whatever it sends or is
 sent needs it to be there all the time that takes, and what breaks off is lost. The schemes differ in what is one piece:
 
-- plain upload: the whole update. It begins anew when the device comes back, which one that has died never does;
+- plain upload: the whole update. It restarts when the device comes back, which one that has died never does;
 - upload with resume: chunks, which the server keeps;
 - relay: shards, one after the other over fast links to peers. From the K-th shard on that another device holds, the
   contributor is not needed. The peers upload later, slowly, what they hold; replication is the case K = 1.
@@ -63,7 +63,7 @@ class Presence:
     def whole(self, start: float, seconds: float) -> float:
         """Return when a transfer of ``seconds`` is over that is wanted from ``start`` on and must not break off.
 
-        One that breaks off begins anew when the device is back; infinity when no stay is long enough.
+        One that breaks off restarts when the device is back; infinity when no stay is long enough.
         """
         stays = ((max(begin, start), end) for begin, end in self.intervals)
         return next((begin + seconds for begin, end in stays if begin + seconds <= end), NEVER)

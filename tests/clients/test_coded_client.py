@@ -301,7 +301,7 @@ def test_messages_that_cannot_be_understood_are_refused_with_the_reason() -> Non
         ),
         (message("evaluate", {"round": 1}), "no messages of type 'evaluate'"),
         (message(HELLO, {"round": 1, "transport": "peers"}), "no peer address"),
-        (message(HELLO, {"round": 1, "transport": "peers", "spool": "/etc"}), "no folder for simulated peer links"),
+        (message(HELLO, {"round": 1, "transport": "peers", "spool": "/etc"}), "not a folder of simulated peer links"),
     ):
         assert reason in refused(app, ctx, msg)
     unset = context(**{"peer-address": "tcp://127.0.0.1:9"})

@@ -22,7 +22,7 @@ TINY = Size(generation=4096, repetitions=2, quick=True)
 def test_json_is_one_document_with_every_part(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # galois compiles for every field anew, which takes most of a minute; the slow test has it.
+    # galois compiles for every field, which takes most of a minute; the slow test has it.
     monkeypatch.setattr(parts, "_galois", lambda order, a, b: lambda: a.sum())
     assert bench.main(["--json"], size=TINY) == 0
     printed = capsys.readouterr()

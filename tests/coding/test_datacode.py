@@ -461,7 +461,7 @@ def test_approximate_goes_on_with_what_is_determined_and_says_so() -> None:
     assert step.take(problem.parts(step.assign([0, 4])))
     assert step.included == bounds[2]
     np.testing.assert_allclose(step.gradient, problem.gradient(w, slice(0, bounds[2])), atol=1e-10)
-    # A partition that gets lost between the phases: the sum begins anew without it.
+    # A partition that gets lost between the phases: the sum restarts without it.
     step = problem.step(approximate=True)
     step.decode(problem.margins(range(6), w))
     first = step.assign(range(6))

@@ -161,7 +161,7 @@ def amplification(code: Cyclic) -> float:
 
 
 @pytest.mark.long
-def test_codes_are_drawn_anew_until_no_set_amplifies_rounding_by_a_thousand() -> None:
+def test_codes_are_redrawn_until_no_set_amplifies_rounding_by_a_thousand() -> None:
     careless = [Cyclic(10, 3, seed, max_amplification=math.inf) for seed in range(12)]
     careful = [Cyclic(10, 3, seed) for seed in range(12)]
     assert max(map(amplification, careless)) > 1e3

@@ -68,7 +68,7 @@ def test_a_sum_that_could_wrap_is_refused() -> None:
 
 
 @pytest.mark.long
-def test_bytes_of_strangers_raise_typed_errors_only() -> None:
+def test_bytes_of_unknown_senders_raise_typed_errors_only() -> None:
     good = empty_sum(4).plus(np.array([300, -2, 0, 9]), GroupPart(1, 2, 3, 4, b"note")).to_bytes()
     for data, reason in (
         (b"", "head alone"),

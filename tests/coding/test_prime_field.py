@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from fedcomp.coding.errors import NotDecodable
-from fedcomp.coding.prime import FIELDS, GF31, GF251, GF65521, PrimeField
+from fedcomp.coding.prime import FIELDS, GF31, GF251, GF65521, PrimeField, inverse
 from fedcomp.coding.stream import SplitMix64
 from fedcomp.coding.sumcode import predictable
 from fedcomp.errors import ConfigError
@@ -87,18 +87,16 @@ def test_single_precision_beyond_its_range_is_wrong() -> None:
 
 
 @pytest.mark.parametrize("field", FIELDS, ids=repr)
-def test_inverse_rank_and_solution(field: PrimeField) -> None:
+def test_inverse_and_solution(field: PrimeField) -> None:
     a, b = elements(field, 9, 9), elements(field, 9, 4, seed=2)
     identity = np.eye(9, dtype=field.dtype)
-    np.testing.assert_array_equal(field.matmul(field.inverse(a), a), identity)
-    np.testing.assert_array_equal(field.matmul(a, field.solve(a, b)), b)
-    assert field.rank(a) == 9
+    np.testing.assert_array_equal(field.matmul(inverse(field, a), a), identity)
+    np.testing.assert_array_equal(field.matmul(a, field.matmul(inverse(field, a), b)), b)
     a[4] = field.add(a[0], a[1])
-    assert field.rank(a) == 8
     with pytest.raises(NotDecodable, match="singular"):
-        field.inverse(a)
+        inverse(field, a)
     with pytest.raises(ConfigError, match="square"):
-        field.inverse(a[:4])
+        inverse(field, a[:4])
 
 
 @ALL

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedcomp.coding.errors import CodingError, CorruptGeneration, NotDecodable, PacketError
-from fedcomp.coding.prime import FIELDS, GF31, GF251, GF65521
+from fedcomp.coding.prime import FIELDS, GF31, GF251, GF65521, inverse
 from fedcomp.coding.stream import SplitMix64
 from fedcomp.coding.sumcode import (
     SumPlan,
@@ -92,8 +92,10 @@ def test_every_square_of_rows_is_invertible() -> None:
     """Any K + T rows decode, and any T rows of the random columns hide: no square is singular in either."""
     plan = plan_of(GF251, relays=9, symbols=3, private=2)
     code = plan.matrix()
-    assert all(GF251.rank(code[list(rows)]) == 5 for rows in itertools.combinations(range(9), 5))
-    assert all(GF251.rank(code[list(rows), 3:]) == 2 for rows in itertools.combinations(range(9), 2))
+    for rows in itertools.combinations(range(9), 5):
+        inverse(GF251, code[list(rows)])
+    for rows in itertools.combinations(range(9), 2):
+        inverse(GF251, code[list(rows), 3:])
 
 
 def test_twenty_clients_two_of_them_left_out() -> None:
@@ -247,7 +249,7 @@ def missed(checks: int, rounds: int) -> float:
     return count / rounds
 
 
-INVERSE = GF251.inverse(plan_of(GF251, size=12, private=1, relays=4).matrix())
+INVERSE = inverse(GF251, plan_of(GF251, size=12, private=1, relays=4).matrix())
 
 
 @pytest.mark.long

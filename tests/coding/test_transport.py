@@ -515,9 +515,9 @@ def test_a_simulated_link_hands_over_what_the_file_holds(tmp_path: Path) -> None
 def test_a_client_makes_no_files_where_nobody_on_this_machine_marked_a_folder(tmp_path: Path) -> None:
     root = SpoolRoot.create(tmp_path / "marked")
     (tmp_path / "private").mkdir()
-    with pytest.raises(ConfigError, match="no folder for simulated peer links"):
+    with pytest.raises(ConfigError, match="not a folder of simulated peer links"):
         transport_of(f"spool:{tmp_path}/private/00000001")
-    with pytest.raises(DeliveryFailed, match="no folder for simulated peer links"):
+    with pytest.raises(DeliveryFailed, match="not a folder of simulated peer links"):
         transport_of(root.address(0)).send(f"spool:{tmp_path}/private/00000001", parcel())
     assert list((tmp_path / "private").iterdir()) == []
 

@@ -112,7 +112,7 @@ def test_backlog_is_what_a_new_beginning_saves() -> None:
         return 100.0 if (server_round, partition) in {(1, 0), (2, 1)} else 1.0
 
     settings = {"losses": 1}
-    assert replay(3, 2, settings, seconds, anew=True).tolist() == [2.0, 2.0]
+    assert replay(3, 2, settings, seconds, restart=True).tolist() == [2.0, 2.0]
     # Device 0 is still busy and device 1 slow: the second round waits for one of them.
     assert replay(3, 2, settings, seconds).tolist() == [2.0, 200.0]
 
@@ -134,7 +134,7 @@ def test_the_tail_decides_whether_coding_pays() -> None:
         assert expected_seconds(10, losses, light) > expected_seconds(10, 0, light)
 
 
-def test_speeds_are_drawn_anew_or_fixed() -> None:
+def test_speeds_are_redrawn_or_fixed() -> None:
     config = EXPERIMENT.configure()
     drawn, fixed = slowdown(config, DRAWN), slowdown(config, FIXED)
     assert drawn(1, 3) != drawn(2, 3)

@@ -240,10 +240,10 @@ def test_bytes_of_a_sender_that_vanished_are_counted_by_those_who_hold_them() ->
     def lost(delivery: Delivery) -> str | None:
         return "lost_reply" if delivery.partition == 3 and delivery.message_type == "train" else None
 
-    whole, heard, partly = (relay(transport="peers") for _ in range(3))
+    whole, reported, partly = (relay(transport="peers") for _ in range(3))
     _, grid = run(whole)
-    run(heard, fault=lost)
-    assert heard.reports[1].coded.payload_bytes["peer"] == whole.reports[1].coded.payload_bytes["peer"]
+    run(reported, fault=lost)
+    assert reported.reports[1].coded.payload_bytes["peer"] == whole.reports[1].coded.payload_bytes["peer"]
     # With three relays gone the sender itself is asked as one: what it keeps of its own was never sent to anybody, and
     # what those three got of it nobody has seen.
     run(partly, fault=either(lost, after_sharing([0, 1, 2])))
@@ -396,7 +396,7 @@ def test_a_lost_reply_after_sharing_between_peers_still_counts_and_is_acknowledg
     strategy = relay(pair(ErrorFeedback(TopK(density=0.1))))
     run(strategy, rounds=2, fault=lost)
     assert [len(strategy.reports[r].coded.included) for r in (1, 2)] == [8, 8]
-    assert len(strategy.inner.reports[2].rolled_back) == 0, "they were never heard of again"
+    assert len(strategy.inner.reports[2].rolled_back) == 0, "they never answered again"
 
 
 @pytest.mark.long
@@ -502,7 +502,7 @@ def test_a_run_that_is_interrupted_and_resumed_gives_the_same_bits(tmp_path) -> 
 
 
 @pytest.mark.long
-def test_a_node_that_joins_is_greeted_once_and_takes_part_in_the_next_round() -> None:
+def test_a_node_that_joins_says_hello_once_and_takes_part_in_the_next_round() -> None:
     with InProcessGrid(coded_app(), 5, seed=3) as inner:
         grid = MeteredGrid(inner, TrafficLedger())
         strategy = CodedFedAvg(pair(), symbols=3)

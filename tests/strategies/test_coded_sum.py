@@ -217,7 +217,7 @@ def test_with_three_of_six_gone_the_round_is_skipped(transport: str, kind: str, 
     grid = grid_of(recorder=recorder, fault=at(message, *gone))
     strategy = coded_sum(transport=transport)
     if transport == "peers" and gone == (0, 1, 2) and kind == "train":
-        # Whoever did not train relays all the same: the server need not have heard of it for that.
+        # Whoever did not train relays all the same: the server needs no answer of it for that.
         run(strategy, grid, 1)
         assert included(strategy, grid) == [3, 4, 5]
         return
