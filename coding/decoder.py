@@ -26,6 +26,9 @@ ATTEMPTS = 8
 """How many packets are suspected, one after the other, when the digest of a decoded payload differs; and how many
 surplus packets are kept for it."""
 
+Row = tuple[NDArray[np.uint8], NDArray[np.uint8]]
+"""Coefficients of a packet, and its body."""
+
 SymbolState = Literal["missing", "partial", "decoded"]
 
 
@@ -67,7 +70,7 @@ class Decoder:
         self.expect = expect
         self.private = private
         self._held: _Held | None = None
-        self._surplus: list[tuple[NDArray[np.uint8], NDArray[np.uint8]]] = []
+        self._surplus: list[Row] = []
         self._received = self._dependent = self._bytes = 0
         self._verified = self._repaired = False
 
@@ -108,7 +111,7 @@ class Decoder:
             When the packet belongs to another payload, or is more than this receiver accepts. Nothing has changed then.
         """
         head = admit(packet, self.limits, None if self._held is None else self._held.head)
-        held = self._hold(head)
+        held = self._held = self._held or _store(head, self.private, self.expect)
         self._received += 1
         self._bytes += packet.wire_bytes
         symbol = packet.number if packet.mode is Mode.SYSTEMATIC else None
@@ -132,7 +135,7 @@ class Decoder:
             return 0
         if self._held is not None:
             self._held.head.require_same(other._held.head)
-        held = self._hold(other._held.head)
+        held = self._held = self._held or _store(other._held.head, self.private, self.expect)
         gained = 0
         if not self._verified:
             for slot in range(other.rank):
@@ -158,9 +161,10 @@ class Decoder:
             When the digest differs and cannot be made to fit: a packet was forged, or is not of this payload.
         """
         held = self._complete()
-        data = self._assemble(held)
-        if not self._verified and self._digest(held, data) != held.head.digest:
-            data = self._repair(held)
+        data = _assembled(held, self.private)
+        if not self._verified and not _genuine(held, self.private, data):
+            data = _repaired(held, self.private, self._surplus)
+            self._repaired = True
         self._verified = True
         self._surplus.clear()
         return data
@@ -233,32 +237,6 @@ class Decoder:
             )
         return self._held
 
-    def _hold(self, head: PayloadHead) -> _Held:
-        """Return the store of this payload, made now if this is its first packet.
-
-        The header's figures are bound to each other, so that what is allocated is the payload, which the limits bound,
-        with its padding and its private symbols.
-        """
-        if self._held is not None:
-            return self._held
-        if self.expect is not None and (head.round, head.source) != self.expect:
-            raise PacketError(f"round and source {head.round, head.source}; this decoder expects {self.expect}")
-        data_symbols = head.symbols - self.private
-        if data_symbols < 1:
-            raise PacketError(f"K = {head.symbols} with {self.private} private symbols; none is left for the payload")
-        if head.first_generation:
-            raise PacketError(f"first generation {head.first_generation}; this decoder takes packets of whole payloads")
-        length, row = head.payload_bytes, data_symbols * head.symbol_bytes
-        if head.generations != max(1, -(-length // max(1, row))):
-            raise PacketError(f"{head.generations} generations of {row} bytes each for a payload of {length}")
-        if (head.symbol_bytes - ALIGN) * data_symbols * head.generations >= max(length, 1):
-            raise PacketError(
-                f"S = {head.symbol_bytes} for a payload of {length} in {head.generations} x {data_symbols} symbols; "
-                f"padding is less than {ALIGN} bytes for a symbol"
-            )
-        self._held = _Held(head)
-        return self._held
-
     def _absorb(
         self, held: _Held, vector: NDArray[np.uint8], body: NDArray[np.uint8], symbol: int | None = None
     ) -> bool:
@@ -268,55 +246,89 @@ class Decoder:
             self._surplus.append((vector, body))
         return False
 
-    def _assemble(self, held: _Held) -> bytes:
-        """Return the payload, without its padding, in one copy of what arrived and what was made."""
-        pieces = held.pieces(range(self.symbols - self.private))
-        whole, rest = divmod(held.head.payload_bytes, max(1, held.head.symbol_bytes))
-        return b"".join(pieces[:whole] + [piece[:rest] for piece in pieces[whole : whole + 1]])
 
-    def _digest(self, held: _Held, data: bytes) -> bytes:
-        return payload_digest(data, b"".join(held.pieces(range(self.symbols - self.private, self.symbols))))
+def _store(head: PayloadHead, private: int, expect: tuple[int, int] | None) -> _Held:
+    """Return an empty store for a payload.
 
-    def _repair(self, held: _Held) -> bytes:
-        """Return the payload with one packet corrected by the surplus ones, or raise CorruptGeneration."""
-        for column, change in self._suspects(held):
-            held.correct(column, change)
-            data = self._assemble(held)
-            if self._digest(held, data) == held.head.digest:
-                self._repaired = True
-                return data
-            held.correct(column, change)
-        raise CorruptGeneration(
-            f"the decoded payload of source {held.head.source} in round {held.head.round} does not have its digest, "
-            f"with {len(self._surplus)} surplus packets to find out why; leave this source out"
+    The header's figures are bound to each other, so that what is allocated is the payload, which the limits bound,
+    with its padding and its private symbols.
+
+    Raises
+    ------
+    PacketError
+        When they contradict each other, or it is another payload than is expected.
+    """
+    if expect is not None and (head.round, head.source) != expect:
+        raise PacketError(f"round and source {head.round, head.source}; this decoder expects {expect}")
+    data_symbols = head.symbols - private
+    if data_symbols < 1:
+        raise PacketError(f"K = {head.symbols} with {private} private symbols; none is left for the payload")
+    if head.first_generation:
+        raise PacketError(f"first generation {head.first_generation}; this decoder takes packets of whole payloads")
+    length, row = head.payload_bytes, data_symbols * head.symbol_bytes
+    if head.generations != max(1, -(-length // max(1, row))):
+        raise PacketError(f"{head.generations} generations of {row} bytes each for a payload of {length}")
+    if (head.symbol_bytes - ALIGN) * data_symbols * head.generations >= max(length, 1):
+        raise PacketError(
+            f"S = {head.symbol_bytes} for a payload of {length} in {head.generations} x {data_symbols} symbols; "
+            f"padding is less than {ALIGN} bytes for a symbol"
         )
+    return _Held(head)
 
-    def _suspects(self, held: _Held) -> list[tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
-        """Return for at most 8 packets that may be the wrong one how symbols depend on it, and by what it is wrong.
 
-        If packet i alone is wrong, by d, every surplus packet differs from what the others predict by its own multiple
-        of d: the one with which packet i enters the prediction. That narrows i down and gives d. Correcting packet i
-        is the same as decoding without it, from a surplus packet instead (derived).
-        """
-        if not self._surplus:
-            return []
-        vectors = np.stack([vector for vector, _ in self._surplus])
-        difference = held.encode(vectors) ^ np.stack([body for _, body in self._surplus], axis=1)
-        wrong = np.argwhere(difference.any(axis=1))
-        if not wrong.size:
-            return []  # all surplus agrees with what was decoded: no packet stands out
-        generation, place = wrong[0]
-        sample = difference[generation, :, place]
-        witness = int(np.flatnonzero(sample)[0])
-        inverse = held.reduced().transform
-        weights = FIELD.matmul(vectors, inverse)
-        fits = FIELD.multiply(weights, sample[witness]) == FIELD.multiply(sample[:, None], weights[witness][None, :])
-        slots = np.flatnonzero(fits.all(axis=0) & (weights[witness] != 0))[:ATTEMPTS]
-        factors = FIELD.reciprocal(weights[witness, slots])
-        return [
-            (inverse[:, slot], FIELD.multiply(difference[:, witness], factor))
-            for slot, factor in zip(slots, factors, strict=True)
-        ]
+def _assembled(held: _Held, private: int) -> bytes:
+    """Return the payload, without its padding, in one copy of what arrived and what was made."""
+    pieces = held.pieces(range(held.head.symbols - private))
+    whole, rest = divmod(held.head.payload_bytes, max(1, held.head.symbol_bytes))
+    return b"".join(pieces[:whole] + [piece[:rest] for piece in pieces[whole : whole + 1]])
+
+
+def _genuine(held: _Held, private: int, data: bytes) -> bool:
+    """Whether a payload, with the private symbols that were decoded beside it, has its digest."""
+    hidden = b"".join(held.pieces(range(held.head.symbols - private, held.head.symbols)))
+    return payload_digest(data, hidden) == held.head.digest
+
+
+def _repaired(held: _Held, private: int, surplus: list[Row]) -> bytes:
+    """Return the payload with one packet corrected by the surplus ones, or raise CorruptGeneration."""
+    for column, change in _suspects(held, surplus):
+        held.correct(column, change)
+        data = _assembled(held, private)
+        if _genuine(held, private, data):
+            return data
+        held.correct(column, change)
+    raise CorruptGeneration(
+        f"the decoded payload of source {held.head.source} in round {held.head.round} does not have its digest, "
+        f"with {len(surplus)} surplus packets to find out why; leave this source out"
+    )
+
+
+def _suspects(held: _Held, surplus: list[Row]) -> list[Row]:
+    """Return for at most 8 packets that may be the wrong one how symbols depend on it, and by what it is wrong.
+
+    If packet i alone is wrong, by d, every surplus packet differs from what the others predict by its own multiple
+    of d: the one with which packet i enters the prediction. That narrows i down and gives d. Correcting packet i
+    is the same as decoding without it, from a surplus packet instead (derived).
+    """
+    if not surplus:
+        return []
+    vectors = np.stack([vector for vector, _ in surplus])
+    difference = held.encode(vectors) ^ np.stack([body for _, body in surplus], axis=1)
+    wrong = np.argwhere(difference.any(axis=1))
+    if not wrong.size:
+        return []  # all surplus agrees with what was decoded: no packet stands out
+    generation, place = wrong[0]
+    sample = difference[generation, :, place]
+    witness = int(np.flatnonzero(sample)[0])
+    inverse = held.reduced().transform
+    weights = FIELD.matmul(vectors, inverse)
+    fits = FIELD.multiply(weights, sample[witness]) == FIELD.multiply(sample[:, None], weights[witness][None, :])
+    slots = np.flatnonzero(fits.all(axis=0) & (weights[witness] != 0))[:ATTEMPTS]
+    factors = FIELD.reciprocal(weights[witness, slots])
+    return [
+        (inverse[:, slot], FIELD.multiply(difference[:, witness], factor))
+        for slot, factor in zip(slots, factors, strict=True)
+    ]
 
 
 class _Held:
