@@ -420,6 +420,7 @@ class CodedStep:
         NotDecodable
             When they cannot give what is missing; with ``approximate`` when not a single partition is left.
         """
+        # Every device that is asked costs two vectors; the smallest set that decodes is tried first.
         subset = self.plan.subset(self.plan.choose(alive), self.max_condition)
         everybody = self.plan.subset(alive, self.max_condition)
         if subset.rank < everybody.rank:
@@ -462,6 +463,7 @@ class CodedStep:
         self._lost = {}
         for i, vector in self._assigned.items():
             if i in answers:
+                # What arrived stays valid when others make up for the lost: the sum is linear in the answers.
                 self.gradient = self.gradient + answers[i]
             else:
                 self._left += np.outer(self.plan.matrix[i], vector)

@@ -123,6 +123,7 @@ class MixPlan:
             recoder.add(self.parse(data))
         if not recoder.rank:
             return []
+        # Relay and number are in the seed, so that no two relays send the same combination.
         seeds = [derive(self.seed, self.round, relay, number) for number in range(first, first + count)]
         return [recoder.recode(seed).to_bytes() for seed in seeds]
 
@@ -148,6 +149,7 @@ class Mixture:
         self.plan = plan
         self.received = self.innovative = self.dependent = 0
         self.refused: list[str] = []
+        # One decoder for all clients: their payloads are the symbols of one generation.
         self._decoder = Decoder(limits=plan.limits, expect=(plan.round, SOURCE))
 
     @property
@@ -178,6 +180,7 @@ class Mixture:
         if not self.rank:
             raise NotDecodable("no combination came")
         symbol = self._decoder.symbol(client)
+        # The packets' digest is the plan's; only the framing inside vouches for a payload.
         length, digest = FRAMING.unpack_from(symbol)
         payload = symbol[FRAMING.size : FRAMING.size + length]
         if len(payload) != length or payload_digest(payload) != digest:

@@ -33,6 +33,7 @@ TAG_BYTES: Final = 16
 OVERHEAD: Final = KEY_BYTES + TAG_BYTES
 """Bytes a box is longer than its body: the sender's public key for this box, and the authenticator."""
 
+# Bound into the key: a box of another protocol or version never opens here.
 _LABEL: Final = b"fedcomp.coding.seal/1"
 _NONCE_BYTES: Final = 12
 
@@ -92,6 +93,7 @@ class PeerIdentity:
         if len(sealed) < OVERHEAD:
             raise SealError(f"a sealed parcel is {len(sealed)} bytes long; even an empty one has {OVERHEAD}")
         sender = bytes(sealed[:KEY_BYTES])
+        # The sender made a key pair for this box alone, so there is no nonce to store or to repeat.
         cipher, nonce = _cipher(self._private, sender, sender, self.public)
         try:
             return cipher.decrypt(nonce, bytes(sealed[KEY_BYTES:]), context)

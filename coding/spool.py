@@ -114,10 +114,12 @@ class Spool:
         data = parcel.to_bytes()
         path = self.directory / _file_name(parcel, data)
         with self._locked() as names:
+            # The name holds a digest of the parcel: one that is delivered twice is kept once.
             if path.name in names:
                 return False
             count, held = self._usage(names)
             if held + len(data) > self.max_store_bytes or count >= self.max_parcels:
+                # Only when room runs out: looking at the age of every file is what makes a put slow.
                 self._remove_stale(parcel.run)
                 count, held = self._usage(self._names())
             require_room(parcel, held, self.max_store_bytes, f"the parcel store {self.directory}")
@@ -133,8 +135,10 @@ class Spool:
                     if self.durable:
                         file.flush()
                         os.fsync(file.fileno())
+                # Readers take no lock: a rename lets them see the whole parcel or none.
                 os.replace(partial, path)
                 if self.durable:
+                    # A rename survives a power failure only with the directory that records it.
                     _flush_directory(self.directory)
             except OSError as error:
                 with contextlib.suppress(FileNotFoundError):
@@ -255,6 +259,7 @@ class Spool:
         with file as lock:
             while True:
                 try:
+                    # Asked for again and again: a blocking flock() knows no timeout.
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 except BlockingIOError as error:

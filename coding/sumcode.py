@@ -358,17 +358,21 @@ def decode(
         if not 0 <= relay < plan.relays or sums[relay].shape != (plan.shard_symbols,):
             raise ConfigError(f"the sum of relay {relay} is {sums[relay].shape}, the plan has {plan.shard_symbols}")
     surplus = len(relays) > plan.needed
+    # None first: honest relays are the usual case, and each further choice costs an inversion.
     without: list[int | None] = [None, *(relays[: min(plan.needed, _RETRIES)] if surplus else [])]
     code, challenge, beyond = plan.matrix(), plan.challenge(), ""
     for dropped in without:
         used = [relay for relay in relays if relay != dropped][: plan.needed]
         solving = inverse(plan.field, code[used])
         stacked = np.stack([sums[relay] for relay in used])
+        # The random pieces are needed only to predict what surplus relays should have sent.
         pieces = plan.field.matmul(solving if surplus else solving[: plan.symbols], stacked)
         vector = pieces[: plan.symbols].reshape(-1)
         if masked is not None:
+            # A view of the pieces, from which it is predicted below what surplus relays should have sent.
             vector = vector.copy()
             vector[: plan.length] = plan.field.subtract(masked, vector[: plan.length])
+        # Bounds are looked at last: a sum that fails its check symbols says nothing about contributors.
         if not _consistent(plan, challenge, vector):
             continue
         lifted = plan.field.lift(vector[: plan.length - plan.checks])
@@ -379,6 +383,7 @@ def decode(
             continue
         others = [relay for relay in relays if relay not in used]
         again = plan.field.matmul(code[others], pieces) if others else pieces[:0]
+        # A wrong relay among the surplus cannot have spoilt the sum; it is named all the same.
         wrong = [r for r, row in zip(others, again, strict=True) if not np.array_equal(row, sums[r])]
         return Summed(integers, weight, tuple(extras), tuple(wrong))
     tried = f" and without each of {len(without) - 1} relays" if surplus else ""

@@ -214,6 +214,7 @@ class TcpTransport:
         send_timeout: float = 20.0,
         max_parcel_bytes: int = MAX_PARCEL_BYTES,
     ) -> None:
+        # Says what is wrong with an address before a round depends on it.
         parse_tcp(address)
         for name, seconds in (("connect_timeout", connect_timeout), ("send_timeout", send_timeout)):
             if not seconds > 0:
@@ -291,6 +292,7 @@ class _Attempt:
     def _send(self, connection: socket.socket, deadline: float) -> None:
         view = memoryview(self._data)
         while self.handed_over < len(view):
+            # One deadline for all pieces: a peer that takes a byte at a time must not hold its sender.
             connection.settimeout(_left(deadline))
             self.handed_over += connection.send(view[self.handed_over :])
 
@@ -312,6 +314,7 @@ class _Attempt:
         (sent,) = struct.unpack_from("<I", self._data, _CRC_AT)
         if magic != ACK_MAGIC:
             raise ConnectionError(f"it answered {answer!r}, which is no acknowledgement: is another program there?")
+        # An answer to another parcel would count this one as kept.
         if status == KEPT and checksum != sent:
             raise ConnectionError("it acknowledged another parcel")
         return int(status)

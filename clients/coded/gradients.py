@@ -66,6 +66,7 @@ class GradientCodeClient:
         before, content = _model(message.content), message.content
         layout = Layout.of(before)
         for partition in plan.partitions:
+            # Each partition trains on a fresh copy: its update may depend on nothing but model, round and partition.
             message.content = _copy(content)
             with _as_partition(exchange.context, partition):
                 reply = call_next(message, exchange.context)
@@ -94,6 +95,7 @@ def _as_partition(context: Context, partition: int) -> Iterator[None]:
     StateError
         When the state was changed meanwhile; it is put back first.
     """
+    # Compared as bytes: an app may change an array in place, which no record shows.
     held, state = context.node_config, content_to_bytes(context.state)
     context.node_config = {**held, PARTITION_KEY: partition}
     try:

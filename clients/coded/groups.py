@@ -150,6 +150,7 @@ class _Aggregation:
             except CodingError as error:
                 self.failed.append(f"member {parcel.source}: {error}"[:REASON])
                 continue
+            # The first counts: a member that is delivered twice is added once.
             found.setdefault(parcel.source, body)
         return found
 
@@ -163,6 +164,7 @@ class _Aggregation:
         generation = header.get("generation", 0)
         if isinstance(generation, bool) or not isinstance(generation, int) or not 0 <= generation < 2**63:
             raise StateError(f"its generation is {generation!r}")
+        # Integers are added without another look: everything about a frame is checked before.
         self.codec.verify(frame, self.layout, self.key)
         weight = whole_weight(content, self.weight)
         if weight >= MAX_WEIGHT:

@@ -94,6 +94,7 @@ class Shards:
         for i, body in enumerate(packets):
             try:
                 if i != terms.own:
+                    # Sealed one by one: a relay whose key is wrong costs its own shard, not the round.
                     others.append(self._parcel(terms, i, body, terms.keys[i] if terms.keys else None, kind))
                     continue
                 mine = exchange.identity.public if terms.keys else None
@@ -105,6 +106,7 @@ class Shards:
         if exchange.transport is None:
             put_bundle(content, [parcel.to_bytes() for parcel in others])
             return {"failed": failed}
+        # A relay without an address cannot be reached: its shard is a loss like any other.
         reachable = {relay: address for relay, address in zip(terms.relays, terms.addresses, strict=True) if address}
         outgoing = [(reachable[p.destination], p) for p in others if p.destination in reachable]
         sent = [0] * len(packets)

@@ -91,6 +91,7 @@ class SumCodeClient(Shards):
             raise StateError(
                 "the message announces no codec; a coded sum stands around fedcomp.strategies.compressed.Compressed"
             )
+        # Before training: an update that was shared in another round is not computed again.
         self._require_unshared(announcement)
         reply = call_next(exchange.plain_message(), exchange.context)
         if reply.has_error():
@@ -221,6 +222,7 @@ class SumCodeClient(Shards):
         if set_digest(plan, exchange.round, chosen) != asked.set:
             # Said before the one answer of this round is spent.
             raise NotDecodable("this relay holds other encodings than those that are to be added")
+        # By run, and kept longer than one: a server that renames its run must not get a second sum.
         book = {entry[0]: entry for entry in map(_ENTRY.unpack, self._noted("sums", []))}
         _, last, name = book.get(exchange.run, (exchange.run, 0, b""))
         if exchange.round < last:

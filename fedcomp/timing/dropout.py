@@ -312,6 +312,7 @@ class Situation:
         landed, at = [], start
         for holder, nbytes in shards:
             if holder == client:
+                # Its own shard takes no link, but counts only if training ended in time.
                 landed.append(start if start <= self.share_by else NEVER)
                 continue
             at = self.presence[client].whole(at, 8.0 * _positive("bytes of a shard", nbytes) / self.peer.up_bits_per_s)

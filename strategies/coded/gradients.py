@@ -92,6 +92,7 @@ class GradientCode(Stateful):
         self.timeout = settings.collect_timeout
         self._weight_key = weight_key_of(inner) or ""
         self._roll: dict[int, int] = {}
+        # Finding a cyclic code takes many decompositions; the number of clients rarely changes.
         self._codes: dict[int, Assignment] = {}
 
     def describe(self) -> str:
@@ -187,6 +188,7 @@ class GradientCode(Stateful):
             return _skipped(now, "no client sent a usable answer")
         report.innovative = int(np.count_nonzero(decoding.coefficients))
         report.dependent = report.received - report.innovative
+        # Redundant answers cost nothing more and show clients whose numbers differ.
         contradiction = code.disagreement(answers)
         if contradiction > _AGREES:
             report.note(

@@ -191,6 +191,7 @@ class CodedLinearGD(ExchangeStrategy, Stateful):
             silent = [i for i in assigned if i not in answers]
             if report.retries == self.settings.retries:
                 raise NotDecodable(f"devices {silent} did not answer phase 2 usably, after {report.retries} retries")
+            # Who was silent once may have lost a message; who was silent twice is asked only in a repeat.
             silences.update(silent)
             alive = [i for i in alive if i not in wrong]
             never = [i for i in alive if not silences[i]]

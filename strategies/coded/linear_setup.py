@@ -283,6 +283,7 @@ class LinearSetup(Stateful):
         for node, reply in replies:
             known = lookup(node)
             claims[node] = take_node(reply) if known is None else known
+        # Who holds a seat keeps it while it is online; a newcomer cannot drive it out.
         seats = {d: n for n, d in self.devices.items() if n in nodes}
         newcomers = {n: d for n, d in claims.items() if d is not None}
         _, refused = contest({n: d for d, n in seats.items()} | newcomers, seats)
@@ -350,6 +351,7 @@ class LinearSetup(Stateful):
         if not any(len(y) for y in self.labels.values()):
             raise ConfigError("no device owns a single example")
         plan = self._plan_of(count)
+        # The plan's name binds the data: rows of other examples must not pass for this plan's.
         data = hashlib.blake2b(repr(shape).encode(), digest_size=16)
         for j in range(count):
             data.update(len(self.labels[j]).to_bytes(8, "little") + self.labels[j].tobytes() + self._data[j])

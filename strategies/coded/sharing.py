@@ -94,6 +94,7 @@ class Sharing:
     def __post_init__(self) -> None:
         self.hub = self.now.settings.transport == "hub"
         self.timeout = self.now.settings.collect_timeout
+        # Checked before parsing: no parcel may cost more memory than the plan has a use for.
         self.longest = self.plan.max_packet + (OVERHEAD if self.seal else 0) + HEADER_BYTES
         names = ("code", "symbols", "shards", "private", "seed", "max_payload")
         self.numbers = {name: getattr(self.plan, name) for name in names}
@@ -107,6 +108,7 @@ class Sharing:
         now = self.now
         for source, member in enumerate(self.owners):
             now.plan(member, self.training, self.plan_of(source))
+        # Clients without the half train in the same exchange: their replies are ordinary ones.
         got = yield from now.ask(now.messages, now.settings.share_timeout)
         nodes = [message.metadata.dst_node_id for message in now.uncoded]
         self.ordinary = [got[node] for node in nodes if node in got]
@@ -170,6 +172,7 @@ class Sharing:
             self.alive.add(member.index)
             self.collection.give_up(source)
         reply = self.take_error(member, answer)
+        # A client may have been updated to an app without the half since its hello.
         if not speaks(reply.content):
             self.take_ordinary(source, reply)
             return
@@ -201,6 +204,7 @@ class Sharing:
 
     def _take_parcels(self, source: int, content: RecordDict, bags: dict[int, list[bytes]]) -> None:
         """Sort a source's parcels by relay; each is refused by itself."""
+        # Each relay once: a source that sends two shards to one relay wants to fill its store.
         free = set(self.holders(source))
         items = take_bundle(content, most=len(free), longest=self.longest)
         self.now.report.count("hub_up", sum(map(len, items)))
@@ -215,6 +219,7 @@ class Sharing:
 
     def _put(self, bags: Mapping[int, list[bytes]]) -> Exchanges[None]:
         """Forward the parcels to those relays that are there."""
+        # A relay that did not answer training would only run into the timeout.
         relays = [self.now.members[index] for index in sorted(bags.keys() & self.alive)]
         messages = []
         for relay in relays:
@@ -252,6 +257,7 @@ class Sharing:
             except FedcompError as error:
                 report.exclude(member.node, self.why(source, error))
                 if member.index in self.errors:
+                    # The inner strategy counts failures, as in an uncoded round; a lost client's error is one.
                     replies.append(self.errors[member.index])
         self.account(nobody=not report.included and not self.ordinary)
         return self.now.aggregate(replies)
@@ -350,6 +356,7 @@ class Collection:
             kept = [source for source in candidates if silent in sharing.holders(source)]
             if kept:
                 asked[members[silent].node] = self._held_of(silent, kept)
+        # A node that is asked as a relay, too, gets both questions in one message.
         for source, count in fresh.items():
             more = {**sharing.numbers, "source": source, **self.fresh, "fresh": count}
             asked.setdefault(sharing.owners[source].node, {"index": 0, "sources": ()}).update(more)

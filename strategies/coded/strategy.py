@@ -138,6 +138,7 @@ class CodedRound:
 
     def plan(self, member: Member, schema: type[Indexed], fields: Mapping[str, Any]) -> Message:
         """Return the member's training message with the plan in it."""
+        # A copy of the record: several members' messages may share one content.
         content = RecordDict(dict(member.message.content.items()))
         schema(**self._common(), index=member.index, **fields).put(content)
         member.message.content = content
@@ -201,6 +202,7 @@ class CodedRound:
     def header(self, member: Member, reply: Message, schema: type[H]) -> H:
         """Return the header of a member's reply, and take note of what it says of the member; see :meth:`answer`."""
         found = self.answer(reply, schema)
+        # A restarted client has a new key; shards sealed for the old one are lost, later ones must not be.
         if isinstance(found, Introduced | SumShared):
             self._learn(member.node, found)
         return found
@@ -312,6 +314,7 @@ class CodedFedAvg(ExchangeStrategy, Stateful):
         self._reports = Reports()
         module, _, name = CONSTRUCTIONS[construction].partition(":")
         self.construction: Construction = getattr(importlib.import_module(module), name)(self.settings, inner)
+        # Random and kept in the state: shards of another run, also of this strategy, never mix with these.
         self._run = secrets.token_bytes(8)
         self._links = SimulatedLinks(self.settings.transport, self.settings.spool, self.settings.max_store_bytes)
         self._known: dict[int, KnownClient] = {}
@@ -343,6 +346,7 @@ class CodedFedAvg(ExchangeStrategy, Stateful):
             raise ConfigError(f"{type(self.inner).__name__} sends a node two messages in one round; one can be coded")
         new = [node for node in nodes if node not in self._known and node not in self._without_half]
         yield from self._meet(new, server_round, grid)
+        # After the hello, which says who holds what, and before anybody trains.
         twins = self._twins(nodes, grid)
         for node, rivals in twins.items():
             report.exclude(node, rivals)
@@ -414,6 +418,7 @@ class CodedFedAvg(ExchangeStrategy, Stateful):
                 continue
             try:
                 hello, engine = Hello.take(reply), partition_of(node)
+            # A hello that cannot be read will not read better next round.
             except FedcompError as error:
                 self._forgo(node, f"the hello cannot be used: {error}")
                 continue

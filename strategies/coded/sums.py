@@ -213,6 +213,7 @@ class SumCode(Stateful):
             When not even one piece is safe.
         """
         s, loss = self.settings, self._loss
+        # More pieces mean shorter shards, so the largest K that is safe enough is the cheapest.
         for symbols in range(relays - s.private, 0, -1):
             if success(symbols + s.private, relays, loss, None) >= s.target:
                 return symbols
@@ -279,6 +280,7 @@ class _Summing:
         self.hub = self.now.settings.transport == "hub"
         self.timeout = self.now.settings.collect_timeout
         self.seal = self.construction.seal
+        # With fewer relays than clients the work goes round, as do the stores it fills.
         start = (self.now.number - 1) * plan.relays if plan.relays < len(members) else 0
         self.relays = [members[(start + i) % len(members)] for i in range(plan.relays)]
         self.expected = {member.index: _sequence_of(member.message) for member in members}
@@ -440,6 +442,7 @@ class _Summing:
                 f"{len(self.held)} of {self.plan.relays} relays reported, and {self.plan.needed} of them hold the same "
                 f"{len(self.chosen)} contributors; at least {self.plan.least} are needed"
             )
+        # Relays compare this name with what they hold, and answer for one name a round only.
         self.name = set_digest(self.plan, self.now.number, {source: self.tags[source] for source in self.chosen})
 
     # Adding.
