@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fedcomp import params
 from fedcomp.coding.errors import NotDecodable
 from fedcomp.errors import ConfigError, optional
 
@@ -90,8 +89,9 @@ class PrimeField:
         if isinstance(p, bool) or not isinstance(p, int) or not 3 <= p <= MAX_PRIME or not _is_prime(p):
             raise ConfigError(f"p={p!r} is not an odd prime of at most 2^31 - 1; 251, 65521 and 2147483647 are usual")
         size = 1 if p < 1 << 8 else 2 if p < 1 << 16 else 4
-        wire = {"code": _ON_THE_WIRE.get(p, -1), "symbol_bytes": size, "dtype": np.dtype(f"<u{size}")}
-        params.assign(self, name=f"GF({p})", half=(p - 1) // 2, **wire)
+        facts = {"name": f"GF({p})", "code": _ON_THE_WIRE.get(p, -1), "symbol_bytes": size, "half": (p - 1) // 2}
+        for name, value in {**facts, "dtype": np.dtype(f"<u{size}")}.items():
+            object.__setattr__(self, name, value)
 
     def add(self, a: ArrayLike, b: ArrayLike, out: Residues | None = None) -> Residues:
         """Return a + b elementwise, broadcast."""
