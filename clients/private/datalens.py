@@ -110,6 +110,7 @@ def datalens_teachers(ensemble: TeachersOf) -> ClientHalf:
                 salt = Key(request.draw, "padding", partition=partition).digest()
                 answer = wire.pad(answer, longest + wire.FILLED, salt)
             reply = _reply(msg, answer, partition)
+            # Last, and with the answer: a request that arrives again is answered with the very same votes.
             TeacherMemory(request.session, request.sequence, state, answer).save(context)
             return reply
 

@@ -245,6 +245,7 @@ def _ledger(context: Context, plan: TrainingPlan, records: int) -> Iterator[Priv
     if kept is not None:
         ledger.load_state_dict(_read(kept))
     yield ledger
+    # Equal steps are merged: a record of thousands of rounds stays as short as that of one.
     context.state[_STATE] = ConfigRecord({"ledger": json.dumps(compact(ledger), separators=(",", ":"))})
 
 

@@ -107,6 +107,7 @@ class AdaptiveClip:
         share : float
             Noisy share of the contributions that were within it, in [0, 1].
         """
+        # Geometric: a clip norm that is wrong by orders of magnitude is left within few rounds, and it stays positive.
         return clip * math.exp(-self.rate * (share - self.quantile))
 
 

@@ -126,6 +126,7 @@ class BoundedFixedPoint(FixedPoint):
         frame, state = self.codec.encode(update, state, key)
         tensors = self.codec.open(frame, update.layout).tensors
         values = [t.values.decode() for t in tensors]
+        # All tensors together: the promise bounds one norm over the whole update.
         integers = self.bounded(np.concatenate(values), key) if values else np.zeros(0, np.int64)
         parts = np.split(integers.astype(np.int32), np.cumsum([v.size for v in values])[:-1])
         pairs = zip(tensors, parts, strict=True)

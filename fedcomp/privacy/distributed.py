@@ -157,6 +157,7 @@ class DistributedSum(Mechanism):
     @property
     def counted(self) -> int:
         """Shares whose noise is there whoever vanishes and whoever tells: floor(honest n) - tolerated."""
+        # 0.7 * 10 is 6.999... in floating point, and means 7.
         return math.floor(self.honest * self.contributors + 1e-9) - self.tolerated
 
     @property
@@ -187,6 +188,7 @@ class DistributedSum(Mechanism):
     @property
     def reach(self) -> int:
         """Largest magnitude of one coordinate before noise, in steps; what is beyond is cut off (which shortens)."""
+        # After a rotation coordinates are nearly Gaussian, and one as large as the norm is a rare accident.
         if not self.rotation:
             return self.scale
         return min(self.scale, math.ceil(self.scale * largest_coordinate(self.size, _SPIKE)) + 1)
@@ -209,6 +211,7 @@ class DistributedSum(Mechanism):
         if self.noise == "discrete_gaussian":
             tau = divergence(self.contributors, self.share_sigma**2)
             multiplier = 1.0 / (1.0 / multiplier + tau * math.sqrt(self.size))
+            # It is the shares that have to be fine: a sum of coarse discrete Gaussians is far from one.
             sigma = self.share_sigma
         return Event(
             noise=self.noise,

@@ -33,6 +33,7 @@ from typing import Any, Final
 from fedcomp.privacy.errors import PrivacyLedgerError
 
 _CHECK: Final = "check"
+# 64 bits find accidents, not forgers: who can write the file can also compute checksums.
 _DIGITS: Final = 16
 
 _HEAD: Final = '{{"events":{events:>20},"last":"{last}","check":"{check}"}}\n'
@@ -256,9 +257,11 @@ class Journal:
         if begin:
             line = _head_line(0, check) + line
         try:
+            # A file that was exchanged or appended to by somebody else is no record of this run any more.
             now = os.fstat(self._handle)
             if now.st_size != self._size or not _stands_at(self._place, now):
                 raise OSError("somebody else changed, moved or deleted it")
+            # First the line, then the head that counts it: a crash in between leaves a line too many, none too few.
             self._put(line, self._size)
             self._follow(check, len(line))
             if self.counted and not begin:

@@ -197,6 +197,7 @@ class PrivacyLedger(Spending):
                 f"round {round} would cross the budget epsilon={self.budget:g} (delta={self.delta:g}); spent so far "
                 f"{self.epsilon():.4g}. Nothing was released: end the run, or plan it with more noise"
             )
+        # First the disk: what could not be written must not be released, and does not count either.
         if self._journal is not None:
             self._journal.append(fields_of(entry))
         self._count(entry)
@@ -259,6 +260,7 @@ class PrivacyLedger(Spending):
         entries = self._numbered(documents, "the checkpoint")
         self._agree(header, "the checkpoint", spent=bool(entries))
         run = str(header["run"])
+        # A ledger without events has no history of its own yet, and takes over the name of the run it continues.
         if run != self.run:
             if self._entries or (self._journal is not None and had_file):
                 raise PrivacyLedgerError(
@@ -268,6 +270,7 @@ class PrivacyLedger(Spending):
                 self._journal.clear()
                 self.run = run
                 self._journal.begin(self._header())
+        # The file may be ahead of the checkpoint (a crash) or behind it (an older copy); either way nothing is dropped.
         united = _union(self._entries, entries, "the ledger", "the checkpoint")
         if self._journal is not None:
             for entry in united[len(self._entries) :]:

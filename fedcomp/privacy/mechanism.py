@@ -177,6 +177,7 @@ class GridGaussian(Mechanism):
     @property
     def bound(self) -> float:
         """Largest L2 norm of one contribution, in grid steps: a power of two."""
+        # Rounding moves a vector by sqrt(d) / 2 steps at most, 1 % of this bound; a power of two makes the step exact.
         return float(2 ** math.ceil(math.log2(50.0 * math.sqrt(self.size))))
 
     @property
@@ -253,6 +254,7 @@ class Votes(Mechanism):
     def resolution(self) -> int:
         """Grid steps of one vote."""
         sigma = self.noise_multiplier * math.sqrt(self.k) * (2.0 if self.adjacency == "replace" else 1.0)
+        # Noise of fewer than FINE steps would have to be accounted as coarse, which costs more.
         return max(1, math.ceil(FINE / sigma)) if sigma > 0.0 else 1
 
     @property
@@ -360,6 +362,7 @@ class PrivateSum:
         admitted = admit(given)
         if admitted.shape != self._total.shape:
             raise Unbounded(f"a contribution has shape {admitted.shape}, the sum {self._total.shape}")
+        # Only what was admitted whole gets here: a refused contribution leaves the sum as it was.
         self._total += admitted
         self.participants.append(participant)
 
@@ -398,6 +401,8 @@ class PrivateSum:
         if self._released:
             raise Unbounded("the sum was released; a second release would have to be paid for as another sum")
         cost = event or self.mechanism.event(rate=rate, size=self._total.size, label=label)
+        # On the disk before any noise exists: a crash in between has paid for nothing, never released for nothing.
         ledger.record(cost, round=round, participants=self.participants if participants is None else participants)
+        # Before the draw: noise drawn twice on one sum could be averaged away.
         self._released = True
         return self.mechanism.perturb(self._total, SystemEntropy() if entropy is None else entropy)

@@ -43,6 +43,7 @@ from fedcomp.rng import Key
 if TYPE_CHECKING:
     from fedcomp.privacy.ledger import PrivacyLedger
 
+# About ten steps of memory.
 _DECAY: Final = 0.9
 """Of the running sum of noisy updates that ``mask="noisy_magnitude"`` looks at."""
 

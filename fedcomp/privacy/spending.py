@@ -169,6 +169,7 @@ class Spending:
         self._turns: Counter[int] = Counter()
         for entry in entries:
             self._count(entry)
+        # Rounds that are made again after this draw other units and other noise, whatever their number is.
         self._attempt = 1 + max((entry.attempt for entry in self._entries), default=-1)
 
     def _count(self, entry: LedgerEntry) -> None:
@@ -216,6 +217,7 @@ def _with(
     counts: Mapping[Profile, int], before: Sequence[Event], more: Sequence[Event], times: int
 ) -> Counter[Profile]:
     """Return ``counts`` after ``times`` rounds of ``more``, the first of them on top of the events ``before``."""
+    # Events on one draw of the units are one round: they cost more together than on draws of their own.
     after = Counter(counts)
     if before:
         after[profile(before)] -= 1

@@ -117,6 +117,7 @@ def topk_stochastic_sign(
         return votes.reshape(given.shape)
     with np.errstate(over="ignore"):
         rows = rows.astype(np.float64)
+        # A whole row at once: its largest magnitude scales every vote of the row.
         rows[~np.isfinite(rows).all(axis=1)] = 0.0
     columns = _largest(np.abs(rows), kept)
     values = np.take_along_axis(rows, columns, axis=1)

@@ -46,6 +46,7 @@ from fedcomp.strategies.private.settings import ShareSettings
 from fedcomp.strategies.private.strategy import NOT_COVERED, Outcome, PrivateRule, PrivateStrategy
 from fedcomp.strategies.private.sums import Nothing
 
+# Settings that cannot work are then refused by the constructor, and not in the first round.
 _UNKNOWN: Final = 1 << 20
 """Coordinates that stand in for those of a model that was not seen yet."""
 

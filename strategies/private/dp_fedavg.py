@@ -98,6 +98,7 @@ class DpFedAvg(PrivateStrategy):
 
     def begun(self, server_round: int) -> None:
         """Begin the count of bits."""
+        # Before the bits move it: a round's report names the clip norm its updates were bounded by.
         self.clips[server_round] = self.clip
         if self.adaptive is not None:
             self.bits = self.new_bits(self.adaptive)

@@ -117,6 +117,7 @@ class Lsg(PrivateStrategy):
         self.kept: NDArray[np.int64] = np.zeros(0, np.int64)
         super().__init__(inner, **promise)
         self._request: LsgRequest | None = None
+        # No pair around this tells what is released: it is always the kept coordinates.
         self._released = self._shorten
 
     def check_codec(self, codec: Codec) -> None:

@@ -214,6 +214,7 @@ class Promise(PrivateRun, NoClientEvaluation, Release, Strategy):
 
         The divisor is a public constant: the number of replies is the adversary's to know or to choose.
         """
+        # Too large for float32 becomes infinite here, and is refused with the model's own dtype later.
         with np.errstate(over="ignore"):
             return (noisy / self.expected).astype(np.float32)
 

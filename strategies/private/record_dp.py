@@ -298,6 +298,7 @@ class RecordDp(NoClientEvaluation, Strategy, Stateful):
         if not able:
             log.warning("RecordDp: no client is asked in round %d: %s", server_round, self.over(server_round))
             return []
+        # As text: Flower's records hold no nested values, and nodes refuse what they cannot read.
         config[RECORD_DP] = self.plan.to_text()
         with Shown(grid, able).minima(getattr(self.inner, "inner", self.inner)) as shown:
             messages = list(self.inner.configure_train(server_round, arrays, config, shown))

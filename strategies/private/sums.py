@@ -103,6 +103,7 @@ class PrivateSink(Sink):
         step = self.step()
         if step is None:
             return None, None
+        # The inner strategy gets a model, not an update: its own step (momentum, Adam) starts from the same place.
         moved = intake.vector.copy()
         if self.support is None:
             moved += step
