@@ -104,7 +104,7 @@ EXAMPLES: dict[str, Schema] = {
     "datalens.Answered": datalens.Answered("s", 3),
     "lsg.LsgRequest": lsg.LsgRequest(2, "fc.*", 0.25, -9, 1.5, True),
     "lsg.LsgRequest/all": lsg.LsgRequest(0, "", 1.0, 9, 1.5, False),
-    "record_dp.TrainingPlan": record_dp.TrainingPlan(
+    "record_dp.DpSgdPlan": record_dp.DpSgdPlan(
         method="topagg",
         noise_multiplier=1.25,
         clip=0.5,

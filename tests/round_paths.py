@@ -22,7 +22,7 @@ from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
-from fedcomp.flower.record_dp import Account, TrainingPlan
+from fedcomp.flower.record_dp import Account, DpSgdPlan
 from fedcomp.flower.rounds import fit
 from fedcomp.privacy.adaptive import AdaptiveClip
 from fedcomp.privacy.local import Privatise
@@ -39,7 +39,7 @@ from fedcomp.strategies.private.topagg import TopAgg, topagg
 from fedcomp.strategies.shared_support import SharedSupport
 
 NODES = 5
-PLAN = TrainingPlan(noise_multiplier=1.5, rate=0.1, steps=3, delta=1e-5)
+PLAN = DpSgdPlan(noise_multiplier=1.5, rate=0.1, steps=3, delta=1e-5)
 PROMISE: dict[str, Any] = {"population": NODES, "delta": 1e-3, "insecure_deterministic": True, "seed": 7}
 NOISY = {**PROMISE, "noise_multiplier": 0.5}
 BALLOT = TopkSign(k=50)
@@ -62,7 +62,7 @@ def quiet(kind: type[FedAvg] = FedAvg, **options: Any) -> FedAvg:
 
 def accounted(msg: Message, context: Context, call_next) -> Message:
     """A mod that says what a training cost, as DP-SGD's does."""
-    plan = next((p for c in msg.content.config_records.values() if (p := TrainingPlan.read(c)) is not None), None)
+    plan = next((p for c in msg.content.config_records.values() if (p := DpSgdPlan.read(c)) is not None), None)
     reply = call_next(msg, context)
     if plan is None or reply.has_error():
         return reply

@@ -29,7 +29,7 @@ from fedcomp.clients.private.mod import ABOUT_SETTINGS
 from fedcomp.errors import ConfigError, optional
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import put_node
-from fedcomp.flower.record_dp import RECORD_DP, Account, TrainingPlan, compact, steps_in
+from fedcomp.flower.record_dp import RECORD_DP, Account, DpSgdPlan, compact, steps_in
 from fedcomp.flower.records import to_record
 from fedcomp.privacy.entropy import make_entropy
 from fedcomp.privacy.errors import BudgetExceeded, PrivacyError, PrivacyLedgerError
@@ -92,7 +92,7 @@ def record_dp(trainee_of: TraineeOf) -> ClientHalf:
     """
 
     def record_dp_mod(msg: Message, context: Context, call_next: CallNext) -> Message:
-        plans = [TrainingPlan.read(r) for r in msg.content.values() if isinstance(r, ConfigRecord) and RECORD_DP in r]
+        plans = [DpSgdPlan.read(r) for r in msg.content.values() if isinstance(r, ConfigRecord) and RECORD_DP in r]
         if msg.metadata.message_type != "train" or not plans or plans[0] is None:
             return call_next(msg, context)
         from fedcomp.tasks.arrays import to_arrays
@@ -107,7 +107,7 @@ def record_dp(trainee_of: TraineeOf) -> ClientHalf:
     return ClientHalf("record_dp", record_dp_mod, needs=("private",))
 
 
-def train_privately(trainee: Trainee, plan: TrainingPlan, context: Context) -> Account:
+def train_privately(trainee: Trainee, plan: DpSgdPlan, context: Context) -> Account:
     """Train the model in place as ``plan`` says; return what was spent.
 
     Parameters
@@ -206,7 +206,7 @@ def _untrained(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
     return [(tensor, tensor.detach().clone()) for name, tensor in found.items() if name not in trained]
 
 
-def _own(plan: TrainingPlan, context: Context) -> TrainingPlan:
+def _own(plan: DpSgdPlan, context: Context) -> DpSgdPlan:
     """Return ``plan`` within what this node allows."""
     own = context.node_config.get(OWN_BUDGET)
     if own is None:
@@ -218,7 +218,7 @@ def _own(plan: TrainingPlan, context: Context) -> TrainingPlan:
     return replace(plan, budget=min(float(own), plan.budget or math.inf))
 
 
-def _require_room(ledger: PrivacyLedger, plan: TrainingPlan, size: int) -> None:
+def _require_room(ledger: PrivacyLedger, plan: DpSgdPlan, size: int) -> None:
     if ledger.affords(plan.event(size), plan.steps):
         return
     raise BudgetExceeded(
@@ -228,7 +228,7 @@ def _require_room(ledger: PrivacyLedger, plan: TrainingPlan, size: int) -> None:
 
 
 @contextmanager
-def _ledger(context: Context, plan: TrainingPlan, records: int) -> Iterator[PrivacyLedger]:
+def _ledger(context: Context, plan: DpSgdPlan, records: int) -> Iterator[PrivacyLedger]:
     """Yield this node's ledger; it is back where it was when the block ends without an error."""
     ledger = plan.ledger(records)
     path = context.node_config.get(LEDGER_FILE)

@@ -34,7 +34,7 @@ class WrongAccount(FedcompError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingPlan(TextSchema, key=RECORD_DP):
+class DpSgdPlan(TextSchema, key=RECORD_DP):
     """How every client trains.
 
     Attributes
@@ -59,8 +59,8 @@ class TrainingPlan(TextSchema, key=RECORD_DP):
 
     Examples
     --------
-    >>> plan = TrainingPlan(noise_multiplier=2.0, rate=0.1, steps=20, delta=1e-5, budget=3.0)
-    >>> TrainingPlan.from_text(plan.to_text()) == plan
+    >>> plan = DpSgdPlan(noise_multiplier=2.0, rate=0.1, steps=20, delta=1e-5, budget=3.0)
+    >>> DpSgdPlan.from_text(plan.to_text()) == plan
     True
     """
 
@@ -77,7 +77,7 @@ class TrainingPlan(TextSchema, key=RECORD_DP):
     options: Annotated[Mapping[str, Any], Options(16)] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, config: Mapping[str, Any]) -> TrainingPlan | None:
+    def read(cls, config: Mapping[str, Any]) -> DpSgdPlan | None:
         """Return the plan of a training configuration, None where there is none.
 
         Raises

@@ -27,7 +27,7 @@ from fedcomp.errors import ConfigError
 from fedcomp.flower.checkpoint import INNER
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import take_node
-from fedcomp.flower.record_dp import METHODS, RECORD_DP, Account, TrainingPlan, WrongAccount
+from fedcomp.flower.record_dp import METHODS, RECORD_DP, Account, DpSgdPlan, WrongAccount
 from fedcomp.flower.records import to_arrays
 from fedcomp.flower.report import Reports, reports_of
 from fedcomp.flower.schema import SchemaError
@@ -111,7 +111,7 @@ class RecordDp(NoClientEvaluation, Strategy, Stateful):
     inner : Strategy
         One of Flower's weighted means, made with ``fraction_evaluate=0.0``, or the drop-in pair around one. All replies
         weigh the same.
-    plan : TrainingPlan
+    plan : DpSgdPlan
         How clients train.
     records : int
         Public number of records of all clients together. 0: learnt by :meth:`declare_records`, which whoever runs the
@@ -132,7 +132,7 @@ class RecordDp(NoClientEvaluation, Strategy, Stateful):
     Examples
     --------
     >>> from flwr.serverapp.strategy import FedAvg
-    >>> plan = TrainingPlan(noise_multiplier=2.0, rate=0.1, steps=20, delta=1e-5, budget=3.0)
+    >>> plan = DpSgdPlan(noise_multiplier=2.0, rate=0.1, steps=20, delta=1e-5, budget=3.0)
     >>> strategy = RecordDp(FedAvg(fraction_evaluate=0.0), plan, records=5000)
     """
 
@@ -144,7 +144,7 @@ class RecordDp(NoClientEvaluation, Strategy, Stateful):
         "_asked": list[int],
     }
 
-    def __init__(self, inner: Strategy, plan: TrainingPlan, *, records: int = 0, guard: Norms | None = None) -> None:
+    def __init__(self, inner: Strategy, plan: DpSgdPlan, *, records: int = 0, guard: Norms | None = None) -> None:
         mean = getattr(inner, "inner", inner)
         if not isinstance(mean, Strategy) or not is_mean(mean):
             raise ConfigError(
@@ -378,4 +378,4 @@ class RecordDp(NoClientEvaluation, Strategy, Stateful):
     def identity(self) -> str:
         """Return what must not change within a run; the budget may."""
         plan = self.plan
-        return TrainingPlan(**{**vars(plan), "budget": 0.0}).to_text()
+        return DpSgdPlan(**{**vars(plan), "budget": 0.0}).to_text()

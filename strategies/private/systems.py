@@ -14,7 +14,7 @@ from fedcomp import params
 from fedcomp.codecs import RandomK
 from fedcomp.errors import ConfigError
 from fedcomp.flower.privacy import find_private
-from fedcomp.flower.record_dp import TrainingPlan
+from fedcomp.flower.record_dp import DpSgdPlan
 from fedcomp.layout import Layout
 from fedcomp.privacy.adaptive import AdaptiveClip
 from fedcomp.privacy.local import Privatise
@@ -183,7 +183,7 @@ def _record_dp(settings: Settings, seed: int) -> Strategy:
     rate = params.number("record_rate", given, rule="a probability in (0, 1]", ok=lambda v: 0.0 < v <= 1.0)
     own: dict[str, Any] = {key: settings[key] for key in ("method", "noise_multiplier", "clip", "delta", "adjacency")}
     options = {"topagg": ("k",), "random-mask": ("keep",), "lsg": ("keep", "rank")}.get(str(settings["method"]), ())
-    plan = TrainingPlan(
+    plan = DpSgdPlan(
         rate=rate,
         steps=int(settings["max_steps"]) or max(1, round(int(settings["epochs"]) / rate)),
         budget=budget_of(settings) or 0.0,
@@ -346,7 +346,7 @@ SYSTEMS: Final = (
             "codec": "",
             "feedback": False,
             "downlink": "",
-            **settings_of(TrainingPlan, "adjacency", "method", "clip"),
+            **settings_of(DpSgdPlan, "adjacency", "method", "clip"),
             "record_rate": 0.1,
             "k": 100,
             "keep": 0.5,

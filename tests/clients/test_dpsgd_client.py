@@ -17,7 +17,7 @@ from fedcomp.clients.edge import LEDGER_FILE
 from fedcomp.clients.private.dpsgd import Trainee, train_privately
 from fedcomp.errors import ConfigError
 from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.record_dp import Account, TrainingPlan
+from fedcomp.flower.record_dp import Account, DpSgdPlan
 from fedcomp.flower.records import to_record
 from fedcomp.flower.schema import SchemaError
 from fedcomp.privacy.accounting import compose
@@ -28,7 +28,7 @@ from fedcomp.tasks import get_task
 from fedcomp.tasks.arrays import to_arrays
 from fedcomp.tasks.base import ClientData, EmptyPartition
 
-PLAN = TrainingPlan(noise_multiplier=1.5, rate=0.1, steps=3, delta=1e-5, insecure=True)
+PLAN = DpSgdPlan(noise_multiplier=1.5, rate=0.1, steps=3, delta=1e-5, insecure=True)
 STATE = "fedcomp.record-dp"
 
 
@@ -39,7 +39,7 @@ def context(**node_config: Any) -> Context:
 class Client:
     """One partition of digits, a context, and the model of the moment."""
 
-    def __init__(self, task: Any = None, plan: TrainingPlan = PLAN, **node_config: Any) -> None:
+    def __init__(self, task: Any = None, plan: DpSgdPlan = PLAN, **node_config: Any) -> None:
         self.task = get_task("digits", hidden="16") if task is None else task
         self.plan = plan
         self.context = context(**node_config)
@@ -60,7 +60,7 @@ class Client:
         return str(self.context.state.config_records[STATE]["ledger"])
 
 
-def epsilon(steps: int, plan: TrainingPlan = PLAN) -> float:
+def epsilon(steps: int, plan: DpSgdPlan = PLAN) -> float:
     return compose([plan.event(1000)] * steps, plan.delta).epsilon
 
 
@@ -231,10 +231,10 @@ def test_a_file_remembers_what_a_restarted_node_forgets(tmp_path: Path):
 
 
 def test_only_a_configuration_without_a_plan_is_trained_without_noise():
-    assert TrainingPlan.read({"lr": 0.1}) is None
+    assert DpSgdPlan.read({"lr": 0.1}) is None
     for text in ("", "[]", "null", "[" * 10_000, 1):
         with pytest.raises(SchemaError):
-            TrainingPlan.read({"record-dp": text})
+            DpSgdPlan.read({"record-dp": text})
 
 
 @pytest.mark.long

@@ -32,7 +32,7 @@ from fedcomp.flower.lsg import LsgRequest
 from fedcomp.flower.payload import PayloadError, take_frame
 from fedcomp.flower.privacy import PRIVATE
 from fedcomp.flower.protocol import RESYNC, Announcement, announce
-from fedcomp.flower.record_dp import RECORD_DP, TrainingPlan
+from fedcomp.flower.record_dp import RECORD_DP, DpSgdPlan
 from fedcomp.privacy.accounting import Unaccountable
 from fedcomp.privacy.bounds import round_conditionally
 from fedcomp.privacy.errors import BudgetExceeded, PrivacyError, PrivacyLedgerError, Unbounded
@@ -179,7 +179,7 @@ OF_DATA = (Unbounded, PrivacyError, Unaccountable, NonFiniteUpdate, FedcompError
 
 
 def with_record_level_privacy(act: Callable[[Message], Message]) -> Message:
-    plan = TrainingPlan(noise_multiplier=1.0, rate=0.1, steps=3, delta=1e-5).to_text()
+    plan = DpSgdPlan(noise_multiplier=1.0, rate=0.1, steps=3, delta=1e-5).to_text()
     with server():
         message = Message(RecordDict({"config": ConfigRecord({RECORD_DP: plan})}), 1, "train")
         return app_of([compression(), private()], act)(message, node())

@@ -25,7 +25,7 @@ from fedcomp.experiments.spec import RunSpec
 from fedcomp.flower.faults import ScriptedFaults
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.payload import NODE_RECORD, put_node
-from fedcomp.flower.record_dp import Account, TrainingPlan
+from fedcomp.flower.record_dp import Account, DpSgdPlan
 from fedcomp.flower.records import to_arrays, to_record
 from fedcomp.flower.rounds import fit
 from fedcomp.privacy.accounting import compose
@@ -33,7 +33,7 @@ from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.guard import Norms
 from fedcomp.strategies.private.record_dp import RecordDp
 
-PLAN = TrainingPlan(noise_multiplier=1.5, rate=0.1, steps=3, delta=1e-5)
+PLAN = DpSgdPlan(noise_multiplier=1.5, rate=0.1, steps=3, delta=1e-5)
 RECORDS = 1000
 
 Alter = Callable[[RecordDict, int, int], None]
@@ -49,7 +49,7 @@ def client(alter: Alter | None = None, mods: Any = ()) -> ClientApp:
     @app.train()
     def train(msg: Message, context: Context) -> Message:
         config = msg.content.config_records["config"]
-        plan, partition = TrainingPlan.read(config), int(context.node_config["partition-id"])
+        plan, partition = DpSgdPlan.read(config), int(context.node_config["partition-id"])
         assert plan is not None
         kept = context.state.config_records.get("spent", ConfigRecord({"total": 0}))
         total = int(kept["total"]) + plan.steps
@@ -67,7 +67,7 @@ def client(alter: Alter | None = None, mods: Any = ()) -> ClientApp:
     return app
 
 
-def record_dp(plan: TrainingPlan = PLAN, codec: Any = None, **changes: Any) -> RecordDp:
+def record_dp(plan: DpSgdPlan = PLAN, codec: Any = None, **changes: Any) -> RecordDp:
     plan = dataclasses.replace(plan, **changes)
     mean = FedAvg(fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1)
     return RecordDp(mean if codec is None else Compressed(mean, codec), plan, records=RECORDS)
