@@ -65,3 +65,18 @@ def test_the_page_on_architecture_names_every_file_of_a_package(package: str) ->
     here = f"`{package.removeprefix('fedcomp/')}/"
     lines = [line for line in text.splitlines() if here in line or not re.search(r"`\w+/", line)]
     assert not [name for name in names if not re.search(rf"[`/]{name}`", "\n".join(lines))]
+
+
+def test_new_names_of_the_changelog_exist() -> None:
+    rows = [
+        line.rsplit("|", 2)[1] for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line.startswith("| ")
+    ]
+    named = set(re.findall(r"`([A-Z]\w+)`", " ".join(rows)))
+    defined = {
+        name
+        for folder in ("fedcomp", "strategies", "clients", "coding", "experiments")
+        for path in (ROOT / folder).rglob("*.py")
+        for name in re.findall(r"^class (\w+)", path.read_text("utf-8"), re.MULTILINE)
+    }
+    assert len(named) > 60
+    assert named <= defined, sorted(named - defined)
