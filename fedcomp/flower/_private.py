@@ -114,6 +114,7 @@ class Packer:
                 contents.update(nested)
                 children.append(tree)
             body = message.deflate()
+        # What message.object_id would be; asking for that would deflate the message a second time.
         root = hashlib.sha256(body).hexdigest()
         contents[root] = body
         tree = ObjectTree(object_id=root, children=children)
@@ -127,6 +128,7 @@ class Packer:
             # Inside no_object_id_recompute() Flower believes a stale id if another object of the message happens to
             # have that content; arrays alone notice when they change. So the ids of records are forgotten first.
             item.__dict__.pop("_object_id", None)
+            # Metric and configuration records have no children: Flower deflates them as one object.
             nested = list(item.values()) if isinstance(item, RecordDict | ArrayRecord) else []
             trees: dict[str, ObjectTree] = {}
             for child in nested:
@@ -158,6 +160,7 @@ def _deflate_array(array: Array) -> tuple[ObjectTree, dict[str, bytes]]:
         contents[chunk_id] = content
         chunks.append((chunk_id, chunk))
     children = [ObjectTree(object_id=chunk_id) for chunk_id in contents]
+    # object_id and deflate() below find the chunks here, and do not make and hash them again.
     array.__dict__["_chunks"] = chunks
     try:
         object_id = array.object_id
@@ -176,6 +179,7 @@ def _envelope_bytes(message: Message, body: bytes) -> int:
     """
     metadata = copy.copy(message.metadata)
     metadata.__dict__["_message_id"] = "0" * _ID_LENGTH
+    # 0: a message that answers none.
     foreign = len(metadata.reply_to_message_id) not in (0, _ID_LENGTH)
     if foreign:
         metadata.__dict__["_reply_to_message_id"] = "0" * _ID_LENGTH
@@ -202,7 +206,9 @@ class Unpacker:
                 known = self._arrays.get(object_id)
                 if known is None:
                     known = self._arrays[object_id] = _inflate_array(content, packed.contents)
+                # An Array can be written to, so no two messages share one.
                 objects[object_id] = Array(known.dtype, known.shape, known.stype, known.data)
+        # Contents are kept: a message is unpacked again for a duplicate, an error reply, and every look at its reply.
         inflated = inflate_object_from_contents(
             packed.root, packed.contents, keep_object_contents=True, objects=objects
         )
@@ -220,6 +226,7 @@ def _inflate_array(content: bytes, contents: dict[str, bytes]) -> Array:
     """Do what ``Array.inflate`` does with one copy of the data instead of three."""
     _, chunk_ids, _ = get_object_head_values_from_object_content(content)
     fields = json.loads(get_object_body(content, Array))
+    # The head lists each distinct chunk once; the body says by index in which order they follow.
     chunks = [contents[chunk_ids[index]] for index in fields["arraychunk_ids"]]
     bodies = [memoryview(c)[c.index(HEAD_BODY_DIVIDER) + len(HEAD_BODY_DIVIDER) :] for c in chunks]
     return Array(fields["dtype"], tuple(fields["shape"]), fields["stype"], b"".join(bodies))
@@ -250,6 +257,7 @@ def error_from_superlink(
         created_at=now().timestamp(),
         ttl=instruction.ttl if instruction else 0,
     )
+    # As Flower's Message() does: the property raises KeyError where it was never set.
     metadata.delivered_at = ""
     return make_message(metadata, error=Error(code, reason))
 
@@ -335,6 +343,7 @@ def release_identity(claim: IdentityClaim) -> None:
     del _CLAIMS[index]
     if index < len(_CLAIMS):
         later = _CLAIMS[index]
+        # The later claim would give back what this holder set, long after the holder has gone.
         if later.former == claim.identity:
             later.former = claim.former
     elif current_identity() == claim.identity:
@@ -344,6 +353,7 @@ def release_identity(claim: IdentityClaim) -> None:
 @contextmanager
 def acting_as(run_id: int, node_id: int, task_id: int = 1) -> Iterator[None]:
     """Let the code inside create messages as the given node; the former identity returns whatever happens."""
+    # No claim: what is inside ends before this block does, so plain nesting restores the right one.
     before = current_identity()
     adopt_identity((run_id, node_id, task_id))
     try:
@@ -391,12 +401,14 @@ class WrappedApp(ClientApp):
         # The dictionary of handlers is shared with the app that was given, not its lifespan, which has to be outermost.
         self._inner = copy.copy(app)
         self._lifespan, self._inner._lifespan = app._lifespan, self._lifespan
+        # Flower puts an app's mods around a handler when it is registered; these handlers never are.
         self._handlers = {kind: make_ffn(handler, app._mods) for kind, handler in handlers.items()}
         for kind in app._registered_funcs:
             self._require_free(*kind.split("."))
         call: Handler = self._innermost
         for mod in reversed(mods):
             call = partial(_call_mod, mod, call)
+        # ClientApp calls _call, where it is set, before it looks for a handler.
         self._call = call
 
     def _innermost(self, message: Message, context: Context) -> Message:

@@ -144,6 +144,7 @@ def save(
     """
     if ledger is None:
         ledger = getattr(grid, "ledger", None)
+    # Of the outermost wrapper: what a meter remembers of unanswered messages is in its snapshot, not in the engine's.
     stored_grid = grid.snapshot() if grid is not None and in_process(grid) is not None else None  # type: ignore[attr-defined]
     value = {
         "server_round": server_round,
@@ -155,6 +156,7 @@ def save(
         "grid": stored_grid,
     }
     try:
+        # All of it before the file is touched: what cannot be stored leaves the older checkpoint as it is.
         data = store.dumps(value, _KIND)
     except store.StoreError as error:
         raise CheckpointError(str(error)) from error
@@ -178,9 +180,11 @@ def load(path: str | os.PathLike[str]) -> Checkpoint:
         value = store.loads(data, _KIND)
         stored = value["ledger"]
         server_round, arrays = _typed(value, "server_round", int), _typed(value, "arrays", ArrayRecord)
+        # A bool is an int to isinstance, and True would resume after round 1.
         if server_round < 0 or isinstance(server_round, bool):
             raise CheckpointError(f"its server_round is {server_round!r}, expected a whole number >= 0")
         for name, array in arrays.items():
+            # Flower reads an array when it is used: a damaged one would end the run in the middle of a round.
             if array.stype == _NUMPY:
                 read_array(array, name, tuple(array.shape), array.dtype)
         return Checkpoint(
@@ -236,6 +240,7 @@ def capture_strategy(strategy: Any) -> dict[str, Any]:
         return state
     attributes: dict[str, Any] = {}
     nested: dict[str, Any] = {}
+    # Of the instance alone: what is on the class comes back with the class.
     for name, value in vars(strategy).items():
         if isinstance(value, Strategy):
             nested[name] = capture_strategy(value)
@@ -272,6 +277,7 @@ def restore_strategy(strategy: Any, state: Mapping[str, Any]) -> None:
             strategy.load_state_dict(state["state_dict"])
             return
         attributes, nested = state["attributes"], state["nested"]
+        # All checks before the first assignment, so that a state of another strategy does not restore half of this one.
         for name, value in attributes.items():
             _require_fits(name, _own(strategy, name), value)
         for name in nested:
@@ -291,8 +297,10 @@ INNER: Final = StatePart(
 
 def _own(strategy: Any, name: Any) -> Any:
     """Return an attribute as it stands, of the strategy or its class, nothing computed; an Ellipsis without one."""
+    # A forged state may name anything: __doc__ and __module__ hold plain texts, and are no state.
     if not isinstance(name, str) or name.startswith("__"):
         return ...
+    # Static: a property would run code, and Compressed answers for its inner strategy's attributes.
     return inspect.getattr_static(strategy, name, ...)
 
 
@@ -304,6 +312,7 @@ def _require_fits(name: Any, own: Any, value: Any) -> None:
             "it is a method, a property, a function or configuration. Set what is to be restored in the constructor, "
             "or give the strategy state_dict() and load_state_dict()"
         )
+    # None stands for "not yet", as FedAdam's moments before the first round: anything plain may follow.
     if own is not None and _kind(own) != _kind(value):
         raise CheckpointError(
             f"it would set {name!r}, {type(own).__name__} in this strategy, to a {type(value).__name__}; resume with "
@@ -323,13 +332,17 @@ def _is_configuration(value: Any) -> bool:
 
 def _replace(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
+    # In the same directory: a rename is atomic within one file system only.
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
             file.flush()
+            # Before the rename: that could reach the disk first, and a
+            # crash leave an empty file in place of the old one.
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    # An interrupt too, or every one of them would leave a file behind.
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise

@@ -83,18 +83,22 @@ class ClientRunner:
         fault = resolve(self.fault(delivery)) if self.fault is not None else NO_FAULT
         if fault.kind == "silent":
             return []
+        # + 1: the grid counts a push before it pulls, so a reply in time belongs to the next number already.
         available = delivery.exchange + 1 + (fault.pushes if fault.kind == "late" else 0)
         if fault.kind == "offline":
             reason = "The node is offline (injected fault)."
             refusal = error_from_superlink(
                 run_id, packed.root, ErrorCode.NODE_UNAVAILABLE, reason, unpack(packed).metadata
             )
+            # At once: the SuperLink answers by itself, and no byte crosses the node's link.
             return [InFlight(Packer().pack(refusal), available, now)]
         replies = []
         for _ in range(2 if fault.kind == "duplicate" else 1):
             reply = self._run(packed, unpacker, node, delivery, fault, run_id)
+            # A node works on one message at a time: the second of two begins when the first is done.
             node.free_at = max(now, node.free_at) + self._seconds(packed.wire, reply.wire, delivery)
             replies.append(InFlight(reply, available, node.free_at))
+        # Only after the run: the client has changed its memory and spent the time, as if all had gone well.
         if fault.kind == "lost_reply":
             return []
         return replies * 2 if fault.kind == "duplicate_reply" else replies
@@ -104,11 +108,13 @@ class ClientRunner:
     ) -> Packed:
         """Execute one message on a copy of the node's context and commit or discard that copy."""
         work = node.context()
+        # A copy to compare with, since the app is given the very dictionary.
         run_config = dict(work.run_config)
         failure: tuple[int, str] | None = None
         try:
             with acting_as(run_id, node.id):
                 out = self.app(unpacker.unpack(packed), work)
+                # Within the try: a reply that no engine could send is the app's failure, and must not end the run.
                 _require_answer(out, packed)
                 reply = Packer().pack(out)
             if fault.kind == "raise":
@@ -188,8 +194,10 @@ class Flights:
         flight = self._by_message.get(message_id)
         if flight is None:
             return None
+        # Two clocks: a late reply waits for a number of pushes, a slow one for a simulated second.
         there = [r for r in flight.replies if r.available <= exchange and r.arrival <= deadline]
         left = [r for r in flight.replies if r.available > exchange or r.arrival > deadline]
+        # A message whose reply was lost stays known: pulling it brings nothing, where an unknown one brings error 3.
         if left or not flight.replies:
             flight.replies = left
         else:
@@ -210,6 +218,7 @@ class Flights:
         for reply in sorted(coming, key=lambda reply: reply.arrival):
             if reply.arrival > deadline:
                 break
+            # A copy: what ``enough`` does to it must not show in the reply that is handed out.
             arrived.append(unpack(reply.packed))
             if enough(arrived):
                 return reply.arrival
@@ -218,6 +227,7 @@ class Flights:
     def expire(self, exchange: int) -> None:
         """Forget messages whose replies have been there, unpulled, for too long; the oldest come first."""
         for message_id, flight in list(self._by_message.items()):
+            # Counted from when the last reply could be pulled: one that is late has waited for nobody before that.
             if max([flight.pushed, *(reply.available for reply in flight.replies)]) + self._expiry >= exchange:
                 break
             del self._by_message[message_id]

@@ -148,9 +148,12 @@ class RandomFaults:
 
     def __post_init__(self) -> None:
         for kind, probability in self.probabilities.items():
+            # Made for its checks: a wrong kind is found when the plan is made, not in the round that draws it.
             Fault(kind, self.pushes)
+            # Written this way round, it refuses NaN, too.
             if not probability >= 0:
                 raise ConfigError(f"probability of {kind!r} is {probability!r}, expected a number >= 0")
+        # Decimal fractions that add up to 1 may exceed it by rounding.
         if sum(self.probabilities.values()) > 1 + 1e-12:
             raise ConfigError(f"fault probabilities {dict(self.probabilities)} sum to more than 1")
 
@@ -158,8 +161,10 @@ class RandomFaults:
         """Return the fault of ``delivery``."""
         if not _concerns(self.message_types, delivery.message_type):
             return NO_FAULT
+        # By exchange, of which a round has several, and by partition: node ids are new in every run.
         key = self.key.at(round=delivery.exchange, partition=delivery.partition, layer=delivery.slot)
         left = float(key.uniform(1)[0])
+        # One number decides between all kinds, so that they exclude each other; the rest of [0, 1) means no fault.
         for kind, probability in self.probabilities.items():
             if left < probability:
                 return Fault(kind, self.pushes)
@@ -206,9 +211,12 @@ def corrupt(message: Message, key: Key) -> bool:
     if not message.has_content():
         return False
     content = message.content
+    # Which frame, which byte, which bit; ``%`` favours the first few by less than anyone could notice.
     words = key.bits(3).tolist()
+    # An empty frame has no bit to flip.
     holders = {name: frame for name, frame in frames(content).items() if frame}
     if holders:
+        # By name: the order of records in a message is the app's affair.
         name = sorted(holders)[words[0] % len(holders)]
         put_frame(content, name, _flip(holders[name], words[1], words[2]))
         return True

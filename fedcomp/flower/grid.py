@@ -115,6 +115,7 @@ class InProcessGrid(GridNodes, Grid):
         self.round: int | None = None
         self._seed = seed
         self._pulls = 0
+        # Weak: a figure goes when its message does, or a long run would keep all its messages alive.
         self._sizes: WeakKeyDictionary[Message, int] = WeakKeyDictionary()
         self._claim: IdentityClaim | None = None
         self._adopt()
@@ -133,6 +134,7 @@ class InProcessGrid(GridNodes, Grid):
 
     def _adopt(self) -> None:
         self.close()
+        # Message() refuses to work without a task id; which one it is means nothing here.
         self._claim = claim_identity((self.run_id, SUPERLINK_NODE_ID, 1))
 
     def set_run(self, run: Run) -> None:
@@ -164,6 +166,7 @@ class InProcessGrid(GridNodes, Grid):
             return []
         exchange, self.exchange = self.exchange, self.exchange + 1
         self._flights.expire(self.exchange)
+        # For this batch only: both recognise what messages share by its identity, or keep it in memory.
         packer, unpacker = Packer(), Unpacker()
         slots: Counter[int] = Counter()
         ids: list[str] = []
@@ -179,12 +182,14 @@ class InProcessGrid(GridNodes, Grid):
             set_message_id(message, packed.root)
             self._sizes[message] = packed.wire
             ids.append(packed.root)
+            # An id is a hash of the message: pushed again while its reply waits, it is the same one and runs once.
             if packed.root in self._flights:
                 continue
             server_round = self.round if self.round is not None else round_of(message)
             delivery = Delivery(
                 exchange, server_round or 0, node.partition, slots[node_id], message.metadata.message_type
             )
+            # Two messages to one node in one batch meet faults of their own.
             slots[node_id] += 1
             replies = self._runner.deliver(packed, unpacker, node, delivery, self.run_id, self.clock)
             self._flights.add(packed.root, exchange, replies)
@@ -216,12 +221,14 @@ class InProcessGrid(GridNodes, Grid):
         ids = self.push_messages(messages)
         satisfied = None if enough is None else self._flights.enough_at(ids, self.exchange, deadline, enough)
         replies = self._collect(ids, deadline if satisfied is None else satisfied)
+        # Whatever is still in flight did not come in time, and a server waits for it to the end.
         if satisfied is None and timeout is not None and any(message_id in self._flights for message_id in ids):
             self.clock = deadline
         return replies
 
     def _collect(self, message_ids: Iterable[str], deadline: float) -> list[Message]:
         replies: list[Message] = []
+        # The empty id stands for a message to an unknown node; an id given twice must not be taken for pulled already.
         for message_id in dict.fromkeys(filter(None, message_ids)):
             there = self._flights.take(message_id, self.exchange, deadline)
             if there is None:
@@ -232,9 +239,11 @@ class InProcessGrid(GridNodes, Grid):
                 message = unpack(reply.packed)
                 self._sizes[message] = reply.packed.wire
                 replies.append(message)
+                # Never back: a reply may be pulled long after it arrived.
                 self.clock = max(self.clock, reply.arrival)
         self._pulls += 1
         if self.shuffle_replies and len(replies) > 1:
+            # Sorting random words gives a permutation; by the number of the pull it is a new one each time.
             words = self._key.at(purpose="reply-order", round=self._pulls).bits(len(replies))
             replies = [replies[i] for i in np.argsort(words, kind="stable")]
         return replies
@@ -278,6 +287,7 @@ class InProcessGrid(GridNodes, Grid):
             self.run_id = state["run_id"]
             self.exchange, self._pulls, self.clock = state["exchange"], state["pulls"], state["clock"]
             self._flights.load(state["flight"])
+        # The run id is the snapshot's now, and Message() takes it from the process identity.
         self._adopt()
 
 

@@ -48,6 +48,7 @@ class MessageTable:
     """Rows of messages as columns, 26 bytes a row; nodes and kinds of message are indices into tables."""
 
     def __init__(self) -> None:
+        # array and not ndarray: a row is appended for every message, which has to be cheap.
         self._columns: dict[str, array[int]] = {name: array(_TYPECODES[dtype]) for name, dtype in _COLUMNS.items()}
         self._nodes: list[int] = []
         self._node_index: dict[int, int] = {}
@@ -100,8 +101,10 @@ class MessageTable:
             raise TrafficLedgerError(f"columns of the stored ledger have different lengths {sorted(lengths)}")
         for name, dtype in _COLUMNS.items():
             column = given[name]
+            # Without rows a column from JSON is float64, numpy's type for an empty list.
             if len(column) and (column.dtype.kind not in "iu" or column.min() < 0):
                 raise TrafficLedgerError(f"column {name!r} of the stored ledger does not hold non-negative integers")
+            # astype() would wrap what is too large without a word.
             if len(column) and int(column.max()) > np.iinfo(dtype).max:
                 raise TrafficLedgerError(f"column {name!r} of the stored ledger exceeds {dtype}")
             ledger._columns[name].frombytes(column.astype(dtype).tobytes())
@@ -110,6 +113,7 @@ class MessageTable:
                 raise TrafficLedgerError(
                     f"column {name!r} of the stored ledger points outside its table of {len(table)}"
                 )
+        # Node ids that were identified are not in the tables: the meter, restored too, names them by partition.
         ledger._node_index = {node: index for index, node in enumerate(ledger._nodes)}
         ledger._kind_index = {kind: index for index, kind in enumerate(ledger._kinds)}
         return ledger
@@ -220,6 +224,7 @@ class TrafficLedger(MessageTable):
         index = self._node_index.get(node_id)
         if index is not None:
             name = self._nodes[index]
+            # The entry is this node's own: renaming it moves all its rows at once.
             if name == node_id or self._node_index.get(name) != index:
                 self._nodes[index] = partition
                 return
@@ -252,11 +257,13 @@ class TrafficLedger(MessageTable):
         rows = self._select(where)
         codes, names = self._codes(column)
         chosen, inverse = np.unique(codes[rows], return_inverse=True)
+        # bincount() would add in float64, which is exact below 2**53 only.
         sums = np.zeros(len(chosen), np.int64)
         np.add.at(sums, inverse, self._values(value)[rows].astype(np.int64))
         totals: dict[Any, int] = {}
         for code, amount in zip(chosen.tolist(), sums.tolist(), strict=True):
             name = code if names is None else names[code]
+            # Codes may share a name: rows under a node's former id, and those under its partition.
             totals[name] = totals.get(name, 0) + amount
         return dict(sorted(totals.items()))
 

@@ -46,6 +46,7 @@ def join(sent: Sequence[Addressed], replies: Iterable[Message], partition_of: Pa
     that ``partition_of`` does not know. Several replies of one partition follow each other in the order their messages
     were sent, and so do those without a partition, at the end.
     """
+    # A message to an unknown node has the empty id.
     position = {message_id: index for index, (message_id, _) in enumerate(sent) if message_id}
     first: dict[int, Message] = {}
     for reply in replies:
@@ -62,6 +63,7 @@ def join(sent: Sequence[Addressed], replies: Iterable[Message], partition_of: Pa
             partition = take_node(first[index])
         return partition is None, partition or 0, index
 
+    # Sums of floats depend on the order of their terms: in partition order a run gives the same bits on every engine.
     return [first[index] for index in sorted(first, key=place)]
 
 
@@ -130,6 +132,7 @@ class Meter(Stateful):
         self, batch: Sequence[Message], sizes: list[int] | None, accepted: set[str], round: int | None
     ) -> None:
         """Record the messages whose ids are in ``accepted``; engines name also those they then refuse."""
+        # So that the ledger's rows repeat, whatever the ids were drawn as.
         order = sorted(range(len(batch)), key=lambda index: self.place(batch[index].metadata.dst_node_id))
         for index in order:
             message = batch[index]
@@ -143,6 +146,7 @@ class Meter(Stateful):
             self._learn(sent.node_id, partition_lookup(self._engine)(sent.node_id))
             wire = cast(Any, self._engine).wire_bytes(message) if sizes is None else sizes[index]
             self._record(sent, "down", message, wire)
+        # The oldest first, in order of insertion; never one of this batch, however large it is.
         for message_id in list(self.sent)[: max(0, len(self.sent) - len(batch) - _REMEMBERED)]:
             del self.sent[message_id]
 
@@ -154,6 +158,7 @@ class Meter(Stateful):
             meta = reply.metadata
             sent = self.sent.get(meta.reply_to_message_id)
             if sent is not None and meta.src_node_id != SUPERLINK_NODE_ID:
+                # By the reply's own id: an engine may show one reply twice, while a client that ran twice made two.
                 arrived.setdefault(meta.message_id, (order[meta.reply_to_message_id], sent, reply))
         # First in the order the messages were sent, then in partition order: nothing depends on the order of arrival.
         in_order = sorted(arrived.values(), key=lambda item: item[0])
@@ -163,6 +168,7 @@ class Meter(Stateful):
         measured = getattr(self._engine, "wire_bytes", None)
         for _, sent, reply in in_order:
             self._record(sent, "up", reply, packer.pack(reply).wire if measured is None else measured(reply))
+        # Only now, or the second of two replies to one message would not be counted.
         for reply in replies:
             self.sent.pop(reply.metadata.reply_to_message_id, None)
 
@@ -177,7 +183,9 @@ class Meter(Stateful):
             node_id = sent.node_id
             partition = lookup(node_id)
             if partition is None and claim is not None and node_id not in self.partitions:
+                # Asked once, and only when there is a new claim: on a deployment it is a request.
                 holders = holders or {self.partition_of(n): n for n in self._engine.get_node_ids()}
+                # Of several new claims to a partition the first in the order of sending is believed.
                 holder = holders.setdefault(claim, node_id)
                 if holder != node_id:
                     if not sent.secret:
@@ -289,6 +297,7 @@ class MeteredGrid(GridWrapper):
         """
         ids = list(message_ids)
         replies = list(self.inner.pull_messages(ids))
+        # Before count_up(), which forgets what was answered.
         sent = [(i, self.meter.sent[i].node_id) for i in ids if i in self.meter.sent]
         self.meter.count_up(replies)
         ours = {message_id for message_id, _ in sent}
@@ -319,6 +328,7 @@ class MeteredGrid(GridWrapper):
             # The in-process engine keeps simulated time and must see the timeout.
             early = {} if enough is None else {"enough": enough}
             replies = list(self.inner.send_and_receive(batch, timeout=timeout, **early))
+            # After the exchange: before it the messages have no ids, and the engine no sizes.
             self.meter.count_down(batch, None, {m.metadata.message_id for m in batch}, self._round)
         else:
             sizes = self._weighed(batch)
@@ -338,8 +348,10 @@ class MeteredGrid(GridWrapper):
             arrived = list(self.inner.pull_messages(missing))
             replies.extend(arrived)
             missing = missing - {reply.metadata.reply_to_message_id for reply in arrived}
+            # After the pull: however short the timeout, there is one look.
             if not missing or (end is not None and time.monotonic() >= end):
                 break
+            # Nothing new, nothing to ask: ``enough`` may be costly.
             if enough is not None and arrived and enough(replies):
                 break
             time.sleep(self.poll_seconds)

@@ -138,6 +138,7 @@ class GridNodes:
         """Empty a client's state, as a restart of its SuperNode does; ``node`` is a node id or a partition id."""
         held = self.node(node)
         context = held.context()
+        # The context itself stays: a SuperNode that restarts with its keys has the same id and configuration.
         context.state = RecordDict()
         held.commit(context)
 
@@ -155,10 +156,13 @@ class GridNodes:
         taken = set(self.partitions)
         if partition is None:
             partition = next(free for free in range(len(taken) + 1) if free not in taken)
+        # Before anything changes: a node without its link would fail in the middle of a push.
         self.links.require([partition])
         if partition in taken:
             raise GridError(f"partition {partition} already has a node; remove it first")
+        # Snapshots hold the count, so that a partition that comes back after a resume gets no id it had before.
         key = self._node_key.at(purpose="node-id", partition=partition, layer=self._incarnations[partition])
+        # With its highest bit set no id is as small as a partition id, which node() takes as well.
         node_id = (key.u64() >> 2) | (1 << 61)
         self._incarnations[partition] += 1
         extra = self._node_config(partition) if callable(self._node_config) else self._node_config
@@ -224,6 +228,7 @@ class NodeLinks:
             self._each = dict(links)
         elif isinstance(links, Sequence):
             self._each = dict(enumerate(links))
+            # A sequence promises a link to everybody; a mapping leaves out whom it likes.
             self._listed = len(links)
             if len(links) < count:
                 raise ConfigError(
@@ -249,6 +254,7 @@ class NodeLinks:
         GridError
             When the links were given one by one and there is none for one of them.
         """
+        # Partitions may be added that the sequence was never checked for.
         missing = [] if self._listed is None else [p for p in partitions if p >= self._listed]
         if missing:
             raise GridError(f"links has {self._listed} entries, none for partitions {missing}; pass more, or a mapping")

@@ -37,6 +37,7 @@ def go_offline() -> dict[str, str]:
     """
     added = {name: value for name, value in OFFLINE_ENVIRONMENT.items() if name not in os.environ}
     os.environ.update(added)
+    # Looked up, not imported: the import would read the switch, which is what has to be avoided.
     telemetry = sys.modules.get("flwr.supercore.telemetry")
     if "FLWR_TELEMETRY_ENABLED" in added and getattr(telemetry, "FLWR_TELEMETRY_ENABLED", "0") == "1":
         warnings.warn(

@@ -107,6 +107,7 @@ def _frame_in(holder: object) -> bytes | None:
         return data if isinstance(data, bytes) else None
     if isinstance(holder, ArrayRecord) and list(holder) == [STYPE]:
         array = holder[STYPE]
+        # The name of an entry is anybody's word; type and shape are what put_frame() writes.
         return array.data if array.stype == STYPE and array.shape == (len(array.data),) else None
     return None
 
@@ -151,6 +152,7 @@ def take_node(message: Message) -> int | None:
         return None
     holder = message.content.get(NODE_RECORD)
     partition = holder.get(PARTITION_KEY) if isinstance(holder, ConfigRecord) else None
+    # A ConfigRecord takes True for an integer, and it would pass for partition 1.
     if not isinstance(partition, int) or isinstance(partition, bool):
         return None
     return partition if 0 <= partition < PARTITIONS else None

@@ -123,6 +123,7 @@ class Announcement(Schema, key=OWN_CONFIG, prefix=PREFIX):
             return None
         try:
             return cls.of(config)
+        # Returned, not raised: the client answers as one without the mod would, and says why.
         except OtherVersion as error:
             return cls("", 0, 0, protocol=error.version)
 
@@ -142,6 +143,7 @@ def announce(content: RecordDict, announcement: Announcement) -> None:
     """Merge the announcement into the message's only ConfigRecord, or into one of its own."""
     configs = {k: v for k, v in content.items() if isinstance(v, ConfigRecord) and not k.startswith(PREFIX)}
     name = next(iter(configs)) if configs else OWN_CONFIG
+    # A copy: strategies put one ConfigRecord into all their messages, and each node's announcement is its own.
     config = ConfigRecord(dict(configs.get(name, {})))
     announcement.write(config)
     content[name] = config
