@@ -39,6 +39,7 @@ def load_arrays(model: torch.nn.Module, arrays: Mapping[str, NDArray[Any]], *, c
             f"arrays do not fit the model: missing {missing[:5]}, unexpected {extra[:5]}; "
             "both sides must build the same model with the same options"
         )
+    # Gathered first and copied in at the end: a bad array found late must not leave half a new model behind.
     incoming = {}
     for name, tensor in state.items():
         array = np.asarray(arrays[name])
@@ -49,6 +50,7 @@ def load_arrays(model: torch.nn.Module, arrays: Mapping[str, NDArray[Any]], *, c
             )
         wanted = str(tensor.dtype).removeprefix("torch.")
         if cast and array.dtype.name != wanted and array.dtype.kind in "fiu":
+            # An average of equal counters can come back as 99.99999: truncating it would lose one.
             whole = not tensor.dtype.is_floating_point and array.dtype.kind == "f"
             array = (np.rint(array) if whole else array).astype(wanted)
         if array.dtype.name != wanted:

@@ -110,6 +110,7 @@ class Split:
         _check_limits(batch_size, epochs, max_steps)
         x, y = self.tensors
         steps, epoch = 0, 0
+        # With epochs=None the loop below would never end on an empty split.
         if not len(self):
             return
         while epochs is None or epoch < epochs:
@@ -239,6 +240,7 @@ class Task(ABC):
         other = copy.copy(self)
         other.train_split, other.test = Split(split.x[rest], split.y[rest]), Split(split.x[last], split.y[last])
         other._ids = None if self._ids is None else self._ids[rest]
+        # The shallow copy shares the caches, whose entries are positions in the longer training split.
         other._assignments, other._clients = {}, {}
         return other
 
@@ -276,6 +278,7 @@ class Task(ABC):
             self._assignments[num_partitions] = partitioner.assign(
                 num_partitions,
                 Key(self.options["partition_seed"], f"partition/{partitioner.kind}"),
+                # Windows of text have a target per character, so there is no single class to split by.
                 labels=y if y.ndim == 1 else None,
                 ids=self._ids,
                 n=len(y),
@@ -380,6 +383,7 @@ class Task(ABC):
                 # Weighted by size: the last batch of an epoch may be smaller.
                 total += loss.item() * len(y)
                 seen += len(y)
+        # Without any step (epochs=0) the loss is 0, not 0 / 0.
         return {"train_loss": total / max(seen, 1), "num-examples": len(data)}
 
     def gradient(
@@ -425,9 +429,11 @@ class Task(ABC):
             for start in range(0, len(split), self.evaluation_batch):
                 x, y = (t[start : start + self.evaluation_batch] for t in split.tensors)
                 outputs = self.outputs(model, x)
+                # The objective is a mean, so each piece counts by its size: the last one may be smaller.
                 loss += self.objective(model, outputs, y).item() * len(y)
                 hits = self.correct(outputs, y)
                 right += int(hits.sum())
+                # Not one per example: a window of text has a prediction for each character.
                 predictions += hits.numel()
         return {
             "loss": loss / max(len(split), 1),
@@ -437,6 +443,7 @@ class Task(ABC):
 
     def record(self) -> dict[str, Any]:
         """Return what a result record says about the task: its name, its options, and which data was used."""
+        # The root is a path of one machine: the same data elsewhere must give the same record.
         options = {k: list(v) if isinstance(v, tuple) else v for k, v in self.options.items() if k != "root"}
         return {"task": self.name, "options": options, "data": self.data.record()}
 

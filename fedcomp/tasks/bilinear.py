@@ -75,6 +75,7 @@ class BilinearTeachers:
         self._one = torch.from_numpy((1.0 / sizes).astype(np.float32))
         self._share = torch.from_numpy((counts / sizes).astype(np.float32))
         self._moments = [tuple(torch.zeros_like(p) for _ in range(2)) for p in (self.rows, self.offsets) if adam]
+        # Teachers that restart score their records zero in every step, so the records' part is worked out once.
         self._sums = None if adam else self._mean_records()
         self._steps = 0
 
@@ -82,6 +83,7 @@ class BilinearTeachers:
         """Return half the part of each class in each teacher's mean record: minus the gradient at zero."""
         out = torch.zeros_like(self.rows)
         for label, (x, held) in enumerate(self._records):
+            # 0.5 is sigmoid(0), the slope of both loss terms at a score of zero; learn() uses it for the pool's part.
             out[label].index_add_(0, held, x * self._one[held][:, None], alpha=0.5)
         return out
 
@@ -107,6 +109,7 @@ class BilinearTeachers:
     def _descend(self, label: int, images: Tensor) -> None:
         x, held = self._records[label]
         a, c = self.rows[label], self.offsets[label]
+        # The slopes of the two loss terms by the score: -sigmoid(-D) on records, sigmoid(D) on generated images.
         real = torch.sigmoid(-((a[held] * x).sum(1) + c[held])) * self._one[held]
         fake = torch.sigmoid(torch.addmm(c[:, None], a, images.T)) * (self._share[label][:, None] / len(images))
         gradients = (
@@ -114,12 +117,15 @@ class BilinearTeachers:
             fake.sum(1).index_add_(0, held, real, alpha=-1.0),
         )
         assert self.adam is not None
+        # Adam's two bias corrections are scalars here: they go into the rate and the root, not into arrays of this
+        # size.
         rate, second = self.adam.lr / (1.0 - self.adam.decay**self._steps), math.sqrt(1.0 - _SECOND**self._steps)
         # fedcomp.tasks.gan.Adam.step in place: 4000 teachers of MNIST have 31 million entries.
         for p, gradient, moments in zip((a, c), gradients, self._moments, strict=True):
             m, v = moments[0][label], moments[1][label]
             m.lerp_(gradient, 1.0 - self.adam.decay)
             v.mul_(_SECOND).addcmul_(gradient, gradient, value=1.0 - _SECOND)
+            # The gradient is used up, so its memory takes the denominators.
             torch.sqrt(v, out=gradient).div_(second).add_(_EPSILON)
             p.addcdiv_(m, gradient, value=-rate)
 

@@ -33,10 +33,12 @@ def multiplies_per_weight(model: nn.Module, example: Tensor) -> dict[str, float]
     found: dict[str, float] = {}
 
     def record(path: str, module: nn.Module, output: Any) -> None:
+        # Recurrent modules return all states and the last one.
         states = output[0] if isinstance(output, tuple) else output
         channels = states.shape[1] if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) else states.shape[-1]
         positions = states.numel() / (example.shape[0] * channels)
         for name, _ in module.named_parameters(recurse=False):
+            # A recurrent layer's weights are called weight_ih_l0, weight_hh_l0 and so on.
             if name.startswith("weight"):
                 full = f"{path}.{name}" if path else name
                 # A module that is used several times in one pass uses its weights several times.
@@ -49,6 +51,7 @@ def multiplies_per_weight(model: nn.Module, example: Tensor) -> dict[str, float]
     ]
     training = model.training
     try:
+        # In training mode the pass would move running statistics of the caller's model.
         model.eval()
         with torch.no_grad():
             model(example)

@@ -90,6 +90,7 @@ class ConvGenerator(Generator):
         self.first_norm = nn.BatchNorm1d(16 * width)
         self.second = nn.Linear(16 * width + classes, 2 * width * (side // 4) ** 2)
         self.second_norm = nn.BatchNorm1d(2 * width * (side // 4) ** 2)
+        # Kernel 4, stride 2, padding 1 doubles an even side exactly, and halves it in the discriminator.
         self.third = nn.ConvTranspose2d(2 * width + classes, width, 4, stride=2, padding=1)
         self.third_norm = nn.BatchNorm2d(width)
         self.fourth = nn.ConvTranspose2d(width + classes, 1, 4, stride=2, padding=1)
@@ -165,6 +166,7 @@ def noise_and_labels(key: Key, count: int, noise: int, classes: int) -> tuple[ND
 
     Both are public and depend on no data.
     """
+    # Separate purposes: another size of noise leaves the labels as they are.
     z = (2.0 * key.at(purpose=f"{key.purpose}/noise").uniform(count * noise) - 1.0).astype(np.float32)
     drawn = key.at(purpose=f"{key.purpose}/labels").uniform(count)
     return z.reshape(count, noise), (drawn * classes).astype(np.int64)
@@ -240,6 +242,7 @@ class Student:
         """Return ``count`` images, float32 ``(count, pixels)``, of the noise and labels that ``key`` names."""
         self._load(arrays)
         z, y = self._inputs(key, count)
+        # In training mode, as in step(): there the same batch gives the same images. The moved statistics are scratch.
         with torch.no_grad(), single_thread():
             return self.module(z, y).numpy()
 
@@ -296,6 +299,7 @@ class Student:
         named = dict(self.module.named_parameters())
         with single_thread():
             images = self.module(z, y)
+            # Its derivative by the images is -2 t: descent moves them along the voted targets, wherever they are.
             loss = (images.detach() + torch.from_numpy(targets) - images).square().sum()
             found = torch.autograd.grad(loss, list(named.values()))
             with torch.no_grad():
@@ -363,7 +367,9 @@ class Teachers:
         order = np.argsort(owner, kind="stable")
         self.sizes = np.bincount(owner, minlength=count)
         # Row t lists the records of teacher t, and zeros where it has no more; what is padding, sizes say.
+        # At least a batch wide, so that every draw has the same shape.
         self._records = np.zeros((count, max(batch, int(self.sizes.max(initial=0)))), np.int64)
+        # A record's column is its place in the sorted order, less the records of all teachers before its own.
         self._records[owner[order], np.arange(len(order)) - (np.cumsum(self.sizes) - self.sizes)[owner[order]]] = order
 
     def records_of(self, teacher: int) -> NDArray[np.int64]:
@@ -425,6 +431,7 @@ class Teachers:
         x = torch.from_numpy(images).expand(self.count, -1, -1).contiguous().requires_grad_()
         y = one_hot(labels, self.classes).expand(self.count, -1, -1)
         with single_thread():
+            # No image's score depends on another image or teacher, so the sum's gradient holds that of each.
             loss = functional.softplus(-self._scores(parameters, x, y)).sum()
             (found,) = torch.autograd.grad(loss, [x])
         directions = -found.numpy()
@@ -438,6 +445,7 @@ class Teachers:
         # teacher does not depend on how many the largest has.
         width = self._records.shape[1]
         words = np.ascontiguousarray(key.uniform(self.count * width).reshape(width, self.count).T)
+        # Above every uniform number, so that padding is drawn last.
         words[np.arange(width) >= self.sizes[:, None]] = 2.0
         places = np.argsort(words, axis=1, kind="stable")[:, : self.batch]
         rows = np.take_along_axis(self._records, places, axis=1)

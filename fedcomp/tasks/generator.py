@@ -65,6 +65,7 @@ class GeneratorTask(Classification):
 
     def _pixels(self, x: NDArray[np.float32]) -> NDArray[np.float32]:
         deviation, mean = self.scale
+        # Generators end in a sigmoid, so pixels go back to [0, 1]; the constants are rounded, hence the clip.
         return np.clip(x * np.float32(deviation) + np.float32(mean), 0.0, 1.0).astype(np.float32)
 
     @property
@@ -89,6 +90,7 @@ class GeneratorTask(Classification):
 
     def student(self, adam: gan.Adam) -> gan.Student:
         """Return the generator's side."""
+        # Seed 0 does not matter: the student loads the server's weights before every use.
         module = build(self._make_model, 0)
         assert isinstance(module, gan.Generator)
         return gan.Student(module, adam)
@@ -175,6 +177,7 @@ class GeneratorTask(Classification):
         if not isinstance(model, gan.Generator):
             return super().evaluate(model, split)
         option = self.options
+        # Fixed keys: every generator is judged with the same noise and batches, so only its weights make a difference.
         made = self.synthetic(model, option["synthetic"], Key(0, "evaluation/images"))
         classifier = self.classifier()
         super().train(
@@ -207,6 +210,7 @@ def simulate(
         # The singular values of the centred rows are the standard deviations: no covariance has to be formed.
         _, deviations, axes = np.linalg.svd(own - mean, full_matrices=False)
         rows = labels == label
+        # A class with fewer records than pixels spans fewer axes.
         spread = draws[rows][:, : len(deviations)] * (deviations / np.sqrt(max(1, len(own) - 1)))
         out[rows] = np.clip(mean + spread @ axes, 0.0, 1.0)
     return out, labels.astype(np.int64)

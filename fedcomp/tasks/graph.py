@@ -164,6 +164,7 @@ class GraphTask(Classification):
 
     def model(self, seed: int) -> nn.Module:
         """Return a new model whose values are a pure function of ``seed``, in the task's dtype."""
+        # Drawn in float32 and widened afterwards, so that both dtypes start from the same values.
         return super().model(seed).to(getattr(torch, self.options["dtype"]))
 
     @cached_property
@@ -346,11 +347,13 @@ def train_centrally(
     dict
         ``train_loss`` before the last step and ``num-examples``.
     """
+    # The published rate; the class's default of 0.5 is the one usual for GANs.
     adam = Adam(lr, decay=0.9)
     named = dict(model.named_parameters())
     features, operators = task.whole
     ids, labels = task.train_split.tensors
     moments = adam.start({name: p.detach() for name, p in named.items()})
+    # torch's seeds are signed, so one bit is dropped.
     generator = torch.Generator().manual_seed(Key(seed, "graphs/dropout").u64() >> 1)
     last = 0.0
     model.train()
@@ -460,6 +463,7 @@ class Karate(GraphTask):
 
     def _load(self, options: Mapping[str, Any]) -> tuple[LabelledGraph, DataSource]:
         graph, source = super()._load(options)
+        # The option's parser takes a range, which lets 3 through.
         if options["labels"] == 3:
             raise ConfigError("labels=3; expected 2 (the clubs it split into) or 4 (communities)")
         return (graph if options["labels"] == 4 else replace(graph, labels=karate_clubs(), classes=2)), source

@@ -131,6 +131,7 @@ def nearest_neighbours(features: NDArray[Any], k: int) -> tuple[Ids, Ids]:
     # In blocks: all distances at once would be N^2 numbers.
     for start in range(0, count, 1024):
         block = x[start : start + 1024]
+        # |a - b|^2 as a product of matrices; no array of differences has to be held.
         distance = squares[start : start + 1024, None] - 2.0 * (block @ x.T) + squares[None]
         distance[np.arange(len(block)), np.arange(start, start + len(block))] = np.inf
         # argpartition leaves open which of several equal ones it takes: below the k-th all, at it the smallest ids.
@@ -189,12 +190,16 @@ def citations(nodes: int, edges: int, features: int, words: int, classes: int) -
     labels = np.empty(nodes, np.int64)
     labels[place] = label_at
 
+    # Twice as many edges as asked for: loops and repeats are dropped.
     draws = key.at(layer=2).uniform(4 * 2 * edges).reshape(4, 2 * edges)
     start = (draws[0] * nodes).astype(np.int64)
+    # A uniform logarithm has a density proportional to 1 / distance.
     distance = np.exp(draws[1] * math.log(nodes / 8)).astype(np.int64) * np.where(draws[2] < 0.5, 1, -1)
+    # What is left of the fourth number, rescaled to [0, 1), says where "anywhere" is.
     end = np.where(draws[3] < 0.9, start + distance, (draws[3] - 0.9) * 10 * nodes).astype(np.int64) % nodes
     low, high = np.minimum(start, end), np.maximum(start, end)
     first = np.unique(low * nodes + high, return_index=True)[1]
+    # Back in the order of drawing: cut off in order of id, the high ids would lose their edges.
     first = np.sort(first[low[first] != high[first]])[:edges]
 
     # A word drawn twice is one word, so a few more are drawn.
@@ -256,6 +261,7 @@ def _smallest(scores: NDArray[np.float64], count: int, what: str) -> Ids:
         return np.zeros((len(scores), 0), np.int64)
     if (have := int((scores < 2.0).sum(1).min())) < count:
         raise ConfigError(f"a node was to have {count} {what} as neighbours and there are {have}; use more nodes")
+    # argpartition leaves the order open: sorted, the edges are listed the same way everywhere.
     return np.sort(np.argpartition(scores, count - 1, axis=1)[:, :count], axis=1).astype(np.int64)
 
 
@@ -289,6 +295,7 @@ def planted(nodes: int, degree: int, parts: int, cross: float, features: int, cl
     edges = nodes * degree // 2
     draws = key.at(layer=2).uniform(6 * edges).reshape(6, edges)
     sources = (draws[0] * nodes).astype(np.int64)
+    # 1 to parts - 1 parts further on, so never the edge's own.
     away = 1 + (draws[2] * (parts - 1)).astype(np.int64)
     part = np.where(draws[1] < cross, (owner[sources] + away) % parts, owner[sources])
     like = np.where(draws[3] < 0.4, label[sources], (draws[4] * classes).astype(np.int64))
@@ -303,4 +310,5 @@ def planted(nodes: int, degree: int, parts: int, cross: float, features: int, cl
 def _normal(count: int, key: Key) -> NDArray[np.float32]:
     """Return standard normal numbers (Box and Muller 1958)."""
     u = key.uniform(2 * count).reshape(2, count)
+    # 1 - u is never 0, so the logarithm is finite.
     return (np.sqrt(-2.0 * np.log(1.0 - u[0])) * np.cos(2.0 * math.pi * u[1])).astype(np.float32)

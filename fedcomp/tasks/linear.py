@@ -57,6 +57,7 @@ class _LinearTask(Task):
         """Return the mean logistic or hinge loss plus the regulariser."""
         margin = (2 * targets - 1) * outputs.squeeze(1)
         if self.options["model"] == "logistic":
+            # softplus is log(1 + exp(.)) without the overflow that large negative margins would cause.
             loss = nn.functional.softplus(-margin).mean()
         else:
             loss = torch.clamp(1.0 - margin, min=0.0).mean()
@@ -66,6 +67,7 @@ class _LinearTask(Task):
         return loss
 
     def _regularised(self, model: nn.Module) -> Iterable[Tensor]:
+        # A linear Mlp has two parameters: the weights first, then the bias.
         return (next(model.parameters()),)
 
     def correct(self, outputs: Tensor, targets: Tensor) -> Tensor:

@@ -116,6 +116,7 @@ class LocalObjective:
         with single_thread():
             loss = self.task.objective(self._model, self._model(x), y)
             gradients = torch.autograd.grad(loss, list(self._named.values()))
+        # Copied now: the views are the model's memory, which the next call overwrites.
         self._after = {name: self._views[name].copy() for name in self._buffers}
         return {name: g.numpy() for name, g in zip(self._named, gradients, strict=True)}
 
@@ -151,6 +152,7 @@ class LocalObjective:
             flat = torch.cat([g.reshape(-1) for g in first])
             rows = []
             for entry in flat:
+                # Where an entry does not depend on a parameter, materialize_grads gives zeros instead of None.
                 second = torch.autograd.grad(entry, parameters, retain_graph=True, materialize_grads=True)
                 rows.append(torch.cat([g.reshape(-1) for g in second]))
         return torch.stack(rows).numpy()
@@ -169,6 +171,7 @@ class LocalObjective:
             )
         for name, view in self._views.items():
             array = np.asarray(arrays[name]) if name in arrays else self._start[name]
+            # Widening is exact and allowed; narrowing would silently round what a node has computed.
             if array.shape != view.shape or not np.can_cast(array.dtype, view.dtype):
                 raise LayoutError(
                     f"array {name!r} is {array.dtype}{array.shape}, the model needs {view.dtype}{view.shape}; "
@@ -183,11 +186,13 @@ class LocalObjective:
         # The first batch of Split.batches without sorting the rest: its words are the smallest of the permutation's.
         words = key.at(purpose=f"{key.purpose}/0").bits(len(self.data))
         size = min(self.batch_size, len(words))
+        # Equal words are all candidates: the stable sort below then breaks ties as the permutation does.
         candidates = np.flatnonzero(words <= np.partition(words, size - 1)[size - 1])
         rows = torch.from_numpy(candidates[np.argsort(words[candidates], kind="stable")[:size]])
         return x[rows], y[rows]
 
     def _cast(self, split: Split) -> Split:
+        # Characters are indices of an embedding and stay whole numbers.
         if split.x.dtype.kind != "f" or split.x.dtype == self.dtype:
             return split
         return Split(split.x.astype(self.dtype), split.y)

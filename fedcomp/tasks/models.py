@@ -182,6 +182,7 @@ def build_many(make: Callable[[], nn.Module], seed: int, count: int) -> dict[str
                 raise ConfigError(f"{type(module).__name__} {path!r} has buffers; stacked modules have parameters only")
             for name, tensor in module.named_parameters(recurse=False):
                 full = f"{path}.{name}" if path else name
+                # One generator for all, module after module: the first ones stay the same when there are more.
                 generator, stacked = _generator(seed, f"{path}.{name}"), torch.empty((count, *tensor.shape))
                 for one in stacked:
                     _init_parameter(module, name, one, generator)
@@ -209,6 +210,8 @@ def _init_parameter(module: nn.Module, name: str, tensor: Tensor, generator: tor
         if name == "bias":
             tensor.zero_()
         else:
+            # torch's fan-in is all but the first axis, also for transposed convolutions, whose first axis is the
+            # input's.
             _uniform(tensor, tensor[0].numel(), generator)
     else:
         raise ConfigError(f"no initialisation is known for {type(module).__name__}.{name}")

@@ -77,6 +77,7 @@ def integer(low: int, high: int | None = None) -> Parser:
 
     def parse(option: str, value: Any) -> int:
         try:
+            # Through text: int() alone would turn 2.7 into 2 without a word.
             number = int(str(value).strip())
         except ValueError:
             raise ConfigError(f"{option}={shown(value)} is not a whole number") from None
@@ -96,6 +97,7 @@ def number(low: float, high: float = math.inf) -> Parser:
             real = float(value)
         except (TypeError, ValueError):
             raise ConfigError(f"{option}={shown(value)} is not a number") from None
+        # A whole number beyond the range of a double; the check below refuses it with the bounds.
         except OverflowError:
             real = math.inf
         if isinstance(value, bool) or not math.isfinite(real) or not low <= real <= high:

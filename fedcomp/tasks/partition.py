@@ -95,10 +95,13 @@ def dirichlet(
         members = np.flatnonzero(labels == label)
         members = members[permutation(len(members), key.at(purpose=f"{key.purpose}/order", layer=position))]
         log_gamma = _log_gammas(alpha, num_partitions, key.at(purpose=f"{key.purpose}/gamma", layer=position))
+        # Relative to the largest: with a small alpha the draws themselves are below the smallest double.
         top = max(log_gamma)
         weights = [math.exp(g - top) for g in log_gamma]
         edges = np.floor(np.cumsum(weights) / math.fsum(weights) * len(members) + 0.5).astype(np.int64)
+        # However the sums were rounded, the last example goes to the last partition.
         edges[-1] = len(members)
+        # From the right: a partition with no share has the same edge as the one before it, and is skipped.
         out[members] = np.searchsorted(edges, np.arange(len(members)), side="right")
     return _fill_up(out, num_partitions, min_examples, key)
 
@@ -357,6 +360,7 @@ def _check_smallest(assignment: Assignment, num_partitions: int, min_examples: i
 
 def _apportion(sizes: NDArray[np.int64], total: int) -> NDArray[np.int64]:
     """Return whole numbers >= 1 that sum to ``total`` in proportion to ``sizes`` (largest remainder)."""
+    # One each is set aside first, so that no class goes without.
     spare = total - len(sizes)
     share, remainder = np.divmod(sizes * spare, int(sizes.sum()))
     counts = 1 + share
@@ -373,6 +377,7 @@ def _fill_up(assignment: Assignment, num_partitions: int, min_examples: int, key
     out = assignment.copy()
     order = permutation(len(out), key.at(purpose=f"{key.purpose}/fill"))
     for poor in np.flatnonzero(sizes < min_examples):
+        # The mean is at least min_examples (_check_count), so while one is below it the largest is above it.
         while sizes[poor] < min_examples:
             rich = int(np.argmax(sizes))
             moved = order[np.flatnonzero(out[order] == rich)[0]]
@@ -401,6 +406,7 @@ def _log_gammas(alpha: float, count: int, key: Key) -> list[float]:
         x = radius * math.cos(2.0 * math.pi * next(words))
         accept = math.log(1.0 - next(words))
         root = 1.0 + c * x
+        # (1 + c x)^3 would not be positive: such a draw is rejected, and log_v would not exist.
         if root <= 0.0:
             continue
         log_v = 3.0 * math.log(root)

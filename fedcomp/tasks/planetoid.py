@@ -75,6 +75,7 @@ def unpickle(data: bytes) -> Any:
     PlanetoidError
         When it names anything else than arrays, matrices, dicts and lists.
     """
+    # Python 2 pickled the bytes of arrays as str; latin1 keeps every byte as one character.
     return _Unpickler(io.BytesIO(data), encoding="latin1").load()
 
 
@@ -90,12 +91,14 @@ def read(files: Mapping[str, bytes]) -> LabelledGraph:
     held = {name: unpickle(data) for name, data in parts.items()}
     lists: Mapping[int, list[int]] = held["graph"]
     known, others = held["allx"].dense(), held["tx"].dense()
+    # As many rows as the graph has nodes, not as the files have: those without a row stay zero.
     features = np.zeros((len(lists), known.shape[1]), np.float32)
     features[: len(known)], features[tested] = known, others
     labels = np.full(len(lists), -1, np.int64)
     labels[: len(known)], labels[tested] = _classes(held["ally"]), _classes(held["ty"])
     sources = np.repeat(np.fromiter(lists, np.int64), [len(near) for near in lists.values()])
     targets = np.array([node for near in lists.values() for node in near], np.int64)
+    # The first nodes, whose labels are in y, are the public split's training nodes.
     train = np.arange(len(held["y"]), dtype=np.int64)
     return LabelledGraph(features, labels, sources, targets, held["ally"].shape[1], public=(train, np.sort(tested)))
 

@@ -57,6 +57,7 @@ class TinyShakespeare(Task):
         self.alphabet = "".join(sorted(set("".join(corpus.texts.values()))))
         code = {char: i for i, char in enumerate(self.alphabet)}
         width = options["seq_len"]
+        # The name breaks ties, so that "the first so many speakers" are the same in every process.
         by_length = sorted(corpus.texts.items(), key=lambda item: (-len(item[1]), item[0]))
         # Two windows at least: one to train on, one to hold out.
         least = max(options["min_chars"], 2 * width + 1)
@@ -67,6 +68,7 @@ class TinyShakespeare(Task):
         train, test, ids = [], [], []
         for number, (_, said) in enumerate(kept):
             chars = np.array([code[c] for c in said], np.int64)
+            # One character less: the targets are the inputs shifted by one.
             count = (len(chars) - 1) // width
             pair = np.stack([chars[: count * width], chars[1 : count * width + 1]]).reshape(2, count, width)
             cut = count - max(1, count // 10)

@@ -141,6 +141,7 @@ def load(name: str, root: str | os.PathLike[str] | None = None, download: bool =
         raise ConfigError(f"unknown data set {name!r}{nearest(name, SETS)}")
     where = data_root(root)
     content, source = _load(name, where, bool(download), local_stamp(name, where))
+    # Outside the cached function, so that each call says it and not only the first.
     if source.substitute:
         warnings.warn(source.note, DataWarning, stacklevel=2)
     return content, source
@@ -176,6 +177,7 @@ def local_stamp(name: str, root: str | None) -> Stamp | None:
         if not stat.S_ISREG(found.st_mode):
             raise DataError(f"{folder / file} is not a regular file; put the data file there or remove the folder")
         stamps.append((found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino))
+    # A link that leads nowhere is a broken file of this set, not the lack of one.
     if not stamps and not any((folder / file).is_symlink() for file in missing) and _shares(entry):
         return None
     if missing:
@@ -193,6 +195,7 @@ def _shares(entry: _Set) -> bool:
 
 def _is_folder(path: Path) -> bool:
     """Return whether ``path`` is a folder (True) or nothing at all (False); raise DataError for the rest."""
+    # lstat first: it tells a link that leads nowhere, which is an error, from nothing at all.
     try:
         os.lstat(path)
     except FileNotFoundError:
@@ -254,6 +257,7 @@ def _verified(folder: Path, files: Mapping[str, str]) -> dict[str, bytes]:
     out = {}
     for name, expected in files.items():
         try:
+            # Read once: the bytes that are hashed are the bytes that are parsed.
             data = (folder / name).read_bytes()
         except OSError as error:
             raise DataError(f"{folder / name} cannot be read ({error.strerror}); make it readable") from error
@@ -292,6 +296,7 @@ def _split(x: NDArray[Any], y: NDArray[Any], *, standardise: bool = False) -> La
     x = np.asarray(x, np.float64)
     if standardise:
         mean, std = x[train].mean(0), x[train].std(0)
+        # A constant column stays zero instead of becoming NaN.
         x = (x - mean) / np.where(std > 0, std, 1.0)
     x = x.astype(np.float32)
     return LabelledExamples(x[train], y[train], x[test], y[test], int(y.max()) + 1)
@@ -387,6 +392,7 @@ def _read_cifar(files: Mapping[str, bytes]) -> LabelledExamples:
             kind, _, number = name.partition("/")
             stream = archive.extractfile(member) if number else None
             if stream is not None:
+                # Channels first, as torch's convolutions want them.
                 pixels = np.asarray(Image.open(stream)).transpose(2, 0, 1)
                 found[split].append((number, _CIFAR_CLASSES.index(kind), pixels))
     (x, y), (x_test, y_test) = (_stacked(rows) for rows in found.values())
@@ -438,6 +444,7 @@ def _read_a9a(files: Mapping[str, bytes]) -> LabelledExamples:
 
     parts = []
     for data in files.values():
+        # The width is given because one file alone may lack the highest features: train and test must agree.
         x, y = load_svmlight_file(io.BytesIO(data), n_features=123, zero_based=False)
         parts += [np.asarray(x.toarray(), np.float32), (y > 0).astype(np.int64)]
     x, y, x_test, y_test = parts

@@ -37,6 +37,7 @@ def speakers(count: int = 20, longest: int = 9000) -> dict[str, str]:
         for char in range(size):
             # The speaker's own successors take the second and the fourth place.
             order = [shared[char, 0], own[char, 0], shared[char, 1], own[char, 1], shared[char, 2]]
+            # A speaker's own successor may be a shared one, too: add.at adds both weights, indexing would keep one.
             np.add.at(chain[char], order, 0.97 * weights / weights.sum())
         edges = [list(accumulate(row)) for row in chain.tolist()]
         length = int(longest / (1 + speaker / 4))
@@ -55,6 +56,7 @@ def _walk(edges: list[list[float]], uniforms: NDArray[np.float64]) -> str:
     state, out = 0, []
     last = len(edges) - 1
     for u in uniforms.tolist():
+        # Rounded, a row's running sum may end just below 1.
         state = min(bisect_right(edges[state], u), last)
         out.append(ALPHABET[state])
     return "".join(out)
@@ -85,6 +87,7 @@ def path_loss(rows: int = 2000) -> tuple[NDArray[np.float64], NDArray[np.int64]]
     room = np.arange(rows, dtype=np.int64) % 4
     corner = np.stack([room % 2, room // 2], axis=1) * 10.0
     place = corner + 10.0 * key.at(layer=1).uniform(2 * rows).reshape(rows, 2)
+    # The formula's reference is one metre; without a floor a phone at the access point would have no finite strength.
     distance = np.maximum(np.linalg.norm(place[:, None] - points[None], axis=2), 1.0)
     point_room = (points[:, 0] >= 10).astype(int) + 2 * (points[:, 1] >= 10)
     walls = room[:, None] != point_room[None]
