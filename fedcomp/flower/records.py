@@ -36,15 +36,18 @@ def to_arrays(record: ArrayRecord) -> Named:
 def _numbers(array: Array) -> NDArray[Any]:
     # np.load reads a header as Python source, which for tensors of a small model is most of the work.
     data = array.data
+    # Version 1.0 of npy: six bytes of magic, two of version, two that give the length of the header after them.
     end = 10 + int.from_bytes(data[8:10], "little")
     if array.stype == _NUMPY and data.startswith(b"\x93NUMPY\x01\x00") and end <= _HEADER:
         shape, fortran, dtype = _header(bytes(data[:end]))
+        # The shape is the sender's word: nothing is made of it unless as many bytes are there.
         if not fortran and not dtype.hasobject and len(data) - end == math.prod(shape) * dtype.itemsize:
             return np.frombuffer(data, dtype, offset=end).reshape(shape).copy()
     # Everything else is np.load's to read or to refuse.
     return array.numpy()
 
 
+# A model's headers come again with every client and round; bounded in number and length, since anybody may send them.
 @lru_cache(256)
 def _header(head: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     return np.lib.format.read_array_header_1_0(io.BytesIO(head[8:]))
@@ -66,19 +69,23 @@ def read_array(array: Array, name: str, shape: tuple[int, ...], dtype: DTypeLike
         version = np.lib.format.read_magic(data)
         read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         found, _, kind = read_header(data)
+        # Of the expected shape: the one in the header may claim anything.
         size = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
         if found != shape or not np.can_cast(kind, wanted, "same_kind") or len(array.data) - data.tell() != size:
             raise LayoutError(f"tensor {name!r} is {kind}{found} in {len(array.data)} bytes, expected {wanted}{shape}")
+        # A float64 may exceed float32: infinity is refused where finite values are asked for.
         with np.errstate(over="ignore"):
             return array.numpy().astype(wanted, copy=False)
     except LayoutError:
         raise
+    # numpy parses a header as a Python literal, and passes on what the parser raises.
     except (ValueError, TypeError, EOFError, SyntaxError, TokenError) as error:
         raise LayoutError(f"tensor {name!r} cannot be read: {error}") from error
 
 
 def same_model(a: ArrayRecord, b: ArrayRecord) -> bool:
     """Whether two records hold the same model; strategies may copy what they are given."""
+    # Identity first: most strategies put the very record into their messages, and comparing reads the whole model.
     return a is b or (
         list(a) == list(b)
         and all(a[k] is b[k] or (a[k].dtype, a[k].shape, a[k].data) == (b[k].dtype, b[k].shape, b[k].data) for k in a)
@@ -91,6 +98,7 @@ def finite_where(record: ArrayRecord, model: Arrays) -> bool:
         value = array.numpy()
         if value.dtype.kind == "f" and not np.isfinite(value).all():
             before = model.get(name)
+            # Models hold infinities on purpose (attention masks): only a new one is a fault.
             if before is None or np.isfinite(before[~np.isfinite(value)]).any():
                 return False
     return True
@@ -118,6 +126,8 @@ def restore_dtypes(record: ArrayRecord, model: Arrays, sent: Sequence[Arrays]) -
             out[name] = value.astype(before.dtype)
         else:
             agreed = _agreed(name, sent)
+            # The strategy may have done more than average: the agreed value
+            # stands only where it made the same one, but for rounding.
             near = agreed is not None and np.allclose(value, agreed.astype(np.float64), rtol=1e-9, atol=0.5)
             out[name] = agreed.astype(before.dtype) if near and agreed is not None else to_integers(value, before.dtype)
     return to_record(out)
@@ -126,6 +136,7 @@ def restore_dtypes(record: ArrayRecord, model: Arrays, sent: Sequence[Arrays]) -
 def to_integers(values: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
     """Return float ``values`` rounded to an integer or boolean dtype, clipped to its range."""
     if dtype.kind == "b":
+        # A mean of flags is their share of True; half rounds to even, which is False.
         return np.rint(values).astype(dtype)
     info = np.iinfo(dtype)
     rounded = np.rint(values)

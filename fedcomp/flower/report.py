@@ -82,6 +82,7 @@ def _shown(name: str, value: Any, show: Show) -> Iterator[tuple[str, Any]]:
         yield name, list(value)
     elif show == "spread" and value:
         values = list(value.values())
+        # Divided first: ratios are the clients' words, each of them finite, and their sum might not be.
         yield f"{name}_mean", sum(each / len(values) for each in values)
         yield f"{name}_max", max(values)
     elif show == "table" and value:
@@ -89,6 +90,7 @@ def _shown(name: str, value: Any, show: Show) -> Iterator[tuple[str, Any]]:
     elif show == "total":
         yield name, sum(value.values())
     elif show == "flat":
+        # Beside the field, not below it: an event of the coded system is "coded.lost", not "coded.events.lost".
         prefix = name.rpartition(".")[0]
         for key in sorted(value):
             yield from _shown(f"{prefix}.{key}", value[key], "reasons" if isinstance(value[key], list) else "value")
@@ -107,6 +109,7 @@ class _Figures:
         return {name: value for name, value in found.items() if not (public and name.endswith("_because"))}
 
     def _times(self, prefix: str) -> dict[str, float]:
+        # Apart from the figures: those of two equal runs are equal, times never are.
         named = [each.name for each in fields(self) if each.metadata.get("show") == "seconds"]  # type: ignore[arg-type]
         return {f"{prefix}.{name}": value for name in named if (value := getattr(self, name))}
 
@@ -267,6 +270,8 @@ class Report(_Figures):
 
         def __getattr__(self, name: str) -> ReportSection:
             """Return the section of a name."""
+            # Through __dict__: while a copy is made there are no sections
+            # yet, and asking for them would end here again.
             sections = self.__dict__.get("sections", {})
             if name not in sections:
                 raise AttributeError(f"the report has no field or section {name!r}; its sections: {sorted(sections)}")
@@ -287,6 +292,7 @@ class Report(_Figures):
         """Forget, in place, all that depends on who took part."""
         blank = Report(self.round, padded_bytes=self.padded_bytes, notes=[WITHHELD])
         for entry in fields(self):
+            # Not ``concluded``, which is no constructor's argument and has to stay.
             if entry.init:
                 setattr(self, entry.name, getattr(blank, entry.name))
 
@@ -300,6 +306,7 @@ class Report(_Figures):
         ``exact_bytes`` are those of the frames beside them, of tensors that travel as values.
         """
         names = codec.tensor_names(layout)
+        # Buffers that travel as values are never compressed: all their bytes count as dense.
         self.frame_bytes += exact_bytes
         self.dense_bytes += exact_bytes
         for frame in frames:
@@ -366,6 +373,7 @@ class Reports(dict[int, Report]):
     def join(self, server_round: int) -> Report:
         """Return the round's report that a strategy around this one has begun, else a new one."""
         found = self.get(server_round)
+        # A concluded one is of an earlier run of this number: adding to it would count its round twice.
         return self.begin(server_round) if found is None or found.concluded else found
 
     def before(self, server_round: int) -> list[Report]:

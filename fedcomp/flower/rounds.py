@@ -138,6 +138,7 @@ def drive_many(rounds: Sequence[Exchanges[T]], grid: Grid, *, timeout: float | N
             enough[index] = pushed.enough if isinstance(pushed, Push) else None
         except StopIteration as stop:
             waiting.pop(index, None)
+            # A generator's return value arrives as the value of the exception that ends it.
             values[index] = stop.value
 
     try:
@@ -146,9 +147,12 @@ def drive_many(rounds: Sequence[Exchanges[T]], grid: Grid, *, timeout: float | N
         while waiting:
             _refuse_shared_nodes(waiting.values())
             batch = [message for messages in waiting.values() for message in messages]
+            # An exchange without messages waits for nobody, so its limit does not count.
             longest = _longest(limits[index] for index, messages in waiting.items() if messages)
+            # ``enough`` of one round says nothing about the replies of another that shares its push.
             alone = enough[next(iter(waiting))] if len(waiting) == 1 else None
             replies = _exchange(grid, batch, longest, alone) if batch else []
+            # A copy of the items: advance() changes the dictionary.
             for index, messages in list(waiting.items()):
                 advance(index, join(addressed(messages), replies, partition_of))
     finally:
@@ -184,6 +188,7 @@ def _as_messages(yielded: object) -> list[Message]:
 
 
 def _refuse_shared_nodes(batches: Iterable[Sequence[Message]]) -> None:
+    # Within one round several messages to a node are the strategy's own affair.
     taken: set[int] = set()
     for messages in batches:
         nodes = {message.metadata.dst_node_id for message in messages}
@@ -241,12 +246,14 @@ def exchanges_of(
     # Of its own: a wrapper may hand through the attributes of what it wraps.
     if not (isinstance(strategy, HasRound) and getattr_static(strategy, "round", None)):
         return (
+            # Never reached: it makes this function a generator.
             yield from hooks_round(cast(Strategy, strategy), server_round, arrays, train_config, evaluate_config, grid)
         )
     aggregated, train = yield from strategy.round(server_round, arrays, train_config, grid)
     if not isinstance(strategy, ExchangeStrategy):
         return RoundOutcome(aggregated, train, None)
     current = arrays if aggregated is None else aggregated
+    # A private run whose budget is spent after this round has no other one to bring models home in.
     ends = last or bool(over(strategy, server_round + 1))
     closed, more = yield from strategy.close_round(server_round, current, train_config, grid, last=ends)
     if closed is not None:
@@ -262,6 +269,7 @@ def own_loop(strategy: Any) -> bool:
 
     A wrapper that runs the loop of what it wraps says so by an attribute ``own_loop`` of its own.
     """
+    # Static, as above: a plain look-up would find the attribute of what a wrapper holds.
     if getattr_static(strategy, "own_loop", None) is None:
         return type(strategy).start is not Strategy.start
     return bool(strategy.own_loop)
@@ -297,6 +305,7 @@ class ExchangeStrategy(Strategy):
         does; None leaves the round's own arrays and metrics as they are.
         """
         return None, None
+        # Never reached, as above.
         yield
 
     def evaluate_round(
@@ -425,6 +434,7 @@ def fit(
     evaluate_config = ConfigRecord() if evaluate_config is None else evaluate_config
     result = Result() if result is None else result
     arrays = initial_arrays
+    # Already here: a run of no rounds, or one that ends before its first, returns the model it was given.
     result.arrays = arrays
     if evaluate_fn is not None and start_round == 1:
         _keep(result.evaluate_metrics_serverapp, 0, evaluate_fn(0, arrays))
@@ -436,6 +446,7 @@ def fit(
         if refused := over(strategy, server_round):
             log.info("ended before round %d of %d: %s", server_round, num_rounds, refused)
             break
+        # Fault plans and the ledger go by it; messages need not say which round they belong to.
         if hasattr(grid, "round"):
             grid.round = server_round
         last = server_round == num_rounds
@@ -449,6 +460,7 @@ def fit(
         _keep(result.evaluate_metrics_clientapp, server_round, outcome.evaluate)
         _keep(result.evaluate_metrics_serverapp, server_round, server)
         if on_round is not None:
+            # Last of all: a checkpoint made here holds the whole round.
             on_round(server_round, arrays, RoundOutcome(outcome.arrays, outcome.train, outcome.evaluate, server))
     return result
 

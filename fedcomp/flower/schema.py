@@ -141,6 +141,7 @@ class Real(Number):
         return " ".join(["a finite number", " and ".join(parts)]).rstrip()
 
     def read(self, value: Any) -> Any:
+        # JSON has integers of any length, and float() of a very long one raises OverflowError.
         if type(value) is int and abs(value) <= LARGEST:
             value = float(value)
         if type(value) is not float:
@@ -267,6 +268,7 @@ class Many(FieldRule):
     def read(self, value: Any) -> Any:
         if not isinstance(value, list | tuple) or not self.least <= len(value) <= self.most:
             raise ValueError
+        # Only after the length was checked: this is where a list costs memory.
         found = tuple(map(self.each.read, value))
         if self.ascending and any(a >= b for a, b in itertools.pairwise(found)):
             raise ValueError
@@ -311,15 +313,18 @@ class Document(FieldRule):
             raise ValueError
         if not value:
             return {}
+        # The length is bounded, so is the work; what is no JSON raises ValueError by itself.
         try:
             found = json.loads(value)
         except RecursionError as error:
             raise ValueError from error
+        # A document that json reads may still be too deep for whoever walks it by recursion.
         if not isinstance(found, dict) or _depth(found) > _DEEPEST:
             raise ValueError
         return found
 
     def write(self, value: Any) -> Any:
+        # Without spaces: it is sent with every message.
         return json.dumps(dict(value), separators=(",", ":"), sort_keys=self.sort) if value else ""
 
 
@@ -398,6 +403,7 @@ class Schema:
                 setattr(cls, name, value)
 
     @classmethod
+    # Annotations are strings in these modules; resolving them takes longer than reading a record.
     @functools.cache
     def entries(cls) -> tuple[Field, ...]:
         """Return the fields with their rules, in the order in which they are written."""
@@ -418,6 +424,7 @@ class Schema:
         found: dict[str, Any] = {}
         for entry in self.entries():
             value = getattr(self, entry.field)
+            # A reader fills in what is missing, so a message pays only for what is unusual.
             if not isinstance(entry.rule, Frames) and value != entry.rule.missing:
                 found[entry.name] = entry.rule.write(value)
         return found
@@ -435,6 +442,7 @@ class Schema:
             if isinstance(entry.rule, Frames):
                 fits = len(value) <= entry.rule.most
             else:
+                # The value that stands for absence may break the rule: an empty text where one character is the least.
                 fits = value == entry.rule.missing or _follows(entry.rule, value)
             if not fits:
                 raise SchemaError(
@@ -460,6 +468,7 @@ class Schema:
         key = self.KEY if key is None else key
         for entry in self.entries():
             if isinstance(entry.rule, Frames):
+                # What was here before may have had more frames; those left over would be read as this record's.
                 for name in _frame_names(content, key, entry):
                     del content[name]
                 for place, data in enumerate(getattr(self, entry.field)):
@@ -500,9 +509,11 @@ class Schema:
         """Return what the entries of a record say; see :meth:`take`."""
         where = repr(cls.KEY if key is None else key)
         for entry in cls.entries():
+            # Before all other entries: of another version they may mean something else, and be wrong by these rules.
             if isinstance(entry.rule, Version):
                 _require_version(entry, values.get(entry.name), where)
         known = {entry.name for entry in cls.entries()}
+        # A record may be shared with the app's own entries; those below the prefix are this schema's alone.
         unknown = sorted(name for name in values if name.startswith(cls.PREFIX) and name not in known)
         if unknown:
             raise SchemaError(f"record {where} ({cls.__name__}) has unknown entries {unknown[:5]}", unknown[0])
@@ -549,6 +560,7 @@ def shown(value: object) -> str:
 
 def _follows(rule: FieldRule, value: Any) -> bool:
     try:
+        # Through the writer, so that exactly what travels is what is checked.
         rule.read(rule.write(value))
     except ValueError:
         return False
@@ -575,6 +587,7 @@ def _require_version(entry: Field, value: Any, where: str) -> None:
     except ValueError as error:
         what = f"field {entry.name!r} of record {where} is {shown(value)}, expected {entry.rule}"
         other = OtherVersion(what, entry.name)
+        # A peer may put anything here, and True equals 1.
         other.version = value if type(value) is int else -1
         raise other from error
 
@@ -610,6 +623,7 @@ def _frames(content: RecordDict, key: str, entry: Field) -> tuple[bytes, ...]:
     count = len(_frame_names(content, key, entry))
     if count > entry.rule.most:  # type: ignore[attr-defined]
         raise SchemaError(f"field {entry.name!r} of {key!r} has {count} frames, expected {entry.rule}", entry.name)
+    # By the numbers expected, not by the names found: a sender that counts otherwise leaves a gap.
     found = [take_frame(content, _frame_name(key, entry, place)) for place in range(count)]
     whole = tuple(frame for frame in found if frame is not None)
     if len(whole) != count:
@@ -620,6 +634,7 @@ def _frames(content: RecordDict, key: str, entry: Field) -> tuple[bytes, ...]:
 
 def _depth(value: Any) -> int:
     """Return the levels of a JSON value; what is deeper than the limit is not followed to its end."""
+    # Level by level: recursion is what a deep document would break.
     level, depth = [value], 0
     while level and depth <= _DEEPEST:
         level = [

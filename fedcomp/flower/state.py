@@ -108,6 +108,7 @@ class Uplink:
         if meta is None or meta.session != announcement.session:
             return fresh
         generation, pending = meta.generation, meta.pending
+        # Before layout and codec are compared: an old message is refused even when it is about another model.
         if announcement.sequence < pending:
             raise StaleMessage(
                 f"this node already answered message {pending}; message {announcement.sequence} came too late"
@@ -123,6 +124,7 @@ class Uplink:
             # The server consumed a frame this memory knows nothing of: it is an older copy, restored after a crash.
             # Rolling back its own last frame, which was consumed too, would send that one twice.
             return fresh
+        # Both numbers: an acknowledgement of a memory that was lost since says nothing of the one that followed it.
         lost = not (pending == announcement.acknowledged and generation == announcement.generation)
         try:
             if lost:
@@ -145,12 +147,15 @@ class Uplink:
     ) -> None:
         """Write the memory after encoding and keep ``reply`` until it is acknowledged."""
         store = context.state
+        # The former reply may have had other records; left behind, they would be sent again with this one.
         for name in [k for k in store if k.startswith(_PENDING)]:
             del store[name]
         store[_MEMORY] = to_record(state)
         for name, record in reply.items():
+            # One by one under a prefix: a RecordDict cannot hold another.
             store[_PENDING + name] = record
         UplinkRecord(
+            # Not the sequence: a memory keeps the number of the message it began with for as long as it lives.
             self.generation,
             announcement.sequence,
             announcement.session,
@@ -184,6 +189,7 @@ def _fitted(state: State, initial: State) -> State:
     for name, array in initial.items():
         if name in state and state[name].shape != array.shape:
             raise StateError(f"memory {name!r} has shape {state[name].shape}, the codec needs {array.shape}")
+    # What is stored wins; the initial value only fills in arrays that the former parameters did not need.
     return {**initial, **state}
 
 

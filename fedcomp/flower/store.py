@@ -49,6 +49,7 @@ def dumps(value: Any, kind: str) -> bytes:
     """
     members: dict[str, NDArray[Any]] = {}
     document = {"format": "fedcomp.store", "version": VERSION, "kind": kind, "value": _encode(value, members, "value")}
+    # Bytes as an array: npz holds nothing else.
     members[_MANIFEST] = np.frombuffer(json.dumps(document).encode(), np.uint8)
     buffer = io.BytesIO()
     np.savez(buffer, allow_pickle=False, **members)
@@ -65,6 +66,7 @@ def loads(data: bytes, kind: str) -> Any:
     """
     try:
         members = _members(data, kind)
+        # Taken out, so that no value can point at the manifest itself.
         document = json.loads(members.pop(_MANIFEST).tobytes())
         label, version, found = document["format"], document["version"], document["kind"]
     except StoreError:
@@ -90,6 +92,7 @@ def reading(what: str) -> Iterator[None]:
     """Turn what goes wrong inside, where data have another structure than expected, into a :class:`StoreError`."""
     try:
         yield
+    # These say what is wrong and what to do; a grid of another seed, for one, is no damaged file.
     except FedcompError:
         raise
     except (KeyError, ValueError, TypeError, IndexError, AttributeError, OverflowError, RecursionError) as error:
@@ -111,6 +114,7 @@ def _members(data: bytes, kind: str) -> dict[str, NDArray[Any]]:
                 )
             if entry.flag_bits & _ENCRYPTED or not entry.filename.endswith(_NPY):
                 raise StoreError(f"stored {kind} has a member {entry.filename!r}, which is no array of this project's")
+        # Members may point at the same bytes: a small archive would then unpack to many times its size.
         if sum(entry.file_size for entry in entries) > len(data) or len({e.filename for e in entries}) < len(entries):
             raise StoreError(f"stored {kind} has members that overlap or share a name; it is damaged or forged")
         for entry in entries:
@@ -131,9 +135,11 @@ def _array(data: bytes, name: str) -> NDArray[Any]:
         raise StoreError(f"array {name!r} holds Python objects; only numeric arrays are stored, and nothing is run")
     lengths: list[int] = list(shape)
     count, there = math.prod(lengths), len(data) - file.tell()
+    # Elements of no bytes (dtype "V0") would agree with any count: an array of 2**60 of them from a header alone.
     if min(lengths, default=0) < 0 or there != count * dtype.itemsize or (count and not there):
         raise StoreError(f"array {name!r} claims to be {dtype}{shape}; its data have {there} bytes")
     flat = np.frombuffer(data, dtype, offset=file.tell(), count=count) if count else np.zeros(0, dtype)
+    # frombuffer() gives a read-only view of the file's bytes, and moments and memories are written to.
     return flat.reshape(shape, order="F" if fortran else "C").copy(order="K")
 
 
@@ -154,6 +160,7 @@ def _member(array: NDArray[Any], members: dict[str, NDArray[Any]]) -> str:
 
 def _encode(value: Any, members: dict[str, NDArray[Any]], path: str) -> Any:
     """Return a JSON-able description of ``value``; bulk data goes to ``members``."""
+    # The type itself: np.float64 is a float to isinstance, and would not return as what it was.
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, bytes | bytearray):
@@ -164,6 +171,7 @@ def _encode(value: Any, members: dict[str, NDArray[Any]], path: str) -> Any:
         kind = "array" if isinstance(value, np.ndarray) else "scalar"
         return {_TAG: kind, "at": _member(np.asarray(value), members)}
     if isinstance(value, list | tuple):
+        # Pairs, since JSON's keys are texts and a dictionary's may be anything.
         items = [_encode(item, members, f"{path}[{i}]") for i, item in enumerate(value)]
         return {_TAG: "tuple", "items": items} if isinstance(value, tuple) else items
     if isinstance(value, Array):
@@ -194,6 +202,7 @@ def _decode(node: Any, members: dict[str, NDArray[Any]]) -> Any:
     if tag == "array":
         return members.pop(node["at"])
     if tag == "scalar":
+        # Indexing with () turns an array without dimensions into numpy's scalar.
         return members.pop(node["at"])[()]
     if tag == "Array":
         return Array(node["dtype"], tuple(node["shape"]), node["stype"], members.pop(node["at"]).tobytes())

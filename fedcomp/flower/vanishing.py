@@ -125,6 +125,7 @@ class VanishingGrid(GridWrapper):
     @round.setter
     def round(self, value: int) -> None:
         self._devices.round = value
+        # The clock is read before the round's own seconds return to 0.
         self._before, self._now = self.clock, 0.0
         self._round = value
         self.log[value] = RoundTrace()
@@ -145,6 +146,7 @@ class VanishingGrid(GridWrapper):
         limit = self._situation.end if timeout is None else min(self._situation.end, self._now + timeout)
         begins = self._arrivals(batch, limit)
         taken = [message for message in batch if message.metadata.dst_node_id in begins]
+        # Clients run here and now, whatever the clock says; what would not have come in time is dropped below.
         replies = self._devices.send_and_receive(taken) if taken else []
         starts = self._starts(taken, replies, begins)
         arrived: list[tuple[float, int, Message]] = []
@@ -152,6 +154,7 @@ class VanishingGrid(GridWrapper):
             at = self._travel(reply, client, start, limit)
             if at <= limit:
                 arrived.append((at, client, reply))
+        # Without the message, which cannot be compared: two that arrive together stand in the clients' order.
         arrived.sort(key=lambda item: item[:2])
         come: list[Message] = []
         for at, _, reply in arrived:
@@ -160,6 +163,7 @@ class VanishingGrid(GridWrapper):
             if enough is not None and enough(come):
                 self._advance(at)
                 return come
+        # One that is missing is waited for to the end: the server cannot know that it will not come.
         complete = len(come) == len(batch)
         self._advance(max((at for at, _, _ in arrived), default=self._now) if complete else limit)
         return come
@@ -176,6 +180,7 @@ class VanishingGrid(GridWrapper):
 
     def _begin(self) -> Situation:
         """Return the current round: who is there when. When a client is ready is known when it has trained."""
+        # By partition id, which indexes the list: one that has left keeps its place.
         presence = [
             self._failures(self._round, client) for client in range(max(self._devices.partitions, default=-1) + 1)
         ]
@@ -189,6 +194,7 @@ class VanishingGrid(GridWrapper):
             client = self._devices.partition_of(message.metadata.dst_node_id)
             if client is None:
                 continue
+            # Links are in bits a second; the latency comes on top of when the last bit left.
             seconds = 8.0 * packer.pack(message).wire / self._server.down_bits_per_s
             there = self._situation.presence[client].whole(self._now, seconds) + self._server.latency_s
             if there < limit:
@@ -206,12 +212,14 @@ class VanishingGrid(GridWrapper):
             message = asked[reply.metadata.reply_to_message_id]
             node = message.metadata.dst_node_id
             client = cast(int, self._devices.partition_of(node))
+            # Anything but training takes no time on the device.
             starts[client] = begins[node], reply
             if _trains(message):
                 trained[client] = begins[node] + self._compute(self._round, client), message
         self.log[self._round].trained |= set(trained)
         done = {client: at for client, (at, _) in trained.items()}
         if self._shared is not None and trained:
+            # Replaces the time of training: a client replies when it has sent its peers everything.
             done |= self._shared(self._situation, trained)
         return starts | {client: (at, starts[client][1]) for client, at in done.items()}
 
@@ -220,6 +228,7 @@ class VanishingGrid(GridWrapper):
         log, kind, size = self.log[self._round], reply.metadata.message_type, self._devices.wire_bytes(reply)
         at = self._situation.upload(client, start, size, self._chunk)
         if at > limit:
+            # Bytes that crossed a link for nothing are part of what a scheme costs.
             log.spent[kind] = log.spent.get(kind, 0.0) + self._situation.spent(client, start, size, limit)
             return NEVER
         if _trains(reply):

@@ -69,6 +69,7 @@ def as_batch(messages: Iterable[Message]) -> list[Message]:
     ConfigError
         When they are a generator: a deployment iterates it twice and would send nothing.
     """
+    # Refused on every engine alike, so that what runs in one process runs in a deployment.
     if not isinstance(messages, Collection):
         raise ConfigError(
             f"messages is a {type(messages).__name__}; pass a list. A deployment iterates it twice, so a generator "
