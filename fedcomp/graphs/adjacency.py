@@ -231,6 +231,7 @@ class HaloStructure:
         self.index = index
         self._own = own
         self._learnt = Rows(np.zeros(0, np.int64), np.zeros(1, np.int64), np.zeros(0, np.int64), np.zeros(0))
+        # The owned nodes as well: one without neighbours is a column of no row and still has an owner.
         self._near = _owner_table(
             np.concatenate([own.ids, own.columns]), np.concatenate([np.full(len(own.ids), index, np.int32), owners])
         )
@@ -294,6 +295,7 @@ class HaloStructure:
         joined = _join(self._learnt, _take(rows.ids[fresh], fresh, rows.indptr, rows.columns, rows.values))
         order = np.argsort(joined.ids, kind="stable")
         seen, at = find(self._near[0], rows.columns)
+        # Contradictions within the message, or with rows that were sent before, are found by _owner_table below.
         _require_same(rows.columns[seen], self._near[1][at[seen]], owners[seen])
         table = _owner_table(
             np.concatenate([self._far[0], rows.columns[~seen]]), np.concatenate([self._far[1], owners[~seen]])
@@ -350,6 +352,7 @@ def _check_csr(indptr: Ids, columns: NDArray[np.signedinteger[Any]], values: Rea
     if len(columns) and (int(columns.min()) < 0 or int(columns.max()) >= nodes):
         raise GraphError(f"columns from {int(columns.min())} to {int(columns.max())} in a graph of {nodes} nodes")
     up = columns[1:] > columns[:-1]
+    # Nothing has to ascend from the last entry of a row to the first of the next. An empty row at an end has neither.
     starts = indptr[1:-1]
     up[starts[(starts > 0) & (starts < len(columns))] - 1] = True
     if not up.all():

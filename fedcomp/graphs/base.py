@@ -23,6 +23,7 @@ def find(table: Ids, ids: Ids) -> tuple[NDArray[np.bool_], Ids]:
     """Return which of ``ids`` stand in an ascending ``table``, which may be much longer, and where those that do."""
     if not len(table):
         return np.zeros(len(ids), bool), np.zeros(len(ids), np.int64)
+    # An id above the whole table would be placed one past its end.
     at = np.minimum(np.searchsorted(table, ids), len(table) - 1)
     return np.asarray(table[at] == ids), at
 

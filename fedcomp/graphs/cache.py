@@ -236,6 +236,7 @@ def _encoded(rows: Floats) -> list[bytes]:
     places, values = block.entries
     starts, counts, columns = block.starts[:-1], np.diff(block.starts), places % d
     words = values.view(BITS[wide])
+    # Trailing rows without entries begin past the last one: clipped here, and repeated zero times.
     first = np.repeat(words[np.minimum(starts, max(0, words.size - 1))], counts) if words.size else words
     of = np.repeat(np.arange(counts.size), counts)
     several = np.bincount(of[words != first], minlength=counts.size) > 0
@@ -244,6 +245,7 @@ def _encoded(rows: Floats) -> list[bytes]:
         (
             np.full(counts.size, d * wide),
             counts * (wide + narrow.itemsize),
+            # Where one value cannot stand for the row, a size that never wins: above that of the dense form.
             np.where(several | (counts == 0), d * wide + 1, wide + counts * narrow.itemsize),
         )
     )

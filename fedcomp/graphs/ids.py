@@ -158,6 +158,7 @@ def unseal(frame: Buffer, kind: int) -> memoryview:
         raise BadMagic(f"a frame begins with {bytes(view[:3])!r}; those of graph learning with {MAGIC!r}")
     if view[3] != VERSION:
         raise UnsupportedVersion(f"a frame is of version {view[3]}; this receiver reads {VERSION}", view[3], VERSION)
+    # After the version, since another one may end otherwise; before the kind, whose byte may be what is damaged.
     if zlib.crc32(view[:-_TAIL]) != int.from_bytes(view[-_TAIL:], "little"):
         raise ChecksumMismatch("a frame was damaged on its way: its checksum differs")
     if view[4] != kind:
@@ -251,6 +252,7 @@ def take_norms(body: memoryview, pos: int, count: int) -> tuple[NDArray[np.float
     """Read a section of ``count`` norms at ``pos``; return them and the position after it, or raise WireError."""
     section, pos = take_section(body, pos, 4 * count, "norms")
     norms = Section(count, Raw).read(section).values.decode()
+    # By the sign bit, so that -0.0 is refused too: put_norms never writes it.
     if np.signbit(norms).any():
         raise Corrupt("a norm is negative")
     return norms, pos

@@ -108,6 +108,7 @@ class GraphConvolutions(nn.Module):
                 visit(level, h)
             if drops:
                 kept = torch.rand(h.shape, generator=generator, dtype=h.dtype) >= self.dropout
+                # Scaled up in training, so that evaluation needs no factor.
                 h = h * kept / (1.0 - self.dropout)
             # The bias comes after the sum: before it, a sampled row would get a sampled multiple of it.
             h = operator @ nn.functional.linear(h, layer.weight) + layer.bias

@@ -208,6 +208,7 @@ def _kernighan_lin(graph: Neighbours, parts: int, key: Key) -> Owner:
             owner[members] = first
             continue
         left = count // 2
+        # len(members) * left / count, rounded to the nearest in whole numbers.
         size = (2 * len(members) * left + count) // (2 * count)
         draw = key.at(partition=first, layer=count)
         order = _breadth_first(members, lists, draw)
@@ -245,6 +246,7 @@ def _greedy(graph: Neighbours, parts: int, key: Key) -> Owner:
     pass on a node leaves its part first, and all of its neighbours have one."""
     capacity = bounds(graph.nodes, parts)[1]
     order = np.argsort(key.bits(graph.nodes), kind="stable").tolist()
+    # Lists: the loops below read single numbers, which is slow from an array.
     indptr, ids = graph.indptr.tolist(), graph.ids.tolist()
     owner, sizes = [-1] * graph.nodes, [0] * parts
     for _ in range(PASSES):

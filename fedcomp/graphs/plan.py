@@ -54,6 +54,7 @@ def draw_batch(ids: Ids, size: int, key: Key) -> Ids:
         raise ConfigError(f"a batch of {size} nodes; expected a number of at least 0, where 0 is all")
     if size == 0 or size >= len(ids):
         return np.sort(ids).astype(np.int64, copy=False)
+    # Repeats would be common: sorting all ids, at most twice as many as wanted, is then the cheaper way.
     if 2 * size > len(ids):
         order = np.argsort(key.bits(len(ids)), kind="stable")
         return np.sort(ids[order[:size]]).astype(np.int64, copy=False)
@@ -103,6 +104,7 @@ def plan_step(
     batch = as_ids(batch, part.structure.nodes)
     if len(np.unique(batch)) != len(batch):
         raise GraphError(f"a batch of {len(batch)} nodes has repeats; give every node once")
+    # Called for its check alone: a batch has nodes of this part only.
     part.positions(batch)
     if settings.skews and settings.favour == "halo":
         # Before the walk: the rows this takes are then asked for while the walk has not passed them, in the same trips.
@@ -205,6 +207,7 @@ def plan_round(
         try:
             plan = plan_step(part, batch, settings, key, conditions)
             held += sum(len(layer.values) for layer in plan.layers)
+            # One step may be as large as its settings make it; what is bounded is how many steps are held at once.
             if plans and held > MOST_ENTRIES:
                 raise ConfigError(
                     f"the first {step + 1} of {steps} steps of a round take more than {MOST_ENTRIES} entries of P; "
@@ -329,6 +332,7 @@ def _norms(part: GraphPart, candidates: Ids, owned: Bools, level: int, norms: No
 
 def _lost(layer: Layer, settings: SamplerSettings) -> float:
     useful = layer.owned if settings.sampler == "local" else np.ones(len(layer.candidates), bool)
+    # With everybody present, the usual case, the weights need not be summed.
     if not (useful & ~layer.usable).any():
         return 0.0
     weights = layer.weights("l2sq" if settings.sampler == "ladies" else settings.weight)
@@ -339,6 +343,7 @@ def _operator(layer: Layer, drawn: Draw, lost: float) -> Operator:
     entries = drawn.factors > 0.0
     used = np.zeros(len(layer.candidates), bool)
     used[layer.positions[entries]] = True
+    # Kept entries before each place: read at the old ends of rows, it gives the new ones.
     before = np.concatenate([np.zeros(1, np.int64), np.cumsum(entries)])
     return Operator(
         rows=layer.rows.ids,

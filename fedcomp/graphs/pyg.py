@@ -200,6 +200,7 @@ class SkewedSampler(BaseSampler):
         for layer in reversed(plan.layers):
             row = np.repeat(np.arange(len(layer.rows)), np.diff(layer.indptr))
             targets.append(below + row)
+            # Groups stand one after the other in the list of nodes: a layer's columns begin where its rows end.
             below += len(layer.rows)
             sources.append(below + layer.positions)
             entries.append(

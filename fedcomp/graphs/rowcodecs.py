@@ -148,6 +148,7 @@ class Block:
         counts = self.starts[keep + 1] - self.starts[keep]
         ends = np.cumsum(counts)
         at = np.repeat(self.starts[keep] - (ends - counts), counts) + np.arange(int(counts.sum()))
+        # A kept row moves up by the rows before it that are left out.
         moved = np.repeat((keep - np.arange(len(keep))) * self.features, counts)
         return Block(len(keep), self.features, entries=(places[at] - moved, values[at]))
 
@@ -502,6 +503,8 @@ class Binary(RowCodec):
                 raise Corrupt("the value of a row is 0 although it has non-zeros, or is not although it has none")
         else:
             values = np.where(counts == 0, 0.0, _implied(mode, counts)).astype(dtype)
+        # The lowest mode that holds is the only one: else one set of rows would have two frames, and select() another
+        # one.
         if (least := _put_singles(widened(values), counts)[0]) < mode:
             raise Corrupt(f"binary rows are written in mode {mode}, and mode {least} holds for all of them")
         return Block(count, d, entries=(places, np.repeat(values, counts)))

@@ -222,6 +222,7 @@ def _row_draws(row: Ids, near: Bools, degree: Ids, local: Ids, share: Reals, uni
     ``share`` is the probability that a draw of the row falls on a favoured entry, ``(R,)``. Among the favoured, and
     among the others, all are alike.
     """
+    # Favoured entries first within each row: a number below the share then picks among the first ones.
     order = np.lexsort((~near, row))
     start = np.cumsum(degree) - degree
     has = degree > 0
@@ -231,6 +232,7 @@ def _row_draws(row: Ids, near: Bools, degree: Ids, local: Ids, share: Reals, uni
     # Where a share is 0 or 1 the quotient by 1e-300 is not the one that is taken.
     within = np.where(inside, u / np.maximum(share, 1e-300), (u - share) / np.maximum(1.0 - share, 1e-300))
     count = np.where(inside, near_count, far_count)
+    # Rounding can carry the quotient up to 1, which would be the next row's entry.
     place = np.minimum((within * count).astype(np.int64), count - 1) + np.where(inside, 0, near_count)
     return np.bincount(order[(first + place).ravel()], minlength=len(row))
 
@@ -247,6 +249,7 @@ def _ladies(layer: Layer, settings: SamplerSettings, n: int, uniforms: Uniforms,
     positive = weights > 0.0
     count = min(n, int(positive.sum()))
     times = np.full(len(weights), np.inf)
+    # One number per candidate, also for those that cannot be had: the others keep theirs when an owner vanishes.
     times[positive] = -np.log1p(-uniforms(len(weights))[positive]) / weights[positive]
     chosen = np.argsort(times, kind="stable")[:count]
     factors = np.zeros(len(weights))
@@ -278,6 +281,7 @@ def _fastgcn(layer: Layer, settings: SamplerSettings, n: int, uniforms: Uniforms
     drawn, counts = np.unique(np.searchsorted(ends, _many(uniforms, n), side="right"), return_counts=True)
     kept = layer.kept_columns
     m = len(layer.candidates)
+    # Differences of the ends, not norms again: the weight belongs to exactly the interval that was drawn from.
     p = ends[layer.candidates] - np.where(layer.candidates > 0, ends[layer.candidates - 1], 0.0)
     p = np.where(layer.usable & ~kept, p, 0.0)
     here, (found, at) = np.zeros(m, np.int64), find(layer.candidates, drawn)

@@ -128,6 +128,7 @@ def _measured(lam: float, D: float, a_local: float, a_remote: float) -> float:
     # Of the two forms of the root the one that adds numbers of one sign: the other cancels.
     if b > 0.0:
         return 1.0 + 2.0 * e / (b + math.sqrt(b * b + 4.0 * a * e))
+    # Without remote energy M(s) only falls as s grows: no budget limits it.
     if not a > 0.0:
         return math.inf
     return 1.0 + (-b + math.sqrt(b * b + 4.0 * a * e)) / (2.0 * a)

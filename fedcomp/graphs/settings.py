@@ -127,6 +127,7 @@ class SamplerSettings:
             q=params.number("q", self.q, rule="a probability in (0, 1]", ok=lambda v: 0.0 < v <= 1.0),
             **scales,
         )
+        # In a second step: a tuple's length is compared with the checked number of layers.
         params.assign(self, n=self._per_layer(self.n))
 
     def _per_layer(self, n: Any) -> int | tuple[int, ...]:

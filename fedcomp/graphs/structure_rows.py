@@ -116,6 +116,7 @@ def decode_structure(
         raise Corrupt(f"owners up to {largest} stand in {width} bits each; expected {largest.bit_length()}")
     section, pos = take_block(body, pos)
     size = ids.size * columns.size
+    # The size is a product of two counts that cost little to write, so it bounds nothing: max_entries does.
     places = Section(size, Ones, "rice", max_k=min(size, max_entries)).read(section).indices
     assert places is not None
     row, at = np.divmod(places, max(1, columns.size))
@@ -165,6 +166,7 @@ def _take_values(body: memoryview, pos: int, count: int) -> tuple[NDArray[np.flo
         table = Section(size, Raw, dtype="float64").read(section).values.decode()
         width = max(0, size - 1).bit_length()
         bits = table.view(np.uint64)
+        # In order of the bits, as np.unique wrote them: negative values stand last.
         if not (bits[1:] > bits[:-1]).all():
             raise Corrupt("the table of values of adjacency rows does not ascend")
         section, pos = take_section(body, pos, packed_size(count, width), "values")
