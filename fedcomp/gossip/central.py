@@ -66,8 +66,10 @@ class FaultPlan:
         """Return what happens to the instruction of ``node`` in round ``attempt``."""
         if self.until is not None and attempt > self.until:
             return "none"
+        # By attempt and node: a fault does not depend on what happened to the other nodes, or in other rounds.
         drawn = float(Key(self.seed, "gossip/faults", attempt, node).uniform(1)[0])
         for kind, rate in self.rates.items():
+            # One draw against the cumulated rates: at most one fault befalls an instruction.
             drawn -= rate
             if drawn < 0.0:
                 return kind
@@ -159,11 +161,13 @@ class SimulatedNodes:
             return f"injected fault {kind!r}"
         if kind == "duplicate":
             again = self._handle(node, instruction)
+            # Identity: the second answer must come from memory, not from carrying it out once more.
             if again is not answer:
                 raise AssertionError(f"node {node} answered instruction {instruction.serial} twice, differently")
         if self.faults is not None:
             older = self._last.get(node)
             self._last[node] = instruction
+            # A repeated instruction is not older than itself, and answering it again is right.
             if kind == "late_duplicate" and older is not None and older.serial < instruction.serial:
                 try:
                     self._handle(node, older)
@@ -286,9 +290,11 @@ def simulate(
     curve: list[tuple[int, Any]] = []
     seen = -1
     while not relay.done:
+        # ``seen``: with faults, rounds pass in which no new iteration begins.
         due = bool(every) and relay.iteration % every == 0 and not relay.finishing and relay.iteration != seen
         if observe is not None and due and (algorithm.asynchronous or relay.settled):
             seen = relay.iteration
+            # Before the first iteration no node has a memory to look at.
             models = nodes.observe(relay) if seen else {node: nodes.start(node) for node in relay.members}
             curve.append((seen, observe(seen, models)))
         if how.before is not None:

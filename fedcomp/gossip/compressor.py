@@ -53,6 +53,7 @@ class Delta:
         Both ends call this, so that both do the same arithmetic.
         """
         values, tail = self.values, self.tail
+        # In the estimate's dtype: with a numpy float64 the sum would be float64 before it is rounded back.
         if scale != 1.0:
             values, tail = out.dtype.type(scale) * values, out.dtype.type(scale) * tail
         if self.indices is None:
@@ -102,6 +103,7 @@ class Compressor:
 
     codec: Codec
     scale: float = 1.0
+    # A cache that ``scaled`` copies share: no form depends on the scale, and Dyna-COLD makes a copy per message.
     _forms: dict[tuple[int, str], _Form] = field(default_factory=dict, repr=False, compare=False)
 
     def scaled(self, scale: float) -> Compressor:
@@ -126,6 +128,7 @@ class Compressor:
         message that is a quarter of the work.
         """
         data, indices, values = self._encode(v[:split], key)
+        # As decode does it, rounding included: the sender's estimate must get the values that the receivers get.
         if self.scale != 1.0:
             values = values * v.dtype.type(self.scale)
         tail = v[split:]
@@ -142,6 +145,7 @@ class Compressor:
             For every byte string that :meth:`encode` could not have written.
         """
         dtype = np.dtype(dtype)
+        # The tail's length is known to both ends, so the section in front of it needs no length of its own.
         end = len(data) - (n - split) * dtype.itemsize
         if end < 0:
             raise MessageError(f"{n - split} values that travel whole do not fit into {len(data)} bytes")
@@ -168,6 +172,7 @@ class Compressor:
         """
         kept = self.codec.contraction(Layout.flat(n)) if n else None
         exact = isinstance(self.codec, PositionalCodec) and self.codec.wire_dtype("float64") == "float64"
+        # Rounding to float32 costs at most (2**-24)**2 of the squared norm of what is kept.
         return kept if kept is None or exact else kept * (1.0 - 2.0**-48)
 
     def to_config(self) -> dict[str, Any]:
@@ -194,15 +199,18 @@ class Compressor:
             v = v / v.dtype.type(self.scale)
         layout, stretch, section = self._form(v.size, v.dtype)
         codec = self.codec
+        # A codec in a frame of its own does not say what a reader gets: its bytes are read back.
         if section is None or not isinstance(codec, PositionalCodec):
             data = bytes(codec.encode(Update(narrowed(v), layout), {}, key)[0])
             return data, *self._decode(memoryview(data), v.size, v.dtype, key)
+        # A support that is drawn and not sent must come from numbers that the receiver has.
         if section.index == "known":
             key = _public(key)
         tensor = codec.pack(v if codec.wide else narrowed(v), stretch, key)
         known = section.index == "known"
         data = section.write(tensor.values, None if known else tensor.indices)
         indices = codec.positions(stretch, key) if known else tensor.indices
+        # Decoded from what was written, rounded and quantised: the receivers' values without reading the bytes.
         return data, indices, tensor.values.decode().astype(v.dtype, copy=False)
 
     def _decode(
@@ -215,6 +223,7 @@ class Compressor:
         try:
             if section is None or not isinstance(codec, PositionalCodec):
                 vector = codec.decode(bytes(data), layout)
+                # A frame of a peer may decode to anything, and a NaN in a copy stays there for good.
                 if not all_finite(vector):
                     raise MessageError(f"a frame of {codec!r} decodes to NaN or infinity")
                 return None, vector.astype(dtype)
@@ -245,6 +254,7 @@ def get_compressor(config: Mapping[str, Any] | Codec | Compressor) -> Compressor
     if isinstance(config, Compressor):
         return config
     codec = get_codec(config)
+    # ``init`` returns something only for a codec with a state; any layout shows it.
     if codec.remembers or codec.votes or codec.phases > 1 or codec.init(Layout.flat(64)):
         raise ConfigError(
             f"{codec!r} cannot compress innovations: it keeps a state, votes, or needs {codec.phases} exchanges; "

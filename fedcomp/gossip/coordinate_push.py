@@ -213,13 +213,16 @@ class CoordinatePush(Algorithm):
         pairs = _pairs(_travels(self.values, z.dtype))
         at = np.arange(z.size) if view.dense else self._chosen(state, z)
         split = z.size if view.dense else int(state["split"])
+        # ``at`` ascends: what lies below split goes into the section, the rest travels in any case.
         head = int(np.searchsorted(at, split))
         x, weights, announced = state["x"].copy(), state["weights"].copy(), state["announced"].copy()
         # Below w_min z is what was shown; a share must be of what there is.
         there = np.divide(x, weights, out=z.astype(np.float64), where=weights > 0.0)
         with np.errstate(over="ignore"):
+            # Rounded before anybody uses them: debit and credit are of the numbers that travel.
             value = there[at].astype(pairs["value"])
             shares = {j: (view.column[j] * state["weights"][at]).astype(_SHARE) for j in sorted(view.column)}
+        # A finite float64 may become infinite in float32.
         for part in (value, *shares.values()):
             require_finite(part, f"node {view.node}, iteration {view.iteration}: what would be sent")
         outbox = []
@@ -244,8 +247,10 @@ class CoordinatePush(Algorithm):
     def _chosen(self, state: State, z: Real) -> NDArray[np.int64]:
         """Return the coordinates of a message, ascending: those that moved most, and those that always travel."""
         split = int(state["split"])
+        # Without weight a coordinate shows an old value: it has not moved, whatever x says.
         moved = np.where(state["weights"] >= self.w_min, z - state["announced"], 0.0)[:split]
         at = select_topk(moved, self.count(split))
+        # Top-k always finds k coordinates. Those that have not moved would spend bytes for nothing.
         return np.concatenate([at[moved[at] != 0.0], np.arange(split, z.size)])
 
     def receive(self, state: State, messages: Sequence[GossipMessage]) -> State:
@@ -330,12 +335,14 @@ def _read(algorithm: CoordinatePush, state: State, message: GossipMessage) -> tu
     """
     n, split = state["x"].size, int(state["split"])
     dtype = state["announced"].dtype
+    # A pair has at most 16 bytes and an index 4; the rest is for a bitmap and the fields of a section.
     header, body = unpack(message.payload, most=20 * n + 64 + n // 8, dtype=dtype)
     if header.flags not in (MessageFlag(0), MessageFlag.DENSE, MessageFlag.DENSE | MessageFlag.LEAVING):
         raise MessageError(f"node {message.source} sent flags {header.flags!r}; {algorithm.name} has none like it")
     leaving, dense = bool(header.flags & MessageFlag.LEAVING), bool(header.flags & MessageFlag.DENSE)
     share, value = (np.dtype("<f8"),) * 2 if leaving else (_SHARE, _travels(algorithm.values, dtype))
     pairs = np.dtype([("share", share), ("value", value)])
+    # The length of the tail is known; the section in front of it takes what remains.
     end = 0 if dense else len(body) - (n - split) * pairs.itemsize
     if end < 0 or (dense and len(body) != n * pairs.itemsize):
         raise MessageError(

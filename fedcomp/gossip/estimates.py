@@ -172,15 +172,19 @@ def open_estimates(
         raise ConfigError("copies=False keeps one sum of a broadcast's copies; streams per edge need their copies")
     if not 0 <= split <= size or any(starts[o].dtype != dtype or starts[o].size != size for o in others):
         raise ConfigError(f"estimates of {size} elements of {dtype} begin at vectors of one size and dtype, cut within")
+    # Whatever an earlier opening left under these names goes, counters included: a stream that restarts counts from 0.
     new = {key: value for key, value in state.items() if not any(belongs(key, name) for name in starts)}
     new["split"] = np.array(split, np.int64)
     for name, start in starts.items():
         require_finite(start, f"the beginning of estimate {name!r}")
         new[f"{name}.size"] = np.array(size, np.int64)
+        # Compared as bits: 0.0 and -0.0 are equal numbers but differ in a digest, so one must not stand for both.
         raw = start.view(f"u{start.itemsize}")
         new[f"{name}.start"] = np.array(start[0]) if size and (raw == raw[0]).all() else start.copy()
+        # Streams per edge make theirs with their first message: which edges there will be is not known yet.
         if not edges:
             new[name] = start.copy()
+        # Not the weighted beginnings yet: weights are known when an iteration begins, and accumulate adds them then.
         if not copies:
             new[f"{name}.sum"] = np.zeros(size, dtype)
     return new
@@ -236,6 +240,8 @@ def broadcast(
     remember(new, tuple(targets), view)
     number = count(state, f"{first}.seq")
     message = Draft(new, targets, compressor, view, None, flags, alpha)
+    # Message 0 always has one, so that nodes which began at different values are found out at once. A receiver that
+    # keeps only a sum has no single estimate to compare.
     if digest_every and number % digest_every == 0 and f"{first}.sum" not in state:
         message.sign()
     groups: dict[bytes, list[int]] = {}
@@ -243,9 +249,12 @@ def broadcast(
     for j in sorted(view.column):
         own = extra if isinstance(extra, bytes) else extra[j]
         whole = j in view.resync or missed(state, first, j)
+        # Neighbours in the same position get the same bytes: a whole estimate is serialised only once.
         if (whole, own) not in written:
             written[whole, own] = message.write(number, own, whole)
         groups.setdefault(written[whole, own], []).append(j)
+        # Only for those who are sent this message: a neighbour whose edge rests keeps its count and gets the whole
+        # later.
         new[f"{first}.sent/{j}"] = np.array(number + 1, np.int64)
     new[f"{first}.seq"] = np.array(number + 1, np.int64)
     outbox = tuple(Multicast(tuple(destinations), payload) for payload, destinations in groups.items())
@@ -254,6 +263,7 @@ def broadcast(
 
 def missed(state: State, name: str, to: int) -> bool:
     """Whether ``to`` does not know all of the broadcast stream ``name``: the next message to it carries the whole."""
+    # Both are 0 before the first message: nobody needs the whole then, since all estimates begin at the common start.
     return count(state, f"{name}.sent/{to}") != count(state, f"{name}.seq")
 
 
@@ -279,6 +289,7 @@ def along_edge(
     message = Draft(new, targets, compressor, view, to, flags, 1.0)
     if digest_every and number % digest_every == 0:
         message.sign()
+    # Number and count differ after retract, which sets the count to -1: what the receiver holds is then not certain.
     payload = message.write(number, extra, to in view.resync or count(state, f"{first}.sent/{to}") != number)
     new[f"{first}.seq>{to}"] = new[f"{first}.sent/{to}"] = np.array(number + 1, np.int64)
     return new, Multicast((to,), payload), message.deltas
@@ -328,10 +339,12 @@ def absorb(
         When a message does not follow the last one of its stream, or the digest differs. ``source`` says whose.
     """
     names = tuple(names)
+    # Shallow is enough: arrays are replaced, never written to, so an error half way leaves the caller's state intact.
     new = dict(state)
     reader = Reader(state, names, compressor, extra)
     row = row_of(state, names[0])
     begun = state.get(f"{names[0]}.begun")
+    # The first step of a run has nothing to finish, and after the iteration is finished nothing more may come.
     if complete and begun is None:
         if messages:
             raise MessageError(f"{len(messages)} messages came, but no iteration was begun that could need them")
@@ -341,6 +354,7 @@ def absorb(
         header = peek(message.payload)
         whole = MessageFlag.RESYNC in header.flags
         seen = new.get(f"{names[0]}.seq/{message.source}")
+        # Before the body is read: a duplicate costs nothing, and with ``complete`` it does not count as superfluous.
         if not follows(header, seen, message.source):
             continue
         if complete and begun is not None and (message.source not in row or header.iteration != int(begun)):
@@ -351,6 +365,8 @@ def absorb(
         opened = reader.open(message)
         if reader.copies:
             after = advance(new, names, message.source, opened, alpha)
+            # The sender signed its estimate after the change: this finds a wrong decoding and a copy that was wrong
+            # before.
             if opened.digest and opened.digest != digest_of(after.values()):
                 raise OutOfStep(
                     message.source,
@@ -360,6 +376,7 @@ def absorb(
         else:
             after = {}
             accumulate(new, names, message.source, opened, seen is None, alpha)
+        # The third number bounds how far back a sequence number may count as a duplicate: see follows.
         new[f"{names[0]}.seq/{message.source}"] = np.array(
             [(header.seq + 1) & 0xFFFF, header.iteration, 1 if whole or seen is None else int(seen[2]) + 1], np.int64
         )
@@ -368,6 +385,7 @@ def absorb(
         missing = sorted(set(row) - {r.source for r in received})
         if missing:
             raise MessageError(f"no message of iteration {int(begun or 0)} came from nodes {missing}, which was due")
+        # From here on a second inbox for the same iteration is refused.
         del new[f"{names[0]}.begun"]
     return Absorbed(new, tuple(received))
 
@@ -402,9 +420,11 @@ def retract(
     new = dict(state)
     reader = Reader(state, names, compressor, extra)
     received: list[Received] = []
+    # Newest first: an estimate can only be wound back from its last message.
     for message in sorted(messages, key=lambda one: (-peek(one.payload).iteration, one.destination)):
         header, to = peek(message.payload), message.destination
         number = count(new, f"{names[0]}.seq>{to}")
+        # The state counts without bound; what stands in a header is that modulo 65536.
         if not number or header.seq != (number - 1) & 0xFFFF:
             raise OutOfStep(
                 to,
@@ -413,12 +433,15 @@ def retract(
         opened = reader.open(message)
         after = {name: new[own_key(name, to)] for name in names}
         for name in names:
+            # A RESYNC message holds the exact estimate from before it. A subtraction may miss it by rounding, and the
+            # receiver's copy with it: hence the whole estimate next time.
             before = opened.wholes.get(name)
             if before is None:
                 before = after[name].copy()
                 opened.deltas[name].add_to(before, -1.0)
             new[own_key(name, to)] = before
         new[f"{names[0]}.seq>{to}"] = np.array(number - 1, np.int64)
+        # No message has this number: the next one along the edge carries the whole estimate.
         new[f"{names[0]}.sent/{to}"] = np.array(-1, np.int64)
         received.append(Received(to, header, opened.extra, opened.deltas, after))
     return Absorbed(new, tuple(received))
@@ -433,9 +456,11 @@ def disagreement(state: State, name: str) -> Real:
         return np.zeros(int(state[f"{name}.size"]), state[f"{name}.start"].dtype)
     own = state[name]
     if f"{name}.sum" in state:
+        # One subtraction for all neighbours. The two ends of an edge then cancel up to rounding, not bit for bit.
         return mixed(state, name) - float(state[f"{name}.weights"].sum()) * own
     total = np.zeros_like(own)
     for j, weight in row_of(state, name).items():
+        # Difference first, then the weight: the other end finds the same term with the opposite sign, bit for bit.
         total += weight * (copy_of(state, name, j) - own)
     return total
 
@@ -452,5 +477,6 @@ def mixed(state: State, name: str) -> Real:
 
 def digests(state: State, names: Sequence[str]) -> dict[str, bytes]:
     """Return eight bytes for every estimate in ``state``: ``z``, ``z>3``, ``z/3``. Equal bytes, equal estimates."""
+    # Not belongs(): keys with a dot (counters, weights, the beginning) are not estimates.
     mine = {key for key in state for name in names if key == name or key.startswith((f"{name}/", f"{name}>"))}
     return {key: digest_of((state[key],)) for key in sorted(mine)}

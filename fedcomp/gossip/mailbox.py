@@ -32,6 +32,7 @@ class Blobs:
 
     def put(self, blob: bytes) -> int:
         """Return the number of ``blob``."""
+        # Stored once however many boxes it is in: a broadcast puts the same bytes into every neighbour's.
         number = self._numbers.setdefault(blob, len(self.blobs))
         if number == len(self.blobs):
             self.blobs.append(blob)
@@ -111,6 +112,7 @@ class Mailbox:
 
     def look(self, node: int) -> tuple[Pending, ...]:
         """Return what waits for ``node``: by source, of one source in the order sent."""
+        # sorted is stable, so messages of one source keep the order they were sent in.
         return tuple(sorted(self._boxes[node], key=_source))
 
     def look_returned(self, node: int) -> tuple[GossipMessage, ...]:
@@ -129,6 +131,7 @@ class Mailbox:
         refused = set(sources)
         for source in refused:
             self._broken.setdefault(source, set()).add(node)
+        # pending first: it was given out before what now waits came in.
         back = [p for p in (*pending, *self._boxes[node]) if p.message.source in refused]
         self._boxes[node] = [p for p in self._boxes[node] if p.message.source not in refused]
         return self._send_back(back)
@@ -147,6 +150,7 @@ class Mailbox:
     def _send_back(self, pending: Sequence[Pending]) -> list[GossipMessage]:
         for item in pending if self.returns else ():
             source = item.message.source
+            # A new life never sent them: its counters and estimates know nothing of these messages.
             if item.life == self.lives[source]:
                 self._returned[source].append(item.message)
             else:
@@ -161,6 +165,7 @@ class Mailbox:
 
     def break_edges(self, node: int, others: Iterable[int]) -> None:
         """Note that ``node`` and ``others`` know nothing of each other: whole estimates are needed both ways."""
+        # Replaced: what a former life of the node had to mend is covered, since every member is among the others.
         self._broken[node] = set(others)
         for other in self._broken[node]:
             self._broken.setdefault(other, set()).add(node)

@@ -135,9 +135,11 @@ def handle(
         When a newer instruction of the session was carried out already. Nobody waits for an answer.
     """
     known = memory is not None and memory.session == instruction.session
+    # First of all: it repeats the serial of the last instruction and would otherwise be answered from memory.
     if instruction.action == "observe":
         return memory, _observed(algorithm, memory if known else None, instruction)
     if memory is not None and known:
+        # Already carried out, but the answer did not arrive. Doing it again would take the shares from this node twice.
         if instruction.serial == memory.serial:
             return memory, memory.answer
         if instruction.serial < memory.serial:
@@ -145,6 +147,7 @@ def handle(
                 f"node {instruction.node} has carried out instruction {memory.serial} of this run already; "
                 f"instruction {instruction.serial} came too late"
             )
+    # Whatever memory there is belongs to an earlier run or an earlier life, and must not be continued.
     if instruction.start in ("common", "empty"):
         joins = instruction.start == "empty"
         state = algorithm.join(start, layout) if joins else algorithm.init(start, layout, common=common)
@@ -158,6 +161,7 @@ def handle(
 
 
 def _continues(memory: Memory, instruction: Instruction) -> bool:
+    # A reset is the only way into another epoch; without one this node missed the instruction that changed it.
     same_epoch = memory.epoch == instruction.epoch or instruction.start == "reset"
     return memory.session == instruction.session and memory.serial == instruction.serial - 1 and same_epoch
 
@@ -171,18 +175,23 @@ def _carry_out(
     layout: Layout,
 ) -> tuple[Memory, NodeAnswer]:
     view = instruction.view
+    # On the state from before: once they are counted, all messages look like repetitions.
     noticed = algorithm.noticed(state, instruction.inbox)
     state, change, refused, lost = _settled(algorithm, state, change, instruction)
+    # After a refusal the relay begins another epoch, and the reset of that one does it.
     if instruction.start == "reset" and not refused:
         state = algorithm.reset(state, layout)
     outbox: Outbox = ()
     failed = ""
     if instruction.action == "leave":
         state, outbox = algorithm.leave(state, view)
+    # A synchronous node cannot begin an iteration before the former one is finished.
     elif instruction.action == "step" and (algorithm.asynchronous or not refused):
         try:
             state, outbox = algorithm.send(state, _gradient(local, view), view)
+            # After send, which takes the gradient: its forward pass is what moves the statistics.
             change = None if local is None or view.dense else local.change()
+        # Answered, not raised: the inbox was applied, and only an answer acknowledges it.
         except (NonFiniteUpdate, Diverged) as error:
             failed = str(error) or type(error).__name__
     answer = NodeAnswer(
@@ -209,8 +218,10 @@ def _settled(
     Returns the state, what is left of ``change``, the sources whose messages were refused, with the reason, and why own
     messages that came back are lost.
     """
+    # The relay has emptied the boxes because the iteration cannot be completed.
     dropped = instruction.start == "reset" and not instruction.inbox
     state, refused = (state, {}) if dropped else _received(algorithm, state, instruction.inbox)
+    # The change is kept: it belongs to the iteration, which is still open.
     if refused and not algorithm.asynchronous:
         return state, change, refused, ()
     state, lost = _taken_back(algorithm, _shifted(algorithm, state, change), instruction.returned)
@@ -226,6 +237,7 @@ def _taken_back(algorithm: Algorithm, state: State, messages: Sequence[GossipMes
         return algorithm.take_back(state, messages), ()
     except (MessageError, OutOfStep):
         lost = []
+    # Newest first: estimates are wound back from the last message of an edge.
     for message in reversed(messages):
         try:
             state = algorithm.take_back(state, (message,))
@@ -242,6 +254,8 @@ def _received(algorithm: Algorithm, state: State, inbox: Sequence[GossipMessage]
             # Without one of its messages an iteration cannot be finished, so none of them is of use.
             return state, {message.source: str(error) for message in inbox}
     refused: dict[int, str] = {}
+    # The inbox is in order of source, as groupby needs it. One damaged message spoils what follows it from the same
+    # source, but nothing of the others.
     for source, messages in itertools.groupby(inbox, operator.attrgetter("source")):
         try:
             state = algorithm.receive(state, tuple(messages))
@@ -257,14 +271,17 @@ def _shifted(algorithm: Algorithm, state: State, change: Real | None) -> State:
 def _gradient(local: NodeData | None, view: View) -> Gradient | None:
     if local is None or view.dense:
         return None
+    # Fixed by node and iteration: an instruction that is repeated after a crash draws the same batch.
     key = view.key("gradient")
     return lambda z: local.gradient(z, key)
 
 
 def _observed(algorithm: Algorithm, memory: Memory | None, instruction: Instruction) -> NodeAnswer:
+    # A node that is ahead or behind would show a model of another iteration.
     if memory is None or memory.serial != instruction.serial or memory.epoch != instruction.epoch:
         return NodeAnswer(instruction.session, instruction.serial, fresh=True)
     state, _, refused, _ = _settled(algorithm, memory.state, memory.change, instruction)
+    # Without some messages push-sum still has a valid model; a synchronous one would show half an iteration.
     failed = "; ".join(refused.values()) if refused and not algorithm.asynchronous else ""
     model = None if failed else algorithm.model(state)
     return NodeAnswer(instruction.session, instruction.serial, failed=failed, facts=algorithm.facts(state), model=model)

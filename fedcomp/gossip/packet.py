@@ -25,6 +25,7 @@ from fedcomp.gossip.base import Real
 from fedcomp.gossip.errors import MessageError
 
 HEADER_BYTES: Final = 8
+# "<" also turns off padding: eight bytes on every machine.
 _HEADER = struct.Struct("<IHBB")
 
 Dtype = np.dtype[Any]
@@ -51,6 +52,7 @@ class MessageFlag(IntFlag):
 _ALL_FLAGS: Final = int(
     MessageFlag.RESYNC | MessageFlag.DIGEST | MessageFlag.DENSE | MessageFlag.ZOOM | MessageFlag.LEAVING
 )
+# The flags fill the low bits without a gap, so every value up to _ALL_FLAGS is valid and every larger one is not.
 _FLAGS: Final = tuple(map(MessageFlag, range(_ALL_FLAGS + 1)))
 """By value: looked up several times per message, where making one costs as much as the rest of the header."""
 
@@ -127,6 +129,7 @@ def unpack(payload: bytes, *, most: int, dtype: Any = None) -> tuple[MessageHead
         raise MessageError(
             f"a message holds {header.dtype} vectors, this node's are {np.dtype(dtype)}; all nodes must use one dtype"
         )
+    # A view: a body can be as large as the model, and readers cut it several times.
     return header, memoryview(payload)[HEADER_BYTES:]
 
 
@@ -169,6 +172,7 @@ def take_real(data: memoryview | bytes, n: int, dtype: Any) -> Real:
     dtype = np.dtype(dtype)
     if len(data) != n * dtype.itemsize:
         raise MessageError(f"{n} values of {dtype} have {n * dtype.itemsize} bytes; found {len(data)}")
+    # astype copies: an array from frombuffer is read-only and keeps the whole message alive.
     values = np.frombuffer(data, dtype.newbyteorder("<")).astype(dtype)
     if not all_finite(values):
         raise MessageError(f"{int(np.count_nonzero(~np.isfinite(values)))} of {n} values are NaN or infinite")

@@ -144,6 +144,7 @@ class PowerGossip(Algorithm):
     def init(self, model: Real, layout: Layout, *, common: Real | None = None) -> State:
         """Return the state of a node without edges; ``common`` is not used, for there are no estimates."""
         x = real(model)
+        # Kernels of more dimensions become output channels times all the rest, as in the authors' code.
         matrices = [
             (t.offset, t.shape[0], t.size // t.shape[0]) for t in layout.compressed if len(t.shape) > 1 and t.size
         ]
@@ -165,6 +166,7 @@ class PowerGossip(Algorithm):
     def send(self, state: State, gradient: Gradient | None, view: View) -> tuple[State, Outbox]:
         """Begin an iteration: one message per neighbour, through that edge's factor."""
         refuse_dense(self, view)
+        # Raises now if the rate is still "auto", and not after messages have left.
         _ = self._rate
         state = settled(state)
         if view.iteration % self.steps:
@@ -183,7 +185,9 @@ class PowerGossip(Algorithm):
             turn, factor = self._edge(state, j, view)
             basis = matrices.bases(factor, turn, _stream(view, j), x.dtype)
             projected = matrices.project(announced, basis, turn).astype(travels)
+            # An end that restarts shows it by the flag: both ends compare flags before they apply a step.
             check, flags = b"", MessageFlag.RESYNC if turn == 0 else MessageFlag(0)
+            # A factor that is drawn is the same at both ends by construction; only a remembered one can differ.
             if factor is not None and self.digest_every and turn % self.digest_every == 0:
                 check, flags = _digest(factor), flags | MessageFlag.DIGEST
             body = check + put_real(projected) + put_real(vectors)
@@ -192,6 +196,7 @@ class PowerGossip(Algorithm):
             more |= {
                 f"turn/{j}": np.array(turn, np.int64),
                 f"{BEGUN}basis/{j}": basis,
+                # The own message as it was sent: both ends compute from the same two payloads, rounding included.
                 f"{BEGUN}message/{j}": np.frombuffer(payload, np.uint8),
             }
         return {**state, **more, **begun(view)}, tuple(multicasts)
@@ -228,7 +233,9 @@ class PowerGossip(Algorithm):
             other = _read(payload, matrices, travels, j)
             if other.header.iteration != own.header.iteration:
                 raise MessageError(f"node {j} sent a message of iteration {other.header.iteration}")
+            # Of what travelled, not of x itself: the other end then finds the same difference with the opposite sign.
             x[rest] += weight * (other.vectors.astype(x.dtype) - own.vectors.astype(x.dtype))
+            # Each end has both messages, so both see this and neither applies the step: one alone would move the mean.
             if not other.matches(own):
                 dropped |= {f"turn/{j}", f"factor/{j}"}
                 continue
@@ -239,6 +246,7 @@ class PowerGossip(Algorithm):
             toward = -weight * rate if node > j else weight * rate
             matrices.add(x, state[f"{BEGUN}basis/{j}"], factor, turn, toward)
             changes |= {f"turn/{j}": np.array(turn + 1, np.int64), f"factor/{j}": factor}
+        # Two keys were dropped per edge.
         restarts = np.array(int(state["restarts"]) + len(dropped) // 2, np.int64)
         kept = {key: value for key, value in settled(state).items() if key not in dropped}
         return {**kept, **changes, "x": x, "restarts": restarts}
@@ -263,6 +271,7 @@ def auto_rate(graph: KnownGraph) -> float:
     if graph.time_varying or graph.directed:
         raise ConfigError(f"no rate follows from {graph.name}: its W must be symmetric and stay the same; use 1.0")
     spectrum = 1.0 - np.linalg.eigvalsh(graph.mixing_matrix(0, symmetric=True))
+    # The eigenvalue 0 of the constant vector comes out as rounding.
     positive = spectrum[spectrum > 1e-12]
     if not len(positive):
         raise ConfigError(f"no rate follows from {graph.name}: it has no edge; use 1.0")
@@ -305,7 +314,9 @@ class Matrices:
         for index, (_, m, p) in enumerate(self.places.tolist()):
             shape = (p if turn % 2 else m, self.columns(m, p))
             size = shape[0] * shape[1]
+            # Columns of zeros count as dead, so orthonormal draws them all.
             given = np.zeros(shape) if factor is None else factor[start : start + size].reshape(shape)
+            # A stream per matrix: matrices of one shape would otherwise share their draws.
             found.append(orthonormal(given, stream.at(partition=index)).astype(dtype).reshape(-1))
             start += size
         return np.concatenate(found) if found else np.zeros(0, dtype)
@@ -318,6 +329,7 @@ class Matrices:
             shape = (p if turn % 2 else m, self.columns(m, p))
             basis = bases[start : start + shape[0] * shape[1]].reshape(shape)
             start += shape[0] * shape[1]
+            # einsum calls no BLAS here, so the order of its sums does not depend on threads.
             product = np.einsum("mp,pr->mr", matrix, basis) if turn % 2 else np.einsum("mp,mr->pr", matrix, basis)
             found.append(product.reshape(-1))
         return np.concatenate(found) if found else np.zeros(0, x.dtype)
@@ -332,6 +344,7 @@ class Matrices:
             factor = factors[at_factor : at_factor + after * r].reshape(after, r)
             at_basis, at_factor = at_basis + before * r, at_factor + after * r
             u, v = (factor, basis) if turn % 2 else (basis, factor)
+            # Outer products one by one: u @ v.T would leave the order of additions to BLAS, and the ends could differ.
             change = u[:, :1] * v[:, 0]
             for column in range(1, r):
                 change += u[:, column : column + 1] * v[:, column]
@@ -359,12 +372,14 @@ def orthonormal(factor: Real, stream: Key) -> NDArray[np.float64]:
             if remains > max(DEAD, _noise(factor.dtype) * length):
                 basis[:, c] = left / remains
                 break
+            # A stream of its own for every column and every attempt.
             column = normals(stream.at(layer=c + factor.shape[1] * draws), len(column))
             draws += 1
     return basis
 
 
 def _without(column: NDArray[np.float64], basis: NDArray[np.float64]) -> NDArray[np.float64]:
+    # One pass leaves a rest along the earlier columns when most of the column cancels; a second removes it.
     for _ in range(2):
         for earlier in basis.T:
             column = column - math.fsum((earlier * column).tolist()) * earlier
@@ -384,13 +399,16 @@ def normals(stream: Key, count: int) -> NDArray[np.float64]:
 
     Integer arithmetic and one product: the same bits on every machine, which logarithms and cosines are not.
     """
+    # Little-endian before each number is cut in four, so that all machines cut alike.
     parts = stream.bits(count).astype("<u8").view("<u2").reshape(count, 4).astype(np.int64)
+    # Each 16-bit number u is centred in integers, as 2u - 65535; the sum of four has the variance 4/3 * 2**32.
     return (2 * parts.sum(axis=1) - 4 * (2**16 - 1)).astype(np.float64) * (math.sqrt(0.75) * 2.0**-16)
 
 
 def _stream(view: View, j: int) -> Key:
     """Return the stream of the edge to ``j`` in this iteration: the same at both ends, another one for every edge."""
     low, high = min(view.node, j), max(view.node, j)
+    # With a comma: run together, the names of edges (1, 112) and (11, 12) would be one, and so would their streams.
     return Key(view.seed, f"gossip/power-gossip/{low},{high}", view.iteration)
 
 
@@ -415,11 +433,13 @@ class _Said:
 
 def _read(payload: bytes, matrices: Matrices, dtype: np.dtype[Any], source: int) -> _Said:
     vectors = matrices.rest_size
+    # Whether the step is even or odd stands in the message itself: both sizes are possible.
     most = (max(matrices.projected_size(0), matrices.projected_size(1)) + vectors) * dtype.itemsize + _DIGEST_BYTES
     header, body = unpack(payload, most=most, dtype=dtype)
     if header.flags & ~(MessageFlag.DIGEST | MessageFlag.RESYNC):
         raise MessageError(f"node {source} sent {header}, which is no power step")
     start = _DIGEST_BYTES if header.flags & MessageFlag.DIGEST else 0
+    # The header's number is modulo 65536, which is even: it still tells even steps from odd ones.
     count = matrices.projected_size(header.seq)
     values = take_real(body[start:], count + vectors, dtype)
     return _Said(header, bytes(body[:start]), values[:count], values[count:])

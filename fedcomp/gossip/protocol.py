@@ -85,6 +85,7 @@ class Instruction:
             "iteration": view.iteration,
             "seed": view.seed,
             "dense": view.dense,
+            # In order, since the order of a set is not fixed and an instruction is repeated verbatim.
             "resync": sorted(view.resync),
             "out": list(view.column),
             "shares": [float(share) for share in view.column.values()],
@@ -117,6 +118,7 @@ class Instruction:
                 view=View(
                     node=node,
                     iteration=int(parts["iteration"]),
+                    # strict: lists of unequal length would give shares and messages to the wrong nodes unnoticed.
                     column=dict(zip(parts["out"], parts["shares"], strict=True)),
                     row=dict(zip(parts["in"], parts["weights"], strict=True)),
                     seed=int(parts["seed"]),
@@ -207,6 +209,7 @@ class NodeAnswer:
             to = [int(j) for j in parts["postings.to"]]
             counts = [int(c) for c in parts["postings.counts"]]
             payloads = parts["postings"]
+            # A negative count could balance one that is too large, and the slices below would then overlap.
             if len(counts) != len(payloads) or min(counts, default=1) < 0 or sum(counts) != len(to):
                 raise ValueError(f"{len(payloads)} messages for {counts} of {len(to)} destinations")
             if not all(isinstance(payload, bytes) for payload in payloads):
@@ -244,6 +247,7 @@ def largest_message(algorithm: Algorithm, size: int, itemsize: int) -> int:
     size, itemsize : int
         Elements of the model, and bytes of one.
     """
+    # 12: a float64 value and a 32-bit index. 1024: what does not grow with the model (header, digest, lengths).
     return algorithm.vectors_per_message * size * (itemsize + 12) + 1024
 
 
@@ -257,6 +261,7 @@ def check(instruction: Instruction, answer: NodeAnswer, largest: int, *, synchro
         large a message; messages of a node that says it sent none; or needs, or losses, of what it was not sent.
     """
     view = instruction.view
+    # The other actions begin no iteration, so nothing may come with their answers.
     expected = set(view.column) if instruction.action in ("step", "leave") else set()
     to = [destination for multicast in answer.multicasts for destination in multicast.destinations]
     if not set(to) <= expected or len(set(to)) != len(to) or not all(p.destinations for p in answer.multicasts):
@@ -264,9 +269,11 @@ def check(instruction: Instruction, answer: NodeAnswer, largest: int, *, synchro
     longest = max((len(multicast.payload) for multicast in answer.multicasts), default=0)
     if longest > largest:
         raise AnswerError(f"a message of {longest} bytes; the largest this run has is {largest}")
+    # Such a node has not begun the iteration: its neighbours must not get messages that it does not know of.
     silent = answer.fresh or bool(answer.failed) or (synchronous and bool(answer.needs))
     if silent and to:
         raise AnswerError(f"messages to nodes {to[:20]} by a node that says it sent none")
+    # Every neighbour waits for its message: one left out would stop the whole run.
     if synchronous and not silent and instruction.action == "step" and len(to) < len(expected):
         raise AnswerError(f"messages to nodes {to[:20]} only; expected one to each of {sorted(expected)}")
     sources = {message.source for message in instruction.inbox}

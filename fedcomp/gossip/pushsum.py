@@ -125,6 +125,7 @@ class PushSum(Algorithm):
         last: dict[tuple[int, bool], int] = {}
         for message in messages:
             try:
+                # Any length: what cannot be a message is refused by receive, with its reason.
                 header, body = unpack(message.payload, most=len(message.payload))
                 share = share_of(body, message.source)
             except MessageError:
@@ -134,6 +135,7 @@ class PushSum(Algorithm):
                 found[message.source] = f"its message of iteration {header.iteration} came again and is ignored"
             elif share <= _NOTHING:
                 found[message.source] = f"it sent a share of {share:g}: it takes mass in and passes none on"
+            # A message may also repeat an earlier one of the same inbox.
             last[kind] = mark_of(header)
         return found
 
@@ -149,6 +151,7 @@ class PushSum(Algorithm):
         return {
             "x": model.astype(np.float64),
             "w": np.array(1.0),
+            # x is float64, so the model's own dtype has to be kept; a state holds nothing but arrays.
             "dtype": np.zeros((), model.dtype),
             **velocity(model, self.momentum),
         }
@@ -188,6 +191,7 @@ class PushSum(Algorithm):
         held = list(states)
         total = sum((state["x"] for state in held), np.zeros(()))
         return {
+            # Exact, so that a sum that is off is lost mass and not the rounding of this line.
             "sum_w": math.fsum(float(state["w"]) for state in held),
             "sum_x": float(np.linalg.norm(np.atleast_1d(total))),
         }
@@ -215,6 +219,8 @@ class PushSum(Algorithm):
         if gradient is not None and not view.dense and "fresh" not in state:
             step, moved = descent(state, gradient, z, falling(self.lr, self.decay_over, view.iteration), self.momentum)
             if step is not None:
+                # On the numerator, as in SGP: z moves by step / w, which is why a small weight (w_start) bars a node
+                # from learning.
                 state = {**state, **moved, "x": state["x"] - step}
                 z = debiased(state)
         require_finite(z, f"node {view.node}, iteration {view.iteration}: the de-biased model")
@@ -226,6 +232,7 @@ class PushSum(Algorithm):
         state = {**state}
         if w < self.w_min:
             if "held" not in state:
+                # The model from before these messages, when the weight was still enough to divide by.
                 state["held"] = debiased(before)
             return state
         state.pop("held", None)
@@ -258,6 +265,7 @@ class PushSum(Algorithm):
             When there is mass and no out-neighbour to take it.
         """
         x, w = state["x"], float(state["w"])
+        # Without mass nobody has to be there to take it: heirs would raise.
         if not w and not x.any():
             return state, ()
         parts = heirs(view)
@@ -284,12 +292,14 @@ def push_whole(local: LocalStep, view: View) -> tuple[State, Outbox]:
     """Push P[j, i] of everything to every active out-neighbour j: plain push-sum, models whole."""
     x, left = local.state["x"], local.w
     shares = {j: view.column[j] * local.w for j in sorted(view.column)}
+    # The model as it travels, rounded to its own dtype: what is taken here must be what the receivers add.
     z = local.z.astype(np.float64)
     # The debit of each share on its own, in the receivers' arithmetic: one product with their sum rounds differently.
     for share in shares.values():
         x, left = x - share * z, left - share
     body = put_real(local.z)
     outbox = tuple(
+        # Sequence number 0: whole messages change no estimate, and mark_of tells them apart by their iteration.
         Multicast(to, pack(view.iteration, 0, MessageFlag.DENSE, local.z.dtype, put_scalars(share) + body))
         for share, to in grouped(shares).items()
     )
@@ -393,6 +403,7 @@ def read_whole(message: GossipMessage, who: int, state: State) -> tuple[MessageH
         When it is not a whole message of ``who`` for a model like this state's.
     """
     size = state["x"].size
+    # 8 bytes an element whatever the model's dtype: the numerator of a leaving node is float64.
     header, body = unpack(message.payload, most=SHARE_BYTES + 8 * size)
     leaving = MessageFlag.LEAVING in header.flags
     dtype = np.dtype(np.float64) if leaving else state["dtype"].dtype

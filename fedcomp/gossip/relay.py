@@ -217,6 +217,7 @@ class Relay:
             return {}
         self.report.rounds += 1
         self.report.repeated += len(self._open)
+        # A synchronous run begins an iteration only when everybody has finished the former one.
         if self.algorithm.asynchronous:
             self._enter()
             self._issue()
@@ -244,6 +245,7 @@ class Relay:
         # Who has not even begun has nothing to reset.
         self._starts = {node: self._starts.get(node, "reset") for node in self._members}
         if self._torn:
+            # Nobody may apply messages of an iteration that others cannot finish.
             self._undelivered(self._mailbox.clear())
         self._enter()
         # At the end of a run nothing is sent, so nobody learns whole estimates: if it goes on, another epoch begins.
@@ -259,11 +261,13 @@ class Relay:
             self._starts[node] = "empty"
             self._failures[node] = 0
             self._note(self.report.joined, node, "with a new state")
+            # A synchronous newcomer comes with a new epoch, in which all edges begin anew.
             if self.algorithm.asynchronous:
                 self._mailbox.break_edges(node, self._members - {node})
 
     def _issue(self) -> None:
         """Issue the next instruction to every node that has answered its last."""
+        # Who has an open instruction is left out of ``living``: edges to it rest until it answers.
         idle = [node for node in sorted(self._members) if node not in self._open]
         living = set(idle)
         begins = not self.finishing
@@ -272,7 +276,9 @@ class Relay:
                 if not self._has_finished(node):
                     self._send(node, "finish", View(node, self.iteration, seed=self.seed))
         else:
+            # A leaver gets no messages any more: it would only have to pass them on.
             living -= self._leaving
+            # None spares the views a set lookup for every edge.
             alive = None if len(living) == self.topology.n else frozenset(living)
             for node in idle:
                 if node in self._leaving:
@@ -287,6 +293,7 @@ class Relay:
 
     def _depart(self, node: int, living: set[int]) -> None:
         """Tell a node to leave; while nobody can take what it has, it stays."""
+        # With itself among the living: the dead have no column.
         view = self._view(node, frozenset(living | {node}))
         if self.algorithm.asynchronous and not view.column:
             self._send(node, "step", view)
@@ -294,6 +301,7 @@ class Relay:
         self._send(node, "leave", view)
         self._leaving.discard(node)
         self._departing.add(node)
+        # From now on what is sent to it goes back to its sender.
         self._members.discard(node)
 
     def _see_off(self, node: int, living: set[int]) -> None:
@@ -301,12 +309,14 @@ class Relay:
         view = self._view(node, frozenset(living | {node}))
         if view.column:
             self._send(node, "leave", view)
+        # Only when every member has answered: one that is silent now may take the mass later.
         elif len(living) == len(self._members) and not self._has_heirs(node):
             self._end(node, ())
 
     def _has_heirs(self, node: int) -> bool:
         """Whether a node that has left will have a living out-neighbour before long."""
         alive = frozenset(self._members | {node})
+        # Within a window every edge the graph relies on occurs.
         coming = range(self.iteration, self.iteration + self.topology.window)
         return any(self.topology.column(node, t, alive) for t in coming)
 
@@ -325,6 +335,7 @@ class Relay:
     def _send(self, node: int, action: Action, view: View) -> None:
         # Never reused, also after a rejoin: a late copy of an older instruction is then recognised by its number.
         self._serials[node] += 1
+        # From here these messages are in the open instruction only: a message is never in two places.
         pending, returned = self._mailbox.take(node)
         instruction = Instruction(
             self.session,
@@ -334,6 +345,7 @@ class Relay:
             view,
             inbox=tuple(item.message for item in pending),
             returned=returned,
+            # Said once; the instruction that says it is repeated until it is answered.
             start=self._starts.pop(node, ""),
         )
         self._open[node] = Open(instruction, pending)
@@ -359,6 +371,7 @@ class Relay:
         for node in sorted(answers):
             self._settle(node, answers[node])
         for node, entry in sorted(self._open.items()):
+            # The default keeps why _settle has just refused an answer.
             entry.error = (errors or {}).get(node, entry.error)
             if entry.attempts >= self.patience:
                 why = f": {entry.error[:_REASON]}" if entry.error else ""
@@ -377,6 +390,7 @@ class Relay:
                 f"no node is left that could go on; the last events were {(self.report.gone + self.report.left)[-3:]}. "
                 "Look into the nodes' logs, or allow more patience, and restart"
             )
+        # Figures of a synchronous iteration may come in over several rounds; the watcher sees whole iterations.
         if self.algorithm.asynchronous or self.settled:
             figures, self._figures = self._figures, {}
             if self.watch is not None:
@@ -396,6 +410,7 @@ class Relay:
         most = self.patience if self.algorithm.asynchronous else 1
         failing = [node for node in sorted(self._members) if self._failures[node] >= most]
         self._excluded |= {node: self._failed[node] for node in failing}
+        # Those excluded earlier count: otherwise a run that diverges would lose its nodes one by one and never end.
         if failing and 2 * len(self._excluded) > len(self._members | self._excluded.keys()):
             raise Diverged(
                 f"{len(self._excluded)} of {len(self._members | self._excluded.keys())} nodes failed; "
@@ -408,9 +423,11 @@ class Relay:
             self._end(node, ())
 
     def _settle(self, node: int, answer: NodeAnswer) -> None:
+        # Before any check: these bytes have come up the wire, whatever they are worth.
         for multicast in answer.multicasts:
             self.traffic.up.add(len(multicast.payload))
         entry = self._open.get(node)
+        # A duplicate, or the answer of a node that was given up: messages count with the first answer only.
         if entry is None or (answer.session, answer.serial) != (self.session, entry.instruction.serial):
             self.report.ignored += 1
             if entry is not None:
@@ -424,6 +441,7 @@ class Relay:
             self._note(self.report.refused, node, str(error))
             return
         if answer.fresh:
+            # Who wanted to leave has lost what it would have handed over.
             if self.rejoin and node in self._members - self._leaving:
                 self._joining.add(node)
             self._give_up(node, "its memory is lost")
@@ -444,6 +462,7 @@ class Relay:
         if answer.needs and self.algorithm.asynchronous:
             self._undelivered(self._mailbox.refuse(entry.pending, answer.needs, node))
         elif answer.needs:
+            # Neither figures nor messages: a synchronous node that could not finish has begun nothing.
             self._torn, self._unread = True, f"node {node}: {answer.reasons[0]}"
             return
         if instruction.action == "finish":
@@ -496,6 +515,7 @@ class Relay:
         mailbox = self._mailbox
         if mailbox.look_returned(node) or mailbox.messages_of(node):
             return True
+        # Messages that were handed out but not acknowledged: they come back if their receiver is given up.
         return any(item.message.source == node for entry in self._open.values() for item in entry.pending)
 
     def _undelivered(self, messages: Iterable[GossipMessage]) -> None:
@@ -504,6 +524,7 @@ class Relay:
             self.traffic.undelivered.add(len(message.payload))
 
     def _note(self, events: list[tuple[int, int, str]], node: int, reason: str) -> None:
+        # Cut, since the words may be a peer's and go into the log and the stored state.
         events.append((self.report.rounds, node, reason[:_REASON]))
         usual = events is self.report.joined or events is self.report.left
         level = logging.INFO if usual else logging.WARNING
@@ -528,10 +549,12 @@ class Relay:
                 self.epoch,
                 "observe",
                 View(node, self.iteration, seed=self.seed),
+                # Messages of a torn iteration will never be applied: shown is what the coming reset leaves.
                 inbox=() if self._torn else tuple(item.message for item in self._mailbox.look(node)),
                 returned=self._mailbox.look_returned(node),
                 start="reset" if self._torn else "",
             )
+            # Who has yet to begin has no model.
             for node in sorted(self._members - self._open.keys() - self._starts.keys())
         }
 
@@ -551,6 +574,7 @@ class Relay:
         if iterations < self.iteration:
             raise ConfigError(f"iterations={iterations} is not valid: {self.iteration} have been begun")
         self.iterations = iterations
+        # Everybody gets instructions again and has to finish once more.
         self._finished.clear()
 
     def leave(self, node: int) -> None:
@@ -593,6 +617,7 @@ class Relay:
             "epoch": self.epoch,
             "serials": list(self._serials),
             "failures": list(self._failures),
+            # Pairs, not a mapping: JSON would make texts of the nodes' numbers.
             "failed": sorted(self._failed.items()),
             "excluded": sorted(self._excluded.items()),
             "starts": [[node, start] for node, start in sorted(self._starts.items())],

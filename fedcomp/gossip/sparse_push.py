@@ -183,8 +183,10 @@ class SparsePush(PushSum):
         state = super().init(model, layout, common=common)
         start = real(model if common is None else common).astype(state["dtype"].dtype, copy=False)
         gamma = automatic_gamma(self._compressor, layout.compressed_size) if self.gamma == "auto" else self.gamma
+        # In the state, since ``adapt`` lowers it at each node by itself.
         state |= {"gamma": np.array(float(gamma)), "innovation": np.array(0.0)}
         if self.adapt:
+            # A negative count lets the first iterations pass, in which the innovation grows in any case.
             state |= {"trend": np.array(0.0), "grown": np.array(-_RISING, np.int64)}
         return open_estimates(state, {_NAME: start}, layout.compressed_size, edges=self.estimates == "edge")
 
@@ -196,8 +198,10 @@ class SparsePush(PushSum):
         if view.dense:
             return push_whole(local, view)
         if not view.column:
+            # The gradient step counts although nobody is there to be told.
             return local.state, ()
         gamma = float(state["gamma"])
+        # All of the weight before any debit, so that the shares do not depend on the order of the neighbours.
         shares = {j: gamma * view.column[j] * local.w for j in sorted(view.column)}
         push = self._push_along_edges if self.estimates == "edge" else self._push_broadcast
         state, outbox, known = push(local, shares, view)
@@ -271,6 +275,7 @@ class SparsePush(PushSum):
             return state
         before, grown = float(state["trend"]), int(state["grown"]) + 1
         trend = _MEMORY * before + (1.0 - _MEMORY) * innovation
+        # A negative count is not set back: the first iterations of a node are left out as a whole.
         if grown > 0 and trend <= before:
             grown = 0
         if grown >= _GROWING:
@@ -280,10 +285,12 @@ class SparsePush(PushSum):
     def receive(self, state: State, messages: Sequence[GossipMessage]) -> State:
         """Finish the iteration: advance the copies, and add the shares, of whatever iteration they are."""
         small = [message for message in messages if not is_whole(message)]
+        # Not ``complete``: messages that are late or missing are usual here.
         absorbed = absorb(state, small, (_NAME,), self._compressor, extra=SHARE_BYTES, complete=False)
         now = absorbed.state
         for one in absorbed.received:
             share = share_of(one.extra, one.source)
+            # The copy right after this message, not the latest one: the sender was debited for that estimate.
             now = received(now, part_of(one.estimates[_NAME], share), share, one.source, self.nodes)
         for message in messages:
             if is_whole(message):
@@ -294,6 +301,7 @@ class SparsePush(PushSum):
         if dense:
             return super()._counted(state, source, dense)
         known = state.get(f"{_NAME}.seq/{source}")
+        # The iteration of its last message, in the units of mark_of.
         return -1 if known is None else 2 * int(known[1])
 
     def take_back(self, state: State, messages: Sequence[GossipMessage]) -> State:
@@ -339,6 +347,7 @@ class SparsePush(PushSum):
                     f"message {seq} to node {to} came back, but the last that could are {[s - 1 for s in last]}; "
                     "messages come back newest first and at most two of an edge",
                 )
+            # Only the share is read from it; the estimate it refers to is kept in ``past``.
             _, body = unpack(message.payload, most=len(message.payload))
             share = share_of(body, message.source)
             state = credited(state, part_of(state[f"past/{last[-1]}"], share), share)

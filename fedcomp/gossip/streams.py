@@ -32,6 +32,7 @@ from fedcomp.wire.errors import WireError
 
 DIGEST_BYTES: Final = 8
 NO_FLAGS: Final = MessageFlag(0)
+# A 64-bit number has at most ten bytes in LEB128.
 _PREFIX: Final = 10
 """Longest length in front of a section."""
 
@@ -63,20 +64,24 @@ class Draft:
         split = int(new["split"])
         for name, target in targets.items():
             before = _own(new, name, to)
+            # Refused here, before anything has left: a NaN in the neighbours' copies would stay there.
             require_finite(target, f"{name!r}")
             if target.dtype != before.dtype or target.shape != before.shape:
                 raise StateError(
                     f"{name!r} is {target.dtype}{target.shape}; its estimate is {before.dtype}{before.shape}"
                 )
             key = _key(view.seed, name, view.iteration, view.node, to)
+            # An overflow leaves an infinity, which require_finite reports below with the name of the vector.
             with np.errstate(over="ignore"):
                 section, delta = compressor.compress(target - before, split, key)
                 after = before.copy()
+                # The decoded change, not the innovation itself: it is what the receivers will add.
                 delta.add_to(after, alpha)
             require_finite(after, f"the estimate of {name!r}")
             new[own_key(name, to)] = after
             self.before[name], self.after[name], self.deltas[name] = before, after, delta
             sections.append(section)
+        # The last section ends with the message. So a single vector, the usual case, needs no length.
         self.sections = b"".join([put_varint(len(s)) + s for s in sections[:-1]] + sections[-1:])
 
     def sign(self) -> None:
@@ -87,6 +92,7 @@ class Draft:
         """Return message ``number`` of the stream."""
         iteration, flags = self.header
         flags |= (MessageFlag.DIGEST if self.digest else NO_FLAGS) | (MessageFlag.RESYNC if whole else NO_FLAGS)
+        # From before the change: who gets it then applies the same sections as everybody else, by the same arithmetic.
         wholes = b"".join(map(put_real, self.before.values())) if whole else b""
         dtype = next(iter(self.before.values())).dtype
         return pack(iteration, number, flags, dtype, extra + self.digest + wholes + self.sections)
@@ -109,12 +115,15 @@ class Reader:
         self.size, self.split = int(state[f"{names[0]}.size"]), int(state["split"])
         self.dtype = state[f"{names[0]}.start"].dtype
         self.copies = f"{names[0]}.sum" not in state
+        # A broadcast stream has its own estimate from the beginning; streams per edge have theirs under other keys.
         self.edges = names[0] not in state
         self.compressor = compressor
+        # Worked out once for all messages; a callable may return another compressor for each.
         self._longest = self._most(compressor) if isinstance(compressor, Compressor) else 0
 
     def _most(self, compressor: Compressor) -> int:
         """Return the bytes of the longest body."""
+        # The longest body whatever its flags are: a longer one is refused by its length, before anything is read.
         section = compressor.most(self.size, self.split, self.dtype)
         return self.extra + DIGEST_BYTES + len(self.names) * (self.size * self.dtype.itemsize + _PREFIX + section)
 
@@ -126,9 +135,11 @@ class Reader:
             compressor = compressor(message.source, header)
             most = self._most(compressor)
         _, body = unpack(message.payload, most=most, dtype=self.dtype)
+        # Their bodies are whole models or numerators: read as a change they could pass for one by accident.
         if MessageFlag.DENSE in header.flags or MessageFlag.LEAVING in header.flags:
             raise MessageError(f"a message with flags {header.flags!r} came where a change of an estimate was expected")
         signed = MessageFlag.DIGEST in header.flags
+        # Unchecked it would give a false sense of agreement; an honest sender with copies=False never signs.
         if signed and not self.copies:
             raise MessageError("a message has a digest, which a sum of copies cannot be compared with")
         extra, body = _cut(body, self.extra)
@@ -139,8 +150,10 @@ class Reader:
             wholes[name] = take_real(data, self.size, self.dtype)
         deltas = {}
         for name in self.names:
+            # The last section gets all that is left; its decoder refuses bytes too many.
             data, body = (body, body[:0]) if name == self.names[-1] else _cut_prefixed(body)
             to = message.destination if self.edges else None
+            # Seed 0 in place of the run's, which a receiver may not know: what both ends draw must not depend on it.
             key = _key(0, name, header.iteration, message.source, to)
             deltas[name] = compressor.decode(data, self.size, self.split, self.dtype, key)
         return Opened(bytes(extra), bytes(digest), wholes, deltas)
@@ -168,6 +181,7 @@ def follows(header: MessageHeader, seen: Any, source: int) -> bool:
     OutOfStep
         When it is neither the next one nor whole.
     """
+    # A stream that was never heard of begins with message 0, in whatever iteration.
     expected, last, applied = (0, -1, 0) if seen is None else map(int, seen)
     if header.iteration <= last:
         # Numbers wrap at 65536: those less than half of that behind are old, and only as far back as messages were
@@ -175,6 +189,7 @@ def follows(header: MessageHeader, seen: Any, source: int) -> bool:
         if (expected - 1 - header.seq) & 0xFFFF < min(applied, 1 << 15):
             return False
     elif MessageFlag.RESYNC in header.flags or header.seq == expected:
+        # A whole estimate replaces the copy, so a gap before it does not matter.
         return True
     raise OutOfStep(
         source,
@@ -188,9 +203,11 @@ def advance(new: State, names: tuple[str, ...], source: int, opened: Opened, alp
     after = {}
     for name in names:
         key = copy_key(name, source)
+        # The wholes were read into fresh arrays; anything else may be shared with older states.
         copy = opened.wholes[name] if opened.wholes else (new[key] if key in new else start_of(new, name)).copy()
         with np.errstate(over="ignore"):
             opened.deltas[name].add_to(copy, alpha)
+        # Both summands are finite, but their sum need not be.
         if not all_finite(copy):
             raise MessageError(f"a message of node {source} takes the estimate {name!r} beyond the largest number")
         new[key] = after[name] = copy
@@ -202,6 +219,7 @@ def accumulate(new: State, names: tuple[str, ...], source: int, opened: Opened, 
     row = row_of(new, names[0])
     if source not in row:
         raise MessageError(f"a message of node {source}, which has no weight; expected one of {sorted(row)}")
+    # The neighbour's old share of the sum is not kept anywhere, so it cannot be taken out.
     if opened.wholes and not fresh:
         raise OutOfStep(
             source,
@@ -211,6 +229,7 @@ def accumulate(new: State, names: tuple[str, ...], source: int, opened: Opened, 
     for name in names:
         total = new[f"{name}.sum"].copy()
         with np.errstate(over="ignore"):
+            # The neighbour's beginning enters with its first message: open_estimates did not know the weights.
             if fresh:
                 total += row[source] * (opened.wholes[name] if opened.wholes else start_of(new, name))
             opened.deltas[name].add_to(total, row[source] * alpha)
@@ -221,9 +240,11 @@ def accumulate(new: State, names: tuple[str, ...], source: int, opened: Opened, 
 
 def remember(new: State, names: tuple[str, ...], view: View) -> None:
     """Store what later calls need of the iteration that begins."""
+    # Ascending, in which order sums over neighbours are added: another order gives other bits.
     ids = np.array(sorted(view.row), np.int64)
     weights = np.array([view.row[int(j)] for j in ids], np.float64)
     old = new.get(f"{names[0]}.row")
+    # Exactly equal: what is in a sum was multiplied by the old weights, and cannot be weighted anew.
     same = np.array_equal(old, ids) and np.array_equal(new[f"{names[0]}.weights"], weights) if old is not None else True
     if f"{names[0]}.sum" in new and not same:
         raise StateError(
@@ -282,6 +303,7 @@ def count(state: State, key: str) -> int:
 
 def _key(seed: int, name: str, iteration: int, node: int, to: int | None) -> Key:
     """Return the stream that ``node`` draws from for one section; receivers form all of it but the seed."""
+    # Shifted by one: the broadcast stream has 0, and an edge to node 0 must not share its draws.
     return Key(seed, f"gossip/{name}", iteration, node, 0 if to is None else to + 1)
 
 
