@@ -123,6 +123,7 @@ def in_order(halves: Mapping[str, ClientHalf]) -> list[ClientHalf]:
     ConfigError
         When what they declare is a circle.
     """
+    # Every half is a node of the graph, also one that declares no order.
     sorter: TopologicalSorter[str] = TopologicalSorter(dict.fromkeys(halves, ()))
     for half in halves.values():
         for inner in half.outside:

@@ -135,6 +135,7 @@ def _handle(msg: Message, context: Context, call_next: CallNext, accept: Collect
             exact = None if private else encode_exact(exact_arrays, layout)
             if exact is not None:
                 put_frame(content, EXACT, exact)
+            # As the last acts, after everything that can fail: with an exception in between the memory is as it was.
             if uplink is not None:
                 uplink.commit(context, state, announcement, codec, layout, content)
         if replica is not None:

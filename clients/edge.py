@@ -89,6 +89,7 @@ def start_listener(listen: str, store: Path, store_bytes: int, env: Mapping[str,
     # The listener must not hold the end whose closing it waits for.
     listener = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(closed, ready), env=env)
     os.close(closed)
+    # The listener then has the only end: should it die, the read below ends at once, with nothing.
     os.close(ready)
     try:
         answered, _, _ = select.select([answer], [], [], _LISTENER_SECONDS)
@@ -103,6 +104,7 @@ def start_listener(listen: str, store: Path, store_bytes: int, env: Mapping[str,
             # It removes the store itself, unless it had to be killed.
             shutil.rmtree(store, ignore_errors=True)
         raise ConfigError(f"the listener on {listen} did not start; see its message above")
+    # Not before: the SuperNode that replaces this process must keep this end, the listener must not have it.
     os.set_inheritable(kept, True)
     return listener.pid
 
@@ -113,6 +115,7 @@ def _prepare(parser: argparse.ArgumentParser, args: argparse.Namespace) -> tuple
         command = [program("flower-supernode"), "--superlink", args.superlink]
     except ConfigError as error:
         parser.error(str(error))
+    # The port is for the node's own helpers, which run on this machine: nobody else may reach it.
     command += ["--host", "127.0.0.1", "--port", str(args.port)]
     command += ["--insecure"] if args.insecure else ["--root-certificates", str(args.root_certificates.resolve())]
     if args.key is not None:
@@ -129,6 +132,7 @@ def _prepare(parser: argparse.ArgumentParser, args: argparse.Namespace) -> tuple
     if args.privacy_ledger is not None:
         node_config += f" {LEDGER_FILE}='{args.privacy_ledger.resolve()}'"
     command += ["--node-config", node_config]
+    # What the user has set in the environment wins over the offline defaults.
     env = {**OFFLINE_ENVIRONMENT, **os.environ}
     # SuperNode starts its helpers by name; they must come from the same environment.
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", os.defpath)])

@@ -171,6 +171,7 @@ def _plan(msg: Message, context: Context, part: GraphPart) -> Message:
         if (part.structure.owner_of(ids) != owner).any():
             raise GraphError(f"norms come from part {owner} for nodes of other owners")
         norms = norms.updated(NodeValues(ids, values.astype(np.float64)))
+    # Not stored: there is no state yet, or the turn before has joined it since it was written.
     changed = bool(sent[gcn.NORMS] or sent[gcn.STRUCTURE]) or not kept.stored
     kept = kept.received(ask, norms, structure)
     content = RecordDict()
@@ -293,6 +294,7 @@ class _Turn:
         # More rows than are wanted are refused by the codec, which reads their number first.
         rows = {owner: read(frame, limit=len(wants[owner])) for owner, frame in fetched.items()}
         _check_complete({owner: ids for owner, (ids, _) in rows.items()}, wants)
+        # Each node once: steps share inputs, and a cached row is read once for all of them.
         remote = np.unique(np.concatenate([np.zeros(0, np.int64), *(plan.remote for plan in plans)]))
         used = np.intersect1d(remote, kept.cache.ids, assume_unique=True)
         cached = ((used, kept.cache.get(used)),) if len(used) else ()
@@ -312,6 +314,7 @@ class _Turn:
         """Keep what was fetched and seen; the last act of a handler."""
         kept, ask = self.kept, self.ask
         rows = {} if ask.cache == "none" else self.fetched
+        # The state already says all of this; it is large, and is not written for nothing.
         if kept.stored and not rows and not len(self.used) and not seen and kept.last is None:
             return
         turn = PastTurn(ask.session, ask.turn, kept.rows_of, rows, self.used, tuple(seen))
@@ -348,6 +351,7 @@ def _train(turn: _Turn, learner_of: Callable[[], Learner]) -> Message:
         for step, plan in enumerate(turn.plans):
             x, operators, labels = turn.tensors(plan)
             key = Key(ask.seed, f"gcn/train/{step}/dropout", ask.round, part.index)
+            # torch's seeds are signed, so one bit is dropped.
             generator = torch.Generator().manual_seed(key.u64() >> 1)
             visit = None if watch is None else partial(watch.visit, plan)
             offered = {"generator": generator, "visit": visit}
@@ -408,10 +412,12 @@ class _Watch:
         self.seen: list[NodeValues] = []
 
     def visit(self, plan: StepPlan, level: int, inputs: Tensor) -> None:
+        # What goes into the first layer are features, whose norms their owners tell.
         if level == 0:
             return
         while len(self.seen) < level:
             self.seen.append(NodeValues())
+        # In float64: squares of float32 activations overflow above about 1e19.
         norms = inputs.detach().double().norm(dim=1).numpy()
         self.seen[level - 1] = self.seen[level - 1].updated(NodeValues(plan.layers[level].columns, norms))
 
@@ -420,6 +426,7 @@ def _plans(part: GraphPart, ask: PlanRequest, kept: OwnerState) -> list[StepPlan
     settings = _settings(ask)
     norms: Norms | None = None
     if _measures(settings):
+        # One table per layer, empty for layers that were never seen: the plan wants as many as there are layers.
         tables = (kept.norms, *kept.hidden, *[NodeValues()] * settings.layers)[: settings.layers]
         norms = [dict(zip(table.ids.tolist(), table.values.tolist(), strict=True)) for table in tables]
     return plan_round(
@@ -475,6 +482,7 @@ def _asked_of(part: GraphPart, frames: Mapping[int, bytes], content: RecordDict)
     reasons: dict[int, str] = {}
     for place, frame in frames.items():
         try:
+            # Nobody can ask for more nodes than this owner has: bounded before memory is taken for them.
             ids = decode_ids(frame, nodes=part.structure.nodes, limit=len(part.ids))
             part.positions(ids)
             found[place] = ids

@@ -111,6 +111,7 @@ def receive(
         reads = codec if codec_of is None else codec_of(layout)
         vector, exact, version = advance(layout.flatten(held.arrays), exact, held.version, steps, reads, layout)
         replica = Replica(version, layout.unflatten(vector, exact))
+    # Without this check a replica that differs in one bit would drift from the server's for the rest of the run.
     if replica.version != announcement.version or digest(vector, exact) != announcement.digest:
         raise StateError(
             f"the replica (version {replica.version}) is not the server's model of version {announcement.version}: "

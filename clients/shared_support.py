@@ -142,6 +142,7 @@ class _Exchange:
         self._probe(state, layout, out)
         frame = encode_exact(exact, layout)
         if frame is not None:
+            # Buffers leave together with the values: until the support arrives they wait in the state.
             state[_EXACT] = np.frombuffer(frame, np.uint8)
         if block is not None:
             # The support of an earlier leader: values leave at once, and the next support is chosen from what is left.
@@ -201,6 +202,7 @@ class _Exchange:
         header["generation"] = uplink.generation
         header["rolled-back"] = uplink.rolled_back
         ratio = memory_ratio(self.codec, state, update)
+        # While the update still waits, the memory is not yet what sending leaves behind.
         if ratio is not None and UPDATE in out:
             header["memory"] = ratio
         uplink.commit(self.context, state, self.announcement, self.codec, layout, out)

@@ -285,6 +285,7 @@ def take_frames(message: Message, parts: int, *kinds: str) -> dict[str, dict[int
     found: dict[str, dict[int, bytes]] = {kind: {} for kind in kinds}
     for name in message.content:
         head, slash, rest = name.partition("/")
+        # Other records belong to the inner strategy or to another system, and are theirs to check.
         if head != HEADER or not slash:
             continue
         kind, _, place = rest.partition("/")

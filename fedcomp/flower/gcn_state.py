@@ -56,6 +56,7 @@ class NodeValues:
         """Return both together; where both know a node, ``other``'s number."""
         if not len(other.ids):
             return self
+        # unique points to the first of equals: with ``other`` in front its number wins.
         ids, first = np.unique(np.concatenate([other.ids, self.ids]), return_index=True)
         return NodeValues(ids, np.concatenate([other.values, self.values])[first])
 
@@ -143,11 +144,13 @@ class OwnerState:
         rows_of = json.dumps([part.digest, ask.row_codec, ask.noise])
         cache = FeatureCache(ask.cache, ask.cache_bytes, key=rows_of)
         fresh = cls(part.digest, rows_of, cache, session=ask.session)
+        # Of another graph or partition the whole state is void: its ids and norms say nothing here.
         meta = context.state.config_records.get(KEPT)
         if meta is None or meta.get("digest") != part.digest:
             return fresh
         try:
             return _read(context, meta, ask, fresh)._at(ask, reader)
+        # A damaged record fails in whatever way the first wrong field brings about.
         except (FedcompError, KeyError, ValueError, TypeError, AttributeError) as error:
             raise StateError(f"what this node keeps of the graph cannot be read: {error}; restart the node") from error
 
@@ -172,6 +175,7 @@ class OwnerState:
         """Return this with feature norms and adjacency rows that a plan's message brought."""
         place = (ask.session, ask.turn)
         before = self.structure_at(ask)
+        # A plan's message may arrive twice, and its rows must not be kept twice.
         more = tuple(frame for frame in structure if frame not in before)
         return replace(self, norms=self.norms.updated(norms), structure=before + more, structure_of=place)
 
@@ -212,6 +216,7 @@ class OwnerState:
         # by far the largest, is written only when it changed.
         cache = None if self.stored else to_record(self.cache.to_arrays())
         record, entries = to_record(arrays), ConfigRecord({k: v for k, v in meta.items() if v not in ("", [])})
+        # Frames are counted by name when they are read: none of an earlier turn may stay.
         for name in [n for n in state if n.startswith(KEPT_FRAMES)]:
             del state[name]
         for name, frame in frames.items():

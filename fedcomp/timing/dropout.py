@@ -171,6 +171,7 @@ class Trace:
         if not 0 < self.period < math.inf:
             raise ConfigError(f"period is {self.period!r}; expected a positive, finite number of seconds")
         for stays in self.stays.values():
+            # Made for its checks alone.
             Presence(tuple(stays))
 
     @classmethod
@@ -196,6 +197,7 @@ class Trace:
     def __call__(self, server_round: int, client: int) -> Presence:
         """Return when ``client`` can be reached in ``server_round``, counted from that round's beginning."""
         begun = (server_round - 1) * self.period
+        # Seconds of this round: a stay that began earlier has been going on since 0, one that ended earlier drops out.
         stays = ((max(0.0, begin - begun), end - begun) for begin, end in self.stays.get(client, ()))
         return Presence(tuple((begin, end) for begin, end in stays if end > begin))
 
@@ -278,6 +280,7 @@ class Situation:
             return NEVER
         sizes = [nbytes] if not chunk else [chunk] * (nbytes // chunk) + [nbytes % chunk] * bool(nbytes % chunk)
         seconds = (8.0 * size / self.server.up_bits_per_s for size in sizes)
+        # Chunks follow each other without waiting for an answer, so latency is paid once.
         there = self.presence[client].pieces(start, seconds) + self.server.latency_s
         return there if there <= self.end else NEVER
 
@@ -288,6 +291,7 @@ class Situation:
             return 0.0
         rate = self.server.up_bits_per_s / 8.0
         seconds = self.presence[client].busy(start, self.end if until is None else until)
+        # With infinite bandwidth 0 s * rate would be NaN.
         return min(float(nbytes), seconds * rate) if math.isfinite(rate) else float(nbytes) * (seconds > 0)
 
     def share(self, client: int, start: float, shards: Sequence[tuple[int, int]]) -> tuple[list[float], float]:
@@ -438,6 +442,7 @@ def relay(
         said = round.upload(client, left, reply)
         shared.append(said if said <= round.share_by else NEVER)
     at = max(shared, default=0.0)
+    # Whoever could not say that it has shared keeps the server waiting until the deadline.
     at = at if math.isfinite(at) else round.share_by
     arrived: list[list[float]] = [[] for _ in plan]
     unasked = [list(found) for found in plan]
@@ -467,6 +472,7 @@ def relay(
             for source, others in enumerate(unasked):
                 if holder in others and not landed[source][holder]:
                     others.remove(holder)
+    # An update is known with the K-th of its shards, whichever they are.
     known = tuple(sorted(times)[symbols - 1] if len(times) >= symbols else NEVER for times in arrived)
     return Fate(known, at, waves)
 

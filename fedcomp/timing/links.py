@@ -197,6 +197,7 @@ def simulated_seconds(
         if direction not in ("up", "down"):
             raise ConfigError(f"ledger row has direction {direction!r}; expected 'up' or 'down'")
         if not 0 <= wire < 2**64:
+            # Python refuses to print integers of thousands of digits.
             count = f"{wire} bytes" if abs(wire) < 2**64 else "a byte count beyond 64 bits"
             raise ConfigError(f"ledger row of round {round_}, node {node} has {count}; expected 0 to 2**64 - 1")
         kind = ""

@@ -103,6 +103,7 @@ class Talk:
 
         An error of the SuperLink, and no reply at all, count as silence.
         """
+        # An empty push would be counted as a trip.
         if not messages:
             return Answers()
         self.traffic.trips += 1
@@ -125,6 +126,7 @@ class Talk:
                 self.silent.add(node)
             else:
                 self.silent.discard(node)
+        # In order of parts, not of arrival: the round must not depend on who was faster.
         return Answers(dict(sorted(found.items())), failures, replies)
 
 
@@ -271,6 +273,7 @@ class Owners(Stateful):
         """
         online = list(talk.grid.get_node_ids())
         present = set(online)
+        # Who went offline is asked for a hello again when it is back: it may have restarted without its state.
         self.met = {node: hello for node, hello in self.met.items() if node in present}
         self.seats = {part: node for part, node in self.seats.items() if node in present}
         # In place: the conversation adds to the same set.
@@ -303,6 +306,8 @@ class Owners(Stateful):
                 if known(node) not in (None, hello.index):
                     raise GraphError(f"the node of partition {known(node)} says it holds part {hello.index}")
                 wants = take_frames(reply, hello.parts, IDS)[IDS]
+                # Read for the check alone: a list nobody can read turns its node away now, not in the middle of a
+                # round.
                 for ids in wants.values():
                     decode_ids(ids, nodes=hello.nodes)
             except FedcompError as error:
@@ -325,6 +330,7 @@ class Owners(Stateful):
                 # A new node of the part has a new state: what the old one was sent, this one lacks.
                 for book in (self._norms, self._delivered, self._counts):
                     book.pop(hello.index, None)
+        # A suspect that was asked again may have been refused just now, and loses its seat.
         self.seats = {part: node for part, node in self.seats.items() if self.met.get(node) is not None}
 
     def _agree(self, hellos: list[GraphHello]) -> None:
@@ -375,6 +381,7 @@ class Owners(Stateful):
 
     def forgotten(self, part: int) -> None:
         """Take note that a client has lost all that it was sent."""
+        # What came since wins over what was delivered before.
         self._norms[part] = {**self._delivered.pop(part, {}), **self._norms.get(part, {})}
 
     def _fetch_norms(self, talk: Talk) -> Exchanges[None]:
@@ -382,6 +389,7 @@ class Owners(Stateful):
         away, asked = self.away(), dict[int, dict[int, bytes]]()
         for part, wants in sorted(self._wanted.items()):
             for owner, ids in wants.items():
+                # For a part without a node nothing is fetched: the hello of its next node would drop it again.
                 if owner not in away and part in self.seats:
                     asked.setdefault(owner, {})[part] = ids
         asking = GraphSetup(talk.session, "norms")

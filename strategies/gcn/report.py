@@ -78,6 +78,7 @@ class FetchTraffic:
             Which figure the frames of a kind count for; "" for those of kinds that nobody expects.
         """
         for message in messages:
+            # An error reply has none, and asking for it would raise.
             if not message.has_content():
                 continue
             for kind, size in frame_sizes(message.content):

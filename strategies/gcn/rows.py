@@ -112,6 +112,7 @@ class Requester:
             for owner, ids in self.wants.items()
         }
 
+    # Rows that were fetched for an earlier plan count as well; settle() cuts away what the last one does not use.
     def _has(self, owner: int, ids: Ids) -> bool:
         held = self._fetched.get(owner)
         return held is not None and bool(np.isin(ids, held, assume_unique=True).all())
@@ -194,6 +195,7 @@ class Turn:
         traffic = self.talk.traffic
         traffic.count_frames(sent(messages.values()), _PLAN_FRAMES)
         for part, failure in answers.failures.items():
+            # Only a silent node is missed as an owner, too: one that answers with an error can still hand out rows.
             if failure.gone:
                 self._miss(part, f"its plan: {failure.reason}")
             self._lose(part, f"its plan: {failure.reason}")
@@ -264,6 +266,7 @@ class Turn:
         waiting = {part: r for part, r in self.requesters.items() if r.needs == STRUCTURE}
         asked = _by_owner({part: requester.wants for part, requester in waiting.items()})
         found = yield from self._fetch(Fetch(self.talk.session, STRUCTURE, norms=self.norms), asked)
+        # A client can be gone by now: it was an owner in the same exchange, and did not answer.
         for part, requester in waiting.items():
             if part not in self.requesters:
                 continue
@@ -305,6 +308,7 @@ class Turn:
         answers = yield from self.talk.ask(messages)
         for owner, failure in answers.failures.items():
             self._miss(owner, f"its rows: {failure.reason}")
+            # An owner that answers with an error hands out nothing, but may still train.
             if failure.gone:
                 self._lose(owner, f"its rows: {failure.reason}")
         found: dict[int, dict[int, bytes]] = {}
@@ -348,6 +352,7 @@ class Turn:
         else:
             before = traffic.feature_bytes_logical
             traffic.count_frames(replies.values(), {"": "feature_bytes_logical"})
+            # The leg to the server. The other one is counted when the rows go out in the messages to requesters.
             traffic.feature_bytes_link += traffic.feature_bytes_logical - before
             for owner in found:
                 rows = sum(len(asked[owner][part]) for part in found[owner])

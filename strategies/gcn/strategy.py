@@ -242,12 +242,14 @@ class SkewedGCN(ExchangeStrategy, Stateful):
         self._owners.dropped = set(self._owners.silent)
         pushed = {part: _loaded(by_part[part], requester, purpose) for part, requester in ready.items()}
         answers = yield from talk.ask(pushed)
+        # After the push: only messages that the engine took have an id, and only they are counted.
         _count(talk.traffic, pushed, ready)
         for part, failure in answers.failures.items():
             talk.report.lose(part, failure.reason)
         talk.traffic.clients = len(answers.found)
         if purpose == "train" and self._adaptive:
             self._observe(ready, pushed, answers.found)
+        # Errors among them: what to make of a failed client is the inner strategy's decision, as without this one.
         return answers.replies
 
     def _ask(self, purpose: str, part: int, server_round: int) -> PlanRequest:
@@ -293,11 +295,13 @@ class SkewedGCN(ExchangeStrategy, Stateful):
             moved = ready[part].moved + rows
             trained = payload_bytes(pushed[part]) - rows + payload_bytes(reply)
             nodes = self._owners.hello(part).train
+            # A batch size of 0 is all training nodes, and no batch is larger than that.
             learnt = self.rounds.local_steps * min(self.rounds.batch_size or nodes, nodes)
             before = self._epochs.pop(part, (0, 0, 0))
             epoch = (before[0] + learnt, before[1] + moved, before[2] + moved + trained)
             if epoch[0] < nodes:
                 self._epochs[part] = epoch
+            # An epoch in which no byte moved has no share to tell.
             elif epoch[2]:
                 self._search(part).observe(epoch[1], epoch[2])
 

@@ -123,6 +123,7 @@ def _check(strategy: SkewedGCN, task: GraphTask, clients: int) -> None:
         raise ConfigError(f"row_codec={_PICKY} cannot hold rows with noise on them; use a dense row codec or noise=0")
     features = task.graph.features
     try:
+        # Encoded and thrown away: only the codec knows what it can hold, and it names the node.
         strategy.codec.encode(np.arange(len(features)), features)
     except GraphError as error:
         raise ConfigError(f"row_codec={_PICKY} does not fit task {task.name!r}: {error}") from error
