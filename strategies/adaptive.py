@@ -68,9 +68,11 @@ def step_on_support(inner: Strategy, arrived: Arrived, step: Callable[[], Outcom
     held: dict[str, Mapping[str, NDArray[Any]] | None] = {name: getattr(inner, name) for name in _MOMENTS}
     model: Mapping[str, NDArray[Any]] = dict(inner.current_arrays)  # type: ignore[attr-defined]
     arrays, metrics = step()
+    # No step, no new moments: there is nothing to take back.
     if arrays is None:
         return arrays, metrics
     for moment, before in held.items():
         after: Mapping[str, NDArray[Any]] = getattr(inner, moment)
+        # Before the first step there are no moments yet; Flower starts them at zero.
         setattr(inner, moment, {k: np.where(arrived[k], v, before[k] if before else 0) for k, v in after.items()})
     return to_record({k: np.where(arrived[k], v, model[k]) for k, v in to_arrays(arrays).items()}), metrics

@@ -59,6 +59,7 @@ class Announcer(Stateful):
         self._policy = policy
         self._record = record
         self._seed = seed
+        # Not from the seed: a second run with the same one must not go on with the clients' memory of the first.
         self._session = secrets.token_bytes(8)
         self.sequence = 0
         self.broadcast = None if downlink is None else Broadcast(downlink)
@@ -90,6 +91,7 @@ class Announcer(Stateful):
         """Take the model of the messages to come."""
         self._model = to_arrays(arrays)
         layout = Layout.of(self._model, self._policy, cast_floats=updates_only or not codec.lossless)
+        # Once per model, not once per round.
         if layout.order != self.layout.order:
             warn_of_missing_names(layout)
         self.layout = layout
@@ -129,6 +131,7 @@ class Announcer(Stateful):
                 f"the inner strategy sends {len(own)} model(s) beside the global one; their updates cannot be put to "
                 f"the vote of {codec!r} with the others. Use a codec without votes"
             )
+        # A broadcast has one model; where nodes get models of their own these travel as they are.
         downlink = self._publish() if messages and not own else None
         # One full model for all nodes that need it: copies would cost the server a model for each.
         whole = (
@@ -145,6 +148,7 @@ class Announcer(Stateful):
             peer = peers.setdefault(node, Peer())
             name, record = self._model_in(message)
             self._record_name = name
+            # Strategies put the same records into all messages; what is added here is this node's alone.
             content = RecordDict(dict(message.content.items()))
             fields: dict[str, Any] = {}
             if codec is not None:
@@ -152,6 +156,7 @@ class Announcer(Stateful):
             if whole is not None and self.broadcast is not None:
                 fields |= self.fill_model(content, name, peer, whole)
                 fields["downlink"] = self.broadcast.codec.to_config()
+            # Both ends lay the model out by the policy; without a codec nobody does.
             if codec is not None or downlink is not None:
                 fields["policy"] = self.policy_fields()
             announce(content, replace(Announcement(record=name, round=server_round, seed=self._seed), **fields))
@@ -159,6 +164,7 @@ class Announcer(Stateful):
             addressed = Message(
                 content, node, metadata.message_type, ttl=metadata.ttl, group_id=metadata.group_id or None
             )
+            # Kept to subtract from what this node sends back; for the others the model itself serves.
             base = to_arrays(record) if id(record) in own else None
             self.sent.append(SentMessage(addressed, node, fields.get("sequence", 0), base, name))
         return [sent.message for sent in self.sent]
@@ -192,10 +198,12 @@ class Announcer(Stateful):
         broadcast = self.broadcast
         assert broadcast is not None
         steps = broadcast.steps_from(peer.version)
+        # The model leaves the message: steps take its place, or the reference does, which is what replicas hold.
         content.pop(name, None)
         if steps is None:
             content[name] = whole
         for step in steps or ():
+            # The node sent its values on this very support and still holds the index block.
             support = None if step.version == held else step.support
             for suffix, part in {"": step.frame, ".exact": step.exact, ".support": support}.items():
                 if part is not None:
@@ -239,15 +247,19 @@ class Announcer(Stateful):
         """Publish the current model on the downlink; return the downlink's layout, None when it is not compressed."""
         if self.broadcast is None or self._downlink is None:
             return None
+        # By the downlink's codec: its layout need not be the uplink's.
         layout = Layout.of(self._model, self._policy, cast_floats=not self._downlink.lossless)
         exact = {t.name: self._model[t.name] for t in layout.exact}
+        # By version, not by round: evaluation publishes a model too, and an unchanged one not at all.
         key = Key(self._seed, "downlink", self.broadcast.version + 1)
         self.broadcast.publish(layout.flatten(self._model), exact, layout, key)
         return layout
 
     def _reference(self) -> Vector | None:
         """Return the vector clients trained from, in the uplink's layout; None where it is the model itself."""
+        # A lossless downlink brings the model itself.
         if self.broadcast is None or self.broadcast.version == 0 or self.broadcast.codec.lossless:
             return None
         layout = Layout.of(self._model, self._policy, cast_floats=True)
+        # By way of the tensors: the two layouts may differ in which of them are in the vector.
         return self.layout.flatten(layout.unflatten(self.broadcast.reference, self.broadcast.exact))

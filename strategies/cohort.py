@@ -44,10 +44,13 @@ def draw_cohort(
     while len(found := list(grid.get_node_ids())) < available:
         log.info("Waiting for nodes to connect: %d connected of %d", len(found), available)
         time.sleep(_POLL_SECONDS)
+    # 2**31 is above every partition id, so nodes without one come last.
     online = sorted(found, key=lambda node: (partitions.get(node, 1 << 31), node))
+    # Rounded down, as in Flower, so that a run with this strategy asks as many as one with FedAvg.
     count = min(len(online), max(least, int(len(online) * fraction)))
     if count == len(online):
         return online
+    # The smallest of one random word each: a node's word depends on nothing but its id, whoever else is online.
     drawn = set(sorted(online, key=lambda node: key.at(purpose=f"{key.purpose}/{node}").u64())[:count])
     return [node for node in online if node in drawn]
 

@@ -119,6 +119,7 @@ class Compressed(Receiving, Strategy, Stateful):
         self.codec = _remembering(get_codec(codec), feedback)
         self._rule.check(self.codec, guard)
         self._rule.within(self._released)
+        # With the memory around it: it is the memory that lengthens what a client has clipped.
         require_clip_holds(inner, self.codec)
         self.downlink = None if downlink is None else get_codec(downlink)
         self.policy = policy
@@ -141,6 +142,7 @@ class Compressed(Receiving, Strategy, Stateful):
         def __setattr__(self, name: str, value: Any) -> None:
             """Set an attribute of this strategy here; any other, new ones included, on the inner strategy."""
             inner = self.__dict__.get("inner")
+            # The class is asked, too: properties and methods are in no instance's dictionary.
             own = inner is None or name in self.__dict__ or hasattr(type(self), name)
             object.__setattr__(self if own else inner, name, value)
 
@@ -165,6 +167,7 @@ class Compressed(Receiving, Strategy, Stateful):
         """
         before = self.announcer.sequence
         result = loop_of(self.inner, self).start(*args, **kwargs)
+        # Each training exchange takes a number, so an unchanged one shows that none was made.
         if self.own_loop and self.announcer.sequence == before:
             log.warning(
                 "%s.start called none of this strategy's hooks: if it made rounds, nothing in them was compressed",
@@ -210,8 +213,10 @@ class Compressed(Receiving, Strategy, Stateful):
         ConfigError
             When one of Flower's privacy wrappers stands around this strategy and its clip would not hold.
         """
+        # Here and not in the constructor: only now is the wrapper around this strategy among the callers.
         require_clip_is_seen(self, self.codec)
         self.reception.meet(grid, afresh=self._rule.updates_only)
+        # Flower allows a generator here, and the messages are walked through more than once.
         messages = list(self.inner.configure_train(server_round, arrays, config, grid))
         self.announcer.adopt(arrays, self.codec, updates_only=self._rule.updates_only)
         return self.announcer.address(messages, arrays, server_round, self.reception.peers, self.codec)
@@ -221,6 +226,7 @@ class Compressed(Receiving, Strategy, Stateful):
     ) -> Iterable[Message]:
         """Let the inner strategy configure evaluation; nodes that hold the model already get no model bytes."""
         messages = list(self.inner.configure_evaluate(server_round, arrays, config, grid))
+        # Nothing is trained, so without a downlink there is nothing to announce.
         if self.downlink is None or not messages:
             return self.announcer.pass_through(messages)
         self.announcer.adopt(arrays, self.codec, updates_only=self._rule.updates_only)
@@ -230,6 +236,7 @@ class Compressed(Receiving, Strategy, Stateful):
         """Return the layout of what clients send of an update: all of it, or a support that is drawn for all."""
         layout = self.announcer.layout_of(arrays, self.codec, updates_only=True)
         support = self.codec.common_support(layout, Key(self.seed, "uplink", server_round))
+        # Noise is added on the common support alone: the rest of an update is never released.
         return layout if support is None else Layout.flat(int(support.size))
 
     def _intake(self, server_round: int) -> Intake:
@@ -307,6 +314,7 @@ def _remembering(codec: Codec, feedback: bool | None) -> Codec:
         raise ConfigError(
             f"{codec!r} needs {codec.phases} exchanges per round; Flower's hooks offer one. Use its own strategy"
         )
+    # Unbiased errors average out over rounds and clients; a vote has no error that could be sent later.
     needless = codec.lossless or codec.unbiased or codec.remembers or codec.votes
     wanted = not needless if feedback is None else feedback
     return ErrorFeedback(codec) if wanted and not codec.remembers and not codec.lossless else codec

@@ -93,6 +93,7 @@ class Norms:
                 value
                 for figures, r in zip(before, recent, strict=True)
                 for node, value in figures.items()
+                # A value that was refused must not raise what is usual.
                 if node not in r.refused
             ]
             found |= _outliers(what, times, now, accepted)
@@ -106,6 +107,7 @@ def _outliers(what: str, times: float, figures: Mapping[int, float], past: Seque
         return {}
     before = sorted(value for value in past if value > 0)
     known = before[len(before) // 2] if before else 0.0
+    # The two middle values: equal for an odd number; the lower one is what half of the replies cannot push up.
     low, high = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
     divided = high > times * low
     if divided and not known:
@@ -114,6 +116,7 @@ def _outliers(what: str, times: float, figures: Mapping[int, float], past: Seque
             f"more, half at {low:.4g} and less: nobody can tell which is right, and no earlier round does"
             for node, value in figures.items()
         }
+    # A single reply without a past has nothing to be compared with.
     if not known and len(ordered) == 1:
         return {}
     usual = known if divided or len(ordered) == 1 else max(low, known)

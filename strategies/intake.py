@@ -149,6 +149,7 @@ class Intake:
         Plain arrays, and frames of a lossless codec, hold whole models; the update is what they changed.
         """
         base = self.start if arrival.sent.base is None else self.layout.flatten(arrival.sent.base)
+        # Finite models may differ by more than float32 holds; the aggregate is checked before it is taken.
         with np.errstate(over="ignore", invalid="ignore"):
             if arrival.frame is not None:
                 vector = self.codec.decode(arrival.frame, self.layout)
@@ -159,10 +160,12 @@ class Intake:
     def account(self, arrivals: Sequence[Arrival]) -> None:
         """Add up what the usable replies took, and what as many full models take."""
         report = self.report
+        # A frame made here of a plain reply never travelled.
         framed = [a for a in arrivals if a.frame is not None and a.plain is None]
         exact = sum(len(take_frame(a.message.content, EXACT) or b"") for a in framed)
         report.account(self.codec, self.layout, [a.frame for a in framed if a.frame is not None], exact_bytes=exact)
         report.payload_bytes = sum(payload_bytes(a.message) for a in arrivals)
+        # What apps put beside the model travels with compression and without, so it counts on both sides.
         beside_models = [record for a in arrivals for record in a.content.array_records.values()]
         report.model_bytes = len(arrivals) * sum(array.nbytes for array in self.model.values()) + sum(
             len(array.data) for record in beside_models for array in record.values()
@@ -179,15 +182,19 @@ class Intake:
         if frame is None:
             arrival = self._bare_model(sent, reply) if self.updates_only else self._whole_model(sent, reply, rest)
         else:
+            # A late reply to an older message: its frame would be acknowledged under the wrong number.
             sequence = integer(header, "sequence")
             if sequence != sent.sequence:
                 raise Rejected(f"update answers message {sequence}, expected {sent.sequence}: a stale reply")
+            # With the key, so that random coordinates are compared with those that this round and partition draw.
             bundle = codec.verify(frame, layout, self.key.at(partition=take_node(reply) or 0))
+            # A private round keeps the server's buffers: they would be a release that no ledger accounts for.
             received = self.model if self.updates_only else decode_exact(take_frame(content, EXACT), layout)
             exact = {t.name: check_exact(received[t.name], t, self.model[t.name]) for t in layout.exact}
             arrival = Arrival(sent, reply, rest, text(header, "record"), exact, frame)
             arrival.sequence = sequence
             arrival.generation = integer(header, "generation") if "generation" in header else 0
+            # From the parsed frame: most codecs need no vector for it.
             if measured and not codec.lossless:
                 arrival.norm = codec.norm(bundle, layout)
         if measured and arrival.norm is None:
@@ -195,9 +202,11 @@ class Intake:
             whole = layout.flatten(arrival.plain) if arrival.plain is not None else codec.decode(bundle, layout)
             with np.errstate(over="ignore"):
                 arrival.norm = norm(whole, self.start if sent.base is None else layout.flatten(sent.base))
+        # The decoded model will stand under this name, and must replace nothing.
         if arrival.record in rest or arrival.record.startswith(PREFIX):
             raise Rejected(f"the update's record is named {arrival.record!r}, like another record of the reply")
         arrival.metrics_name, arrival.weight = metrics_name, weight
+        # Of any other type it says nothing: what is only reported refuses no update.
         arrival.rolled_back = header.get("rolled-back") is True
         unsupported = header.get("unsupported")
         arrival.unsupported = unsupported if isinstance(unsupported, str) else ""
@@ -206,6 +215,7 @@ class Intake:
     def _whole_model(self, sent: SentMessage, reply: Message, rest: RecordDict) -> Arrival:
         name, layout = _model_in(sent, reply), self.layout
         record = reply.content.array_records[name]
+        # Names alone: the order of tensors is the client's framework's affair.
         if set(record) != set(layout.order):
             raise Rejected(f"reply holds the tensors {sorted(record)[:5]}..., expected {sorted(layout.order)[:5]}...")
         plain = {t.name: _read_array(record[t.name], t) for t in (*layout.tensors, *layout.exact)}
@@ -230,6 +240,7 @@ class Intake:
         """Return what the codec makes of the update of a client without the mod: its vote, for one."""
         vector = self.layout.flatten(plain)
         with np.errstate(over="ignore"):
+            # From what clients trained from, which with a lossy downlink is not the server's own model.
             vector -= self.start
         return self.codec.encode(Update(vector, self.layout), self.codec.init(self.layout), key)[0]
 

@@ -45,6 +45,7 @@ def adds_to_mean(strategy: Strategy) -> bool:
         if method in _WEIGHTED_MEANS:
             return True
         own = cls.__module__.partition(".")[0] != "flwr"
+        # The names a function uses: super().aggregate_train is among them where it is called.
         named = getattr(getattr(method, "__code__", None), "co_names", ())
         if method is not None and not (own and "aggregate_train" in named):
             return False
@@ -95,6 +96,7 @@ def aggregate_once(
     # The inner strategy averages one reply of weight 1, which changes nothing.
     name, arrays = model
     mean = RecordDict({name: arrays, metrics_name: MetricRecord({key: 1.0})})
+    # The synthetic reply has no metrics but its weight; those of the clients were aggregated above.
     inner.train_metrics_aggr_fn = lambda records, key: metrics  # type: ignore[attr-defined]
 
     def step() -> Outcome:
@@ -112,6 +114,7 @@ def aggregate_once(
 @contextmanager
 def _counts(received: tuple[int, int] | None) -> Iterator[None]:
     """Let Flower's line about the replies say how many there were; the inner strategy sees one, their mean."""
+    # The logger is the whole process's: lines of a strategy in another thread stay as they are.
     thread = get_ident()
 
     def correct(record: logging.LogRecord) -> bool:

@@ -35,11 +35,13 @@ def contest(claims: Mapping[int, int], holders: Mapping[int, int]) -> tuple[dict
         The node that held each partition before.
     """
     claimants: dict[int, list[int]] = {}
+    # Sorted, so that a reason does not depend on who answered first.
     for node, partition in sorted(claims.items()):
         claimants.setdefault(partition, []).append(node)
     held: dict[int, int] = {}
     refused: dict[int, str] = {}
     for partition, nodes in claimants.items():
+        # A former holder that is not among those that declare it now has no say.
         holder = nodes[0] if len(nodes) == 1 else holders.get(partition)
         if holder in nodes:
             held[partition] = holder
@@ -102,10 +104,12 @@ class Holders(Stateful):
         answers : mapping of int to int or None
             The partition each node that answered declares; None where it says nothing, and stays with its last word.
         """
+        # Silence counts until the next answer: a holder that is down must not lock out its replacement.
         self.silent = (self.silent | set(asked)) - answers.keys()
         for node, partition in answers.items():
             if partition is not None and node not in self.known:
                 self.claims[node] = partition
+        # The remainder is what a client declares when nothing is configured.
         meant = {n: p for n, p in self.claims.items() if n not in self.silent and p != n % PARTITIONS}
         self.held, refused = contest(meant, self.held)
         return {node: reason for node, reason in refused.items() if node in answers}

@@ -84,11 +84,13 @@ def make_inner(settings: Settings) -> Strategy:
             raise ConfigError(f"setting 'inner.{key}' is decided by the server; use {_MANAGED[key]!r}")
         if key not in allowed:
             raise ConfigError(f"inner strategy {name!r} has no parameter {key!r}{nearest(key, allowed)}")
+    # The cohort is drawn before the strategy sees it, so the strategy's own share is all or nothing.
     evaluated = 1.0 if settings["fraction_evaluate"] else 0.0
     try:
         return cls(
             fraction_train=1.0,
             fraction_evaluate=evaluated,
+            # Flower's default is 2: a run with one client would wait for a second for ever.
             **{"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1, **options},
         )
     except (TypeError, ValueError) as error:
@@ -125,6 +127,7 @@ def _nested(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     that the outer one does not have."""
     from fedcomp.codecs.registry import codecs
 
+    # A codec around another one names it here; the flat settings are divided by what each constructor takes.
     if not isinstance(options.get("codec"), str):
         return {"id": name, **options}
     own = inspect.signature(codecs.find(name)).parameters

@@ -135,6 +135,7 @@ class Reception(Stateful):
             except FedcompError as reason:
                 report.refuse(each.node, f"{role}{reason}")
                 if errors is not None:
+                    # For the inner strategy a refused reply is a failed one: Flower's log tells how many failed.
                     raised = Error(_APP_RAISED, str(reason))
                     errors.append(reply if reply.has_error() else Message(raised, reply_to=each.message))
                 continue
@@ -144,6 +145,7 @@ class Reception(Stateful):
         if not reply.has_error():
             return
         reason = f"error {reply.error.code}: {reply.error.reason}"
+        # Version 0 is unknown: the next message to this node carries the full model.
         if RESYNC in reason:
             self.peers.setdefault(sent.node, Peer()).version = 0
         raise Rejected(reason)
@@ -151,6 +153,7 @@ class Reception(Stateful):
     def note_version(self, sent: SentMessage, reply: Message, current: int) -> None:
         """Note whether the sender of a reply says that it holds the model of version ``current``."""
         version = reply.content.config_records.get(NODE_RECORD, ConfigRecord()).get("version", 0)
+        # Only the current version is believed: a wrong word would bring steps that lead from nowhere.
         known = isinstance(version, int) and version == current
         self.peers.setdefault(sent.node, Peer()).version = current if known else 0
 
@@ -193,6 +196,7 @@ class Reception(Stateful):
             arrivals = self.agreeing(
                 [(a, a.record, a.content) for a in arrivals], report, lambda a: a.sent.node, "train"
             )
+        # After the majority over forms: what is refused there must not shift what is a usual norm.
         arrivals = self.ordinary(arrivals, report)
         note_arrivals(arrivals, report, models_asked=intake.models_asked)
         arrays, metrics = self._added(intake, arrivals, rule)
@@ -201,6 +205,7 @@ class Reception(Stateful):
 
     def _added(self, intake: Intake, arrivals: list[Arrival], rule: UpdateRule) -> Outcome:
         report = intake.report
+        # A private sum is released with its noise even when nobody sent: that nobody did is part of what it hides.
         if not arrivals and not rule.updates_only:
             return None, None
         if not intake.updates_only:
@@ -212,11 +217,13 @@ class Reception(Stateful):
                     sink.add(arrival)
                 except FedcompError as reason:
                     report.refuse(arrival.sent.node, str(reason))
+            # Only when all were added: an aggregate of some of them would acknowledge what it does not hold.
             arrays, metrics = sink.finish()
         if arrays is None:
             if arrivals and len(report.refused) + report.lost < report.asked and not rule.updates_only:
                 report.notes.append(f"{type(rule.strategy).__name__} made no model of the replies; the model is kept")
             return None, metrics
+        # A sink may refuse, too; what is not in the sum goes back into its client's memory.
         used = [a for a in arrivals if a.sent.node not in report.refused]
         consumed = [(a.sent.node, a.sequence, a.generation) for a in used]
         model = self.accept(intake, rule, arrays, consumed, [a.exact for a in used])
@@ -241,6 +248,7 @@ class Reception(Stateful):
             intake.report.notes.append(rule.not_finite)
             return None
         intake.report.used += len(consumed)
+        # After the check of the aggregate: what is not in the model is not consumed, and is sent again.
         self.acknowledge(consumed)
         if note := hold_in_record(restored, intake.layout, intake.model):
             intake.report.notes.append(note)
@@ -272,6 +280,7 @@ class Reception(Stateful):
         if mean is not None and (mean.shape != (layout.size,) or mean.dtype != np.float32):
             raise LayoutError(f"the mean is {mean.dtype}{mean.shape}, expected float32({layout.size},)")
         self.reports[report.round] = report
+        # Sums show no single reply: whoever is not a member counts as lost.
         report.lost = len(intake.sent) - len(consumed)
         report.compressed = len(consumed)
         report.fresh = [node for node, sequence, generation in consumed if generation and generation == sequence]
@@ -302,6 +311,8 @@ class Reception(Stateful):
         """
         withheld = rule is not None and rule.withholds
         # A private round may have released, and paid for, its noise without a reply.
+        # Once the clients have been of use, a bad round is worth a
+        # warning only; before that the set-up itself is wrong.
         if model is None and not withheld and not any(earlier.used for earlier in self.reports.values()):
             require_usable(report)
         if rule is not None and withheld and rule.not_finite in report.notes:
@@ -331,8 +342,10 @@ class Reception(Stateful):
         errors: list[Message] = []
 
         def read(each: SentMessage, reply: Message) -> tuple[SentMessage, Message]:
+            # Refused here by itself: Flower would end the whole evaluation over one reply without a weight.
             weight_of(reply.content, weight_key)
             self.note_version(each, reply, current)
+            # Ours alone: the inner strategy gets what the app replied.
             if NODE_RECORD in reply.content:
                 del reply.content[NODE_RECORD]
             return each, reply

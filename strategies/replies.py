@@ -163,6 +163,7 @@ def match_replies(
     first: dict[int, tuple[SentMessage, Message]] = {}
     for reply in replies:
         match = by_id.get(reply.metadata.reply_to_message_id)
+        # Messages that no engine has sent have no ids, as where hooks are called by hand: then the source decides.
         if match is None and not by_id:
             match = by_node.get(reply.metadata.src_node_id)
         if match is None:
@@ -171,16 +172,19 @@ def match_replies(
             report.duplicates += 1
         else:
             first[match.node] = (match, reply)
+    # Added, since a round may have several exchanges.
     report.lost += len(sent) - len(first)
     order = {s.node: i for i, s in enumerate(sent)}
     answers = {
         node: None if reply.has_error() else take_node(reply)
         for node, (_, reply) in first.items()
+        # An error that the SuperLink made is no sign of life.
         if not (reply.has_error() and reply.error.code in GONE)
     }
     for node, reason in holders.settle(order, answers).items():
         report.refuse(node, reason)
         del first[node]
+    # After partitions were settled: a reply too large to be read is still an answer of its node.
     for node, (_, reply) in list(first.items()):
         if not reply.has_error() and (excess := _excess(reply.content)):
             report.refuse(node, excess)
@@ -190,6 +194,7 @@ def match_replies(
         partition = take_node(pair[1])
         return partition is None, partition or 0, order[pair[0].node]
 
+    # Partition order fixes the order of float sums; the order of arrival would not repeat.
     yield from sorted(first.values(), key=place)
 
 
@@ -203,6 +208,7 @@ def _excess(content: RecordDict) -> str:
             continue
         if len(record) > MAX_ENTRIES:
             return f"record {name!r} of the reply holds {len(record)} entries; at most {MAX_ENTRIES} are read"
+        # Of all records together, or many short lists would add up to a long one.
         numbers += sum(len(value) for value in record.values() if isinstance(value, list))
     return f"the reply's lists hold {numbers} numbers; at most {MAX_NUMBERS} are read" if numbers > MAX_NUMBERS else ""
 
@@ -221,6 +227,7 @@ def note_arrivals(arrivals: Iterable[Arrival], report: Report, *, models_asked: 
         report.compressed += arrival.plain is None
         if arrival.rolled_back:
             report.rolled_back.append(node)
+        # A memory bears the number of the message it began with.
         if arrival.generation and arrival.generation == arrival.sequence:
             report.fresh.append(node)
         if arrival.unsupported:
@@ -303,6 +310,7 @@ def _form(name: str, content: RecordDict) -> str:
     """Return the names and kinds of all metrics, and the names of arrays beside the model: what has to agree."""
     metrics = {k: r for k, r in content.items() if isinstance(r, MetricRecord)}
     kinds = {k: {key: len(v) if isinstance(v, list) else None for key, v in r.items()} for k, r in metrics.items()}
+    # Lengths of lists belong to the form: Flower averages them element by element.
     return json.dumps([name, kinds, *sorted(models(content))], sort_keys=True)
 
 
@@ -329,10 +337,12 @@ def weight_of(content: RecordDict, key: str | None) -> tuple[str, float]:
         raise Rejected(f"reply holds a MetricRecord under a reserved name ({PREFIX}...)")
     if key is None:
         return (metrics[0][0] if metrics else ""), 1.0
+    # Flower's own aggregation takes one alone, and would raise in the middle of the round.
     if len(metrics) != 1:
         raise Rejected(f"reply holds {len(metrics)} MetricRecords, expected exactly one")
     name, record = metrics[0]
     weight = record.get(key)
+    # NaN fails the comparison; as a weight it would spoil the mean for all.
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < MAX_WEIGHT:
         raise Rejected(f"metric {key!r} is {weight!r}, expected a number >= 0 and < 2**63: it is the update's weight")
     return name, weight

@@ -77,6 +77,7 @@ class RoundLog:
             # Rounds, sequence numbers and losses in it would make every reason a new one.
             kind = f"{what}: {re.sub('[0-9]+', '#', text)}"
             counts = self._count[node]
+            # Bounded per node, or a client could fill memory and log with a new text each round.
             if kind not in counts and len(counts) >= _REASONS:
                 kind = "any other reason"
             counts[kind] += 1
@@ -95,6 +96,7 @@ def line(report: Report) -> str:
     full = report.plain
     parts = [f"{report.asked} asked, {report.used} used" + (f" ({full} sent full models)" if full else "")]
     if report.refused:
+        # Cut before they are counted: texts that differ behind the cut are one reason here.
         reasons = Counter(_one_line(reason)[:_CUT] for reason in report.refused.values()).most_common(3)
         why = "; ".join(f"{count} x {reason}" if count > 1 else reason for reason, count in reasons)
         parts.append(f"{len(report.refused)} refused ({why})")
@@ -144,4 +146,5 @@ def _power_of_ten(count: int) -> bool:
 
 
 def _one_line(text: str) -> str:
+    # Texts are clients' own: a line break in one could forge a line of the log, an escape sequence worse.
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())

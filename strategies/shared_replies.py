@@ -143,6 +143,7 @@ class SupportRound:
         partition = take_node(reply)
         if partition is None:
             raise Rejected("the reply does not say which partition it comes from")
+        # The first word holds: the turn to lead goes by partition, and a node could move itself to the front.
         partition = self.partitions.setdefault(sent.node, partition)
         payload = payload_bytes(reply)
         client = Client(sent, strip(reply.content), weight, integer(header, "generation"), partition, payload=payload)
@@ -168,6 +169,7 @@ class SupportRound:
         _require_answer(header, asked)
         if integer(header, "generation") != client.generation:
             raise Rejected("the client's memory is not the one it trained with")
+        # What is acknowledged later is the answer to the query, in which the values are.
         client.sent = asked
         client.payload += payload_bytes(reply)
         self._note_header(client, header)
@@ -190,12 +192,14 @@ class SupportRound:
 
         Return whether they can be used; what cannot is reported.
         """
+        # Known from the round before (stale_leader): the leader's values are taken like everybody's.
         if self.supports is not None:
             return True
         try:
             self.supports, self.block = self.support_in(reply, SUPPORT)
             self.take_values(client, reply)
         except FedcompError as reason:
+            # Back to nobody: the next candidate is asked, and its support is the one that all will use.
             self.supports = None
             self.report.refuse(client.sent.node, f"as leader: {reason}")
             return False
@@ -244,6 +248,7 @@ class SupportRound:
         self.fixed.open(frame, self.layout)
         received = decode_exact(take_frame(reply.content, EXACT), self.layout)
         client.exact = {t.name: check_exact(received[t.name], t, self.model[t.name]) for t in self.layout.exact}
+        # Last: a client with a frame is a sender, whose buffers have been checked by then.
         client.frame = frame
 
     def sample_in(self, reply: Message) -> tuple[Vector, Vector] | None:
@@ -275,6 +280,7 @@ class SupportRound:
         chosen, parts, start = [np.zeros(0, np.bool_)], [], 0
         for stretch, support in zip(codec.stretches(self.layout), self.supports, strict=True):
             positions = codec.positions(stretch, self._probe_key.at(layer=stretch.index))
+            # Both hold each coordinate once, which spares isin() two sorts.
             chosen.append(np.isin(positions, support, assume_unique=True))
             parts.append(slice(start, start + positions.size))
             start += positions.size

@@ -157,7 +157,9 @@ class SharedSupport(Receiving, ExchangeStrategy, Stateful):
         if not warm:
             now.codec = replace(self.codec, dense=True)
         now.looks_ahead = self.stale_leader and not now.codec.dense
+        # A warm-up round is dense and needs no choice.
         ahead = self._ahead if self.stale_leader and warm else None
+        # Used up, whatever becomes of this round: the next one needs a newer choice.
         self._ahead = None
         if ahead is not None:
             try:
@@ -256,10 +258,12 @@ class SharedSupport(Receiving, ExchangeStrategy, Stateful):
         """
         announcer, broadcast, name = self.announcer, self.announcer.broadcast, self.cohort.arrayrecord_key
         assert broadcast is not None
+        # Queries take numbers of their own: their answers hold the values that are to be acknowledged.
         if kind != "evaluate":
             announcer.sequence += 1
         whole = to_record(now.layout.unflatten(broadcast.reference, broadcast.exact)) if kind != "query" else None
         sent = []
+        # One message a node: acknowledgement and steps are its own.
         for node, asked in asks.items():
             peer = self.reception.peers.setdefault(node, Peer())
             content = RecordDict({self.cohort.configrecord_key: ConfigRecord(dict(config))})
@@ -308,11 +312,13 @@ class SharedSupport(Receiving, ExchangeStrategy, Stateful):
 
         Each that stays silent costs a timeout; a round in which several in a row do is better given up.
         """
+        # Whoever has sent values was asked to lead already.
         waiting = [client for client in now.clients if client.frame is None]
         waiting.sort(key=lambda client: (client.partition, client.sent.node))
         turn = (now.number - 1) % len(waiting) if waiting else 0
         for client in [*waiting[turn:], *waiting[:turn]][:_CANDIDATES]:
             asked = self._messages({client.sent.node: now.asks}, now, ConfigRecord(), "query")
+            # Before the answer: who does not lead now is not asked for values either, which could cost another timeout.
             now.silent.add(client.sent.node)
             replies = yield [each.message for each in asked]
 
@@ -326,6 +332,7 @@ class SharedSupport(Receiving, ExchangeStrategy, Stateful):
 
     def _gather(self, now: SupportRound) -> Exchanges[None]:
         """Send the index block to those that have not sent their values, and take their answers."""
+        # The leader's values came with its support.
         waiting = {c.sent.node: c for c in now.clients if c.frame is None and c.sent.node not in now.silent}
         if not waiting:
             return
@@ -344,6 +351,7 @@ class SharedSupport(Receiving, ExchangeStrategy, Stateful):
         arrived = now.senders
         for client in arrived:
             assert client.frame is not None
+            # Of the values on the support, which is all that anybody sends.
             client.norm = now.fixed.norm(client.frame, now.layout)
         senders = self.reception.ordinary(arrived, report)
         total = sum(client.weight for client in senders)
@@ -358,7 +366,9 @@ class SharedSupport(Receiving, ExchangeStrategy, Stateful):
         with np.errstate(over="ignore", invalid="ignore"):
             for client in senders:
                 assert client.frame is not None
+                # Divided before it is added, as in Flower's mean: weights may be large, and the sum stays in range.
                 added.add(now.fixed, client.frame, client.weight / total, client.exact)
+            # A product with 1 changes nothing, but takes a pass over the model.
             if self.server_lr != 1.0:
                 out.vector[...] *= np.float32(self.server_lr)
             if note := hold_in_step(out.vector, layout, broadcast.reference):
@@ -370,12 +380,14 @@ class SharedSupport(Receiving, ExchangeStrategy, Stateful):
             report.notes.append(NOT_FINITE)
             return None, None
         assert now.supports is not None
+        # Float32 whatever the values came in: rounding the mean once more would be an error nobody remembers.
         mean = now.codec.mean(now.supports, now.number)
         frame, _ = mean.encode(out, {}, Key(self.seed, "downlink", now.number))
         sent = [client.exact for client in senders]
         exact = mean_of_constants(added.exact, now.model)
         exact = to_arrays(restore_dtypes(to_record(exact), now.model, sent)) if exact else {}
         version = broadcast.push(frame, mean, exact, layout, now.block)
+        # Only now that their values are in a version of the model.
         now.acknowledge(senders)
         for client in senders:
             self._holds[client.sent.node] = version
@@ -384,6 +396,7 @@ class SharedSupport(Receiving, ExchangeStrategy, Stateful):
         report.model_bytes = len(senders) * sum(array.nbytes for array in now.model.values())
         report.account(now.fixed, layout, [client.frame for client in senders if client.frame is not None])
         report.changed = int(np.count_nonzero(out.vector[: layout.compressed_size]))
+        # The reference and not ``moved``: the model is what every replica makes of the frame, bit for bit.
         record = to_record(layout.unflatten(broadcast.reference, broadcast.exact))
         metrics = self.cohort.train_metrics_aggr_fn([client.content for client in senders], self.cohort.weighted_by_key)
         return record, MetricRecord({**metrics, **now.similarity()})

@@ -202,6 +202,7 @@ class WeightedSum:
         """Add ``factor`` times an update, a frame of ``codec`` or a vector that may be overwritten, and its buffers."""
         if isinstance(update, np.ndarray):
             update *= np.float32(factor)
+            # In place: a sum in a new array would cost a model for each client.
             np.add(self.update.vector, update, out=self.update.vector)
         else:
             codec.accumulate(update, factor, self.update)
@@ -225,6 +226,7 @@ class MeanSink(Sink):
 
     def add(self, arrival: Arrival) -> None:
         """Add one update."""
+        # Said once for all at the end; dividing by it would make everything NaN.
         if self._weight <= 0:
             return
         intake = self._intake
@@ -234,6 +236,7 @@ class MeanSink(Sink):
         else:
             assert arrival.plain is not None
             update = intake.layout.flatten(arrival.plain)
+            # A lossless codec sums whole models, plain ones as they are.
             if not intake.codec.lossless:
                 update -= intake.start
         self._sum.add(intake.codec, update, arrival.weight / self._weight, arrival.exact)
@@ -253,7 +256,9 @@ class MeanSink(Sink):
                 f"{type(self._strategy).__name__} does not read: they were sent for nothing, "
                 "unless its train_metrics_aggr_fn, which is given them, uses them"
             )
+        # Votes become a step here: it is the sum that decides, not the single update.
         codec.conclude(out)
+        # Counted before the model is added, while zero still means that nothing arrived.
         moved = out.vector != intake.start if codec.lossless else out.vector
         report.changed = int(np.count_nonzero(moved[: layout.compressed_size]))
         if not codec.lossless:
@@ -268,6 +273,7 @@ class MeanSink(Sink):
             report.round,
             (first.record, to_record(layout.unflatten(out.vector, exact))),
             first.sent.message,
+            # Metrics depend on the data, and a private round has paid for the update alone.
             [] if intake.updates_only else [a.content for a in arrivals],
             metrics_name=first.metrics_name or "metrics",
             received=(len(arrivals), len(report.refused)),
@@ -295,11 +301,13 @@ class RepliesSink(Sink):
             assert arrival.frame is not None
             vector = intake.codec.decode(arrival.frame, layout)
         if arrival.plain is None and not intake.codec.lossless:
+            # Before the base is added, as above.
             self._changed |= vector != 0.0
             vector += base
         else:
             self._changed |= vector != (intake.start if own is None else base)
             if intake.start is not intake.vector and own is None:
+                # A lossy downlink brought clients another model: what they changed is put on top of the server's own.
                 vector += intake.vector - intake.start
         # First, as in the reply of an app that puts other records beside it.
         decoded = {arrival.record: to_record(layout.unflatten(vector, arrival.exact))}
@@ -316,6 +324,7 @@ class RepliesSink(Sink):
 
         if has_moments(strategy) and intake.codec.sparse(layout):
             where = {t.name: self._changed[t.slice].reshape(t.shape) for t in layout.tensors}
+            # Buffers travel whole in every reply.
             where |= {t.name: np.ones(t.shape, np.bool_) for t in layout.exact}
             return step_on_support(strategy, where, step)
         return step()

@@ -131,6 +131,7 @@ def settings_of(constructor: Callable[..., Any], *names: str) -> dict[str, Scala
     for name in names:
         default = parameters[name].default
         if default is None:
+            # Annotations are strings here: "float | None" begins with the type that counts.
             default = _EMPTY.get(str(parameters[name].annotation).partition(" ")[0])
         if not isinstance(default, bool | int | float | str):
             raise TypeError(f"parameter {name!r} of {constructor!r} has no default that a setting could have")
@@ -213,6 +214,7 @@ _RANGES: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
 
 def _check_ranges(settings: Settings, *, all_examples: bool) -> None:
     for key, (holds, expected) in _RANGES.items():
+        # 0 means all examples at once, which only gossip and graph systems train with.
         if all_examples and key == "batch_size" and settings[key] == 0:
             continue
         if not holds(settings[key]):

@@ -59,6 +59,7 @@ def require_inner(inner: object, outer: str) -> None:
 def held(strategy: Strategy) -> list[Strategy]:
     """Return a strategy and those it holds in its attributes, each once."""
     found = [strategy]
+    # The list grows under the loop, so that what is held by what is held is found as well.
     for each in found:
         inside = [value for value in vars(each).values() if isinstance(value, Strategy)]
         found += [value for value in inside if all(value is not known for known in found)]
@@ -84,6 +85,7 @@ def loop_of(inner: Strategy, outer: Strategy) -> Strategy:
 
     kind = type(inner)
     looped: Any = type(kind.__name__, (kind,), {name: hook(name) for name in _HOOKS})
+    # Not by the constructor, whose arguments nobody knows here; the attributes are all there is to take over.
     runner: Strategy = object.__new__(looped)
     runner.__dict__ = inner.__dict__
     return runner
