@@ -160,6 +160,7 @@ class OwnerState:
         if last is None or (last.session, last.number) == (ask.session, ask.turn):
             return self
         cache, hidden = self.cache, self.hidden
+        # With another codec or noise since, they are not the rows that owners would send now.
         if self.rows_of == last.rows_of:
             # In the order of use: what was cached before comes first, then what was fetched. Another limit since may
             # have left something out.

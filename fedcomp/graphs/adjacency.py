@@ -293,6 +293,7 @@ class HaloStructure:
         fresh = np.unique(rows.ids, return_index=True)[1]
         fresh = fresh[~self.known(rows.ids[fresh])]
         joined = _join(self._learnt, _take(rows.ids[fresh], fresh, rows.indptr, rows.columns, rows.values))
+        # Tables of known rows have to ascend: find() searches them by bisection.
         order = np.argsort(joined.ids, kind="stable")
         seen, at = find(self._near[0], rows.columns)
         # Contradictions within the message, or with rows that were sent before, are found by _owner_table below.

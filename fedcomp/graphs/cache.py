@@ -146,6 +146,7 @@ class FeatureCache:
 
     def _insert(self, key: int, row: bytes) -> None:
         """Keep one row as the most recently used one, when it fits at all."""
+        # Out first: the old bytes of the row must not push others out to make room for the new ones.
         before = self._held.pop(key, None)
         if before is not None:
             self._nbytes -= len(before) + ROW_BYTES
@@ -163,6 +164,7 @@ class FeatureCache:
         d, dtype = self._features, self._dtype
         wide, narrow = dtype.itemsize, _column_width(d)
         out = np.zeros((len(rows), d), dtype)
+        # As bits: every pattern comes back as it was put in, -0.0 and NaN included.
         bits = out.view(BITS[wide])
         kinds = np.array([row[0] for row in rows], np.uint8)
         if (at := np.flatnonzero(kinds == _DENSE)).size:

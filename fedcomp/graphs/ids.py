@@ -92,6 +92,7 @@ def take_varints(section: Buffer, count: int) -> Ids:
         raise Corrupt(f"{count} variable-length integers cannot be a section of {raw.size} bytes with this end")
     if raw.size == count and (not count or int(raw.max()) < 0x80):
         return raw.astype(np.int64)
+    # A byte without its top bit ends an integer.
     ends = np.flatnonzero(raw < 0x80)
     if ends.size != count:
         raise Corrupt(f"a section holds {ends.size} variable-length integers, expected {count}")

@@ -180,6 +180,7 @@ def _metis(graph: Neighbours, parts: int, key: Key) -> Owner:
     with optional("partition method 'metis'"):
         import pymetis
 
+    # In METIS's own integer type, which saves it copies.
     dtype = pymetis.zero_copy_dtype()
     lists = pymetis.CSRAdjacency(graph.indptr.astype(dtype), graph.ids.astype(dtype))
     # Without a seed of its own METIS always takes the same one, and `partition_seed` would name nothing. ufactor is
@@ -210,6 +211,7 @@ def _kernighan_lin(graph: Neighbours, parts: int, key: Key) -> Owner:
         left = count // 2
         # len(members) * left / count, rounded to the nearest in whole numbers.
         size = (2 * len(members) * left + count) // (2 * count)
+        # These two name a piece, in whatever order pieces are split.
         draw = key.at(partition=first, layer=count)
         order = _breadth_first(members, lists, draw)
         start = (set(order[:size]), set(order[size:]))

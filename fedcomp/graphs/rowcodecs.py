@@ -554,6 +554,7 @@ class ShortestExact(RowCodec):
         for form in (_CSR[dtype], *((Binary(),) if few.single is not None else ())):
             written = form.write(few, ids)
             length = sum(map(len, written))
+            # On a tie the earlier form stays: there is one frame of given rows, and select() has to find the same.
             if length < size:
                 best, size, body = form, length, written
         return best._seal(ids, block.features, best.write(block.astype(dtype), ids) if body is None else body)

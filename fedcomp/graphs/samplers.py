@@ -152,6 +152,7 @@ def _node(layer: Layer, settings: SamplerSettings, n: int, uniforms: Uniforms, g
     has = degree > 0
     lam = local / np.maximum(degree, 1)
     s = _row_scales(layer, settings, at, row, near, degree, lam, given)
+    # Rows without entries divide by 1 instead of 0.
     total = np.where(has, s * local + (degree - local), 1.0)
     factors = layer.certain.astype(np.float64)
     if settings.estimator == "poisson":

@@ -112,6 +112,7 @@ def decode_structure(
     largest = int(whose.max()) if whose.size else 0
     if largest >= parts:
         raise Corrupt(f"owner {largest} is not one of {parts} parts")
+    # Wider fields would make a second frame of the same rows.
     if largest.bit_length() != width:
         raise Corrupt(f"owners up to {largest} stand in {width} bits each; expected {largest.bit_length()}")
     section, pos = take_block(body, pos)

@@ -35,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0, help="of the model and of the batches")
     args = parser.parse_args(argv)
+    # Split at the first sign: a value may hold another one.
     options = dict(option.partition("=")[::2] for option in args.options)
     with warnings.catch_warnings():
         # The note about a stand-in is part of what is printed.

@@ -17,6 +17,7 @@ def to_arrays(model: torch.nn.Module) -> dict[str, NDArray[Any]]:
 
     Buffers are included: running statistics as float32, ``num_batches_tracked`` as a 0-d int64 array.
     """
+    # numpy() shares the model's memory, which training goes on to change.
     return {name: tensor.detach().cpu().numpy().copy() for name, tensor in model.state_dict().items()}
 
 

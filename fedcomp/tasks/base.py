@@ -415,6 +415,7 @@ class Task(ABC):
         model.train()
         with single_thread():
             loss = self.objective(model, self.outputs(model, x), y)
+            # Not backward(): the caller's model keeps whatever .grad it has.
             gradients = torch.autograd.grad(loss, list(named.values()))
         return {name: g.numpy() for name, g in zip(named, gradients, strict=True)}, loss.item()
 

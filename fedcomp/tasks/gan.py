@@ -363,6 +363,7 @@ class Teachers:
             raise ConfigError(f"expected one owner of 0 to {count - 1} for each record")
         self.count, self.classes, self.adam, self.batch, self.key = count, classes, adam, batch, key
         self._make, self._data = make, data
+        # Only its structure counts: each teacher's parameters are put in when it is called.
         self._module = models.build(make, 0)
         order = np.argsort(owner, kind="stable")
         self.sizes = np.bincount(owner, minlength=count)
@@ -394,6 +395,7 @@ class Teachers:
         labels : ndarray of int64, (batch,), optional
             Labels of generated images that are the same for all teachers; default: those of each teacher's own batch.
         """
+        # Padding points to the first record, which there is none of.
         if not len(self._data):
             return dict(state)
         rows, weights = self._batch(key)

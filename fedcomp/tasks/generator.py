@@ -113,6 +113,7 @@ class GeneratorTask(Classification):
             Names who gets which record, initial values and batches.
         """
         data = self.client(partition, num_partitions)
+        # With the federation's key, not the client's: positions in the training split name records for all clients.
         owner = by_hash(data.indices, teachers, key.at(purpose=f"{key.purpose}/owner"))
         made = gan.Teachers(
             self.discriminator,

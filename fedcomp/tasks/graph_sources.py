@@ -245,6 +245,7 @@ def cross_partition(
     home = owner[:, None] == owner[None]
     right = label[:, None] == colour[None]
     order, another = (key.at(layer=i).uniform(nodes * nodes).reshape(nodes, nodes) for i in (4, 5))
+    # Both may use `order`: one chooses in the node's own part, the other in the rest.
     near = _smallest(np.where(home & ~np.eye(nodes, dtype=bool), order, 2.0), own, "nodes of its own part")
     tell = _smallest(np.where(~home & right, order, 2.0), telling, "nodes of its label's colour in other parts")
     # Numbers of their own: those of `order` that are left are large where the colour is right.

@@ -145,6 +145,7 @@ def shards(
         members = np.flatnonzero(labels == label)
         members = members[permutation(len(members), key.at(purpose=f"{key.purpose}/order", layer=position))]
         pieces.extend(np.array_split(members, counts[position]))
+    # Places in a random order, cut into runs of that length: every partition gets as many shards.
     owner = permutation(total, key.at(purpose=f"{key.purpose}/deal")) // shards_per_client
     out = np.empty(len(labels), np.int64)
     for piece, partition in zip(pieces, owner, strict=True):
@@ -326,6 +327,7 @@ def parse_partitioner(text: str | Partitioner) -> Partitioner:
     try:
         value = float(number)
     except ValueError:
+        # NaN fails every comparison below, and their messages say what is wanted.
         value = math.nan
     if kind == "dirichlet" and not (_LEAST_ALPHA <= value < math.inf):
         raise ConfigError(f"{shown(text)} needs a positive concentration, e.g. 'dirichlet:0.5'")

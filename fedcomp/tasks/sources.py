@@ -423,6 +423,7 @@ def _read_mnist(files: Mapping[str, bytes]) -> LabelledExamples:
 
 
 def _mnist_table(x: NDArray[Any], y: NDArray[Any], x_test: NDArray[Any], y_test: NDArray[Any]) -> LabelledExamples:
+    # With a Python number the division would be in float64, and take twice the memory.
     scale = np.float32(255)
     return LabelledExamples(
         _mnist_scale(x / scale), y.astype(np.int64), _mnist_scale(x_test / scale), y_test.astype(np.int64), 10

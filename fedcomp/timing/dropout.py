@@ -383,6 +383,7 @@ class Fate:
 def plain(round: Situation, nbytes: int, *, chunk: int = 0) -> Fate:
     """Every client uploads its own update of ``nbytes``; ``chunk`` bytes at a time survive a break, 0 for none."""
     known = tuple(round.upload(client, round.ready[client], nbytes, chunk) for client in round.clients)
+    # One update that never comes keeps the server waiting to the end.
     return Fate(known, min(round.end, max(known, default=0.0)))
 
 
@@ -462,6 +463,7 @@ def relay(
             there = round.upload(holder, asked, shard * len(found) + reply)
             for source in sources:
                 unasked[source].remove(holder)
+            # One answer that is missing costs all of the patience, however early the others came.
             if there > limit:
                 silent |= {holder}
                 at = limit
