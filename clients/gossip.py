@@ -127,6 +127,7 @@ def _carry_out(msg: Message, context: Context, problem: ProblemOf) -> Message:
     kept = gossip.NodeStore.load(context)
     if instruction.start in ("common", "empty"):
         arrays = gossip.take_model(msg)
+        # Kept with the memory afterwards: only messages that begin a run or a life carry the model.
         layout = Layout.of(arrays, setup.policy)
         own: Arrays = {t.name: arrays[t.name] for t in layout.exact}
         start = flatten(arrays, layout, setup.dtype)
@@ -141,6 +142,7 @@ def _carry_out(msg: Message, context: Context, problem: ProblemOf) -> Message:
     gossip.put_answer(reply, answer)
     put_node(reply, instruction.node)
     out = Message(reply, reply_to=msg)
+    # Identity: an answer from memory changes nothing, and a state of several models need not be written again.
     if memory is not None and (kept is None or memory is not kept.memory):
         gossip.NodeStore(memory, layout, local.own).save(context)
     return out
@@ -154,6 +156,7 @@ def _observe(msg: Message, context: Context, problem: ProblemOf) -> Message:
     kept = gossip.NodeStore.load(context)
     memory, layout = (None, _NOTHING) if kept is None else (kept.memory, kept.layout)
     start = flatten({}, _NOTHING, setup.dtype)
+    # The memory that comes back is the one that went in: an observation stores nothing.
     _, answer = handle(get_algorithm(setup.algorithm), memory, instruction, None, start, layout)
     reply = RecordDict()
     gossip.put_answer(reply, answer)

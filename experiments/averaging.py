@@ -109,6 +109,7 @@ def fitted(rounds: Sequence[int], errors: Sequence[float], *, late: float) -> tu
         removes quickly.
     """
     points = [(k, math.log(e)) for k, e in zip(rounds, errors, strict=True) if FLOOR < e < math.inf]
+    # At least three points: a line through two has no residual to judge it by.
     points = points[len(points) - max(3, math.ceil(late * len(points))) :] if len(points) >= 3 else []
     if not points:
         return math.nan, math.nan
@@ -155,6 +156,7 @@ def average(
         with np.errstate(over="ignore", invalid="ignore"):
             error = float(np.linalg.norm(np.stack([models[i] for i in sorted(models)]) - mean)) / first
         seen.append((done, error))
+        # ``not <``: NaN ends the run, too.
         if not error < GROWN:
             raise Diverged(f"the relative error is {error:.3g} after {done} rounds")
 
@@ -168,6 +170,7 @@ def average(
                 rounds,
                 layout=layout,
                 seed=seed,
+                # No watcher: without gradients innovations fall by many orders, and ``look`` judges the error itself.
                 settings=SimulationSettings(common=np.zeros(values.shape[1]), every=every, observe=look, watch=False),
             )
     except (Diverged, NonFiniteUpdate):
@@ -181,6 +184,7 @@ def average(
     return Track(
         ks,
         errors,
+        # At the floor with too few points for a line: it averaged exactly within a few rounds.
         rate=0.0 if math.isnan(rate) and errors[-1] <= FLOOR else rate,
         r2=r2,
         message=bytes_ / max(1, messages),
@@ -202,6 +206,7 @@ def _weights(state: State) -> Real:
 
 def by_matrices(graph: Topology, values: Real, rounds: int, *, symmetric: bool) -> list[float]:
     """Return the relative errors of uncompressed averaging after 0, 1, ... rounds, from the products of matrices."""
+    # With weights also where W needs none: they then stay 1, and the division changes nothing.
     mean, x, w = values.mean(axis=0), values, np.ones(graph.n)
     errors = []
     for t in range(rounds + 1):

@@ -64,9 +64,11 @@ class Convex:
         """
         from fedcomp.tasks.local import LocalObjective
 
+        # All examples in every gradient: a stochastic one would end at a noise floor far above what is measured here.
         objectives = tuple(LocalObjective(task, i, nodes, batch_size=0, dtype="float64") for i in range(nodes))
         layout = Layout.of(objectives[0].start(), GossipPolicy(dense_below=0) if policy is None else policy)
         zero = np.zeros(layout.size)
+        # At zero, where a logistic model is least certain and the loss is most curved.
         largest = max(float(np.linalg.eigvalsh(_hessian(f, zero, layout))[-1]) for f in objectives)
         return cls(objectives, layout, optimum(objectives, layout), largest)
 
@@ -105,6 +107,7 @@ def optimum(objectives: Sequence[LocalObjective], layout: Layout, tolerance: flo
         gradient = np.sum(gradients, axis=0) / len(gradients)
         scale = max(float(np.linalg.norm(g)) for g in gradients)
         size = float(np.linalg.norm(gradient))
+        # Relative to single gradients, which cancel at the optimum: rounding of their sum is of their size.
         if size <= tolerance * scale:
             return z
         curvature = np.sum([_hessian(f, z, layout) for f in objectives], axis=0) / len(objectives)
@@ -112,6 +115,7 @@ def optimum(objectives: Sequence[LocalObjective], layout: Layout, tolerance: flo
             step = np.linalg.solve(curvature, gradient)
         except np.linalg.LinAlgError as error:
             raise ConfigError("the objective is not strongly convex; use a logistic task with l2 > 0") from error
+        # Halved while the gradient grows: far from the minimum a full Newton step of the logistic loss can overshoot.
         length = 1.0
         while length > 1e-3 and _mean_gradient_norm(objectives, z - length * step, layout) > size:
             length /= 2
@@ -249,6 +253,7 @@ class ErrorCurve:
 
     def first(self, tolerance: float = 1e-6) -> int | None:
         """Return the iterations until the error is below ``tolerance`` and stays there; None when it never does."""
+        # ``~(<)`` and not ``>=``, so that NaN counts as above.
         above = np.flatnonzero(~(self.errors < tolerance))
         if len(above) and above[-1] == len(self.errors) - 1:
             return None
@@ -290,6 +295,7 @@ def fit_line(errors: Real) -> Fit:
     if len(errors) < 3 or not (np.isfinite(errors).all() and (errors > 0).all()):
         return Fit(math.nan, math.nan, len(errors))
     y = np.log(errors)
+    # Centred, which makes slope and offset independent of each other.
     x = np.arange(len(y)) - (len(y) - 1) / 2
     slope = float(x @ y / (x @ x))
     around = y - y.mean()

@@ -189,7 +189,9 @@ def train(plan: GossipTraining) -> Trained:
     def look(iteration: int, models: Mapping[int, Real], traffic: GossipTraffic) -> Evaluation:
         return _point(iteration, models, traffic, objectives, layout, home)
 
+    # Its relay outlives a run that ends in an error, so that what was sent until then can be told.
     record = Recorder(look)
+    # Both sides of a loss: of one half nothing was done, of the other all of it, and only the answer is missing.
     rates = {"silent": plan.drop / 2, "lost_reply": plan.drop / 2}
     outcome, diverged = None, ""
     try:
@@ -239,6 +241,7 @@ def _point(
     home: Mapping[str, Real],
 ) -> Evaluation:
     found = [objectives[node].evaluate({**unflatten(models[node], layout), **home}) for node in sorted(models)]
+    # In float64: near consensus the distances are of the size of float32's rounding.
     stack = np.stack([models[node] for node in sorted(models)]).astype(np.float64)
     mean = stack.mean(axis=0)
     averaged = unflatten(mean.astype(objectives[0].dtype), layout)
@@ -249,6 +252,7 @@ def _point(
         worst=min(f["accuracy"] for f in found),
         average=objectives[0].evaluate({**averaged, **home})["accuracy"],
         loss=math.fsum(f["loss"] for f in found) / len(found),
+        # A mean of zero has no relative distance.
         consensus=spread / (float(np.linalg.norm(mean)) or math.nan),
         edge_bytes=traffic.edge_bytes,
     )
@@ -427,6 +431,7 @@ def cost_table(
     """
     known = energy or Energy()
     columns: dict[str, Any] = {first: lambda run: run[0]}
+    # cost as a default: a plain closure would see the last column's in every one.
     columns |= {name: (lambda run, cost=cost: cost(*run[1])) for name, cost in COST_COLUMNS.items()}
     columns["joules"] = lambda run: known.joules(run[1][0])
     return table(title, columns, runs.items(), caption + COST_CAPTION, optional=("overhead bytes", "joules"))

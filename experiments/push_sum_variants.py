@@ -70,6 +70,7 @@ def averaged(kind: str, matrices: Sequence[Matrix], values: Matrix, k: int, gamm
         x = x + gamma * (p @ sent - sent)
         w = w + gamma * (p @ w - w)
         errors.append(float(np.linalg.norm(x / w[:, None] - mean)) / start)
+        # ``not <``: NaN ends it, too.
         if not errors[-1] < GROWN:
             break
     return errors
@@ -98,6 +99,7 @@ def trained(variant: str, cell: GossipCell) -> dict[str, float]:
     swarm = Swarm(variant, plan, flatten(start, layout))
     with np.errstate(over="ignore", invalid="ignore"):
         for t in range(plan.iterations):
+            # As on the nodes: float64 numerators, gradients at the float32 model.
             z = swarm.models.astype(np.float32)
             keys = [Key(plan.seed, "gossip/gradient", t, i) for i in range(n)]
             swarm.step(t, np.stack([nodes[i].gradient(z[i], keys[i]) for i in range(n)]))
@@ -142,6 +144,7 @@ class Swarm:
         mixing = self.plan.topology.mixing_matrix(t, symmetric=False)
         if self.variant == "updates":
             sent = self._compensated(update)
+            # A node applies its own update uncompressed; only what the neighbours get is cut down.
             own = np.diag(mixing)
             self.x = self.x - own[:, None] * update - (mixing - np.diag(own)) @ sent
             return
@@ -162,8 +165,10 @@ class Swarm:
 
     def _push(self, t: int) -> None:
         """Sparse-Push along every edge; what a lost message does is the variant."""
+        # z and the weights of shares are from before any edge: all nodes send at once.
         x, w, z = self.x.copy(), self.w.copy(), self.models
         for i, j in self.plan.topology.edges(t):
+            # By iteration and edge: all variants lose the same messages.
             lost = Key(self.plan.seed, "lost", t, i, j).uniform(1)[0] < self.plan.drop
             share = self.gamma * self.plan.topology.column(i, t)[j] * self.w[i]
             known = self.known.get((i, j), self.start)
@@ -180,6 +185,7 @@ class Swarm:
 def _largest(rows: Matrix, k: int) -> Matrix:
     """Return the rows with all but their k largest magnitudes set to zero."""
     out = np.zeros_like(rows)
+    # A partition, not a sort: which are the largest matters, not their order.
     at = np.argpartition(-np.abs(rows), k - 1, axis=1)[:, :k]
     np.put_along_axis(out, at, np.take_along_axis(rows, at, axis=1), axis=1)
     return out

@@ -64,6 +64,7 @@ def without_messages(spec: RunSpec) -> Central:
     ]
     start = objectives[0].start()
     layout = Layout.of(start, setup.policy)
+    # A home of its own for every node: its buffers move with its gradients, as they do on a node.
     locals_ = [
         FlatObjective(objective, layout, {t.name: start[t.name] for t in layout.exact}) for objective in objectives
     ]
@@ -86,6 +87,7 @@ def without_messages(spec: RunSpec) -> Central:
 
 def edge_bytes(result: RunResult) -> int:
     """Return the bytes of all messages of a gossip row that was run as messages."""
+    # Round 0 is the evaluation of the initial model and exchanges nothing.
     return sum(int(record.metrics["gossip.edge"]) for record in result.rounds if record.round)
 
 

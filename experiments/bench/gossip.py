@@ -68,6 +68,7 @@ def run(*, quick: bool = False, progress: Callable[[str], None] | None = None) -
                 say(f"{config['name']} on {graph}, {gradient} gradient, {n} nodes, {iterations} iterations")
                 measured.append(_whole_run(graph, get_algorithm(dict(config)), n, iterations, gradient))
             runs += measured
+            # A quick run has five iterations on 4 and 8 nodes: too few to judge growth by.
             claims.append(_linear(measured, gate=not quick))
     say(f"a long run: sparse-push on exponential, torch gradient, {sizes[-1]} nodes, {many} iterations")
     long = _whole_run("exponential", get_algorithm(dict(_PUSH)), sizes[-1], many, "torch")
@@ -137,6 +138,7 @@ class _Clock:
     @property
     def median(self) -> float:
         """Seconds of a round."""
+        # Without the first round, in which tables and caches are made.
         return median(np.diff(self.ticks[1:-1]).tolist())
 
 
@@ -197,8 +199,10 @@ def _messages(quick: bool, say: Callable[[str], None]) -> list[dict[str, Any]]:
             compressor, key = get_compressor(config), Key(1, "bench-gossip/support")
             say(f"messages of {compressor.codec!r}, {size} elements")
             data = compressor.encode(v, size, key)
+            # About the same number of elements in all sizes.
             repeat = 3 if quick else max(5, 200 * SIZE // size)
             write = partial(compressor.encode, v, size, key)
+            # A copy: reading adds to its vector, and writing must go on with the same v.
             read = partial(_read, compressor, data, v.copy(), key)
             rows.append(
                 {
@@ -243,12 +247,14 @@ class _Idle(Algorithm):
         return state
 
     def send(self, state: State, gradient: Gradient | None, view: View) -> tuple[State, Outbox]:
+        # Eight zero bytes: the relay reads no message, and this algorithm's receive none either.
         return state, tuple(Multicast((j,), bytes(8)) for j in view.column)
 
     def model(self, state: State) -> Real:
         return state["x"]
 
     def facts(self, state: State) -> dict[str, float]:
+        # Constant and above the watcher's floor, so that watching is part of what is timed.
         return {"innovation": 1.0}
 
 

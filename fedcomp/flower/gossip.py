@@ -162,6 +162,7 @@ class GossipSetup(Schema, key=SETUP, separator="-"):
     def __post_init__(self) -> None:
         if self.dtype not in ("float32", "float64"):
             raise ConfigError(f"dtype={self.dtype!r} is not valid: 'float32' or 'float64'")
+        # Made for its checks: a wrong dense_below is reported here and not by every node.
         _ = self.policy
 
     @property
@@ -257,9 +258,11 @@ class NodeStore:
 
 def _pack(state: RecordDict, key: str, arrays: Mapping[str, NDArray[Any]]) -> None:
     """Store named arrays as one: a state has dozens of them, and each one of Flower's has a price of its own."""
+    # ascontiguousarray makes one-dimensional arrays of scalars: the reshape gives the shape back.
     whole = {name: np.ascontiguousarray(array).reshape(array.shape) for name, array in arrays.items()}
     listed = json.dumps([[name, array.dtype.str, list(array.shape)] for name, array in whole.items()])
     data = b"".join(array.tobytes() for array in whole.values())
+    # The table of contents is the name of the one array, which saves a record of its own.
     state[key] = ArrayRecord({listed: Array("uint8", (len(data),), _STYPE, data)})
 
 
@@ -269,6 +272,7 @@ def _unpack(state: RecordDict, key: str) -> dict[str, NDArray[Any]]:
     for name, kind, shape in json.loads(listed):
         dtype = np.dtype(kind)
         size = _elements(shape)
+        # Read-only views of the record: arrays of a state are never written to.
         found[name] = np.frombuffer(held.data, dtype, size, at).reshape(shape)
         at += size * dtype.itemsize
     if at != len(held.data):
@@ -321,6 +325,7 @@ def take_model(message: Message) -> dict[str, Any]:
 
 
 def _elements(shape: list[int]) -> int:
+    # Python's integers, since np.prod of a forged shape may wrap around to a plausible size.
     size = 1
     for extent in shape:
         if isinstance(extent, bool) or not isinstance(extent, int) or extent < 0:

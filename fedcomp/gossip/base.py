@@ -65,6 +65,7 @@ def messages_of(source: int, outbox: Outbox) -> list[GossipMessage]:
 def deliver(outboxes: Mapping[int, Outbox]) -> dict[int, list[GossipMessage]]:
     """Return every node's messages, in order of their sources: a network in which nothing is lost."""
     inboxes: dict[int, list[GossipMessage]] = {node: [] for node in outboxes}
+    # receive is promised messages in order of their sources.
     for source in sorted(outboxes):
         for message in messages_of(source, outboxes[source]):
             inboxes.setdefault(message.destination, []).append(message)
@@ -106,6 +107,7 @@ class View:
     @property
     def own_share(self) -> float:
         """``P[node, node]``."""
+        # fsum rounds once, so that this does not depend on the order of the neighbours.
         return 1.0 - math.fsum(self.column.values())
 
     @property
@@ -298,4 +300,5 @@ def real(model: Real) -> Real:
     """
     if model.ndim != 1 or model.dtype not in (np.float32, np.float64):
         raise MessageError(f"a model is {model.dtype}{model.shape}; expected a float32 or float64 vector")
+    # A copy in any case: the caller may go on writing to its model.
     return np.ascontiguousarray(model).copy()

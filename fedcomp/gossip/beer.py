@@ -30,6 +30,7 @@ from fedcomp.gossip.steps import BEGUN, Compressing, begun, finite, incoming, re
 from fedcomp.layout import Layout
 
 _NAMES: Final = ("h", "g")
+# Rows of the least contraction δ and the γ it bears, as measured for tracking_step.
 _STEPS: Final = ((0.2, 0.5), (0.1, 0.2), (0.05, 0.05))
 _SMALLEST_STEP: Final = 0.02
 _ROUNDED: Final = 0.99
@@ -92,6 +93,7 @@ class BEER(Compressing):
     def init(self, model: Real, layout: Layout, *, common: Real | None = None) -> State:
         """Return x = ``model``, v = 0, and estimates: of models from ``common`` on, of v from 0 on."""
         x, split = opened(model, layout), layout.compressed_size
+        # One array for three entries: arrays of a state are never written to.
         zero = np.zeros_like(x)
         gamma = tracking_step(self.gamma, self._compressor, split)
         state = {"x": x, "y": zero, "gradient": zero, "gamma": np.array(gamma)}

@@ -95,6 +95,7 @@ class COLD(Compressing, PrimalDual):
         return self._mixed(absorb(state, messages, (ESTIMATE,), self._compressor).state)
 
     def _mixed(self, state: State) -> State:
+        # disagreement sums ẑ_j - ẑ_i and u sums ẑ_i - ẑ_j: hence the sign.
         return self._finished(state, (-0.5 * float(state["gamma"])) * disagreement(state, ESTIMATE))
 
     def facts(self, state: State) -> dict[str, float]:

@@ -95,6 +95,7 @@ class DeepSqueeze(Compressing):
         q = change.dense()
         payload = pack(view.iteration, 0, MessageFlag(0), x.dtype, data)
         outbox = (Multicast(tuple(view.column), payload),) if view.column else ()
+        # q as receivers decode it: what quantisation and rounding took off is in the error, too.
         return {**state, "error": wanted - q, **begun(view, announced=q)}, outbox
 
     def receive(self, state: State, messages: Sequence[GossipMessage]) -> State:
@@ -111,6 +112,7 @@ class DeepSqueeze(Compressing):
             if header.flags or header.iteration != iteration:
                 raise MessageError(f"node {source} sent {header}, expected a compressed model of iteration {iteration}")
             q = self._read(body, state, _key(0, iteration, source))
+            # From the own q, not from x: the other end finds the same with the opposite sign, so the mean stays.
             toward += weight * (q - announced)
         return settled({**state, "x": state["x"] + float(self.gamma) * toward})
 

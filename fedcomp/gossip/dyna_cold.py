@@ -163,13 +163,16 @@ class DynaCOLD(COLD):
                 state = {**state, _SCALE: np.array(self.s0)}
         split, before = int(state["split"]), state[ESTIMATE]
         reach = float(np.max(np.abs(z[:split] - before[:split]), initial=0.0))
+        # None as at the receivers: who gets a whole estimate holds none from which it could derive a least scale.
         scale = self._scale_of(state[_SCALE], int(state["age"]), None if view.resync else before)
         outside = reach > scale
         if self.scale == "zoom" and outside:
             scale *= self.factor
         flags = MessageFlag.ZOOM if self.scale == "zoom" and outside else MessageFlag(0)
+        # The codec says +1 or -1 where Q says +1/2 or -1/2: s Q(v / s) is s / 2 times the sign.
         q = self._compressor.scaled(scale / 2.0)
         sent = broadcast(state, {ESTIMATE: z}, q, view, flags=flags, digest_every=self.digest_every)
+        # Against a scale at its floor, an innovation that is rounding alone would look like one that left the box.
         noise = _ROUNDING * np.finfo(z.dtype).eps * float(np.max(np.abs(z), initial=0.0))
         next_scale = self._next(scale, outside, sent.state[ESTIMATE]) if self.scale == "zoom" else scale
         return {
@@ -188,13 +191,17 @@ class DynaCOLD(COLD):
 
         def scaled(source: int, header: MessageHeader) -> Compressor:
             whole = bool(header.flags & MessageFlag.RESYNC)
+            # As the sender does: when it sends one whole estimate, it restarts at s0 for all neighbours.
             known = np.array(self.s0) if whole else state.get(_scale_key(source), np.array(self.s0))
+            # The copy before this message; of a neighbour not heard of yet, where all estimates begin.
             before = None if whole else state.get(copy_key(ESTIMATE, source), state[f"{ESTIMATE}.start"])
             used[source] = self._scale_of(known, age, before)
             if header.flags & MessageFlag.ZOOM:
+                # In the sender's order of operations: s is never sent, and both ends must find the same float64.
                 used[source] *= self.factor
             return self._compressor.scaled(used[source] / 2.0)
 
+        # ``scaled`` is called once per message, with its header: every sender has a scale of its own.
         absorbed = absorb(state, messages, (ESTIMATE,), scaled)
         new = {**absorbed.state, "age": np.array(age + 1)}
         if self.scale == "zoom":
@@ -216,6 +223,7 @@ class DynaCOLD(COLD):
         if outside:
             return scale
         least = _RELATIVE * _largest(estimate) if estimate.dtype == np.float32 else 0.0
+        # min: a scale that is below its floor already stays there and is not raised by it.
         return max(self.rho * scale, min(scale, max(self.s_min, least, _SMALLEST)))
 
     def facts(self, state: State) -> dict[str, float]:

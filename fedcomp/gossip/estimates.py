@@ -253,8 +253,7 @@ def broadcast(
         if (whole, own) not in written:
             written[whole, own] = message.write(number, own, whole)
         groups.setdefault(written[whole, own], []).append(j)
-        # Only for those who are sent this message: a neighbour whose edge rests keeps its count and gets the whole
-        # later.
+        # Only for receivers of this message: a neighbour whose edge rests keeps its count and gets the whole later.
         new[f"{first}.sent/{j}"] = np.array(number + 1, np.int64)
     new[f"{first}.seq"] = np.array(number + 1, np.int64)
     outbox = tuple(Multicast(tuple(destinations), payload) for payload, destinations in groups.items())
@@ -365,8 +364,7 @@ def absorb(
         opened = reader.open(message)
         if reader.copies:
             after = advance(new, names, message.source, opened, alpha)
-            # The sender signed its estimate after the change: this finds a wrong decoding and a copy that was wrong
-            # before.
+            # Signed after the change: this finds a wrong decoding as well as a copy that was wrong before.
             if opened.digest and opened.digest != digest_of(after.values()):
                 raise OutOfStep(
                     message.source,

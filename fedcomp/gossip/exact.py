@@ -112,7 +112,9 @@ def tracked(y: Real, last: Real, gradient: Gradient | None, at: Real) -> tuple[R
     NonFiniteUpdate
         When the gradient, or y, is not finite.
     """
+    # A step of length 1 without momentum: the gradient itself, checked for shape and finiteness.
     g, _ = descent({}, gradient, at, 1.0, 0.0)
+    # The difference first: successive gradients are close, and in (y + g) - last its low digits would be rounded away.
     return (y, last) if g is None else (finite(y + (g - last), "the tracked gradient"), g)
 
 

@@ -59,6 +59,7 @@ class GradientTracking(Algorithm):
         refuse_dense(self, view)
         y, g = tracked(state["y"], state["gradient"], gradient, state["x"])
         finite(state["x"], "the model")
+        # One vector, so that both are mixed by one message and one pass over the neighbours.
         announced = np.concatenate([state["x"], y])
         return {**state, "y": y, "gradient": g, **begun(view, announced=announced)}, whole(announced, view)
 

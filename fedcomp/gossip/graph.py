@@ -78,6 +78,7 @@ class NeighbourTables(Named, ABC):
         phase = t if self.period is None else t % self.period
         found = self._tables.get(phase)
         if found is None:
+            # A set without i: both ways around a ring of two lead to one vertex, and a random graph draws loops.
             out = [tuple(sorted(set(js) - {i})) for i, js in enumerate(self.targets(phase))]
             found = out, w.transposed(out)
             if self.period is None:
@@ -104,6 +105,7 @@ class NeighbourTables(Named, ABC):
         """Return the out-degree of every living vertex among the living; once per set, all nodes ask alike."""
         phase = t if self.period is None else t % self.period
         kept = self._living
+        # Identity first: the nodes of an iteration ask with one and the same set, and comparing two takes n steps.
         if kept is None or kept[0] != phase or (kept[1] is not alive and kept[1] != alive):
             out = self._neighbours(t)[0]
             degrees = {i: sum(j in alive for j in out[i]) for i in alive if 0 <= i < self.n}
@@ -129,6 +131,7 @@ class NeighbourTables(Named, ABC):
         """
         spans = self.window if window is None else window
         if self.period is not None:
+            # A whole period holds every edge there is.
             spans = min(spans, self.period)
         table = w.union(self._neighbours(t + k)[0] for k in range(max(1, spans)))
         return w.strong_components(table, range(self.n) if alive is None else frozenset(alive))
@@ -171,6 +174,7 @@ class Topology(NeighbourTables):
             degree = self._degrees(t, alive).__getitem__
             sources = tuple(j for j in self.in_neighbours(i, t) if j in alive)
         if self.directed:
+            # P[i, j] is decided by the sender: its out-degree counts, not the receiver's.
             return {j: 1.0 / (1 + degree(j)) for j in sources}
         return w.metropolis_row(len(sources), {j: degree(j) for j in sources})
 
@@ -225,6 +229,7 @@ class Topology(NeighbourTables):
             given = self.row(i, t, alive) if symmetric else self.column(i, t, alive)
             for j, weight in given.items():
                 matrix[j, i] = weight
+            # As View.own_share has it: the matrix is of the weights that a run uses.
             matrix[i, i] = 1.0 - math.fsum(given.values())
         return matrix
 
@@ -237,6 +242,7 @@ class Topology(NeighbourTables):
         if self.period is None:
             rounds = max(200, 50 * self.window)
             return w.measured_rate(self.mixing_matrix(t, symmetric=symmetric) for t in range(rounds))
+        # Of the whole period: the eigenvalues of single graphs say nothing about the rate of their sequence.
         product = np.eye(self.n)
         for t in range(self.period):
             product = self.mixing_matrix(t, symmetric=symmetric) @ product
@@ -309,6 +315,7 @@ class Topology(NeighbourTables):
             for kind, vectors in (("column", columns), ("row", rows)):
                 for i, given in enumerate(vectors):
                     whole = math.fsum(given.values())
+                    # ``not >=`` and not ``<``: NaN must fail, too.
                     if any(not weight >= 0.0 for weight in given.values()):
                         raise TopologyError(f"{self.text}: {kind} {i} has a weight below 0 or not a number: {given}")
                     if 1.0 - whole <= 0.0:
@@ -317,6 +324,7 @@ class Topology(NeighbourTables):
                             "positive share"
                         )
             for i, given in enumerate(rows):
+                # To the last bit: what one end adds the other takes off only if both multiply by the same number.
                 if any(rows[j].get(i) != weight for j, weight in given.items()):
                     raise TopologyError(f"{self.text}: W is not symmetric in row {i}")
         self._require_connected(0)

@@ -77,6 +77,7 @@ class LEAD(Compressing, PrimalDual):
         z = self._decision(state, gradient, view)
         sent = broadcast(state, {_H: z}, self._compressor, view, digest_every=self.digest_every, alpha=self.alpha)
         used = self._used(sent.state[_H], sent.deltas[_H])
+        # ``used`` is kept: the state's estimate has only α of the change, and u is of all of it.
         return {**sent.state, **begun(view, z=z, used=used)}, sent.outbox
 
     def receive(self, state: State, messages: Sequence[GossipMessage]) -> State:
@@ -87,6 +88,7 @@ class LEAD(Compressing, PrimalDual):
         absorbed = absorb(state, messages, (_H,), self._compressor, alpha=self.alpha)
         weights = {message.source: message.weight for message in incoming(state, messages)}
         own, apart = state[_USED], np.zeros_like(state[_USED])
+        # Ascending, so that the sum has the same bits in every run.
         for message in sorted(absorbed.received, key=lambda one: one.source):
             apart += weights[message.source] * (own - self._used(message.estimates[_H], message.deltas[_H]))
         return self._finished(absorbed.state, (0.5 * float(state["gamma"])) * apart)

@@ -61,6 +61,7 @@ class FlatObjective:
                 out[t.slice] = found[t.name].reshape(-1)
             elif t.name in after:
                 moved = np.zeros_like(out) if moved is None else moved
+                # A difference: when it is applied the model has been mixed, and statistics as such would undo that.
                 moved[t.slice] = after[t.name].reshape(-1) - z[t.slice]
         self._change = moved
         self.home |= {t.name: np.asarray(after[t.name]) for t in self.layout.exact if t.name in after}

@@ -56,4 +56,5 @@ class NIDS(PrimalDual):
         if DECISION not in state:
             incoming(state, messages)  # none is due
             return state
+        # pull sums z_j - z_i and u sums z_i - z_j: hence the sign.
         return self._finished(state, -0.5 * pull(state, state[DECISION], messages))

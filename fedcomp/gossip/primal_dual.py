@@ -60,6 +60,7 @@ class PrimalDual(Algorithm):
         """Return the state after D = D + u / η and x = z - u, without what belonged to the begun iteration."""
         x = state[DECISION] - u
         moved = state.get(_MOVED)
+        # Divided by η, since the next z takes off η D: so it takes off the sum of all u.
         return {**settled(state), "dual": state["dual"] + u / self.lr, "x": x if moved is None else x + moved}
 
     def model(self, state: State) -> Real:
@@ -68,6 +69,7 @@ class PrimalDual(Algorithm):
 
     def invariants(self, states: Iterable[State]) -> dict[str, float]:
         """Return the Euclidean norm of the sum of all duals: 0 up to rounding."""
+        # In float64: in float32 the sum would show its own rounding instead of the duals'.
         total = sum((state["dual"].astype(np.float64) for state in states), np.zeros(1))
         return {"sum_D": float(np.linalg.norm(total))}
 

@@ -219,8 +219,7 @@ class PushSum(Algorithm):
         if gradient is not None and not view.dense and "fresh" not in state:
             step, moved = descent(state, gradient, z, falling(self.lr, self.decay_over, view.iteration), self.momentum)
             if step is not None:
-                # On the numerator, as in SGP: z moves by step / w, which is why a small weight (w_start) bars a node
-                # from learning.
+                # On the numerator, as in SGP: z moves by step / w, so that a small weight makes a step too long.
                 state = {**state, **moved, "x": state["x"] - step}
                 z = debiased(state)
         require_finite(z, f"node {view.node}, iteration {view.iteration}: the de-biased model")

@@ -71,6 +71,7 @@ def descent(state: State, gradient: Gradient | None, at: Real, lr: float, moment
     if gradient is None:
         return None, {}
     lr, momentum = float(lr), float(momentum)  # a numpy scalar would make float64 of a float32 model
+    # In the model's dtype: a float64 gradient would widen a float32 model, and what it sends.
     g = np.asarray(gradient(at), at.dtype)
     if g.shape != at.shape:
         raise ConfigError(f"the gradient has shape {g.shape}, the model {at.shape}")
@@ -143,6 +144,7 @@ def incoming(state: State, messages: Sequence[GossipMessage]) -> list[Incoming]:
         )
     if not expected:
         return []
+    # The weights of the iteration that was begun: the graph may have changed since.
     weight = dict(zip(expected, state[BEGUN + "weights"].tolist(), strict=True))
     return [Incoming(m.source, weight[m.source], m.payload) for m in sorted(messages, key=lambda m: m.source)]
 

@@ -183,6 +183,7 @@ class RandomDigraph(Topology):
 
     def _safe_window(self) -> int:
         for window in range(1, _LONGEST_WINDOW + 1):
+            # 1 - (1 - p)**window without cancellation at small p; log1p(-1) does not exist.
             if disconnection_bound(self.n, -math.expm1(window * math.log1p(-self.p)) if self.p < 1 else 1.0) <= 1e-9:
                 return window
         raise TopologyError(
@@ -244,6 +245,7 @@ class Edges(Topology):
                 raise TopologyError(
                     f"edge {i}{self._link}{i}: every node keeps a share of its own; give edges to others only"
                 )
+            # A set, since an own weight (i, i) is its own reverse.
             for edge in {(i, j)} if directed else {(i, j), (j, i)}:
                 self._add(edge, None if given is None else given[k])
         if given is not None:
@@ -289,6 +291,7 @@ class Edges(Topology):
             raise TopologyError(
                 f"node {i} pushes {others:.12g} of itself away; its own share must be positive: give less than 1 in all"
             )
+        # The rest and not the user's decimals: the column has to sum to 1 in float64.
         return rest
 
     def targets(self, t: int) -> Iterable[Iterable[int]]:
@@ -303,6 +306,7 @@ class Edges(Topology):
         if not self.weighted:
             return super().column(i, t, alive)
         shares = {j: self._edges[i, j] or 0.0 for j in self._living_out(i, t, alive)}
+        # With everybody there the user's numbers are taken as they are: dividing by their sum would change last bits.
         if len(shares) == len(self.out_neighbours(i, t)):
             return shares
         whole = math.fsum([self._own[i], *shares.values()])

@@ -41,6 +41,7 @@ class Count:
 
     def add(self, size: int, times: int = 1) -> None:
         """Count a message of ``size`` bytes, header included, ``times`` times."""
+        # What comes up is counted before it is checked, and a forged message may be shorter than a header.
         header = min(size, HEADER_BYTES)
         self.messages += times
         self.headers += times * header

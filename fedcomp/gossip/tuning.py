@@ -105,6 +105,7 @@ class DivergenceWatch:
             When most nodes' innovations left the range of a quantiser whose scale is given in advance.
         """
         now = {node: (iteration, figures) for node, figures in facts.items()}
+        # A silent node counts for another ``window`` iterations: figures of asynchronous runs arrive late.
         kept = {node: known for node, known in self._latest.items() if known[0] > iteration - self.window}
         self._latest = {**kept, **now}
         if 2 * len(facts) < len(self._latest):
@@ -116,7 +117,9 @@ class DivergenceWatch:
             if "innovation" in figures and node not in left_out
         }
         if innovations:
+            # The lower median: of two nodes it is the smaller figure, so that one of them alone ends no run.
             level = median_low(innovations.values())
+            # At least the floor: near rounding any two nodes may be a thousand times apart.
             far = _APART * max(level, self.floor)
             left_out |= {
                 node: (
@@ -319,8 +322,10 @@ def safe_gamma(topology: Topology, compressor: Compressor, size: int) -> float:
     if topology.time_varying or topology.directed:
         raise ConfigError(f"{topology!r} varies or is directed: the proof does not cover it")
     spectrum = np.sort(np.linalg.eigvalsh(topology.mixing_matrix(0, symmetric=True)))
+    # The last eigenvalue is 1, that of the constant vector: the gap is to the next in modulus, from either end.
     rho = 1.0 - max(abs(float(spectrum[0])), abs(float(spectrum[-2])))
     if not rho > 1e-12:
         raise ConfigError(f"{topology!r} has no spectral gap: it is not connected")
+    # The largest eigenvalue of I - W belongs to the smallest of W.
     beta = 1.0 - float(spectrum[0])
     return rho**2 * delta / (16 * rho + rho**2 + 4 * beta**2 + 2 * rho * beta**2 - 8 * rho * delta)

@@ -80,8 +80,10 @@ def disconnection_bound(n: int, p: float) -> float:
     """
     if p >= 1.0:
         return 0.0
+    # In logarithms: the binomial coefficients of about a thousand vertices are beyond float64.
     stay = math.log1p(-p)
     logs = [math.lgamma(n + 1) - math.lgamma(s + 1) - math.lgamma(n - s + 1) + s * (n - s) * stay for s in range(1, n)]
+    # Each summand capped at 1: with many vertices and a small p exp would overflow.
     return math.fsum(math.exp(min(0.0, each)) for each in logs)
 
 
@@ -119,6 +121,7 @@ def measured_rate(matrices: Iterable[Matrix]) -> float:
         if size < np.finfo(np.float64).tiny:
             return 0.0
         logs.append(math.log(size))
+        # Every round: the product itself would fall below the smallest float64.
         spread /= size
     late = logs[len(logs) // 2 :]
     return math.exp(math.fsum(late) / len(late)) if late else 1.0

@@ -95,8 +95,10 @@ class Observed:
             raise LayoutError(f"its model has tensors {list(record)[:5]}, not those of the run: {list(initial)[:5]}")
         arrays: dict[str, NDArray[Any]] = {}
         for name, array in initial.items():
+            # Float tensors come in the run's dtype, which may not be the model's own; integer buffers in theirs.
             own = np.dtype(array.dtype)
             arrays[name] = read_array(record[name], name, tuple(array.shape), dtype if own.kind == "f" else own)
+            # One such model would make the mean of all of them NaN.
             if not np.isfinite(arrays[name]).all():
                 raise LayoutError(f"its tensor {name!r} holds non-finite values")
         figures = reply.content.get(gossip.FIGURES)
@@ -140,6 +142,7 @@ def figures_of(seen: Sequence[Observed], middle: Mapping[str, NDArray[Any]]) -> 
     ]
     out["distance"] = math.sqrt(_sum(squares) / len(seen))
     weights = [found.facts["weight"] for found in seen if "weight" in found.facts]
+    # A sum over some of the nodes would look like lost mass.
     if len(weights) == len(seen):
         out["sum_w"] = _sum(weights)
     return out

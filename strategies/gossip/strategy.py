@@ -216,7 +216,9 @@ class GossipRelay(ExchangeStrategy, Stateful):
             self._begin(arrays, config, grid, report)
         relay = self.relay
         if relay.finishing:
+            # ENDLESS, as in _begin: how many rounds there will be, only the driver knows.
             relay.prolong(ENDLESS)  # a finished run that is extended
+        # The relay counts over the whole run; a round reports the difference.
         before = fields_of(relay.traffic)
         yield from self._exchange(config, grid, report, self._away())
         # Of a synchronous algorithm nobody can go on before everybody has answered or is given up.
@@ -234,6 +236,7 @@ class GossipRelay(ExchangeStrategy, Stateful):
         before = fields_of(relay.traffic)
         if last:
             relay.conclude()
+            # _meet in the loop: a node that was offline for a moment gets its vertex back and can still finish.
             while not relay.done:
                 yield from self._meet(grid, config, report)
                 yield from self._exchange(config, grid, report)
@@ -252,6 +255,7 @@ class GossipRelay(ExchangeStrategy, Stateful):
         size = flatten(named, layout, self.setup.dtype).nbytes // max(1, layout.size)
         self._initial = arrays
         largest = largest_message(self.algorithm, layout.size, size)
+        # Random and not from the seed: two runs with one seed must not continue each other's memories.
         self._relay = self._made(count, ENDLESS, secrets.token_hex(8), largest)
         for vertex in self._met.values():
             if vertex is not None and vertex >= count:
@@ -308,7 +312,9 @@ class GossipRelay(ExchangeStrategy, Stateful):
         for reply in replies:
             node = asked[reply.metadata.reply_to_message_id]
             vertex = known(node)
+            # The grid's own knowledge goes before what a node claims.
             vertex = take_node(reply) if vertex is None else vertex
+            # It stays out of _met, so that it is asked again in the next round.
             if reply.has_error():
                 report.note("unknown", f"a node could not say which vertex it is: {reply.error.reason}")
                 continue
@@ -332,6 +338,7 @@ class GossipRelay(ExchangeStrategy, Stateful):
         for vertex, node in held.items():
             if self._node_of.get(vertex) != node:
                 self._node_of[vertex] = node
+                # It was given up, and its state went with the old node id: it joins with a new one.
                 if self._relay is not None and vertex in self._away():
                     self._relay.join(vertex)
         for node in new_nodes:
@@ -361,6 +368,7 @@ class GossipRelay(ExchangeStrategy, Stateful):
         for reply in replies:
             vertex = vertices[reply.metadata.reply_to_message_id]
             if vertex in calls:
+                # A sign of life is enough: it joins with a new state, whatever it says.
                 if reply.has_content():
                     relay.join(vertex)
                 continue
@@ -369,6 +377,7 @@ class GossipRelay(ExchangeStrategy, Stateful):
             except FedcompError as error:
                 errors[vertex] = f"{type(error).__name__}: {error}"
         errors |= {v: "nothing came back in time" for v in messages if v not in answers and v not in errors}
+        # Replaced each time: a node that answers again is trusted with its vertex again.
         self._silent = {self._node_of[vertex] for vertex in errors if vertex in self._node_of}
         relay.take(answers, errors)
         report.exchanges += 1
@@ -410,6 +419,7 @@ class GossipRelay(ExchangeStrategy, Stateful):
                 report.note("unseen", f"vertex {vertex}: {error}")
         if not seen:
             return None
+        # By vertex: replies come in any order, and sums of floats depend on it.
         ordered = [seen[vertex] for vertex in sorted(seen)]
         middle = mean_of([found.arrays for found in ordered])
         report.observed = figures_of(ordered, middle)
@@ -418,12 +428,15 @@ class GossipRelay(ExchangeStrategy, Stateful):
     def _close(self, report: Iterations, before: Mapping[str, Any]) -> None:
         """Write what has happened since ``before``, the traffic at the time, into the round's report."""
         relay = self.relay
+        # Seeing off leavers counts iterations beyond the last one.
         begun = min(relay.iteration, relay.iterations + relay.skew_rounds)
         report.iteration, report.epoch, report.members = begun, relay.epoch, list(relay.members)
         for name, value in difference(fields_of(relay.traffic), before).items():
+            # Added, since close_round reports into the same section as the round before it.
             report.traffic[name] = report.traffic.get(name, 0) + value
         for kind in _EVENTS:
             happened = getattr(relay.report, kind)
+            # The relay keeps all events of the run; each is reported once.
             for _, vertex, reason in happened[self._told.get(kind, 0) :]:
                 report.note(kind, f"vertex {vertex}: {reason}")
             self._told[kind] = len(happened)
@@ -453,6 +466,7 @@ class GossipRelay(ExchangeStrategy, Stateful):
             )
         self._relay = self._made(nodes, iterations, session, largest)
         self._relay.set_state(*stored["state"])
+        # What the stored rounds have reported is not reported again.
         self._told = {kind: len(getattr(self._relay.report, kind)) for kind in _EVENTS}
 
 

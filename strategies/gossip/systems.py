@@ -60,6 +60,7 @@ def _build(settings: Settings, seed: int, *, name: str, title: str, shown: Setti
         own["momentum"] = settings["momentum"]
     elif settings["momentum"]:
         raise ConfigError(f"momentum={settings['momentum']!r} does not fit: {title} has none; set momentum=0")
+    # A setting has one type, so numbers that may also be "auto" are given as texts.
     for key in ("gamma", "rate"):
         if key in own:
             own[key] = _number_or(str(own[key]), "auto", key, float)
@@ -88,6 +89,7 @@ def _compressor(algorithm: str, usual_id: str, name: str, options: Mapping[str, 
         raise ConfigError(f"{COMPRESSOR_PREFIX}id does not fit: set compressor={options['id']} itself")
     if name != usual_id:
         return {"id": name, **options}
+    # Unless another codec is chosen, the algorithm keeps its own parameters, such as the density.
     usual = algorithm_class(algorithm)().get_config()["compressor"]
     if usual is None:
         return {"id": name, **options} if options else None
