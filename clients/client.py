@@ -68,6 +68,7 @@ def client(app: ClientApp, *halves: ClientHalf, only: Iterable[str | ClientHalf]
     if isinstance(app, WrappedApp):
         raise ConfigError("this app came out of client() already; name all halves in one call")
     for mod in mods_of(app):
+        # The functions as well: a half may be listed without its parentheses.
         if isinstance(mod, ClientHalf) or mod in HALVES.values():
             name = getattr(mod, "name", None) or getattr(mod, "__name__", "?")
             raise ConfigError(
@@ -128,6 +129,7 @@ def in_order(halves: Mapping[str, ClientHalf]) -> list[ClientHalf]:
     for half in halves.values():
         for inner in half.outside:
             if inner in halves:
+                # The sorter is told predecessors: a half stands before those that it is outside of.
                 sorter.add(inner, half.name)
         sorter.add(half.name, *(outer for outer in half.inside if outer in halves))
     try:

@@ -280,6 +280,7 @@ class _Turn:
             )
         fetched = take_frames(msg, part.parts, gcn.FEATURES)[gcn.FEATURES]
         # Planned again rather than kept: a plan is longer than its seed, and the process may be another one by now.
+        # Norms that came with adjacency rows joined the state when the plan was made.
         seen, _ = _taught(part, kept.structure_at(ask))
         try:
             plans = _plans(seen, ask, kept)
@@ -361,6 +362,7 @@ def _train(turn: _Turn, learner_of: Callable[[], Learner]) -> Message:
             total += loss.item() * len(labels)
             seen += len(labels)
     content = RecordDict({learner.name: to_record(to_arrays(model))})
+    # seen is positive: there is a node to learn from, and a plan has at least one step.
     content["metrics"] = MetricRecord({"train_loss": total / seen, "num-examples": seen})
     put_node(content, part.index)
     reply = Message(content, reply_to=turn.msg)

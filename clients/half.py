@@ -95,6 +95,7 @@ def drop_in(make: Callable[P, ClientHalf]) -> DropIn[P]:
 
     @functools.wraps(make)
     def factory(*args: Any, **kwargs: Any) -> Any:
+        # No argument of a factory is a Message, so this is Flower calling the function itself as a mod.
         if len(args) == 3 and isinstance(args[0], Message):
             return make()(*args)  # type: ignore[call-arg]
         return make(*args, **kwargs)

@@ -92,6 +92,7 @@ def receive(
     # A server of another protocol version does not name its record; there is only one model anyway.
     lone = next(iter(found.values())) if len(found) == 1 and not announcement.record else None
     plain = found.get(announcement.record, lone)
+    # Base 0 is no version: the message holds the whole model.
     if codec is None or announcement.base == 0:
         if plain is None:
             raise StateError(f"the message holds no ArrayRecord {announcement.record!r} and no steps this node can use")
@@ -211,6 +212,7 @@ def equally_long(frame: Frame, codec: Codec, layout: Layout, key: Key) -> Frame:
     longest = codec.longest(layout)
     if longest is None:
         raise ConfigError(f"{codec!r} knows no longest frame to pad others to; use another codec, or pad=False")
+    # Padding needs FILLED bytes of its own, also where the frame is already the longest.
     return wire.pad(frame, longest + wire.FILLED, key.at(purpose="padding").digest())
 
 

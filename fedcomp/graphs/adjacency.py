@@ -110,6 +110,7 @@ def normalised(edges_src: Ids, edges_dst: Ids, nodes: int, kind: str = "sym", se
     indptr, rows, columns = sorted_entries(lists, nodes)
     degrees = np.diff(indptr)
     if kind == "sym":
+        # One root of a product, which commutes: P is exactly symmetric.
         values = 1.0 / np.sqrt(degrees[rows].astype(np.float64) * degrees[columns])
     else:
         values = 1.0 / degrees[rows]

@@ -129,6 +129,7 @@ def take_ids(body: memoryview, pos: int, nodes: int, limit: int | None) -> tuple
         raise LimitExceeded(f"a frame holds {count} ids; at most {limit} were agreed on")
     section, pos = take_section(body, pos, size, "ids")
     gaps = take_varints(section, count)
+    # indices_from_gaps relies on gaps below 4 n.
     if count and int(gaps.max()) >= nodes:
         raise Corrupt(f"a gap between ids reaches beyond the {nodes} nodes of the graph")
     return indices_from_gaps(gaps, nodes), pos

@@ -132,6 +132,7 @@ def operators_of(plan: StepPlan, dtype: torch.dtype) -> list[Tensor]:
 def whole(adjacency: Adjacency, layers: int, dtype: torch.dtype) -> list[Tensor]:
     """Return P as the operator of every layer: the network on the whole graph, whose inputs are all features."""
     nodes = adjacency.nodes
+    # One tensor for all layers: nothing writes to it.
     return [_csr(adjacency.indptr, adjacency.columns, adjacency.values, (nodes, nodes), dtype)] * layers
 
 

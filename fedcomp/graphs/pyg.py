@@ -107,6 +107,7 @@ class SkewedSampler(BaseSampler):
                     f"normalisation {normalisation!r} replaces the edges, and these have attributes "
                     f"{data.edge_attrs()}; remove them, or normalise the graph yourself and say 'given'"
                 )
+            # Targets first: the row an edge stands in is that of the node its message goes to.
             adjacency, order = normalised(dst, src, nodes, normalisation, self_loops), None
         elif normalisation == "given":
             adjacency, order = _given(dst, src, data.edge_weight, nodes)
@@ -145,6 +146,7 @@ class SkewedSampler(BaseSampler):
         if data.edge_weight is not None:
             dtype = data.edge_weight.dtype
         else:
+            # Weights multiply features, so they have the features' type.
             dtype = data.x.dtype if data.x is not None and data.x.is_floating_point() else torch.get_default_dtype()
         columns = adjacency.columns.astype(np.int64, copy=False)
         ready.edge_index = torch.from_numpy(np.stack([columns, rows])).to(device)
@@ -183,6 +185,7 @@ class SkewedSampler(BaseSampler):
         _check_plain(index)
         if neg_sampling is not None:
             raise ConfigError("negative links are not drawn here; add them to edge_label_index, with their own label")
+        # Links share ends, while the seeds of a plan are without repeats.
         ends = torch.stack([index.row, index.col])
         seeds, where = ends.unique(return_inverse=True)
         out = self._sample(seeds.numpy())

@@ -60,6 +60,7 @@ def encode_structure(rows: Rows, owners: ArrayLike, norms: ArrayLike | None = No
     owners = as_owners(owners, rows.columns.size, "entries")
     values = np.ascontiguousarray(rows.values, "<f8")
     columns, first, at = np.unique(rows.columns, return_index=True, return_inverse=True)
+    # Row-major places in a matrix with a column for each listed node, not for each node of the graph.
     places = np.repeat(np.arange(ids.size), np.diff(rows.indptr)) * columns.size + at.reshape(-1)
     whose = owners[first]
     if not np.array_equal(whose[at.reshape(-1)], owners):

@@ -146,6 +146,7 @@ class GeneratorTask(Classification):
         """Return ``count`` generated images and their labels; the model's mode is restored."""
         assert isinstance(model, gan.Generator)
         images, labels = [], []
+        # With running statistics an image does not depend on which others are made along with it.
         with evaluating(model):
             for start in range(0, count, _PIECE):
                 size = min(_PIECE, count - start)

@@ -122,6 +122,7 @@ class GraphTask(Classification):
             # Whatever side an edge is written from, its ends are neighbours of each other, in a mean too.
             ends = np.concatenate(ends), np.concatenate(ends[::-1])
         adjacency = normalised(*ends, self.nodes, options["normalisation"], options["self_loops"])
+        # All parts of one process share these arrays.
         for array in (adjacency.indptr, adjacency.columns, adjacency.values):
             array.flags.writeable = False
         return adjacency

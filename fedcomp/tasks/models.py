@@ -82,6 +82,7 @@ class Cnn(nn.Module):
         self.conv2 = nn.Conv2d(first, second, kernel, padding=kernel // 2)
         self.norm1 = nn.BatchNorm2d(first) if batch_norm else nn.Identity()
         self.norm2 = nn.BatchNorm2d(second) if batch_norm else nn.Identity()
+        # Two poolings quarter the side, rounded down.
         self.hidden = nn.Linear(second * (side // 4) ** 2, hidden)
         self.output = nn.Linear(hidden, outputs)
 
@@ -104,6 +105,7 @@ class QuickstartCnn(nn.Module):
         super().__init__()
         self.conv1 = nn.Conv2d(3, 6, 5)
         self.conv2 = nn.Conv2d(6, 16, 5)
+        # 32 pixels a side: 28 after the first convolution, 14 pooled, 10, and 5 pooled.
         self.fc1 = nn.Linear(16 * 5 * 5, 120)
         self.fc2 = nn.Linear(120, 84)
         self.fc3 = nn.Linear(84, 10)
@@ -160,6 +162,7 @@ def build(make: Callable[[], nn.Module], seed: int) -> nn.Module:
             for name, buffer in module.named_buffers(recurse=False):
                 if not isinstance(module, nn.modules.batchnorm._NormBase):
                     raise ConfigError(f"no initial value is known for buffer {path}.{name}")
+                # As torch begins: means and counters of batches at 0, variances at 1.
                 buffer.fill_(1 if name == "running_var" else 0)
     return model
 

@@ -169,6 +169,7 @@ def local_stamp(name: str, root: str | None) -> Stamp | None:
         try:
             found = os.stat(folder / file)
         except FileNotFoundError:
+            # Gathered, not refused yet: where all are missing the folder may belong to other sets.
             missing.append(file)
             continue
         except OSError as error:
@@ -295,6 +296,7 @@ def _split(x: NDArray[Any], y: NDArray[Any], *, standardise: bool = False) -> La
     train, test = np.flatnonzero(~out), np.flatnonzero(out)
     x = np.asarray(x, np.float64)
     if standardise:
+        # Of the training rows alone: nothing of the test rows may show in what is trained on.
         mean, std = x[train].mean(0), x[train].std(0)
         # A constant column stays zero instead of becoming NaN.
         x = (x - mean) / np.where(std > 0, std, 1.0)
@@ -455,6 +457,7 @@ def _read_a9a(files: Mapping[str, bytes]) -> LabelledExamples:
 def _read_wifi(files: Mapping[str, bytes]) -> LabelledExamples:
     (data,) = files.values()
     rows = np.loadtxt(io.BytesIO(data))
+    # The file numbers rooms from 1.
     return _split(rows[:, :7], rows[:, 7].astype(np.int64) - 1, standardise=True)
 
 

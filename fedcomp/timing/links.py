@@ -216,6 +216,7 @@ def simulated_seconds(
                 raise ConfigError(
                     f"node {node} appears in the ledger but has no link; give one Link or a link per node"
                 )
+            # Not up_seconds(): the bytes of several messages are one sum, and each message has its own latency.
             seconds = (
                 8.0 * down / link.down_bits_per_s
                 + 8.0 * up / link.up_bits_per_s
