@@ -223,6 +223,7 @@ class Announcer(Stateful):
             self.layout,
             self._model,
             codec,
+            # The stream that clients encode with; each reply adds its partition.
             Key(self._seed, "uplink", report.round),
             weight_key=weight_key,
             record=self._record_name,

@@ -226,6 +226,7 @@ class Intake:
     def _bare_model(self, sent: SentMessage, reply: Message) -> Arrival:
         """Return a dense reply's tensors of the vector, with the server's buffers; what else it holds is not read."""
         records = reply.content.array_records
+        # A private round reads no names, so it cannot tell which of several is the model.
         if len(records) != 1:
             raise Rejected(f"reply holds {len(records)} ArrayRecords, expected exactly one")
         name, record = next(iter(records.items()))

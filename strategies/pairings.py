@@ -32,6 +32,7 @@ def _warn_of_momentum(rule: Strategy, codec: Codec) -> None:
     """
     if codec.gain <= 1.0:
         return
+    # The attribute is FedAvgM's, whose 0 means plain averaging.
     doubled = has_moments(rule) or bool(getattr(rule, "server_momentum", None))
     log.warning(
         "%r makes what clients send up to %g times as long in the long run. That is momentum for clients that make one "
@@ -50,6 +51,7 @@ def _warn_of_own_coordinates(rule: Strategy, codec: Codec) -> None:
     what was in it is lost. ``python -m experiments.run sparsifiers`` prints how far each rule gets with each kind of
     codec.
     """
+    # Asked is whether a support is drawn for all, not which one: any key will do.
     if adds_to_mean(rule) or not codec.sparse(_LARGE) or codec.common_support(_LARGE, Key(0)) is not None:
         return
     log.warning(

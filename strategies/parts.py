@@ -115,6 +115,7 @@ def uplink(settings: Settings, name: str) -> Codec:
             return ErrorFeedback(codec, **memory)
         except TypeError as error:
             raise ConfigError(f"settings below {FEEDBACK_PREFIX!r}: {error}") from error
+    # Nothing would read them, and the run would pass for one with memory.
     if memory:
         raise ConfigError(
             f"settings {sorted(memory)} below {FEEDBACK_PREFIX!r} need feedback=true on a system that has it"

@@ -284,11 +284,13 @@ def agreeing(
     forms = [_form(name, content) for _, name, content in items]
     if not forms:
         return []
+    # Flower raises for the whole round where one reply differs from the others; here only that one is refused.
     counts = Counter(forms)
     most = max(counts.values())
     first = [form for form, count in counts.items() if count == most]
     known = "" if usual is None else usual.form
     taken = first[0] if len(first) == 1 else known if known in first else ""
+    # A draw that nothing decided leaves the former form in place, to decide the next one.
     if usual is not None and taken:
         usual.form = taken
     kept = []

@@ -54,6 +54,7 @@ class RoundLog:
         report.concluded = True
         if withheld:
             log.info("%s, round %d: %s", self._name, report.round, WITHHELD)
+            # In place: checkpoints store this very object.
             report.withhold()
             return
         self.warn(report)
@@ -119,6 +120,7 @@ def require_usable(report: Report) -> None:
     NoUsableReply
     """
     replied = report.asked - report.lost
+    # Fewer refusals than replies: something could be used, whether or not it made a model.
     if not replied or len(report.refused) < replied:
         return
     reasons = Counter(_one_line(reason) for reason in report.refused.values())

@@ -267,7 +267,9 @@ class SupportRound:
             frame = take_frame(reply.content, f"{PROBE}.{name}")
             if frame is None:
                 raise Rejected(f"the reply lacks the sample {name!r} that was asked for")
+            # The key has no partition: all clients are probed at the same coordinates, or they could not be compared.
             bundle = codec.verify(frame, self.layout, self._probe_key)
+            # What follows is the dense rest, from which no support chooses.
             parts = bundle.tensors[: len(codec.stretches(self.layout))]
             found.append(np.concatenate([t.values.decode() for t in parts]) if parts else np.zeros(0, np.float32))
         return found[0], found[1]

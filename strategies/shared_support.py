@@ -215,6 +215,7 @@ class SharedSupport(Receiving, ExchangeStrategy, Stateful):
         self.reception.meet(grid)
         nodes = self.cohort.draw(kind, grid, Key(self.seed, f"cohort/{kind}", report.round), self._partitions)
         report.asked = len(nodes)
+        # Where Flower's strategies write it, and apps look for it.
         config["server-round"] = report.round
         self._adopt(arrays)
         now = SupportRound(
@@ -312,7 +313,6 @@ class SharedSupport(Receiving, ExchangeStrategy, Stateful):
 
         Each that stays silent costs a timeout; a round in which several in a row do is better given up.
         """
-        # Whoever has sent values was asked to lead already.
         waiting = [client for client in now.clients if client.frame is None]
         waiting.sort(key=lambda client: (client.partition, client.sent.node))
         turn = (now.number - 1) % len(waiting) if waiting else 0

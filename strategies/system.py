@@ -109,6 +109,7 @@ class System:
         out = {
             key: _typed(key, settings[key], default) if key in settings else default for key, default in known.items()
         }
+        # Below a prefix no type is declared: the part that gets them checks them.
         out |= {key: value for key, value in settings.items() if key not in known}
         _check_ranges(out, all_examples="topology" in self.needs or self.needs.get("task") == "graph")
         return out

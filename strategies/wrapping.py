@@ -48,6 +48,7 @@ def require_inner(inner: object, outer: str) -> None:
         )
     legacy = next((base.__name__ for base in type(inner).__mro__ if base.__module__.startswith(_LEGACY)), "")
     if legacy:
+        # Most strategies have kept their names in the new API.
         known = legacy if hasattr(flowers, legacy) else "FedAvg"
         raise ConfigError(
             f"{type(inner).__name__} is a strategy of Flower's legacy API ({_LEGACY}), whose apps exchange no "

@@ -287,6 +287,7 @@ def content_from_bytes(data: bytes) -> RecordDict:
     """
     try:
         return recorddict_from_proto(ProtoRecordDict.FromString(data))
+    # Flower's converters take a well-formed proto for granted, and fail on others as Python happens to.
     except (DecodeError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{len(data)} bytes are no message content: {error}") from error
 
@@ -404,6 +405,7 @@ class WrappedApp(ClientApp):
         # Flower puts an app's mods around a handler when it is registered; these handlers never are.
         self._handlers = {kind: make_ffn(handler, app._mods) for kind, handler in handlers.items()}
         for kind in app._registered_funcs:
+            # Flower registers a handler without an action as "train.default".
             self._require_free(*kind.split("."))
         call: Handler = self._innermost
         for mod in reversed(mods):

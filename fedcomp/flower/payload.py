@@ -125,6 +125,7 @@ def payload_bytes(message: Message) -> int:
         if isinstance(holder, ArrayRecord):
             total += sum(len(array.data) for array in holder.values())
         elif isinstance(holder, ConfigRecord):
+            # Whatever else is in the record: a malformed frame has cost its bytes all the same.
             data = holder.get(STYPE)
             total += len(data) if isinstance(data, bytes) else 0
     return total

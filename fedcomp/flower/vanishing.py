@@ -99,6 +99,7 @@ class VanishingGrid(GridWrapper):
     ) -> None:
         super().__init__(inner)
         self._devices = inner
+        # Round 0 holds what is exchanged before a driver sets the first one.
         self.log: dict[int, RoundTrace] = {0: RoundTrace()}
         self._failures = failures
         self._compute = compute
