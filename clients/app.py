@@ -155,6 +155,7 @@ def _graph(task: Task) -> GraphTask:
 def trainee(msg: Message, context: Context) -> Trainee:
     """Return the message's model and this node's records, for training with noise."""
     job = NodeJob.read(msg, context)
+    # The one kind of training that a node with a budget of its own takes part in.
     task = job.task(noised=True)
     data = task.client(job.partition, job.clients)
     name, model = job.model(task, msg)
@@ -265,6 +266,7 @@ class NodeJob:
                 f"the message holds {len(records)} ArrayRecords {sorted(records)}; expected one, the model"
             )
         name, record = next(iter(records.items()))
+        # The seed makes no difference here: the message's values replace all of the model's.
         model = task.model(self.seed)
         load_arrays(model, to_arrays(record), cast=True)
         return name, model

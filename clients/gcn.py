@@ -129,6 +129,7 @@ def graph_owner(part_of: PartOf, learner_of: LearnerOf) -> ClientHalf:
 def _set_up(msg: Message, part: GraphPart) -> Message:
     """Say who this owner is and whose norms it needs, or tell the norms that others need."""
     setup = GraphSetup.take(msg)
+    # A hello brings no frames: of any kind they would be refused.
     asked = take_frames(msg, part.parts, *([gcn.IDS] if setup.action == "norms" else []))
     content = RecordDict()
     put_node(content, part.index)
@@ -171,7 +172,7 @@ def _plan(msg: Message, context: Context, part: GraphPart) -> Message:
         if (part.structure.owner_of(ids) != owner).any():
             raise GraphError(f"norms come from part {owner} for nodes of other owners")
         norms = norms.updated(NodeValues(ids, values.astype(np.float64)))
-    # Not stored: there is no state yet, or the turn before has joined it since it was written.
+    # Not stored: there is none yet, or since it was written another turn has joined it or the limit has changed.
     changed = bool(sent[gcn.NORMS] or sent[gcn.STRUCTURE]) or not kept.stored
     kept = kept.received(ask, norms, structure)
     content = RecordDict()

@@ -225,6 +225,7 @@ class _Exchange:
 
         def find(step: Step) -> Codec:
             wanted = support_id_of(step.frame, self.codec, layout)
+            # A model without compressible tensors: its step is dense, and lies on no support.
             if wanted is None:
                 return self.codec.mean((), 0)
             block = step.support

@@ -354,7 +354,7 @@ def _check_csr(indptr: Ids, columns: NDArray[np.signedinteger[Any]], values: Rea
     if len(columns) and (int(columns.min()) < 0 or int(columns.max()) >= nodes):
         raise GraphError(f"columns from {int(columns.min())} to {int(columns.max())} in a graph of {nodes} nodes")
     up = columns[1:] > columns[:-1]
-    # Nothing has to ascend from the last entry of a row to the first of the next. An empty row at an end has neither.
+    # Nothing has to ascend from one row to the next; an empty row at either end has no such pair.
     starts = indptr[1:-1]
     up[starts[(starts > 0) & (starts < len(columns))] - 1] = True
     if not up.all():

@@ -561,6 +561,7 @@ class ShortestExact(RowCodec):
 
     def _form(self, code: int) -> RowCodec:
         form = _FORMS.get(code)
+        # int8 is exact for nothing, so "auto" never writes it, and does not read it.
         if form is None or not form.exact_for(np.float16):
             exact = tuple(f.name for f in _FORMS.values() if f.exact_for(np.float16))
             raise UnsupportedCodec(f"a frame of rows is {_called(code)}, expected one of {', '.join(exact)}", exact)

@@ -118,7 +118,7 @@ def decode_structure(
         raise Corrupt(f"owners up to {largest} stand in {width} bits each; expected {largest.bit_length()}")
     section, pos = take_block(body, pos)
     size = ids.size * columns.size
-    # The size is a product of two counts that cost little to write, so it bounds nothing: max_entries does.
+    # The size, a product of two counts, is no bound on what a receiver should hold: max_entries is.
     places = Section(size, Ones, "rice", max_k=min(size, max_entries)).read(section).indices
     assert places is not None
     row, at = np.divmod(places, max(1, columns.size))

@@ -36,6 +36,7 @@ def multiplies_per_weight(model: nn.Module, example: Tensor) -> dict[str, float]
         # Recurrent modules return all states and the last one.
         states = output[0] if isinstance(output, tuple) else output
         channels = states.shape[1] if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) else states.shape[-1]
+        # The output has one element per example, channel and position: the ratio leaves the positions.
         positions = states.numel() / (example.shape[0] * channels)
         for name, _ in module.named_parameters(recurse=False):
             # A recurrent layer's weights are called weight_ih_l0, weight_hh_l0 and so on.

@@ -90,7 +90,7 @@ class ConvGenerator(Generator):
         self.first_norm = nn.BatchNorm1d(16 * width)
         self.second = nn.Linear(16 * width + classes, 2 * width * (side // 4) ** 2)
         self.second_norm = nn.BatchNorm1d(2 * width * (side // 4) ** 2)
-        # Kernel 4, stride 2, padding 1 doubles an even side exactly, and halves it in the discriminator.
+        # Kernel 4, stride 2, padding 1 doubles a side exactly, and halves an even one in the discriminator.
         self.third = nn.ConvTranspose2d(2 * width + classes, width, 4, stride=2, padding=1)
         self.third_norm = nn.BatchNorm2d(width)
         self.fourth = nn.ConvTranspose2d(width + classes, 1, 4, stride=2, padding=1)
@@ -242,7 +242,7 @@ class Student:
         """Return ``count`` images, float32 ``(count, pixels)``, of the noise and labels that ``key`` names."""
         self._load(arrays)
         z, y = self._inputs(key, count)
-        # In training mode, as in step(): there the same batch gives the same images. The moved statistics are scratch.
+        # Training mode, as in step(): the same batch gives the same images. The statistics it moves are scratch.
         with torch.no_grad(), single_thread():
             return self.module(z, y).numpy()
 
@@ -257,6 +257,7 @@ class Student:
         batch normalisation takes its statistics from a batch of public noise and labels.
         """
         self._load(arrays)
+        # A generator without batch normalisation has nothing that couples the images of a batch.
         norms = [m for m in self.module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
         if norms:
             usual = [m.momentum for m in norms]
@@ -395,7 +396,7 @@ class Teachers:
         labels : ndarray of int64, (batch,), optional
             Labels of generated images that are the same for all teachers; default: those of each teacher's own batch.
         """
-        # Padding points to the first record, which there is none of.
+        # Padding points to record 0, and there is none.
         if not len(self._data):
             return dict(state)
         rows, weights = self._batch(key)
@@ -452,6 +453,7 @@ class Teachers:
         places = np.argsort(words, axis=1, kind="stable")[:, : self.batch]
         rows = np.take_along_axis(self._records, places, axis=1)
         drawn = np.minimum(self.sizes, self.batch)[:, None]
+        # The mean is over what was drawn, so a teacher with few records does not learn less than the others.
         return rows, (np.arange(self.batch) < drawn) / np.maximum(drawn, 1)
 
     def _scores(self, parameters: Mapping[str, Tensor], x: Tensor, y: Tensor) -> Tensor:

@@ -186,6 +186,7 @@ def citations(nodes: int, edges: int, features: int, words: int, classes: int) -
     """
     key = Key(0, "graphs/citations")
     place = np.argsort(key.at(layer=1).bits(nodes), kind="stable")
+    # Arcs of one size on the ring: near in place is then mostly alike in label, as citations are.
     label_at = np.arange(nodes) * classes // nodes
     labels = np.empty(nodes, np.int64)
     labels[place] = label_at

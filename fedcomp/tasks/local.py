@@ -80,6 +80,7 @@ class LocalObjective:
         self._model = task.model(seed).to(_DTYPES[dtype])
         # Views of the model's own memory: numpy copies into them cost a tenth of what load_state_dict does.
         self._views = {name: tensor.detach().numpy() for name, tensor in self._model.state_dict().items()}
+        # Copies: the views change with every call.
         self._start = {name: view.copy() for name, view in self._views.items()}
         self._named = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         self._buffers = tuple(name for name, _ in self._model.named_buffers() if name in self._views)

@@ -56,6 +56,7 @@ class Sgd:
         self.momentum = momentum
         self.weight_decay = weight_decay
         self.proximal = proximal
+        # A copy of the whole model, made only where the proximal term needs it.
         self._start = [p.detach().clone() for p in self.parameters] if proximal else []
         self._velocity: list[Tensor] = []
 

@@ -387,11 +387,13 @@ def _read_cifar(files: Mapping[str, bytes]) -> LabelledExamples:
     from PIL import Image
 
     (data,) = files.values()
+    # In this order, whatever the archive's: the two are unpacked by it below.
     found: dict[str, list[tuple[str, int, NDArray[np.uint8]]]] = {"train": [], "test": []}
     with tarfile.open(fileobj=io.BytesIO(data)) as archive:
         for member in archive:
             split, _, name = member.name.partition("/")
             kind, _, number = name.partition("/")
+            # Folders of the archive have no third part.
             stream = archive.extractfile(member) if number else None
             if stream is not None:
                 # Channels first, as torch's convolutions want them.

@@ -440,6 +440,7 @@ def relay(
     for client in round.clients:
         times, left = round.share(client, round.ready[client], [(holder, shard) for holder in plan[client]])
         landed.append({holder: math.isfinite(at) for holder, at in zip(plan[client], times, strict=True)})
+        # Only after its last shard has left: before, the server must not count on the relays.
         said = round.upload(client, left, reply)
         shared.append(said if said <= round.share_by else NEVER)
     at = max(shared, default=0.0)

@@ -223,6 +223,7 @@ class SkewedGCN(ExchangeStrategy, Stateful):
     def _carry_out(self, purpose: str, messages: list[Message], talk: Talk) -> Exchanges[list[Message]]:
         """Let the clients of ``messages`` plan, fetch, and do what the messages ask; return their replies."""
         nodes = [message.metadata.dst_node_id for message in messages]
+        # A turn knows a client by its part, and each part has one plan.
         if len(set(nodes)) < len(nodes):
             raise ConfigError(f"{type(self.inner).__name__} sends a node two messages at once; one can have a plan")
         yield from self._owners.meet(talk)
