@@ -169,6 +169,7 @@ def fixed_point(
             return x
         if size > 0.1 * before:  # second derivatives cost most: the last ones do while they do
             curvature = [_hessian(f, z, problem.layout) for f, z in zip(problem.objectives, x, strict=True)]
+            # Rows of X one after the other: M mixes whole rows, and only the gradients couple coordinates.
             jacobian = np.kron(np.eye(n) - mixing, np.eye(d))
             for i, j in np.argwhere(outer):
                 jacobian[i * d : (i + 1) * d, j * d : (j + 1) * d] += lr * outer[i, j] * curvature[j]

@@ -122,6 +122,7 @@ class AnswerRecord(_Parts, key=HEADER, separator="."):
     failed: Annotated[str, Text(1 << 12)]
     fresh: Switch
     facts: Annotated[tuple[str, ...], Many(Text(256), 4096)]
+    # Not only finite numbers: a node whose figures overflow must be able to say so, for the watcher to judge.
     facts_values: Annotated[tuple[float, ...], Many(Real(finite=False), 4096)]
 
 
@@ -297,6 +298,7 @@ def layout_of(text: str) -> Layout:
     try:
         tensors, exact, order = json.loads(text)
         made, offset = [], 0
+        # Offsets are not stored: they follow from the order. Exact tensors are in no vector and have none.
         for name, shape, dtype, density in tensors:
             size = _elements(shape)
             made.append(TensorSpec(name, tuple(shape), dtype, offset, size, density))

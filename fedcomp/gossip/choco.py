@@ -108,6 +108,7 @@ class CHOCO(Compressing):
             incoming(state, messages)  # none is due
             return state
         absorbed = absorb(state, messages, (_NAME,), self._compressor).state
+        # From the own estimate, not from x: only then do both ends of an edge move alike, and the mean stays.
         return settled({**absorbed, "x": state["x"] + float(self.gamma) * disagreement(absorbed, _NAME)})
 
     def facts(self, state: State) -> dict[str, float]:

@@ -201,6 +201,7 @@ class Compressor:
         codec = self.codec
         # A codec in a frame of its own does not say what a reader gets: its bytes are read back.
         if section is None or not isinstance(codec, PositionalCodec):
+            # An empty state is right for all: get_compressor refuses codecs that keep one.
             data = bytes(codec.encode(Update(narrowed(v), layout), {}, key)[0])
             return data, *self._decode(memoryview(data), v.size, v.dtype, key)
         # A support that is drawn and not sent must come from numbers that the receiver has.

@@ -293,6 +293,7 @@ class CoordinatePush(Algorithm):
         if not weights.any() and not x.any():
             return state, ()
         parts = heirs(view)
+        # One buffer for all messages: tobytes copies.
         entries = np.empty(x.size, [("share", "<f8"), ("value", "<f8")])
         outbox, left, rest = [], weights, x
         for j, part in parts.items():
@@ -301,6 +302,7 @@ class CoordinatePush(Algorithm):
             left, rest = left - entries["share"], rest - entries["value"]
             flags = MessageFlag.DENSE | MessageFlag.LEAVING
             outbox.append(Multicast((j,), pack(view.iteration, 0, flags, state["announced"].dtype, entries.tobytes())))
+        # What it shows from now on: without weight there is nothing to divide by.
         shown = self.model(state)
         return {**state, "x": np.zeros_like(x), "weights": np.zeros_like(weights), "announced": shown}, tuple(outbox)
 

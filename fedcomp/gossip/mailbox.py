@@ -159,6 +159,7 @@ class Mailbox:
 
     def clear(self) -> list[GossipMessage]:
         """Empty all boxes of a run whose nodes all restart; return what was in them."""
+        # The boxes are all there is: in a run whose nodes restart nothing goes back to its sender.
         messages = [item.message for box in self._boxes for item in box]
         self._boxes = [[] for _ in self._boxes]
         return messages

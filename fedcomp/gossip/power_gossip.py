@@ -210,6 +210,7 @@ class PowerGossip(Algorithm):
     def _edge(self, state: State, j: int, view: View) -> tuple[int, Real | None]:
         """Return the power step the edge to ``j`` is at, and the factor it begins with: None to draw one."""
         factor = state.get(f"factor/{j}")
+        # Step 0 carries the flag RESYNC: if the other end went on, both see it and restart.
         if factor is None or j in view.resync:
             return 0, None
         turn = int(state[f"turn/{j}"])

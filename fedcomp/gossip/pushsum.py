@@ -230,8 +230,8 @@ class PushSum(Algorithm):
         w = float(state["w"])
         state = {**state}
         if w < self.w_min:
+            # Once, with the model from before the weight fell: later inboxes find a state that is too light itself.
             if "held" not in state:
-                # The model from before these messages, when the weight was still enough to divide by.
                 state["held"] = debiased(before)
             return state
         state.pop("held", None)
@@ -370,6 +370,7 @@ def grouped(shares: Mapping[int, float]) -> dict[float, tuple[int, ...]]:
     """Return who gets the same share, and so the same message; by first destination."""
     groups: dict[float, tuple[int, ...]] = {}
     for to, share in shares.items():
+        # By the float itself: the shares of a uniform column are equal to the bit.
         groups[share] = (*groups.get(share, ()), to)
     return groups
 

@@ -226,6 +226,7 @@ class Relay:
             self._issue()
         for entry in self._open.values():
             entry.attempts += 1
+            # In every attempt: what is asked again goes down the wire again.
             for message in (*entry.instruction.inbox, *entry.instruction.returned):
                 self.traffic.down.add(len(message.payload))
         return {node: self._open[node].instruction for node in sorted(self._open)}
@@ -236,8 +237,10 @@ class Relay:
             self._in_vain += 1
         elif not self._restarted:
             self._in_vain = 0  # messages were read
+        # Damage on the way is mended by the next epoch; what can never be read would restart the run for ever.
         if self._in_vain > self.patience:
             raise MessageError(f"messages could not be read in {self._in_vain} epochs in a row; last: {self._unread}")
+        # Nobody is let in once the run is finishing, so a node that waits to join is no reason for an epoch then.
         self._restarted = self._torn or bool(self._leaving) or (bool(self._joining) and not self.finishing)
         if not self._restarted:
             return
@@ -660,6 +663,7 @@ class Relay:
             self._failed, self._excluded = dict(state.get("failed", ())), dict(state.get("excluded", ()))
             self._starts = dict(state["starts"])
             groups = map(set, state["groups"])
+            # In the order of _groups.
             self._members, self._joining, self._leaving, self._departing, self._finished = groups
             self._torn, self._unread, self._in_vain, self._restarted = state["torn"]
             self._figures = {}

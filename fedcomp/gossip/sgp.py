@@ -73,6 +73,7 @@ class SGP(PushSum):
         """Return the state after undelivered messages came back: their shares are the sender's again."""
         now = state
         for message in messages:
+            # Not _credit_whole: its marks are those of other nodes' messages, and these are the node's own.
             _, share, x = read_whole(message, message.source, state)
             now = credited(now, x, share)
         return self._guarded(now, state)

@@ -285,6 +285,7 @@ def _own(state: State, name: str, to: int | None) -> Real:
         return state[key]
     if to is None or f"{name}.start" not in state:
         raise StateError(f"no estimate {key!r} was opened; call open_estimates first, with the same kind of streams")
+    # An edge that has not spoken yet: its estimate comes into being with the first message.
     return start_of(state, name)
 
 

@@ -103,6 +103,7 @@ class OnePeerExponential(_Circulant):
 
 
 def _powers(n: int) -> list[int]:
+    # 2**k < n holds for exactly these k; a logarithm could be rounded the wrong way.
     return [1 << k for k in range((n - 1).bit_length())]
 
 
@@ -333,6 +334,7 @@ class Edges(Topology):
     @property
     def text(self) -> str:
         """``edges:0>1,1>2`` or ``edges:0-1=0.25``."""
+        # repr, so that reading the text again gives the same float.
         shown = (f"{i}{self._link}{j}" + (f"={self._edges[i, j]!r}" if self.weighted else "") for i, j in self._once())
         return f"{self.name}:{','.join(shown)}"
 

@@ -152,6 +152,7 @@ class DivergenceWatch:
         """Return the nodes that say their innovation left a scale that was given in advance, while they are few."""
         found = [node for node, (_, figures) in sorted(self._latest.items()) if figures.get("saturated", 0.0) > 0.0]
         if 2 * len(found) > len(self._latest):
+            # In iteration 0 the scale has not fallen yet.
             cause = "the first scale is too small (raise s0)" if not iteration else "the scale falls faster than errors"
             raise Saturated(
                 f"nodes {found[:8]}, {len(found)} of {len(self._latest)}: in iteration {iteration} the innovation had "

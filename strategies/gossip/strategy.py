@@ -257,6 +257,7 @@ class GossipRelay(ExchangeStrategy, Stateful):
         largest = largest_message(self.algorithm, layout.size, size)
         # Random and not from the seed: two runs with one seed must not continue each other's memories.
         self._relay = self._made(count, ENDLESS, secrets.token_hex(8), largest)
+        # These nodes introduced themselves before the number of vertices was known.
         for vertex in self._met.values():
             if vertex is not None and vertex >= count:
                 report.note("unknown", _outside(vertex, count))
