@@ -50,7 +50,7 @@ def draw_cohort(
     count = min(len(online), max(least, int(len(online) * fraction)))
     if count == len(online):
         return online
-    # The smallest of one random word each: a node's word depends on nothing but its id, whoever else is online.
+    # Those with the smallest random words: a node's word depends on nothing but its id, whoever else is online.
     drawn = set(sorted(online, key=lambda node: key.at(purpose=f"{key.purpose}/{node}").u64())[:count])
     return [node for node in online if node in drawn]
 

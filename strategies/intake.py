@@ -215,7 +215,7 @@ class Intake:
     def _whole_model(self, sent: SentMessage, reply: Message, rest: RecordDict) -> Arrival:
         name, layout = _model_in(sent, reply), self.layout
         record = reply.content.array_records[name]
-        # Names alone: the order of tensors is the client's framework's affair.
+        # As sets: a client's framework may list the tensors in another order.
         if set(record) != set(layout.order):
             raise Rejected(f"reply holds the tensors {sorted(record)[:5]}..., expected {sorted(layout.order)[:5]}...")
         plain = {t.name: _read_array(record[t.name], t) for t in (*layout.tensors, *layout.exact)}

@@ -51,7 +51,7 @@ def _warn_of_own_coordinates(rule: Strategy, codec: Codec) -> None:
     what was in it is lost. ``python -m experiments.run sparsifiers`` prints how far each rule gets with each kind of
     codec.
     """
-    # Asked is whether a support is drawn for all, not which one: any key will do.
+    # The question is whether a support is drawn for all, not which one, so any key will do.
     if adds_to_mean(rule) or not codec.sparse(_LARGE) or codec.common_support(_LARGE, Key(0)) is not None:
         return
     log.warning(

@@ -280,7 +280,7 @@ class Reception(Stateful):
         if mean is not None and (mean.shape != (layout.size,) or mean.dtype != np.float32):
             raise LayoutError(f"the mean is {mean.dtype}{mean.shape}, expected float32({layout.size},)")
         self.reports[report.round] = report
-        # Sums show no single reply: whoever is not a member counts as lost.
+        # A coded sum shows no single reply: every node that is not in it counts as lost.
         report.lost = len(intake.sent) - len(consumed)
         report.compressed = len(consumed)
         report.fresh = [node for node, sequence, generation in consumed if generation and generation == sequence]
@@ -311,8 +311,7 @@ class Reception(Stateful):
         """
         withheld = rule is not None and rule.withholds
         # A private round may have released, and paid for, its noise without a reply.
-        # Once the clients have been of use, a bad round is worth a
-        # warning only; before that the set-up itself is wrong.
+        # After a round that worked a bad one is only a warning; before it the set-up itself is likely to be wrong.
         if model is None and not withheld and not any(earlier.used for earlier in self.reports.values()):
             require_usable(report)
         if rule is not None and withheld and rule.not_finite in report.notes:

@@ -290,7 +290,7 @@ def agreeing(
     first = [form for form, count in counts.items() if count == most]
     known = "" if usual is None else usual.form
     taken = first[0] if len(first) == 1 else known if known in first else ""
-    # A draw that nothing decided leaves the former form in place, to decide the next one.
+    # A tie that nothing decided leaves the former form in place, to decide the next one.
     if usual is not None and taken:
         usual.form = taken
     kept = []

@@ -148,5 +148,5 @@ def _power_of_ten(count: int) -> bool:
 
 
 def _one_line(text: str) -> str:
-    # Texts are clients' own: a line break in one could forge a line of the log, an escape sequence worse.
+    # Clients write these texts: a line break could forge a line of the log, an escape sequence alter the terminal.
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())

@@ -267,7 +267,7 @@ class SupportRound:
             frame = take_frame(reply.content, f"{PROBE}.{name}")
             if frame is None:
                 raise Rejected(f"the reply lacks the sample {name!r} that was asked for")
-            # The key has no partition: all clients are probed at the same coordinates, or they could not be compared.
+            # The draw is a shared one, in which the partition does not count: all are probed at the same coordinates.
             bundle = codec.verify(frame, self.layout, self._probe_key)
             # What follows is the dense rest, from which no support chooses.
             parts = bundle.tensors[: len(codec.stretches(self.layout))]

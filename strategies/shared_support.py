@@ -351,7 +351,7 @@ class SharedSupport(Receiving, ExchangeStrategy, Stateful):
         arrived = now.senders
         for client in arrived:
             assert client.frame is not None
-            # Of the values on the support, which is all that anybody sends.
+            # The norm of the values on the support: a client sends nothing else of its update.
             client.norm = now.fixed.norm(client.frame, now.layout)
         senders = self.reception.ordinary(arrived, report)
         total = sum(client.weight for client in senders)

@@ -226,7 +226,7 @@ class MeanSink(Sink):
 
     def add(self, arrival: Arrival) -> None:
         """Add one update."""
-        # Said once for all at the end; dividing by it would make everything NaN.
+        # finish() reports it for all of them; dividing by 0 would make everything NaN.
         if self._weight <= 0:
             return
         intake = self._intake

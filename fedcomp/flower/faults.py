@@ -211,7 +211,7 @@ def corrupt(message: Message, key: Key) -> bool:
     if not message.has_content():
         return False
     content = message.content
-    # Which frame, which byte, which bit; ``%`` favours the first few by less than anyone could notice.
+    # Which frame, which byte, which bit: words of 64 bits, whose remainders are uniform for all practical purposes.
     words = key.bits(3).tolist()
     # An empty frame has no bit to flip.
     holders = {name: frame for name, frame in frames(content).items() if frame}

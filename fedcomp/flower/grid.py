@@ -166,7 +166,7 @@ class InProcessGrid(GridNodes, Grid):
             return []
         exchange, self.exchange = self.exchange, self.exchange + 1
         self._flights.expire(self.exchange)
-        # For this batch only: both recognise what messages share by its identity, or keep it in memory.
+        # For this batch only: the packer goes by object identity, and the unpacker keeps all array data it has seen.
         packer, unpacker = Packer(), Unpacker()
         slots: Counter[int] = Counter()
         ids: list[str] = []

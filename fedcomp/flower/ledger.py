@@ -304,7 +304,7 @@ class TrafficLedger(MessageTable):
             accepted = set(wanted) if many else {wanted}
             codes, names = self._codes(column)
             if names is not None:
-                # Names are compared once each, of which there are few; rows by their integers.
+                # Compared once per name, of which there are few, and not once per row.
                 accepted = {code for code, name in enumerate(names) if name in accepted}
             rows &= np.isin(codes, list(accepted))
         return rows

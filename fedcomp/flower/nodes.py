@@ -228,7 +228,7 @@ class NodeLinks:
             self._each = dict(links)
         elif isinstance(links, Sequence):
             self._each = dict(enumerate(links))
-            # A sequence promises a link to everybody; a mapping leaves out whom it likes.
+            # A sequence promises a link for every partition; a mapping may leave some out.
             self._listed = len(links)
             if len(links) < count:
                 raise ConfigError(

@@ -107,7 +107,7 @@ def _frame_in(holder: object) -> bytes | None:
         return data if isinstance(data, bytes) else None
     if isinstance(holder, ArrayRecord) and list(holder) == [STYPE]:
         array = holder[STYPE]
-        # The name of an entry is anybody's word; type and shape are what put_frame() writes.
+        # Anybody may name an entry so; the type and the shape have to be those that put_frame() writes.
         return array.data if array.stype == STYPE and array.shape == (len(array.data),) else None
     return None
 

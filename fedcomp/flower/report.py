@@ -82,7 +82,7 @@ def _shown(name: str, value: Any, show: Show) -> Iterator[tuple[str, Any]]:
         yield name, list(value)
     elif show == "spread" and value:
         values = list(value.values())
-        # Divided first: ratios are the clients' words, each of them finite, and their sum might not be.
+        # Divided first: clients may claim any finite ratio, and the sum of such ratios might not be finite.
         yield f"{name}_mean", sum(each / len(values) for each in values)
         yield f"{name}_max", max(values)
     elif show == "table" and value:
@@ -373,7 +373,7 @@ class Reports(dict[int, Report]):
     def join(self, server_round: int) -> Report:
         """Return the round's report that a strategy around this one has begun, else a new one."""
         found = self.get(server_round)
-        # A concluded one is of an earlier run of this number: adding to it would count its round twice.
+        # The concluded report of an earlier run is replaced: adding to it would count the round twice.
         return self.begin(server_round) if found is None or found.concluded else found
 
     def before(self, server_round: int) -> list[Report]:

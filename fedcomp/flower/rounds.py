@@ -246,7 +246,6 @@ def exchanges_of(
     # Of its own: a wrapper may hand through the attributes of what it wraps.
     if not (isinstance(strategy, HasRound) and getattr_static(strategy, "round", None)):
         return (
-            # Never reached: it makes this function a generator.
             yield from hooks_round(cast(Strategy, strategy), server_round, arrays, train_config, evaluate_config, grid)
         )
     aggregated, train = yield from strategy.round(server_round, arrays, train_config, grid)
@@ -305,7 +304,7 @@ class ExchangeStrategy(Strategy):
         does; None leaves the round's own arrays and metrics as they are.
         """
         return None, None
-        # Never reached, as above.
+        # Never reached: it makes this function a generator.
         yield
 
     def evaluate_round(
@@ -313,6 +312,7 @@ class ExchangeStrategy(Strategy):
     ) -> Exchanges[MetricRecord | None]:
         """Evaluate on the clients after a round, as a generator of exchanges; by default not at all."""
         return None
+        # Never reached, as above.
         yield
 
     def summary(self) -> None:

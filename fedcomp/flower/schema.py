@@ -442,7 +442,7 @@ class Schema:
             if isinstance(entry.rule, Frames):
                 fits = len(value) <= entry.rule.most
             else:
-                # The value that stands for absence may break the rule: an empty text where one character is the least.
+                # The value that stands for absence may break the rule: Int(least=1, absent=0).
                 fits = value == entry.rule.missing or _follows(entry.rule, value)
             if not fits:
                 raise SchemaError(

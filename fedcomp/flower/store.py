@@ -171,7 +171,6 @@ def _encode(value: Any, members: dict[str, NDArray[Any]], path: str) -> Any:
         kind = "array" if isinstance(value, np.ndarray) else "scalar"
         return {_TAG: kind, "at": _member(np.asarray(value), members)}
     if isinstance(value, list | tuple):
-        # Pairs, since JSON's keys are texts and a dictionary's may be anything.
         items = [_encode(item, members, f"{path}[{i}]") for i, item in enumerate(value)]
         return {_TAG: "tuple", "items": items} if isinstance(value, tuple) else items
     if isinstance(value, Array):
@@ -179,6 +178,7 @@ def _encode(value: Any, members: dict[str, NDArray[Any]], path: str) -> Any:
         return {_TAG: "Array", "dtype": value.dtype, "shape": list(value.shape), "stype": value.stype, "at": data}
     for cls in (ArrayRecord, MetricRecord, ConfigRecord, RecordDict, dict):
         if isinstance(value, cls):
+            # Pairs, since JSON's keys are texts and a dictionary's may be anything.
             items = [
                 [_encode(key, members, f"a key of {path}"), _encode(item, members, f"{path}[{key!r}]")]
                 for key, item in value.items()

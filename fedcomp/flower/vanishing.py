@@ -195,7 +195,7 @@ class VanishingGrid(GridWrapper):
             client = self._devices.partition_of(message.metadata.dst_node_id)
             if client is None:
                 continue
-            # Links are in bits a second; the latency comes on top of when the last bit left.
+            # Bandwidth alone: the device has to stay for the transfer, and the latency is added once at its end.
             seconds = 8.0 * packer.pack(message).wire / self._server.down_bits_per_s
             there = self._situation.presence[client].whole(self._now, seconds) + self._server.latency_s
             if there < limit:
