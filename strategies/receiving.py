@@ -341,7 +341,7 @@ class Reception(Stateful):
         errors: list[Message] = []
 
         def read(each: SentMessage, reply: Message) -> tuple[SentMessage, Message]:
-            # Refused here by itself: Flower would end the whole evaluation over one reply without a weight.
+            # Refused here by itself: Flower's own check ends the whole run over one reply without a weight.
             weight_of(reply.content, weight_key)
             self.note_version(each, reply, current)
             # Ours alone: the inner strategy gets what the app replied.

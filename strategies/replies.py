@@ -284,7 +284,7 @@ def agreeing(
     forms = [_form(name, content) for _, name, content in items]
     if not forms:
         return []
-    # Flower raises for the whole round where one reply differs from the others; here only that one is refused.
+    # Flower's own check ends the run where one reply differs from the others; here that one alone is refused.
     counts = Counter(forms)
     most = max(counts.values())
     first = [form for form, count in counts.items() if count == most]

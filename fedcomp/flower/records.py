@@ -126,7 +126,7 @@ def restore_dtypes(record: ArrayRecord, model: Arrays, sent: Sequence[Arrays]) -
             out[name] = value.astype(before.dtype)
         else:
             agreed = _agreed(name, sent)
-            # The strategy may have done more than average: the agreed value stands only where the aggregate rounds to it.
+            # The strategy may do more than average: the agreed value stands only where the aggregate is close to it.
             near = agreed is not None and np.allclose(value, agreed.astype(np.float64), rtol=1e-9, atol=0.5)
             out[name] = agreed.astype(before.dtype) if near and agreed is not None else to_integers(value, before.dtype)
     return to_record(out)
