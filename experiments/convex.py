@@ -317,6 +317,7 @@ def _hessian(objective: LocalObjective, z: Real, layout: Layout) -> Real:
 
 
 def _gradient(objective: LocalObjective, z: Real, layout: Layout) -> Real:
+    # Any key will do: with all examples in a batch there is nothing to draw.
     return FlatObjective(objective, layout).gradient(z, Key(0, "optimum"))
 
 

@@ -151,6 +151,7 @@ class Swarm:
         self.x = self.x - update
         if self.variant == "stateless":
             sent = self._compensated(self.models)
+            # Column i times w_i: the share of its weight that node i pushes to each neighbour.
             flow = self.gamma * (mixing - np.diag(np.diag(mixing))) * self.w
             self.x = self.x + flow @ sent - flow.sum(axis=0)[:, None] * sent
             self.w = self.w + flow.sum(axis=1) - flow.sum(axis=0)
@@ -171,6 +172,7 @@ class Swarm:
             # By iteration and edge: all variants lose the same messages.
             lost = Key(self.plan.seed, "lost", t, i, j).uniform(1)[0] < self.plan.drop
             share = self.gamma * self.plan.topology.column(i, t)[j] * self.w[i]
+            # Where Sparse-Push begins, too: at the common initial model, which nobody has to be sent.
             known = self.known.get((i, j), self.start)
             if not lost:  # otherwise the estimate of neither end changes
                 known = self.known[i, j] = known + _largest((z[i] - known)[None], self.k)[0]

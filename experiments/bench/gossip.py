@@ -199,7 +199,7 @@ def _messages(quick: bool, say: Callable[[str], None]) -> list[dict[str, Any]]:
             compressor, key = get_compressor(config), Key(1, "bench-gossip/support")
             say(f"messages of {compressor.codec!r}, {size} elements")
             data = compressor.encode(v, size, key)
-            # About the same number of elements in all sizes.
+            # Fewer repetitions of long vectors, so that both sizes take about as long.
             repeat = 3 if quick else max(5, 200 * SIZE // size)
             write = partial(compressor.encode, v, size, key)
             # A copy: reading adds to its vector, and writing must go on with the same v.

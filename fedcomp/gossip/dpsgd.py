@@ -88,4 +88,5 @@ class DPSGD(Algorithm):
             incoming(state, messages)  # none is due
             return state
         toward = pull(state, state[BEGUN + "announced"], messages)
+        # float: gamma as a numpy scalar would make float64 of a float32 model.
         return settled({**state, "x": state["x"] + float(self.gamma) * toward})

@@ -240,7 +240,7 @@ def broadcast(
     remember(new, tuple(targets), view)
     number = count(state, f"{first}.seq")
     message = Draft(new, targets, compressor, view, None, flags, alpha)
-    # Message 0 always has one, so that nodes which began at different values are found out at once. A receiver that
+    # Message 0 is among them, so that nodes which began at different values are found out at once. A receiver that
     # keeps only a sum has no single estimate to compare.
     if digest_every and number % digest_every == 0 and f"{first}.sum" not in state:
         message.sign()

@@ -264,6 +264,7 @@ def check(instruction: Instruction, answer: NodeAnswer, largest: int, *, synchro
     # The other actions begin no iteration, so nothing may come with their answers.
     expected = set(view.column) if instruction.action in ("step", "leave") else set()
     to = [destination for multicast in answer.multicasts for destination in multicast.destinations]
+    # Push-sum takes shares from whoever sends them, so only this keeps a node from writing to strangers.
     if not set(to) <= expected or len(set(to)) != len(to) or not all(p.destinations for p in answer.multicasts):
         raise AnswerError(f"messages to nodes {to[:20]}; expected at most one to each of {sorted(expected)}")
     longest = max((len(multicast.payload) for multicast in answer.multicasts), default=0)
@@ -277,6 +278,7 @@ def check(instruction: Instruction, answer: NodeAnswer, largest: int, *, synchro
     if synchronous and not silent and instruction.action == "step" and len(to) < len(expected):
         raise AnswerError(f"messages to nodes {to[:20]} only; expected one to each of {sorted(expected)}")
     sources = {message.source for message in instruction.inbox}
+    # A node may send back only what it was given: the relay returns everything these sources have sent to it.
     if not set(answer.needs) <= sources or len(answer.needs) != len(answer.reasons):
         raise AnswerError(
             f"messages of nodes {answer.needs[:20]} refused for {len(answer.reasons)} reasons; had {sources}"

@@ -39,6 +39,7 @@ def check_rates(lr: float, momentum: float, gamma: float = 1.0) -> None:
 
 def falling(lr: float, over: int, iteration: int) -> float:
     """Return the step size of an iteration that falls from ``lr`` to zero along half a cosine; ``over`` 0 keeps it."""
+    # min: a run that goes on longer stays at zero; the cosine alone would rise again.
     return lr * 0.5 * (1.0 + math.cos(math.pi * min(1.0, iteration / over))) if over else lr
 
 

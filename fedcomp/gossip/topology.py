@@ -246,7 +246,6 @@ class Edges(Topology):
                 raise TopologyError(
                     f"edge {i}{self._link}{i}: every node keeps a share of its own; give edges to others only"
                 )
-            # A set, since an own weight (i, i) is its own reverse.
             for edge in {(i, j)} if directed else {(i, j), (j, i)}:
                 self._add(edge, None if given is None else given[k])
         if given is not None:

@@ -285,6 +285,7 @@ def _try(make: Callable[[float], Algorithm], pilot: Callable[[Algorithm], Outcom
     algorithm = make(gamma)
     try:
         outcome = pilot(algorithm)
+    # Only these: any other error is a mistake in the pilot, and no gamma would mend it.
     except (Diverged, NonFiniteUpdate) as error:
         return Trial(gamma, None, f"{type(error).__name__}: {error}")
     if isinstance(outcome, int | float | np.number) and not np.isfinite(outcome):
@@ -294,6 +295,7 @@ def _try(make: Callable[[float], Algorithm], pilot: Callable[[Algorithm], Outcom
 
 def _loss(trial: Trial[Outcome]) -> float:
     """Return a pilot's loss, NaN when what it returned is no number."""
+    # A bool is an int to Python, but True is no loss.
     number = isinstance(trial.outcome, int | float | np.number) and not isinstance(trial.outcome, bool)
     return float(trial.outcome) if number else math.nan  # type: ignore[arg-type]
 

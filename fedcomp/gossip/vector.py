@@ -16,7 +16,7 @@ from fedcomp.layout import DENSE, EXACT, Density, Layout, SmallDense
 Real = NDArray[Any]
 Arrays = Mapping[str, NDArray[Any]]
 
-# Of the default policy only its patterns of running statistics: no tensor is smaller than 0.
+# Of the default policy only its patterns of running statistics: no tensor has fewer than 0 elements.
 _STATISTICS: Final = SmallDense(min_size=0)
 
 

@@ -360,6 +360,7 @@ class GossipRelay(ExchangeStrategy, Stateful):
         """Send what every node is to be told now, and settle what comes back; who is ``away`` is asked for a sign."""
         relay = self.relay
         instructions = relay.ask()
+        # They count as attempts like any silence: a vertex that stays without a node is given up.
         errors = {v: "no node of this vertex is online" for v in instructions if v not in self._node_of}
         messages = {v: self._message(i, config) for v, i in instructions.items() if v in self._node_of}
         calls = {v: self._hello(self._node_of[v], config) for v in away if v not in messages}

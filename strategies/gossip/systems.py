@@ -51,6 +51,7 @@ def _build(settings: Settings, seed: int, *, name: str, title: str, shown: Setti
         "use lr, momentum (where the algorithm has it), batch_size, and more rounds",
     )
     allowed = inspect.signature(algorithm_class(name)).parameters
+    # ``shown`` has settings of the relay, too, such as the graph.
     own = {key: settings[key] for key in shown if key in allowed} | below(settings, ALGORITHM_PREFIX)
     for key in own:
         if key not in allowed:
