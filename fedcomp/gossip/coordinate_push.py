@@ -337,7 +337,7 @@ def _read(algorithm: CoordinatePush, state: State, message: GossipMessage) -> tu
     """
     n, split = state["x"].size, int(state["split"])
     dtype = state["announced"].dtype
-    # A pair has at most 16 bytes and an index 4; the rest is for a bitmap and the fields of a section.
+    # Generous: a pair of a leaving node has 16 bytes, and the indices of a section never take more than a bitmap.
     header, body = unpack(message.payload, most=20 * n + 64 + n // 8, dtype=dtype)
     if header.flags not in (MessageFlag(0), MessageFlag.DENSE, MessageFlag.DENSE | MessageFlag.LEAVING):
         raise MessageError(f"node {message.source} sent flags {header.flags!r}; {algorithm.name} has none like it")
