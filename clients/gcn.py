@@ -391,6 +391,7 @@ def _evaluate(turn: _Turn, learner_of: Callable[[], Learner]) -> Message:
     loss, right, count = 0.0, 0, 0
     with torch.no_grad(), single_thread():
         for plan in turn.plans:
+            # A part without test nodes: the mean loss of nothing would be NaN.
             if not len(plan.batch):
                 continue
             x, operators, labels = turn.tensors(plan)

@@ -65,6 +65,7 @@ def choose(
 
 
 def _ids(config: Any) -> list[str]:
+    # Wrapped codecs stand inside the configuration of their wrapper.
     if isinstance(config, dict):
         own = [config["id"]] if isinstance(config.get("id"), str) else []
         return own + [i for v in config.values() for i in _ids(v)]
@@ -143,6 +144,7 @@ def plain_content(content: RecordDict, announcement: Announcement, record: Array
         if is_own(name):
             continue
         if isinstance(value, ConfigRecord) and not is_frame(value):
+            # erase() works in place, and the record belongs to the message.
             value = ConfigRecord(dict(value))
             Announcement.erase(value)
             if name == OWN_CONFIG and not value:

@@ -108,11 +108,13 @@ class _Exchange:
             )
         except FedcompError as error:
             return Message(Error(MOD_FAILED_PRECONDITION, f"{RESYNC}: {error}"), reply_to=self.msg)
+        # receive() returns a replica whenever it was given a codec.
         assert replica is not None
         before = to_arrays(record)
         layout = self._layout(replica)
         uplink: Uplink | None = None
         block = take_frame(self.msg.content, SUPPORT)
+        # An evaluation takes nothing from the memory and leaves nothing in it.
         if kind == "train":
             uplink = Uplink.begin(self.context, self.announcement, self.codec, layout)
             if uplink.redelivery is not None:

@@ -139,6 +139,7 @@ def sorted_entries(
     for rows, columns in lists:
         if len(rows) != len(columns):
             raise GraphError(f"{len(rows)} first ends and {len(columns)} second ends of edges; expected as many")
+        # as_ids makes int64 of them: in int32 the product would wrap.
         found.append(as_ids(rows, nodes) * nodes + as_ids(columns, nodes))
     # One integer per entry: sorting them sorts rows and columns at once, and repeats become neighbours.
     entries = np.sort(np.concatenate(found))
@@ -291,6 +292,7 @@ class HaloStructure:
         """
         owners = as_owners(owners, len(rows.columns), "entries")
         check_rows(rows, self.nodes)
+        # A row that is sent twice is learnt once.
         fresh = np.unique(rows.ids, return_index=True)[1]
         fresh = fresh[~self.known(rows.ids[fresh])]
         joined = _join(self._learnt, _take(rows.ids[fresh], fresh, rows.indptr, rows.columns, rows.values))
@@ -366,6 +368,7 @@ def _check_csr(indptr: Ids, columns: NDArray[np.signedinteger[Any]], values: Rea
 def as_owners(owners: Any, count: int, of_what: str) -> Owners:
     """Return ``owners`` as int32, one part for each of ``count`` nodes or entries, or raise GraphError."""
     found = np.asarray(owners)
+    # An empty list is float64 to numpy.
     if found.shape != (count,) or (count and not np.issubdtype(found.dtype, np.integer)):
         raise GraphError(f"owners are {found.dtype} of shape {found.shape}, expected one integer per {count} {of_what}")
     if count and not 0 <= int(found.min()) <= int(found.max()) < MAX_PARTS:

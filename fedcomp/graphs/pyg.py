@@ -206,6 +206,7 @@ class SkewedSampler(BaseSampler):
             # Groups stand one after the other in the list of nodes: a layer's columns begin where its rows end.
             below += len(layer.rows)
             sources.append(below + layer.positions)
+            # Entries of P are in ascending order, so a binary search finds the number of each edge.
             entries.append(
                 np.searchsorted(self._edges, layer.rows[row] * self.data.num_nodes + layer.columns[layer.positions])
             )
@@ -243,6 +244,7 @@ def _check_plain(index: NodeSamplerInput | EdgeSamplerInput) -> None:
 
 def _given(rows: Ids, columns: Ids, weight: Any, nodes: int) -> tuple[Adjacency, Ids]:
     """Return P as its edges say it, and which edge each entry is."""
+    # By row, then by column: lexsort sorts by its last key first.
     order = np.lexsort((columns, rows))
     rows, columns = rows[order], columns[order]
     if ((rows[1:] == rows[:-1]) & (columns[1:] == columns[:-1])).any():

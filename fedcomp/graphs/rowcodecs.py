@@ -335,6 +335,7 @@ class _OneDtype(RowCodec):
             return values
         with np.errstate(over="ignore", under="ignore"):
             rounded = values.astype(self.dtype)
+        # Only a narrower dtype can overflow.
         if self.dtype.itemsize < values.itemsize and Raw(rounded).count_non_finite():
             place = int(np.argmin(np.isfinite(rounded)))
             raise GraphError(
@@ -375,6 +376,7 @@ class Int8(RowCodec):
 
     def write(self, block: Block, ids: Ids) -> list[Buffer]:
         rows = block.dense.astype(np.float64)
+        # Of no rows there is no least value to take.
         if not rows.size:
             return []
         with np.errstate(over="ignore", under="ignore"):
@@ -391,6 +393,7 @@ class Int8(RowCodec):
                 f"{self.name!r} are; scale the features or take another codec"
             )
         rows -= offset[:, None]
+        # Where the scale is 0 nothing is divided, and all levels come out as 0.
         np.divide(rows, scale.astype(np.float64)[:, None], out=rows, where=(scale > 0)[:, None])
         table = np.empty((len(rows), block.features + 8), np.uint8)
         table[:, :8] = np.stack((scale, offset), axis=1).astype("<f4").view(np.uint8)

@@ -198,6 +198,7 @@ def _row_scales(
     energy = np.square(layer.rows.values[at] * norms) * degree[row]  # a / q with q = 1 / degree
     close = np.bincount(row, np.where(near, energy, 0.0), len(degree))
     far = np.bincount(row, np.where(near, 0.0, energy), len(degree))
+    # A row with nothing to favour, or nothing to favour it over, keeps s = 1.
     for one in np.flatnonzero((lam > 0.0) & (lam < 1.0)):
         s[one] = _scale(settings, float(lam[one]), given, float(close[one]), float(far[one]))
     return s

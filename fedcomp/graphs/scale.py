@@ -72,6 +72,7 @@ def scale(
         raise ConfigError(f"local mass {lam!r} is not valid: a share from 0 to 1 (NaN: a layer without candidates)")
     if mode == "measured":
         _check_sums(a_local, a_remote)
+    # Exact values: local_mass() returns them where one side has no weight at all.
     if lam in (0.0, 1.0):
         return 1.0
     if mode in ("fixed", "adaptive"):

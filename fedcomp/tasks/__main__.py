@@ -50,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     train(task, args)
         except FedcompError as error:
             print(f"error: {error}", file=sys.stderr)
+            # The status that argparse exits with for arguments that cannot work.
             return 2
     return 0
 

@@ -114,6 +114,7 @@ class Split:
         if not len(self):
             return
         while epochs is None or epoch < epochs:
+            # A stream for each epoch: its order does not depend on what earlier epochs drew.
             order = torch.from_numpy(permutation(len(self), key.at(purpose=f"{key.purpose}/{epoch}")))
             for start in range(0, len(self), batch_size):
                 if max_steps is not None and steps >= max_steps:

@@ -254,6 +254,7 @@ class DigitsGenerator(GeneratorTask):
     """8x8 digits. The default generator, 30-128-64, has 12,224 parameters; a bilinear teacher has 650."""
 
     name = "digits-generator"
+    # Pixels are 0 to 16 here: in units of [0, 1] the loader's deviation and mean are sixteenths.
     side, scale = 8, (6.017 / 16.0, 4.884 / 16.0)
     OPTIONS: ClassVar[Mapping[str, TaskOption]] = OPTIONS
 

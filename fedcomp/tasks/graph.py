@@ -369,6 +369,7 @@ def train_centrally(
                     name: slope.add(values[name], alpha=weight_decay) for name, slope in zip(named, slopes, strict=True)
                 }
                 after, moments = adam.step(values, decayed, moments)
+                # The step returns new tensors; the model goes on with its own.
                 for name, p in named.items():
                     p.copy_(after[name])
             last = loss.item()

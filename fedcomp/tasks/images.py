@@ -34,6 +34,7 @@ class _Images(Classification):
         assert isinstance(table, LabelledExamples)
         stop = options["train_examples"]
         train, test = (table.x_train[:stop], table.y_train[:stop]), (table.x_test, table.y_test)
+        # In place of the test rows, so that settings chosen by them have not seen those.
         if options["validation"]:
             x, y = train
             out = held_out(y)
@@ -100,6 +101,7 @@ class Cifar(_Images):
     side = 32
     OPTIONS: ClassVar[Mapping[str, TaskOption]] = {
         **COMMON_OPTIONS,
+        # Without batch_norm, which only the CNN for one colour has.
         **{key: MODEL_OPTIONS[key] for key in ("hidden", "train_examples", "validation")},
         "model": TaskOption("quickstart", choice("mlp", "quickstart"), "mlp or quickstart"),
     }

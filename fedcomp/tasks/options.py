@@ -65,6 +65,7 @@ def choice(*names: str) -> Parser:
 
     def parse(option: str, value: Any) -> str:
         if value not in names:
+            # Cut short: the search for the nearest name takes time quadratic in the length.
             hint = nearest(plain(option, value)[:80], names)
             raise ConfigError(f"{option}={shown(value)} is not one of {', '.join(names)}{hint}")
         return str(value)

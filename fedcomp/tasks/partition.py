@@ -98,6 +98,7 @@ def dirichlet(
         # Relative to the largest: with a small alpha the draws themselves are below the smallest double.
         top = max(log_gamma)
         weights = [math.exp(g - top) for g in log_gamma]
+        # Cumulated shares are rounded: sizes rounded one by one would not add up to the class.
         edges = np.floor(np.cumsum(weights) / math.fsum(weights) * len(members) + 0.5).astype(np.int64)
         # However the sums were rounded, the last example goes to the last partition.
         edges[-1] = len(members)
@@ -221,6 +222,7 @@ def natural(ids: NDArray[Any], num_partitions: int, *, min_examples: int = 1) ->
         return _check_smallest(index.astype(np.int64), num_partitions, min_examples)
     owner = np.empty(len(values), np.int64)
     load = np.zeros(num_partitions, np.int64)
+    # Largest first: small ids at the end level out what large ones left uneven. Ties in order of the id.
     for value in np.argsort(-sizes, kind="stable"):
         owner[value] = np.argmin(load)
         load[owner[value]] += sizes[value]

@@ -319,6 +319,7 @@ class Situation:
                 # Its own shard takes no link, but counts only if training ended in time.
                 landed.append(start if start <= self.share_by else NEVER)
                 continue
+            # Landed or lost, a shard has taken its time on the sender's link.
             at = self.presence[client].whole(at, 8.0 * _positive("bytes of a shard", nbytes) / self.peer.up_bits_per_s)
             there = at + self.peer.latency_s
             kept = there <= self.share_by and self.presence[holder].here(there)
@@ -462,6 +463,7 @@ def relay(
             # A relay that is away gets the question when it is back.
             asked = round.presence[holder].next(begun + round.server.latency_s)
             there = round.upload(holder, asked, shard * len(found) + reply)
+            # Whatever came of it, nobody is asked for the same shard twice.
             for source in sources:
                 unasked[source].remove(holder)
             # One answer that is missing costs all of the patience, however early the others came.
@@ -472,6 +474,7 @@ def relay(
             at = max(at, there)
             for source in found:
                 arrived[source].append(there)
+            # Its answer also says which shards it lacks, so nobody counts on those.
             for source, others in enumerate(unasked):
                 if holder in others and not landed[source][holder]:
                     others.remove(holder)

@@ -96,6 +96,7 @@ class FetchTraffic:
 
     def metrics(self, prefix: str) -> dict[str, int | float]:
         """Return the figures under names that begin with ``prefix``."""
+        # Metrics are numbers alone: rows by part stay in the report.
         found = {each.name: getattr(self, each.name) for each in fields(self)}
         return {f"{prefix}{name}": value for name, value in found.items() if isinstance(value, int | float)}
 
@@ -142,6 +143,7 @@ def frame_sizes(content: RecordDict) -> list[tuple[str, int]]:
     """Return kind and length of every frame of a graph run in a message."""
     found = []
     for name, data in frames(content).items():
+        # A frame is called HEADER/kind/place, the record of scalars HEADER alone.
         head, slash, rest = name.partition("/")
         if head == HEADER and slash:
             found.append((rest.partition("/")[0], len(data)))

@@ -55,6 +55,7 @@ batches of ``batch_size`` nodes, 0 for all it has to learn from.
 """
 
 _UNUSED: Final[Settings] = MappingProxyType({"epochs": 1, "max_steps": 0})
+# It holds rows with one value beside 0 only, so that whole sets of features do not fit it.
 _PICKY: Final = "binary-rice"
 
 
