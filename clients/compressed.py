@@ -127,6 +127,7 @@ def _handle(msg: Message, context: Context, call_next: CallNext, accept: Collect
             if uplink is not None:
                 header["generation"] = uplink.generation
                 header["rolled-back"] = uplink.rolled_back
+                # In a private round nothing of the data leaves beside the frame: no ratio, and no statistics below.
                 ratio = None if private else memory_ratio(codec, state, update)
                 if ratio is not None:
                     header["memory"] = ratio

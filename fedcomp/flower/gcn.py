@@ -166,6 +166,7 @@ class PlanRequest(Schema, key=HEADER):
     """
 
     session: Name
+    # Any integer that a record can hold: its integers are signed, of 64 bits.
     seed: Annotated[int, Int(least=-(2**63))]
     round: Annotated[int, Int(most=MOST_ROUNDS - 1)]
     purpose: Annotated[str, OneOf("train", "evaluate")]

@@ -167,6 +167,7 @@ class OwnerState:
             cache.get(last.used[np.isin(last.used, cache.ids, assume_unique=True)])
             for frame in last.rows.values():
                 cache.put(*reader(frame))
+        # Norms that another run's model had say nothing of this one's.
         if last.session == self.session:
             longest = max(len(hidden), len(last.seen))
             hidden = tuple(_at(hidden, layer).updated(_at(last.seen, layer)) for layer in range(longest))

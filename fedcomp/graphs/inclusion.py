@@ -123,6 +123,7 @@ def waterfill(weights: Reals, n: float) -> Reals:
         When ``n`` is below 1 or NaN, or a weight is negative or not finite.
     """
     w = _checked(weights, "weights")
+    # Written this way round, NaN is refused, too.
     if not n >= 1:
         raise ConfigError(f"n={n!r} is not valid: at least one column has to be expected in a layer")
     positive = w > 0.0

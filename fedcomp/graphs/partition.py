@@ -78,6 +78,7 @@ class Neighbours:
         indptr, rows, columns = sorted_entries([(sources, targets), (targets, sources)], nodes)
         real = rows != columns
         loops = np.bincount(rows[~real], minlength=nodes)
+        # A row ends earlier by the loops that were dropped up to there.
         return cls(indptr - np.concatenate([np.zeros(1, np.int64), np.cumsum(loops)]), columns[real])
 
     def pairs(self) -> tuple[Ids, Ids]:
@@ -163,6 +164,7 @@ def balance(graph: Neighbours, owner: NDArray[np.integer], parts: int) -> Owner:
 
 def _towards(graph: Neighbours, owner: Owner, members: Ids, part: int) -> Ids:
     """Return how many neighbours each of ``members`` has in ``part``."""
+    # Prefix sums over the edges, so that no loop runs over the members.
     inside = np.concatenate([[0], np.cumsum(owner[graph.ids] == part)])
     return np.asarray(inside[graph.indptr[members + 1]] - inside[graph.indptr[members]], np.int64)
 

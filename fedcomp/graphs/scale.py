@@ -66,6 +66,7 @@ def scale(
     if mode not in MODES:
         raise ConfigError(f"unknown mode {mode!r} of the scale rule{nearest(mode, MODES)}")
     for name, value in (("budget", D), ("s_max", s_max), ("scale", s)):
+        # Written this way round, NaN is refused, too.
         if not value >= 1.0:
             raise ConfigError(f"{name}={value!r} is not valid: at least 1")
     if not 0.0 <= lam <= 1.0:

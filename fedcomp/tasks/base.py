@@ -150,6 +150,7 @@ def _check_limits(batch_size: int, epochs: int | None, max_steps: int | None) ->
     for name, value, least in (("batch_size", batch_size, 1), ("epochs", epochs, 0), ("max_steps", max_steps, 0)):
         if value is None and name != "batch_size":
             continue
+        # To Python True is a whole number; here it is a mistake.
         if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
             raise ConfigError(f"{name}={shown(value)}; expected a whole number, at least {least}")
     if epochs is None and max_steps is None:

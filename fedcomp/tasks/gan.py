@@ -218,6 +218,7 @@ class Adam:
         for name, gradient in gradients.items():
             m = torch.lerp(moments[f"m/{name}"], gradient, 1.0 - self.decay)
             v = moments[f"v/{name}"] * _SECOND + gradient * gradient * (1.0 - _SECOND)
+            # Epsilon is added after root and correction, as in algorithm 1.
             scale = (v / (1.0 - _SECOND**t)).sqrt_().add_(_EPSILON)
             after[name] = parameters[name] - (self.lr / (1.0 - self.decay**t)) * m / scale
             kept |= {f"m/{name}": m, f"v/{name}": v}
@@ -410,6 +411,7 @@ class Teachers:
         else:
             made = torch.from_numpy(fakes(labels)).expand(self.count, -1, -1)
             said = np.broadcast_to(labels, (self.count, len(labels)))
+            # The labels are the same for all teachers; those without records still learn nothing.
             share = np.repeat((self.sizes > 0)[:, None] / max(1, len(labels)), len(labels), axis=1)
         parameters, moments = self._split(state)
         leaves = {name: p.requires_grad_() for name, p in parameters.items()}

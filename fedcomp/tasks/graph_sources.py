@@ -200,7 +200,7 @@ def citations(nodes: int, edges: int, features: int, words: int, classes: int) -
     end = np.where(draws[3] < 0.9, start + distance, (draws[3] - 0.9) * 10 * nodes).astype(np.int64) % nodes
     low, high = np.minimum(start, end), np.maximum(start, end)
     first = np.unique(low * nodes + high, return_index=True)[1]
-    # Back in the order of drawing: cut off in order of id, the high ids would lose their edges.
+    # Back in the order of drawing: cut off in order of place, the end of the ring would lose its edges.
     first = np.sort(first[low[first] != high[first]])[:edges]
 
     # A word drawn twice is one word, so a few more are drawn.

@@ -303,6 +303,7 @@ class Owners(Stateful):
         for node, reply in replies.items():
             try:
                 hello = GraphHello.take(reply)
+                # An engine that knows who holds what is believed, not the node.
                 if known(node) not in (None, hello.index):
                     raise GraphError(f"the node of partition {known(node)} says it holds part {hello.index}")
                 wants = take_frames(reply, hello.parts, IDS)[IDS]

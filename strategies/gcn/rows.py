@@ -159,6 +159,7 @@ class Turn:
         """Bring the clients of some parts to where they can train; return those that can, in order of parts."""
         for part, reason in self.owners.away().items():
             self._miss(part, reason)
+        # Requests want them ascending.
         absent = tuple(sorted(self.away))
         self.requesters = {
             part: Requester(part, self.owners.seats[part], replace(ask, absent=absent))
