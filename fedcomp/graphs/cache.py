@@ -166,6 +166,7 @@ class FeatureCache:
         out = np.zeros((len(rows), d), dtype)
         # As bits: every pattern comes back as it was put in, -0.0 and NaN included.
         bits = out.view(BITS[wide])
+        # The first byte of a held row is its form.
         kinds = np.array([row[0] for row in rows], np.uint8)
         if (at := np.flatnonzero(kinds == _DENSE)).size:
             bits[at] = np.frombuffer(b"".join(rows[i][1:] for i in at), bits.dtype).reshape(at.size, d)
@@ -225,6 +226,7 @@ class FeatureCache:
         cache._dtype = np.dtype(f"f{form[1]}")
         whole = blob.tobytes()
         end = 0
+        # In the order they were written: recency comes out as it was, and a lower limit drops the oldest.
         for node, length in zip(ids.tolist(), lengths.tolist(), strict=True):
             cache._insert(node, whole[end : end + length])
             end += length

@@ -65,6 +65,7 @@ def put_varints(values: NDArray[np.integer[Any]]) -> bytes:
         lengths += values >= np.uint64(1 << 7 * j)
     starts = np.cumsum(lengths) - lengths
     out = np.empty(int(starts[-1] + lengths[-1]), np.uint8)
+    # The top bit says that another byte follows.
     out[starts] = (values & np.uint64(0x7F)) | ((lengths > 1).astype(np.uint64) << np.uint64(7))
     for j in range(1, longest):
         # Ever fewer go on, so that all bytes together cost one pass over the bytes.

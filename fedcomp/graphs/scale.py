@@ -207,6 +207,7 @@ class AdaptiveScale(Stateful):
     def check_state(self, values: Mapping[str, Any]) -> None:
         """Refuse a state that this search cannot be in."""
         s, previous = values["s"], values["previous"]
+        # Doubled or halfway back, s stays above the value before the last doubling.
         begun = 1.0 <= previous < s <= self.cap
         if not (begun or (s == 1.0 and previous == 0.0 and not values["frozen"])):
             raise StateError(f"s={s!r} after {previous!r} is no state of a search that doubles from 1 to {self.cap:g}")

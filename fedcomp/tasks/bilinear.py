@@ -70,6 +70,7 @@ class BilinearTeachers:
         sizes = np.bincount(owner, minlength=count).clip(min=1)
         x, y = data.tensors
         held = torch.from_numpy(owner)
+        # Sorted by class once: every step goes through the records class by class.
         self._records = [(x[y == label], held[y == label]) for label in range(classes)]
         counts = np.stack([np.bincount(owner[data.y == label], minlength=count) for label in range(classes)])
         self._one = torch.from_numpy((1.0 / sizes).astype(np.float32))

@@ -45,6 +45,7 @@ def multiplies_per_weight(model: nn.Module, example: Tensor) -> dict[str, float]
                 # A module that is used several times in one pass uses its weights several times.
                 found[full] = found.get(full, 0.0) + positions
 
+    # path=path binds the name of this module: without it all hooks would report the last one.
     handles = [
         module.register_forward_hook(lambda m, _inputs, output, path=path: record(path, m, output))
         for path, module in model.named_modules()

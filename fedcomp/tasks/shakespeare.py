@@ -71,6 +71,7 @@ class TinyShakespeare(Task):
             # One character less: the targets are the inputs shifted by one.
             count = (len(chars) - 1) // width
             pair = np.stack([chars[: count * width], chars[1 : count * width + 1]]).reshape(2, count, width)
+            # One window at least is held out, also of the shortest text.
             cut = count - max(1, count // 10)
             train.append(pair[:, :cut])
             test.append(pair[:, cut:])

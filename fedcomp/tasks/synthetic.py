@@ -93,4 +93,5 @@ def path_loss(rows: int = 2000) -> tuple[NDArray[np.float64], NDArray[np.int64]]
     walls = room[:, None] != point_room[None]
     u = key.at(layer=2).uniform(2 * distance.size).reshape(2, *distance.shape)
     normal = np.sqrt(-2.0 * np.log(1.0 - u[0])) * np.cos(2.0 * math.pi * u[1])
+    # 27 is 10 n, for the exponent n = 2.7.
     return np.round(-40.0 - 27.0 * np.log10(distance) - 5.0 * walls + 4.0 * normal), room

@@ -237,12 +237,14 @@ class Turn:
             # Nobody has more rows than it owns: a longer list would make the server hold what no owner can answer.
             limit = self.owners.hello(owner).owned if owner in self.owners.seats else None
             ids = decode_ids(data, nodes=common.nodes, limit=limit)
+            # Nothing is asked of an owner whose list is empty.
             if len(ids):
                 wants[owner] = ids
         if needs == STRUCTURE and not wants:
             raise GraphError("it needs structure and does not say which")
         requester.wants, requester.needs, requester.planned = wants, needs, True
         requester.structure = {}
+        # A client keeps the norms before it answers with a plan.
         self.owners.delivered(requester.part)
 
     def _replan(self) -> bool:

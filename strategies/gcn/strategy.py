@@ -235,6 +235,7 @@ class SkewedGCN(ExchangeStrategy, Stateful):
             else:
                 by_part[part] = message
         if purpose == "train":
+            # Lost as a client only: as an owner it goes on handing out rows.
             for part in [part for part in by_part if not self._owners.hello(part).train]:
                 talk.report.lose(part, "its part has no node to learn from")
                 del by_part[part]
