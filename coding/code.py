@@ -128,6 +128,7 @@ def admit(packet: Packet, limits: PacketLimits, held: PayloadHead | None) -> Pay
     """Return what the packet shares with others of its payload, or raise PacketError when it is not one to take in."""
     if packet.field != 0:
         raise PacketError(f"field {packet.field}; network codes of this package work in GF(2^8), field 0")
+    # Parsing did this already; a packet that was constructed in this process was never parsed.
     limits.check(
         packet.symbols, packet.symbol_bytes, packet.payload_bytes, packet.first_generation + packet.generations
     )

@@ -115,6 +115,7 @@ class Decoder:
         self._received += 1
         self._bytes += packet.wire_bytes
         symbol = packet.number if packet.mode is Mode.SYSTEMATIC else None
+        # Once the digest has been verified no packet can add anything; it is only counted.
         innovative = not self._verified and self._absorb(held, packet.row(), packet.body, symbol)
         self._dependent += not innovative
         return innovative
@@ -143,6 +144,7 @@ class Decoder:
             for vector, body in other._surplus:
                 gained += self._absorb(held, vector, body)
         self._received += other._received
+        # What was innovative there may be dependent here: only the rise of the rank counts.
         self._dependent += other._received - gained
         self._bytes += other._bytes
         return gained
@@ -266,8 +268,10 @@ def _store(head: PayloadHead, private: int, expect: tuple[int, int] | None) -> _
     if head.first_generation:
         raise PacketError(f"first generation {head.first_generation}; this decoder takes packets of whole payloads")
     length, row = head.payload_bytes, data_symbols * head.symbol_bytes
+    # An empty payload has no bytes and S = 0, but still one generation.
     if head.generations != max(1, -(-length // max(1, row))):
         raise PacketError(f"{head.generations} generations of {row} bytes each for a payload of {length}")
+    # Encoders round S up to ALIGN. Without this bound a tiny payload could claim symbols of any size.
     if (head.symbol_bytes - ALIGN) * data_symbols * head.generations >= max(length, 1):
         raise PacketError(
             f"S = {head.symbol_bytes} for a payload of {length} in {head.generations} x {data_symbols} symbols; "
@@ -296,6 +300,7 @@ def _repaired(held: _Held, private: int, surplus: list[Row]) -> bytes:
         data = _assembled(held, private)
         if _genuine(held, private, data):
             return data
+        # Addition is XOR: the same correction a second time takes it back.
         held.correct(column, change)
     raise CorruptGeneration(
         f"the decoded payload of source {held.head.source} in round {held.head.round} does not have its digest, "
@@ -317,11 +322,13 @@ def _suspects(held: _Held, surplus: list[Row]) -> list[Row]:
     wrong = np.argwhere(difference.any(axis=1))
     if not wrong.size:
         return []  # all surplus agrees with what was decoded: no packet stands out
+    # One byte that differs is enough to find the packet: all of a body's bytes enter with the same coefficients.
     generation, place = wrong[0]
     sample = difference[generation, :, place]
     witness = int(np.flatnonzero(sample)[0])
     inverse = held.reduced().transform
     weights = FIELD.matmul(vectors, inverse)
+    # sample / weights has to be the same in every surplus packet; multiplied crosswise no zero weight is divided by.
     fits = FIELD.multiply(weights, sample[witness]) == FIELD.multiply(sample[:, None], weights[witness][None, :])
     slots = np.flatnonzero(fits.all(axis=0) & (weights[witness] != 0))[:ATTEMPTS]
     factors = FIELD.reciprocal(weights[witness, slots])
@@ -380,6 +387,7 @@ class _Held:
         same = np.flatnonzero((self.vectors[: self.basis.rank] == vector).all(axis=1))
         if not same.size:
             return False
+        # At rank K the slot may hold a solved symbol in the packet's place, so the packet is made again.
         stored = self.encode(vector[None, :])[:, 0] if self.complete else self.rows[:, same[0]]
         return np.array_equal(stored, body)
 
@@ -409,6 +417,7 @@ class _Held:
         together = self.coded[-1] - self.coded[0] == e - 1
         where = slice(self.coded[0], self.coded[-1] + 1) if together else coded
         if len(self._rows) == 1:
+            # Left where it is: payload() reads it from there, and only other uses pay for the copy into place.
             self._made, self._at = FIELD.matmul(weights, self._rows[0], out=made), where
         else:
             # What is made of one generation is still in the cache when it is put in place.

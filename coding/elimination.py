@@ -54,6 +54,7 @@ class Basis:
             raise ConfigError(
                 f"vector is {vector.dtype} {vector.shape}; this basis takes uint8 vectors of {(self.symbols,)}"
             )
+        # At full rank nothing can be new: late packets are spared the O(K^2) reduction.
         innovative = self.rank < self.symbols and bool(self._absorb(self._words, vector, self._reciprocals))
         self.rank += innovative
         return innovative

@@ -58,6 +58,7 @@ class GF256:
         a, b = _elements(a), _elements(b)
         if b.ndim == 0:
             a, b = b, a
+        # One factor for all elements is one row of the table: 256 bytes, and no index to compute.
         if a.ndim == 0:
             return np.take(tables.products()[int(a)], b, out=out, mode="clip")
         where = (a.astype(np.uint16) << np.uint16(8)) | b

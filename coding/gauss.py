@@ -20,6 +20,7 @@ def add_multiple(target: Any, source: Any, factor: Any) -> None:
     full, none = np.uint64(0xFFFFFFFFFFFFFFFF), np.uint64(0)
     # Doubling x^7 gives x^4 + x^3 + x^2 + 1: the top bit comes back in bits 0, 2, 3 and 4.
     one, two, three, four, seven = np.uint64(1), np.uint64(2), np.uint64(3), np.uint64(4), np.uint64(7)
+    # Masks of a whole word in place of eight branches: the loop has none, and LLVM can make vectors of it.
     m0 = full if factor & 1 else none
     m1 = full if factor & 2 else none
     m2 = full if factor & 4 else none
@@ -73,6 +74,8 @@ def absorb(words: Any, vector: Any, reciprocals: Any) -> bool:
         if factor == 0:
             continue
         start = p >> 6 << 3  # what comes before is zero, and whole lines are quicker than a remainder
+        # No row starts here, so the vector is new. Row p is all zero: adding the multiple writes it, scaled to start
+        # with 1.
         if cells[p, p] == 0:
             add_multiple(words[p, start:], words[symbols, start:], reciprocals[factor])
             return True

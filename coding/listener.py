@@ -117,6 +117,7 @@ class Listener:
             await self._stop.wait()
         finally:
             reporter.cancel()
+            # No wait_closed(): it would wait for the connections that are to be dropped.
             server.close()
         self._tell()
 
@@ -128,8 +129,10 @@ class Listener:
         peer = writer.get_extra_info("peername")
         host = str(peer[0]) if peer else "?"
         busy = self._open.total() >= self._limits.connections or self._open[host] >= self._limits.per_host
+        # One that is turned away counts too while it is answered: it holds a descriptor like any other.
         self._open[host] += 1
         try:
+            # One limit for reading, keeping and answering: sending a byte at a time does not stretch it.
             async with asyncio.timeout(self._limits.seconds):
                 if busy:
                     writer.write(self._refuse(BUSY, "busy", f"{host} came when all connections were taken"))
@@ -137,12 +140,14 @@ class Listener:
                     writer.write(await self._receive(host, reader))
                 await writer.drain()
         except (OSError, asyncio.IncompleteReadError) as error:
+            # The timeout ends here too: TimeoutError is an OSError.
             self._refuse(REFUSED, "broken off", f"{host}: {error!r}")
             # A peer that dawdles gets no orderly end: its half of the connection would have to be waited for.
             writer.transport.abort()
         finally:
             self._open[host] -= 1
             if not self._open[host]:
+                # A Counter keeps its zeros: every address that ever connected would stay in memory.
                 del self._open[host]
             writer.close()
 
@@ -176,6 +181,7 @@ class Listener:
         except TransportError as error:
             return self._refuse(FAILED, "not written", f"{host}: {error}", header)
         finally:
+            # Also on a timeout or an error, or the budget that all connections share would shrink for good.
             self._buffered -= arrived
         return acknowledgement(KEPT, header)
 
@@ -219,10 +225,12 @@ async def serve(
     else:
         for number in (signal.SIGINT, signal.SIGHUP):
             loop.add_signal_handler(number, lambda: None)
+        # A reader may be woken with nothing to read; a blocking read would then stop the whole loop.
         os.set_blocking(until_closed, False)
 
         def look() -> None:
             with contextlib.suppress(BlockingIOError):
+                # Only the end of the pipe counts, an empty read; what is written into it is ignored.
                 if not os.read(until_closed, 4096):
                     loop.remove_reader(until_closed)
                     listener.stop()
@@ -245,6 +253,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             buffered_bytes=max(args.buffered_bytes, args.parcel_bytes),
             seconds=args.seconds,
         )
+        # An acknowledgement says that the parcel is on disk, so it is flushed before put() returns.
         store = Spool(args.store, args.store_bytes, durable=True)
         ready = _Ready(args.ready)
         asyncio.run(serve(listen, store, limits, ready=ready, until_closed=args.until_closed))

@@ -34,6 +34,7 @@ class MdsEncoder(Encoder):
         super().__init__(payload, place, **common)
 
     def _most_shards(self) -> int:
+        # A Cauchy row takes a point of the field beside those of the K columns; a systematic packet takes none.
         return 256 if self.systematic else 256 - self.symbols
 
     def _name(self, index: int) -> tuple[Mode, int]:

@@ -239,6 +239,7 @@ class Packet:
             0,
         )[:_CRC_AT]
         coefficients_, body = _coefficient_bytes(self), np.ascontiguousarray(self.body).data
+        # Chained, so that header, coefficients and body are joined only once, below.
         crc = zlib.crc32(body, zlib.crc32(coefficients_, zlib.crc32(head)))
         return b"".join((head, crc.to_bytes(4, "little"), coefficients_, body))
 
@@ -251,6 +252,7 @@ class Packet:
         PacketError
             When the bytes are no packet, are damaged, or claim more than ``limits`` accept.
         """
+        # Lengths and offsets below count bytes, whatever the elements of the buffer that came.
         view = memoryview(data).cast("B")
         if len(view) < HEADER_BYTES:
             raise PacketError(f"{len(view)} bytes are no packet: the header alone has {HEADER_BYTES}")
@@ -287,6 +289,7 @@ class Packet:
         limits.check(symbols, symbol_bytes, payload_bytes, first + generations)
         place = HEADER_BYTES
         place += _coefficient_length(Mode(mode), symbols, FIELDS[field_].dtype.itemsize, view)
+        # An exact fit: from here on the header's figures are backed by bytes that are really there.
         if len(view) != place + generations * symbol_bytes:
             raise PacketError(
                 f"{len(view)} bytes; the header says {place} and {generations} symbols of {symbol_bytes} bytes"
@@ -310,6 +313,7 @@ class Packet:
             recoded=bool(flags & RECODED),
             _wire_bytes=len(view),
         )
+        # With _wire_bytes the constructor checks nothing: what it would call a ConfigError is a PacketError here.
         _check_claims(packet)
         _check_elements(packet)
         return packet
@@ -342,6 +346,7 @@ def _check_claims(packet: Packet) -> None:
 def _check_elements(packet: Packet) -> None:
     """Raise PacketError when a coefficient or a symbol is no element of a prime field."""
     order, dtype = FIELDS[packet.field]
+    # In GF(2^8) every byte is an element, so the body need not be looked through.
     if order > np.iinfo(dtype).max:
         return
     for name, elements in (("coefficient", packet.vector), ("symbol", packet.body.view(dtype))):
@@ -374,6 +379,8 @@ def _parse_coefficients(
         return int.from_bytes(data, "little"), None
     entries = np.frombuffer(data[2:], _sparse_entry(dtype)) if len(data) > 2 else np.zeros(0, _sparse_entry(dtype))
     places, values = entries["index"], entries["value"]
+    # A vector has one sparse form, so that writing it again gives the same bytes. Of an index that came twice the last
+    # value would win silently.
     if np.any(places[1:] <= places[:-1]) or (places.size and int(places[-1]) >= symbols) or not values.all():
         raise PacketError("sparse coefficients are not those of ascending symbols below K, none of them zero")
     vector = np.zeros(symbols, dtype)

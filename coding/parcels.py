@@ -135,6 +135,7 @@ class Parcel:
             raise PacketError(f"a parcel's header announces {total} bytes, but there are {len(data)}")
         _, _, kind, _, run, round_, source, destination, _ = _HEADER.unpack_from(data)
         (stated,) = _CRC.unpack_from(data, _HEADER.size)
+        # Through a view: a slice of a bytearray would copy a large body once more.
         body = bytes(memoryview(data)[HEADER_BYTES:])
         found = zlib.crc32(body, zlib.crc32(data[: _HEADER.size]))
         if found != stated:
@@ -275,6 +276,7 @@ class MemoryStore:
         """
         kept = sorted(self._parcels, key=lambda p: (p.run, p.round, p.order))
         lengths = np.array([0, *(len(p.body) for p in kept)], np.int64)
+        # Signed: as an unsigned number every second run's name would overflow the int64 array.
         rows = [(int.from_bytes(p.run, "little", signed=True), p.round, p.kind, p.source, p.destination) for p in kept]
         return {
             "data": np.frombuffer(b"".join(p.body for p in kept), np.uint8),
@@ -305,6 +307,7 @@ class MemoryStore:
             and offsets.shape == (count + 1,)
             and offsets[0] == 0
             and offsets[-1] == len(data)
+            # An offset below the one before it would pass silently for an empty body.
             and bool((np.diff(offsets) >= 0).all())
         )
         if not fits:

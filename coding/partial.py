@@ -74,6 +74,7 @@ class PartialSum:
         """
         if integers.shape != self.integers.shape:
             raise ConfigError(f"{integers.shape} integers do not fit a sum of {self.integers.shape}")
+        # In Python's integers, and before numpy multiplies anything: its products would wrap silently.
         largest = self.largest + part.weight * _largest(integers)
         if part.weight < 0 or largest >= 1 << 63:
             raise ConfigError(
@@ -104,10 +105,12 @@ class PartialSum:
     def to_bytes(self) -> bytes:
         """Return the sum as bytes."""
         largest = self.largest
+        # "or size == 8" is for the smallest int64, whose magnitude of 2^63 passes none of the comparisons.
         width = next(size for size in range(1, 9) if largest < 1 << (8 * size - 1) or size == 8)
         parts = b"".join(
             _PART.pack(p.index, p.weight, p.sequence, p.generation, len(p.note)) + p.note for p in self.parts
         )
+        # The low bytes of two's complement are the same number in fewer bytes, its sign in the last one's top bit.
         low = self.integers.astype("<i8").view(np.uint8).reshape(-1, 8)[:, :width]
         return _HEAD.pack(MAGIC, width, len(self.parts), self.integers.size) + parts + low.tobytes()
 
@@ -153,6 +156,7 @@ class PartialSum:
         wide = np.zeros((count, 8), np.uint8)
         low = np.frombuffer(data, np.uint8, offset=place).reshape(count, width)
         wide[:, :width] = low
+        # Of a negative number the bytes that did not travel are all ones.
         wide[:, width:] = np.where(low[:, -1:] & 0x80, 0xFF, 0)
         return cls(wide.view("<i8").reshape(count).astype(np.int64), tuple(parts))
 

@@ -90,6 +90,7 @@ class PrimeField:
             raise ConfigError(f"p={p!r} is not an odd prime of at most 2^31 - 1; 251, 65521 and 2147483647 are usual")
         size = 1 if p < 1 << 8 else 2 if p < 1 << 16 else 4
         facts = {"name": f"GF({p})", "code": _ON_THE_WIRE.get(p, -1), "symbol_bytes": size, "half": (p - 1) // 2}
+        # Little-endian by name: the bytes of an array are what travels.
         for name, value in {**facts, "dtype": np.dtype(f"<u{size}")}.items():
             object.__setattr__(self, name, value)
 
@@ -99,6 +100,7 @@ class PrimeField:
 
     def subtract(self, a: ArrayLike, b: ArrayLike, out: Residues | None = None) -> Residues:
         """Return a - b elementwise, broadcast."""
+        # p first, so that the unsigned difference never goes below zero.
         total = np.add(a, np.uint32(self.order), dtype=np.uint32)
         return self._reduced(np.subtract(total, b, dtype=np.uint32), out)
 
@@ -118,6 +120,7 @@ class PrimeField:
         if not base.all():
             raise ConfigError(f"0 has no reciprocal in {self.name}")
         result = np.ones_like(base)
+        # a^(p - 2) by squaring; factors are below 2^31, so no product leaves 64 bits.
         for bit in bin(self.order - 2)[2:]:
             result = result * result % np.uint64(self.order)
             if bit == "1":
@@ -180,6 +183,7 @@ class PrimeField:
     def axpy(self, c: int, x: Residues, y: Residues) -> None:
         """Do ``y += c * x`` in place."""
         products = np.multiply(x, np.uint64(c % self.order), dtype=np.uint64)
+        # c x + y is at most p (p - 1), below 2^62: one reduction serves both steps.
         products += y
         self._reduced(products, y)
 
@@ -193,6 +197,7 @@ class PrimeField:
         Numbers of p and more are drawn again, which leaves the others exactly uniform.
         """
         wanted = int(np.prod(shape))
+        # Cut to the bits of p - 1, at least half of the numbers drawn are elements, whatever the prime.
         mask = (1 << (self.order - 1).bit_length()) - 1
         found: list[Residues] = []
         missing = wanted
@@ -206,6 +211,7 @@ class PrimeField:
 
     def residues(self, integers: NDArray[Any]) -> Residues:
         """Return signed integers modulo p."""
+        # np.remainder takes the sign of the divisor, so a negative integer gets its residue too.
         return np.remainder(integers, np.int64(self.order), dtype=np.int64).astype(self.dtype)
 
     def lift(self, residues: Residues) -> NDArray[np.int64]:
@@ -219,9 +225,11 @@ class PrimeField:
         return residues.size == 0 or int(residues.max()) < self.order
 
     def _reduced(self, values: NDArray[Any], out: Residues | None) -> Residues:
+        # p in the values' own dtype: together with a signed one uint64 would become float64, which is not exact.
         reduced = np.remainder(values, values.dtype.type(self.order))
         if out is None:
             return reduced.astype(self.dtype)
+        # Nothing is lost by this cast: residues fit the field's dtype.
         np.copyto(out, reduced, casting="unsafe")
         return out
 
@@ -256,11 +264,13 @@ def _split(p: int, a: Residues) -> tuple[list[NDArray[Any]], np.dtype[Any], int]
     if limit // (top * top) >= 64:
         return [a.astype(double)], double, limit // (top * top)
     low = a & a.dtype.type((1 << _HALF) - 1)
+    # A half is below 2^16, so each term is below 2^16 (p - 1).
     return [(a >> _HALF).astype(double), low.astype(double)], double, limit // (top << _HALF)
 
 
 def _product(order: int, parts: list[NDArray[Any]], b: Residues, kind: np.dtype[Any], length: int) -> NDArray[Any]:
     """Return the product of the matrix in ``parts`` with a few columns, reduced."""
+    # Exact sums are at most 2^24 in float32 and 2^53 in float64: these integers hold them.
     wide = np.int32 if kind == np.float32 else np.int64
     p = wide(order)
     columns = b.astype(kind)
@@ -270,6 +280,8 @@ def _product(order: int, parts: list[NDArray[Any]], b: Residues, kind: np.dtype[
         value = (parts[0][:, terms] @ columns[terms]).astype(wide)
         value %= p
         if len(parts) == 2:
+            # Reduced before, the high half stays below 2^47 when it is shifted, and with the low half's sum far below
+            # 2^63.
             value <<= wide(_HALF)
             value += (parts[1][:, terms] @ columns[terms]).astype(wide)
             value %= p

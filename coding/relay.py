@@ -77,6 +77,7 @@ def choose(
     """
     check(code=code, symbols=symbols, shards=shards, private=private)
     expected = DEFAULT_LOSS if loss is None else loss
+    # Any K packets of Reed-Solomon decode; random ones over 256 elements are dependent now and then.
     order = None if code == "mds" else 256
     if shards:
         count = shards
@@ -473,6 +474,7 @@ class Collector:
                 or self._voices(source, version) > 0
             ):
                 continue
+            # Before the attempt: without another packet it would fail in the same way, at the same cost.
             version.tried = len(version.packets)
             try:
                 source.payload = version.decoder.payload()

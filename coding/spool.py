@@ -238,9 +238,11 @@ class Spool:
         before, freed = time.time() - self.keep_seconds, 0
         for name, size in self._files():
             place, path = _place(name), self.directory / name
+            # The run's own parcels never go by age: a round may last longer than keep_seconds.
             if place is not None and place[0] == run:
                 continue
             with contextlib.suppress(FileNotFoundError):
+                # Of a link its own age counts, since the link is what would be removed.
                 if path.lstat().st_mtime < before:
                     path.unlink()
                     freed += size
@@ -321,8 +323,10 @@ def parse_spool(address: str) -> Path:
     ConfigError
         When ``address`` is not one.
     """
+    # Addresses arrive in messages: an endless one is refused before it is decoded.
     name = unquote(address.removeprefix(_SCHEME)) if len(address) <= _LONGEST else ""
     path = Path(name)
+    # ".." could climb out of the marked folder; with a NUL every system call would raise ValueError.
     if not address.startswith(_SCHEME) or not path.is_absolute() or ".." in path.parts or "\0" in name:
         raise ConfigError(f"peer address {address[:80]!r} is no spool; expected 'spool:/absolute/folder'")
     return path

@@ -75,6 +75,8 @@ class SplitMix64:
         parts: list[NDArray[np.int64]] = []
         missing = count
         while missing:
+            # One look is enough for the primes in use, which skip at most 2 % of the words; other bounds go round
+            # again.
             ahead = -(-missing // per_word) * 9 // 8 + 2
             numbers = self._peek(ahead).astype("<u8", copy=False).view(f"<u{width}")
             places = np.flatnonzero(numbers < accepted)[:missing]
@@ -95,6 +97,7 @@ class SplitMix64:
         must redraw bit by bit.
         """
         pairs = self.uniform(2 * -(-_count(count) // 2)).reshape(-1, 2)
+        # The logarithm of 1 - u and not of u: u may be 0, 1 - u never is.
         radius = np.sqrt(-2.0 * np.log1p(-pairs[:, 0]))
         angle = 2.0 * math.pi * pairs[:, 1]
         return np.stack([radius * np.cos(angle), radius * np.sin(angle)], axis=1).reshape(-1)[:count]
@@ -105,6 +108,7 @@ class SplitMix64:
 
     def _peek(self, count: int) -> NDArray[np.uint64]:
         steps = np.arange(self._used + 1, self._used + _count(count) + 1, dtype=np.uint64)
+        # On arrays uint64 wraps around silently, which is what the definition asks for.
         return finalise(np.uint64(self._seed) + steps * np.uint64(GAMMA))
 
 
@@ -134,6 +138,7 @@ def derive(*parts: int | bytes | str) -> int:
             if 0 <= number <= MASK:
                 state = _fold(state, number, _INTEGER)
             else:
+                # A bit more than the magnitude has, for the sign.
                 length = number.bit_length() // 8 + 1
                 state = _fold_bytes(state, number.to_bytes(length, "little", signed=True), _WIDE)
     return state
@@ -183,6 +188,7 @@ def _fold(state: int, word: int, lane: int) -> int:
 
 
 def _fold_bytes(state: int, data: bytes, lane: int) -> int:
+    # The length goes first: neither padding nor the border between two parts can make different names equal.
     state = _fold(state, len(data), lane)
     for start in range(0, len(data), 8):
         state = _fold(state, int.from_bytes(data[start : start + 8], "little"), lane)

@@ -233,8 +233,10 @@ def contribution(plan: SumPlan, integers: NDArray[Any], weight: int = 1, extras:
         raise ConfigError(f"the plan sums numbers of up to {plan.extras} beside the vector, got {tuple(extras)}")
     out = np.empty(plan.length, plan.field.dtype)
     data = out[: plan.length - plan.checks]
+    # bound * max_weight is within (p - 1) / 2, so this product cannot leave 64 bits.
     data[: plan.size] = plan.field.residues(values.astype(np.int64) * weight)
     data[plan.size :] = (weight, *extras)
+    # Linear in the data: check symbols added up are the check symbols of the sum.
     out[plan.length - plan.checks :] = plan.field.dot(plan.challenge(), data)
     return out
 
@@ -251,6 +253,7 @@ def shares(plan: SumPlan, vector: Residues, read: ReadBytes = os.urandom) -> Res
     if vector.shape != (plan.length,) or vector.dtype != plan.field.dtype:
         raise ConfigError(f"shards are made of {plan.field.dtype}({plan.length},), got {vector.dtype}{vector.shape}")
     rows = np.zeros((plan.needed, plan.shard_symbols), plan.field.dtype)
+    # The rest of the last piece stays zero, and is a check of its own when the sum is decoded.
     rows[: plan.symbols].reshape(-1)[: plan.length] = vector
     rows[plan.symbols :] = plan.field.secret((plan.private, plan.shard_symbols), read)
     return plan.field.matmul(plan.matrix(), rows)
@@ -295,6 +298,7 @@ def choose_set(held: NDArray[np.bool_], needed: int) -> tuple[tuple[int, ...], t
         if complete.size >= needed:
             return tuple(sources.tolist()), tuple(complete.tolist())
         missing = (~held[:, sources]).sum(axis=0)
+        # argmax returns the first of equals, which in reversed order is the last.
         worst = sources.size - 1 - int(np.argmax(missing[::-1]))
         sources = np.delete(sources, worst)
     return (), ()

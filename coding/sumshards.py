@@ -85,11 +85,13 @@ class Shard:
         if len(data) < HEADER_BYTES:
             raise PacketError(f"{len(data)} bytes are no shard: its header alone has {HEADER_BYTES}")
         magic, version, code, kind, relay, source, digest, tag, crc = _HEADER.unpack_from(data)
+        # struct skips byte 5, the padding. It has to be 0, so that a shard has one form only.
         if magic != _MAGIC or version != _VERSION or kind not in _KINDS or data[5]:
             raise PacketError(f"not a shard of version {_VERSION}: magic {magic!r}, version {version}, kind {kind}")
         if code != plan.field.code or digest != plan.digest:
             raise PacketError("the shard belongs to another plan: other parameters, another round, or another run")
         count = plan.length if kind == MASKED else plan.shard_symbols
+        # The size is checked first: no checksum is computed over more bytes than the plan allows.
         if len(data) != HEADER_BYTES + count * plan.field.symbol_bytes:
             raise PacketError(
                 f"a {_KINDS[kind]} of this plan has {HEADER_BYTES + count * plan.field.symbol_bytes} bytes, "
@@ -162,6 +164,7 @@ class HeldTags:
             there are not: what it would add cannot be known.
         """
         bits = np.unpackbits(np.frombuffer(self.bitmap, np.uint8))
+        # Bits after the last contributor only fill up a byte; one that is set was not written by of().
         if len(self.bitmap) != -(-plan.contributors // 8) or bits[plan.contributors :].any():
             raise PacketError(f"a report of {len(self.bitmap)} bytes does not fit {plan.contributors} contributors")
         sources = np.flatnonzero(bits).tolist()
@@ -219,6 +222,8 @@ class AnsweredSets:
                 f"this relay has answered for another set of contributors in round {round}; a second answer would give "
                 "single contributors' shards away"
             )
+        # Another tag is another encoding, with random pieces of its own: the relays' sums would not belong to one code
+        # word.
         missing = [source for source, tag in chosen.items() if source not in shards or shards[source].tag != tag]
         if missing:
             raise NotDecodable(f"this relay lacks the shards of {len(missing)} contributor(s), first {missing[0]}")
@@ -226,12 +231,14 @@ class AnsweredSets:
         if len({shard.relay for shard in held}) != 1 or any(shard.kind != SHARE for shard in held):
             raise CodingError("the shards to be added were made for different relays")
         body = plan.field.sum([shard.body for shard in held])
+        # Recorded only now: a question that could not be answered gives nothing away and does not use up the round.
         self.answered[round] = name
         return Shard(SUM, held[0].relay, len(held), name, body)
 
 
 def set_digest(plan: SumPlan, round: int, chosen: Mapping[int, bytes]) -> bytes:
     """Return 24 bytes that name a set of contributions of one round: what a relay's sum must carry."""
+    # Sorted and of fixed width: a set has one digest, in whatever order it was listed.
     text = b"".join(source.to_bytes(4, "little") + tag for source, tag in sorted(chosen.items()))
     head = plan.digest + round.to_bytes(8, "little")
     return hashlib.blake2b(head + text, digest_size=TAG_BYTES).digest()

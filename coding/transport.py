@@ -171,6 +171,7 @@ class SpoolTransport:
         try:
             self._spool(address).put(parcel)
         except (TransportError, ConfigError) as error:
+            # An unusable address came from a message: it costs a delivery, like a peer that is away, and not the round.
             raise DeliveryFailed(f"peer {address}: {error}") from error
         return len(parcel)
 
@@ -245,6 +246,7 @@ class TcpTransport:
                 return handed_over + attempt.handed_over
             except (OSError, _Refused) as error:
                 handed_over += attempt.handed_over
+                # BUSY is the only refusal that passes by itself.
                 if last or (isinstance(error, _Refused) and error.status != BUSY):
                     raise DeliveryFailed(
                         f"peer {address} did not take a parcel of {len(data)} bytes: {error}", handed_over
@@ -444,6 +446,7 @@ def parse_host_port(text: str) -> tuple[str, int]:
     ConfigError
         When ``text`` is something else.
     """
+    # From the right: an IPv6 host has colons of its own.
     host, colon, port = text.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     inner = host[1:-1] if bracketed else host
@@ -463,6 +466,7 @@ def parse_host_port(text: str) -> tuple[str, int]:
 
 def _receive(store: ParcelStore, run: bytes, round: int, wait: float, expect: int | None) -> Parcels:
     deadline = time.monotonic() + wait
+    # count() opens no file, so polling is cheap; the parcels are read once, at the end.
     while (left := deadline - time.monotonic()) > 0 and (expect is None or store.count(run, round) < expect):
         time.sleep(min(_POLL_SECONDS, left))
     return store.list(run, round)

@@ -99,6 +99,8 @@ def cpu_features() -> frozenset[str]:
     if not settings.ENABLE_AVX:
         # numba then compiles without them, whatever the machine has.
         found = {name: has and not name.startswith("avx") for name, has in found.items()}
+    # LLVM reports avx512 also where only its 256-bit forms exist; evex512 says whether 512-bit registers do. Versions
+    # that do not know the name mean both.
     if not found.get("evex512", True):
         found = {name: has and not name.startswith("avx512") for name, has in found.items()}
     return frozenset(name for name, has in found.items() if has)
@@ -212,6 +214,8 @@ def _agrees(loaded: Loaded) -> bool:
     everything = np.arange(256, dtype=np.uint8)
     single = np.empty((256, 256), np.uint8)
     loaded.product(everything[:, None], everything[None, :], single, False)
+    # Seven outputs are a block of four and one of three, five sources an odd number, and 195 columns leave three bytes
+    # over in every vector width.
     a, b = tables.products()[1:8, 1:6], tables.products()[11:16, :195]
     many, expected = np.zeros((2, 7, 195), np.uint8)
     loaded.product(a, b, many, True)
@@ -231,6 +235,7 @@ class AutoTier:
         """Return what is to do ``work`` multiply-adds."""
         if self._chosen is not None:
             return self._chosen
+        # Without the lock: an update lost between threads only puts off the change by a product.
         self._work += work
         return load("numpy") if self._work < PATIENCE else self.settle()
 

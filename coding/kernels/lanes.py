@@ -60,6 +60,7 @@ def pointer(builder: Any, address: Any, target: Any) -> Any:
 
 def load(builder: Any, address: Any, vector: Any) -> Any:
     loaded = builder.load(pointer(builder, address, vector))
+    # Rows begin anywhere: without this LLVM assumes the vector's natural alignment, and an aligned load faults.
     loaded.align = 1
     return loaded
 

@@ -53,6 +53,7 @@ def matmul(a: Bytes, b: Bytes, out: Bytes | None = None, *, tier: str = "auto", 
         out = np.empty((n, size), np.uint8)
     else:
         _check_out(out, (n, size), a, b)
+    # Before the empty cases: a tier that cannot run here is an error for every shape.
     loaded = _loaded(tier, n * k * size)
     if not n or not size:
         return out
@@ -96,6 +97,7 @@ def _loaded(tier: str, work: int) -> Loaded:
 
 
 def _check_matrix(name: str, array: Any) -> None:
+    # No subclasses: the kernels see the bytes alone, and would ignore a masked array's mask.
     if type(array) is not np.ndarray or array.dtype != _BYTE or array.ndim != 2:
         found = f"{array.dtype}{array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
         raise ConfigError(f"{name} must be a plain uint8 array with two dimensions, not {found}")

@@ -135,6 +135,7 @@ def product(a, b, out, words, scratch, accumulate):
             count = min(GROUP, k - first)
             for j in range(count):
                 here = source + (first + j) * step + done
+                # Tiles are read in full; the last one is copied out, since behind a row's end the array may end too.
                 if width < TILE:
                     copy(padded, here, width)
                     here = padded

@@ -121,6 +121,7 @@ def _call(builder: Any, name: str, *arguments: Any) -> Any:
 def _affine(builder: Any, width: int, inputs: list[Any], matrix: Any) -> list[Any]:
     """Return the products of vectors with the coefficient of this bit matrix, a 64-bit word."""
     everywhere = _repeat(builder, matrix, width)
+    # The last operand is a constant the instruction adds; a multiplication has none.
     return [_call(builder, NAMES[AFFINE, width], x, everywhere, ir.Constant(I8, 0)) for x in inputs]
 
 
@@ -146,6 +147,7 @@ def _generate_block(width: int, vectors: int, rows: int, how: int, at_once: int)
         source, step, sources, factors, table, target, target_step, accumulate = args[:8]
         places = [[offset(builder, target, (r, target_step), (v, width)) for v in range(vectors)] for r in range(rows)]
         zero = ir.Constant(vector, [0] * width)
+        # Stack slots in name only: LLVM promotes them to registers, and no phi nodes need to be written.
         sums = [[cgutils.alloca_once(builder, vector) for _ in range(vectors)] for _ in range(rows)]
         for held in (place for line in sums for place in line):
             builder.store(zero, held)
@@ -249,10 +251,12 @@ def make(shape: VectorShape) -> Any:
         n, k = a.shape
         size = b.shape[1]
         base = address(scratch)
+        # On cache lines; the two roundings, of factors and of held, are what scratch_bytes has 128 bytes to spare for.
         factors = (base + 63) // 64 * 64
         held = factors + (8 * n * k + 63) // 64 * 64
         results = held + tile * k
         place = factors
+        # In the order in which blocks read them: four outputs at a time, and for these source by source.
         for start in range(0, n, ROWS):
             stop = min(start + ROWS, n)
             for j in range(k):
@@ -265,6 +269,7 @@ def make(shape: VectorShape) -> Any:
         at = 0
         while at + tile <= size:
             here, here_step = source + at, step
+            # With at most four outputs each source is read once, and a copy would gain nothing.
             if n > ROWS:
                 gather(held, here, step, k, width, vectors)
                 here, here_step = held, tile
@@ -276,6 +281,7 @@ def make(shape: VectorShape) -> Any:
                 place += 8 * ROWS * k
                 r += ROWS
             there = target + r * target_step + at
+            # The number of rows is a literal that shapes the compiled code, so each remainder is a call of its own.
             if n - r == 3:
                 block(here, here_step, k, place, entries, there, target_step, add, width, vectors, 3, how, at_once)
             elif n - r == 2:

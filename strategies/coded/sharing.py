@@ -405,6 +405,7 @@ class Collection:
             for data in items[:kept]:
                 self.collector.add(0 if relay is None else relay, data, list(sources))
             for data in items[kept:]:
+                # -1 is no relay: the announced hashes are of the relays' packets, and fresh ones are not among them.
                 self.collector.add(-1, data, list(own))
             report.decode_seconds += time.perf_counter() - began
             if relay is not None:
@@ -417,6 +418,7 @@ class Collection:
     def count_held(self, relay: int, numbers: tuple[int, ...]) -> None:
         """Take a relay's word of what lies in its own store: whom to ask for, and what those sent who no longer say."""
         sharing = self.sharing
+        # Once per relay: a second wave would count what its peers sent to it again.
         if sharing.hub or relay in self.reported:
             return
         self.reported.add(relay)

@@ -182,6 +182,7 @@ class SumCode(Stateful):
             )
         max_weight = 1
         if self.weight_key is not None:
+            # Where nobody sets a limit, the largest weight for which the largest field still has room.
             room = FIELDS[-1].half // (clients * self.codec.levels)
             max_weight = self.options.max_weight or max(1, room)
         prime = prime_for(clients, self.codec.levels, max_weight)
@@ -372,6 +373,8 @@ class _Summing:
         unknown = sorted(set(range(len(self.now.members))) - self.tags.keys())
         messages, rows = [], {}
         for row, relay in enumerate(self.relays):
+            # Through the hub a relay holds nothing yet. Between peers one whose reply was lost may hold shards all the
+            # same.
             if self.hub and relay.index not in self.alive:
                 continue
             content = RecordDict()
@@ -482,6 +485,7 @@ class _Summing:
         report = self.now.report
         bits = np.zeros(self.plan.contributors, np.bool_)
         bits[list(self.chosen)] = True
+        # A relay that holds one encoding of a source knows which is meant; tags travel for the other sources only.
         ambiguous = [s for s in self.chosen if any(len(tags.get(s, ())) > 1 for tags in self.held.values())]
         fields = self._brief() | {
             "chosen": np.packbits(bits).tobytes(),
@@ -517,6 +521,7 @@ class _Summing:
         try:
             self.summed = decode(self.plan, sums, masked, len(self.chosen))
         finally:
+            # Of a failure too: leaving out relay after relay is what takes longest.
             self.now.report.decode_seconds += time.perf_counter() - began
         self.now.report.innovative = self.plan.needed
         self.now.report.dependent = len(sums) - self.plan.needed
@@ -536,6 +541,7 @@ class _Summing:
         mean = codec.place(summed.integers, construction.divisor(summed), inner.layout, key)
         members = [self.now.members[source] for source in self.chosen]
         report.included = [member.node for member in members]
+        # The tag says which message a contribution answers, also of a contributor whose own reply was lost.
         consumed = [(m.node, *read_tag(self.tags[m.index])) for m in members]
         arrays, metrics = inner.aggregate_sum(self.now.number, mean, summed.weight, consumed, self._contents())
         own: dict[str, Any] = {"coded.contributors": len(members), "coded.weight": summed.weight}
@@ -548,6 +554,7 @@ class _Summing:
         if not self.construction.options.metrics:
             return []
         held = [(source, "", self.contents[source]) for source in self.chosen if source in self.contents]
+        # A report of its own: a contributor whose metrics do not fit is in the sum all the same, and not refused.
         scratch = Report(self.now.number)
         kept = agreeing(held, scratch, lambda source: self.now.members[source].node)
         for node, reason in scratch.refused.items():
