@@ -186,8 +186,10 @@ def train(plan: GossipTraining) -> Trained:
     layout = Layout.of(start, plan.policy)
     home = {t.name: start[t.name] for t in layout.exact}
 
+    nodes = [FlatObjective(f, layout, home) for f in objectives]
+
     def look(iteration: int, models: Mapping[int, Real], traffic: GossipTraffic) -> Evaluation:
-        return _point(iteration, models, traffic, objectives, layout, home)
+        return _point(iteration, models, traffic, nodes, objectives, layout)
 
     # Its relay outlives a run that ends in an error, so that what was sent until then can be told.
     record = Recorder(look)
@@ -200,7 +202,7 @@ def train(plan: GossipTraining) -> Trained:
             outcome = simulate(
                 plan.algorithm,
                 plan.topology,
-                [FlatObjective(f, layout, home) for f in objectives],
+                nodes,
                 flatten(start, layout, plan.dtype),
                 plan.iterations,
                 layout=layout,
@@ -236,11 +238,12 @@ def _point(
     iteration: int,
     models: Mapping[int, Real],
     traffic: GossipTraffic,
+    nodes: Sequence[FlatObjective],
     objectives: Sequence[LocalObjective],
     layout: Layout,
-    home: Mapping[str, Real],
 ) -> Evaluation:
-    found = [objectives[node].evaluate({**unflatten(models[node], layout), **home}) for node in sorted(models)]
+    # What stays at home moves with each node's own gradients.
+    found = [objectives[i].evaluate({**unflatten(models[i], layout), **nodes[i].at_home()}) for i in sorted(models)]
     # In float64: near consensus the distances are of the size of float32's rounding.
     stack = np.stack([models[node] for node in sorted(models)]).astype(np.float64)
     mean = stack.mean(axis=0)
@@ -250,7 +253,7 @@ def _point(
         iteration=iteration,
         accuracy=math.fsum(f["accuracy"] for f in found) / len(found),
         worst=min(f["accuracy"] for f in found),
-        average=objectives[0].evaluate({**averaged, **home})["accuracy"],
+        average=objectives[0].evaluate({**averaged, **nodes[0].at_home()})["accuracy"],
         loss=math.fsum(f["loss"] for f in found) / len(found),
         # A mean of zero has no relative distance.
         consensus=spread / (float(np.linalg.norm(mean)) or math.nan),

@@ -29,9 +29,8 @@ Keys of the state, for a vector called ``z``, first of its names, and neighbour 
 ``z.seq``          0-d int64: messages of the broadcast stream so far
 ``z.seq>3``        0-d int64: messages sent along the edge to 3 (edges)
 ``z.sent/3``       0-d int64: how many messages of its stream 3 knows; -1: it needs the whole in any case
-``z.seq/3``        int64 of shape (3,): next number expected from 3, iteration of its last message, messages applied
-since
-                   its last whole estimate (or the beginning)
+``z.seq/3``        int64 of shape (3,): next number expected from 3, iteration of its last message, messages
+                   applied since its last whole estimate (or the beginning)
 ``z.row``          int64 ids of the in-neighbours of the last iteration begun, ascending (broadcast)
 ``z.weights``      float64 W[i,j] of each (broadcast)
 ``z.begun``        0-d int64: the iteration that was begun and not finished (broadcast)
@@ -226,7 +225,7 @@ def broadcast(
 
     Returns
     -------
-    Sent
+    WrittenMessages
 
     Raises
     ------

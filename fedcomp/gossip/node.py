@@ -126,7 +126,7 @@ def handle(
 
     Returns
     -------
-    Memory or None, Answer
+    Memory or None, NodeAnswer
         What is to be stored before the answer leaves, and the answer.
 
     Raises

@@ -1,9 +1,8 @@
 """Bytes of a decentralised run, counted on real messages: four counters that are never mixed.
 
 * **edge**: every message on every active directed edge. What an algorithm costs when each link carries its own copy,
-and
-  the figure for claims and ratios. An undirected edge used both ways counts twice, a message to three neighbours
-  thrice.
+  and the figure for claims and ratios. An undirected edge used both ways counts twice, a message to three neighbours
+  three times.
 * **node**: every distinct message once, however many neighbours it goes to: a radio that broadcasts.
 * **relay**: what the star really moves: up, each multicast as often as it arrives; down, each message as often as it is
   sent. Never an algorithm's cost.
