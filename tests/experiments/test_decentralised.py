@@ -251,3 +251,30 @@ def test_cost_rows_have_joules_only_when_both_figures_are_given() -> None:
     for wrong in ("-1", "nan", "much"):
         with pytest.raises(ConfigError, match="energy_tx cannot be"):
             ENERGY_OPTIONS["energy_tx"].parse("energy_tx", wrong)
+
+
+def test_statistics_that_stay_at_home_are_those_of_each_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = get_task("digits", model="cnn", batch_norm=True)
+    judged: list[dict] = []
+    plain = LocalObjective.evaluate
+
+    def evaluate(self: LocalObjective, arrays: dict) -> dict:
+        judged.append({name: array.copy() for name, array in arrays.items() if "running_mean" in name})
+        return plain(self, arrays)
+
+    monkeypatch.setattr(LocalObjective, "evaluate", evaluate)
+    train(
+        GossipTraining(
+            task,
+            get_algorithm(DPSGD),
+            topology_of("ring", NODES),
+            iterations=2,
+            batch_size=8,
+            policy=GossipPolicy(buffers="local"),
+        )
+    )
+    assert len(judged) >= NODES and judged[0]
+    nodes = judged[:NODES]
+    for name in nodes[0]:
+        assert all(np.abs(node[name]).max() > 0 for node in nodes), f"{name} is where it started"
+        assert len({node[name].tobytes() for node in nodes}) == NODES
