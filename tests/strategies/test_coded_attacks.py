@@ -127,7 +127,7 @@ def test_a_relay_that_sends_wrong_bodies_is_told_from_the_others_at_once() -> No
         wrong = dataclasses.replace(wrong, body=wrong.body ^ np.uint8(7), _wire_bytes=None)
         assert collector.add(relay_index, wrong.to_bytes()) is None
     assert collector.arrived(0) == 0
-    assert all("none of the packets source 0 announced" in reason for reason in collector.refused)
+    assert all("not one of the packets that source 0 announced" in reason for reason in collector.refused)
     collector.add(5, packets[4])
     collector.add(0, packets[5])
     assert collector.add(-1, plan.fresh(0, payload, 1)[0]) == 0, "of these nothing was announced; the source sends them"
