@@ -101,6 +101,7 @@ class DataPlan:
         """Return 8 bytes that differ when the matrix or what the stored rows depend on does (sizes, task, labels)."""
         digest = hashlib.blake2b(self.code.encode() + self.matrix.astype("<f8").tobytes(), digest_size=8)
         for part in (str(self.matrix.shape).encode(), *circumstances):
+            # With its length, or the end of one part could pass for the beginning of the next.
             digest.update(len(part).to_bytes(8, "little") + part)
         return digest.digest()
 
@@ -122,6 +123,7 @@ class DataPlan:
         for _ in range(min(len(order), self.partitions)):
             # Relative to the row's own length, so that the scale of the coefficients does not matter.
             share = np.divide(np.linalg.norm(left, axis=1), lengths, out=np.zeros(len(order)), where=lengths > 0)
+            # A share is at most 1, so the 1 that is added puts every plain partition before all combinations.
             best = int(np.argmax(np.where(share > 1e-6, share + plain, 0.0)))
             if share[best] <= 1e-6:
                 break
@@ -164,6 +166,7 @@ class Subset:
         self._left, values, right = np.linalg.svd(self._rows, full_matrices=False)
         top = float(values[0]) if values.size else 0.0
         self.condition = top / float(values[count - 1]) if values.size >= count and values[count - 1] > 0 else math.inf
+        # numpy's own rule for the rank: beyond it the k-th singular value is nothing but rounding.
         self._singular = self.condition * max(self._rows.shape) * np.finfo(np.float64).eps >= 1.0
         self.rank = int(np.count_nonzero(values > top / max_condition)) if top > 0 else 0
         self._left, self._values, self._right = self._left[:, : self.rank], values[: self.rank], right[: self.rank]
@@ -244,6 +247,7 @@ class Subset:
             others = np.delete(np.arange(len(self.devices)), place)
             if Subset(self._rows, tuple(others.tolist()), self._limit)._misfit(answers[others]) <= CONTRADICTION:
                 found.append(device)
+        # With a single surplus answer the others fit whoever is left out: then nobody is named.
         return found[0] if len(found) == 1 else None
 
     def _misfit(self, answers: Real) -> float:
@@ -466,6 +470,7 @@ class CodedStep:
                 # What arrived stays valid when others make up for the lost: the sum is linear in the answers.
                 self.gradient = self.gradient + answers[i]
             else:
+                # Device i's part of the residuals, G_i^T v_i: what others have to make up for now.
                 self._left += np.outer(self.plan.matrix[i], vector)
                 self._lost[i] = vector
         self._assigned = {}

@@ -68,6 +68,7 @@ def decodable(matrix: NDArray[np.float64], alive: NDArray[np.bool_]) -> NDArray[
     out = np.empty(len(alive), bool)
     for start in range(0, len(alive), _BATCH):
         part = slice(start, start + _BATCH)
+        # A zero row leaves the singular values as they are, so lost devices are zeroed and all sets keep one shape.
         rows = (matrix if matrix.ndim == 2 else matrix[part]) * alive[part, :, None]
         values = np.linalg.svd(rows, compute_uv=False)
         out[part] = values[:, count - 1] > values[:, 0] / MAX_CONDITION

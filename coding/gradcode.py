@@ -195,6 +195,7 @@ class Assignment(ABC):
         found = self._kept.get(key)
         if found is None:
             found = self._solve(devices, approximate)
+            # The same array is handed out every time this set occurs.
             found.coefficients.setflags(write=False)
             self._kept[key] = found
             if len(self._kept) > _KEPT:
@@ -405,6 +406,7 @@ class Cyclic(Assignment):
             rows = self._draw(SplitMix64(derive("gradcode", seed, n, s, attempt)))
             if rows is not None:
                 self._rows = rows
+                # Decodings that were kept belong to the rows of the last draw.
                 self._kept.clear()
                 if self._worst(max_amplification) <= max_amplification:
                     self._rows.setflags(write=False)
@@ -534,6 +536,8 @@ class Cyclic(Assignment):
             return np.zeros((0, len(devices)), self.dtype)
         if self.field is None:
             _, _, right = np.linalg.svd(self.matrix[devices].T)
+            # Rows of B are orthogonal to the s rows of H, so their rank is n - s: all further right singular vectors
+            # are the null space.
             null: Vector = right[self.n - self.s :]
             return null
         rows = np.zeros((len(surplus), len(devices)), self.dtype)

@@ -133,10 +133,12 @@ class PrimeArithmetic(Arithmetic):
         self.field, self.parts, self.limit = field, parts, float(limit)
         self.dtype = field.dtype
         self._most = field.half // parts if parts > 0 else 0
+        # So many bits that the sum of one limb over all rows stays within the field: parts * 2^bits <= p.
         self._bits = (field.order // parts).bit_length() - 1 if parts > 0 else 0
         if self._most < 1 << 4 or self._bits < 4:
             raise ConfigError(f"{field.name} has no room for the sum of {parts} rows; use a larger prime")
         self._limbs = -(-_WORD // self._bits)
+        # A power of two: multiplying by it and dividing by it round nothing.
         self.step = 2.0 ** math.ceil(math.log2(self.limit / self._most))
 
     def size(self, vector: int, scalars: int) -> int:
@@ -222,6 +224,7 @@ def combine(coefficients: Vector, vectors: Sequence[Vector], field: PrimeField |
             field.axpy(int(coefficient), vector, out)
         return out
     total: Vector = vectors[0] * float(coefficients[0])
+    # One buffer for all products: each is as long as the model.
     scratch = np.empty_like(total)
     for coefficient, vector in zip(coefficients[1:].tolist(), vectors[1:], strict=True):
         np.multiply(vector, coefficient, out=scratch)
@@ -244,6 +247,7 @@ def solve_consistent(system: Vector, field: PrimeField) -> Vector | None:
         pivots = np.flatnonzero(row)
         if not pivots.size:
             continue
+        # The row says 0 = 1: no solution.
         if pivots[0] == unknowns:
             return None
         out[pivots[0]] = row[unknowns]

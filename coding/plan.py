@@ -60,6 +60,7 @@ def success(symbols: int, shards: int, loss: float, order: int | None = 256) -> 
     if loss == 0.0:
         return rank_probability(symbols, shards - symbols, order)
     stay, lose = math.log1p(-loss), math.log(loss)
+    # In logarithms: a binomial coefficient of a few thousand shards is beyond the range of a double.
     ways = math.lgamma(shards + 1) if shards >= 0 else 0.0
     total = math.fsum(
         math.exp(
@@ -72,6 +73,7 @@ def success(symbols: int, shards: int, loss: float, order: int | None = 256) -> 
         * rank_probability(symbols, arrived - symbols, order)
         for arrived in range(symbols, shards + 1)
     )
+    # Rounding may carry a sum of probabilities a little past 1.
     return min(1.0, total)
 
 
@@ -114,6 +116,7 @@ def shards(
             f"{most} shards of K = {symbols} decode with probability {reached:.6f} at loss {loss}, not {target}; "
             "take fewer symbols, more relays or a lower target"
         )
+    # More shards never decode less often, so bisection finds the smallest number that is enough.
     while low < high:
         middle = (low + high) // 2
         if success(symbols, middle, loss, order) >= target:

@@ -146,6 +146,7 @@ class _Aggregation:
             if place != (exchange.run, exchange.round, MEMBER, self.own) or parcel.source not in self.members:
                 continue
             try:
+                # The aggregator's own reply never left this node, and was not sealed.
                 body = self.client.open(parcel, self.sealed and parcel.source != self.own)
             except CodingError as error:
                 self.failed.append(f"member {parcel.source}: {error}"[:REASON])

@@ -102,6 +102,7 @@ def coded(max_store_bytes: int = MAX_STORE_BYTES) -> ClientHalf:
                     return discreet(msg, lambda: call_next(message, ctx))
                 return call_next(message, ctx)
             except Exception as error:
+                # Kept to be told apart by identity: an app may raise errors of this package's types itself.
                 raised.append(error)
                 raise
 
@@ -175,6 +176,7 @@ class CodedMessage:
         self.partition = partition_of(context)
         self.max_store_bytes = min(max_store_bytes, self.query.max_store)
         meta = context.state.config_records.get(_META)
+        # What another run left behind is not read: its rounds were counted from their own beginning.
         known = meta is not None and meta["run"] == self.run
         own = context.state.array_records.get(_OWN) if known else None
         self.newest = int(meta["newest"]) if known and meta is not None else 0  # type: ignore[arg-type]
@@ -308,11 +310,13 @@ class CodedMessage:
         state = self.context.state
         state[_IDENTITY] = ConfigRecord({"key": self.identity.to_bytes()})
         numbers = {f"own.{name}": value for name, value in self.numbers.items()}
+        # max(): a hello does not pass through enter(), and a late one must not set the round back.
         state[_META] = ConfigRecord({"run": self.run, "newest": max(self.newest, self.round), **numbers})
         _put(state, _OWN, self.arrays)
         memory = getattr(self._store, "to_arrays", None)
         if memory is not None:
             _put(state, _STORE, memory())
+        # This message never opened the store: what a former run left in the state goes unread.
         elif not self._known:
             _put(state, _STORE, {})
 

@@ -77,6 +77,7 @@ class RelayClient(Shards):
                 # Private symbols are drawn by every encoder: then the shards themselves have to be kept.
                 exchange.arrays = {f"{i}": np.frombuffer(p, np.uint8) for i, p in enumerate(packets)}
         content = RecordDict()
+        # Length and digest stand in every packet, also where only the packets were kept and not the payload.
         first = Packet.from_bytes(packets[0], plan.limits)
         said = {**self.news(terms), **self.send(terms, packets, content)}
         exchange.save()
@@ -113,6 +114,7 @@ class RelayClient(Shards):
         """
         joined = asked.hashes or _UNKNOWN * len(asked.sources)
         announced = {s: joined[DIGEST_BYTES * i : DIGEST_BYTES * (i + 1)] for i, s in enumerate(asked.sources)}
+        # As wide as a header can say: the bodies are in memory already, and the server applies the plan's limits.
         limits = PacketLimits(
             max_symbol_bytes=2**32 - 1, max_payload=2**32 - 1, max_generations=2**16 - 1, max_symbols=MAX_SYMBOLS
         )
@@ -129,6 +131,7 @@ class RelayClient(Shards):
                 continue
             held = found.setdefault(source, {})
             if len(held) < PER_SOURCE:
+                # A dict serves as an ordered set: equal bodies count once.
                 held[body] = None
         return [body for held in found.values() for body in held]
 

@@ -111,6 +111,7 @@ class Shards:
         outgoing = [(reachable[p.destination], p) for p in others if p.destination in reachable]
         sent = [0] * len(packets)
         for delivery in deliver(exchange.transport, outgoing):
+            # Of failed deliveries too: their bytes may have crossed the link.
             sent[terms.relays.index(delivery.parcel.destination)] = delivery.handed_over
             if delivery.error is not None:
                 failed.append(f"relay {delivery.parcel.destination}: {delivery.error}"[:REASON])
@@ -141,6 +142,7 @@ class Shards:
         held: dict[int, int] = {}
         refused: list[str] = []
         for parcel in self.stored(kind, asked.index):
+            # Before it is opened: its bytes crossed the link, readable or not.
             held.setdefault(parcel.source, len(parcel))
             if wanted is not None and parcel.source not in wanted:
                 continue

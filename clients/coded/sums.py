@@ -206,6 +206,8 @@ class SumCodeClient(Shards):
             except FedcompError as error:
                 refused.append(f"source {parcel.source}: {error}"[:REASON])
                 continue
+            # By tag too: a message that was delivered twice was encoded twice, and the server says which encoding
+            # counts.
             held.setdefault(shard.source, {})[shard.tag] = shard
             sizes[shard.source] = sizes.get(shard.source, 0) + len(parcel)
         return held, sizes

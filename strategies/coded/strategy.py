@@ -354,6 +354,7 @@ class CodedFedAvg(ExchangeStrategy, Stateful):
             log.warning("coded round %d: %s", server_round, rivals)
         messages = [message for message in messages if message.metadata.dst_node_id not in report.excluded]
         nodes = [message.metadata.dst_node_id for message in messages]
+        # By partition: node ids are drawn at random by Flower, and indices are to be the same in every run.
         known = sorted((self._known[node].partition, i, node) for i, node in enumerate(nodes) if node in self._known)
         members = []
         for index, (partition, i, node) in enumerate(known):
@@ -413,6 +414,7 @@ class CodedFedAvg(ExchangeStrategy, Stateful):
             if reply.has_error():
                 reason = f"error {reply.error.code}: {reply.error.reason}"
                 self._refusals[node] = shorten(reason)
+                # Any other error may pass: then the node is asked again next round.
                 if NO_HANDLER in reason:
                     self._forgo(node, f"{_HINT} ({reason})")
                 continue
