@@ -102,6 +102,7 @@ def _balanced(rows: int, partitions: int, copies: int, seed: int) -> NDArray[np.
     load = np.zeros(rows, np.int64)
     ties = _uniform((partitions, rows), "ties", "balanced", seed)
     for partition in range(partitions):
+        # lexsort's last key counts first: the parities with the fewest partitions, equals in drawn order.
         chosen = np.lexsort((ties[partition], load))[:copies]
         support[chosen, partition] = True
         load[chosen] += 1

@@ -47,6 +47,7 @@ def losses(loss: str, margins: Real, labels: Real) -> Real:
         return 0.5 * (margins - labels) ** 2
     if loss in ("logistic", "hinge"):
         signed = (2.0 * _classes(loss, labels) - 1.0) * margins
+        # log(1 + exp(-x)) written out overflows for margins far on the wrong side.
         return np.logaddexp(0.0, -signed) if loss == "logistic" else np.maximum(0.0, 1.0 - signed)
     raise ConfigError(f"loss={loss!r} has no linear margins{nearest(loss, LOSSES)}")
 

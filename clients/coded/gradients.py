@@ -106,6 +106,7 @@ def _as_partition(context: Context, partition: int) -> Iterator[None]:
         names = _changed(context.state, content_from_bytes(state)) if changed else []
         if changed:
             context.state = content_from_bytes(state)
+    # After the finally block: raised inside, this would replace an exception of the app's own.
     if changed:
         raise StateError(
             f"the app changed the node's state ({', '.join(names)}) while it trained on partition {partition}; "
@@ -157,5 +158,6 @@ def _row(
     form, numbers = Form.of(name, metrics_name, record, weight_key)
     vector, beside = change_of(before, after, layout)
     with np.errstate(over="ignore", invalid="ignore"):
+        # The 1 in front becomes the weight, and its sum is what the server divides by.
         scalars = np.concatenate([[1.0], numbers, beside]) * float(weight)
         return values.pack(vector * float(weight), scalars), form

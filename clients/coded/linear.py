@@ -106,12 +106,14 @@ def _join(msg: Message, context: Context, asked: linear.Join, rows: RowsOf) -> M
     out = RecordDict()
     if device < asked.partitions:
         own = rows(msg, context, asked.partitions)
+        # Classes travel as a byte each, real targets as doubles.
         small = bool(np.isin(own.y, (0.0, 1.0)).all())
         joined = linear.Owner(
             **vars(joined),
             rows=len(own.x),
             columns=int(own.x.shape[1]),
             loss=own.loss,
+            # In one byte order and layout: the same examples have the same digest on every machine.
             data=hashlib.blake2b(own.x.astype("<f8").tobytes("C"), digest_size=linear.DIGEST).digest(),
             label_type=("int8" if small else "float64") if asked.labels else "",
         )
@@ -135,6 +137,7 @@ def _share(msg: Message, context: Context, asked: linear.Share, rows: RowsOf) ->
         put_frame(out, linear.PARTITION, packed)
     else:
         targets = linear.Targets.take(msg)
+        # The plan's id stands for the run, and the set-up belongs to no round.
         parcels = [Parcel(plan, 0, _PARTITION_KIND, device, i, packed) for i in targets.to]
         deliveries = deliver(link, list(zip(targets.addresses, parcels, strict=True)))
         # All that was handed to a link counts, whether or not it was taken at the other end.

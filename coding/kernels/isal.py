@@ -40,6 +40,7 @@ class Library:
 
     def product(self, a: Bytes, b: Bytes, out: Bytes, accumulate: bool) -> None:
         """Write ``a @ b``, or add it to what is in ``out``; no dimension is zero, rows are contiguous."""
+        # The library's product overwrites its outputs, so adding is done here.
         target = np.empty(out.shape, np.uint8) if accumulate else out
         self.prepare(a, b, target)()
         if accumulate:
@@ -61,6 +62,7 @@ class Library:
         tables = np.empty(32 * k * n, np.uint8)
         self._handle.ec_init_tables(k, n, coefficients.ctypes.data, tables.ctypes.data)
         sources, targets = _pointers(b), _pointers(out)
+        # Addresses are bare numbers to ctypes: the call itself has to keep the arrays alive.
         held = tables, sources, targets, b, out
         numbers = size, k, n, *(array.ctypes.data for array in held[:3])
         encode = self._handle.ec_encode_data

@@ -44,10 +44,12 @@ def reduce(matrix: Bytes, columns: int) -> int:
         if not below.size:
             continue
         pivot = rank + int(below[0])
+        # The lookup makes a copy, so the pivot's place can take the other row next.
         row = multiply[tables.reciprocals()[matrix[pivot, column]], matrix[pivot]]
         matrix[pivot] = matrix[rank]
         matrix[rank] = row
         factors = matrix[:, column].copy()
+        # The pivot row stays as it is; only the others are cleared in this column.
         factors[rank] = 0
         matrix ^= multiply[factors[:, None], row[None, :]]
         rank += 1

@@ -68,6 +68,7 @@ def _multiples(typingctx, held, source, tile):
             doubled = load(builder, offset(builder, args[1], (start, 1)), WORDS)
             for half in range(2):
                 entries = [ir.Constant(WORDS, [0] * WORDS.count)]
+                # Every pass adds the next doubling to all entries so far: in the end entry i is i times the source.
                 for _ in range(4):
                     entries += [builder.xor(entry, doubled) for entry in entries]
                     doubled = _times_two(builder, doubled)

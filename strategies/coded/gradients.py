@@ -163,6 +163,7 @@ class GradientCode(Stateful):
                     raise
                 code = Cyclic(n, self.options.losses, self.seed, max_amplification=_LOOSE)
                 note(f"the cyclic code for {n} clients amplifies rounding by more than usual; a field does not")
+            # Dictionaries keep their order: the code that was made first goes.
             self._codes = {**dict(list(self._codes.items())[-_CODES + 1 :]), n: code}
         return self._codes[n], values
 
@@ -239,6 +240,7 @@ class GradientCode(Stateful):
     @staticmethod
     def _leave_out(now: CodedRound, collection: _Collection, decoding: Decoding) -> None:
         """Report whose data are not in an approximation at all."""
+        # The factor of each partition's update in the decoded sum; in an exact one all are 1.
         share = collection.code.matrix.astype(np.float64).T @ decoding.coefficients.astype(np.float64)
         for member in now.members:
             if abs(share[collection.place[member.partition]]) < TOLERANCE:
@@ -302,6 +304,7 @@ class _Collection:
         answers = first_replies((member.message for member in self.now.members), replies)
         for member in self.now.members:
             device, reply = self.place[member.partition], answers.get(member.node)
+            # enough() comes here after each arrival: what was read before is not read again.
             if reply is None or device in self._seen or device in self._refused:
                 continue
             try:

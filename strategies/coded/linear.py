@@ -308,6 +308,7 @@ class LinearModel:
         """Return the model after one step, in float64 and the former shapes; None when it is not finite."""
         features = self.shape.features
         with np.errstate(over="ignore", invalid="ignore"):
+            # The bias is not regularised.
             full = gradient + l2 * np.where(np.arange(len(self.vector)) < features, self.vector, 0.0)
             moved = self.vector - lr * full
         if not np.isfinite(moved).all():

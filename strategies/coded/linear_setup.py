@@ -317,6 +317,7 @@ class LinearSetup(Stateful):
             held[device] = joined.plan
         self._make_plan(count, config, shape, report)
         if self.plan is not None:
+            # Only now: before the plan is made there is no id to compare with what the devices say they hold.
             self.ready |= {device for device, plan in held.items() if plan == self.plan_id}
 
     def _take_owner(self, device: int, owner: linear.Owner, reply: Message, shape: LinearShape) -> None:
@@ -393,6 +394,7 @@ class LinearSetup(Stateful):
                 data = take_frame(answered, linear.PARTITION)
                 if data is None:
                     raise StateError("the reply holds no partition")
+                # Read only to be checked: what is damaged is refused here, before it is forwarded to several devices.
                 unpack_partition(data, self.plan_id, {owner: (len(self.labels[owner]), shape.features)})
             except FedcompError as reason:
                 report.refuse(owner, reason)

@@ -78,6 +78,7 @@ class RelayedShards(Stateful):
             symbols, shards = choose(
                 len(now.members),
                 code=self.settings.code,
+                # Mixed replies are not cut: relays combine whole ones.
                 symbols=1 if self.settings.mix else self.settings.symbols,
                 shards=self.settings.shards,
                 loss=self.settings.loss,
