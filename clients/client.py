@@ -95,6 +95,7 @@ def _chosen(halves: Iterable[ClientHalf], only: Iterable[str | ClientHalf] | Non
     chosen: dict[str, ClientHalf] = {}
     own = [_half(half) for half in halves]
     named = {half.name for half in own}
+    # A half that was given replaces its namesake; where ``only`` names it as well, nobody can tell which is meant.
     rest = [name for name in HALVES if name not in named] if only is None else only
     for half in [*own, *map(_half, rest)]:
         if half.name in chosen:

@@ -76,6 +76,7 @@ def _handle(msg: Message, context: Context, call_next: CallNext, accept: Collect
     try:
         record, replica = receive(msg.content, announcement, downlink, context)
     except FedcompError as error:
+        # The server sends the full model next time; training from a model it does not know would spoil the mean.
         return Message(Error(MOD_FAILED_PRECONDITION, f"{RESYNC}: {error}"), reply_to=msg)
 
     # A codec that privatises on this node does not help where something else leaves beside the frame.
@@ -118,6 +119,7 @@ def _handle(msg: Message, context: Context, call_next: CallNext, accept: Collect
             name, update, exact_arrays = learnt(
                 content, before, layout, lossless=codec.lossless, record=announcement.record
             )
+            # The server makes the same key to verify the frame, so it holds only what both sides know.
             key = Key(announcement.seed, "uplink", announcement.round, partition_of(context))
             frame, state = codec.encode(update, uplink.state if uplink else codec.init(layout), key)
             if padded:

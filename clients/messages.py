@@ -58,6 +58,7 @@ def choose(
         return None, str(error)
     if codec.phases != phases:
         return None, f"{codec!r} needs {codec.phases} exchanges; this client's mods offer {phases}"
+    # Wrappers and what they wrap: an accepted "chain" must not bring in a codec that is not.
     refused = [] if accept is None else [i for i in _ids(config) if i not in accept]
     if refused:
         return None, f"this client accepts the codecs {sorted(accept or ())}, not {refused}"
@@ -107,6 +108,7 @@ def receive(
         held = Replica.load(context)
         if held is None:
             raise StateError(f"this node holds no model, but the message starts from version {announcement.base}")
+        # Laid out as the server lays out its reference: the digest is over this very vector.
         layout = _downlink_layout(held, announcement, codec)
         steps = [_step(content, v) for v in range(announcement.base + 1, announcement.version + 1)]
         exact = {t.name: held.arrays[t.name] for t in layout.exact}
@@ -119,6 +121,7 @@ def receive(
             f"the replica (version {replica.version}) is not the server's model of version {announcement.version}: "
             "digests differ"
         )
+    # The message's own record where there is one: the model is not serialised again.
     record = plain if plain is not None else to_record(replica.arrays)
     return record, replica
 
@@ -174,6 +177,7 @@ def reply_arrays(content: RecordDict, record: str = "") -> tuple[str, dict[str, 
 def partition_of(context: Context) -> int:
     """Return the partition id, or a number drawn from the node id where the deployment configures none."""
     value = context.node_config.get(PARTITION_KEY)
+    # Within the range of partition ids; the server knows this remainder as nobody's configuration.
     return value if isinstance(value, int) else context.node_id % (1 << 31)
 
 

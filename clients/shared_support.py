@@ -80,6 +80,7 @@ def shared_support(accept: Collection[str] | None = None) -> ClientHalf:
 
 def _codec(announcement: Announcement, accept: Collection[str] | None) -> ScaleCom | None:
     """Return the codec when the message is one of a shared support, else None: it is another mod's matter then."""
+    # Evaluation announces no uplink codec; its steps are still those of a shared support.
     for config in (announcement.codec, announcement.downlink):
         codec, _ = choose(announcement, config, accept, phases=2)
         if isinstance(codec, ScaleCom):
@@ -100,6 +101,7 @@ class _Exchange:
     def answer(self, call_next: CallNext) -> Message:
         """Train, evaluate, or send on the support."""
         kind = self.msg.metadata.message_type.partition(".")[0]
+        # A query carries no model: the update that waits was made from the one in the training message.
         if kind == "query":
             return self._send()
         try:
@@ -164,6 +166,7 @@ class _Exchange:
         uplink = Uplink.begin(self.context, self.announcement, self.codec, layout)
         if uplink.redelivery is not None:
             return Message(uplink.redelivery, reply_to=self.msg)
+        # The server acknowledges a training reply before it asks: a rollback means that this is not the state it knows.
         if uplink.fresh or uplink.rolled_back or not self.codec.waits(uplink.state):
             return self._refuse("no update waits here: this node did not train in this round, or its state was lost")
         state = dict(uplink.state)
@@ -193,6 +196,7 @@ class _Exchange:
         if exact is not None:
             put_frame(out, EXACT, exact.tobytes())
         if self.announcement.leader & LOOKS_AHEAD:
+            # From what sending leaves in the memory, which is what the next round begins with.
             ahead = self.codec.choose(after, layout, self.key)
             put_frame(out, NEXT_SUPPORT, support_frame(ahead, self.codec, layout))
         return after
