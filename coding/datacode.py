@@ -346,6 +346,7 @@ class CodedStep:
             )
         self._sizes = np.array([len(y) for y in self.labels])
         self._rows = int(self._sizes.max())
+        # True where there is an example, False where a shorter partition is padded.
         self._real = np.arange(self._rows) < self._sizes[:, None]
         self._y = np.zeros(self._real.shape)
         self._y[self._real] = np.concatenate([np.asarray(y, np.float64) for y in self.labels])
@@ -376,6 +377,7 @@ class CodedStep:
             self.odd.append(odd)
             return self.decode({i: u for i, u in answers.items() if i != odd})
         if self.probe:
+            # What was solved for are margins of the probe; those of the model itself, which is zero, are zero.
             self.margins = np.where(np.isnan(self.margins), np.nan, 0.0)
         self.condition = subset.condition
         self._answers = dict(zip(subset.devices, stacked, strict=True))

@@ -56,6 +56,7 @@ def unpack_partition(data: bytes, plan_id: bytes, shapes: Mapping[int, tuple[int
     magic, plan, partition, rows, columns, code, check = _HEADER.unpack_from(data)
     if magic != _MAGIC or plan != plan_id:
         raise PacketError(f"a partition of plan {plan.hex()} ({magic!r}) arrived, expected plan {plan_id.hex()}")
+    # Before a size is computed from them: so far rows and columns are only the sender's word.
     if shapes.get(partition) != (rows, columns) or code >= len(_DTYPES):
         raise PacketError(f"partition {partition} of shape {(rows, columns)} arrived, expected one of {dict(shapes)}")
     size = _HEADER.size + rows * columns * _DTYPES[code].itemsize

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from fedcomp.coding.datacode import MAX_CONDITION, DataPlan
 from fedcomp.errors import ConfigError
 
+# Sets of devices whose matrices are stacked at a time, which bounds the memory.
 _BATCH: Final = 4096
 _SETS: Final = 200_000
 

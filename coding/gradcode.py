@@ -190,6 +190,7 @@ class Assignment(ABC):
         for i in devices:
             if isinstance(i, bool) or not isinstance(i, int | np.integer) or not 0 <= i < self.n:
                 raise ConfigError(f"device {i!r} does not exist; there are {self.n}, from 0")
+        # A set as the bits of one integer: a cheap key, whatever the order of arrival.
         mask = sum(1 << int(i) for i in devices)
         key = mask, approximate
         found = self._kept.get(key)

@@ -442,6 +442,7 @@ def _cauchy_row(number: int, symbols: int, field_: int) -> NDArray[Any]:
 def _prime_coefficients(seed: int, symbols: int, order: int) -> NDArray[np.int64]:
     while True:
         row = SplitMix64(seed & MASK).below(order, symbols)
+        # A row of zeros says nothing; the next seed takes its place, as for GF(2^8).
         if row.any():
             return row
         seed += 1

@@ -17,9 +17,11 @@ from numpy.typing import NDArray
 
 from fedcomp.errors import ConfigError
 
+# 2^64 over the golden ratio, rounded to an odd number: the increment of the published generator.
 GAMMA = 0x9E3779B97F4A7C15
 MASK = 0xFFFFFFFFFFFFFFFF
 
+# A lane for each kind of part: the number 1, the byte 1 and the text "1" name different seeds.
 _INTEGER, _BYTES, _TEXT, _WIDE = 1, 2, 3, 4
 
 
@@ -114,6 +116,7 @@ class SplitMix64:
 
 def finalise(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Return SplitMix64's finaliser of every word, same shape; a bijection of the 64-bit words."""
+    # Shifts and factors of the published generator; receivers redraw coefficients with them, so they are wire format.
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))

@@ -107,6 +107,7 @@ class SumPlan:
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise ConfigError(f"mode={self.mode!r} is not one of {', '.join(map(repr, MODES))}")
+        # An accident passes with probability p^-checks: 251^-3 is one in 16 million, 65521^-1 one in 65 000.
         object.__setattr__(self, "checks", self.checks or (3 if self.field.order < 1 << 15 else 1))
         object.__setattr__(self, "extras", tuple(self.extras))
         lows = {"size": 0, "bound": 1, "contributors": 1, "relays": 1, "symbols": 1, "private": 0}

@@ -103,6 +103,7 @@ class Shard:
         if relay >= plan.relays:
             raise PacketError(f"the shard is for relay {relay} of {plan.relays}")
         residues = np.frombuffer(body, plan.field.dtype)
+        # The wire's type holds numbers of p and more, with which floating-point products would not be exact.
         if not plan.field.check(residues):
             raise PacketError(f"the shard holds numbers that are no elements of {plan.field.name}")
         return cls(kind, relay, source, tag, residues)

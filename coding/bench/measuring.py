@@ -91,7 +91,9 @@ class CallTimes:
 
 def _length(call: Callable[[], object] | Prepared) -> float:
     """Return about how many seconds a call takes, 0 never."""
+    # Not counted: a first call may compile, and finds cold caches.
     _seconds(call, 1)
+    # A length of 0 is how a quick run tells _sample() to make a single call.
     return max(_seconds(call, 1), 1e-7)
 
 

@@ -192,6 +192,7 @@ class GroupSharing(Sharing):
             for index, member in named.items():
                 if index in summed:
                     report.included.append(member.node)
+                    # Its own reply may have been lost, and its parcel have reached the aggregator all the same.
                     report.excluded.pop(member.node, None)
                 else:
                     report.excluded.setdefault(member.node, "its aggregator did not get its update")

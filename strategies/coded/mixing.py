@@ -107,6 +107,7 @@ class MixCollection(Collection):
             for i in batch:
                 first = asked.get(i, 0)
                 queries[members[i].node] = {**sharing.numbers, "index": i, "first": first, "count": count}
+                # The next wave goes on from here: a number seeds its combination, and would bring the same one again.
                 asked[i] = first + count
             got = yield from self.ask(queries, Combine)
             for i in batch:

@@ -395,6 +395,7 @@ class Collection:
         report, sharing = self.now.report, self.sharing
         try:
             header = self.now.answer(reply, Collected)
+            # Relays hand out PER_SOURCE packets of a source at most; fresh ones come on top.
             most = PER_SOURCE * len(sharing.owners) + sharing.plan.needed
             # Each packet is measured by itself: between peers a relay may have been given one that is too long.
             items = take_bundle(reply.content, most=most, longest=1 << 32)

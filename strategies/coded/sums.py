@@ -361,6 +361,7 @@ class _Summing:
         free, mine = set(range(len(self.relays))), {}
         for data in items:
             parcel = self.now.parcel(data, SUM_SHARD, member.index, free, self.longest)
+            # A second parcel for the same relay is refused by parcel().
             free.remove(parcel.destination)
             mine[parcel.destination] = data
         for row, data in mine.items():
