@@ -168,6 +168,7 @@ class Decoder:
             data = _repaired(held, self.private, self._surplus)
             self._repaired = True
         self._verified = True
+        # Surplus packets were kept for a repair alone, and the payload is verified now.
         self._surplus.clear()
         return data
 

@@ -177,6 +177,7 @@ class Listener:
         except PacketError as error:
             return self._refuse(REFUSED, "no parcel", f"{host}: {error}", header)
         except StoreFull as error:
+            # Caught before TransportError, of which it is a kind: the sender learns that room is missing, not the disk.
             return self._refuse(FULL, "store full", f"{host}: {error}", header)
         except TransportError as error:
             return self._refuse(FAILED, "not written", f"{host}: {error}", header)

@@ -371,6 +371,7 @@ class Collector:
         self.received += 1
         self.innovative += innovative
         self.dependent += not innovative
+        # Only now: a packet that the decoder refused must not take the place of this relay's one packet.
         version.packets[place] = packet
         self._try(packet.source)
         return packet.source

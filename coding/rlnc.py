@@ -117,6 +117,7 @@ class Recoder:
         if len(self._held) == 1:
             return self._held[0]
         first = self._held[0]
+        # Never all zero, and the held packets are independent: the combination always carries something.
         weights = coefficients(seed, len(self._held))[None, :]
         vector = FIELD.matmul(weights, np.stack([packet.row() for packet in self._held]))[0]
         body = np.empty((1, *first.body.shape), np.uint8)

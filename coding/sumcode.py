@@ -178,6 +178,7 @@ class SumPlan:
                 raise ConfigError(f"no field of {numbers['p']!r} elements travels; known are 251, 65521 and 2^31 - 1")
             return cls(field=field, extras=extras, **own)
         except (KeyError, TypeError, ValueError) as error:
+            # A ConfigError is a ValueError too, and says already what is wrong.
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(f"cannot read a plan from {sorted(numbers)}: {error!r}") from error

@@ -45,6 +45,7 @@ def _doubles() -> NDArray[np.uint8]:
 def reciprocals() -> NDArray[np.uint8]:
     """Return 1 / c at index c, shape (256,); at index 0, which has none, 0."""
     table = np.zeros(ORDER, np.uint8)
+    # Each c but 0 has exactly one partner with product 1; index 0 keeps its zero.
     rows, columns = np.nonzero(products() == 1)
     table[rows] = columns
     return _fixed(table)

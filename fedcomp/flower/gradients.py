@@ -170,6 +170,7 @@ def change_of(before: Arrays, after: Arrays, layout: Layout) -> tuple[Doubles, D
                 raise NonFiniteUpdate(f"tensor {spec.name!r} holds non-finite values that the model does not")
             change = np.zeros(spec.size, np.float64)
             finite = ~odd.reshape(-1)
+            # Finite places only: infinity less infinity would be NaN.
             change[finite] = new.reshape(-1)[finite].astype(np.float64) - old.reshape(-1)[finite].astype(np.float64)
             parts[place].append(change)
     vector, beside = (np.concatenate(part) if part else np.zeros(0, np.float64) for part in parts)

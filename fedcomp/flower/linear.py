@@ -238,6 +238,7 @@ def take_vector(content: RecordDict, name: str, size: int, dtype: str) -> NDArra
     if zlib.crc32(body) != int.from_bytes(data[-_CHECK:], "little"):
         raise PayloadError(f"the numbers under {name!r} were damaged on the way: their checksum differs")
     vector = np.frombuffer(body, kind).astype(np.float64)
+    # Here and not later: a NaN passes the decoder's comparisons with a largest misfit.
     if not np.isfinite(vector).all():
         raise PayloadError(f"the numbers under {name!r} are not all finite")
     return vector

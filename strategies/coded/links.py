@@ -26,6 +26,7 @@ class SimulatedLinks:
         self._spools: SpoolRoot | None = None
         if transport == "peers":
             if spool is None:
+                # Held as an attribute: the folder is removed when this object is.
                 self._folder = tempfile.TemporaryDirectory(prefix="fedcomp-peers-")
                 spool = self._folder.name
             self._spools = SpoolRoot.create(Path(spool), max_store_bytes)
