@@ -163,6 +163,7 @@ class PrimeArithmetic(Arithmetic):
                 f"a weight or metric reaches {float(np.max(np.abs(scalars))):.3g}; a field has room for "
                 f"{SCALAR_STEP * 2.0 ** (_WORD - 1) / self.parts:.3g}. Code float64 instead"
             )
+        # Seen as unsigned words, negative scalars are cut into the limbs of their two's complement.
         words = whole.astype(np.int64).view(np.uint64)
         shifts = np.arange(self._limbs, dtype=np.uint64) * np.uint64(self._bits)
         mask = np.uint64((1 << self._bits) - 1)

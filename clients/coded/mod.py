@@ -129,6 +129,7 @@ def for_sums_only(content: RecordDict) -> bool:
     while isinstance(config, Mapping):
         if config.get("id") in SUMMED_ONLY:
             return True
+        # Codecs nest: one that must not leave may stand inside another.
         config = config.get("codec")
     return False
 
@@ -313,6 +314,7 @@ class CodedMessage:
         # max(): a hello does not pass through enter(), and a late one must not set the round back.
         state[_META] = ConfigRecord({"run": self.run, "newest": max(self.newest, self.round), **numbers})
         _put(state, _OWN, self.arrays)
+        # A spool has its parcels on disk already; only a store in memory goes into the state.
         memory = getattr(self._store, "to_arrays", None)
         if memory is not None:
             _put(state, _STORE, memory())
