@@ -99,7 +99,7 @@ def cpu_features() -> frozenset[str]:
     if not settings.ENABLE_AVX:
         # numba then compiles without them, whatever the machine has.
         found = {name: has and not name.startswith("avx") for name, has in found.items()}
-    # evex512 says whether vectors of 512 bits can be used. LLVM versions without this feature name are taken to mean yes.
+    # evex512 says whether vectors of 512 bits can be used; LLVM versions that lack the name are taken to mean yes.
     if not found.get("evex512", True):
         found = {name: has and not name.startswith("avx512") for name, has in found.items()}
     return frozenset(name for name, has in found.items() if has)
