@@ -198,6 +198,7 @@ class SumPlan:
         point = np.arange(1, self.relays + 1, dtype=np.int64)
         rows = np.ones((self.relays, self.needed), np.int64)
         for power in range(1, self.needed):
+            # Reduced at each power, both factors are below 2^31 and no product leaves 64 bits.
             rows[:, power] = rows[:, power - 1] * point % self.field.order
         return rows.astype(self.field.dtype)
 
@@ -224,6 +225,7 @@ def contribution(plan: SumPlan, integers: NDArray[Any], weight: int = 1, extras:
     values = np.asarray(integers)
     if values.shape != (plan.size,) or values.dtype.kind not in "iu":
         raise ConfigError(f"the plan sums {plan.size} integers, this vector is {values.dtype}{values.shape}")
+    # As Python integers: the magnitude of the smallest int64 is no int64.
     largest = max(int(values.max(initial=0)), -int(values.min(initial=0)))
     if largest > plan.bound:
         raise ConfigError(f"an integer of magnitude {largest} exceeds the plan's bound {plan.bound}; quantise to it")

@@ -76,6 +76,7 @@ _SAID: Final = {
 _ADDRESSES: Final = ("tcp://host:port", "spool:/folder")
 _LONGEST: Final = 300
 """Characters of an address: a name has at most 253."""
+# The checksum is the last field of a parcel's header; an acknowledgement repeats it.
 _CRC_AT: Final = HEADER_BYTES - 4
 _POLL_SECONDS: Final = 0.05
 
