@@ -70,6 +70,7 @@ def invoke(app: typer.Typer, program: str, arguments: Sequence[str] | None, setu
     """
     try:
         with optional("this command"):
+            # Standalone, click would print errors its own way and end the process.
             code = app(
                 args=None if arguments is None else list(arguments), standalone_mode=False, prog_name=program, obj=setup
             )
@@ -116,10 +117,12 @@ def clean_stdout(wanted: bool) -> Iterator[TextIO]:
             # Somebody has already put another object in place: there is no descriptor of ours to keep clean.
             yield stdout
             return
+        # What is still buffered belongs to standard output, and would be written to standard error.
         stdout.flush()
         saved = os.dup(1)
         os.dup2(2, 1)
         try:
+            # A copy: closing the file closes its descriptor, and the other one is needed to restore descriptor 1.
             with os.fdopen(os.dup(saved), "w", encoding="utf-8") as real:
                 yield real
         finally:

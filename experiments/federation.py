@@ -149,6 +149,7 @@ class Cohorts(Grid):
         taken = self._call_roll(unknown)
         self.reasons += [f"a node claims partition {partition}, which another node holds" for partition in taken]
         present = {self._partitions[n]: n for n in online if n in self._partitions}
+        # A share of all clients: a cohort keeps its size while some nodes are away.
         size = max(1, int(self._clients * self._shares[self._phase]))
         key = Key(self._seed, f"cohort/{self._phase}", self._round)
         drawn = sorted(present, key=lambda partition: key.at(partition=partition).u64())[:size]

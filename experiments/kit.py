@@ -76,6 +76,7 @@ class Record(Mapping[str, Any]):
 
     def __getattr__(self, name: str) -> Any:
         try:
+            # Through __dict__: a record being copied or unpickled has no _fields yet, and self._fields would recurse.
             return self.__dict__["_fields"][name]
         except KeyError:
             raise AttributeError(f"a record of {sorted(self.__dict__.get('_fields', ()))} has no {name!r}") from None
@@ -207,6 +208,7 @@ class Sweep:
     def _results(self, cells: Mapping[str, Mapping[str, Any]], workers: int) -> Iterable[tuple[str, Mapping[str, Any]]]:
         calls = {name: partial(self.run, **cell, **self.shared) for name, cell in cells.items()}
         if workers <= 1 or len(calls) <= 1:
+            # A generator, so that each cell is kept before the next one runs.
             return ((name, call()) for name, call in calls.items())
         return _in_processes(calls, min(workers, len(calls)))
 
@@ -239,6 +241,7 @@ def _in_processes(
     # Spawned, not forked: a copy of a process that has threads of torch and Flower is not one that can be relied on.
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_ignore_interrupt)
     with contextlib.ExitStack() as stack:
+        # After an error or an interruption only the cells under way are waited for; the others are cancelled.
         stack.callback(pool.shutdown, wait=True, cancel_futures=True)
         yield from zip(calls, pool.map(_call, calls.values()), strict=True)
 

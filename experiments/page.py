@@ -132,6 +132,7 @@ def _environment() -> Environment:
     with optional("a report"):
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+    # StrictUndefined: a misspelt name in a template is an error and not an empty place.
     loader = FileSystemLoader(Path(__file__).with_name("templates"))
     return Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
 
@@ -141,6 +142,7 @@ def _render(template: str, known: Mapping[str, plots.Style], **content: Any) -> 
 
     def face(colours: Mapping[str, str], series: Sequence[str]) -> Markup:
         names = {**colours} | {f"series-{i}": colour for i, colour in enumerate(series)}
+        # Markup switches escaping off, which is safe here: names and colours are constants of this package.
         return Markup(" ".join(f"--{name}: {colour};" for name, colour in names.items()))
 
     return (
@@ -164,6 +166,7 @@ def _when(summary: Mapping[str, Any]) -> str:
 
 def _sheets(summary: Mapping[str, Any], found: Findings) -> list[tuple[str, Sheet]]:
     """Return all tables with the name of their place: the rows, the claims, what was measured, long ones last."""
+    # The sort is stable: short tables keep their order, and so do long ones.
     measured = sorted(found.tables, key=lambda table: len(table.rows) > LONG)
     sheets = [result_sheet(summary)] if summary["rows"] else []
     sheets += [claims_sheet(summary["claims"])] if summary["claims"] else []

@@ -133,6 +133,7 @@ def draw(curves: Curves, known: Mapping[str, Style]) -> Figure:
             axes.set_yscale("log")
         for i, line in enumerate(curves.series):
             _draw_line(axes, known[line.name], points(line, curves), i)
+        # A dollar sign in a label is a character, not the beginning of a formula.
         axes.set_xlabel(curves.x_label, color=_INK, parse_math=False)
         axes.set_ylabel(curves.y_label, color=_INK, parse_math=False)
         _dress(axes)
@@ -181,7 +182,9 @@ def _label(figure: Figure, axis: Axis, *, as_bytes: bool = False, whole: bool = 
     log = axis.get_scale() == "log"
     locator: Locator = MaxNLocator(7, integer=whole, steps=[1, 2, 2.5, 5, 10])
     if log:
+        # Below two and a half decades powers of ten alone give too few ticks: 2 and 5 are labelled, too.
         few = math.log10(high / low) < 2.5
+        # So many ticks that the locator skips no decade itself; which labels fit is measured below.
         logarithmic = LogLocator(subs=(1.0, 2.0, 5.0) if few else (1.0,), numticks=50)
         locator = logarithmic if sum(low <= x <= high for x in logarithmic.tick_values(low, high)) > 1 else locator
     places = [float(x) for x in locator.tick_values(low, high) if low <= x <= high]
@@ -190,6 +193,7 @@ def _label(figure: Figure, axis: Axis, *, as_bytes: bool = False, whole: bool = 
     for step in range(1, len(places) + 1):
         axis.set_major_locator(FixedLocator(places[::step]))
         axis.set_major_formatter(FixedFormatter(texts[::step]))
+        # Extents of tick labels are known only once the layout has been computed.
         figure.draw_without_rendering()
         if not collisions(axis.get_ticklabels()):
             return
@@ -205,6 +209,7 @@ def _texts(places: Sequence[float], log: bool, as_bytes: bool) -> list[str]:
     if as_bytes:
         return [short_bytes(place) for place in places]
     if not log or max(places) < 10 * min(places):
+        # Multiples of a decimal step carry float errors, which would show as digits.
         return aligned([round(place, 12) for place in places])
     if all(1e-3 <= place <= 1e4 for place in places):
         return [number(place) for place in places]
@@ -238,6 +243,7 @@ def picture_sheet(pictures: Pictures) -> str:
         top, left = r * (height + 1), c * (width + 1)
         sheet[top : top + height, left : left + width] = pictures.images[r, c]
     buffer = io.BytesIO()
+    # Fixed limits: by default the darkest and the lightest pixel would become black and white.
     imsave(buffer, sheet, cmap="gray", vmin=0, vmax=255, format="png", metadata={"Software": ""})
     return base64.b64encode(buffer.getvalue()).decode()
 

@@ -80,6 +80,7 @@ class Remaining:
 
     def finish(self, label: str) -> None:
         """A row is finished, by however many rounds."""
+        # A private row may end early, at its budget: rounds it will not make are not left to do.
         self._asked[label] = self._done[label]
         self._finished.add(label)
         self._update()
@@ -167,6 +168,7 @@ class Watch:
         width = max((len(spec.label) for spec in specs), default=0)
         self._width = min(width, max(16, console.width - 44))
         self._progress = _Bars(
+            # Labels may hold square brackets, which rich would take for markup.
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=None),
             TextColumn("{task.completed:.0f}/{task.total:.0f}"),

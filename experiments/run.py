@@ -255,6 +255,7 @@ def _prepare(setup: RunnerSetup, request: Request) -> Job:
         experiment = get_experiment(request.name or DEFAULT, setup.catalog)
         config = request.configure(experiment)
         specs = experiment.specs(config)
+        # What the checks log is dropped: the folder for a log is made only once all rows have passed.
         with _logged(logging.NullHandler()):
             for spec in specs:
                 setup.check(spec)
@@ -269,6 +270,7 @@ def _prepare(setup: RunnerSetup, request: Request) -> Job:
     experiment = get_experiment(stored.experiment, setup.catalog)
     asked = request.configure(experiment, stored)
     given = {text.partition("=")[0].strip() for text in request.assignments or ()}
+    # The stored values and not today's defaults, which another version may have changed.
     kept = {key: value for key, value in stored.settings.items() if key not in given}
     config = replace(asked, settings={**asked.settings, **kept})
     specs = experiment.specs(config)
@@ -309,6 +311,7 @@ def _execute(setup: RunnerSetup, job: Job, errors: Console) -> tuple[dict[str, A
             say = Say(watch.say, folder.cells(), folder.keep_cell, watch.remaining.cells)
             findings = experiment.measure(config, results, say)
     if config.quick:
+        # The bounds were set for the default sizes; here they are shown but decide nothing.
         findings = replace(findings, claims=[replace(claim, gate=False) for claim in findings.claims])
     sessions = folder.sessions()
     facts = {
@@ -326,6 +329,7 @@ def _execute(setup: RunnerSetup, job: Job, errors: Console) -> tuple[dict[str, A
 
 def _recorder(folder: RunFolder, spec: RunSpec, watch: Watch) -> Callable[[RoundRecord], None]:
     def on_round(record: RoundRecord) -> None:
+        # Stored before it is shown: a round that was reported survives a crash.
         folder.append(spec, record)
         watch.round(spec, record)
 

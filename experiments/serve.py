@@ -100,6 +100,7 @@ def serve(
         spec=spec,
         rounds=run.records,
         arrays={name: array.numpy() for name, array in run.arrays.items()},
+        # The ledger's rows name the nodes that took part, which a run that withholds them must not give away.
         ledger=type(metered.ledger)() if run.withheld else metered.ledger,
         seconds=run.seconds_before + time.perf_counter() - started,
         simulated_seconds=sum(record.simulated_seconds for record in run.records),
@@ -172,6 +173,7 @@ class _Run:
         if first <= self.spec.rounds:
             nodes = wait_for_nodes(self.grid, self.spec.clients, float(self.settings["start_timeout"]))
             self._require_known(nodes)
+        # A resumed run takes the roll from its checkpoint.
         if first == 1 <= self.spec.rounds:
             cohorts.prepare()
         self._mark = time.perf_counter()
@@ -182,6 +184,7 @@ class _Run:
             self.spec.rounds,
             start_round=first,
             timeout=float(self.settings["timeout"]),
+            # Copies: Flower's strategies write the round number into the record they are given.
             train_config=ConfigRecord(dict(config)),
             evaluate_config=ConfigRecord(dict(config)),
             evaluate_fn=self._evaluate,
@@ -236,6 +239,7 @@ class _Run:
         every, last = int(self.settings["evaluate_every"]), self.spec.rounds
         metrics = None
         due = server_round in (0, last) or server_round % every == 0
+        # A strategy that stops early, for instance at its budget, still gets its last model evaluated.
         if due or over(self.strategy, server_round + 1):
             metrics = MetricRecord(self._measured(arrays))
         if server_round == 0:
@@ -252,6 +256,7 @@ class _Run:
     def _complete(self, server_round: int, arrays: ArrayRecord, outcome: RoundOutcome) -> None:
         self.arrays = arrays
         record = self._record(server_round, outcome)
+        # Saved before it is reported: a crash in between loses the report, and the checkpoint holds the record.
         if self.checkpoint is not None:
             self._save(self.checkpoint, server_round)
         if self.on_round is not None:
@@ -297,6 +302,7 @@ class _Run:
         expected = self._private.privacy.sampling.rate * self.spec.clients
         for direction in ("up", "down"):
             for value in ("payload", "wire"):
+                # In a round that drew nobody the largest size seen before stands.
                 found = ledger.by("node", value, round=server_round, direction=direction).values()
                 self._each[direction, value] = max(self._each.get((direction, value), 0), *found, 0)
         bytes_of = {key: round(expected * each) for key, each in self._each.items()}

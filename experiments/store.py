@@ -62,6 +62,7 @@ class RunFolder:
             JsonLines(path / f"{name}.jsonl") for name in ("rounds", "cells", "sessions")
         )
         self._opened = datetime.now(UTC), time.perf_counter()
+        # The index keeps apart labels that share a slug, and lists the folders in the order of the table.
         self._slugs = {spec.label: f"{i:02d}-{slug(spec.label)}" for i, spec in enumerate(self.specs)}
 
     @classmethod
@@ -166,6 +167,8 @@ class RunFolder:
 
     def tidy(self) -> None:
         """Leave only whole lines in the files that grow line by line; called when a run is opened again."""
+        # A line cut short by a crash would swallow the next one appended to it.
+        # No file is made where there is none: discard_if_empty takes its presence for something recorded.
         if cells := self.cells():
             self._cells.replace({"cell": name, "content": content} for name, content in cells.items())
         rounds = self.rounds()
@@ -212,6 +215,7 @@ class RowFolder:
 
     def save(self, result: RunResult) -> None:
         """Store the finished row and forget its checkpoint."""
+        # Result first: a crash in between leaves a checkpoint nobody reads; the other order would lose the row.
         result.save(self.path)
         for path in self.path.glob(self.checkpoint.name + "*"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -232,6 +236,7 @@ class JsonLines:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield the documents; none when there is no such file."""
+        # json.dumps escapes everything but ASCII, so splitlines() finds no line end inside a document.
         for line in self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else ():
             try:
                 yield json.loads(line)
@@ -257,6 +262,7 @@ def locate_run(root: Path, run: str) -> Path:
     if run == LAST:
         if not names:
             raise ConfigError(f"there is no run in {root}")
+        # The name, which begins with the time, breaks ties on file systems with coarse time stamps.
         return root / max(names, key=lambda name: ((root / name / "config.json").stat().st_mtime_ns, name))
     for path in (root / run, Path(run)):
         if (path / "config.json").exists():
@@ -270,11 +276,13 @@ def _round_line(spec: RunSpec, record: RoundRecord) -> dict[str, Any]:
 
 def write_text(path: Path, text: str) -> None:
     """Replace ``path`` by ``text`` in one step."""
+    # The process id: several runs may write the list of all runs at the same time.
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with partial.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
+            # Without it a power failure soon after the rename may leave an empty file under the final name.
             os.fsync(file.fileno())
         os.replace(partial, path)
     finally:
@@ -307,6 +315,7 @@ def _new_directory(root: Path, name: str) -> Path:
         for attempt in range(1, 1000):
             path = root / (f"{stamp}-{name}" if attempt == 1 else f"{stamp}-{name}-{attempt}")
             try:
+                # No exist_ok: of two runs started in the same second, only one gets the name.
                 path.mkdir()
             except FileExistsError:
                 if attempt == 1 and not root.is_dir():

@@ -19,6 +19,7 @@ from fedcomp.privacy.entropy import SystemEntropy
 from fedcomp.privacy.noise import discrete_gaussian, gaussian, skellam
 
 SIGMAS: Final = (1.0, 100.0, 2.0**20)
+# Fewer draws than of the others: in rationals one takes over a hundred times as long.
 _RATIONAL: Final = 200
 _REPETITIONS: Final = 7
 

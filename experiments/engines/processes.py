@@ -119,6 +119,7 @@ def groups_below(pid: int) -> set[int]:
     living = _living()
     family = {pid}
     while True:
+        # /proc does not list parents before their children: repeat until nothing is added.
         more = {child for child, (parent, _) in living.items() if parent in family} - family
         if not more:
             break
@@ -210,6 +211,7 @@ def sigterm_raises() -> Iterator[None]:
         return
 
     def leave(number: int, frame: FrameType | None) -> None:
+        # The status that a shell reports for a process ended by a signal.
         raise SystemExit(128 + number)
 
     before = signal.signal(signal.SIGTERM, leave)

@@ -93,6 +93,7 @@ class Deployment:
         self.folder = Path(tempfile.mkdtemp(prefix="fedcomp-superlink-"))
         try:
             self._start()
+        # Python does not call __exit__ when __enter__ fails; processes started so far would be left running.
         except BaseException:
             self.close()
             raise
@@ -114,6 +115,7 @@ class Deployment:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _start(self) -> None:
+        # One call for all: a second call could be given a port of the first that nobody has bound yet.
         port, *ports = free_ports(1 + self.nodes * (1 + self.peers))
         self._node_ports, self._peer_ports = ports[: self.nodes], ports[self.nodes :]
         self.address = f"127.0.0.1:{port}"
@@ -122,6 +124,7 @@ class Deployment:
         wait_for_port(port, link, START_LIMIT)
         for node in range(self.nodes):
             self._launch_node(node)
+        # Only after all are launched, so that the nodes start up side by side.
         for child, node_port in zip(self.children[1:], self._node_ports, strict=True):
             wait_for_port(node_port, child, START_LIMIT)
         (self.home("cli") / "config.toml").write_text(
@@ -224,6 +227,7 @@ class Deployment:
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
         own = {"PATH": path, "FLWR_HOME": str(self.home(name)), "PYTHONUNBUFFERED": "1"}
         # On loopback nobody is spared by looking once a second whether there is something to start.
+        # A user's environment may override it, and none of what follows os.environ.
         return {TASK_POLL: "0.05", **os.environ, **OFFLINE_ENVIRONMENT, **own}
 
     def _launch(self, title: str, name: str, command: list[str], cwd: Path | None = None) -> Child:
@@ -264,6 +268,7 @@ class Deployment:
         deadline = time.monotonic() + limit
         try:
             while command.returncode is None:
+                # A lost server or node is reported at once with its own log, not as a command that outlasts its limit.
                 self.require_running()
                 watch()
                 if time.monotonic() > deadline:
@@ -334,6 +339,7 @@ def run(
         kept = "" if privacy is None else str(privacy.absolute())
         config = {**spec.to_run_config(), "out": str(out), "privacy": kept}
         log = deployment.run_app(config, limit=limit, watch=follow)
+        # Rounds may have been written since the last look.
         follow()
         if not (out / RESULT_FILE).exists():
             raise DeploymentError(
@@ -365,6 +371,7 @@ class _Follower:
             data = self._path.read_bytes()
         except FileNotFoundError:
             return
+        # A line without its end is still being written: it is left for the next look.
         end = data.rfind(b"\n") + 1
         lines = data[self._seen : end].splitlines()
         self._seen = end
