@@ -289,6 +289,7 @@ def simulate(plan: Plan, scheme: RoundScheme) -> Outcome:
         updates = [clients.update(i, number, vector) for i in range(plan.clients)]
         due = number == plan.rounds or (plan.every > 0 and number % plan.every == 0)
         try:
+            # A diverging training overflows, which is found below and reported as a result.
             with np.errstate(over="ignore", invalid="ignore"):
                 done = scheme.round(updates, weights, states, Key(plan.seed, "uplink", number), look=due)
                 after = server.step(number, vector, done.mean if scheme.lossless else vector + done.mean)
@@ -379,7 +380,9 @@ class _Server:
             arrays, _ = aggregate_once(self.inner, number, arrived, asked, (), sparse=self.sparse)
         assert arrays is not None
         after = self.layout.flatten(to_arrays(restore_dtypes(arrays, named, [])))
+        # In float64: the squares of small float32 steps would underflow.
         step = np.square(after - model, dtype=np.float64)
+        # Where no update arrived, the mean is the model before.
         self.stale.append(float(step[mean == model].sum() / step.sum()) if step.any() else 0.0)
         return after
 
@@ -437,6 +440,7 @@ def simulate_private(spec: RunSpec) -> PrivateOutcome:
     if codec.remembers:
         raise ConfigError(f"{codec!r} keeps a memory on its client, which is not simulated here; run it on an engine")
     strategy.declare(spec.clients)
+    # A closure, since the layout exists only once the clients below are made.
     strategy.within(lambda arrays, number: layout)
     task = get_task(spec.task, **below(settings, TASK_PREFIX))
     clients = Clients(task, spec.clients, spec.seed, _training(settings), lossless=codec.lossless)
@@ -479,6 +483,7 @@ def _decoded(
     """Yield by node what the server decodes of each update, one at a time; the frames' lengths go into ``frames``."""
     for node, update in trained:
         try:
+            # Codecs with a memory were refused: every message starts from the initial state.
             frame, _ = codec.encode(update, codec.init(update.layout), keys[node])
         except NonFiniteUpdate:
             continue  # with messages the client answers with an error
@@ -506,6 +511,7 @@ def run(spec: RunSpec) -> dict[str, Any]:
         else:
             out = simulate(*Plan.of(spec))
             statement, epsilon = {}, math.inf
+            # Only the sum over the clients is known here: each is given an equal share, rounded up.
             sizes = [-(-cost.uplink // spec.clients) for cost in out.exchanges for _ in range(spec.clients)]
             uplink, loss, accuracy, rounds = out.uplink, out.final.loss, out.final.accuracy, len(out.exchanges)
     return {

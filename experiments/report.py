@@ -110,6 +110,7 @@ def rerun(experiment: Experiment, config: Config, program: str = "fedcomp run") 
     program : str
         What the command line is called by.
     """
+    # Against the defaults of the same mode: --quick has sizes of its own.
     usual = experiment.configure(quick=config.quick)
     words = [*program.split(), experiment.name] + ["--quick"] * config.quick
     for name in ("engine", "rounds", "clients", "seed", "budget"):
@@ -241,12 +242,14 @@ def ratio(value: float | None) -> str:
     """Return how many times fewer bytes were sent, a dash when that is undefined."""
     if value is None:
         return "–"
+    # From 1000 on, .3g would write an exponent.
     return f"{value:.0f}x" if value >= 99.5 else f"{value:.3g}x"
 
 
 def short_bytes(count: float) -> str:
     """Return a byte count in decimal units, three digits: ``"1.25 MB"``."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        # From here on three digits would round up to 1000 of the smaller unit.
         if abs(count) >= 0.9995 * size:
             value = count / size
             digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
@@ -257,6 +260,7 @@ def short_bytes(count: float) -> str:
 
 def duration(seconds: float) -> str:
     """Return a duration for a reader: milliseconds, seconds, minutes or hours."""
+    # Each limit is where the rounded figure would get another digit: 1000 ms, 100.0 s.
     if seconds < 0.9995:
         return f"{1000 * seconds:.0f} ms"
     if seconds < 99.95:
@@ -348,6 +352,7 @@ def outcome(claims: Sequence[Mapping[str, Any]]) -> str:
 
 def data_sentence(tasks: Iterable[Mapping[str, Any]]) -> str:
     """Return which data the records of ``tasks`` name, one sentence per data set; empty when none does."""
+    # A dictionary as an ordered set: data that several tasks share is named once.
     sentences: dict[str, None] = {}
     for task in tasks:
         source = task.get("data")

@@ -122,6 +122,7 @@ class Separate:
             uplink += len(frame)
             content = self.codec.open(frame, layout)
             self.codec.accumulate(content, weight / total, out)
+            # A frame carries the dense rest as well, which no codec compresses.
             kept.append(sum(t.values.k for t in content.tensors) - layout.dense_size)
             after.append(state)
         self.codec.conclude(out)
@@ -129,6 +130,7 @@ class Separate:
 
     def _downlink(self, mean: Update, key: Key) -> int:
         inner = self.codec
+        # Wrappers such as error feedback stand around the codec that chooses the support.
         while hasattr(inner, "codec"):
             inner = inner.codec
         if inner.linear and getattr(inner, "shared", False):
@@ -192,6 +194,7 @@ class Led:
             out.vector,
             after,
             uplink,
+            # The leader is not sent the support that it chose.
             (clients - 1) * block + clients * len(answer),
             _union(out),
             [sum(s.size for s in supports)] * clients,

@@ -69,6 +69,7 @@ def tier_c(subject: Subject, *, runs: int, rounds: int = 1, seed: int = 0, confi
     mu = subject.run_mu(rounds)
     scores = []
     for place, data in enumerate((subject.absent, subject.present)):
+        # Even seeds for one world, odd ones for the other: no noise is drawn in both.
         outputs = subject.run(data, runs, rounds=rounds, seed=2 * seed + place) / subject.scale
         scores.append(outputs.reshape(runs, -1))
     without, within = (
