@@ -197,6 +197,7 @@ class Pictures:
     @classmethod
     def of(cls, title: str, images: NDArray[Any], row_labels: Sequence[str], caption: str = "") -> Pictures:
         """Return pictures of numbers in [0, 1], shape ``(rows, columns, height, width)``; what is beyond is cut off."""
+        # NaN becomes black: its conversion to an integer is undefined.
         grey = np.rint(255.0 * np.clip(np.nan_to_num(images), 0.0, 1.0)).astype(np.uint8)
         return cls(title, row_labels, images.shape, base64.b64encode(grey.tobytes()).decode(), caption)
 
@@ -421,6 +422,7 @@ def different_bytes(first: Mapping[str, NDArray[Any]], second: Mapping[str, NDAr
     pairs = list(zip(first.values(), second.values(), strict=False))
     if list(first) != list(second) or any(a.shape != b.shape or a.dtype != b.dtype for a, b in pairs):
         return sum(array.nbytes for array in first.values())
+    # Bytes and not values: NaN differs from itself, and -0.0 equals 0.0.
     return sum(int(np.count_nonzero(_bytes(a) != _bytes(b))) for a, b in pairs)
 
 

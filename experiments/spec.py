@@ -47,6 +47,7 @@ def parse_value(text: str) -> Scalar:
         except json.JSONDecodeError as error:
             raise ConfigError(f"value {text!r} opens a quoted string but does not close it") from error
         return str(value)
+    # int first: as floats, whole numbers beyond 2**53 would lose digits.
     for kind in (int, float):
         try:
             return kind(word)
@@ -144,6 +145,7 @@ class RunSpec:
                 raise ConfigError(f"{name} is {value!r}; expected a name, for instance {_EXAMPLES[name]!r}")
         for name, least in (("rounds", 0), ("clients", 1), ("seed", 0)):
             value = getattr(self, name)
+            # True and False are ints to isinstance.
             if isinstance(value, bool) or not isinstance(value, int):
                 raise ConfigError(f"{name} is {value!r}; expected a whole number of at least {least}")
             if value < least:
@@ -398,6 +400,7 @@ def save_arrays(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
         if array.dtype.hasobject:
             raise StateError(f"array {name!r} holds Python objects; only plain numbers are stored")
     names = json.dumps(list(arrays)).encode()
+    # np.savez takes keywords: a tensor called 'file' would clash with its own parameter.
     members = {f"array{i}": array for i, array in enumerate(arrays.values())}
     with path.open("wb") as file:
         np.savez(file, allow_pickle=False, names=np.frombuffer(names, np.uint8), **members)
