@@ -360,7 +360,6 @@ class Figures(Schema, key=FIGURES, holder=MetricRecord):
         steps = list(plans)
         # A layer without candidates chose nothing; its NaN and its scale of 1 would only blur the means.
         layers = [layer for step in steps for layer in step.layers if layer.candidates]
-        mean = _mean
         return cls(
             len(steps),
             sum(len(step.batch) for step in steps),
@@ -369,9 +368,9 @@ class Figures(Schema, key=FIGURES, holder=MetricRecord):
             int(wanted),
             sum(layer.candidates for layer in layers),
             float(sum(step.layers[0].expected_remote for step in steps)),
-            mean([layer.local_mass for layer in layers if not math.isnan(layer.local_mass)], 0.0),
-            mean([layer.scale for layer in layers], 1.0),
-            mean([max(layer.lost_mass for layer in step.layers) for step in steps], 0.0),
+            _mean([layer.local_mass for layer in layers if not math.isnan(layer.local_mass)], 0.0),
+            _mean([layer.scale for layer in layers], 1.0),
+            _mean([max(layer.lost_mass for layer in step.layers) for step in steps], 0.0),
         )
 
 

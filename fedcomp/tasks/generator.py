@@ -29,7 +29,7 @@ from fedcomp.tasks.sources import DataSource, LabelledExamples, load
 from fedcomp.tasks.teachers import by_hash
 
 _PIECE: Final = 1000
-"""Images generated at once: what batch normalisation and memory see."""
+"""Images generated at once; it bounds memory alone, since the generator is in evaluation mode."""
 
 
 class Ensemble(NamedTuple):

@@ -82,7 +82,7 @@ def integer(low: int, high: int | None = None) -> Parser:
             number = int(str(value).strip())
         except ValueError:
             raise ConfigError(f"{option}={shown(value)} is not a whole number") from None
-        if isinstance(value, bool) or not low <= number <= (_LARGEST if high is None else high):
+        if not low <= number <= (_LARGEST if high is None else high):
             bound = f"at least {low} and below 2**63" if high is None else f"{low} to {high}"
             raise ConfigError(f"{option}={shown(value)} is out of range; expected {bound}")
         return number
