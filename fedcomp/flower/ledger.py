@@ -96,9 +96,17 @@ class MessageTable:
             given = {name: np.asarray(columns[name]) for name in _COLUMNS}
         except (KeyError, TypeError, ValueError) as error:
             raise TrafficLedgerError(f"stored ledger is incomplete: {error!r}") from error
-        lengths = {len(column) for column in given.values()}
-        if len(lengths) != 1:
-            raise TrafficLedgerError(f"columns of the stored ledger have different lengths {sorted(lengths)}")
+        shapes = {column.shape for column in given.values()}
+        if len(shapes) != 1 or len(*shapes) != 1:
+            raise TrafficLedgerError(
+                f"columns of the stored ledger have shapes {sorted(shapes)}; expected lists of one length"
+            )
+        for direction, _, link in ledger._kinds:
+            if direction not in _DIRECTIONS or link not in _LINKS:
+                raise TrafficLedgerError(
+                    f"the stored ledger has a kind {direction!r}, {link!r}; directions are {', '.join(_DIRECTIONS)}, "
+                    f"links {', '.join(_LINKS)}"
+                )
         for name, dtype in _COLUMNS.items():
             column = given[name]
             # Without rows a column from JSON is float64, numpy's type for an empty list.

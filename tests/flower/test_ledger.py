@@ -142,6 +142,11 @@ def test_damaged_ledgers_are_refused() -> None:
         {"columns": {**good["columns"], "payload": [0.5] * 15}},
         {"columns": {k: v for k, v in good["columns"].items() if k != "round"}},
         {"kinds": [["up", "train"]]},
+        {"kinds": [["sideways", "train", "hub"]] * len(good["kinds"])},
+        {"kinds": [["up", "train", "road"]] * len(good["kinds"])},
+        {"columns": {**good["columns"], "payload": 7}},
+        {"columns": {**good["columns"], "payload": [[1, 2]] * 15}},
+        {"columns": {name: [[1, 2]] * 15 for name in good["columns"]}},
     ):
         with pytest.raises(TrafficLedgerError):
             TrafficLedger.from_json({**good, **damage})
