@@ -281,9 +281,11 @@ class Subset:
 
 
 def _length(vector: Real) -> float:
-    """Return the Euclidean norm, infinite without a warning where it is no double."""
+    """Return the Euclidean norm, infinite without a warning where it is no double, NaN included."""
     with np.errstate(over="ignore", invalid="ignore"):
-        return float(np.sqrt(np.sum(vector * vector)))
+        length = float(np.sqrt(np.sum(vector * vector)))
+    # A NaN is neither above nor below any limit: it would pass every comparison with one.
+    return math.inf if math.isnan(length) else length
 
 
 @dataclass

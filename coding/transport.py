@@ -3,8 +3,8 @@
 Flower has no messages between clients, so these links stand beside it. Two kinds, one interface:
 
 - ``tcp://host:port``: a listener (:mod:`fedcomp.coding.listener`) runs beside each SuperNode and puts what arrives into
-  a
-  spool; the client app, a new process for every message, sends from within and finds in the spool what came meanwhile.
+  a spool; the client app, a new process for every message, sends from within and finds in the spool what came
+  meanwhile.
 - ``spool:/folder``: a simulated link on one machine. Sending is putting a file into the receiver's spool.
 
 A parcel on a TCP connection is its bytes as they are, its header saying how long it is, answered by one

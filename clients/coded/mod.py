@@ -1,8 +1,8 @@
 """The client half of coded rounds: one mod, no configuration, outside of all other mods.
 
-The mod takes the complete reply that the app and the
-other mods made and codes it; it keeps shards for others and answers the server's queries about them. Messages without a
-plan pass through untouched, so the same app serves plain servers.
+The mod takes the complete reply that the app and the other mods made and codes it; it keeps shards for others and
+answers the server's queries about them. Messages without a plan pass through untouched, so the same app serves plain
+servers.
 
 A construction's client half is a class named in :data:`HANDLERS`, made for each message as ``Class(exchange)`` and
 asked to ``answer(call_next)``. :class:`CodedMessage` is what it works with: the plan, who this node is, and its state.

@@ -10,8 +10,7 @@ A round
    no update, no weight and no metric.
 2. *Report*: every relay says what it holds: in answer to what the server forwards, or asked on its own.
 3. *Freeze*: contributors U and relays R that hold all of U (:func:`fedcomp.coding.sumcode.choose_set`). Who is in
-   neither is a
-   loss. Contributors whose reply was lost may be in U: their shards say which message they answer.
+   neither is a loss. Contributors whose reply was lost may be in U: their shards say which message they answer.
 4. *Add*: relays of R answer with one sum over U each, as many as are needed, and with no second one in this round.
 5. Decode, check, mean; ``Compressed.aggregate_sum`` makes the step and acknowledges U, so that error feedback is exact:
    whoever is not in U keeps its update and sends it in later rounds.

@@ -345,7 +345,7 @@ def test_the_sum_may_be_known_where_the_parts_are_not() -> None:
 def test_one_wrong_answer_among_two_more_than_needed_is_left_out_and_otherwise_refused() -> None:
     problem = Problem(data_plan("mds", 10, 6), "logistic")
     w = np.ones(7)
-    for wrong in (1e-3, 1e200, 1e308):
+    for wrong in (1e-3, 1e200, 1e308, np.inf, np.nan):
         answers = problem.margins(range(10), w)
         answers[7] = answers[7] + wrong
         step = problem.step()
