@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -411,8 +412,8 @@ def _broken(folder: RunFolder, resume: str, error: Exception) -> int:
 
 
 def _resume_command(setup: RunnerSetup, folder: RunFolder, request: Request) -> str:
-    where = "" if request.out == Path("runs") else f" --out {request.out}"
-    return f"{setup.program} --resume {folder.name}{where}"
+    where = [] if request.out == Path("runs") else ["--out", str(request.out)]
+    return f"{setup.program} {shlex.join(['--resume', folder.name, *where])}"
 
 
 @contextlib.contextmanager

@@ -167,7 +167,6 @@ class RunFolder:
 
     def tidy(self) -> None:
         """Leave only whole lines in the files that grow line by line; called when a run is opened again."""
-        # A line cut short by a crash would swallow the next one appended to it.
         # No file is made where there is none: discard_if_empty takes its presence for something recorded.
         if cells := self.cells():
             self._cells.replace({"cell": name, "content": content} for name, content in cells.items())
@@ -245,8 +244,13 @@ class JsonLines:
 
     def append(self, document: Mapping[str, Any]) -> None:
         """Add a document; it is on disk when this returns."""
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(document) + "\n")
+        with self.path.open("ab+") as file:
+            if file.tell():
+                # A line that a crash cut short must not swallow this one.
+                file.seek(-1, os.SEEK_END)
+                if file.read() != b"\n":
+                    file.write(b"\n")
+            file.write(json.dumps(document).encode() + b"\n")
             file.flush()
             # A run that a power failure ends must not lose the rounds that it has reported.
             os.fsync(file.fileno())

@@ -124,12 +124,22 @@ def test_finished_cells_are_on_disk_and_a_line_cut_short_is_none(folder: RunFold
     with (folder.path / "cells.jsonl").open("a") as file:
         file.write('{"cell": "c", "cont')
     assert folder.cells() == {"a": {"loss": 0.5}, "b": [1, None]}
-    folder.tidy()
     folder.keep_cell("c", 3)  # a new line, not the end of the broken one
     assert folder.cells() == {"a": {"loss": 0.5}, "b": [1, None], "c": 3}
     assert not folder.discard_if_empty()
     (folder.path / "cells.jsonl").unlink()
     assert folder.discard_if_empty()
+
+
+def test_what_follows_a_first_line_cut_short_is_kept(folder: RunFolder) -> None:
+    (folder.path / "rounds.jsonl").write_text('{"label": "dense", "rou')
+    (folder.path / "sessions.jsonl").write_text('{"began": 1')
+    folder.tidy()
+    folder.append(folder.specs[0], RoundRecord(1, 0.5, 1.0))
+    folder.append(folder.specs[0], RoundRecord(2, 0.75, 1.0))
+    assert [record.accuracy for record in folder.rounds()["dense"]] == [0.5, 0.75]
+    folder.end_session()
+    assert len((folder.path / "sessions.jsonl").read_text().splitlines()) == 2
 
 
 def test_json_text_is_strict() -> None:
