@@ -159,6 +159,7 @@ class ErrorFeedback(Wrapper):
         # Sums that overflow are reported as what they are; before that they must not warn.
         with np.errstate(over="ignore", invalid="ignore"):
             memory, velocity = self._recall(update.layout, state, key)
+            # Only for the message when the sum is not finite: it says which part was to blame.
             held = {"memory": memory} | ({} if velocity is None else {"momentum": velocity})
             gradient, velocity = self._accelerate(update, velocity)
             if self._fusible:
@@ -169,6 +170,7 @@ class ErrorFeedback(Wrapper):
             else:
                 frame, content, left, inner = self._general(gradient, held, inner, key, update)
         if self.beta != 1.0:
+            # Here left is p - q; the old memory is still whole because the sum went into an array of its own.
             left *= np.float32(self.beta)
             left += np.float32(1.0 - self.beta) * memory
         if self.norm_guard is not None:
@@ -180,6 +182,7 @@ class ErrorFeedback(Wrapper):
             after["momentum"] = velocity
             if self.masking:
                 support = self.codec.support(content, update.layout)
+                # Indexing copies: rollback gets back what the next line clears, without keeping a second momentum.
                 after["masked"] = velocity[support]
                 velocity[support] = 0.0
         return frame, after | _prefixed(inner)
@@ -198,6 +201,7 @@ class ErrorFeedback(Wrapper):
         back = {name: array for name, array in state.items() if not name.startswith(_INNER)}
         content = self.codec.open(frame, layout)
         memory = vector_of(state, "memory", layout).copy()
+        # Beta, not 1: the filter had taken only beta * q out of the memory.
         self.codec.accumulate(content, self.beta, Update(memory, layout))
         bound = number_of(state, "bound", "f")
         if self.norm_guard is not None and bound is not None:
@@ -240,6 +244,7 @@ class ErrorFeedback(Wrapper):
         if self.max_age is not None and missed >= self.max_age:
             return np.zeros_like(memory), None if velocity is None else np.zeros_like(velocity)
         if velocity is not None and missed > 0:
+            # Not in place, here and below: the vector belongs to the caller's state, which an error must leave whole.
             velocity = velocity * np.float32(self.momentum**missed)
         return memory, velocity
 
@@ -251,6 +256,7 @@ class ErrorFeedback(Wrapper):
         if not self.nesterov:
             velocity = velocity * mu
             velocity += update.vector
+            # One array may be both: it is masked only after the new memory has been formed from it.
             return velocity, velocity
         velocity = velocity + update.vector
         velocity *= mu
@@ -286,6 +292,7 @@ class ErrorFeedback(Wrapper):
         if not all_finite(rest):
             raise not_finite(update, held)
         frame = frame_of(tensors, rest)
+        # After encoding, as it is a view of the new memory: what travelled dense leaves none there.
         rest.fill(0.0)
         return frame, left, threshold
 
@@ -303,8 +310,10 @@ class ErrorFeedback(Wrapper):
         try:
             frame, inner = self.codec.encode(sum_of_both, inner, key)
         except NonFiniteUpdate as error:
+            # A codec may overflow on a finite sum, as a scaled random-k does; then its own message is the right one.
             raise error if all_finite(total) else not_finite(update, held) from None
         content = self.codec.open(frame, update.layout)
+        # The Update shares the array, so this leaves p - q in total.
         self.codec.accumulate(content, -1.0, sum_of_both)
         return frame, content, total, inner
 

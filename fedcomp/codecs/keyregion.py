@@ -180,6 +180,7 @@ class KeyRegion(AdaptiveCodec, ListedCodec):
             raise NonFiniteUpdate("NaN and infinity have no place in an energy")
         sizes = np.full(energies.size, BLOCK)
         sizes[-1] = values.size - BLOCK * (energies.size - 1)
+        # Multiplied out, so that a vector of zeros divides nothing by zero and has no key block.
         return np.asarray(energies * values.size > self.kappa * total * sizes)
 
     def _select(
@@ -204,7 +205,9 @@ class KeyRegion(AdaptiveCodec, ListedCodec):
                 thresholds[region] = seen.mean * 2.0**level
             else:
                 local = select_topk(_gathered(values, blocks), int(wanted[region]))
+                # Only the last block may be short, and it stays last when gathered: positions divide evenly.
                 chosen.append(np.flatnonzero(blocks)[local // BLOCK] * BLOCK + local % BLOCK)
+        # One pass above the lower threshold finds the candidates of both regions.
         lowest = float(thresholds.min())
         candidates = select_above(values, lowest) if lowest < np.inf else np.zeros(0, np.int64)
         magnitudes = np.abs(values[candidates])
@@ -214,11 +217,13 @@ class KeyRegion(AdaptiveCodec, ListedCodec):
                 continue
             found = candidates[inside & (magnitudes > thresholds[region])]
             k = int(wanted[region])
+            # The root is half the way in logarithms; the ones keep a round that found nothing finite.
             gains[region] = np.clip(gains[region] * math.sqrt((k + 1) / (found.size + 1)), *_GAINS)
             chosen.append(found if found.size <= 2 * k else found[select_topk(values[found], k)])
         # The largest of all is among the candidates or the exactly chosen, or nothing is.
         pool = np.concatenate([*chosen, candidates])
         largest = pool[np.argmax(np.abs(values[pool]))] if pool.size else select_topk(values, 1)[0]
+        # Regions interleave, and the largest element is mostly chosen already: this sorts and drops the duplicate.
         return np.union1d(np.concatenate(chosen), largest)
 
     def contraction(self, layout: Layout) -> float | None:
@@ -266,6 +271,7 @@ class _Magnitudes(NamedTuple):
         """Return the counts of the running histogram's bins: those of the fine bins, split log-uniformly."""
         zeros = self.size - self.nonzero
         below = np.concatenate([[0.0], np.cumsum(self.fine[: _FINE.size - 1])])
+        # Zeros have no logarithm to interpolate at; they are taken out here and counted in the lowest bin again.
         below[1:] -= zeros
         at = np.interp(_EDGES + math.log2(self.mean), _FINE, below)
         at[0], at[-1] = -zeros, below[-1]

@@ -256,6 +256,7 @@ class ScaleCom(Wrapper):
             total = settled["memory"] + update.vector
         if not all_finite(total):
             raise not_finite(update, {"memory": settled["memory"]})
+        # A copy: the update's buffer is the caller's and may change before the support arrives.
         return {**settled, "round": np.asarray(key.round, np.int64), _WAITING: update.vector.copy()}
 
     def waits(self, state: State) -> bool:
@@ -314,6 +315,7 @@ class ScaleCom(Wrapper):
             return self._feedback(self.codec).rollback(state, frame, layout)
         held = held_support(state)
         assert held is not None
+        # dense=True lifts the limit on indices: the support may stem from a dense round before compression started.
         supports = open_support(held[1], replace(self, dense=True), layout)
         return self._feedback(self.on(supports, held[0])).rollback(_kept(state), frame, layout)
 
@@ -326,6 +328,7 @@ class ScaleCom(Wrapper):
         return FixedSupport(supports, support_id, self.scope)
 
     def _feedback(self, codec: Codec) -> ErrorFeedback:
+        # A filter of 0 freezes the memory at zero, which is how memory=False needs no code of its own.
         return ErrorFeedback(codec, beta=self.beta if self.memory else 0.0, norm_guard=self.norm_guard)
 
 

@@ -291,6 +291,7 @@ class SIDCo(AdaptiveCodec, ListedCodec):
         k = self.count(stretch)
         search = _Search(*state["search"].tolist())
         low, high = _FIRST_RANGE
+        # A stored state is checked for dtype and shape, not for range; what is out of range is clamped.
         search = search._replace(first=min(max(search.first, low), high))
         stages = min(max(search.stages, 1), self.most_stages(stretch))
         estimate = estimate_threshold(values, k / stretch.size, self.family, stages, search.first / _STEP)
@@ -307,9 +308,11 @@ class SIDCo(AdaptiveCodec, ListedCodec):
         if events["largest"]:
             indices = select_topk(values, 1)
         elif events["trimmed"]:
+            # The top k of what exceeds the estimate is the top k of all, and far fewer elements have to be ranked.
             indices = indices[select_topk(values[indices], k)]
         after: State = dict(state)
         after["events"] = state["events"] + np.array([events[name] for name in EVENTS], np.int64)
+        # Without a fit, when every non-zero element is wanted, the outcome says nothing about the number of stages.
         if estimate.stages and self.adapt != "off":
             total, previous = state["ratios"].tolist()
             search = search._replace(stages=stages, calls=search.calls + 1)

@@ -90,7 +90,9 @@ def _compact(word, start, bits, indices, magnitudes, written):
     end = written + population(word)
     while written < end:
         for j in range(4):
+            # An exhausted word has 64 trailing zeros; the mask keeps its surplus slots inside the block.
             lane = trailing_zeros(word) & 63
+            # A plain 1 is signed, and numba turns the difference of uint64 and int64 into float64.
             word &= word - np.uint64(1)
             indices[written + j] = start + lane
             magnitudes[written + j] = bits[start + lane] & MAGNITUDE
@@ -125,6 +127,7 @@ def _add_collect(memory, update, decay, out, bits, threshold, capacity, indices,
     written = 0
     for start in range(0, full, WIDTH):
         word = _block_add_hits(memory, update, decay, out, start, threshold)
+        # Without room the pass goes on, unlike in _collect: the sums of all blocks still have to be written.
         if word and written <= capacity:
             written = _compact(word, start, bits, indices, magnitudes, written)
     for i in range(full, out.size):
@@ -150,6 +153,7 @@ def _histogram(bits, counts):
 
 @kernel
 def _finish(indices, magnitudes, threshold, k, out):
+    # Ties at the threshold go to the lowest indices, so how many of them fit must be known before the first is taken.
     above = 0
     for j in range(magnitudes.size):
         above += magnitudes[j] > threshold
@@ -166,6 +170,7 @@ def _finish(indices, magnitudes, threshold, k, out):
 def _take_clear(values, indices, taken):
     last = indices.size - 1
     for j in range(indices.size):
+        # The index list itself is read ahead here, so the look-ahead must stop at its end.
         fetch(values, indices[min(j + AHEAD_INDICES, last)])
         taken[j] = values[indices[j]]
         values[indices[j]] = 0.0
@@ -220,6 +225,7 @@ def histogram(bits: Bits) -> NDArray[np.int64]:
 
 def finish(found: Found, threshold: int, k: int) -> NDArray[np.int64]:
     """See :meth:`fedcomp.kernels.interface.Ops.finish`."""
+    # One slot more: the loop stores every candidate and advances only past those it keeps.
     out = np.empty(k + 1, np.int64)
     _finish(*found, np.int32(threshold), k, out)
     return out[:k]

@@ -95,6 +95,7 @@ def _passing(builder: Any, found: Any, ahead: Any, peak: Any) -> list[Any]:
     """Return the words of elements that pass, and of those whose look-ahead is not finite."""
     vector = found.type
     enough = builder.icmp_signed(">=", ahead, splat(builder, peak, vector))
+    # A bin of zeros has peak 0, which every element reaches.
     nonzero = builder.icmp_signed("!=", found, ir.Constant(vector, [0] * vector.count))
     bad = builder.icmp_signed(">=", ahead, ir.Constant(vector, [INFINITY] * vector.count))
     return [word_of(builder, builder.and_(enough, nonzero)), word_of(builder, bad)]
@@ -123,6 +124,7 @@ def _adaptive(lanes: int, *, add: bool) -> Any:
             parts = [(magnitudes(builder, total), ahead) for total, ahead in parts]
             peak = largest_lane(builder, largest(builder, parts[0][0], parts[1][0]))
             (low, bad), (high, worse) = (_passing(builder, found, ahead, peak) for found, ahead in parts)
+            # Lanes in the overlap set the same bit twice.
             word = builder.or_(low, builder.shl(high, second))
             return context.make_tuple(builder, signature.return_type, [word, peak, builder.or_(bad, worse)])
 
@@ -286,6 +288,7 @@ def _adaptive_bins(residue, update, out, total, bits, soft, length, add, state, 
             level = _as_float(peak)
             for i in range(start, end):
                 ahead = abs(np.float32(total[i] + soft * update[i]))
+                # Negated, so that NaN is caught as well.
                 if not ahead < np.inf:
                     bad |= np.uint64(1)
                 if ahead >= level and total[i] != 0.0:

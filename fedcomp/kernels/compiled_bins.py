@@ -98,6 +98,7 @@ def _bin_long(typingctx: Any, bits: Any, start: Any, length: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         array, start, length = args
         lane = ir.Constant(vector, list(range(WIDTH)))
+        # Below every magnitude: the first block always replaces it, zeros included.
         held = cgutils.alloca_once_value(builder, ir.Constant(vector, [-1] * WIDTH))
         where = cgutils.alloca_once_value(builder, lane)
 
@@ -114,6 +115,7 @@ def _bin_long(typingctx: Any, bits: Any, start: Any, length: Any) -> Any:
         width = ir.Constant(I64, WIDTH)
         with cgutils.for_range(builder, builder.udiv(length, width)) as loop:
             look(builder.mul(loop.index, width))
+        # The last block overlaps the one before; seen twice, an element is not larger than itself.
         look(builder.sub(length, width))
         peak = largest_lane(builder, builder.load(held))
         top = builder.icmp_signed("==", builder.load(held), splat(builder, peak, vector))
@@ -131,6 +133,7 @@ def _bin_argmax(bits, length, out):
     full = bits.size // length
     done = 0
     if length < 16:
+        # _bin_tiny reads 16 elements whatever the length, so that the last bins go through the scalar loop below.
         done = max(0, (bits.size - 16) // length)
         for b in range(done):
             word, peak = _bin_tiny(bits, b * length, length)

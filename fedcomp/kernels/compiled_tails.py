@@ -152,6 +152,7 @@ def _tail_product(bits, limit, origin, product, exponents):
 def _find_above(bits, limit):
     full = bits.size // WIDTH * WIDTH
     for at in range(0, full, WIDTH):
+        # Integers: at least limit + 1 is above limit. The limit is a finite number's bits, so the sum stays in 31 bits.
         word = block_hits(bits, at, limit + 1)
         if word:
             return at + trailing_zeros(word)

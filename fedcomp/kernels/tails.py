@@ -130,6 +130,7 @@ def _moments(kernels: Ops, bits: Bits, limit: int, about: float) -> tuple[int, f
     if not np.isfinite(sums).all():
         return count, math.nan, math.nan
     shift = math.fsum(sums[0].tolist()) / count
+    # Rounding may leave the difference slightly below zero.
     return count, shift, max(0.0, math.fsum(sums[1].tolist()) / count - shift * shift)
 
 

@@ -41,6 +41,7 @@ def best_rice(support: Support) -> tuple[int, int]:
     if support.k == 0:
         return 0, 0
     # Near the optimum for geometric gaps, b = log2(mean ln 2); the walk from there compares exact sizes.
+    # 45426 / 65536 is ln 2: integers, so that every platform starts from the same parameter.
     b = max(0, (support.gap_sum * 45426 // 65536 // support.k).bit_length() - 1)
     quotients = _quotient_sum(support.gaps, b)
     size = _size(quotients, support.k, b)
@@ -96,6 +97,7 @@ class Rice(IndexCodec):
 
     def decode(self, params: bytes, section: Buffer, n: int, k: int) -> Indices:
         b = params[0]
+        # The low bits have a known length, so the unary stream needs none: it is what stands before them.
         split = len(section) - packed_size(k, b)
         ones = unpack_unary(section[:split], k)
         low = unpack(section[split:], k, b, np.int64)
@@ -158,6 +160,7 @@ class BlockRice(IndexCodec):
         if len(params) != 1 or not 5 <= params[0] <= 15:
             raise Corrupt(f"block-rice needs one parameter, log2 of the block in 5..15; found {params.hex()!r}")
         table = packed_size(-(-k >> params[0]), 5)
+        # At most 31 low bits per gap, and each of the 31 groups of low bits is padded to a whole byte.
         return table + unary_size(0, k), table + (unary_size(n - k, k) + 32 + k * 4 if k else 0)
 
     def decode(self, params: bytes, section: Buffer, n: int, k: int) -> Indices:
@@ -176,6 +179,8 @@ class BlockRice(IndexCodec):
             raise Corrupt("block-rice parameters do not fit the section")
         gaps = unary_numbers(unpack_unary(section[start:split], k))
         b = np.repeat(table, 1 << log2)[:k]
+        # In float64, because the shift below would wrap for forged quotients. 1.5 leaves room for rounding: the
+        # exact check comes with the sum of the gaps.
         if float(np.ldexp(gaps.astype(np.float64), b.astype(np.int32)).sum()) > 1.5 * n:
             raise Corrupt(f"indices run beyond the {n} elements of the tensor")
         gaps <<= b
@@ -202,6 +207,7 @@ def _parameters(table: NDArray[np.uint8]) -> list[int]:
 def _members(table: NDArray[np.uint8], k: int, log2: int) -> dict[int, int]:
     """Return how many of the ``k`` gaps lie in blocks of each parameter."""
     counts = np.bincount(table) << log2
+    # The last block is usually shorter than the others.
     counts[table[-1]] -= (table.size << log2) - k
     return {value: int(count) for value, count in enumerate(counts)}
 
@@ -268,10 +274,12 @@ class EliasFano(IndexCodec):
         split = len(section) - packed_size(k, low)
         indices = unpack_unary(section[:split], k)
         indices -= np.arange(k)
+        # As a Python integer: the shift of the array below would wrap silently.
         if k and int(indices[-1]) << low >= n:
             raise Corrupt(f"indices run beyond the {n} elements of the tensor")
         indices <<= low
         indices |= unpack(section[split:], k, low, np.int64)
+        # Within one high part the order rests on the low bits alone, which are the sender's.
         if k and (indices[-1] >= n or np.any(indices[1:] <= indices[:-1])):
             raise Corrupt(f"indices are not strictly ascending numbers below {n}")
         return indices

@@ -181,6 +181,7 @@ class Section:
     @cached_property
     def _stride(self) -> int:
         """Bytes per value where every value has as many, else 0: the length does not give k, and a count travels."""
+        # Two sizes, since a codec of a few bits per value also takes one byte for a single value.
         one, many = self._value_bytes(1), self._value_bytes(1 << 16)
         return one if one is not None and many == one << 16 else 0
 
@@ -230,8 +231,10 @@ class Section:
                 return self._take_bitmap(data)
             data = data[start:]
         else:
+            # The length grows with k, so that anything longer than the largest k in fields is a bitmap.
             if len(data) > plain_bytes(n, last) + stride * last:
                 return self._take_bitmap(data)
+            # Exact for a valid length: rounding the fields up to bytes adds at most 7 bits, less than one more value.
             k = 8 * len(data) // (w + 8 * stride)
             if -(-k * w // 8) + stride * k != len(data):
                 raise Corrupt(f"no number of indices of {w} bits and values of {stride} bytes has {len(data)} bytes")
