@@ -109,6 +109,7 @@ class AdaComp(PositionalCodec):
         """Encode update plus residue; see :meth:`fedcomp.codecs.base.Codec.encode`."""
         layout = update.layout
         residue = vector_of(state, "memory", layout)
+        # An array of its own, because a step that meets NaN spoils the one it writes to.
         left = np.empty_like(residue)
         parts = self.stretches(layout)
         # Sums that overflow are reported as what they are; before that they must not warn.
@@ -123,6 +124,7 @@ class AdaComp(PositionalCodec):
             if not all_finite(dense):
                 raise not_finite(update, {"memory": residue})
         frame = frame_of(tensors, dense)
+        # Only after the frame was encoded: this is a view of the new residue.
         dense.fill(0.0)
         return frame, {"memory": left}
 
@@ -137,7 +139,9 @@ class AdaComp(PositionalCodec):
         indices, negative, scale = step.indices, step.negative, np.float32(step.scale)
         if self.guard:
             total = residue[indices] + update[indices]
+            # Sending m elements as s adds s * (s * m - 2 * sum of |G|) to the squared norm of the residue.
             if step.scale * indices.size > 2.0 * float(np.abs(total).sum(dtype=np.float64)):
+                # The step has already subtracted the scale there; the sum is put back before bins are searched anew.
                 out[indices] = total
                 indices = select_bins(out, length)
                 indices = indices[out[indices] != 0.0]

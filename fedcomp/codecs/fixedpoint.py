@@ -110,6 +110,7 @@ class FixedPoint(Wrapper):
         """Encode with the inner codec, then round; see :meth:`fedcomp.codecs.base.Codec.encode`."""
         frame, state = self.codec.encode(update, state, key)
         tensors = self.codec.open(frame, update.layout).tensors
+        # Draws of its own: the inner codec's choice of the support has used the stream of the key itself.
         own = key.at(purpose=f"{key.purpose}/fixedpoint")
         rounded = [self.grid_values(self.quantise(t.values.decode(), own.at(layer=i))) for i, t in enumerate(tensors)]
         out = [replace(t, values=values, backend="none") for t, values in zip(tensors, rounded, strict=True)]
@@ -127,6 +128,7 @@ class FixedPoint(Wrapper):
             part = values[start : start + _BLOCK].astype(np.float64)
             part /= self.step
             np.clip(part, -self.levels, self.levels, out=part)
+            # floor(x + u) rounds up with the probability of x's fraction; 53 raw bits make u uniform in [0, 1).
             part += (np.asarray(stream.random_raw(part.size), np.uint64) >> np.uint64(11)) * 2.0**-53
             out[start : start + _BLOCK] = np.floor(part, out=part)
         return out
@@ -218,6 +220,7 @@ class FixedPoint(Wrapper):
     def spread(self, values: Vector, layout: Layout, key: Key) -> Vector:
         """Return the update of which a frame of the round of ``key`` would hold ``values``, (count(layout),)."""
         zero = Update(np.zeros(layout.size, np.float32), layout)
+        # A frame of zeros has the round's common support; only its values are to be replaced.
         frame, _ = self.codec.encode(zero, self.codec.init(layout), key)
         tensors, start = [], 0
         for tensor in self.codec.open(frame, layout).tensors:
@@ -244,6 +247,7 @@ class FixedPoint(Wrapper):
         count = min(1, values.k)
         if found != (self.bits, 0, [self.step] * count, [self.levels] * count):
             raise SchemaMismatch(f"the frame's grid {found[:2]} {found[2][:1]} is not that of {self!r}")
+        # The bit width admits codes past the last level, with which one client would exceed its share of the sum.
         if values.k and int(values.codes.max()) > 2 * self.levels:
             raise SchemaMismatch(f"the frame holds a code of {int(values.codes.max())}, beyond {2 * self.levels}")
 

@@ -73,6 +73,7 @@ def splat(builder: Any, value: Any, vector: Any) -> Any:
 def load(context: Any, builder: Any, array_type: Any, array: Any, start: Any, vector: Any) -> Any:
     """Load ``vector.count`` consecutive elements of a one-dimensional array from ``start`` on."""
     loaded = builder.load(_address(context, builder, array_type, array, start, vector))
+    # LLVM otherwise assumes the vector's own alignment, and aligned loads fault on an array of float32.
     loaded.align = _align(vector)
     return loaded
 
@@ -245,6 +246,7 @@ class Pieces:
     def room(self, least: int) -> NDArray[np.int64]:
         """Return where to write next; what was written so far is put by."""
         self._put_by()
+        # Doubling keeps the number of pieces logarithmic.
         self._room = np.empty(self._size + least, np.int64)
         self._size *= 2
         return self._room

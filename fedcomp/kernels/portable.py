@@ -79,11 +79,13 @@ def select_adaptive(
     with np.errstate(over="ignore", invalid="ignore"):
         ahead = total + soft * gradient
         starts = np.arange(0, total.size, length)
+        # As integers the magnitudes order like floats, with NaN on top; float comparisons would lose it.
         peaks = np.maximum.reduceat(magnitudes, starts)
         hits = (ahead.view(np.int32) & np.int32(MAGNITUDE)) >= np.repeat(peaks, length)[: total.size]
         hits &= magnitudes != 0
         # A running sum, unlike np.sum, promises its order.
         summed = float(np.cumsum(peaks.view(np.float32), dtype=np.float64)[-1])
+    # The look-ahead itself may overflow, which is allowed; the vectors must be finite.
     finite = peaks.max() < INFINITY and (gradient.view(np.int32) & np.int32(MAGNITUDE)).max() < INFINITY
     return np.flatnonzero(hits), summed, bool(finite)
 

@@ -95,6 +95,7 @@ def _select_wide(vector: NDArray[np.float64], k: int) -> NDArray[np.int64]:
         return np.arange(k)
     magnitudes = np.abs(vector)
     threshold = np.partition(magnitudes, n - k)[n - k]
+    # Ties at the threshold go to the lowest indices, as in the float32 path.
     keep = magnitudes > threshold
     missing = k - int(np.count_nonzero(keep))
     keep[np.flatnonzero(magnitudes == threshold)[:missing]] = True
@@ -147,12 +148,14 @@ def feedback_step(
     kernels = tiers.ops(tier, out.size)
     bits = out.view(np.int32)
     if k in (0, out.size):
+        # No candidates are wanted, only the sum: nothing finite reaches this threshold.
         kernels.add_collect(memory, update, decay, out, INFINITY, 0)
         require_finite(bits)
         indices = np.arange(k)
         return FeedbackStep(indices, kernels.take_clear(out, indices), out, 0.0)
     guess = _guess_of_sum(memory, update, decay, k, seed) if threshold is None else _to_bits(threshold * _WARM)
     found = kernels.add_collect(memory, update, decay, out, guess, _capacity(out.size, k))
+    # A stale guess costs one more pass over the sum that is in out already, not another addition.
     indices, smallest = _select(kernels, bits, k, found, seed)
     return FeedbackStep(indices, kernels.take_clear(out, indices), out, smallest)
 
@@ -165,6 +168,7 @@ def _select(kernels: Ops, bits: Bits, k: int, found: Found | None, seed: int) ->
     if found is None or found[0].size < k:
         # The guess failed: the lower edge of the bin that holds the k-th magnitude gives a superset for certain.
         reach = np.cumsum(kernels.histogram(bits)[::-1])
+        # The first bin from above at which at least k magnitudes are reached.
         top = int(np.searchsorted(reach, k))
         found = kernels.collect(bits, (BINS - 1 - top) << BIN_SHIFT, int(reach[top]))
         assert found is not None
@@ -220,6 +224,7 @@ def _guess(sample: Bits, size: int, k: int) -> int:
     rank = int(1.1 * expected + 4.0 * expected**0.5) + 1
     if rank >= sample.size:
         return 1
+    # Never 0, at which every zero would become a candidate.
     return max(1, int(np.partition(sample, sample.size - rank)[sample.size - rank]))
 
 

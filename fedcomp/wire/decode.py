@@ -113,6 +113,7 @@ def decode(
     entries = _take_table(buf, pos, head, count, expect, limits)
     payload = len(buf) - head - _TRAILER
     stored = sum(e.index_stored + e.value_stored for e in entries)
+    # All lengths have to add up exactly: bytes that no section covers would travel unchecked.
     if stored > payload:
         raise Truncated(f"the tensor table announces {stored} bytes of sections, the frame holds {payload}")
     if stored < payload:
@@ -163,6 +164,7 @@ def _check_header(buf: memoryview, limits: Limits) -> tuple[int, int, int]:
         raise Truncated(f"the header claims {head} bytes of a frame of {size}")
     if head < HEADER.size + 1:
         raise Corrupt(f"the header claims {head} bytes, less than it needs")
+    # After version and flags: a frame of a later version is to be called that, not damaged.
     crc = zlib.crc32(buf[: size - _TRAILER])
     found = int.from_bytes(buf[size - _TRAILER :], "little")
     if crc != found:
@@ -287,6 +289,7 @@ def _take_entry(buf: memoryview, pos: int, end: int, expected: Expected | None, 
     if backend != "none":
         index_raw, pos = take_varint(buf, pos, end)
         value_raw, pos = take_varint(buf, pos, end)
+        # Equal lengths mean that a section was left uncompressed, so that compression never makes one longer.
         if index_stored > index_raw or value_stored > value_raw:
             raise Corrupt(f"tensor {name!r}: a section is longer stored than raw")
     entry = _Entry(

@@ -223,6 +223,7 @@ class Bitmap(IndexCodec):
     def decode(self, params: bytes, section: Buffer, n: int, k: int) -> Indices:
         if n & 7 and section[len(section) - 1] >> (n & 7):
             raise Corrupt("padding bits of a bitmap are not zero")
+        # Counted before any index is made: k has passed the receiver's limits, the number of set bits has not.
         bits = np.unpackbits(np.frombuffer(section, np.uint8), bitorder="little")
         present = int(np.count_nonzero(bits))
         if present != k:
@@ -273,6 +274,7 @@ def indices_from_gaps(gaps: NDArray[Any], n: int) -> Indices:
     """Return the indices of unsigned ``gaps``, each below ``4 n``; raise Corrupt when they leave ``range(n)``."""
     if gaps.size == 0:
         return np.zeros(0, np.int64)
+    # The exact sum is taken only where the int64 running sum could wrap and come out below n again.
     if gaps.size * 4 * n >= 1 << 62 and exact_sum(gaps) >= 1 << 62:
         raise Corrupt(f"indices run beyond the {n} elements of the tensor")
     indices = np.cumsum(gaps, dtype=np.int64)

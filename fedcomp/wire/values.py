@@ -184,6 +184,7 @@ class Raw(Values):
     def unpack(cls, params: bytes, section: Buffer, k: int, dtype: str) -> Self:
         if dtype == "bool":
             array = _view(params, section, np.dtype(np.uint8))
+            # numpy takes any byte for a bool, and but only 0 and 1 behave as one.
             if k and int(array.max()) > 1:
                 raise Corrupt("a boolean value is neither 0 nor 1")
             array = array.view(np.bool_)
@@ -291,11 +292,13 @@ class Bf16(_Words):
         array = np.asarray(array)
         if array.dtype != np.uint16:
             word = np.ascontiguousarray(array, np.float32).reshape(-1).view(np.uint32)
+            # Adding 0x7FFF plus the lowest kept bit and then cutting rounds to nearest, ties to even.
             finite = (word & np.uint32(0x7F800000)) != np.uint32(0x7F800000)
             rounded = word + np.uint32(0x7FFF) + ((word >> np.uint32(16)) & np.uint32(1))
             # Values that would round to infinity stay the largest finite number; NaN stays NaN.
             overflow = finite & ((rounded & np.uint32(0x7F800000)) == np.uint32(0x7F800000))
             rounded = np.where(finite & ~overflow, rounded, word)
+            # A NaN whose payload lies in the lower half only would be cut to infinity; the quiet bit keeps it NaN.
             quiet = np.where(~finite & ((word & np.uint32(0x007FFFFF)) != 0), np.uint32(0x400000), np.uint32(0))
             array = ((rounded | quiet) >> np.uint32(16)).astype(np.uint16)
         super().__init__(array)
@@ -348,6 +351,7 @@ class Natural(Values):
         fraction = (word & np.uint32(0x7FFFFF)).astype(np.float64) * 2.0**-23
         threshold = np.float64(0.5) if uniforms is None else 1.0 - uniforms
         up = fraction >= threshold
+        # Zero and subnormals stay zero, and the largest power of two must not round up to infinity.
         exponent = exponent + (up & (exponent > 0) & (exponent < 254))
         return cls(((word >> np.uint32(31)) << np.uint32(8) | exponent).astype(np.uint16))
 
