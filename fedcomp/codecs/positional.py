@@ -195,6 +195,7 @@ class PositionalCodec(Packing, Codec):
         """Encode ``update``; see :meth:`fedcomp.codecs.base.Codec.encode`. Copies nothing of the vector's size."""
         parts = self.stretches(update.layout)
         rest = update.vector[_covered(parts) :]
+        # A codec that finds NaN by itself sees its stretches only, never the dense rest.
         if not self.finds_non_finite or not all_finite(rest):
             require_finite(update)
         try:
@@ -231,6 +232,7 @@ class PositionalCodec(Packing, Codec):
         if isinstance(frame, Bundle):
             _require_schema(bundle, self.schema(layout))
         parts = self.stretches(layout)
+        # Not strict: the dense rest follows the stretches' tensors.
         for tensor, stretch in zip(bundle.tensors, parts, strict=False):
             self.check(tensor, stretch)
         for tensor in bundle.tensors[len(parts) :]:
@@ -262,6 +264,7 @@ class PositionalCodec(Packing, Codec):
     def support(self, frame: Frame | Bundle, layout: Layout) -> NDArray[np.int64]:
         """Return the coordinates to which sparse tensors deliver something other than zero, ascending."""
         found = [
+            # fp16 and bf16 round small values to zero: those were listed, but not delivered.
             tensor.indices[tensor.values.decode() != 0.0] + where.start
             for tensor, where in self._placed(self.open(frame, layout), layout)
             if tensor.indices is not None

@@ -84,6 +84,7 @@ class FixedSupport(PositionalCodec):
 
     def tensor_id(self, stretch: Stretch) -> int:
         """Return the id under which the support of ``stretch`` is referred to in frames."""
+        # A frame's supports are looked up by id alone, so every stretch needs one of its own.
         return self.support_id << _STRETCH_BITS | stretch.index
 
     def stretches(self, layout: Layout) -> tuple[Stretch, ...]:

@@ -329,6 +329,7 @@ class SIDCo(AdaptiveCodec, ListedCodec):
         if BAND[0] <= mean <= BAND[1]:
             return search._replace(moved=0)
         over = mean > 1.0
+        # Only after a step: a mean that grew worse without one is the data's doing.
         worse = bool(search.moved) and _error(mean) > _error(previous)
         if self.adapt == "published":
             direction = -1 if over else 1
@@ -378,4 +379,5 @@ class SIDCo(AdaptiveCodec, ListedCodec):
 
 def _error(ratio: float) -> float:
     """Return how far selected / wanted is off; twice too many counts as much as twice too few."""
+    # A period in which nothing was selected has ratio 0.
     return abs(math.log(max(ratio, 1e-9)))

@@ -216,6 +216,7 @@ def _search_long(total, gradient, soft, start, length, peak, indices, written):
     for at in range(start, start + length, 64):
         word = _adaptive_block(total, gradient, soft, min(at, last), peak)
         if at > last:
+            # The last block was moved back to end with the bin; these lanes were the block before's.
             word >>= np.uint64(at - last)
         written = append(word, at, indices, written)
     return written
@@ -230,6 +231,7 @@ def _adaptive_bins(residue, update, out, total, bits, soft, length, add, state, 
     bins = (total.size - 1) // length + 1
     full = total.size // length
     if length < 16:
+        # _adaptive_tiny reads 16 elements whatever the length; the last bins go through the scalar loop below.
         full = max(0, (total.size - 16) // length)
     first, written, bad = state[0], state[1], np.uint64(state[2])
     while first < bins:

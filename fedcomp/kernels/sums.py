@@ -35,6 +35,7 @@ def scatter_add(
         raise LayoutError(f"{indices.shape} indices do not fit {values.shape} values")
     if indices.size == 0:
         return
+    # Compiled code does not check bounds, and numpy would take a negative index from the end.
     if indices.min() < 0 or indices.max() >= out.size:
         raise LayoutError(
             f"indices reach from {indices.min()} to {indices.max()}, outside a vector of {out.size} elements"

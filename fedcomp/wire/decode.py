@@ -127,6 +127,7 @@ def decode(
                 f"decoding the frame takes {decoded} and more bytes of memory; this receiver spends "
                 f"{limits.max_bytes_out} (Limits.max_bytes_out)"
             )
+    # A loop of its own: nothing is decompressed before the whole table is known to fit the limits.
     tensors = []
     non_finite = 0
     pos = head
@@ -145,6 +146,7 @@ def _check_header(buf: memoryview, limits: Limits) -> tuple[int, int, int]:
     size = len(buf)
     if size > limits.max_bytes_in:
         raise LimitExceeded(f"frame of {size} bytes; this receiver takes at most {limits.max_bytes_in}")
+    # Compared as far as the bytes go, so that a frame cut within its magic is truncated, not foreign.
     if buf[:4] != MAGIC[: min(4, size)]:
         raise BadMagic(f"the bytes start with {bytes(buf[:4])!r}, a frame starts with {MAGIC!r}")
     if size < HEADER.size + _TRAILER:
@@ -162,6 +164,7 @@ def _check_header(buf: memoryview, limits: Limits) -> tuple[int, int, int]:
         )
     if head > size - _TRAILER:
         raise Truncated(f"the header claims {head} bytes of a frame of {size}")
+    # One byte more than the fixed part: the end mark of the optional fields.
     if head < HEADER.size + 1:
         raise Corrupt(f"the header claims {head} bytes, less than it needs")
     # After version and flags: a frame of a later version is to be called that, not damaged.
@@ -175,6 +178,7 @@ def _check_header(buf: memoryview, limits: Limits) -> tuple[int, int, int]:
 def _take_fields(buf: memoryview, pos: int, end: int) -> tuple[tuple[tuple[int, bytes], ...], int]:
     """Read the optional fields up to and including their end mark."""
     fields: list[tuple[int, bytes]] = []
+    # One round more than there may be fields, for the end mark.
     for _ in range(MAX_TLVS + 1):
         if pos >= end:
             raise Truncated("the header ends before the end mark of its optional fields")
@@ -223,6 +227,7 @@ def _take_entry(buf: memoryview, pos: int, end: int, expected: Expected | None, 
     size, pos = take_varint(buf, pos, end)
     if size > 255:
         raise Corrupt(f"a tensor's name has {size} bytes, at most 255 are allowed")
+    # Two bytes follow the name in any case: dtype and number of dimensions.
     if pos + size + 2 > end:
         raise Truncated("the header ends inside a tensor's entry")
     try:
