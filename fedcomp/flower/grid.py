@@ -91,6 +91,13 @@ class InProcessGrid(GridNodes, Grid):
     A message to an unknown node gets the id ``""`` in its slot and no reply. Two
     messages to one node in one batch run one after the other, each on the state the former left; on Ray they would
     race. Not thread-safe.
+
+    Examples
+    --------
+    >>> from flwr.clientapp import ClientApp
+    >>> with InProcessGrid(ClientApp(), 4) as grid:
+    ...     len(list(grid.get_node_ids()))
+    4
     """
 
     def __init__(

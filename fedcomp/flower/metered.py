@@ -240,6 +240,15 @@ class MeteredGrid(GridWrapper):
 
     Where the engine does not know a node's partition, the first one the node declares holds for good. A declaration is
     not believed while another node online holds that partition; the node then goes on under its node id.
+
+    Examples
+    --------
+    >>> from flwr.clientapp import ClientApp
+    >>> from fedcomp.flower.grid import InProcessGrid
+    >>> with InProcessGrid(ClientApp(), 4) as inner:
+    ...     grid = MeteredGrid(inner)
+    ...     grid.ledger.total("wire")
+    0
     """
 
     def __init__(self, inner: Grid, ledger: TrafficLedger | None = None, poll_seconds: float = 0.1) -> None:

@@ -213,7 +213,7 @@ def _members(table: NDArray[np.uint8], k: int, log2: int) -> dict[int, int]:
 
 
 def best_block_rice(support: Support) -> tuple[NDArray[np.uint8], int]:
-    """Return the best parameter of every block and the section's exact bytes."""
+    """Return a good parameter for every block, the best of three neighbours, and the section's exact bytes."""
     k, log2 = support.k, DEFAULT_BLOCK_LOG2
     if k == 0:
         return np.zeros(0, np.uint8), 0

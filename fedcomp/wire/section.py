@@ -155,7 +155,8 @@ class Section:
         Raises
         ------
         WireError
-            For everything :meth:`write` does not write, and for values that are NaN or infinite.
+            For what is no section of this form, and for values that are NaN or infinite. A valid support in another
+            layout than :meth:`write` would choose is read: the encoding is not canonical.
         """
         view = memoryview(data)
         if len(view) > (most := self.most_bytes):

@@ -94,6 +94,12 @@ class GossipRelay(ExchangeStrategy, Stateful):
     ----------
     reports : Reports
         By round, with the section ``gossip``.
+
+    Examples
+    --------
+    >>> strategy = GossipRelay({"name": "choco", "lr": 0.1, "gamma": 0.3}, "ring", nodes=8)
+    >>> strategy.algorithm.name
+    'choco'
     """
 
     STATE: ClassVar[Mapping[str, Any]] = {
