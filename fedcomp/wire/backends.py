@@ -90,6 +90,8 @@ def decompress(name: str, data: Buffer, size: int) -> bytes:
 def _inflate(data: Buffer, size: int) -> bytes:
     stream = zlib.decompressobj()
     try:
+        # One byte beyond the declared size shows a bomb and costs nothing. A limit of 0 would mean "no limit" to zlib:
+        # size + 1 never is.
         out = stream.decompress(data, size + 1)
     except zlib.error as error:
         raise Corrupt(f"zlib section is damaged: {error}") from None
@@ -103,6 +105,7 @@ def _unzstd(data: Buffer, size: int) -> bytes:
 
     try:
         header = zstandard.get_frame_parameters(data)
+        # A zstd frame that hides its size reports 2**64 - 1, which no table can declare.
         if header.content_size != size:
             raise Corrupt(f"zstd section declares {header.content_size} bytes of content, the table {size}")
         if header.window_size > MAX_WINDOW:
@@ -131,6 +134,7 @@ def _check_blocks(data: Buffer, pos: int, header: Any, size: int) -> None:
         last, kind, length = word & 1, word >> 1 & 3, word >> 3
         if length > _ZSTD_BLOCK or kind == 3:
             raise Corrupt("zstd section has an impossible block header")
+        # Raw and run-length blocks say how much they expand to, compressed ones do not: the stream's limit stops those.
         if kind < 2:
             least += length
             if least > size:
@@ -138,5 +142,6 @@ def _check_blocks(data: Buffer, pos: int, header: Any, size: int) -> None:
         pos += 3 + (1 if kind == 1 else length)
         if last:
             break
+    # The stream reader stops at the end of the first frame and ignores what follows: it would travel unchecked.
     if pos + 4 * bool(header.has_checksum) != len(data):
         raise Corrupt("zstd section does not end with its frame")

@@ -51,6 +51,7 @@ class Bins(IndexCodec):
 
     def _length(self, n: int, k: int) -> int:
         length = -(-n // max(k, 1)) if self.length is None else self.length
+        # A length beyond n would say the same as n: cut here, so that one bin has one encoding.
         return max(1, min(length, n))
 
     def encode(self, support: Support) -> tuple[bytes, bytes]:
@@ -63,6 +64,7 @@ class Bins(IndexCodec):
         np.not_equal(which[1:], which[:-1], out=ends[:-1])
         rank = np.cumsum(ends, dtype=np.int64)
         used = int(rank[-1]) if support.k else 0
+        # Exactly one index in every bin: no field needs the bit that says whether another one follows.
         if used == support.k == bins:
             return bytes((_ONE,)) + put_varint(length), pack(offsets, width)
         # Every empty bin before an index moves its field one place on.
@@ -70,6 +72,7 @@ class Bins(IndexCodec):
         which -= rank
         which += np.arange(support.k)
         offsets |= ends.astype(np.int64) << width
+        # Filled with the code of an empty bin; the indices then overwrite their own places.
         fields = np.full(support.k + bins - used, (1 << width) - 1, np.int64)
         fields[which] = offsets
         return bytes((_MANY,)) + put_varint(length) + put_varint(bins - used), pack(fields, width + 1)
@@ -85,6 +88,7 @@ class Bins(IndexCodec):
         if len(params) < 2 or params[0] > _MANY:
             raise Corrupt(f"bins needs a mode 0 or 1 and a length; found {params.hex()!r}")
         length, end = take_param(params, 1, "bins")
+        # The number of bins follows from the length, and the length is the sender's: 0 would divide by zero.
         if not 1 <= length <= max(1, n):
             raise Corrupt(f"bins of {length} elements are not possible in a tensor of {n}")
         bins = -(-n // length)
@@ -95,6 +99,8 @@ class Bins(IndexCodec):
             return length, bins, width
         empty, end = take_param(params, end, "bins")
         used = bins - empty
+        # A bin in use holds 1 to `length` indices. Checked before the section is read, since k + empty fields are
+        # allocated.
         if end != len(params) or not 0 <= used <= k <= used * length:
             raise Corrupt(f"{k} indices cannot lie in {bins} bins of {length} of which {empty} are empty")
         return length, k + empty, width + 1
@@ -108,6 +114,7 @@ class Bins(IndexCodec):
         if params[0] == _MANY:
             return _from_codes(unpack(section, count, width, _field(width)), length, width - 1, n, k)
         indices = unpack(section, count, width, np.int64)
+        # Fields of w bits can hold offsets up to 2**w - 1; a length that is no power of two ends below that.
         if count and int(indices.max()) >= length:
             raise Corrupt(f"an offset reaches beyond its bin of {length} elements")
         starts = np.arange(count)
@@ -120,6 +127,8 @@ class Bins(IndexCodec):
 
     def work_bytes(self, params: bytes, n: int, k: int, size: int) -> int:
         _, count, width = self._params(params, n, k)
+        # Fields in mode "many" stay in the smallest dtype that holds them; indices are made from them a stretch at a
+        # time.
         return 16 * k if params[0] == _ONE else np.dtype(_field(width)).itemsize * count + 9 * k
 
     def size_bits(self, n: int, k: int) -> int:
@@ -148,9 +157,11 @@ def _from_codes(codes: NDArray[Any], length: int, width: int, n: int, k: int) ->
         ends = part >= mask
         if (open_bin and empty[0]) or np.any(empty[1:] & ~ends[:-1]):
             raise Corrupt("the code of an empty bin follows an index that is not the last of its bin")
+        # A stretch may end inside a bin; the next one has to know.
         open_bin = not ends[-1]
         places = np.cumsum(ends, dtype=np.int64)
         found = np.flatnonzero(~empty)
+        # Before anything is written: a forged stream may hold more indices than the result has places.
         if passed + int(places[-1]) > bins or filled + found.size > k:
             raise Corrupt(f"the codes hold more than {k} indices or more than {bins} bins")
         offsets = (part & mask)[found].astype(np.int64)
@@ -166,4 +177,5 @@ def _from_codes(codes: NDArray[Any], length: int, width: int, n: int, k: int) ->
         passed += int(places[-1])
     if filled != k or passed != bins or open_bin:
         raise Corrupt(f"the codes hold {filled} indices and {passed} bins, expected {k} and {bins}")
+    # The bins ascend by construction; the order within one is the sender's.
     return require_ascending(indices, n)

@@ -28,6 +28,7 @@ Bytes = NDArray[np.uint8]
 
 def put_varint(value: int) -> bytes:
     """Return ``value`` as LEB128: seven bits per byte, least significant first."""
+    # Nearly all numbers of a tensor table are below 128, and a frame of many tensors has thousands of them.
     if value < 0x80:
         return bytes((value,))
     out = bytearray()
@@ -65,8 +66,11 @@ def take_varint(buf: Buffer, pos: int, end: int) -> tuple[int, int]:
         if byte < 0x80:
             break
         shift += 7
+        # Refused while reading: a long run of continuation bytes would otherwise build an integer as long as itself.
         if shift > 63:
             raise Corrupt(f"variable-length integer before byte {pos} is longer than ten bytes")
+    # A last byte of zero adds nothing: it would give every number further encodings. What is above 2**63 - 1 would not
+    # fit the int64 in which sizes and offsets are worked out.
     if value >= 1 << 63 or byte == 0:
         raise Corrupt(f"variable-length integer before byte {pos} exceeds 2**63 - 1 or is not in its shortest form")
     return value, pos
@@ -74,6 +78,7 @@ def take_varint(buf: Buffer, pos: int, end: int) -> tuple[int, int]:
 
 def packed_size(count: int, width: int) -> int:
     """Return the bytes :func:`pack` needs for ``count`` fields of ``width`` bits."""
+    # 64 fields of w bits fill exactly w words, so that the vertical part has no padding.
     whole = count & ~63 if count >= VERTICAL_THRESHOLD else 0
     return whole * width // 8 + ((count - whole) * width + 7) // 8
 
@@ -118,6 +123,7 @@ def _container(width: int) -> int:
 def _pack_string(fields: NDArray[Any], width: int) -> bytes:
     size = _container(width)
     bytes_ = fields.astype(f"<u{size}", casting="unsafe").view(np.uint8)
+    # Fields of 8, 16, 32 or 64 bits are packed already; a bit matrix would take eight bytes for each of theirs.
     if width == 8 * size:
         return bytes_.tobytes()
     bits = np.unpackbits(bytes_.reshape(-1, size), axis=1, count=width, bitorder="little")
@@ -128,6 +134,7 @@ def _unpack_string(buf: Buffer, count: int, width: int, dtype: type[Any]) -> NDA
     if count == 0:
         return np.zeros(0, dtype)
     used = count * width & 7
+    # Padding that is not zero would give one section up to 128 encodings, and room for something unseen.
     if used and buf[len(buf) - 1] >> used:
         raise Corrupt(f"padding bits after {count} fields of {width} bits are not zero")
     size = _container(width)
@@ -147,6 +154,8 @@ def _rows(width: int) -> tuple[NDArray[np.intp], NDArray[np.uint64], NDArray[np.
 
 
 def _pack_vertical(fields: NDArray[Any], width: int) -> bytes:
+    # Row j of all columns is shifted by the same number of bits, so that each step below is one operation on contiguous
+    # memory, whatever the width.
     rows = fields.reshape(64, -1)
     columns = rows.shape[1]
     word, shift, crossing = _rows(width)
@@ -156,10 +165,12 @@ def _pack_vertical(fields: NDArray[Any], width: int) -> bytes:
     for start in range(0, columns, _COLUMNS):
         stretch = slice(start, start + _COLUMNS)
         part = rows[:, stretch].astype(np.uint64)
+        # Callers pass whole gaps or indices and want their low bits; the others would run into the next rows.
         part &= mask
         shifted = part << shift[:, None]
         for w in range(width):
             np.bitwise_or.reduce(shifted[first[w] : first[w + 1]], axis=0, out=words[w, stretch])
+        # A row that starts at bit 0 never crosses, so no shift here is by 64, which C leaves undefined.
         carried = part[crossing] >> (np.uint64(64) - shift[crossing])[:, None]
         # No two rows cross into the same word, so one fancy assignment reaches every crossing.
         words[word[crossing] + 1, stretch] |= carried
@@ -196,6 +207,7 @@ def pack_unary(numbers: NDArray[Any]) -> bytes:
         return b""
     numbers += numbers.dtype.type(1)
     ends = np.cumsum(numbers, dtype=np.int64)
+    # The ends count from 1: dropping one bit in front is cheaper than subtracting 1 from every end.
     bits = np.zeros(int(ends[-1]) + 1, np.uint8)
     bits[ends] = 1
     return np.packbits(bits[1:], bitorder="little").tobytes()
@@ -219,6 +231,7 @@ def unpack_unary(buf: Buffer, count: int) -> NDArray[np.int64]:
         if len(buf):
             raise Corrupt(f"a unary stream of no numbers has {len(buf)} bytes")
         return np.zeros(0, np.int64)
+    # Trailing zero bytes hold no number: the same numbers would have any number of encodings.
     if len(buf) == 0 or buf[len(buf) - 1] == 0:
         raise Corrupt("a unary stream is empty or ends in an unused byte")
     bits = np.unpackbits(np.frombuffer(buf, np.uint8), bitorder="little")
@@ -242,6 +255,7 @@ def exact_sum(numbers: NDArray[Any]) -> int:
     """Return the sum of non-negative integers below 2**63 as a Python integer, which neither wraps nor rounds."""
     total = 0
     for start in range(0, numbers.size, _SUM_CHUNK):
+        # Halves of 32 bits, 2**18 at a time: neither sum exceeds 2**50.
         part = numbers[start : start + _SUM_CHUNK].astype(np.uint64)
         total += (int((part >> np.uint64(32)).sum()) << 32) + int((part & np.uint64(0xFFFFFFFF)).sum())
     return total

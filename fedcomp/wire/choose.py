@@ -35,6 +35,7 @@ from fedcomp.wire.support import BLOCK, SCATTERED, complement, drawn_bytes, draw
 TRIAL_K: Final = 4096
 """Number of indices from which "auto" also tries zstd on shuffled gaps."""
 
+# Two blocks of 256 gaps: with fewer there is no second parameter that could pay for the table.
 _BLOCK_RICE_K = 512
 
 
@@ -94,6 +95,8 @@ class SeededIndex(IndexCodec):
             raise Corrupt(f"a seeded support needs nine bytes of parameters, found {len(params)}")
         if params[0] not in (SCATTERED, BLOCK):
             known = (str(SCATTERED), str(BLOCK))
+            # Not Corrupt: a later version may define another algorithm, and a sender that learns what is known here can
+            # adapt.
             raise UnsupportedCodec(
                 f"support algorithm {params[0]} is unknown; this receiver has {' and '.join(known)}", known
             )
@@ -159,6 +162,8 @@ class Complement(IndexCodec):
     def inner(params: bytes) -> IndexCodec:
         """Return the wrapped codec."""
         codec = INDEX_CODECS.get(params[0]) if len(params) else None
+        # A complement of a complement would be a second encoding of the support itself, and let the frame choose how
+        # deep the decoder goes. A seeded support draws the smaller side on its own.
         if codec is None or codec.name not in PLAIN:
             raise Corrupt(f"a complement wraps one of {', '.join(PLAIN)}; found parameters {params.hex()!r}")
         return codec
@@ -198,6 +203,7 @@ INDEX_BY_NAME: Final = {c.name: c for c in INDEX_CODECS.values()}
 PLAIN: Final = ("raw", "fixed", "bitmap", "rice", "block-rice", "elias-fano", "gap-bytes")
 """Codecs that write any support by themselves."""
 
+# No leading zero, so that a length has one name; 19 digits hold every length up to 2**62.
 _BINS = re.compile(r"(auto\+)?bins:([1-9][0-9]{0,18})", re.ASCII)
 
 
@@ -279,6 +285,7 @@ def _smallest(support: Support, backend: str) -> tuple[IndexCodec, bytes, bytes,
         ("bitmap", (n + 7) // 8),
         ("raw", 4 * k if n <= 1 << 32 else 8 * k),
     ):
+        # Strictly shorter: on a tie the codec named first stays, so that equal supports have equal bytes everywhere.
         if other < size:
             choice, size = name, other
     table = np.zeros(0, np.uint8)
@@ -286,6 +293,8 @@ def _smallest(support: Support, backend: str) -> tuple[IndexCodec, bytes, bytes,
         table, other = best_block_rice(support)
         if other < size:
             choice, size = "block-rice", other
+    # An entry of the table names one back-end for both sections: where zlib was asked for, gaps behind zstd cannot
+    # stand.
     if k >= TRIAL_K and backend in ("none", "zstd") and "zstd" in available_backends():
         codec = INDEX_BY_NAME["gap-bytes"]
         params, section = codec.encode(support)

@@ -105,6 +105,7 @@ def decode(
     """
     if limits is None:
         limits = Limits() if expect is None else Limits.for_schema(expect)
+    # Dense tensors of the result are views of the frame: nobody who got one may write to it.
     buf = memoryview(frame).toreadonly()
     if buf.ndim != 1 or buf.itemsize != 1 or not buf.contiguous:
         raise ConfigError("a frame is a contiguous one-dimensional buffer of bytes")
@@ -143,6 +144,7 @@ def decode(
 
 def _check_header(buf: memoryview, limits: Limits) -> tuple[int, int, int]:
     """Return flags, number of tensors and the offset of the payload."""
+    # The length comes first: even the checksum of a huge frame would cost time.
     size = len(buf)
     if size > limits.max_bytes_in:
         raise LimitExceeded(f"frame of {size} bytes; this receiver takes at most {limits.max_bytes_in}")
@@ -210,10 +212,12 @@ def _take_table(buf: memoryview, pos: int, end: int, count: int, expect: Schema 
     elements = 0
     for i in range(count):
         entry, pos = _take_entry(buf, pos, end, None if expect is None else expect[i], limits)
+        # With a schema each name was compared with that of its place, so that a search for doubles would find nothing.
         if expect is None and entry.name:
             if entry.name in names:
                 raise Corrupt(f"two tensors are named {entry.name!r}")
             names.add(entry.name)
+        # Inside the loop: of many claims, each small enough, the table ends at the first that is too much.
         elements += entry.n
         if elements > limits.max_elements:
             raise LimitExceeded(f"tensors of {elements} and more elements; this receiver takes {limits.max_elements}")
@@ -258,6 +262,7 @@ def _take_entry(buf: memoryview, pos: int, end: int, expected: Expected | None, 
         name, n = expected.name, expected.size
     else:
         n = math.prod(shape)
+    # The product is one of Python integers and cannot wrap to something small.
     if n > MAX_SIZE or not representable(shape):
         raise LimitExceeded(f"tensor {name!r} of shape {shape} is larger than any array")
     if pos >= end:
@@ -353,6 +358,7 @@ def _check_allowed(
     """Raise UnsupportedCodec for codecs the receiver knows, but does not take: in general or for this tensor."""
     allowed = rule.index_codecs
     if allowed is not None and kind is SPARSE:
+        # A complement is allowed only together with what it wraps: its cost is that of the codec inside.
         inner = Complement.inner(params).name if isinstance(index, Complement) else index.name
         if index.name not in allowed or inner not in allowed:
             raise UnsupportedCodec(
@@ -370,6 +376,8 @@ def _check_sizes(entry: _Entry, limits: Limits) -> None:
         ("value", entry.value_raw, entry.value_codec.bounds(entry.value_params, entry.k, entry.dtype)),
     ):
         if not low <= size <= high:
+            # The raw lengths are the sender's claims, and decompression is cut at them: they must be possible for n and
+            # k.
             raise Corrupt(f"tensor {entry.name!r}: an {what} section of {size} bytes, possible are {low}..{high}")
 
 
@@ -447,6 +455,7 @@ def _open(backend: str, section: memoryview, raw: int) -> Buffer:
 
 
 def _resolve(entry: _Entry, support_id: int, supports: Mapping[int, Indices]) -> Indices:
+    # The id is the sender's and may name the support of another tensor: its size and last index are compared below.
     indices = supports.get(support_id)
     if indices is None:
         raise SchemaMismatch(f"tensor {entry.name!r} lies on support {support_id}, which this receiver does not hold")
@@ -461,6 +470,7 @@ def _resolve(entry: _Entry, support_id: int, supports: Mapping[int, Indices]) ->
 def _check_cap(name: str, values: NDArray[Any], cap: float) -> None:
     for part in chunks(values):
         with np.errstate(invalid="ignore"):
+            # fmax passes over NaN, which is the policy's matter here and must not hide a value that is too large.
             largest = float(np.fmax.reduce(np.abs(part), initial=0.0))
         if largest > cap:
             raise LimitExceeded(f"tensor {name!r} holds a value of magnitude {largest}; this receiver takes {cap}")

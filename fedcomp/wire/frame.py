@@ -85,6 +85,7 @@ def encode(tensors: Sequence[Tensor], *, flags: int = 0, tlvs: Iterable[tuple[in
         fields += bytes((PADDING, (slack - 2) % _ALIGN)) + bytes((slack - 2) % _ALIGN)
         start = HEADER.size + len(fields) + 1 + len(table)
     head = HEADER.pack(MAGIC, MAJOR, MINOR, flags, len(tensors), start) + fields + bytes((TLV_END,))
+    # Part by part: joined once for the checksum and once for the frame, a model would be in memory a third time.
     crc = zlib.crc32(table, zlib.crc32(head))
     for part in payload:
         crc = zlib.crc32(part, crc)
@@ -110,6 +111,7 @@ def _entry(tensor: Tensor, table: bytearray) -> tuple[Buffer, Buffer]:
     backend = require_backend(tensor.backend)
     index_code, index_params, index_raw, backend, index = _index(tensor, backend)
     value_params, value_raw, values = _values(tensor.values, backend if compress_values else "none")
+    # Neither section got shorter: naming the back-end would cost two raw lengths, and every receiver would need it.
     if len(index) == len(index_raw) and len(values) == value_raw:
         backend = "none"
     name = tensor.name.encode()
@@ -144,6 +146,7 @@ def _index(tensor: Tensor, backend: str) -> tuple[int, bytes, bytes, str, bytes]
     assert tensor.indices is not None
     support = Support(tensor.indices, tensor.size)
     codec, params, raw, backend, stored = encode_support(support, tensor.index, backend)
+    # Gaps as whole bytes are small only behind a compressor: asked for by name, the codec brings one.
     if backend == "none" and tensor.index.endswith("gap-bytes"):
         backend = require_backend("auto")
     if stored is None:
@@ -158,6 +161,7 @@ def _values(values: Values, backend: str) -> tuple[bytes, int, Buffer]:
         stored = _shorter(raw, backend)
         if len(stored) < len(raw):
             return params, len(raw), stored
+    # The plain form where compression does not pay: a receiver uses it in place, a shuffled one it has to copy.
     params, plain = values.pack()
     return params, len(plain), plain
 

@@ -36,6 +36,7 @@ from fedcomp.wire.values import Bf16, Fp16, Natural, Raw, Values
 
 SHARED_ID: Final = 7
 _BATCH = 4096
+# The edges: nothing, one, a varint's longest byte and its first continuation, all but one, all.
 _BYTES = (0x00, 0x01, 0x7F, 0x80, 0xFE, 0xFF)
 _SLOWEST = 8
 _TRACE_BLOCK = 256
@@ -325,6 +326,7 @@ def fuzz(specimen: Specimen, others: Sequence[Specimen], count: int, seed: int =
     slow: list[tuple[float, int, Frame]] = []
     honest = max(_best_time(specimen, f, False) for f in specimen.frames)
     for i, mutant in enumerate(mutants(specimen, others, count, seed)):
+        # In blocks, since starting the tracer costs more than decoding a mutant.
         traced = i // _TRACE_BLOCK % 4 == 0
         if i % _TRACE_BLOCK == 0:
             (tracemalloc.start if traced else tracemalloc.stop)()
@@ -348,6 +350,7 @@ def fuzz(specimen: Specimen, others: Sequence[Specimen], count: int, seed: int =
         _check_dense(tensors, specimen, mutant)
         if traced:
             continue
+        # Only the slowest few are kept, to be timed again: one slow call may be the machine's doing.
         if len(slow) < _SLOWEST:
             heapq.heappush(slow, (spent, i, mutant))
         elif spent > slow[0][0]:

@@ -91,6 +91,7 @@ def _unpack_lengths(buf: Buffer, count: int, longest: int) -> tuple[NDArray[np.u
         ones += 8 * start
         steps = np.diff(ones, prepend=last)
         widest = int(steps.max()) - 1
+        # Before the lengths go into eight bits, and before a 1 is shifted by them.
         if widest > longest:
             raise Corrupt(f"Elias-gamma stream holds a number of {widest} bits, at most {longest} are possible")
         lengths[have : have + ones.size] = steps - 1

@@ -157,6 +157,7 @@ class RawIndex(IndexCodec):
 
     @staticmethod
     def _dtype(n: int) -> np.dtype[Any]:
+        # The largest index is n - 1, so that 2**32 elements still fit 32 bits.
         return np.dtype("<u4" if n <= 1 << 32 else "<u8")
 
     def encode(self, support: Support) -> tuple[bytes, bytes]:
@@ -221,6 +222,7 @@ class Bitmap(IndexCodec):
         return (n + 7) // 8, (n + 7) // 8
 
     def decode(self, params: bytes, section: Buffer, n: int, k: int) -> Indices:
+        # A bit beyond n would be an index outside of the tensor.
         if n & 7 and section[len(section) - 1] >> (n & 7):
             raise Corrupt("padding bits of a bitmap are not zero")
         # Counted before any index is made: k has passed the receiver's limits, the number of set bits has not.
@@ -249,6 +251,8 @@ class GapBytes(IndexCodec):
     def encode(self, support: Support) -> tuple[bytes, bytes]:
         largest = int(support.gaps.max()) if support.k else 0
         width = next(w for w in (1, 2, 4, 8) if largest < 1 << 8 * w)
+        # Always shuffled: high bytes of gaps are mostly zero, and a compressor gains from them only where they are
+        # adjacent.
         return bytes((width, 1)), shuffle(support.gaps.astype(f"<u{width}"))
 
     def bounds(self, params: bytes, n: int, k: int) -> tuple[int, int]:
@@ -259,6 +263,8 @@ class GapBytes(IndexCodec):
     def decode(self, params: bytes, section: Buffer, n: int, k: int) -> Indices:
         dtype = np.dtype(f"<u{params[0]}")
         gaps = unshuffle(section, dtype) if params[1] else np.frombuffer(section, dtype)
+        # Before they are summed: a gap of eight bytes above 2**63 would turn negative as int64 and be taken back by
+        # others.
         if k and int(gaps.max()) >= n:
             raise Corrupt(f"a gap reaches beyond the {n} elements of the tensor")
         return indices_from_gaps(gaps, n)
@@ -279,9 +285,11 @@ def indices_from_gaps(gaps: NDArray[Any], n: int) -> Indices:
         raise Corrupt(f"indices run beyond the {n} elements of the tensor")
     indices = np.cumsum(gaps, dtype=np.int64)
     indices += np.arange(gaps.size)
+    # No gap is negative, so the last index is the largest.
     if indices[-1] >= n:
         raise Corrupt(f"indices run beyond the {n} elements of the tensor")
     return indices
 
 
+# Known to the design and not written by anything yet: an id that is reserved never gets another meaning.
 RESERVED_INDEX: Final = {8: "elias-gamma", 9: "ans-gaps"}

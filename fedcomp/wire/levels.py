@@ -28,6 +28,7 @@ from fedcomp.wire.quantised import (
 from fedcomp.wire.rice import Rice
 from fedcomp.wire.values import Bf16, Fp16, Natural, Raw, Values, flat
 
+# A float32 norm has 24 bits and a level 25 at most, so that their product is exact in float64.
 MAX_LEVELS: Final = 1 << 24
 
 
@@ -77,10 +78,13 @@ class Ternary(Values):
         dense = (self.k + 4) // 5
         positions = np.flatnonzero(self.trits)
         support = Support(positions, self.k)
+        # Beyond half, positions take a bit per element (Rice with b = 0 is a bitmap); with the signs next to nothing is
+        # left to gain on the 1.6 bits of a packed trit.
         coded, stream = Rice().encode(support) if 2 * positions.size <= self.k else (b"", b"")
         signs = np.packbits(self.trits[positions] < 0, bitorder="little").tobytes()
         if coded and len(stream) + len(signs) + 1 < dense:
             return b"\x01" + coded + put_varint(support.k), scale + stream + signs
+        # Five trits are 243 of the 256 values of a byte: 1 % above log2(3) bits each. numpy's remainder makes 2 of -1.
         digits = np.zeros((dense, 5), np.uint8)
         digits.reshape(-1)[: self.k] = self.trits % 3
         powers = np.array([1, 3, 9, 27, 81], np.uint8)
@@ -118,9 +122,11 @@ class Ternary(Values):
         scale = float(take_scales(section, 1, "scale")[0])
         if layout == 0:
             packed = np.frombuffer(section[4:], np.uint8)
+            # Such a byte stands for no five trits, and would be looked up beyond the end of the table.
             if int(packed.max()) > 242:
                 raise Corrupt("a byte of five trits is above 242")
             digits = _TRITS[packed].reshape(-1)
+            # The last byte holds up to four trits that nobody reads.
             if np.any(digits[k:]):
                 raise Corrupt("padding trits are not zero")
             return cls(digits[:k], scale)
@@ -197,7 +203,10 @@ class QsgdLevels(Values):
         x = np.asarray(array, np.float64).reshape(-1)
         exact = np.sqrt(block_reduce(np.add, x * x, bucket))
         norms = round_up(exact)
+        # A bucket of zeros has norm 0: divided by 1, its levels are 0.
         unit = spread(np.where(norms > 0, norms, 1).astype(np.float64), bucket, x.size)
+        # The norm is no smaller than any value and uniforms are below 1: only float64's rounding of the sum can reach s
+        # + 1.
         levels = np.minimum(np.floor(np.abs(x) / unit * s + uniforms), s).astype(np.int32)
         return cls(np.where(x < 0, -levels, levels), s, bucket, norms)
 
@@ -213,6 +222,7 @@ class QsgdLevels(Values):
 
     def pack(self, shuffled: bool = False) -> tuple[bytes, Buffer]:
         width = (2 * self.s).bit_length()
+        # Elias-gamma takes numbers >= 0 and is short for small ones: levels near 0 come first, whatever their sign.
         zigzag = ((self.levels << 1) ^ (self.levels >> 31)).astype(np.uint32)
         gamma = not self.fixed and gamma_size(zigzag) < packed_size(self.k, width)
         params = bytes((gamma,)) + put_varint(self.s) + put_varint(self.bucket)

@@ -121,6 +121,7 @@ class Expected:
             raise ConfigError(f"tensor {self.name!r}: shape {self.shape} is larger than any array")
         for what in ("kinds", "index_codecs", "value_codecs"):
             allowed = getattr(self, what)
+            # A string is a collection, too: "rice" in place of {"rice"} would allow codecs named by its parts.
             if allowed is not None and (isinstance(allowed, str) or not len(allowed)):
                 raise ConfigError(f"tensor {self.name!r}: {what}={allowed!r} needs a non-empty set, or None for all")
         if self.kinds is not None and not self.kinds <= _ALL_KINDS:
@@ -134,6 +135,7 @@ class Expected:
     @property
     def most_values(self) -> int:
         """Largest number of values a frame may carry for the tensor."""
+        # `max_k` does not bind dense tensors: they carry all of their elements.
         if self.max_k is None or self.kinds is None or DENSE in self.kinds:
             return self.size
         return min(self.size, self.max_k)
@@ -193,6 +195,7 @@ class Limits:
     def __post_init__(self) -> None:
         if self.non_finite not in ("reject", "zero", "allow"):
             raise ConfigError(f"non_finite={self.non_finite!r}{nearest(self.non_finite, ('reject', 'zero', 'allow'))}")
+        # Written this way round, so that NaN is refused as well.
         if self.max_abs is not None and not self.max_abs >= 0.0:
             raise ConfigError(f"max_abs={self.max_abs!r} must be a number >= 0 or None")
 

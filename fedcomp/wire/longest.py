@@ -59,6 +59,8 @@ def longest(schema: Schema, index: str = "auto", form: Mapping[str, int] | None 
         kind, values = _only(expected)
         value_params, value_section = _VALUES[values](most, form or {})
         index_params, index_section = _support(expected.size, most, index) if kind is SPARSE else (0, 0)
+        # The fields of an entry in the order of the table: name, dtype, dimensions; kind and k; both codecs with the
+        # lengths of their parameters, and the back-end; the lengths of both sections, and these.
         size += len(put_varint(len(expected.name.encode()))) + len(expected.name.encode()) + 2
         size += sum(len(put_varint(d)) for d in expected.shape) + 1 + len(put_varint(most))
         size += 2 + index_params + 2 + value_params + 1
@@ -110,6 +112,7 @@ def _content(room: int) -> int | None:
 
 def _only(expected: Expected) -> tuple[int, str]:
     kinds, values = expected.kinds or (), expected.value_codecs or ()
+    # A bound over several forms would be that of the longest, and every frame would be filled up to it.
     if len(kinds) != 1 or len(values) != 1 or not set(kinds) <= {DENSE, SPARSE} or not set(values) <= set(_VALUES):
         raise ConfigError(f"the length of a frame is bounded for dense or sparse tensors of one form, not {expected}")
     return next(iter(kinds)), next(iter(values))
@@ -124,6 +127,7 @@ def _support(n: int, most: int, index: str) -> tuple[int, int]:
         return 9, 0
     inner = index.removeprefix("complement:")
     if inner != index:
+        # With few values in the tensor, nearly all indices are absent ones.
         params, section = _support(n, n, inner)
         return params + 1, section
     if index == "auto" or index.startswith("auto+"):

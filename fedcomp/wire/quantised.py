@@ -59,6 +59,7 @@ def take_scales(section: Buffer, count: int, what: str) -> NDArray[np.float32]:
     scales = np.frombuffer(section[: 4 * count], _F4).astype(np.float32)
     if not np.isfinite(scales).all():
         raise NonFinite(f"a {what} is NaN or infinite")
+    # A negative scale would be a second encoding of the same values, with all signs turned.
     if count and (scales < 0).any():
         raise Corrupt(f"a {what} is negative")
     return scales
@@ -151,8 +152,12 @@ class Uniform(Values):
         low = -np.minimum(block_reduce(np.minimum, x, block), 0.0)
         high = np.maximum(block_reduce(np.maximum, x, block), 0.0)
         top = (1 << bits) - 1
+        # A block of zeros has no extent, and nothing may divide by it.
         extent = np.maximum(low + high, np.finfo(np.float64).tiny)
+        # Where a block has values of both signs, each keeps at least one code. One bit has no room for that.
         zeros = np.clip(np.rint(low / extent * top), (low > 0) & (bits > 1), top - ((high > 0) & (bits > 1)))
+        # The step that the wider side needs: a value beyond the outermost code would be cut, which biases stochastic
+        # rounding.
         exact = np.maximum(low / np.maximum(zeros, 1), high / np.maximum(top - zeros, 1))
         scales = round_up(exact)
         # A receiver refuses scales whose outermost code overflows, used or not.
@@ -186,6 +191,7 @@ class Uniform(Values):
         return int(self.codes.size)
 
     def decode(self) -> NDArray[Any]:
+        # Signed first: the difference of two unsigned numbers would wrap.
         steps = self.codes.astype(np.int32)
         steps -= spread(self.zero_points.astype(np.int32), self.block, self.k)
         out = steps.astype(np.float32)
@@ -225,6 +231,7 @@ class Uniform(Values):
         top = (1 << bits) - 1
         if count and int(zeros.max()) > top:
             raise Corrupt(f"a zero point is not a code of {bits} bits")
+        # Of the outermost code, used or not: no value of any section with these scales can overflow.
         reach = np.maximum(zeros, top - zeros).astype(np.float64) * scales
         if count and float(reach.max()) > _FLOAT32_MAX:
             raise NonFinite("a scale is so large that its codes overflow float32")
@@ -267,6 +274,7 @@ class SignScale(Values):
         sums = block_reduce(np.add, np.abs(x), block)
         members = np.full(sums.size, block or x.size, np.float64)
         if block and x.size:
+            # The last block is shorter; divided by `block`, its mean would be too small.
             members[-1] = x.size - (sums.size - 1) * block
         return cls(np.signbit(x) & (x != 0), (sums / members).astype(np.float32), block)
 

@@ -27,6 +27,7 @@ from fedcomp.wire.bits import (
 from fedcomp.wire.errors import Corrupt
 from fedcomp.wire.index import IndexCodec, Indices, Support, indices_from_gaps
 
+# The table has five bits per parameter.
 MAX_BLOCK_B = 31
 DEFAULT_BLOCK_LOG2 = 8
 
@@ -87,11 +88,13 @@ class Rice(IndexCodec):
         return bytes((b,)), pack_unary(_quotients(support.gaps, b)) + pack(support.gaps, b)
 
     def bounds(self, params: bytes, n: int, k: int) -> tuple[int, int]:
+        # More low bits than n has would all be zero, and above 64 no field could hold them.
         if len(params) != 1 or params[0] > n.bit_length():
             raise Corrupt(
                 f"rice needs one parameter, at most {n.bit_length()} for {n} elements; found {params.hex()!r}"
             )
         b = params[0]
+        # The gaps of k indices below n add up to n - k at most, and so their quotients to at most that much shifted.
         low = packed_size(k, b)
         return unary_size(0, k) + low, (unary_size((n - k) >> b, k) if k else 0) + low
 
@@ -175,6 +178,8 @@ class BlockRice(IndexCodec):
         low_size = sum(packed_size(members[v], v) for v in values)
         split = len(section) - low_size
         largest = max(values, default=0)
+        # `bounds` knew the length alone. What the table says has to fit it before the stream is expanded to a byte per
+        # bit.
         if split < start or split - start > unary_size(n - k, k) or largest > n.bit_length():
             raise Corrupt("block-rice parameters do not fit the section")
         gaps = unary_numbers(unpack_unary(section[start:split], k))
@@ -184,6 +189,7 @@ class BlockRice(IndexCodec):
         if float(np.ldexp(gaps.astype(np.float64), b.astype(np.int32)).sum()) > 1.5 * n:
             raise Corrupt(f"indices run beyond the {n} elements of the tensor")
         gaps <<= b
+        # One pass for each parameter that occurs, 31 at most, whatever the number of blocks.
         for value in values:
             size = packed_size(members[value], value)
             gaps[b == value] |= unpack(section[split : split + size], members[value], value, np.int64)
@@ -218,6 +224,7 @@ def best_block_rice(support: Support) -> tuple[NDArray[np.uint8], int]:
     if k == 0:
         return np.zeros(0, np.uint8), 0
     blocks = -(-k >> log2)
+    # The last block is filled up with gaps of 0: their quotients are 0, and `used` leaves their bits out.
     gaps = np.zeros((blocks, 1 << log2), support.gaps.dtype)
     gaps.reshape(-1)[:k] = support.gaps
     used = np.full(blocks, 1 << log2, np.int64)
@@ -233,6 +240,7 @@ def best_block_rice(support: Support) -> tuple[NDArray[np.uint8], int]:
     for step in (1, -1):
         trial = np.clip(start + step, 0, MAX_BLOCK_B)
         bits = _block_bits(gaps, trial, used)
+        # On a tie the smaller parameter, so that the table does not depend on the order of the trials.
         better = (bits < best_bits) | ((bits == best_bits) & (trial < best))
         best = np.where(better, trial, best)
         best_bits = np.where(better, bits, best_bits)
@@ -273,6 +281,7 @@ class EliasFano(IndexCodec):
         low = params[0]
         split = len(section) - packed_size(k, low)
         indices = unpack_unary(section[:split], k)
+        # The j-th one bit of the stream is at its high part plus j.
         indices -= np.arange(k)
         # As a Python integer: the shift of the array below would wrap silently.
         if k and int(indices[-1]) << low >= n:

@@ -51,6 +51,7 @@ def seeded_support(seed: int, n: int, k: int) -> NDArray[np.int64]:
     ndarray of int64, shape (k,)
     """
     _require_sizes(n, k)
+    # The smaller side is drawn: with k near n almost every candidate would repeat an earlier one.
     few = min(k, n - k)
     drawn = _first_distinct(seed, n, few)
     return drawn if few == k else complement(drawn, n)
@@ -75,6 +76,7 @@ def seeded_block(seed: int, n: int, k: int) -> NDArray[np.int64]:
     block = np.arange(k)
     if 0 < k < n:
         start = _first_candidate(seed, n)
+        # The part that goes on at 0 comes first, so that the indices ascend.
         wrapped = max(0, start + k - n)
         block[wrapped:] += start - wrapped
     return block
@@ -131,9 +133,11 @@ def _few_candidates(start: int, first: int, count: int, n: int) -> NDArray[np.ui
         z *= np.uint64(factor)
     z ^= z >> np.uint64(31)
     width = (n - 1).bit_length()
+    # One element needs no bits, and a shift by all 64 is undefined.
     if width == 0:
         return np.zeros(count, np.uint64)
     z >>= np.uint64(64 - width)
+    # Dropped, not reduced modulo n, which would favour the small indices.
     return z[z < np.uint64(n)]
 
 
@@ -150,6 +154,7 @@ def _first_candidate(seed: int, n: int) -> int:
 def _first_distinct(seed: int, n: int, m: int) -> NDArray[np.int64]:
     if m == 0:
         return np.zeros(0, np.int64)
+    # Mixed first: the streams of two seeds that differ by a multiple of the increment would be one stream, shifted.
     start = _mix(seed & _MASK)
     # Words needed: about m (1 + m / 2n) candidates, of which the share n / 2**width is accepted. The estimate decides
     # only how many are computed at once, never which are taken.
@@ -187,6 +192,8 @@ def _take_distinct(stream: NDArray[np.uint64], n: int, m: int) -> NDArray[np.int
         numbers, first = np.unique(stream, return_index=True)
         position = first.astype(np.uint64)
     if numbers.size > m:
+        # The first m in stream order. The smallest m would be no uniform sample, and depend on how many words were
+        # computed.
         last = np.partition(position, m - 1)[m - 1]
         numbers = numbers[position <= last]
     return numbers.astype(np.int64)

@@ -29,6 +29,7 @@ from fedcomp.wire.support import SCATTERED
 from fedcomp.wire.values import Raw, Values
 
 
+# No generated __eq__: it would compare arrays, which have no single truth value.
 @dataclass(frozen=True, eq=False)
 class Tensor:
     """One tensor of a frame, before encoding or after decoding.
@@ -118,8 +119,11 @@ class Tensor:
         """
         if self.kind is COEFFICIENTS:
             raise ConfigError(f"tensor {self.name!r} holds coefficients; expand them with their basis")
+        # A few bytes can claim such a tensor, with no values at all; numpy would raise an error of its own.
         if self.size * np.dtype(self.dtype).itemsize >= 1 << 63:
             raise ConfigError(f"tensor {self.name!r} of {self.size} elements is too large to be dense")
+        # Lossy values are float32 and may exceed float16. The decoder has refused or zeroed those, unless it was told
+        # not to.
         with np.errstate(over="ignore"):
             values = self.values.decode().astype(self.dtype, copy=False)
         if self.kind is DENSE:
@@ -157,6 +161,7 @@ class Bundle:
 
     def tlv(self, kind: int) -> bytes | None:
         """Return the first optional field of this type, or None."""
+        # Types may repeat in a frame: the first one counts, for every receiver.
         return next((content for t, content in self.tlvs if t == kind), None)
 
     def __len__(self) -> int:

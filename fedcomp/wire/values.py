@@ -18,6 +18,7 @@ from fedcomp.wire.bits import Buffer, pack, packed_size, shuffle, unpack, unshuf
 from fedcomp.wire.errors import Corrupt
 from fedcomp.wire.limits import DTYPE_IDS, FLOATS, NUMPY_DTYPES, require_dtype
 
+# Known to the design and not written by anything yet: an id that is reserved never gets another meaning.
 RESERVED_VALUES: Final = {7: "range-float", 8: "codebook", 9: "pca-coefficients", 10: "spectrum"}
 
 _CHUNK = 1 << 18
@@ -134,6 +135,7 @@ def _view(params: bytes, section: Buffer, dtype: np.dtype[Any]) -> NDArray[Any]:
         array = np.frombuffer(section, dtype)
         if not array.flags.aligned:
             array = array.copy()
+    # A view of bytes cannot be written to; neither can a copy, so that callers see no difference between the two.
     array.flags.writeable = False
     return array
 
@@ -172,6 +174,7 @@ class Raw(Values):
     def pack(self, shuffled: bool = False) -> tuple[bytes, Buffer]:
         if shuffled and self.array.itemsize > 1:
             return _SHUFFLED, shuffle(self.array)
+        # A view: a dense model is joined into the frame without a copy in between.
         return b"", self.array.view(np.uint8).data if self.k else b""
 
     @classmethod
@@ -349,6 +352,7 @@ class Natural(Values):
         word = np.ascontiguousarray(array, np.float32).reshape(-1).view(np.uint32)
         exponent = (word >> np.uint32(23)) & np.uint32(0xFF)
         fraction = (word & np.uint32(0x7FFFFF)).astype(np.float64) * 2.0**-23
+        # Uniforms are below 1, so that a power of two, whose fraction is 0, never moves.
         threshold = np.float64(0.5) if uniforms is None else 1.0 - uniforms
         up = fraction >= threshold
         # Zero and subnormals stay zero, and the largest power of two must not round up to infinity.
