@@ -23,6 +23,7 @@ from fedcomp.layout import Layout, Update, Vector
 from fedcomp.rng import Key
 from fedcomp.wire import Bundle, Expected, Frame, SchemaMismatch, Tensor
 
+# The wire's bins are no longer than that.
 _LONGEST_BIN = 1 << 62
 
 

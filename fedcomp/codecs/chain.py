@@ -47,6 +47,7 @@ class Transform(Configured, ABC):
         return {"id": self.transform_id, **self.get_config()}
 
 
+# Imported when it is named: that package builds on this module, and an import from here would be a circle.
 _LAZY: Final = {"privatise": "fedcomp.privacy.local"}
 
 registry: Registry[Transform] = Registry(Transform, "transform_id", "fedcomp.transforms", lazy=_LAZY)
@@ -102,6 +103,8 @@ class Chain(Wrapper):
         self.codec = codecs.get(codec)
         if self.codec.phases != 1:
             raise ConfigError(f"{self.codec!r} needs {self.codec.phases} exchanges and cannot be chained")
+        # With a transform in front, what the codec promises holds for the transformed update, not for the one that came
+        # in.
         if not self.transforms:
             self.lossless = self.codec.lossless
             self.linear = self.codec.linear

@@ -76,6 +76,7 @@ class ChunkTop1(ListedCodec):
         """Return the sparse tensor of the largest magnitude of every chunk."""
         chunk = self.chunk(stretch)
         indices = select_bins(values, chunk)
+        # The shorter of the two is never longer than "auto", by which `longest` bounds the frame.
         return replace(self.listed(indices, values[indices], stretch), index=f"auto+bins:{chunk}")
 
     def expect(self, stretch: Stretch) -> Expected:

@@ -116,6 +116,7 @@ class DGC(Wrapper):
         )
         if self.clip is not None:
             params.assign(self, clip=params.positive("clip", self.clip))
+            # Made only to fail here, not in the first round: a share may be too small to be a positive number.
             Clip(self._share(self.clip))
 
     def _share(self, clip: float) -> float:

@@ -116,6 +116,7 @@ class ErrorFeedback(Wrapper):
 
     def __post_init__(self) -> None:
         codec = codecs.get(self.codec)
+        # Two memories would both hold what the inner codec left out, and send it twice.
         if codec.remembers or codec.phases != 1:
             why = "has memory of its own" if codec.remembers else f"needs {codec.phases} exchanges"
             raise ConfigError(f"{codec!r} {why}; error feedback wraps a one-exchange codec without memory")
@@ -176,6 +177,7 @@ class ErrorFeedback(Wrapper):
         if self.norm_guard is not None:
             bound = self.norm_guard * norm(update.vector)
             _shorten(left, bound)
+            # Rollback has no update at hand from which the bound could be taken again.
             after["bound"] = np.asarray(bound)
         after["memory"] = left
         if velocity is not None:
@@ -233,6 +235,7 @@ class ErrorFeedback(Wrapper):
     @property
     def _fusible(self) -> bool:
         codec = self.codec
+        # Exactly TopK: a subclass may select or pack in another way than the fused kernel.
         return type(codec) is TopK and codec.scope == "global" and codec.values == "float32"
 
     def _recall(self, layout: Layout, state: State, key: Key) -> tuple[Vector, Vector | None]:
@@ -285,6 +288,7 @@ class ErrorFeedback(Wrapper):
                     out=left[:end],
                 )
             except NonFiniteUpdate:
+                # The kernel sees only the sum; this says whether the update, the memory or their addition is to blame.
                 raise not_finite(update, held) from None
             threshold = step.threshold
             tensors.append(codec.pack_selected(step.indices, step.values, stretch))

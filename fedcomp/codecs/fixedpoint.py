@@ -95,6 +95,7 @@ class FixedPoint(Wrapper):
     def step(self) -> float:
         """The grid's spacing: a float32, as a Python float."""
         with np.errstate(over="ignore", under="ignore"):
+            # Rounded here, because the frame's scale is a float32: both ends multiply by the same number.
             return float(np.float32(self.clip / self.levels))
 
     @property
@@ -244,6 +245,8 @@ class FixedPoint(Wrapper):
         if not isinstance(values, wire.Uniform):
             raise SchemaMismatch(f"expected values on a grid, the frame holds {type(values).__name__}")
         found = (values.bits, values.block, values.scales.tolist(), values.zero_points.tolist())
+        # Compared exactly: a grid that is off in the last place is another one, and its integers must not be added to
+        # these.
         count = min(1, values.k)
         if found != (self.bits, 0, [self.step] * count, [self.levels] * count):
             raise SchemaMismatch(f"the frame's grid {found[:2]} {found[2][:1]} is not that of {self!r}")

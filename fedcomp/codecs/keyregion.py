@@ -160,6 +160,8 @@ class KeyRegion(AdaptiveCodec, ListedCodec):
         if whole.nonzero:
             key_values = _gathered(values, is_key)
             first = _Magnitudes.of(key_values)
+            # Counts subtract exactly, which saves a pass over the rest; only the sum can suffer, and is looked at
+            # below.
             rest = whole.without(first)
             if rest.total < _CANCELLED * whole.total:
                 rest = _Magnitudes.of(_gathered(values, ~is_key))
@@ -189,6 +191,7 @@ class KeyRegion(AdaptiveCodec, ListedCodec):
         """Return the ascending indices that travel; ``after`` is brought up to date in place."""
         histograms, gains, wanted = after["histograms"], after["gains"], after["wanted"]
         chosen: list[NDArray[np.int64]] = []
+        # Nothing lies above infinity: a region without a threshold of its own takes no candidates.
         thresholds = np.full(2, np.inf)
         for region, density in ((_KEY, self.key_density), (_SPARSE, self.sparse_density)):
             blocks, seen = regions[region]

@@ -67,6 +67,7 @@ class ListedCodec(PositionalCodec):
 
     def coded(self, chosen: NDArray[Any]) -> wire.Values:
         """Return values as they travel; what lies beyond the largest number of their format becomes that number."""
+        # Fp16 cuts at its own largest number, and float64 values must not lose digits on the way.
         return VALUES[self.values](chosen if self.values in ("fp16", "float64") else narrowed(chosen))
 
     def wire_dtype(self, dtype: str) -> str:

@@ -53,6 +53,7 @@ class NaturalCompression(PositionalCodec):
         NonFiniteUpdate
             For magnitudes above 2¹²⁷.
         """
+        # Two reductions instead of an absolute value, which would copy the vector.
         largest = float(max(values.max(), -values.min()))
         if largest > _TOP:
             raise NonFiniteUpdate(

@@ -95,12 +95,14 @@ def narrowed(values: NDArray[Any]) -> Vector:
     """Return finite ``values`` in float32; what lies beyond its largest number becomes that number."""
     if values.dtype == np.float32:
         return values
+    # Cut before the conversion, which would make infinity of it: no receiver takes that.
     largest = float(np.finfo(np.float32).max)
     return np.clip(values, -largest, largest).astype(np.float32)
 
 
 def add_scaled(out: Vector, values: Vector, weight: np.float32) -> None:
     """Do ``out += weight * values`` in float32, block by block: no temporary of the vector's size."""
+    # A factor of 1 changes no bit; without it there is no product to store.
     if weight == 1.0:
         out += values
         return
@@ -152,6 +154,7 @@ class Packing(ABC):
         if expected.value_codecs is None or len(expected.value_codecs) != 1:
             return None
         values = wire.VALUE_BY_NAME[next(iter(expected.value_codecs))]
+        # Both ends draw a seeded support from the round's key: it is known, and not even the seed has to travel.
         index = "none" if expected.kinds == {DENSE} else "known" if self.index == "seeded" else self.index
         if index not in wire.SECTION_INDEX:
             return None
@@ -229,6 +232,7 @@ class PositionalCodec(Packing, Codec):
     def open(self, frame: Frame | Bundle, layout: Layout) -> Bundle:
         """Parse ``frame`` and check every tensor with :meth:`check`. A bundle is checked, too, and returned."""
         bundle = super().open(frame, layout)
+        # Bytes were just decoded against this schema; a bundle may have been opened for another codec or model.
         if isinstance(frame, Bundle):
             _require_schema(bundle, self.schema(layout))
         parts = self.stretches(layout)
@@ -254,6 +258,7 @@ class PositionalCodec(Packing, Codec):
             if tensor.indices is None:
                 out[where] = tensor.values.decode()
             else:
+                # `out[where]` is a view, so that this reaches `out`.
                 out[where][tensor.indices] = tensor.values.decode()
         return out
 
@@ -319,6 +324,7 @@ class AdaptiveCodec(PositionalCodec):
         StateError
             When the state lacks an array of a stretch, or one has another dtype or shape or holds NaN or infinity.
         """
+        # All are checked before the first is used, so that a damaged state fails before any work is done.
         known = [self._known(stretch, state) for stretch in parts]
         tensors: list[Tensor] = []
         after: State = {}

@@ -51,5 +51,7 @@ class RandomBlock(RandomK):
         density = to_float(self.density if stretch.density is None else stretch.density)
         numerator, denominator = density.as_integer_ratio()
         b = numerator * stretch.size // denominator
+        # The float nearest to 0.29 lies below it, and so does its exact product with 100; but 29 / 100 rounds to that
+        # float.
         above = b < stretch.size and (b + 1) / stretch.size <= density
         return max(1, b + 1 if above else b)

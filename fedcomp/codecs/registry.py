@@ -78,6 +78,7 @@ class Registry(Generic[T]):
         if held is None and self._lazy.get(name, cls.__module__) != cls.__module__:
             importlib.import_module(self._lazy[name])
             held = self._classes.get(name)
+        # By name, not by identity: a module that is reloaded registers its class again as another object.
         same = held is not None and (held.__module__, held.__qualname__) == (cls.__module__, cls.__qualname__)
         if held is not None and not same and not replace:
             raise ConfigError(
@@ -147,9 +148,11 @@ class Registry(Generic[T]):
         cls: Any = self.find(config["id"])
         parameters = {k: v for k, v in config.items() if k != "id"}
         try:
+            # Bound before the call: a TypeError from inside the constructor would be taken for a wrong parameter.
             inspect.signature(cls).bind(**parameters)
         except TypeError as error:
             accepted = ", ".join(inspect.signature(cls).parameters) or "none"
+            # Python repeats the name of the parameter, which is a peer's and may be of any length.
             reason = str(error)[:_LONGEST_REASON]
             raise ConfigError(f"{kind} {config['id']!r}: {reason}; its parameters are: {accepted}") from None
         created: T = cls.from_config(parameters)
@@ -161,6 +164,8 @@ def _nested_deeper(config: Any, most: int) -> bool:
     level = {id(config): config}
     for _ in range(most):
         inner = (v for c in level.values() for v in (c.values() if isinstance(c, Mapping) else c))
+        # By identity: one list that stands in another many times over is looked at once, or the levels would grow
+        # without bound.
         level = {id(v): v for v in inner if isinstance(v, Mapping | list | tuple)}
         if not level:
             return False

@@ -42,6 +42,7 @@ SELECTORS: Final = ("exact", "chunk")
 _WAITING: Final = "update"
 _BLOCK: Final = "support"
 _BLOCK_ID: Final = "support-id"
+# An id on the wire has 64 bits: 43 for the round's support, 20 for the stretch.
 _STRETCH_BITS: Final = 20
 _INDICES: Final = (*wire.PLAIN, "complement", "bins")
 
@@ -254,6 +255,7 @@ class ScaleCom(Wrapper):
         require_finite(update)
         settled = self.settle(state, update.layout)
         with np.errstate(over="ignore", invalid="ignore"):
+            # Formed only to be checked: a sum that overflows has to fail here, before a support is chosen from it.
             total = settled["memory"] + update.vector
         if not all_finite(total):
             raise not_finite(update, {"memory": settled["memory"]})
@@ -297,6 +299,7 @@ class ScaleCom(Wrapper):
             raise StateError("no update waits for a support here; train first")
         update = Update(vector_of(state, _WAITING, layout), layout)
         frame, after = self._feedback(self.on(supports, support_id)).encode(update, _kept(state), key)
+        # Kept as an index block, which takes a byte or two per index where the array takes eight.
         block = np.frombuffer(support_frame(supports, self, layout), np.uint8)
         return frame, {**after, _BLOCK: block, _BLOCK_ID: np.asarray(support_id, np.int64)}
 

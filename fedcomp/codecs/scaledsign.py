@@ -154,6 +154,7 @@ def _means(values: NDArray[Any], block: int) -> NDArray[np.float32]:
     if block == 0:
         parts = (np.abs(values[i : i + _BLOCK]).sum(dtype=np.float64) for i in range(0, values.size, _BLOCK))
         return narrowed(np.full(1, float(sum(parts)) / values.size))
+    # Whole blocks at a time: one that is cut in two would get two means.
     step = max(1, _BLOCK // block) * block
     parts = (wire.SignScale.quantise(values[i : i + step], block).scales for i in range(0, values.size, step))
     return np.concatenate(list(parts))

@@ -50,6 +50,7 @@ was wanted, cut to the exact top k; less than half of it."""
 
 _STEP = 20  # first-stage densities are kept as multiples of 1/20
 _FIRST_RANGE = (1, 10)
+# More than log2(n / k) of any tensor that fits a machine, which bounds the stages in any case.
 _MOST_STAGES = 64
 
 
@@ -293,6 +294,7 @@ class SIDCo(AdaptiveCodec, ListedCodec):
         low, high = _FIRST_RANGE
         # A stored state is checked for dtype and shape, not for range; what is out of range is clamped.
         search = search._replace(first=min(max(search.first, low), high))
+        # A stored state may come from another density, whose limit was higher.
         stages = min(max(search.stages, 1), self.most_stages(stretch))
         estimate = estimate_threshold(values, k / stretch.size, self.family, stages, search.first / _STEP)
         indices = select_above(values, estimate.threshold)
@@ -316,6 +318,8 @@ class SIDCo(AdaptiveCodec, ListedCodec):
         if estimate.stages and self.adapt != "off":
             total, previous = state["ratios"].tolist()
             search = search._replace(stages=stages, calls=search.calls + 1)
+            # What the estimate gave, before the safety net trims or completes it: that is what the stages are judged
+            # by.
             total += found / k
             if search.calls >= PERIOD:
                 mean = total / search.calls

@@ -75,6 +75,7 @@ def similarity(
     for part in parts:
         k = int(np.count_nonzero(chosen[part]))
         if k:
+            # Stable, so that ties go to the lowest index, as they do when a leader selects.
             best[np.argsort(-energy[part], kind="stable")[:k] + part.start] = True
     everything = float(energy.sum())
     return Similarity(

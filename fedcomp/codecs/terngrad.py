@@ -67,6 +67,7 @@ class TernGrad(PositionalCodec):
 
     def pack(self, values: Vector, stretch: Stretch, key: Key) -> Tensor:
         """Return the dense tensor of trits and their scale."""
+        # The absolute value is for zeros alone: -0.0 and 0.0 would make two frames of the same vector.
         scale = np.abs(np.maximum(values.max(), -values.min()))
         if self.clip and (deviation := _deviation(values)):
             scale = np.float32(min(float(scale), self.clip * deviation))

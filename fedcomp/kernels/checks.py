@@ -23,6 +23,7 @@ def check_out(out: Floats, shape: tuple[int, ...]) -> None:
 
 def bits_of(vector: Floats) -> Bits:
     """Return the vector, made contiguous and aligned where it is not, seen as int32."""
+    # Compiled code addresses memory itself and knows neither strides nor odd addresses.
     return np.require(vector, requirements=["C", "A"]).view(np.int32)
 
 

@@ -108,6 +108,7 @@ def _collect(bits, threshold, capacity, indices, magnitudes):
         word = block_hits(bits, start, threshold)
         if word:
             if written > capacity:
+                # The guess was too low: what has been found is thrown away, so that going on would only take time.
                 return -1
             written = _compact(word, start, bits, indices, magnitudes, written)
     if written > capacity:
@@ -161,6 +162,7 @@ def _finish(indices, magnitudes, threshold, k, out):
     written = 0
     for j in range(magnitudes.size):
         tie = (magnitudes[j] == threshold) & (ties > 0)
+        # Arithmetic in place of branches, which a processor could not predict here.
         ties -= tie
         out[written] = indices[j]
         written += (magnitudes[j] > threshold) | tie

@@ -237,6 +237,7 @@ def _adaptive_bins(residue, update, out, total, bits, soft, length, add, state, 
     while first < bins:
         last = min(first + max(1, _CHUNK // length), bins)
         start, end = first * length, min(last * length, total.size)
+        # Room for all of a chunk: no bin can stop half-way and go on in another piece of memory.
         if indices.size < written + end - start + SLACK:
             break
         whole = max(first, min(last, full))
@@ -250,6 +251,8 @@ def _adaptive_bins(residue, update, out, total, bits, soft, length, add, state, 
             for b in range(first, whole):
                 word, peak, worse = _adaptive_tiny(total, update, soft, b * length, length)
                 written = append(word, b * length, indices, written)
+                # In float64 and in the order of the bins, as the numpy tier's running sum: both tiers give the same
+                # bits.
                 peaks[0] += np.float64(_as_float(peak))
                 bad |= worse
         elif length <= 64:
@@ -276,6 +279,8 @@ def _adaptive_bins(residue, update, out, total, bits, soft, length, add, state, 
                     peak, most = _peaks(residue, update, soft, at, length, out)
                 peaks[0] += np.float64(_as_float(peak))
                 bad |= np.uint64(most >= INFINITY)
+                # The second look is for bins in which something passes; where the update opposes the residue, nothing
+                # may.
                 if most >= peak:
                     written = _search_long(total, update, soft, at, length, peak, indices, written)
         for b in range(whole, last):

@@ -57,6 +57,7 @@ def _bin(lanes: int) -> Any:
             low, high = (
                 word_of(builder, builder.icmp_signed("==", part, splat(builder, peak, vector))) for part in parts
             )
+            # Lanes in the overlap set the same bit twice.
             word = builder.or_(low, builder.shl(high, second))
             return context.make_tuple(builder, signature.return_type, [word, peak])
 
@@ -109,6 +110,7 @@ def _bin_long(typingctx: Any, bits: Any, start: Any, length: Any) -> Any:
             before = builder.load(held)
             more = builder.icmp_signed(">", block, before)
             builder.store(builder.select(more, block, before), held)
+            # Positions within a bin fit 32 bits: this tier takes no vector of 2**32 elements.
             here = builder.add(lane, splat(builder, builder.trunc(offset, I32), vector))
             builder.store(builder.select(more, here, builder.load(where)), where)
 
@@ -119,6 +121,7 @@ def _bin_long(typingctx: Any, bits: Any, start: Any, length: Any) -> Any:
         look(builder.sub(length, width))
         peak = largest_lane(builder, builder.load(held))
         top = builder.icmp_signed("==", builder.load(held), splat(builder, peak, vector))
+        # Lanes without the largest get a position above all others, and never win the minimum.
         first = smallest_lane(
             builder, builder.select(top, builder.load(where), ir.Constant(vector, [2**32 - 1] * WIDTH))
         )

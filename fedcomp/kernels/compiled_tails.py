@@ -93,6 +93,7 @@ def _add_tail(typingctx: Any, bits: Any, begin: Any, limit: Any, blocks: Any, ab
 def _split(builder: Any, values: Any) -> tuple[Any, Any]:
     """Return exponents and mantissas in [1, 2) of positive normal float64 lanes."""
     bits = builder.bitcast(values, _LONGS)
+    # Differences of float32 values are at least 2**-149: normal numbers in float64, whatever the input.
     exponents = builder.sub(
         builder.lshr(bits, ir.Constant(_LONGS, [52] * LANES)), ir.Constant(_LONGS, [_EXPONENT_BIAS] * LANES)
     )
@@ -109,6 +110,7 @@ def _multiply_tail(
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         one = ir.Constant(_DOUBLES, [1.0] * LANES)
+        # A lane multiplies 64 mantissas per call, each below 2: the product stays below 2**64.
         factor = cgutils.alloca_once_value(builder, one)
         added = cgutils.alloca_once_value(builder, ir.Constant(_LONGS, [0] * LANES))
         for _, rows in _each_hit(context, builder, signature, args):
@@ -217,6 +219,7 @@ def tail_product(bits: Bits, limit: int, origin: float) -> tuple[int, NDArray[np
 def _full_and_rest(bits: Bits) -> list[Bits]:
     """Return the full blocks of the sums, and what is left filled up to a multiple of 64 with zeros."""
     full = bits.size // BLOCK * BLOCK
+    # Zeros lie above no limit, so that what is filled up adds nothing.
     rest = np.zeros(-(-(bits.size - full) // WIDTH) * WIDTH, np.int32)
     rest[: bits.size - full] = bits[full:]
     return [bits[:full], rest]

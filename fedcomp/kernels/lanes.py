@@ -96,6 +96,7 @@ def prefetch(
     pointer = ir.IntType(8).as_pointer()
     declared = ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
     function = cgutils.get_or_insert_function(builder.module, declared, "llvm.prefetch.p0i8")
+    # A cache line holds 16 elements of four bytes.
     for line in range(ahead, ahead + lanes, 16):
         address = builder.gep(data, [builder.add(start, ir.Constant(I64, line))])
         # To be read, kept in all levels, data.
@@ -257,6 +258,7 @@ class Pieces:
             self._put_by()
             return np.concatenate(self._full)
         # A large array shrinks where it stands.
+        # Kernels had this memory for the length of a call: nobody else refers to it.
         self._room.resize(self.state[1], refcheck=False)
         return self._room
 

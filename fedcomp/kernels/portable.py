@@ -108,6 +108,7 @@ def take_scaled(values: Floats, indices: NDArray[np.int64], scale: np.float32) -
 
 def find_above(bits: Bits, limit: int) -> int:
     """See :meth:`fedcomp.kernels.interface.Ops.find_above`."""
+    # In chunks: the first hit is mostly near the beginning, and what follows need not be compared.
     for start in range(0, bits.size, _CHUNK):
         hits = (bits[start : start + _CHUNK] & np.int32(MAGNITUDE)) > np.int32(limit)
         first = int(hits.argmax())

@@ -151,6 +151,7 @@ def feedback_step(
         # No candidates are wanted, only the sum: nothing finite reaches this threshold.
         kernels.add_collect(memory, update, decay, out, INFINITY, 0)
         require_finite(bits)
+        # Here k is 0 or all: either way the list of indices is known without a search.
         indices = np.arange(k)
         return FeedbackStep(indices, kernels.take_clear(out, indices), out, 0.0)
     guess = _guess_of_sum(memory, update, decay, k, seed) if threshold is None else _to_bits(threshold * _WARM)
@@ -187,6 +188,7 @@ def _capacity(size: int, k: int) -> int:
 
 def _starts(size: int, seed: int) -> NDArray[np.int64]:
     """Return random line numbers for a sample of about ``size / 128`` elements (splitmix64 of seed and counter)."""
+    # Whole cache lines are sampled: a single element costs the same miss as its fifteen neighbours.
     lines = size // _RUN
     count = min(lines, max(size // _FRACTION, _MIN_SAMPLE) // _RUN)
     x = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
@@ -194,6 +196,7 @@ def _starts(size: int, seed: int) -> NDArray[np.int64]:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     x ^= x >> np.uint64(31)
+    # A remainder favours small numbers a little, which does not matter: the sample decides about time only.
     return (x % np.uint64(max(lines, 1))).astype(np.int64)
 
 

@@ -75,6 +75,8 @@ def exceedances(vector: Floats, threshold: float = 0.0, *, logs: bool = False, t
     first = kernels.find_above(bits, limit)
     if first < 0:
         return Exceedances(0, math.nan, math.nan, math.nan)
+    # A value from the data itself: about 0 the variance of nearly equal magnitudes would be a difference of large
+    # squares.
     about = abs(float(bits[first].view(np.float32)))
     # Everything before the first exceedance adds nothing; whole blocks keep the alignment.
     rest = bits[first // LANES * LANES :]

@@ -40,6 +40,7 @@ def ops(tier: Tier, size: int) -> Ops:
         raise ConfigError("kernel tier 'numba' was asked for but numba is not installed; use 'auto' or 'numpy'")
     if size >= 2**32:
         raise ConfigError(f"kernel tier 'numba' reaches to 2**32 elements, not {size}; use 'auto' or 'numpy'")
+    # Only now: importing it imports numba, which takes a second and more.
     from fedcomp.kernels import compiled
 
     return compiled
