@@ -39,17 +39,17 @@ EncoderMode = Literal["systematic", "random", "cauchy"]
 
 
 class GenerationShape(NamedTuple):
-    """How a payload is cut: ``generations`` of ``symbols`` of ``symbol_bytes``, and ``private`` random ones in each."""
+    """How a payload is cut: ``generations``, each of ``symbols`` pieces and ``threshold`` random ones, S bytes long."""
 
     symbols: int
-    private: int
+    threshold: int
     symbol_bytes: int
     generations: int
 
     @property
     def coded(self) -> int:
-        """K of the packets: data symbols and private ones; so many independent packets decode."""
-        return self.symbols + self.private
+        """K of the packets: data symbols and random ones; so many independent packets decode."""
+        return self.symbols + self.threshold
 
 
 def symbols_for(payload_len: int, wanted: int) -> int:
@@ -67,7 +67,7 @@ def symbols_for(payload_len: int, wanted: int) -> int:
     return wanted if payload_len >= wanted else max(1, -(-payload_len // 64))
 
 
-def shape_of(payload_len: int, wanted: int, *, private: int = 0, align: int = ALIGN) -> GenerationShape:
+def shape_of(payload_len: int, wanted: int, *, threshold: int = 0, align: int = ALIGN) -> GenerationShape:
     """Return how a payload of ``payload_len`` bytes is cut into ``wanted`` symbols per generation.
 
     Raises
@@ -77,21 +77,21 @@ def shape_of(payload_len: int, wanted: int, *, private: int = 0, align: int = AL
     """
     if not 0 <= payload_len <= MAX_PAYLOAD:
         raise ConfigError(f"a payload of {payload_len} bytes; a packet's header counts to {MAX_PAYLOAD}")
-    if private < 0:
-        raise ConfigError(f"private = {private}; the number of private symbols cannot be negative")
+    if threshold < 0:
+        raise ConfigError(f"threshold = {threshold}; the number of random symbols cannot be negative")
     if not 1 <= align <= ALIGN:
         raise ConfigError(f"align = {align}; symbols are padded to a multiple of 1 to {ALIGN} bytes")
     symbols = symbols_for(payload_len, wanted)
     wished = max(1, -(-payload_len // GENERATION_BYTES))
     symbol_bytes = -(-payload_len // (wished * symbols) // align) * align
     # Padding may have made room enough for all in fewer generations.
-    return GenerationShape(symbols, private, symbol_bytes, max(1, -(-payload_len // max(1, symbols * symbol_bytes))))
+    return GenerationShape(symbols, threshold, symbol_bytes, max(1, -(-payload_len // max(1, symbols * symbol_bytes))))
 
 
 def payload_digest(payload: bytes | memoryview, hidden: bytes | memoryview = b"") -> bytes:
-    """Return the 8-byte BLAKE2b digest of a payload, of its private random symbols after it where there are some.
+    """Return the 8-byte BLAKE2b digest of a payload, followed by its random symbols where there are some.
 
-    With private symbols the digest covers them too: a digest of the payload alone, readable in every packet, would let
+    With random symbols the digest covers them too: a digest of the payload alone, readable in every packet, would let
     a relay test guesses of what it must learn nothing about.
     """
     state = hashlib.blake2b(payload, digest_size=DIGEST_BYTES)
@@ -160,18 +160,18 @@ class Encoder(ABC):
         K that is wanted, 1 to 1024; short payloads get fewer, see :func:`symbols_for`.
     shards : int, optional
         How many packets will be asked for; for RLNC no limit by default, for MDS as many as the field has.
-    private : int
-        T. So many uniformly random symbols are coded along, such that any T packets are independent of the payload;
-        K + T packets decode. Code "mds" only; all packets are then Cauchy rows.
+    threshold : int
+        T, the privacy threshold: any T packets are independent of the payload, since T uniformly random symbols are
+        coded along with it; K + T packets decode. Code "mds" only; all packets are then Cauchy rows.
     align : int
         Symbols are padded to a multiple of so many bytes, 1 to 64.
     insecure_seed : int, optional
-        Draws the private symbols from a public stream instead of the operating system: for tests only.
+        Draws the random symbols from a public stream instead of the operating system: for tests only.
 
     Attributes
     ----------
     symbols : int
-        K of the packets, private symbols included: so many independent packets decode.
+        K of the packets, random symbols included: so many independent packets decode.
     symbol_bytes, generations : int
         S, and how many symbols a packet carries.
     shards : int or None
@@ -189,7 +189,7 @@ class Encoder(ABC):
         *,
         symbols: int,
         shards: int | None = None,
-        private: int = 0,
+        threshold: int = 0,
         align: int = ALIGN,
         insecure_seed: int | None = None,
     ) -> None:
@@ -197,7 +197,7 @@ class Encoder(ABC):
         # Numbers out of an array have 64 bits, and the streams that are named by these wrap around.
         symbols, round, source = index(symbols), index(place.round), index(place.source)
         run = place.run if isinstance(place.run, bytes) else index(place.run)
-        self.shape = shape_of(len(view), symbols, private=private, align=align)
+        self.shape = shape_of(len(view), symbols, threshold=threshold, align=align)
         self.symbols = self.shape.coded
         self.symbol_bytes = self.shape.symbol_bytes
         self.generations = self.shape.generations
@@ -207,13 +207,13 @@ class Encoder(ABC):
         most = self._most_shards()
         if shards is not None and shards < self.symbols:
             raise ConfigError(
-                f"shards = {shards} of {self.symbols} symbols (private ones included); no receiver could ever decode. "
+                f"shards = {shards} of {self.symbols} symbols (random ones included); no receiver could ever decode. "
                 f"Make at least {self.symbols} shards, or fewer symbols"
             )
         if most is not None and max(self.symbols, shards or 0) > most:
             raise ConfigError(
                 f"code {self.code!r} has at most {most} shards for {self.symbols} symbols; "
-                f"{max(self.symbols, shards or 0)} are needed. Take fewer symbols, or code 'rlnc' if none is private"
+                f"{max(self.symbols, shards or 0)} are needed. Take fewer symbols, or code 'rlnc' if threshold is 0"
             )
         self.shards = most if shards is None else shards
         self.round, self.source, self.run = round, source, run
@@ -281,7 +281,7 @@ class Encoder(ABC):
 
     def _cut(self, view: memoryview, insecure_seed: int | None) -> NDArray[np.uint8]:
         """Return the symbols, shape (generations, symbols, symbol_bytes); a view of the payload when it fits."""
-        symbols, private, symbol_bytes, generations = self.shape
+        symbols, threshold, symbol_bytes, generations = self.shape
         whole = generations * symbols * symbol_bytes
         if len(view) == whole:
             flat = np.frombuffer(view, np.uint8) if whole else np.zeros(0, np.uint8)
@@ -289,11 +289,11 @@ class Encoder(ABC):
             flat = np.zeros(whole, np.uint8)
             flat[: len(view)] = np.frombuffer(view, np.uint8)
         data = flat.reshape(generations, symbols, symbol_bytes)
-        if not private:
+        if not threshold:
             return data
-        hidden = private * generations * symbol_bytes
+        hidden = threshold * generations * symbol_bytes
         noise = os.urandom(hidden) if insecure_seed is None else SplitMix64(insecure_seed).bytes(hidden).tobytes()
-        drawn = np.array(memoryview(noise), np.uint8).reshape(generations, private, symbol_bytes)
+        drawn = np.array(memoryview(noise), np.uint8).reshape(generations, threshold, symbol_bytes)
         return np.concatenate([data, drawn], axis=1)
 
 

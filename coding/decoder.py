@@ -57,18 +57,18 @@ class Decoder:
     limits : PacketLimits, optional
     expect : (round, source), optional
         Refuse packets of any other.
-    private : int
-        T: how many of the K symbols are random ones that are thrown away, known from the plan.
+    threshold : int
+        T of the encoder, known from the plan: the last T of the K symbols are random and are thrown away.
     """
 
     def __init__(
-        self, *, limits: PacketLimits | None = None, expect: tuple[int, int] | None = None, private: int = 0
+        self, *, limits: PacketLimits | None = None, expect: tuple[int, int] | None = None, threshold: int = 0
     ) -> None:
-        if private < 0:
-            raise ConfigError(f"private = {private}; the number of private symbols cannot be negative")
+        if threshold < 0:
+            raise ConfigError(f"threshold = {threshold}; the number of random symbols cannot be negative")
         self.limits = limits or PacketLimits()
         self.expect = expect
-        self.private = private
+        self.threshold = threshold
         self._held: _Held | None = None
         self._surplus: list[Row] = []
         self._received = self._dependent = self._bytes = 0
@@ -81,7 +81,7 @@ class Decoder:
 
     @property
     def symbols(self) -> int:
-        """K, private symbols included; 0 before the first packet."""
+        """K, random symbols included; 0 before the first packet."""
         return 0 if self._held is None else self._held.head.symbols
 
     @property
@@ -111,7 +111,7 @@ class Decoder:
             When the packet belongs to another payload, or is more than this receiver accepts. Nothing has changed then.
         """
         head = admit(packet, self.limits, None if self._held is None else self._held.head)
-        held = self._held = self._held or _store(head, self.private, self.expect)
+        held = self._held = self._held or _store(head, self.threshold, self.expect)
         self._received += 1
         self._bytes += packet.wire_bytes
         symbol = packet.number if packet.mode is Mode.SYSTEMATIC else None
@@ -128,15 +128,15 @@ class Decoder:
         PacketError
             When the other decodes another payload.
         ConfigError
-            When it was told of another number of private symbols.
+            When it was told of another number of random symbols.
         """
-        if other.private != self.private:
-            raise ConfigError(f"private = {other.private} merged into a decoder with private = {self.private}")
+        if other.threshold != self.threshold:
+            raise ConfigError(f"threshold = {other.threshold} merged into a decoder with threshold = {self.threshold}")
         if other._held is None or other is self:
             return 0
         if self._held is not None:
             self._held.head.require_same(other._held.head)
-        held = self._held = self._held or _store(other._held.head, self.private, self.expect)
+        held = self._held = self._held or _store(other._held.head, self.threshold, self.expect)
         gained = 0
         if not self._verified:
             for slot in range(other.rank):
@@ -163,9 +163,9 @@ class Decoder:
             When the digest differs and cannot be made to fit: a packet was forged, or is not of this payload.
         """
         held = self._complete()
-        data = _assembled(held, self.private)
-        if not self._verified and not _genuine(held, self.private, data):
-            data = _repaired(held, self.private, self._surplus)
+        data = _assembled(held, self.threshold)
+        if not self._verified and not _genuine(held, self.threshold, data):
+            data = _repaired(held, self.threshold, self._surplus)
             self._repaired = True
         self._verified = True
         # Surplus packets were kept for a repair alone, and the payload is verified now.
@@ -197,7 +197,7 @@ class Decoder:
         """
         if self._held is None:
             raise NotDecodable("no packet has arrived; nothing is known of the payload")
-        held, data_symbols = self._held, self.symbols - self.private
+        held, data_symbols = self._held, self.symbols - self.threshold
         if not 0 <= index < data_symbols * held.head.generations:
             raise ConfigError(f"symbol {index}; the payload has {data_symbols * held.head.generations}")
         generation, column = divmod(index, data_symbols)
@@ -210,7 +210,7 @@ class Decoder:
         """Return every symbol that is determined, by its index; see :meth:`symbol`. Nothing that arrived is lost."""
         if self._held is None:
             return {}
-        held, data_symbols = self._held, self.symbols - self.private
+        held, data_symbols = self._held, self.symbols - self.threshold
         found = {}
         for column, values in held.determined(range(data_symbols)).items():
             for generation, value in enumerate(values):
@@ -250,11 +250,11 @@ class Decoder:
         return False
 
 
-def _store(head: PayloadHead, private: int, expect: tuple[int, int] | None) -> _Held:
+def _store(head: PayloadHead, threshold: int, expect: tuple[int, int] | None) -> _Held:
     """Return an empty store for a payload.
 
     The header's figures are bound to each other, so that what is allocated is the payload, which the limits bound,
-    with its padding and its private symbols.
+    with its padding and its random symbols.
 
     Raises
     ------
@@ -263,9 +263,9 @@ def _store(head: PayloadHead, private: int, expect: tuple[int, int] | None) -> _
     """
     if expect is not None and (head.round, head.source) != expect:
         raise PacketError(f"round and source {head.round, head.source}; this decoder expects {expect}")
-    data_symbols = head.symbols - private
+    data_symbols = head.symbols - threshold
     if data_symbols < 1:
-        raise PacketError(f"K = {head.symbols} with {private} private symbols; none is left for the payload")
+        raise PacketError(f"K = {head.symbols} with {threshold} random symbols; none is left for the payload")
     if head.first_generation:
         raise PacketError(f"first generation {head.first_generation}; this decoder takes packets of whole payloads")
     length, row = head.payload_bytes, data_symbols * head.symbol_bytes
@@ -281,25 +281,25 @@ def _store(head: PayloadHead, private: int, expect: tuple[int, int] | None) -> _
     return _Held(head)
 
 
-def _assembled(held: _Held, private: int) -> bytes:
+def _assembled(held: _Held, threshold: int) -> bytes:
     """Return the payload, without its padding, in one copy of what arrived and what was made."""
-    pieces = held.pieces(range(held.head.symbols - private))
+    pieces = held.pieces(range(held.head.symbols - threshold))
     whole, rest = divmod(held.head.payload_bytes, max(1, held.head.symbol_bytes))
     return b"".join(pieces[:whole] + [piece[:rest] for piece in pieces[whole : whole + 1]])
 
 
-def _genuine(held: _Held, private: int, data: bytes) -> bool:
-    """Whether a payload, with the private symbols that were decoded beside it, has its digest."""
-    hidden = b"".join(held.pieces(range(held.head.symbols - private, held.head.symbols)))
+def _genuine(held: _Held, threshold: int, data: bytes) -> bool:
+    """Whether a payload, with the random symbols that were decoded beside it, has its digest."""
+    hidden = b"".join(held.pieces(range(held.head.symbols - threshold, held.head.symbols)))
     return payload_digest(data, hidden) == held.head.digest
 
 
-def _repaired(held: _Held, private: int, surplus: list[Row]) -> bytes:
+def _repaired(held: _Held, threshold: int, surplus: list[Row]) -> bytes:
     """Return the payload with one packet corrected by the surplus ones, or raise CorruptGeneration."""
     for column, change in _suspects(held, surplus):
         held.correct(column, change)
-        data = _assembled(held, private)
-        if _genuine(held, private, data):
+        data = _assembled(held, threshold)
+        if _genuine(held, threshold, data):
             return data
         # Addition is XOR: the same correction a second time takes it back.
         held.correct(column, change)

@@ -4,7 +4,7 @@ The generator is the identity over a Cauchy matrix, whose square submatrices are
 XOR-based erasure-resilient coding scheme", ICSI TR-95-048, 1995; recalled). Powers 2^(ij) under an identity do not have
 that property, although they are often used. The field has 256 points, so symbols and parities together are at most 256.
 
-With ``private=T`` the T last symbols are uniformly random and every packet is a Cauchy row over all K + T. In any T
+With ``threshold=T`` the T last symbols are uniformly random and every packet is a Cauchy row over all K + T. In any T
 packets the random part is a T by T Cauchy submatrix, invertible, times uniform symbols: uniform, and independent of the
 payload (derived). This hides bodies, not headers: length, round and source are readable.
 """
@@ -30,7 +30,7 @@ class MdsEncoder(Encoder):
     ) -> None:
         check_mode("mds", mode, ("systematic", "cauchy"))
         # A systematic packet would be a piece of the payload in the clear.
-        self.systematic = mode == "systematic" and not common.get("private")
+        self.systematic = mode == "systematic" and not common.get("threshold")
         super().__init__(payload, place, **common)
 
     def _most_shards(self) -> int:

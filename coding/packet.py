@@ -68,7 +68,7 @@ class PacketLimits:
     Parameters
     ----------
     max_symbols : int
-        K, at most 65535; includes private symbols.
+        K, at most 65535; includes random symbols.
     max_symbol_bytes : int
         S. One symbol of one generation.
     max_payload : int
@@ -114,7 +114,7 @@ class Packet:
     round, source : int
         The source is an index inside the round's plan, not a node id. 32 bits each.
     symbols : int
-        K, private symbols included.
+        K, random symbols included.
     payload_bytes : int
         Length of the whole payload; what follows it is padding.
     digest : bytes

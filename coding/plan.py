@@ -85,7 +85,7 @@ def shards(
     Parameters
     ----------
     symbols : int
-        K; with private symbols, all that are coded.
+        K; with random symbols, all that are coded.
     loss : float
         Probability that one shard is lost, 0 <= loss < 1.
     target : float

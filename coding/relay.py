@@ -1,6 +1,6 @@
 """Relayed shards: everybody's payload spread over the others, so that its owner may vanish. No network in here.
 
-A contributor turns its payload, whatever bytes these are, into N packets of which any K (K + T with T private symbols)
+A contributor turns its payload, whatever bytes these are, into N packets of which any K (K + T with T random symbols)
 decode, and hands one to each of N relays. From the moment K have arrived nobody needs the contributor any more. The
 server asks relays for what they hold, as many of them as are needed and no more, decodes every source that is complete
 and leaves the others out whole: what is added up afterwards is bytes that were decoded and whose digest is right.
@@ -50,7 +50,7 @@ def choose(
     shards: int = 0,
     loss: float | None = None,
     target: float = 0.999,
-    private: int = 0,
+    threshold: int = 0,
 ) -> tuple[int, int]:
     """Return (K, N) for a round with so many possible relays.
 
@@ -65,8 +65,8 @@ def choose(
         N; 0 takes what K and ``loss`` ask for where both are given, otherwise all relays.
     loss, target : float
         Share of relays that vanishes, 0.1 where nobody says, and the wanted probability of decoding.
-    private : int
-        T random symbols on top of K.
+    threshold : int
+        T, the privacy threshold: any T relays together learn nothing of the payload, and K + T shards decode.
 
     Raises
     ------
@@ -75,50 +75,52 @@ def choose(
     NotDecodable
         When these relays are too few for them: another round may have more.
     """
-    check(code=code, symbols=symbols, shards=shards, private=private)
+    check(code=code, symbols=symbols, shards=shards, threshold=threshold)
     expected = DEFAULT_LOSS if loss is None else loss
     # Any K packets of Reed-Solomon decode; random ones over 256 elements are dependent now and then.
     order = None if code == "mds" else 256
     if shards:
         count = shards
     elif symbols and loss is not None:
-        count = shards_for(symbols + private, loss, target, order=order)
+        count = shards_for(symbols + threshold, loss, target, order=order)
     else:
         count = relays
     if count > relays:
         raise NotDecodable(f"{count} shards need as many relays, only {relays} take part in this round")
     wanted = symbols or 1
     if not symbols:
-        sizes = range(min(DEFAULT_SYMBOLS, count - private), 1, -1)
-        wanted = next((k for k in sizes if success(k + private, count, expected, order) >= target), 1)
-    if count < wanted + private:
+        sizes = range(min(DEFAULT_SYMBOLS, count - threshold), 1, -1)
+        wanted = next((k for k in sizes if success(k + threshold, count, expected, order) >= target), 1)
+    if count < wanted + threshold:
         raise NotDecodable(
-            f"{count} relays take part, but {wanted + private} shards are needed to decode (K = {wanted}, "
-            f"{private} private): set fewer symbols, or wait for more clients"
+            f"{count} relays take part, but {wanted + threshold} shards are needed to decode (K = {wanted}, "
+            f"T = {threshold}): set fewer symbols, or wait for more clients"
         )
     return wanted, count
 
 
-def check(*, code: str, symbols: int, shards: int, private: int) -> None:
+def check(*, code: str, symbols: int, shards: int, threshold: int) -> None:
     """Refuse numbers that can never work.
 
     Raises
     ------
     ConfigError
-        When N is less than K + T, the field has too few points, or a random code is asked to be private.
+        When N is less than K + T, the field has too few points, or a random code is given a threshold.
     """
-    if private and code != "mds":
+    if threshold and code != "mds":
         raise ConfigError(
-            f"private={private} needs code='mds': nothing guarantees that T shards of a random code tell nothing, some "
-            "combination of them may be free of the random symbols"
+            f"threshold={threshold} needs code='mds': nothing guarantees that T shards of a random code tell nothing, "
+            "some combination of them may be free of the random symbols"
         )
-    if shards and symbols and shards < symbols + private:
-        raise ConfigError(f"shards={shards} are fewer than the {symbols + private} that decoding needs (K + private)")
-    if shards and shards < 1 + private:
-        raise ConfigError(f"shards={shards} leave no symbol beside {private} private ones")
+    if shards and symbols and shards < symbols + threshold:
+        raise ConfigError(
+            f"shards={shards} are fewer than the {symbols + threshold} that decoding needs (K + threshold)"
+        )
+    if shards and shards < 1 + threshold:
+        raise ConfigError(f"shards={shards} leave no symbol beside {threshold} random ones")
     most = 256 if code == "mds" else 1024
-    if symbols + private > most:
-        raise ConfigError(f"symbols + private = {symbols + private}; code={code!r} has at most {most}")
+    if symbols + threshold > most:
+        raise ConfigError(f"symbols + threshold = {symbols + threshold}; code={code!r} has at most {most}")
     if code == "mds" and shards > 256:
         raise ConfigError(f"shards={shards}; a Reed-Solomon code over GF(2^8) has at most 256")
 
@@ -134,8 +136,8 @@ class RelayPlan:
         K.
     shards : int
         N: how many packets are made of a payload; each goes to another relay, see :meth:`holders`.
-    private : int
-        T.
+    threshold : int
+        T: any T relays together learn nothing of a payload; every generation has T random symbols beside its K.
     round, seed : int
         Name the coefficient streams, with source and shard index.
     max_payload : int
@@ -151,12 +153,12 @@ class RelayPlan:
     symbols: int
     shards: int
     round: int
-    private: int = 0
+    threshold: int = 0
     seed: int = 0
     max_payload: int = 1 << 28
 
     def __post_init__(self) -> None:
-        check(code=self.code, symbols=self.symbols, shards=self.shards, private=self.private)
+        check(code=self.code, symbols=self.symbols, shards=self.shards, threshold=self.threshold)
         if self.symbols < 1 or self.shards < self.needed:
             raise ConfigError(f"{self.shards} shards of which {self.needed} decode: both must be at least 1, in order")
         if self.max_payload < 1:
@@ -165,7 +167,7 @@ class RelayPlan:
     @property
     def needed(self) -> int:
         """K + T: how many packets decode."""
-        return self.symbols + self.private
+        return self.symbols + self.threshold
 
     @property
     def limits(self) -> PacketLimits:
@@ -210,13 +212,13 @@ class RelayPlan:
             source=source,
             run=self.seed,
             shards=None if endless else self.shards,
-            private=self.private,
+            threshold=self.threshold,
         )
 
     def packets(self, source: int, payload: bytes) -> list[bytes]:
         """Return the N packets of a payload, the one for holder i at index i; equal arguments give equal bytes.
 
-        (With private symbols they do not: those are drawn from the operating system each time.)
+        (With random symbols they do not: those are drawn from the operating system each time.)
         """
         return [packet.to_bytes() for packet in self.encode(source, payload).packets(range(self.shards))]
 
@@ -225,7 +227,7 @@ class RelayPlan:
 
         Private symbols are redrawn each time, so with them there are none: packets of two drawings do not fit.
         """
-        if self.private:
+        if self.threshold:
             return []
         made = self.encode(source, payload, endless=True)
         most = self.shards + count if made.shards is None else min(made.shards, self.shards + count)
@@ -442,13 +444,13 @@ class Collector:
         form = (packet.symbols, packet.symbol_bytes, packet.payload_bytes, packet.digest)
         if form not in source.versions:
             expected = (self.plan.round, packet.source)
-            decoder = Decoder(limits=self._limits, expect=expected, private=self.plan.private)
+            decoder = Decoder(limits=self._limits, expect=expected, threshold=self.plan.threshold)
             source.versions[form] = _Version(decoder)
         return source.versions[form]
 
     def _check_shape(self, packet: Packet) -> None:
         """Refuse a packet that cuts its payload otherwise than the plan does: with fewer symbols fewer would decode."""
-        shape = shape_of(packet.payload_bytes, self.plan.symbols, private=self.plan.private)
+        shape = shape_of(packet.payload_bytes, self.plan.symbols, threshold=self.plan.threshold)
         found = (packet.symbols, packet.symbol_bytes, packet.generations)
         if found != (shape.coded, shape.symbol_bytes, shape.generations):
             raise PacketError(

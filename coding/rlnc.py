@@ -36,9 +36,9 @@ class RlncEncoder(Encoder):
         self, payload: bytes | memoryview, place: PacketPlace, *, mode: EncoderMode = "systematic", **common: Any
     ) -> None:
         check_mode("rlnc", mode, ("systematic", "random"))
-        if common.get("private"):
+        if common.get("threshold"):
             raise ConfigError(
-                f"private = {common['private']} with code 'rlnc'; random rows do not guarantee that T packets are "
+                f"threshold = {common['threshold']} with code 'rlnc'; random rows do not guarantee that T packets are "
                 "independent of the payload. Use code 'mds'"
             )
         self.systematic = mode == "systematic"

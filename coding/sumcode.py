@@ -70,8 +70,9 @@ class SumPlan:
         Shards made of one vector, N; relay i gets the i-th.
     symbols : int
         Pieces a vector is cut into, K.
-    private : int
-        Random pieces, T: so many relays together learn nothing.
+    threshold : int
+        T, the privacy threshold: what any T relays hold together says nothing of a vector. It is also how many random
+        pieces are coded beside the K, and not what decoding takes, which is K + T.
     max_weight : int
         Largest integer weight a contributor multiplies its vector by.
     extras : tuple of int
@@ -96,7 +97,7 @@ class SumPlan:
     contributors: int
     relays: int
     symbols: int
-    private: int = 0
+    threshold: int = 0
     max_weight: int = 1
     extras: tuple[int, ...] = ()
     seed: int = 0
@@ -110,15 +111,15 @@ class SumPlan:
         # An accident passes with probability p^-checks: 251^-3 is one in 16 million, 65521^-1 one in 65 000.
         object.__setattr__(self, "checks", self.checks or (3 if self.field.order < 1 << 15 else 1))
         object.__setattr__(self, "extras", tuple(self.extras))
-        lows = {"size": 0, "bound": 1, "contributors": 1, "relays": 1, "symbols": 1, "private": 0}
+        lows = {"size": 0, "bound": 1, "contributors": 1, "relays": 1, "symbols": 1, "threshold": 0}
         for name, low in {**lows, "max_weight": 1, "checks": 1, "least": 1}.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise ConfigError(f"{name}={value!r} is not valid: it must be a whole number of at least {low}")
         if self.needed > self.relays:
             raise ConfigError(
-                f"{self.symbols} pieces and {self.private} random ones need {self.needed} relays to decode, the plan "
-                f"has {self.relays}; lower symbols or private, or have more relays"
+                f"{self.symbols} pieces and {self.threshold} random ones need {self.needed} relays to decode, the plan "
+                f"has {self.relays}; lower symbols or threshold, or have more relays"
             )
         if self.relays >= self.field.order:
             raise ConfigError(
@@ -137,7 +138,7 @@ class SumPlan:
     @property
     def needed(self) -> int:
         """Relays whose sums decode, K + T."""
-        return self.symbols + self.private
+        return self.symbols + self.threshold
 
     @property
     def length(self) -> int:
@@ -156,9 +157,11 @@ class SumPlan:
 
     def config(self) -> dict[str, Any]:
         """Return the plan as numbers and names: what travels, and :meth:`from_config` reads."""
-        names = ("size", "bound", "contributors", "relays", "symbols", "private", "max_weight")
-        numbers = {name: getattr(self, name) for name in (*names, "seed", "checks", "least", "mode")}
-        return {"p": self.field.order, **numbers, "extras": list(self.extras)}
+        code = {name: getattr(self, name) for name in ("size", "bound", "contributors", "relays", "symbols")}
+        # The key from before the parameter was called threshold: the digest in every shard is taken of this text.
+        code["private"] = self.threshold
+        rest = {name: getattr(self, name) for name in ("max_weight", "seed", "checks", "least", "mode")}
+        return {"p": self.field.order, **code, **rest, "extras": list(self.extras)}
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> SumPlan:
@@ -173,10 +176,10 @@ class SumPlan:
         try:
             field = next((f for f in FIELDS if f.order == numbers["p"]), None)
             extras = tuple(int(most) for most in numbers["extras"])
-            own = {k: v for k, v in numbers.items() if k not in ("p", "extras")}
+            own = {k: v for k, v in numbers.items() if k not in ("p", "extras", "private")}
             if field is None:
                 raise ConfigError(f"no field of {numbers['p']!r} elements travels; known are 251, 65521 and 2^31 - 1")
-            return cls(field=field, extras=extras, **own)
+            return cls(field=field, extras=extras, threshold=numbers["private"], **own)
         except (KeyError, TypeError, ValueError) as error:
             # A ConfigError is a ValueError too, and says already what is wrong.
             if isinstance(error, ConfigError):
@@ -259,7 +262,7 @@ def shares(plan: SumPlan, vector: Residues, read: ReadBytes = os.urandom) -> Res
     rows = np.zeros((plan.needed, plan.shard_symbols), plan.field.dtype)
     # The rest of the last piece stays zero, and is a check of its own when the sum is decoded.
     rows[: plan.symbols].reshape(-1)[: plan.length] = vector
-    rows[plan.symbols :] = plan.field.secret((plan.private, plan.shard_symbols), read)
+    rows[plan.symbols :] = plan.field.secret((plan.threshold, plan.shard_symbols), read)
     return plan.field.matmul(plan.matrix(), rows)
 
 

@@ -74,7 +74,7 @@ def grid_of(nodes: int = NODES, *, client=None, recorder=None, fault=None, **opt
 
 
 def coded_sum(codec: Codec = CODEC, inner=None, **options) -> CodedFedAvg:
-    given = {"symbols": 3, "private": 1, **options}
+    given = {"symbols": 3, "threshold": 1, **options}
     around = inner or Compressed(fedavg(fraction_evaluate=0.0), codec)
     return CodedFedAvg(around, construction="sumcode", **given)
 

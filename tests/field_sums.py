@@ -12,7 +12,7 @@ LEVELS = {251: 6, 65521: 127, 2**31 - 1: 32767}
 
 
 def plan_of(field=GF65521, **changes) -> SumPlan:
-    given = {"size": 101, "bound": LEVELS[field.order], "contributors": 6, "relays": 7, "symbols": 3, "private": 2}
+    given = {"size": 101, "bound": LEVELS[field.order], "contributors": 6, "relays": 7, "symbols": 3, "threshold": 2}
     return SumPlan(field, **{**given, "seed": 11, **changes})
 
 

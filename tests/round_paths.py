@@ -134,7 +134,7 @@ PATHS: dict[str, Path] = {
         lambda: CodedFedAvg(Compressed(quiet(), INTEGERS), code="mds", symbols=2, groups=2), coded_app, buffers=False
     ),
     "coded sum": Path(
-        lambda: CodedFedAvg(Compressed(quiet(), INTEGERS), construction="sumcode", symbols=2, private=1),
+        lambda: CodedFedAvg(Compressed(quiet(), INTEGERS), construction="sumcode", symbols=2, threshold=1),
         coded_app,
         buffers=False,
     ),

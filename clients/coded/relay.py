@@ -73,8 +73,8 @@ class RelayClient(Shards):
                 return payload
             packets = plan.packets(terms.source, payload)
             self.remember(payload)
-            if plan.private:
-                # Private symbols are drawn by every encoder: then the shards themselves have to be kept.
+            if plan.threshold:
+                # Every encoder draws its own random symbols, and shards of two do not decode together: keep these.
                 exchange.arrays = {f"{i}": np.frombuffer(p, np.uint8) for i, p in enumerate(packets)}
         content = RecordDict()
         # Length and digest stand in every packet, also where only the packets were kept and not the payload.

@@ -47,7 +47,7 @@ class NoisySumClient(SumCodeClient):
             raise StateError(f"a noisy sum is of integers of a bounded norm, the server announces {codec!r}")
         if plan.extras or plan.max_weight != 1 or asked.metrics or asked.weight:
             raise StateError("the plan asks for weights, metrics or counts beside the sum, which have no noise")
-        if plan.private < 1 or plan.mode != "share" or not asked.keys:
+        if plan.threshold < 1 or plan.mode != "share" or not asked.keys:
             raise StateError("the shards of a noisy sum are sealed, and one of them says nothing of its vector")
         if plan.least < codec.least:
             raise StateError(

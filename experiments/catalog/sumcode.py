@@ -58,7 +58,7 @@ HUB = f"coded sum through the server, {THROUGH_SERVER} clients"
 
 def code(clients: int) -> dict[str, int]:
     """Return K and T: three fifths of the clients and one fifth, so that one fifth may be lost."""
-    return {"symbols": 3 * clients // 5, "private": clients // 5}
+    return {"symbols": 3 * clients // 5, "threshold": clients // 5}
 
 
 def rows(config: Config) -> list[RunSpec]:
@@ -145,7 +145,7 @@ def _received(federations: Records) -> Table:
     columns: dict[str, Any] = {
         "clients": lambda record: str(record.clients),
         "K": lambda record: code(record.clients)["symbols"],
-        "T": lambda record: code(record.clients)["private"],
+        "T": lambda record: code(record.clients)["threshold"],
         "coded sum: server receives, kB": kilo("coded"),
         "coded sum: on the wire, kB": kilo("coded_wire"),
         "8-bit uploads: server receives, kB": kilo("plain"),

@@ -155,6 +155,7 @@ class _Code(Schema):
     code: Annotated[str, OneOf("rlnc", "mds")]
     symbols: Annotated[int, Int(1, MOST_SHARDS)]
     shards: Annotated[int, Int(1, MOST_SHARDS)]
+    # The plan's threshold. The entry keeps its name from before the setting was called that, and so its bytes.
     private: Annotated[int, Int(most=255)]
     seed: Signed
     max_payload: Annotated[int, Int(1, 2**32 - 1)]

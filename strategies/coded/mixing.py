@@ -39,7 +39,7 @@ def check_mix(settings: CodedSettings) -> None:
     """
     if settings.code != "rlnc":
         raise ConfigError(f"mix=True combines what relays hold at random; code={settings.code!r} cannot, use 'rlnc'")
-    for name in ("symbols", "private", "groups"):
+    for name in ("symbols", "threshold", "groups"):
         if getattr(settings, name):
             raise ConfigError(f"{name}={getattr(settings, name)} has no meaning with mix=True: clients are the symbols")
 

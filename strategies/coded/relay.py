@@ -46,7 +46,7 @@ class RelayedShards(Stateful):
 
     def __init__(self, settings: CodedSettings, inner: Strategy) -> None:
         self.options = settings.own(RelayOptions)
-        check(code=settings.code, symbols=settings.symbols, shards=settings.shards, private=settings.private)
+        check(code=settings.code, symbols=settings.symbols, shards=settings.shards, threshold=settings.threshold)
         if settings.mix:
             check_mix(settings)
             log.warning(
@@ -65,7 +65,7 @@ class RelayedShards(Stateful):
         """Return one line for the log."""
         s = self.settings
         return (
-            f"relay, code {s.code}, K={s.symbols or 'auto'}, N={s.shards or 'all'}, T={s.private}, "
+            f"relay, code {s.code}, K={s.symbols or 'auto'}, N={s.shards or 'all'}, T={s.threshold}, "
             f"transport {s.transport}, {'sealed' if self.seal else 'in the clear'}"
         )
 
@@ -83,7 +83,7 @@ class RelayedShards(Stateful):
                 shards=self.settings.shards,
                 loss=self.settings.loss,
                 target=self.settings.target,
-                private=self.settings.private,
+                threshold=self.settings.threshold,
             )
         except NotDecodable as error:
             now.skip(str(error))
@@ -93,7 +93,7 @@ class RelayedShards(Stateful):
             symbols,
             shards,
             now.number,
-            self.settings.private,
+            self.settings.threshold,
             self.settings.seed,
             _payload_limit(now.arrays),
         )

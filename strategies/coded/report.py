@@ -14,8 +14,8 @@ class Coding(ReportSection, name="coded"):
 
     Attributes
     ----------
-    planned, relays, symbols, shards, private : int
-        Contributors and relays of the plan; symbols that are needed, shards that were made, random symbols among those.
+    planned, relays, symbols, shards, threshold : int
+        Contributors and relays of the plan; data symbols K, shards N, and T, the relays that together learn nothing.
     included : list of int
         Nodes whose update is in the result, in source order; with groups, members of every group that was decoded.
     partitions : list of int
@@ -47,7 +47,7 @@ class Coding(ReportSection, name="coded"):
     relays: int = figure(unit="nodes", public=True)
     symbols: int = figure(unit="packets", public=True)
     shards: int = figure(unit="packets", public=True)
-    private: int = figure(unit="packets", show="none")
+    threshold: int = figure(unit="packets", show="none")
     included: list[int] = figure(list, unit="nodes", public=True, show="count")
     partitions: list[int] = figure(list, public=True)
     excluded: dict[int, str] = figure(dict, unit="nodes", public=True, show="reasons")

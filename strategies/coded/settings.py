@@ -45,14 +45,15 @@ class CodedSettings:
     code : {"rlnc", "mds"}
         Random linear network code, or systematic Cauchy Reed-Solomon code.
     symbols : int
-        K: shards that are needed. 0 chooses it.
+        K: pieces of an update; K + ``threshold`` shards decode. 0 chooses it.
     shards : int
         N: shards that are made, one per relay. 0: one for every client of the round.
     loss, target : float
         Fraction of relays that is expected to vanish, and the probability with which decoding must still succeed; K or
         N follows from them where it is not given.
-    private : int
-        T: so many relays together learn nothing. Needs the code ``mds``.
+    threshold : int
+        T, the privacy threshold of secret sharing: any T relays together learn nothing of an update, and K + T shards
+        decode (not T). 0 hides nothing. Construction ``relay`` needs the code ``mds`` for it.
     transport : {"hub", "peers"}
         Shards travel through the server's messages, or from client to client.
     seal : bool, optional
@@ -85,7 +86,7 @@ class CodedSettings:
     shards: int = 0
     loss: float | None = None
     target: float = 0.999
-    private: int = 0
+    threshold: int = 0
     transport: str = "hub"
     seal: bool | None = None
     groups: int = 0
@@ -108,7 +109,7 @@ class CodedSettings:
         params.choice("construction", self.construction, CONSTRUCTIONS)
         params.choice("code", self.code, CODES)
         params.choice("transport", self.transport, TRANSPORTS)
-        _require_counts(self, "symbols", "shards", "private", "groups", "max_store_bytes")
+        _require_counts(self, "symbols", "shards", "threshold", "groups", "max_store_bytes")
         if self.loss is not None:
             params.number("loss", self.loss, rule="a fraction of relays in [0, 1)", ok=lambda v: 0.0 <= v < 1.0)
         params.number("target", self.target, rule="a probability of decoding in (0, 1)", ok=lambda v: 0.0 < v < 1.0)

@@ -96,12 +96,12 @@ class Sharing:
         self.timeout = self.now.settings.collect_timeout
         # Checked before parsing: no parcel may cost more memory than the plan has a use for.
         self.longest = self.plan.max_packet + (OVERHEAD if self.seal else 0) + HEADER_BYTES
-        names = ("code", "symbols", "shards", "private", "seed", "max_payload")
-        self.numbers = {name: getattr(self.plan, name) for name in names}
+        names = ("code", "symbols", "shards", "seed", "max_payload")
+        self.numbers = {name: getattr(self.plan, name) for name in names} | {"private": self.plan.threshold}
         self.collection = Collection(self)
         report = self.now.report
         report.planned = report.relays = len(self.now.members)
-        report.symbols, report.shards, report.private = self.plan.symbols, self.plan.shards, self.plan.private
+        report.symbols, report.shards, report.threshold = self.plan.symbols, self.plan.shards, self.plan.threshold
 
     def share(self) -> Exchanges[None]:
         """Let everybody train and share; put into the relays what has to go through the server."""
@@ -342,7 +342,7 @@ class Collection:
                 continue
             missing = self.collector.missing(source)
             owner = sharing.owners[source].index
-            there = owner in sharing.alive and owner not in sharing.errors and not sharing.plan.private
+            there = owner in sharing.alive and owner not in sharing.errors and not sharing.plan.threshold
             # Packets that came but depend on each other are the code's own failure; packets that did not come are not.
             there = there and (sharing.top_up or self.collector.arrived(source) >= sharing.plan.needed)
             if there or missing <= len(set(self.silent) & set(sharing.holders(source))):
@@ -383,7 +383,7 @@ class Collection:
         """Return the fields that ask a relay for what it holds of some sources, with the hash of each packet.
 
         By the hashes it leaves forgeries out: zeros for sources that announced none, nothing where no source did. A
-        relay is told of its own packets only: with another's hash it could test guesses of what private symbols hide.
+        relay is told of its own packets only: with another's hash it could test guesses of what random symbols hide.
         """
         hashes, holders, wanted = self.sharing.hashes, self.sharing.holders, tuple(sources)
         known = [hashes[s][holders(s).index(relay)] if s in hashes else bytes(DIGEST_BYTES) for s in wanted]

@@ -86,7 +86,7 @@ class SumCode(Stateful):
     :class:`fedcomp.codecs.FixedPoint` as (or in) its codec. Its own options are
     :class:`fedcomp.strategies.coded.settings.SumOptions`.
 
-    ``symbols`` is K, 0 for as many as ``loss`` and ``target`` allow; ``private`` is T; ``shards`` is N, 0 for all.
+    ``symbols`` is K, 0 for as many as ``loss`` and ``target`` allow; ``threshold`` is T; ``shards`` is N, 0 for all.
 
     Raises
     ------
@@ -107,17 +107,18 @@ class SumCode(Stateful):
         self.settings = settings
         self.inner = inner
         self.codec = fixed_point_of(inner.codec)
-        if settings.shards and settings.symbols + settings.private > settings.shards:
+        if settings.shards and settings.symbols + settings.threshold > settings.shards:
             raise ConfigError(
-                f"shards={settings.shards} are fewer than the {settings.symbols + settings.private} that decoding needs"
+                f"shards={settings.shards} are fewer than the {settings.symbols + settings.threshold} that decoding "
+                "needs"
             )
-        if settings.symbols == 1 and not settings.private:
+        if settings.symbols == 1 and not settings.threshold:
             raise ConfigError(
-                "symbols=1 with private=0 makes every share the update itself, which each relay could read; set "
-                "private >= 1, so that T relays together learn nothing, or symbols >= 2"
+                "symbols=1 with threshold=0 makes every share the update itself, which each relay could read; set "
+                "threshold >= 1, so that T relays together learn nothing, or symbols >= 2"
             )
-        if self.options.mode == "mask" and not settings.private:
-            raise ConfigError("mode='mask' hides updates behind masks that T relays must not know: set private >= 1")
+        if self.options.mode == "mask" and not settings.threshold:
+            raise ConfigError("mode='mask' hides updates behind masks that T relays must not know: set threshold >= 1")
         self.weight_key = weight_key_of(mean) if self.options.weighted else None
         self.seal = settings.seal is not False
 
@@ -133,7 +134,7 @@ class SumCode(Stateful):
         s = self.settings
         return (
             f"sum of {'masks' if self.options.mode == 'mask' else 'shares'}, {self.codec!r}, K={s.symbols or 'auto'}, "
-            f"N={s.shards or 'all'}, T={s.private}, transport {s.transport}, "
+            f"N={s.shards or 'all'}, T={s.threshold}, transport {s.transport}, "
             f"{'sealed' if self.seal else 'in the clear'}"
         )
 
@@ -149,7 +150,7 @@ class SumCode(Stateful):
             if plan.needed == 1:
                 now.report.note(
                     f"{plan.relays} relays leave one piece and no random one: a share is the update itself, which its "
-                    "relay could read; set private >= 1"
+                    "relay could read; set threshold >= 1"
                 )
             summing = _Summing(now, self, plan)
             yield from summing.share()
@@ -174,10 +175,10 @@ class SumCode(Stateful):
         """
         s = self.settings
         relays = s.shards or clients
-        if clients < max(self.options.least, relays, s.symbols + s.private, 1):
+        if clients < max(self.options.least, relays, s.symbols + s.threshold, 1):
             raise _Skipped(
                 f"{clients} clients take part; the sum needs {self.options.least} contributors and {relays} relays, of "
-                f"which {max(1, s.symbols) + s.private} decode"
+                f"which {max(1, s.symbols) + s.threshold} decode"
             )
         max_weight = 1
         if self.weight_key is not None:
@@ -192,7 +193,7 @@ class SumCode(Stateful):
             contributors=clients,
             relays=relays,
             symbols=s.symbols or self._symbols(relays),
-            private=s.private,
+            threshold=s.threshold,
             max_weight=max_weight,
             extras=(min(CUT_STEPS, prime.half // clients),),
             seed=Key(s.seed, "sumcode", number).u64(),
@@ -214,13 +215,13 @@ class SumCode(Stateful):
         """
         s, loss = self.settings, self._loss
         # More pieces mean shorter shards, so the largest K that is safe enough is the cheapest.
-        for symbols in range(relays - s.private, 0, -1):
-            if success(symbols + s.private, relays, loss, None) >= s.target:
+        for symbols in range(relays - s.threshold, 0, -1):
+            if success(symbols + s.threshold, relays, loss, None) >= s.target:
                 return symbols
         # One piece is the most that can be done; the round's report says how likely it is enough.
-        if relays > s.private:
+        if relays > s.threshold:
             return 1
-        raise _Skipped(f"{relays} relays leave no piece beside {s.private} random ones")
+        raise _Skipped(f"{relays} relays leave no piece beside {s.threshold} random ones")
 
     def _refuse_buffers(self) -> None:
         exact = [t.name for t in self.inner.layout.exact]
@@ -286,7 +287,7 @@ class _Summing:
         self.expected = {member.index: _sequence_of(member.message) for member in members}
         self.longest = plan.shard_bytes + HEADER_BYTES + PARCEL_BYTES + (OVERHEAD if self.seal else 0)
         report.planned, report.relays, report.shards = len(members), plan.relays, plan.relays
-        report.symbols, report.private = plan.symbols, plan.private
+        report.symbols, report.threshold = plan.symbols, plan.threshold
 
     # Sharing.
 

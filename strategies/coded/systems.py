@@ -68,7 +68,7 @@ SYSTEMS: Final = (
         "Blömer et al. 1995, An XOR-based erasure-resilient coding scheme; the relay of updates is derived here",
         "shards of the coded update, spread over the other clients, of which any K decode",
         "relay",
-        {"code": "mds", "transport": "peers", **settings_of(CodedSettings, "private")},
+        {"code": "mds", "transport": "peers", **settings_of(CodedSettings, "threshold")},
         codec="qsgd",
     ),
     _system(
@@ -81,7 +81,7 @@ SYSTEMS: Final = (
         "sumcode",
         {
             "transport": "peers",
-            "private": 1,
+            "threshold": 1,
             **settings_of(SumOptions, "mode", "weighted", "max_weight", "metrics", "least"),
         },
         codec="fixedpoint",

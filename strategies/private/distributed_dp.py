@@ -52,7 +52,7 @@ _UNKNOWN: Final = 1 << 20
 
 _TRUST: Final = (
     "the server follows the protocol: it asks for one sum a round, with the parameters it announced and the clients' "
-    "own keys. It then sees no update, only sums with the noise in them, also together with any {private} of the "
+    "own keys. It then sees no update, only sums with the noise in them, also together with any {threshold} of the "
     "clients; clients add the noise they are told to add. The noise of {telling} of {asked} clients is taken to be "
     "known; who knows one more, as a client that takes part knows its own, faces {left:.3g} times the noise multiplier"
 )
@@ -167,7 +167,7 @@ class NoisyMean(PrivateStrategy):
     def describe_settings(self) -> str:
         """Return all that must not change within a run."""
         own = asdict(self.shares) | {"rotation": self.rotation}
-        named = ("clip", "tolerated", "honest", "scale", "rotation", "private")
+        named = ("clip", "tolerated", "honest", "scale", "rotation", "threshold")
         return ", ".join(f"{name}={own[name]!r}" for name in named)
 
     def statement(self) -> Statement:
@@ -178,7 +178,7 @@ class NoisyMean(PrivateStrategy):
             self.privacy,
             mechanism=mechanism,
             trust=_TRUST.format(
-                private=self.shares.private,
+                threshold=self.shares.threshold,
                 telling=mechanism.contributors - mechanism.counted - mechanism.tolerated,
                 asked=mechanism.contributors,
                 left=math.sqrt(1.0 - 1.0 / mechanism.counted),
@@ -223,20 +223,20 @@ class NoisySum(SumCode):
             When decoding would need more relays than may be left, or clients that tell could read a share.
         """
         telling = mechanism.contributors - mechanism.counted - mechanism.tolerated
-        private = self.settings.private
-        if private < max(1, telling):
+        threshold = self.settings.threshold
+        if threshold < max(1, telling):
             raise ConfigError(
-                f"private={private}: {telling} clients may tell what they hold; private={max(1, telling)} keeps single "
-                "updates from them"
+                f"threshold={threshold}: {telling} clients may tell what they hold; threshold={max(1, telling)} keeps "
+                "single updates from them"
             )
-        if mechanism.least < max(2, private + 1):
+        if mechanism.least < max(2, threshold + 1):
             raise ConfigError(
-                f"{mechanism.least} contributors may be left, too few for a sum of which {private} learn nothing; "
-                "lower tolerated or private, or ask more clients"
+                f"{mechanism.least} contributors may be left, too few for a sum of which {threshold} learn nothing; "
+                "lower tolerated or threshold, or ask more clients"
             )
         self.codec = codec
         self.options = replace(self.options, least=mechanism.least)
-        self.settings = replace(self.settings, symbols=mechanism.least - private)
+        self.settings = replace(self.settings, symbols=mechanism.least - threshold)
 
     def plan(self, clients: int, number: int) -> SumPlan:
         """Return the plan of a round: without the number of cut values, which would be released as it is."""
@@ -309,7 +309,7 @@ class DistributedDp(CodedFedAvg):
         super().__init__(
             Compressed(noisy, unknown, feedback=feedback, seed=seed),
             construction="noisysum",
-            private=shares.private,
+            threshold=shares.threshold,
             transport=transport,
             share_timeout=share_timeout,
             collect_timeout=collect_timeout,

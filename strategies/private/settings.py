@@ -142,8 +142,9 @@ class ShareSettings:
     honest : float
         Share of clients whose noise the adversary does not know. 1 counts on everybody's, which is right for somebody
         who takes no part: a client knows its own.
-    private : int
-        T: so many clients learn nothing of others from what they hold for them; at least those that are not honest.
+    threshold : int
+        T: any T clients together learn nothing of others from the shards they hold for them. At least the number that
+        is not honest.
     scale : int
         Grid steps of the clip norm; 0 chooses, see :class:`fedcomp.privacy.distributed.DistributedSum`.
     rotate : bool
@@ -163,7 +164,7 @@ class ShareSettings:
     clip: float
     tolerated: int = 0
     honest: float = 1.0
-    private: int = 1
+    threshold: int = 1
     scale: int = 0
     rotate: bool = False
 

@@ -232,7 +232,7 @@ _SHORTENED: Final[Mapping[str, Scalar]] = {
 }
 _SHARES: Final[Mapping[str, Scalar]] = {
     "clip": 1.0,
-    **settings_of(ShareSettings, "tolerated", "honest", "private", "scale", "rotate"),
+    **settings_of(ShareSettings, "tolerated", "honest", "threshold", "scale", "rotate"),
 }
 _DISTRIBUTED: Final[Mapping[str, Scalar]] = {
     **_SHARES,

@@ -1,4 +1,4 @@
-"""Systematic Cauchy Reed-Solomon: any K packets decode, always; with private symbols any T packets say nothing."""
+"""Systematic Cauchy Reed-Solomon: any K packets decode, always; with random symbols any T packets say nothing."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def data(length: int) -> bytes:
     return SplitMix64(derive("payload", length)).bytes(length).tobytes()
 
 
-def decode(packets: list[Packet], private: int = 0) -> bytes:
-    receiver = Decoder(private=private)
+def decode(packets: list[Packet], threshold: int = 0) -> bytes:
+    receiver = Decoder(threshold=threshold)
     for packet in packets:
         receiver.add(Packet.from_bytes(packet.to_bytes(), PacketLimits()))
     return receiver.payload()
@@ -127,8 +127,8 @@ def test_a_relay_may_recode_mds_packets() -> None:
         ({"mode": "random"}, "mode = 'random'"),
         ({"mode": "cauchy", "symbols": 129}, "at most 127 shards for 129 symbols"),
         ({"mode": "cauchy", "shards": 249}, "at most 248"),
-        ({"private": 121}, "at most 127 shards for 129"),
-        ({"private": 3, "shards": 10}, "shards = 10 of 11"),
+        ({"threshold": 121}, "at most 127 shards for 129"),
+        ({"threshold": 3, "shards": 10}, "shards = 10 of 11"),
     ],
 )
 def test_what_the_field_has_no_rows_for_is_refused(changes: dict[str, Any], message: str) -> None:
@@ -148,7 +148,7 @@ def test_all_256_packets_of_the_field_exist() -> None:
 @pytest.mark.parametrize("length", [0, 1, 100, 5000, 2**20 + 7])
 def test_private_payloads_decode_from_k_plus_t_and_from_no_less(length: int) -> None:
     payload = data(length)
-    source = encoder("mds", payload, symbols=5, shards=12, private=3, **WHERE)
+    source = encoder("mds", payload, symbols=5, shards=12, threshold=3, **WHERE)
     packets = source.packets(range(12))
     assert {packet.mode for packet in packets} == {Mode.CAUCHY}
     needed = source.symbols
@@ -156,15 +156,15 @@ def test_private_payloads_decode_from_k_plus_t_and_from_no_less(length: int) -> 
     stream = SplitMix64(length)
     for _ in range(6):
         chosen = stream.shuffle(12).tolist()
-        assert decode([packets[index] for index in chosen[:needed]], private=3) == payload
+        assert decode([packets[index] for index in chosen[:needed]], threshold=3) == payload
         with pytest.raises(NotDecodable, match="1 more"):
-            decode([packets[index] for index in chosen[: needed - 1]], private=3)
+            decode([packets[index] for index in chosen[: needed - 1]], threshold=3)
 
 
 def test_partial_results_of_a_private_payload_are_data_only() -> None:
     payload = data(5000)
-    source = encoder("mds", payload, symbols=5, shards=12, private=3, **WHERE)
-    receiver = Decoder(private=3)
+    source = encoder("mds", payload, symbols=5, shards=12, threshold=3, **WHERE)
+    receiver = Decoder(threshold=3)
     for packet in source.packets(range(8)):
         assert receiver.partial() == {}
         receiver.add(packet)
@@ -175,19 +175,19 @@ def test_partial_results_of_a_private_payload_are_data_only() -> None:
         receiver.symbol(5)
 
 
-@pytest.mark.parametrize(("symbols", "private", "shards"), [(4, 1, 9), (3, 2, 10), (5, 3, 11)])
-def test_the_random_part_of_any_t_packets_is_invertible(symbols: int, private: int, shards: int) -> None:
+@pytest.mark.parametrize(("symbols", "threshold", "shards"), [(4, 1, 9), (3, 2, 10), (5, 3, 11)])
+def test_the_random_part_of_any_t_packets_is_invertible(symbols: int, threshold: int, shards: int) -> None:
     """Why T packets say nothing: their T by T part over the random symbols is a bijection, whatever the payload is."""
-    rows = cauchy_rows(range(shards), symbols + private)[:, symbols:]
-    for chosen in itertools.combinations(range(shards), private):
-        assert rank(rows[list(chosen)]) == private
+    rows = cauchy_rows(range(shards), symbols + threshold)[:, symbols:]
+    for chosen in itertools.combinations(range(shards), threshold):
+        assert rank(rows[list(chosen)]) == threshold
 
 
 def pair_table(payload: bytes, chosen: tuple[int, int], trials: int) -> np.ndarray:
     """Return counts of the upper four bits of the first byte of two shards, over many encodings; shape (16, 16)."""
     counts = np.zeros((16, 16), np.int64)
     for seed in range(trials):
-        made = encoder("mds", payload, symbols=1, shards=6, private=2, insecure_seed=derive(seed, payload), **WHERE)
+        made = encoder("mds", payload, symbols=1, shards=6, threshold=2, insecure_seed=derive(seed, payload), **WHERE)
         one, two = (packet.body[0, 0] >> 4 for packet in made.packets(chosen))
         counts[one, two] += 1
     return counts
@@ -207,14 +207,14 @@ def test_one_shard_more_than_t_is_not_uniform() -> None:
     """K = 1, T = 1: with two shards the payload is determined, so that pairs of them fall on 256 of 65536 places."""
     pairs = set()
     for seed in range(600):
-        made = encoder("mds", bytes(64), symbols=1, shards=4, private=1, insecure_seed=seed, **WHERE)
+        made = encoder("mds", bytes(64), symbols=1, shards=4, threshold=1, insecure_seed=seed, **WHERE)
         one, two = (int(packet.body[0, 0]) for packet in made.packets([0, 1]))
         pairs.add((one, two))
     assert len(pairs) <= 256
 
 
 def test_random_symbols_come_from_the_operating_system() -> None:
-    common = {"symbols": 2, "shards": 6, "private": 1, **WHERE}
+    common = {"symbols": 2, "shards": 6, "threshold": 1, **WHERE}
     one, two = (encoder("mds", data(200), **common) for _ in range(2))
     assert not np.array_equal(one.packet(0).body, two.packet(0).body)
     fixed = [encoder("mds", data(200), insecure_seed=5, **common).packet(0).to_bytes() for _ in range(2)]
@@ -227,6 +227,6 @@ def test_the_digest_of_a_private_payload_tells_nothing_about_it() -> None:
     payload = data(200)
     common = {"symbols": 2, "shards": 6, **WHERE}
     assert encoder("mds", payload, **common).digest == payload_digest(payload)
-    digests = {encoder("mds", payload, private=1, **common).digest for _ in range(5)}
+    digests = {encoder("mds", payload, threshold=1, **common).digest for _ in range(5)}
     assert len(digests) == 5
     assert payload_digest(payload) not in digests

@@ -141,11 +141,11 @@ def test_any_order_with_duplicates_gives_the_same(code) -> None:
     length=st.sampled_from([0, 1, 6, 7, 63, 64, 65, 447, 448, 449, 5000]),
     symbols=st.integers(1, 12),
     code=st.sampled_from(["mds", "rlnc"]),
-    private=st.integers(0, 3),
+    threshold=st.integers(0, 3),
 )
-def test_every_length_passes(length, symbols, code, private) -> None:
-    private = private if code == "mds" else 0
-    plan = RelayPlan(code, symbols, symbols + private + 3, 1, private, max_payload=6000)
+def test_every_length_passes(length, symbols, code, threshold) -> None:
+    threshold = threshold if code == "mds" else 0
+    plan = RelayPlan(code, symbols, symbols + threshold + 3, 1, threshold, max_payload=6000)
     collector = Collector(plan, [0])
     packets = plan.packets(0, payload(0, length))
     assert max(map(len, packets)) <= plan.max_packet
@@ -316,7 +316,7 @@ def test_private_shards_tell_t_relays_nothing() -> None:
                 chi = float(((np.bincount(sample, minlength=256) - expected) ** 2 / expected).sum())
                 assert chi < 255 + 6 * (2 * 255) ** 0.5
     bare = RelayPlan("mds", 3, 8, 1, max_payload=1 << 20).packets(0, b"\0" * 60_000)
-    assert not Packet.from_bytes(bare[0], plan.limits).body.any(), "without private symbols a relay sees the payload"
+    assert not Packet.from_bytes(bare[0], plan.limits).body.any(), "without random symbols a relay sees the payload"
 
 
 def test_numbers_follow_from_the_relays_there_are() -> None:
@@ -325,13 +325,13 @@ def test_numbers_follow_from_the_relays_there_are() -> None:
     assert choose(20, code="rlnc", symbols=4, loss=0.3, target=0.999) == (4, 13)
     assert choose(24, code="rlnc", loss=0.1, target=0.999) == (16, 24)
     assert choose(23, code="rlnc", loss=0.1, target=0.999) == (15, 23)
-    assert choose(13, code="mds", loss=0.1, private=2) == (6, 13)
+    assert choose(13, code="mds", loss=0.1, threshold=2) == (6, 13)
     assert choose(1, code="mds") == (1, 1)
     for options, reason in (
         ({"symbols": 7}, "6 relays take part, but 7"),
         ({"symbols": 2, "shards": 8}, "8 shards need as many relays, only 6"),
         ({"symbols": 4, "loss": 0.3}, "only 6 take part"),
-        ({"private": 6, "code": "mds"}, "are needed"),
+        ({"threshold": 6, "code": "mds"}, "are needed"),
     ):
         with pytest.raises(NotDecodable, match=reason):
             choose(6, **{"code": "rlnc", **options})
@@ -339,15 +339,15 @@ def test_numbers_follow_from_the_relays_there_are() -> None:
 
 def test_impossible_numbers_are_refused_at_once() -> None:
     for options, reason in (
-        ({"private": 1}, "needs code='mds'"),
+        ({"threshold": 1}, "needs code='mds'"),
         ({"symbols": 8, "shards": 7}, "fewer than the 8"),
-        ({"code": "mds", "symbols": 250, "private": 7}, "at most 256"),
+        ({"code": "mds", "symbols": 250, "threshold": 7}, "at most 256"),
         ({"code": "mds", "shards": 257}, "at most 256"),
         ({"symbols": 1025}, "at most 1024"),
-        ({"code": "mds", "shards": 2, "private": 2}, "leave no symbol"),
+        ({"code": "mds", "shards": 2, "threshold": 2}, "leave no symbol"),
     ):
         with pytest.raises(ConfigError, match=reason):
-            check(**{"code": "rlnc", "symbols": 0, "shards": 0, "private": 0, **options})
+            check(**{"code": "rlnc", "symbols": 0, "shards": 0, "threshold": 0, **options})
     with pytest.raises(ConfigError):
         RelayPlan("mds", 0, 3, 1)
     with pytest.raises(ConfigError, match="max_payload"):

@@ -273,13 +273,13 @@ def test_a_decoder_refuses_what_it_does_not_expect() -> None:
         with pytest.raises(PacketError, match=message):
             Decoder().add(replace(sent[0], _wire_bytes=None, body=zero, **changes))
     with pytest.raises(PacketError, match="none is left"):
-        Decoder(private=8).add(sent[0])
+        Decoder(threshold=8).add(sent[0])
     with pytest.raises(PacketError, match="K = 8"):
         Decoder(limits=PacketLimits(max_symbols=7)).add(sent[0])
     with pytest.raises(PacketError, match="K = 8"):
         Recoder(PacketLimits(max_symbols=7)).add(sent[0])
-    with pytest.raises(ConfigError, match="private"):
-        Decoder(private=-1)
+    with pytest.raises(ConfigError, match="threshold"):
+        Decoder(threshold=-1)
 
 
 def test_seeds_and_dense_vectors_decode_identically() -> None:
@@ -353,8 +353,8 @@ def test_two_receivers_merge_into_one() -> None:
     assert empty.merge(Decoder()) == 0
     assert empty.merge(two) == 6
     assert empty.merge(empty) == 0
-    with pytest.raises(ConfigError, match="private"):
-        empty.merge(Decoder(private=1))
+    with pytest.raises(ConfigError, match="threshold"):
+        empty.merge(Decoder(threshold=1))
 
 
 def test_only_the_missing_symbols_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -527,8 +527,8 @@ def test_parameters_that_make_no_code_are_refused() -> None:
         ({"shards": 7}, "shards = 7 of 8 symbols"),
         ({"symbols": 0}, "symbols = 0"),
         ({"symbols": 1025}, "symbols = 1025"),
-        ({"private": 1}, "code 'mds'"),
-        ({"private": -1}, "private"),
+        ({"threshold": 1}, "code 'mds'"),
+        ({"threshold": -1}, "threshold"),
         ({"mode": "cauchy"}, "mode = 'cauchy'"),
         ({"align": 65}, "align = 65"),
         ({"round": -1}, "round = -1"),

@@ -21,7 +21,7 @@ from fedcomp.coding.sumcode import (
 @pytest.mark.parametrize("wrong", [0, 7, 8, 15, 16, 19])
 def test_any_one_wrong_relay_of_twenty_is_found(wrong: int) -> None:
     """Also one behind those that are left out first; a relay that was not needed is named as well."""
-    plan = plan_of(relays=20, symbols=12, private=4)
+    plan = plan_of(relays=20, symbols=12, threshold=4)
     integers = vectors(plan)
     sums = added(plan, coded(plan, integers), range(6), range(20))
     sums[wrong] = plan.field.add(sums[wrong], 1)

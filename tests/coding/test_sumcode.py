@@ -69,9 +69,9 @@ def test_any_relays_decode_and_one_fewer_do_not(field) -> None:
 
 
 @pytest.mark.parametrize("field", FIELDS, ids=repr)
-@pytest.mark.parametrize(("symbols", "private"), [(1, 0), (1, 3), (4, 0), (7, 0), (6, 1)])
-def test_every_number_of_pieces(field, symbols: int, private: int) -> None:
-    plan = plan_of(field, symbols=symbols, private=private, size=10)
+@pytest.mark.parametrize(("symbols", "threshold"), [(1, 0), (1, 3), (4, 0), (7, 0), (6, 1)])
+def test_every_number_of_pieces(field, symbols: int, threshold: int) -> None:
+    plan = plan_of(field, symbols=symbols, threshold=threshold, size=10)
     integers = vectors(plan)
     sums = added(plan, coded(plan, integers), range(6), range(7)[-plan.needed :])
     np.testing.assert_array_equal(decode(plan, sums).integers, integers.sum(axis=0))
@@ -79,8 +79,8 @@ def test_every_number_of_pieces(field, symbols: int, private: int) -> None:
 
 @pytest.mark.long
 @given(st.integers(0, 40), st.integers(1, 6), st.integers(0, 3), st.integers(0, 2), st.sampled_from(FIELDS))
-def test_every_length_and_every_remainder(size: int, symbols: int, private: int, spare: int, field) -> None:
-    plan = plan_of(field, size=size, symbols=symbols, private=private, relays=symbols + private + spare)
+def test_every_length_and_every_remainder(size: int, symbols: int, threshold: int, spare: int, field) -> None:
+    plan = plan_of(field, size=size, symbols=symbols, threshold=threshold, relays=symbols + threshold + spare)
     integers = SplitMix64(size).below(2 * plan.bound + 1, 2 * size).reshape(2, size) - plan.bound
     made = coded(plan, integers)
     result = decode(plan, added(plan, made, (0, 1), range(spare, spare + plan.needed)))
@@ -90,7 +90,7 @@ def test_every_length_and_every_remainder(size: int, symbols: int, private: int,
 @pytest.mark.long
 def test_every_square_of_rows_is_invertible() -> None:
     """Any K + T rows decode, and any T rows of the random columns hide: no square is singular in either."""
-    plan = plan_of(GF251, relays=9, symbols=3, private=2)
+    plan = plan_of(GF251, relays=9, symbols=3, threshold=2)
     code = plan.matrix()
     for rows in itertools.combinations(range(9), 5):
         inverse(GF251, code[list(rows)])
@@ -100,7 +100,7 @@ def test_every_square_of_rows_is_invertible() -> None:
 
 def test_twenty_clients_two_of_them_left_out() -> None:
     """The size of an ordinary round: 20 clients and relays, 12 pieces, 4 random ones."""
-    plan = plan_of(contributors=20, relays=20, symbols=12, private=4, size=10_001)
+    plan = plan_of(contributors=20, relays=20, symbols=12, threshold=4, size=10_001)
     integers = vectors(plan)
     chosen = [c for c in range(20) if c not in (3, 17)]
     result = decode(plan, added(plan, coded(plan, integers), chosen, range(2, 18)))
@@ -162,7 +162,7 @@ def test_the_prime_follows_from_clients_weights_and_levels() -> None:
     [
         ({"symbols": 6}, "need 8 relays to decode, the plan has 7"),
         ({"symbols": 0}, "symbols=0"),
-        ({"private": -1}, "private=-1"),
+        ({"threshold": -1}, "threshold=-1"),
         ({"contributors": True}, "contributors=True"),
         ({"max_weight": 43}, "wrap around"),
         ({"extras": (5461,)}, "6 numbers of up to 5461"),
@@ -237,7 +237,7 @@ def missed(checks: int, rounds: int) -> float:
     """Return the share of rounds at p = 251 in which a missing contributor went unnoticed."""
     count = 0
     for number in range(rounds):
-        plan = plan_of(GF251, size=12, checks=checks, seed=number, private=1, relays=4, contributors=3, bound=20)
+        plan = plan_of(GF251, size=12, checks=checks, seed=number, threshold=1, relays=4, contributors=3, bound=20)
         vector = SplitMix64(number).below(41, 36).reshape(3, 12) - 20
         made = [shares(plan, contribution(plan, q), predictable(number * 3 + i)) for i, q in enumerate(vector)]
         sums = added(plan, made, range(3), range(4))
@@ -249,7 +249,7 @@ def missed(checks: int, rounds: int) -> float:
     return count / rounds
 
 
-INVERSE = inverse(GF251, plan_of(GF251, size=12, private=1, relays=4).matrix())
+INVERSE = inverse(GF251, plan_of(GF251, size=12, threshold=1, relays=4).matrix())
 
 
 @pytest.mark.long
@@ -308,15 +308,15 @@ def test_t_shards_of_two_inputs_cannot_be_told_apart(relays: tuple[int, ...]) ->
     zeros = contribution(plan, np.zeros(600, np.int64), 1)
     full = contribution(plan, np.full(600, 6), 1)
     assert chi_square(shard_counts(zeros, relays, plan), shard_counts(full, relays, plan)) < 250 + 5 * 22.4
-    bare = replace(plan, private=0)
+    bare = replace(plan, threshold=0)
     assert chi_square(shard_counts(zeros, relays, bare), shard_counts(full, relays, bare)) > 10_000
 
 
 def test_two_shards_together_are_jointly_uniform() -> None:
     """One relay's shard is uniform in any case with T >= 1; T = 2 means that pairs are, too."""
 
-    def pairs(private: int) -> float:
-        plan = plan_of(GF251, size=600, private=private)
+    def pairs(threshold: int) -> float:
+        plan = plan_of(GF251, size=600, threshold=threshold)
         vector = contribution(plan, np.full(600, 6), 1)
         cells = np.zeros((25, 25))
         for i in range(60):
@@ -464,7 +464,7 @@ def test_a_tag_carries_the_numbers_of_the_message_it_answers() -> None:
 @pytest.mark.parametrize("field", FIELDS, ids=repr)
 def test_masks_decode_to_the_sum_of_what_they_hide(field) -> None:
     """Seven clients, one random piece, five of seven relays, and two clients that vanish after their upload."""
-    plan = plan_of(field, mode="mask", symbols=4, private=1, relays=7)
+    plan = plan_of(field, mode="mask", symbols=4, threshold=1, relays=7)
     integers = vectors(plan)
     own = [contribution(plan, q) for q in integers]
     masks = [mask(plan, predictable(100 + c)) for c in range(6)]

@@ -93,4 +93,4 @@ def test_the_oracle_notices_a_wrong_model(run) -> None:
 def test_rows_say_how_many_may_be_lost() -> None:
     for n in sumcode.FEDERATIONS:
         shape = sumcode.code(n)
-        assert n - shape["symbols"] - shape["private"] == n // 5
+        assert n - shape["symbols"] - shape["threshold"] == n // 5

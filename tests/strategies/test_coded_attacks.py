@@ -75,7 +75,7 @@ def forged(plan: RelayPlan, held: Packet, relay_index: int, seed: int) -> bytes:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("options", [{}, {"private": 1, "symbols": 2}, {"code": "rlnc"}], ids=repr)
+@pytest.mark.parametrize("options", [{}, {"threshold": 1, "symbols": 2}, {"code": "rlnc"}], ids=repr)
 def test_wrong_bodies_under_the_right_digest_cost_their_victims_nothing(monkeypatch, options: dict) -> None:
     """Client 1 keeps a packet of everybody's, so knows their digests. Once all have shared it sends relays others."""
     original, reached, victims = SpoolTransport.send, {}, set()

@@ -333,12 +333,12 @@ def test_the_order_of_arrival_changes_nothing() -> None:
 
 @pytest.mark.long
 def test_private_shards_need_reed_solomon_and_survive_what_is_left() -> None:
-    strategy = relay(symbols=4, private=2)
+    strategy = relay(symbols=4, threshold=2)
     result, _ = run(strategy, rounds=2, fault=after_sharing([0, 4, 9]))
     assert bits(result) == uncoded(rounds=2)
-    assert (strategy.reports[1].coded.symbols, strategy.reports[1].coded.private) == (4, 2)
+    assert (strategy.reports[1].coded.symbols, strategy.reports[1].coded.threshold) == (4, 2)
     with pytest.raises(ConfigError, match="needs code='mds'"):
-        relay(code="rlnc", private=2)
+        relay(code="rlnc", threshold=2)
 
 
 @pytest.mark.long

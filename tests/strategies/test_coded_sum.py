@@ -245,7 +245,7 @@ def test_fewer_clients_than_decode_skip_the_round_without_training_for_nothing()
 def test_sums_of_a_single_contributor_are_not_asked_for() -> None:
     """Two relays decode, but the sum over one client would be its update."""
     grid = grid_of(2, fault=at("train", 1, fault="raise"))
-    strategy = coded_sum(symbols=1, private=1)
+    strategy = coded_sum(symbols=1, threshold=1)
     result = run(strategy, grid, 1)
     assert not stack(result.arrays).any()
     assert "at least 2 are needed" in strategy.reports[1].coded.notes[0]
@@ -256,11 +256,11 @@ def test_sums_of_a_single_contributor_are_not_asked_for() -> None:
 def test_d5_a_share_that_is_the_update_itself_is_refused_or_said() -> None:
     """One piece and no random one: every relay could read every update."""
     with pytest.raises(ConfigError, match="makes every share the update itself"):
-        coded_sum(symbols=1, private=0)
-    strategy = coded_sum(symbols=0, private=0, loss=0.9, target=0.999999)
+        coded_sum(symbols=1, threshold=0)
+    strategy = coded_sum(symbols=0, threshold=0, loss=0.9, target=0.999999)
     run(strategy, grid_of(4), 1)
     assert any("a share is the update itself" in note for note in strategy.reports[1].coded.notes)
-    safe = coded_sum(symbols=1, private=1)
+    safe = coded_sum(symbols=1, threshold=1)
     run(safe, grid_of(4), 1)
     assert not any("update itself" in note for note in safe.reports[1].coded.notes)
 
@@ -402,7 +402,7 @@ def test_the_server_holds_nothing_it_can_read(mode: str) -> None:
 @pytest.mark.long
 def test_in_the_clear_the_server_could_decode_everybody() -> None:
     """The reason for seals on the hub: without them all shards of a client pass the server."""
-    strategy, grid = coded_sum(seal=False, private=0), grid_of(recorder=(recorder := Recorder()))
+    strategy, grid = coded_sum(seal=False, threshold=0), grid_of(recorder=(recorder := Recorder()))
     run(strategy, grid, 1)
     plan = SumPlan.from_config(json_of(fields_of(next(m for m in grid.sent if m.metadata.message_type == SUM).content)))
     reply = train_replies(grid)[0]
@@ -458,7 +458,7 @@ def test_values_at_the_clip_show_in_the_sum() -> None:
         (Compressed(fedavg(), IdentityCodec()), {}, "sends whole models"),
         (Compressed(fedavg(), RandomK(0.1, shared=False)), {}, "draws a support for every client"),
         (Compressed(fedavg(), RandomK(0.1)), {}, r"Use FixedPoint\(RandomK"),
-        (None, {"mode": "mask", "private": 0}, "set private >= 1"),
+        (None, {"mode": "mask", "threshold": 0}, "set threshold >= 1"),
         (None, {"mode": "masks"}, "did you mean 'mask'"),
         (None, {"metrics": 1}, "metrics=1 is not valid"),
         (None, {"max_weight": -1}, "max_weight=-1"),

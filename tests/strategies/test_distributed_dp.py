@@ -325,8 +325,8 @@ def test_promises_that_cannot_be_kept_are_refused(options, why: str) -> None:
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"honest": 0.5, "tolerated": 1}, "private=3 keeps"),
-        ({"tolerated": 3, "private": 3}, "too few for a sum"),
+        ({"honest": 0.5, "tolerated": 1}, "threshold=3 keeps"),
+        ({"tolerated": 3, "threshold": 3}, "too few for a sum"),
         ({"population": 0}, "population=N"),
         ({"noise_multiplier": 500.0}, "32767"),
     ],

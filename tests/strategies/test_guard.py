@@ -332,7 +332,7 @@ def test_d2_who_bounds_updates_says_so() -> None:
 def test_d2_a_coded_sum_says_that_a_guard_sees_nothing_there() -> None:
     guarded = Compressed(fedavg(), FixedPoint(RandomK(1.0, shared=True), clip=9.0), guard=Norms())
     with pytest.raises(ConfigError, match="shows none"):
-        CodedFedAvg(guarded, construction="sumcode", symbols=2, private=1)
+        CodedFedAvg(guarded, construction="sumcode", symbols=2, threshold=1)
     with pytest.raises(ConfigError, match="an object, such as"):
         Compressed(fedavg(), TopK(0.5), guard=10)  # type: ignore[arg-type]
 

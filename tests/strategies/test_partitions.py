@@ -185,7 +185,7 @@ CODED = {
         Compressed(fedavg(), FixedPoint(RandomK(1.0, shared=True), clip=2000.0)),
         construction="sumcode",
         symbols=2,
-        private=1,
+        threshold=1,
     ),
 }
 
