@@ -50,8 +50,10 @@ SCHEMES: Final[Mapping[str, tuple[str, float]]] = {
     BINARY: ("binary", 1.0),
     GAUSSIAN: ("gaussian", 1.0),
     BALANCED: ("balanced", 1.0),
+    # The rival at equal traffic: half as many parities, all of them dense.
     HALF: ("mds", 0.5),
     COPIES: ("replication", 1.0),
+    # What is lost without any redundancy: every device has to answer.
     NONE: ("mds", 0.0),
 }
 """Label: the code, and its parities as a share of the setting's."""
@@ -80,6 +82,7 @@ def plan_of(config: Config, label: str, seed: int) -> DataPlan:
     """Return a scheme's plan as a row draws it."""
     code, share = SCHEMES[label]
     k, density = partitions(config), float(config.settings["density"])
+    # Half of an odd number of parities is rounded down.
     return data_plan(code, k + int(share * int(config.settings["parities"])), k, density=density, seed=seed)
 
 
@@ -92,9 +95,12 @@ def rows(config: Config) -> list[RunSpec]:
         made = config.spec(system, label, TASK, take=("lr", "task.", *take), evaluate_every=every, **fixed)
         return replace(made, clients=clients)
 
+    # A batch larger than any partition makes each local step full-batch: FedAvg is then gradient descent.
     out = [spec("fedavg", UNCODED, k, batch_size=100_000)]
     for label, (code, _) in SCHEMES.items():
+        # Without parities there is no transfer to measure: that case is in the tables of training only.
         if label != NONE:
+            # From the plan: with half the parities there are fewer devices.
             n = plan_of(config, label, 0).devices
             out.append(_coded(spec, label, n, n - k, code))
     out.append(_coded(spec, SVM, config.clients, config.clients - k, "balanced", **{"task.model": "svm"}))
@@ -131,6 +137,7 @@ class LinearProblem:
         task = get_task(TASK, model=model, l2=l2)
         k = partitions(config)
         parts = [linear_rows(task, task.client(j, k)) for j in range(k)]
+        # The rows' own initial model, in float64: the coded rows compute in it.
         start = np.concatenate([a.astype(np.float64).ravel() for a in to_arrays(task.model(config.seed)).values()])
         return cls(
             [x for x, _ in parts],
@@ -144,6 +151,7 @@ class LinearProblem:
 
     def step(self, w: Real, gradient: Real | float) -> Real:
         """Return the model after one step along the mean gradient."""
+        # The bias is not penalised, as in the task's own objective.
         pull = np.append(w[:-1], 0.0)
         return w - self.lr * (gradient / sum(map(len, self.y)) + self.l2 * pull)
 
@@ -175,10 +183,12 @@ def descend(problem: LinearProblem, plan: DataPlan, loss: float, steps: int, see
     Uncoded descent goes beside it and pauses where the coded one has to. Returns how many iterations decoded, the
     largest difference between the two models, and the accuracy at the end.
     """
+    # Coded rows need partitions of one length: shorter ones are padded with zeros, which add nothing to a gradient.
     rows_ = max(map(len, problem.y))
     features = len(problem.start) - 1
     stored = [{j: problem.x[j] for j in plan.wants(i)} for i in range(plan.devices)]
     coded = [encode_rows(row, own, rows_, features) for row, own in zip(plan.matrix, stored, strict=True)]
+    # Not by model: logistic regression and SVM meet the same losses.
     stream = SplitMix64(derive("coded training", plan.code, plan.devices, int(1000 * loss), seed))
     w = oracle = problem.start
     decoded, worst = 0, 0.0
@@ -187,6 +197,7 @@ def descend(problem: LinearProblem, plan: DataPlan, loss: float, steps: int, see
         step = CodedStep(plan, problem.y, problem.loss)
         try:
             step.decode({i: coded[i] @ w for i in alive})
+        # Both models pause: the oracle is not asked to beat a round that nobody could compute.
         except NotDecodable:
             continue
         assigned = step.assign(alive)
@@ -194,12 +205,14 @@ def descend(problem: LinearProblem, plan: DataPlan, loss: float, steps: int, see
             raise AssertionError("everybody that was asked has answered")
         w, oracle = problem.step(w, step.gradient), problem.step(oracle, problem.gradient(oracle))
         decoded += 1
+        # Over all iterations, since later ones could hide an earlier error.
         worst = max(worst, float(np.abs(w - oracle).max()))
     return {"decoded": decoded, "worst": worst, "accuracy": problem.accuracy(w)}
 
 
 def probability(plan: DataPlan, loss: float, trials: int, seed: int) -> float:
     """Return P(an iteration decodes) of this very plan: exact where there is a formula, else simulated."""
+    # Without losses it is no question of chance, but one of this matrix.
     if not loss:
         return float(plan.subset(range(plan.devices)).decodes_all)
     if plan.code == "mds":
@@ -211,12 +224,14 @@ def probability(plan: DataPlan, loss: float, trials: int, seed: int) -> float:
 
 def setup_bytes(plan: DataPlan, problem: LinearProblem) -> int:
     """Return what the owners hand over: every transfer as the parcel it travels in."""
+    # Each parcel with its header, as it travels between devices; the size does not depend on who gets it.
     packed = [len(pack_partition(x, j, bytes(8))) + HEADER_BYTES for j, x in enumerate(problem.x)]
     return sum(packed[j] for j, _ in plan.transfers)
 
 
 def drawn_ratios(config: Config, problem: LinearProblem, label: str) -> list[float]:
     """Return set-up bytes over those of MDS for many draws of the encoding matrix."""
+    # An MDS code has no zero coefficient: its traffic is the same for every draw.
     dense = setup_bytes(plan_of(config, MDS, 0), problem)
     draws = int(config.settings["draws"])
     return [setup_bytes(plan_of(config, label, derive("draw", config.seed, i)), problem) / dense for i in range(draws)]
@@ -225,6 +240,7 @@ def drawn_ratios(config: Config, problem: LinearProblem, label: str) -> list[flo
 def averaged_probability(config: Config, label: str, loss: float) -> float:
     """Return P(an iteration decodes), averaged over the draw of the matrix."""
     plan = plan_of(config, label, config.seed)
+    # Neither code's probability depends on the draw of its coefficients.
     if not loss or plan.code in ("mds", "replication"):
         return probability(plan, loss, 0, 0)
     return decode_rate(
@@ -232,6 +248,7 @@ def averaged_probability(config: Config, label: str, loss: float) -> float:
         loss=loss,
         trials=int(config.settings["trials"]),
         seed=config.seed,
+        # One draw of losses per matrix: of several the matrix would be the same, and the trials not independent.
         per_draw=1,
     ).value
 
@@ -262,6 +279,7 @@ def faulty(loss: float, *, config: Config) -> dict[str, Any]:
     kinds: dict[Any, float] = {"silent": loss / 2, "lost_reply": loss / 2}
     faults = RandomFaults(Key(config.seed, "losses"), kinds, message_types=["train"])
     with InProcessGrid(app, config.clients, seed=config.seed, fault=faults) as grid:
+        # Simulated seconds: in process nobody waits for a message that was lost.
         result = strategy.start(grid, start, int(config.settings["faulty_rounds"]), timeout=60, train_config=sent)
     reports = strategy.reports.sections("linear").values()
     w = np.concatenate([array.numpy().ravel() for array in result.arrays.values()])
@@ -270,6 +288,7 @@ def faulty(loss: float, *, config: Config) -> dict[str, Any]:
         "rounds": len(reports),
         "moved": moved,
         "retries": sum(report.retries for report in reports),
+        # Uncoded descent of as many steps as rounds moved: a skipped round leaves the model as it was.
         "worst": float(np.abs(w - problem.uncoded(moved)).max()),
     }
 
@@ -281,6 +300,7 @@ def train(label: str, model: str, loss: float, *, config: Config) -> dict[str, A
     chance, rate = _chance(config, plan, loss), found["decoded"] / max(1, config.rounds)
     # A simulated probability has an error of its own; one of 0 or 1 is not known to be exactly that.
     usual = (chance * trials + 0.5) / (trials + 1) if plan.code in SIMULATED and loss else chance
+    # Of the share that decoded and, for a simulated probability, of that one as well.
     sigma = math.sqrt(usual * (1 - usual) * (1 / max(1, config.rounds) + 1 / trials))
     return {**found, "chance": chance, "rate": rate, "off": abs(rate - chance) - 4 * sigma}
 
@@ -300,6 +320,7 @@ def facts(label: str, *, config: Config) -> dict[str, Any]:
         "mean": statistics.fmean(ratios) if ratios else bytes_ / dense,
         "spread": statistics.stdev(ratios) if ratios else 0.0,
         "any_losses": any_losses,
+        # To survive s losses of any devices each partition must reach s others: k s transfers at least.
         "over_bound": len(plan.transfers) / (plan.partitions * any_losses) if any_losses else None,
         "average": {f"{q:g}": averaged_probability(config, label, q) for q in LOSS_RATES},
     }
@@ -329,9 +350,11 @@ class CodedRow:
     def of(cls, config: Config, label: str, result: RunResult) -> CodedRow:
         """Read a finished row."""
         problem = LinearProblem.of(config, "svm" if label == SVM else "logistic")
+        # The row of the SVM is the balanced code with another loss: same seed, same matrix.
         plan = plan_of(config, BALANCED if label == SVM else label, config.seed)
         w = np.concatenate([array.astype(np.float64).ravel() for array in result.arrays.values()])
         peer = result.ledger.total("wire", link="peer")
+        # As many uncoded steps as the row had rounds: nothing is lost in a row, so that none was skipped.
         worst = float(np.abs(w - problem.uncoded(result.final.round)).max())
         return cls(peer, abs(peer - setup_bytes(plan, problem)), worst)
 
@@ -467,6 +490,7 @@ def claims(
         return float(found.moved / found.rounds)
 
     gaps = [abs(plain[record.model] - record.accuracy) for record in trained.where(loss=0.0)]
+    # A code that need not survive a single loss has no bound to be compared with.
     bounds = [record.over_bound for record in schemes.values() if record.over_bound is not None]
     return [
         *(

@@ -29,6 +29,7 @@ DIGRAPH: Final = "digraph"
 UNDIRECTED: Final = ("ring", "torus", "complete")
 DIRECTED: Final = ("directed-ring", "exponential", "one-peer", UNBALANCED, DIGRAPH)
 
+# Too large diverges, too small only slows; each is a compromise found for 8 nodes and messages of a tenth.
 GAMMAS: Final[Mapping[str, float]] = {
     "ring": 0.2,
     "torus": 0.15,
@@ -41,6 +42,7 @@ GAMMAS: Final[Mapping[str, float]] = {
 """Consensus steps of Sparse-Push for messages of one tenth."""
 
 COSTS: Final = ("bytes a message", "digits per kB", "joules per digit")
+# From steps that only slow to steps that diverge, a factor of two apart.
 SWEEP: Final = (0.05, 0.1, 0.2, 0.4)
 VARIANT_GAMMAS: Final = (0.02, 0.05, 0.1, 0.2)
 VARIANT_GRAPHS: Final = ("exponential", UNBALANCED, DIGRAPH)
@@ -61,6 +63,8 @@ OPTIONS = {
 
 def graph_of(name: str, n: int, config: Config) -> Topology:
     """Return a graph of the experiment; raises :class:`TopologyError` for a torus that n does not fill."""
+    # A ring with shortcuts from every second and every third node: out-degrees differ, so that push-sum's weights leave
+    # 1 and dividing by them matters.
     if name == UNBALANCED:
         edges = {(i, (i + 1) % n) for i in range(n)}
         edges |= {(i, (i + 2) % n) for i in range(0, n, 2)} | {(i, (i + 3) % n) for i in range(0, n, 3)}
@@ -73,6 +77,7 @@ def _possible(names: Sequence[str], n: int, config: Config) -> list[str]:
     """Return the graphs that n nodes can form."""
     found = []
     for name in names:
+        # A torus needs a number of nodes that is no prime: it is left out, and everything else must be possible.
         try:
             graph_of(name, n, config)
         except TopologyError:
@@ -90,6 +95,7 @@ def _density(config: Config) -> float:
 
 def _scaled(gamma: float, config: Config) -> float:
     """Return the consensus step for this density: with its square root, as the automatic rule of Sparse-Push."""
+    # A guess away from a tenth, at which the steps were tried; above 1 a node would overshoot its neighbours.
     return min(1.0, gamma * math.sqrt(_density(config) / 0.1))
 
 
@@ -124,6 +130,8 @@ class Run:
     def run(self) -> Track:
         """Average."""
         size, seed = int(self.config.settings["size"]), self.config.seed
+        # Matrices keep their shape for PowerGossip; a vector is one flat tensor. Nothing stays dense: a message is
+        # meant to be short.
         matrices = {"m": np.zeros((self.side, self.side))}
         layout = Layout.of(matrices, GossipPolicy(dense_below=0)) if self.side else Layout.flat(size)
         return average(
@@ -139,6 +147,7 @@ class Run:
 
 
 def _starts(config: Config, nodes: int, size: int) -> NDArray[np.float64]:
+    # By number of nodes and nothing else: every algorithm and graph of n nodes begins with the same vectors.
     return starts(Key(config.seed, "consensus", nodes), nodes, size)
 
 
@@ -146,6 +155,7 @@ def vary(kind: str, graph: str, gamma: float, *, config: Config) -> dict[str, An
     """Return the errors of a variant of compressed push-sum, after 0, 1, ... rounds."""
     n, rounds = config.clients, int(config.settings["variant_rounds"])
     made = graph_of(graph, n, config)
+    # A graph that never repeats needs a matrix for each round.
     known = [made.mixing_matrix(t, symmetric=False) for t in range(made.period or rounds)]
     values = _starts(config, n, int(config.settings["size"]))
     return {"errors": averaged(kind, known, values, int(config.settings["k"]), gamma, rounds)}
@@ -155,6 +165,7 @@ def foretell(graph: str, nodes: int, *, config: Config) -> dict[str, Any]:
     """Return a graph's rate by its matrices, the rounds that show it, and the errors that their products give."""
     made, symmetric = graph_of(graph, nodes, config), graph in UNDIRECTED
     rate = made.mixing_rate(symmetric)
+    # As many rounds as bring the error to the floor, and a fifth more; beyond it there is rounding to fit a line to.
     needed = 1.2 * math.log(FLOOR) / math.log(rate) if 0.0 < rate < 1.0 else 0.0
     rounds = max(12, min(int(config.settings["dense_rounds"]), math.ceil(needed)))
     values = _starts(config, nodes, int(config.settings["size"]))
@@ -222,10 +233,12 @@ def compressed_runs(config: Config) -> list[Run]:
 def matrix_runs(config: Config) -> list[Run]:
     """Return runs on matrices over the ring: PowerGossip, and CHOCO with messages about as long."""
     side, n, rounds = int(config.settings["matrix"]), config.clients, config.rounds
+    # float32 on the wire, as CHOCO's messages have it: the comparison is by bytes.
     power = {"name": "power-gossip", "values": "float32"}
     short: dict[str, Any] = {"side": side, "every": 1, "late": 0.5}
     # 4 bytes a value against 4 and an index of about 1.
     top = {"id": "topk", "density": max(1, round(side * 4 / 5)) / side**2}
+    # Their rates are all that is asked of them, and with a look after every round these are points enough for a line.
     few = min(rounds, MATRIX_ROUNDS)
     return [
         *(Run(f"{RANK} {r}", "ring", n, {**power, "rank": r}, rounds, config, side) for r in (1, 2)),
@@ -239,6 +252,7 @@ def matrix_runs(config: Config) -> list[Run]:
                 config,
                 side,
             )
+            # PowerGossip has no step to tune, so that CHOCO is shown below, at and beyond its best one.
             for gamma in (0.02, 0.1, 0.4)
         ),
         Run(FULL_RANK, "ring", n, {"name": "power-gossip", "rank": side}, few, config, **short),
@@ -285,6 +299,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
         for record in Sweep(foretell, graphs, "theory", {"config": config})(say)
     }
     names = {"D-PSGD": "dpsgd", "SGP": "sgp"}
+    # As many rounds as theory says and a look after each: a fast graph has few points before rounding.
     dense = tracks(
         [Run(*cell, {"name": names[cell[0]]}, r.rounds, config, every=1, late=0.5) for cell, r in theory.items()]
     )
@@ -292,6 +307,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
         abs(error / known - 1.0)
         for cell, record in theory.items()
         for error, known in zip(dense[cell].errors, record.errors, strict=True)
+        # Rounding is about 1e-16: of a smaller error it would be a visible part of the 1e-6 that is claimed.
         if known > 1e-9
     )
     # A line through the few points before exact averaging means nothing.
@@ -305,6 +321,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
     sweep = {row: [track.final for track in tracks(runs).values()] for row, runs in tried.items()}
     axes = {"kind": COMPRESSED, "graph": VARIANT_GRAPHS, "gamma": VARIANT_GAMMAS}
     variants = Sweep(vary, axes, "variant", {"config": config})(say)
+    # One of DeepSqueeze's runs is enough in the figure; all of them are in the table.
     squeezes = [label for label, _, _ in compressed if label.startswith(SQUEEZE)]
     rates: dict[Cell, float] = {cell: record.rate for cell, record in theory.items()}
     return Findings(
@@ -385,6 +402,7 @@ def _dense_table(dense: Mapping[Cell, Track], rates: Mapping[Cell, float], energ
         "round, fitted; 0 is exact averaging in finitely many rounds. By matrices: second eigenvalue, on the random "
         "digraph the second Lyapunov exponent. Digits: decimal digits of error removed per kB a node sends. float64 "
         "throughout.",
+        # Joules are shown only where the energy of a byte is given.
         optional=COSTS[-1:],
     )
 
@@ -458,7 +476,9 @@ def _matrix_table(matrices: Mapping[str, Track]) -> Table:
 
 def _variant_table(variants: Records) -> Table:
     columns: dict[str, Any] = {"what travels as top-k, graph": lambda row: f"{row[0].kind}, {row[0].graph}"} | {
-        f"gamma {gamma:g}": (lambda row, gamma=gamma: row.one(gamma=gamma).errors[-1]) for gamma in VARIANT_GAMMAS
+        # Bound as a default: a closure would see the last gamma of the loop only.
+        f"gamma {gamma:g}": (lambda row, gamma=gamma: row.one(gamma=gamma).errors[-1])
+        for gamma in VARIANT_GAMMAS
     }
     return table(
         "What may be compressed in push-sum",
@@ -481,6 +501,7 @@ def _against_bytes(title: str, tracks: Mapping[str, Track]) -> Curves:
 
 def _off(rate: float, expected: float) -> float:
     """Return the relative difference of two rates' logarithms, which are what rounds are proportional to."""
+    # NaN fails every claim: a rate that is no rate must not pass as equal.
     return abs(math.log(rate) / math.log(expected) - 1.0) if 0.0 < rate < math.inf else math.nan
 
 
@@ -511,6 +532,8 @@ def _of_theory(
     made = [
         claim(
             f"{graph}, {nodes} nodes, dense: error after {words}",
+            # A complete graph averages in its first round, powers of two in log2 n of the one-peer graph; all later
+            # errors are rounding.
             track.errors[1 if graph == "complete" else int(math.log2(nodes))],
             "<= 1e-14",
             THEORY,
@@ -520,6 +543,7 @@ def _of_theory(
         if graph == kind and (graph == "complete" or _power_of_two(nodes))
     ]
     off = {cell: _off(dense[cell].rate, rate) for cell, rate in rates.items() if rate > 0.0}
+    # A run that diverged has no sums to speak of: nothing but its errors is known.
     slope, ended = "dense: relative difference of slope and", [track for track in every if not track.diverged]
     unbalanced = dense["SGP", UNBALANCED, n]
     return [
@@ -537,6 +561,7 @@ def _of_theory(
             f"{THEORY}, in the long run; few rounds of one draw, missed with seeds 1, 2",
             gate=False,
         ),
+        # Rounding in another order: the relay adds messages one by one, the product in one sum.
         claim("dense: largest difference from the products of the matrices", products, "<= 1e-6", THEORY),
         claim(
             "sums over all nodes: largest change of a coordinate in any run",
@@ -567,6 +592,8 @@ def _of_compression(compressed: Mapping[Cell, Track], matrices: Mapping[str, Tra
             claim(
                 f"{label}, {graph}: rate",
                 compressed[label, graph, n].rate,
+                # Three quarters of the slope: logarithms are what rounds are proportional to, so the power is of the
+                # rate.
                 f"<= {round(rate**0.75, 4)}",
                 f"{DERIVED}: {rate}",
             )
@@ -581,6 +608,7 @@ def _of_compression(compressed: Mapping[Cell, Track], matrices: Mapping[str, Tra
             ">= 1e-3",
             "goal: memory of the receiver matters",
         ),
+        # The best of all its steps has to stop: one bad step would prove nothing about the method.
         claim(f"{RANK} 1, nothing tuned: last error", matrices[f"{RANK} 1"].final, "<= 1e-2", MEASURED),
         claim(
             "PowerGossip of full rank: relative difference of its slope and D-PSGD's",
@@ -604,9 +632,13 @@ def _of_variants(variants: Records) -> list[Claim]:
         right, stopped, text = last(of_z, graph), last(kept, graph), f"push-sum, {kept}, {graph}: last error"
         made += [
             claim(f"push-sum, {of_z}, {graph}: last error", right, "<= 1e-10", f"{stalls} 1e-15"),
+            # Reported only: a smaller step stops lower, so that the first bound depends on the grid; the ratio to the
+            # right variant, below, does not.
             claim(text, stopped, ">= 0.1", f"{stalls} 0.12 to 0.60; a smaller gamma stops lower", gate=False),
             claim(f"{text}, times that of {of_z}", stopped / right, ">= 1e6", MEASURED),
         ]
+    # Only where w never settles: on static graphs an estimate of x is as exact as one of z, which the claims after it
+    # hold fast.
     moving = f"push-sum, {of_x}, random digraph: last error"
     made.append(claim(moving, last(of_x, DIGRAPH), ">= 1e-4", f"{stalls} 7.5e-3"))
     made += [

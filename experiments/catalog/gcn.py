@@ -65,6 +65,8 @@ TUNING_SEED: Final = 1000
 LOOKS: Final = 10
 """Evaluations of a training."""
 
+# About thirty rows of the digits (64 numbers of four bytes, an id and a length): far fewer than a client meets on
+# random parts, so that rows have to be evicted.
 CACHE_BYTES: Final = 8192
 """Limit of the LRU cache."""
 
@@ -155,6 +157,7 @@ def rules(config: Config) -> dict[str, Own]:
     """Return the layer-wise samplers that are compared, by label."""
     budget = float(config.settings["budget"])
     fixed = float(config.settings["scale"])
+    # A set, since the budget of the rows may be on its own axis as well, and a label names one run.
     along = sorted({budget, *_budgets(str(config.settings["budgets"]))})
     return {
         FULL: {"sampler": "full"},
@@ -169,6 +172,7 @@ def rules(config: Config) -> dict[str, Own]:
 
 def compared(config: Config) -> dict[str, Own]:
     """Return the rules of the rows, which the claims are about."""
+    # The worst-case rule stays on the short axes: it holds for any features, and saves little.
     mine, (measured, _, matched) = rules(config), promising(config)
     return {label: mine[label] for label in (FULL, UNSKEWED, matched, measured, LOCAL)}
 
@@ -191,6 +195,7 @@ def caches(config: Config) -> dict[str, Own]:
     """Return the samplers with a cache; without one they are among the rules."""
     mine = rules(config)
     return {
+        # Only the LRU cache has a limit; "all" keeps every row.
         cached(label, cache): {**mine[label], "cache": cache, **limit}
         for cache, limit in (("lru", {"cache_bytes": CACHE_BYTES}), ("all", {}))
         for label in (UNSKEWED, _budget(config))
@@ -252,6 +257,7 @@ def spec(config: Config, where: str, label: str, own: Own, rounds: int) -> RunSp
     """Return one run: a partition and a rule, with the first seed."""
     given: dict[str, Any] = {
         **adam(float(config.settings["rate"])),
+        # Rounded up: at most LOOKS evaluations, however many rounds there are.
         "evaluate_every": max(1, -(-rounds // LOOKS)),
         "task.cut": "random" if where == RANDOM else str(config.settings["cut"]),
         **{f"task.{key}": value for key, value in _graph(config).items()},
@@ -268,10 +274,13 @@ def cross_spec(config: Config, label: str, own: Own) -> RunSpec:
         **adam(float(config.settings["cross_rate"])),
         "lr": float(config.settings["lr"]),
         "n": str(config.settings["cross_n"]),
+        # One layer: a label depends on the colours of direct neighbours and on nothing further away.
         "layers": 1,
         "batch_size": int(config.settings["cross_batch"]),
+        # An evaluation has to fall on both of the rounds after which the rules are compared.
         "evaluate_every": math.gcd(early, rounds),
         "task.parts": config.clients,
+        # The graph of the first seed; every further seed is trained on one drawn from that seed.
         "task.graph_seed": config.seed,
         **own,
     }
@@ -281,6 +290,7 @@ def cross_spec(config: Config, label: str, own: Own) -> RunSpec:
 def _cross_rounds(config: Config) -> tuple[int, int]:
     """Return after how many rounds rules are compared on the cross-partition graph: early, and at the end."""
     early = int(config.settings["cross_rounds"])
+    # A run is compared early and, if it is trained further, at its end: never the other way round.
     return early, max(early, int(config.settings["cross_long"]))
 
 
@@ -307,6 +317,7 @@ def trainings(config: Config, equal: Mapping[str, Mapping[str, Own]]) -> dict[st
         (rules(config), PARTITIONS),
         (families(config), PARTITIONS if full else (CUT,)),
         (caches(config), PARTITIONS),
+        # Only where many rows travel: between parts with few cut edges nearly all bytes are those of models.
         (wires(config), (RANDOM,)),
     )
     brief = [
@@ -329,6 +340,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
         for w, cut in cuts.items()
     }
     say("samplers that fetch as many rows, by plans")
+    # Before the trainings, whose rivals are made of the q and n that are found here, and without looking at a label.
     equal = rivals(config, say.cell("equal rows", partial(_equal_rows, config, graphs[CUT])))
     groups = _trained(config, results, trainings(config, equal), say)
     say("exact variances, on the batches of a run")
@@ -338,6 +350,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
     codecs = say.cell("row codecs", partial(codec_sizes, graphs[RANDOM]))
     found = Found(config, groups, exact, biases, {where: list(labels) for where, labels in equal.items()})
     made = claims_of(found)
+    # The first two are of the rule with measured norms, which the answer names.
     first, second = made[:2]
     for graph in graphs.values():
         # Its record has the partitions it was asked for.
@@ -359,6 +372,7 @@ def _trained(
     known = {(label, result.spec.seed): outcome(result) for label, result in results.items()}
     cells = [{"label": label, "seed": seed} for label, (_, seeds) in wanted.items() for seed in seeds]
     waiting = [cell for cell in cells if (cell["label"], cell["seed"]) not in known]
+    # Specs are shared and not part of a cell: a cell is named by label and seed alone, as the rows are.
     sweep = Sweep(train, waiting, shared={"specs": {label: made for label, (made, _) in wanted.items()}})
     found = {(one.label, one.seed): one for one in sweep(say, int(config.settings["workers"]))}
     found |= {key: Record(fields) for key, fields in known.items()}
@@ -371,6 +385,7 @@ def _equal_rows(config: Config, graph: GraphTask) -> dict[str, dict[str, float]]
     from fedcomp.tasks import get_task
 
     few = {"n": str(config.settings["cross_n"]), "layers": 1}
+    # The graph of the tuning seed: the rivals must not be fitted to a graph that results are taken from.
     crossed = cast("GraphTask", get_task(CROSS, parts=config.clients, graph_seed=TUNING_SEED))
     out = {}
     for where, task, own, size, common in (
@@ -403,7 +418,9 @@ def _variances(config: Config, graphs: Mapping[str, GraphTask]) -> dict[str, Any
     """Return exact ratios of the rules, of fixed scales, and along the budget."""
     from fedcomp.experiments.graph_variance import Batches, measured
 
+    # Samplers that draw in another way have no single s per layer, and no M(s) to measure.
     wanted: dict[str, Own] = {label: own for label, own in rules(config).items() if own.get("sampler") is None}
+    # The fixed scale of the rules has the same label, and stays one entry.
     wanted |= {f"s = {s:g}": {"mode": "fixed", "scale": s} for s in SCALES}
     wanted |= {_swept(mode, value): {"mode": mode, "variance_budget": value} for mode in SWEPT for value in SWEEP}
     size = int(config.settings["batch_size"])
@@ -423,10 +440,12 @@ def _biases(config: Config, graph: GraphTask) -> dict[str, Any]:
     mine, few = rules(config), {"n": str(config.settings["bias_n"])}
     wanted: dict[str, Own] = {label: mine[label] for label in (UNSKEWED, _budget(config))}
     wanted |= families(config)
+    # As published: the rows' sums are restored, and the bias grows with it.
     wanted[RENORMALISED] = {"sampler": "ladies", "renormalise": True}
     wanted[LOCAL] = mine[LOCAL]
     size = {"batch": int(config.settings["bias_batch"]), "draws": int(config.settings["draws"]), "seed": config.seed}
     part = graph.shared(config.clients).part(0)
+    # One layer of few nodes and the same batch for all: bias has to stand out from the noise of the draws.
     return {label: bias_of(graph, part, _sampler(config, {**own, **few}), **size) for label, own in wanted.items()}
 
 
@@ -434,6 +453,7 @@ def codec_sizes(task: GraphTask) -> list[dict[str, Any]]:
     """Return bytes per row of every codec that can hold the task's features, and of others, on some of them."""
     from fedcomp.experiments.bench.graph_rows import row_table
 
+    # Two owners whatever the run has: the bytes of a row do not depend on how many share the graph.
     part = task.shared(2).part(0)
     lines = row_table(part.ids[:FRAME_ROWS], part.features[:FRAME_ROWS], repeats=1)
     return [{key: line[key] for key in ("what", "per_row", "error", "chosen")} for line in lines]
@@ -517,6 +537,7 @@ class Found:
     def line(self, where: str, label: str) -> Record:
         """Return the means over seeds of a rule on a partition, rounded as a table shows them."""
         runs = self.runs(where, label)
+        # Rows fetched are set apart: ratios are taken of them, so that they are not rounded.
         bytes_ = {*_BYTES.values(), *_WIRES.values()} - {"rows_fetched"}
         accuracy = [100.0 * run.accuracy for run in runs]
         # Variances are of a partition, however long the trainings on it are.
@@ -528,6 +549,7 @@ class Found:
                 "label": label,
                 "partition": place,
                 "accuracy": round(mean(accuracy), 2),
+                # A single training has no deviation; NaN becomes a dash in the table.
                 "deviation": round(stdev(accuracy), 2) if len(runs) > 1 else math.nan,
                 "rows_fetched": mean(runs.each("rows_fetched")),
                 "per_batch": remote,
@@ -589,6 +611,8 @@ def _tables(found: Found, codecs: Sequence[Mapping[str, Any]]) -> list[Table]:
                 "times fewer": lambda line: round(fewer(line["remote_unskewed"], line["remote"]), 2),
                 "candidates": _rounded("candidates", 0),
             },
+            # Budgets along the axis are for the figures: nobody trains with them, and the table would be three times as
+            # long.
             [{"key": key, **line} for key, line in found.exact.items() if "sweep" not in key],
             "On batches of a run, for the same rows with s and with s = 1; expected remote columns. M: M(s)/M(1); the "
             "model is the rule matched: 1 + λ(1 - λ)(s - 1)²/s, right where energy per probability is alike for owned "
@@ -614,6 +638,8 @@ def _tables(found: Found, codecs: Sequence[Mapping[str, Any]]) -> list[Table]:
         table(
             f"Bytes of a run, parts with {CUT}",
             {"rule": "label", **_BYTES},
+            # Without the rivals, which come last: they were given as many rows as skew has, so that their bytes say
+            # nothing new.
             main[: len(compared(config))],
             "All clients, both directions, means over seeds. Rows, ids, norms and models are frames and tensors; "
             "messages are whole, with Flower's envelope. A fetched row crosses two links, from its owner to the server "
@@ -670,6 +696,7 @@ def _cache_table(found: Found, size: str) -> Table:
     for where in PARTITIONS:
         for cache in ("none", "lru", "all"):
             pair = [found.line(SHORT[where], cached(label, cache)) for label in labels]
+            # Both of the same pair: unskewed first, as fewer() takes them.
             rows_, link = ([one[figure] for one in pair] for figure in ("rows_fetched", "feature_bytes_link"))
             lines.append([name(where, f"cache {cache}"), *rows_, round(fewer(*rows_), 2), *link])
     return Table(
@@ -739,6 +766,7 @@ def _over_seeds(runs: Records, figure: int, factor: float = 1) -> list[float]:
 def _accuracy_curve(found: Found, title: str, where: str, labels: Iterable[str]) -> Curves:
     series = []
     for label in labels:
+        # Local training fetches nothing and has no place on an axis of bytes: it becomes a level line below.
         if label != LOCAL:
             sent, right = (_over_seeds(found.runs(where, label), i, f) for i, f in ((2, 1), (1, 100)))
             # The axis is logarithmic: evaluations before the first byte have no place on it.
@@ -781,6 +809,7 @@ def claims_of(found: Found) -> list[Claim]:
 
 def _comparison_claims(found: Found) -> list[Claim]:
     made = []
+    # Measured norms and the model; the worst case is not among the long trainings.
     for label in promising(found.config)[::2]:
         times = fewer(found.mean(CUT, UNSKEWED, "per_batch"), found.mean(CUT, label, "per_batch"))
         points = 100 * (found.mean(CUT, UNSKEWED, "accuracy") - found.mean(CUT, label, "accuracy"))
@@ -789,15 +818,18 @@ def _comparison_claims(found: Found) -> list[Claim]:
             claim(f"{CUT}, {label}: points of accuracy below s = 1, mean over seeds", points, "<= 1.0", GOAL),
         ]
     unskewed = [found.exact[name(where, UNSKEWED)] for where in PARTITIONS]
+    # If n reached the number of candidates, every sampler would keep all of them and nothing would be compared.
     kept = largest(one["kept"] / one["candidates"] for one in unskewed)
     return [*made, claim("share of the input layer's candidates that s = 1 keeps", kept, "< 1.0", "sampling is real")]
 
 
 def _cross_claims(found: Found) -> list[Claim]:
     (early, late), mine = _cross_rounds(found.config), _budget(found.config)
+    # The smallest by way of largest(), which does not pass over a NaN as min() would.
     worst = {label: -largest(-x for x in found.after(label, early)) for label in (EIGHT, mine)}
     rows_ = fewer(*(found.mean(CROSS, label, "per_batch") for label in (UNSKEWED, EIGHT)))
     return [
+        # Local training has to stay near chance, or accuracy on this graph would not show that remote rows matter.
         claim(
             f"{CROSS}, {LOCAL}: accuracy, best seed",
             largest(found.after(LOCAL, early)),
@@ -841,7 +873,10 @@ def _budget_claims(found: Found, where: str) -> list[Claim]:
         cache: fewer(*(found.mean(SHORT[where], cached(label, cache), "rows_fetched") for label in (UNSKEWED, mine)))
         for cache in ("none", "all")
     }
+    # What is proven gates the run. The rule "matched" assumes how energy is spread over the columns, which features may
+    # break: with few cut edges of Cora M(s) is 1.9 times M(1) at D = 1.5 (measured).
     bounds: dict[str, tuple[float, str, bool]] = {
+        # A millionth more for rounding: s is the root of a quadratic equation, not the result of a search.
         measured: (budget * (1 + 1e-6), f"{THEORY}: s solves M(s) = D M(1), or is at its limit", True),
         worst: (budget, f"{THEORY}: holds for any features", True),
         mine: (1.25 * budget, f"{GOAL}; the rule rests on a model of the features", False),
@@ -870,6 +905,7 @@ def _budget_claims(found: Found, where: str) -> list[Claim]:
 def _bias_claims(biases: Mapping[str, Mapping[str, float]]) -> list[Claim]:
     # Local-only draws nothing, and has no noise.
     over = {label: found["distance"] / (found["noise"] or math.nan) for label, found in biases.items()}
+    # LADIES is biased by construction, with rows renormalised or without.
     unbiased = largest(value for label, value in over.items() if LADIES not in label and label != LOCAL)
     return [
         claim(
