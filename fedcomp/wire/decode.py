@@ -121,7 +121,7 @@ def decode(
         raise Corrupt(f"{payload - stored} bytes follow the last section")
     decoded = 0
     for entry in entries:
-        _check_sizes(entry, limits)
+        _check_sizes(entry)
         decoded += _work_bytes(entry)
         if decoded > limits.max_bytes_out:
             raise LimitExceeded(
@@ -369,8 +369,8 @@ def _check_allowed(
         raise UnsupportedCodec(f"tensor {name!r}: value codec {values.name!r} is not allowed here", sorted(allowed))
 
 
-def _check_sizes(entry: _Entry, limits: Limits) -> None:
-    """Check the raw section lengths against what codec, n and k permit, and the decoded size against the limits."""
+def _check_sizes(entry: _Entry) -> None:
+    """Check the raw section lengths against what codec, n and k permit."""
     for what, size, (low, high) in (
         ("index", entry.index_raw, entry.index_codec.bounds(entry.index_params, entry.n, entry.k)),
         ("value", entry.value_raw, entry.value_codec.bounds(entry.value_params, entry.k, entry.dtype)),

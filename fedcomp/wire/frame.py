@@ -39,6 +39,8 @@ USER_TAG: Final = 6
 FILLER: Final = 7
 PADDING: Final = 127
 MAX_TLVS: Final = 64
+_OWN_TLVS: Final = MAX_TLVS - 3
+"""Optional fields that a sender may write itself: alignment adds one, and :func:`~fedcomp.wire.pad` up to two more."""
 
 _ALIGN = 8
 ALIGN_FROM: Final = 1024
@@ -54,7 +56,7 @@ def encode(tensors: Sequence[Tensor], *, flags: int = 0, tlvs: Iterable[tuple[in
     flags : int
         Bits 0..7, see :class:`~fedcomp.wire.Bundle`.
     tlvs : iterable of (type, bytes)
-        Optional fields, ``1 <= type < 127`` and not 7, which :func:`~fedcomp.wire.pad` writes.
+        Optional fields, at most 61, ``1 <= type < 127`` and not 7, which :func:`~fedcomp.wire.pad` writes.
 
     Raises
     ------
@@ -95,9 +97,9 @@ def encode(tensors: Sequence[Tensor], *, flags: int = 0, tlvs: Iterable[tuple[in
 def _fields(tlvs: Iterable[tuple[int, bytes]]) -> bytes:
     out = bytearray()
     for count, (kind, content) in enumerate(tlvs, 1):
-        if not TLV_END < kind < PADDING or kind == FILLER or count >= MAX_TLVS:
+        if not TLV_END < kind < PADDING or kind == FILLER or count > _OWN_TLVS:
             raise ConfigError(
-                f"optional field of type {kind}: types are 1..126 but 7, and at most {MAX_TLVS - 1} fields fit"
+                f"optional field of type {kind}: types are 1..126 but 7, and at most {_OWN_TLVS} fields fit"
             )
         out.append(kind)
         out += put_varint(len(content))

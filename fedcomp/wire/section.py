@@ -155,8 +155,9 @@ class Section:
         Raises
         ------
         WireError
-            For what is no section of this form, and for values that are NaN or infinite. A valid support in another
-            layout than :meth:`write` would choose is read: the encoding is not canonical.
+            For what is not a section of this form, and for values that are NaN or infinite. As in frames, a support has
+            one encoding per layout and parameter. Which layout "auto" takes, and the parameter of the Rice code, are
+            the writer's choice: a later version may choose better.
         """
         view = memoryview(data)
         if len(view) > (most := self.most_bytes):
@@ -190,7 +191,7 @@ class Section:
         k = support.k
         count = b"" if self._stride else put_varint(k)
         if self.index == "fixed":
-            return count + self._plain(support)
+            return count + _plain(support)
         if self.index == "bitmap":
             return count + _BITMAP_CODEC.encode(support)[1]
         if k == 0:
@@ -198,13 +199,8 @@ class Section:
         b, size = best_rice(support)
         written = put_varint(k)
         if self.index == "auto" and plain_bytes(self.n, k) + len(count) <= size + len(written):
-            named = _BITMAP if k * width(self.n) > self.n else _FIXED
-            return bytes((named,)) + count + self._plain(support)
+            return bytes((_BITMAP if bitmap_is_shorter(self.n, k) else _FIXED,)) + count + _plain(support)
         return bytes((_RICE | b << 2,)) + written + _RICE_CODEC.encode_with(support, b)[1]
-
-    def _plain(self, support: Support) -> bytes:
-        codec = _BITMAP_CODEC if support.k * width(self.n) > self.n else _FIXED_CODEC
-        return codec.encode(support)[1]
 
     def _take_support(self, data: memoryview) -> tuple[Indices, memoryview]:
         if self.index == "fixed":
@@ -221,6 +217,9 @@ class Section:
         indices, rest = (self._take_plain if kind == _FIXED else self._take_bitmap)(data[1:])
         if not indices.size:
             raise Corrupt("a section names a layout and holds nothing")
+        # A bitmap has a name of its own: under that of fields it would be a second encoding of the same support.
+        if kind == _FIXED and bitmap_is_shorter(self.n, indices.size):
+            raise Corrupt("a section names fields and holds a bitmap")
         return indices, rest
 
     def _take_plain(self, data: memoryview) -> tuple[Indices, memoryview]:
@@ -234,13 +233,17 @@ class Section:
         else:
             # The length grows with k, so that anything longer than the largest k in fields is a bitmap.
             if len(data) > plain_bytes(n, last) + stride * last:
-                return self._take_bitmap(data)
+                indices, rest = self._take_bitmap(data)
+                # A bitmap may also be longer than the fields of k = last; only one of the two may hold that k.
+                if indices.size <= last:
+                    raise Corrupt(f"a bitmap holds {indices.size} of {n} elements, which fields hold in fewer bytes")
+                return indices, rest
             # Exact for a valid length: rounding the fields up to bytes adds at most 7 bits, less than one more value.
             k = 8 * len(data) // (w + 8 * stride)
             if -(-k * w // 8) + stride * k != len(data):
                 raise Corrupt(f"no number of indices of {w} bits and values of {stride} bytes has {len(data)} bytes")
             self._require_count(k)
-        split = self._split(data, packed_size(k, w))
+        split = _split(data, packed_size(k, w))
         return _FIXED_CODEC.decode(b"", data[:split], n, k), data[split:]
 
     def _take_bitmap(self, data: memoryview) -> tuple[Indices, memoryview]:
@@ -255,7 +258,7 @@ class Section:
         else:
             k, start = self._take_count(data)
             data = data[start:]
-        split = self._split(data, size)
+        split = _split(data, size)
         return _BITMAP_CODEC.decode(b"", data[:split], self.n, k) if split else np.zeros(0, np.int64), data[split:]
 
     def _take_rice(self, data: memoryview, b: int) -> tuple[Indices, memoryview]:
@@ -275,11 +278,6 @@ class Section:
         if k > self.most_values:
             raise LimitExceeded(f"a section holds {k} values; expected at most {self.most_values}")
 
-    def _split(self, data: memoryview, size: int) -> int:
-        if size > len(data):
-            raise Truncated(f"indices of {size} bytes in a section of {len(data)}")
-        return size
-
     def _take_values(self, data: memoryview, k: int) -> Values:
         params = self.params
         if params is None:
@@ -293,6 +291,17 @@ class Section:
         return values
 
 
+def _plain(support: Support) -> bytes:
+    codec = _BITMAP_CODEC if bitmap_is_shorter(support.n, support.k) else _FIXED_CODEC
+    return codec.encode(support)[1]
+
+
+def _split(data: memoryview, size: int) -> int:
+    if size > len(data):
+        raise Truncated(f"indices of {size} bytes in a section of {len(data)}")
+    return size
+
+
 def _take_params(data: memoryview) -> tuple[bytes, memoryview]:
     size = data[0] if len(data) else 0
     if not len(data) or size > _LONGEST_PARAMS or 1 + size > len(data):
@@ -303,6 +312,11 @@ def _take_params(data: memoryview) -> tuple[bytes, memoryview]:
 def width(n: int) -> int:
     """Return the bits of an index below ``n``."""
     return max(0, n - 1).bit_length()
+
+
+def bitmap_is_shorter(n: int, k: int) -> bool:
+    """Whether ``k`` indices below ``n`` take more bits as fields than as a bitmap."""
+    return k * width(n) > n
 
 
 def plain_bytes(n: int, k: int) -> int:

@@ -121,6 +121,16 @@ def test_a7_every_length_above_the_frame_can_be_reached(extra: int, more: int) -
         np.testing.assert_array_equal(wire.decode(padded)[0].values.decode(), np.ones(5, np.float32))
 
 
+@pytest.mark.parametrize("room", [wire.FILLED, 129, 130, 131, 500])
+def test_a7_a_frame_with_all_fields_a_sender_may_write_can_be_padded(room: int) -> None:
+    tensor = wire.dense(np.ones(1001, np.float32))  # long enough to be aligned, by one field more
+    frame = wire.encode([tensor], tlvs=[(wire.USER_TAG, b"x")] * 61)
+    padded = wire.decode(wire.pad(frame, len(frame) + room, b"a"))
+    assert padded.tlvs == wire.decode(frame).tlvs
+    with pytest.raises(ConfigError, match="at most 61"):
+        wire.encode([tensor], tlvs=[(wire.USER_TAG, b"x")] * 62)
+
+
 def test_a7_padded_frames_of_equal_updates_differ_and_repeat() -> None:
     """Equal messages would be stored once, which whoever counts bytes would see."""
     frame = wire.encode([wire.dense(np.zeros(3, np.float32))])

@@ -181,6 +181,8 @@ F4 = np.array([np.nan], "<f4").tobytes()
         (agreed("float32", 16, "auto", 1), b"\x03" + bytes(5), "names no layout"),
         (agreed("float32", 16, "auto", 1), b"\x04" + bytes(5), "names no layout"),
         (agreed("float32", 16, "auto", 1), b"\x00", "holds nothing"),
+        (agreed("fp16", 9, "auto"), b"\x00\x07\x00" + bytes(6), "names fields and holds a bitmap"),
+        (Section(9, wire.Raw, "fixed", dtype="int8"), b"\x03\x00" + bytes(2), "2 of 9 elements"),
         (agreed("float32", 16, "rice", 1), b"\x00" + bytes(5), "names no layout"),
         (agreed("float32", 16, "rice", 9), b"\x02\x0a" + bytes(40), "at most 9"),
         (agreed("float32", 16, "rice", 9), b"\x02\xff\xff\xff\xff\xff\xff\xff\xff\x7f", "at most 9"),
@@ -203,6 +205,34 @@ F4 = np.array([np.nan], "<f4").tobytes()
 def test_sections_nobody_writes_are_refused(section: Section, data: bytes, says: str) -> None:
     with pytest.raises(wire.WireError, match=says):
         section.read(data)
+
+
+def candidates() -> list[bytes]:
+    """Every short head of a section, and values that are zero."""
+    heads = [bytes((a, *b)) for a in range(256) for b in ((), *((c,) for c in range(4)))]
+    heads += [bytes((k, b)) for k in range(3) for b in range(4, 256)]
+    return [b"", *(head + bytes(k) for head in heads for k in range(10))]
+
+
+@pytest.mark.parametrize("index", LISTED)
+def test_a_support_has_one_encoding_per_layout_and_parameter(index: str) -> None:
+    section = Section(9, wire.Raw, index, dtype="int8")
+    named = index in ("rice", "auto")
+    found: dict[object, bytes] = {}
+    for data in (
+        name + rest for name in ((b"\x00", b"\x01", b"\x02", b"\x06") if named else (b"",)) for rest in candidates()
+    ):
+        try:
+            tensor = section.read(data)
+        except wire.WireError:
+            continue
+        assert tensor.indices is not None
+        key = (data[:1] if named else b"", *tensor.indices.tolist(), tensor.values.decode().tobytes())
+        assert found.setdefault(key, data) == data
+        if not named:
+            assert section.write(tensor.values, tensor.indices) == data
+    # Fields reach up to two of nine elements, a bitmap to all of them.
+    assert {len(key) - 2 for key in found if isinstance(key, tuple)} >= set(range(1, 3 if index == "rice" else 10))
 
 
 @pytest.mark.parametrize(
