@@ -80,6 +80,7 @@ def planned(args: argparse.Namespace) -> Iterator[str]:
     if sum(value is None for value in (epsilon, z, releases)) != 1:
         raise ConfigError("give two of --epsilon, --noise-multiplier and --releases; the third is computed")
     if args.cap:
+        # The rate is handed on to be refused: a cap and Poisson sampling are two promises.
         sampling = Sampling("capped", rate=args.rate, cap=args.cap)
     else:
         sampling = Sampling("poisson", rate=args.rate) if args.rate != 1.0 else Sampling("everyone")
@@ -93,6 +94,7 @@ def planned(args: argparse.Namespace) -> Iterator[str]:
         z = noise_multiplier_for(epsilon, delta, releases=releases, rate=rate, cap=args.cap)
     elif releases is None:
         releases = releases_for(epsilon, delta, z, rate=rate)
+        # No unit is in more rounds than the cap, however many there are.
         if args.cap and releases >= args.cap:
             yield f"any number of rounds: {args.cap} of each unit are within the budget, which would allow {releases}"
             releases = args.cap

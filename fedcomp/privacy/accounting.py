@@ -128,8 +128,9 @@ class _Part:
     rate : float
     kind : str
         "smooth" (continuous, or integer on a fine grid), "coarse" (integer, zCDP only), "skellam", or "none".
-    extra : float
-        Beyond the Gaussian, for Skellam noise: what :func:`_skellam_extra` adds, per unit of order, and at most.
+    slope, extra, most : float
+        Of Skellam noise, whose curve is at most min(slope * order + extra, most) above the Gaussian one
+        (:func:`renyi_curve`).
     grid : float
         Smallest standard deviation of integer noise among "smooth" releases, in grid steps; infinite for continuous.
     """
@@ -164,12 +165,16 @@ def profile(events: Event | Sequence[Event]) -> Profile:
     parts: list[_Part] = []
     for event in group:
         if event.noise_multiplier == 0.0:
+            # A sum without noise is a kind of its own and not a division by 0: every accountant answers infinity for
+            # it.
             parts.append(_Part(math.inf, 1.0, "none"))
             continue
         # Not by the square, which may be too small for a double.
         spent = event.releases / event.noise_multiplier / event.noise_multiplier
         if event.noise == "skellam":
             variance = event.grid_sigma**2
+            # Skellam's bound needs the variance and both sensitivities in grid steps; their ratio alone does not
+            # determine it.
             l1, l2 = event.grid_l1, event.grid_sigma / event.noise_multiplier
             if not (0.0 < l1 < math.inf and math.isfinite(variance)):
                 raise ConfigError("an event with Skellam noise needs grid_sigma and grid_l1, in grid steps")
@@ -183,8 +188,10 @@ def profile(events: Event | Sequence[Event]) -> Profile:
         fine = is_fine(event)
         key = (drawn if fine and event.rate < 1.0 else 1.0, "smooth" if fine else "coarse")
         inverse[key] = inverse.get(key, 0.0) + spent
+        # The coarsest grid decides: how far the integers' curve may exceed the continuous one falls with its square.
         grid[key] = min(grid.get(key, math.inf), event.grid_sigma if fine else math.inf)
     parts += [_Part(total, *key, grid=grid[key]) for key, total in inverse.items()]
+    # Sorted, so that rounds of equal cost are equal keys: a ledger counts kinds of rounds, however many it holds.
     return tuple(sorted(parts)), math.fsum(event.delta for event in group)
 
 
@@ -214,8 +221,11 @@ def _sampled_curve(rate: float, noise_multiplier: float) -> NDArray[np.float64]:
                 value = rdp.compute_rdp(q=rate, noise_multiplier=noise_multiplier, steps=1, orders=float(order))
         except (ValueError, OverflowError, ZeroDivisionError):
             continue  # the series of a fractional order lost its digits; the bound without sampling stands
+        # Also false for NaN and for the negative values that cancelled digits can give: the bound without sampling
+        # stays.
         if 0.0 <= value < curve[i]:
             curve[i] = value
+    # The result is cached; a caller that scaled it in place would change every later account.
     curve.flags.writeable = False
     return curve
 
@@ -247,9 +257,11 @@ def _rdp_total(rounds: Rounds, cap: int) -> NDArray[np.float64]:
     # No unit was in more than `cap` rounds: whichever those were, they cost no more than the dearest at this order.
     table = np.stack([curve for curve, _ in curves])
     counts = np.array([n for _, n in curves])
+    # At each order by itself: the curves of two kinds of noise may cross.
     order = np.argsort(-table, axis=0, kind="stable")
     taken = np.cumsum(counts[order], axis=0)
     used = np.clip(cap - (taken - counts[order]), 0, counts[order])
+    # No round of an infinite cost is infinity times 0, a NaN that np.where then leaves out.
     with np.errstate(invalid="ignore"):
         return np.where(used > 0, np.take_along_axis(table, order, axis=0) * used, 0.0).sum(axis=0)
 
@@ -264,6 +276,7 @@ def _convert(
     else:
         epsilon = curve + np.log1p(-1.0 / alpha) - (math.log(delta) + np.log(alpha)) / (alpha - 1.0)
     best = int(np.argmin(epsilon))
+    # The improved conversion goes below 0 for curves that cost next to nothing; epsilon 0 is what is then proven.
     return max(0.0, float(epsilon[best])), float(alpha[best])
 
 
@@ -304,7 +317,7 @@ def classical_epsilon(events: Iterable[Event | Sequence[Event]], delta: float) -
 
 
 def prv_epsilon(events: Iterable[Event | Sequence[Event]], delta: float, *, error: float = PRV_ERROR) -> float:
-    """Return epsilon by Opacus' ``PRVAccountant``: an upper bound that holds its ``error``.
+    """Return epsilon by Opacus' ``PRVAccountant``: an upper bound that includes its ``error``.
 
     Raises
     ------
@@ -342,6 +355,7 @@ def _prv_of(history: tuple[tuple[tuple[float, float], int], ...], delta: float, 
         from opacus.accountants import PRVAccountant
         from opacus.accountants.analysis import prv
 
+    # Opacus' default, written out because the size of its table, which is checked below, follows from it.
     delta_error = delta / 1000.0
     pairs = [prv.PoissonSubsampledGaussianPRV(rate, z) for (z, rate), _ in history]
     counts = [n for _, n in history]
@@ -354,6 +368,7 @@ def _prv_of(history: tuple[tuple[tuple[float, float], int], ...], delta: float, 
                     prvs=pairs, max_self_compositions=counts, eps_error=error, delta_error=delta_error
                 )
             )
+            # Opacus' own formula: the table is measured before Opacus allocates it.
             mesh = error / math.sqrt(sum(counts) * math.log(12.0 / delta_error) / 2.0)
             points = 2.0 * reach / mesh
             if not reach <= _PRV_LOSS:
@@ -409,6 +424,7 @@ def compose_rounds(rounds: Rounds, delta: float, *, cap: int = 0) -> Cost:
     left = _left(rounds, delta, cap)
     parts = [part for (group, _), n in rounds.items() if n for part in group]
     sampled = any(part.rate < 1.0 for part in parts)
+    # Amplification needs independent draws, and a cap makes a draw depend on the earlier ones.
     if sampled and cap:
         raise ConfigError(
             "a participation cap and Poisson sampling are two different promises; account for one of them"
@@ -417,6 +433,7 @@ def compose_rounds(rounds: Rounds, delta: float, *, cap: int = 0) -> Cost:
         return Cost(0.0, delta, "nothing was released")
     if any(part.kind == "none" for part in parts):
         return Cost(math.inf, delta, "none: a sum was released without noise")
+    # Not a delta of 0 for the accountants: failures that use up the whole delta leave no guarantee to state.
     if left <= 0.0:
         return Cost(math.inf, delta, f"none: the failure probabilities of the events use up delta={delta:g}")
     if all(part.kind == "smooth" for part in parts):
@@ -486,6 +503,7 @@ def upper_bound(rounds: Rounds, delta: float, *, cap: int = 0) -> float:
     """Return a quick upper bound of :func:`compose_rounds`: equal to it without sampling, RDP's with it."""
     if not any(part.rate < 1.0 for parts, _ in rounds for part in parts):
         return compose_rounds(rounds, delta, cap=cap).epsilon
+    # Not ``cap``: a cap and sampling together are refused.
     left = _left(rounds, delta, 0)
     return _convert(_rdp_total(rounds, 0), left)[0] if left > 0.0 else math.inf
 
@@ -552,6 +570,7 @@ def noise_multiplier_for(
 
     def fits(z: float) -> bool:
         rounds = {profile(_planned(z, rate, grid_sigma)): count}
+        # The quick bound first; the slow accountant is asked only where it decides.
         quick = upper_bound(rounds, delta, cap=cap) <= epsilon
         return quick or compose_rounds(rounds, delta, cap=cap).epsilon <= epsilon
 
@@ -560,9 +579,11 @@ def noise_multiplier_for(
             plain = math.nextafter(plain, math.inf)  # the division and the root rounded down
         return plain
     low, high = plain, plain
+    # Sampling only lowers the cost, so the answer is not above the noise without it: halve until that is too little.
     while low > 1e-3 and fits(low):
         low, high = low / 2.0, low
     while high / low > 1.0 + tolerance:
+        # The geometric mean, since the tolerance is a fraction.
         middle = math.sqrt(low * high)
         low, high = (low, middle) if fits(middle) else (middle, high)
     return high

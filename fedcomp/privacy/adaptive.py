@@ -4,7 +4,7 @@ G. Andrew, O. Thakkar, H. B. McMahan, S. Ramaswamy, "Differentially private lear
 2021 (recalled). Each contribution brings one bit: whether its norm was within the clip norm. The noisy share of these
 bits moves the clip norm by a factor.
 
-Four places where it goes wrong, each of them tested for:
+Four things easily go wrong, and each has a test:
 
 - the sign: a bit is 1 when the norm is *within* the clip norm, and too many such bits lower it. With the bit "was
   clipped" in the same rule the norm runs away from the quantile;
@@ -141,6 +141,7 @@ class NormBits:
         """
         total = np.array([self.votes * self.mechanism.resolution], np.int64)
         votes = float(self.mechanism.perturb(total, entropy)[0])
+        # Noise can carry the share outside; cut, one round moves the clip norm by a factor of exp(rate) at most.
         return min(1.0, max(0.0, 0.5 + 0.5 * votes / expected))
 
 
@@ -167,6 +168,7 @@ def joint_event(
     return Event(
         noise=update.noise,
         noise_multiplier=noise_multiplier,
+        # The coarser of the two grids decides how the pair is accounted.
         grid_sigma=min(one.grid_sigma, other.grid_sigma),
         rate=rate,
         delta=one.delta + other.delta,

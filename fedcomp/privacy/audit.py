@@ -108,6 +108,7 @@ def farthest(
     for first, second in pairs:
         gap = np.asarray(release(first), np.float64) - np.asarray(release(second), np.float64)
         far = float(np.linalg.norm(gap.ravel()))
+        # NaN compares false with everything: it has to end the search, not to be passed over.
         worst = far if math.isnan(far) or far > worst else worst
         count += 1
         if math.isnan(worst):
@@ -211,7 +212,7 @@ class Scale:
 
     @property
     def ok(self) -> bool:
-        """Whether a correct mechanism would look like this once in 10^6 times or oftener."""
+        """Whether a correct mechanism would look like this once in 10^6 times or more often."""
         return self.p >= CHANCE
 
 
@@ -288,7 +289,7 @@ def most_errors(errors: NDArray[Any] | int, trials: int, confidence: float) -> N
 
 
 def _distance(errors: NDArray[Any] | int, trials: int, confidence: float) -> Floats:
-    """Return how far beyond the threshold a world must lie, in standard deviations, to err no oftener than seen."""
+    """Return how far beyond the threshold a world must lie, in standard deviations, to err no more often than seen."""
     with optional("an audit"):
         from scipy.special import ndtri
 
@@ -328,6 +329,7 @@ def audit_canary(absent: NDArray[Any], present: NDArray[Any], threshold: float, 
 
 def _bound(false_alarms: int, misses: int, trials: int, confidence: float) -> float:
     found = _distance(np.array([false_alarms, misses]), trials, confidence)
+    # When one world was always taken for the other, its bound is minus infinity: nothing was shown.
     return max(0.0, float(found.sum())) if np.isfinite(found).all() else 0.0
 
 
@@ -373,6 +375,7 @@ def quantiles(mu: float, count: int) -> Floats:
 @lru_cache(maxsize=8)
 def _reach(trials: int, confidence: float) -> Floats:
     """Return :func:`_distance` of 0 to ``trials`` errors, shape (trials + 1,); what is infinitely low is -40."""
+    # Not minus infinity, which times a probability of 0 would make the mean NaN.
     return np.maximum(_distance(np.arange(trials + 1), trials, confidence), -40.0)
 
 
@@ -526,7 +529,7 @@ class Likeness:
 
     @property
     def ok(self) -> bool:
-        """Whether independent noise would look like this once in 10^6 times or oftener."""
+        """Whether independent noise would look like this once in 10^6 times or more often."""
         return self.p >= CHANCE
 
 

@@ -136,9 +136,11 @@ class BoundedFixedPoint(FixedPoint):
         """Return integers of L2 norm ``rounding_bound(scale, size)`` at most that stand for ``values``."""
         real = values.astype(np.float64)
         length = math.sqrt(float(np.dot(real, real)))
+        # The float32 step times the scale, not the clip norm itself: the bound is one on integers.
         real *= min(1.0, self.step * self.scale / length if length else 1.0) / self.step
         if self.rotation:
             real = rotate(real, self.rotation)
+        # Cutting a coordinate only shortens the vector, so the bound on the norm holds as before.
         np.clip(real, -self.reach, self.reach, out=real)
         return round_conditionally(real, rounding_bound(self.scale, real.size), _Tries(key))
 
@@ -194,4 +196,5 @@ class _Tries:
 
     def uniform(self, count: int) -> NDArray[np.float64]:
         self._tries += 1
+        # Another layer at each try: the same numbers would round the same way again.
         return self._key.at(layer=self._tries).uniform(count)

@@ -42,7 +42,9 @@ def squared_norm(integers: NDArray[np.int64]) -> int:
         When an integer or the sum is too large for 64 bits.
     """
     flat = integers.reshape(-1)
+    # Not abs(): the magnitude of the smallest int64 is no int64.
     largest = max(int(flat.max(initial=0)), -int(flat.min(initial=0)))
+    # Of Python's integers: the product that decides about overflow cannot overflow itself.
     if largest * largest * flat.size < 1 << 63:
         return int(np.dot(flat, flat))
     if largest >= 1 << 32:
@@ -86,6 +88,7 @@ def to_grid(vector: NDArray[Any], *, clip: float, step: float, bound: int) -> ND
     # In units of its largest magnitude, so that neither the squares nor their sum overflow or vanish.
     real = real / largest
     length = math.sqrt(float(np.sum(np.square(real))))
+    # As long as it is, as long as the clip norm, or as the bound in steps: whichever is shortest.
     scale = min(largest, clip / length, step * bound / length) / step
     margin = 2.0**-20
     while True:
@@ -212,6 +215,7 @@ def round_conditionally(vector: NDArray[Any], bound: float, draws: Draws) -> NDA
         raise Unbounded(f"a coordinate exceeds {MOST} steps; clip the vector before it is rounded")
     fraction = real - lower
     base = lower.astype(np.int64)
+    # Squared norms are integers: below the whole part is the same as below the number.
     most = math.floor(bound * bound)
     for _ in range(_TRIES):
         out = base + (draws.uniform(real.size).reshape(real.shape) < fraction)
@@ -228,8 +232,10 @@ def _finite(vector: NDArray[Any]) -> tuple[NDArray[np.float64], float]:
     array = np.asarray(vector)
     if array.dtype.kind != "f":
         raise Unbounded(f"a contribution holds {array.dtype}, expected floating point")
+    # A number of extended precision that does not fit becomes infinite, and is refused as such.
     with np.errstate(over="ignore"):
         real = array.astype(np.float64, copy=False)
+    # The maximum hands a NaN on, so this one number shows both NaN and infinity.
     largest = float(np.max(np.abs(real), initial=0.0))
     if not math.isfinite(largest):
         bad = int(np.count_nonzero(~np.isfinite(real)))

@@ -153,6 +153,7 @@ class Poisson(Density):
 def _ratios(mean: Fraction) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return f(mode - i) / f(mode) and f(mode + i) / f(mode) for i = 0, 1, ...: products of ratios of neighbours."""
     mode, value = math.floor(mean), float(mean)
+    # Where these arrays end the density is below e^-64, down to which alone :data:`TOLERANCE` is promised.
     reach = 64 + math.ceil(16.0 * math.sqrt(mean))
     with np.errstate(under="ignore"):
         right = np.cumprod(np.concatenate([[1.0], value / np.arange(mode + 1.0, mode + 1.0 + reach)]))

@@ -145,8 +145,10 @@ class DistributedSum(Mechanism):
             )
         if not self.scale:
             factor = self.noise_multiplier * (2.0 if self.adjacency == "replace" else 1.0)
+            # A share has z times the sensitivity over sqrt(counted) grid steps, and FINE of them are wanted.
             fine = min(_FINEST, FINE * math.sqrt(self.counted) / factor) if factor else 1.0
             object.__setattr__(self, "scale", 2 ** math.ceil(math.log2(max(4.0 * math.sqrt(self.size), fine))))
+        # After the scale is known, in whose steps a share is measured.
         variance = self.share_sigma**2
         if self.noise == "discrete_gaussian" and 0.0 < variance < LEAST_VARIANCE:
             raise ConfigError(
@@ -196,6 +198,7 @@ class DistributedSum(Mechanism):
     @property
     def levels(self) -> int:
         """Largest magnitude of one coordinate with its share of noise."""
+        # A union bound: no coordinate of any contributor's share is larger, but for a chance of CUT.
         return self.reach + room(self.noise, self.share_sigma, CUT / (self.contributors * self.size))
 
     def event(self, *, rate: float = 1.0, size: int = 0, label: str = "update") -> Event:
@@ -249,6 +252,7 @@ class DistributedSum(Mechanism):
         For simulations without clients; in a real sum the noise is in the contributions.
         """
         noisy = total.copy()
+        # Not one for each contributor: those that may vanish or be known are not counted on.
         for _ in range(self.counted if self.noise_multiplier else 0):
             noisy += self.share(entropy).reshape(total.shape)
         return noisy.astype(np.float64) * self.step

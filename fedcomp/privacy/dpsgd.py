@@ -94,6 +94,7 @@ class PoissonLoader:
         self.steps = steps
         self.drawn = 0
         self._entropy = SystemEntropy() if entropy is None else entropy
+        # Of the first record: a batch without any has the same arrays, with no rows.
         shapes, dtypes = zip(*((tuple(np.shape(x)), torch.as_tensor(x).dtype) for x in data[0]), strict=True)
         self._collate = wrap_collate_with_empty(
             collate_fn=collate, sample_empty_shapes=[(0, *shape) for shape in shapes], dtypes=list(dtypes)
@@ -161,6 +162,7 @@ class PrivateTraining:
         ConfigError
             When losses that should be one for each record are not.
         """
+        # What a failed step left behind must not be summed again.
         self.optimizer.zero_grad(set_to_none=True)
         if len(batch[0]):
             held = _buffers(self.module)
@@ -250,6 +252,8 @@ def private_training(
     reduction = settings.loss_reduction
     per_record = reduction == "none"
     loader = PoissonLoader(data, rate=settings.rate, steps=steps, entropy=source)
+    # Losses one by one are summed before the backward pass, so the hooks rescale nothing; the optimiser still divides
+    # by the expected batch.
     own = replace(settings, entropy=source, loss_reduction="mean" if per_record else reduction)
     given: dict[str, Any] = {
         "expected_batch_size": settings.rate * loader.records,
@@ -262,6 +266,7 @@ def private_training(
         raise ConfigError(f"method={method!r} is not known{nearest(str(method), METHODS)}")
     private = _OPTIMIZERS[method](optimizer, ledger, own, **given)
     hooks = GradSampleHooks(module, loss_reduction="sum" if per_record else reduction)
+    # A second backward pass before the step would give each record two contributions.
     hooks.forbid_grad_accumulation()
     accountant = RDPAccountant()
     private.attach_step_hook(accountant.get_optimizer_hook_fn(sample_rate=settings.rate))

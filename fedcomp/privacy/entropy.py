@@ -19,6 +19,7 @@ from fedcomp.errors import ConfigError
 from fedcomp.rng import Key
 
 _KEY_BYTES = 32
+# The same for all: every key makes one stream.
 _NONCE = bytes(16)
 _REKEY = 1 << 30
 """Bytes after which a new key is drawn; far below where ChaCha20's block counter of 32 bits turns over."""
@@ -69,6 +70,7 @@ class _ChaCha(Entropy):
             if self._left == 0:
                 self._start(self._next_key())
             taken = min(count, self._left)
+            # Zeros under a stream cipher are its key stream.
             parts.append(self._stream.update(bytes(taken)))
             self._left -= taken
             count -= taken

@@ -39,7 +39,9 @@ def gaussian_delta(mu: float, epsilon: float) -> float:
 
     near, far = mu / 2.0 - epsilon / mu, mu / 2.0 + epsilon / mu
     common = 0.5 * math.exp(-near * near / 2.0)
+    # far^2 / 2 - epsilon = near^2 / 2: the factor exp(epsilon) is in ``common`` already and never computed by itself.
     tail = common * float(erfcx(far / math.sqrt(2.0)))
+    # Above 0 the scaled function overflows, and is not needed: erfc lies between 1 and 2 there and loses no digits.
     if near <= 0.0:
         return max(0.0, common * float(erfcx(-near / math.sqrt(2.0))) - tail)
     return max(0.0, 0.5 * math.erfc(-near / math.sqrt(2.0)) - tail)
@@ -60,9 +62,11 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
         return math.inf
     if gaussian_delta(mu, 0.0) <= delta:
         return 0.0
+    # A Gaussian tail bound: at this epsilon the first term alone is below delta, so the answer is not above it.
     low, high = 0.0, mu * mu / 2.0 + mu * math.sqrt(2.0 * math.log(1.0 / delta))
     if not math.isfinite(high):
         return math.inf
+    # Until no double lies between the two ends; the end that keeps delta is the answer.
     while low < (middle := (low + high) / 2.0) < high:
         if gaussian_delta(mu, middle) <= delta:
             high = middle
@@ -76,6 +80,7 @@ def gaussian_mu(epsilon: float, delta: float) -> float:
     low, high = 0.0, 1.0
     while gaussian_delta(high, epsilon) <= delta:
         high *= 2.0
+    # The lower end here: less mu is more noise.
     while low < (middle := (low + high) / 2.0) < high:
         if gaussian_delta(middle, epsilon) <= delta:
             low = middle
@@ -120,8 +125,10 @@ def lattice_delta(mu: float, delta: float, sigma: float) -> float:
     The d with d (1 + excess at d) = ``delta``, on the safe side: the excess is larger for a smaller delta.
     """
     found = delta
+    # Every step lowers delta, and the first that fits is taken: an error of the iteration costs a little epsilon only.
     while sigma < math.inf and found * (1.0 + lattice_excess(mu, found, sigma)) > delta:
         found = max(delta / (1.0 + lattice_excess(mu, found, sigma)) * (1.0 - 1e-12), math.ulp(0.0))
+        # The smallest double; at 0 the logarithm of 1 / delta would be infinite.
         if found == math.ulp(0.0):
             break
     return found

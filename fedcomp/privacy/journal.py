@@ -71,6 +71,7 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
+        # Fixed now: a later change of the working directory must not change which file is looked for.
         self._place = self.path.absolute()
         self.header: dict[str, Any] | None = None
         self.entries: list[dict[str, Any]] = []
@@ -82,11 +83,14 @@ class Journal:
         self._checks: list[str] = []
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            # For its owner alone, since the file says who took part; and not inherited, since a child would keep the
+            # lock.
             self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
         except OSError as error:
             raise PrivacyLedgerError(
                 f"the ledger {self.path} cannot be opened: {error}; nothing may be released"
             ) from error
+        # Also for a ledger that is dropped without close(): its lock would keep the run's own continuation out.
         self._closer = weakref.finalize(self, os.close, self._handle)
         try:
             _lock(self._handle, self.path)
@@ -129,6 +133,7 @@ class Journal:
         """Take the header of a file without entries off again."""
         if self.entries or self.header is None or self._size != self._after_header:
             raise PrivacyLedgerError(f"the ledger {self.path} holds entries; they cannot be taken off")
+        # Nothing was paid for, so nothing is lost; what is exchanged is the name of the run.
         os.ftruncate(self._handle, 0)
         os.fsync(self._handle)
         self.header, self._last, self._size, self.counted = None, "", 0, True
@@ -143,6 +148,7 @@ class Journal:
                 break
             data += part
         *lines, tail = data.split(b"\n")
+        # A crash may have left less of the head than its first key: such a file is new, not one of an earlier release.
         self.counted = data.startswith(_KEY) or _KEY.startswith(data)
         head = self._read_head(lines.pop(0)) if self.counted and lines else None
         unfinished = self.counted and head is None
@@ -170,8 +176,10 @@ class Journal:
             self._size = self._size if self.header is not None else 0
             os.ftruncate(self._handle, self._size)
             os.fsync(self._handle)
+        # Whatever is begun from here on gets a head.
         if self.header is None:
             self.counted = True
+        # The crash fell between the line and the head. The line counts, so the head is brought up to it.
         elif head is not None and head[0] != len(self.entries):
             self._put(self._head(), 0)
 
@@ -206,6 +214,8 @@ class Journal:
         found = len(self.entries)
         if count > found:
             raise _cut_off(self.path, f"its head counts {count} events, and {found} are left")
+        # The checksum at index 0 is the header's, so the one at ``count`` belongs to the last entry that the head
+        # counts.
         if self.header is not None and (count < found - 1 or last != self._checks[count]):
             raise PrivacyLedgerError(
                 f"the head of the ledger {self.path} counts {count} events and is not that of its {found}: it is from "
@@ -223,6 +233,7 @@ class Journal:
             return None
         if not isinstance(entry, dict):
             return None
+        # Of the canonical form, sorted and without spaces, in which every line is written.
         check = entry.pop(_CHECK, None)
         return entry if check == self._check(_dump(entry)) else None
 
@@ -255,6 +266,7 @@ class Journal:
         check = self._check(body)
         line = f'{body[:-1]},"{_CHECK}":"{check}"}}\n'.encode()
         if begin:
+            # In one write: what a crash leaves of it is the beginning of a new file.
             line = _head_line(0, check) + line
         try:
             # A file that was exchanged or appended to by somebody else is no record of this run any more.
@@ -267,6 +279,7 @@ class Journal:
             if self.counted and not begin:
                 self._put(self._head(), 0)
         except OSError as error:
+            # How much of the line reached the disk is unknown; another one after it could follow a torn line.
             self._broken = str(error)
             raise PrivacyLedgerError(
                 f"the ledger {self.path} cannot be written: {error}; nothing was released"
@@ -275,6 +288,7 @@ class Journal:
     def _put(self, data: bytes, at: int) -> None:
         view = memoryview(data)
         while view:
+            # A write may take less than it was given.
             written = os.pwrite(self._handle, view, at)
             view, at = view[written:], at + written
         os.fsync(self._handle)

@@ -134,6 +134,7 @@ class PrivacyLedger(Spending):
                     f"round {entry.round} has {len(entry.participants)} participants, the population was declared as "
                     f"{self.population}. Declare the number of all that may ever take part"
                 )
+        # Without a cap nothing that was spent depends on who took part, and a node may come back under another id.
         if not self.per_unit and not self.sampling.cap:
             return
         people = {node for entry in entries for node in entry.participants}.union(self._taken)
@@ -225,6 +226,7 @@ class PrivacyLedger(Spending):
         journal = Journal(path)
         try:
             self._join(journal)
+        # Whatever went wrong: the lock of a file that is not used would keep the repaired run out.
         except BaseException:
             journal.close()
             raise
@@ -255,6 +257,7 @@ class PrivacyLedger(Spending):
             header, had_file, documents = dict(state["header"]), bool(state["file"]), list(state["entries"])
         except (KeyError, TypeError, ValueError) as error:
             raise PrivacyLedgerError(f"the checkpoint's ledger cannot be read: {error!r}") from error
+        # A run that is resumed may learn the population from its checkpoint before it meets its clients.
         if not self.population and header.get("population"):
             self.declare(header["population"])
         entries = self._numbered(documents, "the checkpoint")
@@ -326,6 +329,7 @@ class PrivacyLedger(Spending):
             entries: list[LedgerEntry] = []
         else:
             self._agree(journal.header, f"the ledger {journal.path}", spent=bool(journal.entries))
+            # A file of version 2 always has a head; without it, lines cut off at the end would go unnoticed.
             if journal.counted != (journal.header["version"] > 1):
                 raise PrivacyLedgerError(
                     f"the ledger {journal.path} lacks its head, which counts the events. Restore the file from a copy"
@@ -341,6 +345,7 @@ class PrivacyLedger(Spending):
             self.run = run
             entries = self._numbered(journal.entries, f"the ledger {journal.path}")
         united = _union(entries, self._entries, f"the ledger {journal.path}", "the checkpoint")
+        # Where the file was an older copy, the checkpoint holds events that it lacks.
         for entry in united[len(entries) :]:
             journal.append(fields_of(entry))
         self._recount(united)

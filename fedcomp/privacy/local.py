@@ -113,6 +113,7 @@ class Privatise(Transform):
         given = update.vector if all_finite(update.vector) else np.zeros_like(update.vector)
         entropy = make_entropy(key.at(purpose="privatise"), insecure_deterministic=self.insecure_deterministic)
         noisy = mechanism.perturb(mechanism.admit(given), entropy)
+        # Rounding to float32 comes after the noise, and costs nothing.
         return Update(noisy.astype(np.float32), update.layout), after
 
 

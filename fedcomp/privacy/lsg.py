@@ -1,7 +1,7 @@
 """Low-rank plus sparse private updates: a matrix travels as its products with two carriers, and of those only a part.
 
 Clipped to the same norm, a vector of fewer coordinates receives less noise. Two steps make an update shorter before it
-is clipped, and both look at public matter only:
+is clipped, and both look at public data only:
 
 1. A matrix G (p, q) becomes ``a = G Rᵀ`` (p, r) and ``b = Lᵀ G`` (r, q), with carriers L and R of orthonormal columns
    and rows. They come from the model itself, which is private already, by one step of power iteration from a seeded
@@ -256,6 +256,7 @@ class LowRankPlan:
         for name, shape in shapes.items():
             size = math.prod(shape)
             p, q = (shape[0], math.prod(shape[1:])) if len(shape) >= 2 else (size, 1)
+            # With such a rank the two products would be longer than the matrix.
             apart = rank == 0 or len(shape) < 2 or rank >= min(p, q)
             apart = apart or any(fnmatch.fnmatchcase(name, pattern) for pattern in whole)
             short = size if apart else rank * (p + q)
@@ -308,6 +309,7 @@ class LowRankPlan:
                 continue
             target = _over_norm(self._matrix(model, piece)) if before is not None else self._matrix(model, piece)
             if before is not None:
+                # Each over its own norm: else a model that only grew would seem to have moved along itself.
                 target = target - _over_norm(self._matrix(before, piece))
             found.append(carriers(target, piece.rank, key.at(layer=number)))
         return tuple(found)

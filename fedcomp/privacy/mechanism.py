@@ -1,6 +1,6 @@
 """Mechanisms: one object owns the bound, the sensitivity, the noise and what the release costs.
 
-Four numbers that live in four places drift apart, and a noise that is too small by a factor looks exactly like one that
+Four numbers that live in four places drift apart, and noise that is too small by a factor looks exactly like noise that
 is not. So a mechanism takes in contributions (or refuses them), knows by construction how far one of them can move the
 sum, draws the noise from that, and writes the event before the noisy sum leaves. Everything is integer arithmetic on a
 public grid: float noise on float sums gives its input away in the last bits (Mironov 2012).
@@ -126,6 +126,7 @@ class Mechanism(ABC):
         return Event(
             noise=self.noise,
             noise_multiplier=float(self.noise_multiplier),
+            # Floats have no grid to be coarse: an infinite one takes nothing off delta.
             grid_sigma=math.inf if self.noise == "gaussian" else self.grid_sigma,
             grid_l1=l1 if self.noise == "skellam" else 0.0,
             releases=self.releases,
@@ -136,6 +137,7 @@ class Mechanism(ABC):
 
     def perturb(self, total: NDArray[np.int64], entropy: Entropy) -> NDArray[np.float64]:
         """Return ``total`` plus noise, in the units of the update. Accounts for nothing: use :class:`PrivateSum`."""
+        # Nothing to draw: the samplers refuse a standard deviation of 0.
         if self.noise_multiplier == 0.0:
             return np.multiply(total, self.step, dtype=np.float64)
         noise = draw(self.noise, self.grid_sigma, total.size, entropy).reshape(total.shape)
@@ -304,10 +306,12 @@ class Votes(Mechanism):
             raise Unbounded(f"votes are signed integers, got {getattr(contributions, 'dtype', type(contributions))}")
         if contributions.shape[1:] != self.shape or not contributions.shape[0]:
             raise Unbounded(f"votes have shape {contributions.shape[1:]}, expected {self.shape}")
+        # One row for each release: ``by_row`` bounds every image by itself, not the batch.
         rows = contributions.reshape(len(contributions) * self.releases, -1)
         cast = int(np.count_nonzero(rows, axis=1).max())
         if cast > self.k:
             raise Unbounded(f"{cast} votes in one contribution, at most {self.k} are allowed")
+        # Both ends and not abs(): the magnitude of -128 does not fit into int8.
         if contributions.max() > 1 or contributions.min() < -1:
             raise Unbounded("a vote is not -1, 0 or 1")
         return contributions.sum(axis=0, dtype=np.int64) * self.resolution

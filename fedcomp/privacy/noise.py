@@ -42,8 +42,8 @@ def draw(noise: str, sigma: float, count: int, entropy: Entropy) -> NDArray[np.i
     ----------
     noise : {"discrete_gaussian", "skellam", "gaussian"}
     sigma : float
-        Of the discrete Gaussian it is the parameter, of which its standard deviation differs by less than 1e-7 from 1
-        step on.
+        In grid steps. For the discrete Gaussian it is the distribution's parameter, from which its standard deviation
+        differs by less than 1e-7 where it is 1 step or more.
     count : int
     entropy : Entropy
 
@@ -126,6 +126,7 @@ def gaussian(sigma: float, count: int, entropy: Entropy) -> NDArray[np.float64]:
     """
     _check(sigma, count)
     half = -(-count // 2)
+    # log1p(-u) with u in [0, 1): the logarithm of u itself is infinite where u is 0.
     radius = np.sqrt(-2.0 * np.log1p(-entropy.uniform(half)))
     angle = 2.0 * math.pi * entropy.uniform(half)
     return sigma * np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:count]
@@ -148,6 +149,7 @@ class _Coins:
         size = -(-bits // 8)
         while True:
             value = int.from_bytes(self._entropy.bytes(size), "little") >> (8 * size - bits)
+            # Redrawn, not reduced modulo the limit: that would make small numbers likelier.
             if value < limit:
                 return value
 
@@ -157,6 +159,7 @@ class _Coins:
 
     def decays(self, rate: Fraction) -> bool:
         """Return True with probability exp(-rate), rate >= 0."""
+        # The series below needs chances rate / k of at most 1, so whole units are decided one by one.
         while rate > 1:
             if not self.decays(Fraction(1)):
                 return False
@@ -170,6 +173,7 @@ class _Coins:
 
 def _canonne(variance: Fraction, coins: _Coins) -> int:
     """Return one draw of the discrete Gaussian: discrete Laplace noise, kept with the ratio of the two densities."""
+    # Laplace noise about as wide as the Gaussian: a proposal is then kept with a chance that hardly depends on sigma.
     scale = math.isqrt(math.floor(variance)) + 1
     while True:
         within = coins.below(scale)
@@ -180,6 +184,7 @@ def _canonne(variance: Fraction, coins: _Coins) -> int:
             steps += 1
         magnitude = within + scale * steps
         negative = coins.below(2) == 1
+        # Zero has one sign only; kept with both it would be twice as likely.
         if negative and magnitude == 0:
             continue
         if coins.decays((magnitude - variance / scale) ** 2 / (2 * variance)):

@@ -72,6 +72,7 @@ def clip_rows(rows: Tensor, mechanism: GridGaussian) -> Tensor:
     bound = mechanism.bound
     # Rounding raises a norm by d / (24 bound) steps on average, 0.3 steps more or less: few rows end outside.
     radius = bound - mechanism.size / (24.0 * bound) - 1.5
+    # The clamp keeps short rows from being stretched: they are only converted to steps.
     scale = radius / norms.clamp(min=mechanism.clip * radius / bound)
     steps = (rows * scale.to(rows.dtype)[:, None]).round_()
     over = _norms(steps) > bound
@@ -281,7 +282,7 @@ class PrivateOptimizer(DPOptimizer):
     def reduce(self, rows: Tensor) -> Tensor:
         """Return the contributions' coordinates, (B, length), of the gradients ``rows`` (B, size), before clipping.
 
-        May look at one row at a time and at public matter, at nothing else.
+        May look at one row at a time and at public data, at nothing else.
         """
         return rows
 
@@ -311,6 +312,7 @@ class PrivateOptimizer(DPOptimizer):
             p.grad = None
         self._using = self.total = None
         batch = 0 if self._drawn is None else self._drawn()
+        # Rounds then count batches: two steps on one batch are two events on the same records.
         number = self._first + batch - 1 if batch else self.steps
         event = mechanism.event(rate=self.settings.rate, size=total.size, label=self.settings.label)
         self.ledger.record(event, round=number)
@@ -344,6 +346,7 @@ class PrivateOptimizer(DPOptimizer):
         """Return the gradients of the batch, (B, size) in float32, and mark them as used."""
         parts = []
         for p in self.params:
+            # Opacus' own guard: gradients that were summed already must not be summed again.
             _check_processed_flag(p.grad_sample)
             sample = self._get_flat_grad_sample(p)
             parts.append(sample.reshape(sample.shape[0], p.numel()).to(torch.float32))
@@ -398,6 +401,7 @@ class TopAggOptimizer(PrivateOptimizer):
         if threshold is not None and not 0.0 <= threshold < math.inf:
             raise ConfigError(f"threshold={threshold!r} is not valid: a finite fraction >= 0, or None")
         size = sum(p.numel() for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+        # Before the base class, which asks for the mechanism at once.
         self.k = max(1, min(k, size))
         self.saturation = saturation
         self.stochastic = stochastic
@@ -479,6 +483,7 @@ class MaskedOptimizer(PrivateOptimizer):
         self.schedule_steps = schedule_steps
         self.schedule_start = schedule_start
         self.mask = mask
+        # All of it before the base class, which asks for the mechanism, whose size is that of the mask.
         self._kept: NDArray[np.int64] | None = None
         self._former: NDArray[np.float64] | None = None
         super().__init__(optimizer, ledger, settings, **rest)
@@ -578,6 +583,7 @@ class LsgOptimizer(MaskedOptimizer):
         self.refresh = refresh
         self._pairs: Carriers | None = None
         super().__init__(optimizer, ledger, settings, **{"keep": 1.0, **rest})
+        # After the base class, whose parameters these are.
         self._before = self._model() if history else None
 
     def full(self) -> int:
@@ -609,6 +615,7 @@ class LsgOptimizer(MaskedOptimizer):
     def expand(self, noisy: NDArray[np.float64]) -> NDArray[np.float64]:
         """Reconstruct the gradient."""
         out = self.plan.reconstruct(self.scatter(noisy), self.carriers())
+        # ``steps`` counts this step already.
         if (self.steps - self._first) % self.refresh == 0:
             self._pairs = None
         self.remember(out)

@@ -73,7 +73,7 @@ class ParallelLedger(PrivacyLedger):
 
     @property
     def rounds(self) -> int:
-        """In how many rounds, at the party with most of them."""
+        """How many rounds they were in, at the party with most of them."""
         return max((sum(counts.values()) for counts in self._parties.values()), default=0)
 
     @property
@@ -84,6 +84,7 @@ class ParallelLedger(PrivacyLedger):
     def cost(self, *, amplified: bool = True) -> Cost:
         """Return what the dearest party spent."""
         # Parties that did the same, which is the usual case, are accounted once.
+        # Without any party the empty set of rounds is accounted: it costs nothing.
         distinct = {tuple(sorted(counts.items())) for counts in self._parties.values()} or {()}
         return max(
             (cost_of(dict(counts), self.delta, amplified=amplified) for counts in distinct),
@@ -91,6 +92,7 @@ class ParallelLedger(PrivacyLedger):
         )
 
     def _recount(self, entries: Iterable[LedgerEntry]) -> None:
+        # Before the base class counts, which calls :meth:`_count`.
         self._parties: dict[int, Counter[Profile]] = {}
         self._failures: dict[int, float] = {}
         super()._recount(entries)

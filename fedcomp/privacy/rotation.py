@@ -40,7 +40,7 @@ def unrotate(vector: NDArray[Any], seed: int) -> NDArray[np.float64]:
 
 
 def largest_coordinate(size: int, probability: float) -> float:
-    """Return a magnitude that no coordinate of a rotated unit vector exceeds but with so much probability.
+    """Return a magnitude that some coordinate of a rotated unit vector exceeds with ``probability`` at most.
 
     Each coordinate of a rotated block is a sum of numbers with random signs, whose squares add up to at most 1 / 2^k
     (Hoeffding); of the two overlapping blocks one turned it last. Derived here; never more than 1.
@@ -55,6 +55,7 @@ def _parts(size: int, seed: int) -> list[tuple[slice, NDArray[np.float64]]]:
     """Return what is turned, in order: a slice whose length is a power of two, and the signs before it is."""
     if size < 2:
         return []
+    # The largest power of two that fits: two blocks of it, one from each end, reach every coordinate.
     block = 1 << (size.bit_length() - 1)
     starts = [0] if block == size else [0, size - block]
     key = Key(seed, "privacy/rotation")

@@ -162,6 +162,7 @@ class Sampling:
         if len(set(nodes)) != len(nodes):
             raise ConfigError(f"round {round}: a node is listed twice; each may be drawn once")
         self.check(ledger.adjacency, count=count)
+        # Before the draw: whatever the ledger holds under this number already was on other units.
         ledger.drawn(round)
         if self.kind == "poisson":
             if self.rate == 1.0:
@@ -170,9 +171,11 @@ class Sampling:
             below = np.uint64(int(self.rate * 2**53))
             taken = (entropy.words(len(nodes)) >> np.uint64(11)) < below
             return [node for node, taking in zip(nodes, taken, strict=True) if taking]
+        # An id beyond the declared population would be one more unit, with as many turns as the cap allows.
         surplus = frozenset(ledger.surplus(nodes))
         able = [node for node in nodes if ledger.may_take_part(node) and node not in surplus]
         if count and count < len(able):
+            # The places of the smallest of independent words are a uniform sample without replacement.
             chosen = np.sort(np.argsort(entropy.words(len(able)), kind="stable")[:count])
             return [able[i] for i in chosen]
         return able
@@ -201,6 +204,8 @@ class Sampling:
 
     def to_json(self) -> dict[str, Any]:
         """Return the parameters as JSON-able data; files that are older than ``reveal_participation`` lack it."""
+        # Left out while it is False: a ledger compares this with the header of its file, which may be from before it
+        # existed.
         found = asdict(self)
         if not self.reveal_participation:
             del found["reveal_participation"]

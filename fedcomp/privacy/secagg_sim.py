@@ -91,6 +91,7 @@ class MaskedSum:
         out = integers.astype(np.int64) % self.modulus
         for other in range(self.clients):
             if other != client:
+                # Reduced after each mask: two residues below 2^62 fit into 64 bits, three need not.
                 out = (out + self._mask(client, other)) % self.modulus
         return out
 

@@ -73,6 +73,7 @@ class Spending:
         self.sampling = sampling
         self.budget = None if budget is None else params.positive("budget", budget)
         self.unit = unit
+        # Never from a seed: two runs of one seed are two runs, and must not take each other's files for their own.
         self.run = os.urandom(16).hex()
         self._recount([])
 
@@ -93,12 +94,12 @@ class Spending:
 
     @property
     def rounds(self) -> int:
-        """In how many rounds."""
+        """How many rounds they were in."""
         return sum(self._counts.values())
 
     @property
     def participations(self) -> dict[int, int]:
-        """In how many rounds each participant was."""
+        """The number of rounds each participant was in, by participant."""
         return dict(sorted(self._turns.items()))
 
     @property
@@ -186,6 +187,7 @@ class Spending:
             before = self._single.get(key, ())
             self._single[key] = (*before, entry.event)
         else:
+            # Only the ends are kept: the ledger lets no single event fall within a span of rounds.
             self._spans.setdefault(entry.attempt, []).append((entry.round, entry.round + entry.times))
         self._counts = _with(self._counts, before, (entry.event,), entry.times)
 
@@ -201,12 +203,13 @@ def cost_of(counts: Mapping[Profile, int], delta: float, *, cap: int = 0, amplif
         return compose_rounds(counts, delta, cap=cap)
     plain: Counter[Profile] = Counter()
     for (parts, failure), n in counts.items():
+        # Sorted again, since the rate is part of the order.
         plain[tuple(sorted(replace(part, rate=1.0) for part in parts)), failure] += n
     return compose_rounds(plain, delta)
 
 
 def within(budget: float | None, counts: Mapping[Profile, int], delta: float, *, cap: int = 0) -> bool:
-    """Whether rounds cost no more than ``budget``, which None never is exceeded."""
+    """Whether rounds cost no more than ``budget``; None is no limit."""
     if budget is None:
         return True
     # The quick bound is exact without sampling, and Rényi's with it: most calls of the slow accountant are spared.
@@ -225,4 +228,5 @@ def _with(
         times -= 1
     if times > 0:
         after[profile(more)] += times
+    # Unary plus drops the kinds of rounds whose count fell to 0.
     return +after

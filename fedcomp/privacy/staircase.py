@@ -44,7 +44,7 @@ class Staircase:
     stairs : int
         Of each side; side 0 holds x >= 0, side 1 holds x < 0 as -1 - x. Entry 2 b + s is stair b of side s.
     scale : int
-        Weight of a stair that were as high as the density at 0.
+        Weight that a stair as high as the density at 0 would have.
     weights : ndarray of uint64, (2 stairs,)
         Of the stairs, at least ``scale`` times the relative density at their inner end.
     tail : int
@@ -75,6 +75,8 @@ class Staircase:
         out = np.empty(count, np.int64)
         filled = 0
         while filled < count:
+            # One proposal in a hundred is rejected: three in a hundred more than needed are drawn, so one pass is the
+            # rule.
             found = self.propose(min(_BLOCK, count - filled + (count - filled) // 32 + 16), entropy)
             taken = min(found.size, count - filled)
             out[filled : filled + taken] = found[:taken]
@@ -83,14 +85,17 @@ class Staircase:
 
     def propose(self, count: int, entropy: Entropy) -> NDArray[np.int64]:
         """Return what is kept of ``count`` proposals."""
+        # One word draws the column of the alias table and the place within its weight.
         word = entropy.words(count)
         column = (word >> np.uint64(64 - _COLUMNS)).astype(np.int64)
         within = word & np.uint64(_CAPACITY - 1)
         entry = np.where(within < self.threshold[column], column, self.alias[column])
         word = entropy.words(count)
+        # High bits and low bits: bits + width <= 64, so the number and the place are independent.
         number = word >> np.uint64(64 - self.bits)
         place = (word & np.uint64((1 << self.width) - 1)).astype(np.int64)
         value = ((entry >> 1) << self.width) + place
+        # x ^ -1 is -1 - x: side 1 holds the negative integers, and 0 is on one side only.
         np.bitwise_xor(value, -(entry & 1), out=value)
         kept = number < self.squeeze[entry]
         doubtful = np.flatnonzero(~kept)
@@ -108,6 +113,7 @@ class Staircase:
         entropy: Entropy,
     ) -> None:
         """Decide the proposals that the squeeze did not, in place."""
+        # Entries ``end`` and ``end + 1`` are the tails; ``end + 2`` fills up to 2^64 and is never kept.
         end = 2 * self.stairs
         on = doubtful[entry[doubtful] < end]
         weight = self.weights[entry[on]].astype(np.float64)
@@ -132,11 +138,13 @@ class Staircase:
     def beyond(self, side: int, entropy: Entropy) -> int | None:
         """Return a draw from beyond the last stair, or None: it is rejected."""
         piece = 0
+        # Each piece has half the weight of the one before: a fair coin says whether to go on.
         while not entropy.bytes(1)[0] & 1:
             piece += 1
         place = int.from_bytes(entropy.bytes(8), "little") & ((1 << self.tail) - 1)
         value = (self.stairs << self.width) + (piece << self.tail) + place
         value = ~value if side else value
+        # What one integer should weigh, scale / 2^width, over what it was proposed with, _TAIL / 2^(tail + piece + 1).
         factor = Fraction((self.scale << self.tail) << (piece + 1), _TAIL << self.width)
         return value if below(0, 0, lambda digits: self._scaled(value, factor, digits), entropy) else None
 
@@ -171,6 +179,7 @@ def below(number: int, bits: int, bounds: Callable[[int], tuple[Fraction, Fracti
 @lru_cache(maxsize=32)
 def staircase(density: Density) -> Staircase:
     """Return the staircase of ``density``."""
+    # A power of two, so that the place on a stair is the low bits of a word.
     width = max(0, int(density.spread / _STAIRS).bit_length() - 1)
     tail = max(width, int(density.spread).bit_length())
     stairs, scale = _measure(density, width, tail)
@@ -224,11 +233,13 @@ def _alias(weights: list[int]) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
     left = weights + [0] * (size - len(weights))
     assert sum(left) == size * _CAPACITY
     assert min(left) >= 0
+    # Integers throughout: a threshold that was rounded would be another distribution.
     threshold = np.zeros(size, np.uint64)
     alias = np.arange(size)
     small = [i for i, w in enumerate(left) if w < _CAPACITY]
     large = [i for i, w in enumerate(left) if w >= _CAPACITY]
     while small:
+        # The weights fill all columns exactly, so as long as one lacks something there is one that has too much.
         column, giver = small.pop(), large[-1]
         threshold[column] = left[column]
         alias[column] = giver

@@ -1,7 +1,8 @@
 """The privacy statement: what a run promises, to whom, on which assumptions, and what it does not cover.
 
 An epsilon means nothing without its unit, its adjacency, its sampler and its delta: the same run is 1.8 or 634. So
-they stand together, as data and as prose, and with every epsilon stands the one that needs no assumption on sampling.
+they are given together, as data and as prose, and every epsilon comes with the one that needs no assumption on
+sampling.
 """
 
 from __future__ import annotations
@@ -172,7 +173,7 @@ class Statement:
         return from_fields(cls, {name: value for name, value in document.items() if name != "prose"}, "a statement")
 
     def prose(self) -> str:
-        """Return the statement for a reader: one sentence that can be quoted, and the lines it stands on."""
+        """Return the statement for a reader: one sentence that can be quoted, and the lines it rests on."""
         change = _CHANGES[self.adjacency].format(unit=self.unit)
         sampler = Sampling(self.sampling, rate=self.rate, cap=self.participation_cap)  # type: ignore[arg-type]
         lines = [*self._head(), ""]
@@ -314,6 +315,7 @@ def make_statement(
             "noise_multiplier": float(mechanism.noise_multiplier),
             "sigma": mechanism.sigma,
         }
+    # ``mechanism`` is the parameter here, so the field of that name is said as ``name``.
     if "name" in said:
         said["mechanism"] = said.pop("name")
     values |= said
@@ -321,6 +323,7 @@ def make_statement(
         values["unit_note"] = "; ".join(filter(None, (values["unit_note"], _MANY_IDS)))
     if not ledger.counted:
         values["not_covered"] = (*values["not_covered"], UNCOUNTED)
+    # The least that was recorded: the mechanism at hand describes one release, the statement all of them.
     if entries and "noise_multiplier" not in said:
         values["noise_multiplier"] = min(entry.event.noise_multiplier for entry in entries)
     values["not_covered"] = tuple(values["not_covered"])
@@ -359,6 +362,7 @@ def _precision(noise: str, ledger: PrivacyLedger) -> str:
 
 
 def _number(value: float) -> str:
+    # Rounded up: an epsilon must never be stated smaller than it is.
     return "infinite" if value == math.inf else f"{math.ceil(value * 1e4) / 1e4:.4f}".rstrip("0").rstrip(".")
 
 

@@ -115,6 +115,7 @@ def topk_stochastic_sign(
     kept = min(k, size)
     if not rows.size:
         return votes.reshape(given.shape)
+    # A number of extended precision may become infinite here, which then counts as not finite.
     with np.errstate(over="ignore"):
         rows = rows.astype(np.float64)
         # A whole row at once: its largest magnitude scales every vote of the row.
@@ -159,6 +160,7 @@ def repeated_votes(
         raise ConfigError(f"gradients are {rows.dtype}{rows.shape}; expected floats of shape (rows, d)")
     count, size = rows.shape
     kept = min(k, size)
+    # A row that is not finite casts no vote at all: there is no largest magnitude to scale it by.
     finite = np.isfinite(rows).all(axis=1, keepdims=True)
     if not finite.all():
         rows = np.where(finite, rows, np.zeros_like(rows))
@@ -348,6 +350,7 @@ class TopkSign(PositionalCodec):
         kept = values[indices].astype(np.float64)[None]
         drawn = key.uniform(indices.size)[None] if self.stochastic else None
         votes = _cast(kept, _saturation(self.saturation), drawn)[0]
+        # An exact zero abstains, so a frame may hold fewer votes than k.
         cast = votes != 0
         return wire.sparse((stretch.size,), indices[cast], UnitSign(votes[cast] < 0))
 
@@ -371,6 +374,7 @@ class TopkSign(PositionalCodec):
 def _multiplier(n: int, order: int) -> int:
     """Return the factor of ``order`` (4, 8 or 12) for ``n`` elements; it has no divisor in common with n."""
     a = max(1, n * _FACTORS[(order >> 2) - 1] >> 32)
+    # Only a factor without a common divisor moves every index to a place of its own, so that it can be undone.
     while math.gcd(a, n) != 1:
         a += 1
     return a
@@ -442,6 +446,7 @@ def _shares(k: int, sizes: list[int], densities: list[float | None]) -> list[int
         fixed = over if excess > 0 else under
         quotas[fixed] = limits[fixed] if excess > 0 else 1.0
         free &= ~fixed
+    # A quota of 3 may come out as 2.999...; it is 3 votes, and no remainder.
     shares = np.floor(quotas + 1e-9).astype(np.int64)
     order = np.argsort(-(quotas - shares), kind="stable")
     for place in order[shares[order] < limits[order]][: k - int(shares.sum())]:
@@ -501,6 +506,7 @@ def decode_rows(data: bytes, rows: int, d: int, k: int) -> VoteArray:
     assert tensor.indices is not None
     votes = np.zeros(rows * d, np.int8)
     votes[tensor.indices] = tensor.values.decode().astype(np.int8)
+    # Row by row: the frame's schema bounds the votes of all rows together, and one row could hold another's.
     cast = np.bincount(tensor.indices // d, minlength=rows) if rows else np.zeros(1, np.int64)
     if int(cast.max()) > most:
         raise SchemaMismatch(f"row {int(cast.argmax())} holds {int(cast.max())} votes, at most {most} are allowed")
