@@ -67,7 +67,9 @@ def rows(config: Config) -> list[RunSpec]:
         config.spec("fedavg", DENSE, TASK, take=_SHARED, **fixed),
         config.spec("adacomp", ADACOMP, TASK, take=(*_SHARED, *BIN.values()), **fixed),
         config.spec("adacomp", HARD, TASK, take=(*_SHARED, *BIN.values()), **fixed, **{"codec.factor": 1.0}),
+        # Ranked by layer, as AdaComp's bins are of a layer, so that layers can be compared.
         config.spec("topk", TOPK, TASK, take=(*_SHARED, "codec.density"), feedback=True, **by_layer),
+        # At a share of 1 every tensor below the policy's least size stays dense, whatever they add up to.
         config.spec("adacomp", KEPT, TASK, take=(*_SHARED, *BIN.values()), **fixed, **{"policy.share": 1.0}),
     ]
 
@@ -82,6 +84,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
     seen = say.cell("bins", lambda: watch(results[ADACOMP]))
     found = layer_records(results, seen)
     layers, dense = found.groups("layer"), results[DENSE].uplink_payload_bytes
+    # Under the default policy, by which all rows but one decide what travels dense.
     left = [t for t in Layout.of(results[DENSE].arrays).tensors if t.is_dense]
     losses: dict[str, Any] = {
         "row": lambda label: label,
@@ -167,6 +170,7 @@ def layer_records(results: Mapping[str, RunResult], seen: Mapping[str, Mapping[s
             if layer.name not in {own.name for own in compressed_layers(results[label])}:
                 continue
             sent = {
+                # Per reply: rounds may have fewer replies than clients.
                 r.round: r.metrics["report.tensor_bytes"][layer.name] / r.replies
                 for r in results[label].rounds
                 if r.replies and layer.name in r.metrics.get("report.tensor_bytes", {})
@@ -244,7 +248,9 @@ def watch(result: RunResult) -> dict[str, Any]:
     assert isinstance(scheme, Separate)
     assert isinstance(scheme.codec, AdaComp)
     watched = Watched(scheme, scheme.codec)
+    # No evaluations: the row has them.
     outcome = simulate(replace(plan, every=0), watched)
+    # Proof that what was watched is what the row did.
     differs = sum(int(np.count_nonzero(outcome.arrays[name] != array)) for name, array in result.arrays.items())
     return {"per_bin": watched.per_bin, "cosine": watched.cosine, "differs": differs}
 
@@ -274,11 +280,14 @@ def judged(config: Config, found: Records, row: str, kind: str) -> Records:
 
 def ratio(config: Config, found: Records, kind: str) -> float:
     """Return how many times fewer bytes AdaComp sends of a kind of layer, the least of the layers judged."""
+    # The least of the layers, so that one good layer cannot stand for all.
     return min((fewer(r, mean(r.bytes)) for r in judged(config, found, ADACOMP, kind)), default=math.nan)
 
 
 def claims(config: Config, loss: Mapping[str, float], found: Records, differs: float) -> list[Claim]:
     """Each layer finds its ratio, without having been given one, and small layers cost what they cost."""
+    # Of the first list the least counts and of the second the most: no layer may fail to adapt, and none may change
+    # without the look-ahead.
     change = [first / last for first, last in (ends(r.per_bin) for r in judged(config, found, ADACOMP, FULL))]
     fixed = [first / last for first, last in (ends(r.bytes) for r in judged(config, found, HARD, FULL))]
     return [

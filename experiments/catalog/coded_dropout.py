@@ -51,6 +51,7 @@ _TRAINING: Final = ("task.", "lr", "batch_size", "max_steps")
 SLACK: Final = 0.05
 """How far a measured fraction may lie from the model's on the same failures: it takes one size for all updates."""
 
+# From lives at which most devices die within one upload to lives in which hardly any does: the curves cross between.
 LIVES: Final = (8.0, 12.0, 18.0, 27.0, 40.0, 60.0, 90.0, 180.0)
 SIZES: Final = (2_000, 5_000, 12_000, 25_000, 50_000, 100_000)
 
@@ -86,6 +87,7 @@ def schemes(config: Config) -> dict[str, Scheme]:
     found = (
         Scheme(PLAIN),
         Scheme(RESUME, chunk=True),
+        # One symbol: every shard is a whole copy, and the coded round is replication.
         Scheme(COPIES, "relay-mds", 1, peers),
         Scheme(MDS, "relay-mds", k),
         Scheme(RLNC, "relay-rlnc", k),
@@ -101,6 +103,7 @@ def rows(config: Config) -> list[RunSpec]:
 
 def codec_settings(name: str) -> dict[str, Any]:
     """Return the settings of a codec, the same in the plain pair and inside a coded round."""
+    # Top-1 % is biased and needs its memory; QSGD is unbiased and does without.
     return {"codec.levels": 127} if name == "QSGD-8" else {"codec.density": 0.01, "feedback": True}
 
 
@@ -126,16 +129,19 @@ def world(config: Config, *, life: float | None = None, back: bool = False) -> W
     """Return the devices of ``config``; ``life`` replaces the mean lifetime, ``back`` lets devices come and go."""
     s, end = config.settings, float(config.settings["end"])
     failures: OnOff | Trace
+    # A trace is of real devices: what asks for another lifetime, or for devices that come back, is drawn.
     if str(s["trace"]) and life is None and not back:
         failures = Trace.parse(Path(str(s["trace"])).read_text(encoding="utf-8"), float(s["period"]))
     else:
         stay = life or float(s["stay" if back else "life"])
+        # By the run's seed alone, so that every scheme and codec meets the same deaths.
         failures = OnOff(stay, float(s["away"]) if back else math.inf, Key(config.seed, "dropout"), horizon=end)
     return World(
         failures,
         Compute(float(s["compute"]), 0.3, Key(config.seed, "compute")),
         parse_link(str(s["server_link"])),
         parse_link(str(s["peer_link"])),
+        # Shards that land after the end of the round are of no use.
         min(float(s["share_by"]), end),
         end,
     )
@@ -164,12 +170,15 @@ class Sizes:
     @classmethod
     def of(cls, result: RunResult) -> Sizes:
         """Return the sizes of an undisturbed run: the mean over clients and rounds."""
+        # A run of no rounds has no reply to divide by.
         replies = max(1, sum(record.replies for record in result.rounds))
         return cls(result.uplink_wire_bytes // replies, result.downlink_wire_bytes // replies)
 
     def patience(self, config: Config) -> float:
         """Return how long a collection may take: a third longer than one update on the link, and two ways."""
         link = parse_link(str(config.settings["server_link"]))
+        # A collection asks a relay for about one update's worth of shards, for which its link takes as long as for one
+        # upload.
         return round(1.33 * link.up_seconds(self.update + self.REPLY) + 2 * link.latency_s + 0.2, 1)
 
 
@@ -185,6 +194,7 @@ def predicted(
             chunk = int(config.settings["chunk"]) if scheme.chunk else 0
             out.append(plain(found, sizes.update, chunk=chunk))
             continue
+        # Either code has the same holders and sizes; the model knows nothing else of a code.
         plan = RelayPlan("mds", scheme.symbols, scheme.shards or config.clients, r)
         shard = -(-sizes.update // scheme.symbols) + sizes.OVERHEAD
         holders = partial(plan.holders, clients=config.clients)
@@ -198,6 +208,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
     sizes = {name: Sizes.of(results[UNDISTURBED[name]]) for name in CODECS}
     shared = {"config": config, "sizes": sizes}
     used = list(schemes(config))
+    # Twins only here: replaying a run without coding costs as much as the run.
     runs = Sweep(run, {"codec": list(CODECS), "scheme": used}, "", {**shared, "twins": True})(say)
     back = Sweep(run, {"codec": ["QSGD-8"], "scheme": used}, "devices come back", {**shared, "back": True})(say)
     hub = Sweep(undisturbed, {"transport": ("peers", "hub")}, "nobody vanishes", shared)(say)
@@ -233,6 +244,7 @@ def run(
     different = None
     if twins and scheme in (MDS, RLNC):
         uncoded = relive(spec_of(config, Scheme(PLAIN), codec, 0.0), life)
+        # The same updates without coding, in the same order: what is decoded must be those replies, byte for byte.
         different = different_bytes(result.arrays, uncoded.arrays)
     return {
         "fraction": life.fraction,
@@ -243,7 +255,9 @@ def run(
         "included": sum(map(len, life.included.values())),
         **_wire(result),
         "vain": wasted(life),
+        # The median: one round may wait for the machine.
         "decode": median(result.notes["seconds"]["coded.decode_seconds"].values()) if chosen.system else 0.0,
+        # Round 0 is the evaluation of the initial model and has no waves.
         "waves": mean(float(record.metrics.get("coded.waves", 0)) for record in result.rounds[1:]),
         "different": different,
     }
@@ -252,6 +266,7 @@ def run(
 def undisturbed(transport: str, *, config: Config, sizes: Mapping[str, Sizes]) -> dict[str, Any]:
     """Return the bytes of two rounds in which nobody vanishes and shards travel as ``transport`` says."""
     short = replace(config, rounds=2)
+    # So late that no deadline is ever met: what is counted are the bytes of complete rounds.
     still = replace(world(config, life=math.inf), share_by=1e6, end=1e7)
     spec = spec_of(short, schemes(config)[RLNC], "QSGD-8", 1e6, transport=transport, share_timeout=1e6)
     result = live(spec, still).result
@@ -350,6 +365,7 @@ def _back_table(config: Config, back: Records) -> Table:
 def _hub_table(still: RunResult, hub: Records) -> Table:
     names = {"peers": "RLNC relay, between clients", "hub": "RLNC relay, through the server"}
     replies = max(1, sum(record.replies for record in still.rounds))
+    # Plain uploads know no peers; the ledger of such a run has no link between clients.
     uploads = Record({"name": "plain upload", "included": replies, **_wire(still), "peer": 0})
     relays = [Record({"name": names[run.transport], **run, "included": max(1, run.included)}) for run in hub]
     columns: dict[str, Any] = {
@@ -452,6 +468,8 @@ def claims(config: Config, still: RunResult, runs: Records, back: Records, hub: 
             claim(
                 f"QSGD-8, {scheme}: fraction in the sum, more than by plain upload",
                 gain(dense, scheme),
+                # The bound is what the model expects under these very deaths, so that a seed with many early deaths
+                # moves both.
                 f">= {gain(dense, scheme, 'model') - SLACK}",
                 f"the model on the same failures, less {SLACK:g}",
             )
@@ -479,6 +497,7 @@ def claims(config: Config, still: RunResult, runs: Records, back: Records, hub: 
         ),
         claim(
             f"{ingress}, nobody vanishes",
+            # Without deaths nothing is sent in vain, and only the overhead of coding is left.
             peers.up / max(1, peers.included) / update,
             "<= 1.1",
             "derived: 1 + K packet headers, a reply to say that it has shared, and a relay's envelope; about 1.03",
@@ -506,6 +525,7 @@ def claims(config: Config, still: RunResult, runs: Records, back: Records, hub: 
             "through the server: bytes at its link more than between clients, in updates per update",
             ((server.up + server.down) / max(1, server.included) - (peers.up + peers.down) / max(1, peers.included))
             / update,
+            # Each of the N - 1 other holders gets 1/K of an update, which goes up to the server and down from it.
             f">= {0.8 * (2.0 * (config.clients - 1) / int(config.settings['symbols']))}",
             "derived: N - 1 shards of 1/K each, up and down; 0.8 of it, as an update's envelope is not coded twice",
         ),

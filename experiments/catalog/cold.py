@@ -30,6 +30,7 @@ TRACKING: Final = "gradient tracking"
 TOP10: Final = "COLD, top-10 %, γ = 0.01"
 SIGN: Final = "COLD, mean magnitude times sign, γ = 0.003"
 FLOAT32: Final = "NIDS in float32"
+# Six orders of magnitude: a zoom has to find its scale whatever it begins with.
 SCALES: Final = (1e-3, 1.0, 1e3)
 """First scales of the zoom."""
 
@@ -66,6 +67,8 @@ def dyna(scale: str, **own: Any) -> Step:
     """Return Dyna-COLD with step size 1/L; ``s0`` of a geometric scale counts in the gradients' size."""
 
     def make(step: float, size: float) -> Mapping[str, Any]:
+        # A fixed schedule has to begin above the first innovations, which are of the size of the gradients times the
+        # step; the zoom finds its own.
         first = {"s0": own.get("s0", 1.0) * size} if scale == "geometric" else {}
         return {"name": "dyna-cold", "lr": step, "scale": scale, **own, **first}
 
@@ -87,6 +90,8 @@ def arriving(config: Config) -> Runs:
     rho, gamma = float(config.settings["rho"]), float(config.settings["gamma"])
     return {
         NIDS: (steps("nids", 1.0), 620),
+        # Most get as many iterations as bring them near 1e-9, where the line that is fitted ends; gradient tracking,
+        # the slowest by far, hardly more than it takes to the tolerance.
         GEOMETRIC: (dyna("geometric", rho=rho, gamma=gamma), 660),
         ZOOM: (dyna("zoom"), 700),
         TOP20: (steps("cold", 1.0, gamma=0.5, **top(0.2)), 880),
@@ -102,6 +107,7 @@ def strong(config: Config) -> Runs:
     """Return COLD with compression that is too strong for this problem."""
     iterations = int(config.settings["strong_iterations"])
     return {
+        # A larger consensus step diverges (measured); with this one consensus decides the rate.
         TOP10: (steps("cold", 1.0, gamma=0.01, **top(0.1)), iterations),
         SIGN: (steps("cold", 1.0, gamma=0.003, compressor={"id": "scaledsign"}), iterations),
     }
@@ -140,8 +146,10 @@ def fixed_points(problem: Convex, config: Config) -> dict[str, float]:
     graph = topology_of(str(config.settings["topology"]), config.clients, config.seed)
     weights = graph.mixing_matrix(0, symmetric=True)
     found: dict[str, float] = {}
+    # CHOCO mixes after the gradient step, D-PSGD before it: their fixed points differ.
     for label, last in (("D-PSGD", False), ("CHOCO, top-20 %", True)):
         gamma, x = float(INEXACT[label].get("gamma", 1.0)), None
+        # From small steps to large ones, each from the fixed point before: Newton's method then begins near its root.
         for s in sorted((*FLOOR_STEPS, *SMALLER)):
             x = fixed_point(problem, weights, s / problem.smoothness, gamma=gamma, mixes_last=last, start=x)
             found[_floor(label, s)] = problem.distance(x)
@@ -153,6 +161,7 @@ def schedules(config: Config) -> Runs:
     rho, gamma = float(config.settings["rho"]), float(config.settings["gamma"])
     usual = partial(dyna, "geometric", rho=rho, gamma=gamma)
     return {
+        # Faster than any method can converge here (NIDS: 0.967): these must be noticed.
         "geometric, ρ = 0.90": (dyna("geometric", rho=0.90, gamma=gamma), 400),
         "geometric, ρ = 0.95": (dyna("geometric", rho=0.95, gamma=gamma), 400),
         "geometric, ρ = 0.99": (dyna("geometric", rho=0.99, gamma=gamma), 1000),
@@ -175,6 +184,8 @@ def _zoom(s0: float) -> str:
 def rows(config: Config) -> list[RunSpec]:
     """Two of the runs over Flower's messages, in float64, with the gradients of all examples."""
     Energy.of(config.settings)  # what cannot be is refused before anything runs
+    # All examples in every gradient, no momentum, float64: the rows are the convex problem's iteration and nothing
+    # else.
     shared: dict[str, Any] = {"lr": ROW_STEP, "momentum": 0.0, "batch_size": 0, "dtype": "float64", "dense_below": 0}
     shared |= {"task.partition": "sorted", "task.l2": config.settings["l2"], "topology": config.settings["topology"]}
     shared["evaluate_every"] = max(1, config.rounds)
@@ -200,6 +211,8 @@ def course(run: str, *, config: Config, problem: Convex) -> dict[str, Any]:
     from fedcomp.gossip.topology import topology_of
 
     single = run == FLOAT32
+    # One NIDS in float32 gives the bytes of a message with 32 bits to a number; it is not trained to the optimum, which
+    # float32 does not reach.
     make, iterations = _runs(config)[NIDS if single else run]
     zero = np.zeros(problem.layout.size)
     size = float(np.abs(problem.gradients(zero)).max()) / problem.smoothness
@@ -209,6 +222,7 @@ def course(run: str, *, config: Config, problem: Convex) -> dict[str, Any]:
         topology_of(str(config.settings["topology"]), config.clients, config.seed),
         2 if single else min(iterations, int(config.settings["most"])),
         seed=config.seed,
+        # From zero, where the largest gradient entry is known before the run: the first scale is stated in it.
         start=zero.astype("float32" if single else "float64"),
     )
     fit = curve.fit()
@@ -246,11 +260,13 @@ def sent(one: Record, *, headers: bool) -> float:
 
 def nids_bits(courses: Courses) -> float:
     """Return NIDS' payload bits per edge, 32 to a number: what it would need where float32 were precise enough."""
+    # Generous to the baseline: float32 would stop near 1e-6, and its messages here have 64 bits to a number.
     return 8.0 * float(courses[FLOAT32].message) * first(courses[NIDS])
 
 
 def slowdown(courses: Courses, name: str) -> float:
     """Return how many times as many iterations as NIDS a run took."""
+    # NaN where NIDS did not arrive: without a baseline no ratio passes a claim.
     return first(courses[name]) / (first(courses[NIDS]) or math.nan)
 
 
@@ -302,6 +318,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
 
 def _arrival_table(config: Config, courses: Courses) -> Table:
     per_byte = Energy.of(config.settings).per_byte
+    # A header has 8 bytes, and an iteration one message for each edge.
     bits, header = nids_bits(courses), 64.0 * first(courses[NIDS])
     columns: dict[str, Any] = {
         "system": "run",
@@ -332,6 +349,7 @@ def _arrival_table(config: Config, courses: Courses) -> Table:
 
 def _floor_table(config: Config, courses: Courses, fixed: Mapping[str, float]) -> Table:
     def settling(one: Record) -> float:
+        # Whether a floor is reached cannot be seen from one error: the last tenth of the run must not change it.
         done = len(one.errors) - 1
         return float(one.errors[-1] / one.errors[done - done // 10])
 
@@ -410,6 +428,7 @@ _EVERY: Final = 4
 def _figures(config: Config, courses: Courses) -> list[Curves]:
     def places(one: Record) -> list[int]:
         end = len(one.errors) - 1
+        # The last point always: it is the error that tables show.
         return [*range(0, end, _EVERY), end]
 
     def lines(title: str, names: Iterable[str], bits: bool = False, **more: Any) -> Curves:
@@ -440,7 +459,9 @@ def claims(config: Config, courses: Courses, fixed: Mapping[str, float]) -> list
     zooms = [first(courses[_zoom(s0)]) for s0 in SCALES]
     scale, slope = math.log(float(config.settings["rho"])), math.log(float(courses[GEOMETRIC].rate))
     ends = courses[_floor("D-PSGD", 0.1)].errors[-1] / fixed[_floor("D-PSGD", 0.1)]
+    # Over 3, the ratio of the two steps: 1 if the floor is proportional to the step.
     falls = fixed[_floor("D-PSGD", 0.003)] / fixed[_floor("D-PSGD", 0.001)] / 3.0
+    # BEER and gradient tracking have no duals; what they conserve is another sum.
     conserving = (NIDS, GEOMETRIC, ZOOM, TOP20, TWO_BITS, NORM_SIGN, LEAD)
     made = []
     for name in (GEOMETRIC, ZOOM):
@@ -451,6 +472,7 @@ def claims(config: Config, courses: Courses, fixed: Mapping[str, float]) -> list
     made += [
         claim(
             f"{kind}: lowest error of all step sizes after {config.settings['floor_iterations']} iterations",
+            # The best of all step sizes: with one badly chosen step every method has a floor.
             lowest(courses, kind),
             "> 0.05",
             "measured, three times as many as NIDS takes to the optimum; not a bound: a smaller step has a lower "
@@ -474,10 +496,12 @@ def claims(config: Config, courses: Courses, fixed: Mapping[str, float]) -> list
         ),
         claim(
             "error over iterations is a straight line: least R² of " + ", ".join(LINEAR),
+            # The least, by way of largest(): it returns NaN if a method gave no line, where min() might pass over it.
             -largest(-float(courses[name].r2) for name in LINEAR),
             "> 0.99",
             GOAL,
         ),
+        # A goal that is missed: its error falls faster at first, and unevenly (0.985 at the defaults).
         claim(f"{NORM_SIGN}: R² of that line", courses[NORM_SIGN].r2, "> 0.99", GOAL, gate=False),
         claim(
             f"{GEOMETRIC}: slope over the scale's, off by",

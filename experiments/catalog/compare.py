@@ -54,6 +54,7 @@ def _check_systems(text: str) -> None:
                 f"{first!r} {KINDS[kind_of(first)]}, and {name!r} {KINDS[kind_of(name)]}: their rounds and bytes are "
                 "not the same things; compare each with systems of its own kind"
             )
+    # One name alone was compared with nothing so far: this refuses it if it is unknown.
     kind_of(first)
 
 
@@ -85,10 +86,12 @@ def rows(config: Config) -> list[RunSpec]:
     entries = _entries(str(config.settings["systems"]))
     kind = kind_of(_named(entries[0])[0])
     reference = " ".join(str(config.settings["reference"]).split()) or REFERENCES.get(kind, entries[0])
+    # Once more with the reference, which the check of the single setting did not see.
     _check_systems(",".join([reference, *entries]))
     task, options = _named(str(config.settings["task"]))
     shared = {_TASK + key: value for key, value in options.items()} | parse_settings(str(config.settings["settings"]))
     specs = []
+    # A system that is its own reference is one row, since labels are unique.
     for entry in dict.fromkeys([reference, *entries]):
         system, own = _named(entry)
         settings: dict[str, Any] = {**shared, **own}

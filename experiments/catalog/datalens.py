@@ -52,6 +52,7 @@ FULL: Final[Mapping[str, Any]] = {
 
 def _epsilons(text: str) -> tuple[float, ...]:
     values = tuple(float(part) for part in text.split(",") if part.strip())
+    # Different ones: an epsilon names its rows.
     if not values or any(not 0.0 < value < math.inf for value in values) or len(set(values)) != len(values):
         raise ValueError("expected different positive numbers, for instance '10,1'")
     return values
@@ -102,6 +103,8 @@ def stopped_label(config: Config) -> str:
 def rows(config: Config) -> list[RunSpec]:
     """One row without noise and one per epsilon, for each seed; one that sends images; one that ends early."""
     out = [_row(config, epsilon, run) for epsilon in (NOISELESS, *budgets(config)) for run in runs(config)]
+    # One variation at a time, of the first run at the largest epsilon, where most is learnt: anything else would differ
+    # in more than what goes down or where it ends.
     first = _row(config, budgets(config)[0], 0)
     out.append(replace(first, label=images_label(config), settings={**first.settings, "send": "images"}))
     early = {**first.settings, "budget": STOPPED * budgets(config)[0]}
@@ -112,6 +115,7 @@ def _row(config: Config, epsilon: float, run: int) -> RunSpec:
     chosen = _full(config, epsilon) if config.settings["full"] else _small(config, epsilon)
     rounds = chosen.pop("rounds")
     settings = {
+        # Experiments must repeat. The statement says so in capitals, and what it costs is that of real noise.
         "insecure_deterministic": True,
         "delta": DELTA,
         "teachers": config.settings["teachers"],
@@ -129,10 +133,12 @@ def _small(config: Config, epsilon: float) -> dict[str, Any]:
     names = ("k", "images", "beta", "generator_lr", "teacher_lr")
     own = {name: config.settings[name] for name in names}
     records = int(config.settings["records"])
+    # The population is all records: delta has to be below one over it.
     own |= {"task.records": records, "population": records, "rounds": config.rounds}
     own["task.discriminator"] = config.settings["discriminator"]
     if epsilon == NOISELESS:
         return {**own, "noise_multiplier": 0.0}
+    # Every generated image is a release: a teacher votes on each of them.
     releases = max(1, config.rounds) * int(config.settings["images"])
     return {**own, "noise_multiplier": _noise(epsilon, releases), "budget": epsilon}
 
@@ -145,6 +151,7 @@ def _noise(epsilon: float, releases: int) -> float:
 
 def _full(config: Config, epsilon: float) -> dict[str, Any]:
     """Return the published settings for MNIST, and as many rounds as their own rule allows."""
+    # Without noise there is no published setting: the first one, without its noise.
     wanted = PUBLISHED[0].epsilon if epsilon == NOISELESS else epsilon
     found = next((p for p in PUBLISHED if p.name == "MNIST" and p.epsilon == wanted), None)
     if found is None:
@@ -157,6 +164,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
     """What was learnt, bytes, the published epsilons, who holds which record; curves; pictures."""
 
     def kept(name: str, make: Callable[[], Findings]) -> Findings:
+        # As findings, tables and all: a resumed run shows what was computed then.
         return Findings.from_json(say.cell(name, lambda: make().to_json()))
 
     costs, sizes = kept("published", published), kept("packed", packed)
@@ -171,6 +179,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
         "The last two columns: exact epsilon of a record in two teachers' hands, which moves a sum by 4 sqrt(k) where "
         "2 sqrt(k) were paid for, at the published settings for MNIST of budget 1 and 10.",
     )
+    # The lowest seed, not the mean: a claim on a mean could hide a seed that learnt nothing.
     lowest = {epsilon: min(_accuracies(config, results, epsilon)) for epsilon in budgets(config)}
     reached = ", ".join(f"{100 * accuracy:.1f} % at epsilon {epsilon:g}" for epsilon, accuracy in lowest.items())
     return Findings(
@@ -217,6 +226,7 @@ def spending(results: Mapping[str, RunResult], stopped: RunResult) -> list[Claim
     private = [result for result in results.values() if result.spec.settings["noise_multiplier"]]
     said = stopped.spec.settings
     z, images = float(said["noise_multiplier"]), int(said["images"])
+    # Deviation of the integer noise in votes: z times 2 sqrt(k), by which an exchanged record may move their sum.
     grid_sigma = 2.0 * z * math.sqrt(float(said["k"]))
     allowed = releases_for(float(said["budget"]), DELTA, z, grid_sigma=grid_sigma) // images
     return [
@@ -237,6 +247,7 @@ def spending(results: Mapping[str, RunResult], stopped: RunResult) -> list[Claim
         ),
         claim(
             "steps made by the row that ends early, less those its budget allows",
+            # At few rounds the run may end before its budget does.
             stopped.final.round - min(allowed, stopped.spec.rounds),
             "== 0",
             "closed form of the Gaussian mechanism, solved for the number of releases",
@@ -293,6 +304,8 @@ def _sent(result: RunResult) -> dict[str, Any]:
         "dense": round(4.0 * votes * pixels),
         "fewer": 4.0 * votes * pixels / up,
         "down": round(down) if messages else None,
+        # Padded to the longest frame, whose length follows from public numbers: a byte more or less would say something
+        # about votes.
         "beyond": abs(up - longest_rows(votes, pixels, k) - FILLED) if messages else None,
     }
 
@@ -325,6 +338,7 @@ def _accuracy(config: Config, results: Mapping[str, RunResult]) -> Curves:
         by_round: dict[int, list[float]] = {}
         for run in runs(config):
             for record in results[label(epsilon, run)].rounds:
+                # Most steps are not evaluated.
                 if not math.isnan(record.accuracy):
                     by_round.setdefault(record.round, []).append(100 * record.accuracy)
         points += [(_named(epsilon), number, mean(by_round[number])) for number in sorted(by_round)]
@@ -356,6 +370,7 @@ def _held(config: Config, results: Mapping[str, RunResult]) -> list[Any]:
 
     spec = results[label(budgets(config)[0], 0)].spec
     task, count = _task(spec), int(spec.settings["teachers"])
+    # Counted at the teachers and not derived from the rule that assigns them, which is what is to be checked.
     held = np.zeros(len(task.train_split), np.int64)
     for partition in range(spec.clients):
         own = task.ensemble(partition, spec.clients, count, Adam(), batch=1, key=Key(spec.seed, "datalens")).teachers
@@ -383,6 +398,7 @@ def _pictures(config: Config, results: Mapping[str, RunResult]) -> list[Pictures
         model = task.model(first.seed)
         load_arrays(model, results[name].arrays)
         caption = "Every image is public noise and a label, through the generator after its last step."
+        # One key for all rows: the same noise and labels through every generator.
         out.append(Pictures.of(f"Generated: {name}", task.samples(model, columns, Key(4, "pictures")), names, caption))
     return out
 

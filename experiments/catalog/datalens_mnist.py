@@ -35,6 +35,7 @@ TARGETS: Final = (1.0, 10.0, math.inf)
 
 DELTA: Final = 1e-5
 
+# No reported training has this seed: the choice must not be made on the draws that are shown.
 TUNING_SEED: Final = 1000
 
 REPORTED: Final[Mapping[float, float]] = {1.0: 0.7123, 10.0: 0.8066}
@@ -42,6 +43,8 @@ REPORTED: Final[Mapping[float, float]] = {1.0: 0.7123, 10.0: 0.8066}
 
 Options = Mapping[str, Any]
 
+# Few or many steps, some or all pixels: each has four candidates, as every other row, so that none wins by being tried
+# more often.
 _VOTES: Final[tuple[Options, ...]] = (
     {"lr": 0.02, "steps": 20, "k": 200, "beta": 0.0},
     {"lr": 0.02, "steps": 20, "k": 784, "beta": 0.2},
@@ -53,12 +56,16 @@ GRIDS: Final[Mapping[str, tuple[Options, ...]]] = {
     TOPAGG: tuple({**options, "stochastic": 1} for options in _VOTES),
     PLAIN: tuple({**options, "stochastic": 0} for options in _VOTES),
     DP_SGD: tuple(
+        # Releases and steps of the generator are apart: what was released once may be trained on at no cost.
         {"lr": 0.01, "steps": 60, "releases": releases, "teacher_lr": rate, "clip": 1.0}
         for releases in (20, 60)
         for rate in (1.0, 4.0)
     ),
     MEANS: tuple(
-        {"lr": 0.01, "steps": 60, "releases": 1, "teacher_lr": 0.0, "clip": clip} for clip in (0.5, 1.0, 2.0, 4.0)
+        # A discriminator that takes no step (teacher_lr 0) stays at zero, where its gradient is the class means: the
+        # clip is all there is to choose.
+        {"lr": 0.01, "steps": 60, "releases": 1, "teacher_lr": 0.0, "clip": clip}
+        for clip in (0.5, 1.0, 2.0, 4.0)
     ),
     DIRECT: tuple(
         {"lr": 1.0, "local": 3, "releases": releases, "clip": clip} for releases in (15, 40) for clip in (1.0, 3.0)
@@ -97,6 +104,7 @@ def _cell(
     config: Config, method: str, target: float, options: Options, seed: int, *, validation: bool = False
 ) -> GeneratorCell:
     said = config.settings
+    # The number of steps is a field of the cell and no option of a method.
     given = {name: value for name, value in options.items() if name != "steps"}
     if METHODS[method] == "votes":
         given["teacher_lr"] = float(said["teacher_lr"])
@@ -112,11 +120,13 @@ def _cell(
         images=int(said["images"]),
         seed=seed,
         evaluation={
+            # A choice between settings needs no exact accuracy: fewer images and passes keep the tuning short.
             "synthetic": 1500 if validation else int(said["synthetic"]),
             "classifier_epochs": 4 if validation else int(said["classifier_epochs"]),
             "classifier_lr": 0.05,
         },
         validation=validation,
+        # Of the first seed only: a sheet for each row and epsilon fills the report already.
         pictures=seed == config.seed and not validation,
     )
 
@@ -141,11 +151,13 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
                 chosen[method][i] = held.index(max(held))
         tables.append(_tuning_table({cell.name: held_out[cell.name].accuracy for cell in tried.values()}))
     settings = {
+        # Infinity takes the settings of the last finite epsilon.
         label(method, target): GRIDS[method][chosen[method][min(i, len(TARGETS) - 2)]]
         for method in METHODS
         for i, target in enumerate(TARGETS)
     }
     seeds = repetitions(config)
+    # Seed by seed: an interrupted run has all rows of its first seeds, and these can be compared.
     cells = {
         (label(method, target), seed): _cell(config, method, target, settings[label(method, target)], seed)
         for seed in seeds
@@ -155,6 +167,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
     found = {record.name: record for record in named(cells.values())(say, processes)}
     outcomes = {name: [found[cells[name, seed].name] for seed in seeds] for name in settings}
     owed = {name: cells[name, config.seed].releases for name in settings}
+    # Said in the table's title: an accuracy on a substitute must not be read as one on MNIST.
     data = "MNIST" if not task.data.substitute else f"NOT MNIST ({task.data.note})"
     return Findings(
         tables=[
@@ -209,6 +222,7 @@ def _signal_table(outcomes: Outcomes) -> Table:
     return table(
         "How much of a sum is left in its noise",
         columns,
+        # Without noise there is no ratio of signal to noise.
         [name for name, runs in outcomes.items() if runs[0].noise_multiplier],
         "Sigma in votes, or in the units of what is clipped. Signal over noise: root mean square over the coordinates "
         "of a sum, over that of its noise. Right signs: of the coordinates that were used, those whose noisy sum has "
@@ -219,6 +233,7 @@ def _signal_table(outcomes: Outcomes) -> Table:
 def _message_table(outcomes: Outcomes, settings: Mapping[str, Options], config: Config) -> Table:
     def messages(name: str) -> int:
         votes = METHODS[name.rpartition(", ")[0]] == "votes"
+        # Teachers vote on all images of a step in one message.
         return int(outcomes[name][0].releases) // (int(config.settings["images"]) if votes else 1)
 
     columns: dict[str, Any] = {
@@ -280,6 +295,7 @@ def claims(outcomes: Outcomes, owed: Mapping[str, int]) -> list[Claim]:
             "== 0",
             "derived: every image that teachers vote on is a release",
         ),
+        # The only claim on accuracy that gates: everything else compares methods and depends on the data at hand.
         claim(
             f"{label(TOPAGG, 10.0)}: accuracy, lowest of the seeds",
             min(run.accuracy for run in outcomes[label(TOPAGG, 10.0)]),

@@ -19,8 +19,11 @@ from fedcomp.rng import Key
 TASK = "digits"
 SYSTEM = "gradient-code"
 DENSE = "FedAvg"
+# With ten clients 1 + 1 divides their number and 3 + 1 does not: fractional repetition and the cyclic code are both
+# run.
 LOSSES = (0, 1, 3)
 FIELD = "gf31"
+# From tails under which a mean hardly exists to tails so light that nobody straggles.
 TAILS = (1.05, 1.2, 1.5, 2.0, 3.0, 5.0, 10.0)
 """Tail indices of the plot: P(slower than x) = x^-index."""
 
@@ -57,6 +60,7 @@ def ignoring(losses: int) -> str:
 
 def rows(config: Config) -> list[RunSpec]:
     """Flower's own mean; the code with 0, 1 and 3 losses; 0 and 3 losses over a prime field. Nobody is slow here."""
+    # Flower's own mean, to show that s = 0 is no other method.
     out = [config.spec("fedavg", DENSE, TASK, take=_TAKE, **_WHOLE)]
     out += [config.spec(SYSTEM, coded(s), TASK, take=_TAKE, losses=s, **_WHOLE) for s in LOSSES]
     out += [
@@ -68,8 +72,10 @@ def rows(config: Config) -> list[RunSpec]:
 
 def schemes(config: Config) -> dict[str, dict[str, Any]]:
     """Return the settings of what is run among stragglers, by name."""
+    # The same strategy with s = 0 waits for all, so that only the code differs.
     out: dict[str, dict[str, Any]] = {"wait for all": {"losses": 0}}
     out |= {coded(s): {"losses": s} for s in LOSSES[1:]}
+    # A server that ignores stragglers is the code without redundancy that ends a round at a quorum.
     out |= {ignoring(s): {"losses": 0, "approximate": True, "quorum": max(1, config.clients - s)} for s in LOSSES[1:]}
     out[over_field(LOSSES[-1])] = {"losses": LOSSES[-1], "arithmetic": FIELD}
     return out
@@ -80,7 +86,9 @@ def slowdown(config: Config, speeds: str, tail: float | None = None) -> Callable
     index = float(config.settings["tail"]) if tail is None else tail
 
     def seconds(server_round: int, partition: int) -> float:
+        # By partition and, if speeds are redrawn, round: every scheme meets the same stragglers.
         key = Key(config.seed, "stragglers", server_round if speeds == DRAWN else 0, partition)
+        # Inverse of the Pareto distribution function; 1 - u is never 0.
         return float((1.0 - key.uniform(1)[0]) ** (-1.0 / index))
 
     return seconds
@@ -98,6 +106,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
             *(
                 curves(
                     f"Test loss over simulated time, stragglers {speeds}",
+                    # Over the field the curve would cover that of the same code in floats.
                     [run for run in runs.where(speeds=speeds) if run.name != over_field(most)],
                     lambda run: np.cumsum(run.seconds).tolist(),
                     "loss",
@@ -148,16 +157,19 @@ def among_stragglers(config: Config, name: str, settings: Mapping[str, Any], spe
     from fedcomp.flower.grid import InProcessGrid
 
     seconds = slowdown(config, speeds)
+    # A device computes s + 1 partitions before it can answer.
     work = int(settings["losses"]) + 1
     spec = config.spec(SYSTEM, name, TASK, take=_TAKE, **settings, **_WHOLE)
     marks: list[float] = []
 
     def training(delivery: Any) -> float:
         trains = delivery.message_type.partition(".")[0] == "train"
+        # Queries and evaluations take no time: the seconds of a round are those of training.
         return work * seconds(delivery.round, delivery.partition) if trains else 0.0
 
     with InProcessGrid(app, config.clients, seed=config.seed, compute_seconds=training) as grid:
         result = serve(replace(spec, engine="inprocess"), grid, on_round=lambda _record: marks.append(grid.clock))
+    # A second way to the same seconds, without messages: the claims compare them.
     expected = replay(config.clients, config.rounds, settings, seconds)
     laps = np.diff(marks)
     return {
@@ -212,6 +224,7 @@ def expected_seconds(clients: int, losses: int, tail: float) -> float:
         n = rank = clients // (losses + 1)
         index = tail * (losses + 1)
     x = 1.0 / index
+    # By logarithms: the gamma function overflows at 171.
     logs = math.lgamma(n + 1) + math.lgamma(n - rank + 1 - x) - math.lgamma(n - rank + 1) - math.lgamma(n + 1 - x)
     return (losses + 1) * math.exp(logs)
 
@@ -233,6 +246,7 @@ def exactness(config: Config, results: Mapping[str, RunResult], runs: Records) -
     """The curve is that of gradient descent on all data, step by step, and no byte is saved."""
     most, field_whole = LOSSES[-1], results[over_field(0)]
     losses = np.array([record.loss for record in results[coded(0)].rounds[1:]])
+    # As float32, which models are: a run's weights were widened to be kept as JSON.
     reference = {"all": _flat(field_whole.arrays).astype(np.float32)}
     bits = different_bytes(field_whole.arrays, results[over_field(most)].arrays)
     bits += sum(
@@ -296,6 +310,7 @@ def seconds(runs: Records, name: str, speeds: str, column: str = "seconds") -> f
 def times(runs: Records) -> list[Claim]:
     """Rounds end sooner under heavy tails."""
     most = LOSSES[-1]
+    # Where the same devices stay slow: redrawn stragglers leave out other data in every round, which averages out.
     ignored, kept = (runs.one(name=name, speeds=FIXED).loss[-1] for name in (ignoring(most), coded(most)))
     return [
         *(
@@ -352,6 +367,7 @@ def _times(config: Config, speeds: str, runs: Records) -> Table:
 
 def _bytes(results: Mapping[str, RunResult]) -> Table:
     def each(result: RunResult, count: int) -> float:
+        # Round 0 is the evaluation of the initial model.
         return count / (max(1, len(result.rounds) - 1) * result.spec.clients) / 1000
 
     columns: dict[str, Any] = {

@@ -29,8 +29,11 @@ OPTIONS = {
     "float_draws": Option(100_000, "noisy values whose last bits are looked at", least=1000),
 }
 
+# The claim itself, a tenth and a fifth more than claimed, and the factors by which mistakes of sensitivity or adjacency
+# are wrong.
 POWERS: Final = (1.0, 1.1, 1.2, math.sqrt(2.0), 2.0)
 TRIALS: Final = (500, 2000, 5000, 20000)
+# Below, near and far above the right clip norm: a rule that works reaches 1 from each of them.
 STARTS: Final = (0.1, 0.9, 1.2, 5.0)
 """First clip norms of clients whose updates have a median norm of 1."""
 
@@ -50,6 +53,7 @@ def audit(config: Config, make: Callable[[], Any]) -> Audit:
     subject, seed, said = make(), config.seed, config.settings
     found = [tier_a(subject), *tier_b(subject, runs=int(said["noise_runs"]), seed=seed)]
     found.append(tier_c(subject, runs=int(said["runs"]), seed=seed, confidence=float(said["confidence"])))
+    # A few runs are enough: a single output off the grid refutes the claim, and each has many coordinates.
     found += [tier_e(subject, runs=5, seed=seed), tier_f(subject, seed=seed)]
     return _plain(found)
 
@@ -68,10 +72,12 @@ def last_bits(draws: int, seed: int) -> dict[str, list[float]]:
     from fedcomp.privacy.mechanism import GridGaussian
 
     out: dict[str, list[float]] = {}
+    # The same noise for both values: what differs is what the addition rounds.
     unit = Key(seed, "audit floats").generator().standard_normal(draws)
     for name, step in (("float32", 2.0**-24), ("float64", 2.0**-53)):
         noise_of = unit.astype(name)
         out[f"{name} noise on {name}"] = [off_grid(np.array(value, name) + noise_of, step) for value in (0.0, 1.0)]
+    # Float noise on a grid reveals as much as floats do: only integer noise stays on the grid.
     for noise, name in (("gaussian", "float noise on the grid"), ("discrete_gaussian", "integer noise on the grid")):
         mechanism = GridGaussian(noise_multiplier=1.0, clip=1.0, size=1, noise=noise)
         out[name] = [
@@ -82,6 +88,7 @@ def last_bits(draws: int, seed: int) -> dict[str, list[float]]:
                 ),
                 2.0**-53,
             )
+            # In grid steps: 0, and the clip norm, which is 1.
             for value in (0, int(mechanism.bound))
         ]
     return out
@@ -98,6 +105,7 @@ def flower_findings(rounds: int) -> dict[str, Any]:
     return {
         "version": flaws.flower_version(),
         "clips": {f"{start:g}": flaws.clip_norms(start, rounds) for start in STARTS},
+        # From the same first clip norms as Flower's.
         "ours": {f"{start:g}": tracked(DpFedAvg, start=start, rounds=rounds) for start in STARTS},
         "zero": flaws.zero_update(),
         "integer": flaws.integer_update(),
@@ -141,6 +149,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
     floats = cell("last bits", partial(last_bits, draws, config.seed))
     flower = cell("Flower", partial(flower_findings, int(config.settings["clip_rounds"])))
     powers, likely = power_of()
+    # Not the run without noise, which is there to be refuted.
     refuted = sum(
         not verdict["ok"] for one in (*audits.values(), runs["votes"], runs["clipped vectors"]) for verdict in one
     )
@@ -195,6 +204,7 @@ def _audit_table(audits: Mapping[str, Audit], runs: int) -> Table:
 
     def noise(name: str) -> float:
         ratios = [float(verdict["found"]) for verdict in _by_tier(audits[name], "B")]
+        # By the logarithm: half the noise is as wrong as twice the noise.
         return max(ratios, key=lambda ratio: abs(math.log(ratio)))
 
     columns: dict[str, Any] = {
@@ -255,6 +265,7 @@ def _mutant_table(mutants: Mapping[str, Mapping[str, Any]]) -> Table:
 
 def _float_table(floats: Mapping[str, list[float]], flower: Mapping[str, Any]) -> Table:
     shares = list(floats.items())
+    # After the plain floats, and before our grids.
     shares.insert(2, (f"Flower {flower['version']}, fixed clipping", flower["bits"]))
     return Table(
         "What the last bits reveal",
@@ -333,8 +344,10 @@ def claims(
     promise, installed = "every system's own claim", "measured on Flower 1.41.0; another version may have mended it"
 
     def refuted(verdicts: Audit) -> float:
+        # No verdicts at all are no pass: NaN fails the claim.
         return sum(not verdict["ok"] for verdict in verdicts) if verdicts else math.nan
 
+    # Reported only: what another package does is not this one's to gate on, and its next version may mend it.
     def of_flower(name: str, value: float, bound: str) -> Claim:
         return claim(name, value, bound, installed, gate=False)
 
@@ -358,6 +371,8 @@ def claims(
         claim("tier D: noise that was forgotten is noticed", refuted(runs["no noise"]), "== 1", "goal"),
         claim(
             "tier C: weakest attack's bound over mu",
+            # An attack that finds nothing would let every mutant through: each has to come within a factor of five of
+            # the truth.
             min(v["found"] / v["claimed"] for found in audits.values() for v in _by_tier(found, "C")),
             ">= 0.2",
             "an attack that sees nothing refutes nothing",
@@ -368,6 +383,7 @@ def claims(
             "== 0",
             "goal: every one is caught",
         ),
+        # So that the claim above cannot hold for lack of mutants.
         claim("mutants tried", len(mutants), ">= 19", "15 published mistakes and four more"),
         claim(
             "2000 runs: probability that sqrt(2) for 1 is noticed",

@@ -19,6 +19,7 @@ from fedcomp.rng import Key
 
 TASK = "digits"
 DENSE = "FedAvg, 8 clients"
+# Each twice the one before: a downlink that grows with the clients is a straight line on logarithmic axes.
 FEDERATIONS = (2, 4, 8, 16, 32, 64)
 TURN = 8
 """Rounds in which every client of a probed row leads once."""
@@ -55,6 +56,7 @@ def rows(config: Config) -> list[RunSpec]:
     """One dense reference; local top-k and CLT-k for every number of clients; the rows whose memories are probed."""
 
     def spec(system: str, label: str, clients: int, fixed: Mapping[str, Any], rounds: int = config.rounds) -> RunSpec:
+        # FedAvg has no codec to give a density.
         take = _TAKE if system != "fedavg" else _TAKE[:-1]
         settings = {"task.partition": "iid", "max_steps": 1, "evaluate_every": max(1, rounds), **fixed}
         return replace(config.spec(system, label, TASK, take=take, **settings), clients=clients, rounds=rounds)
@@ -65,6 +67,7 @@ def rows(config: Config) -> list[RunSpec]:
     out += [spec("topk", local(n), n, {"feedback": True, **union}) for n in FEDERATIONS]
     out += [spec("scalecom", shared(n), n, {}) for n in FEDERATIONS]
     out.append(spec("scalecom", STALE, 8, {"stale_leader": True}))
+    # With no rounds asked for nothing is trained, here either.
     probed = int(config.settings["similarity_rounds"]) if config.rounds else 0
     out += [
         spec("scalecom", label, 8, {"codec.probe": 1.0, "task.partition": partition}, probed)
@@ -109,7 +112,9 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
         return curves(title, lines, x, y, by, x_label="round", y_label=words)
 
     similar: dict[str, Any] = {"row": lambda label: label} | {
-        name: (lambda label, name=name: probed[label][name]) for name in _SIMILAR
+        # Bound as a default: a closure would see the last name only.
+        name: (lambda label, name=name: probed[label][name])
+        for name in _SIMILAR
     }
     return Findings(
         tables=[
@@ -177,6 +182,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
                 "<= 1.0",
                 "derived: one support for all",
             ),
+            # Both sides: a union far below k would mean that the mean was not sent.
             claim("CLT-k: smallest union over k", min(unions), ">= 0.99", "derived; a value may be zero by chance"),
             claim(
                 "local top-k: union over k with 8 clients",
@@ -190,6 +196,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
                 "<= 15.0",
                 "measured 10.7 after 2000 rounds (n = 300, k = 15)",
             ),
+            # A premise of the method and no promise of this package: reported, and no gate.
             claim(
                 "overlap of a leader's support with the true top k, IID: first rounds minus last",
                 iid["overlap, first rounds"] - iid["last rounds"],
@@ -216,6 +223,7 @@ def settled(result: RunResult, clients: int) -> dict[str, float]:
 def _selected(result: RunResult) -> int:
     """Return k, summed over the layers."""
     layout = Layout.of(result.arrays)
+    # By layer, as both kinds of rows rank.
     codec = TopK(float(result.spec.settings["codec.density"]), scope="layer")
     return sum(codec.count(stretch) for stretch in codec.stretches(layout))
 
@@ -242,6 +250,7 @@ def similarity(result: RunResult) -> dict[str, float]:
 def _similarity(result: RunResult, name: str) -> tuple[list[float], list[float]]:
     """Return rounds and the running mean of a figure over one turn of the eight leaders."""
     found = {r.round: r.metrics[f"similarity.{name}"] for r in result.rounds if f"similarity.{name}" in r.metrics}
+    # One turn: every leader counts once, since one client's support may be better than another's for good.
     return running_mean(list(found), list(found.values()), TURN)
 
 
@@ -251,6 +260,7 @@ def memory_norms(rounds: int, say: Callable[[str], object] = lambda _text: None)
     The rotating leader, local top-k and a shared random support are codecs as they are; the support of the mean is what
     no client could know.
     """
+    # A fixed key and not the run's: the bounds of the norms are of these very gradients.
     layout, key = Layout.flat(300), Key(5, "gradients")
     draws = [key.at(partition=c).generator().standard_normal(300) for c in range(4)]
     updates = [Update(draw.astype(np.float32), layout) for draw in draws]

@@ -81,6 +81,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
     size, timed = int(settings["size"]), int(settings["timing_size"])
 
     def draw_of(draw: int) -> dict[str, Any]:
+        # By draw: distributions, and the scales of the layers, are new in each.
         return {"cases": on_synthetic(size, Key(seed, "draws", draw))}
 
     def capture(source: str, density: float, scope: str) -> dict[str, Any]:
@@ -88,6 +89,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
 
     by_name = {source.name: source for source in sources(config)}
     draws = Sweep(draw_of, {"draw": range(int(settings["draws"]))}, "estimates on synthetic vectors")(say)
+    # The whole model as one vector, whose layers have unlike scales, and each layer by itself.
     axes = {"source": list(by_name), "density": DENSITIES, "scope": ("global", "layer")}
     vectors = [v for r in Sweep(capture, axes, "captured gradients")(say) for v in r.vectors]
     found = Measurements(
@@ -95,6 +97,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
         known=[[dict(case) for case in r.cases] for r in draws],
         captured=Records(Record({**v, "place": _place(v)}) for v in vectors),
         searches=Sweep(
+            # A fifth of the elements: every call of every rule draws a vector afresh.
             lambda data: {"rules": search(data, max(10_000, size // 5), Key(seed, "calls"))},
             {"data": CHANGING},
             f"search for the number of stages over {PERIODS} periods",
@@ -218,6 +221,7 @@ def _captured_tables(captured: Records) -> list[Table]:
     for what, kind in (("alone", "gradient"), ("with memory", "with memory")):
         fits = captured.where(what=what).each("fits")
         for column, of in (("lowest", min), ("median", median), ("highest", max)):
+            # Bound as defaults: closures would see the last gradients and the last function of the loops only.
             summary[f"{kind} {column}"] = lambda name, fits=fits, of=of: of(fit[name] for fit in fits)
         summary[f"{kind} % within 2x"] = lambda name, fits=fits: 100 * within(fit[name] for fit in fits)
     full: dict[str, Any] = {"network, layer": "place", "gradient": "what", "step": "step", "density": "density"}
@@ -252,6 +256,7 @@ def _heat_map(captured: Records) -> HeatMap:
         "Selected over wanted, gradient with memory",
         names,
         [f"{place}, {density:g}" for place, density in groups],
+        # Over the steps only, so that a layer or density at which a fit fails keeps its own line.
         [[median(fits[name] for fits in found.each("fits")) for name in names] for found in groups.values()],
         "median over the steps",
         log=True,
@@ -283,6 +288,7 @@ def _search_table(searches: Records) -> Table:
 
 
 def _late(series: Sequence[float]) -> Sequence[float]:
+    # The first half of the periods is the search itself.
     return series[len(series) // 2 :]
 
 
@@ -317,10 +323,12 @@ def _time_table(times: Mapping[str, float]) -> Table:
 
 
 def _bytes_figure(results: Mapping[str, RunResult]) -> Curves:
+    # Rounds without an upload (the evaluation of the initial model) have nothing to divide by.
     exact = {r.round: r.uplink_payload_bytes for r in results[EXACT].rounds if r.uplink_payload_bytes}
     series = []
     for label in (EXPONENTIAL, PARETO):
         sizes = {r.round: r.uplink_payload_bytes / exact[r.round] for r in results[label].rounds if r.round in exact}
+        # What is sent varies by round: about forty points show the trend.
         series.append(Series(label, *running_mean(list(sizes), list(sizes.values()), max(1, len(sizes) // 40))))
     return Curves(
         "Uplink payload over exact top-k's",
@@ -342,8 +350,10 @@ def claims(found: Measurements) -> list[Claim]:
     ratio, late, unlike = "selected over wanted", "median of the later periods", "layers of unlike scale"
     heavy, layered, remembered = CHANGING[0], CHANGING[2], CHANGING[3]
     published, reversing = (f"{rule}, E from 1" for rule in ("published", "reversing"))
+    # On Laplace values the exponential fit is exact, so that stages change nothing and all must be right.
     laplace = found.extremes(*(fit_name("exponential", stages) for stages in (1, 2, 3, 4)), data="Laplace")
     one_scale, layers = found.extremes(layered=False), found.extremes(layered=True)
+    # What theory fixes, and what this package promises of its default, gates the run.
     gates: list[tuple[str, float, str, str]] = [
         (f"{label}: train loss over dense", found.losses[label] / found.losses[DENSE], "<= 1.15", GOAL)
         for label in (EXPONENTIAL, PARETO)
@@ -356,11 +366,14 @@ def claims(found: Measurements) -> list[Claim]:
         (f"{ratio}, Laplace, normal, t(4), t(2.5), {chosen}: highest", one_scale[1], "<= 1.3", GOAL),
     ]
     depends = "goal; what one fit to sixty scales gives depends on them"
+    # One fit to layers of unlike scale is right or wrong by the draw of the scales: no bound can hold for all of them.
     goals = [
         (f"{ratio}, {unlike}, {chosen}: lowest", layers[0], ">= 0.6", depends),
         (f"{ratio}, {unlike}, {chosen}: highest", layers[1], "<= 1.3", depends),
     ]
     worst = max(_factor(found.late(data, reversing)) for data in CHANGING)
+    # Bounds with room beside what was measured: they tell the published search and single stages from the default, not
+    # one draw from another.
     measured = [
         (f"{ratio}, {unlike}, {single}: lowest", found.extremes(single, layered=True)[0], ">= 5.0", "20 to 23"),
         (f"gradients, {chosen}: share within 2x", found.within(chosen, "alone"), ">= 0.9", "0.97 to 0.98"),
@@ -371,8 +384,10 @@ def claims(found: Measurements) -> list[Claim]:
         (f"search on {remembered}, {published}: {late}", found.late(remembered, published), ">= 0.5", "0.9"),
         (f"search, {reversing}: {late}, largest factor off", worst, "<= 2.5", "1.2 to 1.9"),
     ]
+    # Missed, and reported so: under memory two stages select too few at the smallest density.
     kept = (f"with memory, {chosen}: share within 2x", found.within(chosen, "with memory"), ">= 0.9", "0.76 to 0.83")
     times = []
+    # Times depend on the machine and decide nothing.
     for density in DENSITIES:
         exact, guessed = (found.times[f"{name}/{density:g}"] for name in ("exact", chosen))
         text = f"time of exact top-k over that of {chosen}, density {density:g}"

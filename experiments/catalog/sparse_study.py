@@ -63,6 +63,7 @@ def codec_of(selector: str, sharing: str, scope: str, memory: str, density: floa
     plain: dict[str, Any] = {"id": selector, "density": density, "scope": scope}
     if selector in ("randomk", "randomblock"):
         plain["shared"] = sharing == "shared"
+    # ScaleCom has its own memory and its own switch; all others get error feedback around them.
     return {"id": "feedback", "codec": plain} if memory == "memory" else plain
 
 
@@ -155,6 +156,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
         "x_bytes": True,
         "caption": "With memory, chosen per layer.",
     }
+    # Dense averaging as a place of its own, so that one function draws all lines.
     beside = [Place("memory", "", "", "layer", 1.0, dense)]
 
     def line(place: Place) -> str:
@@ -162,6 +164,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
 
     trained = [*beside, *(place for place in shown if place.density == claimed)]
     top = min(_gain(known, "topk", scope, claimed) for scope in SCOPES)
+    # Each shared cell beside the individual one that differs in nothing else.
     pairs = [
         (p, known[p.memory, p.selector, "individual", p.scope, p.density]) for p in places if p.sharing == "shared"
     ]
@@ -204,6 +207,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
                 ">= 3.0",
                 "measured 5.7 to 8.4 over seeds 0 to 2",
             ),
+            # A goal that is missed where the block is shared: it moves many neighbours of one small layer at once.
             claim(
                 "random-block over the whole model: the same",
                 _gain(known, "randomblock", "global", claimed),
@@ -213,6 +217,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
             ),
             claim(
                 "shared: coordinates that change over those one client sent, the most of all rounds and cells",
+                # The most of all rounds, not a mean: a single wrong support would show.
                 max(run.build_up for p, _ in pairs for run in p.runs),
                 "<= 1.0",
                 "theory: all clients send on one support",
@@ -266,12 +271,14 @@ def _rounded(value: float) -> float | None:
 
 def _claimed(densities: Collection[float]) -> float:
     """Return the density the claims are about: the one nearest to one per cent."""
+    # In logarithms, as densities are chosen.
     return min(densities, key=lambda density: abs(math.log(density / 0.01)))
 
 
 def _gain(known: Mapping[Any, Place], selector: str, scope: str, density: float) -> float:
     """Return train loss without memory over that with it, the least of all seeds, shared and individual."""
     pairs = [[known[memory, selector, sharing, scope, density].runs for memory in MEMORY] for sharing in SHARING]
+    # Seed by seed, and the least: a mean could hide a seed on which memory did nothing.
     return min(off.loss / on.loss for kept, lost in pairs for on, off in zip(kept, lost, strict=True))
 
 

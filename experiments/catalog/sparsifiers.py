@@ -106,14 +106,19 @@ def _fixed(codec_id: str, **options: Any) -> CodecOf:
 
 CANDIDATES: Final = (
     Candidate(DENSE, _fixed("identity")),
+    # A reference that no client could send: nobody knows the mean before it was sent.
     Candidate(ORACLE, _scalecom(scope="global"), 1.15),
     Candidate("top-k + EF", _feedback("topk"), 1.15),
     Candidate("CLT-k", _scalecom(scope="global"), 1.15),
     Candidate("CLT-k, chunks", _scalecom(selector="chunk"), 1.15),
     Candidate("CLT-k, beta 0.3", _scalecom(scope="global", beta=0.3), 1.15),
+    # A wider bound: the filter delays what is not sent by a number of rounds, of which a short training has few.
     Candidate("CLT-k, beta 0.1", _scalecom(scope="global", beta=0.1), 1.5),
+    # No bound from above: it is there to be worse, and a claim of its own says by how much.
     Candidate(NO_MEMORY, _scalecom(scope="global", memory=False)),
+    # Blind choices need more rounds than choices by size: hence the wider bound.
     Candidate("random-k + EF, shared", _feedback("randomk", shared=True), 1.4),
+    # Stages fixed: what is judged is the estimate and not the search for their number.
     Candidate("SIDCo-E, 3 stages + EF", _feedback("sidco", family="exponential", stages=3, adapt="off"), 1.15),
     Candidate("AdaComp, bins of 50", _fixed("adacomp", bin=50), 1.15),
     Candidate("AdaComp, bins of 500", _fixed("adacomp", bin=500), 1.15),
@@ -121,10 +126,13 @@ CANDIDATES: Final = (
     Candidate("DGC", _dgc, baseline=True),
     Candidate("DGC, a tenth of the step", _dgc, baseline=True, lr=0.1),
     Candidate("random-block + EF, shared", _feedback("randomblock", shared=True), baseline=True),
+    # A threshold is in units of the update, which are the step size's.
     Candidate("threshold + EF", lambda d, lr: _ef({"id": "threshold", "level": 0.1 * lr}), baseline=True),
     Candidate("STC + EF", _feedback("stc"), baseline=True),
     Candidate("key-region + EF", lambda d, lr: _ef({"id": "keyregion"}), baseline=True),
     Candidate("EF-signSGD", lambda d, lr: _ef({"id": "scaledsign"}), baseline=True),
+    # Every coordinate moves by this much in every round, whatever its gradient: the clients' step size itself would be
+    # far too long.
     Candidate("signSGD, majority vote", lambda d, lr: {"id": "signsgd", "step": 0.01 * lr}, baseline=True),
     Candidate("TernGrad", _fixed("terngrad"), baseline=True),
     Candidate("natural compression", _fixed("natural"), baseline=True),
@@ -198,6 +206,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
     """Train every method on both partitions, and the systems that were run as messages once more without them."""
     from fedcomp.experiments.central import beside
 
+    # No product of axes: baselines have fewer seeds.
     cells = [
         {"partition": partition, "label": method.label, "seed": seed}
         for partition in PARTITIONS
@@ -214,6 +223,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
     def relative(partition: str, label: str) -> float:
         """Return the mean loss over the mean loss of dense averaging with the same seeds."""
         group = groups[partition, label]
+        # Over the same seeds only: the loss of dense averaging varies with the seed as well.
         return mean(group.each("loss")) / mean(groups[partition, DENSE][: len(group)].each("loss"))
 
     def ratio(partition: str, label: str) -> float:
@@ -268,6 +278,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
             *(
                 claim(
                     f"{m.label}: train loss over dense, the worse partition",
+                    # The worse of both: a scheme has to do with data that are alike and with data that are not.
                     max(relative(partition, m.label) for partition in PARTITIONS),
                     f"<= {m.bound}",
                     "goal for this task, on either partition",

@@ -15,6 +15,7 @@ from fedcomp.experiments.spec import RunResult, RunSpec
 
 TASK = "digits"
 SYSTEM = "sumcode"
+# Up to fifty: at ten times the clients a growth that is linear cannot be taken for a constant.
 FEDERATIONS = (5, 10, 20, 50)
 MASKED = (5, 10, 20)
 THROUGH_SERVER = 10
@@ -125,7 +126,9 @@ def federation(n: int, results: Mapping[str, RunResult]) -> Record:
             "coded_wire": per_round(coded, "uplink_wire_bytes"),
             "plain": per_round(uploads, "uplink_payload_bytes"),
             "plain_wire": per_round(uploads, "uplink_wire_bytes"),
+            # Every masked client uploads a vector of its own, so that fifty of them only repeat what twenty show.
             "masked": per_round(results[masked(n)], "uplink_payload_bytes") if n in MASKED else None,
+            # What is counted at the senders, over all of them: one client's part.
             "between": per_round(coded, "peer_wire_bytes") / n,
             "missing": n - min(record.metrics["coded.included"] for record in coded.rounds[1:]),
             "accuracy": coded.final.accuracy - uploads.final.accuracy,
@@ -189,6 +192,7 @@ def exact_rounds(mode: str, clients: int, *, config: Config) -> dict[str, Any]:
 
     rounds = int(config.settings["exact_rounds"])
     witness = Witness()
+    # Between the two mods: inside the code, which hides single updates, and outside the codec, which makes them.
     between = ClientHalf("witness", witness, inside=("coded",), outside=("compression",))
     app = client(ClientApp(), between, only=["coded", "compression"])
     app.train()(generic.train)
@@ -199,9 +203,11 @@ def exact_rounds(mode: str, clients: int, *, config: Config) -> dict[str, Any]:
         "evaluate_every": rounds,
         **code(clients),
     }
+    # Weighted, and with unequal clients: equal weights could hide a wrong one.
     spec = replace(config.spec(SYSTEM, f"exact/{mode}", TASK, take=_TAKE, **settings), clients=clients, rounds=rounds)
     with InProcessGrid(app, clients, seed=spec.seed) as grid:
         result = serve(spec, grid)
+    # The model after the last round begins no round that the witness could see.
     witness.models[rounds + 1] = result.arrays
     return {"share": witness.exact(spec, rounds) / rounds}
 
@@ -245,11 +251,13 @@ class Witness:
             # Divided and rounded once, as the server does; added as Python's integers, without field or bound.
             total = np.zeros(layout.size, object)
             for frame, weight in self.frames[number]:
+                # Decoded values are whole steps of the grid, up to the rounding of float32.
                 steps = np.rint(codec.decode(frame, layout).astype(np.float64) / codec.step)
                 total += steps.astype(np.int64).astype(object) * weight
             weights = sum(weight for _, weight in self.frames[number])
             mean_update = np.array([float(t) * (codec.step / weights) for t in total]).astype(np.float32)
             expected = layout.unflatten(layout.flatten(before) + mean_update)
+            # Bytes and not values: -0.0 equals 0.0.
             count += all(expected[name].tobytes() == after[name].tobytes() for name in after)
         return count
 
@@ -259,6 +267,7 @@ def claims(config: Config, results: Mapping[str, RunResult], federations: Record
     few, *_, many = federations
     less, *_, more = [record for record in federations if record.masked is not None]
     coordinates = sum(array.size for array in results[summed(few.clients)].arrays.values())
+    # GF(65521) takes two bytes a symbol.
     vector = 2.0 * coordinates * float(config.settings["codec.density"])
     return [
         claim(
@@ -270,12 +279,14 @@ def claims(config: Config, results: Mapping[str, RunResult], federations: Record
         claim(
             f"8-bit uploads: payload the server receives with {many.clients} clients over that with {few.clients}",
             many.plain / few.plain,
+            # A hundredth for headers, which do not grow with the update.
             f">= {0.99 * many.clients / few.clients}",
             "derived: one vector per client; the code's constant is no news without this growth",
         ),
         claim(
             f"coded sum over 8-bit uploads: payload the server receives with {many.clients} clients",
             many.coded / many.plain,
+            # A tenth more for headers and for the sums' tags.
             f"<= {1.1 * 2.0 * 4.0 / 3.0 / many.clients}",
             "derived: two bytes a symbol and K + T = 4/3 K, against one byte a coordinate and client",
         ),
@@ -289,6 +300,7 @@ def claims(config: Config, results: Mapping[str, RunResult], federations: Record
         claim(
             "coded sum: what one client sends to others, in vectors of two bytes a coordinate, largest",
             max(federations.each("between")) / vector,
+            # K is three fifths of N, so that N/K is 5/3; a tenth more for the parcels' headers.
             f"<= {1.1 * 5.0 / 3.0}",
             "derived: N/K shards; the price of the code",
         ),

@@ -37,6 +37,8 @@ TUNING_SEEDS: Final = (1000, 1001)
 
 Options = Mapping[str, Any]
 
+# One grid for all methods, so that none wins by being tuned more finely; it moves up with epsilon because less noise
+# allows larger steps.
 STEPS: Final[Mapping[float, tuple[float, ...]]] = {
     1.0: (0.03, 0.05, 0.12, 0.3),
     3.0: (0.05, 0.1, 0.25, 0.6),
@@ -101,6 +103,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
     tried: dict[str, Record] = {}
     tuned = bool(config.settings["tune"])
     if tuned:
+        # All methods in one sweep, so that processes are busy to the end.
         cells = [
             cell
             for method in METHODS
@@ -136,12 +139,14 @@ def _multiplier(config: Config, target: float, say: Say) -> float:
     """Return the smallest noise multiplier for ``target``."""
     from fedcomp.privacy.accounting import noise_multiplier_for
 
+    # No noise multiplier gives an infinite epsilon: at 0 nothing is added.
     if target == math.inf:
         return 0.0
     name = f"noise multiplier for epsilon {target:g}"
     if not say.has(name):
         say(name)
     delta, rate = float(config.settings["delta"]), float(config.settings["rate"])
+    # Kept: the search for a multiplier evaluates the accountant many times, and a resumed run must get the same number.
     return float(say.cell(name, lambda: noise_multiplier_for(target, delta, releases=config.rounds, rate=rate)))
 
 
@@ -159,6 +164,7 @@ def _cells(
     shown = " ".join(f"{name}={value:g}" for name, value in options.items())
     return [
         RecordCell(
+            # Everything that tells two trainings apart is in the name, by which a finished one is found again.
             name=f"{'validation: ' if validation else ''}{label(method, target)}, {shown}, seed {seed}",
             method=METHODS[method],
             options=options,
@@ -216,6 +222,7 @@ def _accuracy(outcomes: Outcomes, method: str, target: float) -> float:
 def _accuracy_table(outcomes: Outcomes) -> Table:
     columns: dict[str, Any] = {"method": str}
     for t in TARGETS:
+        # Bound as a default: a closure would see the last target of the loop only.
         columns[f"epsilon {t:g}"] = lambda m, t=t: _accuracy(outcomes, m, t)
         columns[f"± at {t:g}"] = lambda m, t=t: spread(run.accuracy for run in outcomes[label(m, t)])
     return table(
@@ -302,6 +309,7 @@ def _against_epsilon(outcomes: Outcomes) -> Curves:
 
 
 def _against_bytes(outcomes: Outcomes) -> Curves:
+    # Lines join points of one epsilon by the bytes of their messages.
     points = sorted(
         (t, outcomes[label(m, t)][0].frame, _accuracy(outcomes, m, t)) for m, t in product(METHODS, TARGETS[:-1])
     )
@@ -327,6 +335,7 @@ def claims(outcomes: Outcomes, choice: Mapping[str, Sequence[Options]]) -> list[
     def over(method: str, target: float, source: str) -> Claim:
         name = f"{method} over {DP_SGD} at epsilon {target:g}: accuracy"
         gained = _accuracy(outcomes, method, target) - _accuracy(outcomes, DP_SGD, target)
+        # Never a gate: accuracies differ by the spread over the seeds, and what is published is about other models.
         return claim(name, gained, ">= 0", source, gate=False)
 
     return [
@@ -347,6 +356,7 @@ def claims(outcomes: Outcomes, choice: Mapping[str, Sequence[Options]]) -> list[
         ),
         claim(
             "releases recorded, over steps made",
+            # A budget may allow no step at all, and then nothing can be released either.
             min((run.releases / run.steps for run in promised if run.steps), default=math.nan),
             "== 1",
             "one event a step, batches without records included",
@@ -383,6 +393,7 @@ def _largest_vote(outcomes: Outcomes, choice: Mapping[str, Sequence[Options]]) -
 
     def ratio(run: Record, k: int) -> float:
         bits = entropy_bits(run.coordinates, min(k, run.coordinates))
+        # Rounded up to whole bytes, since a frame has no half ones.
         return float(run.frame / math.ceil(1.05 * bits / 8.0 + run.header))
 
     return largest(
