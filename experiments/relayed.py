@@ -76,7 +76,7 @@ def without_messages(spec: RunSpec) -> Central:
         spec.rounds,
         layout=layout,
         seed=spec.seed,
-        settings=SimulationSettings(skew_rounds=strategy.skew_rounds),
+        settings=SimulationSettings(skew_rounds=strategy.settings.skew_rounds),
     )
     models = []
     for i in sorted(outcome.models):

@@ -84,13 +84,13 @@ class Mass:
             self.seen.append(self.total(relay, nodes))
 
     def total(self, relay: Relay, nodes: SimulatedNodes) -> tuple[float, Real]:
-        box = relay._mailbox
-        there = sorted(relay._members | relay._departing)
+        box = relay.outstanding.mailbox
+        there = sorted(relay.nodes.members | relay.nodes.departing)
         waiting: dict[int, list[GossipMessage]] = {i: [] for i in there}
         back: dict[int, list[GossipMessage]] = {i: [] for i in there}
         states: dict[int, State] = {}
         for i in there:
-            entry, memory = relay._open.get(i), nodes.memories.get(i)
+            entry, memory = relay.outstanding.open.get(i), nodes.memories.get(i)
             done = entry is None or (memory is not None and memory.serial == entry.instruction.serial)
             if entry is not None and not done:
                 waiting[i] += entry.instruction.inbox
@@ -98,7 +98,7 @@ class Mass:
             states[i] = self._state(i, entry, memory, done)
             waiting[i] += [parcel.message for parcel in box.look(i)]
             back[i] += box.look_returned(i)
-        for i, entry in sorted(relay._open.items()):
+        for i, entry in sorted(relay.outstanding.open.items()):
             memory = nodes.memories.get(i)
             if memory is None or memory.serial != entry.instruction.serial:
                 continue
@@ -106,7 +106,7 @@ class Mass:
                 for to in multicast.destinations:
                     message = GossipMessage(i, to, multicast.payload)
                     lost = to in box.broken(i) and to not in entry.instruction.view.resync
-                    if to in relay._members and not lost:
+                    if to in relay.nodes.members and not lost:
                         waiting[to].append(message)
                     else:
                         back[i].append(message)

@@ -99,8 +99,8 @@ class InstructionRecord(_Parts, key=HEADER, separator="."):
     shares: Weights
     in_: Nodes
     weights: Weights
-    mail_from: Nodes
-    mail: Messages
+    inbox_from: Nodes
+    inbox: Messages
     returned_to: Nodes
     returned: Messages
 
@@ -111,9 +111,9 @@ class AnswerRecord(_Parts, key=HEADER, separator="."):
 
     session: Name
     serial: Count
-    postings: Messages
-    postings_to: Nodes
-    postings_counts: Nodes
+    messages: Messages
+    messages_to: Nodes
+    messages_counts: Nodes
     needs: Nodes
     reasons: Texts
     lost: Texts

@@ -15,9 +15,10 @@ import numpy as np
 from fedcomp.errors import ConfigError
 from fedcomp.gossip.base import Algorithm, Real, State
 from fedcomp.gossip.errors import StaleInstruction
+from fedcomp.gossip.events import RelayReport
 from fedcomp.gossip.node import Memory, NodeData, handle
 from fedcomp.gossip.protocol import Instruction, NodeAnswer, largest_message
-from fedcomp.gossip.relay import Observer, Relay, RelayReport, RelaySettings
+from fedcomp.gossip.relay import Observer, Relay, RelaySettings
 from fedcomp.gossip.topology import Topology
 from fedcomp.gossip.traffic import GossipTraffic
 from fedcomp.layout import Layout

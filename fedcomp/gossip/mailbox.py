@@ -42,12 +42,12 @@ class Blobs:
 def numbered(instruction: Instruction, blobs: Blobs) -> Parts:
     """Return an instruction JSON-able: its parts, with the messages as numbers of ``blobs``."""
     parts = instruction.to_parts()
-    return parts | {name: [blobs.put(payload) for payload in parts[name]] for name in ("mail", "returned")}
+    return parts | {name: [blobs.put(payload) for payload in parts[name]] for name in ("inbox", "returned")}
 
 
 def unnumbered(parts: Mapping[str, Any], blobs: Sequence[bytes]) -> Instruction:
     """Recreate an instruction from :func:`numbered`."""
-    given = {name: [blobs[number] for number in parts[name]] for name in ("mail", "returned")}
+    given = {name: [blobs[number] for number in parts[name]] for name in ("inbox", "returned")}
     return Instruction.from_parts({**parts, **given})
 
 

@@ -73,7 +73,7 @@ class Instruction:
         return self.view.iteration
 
     def to_parts(self) -> Parts:
-        """Return the instruction as scalars and lists; the messages as ``mail`` and ``returned``, lists of bytes."""
+        """Return the instruction as scalars and lists; the messages as ``inbox`` and ``returned``, lists of bytes."""
         view = self.view
         return {
             "session": self.session,
@@ -91,8 +91,8 @@ class Instruction:
             "shares": [float(share) for share in view.column.values()],
             "in": list(view.row),
             "weights": [float(weight) for weight in view.row.values()],
-            "mail.from": [message.source for message in self.inbox],
-            "mail": [message.payload for message in self.inbox],
+            "inbox.from": [message.source for message in self.inbox],
+            "inbox": [message.payload for message in self.inbox],
             "returned.to": [message.destination for message in self.returned],
             "returned": [message.payload for message in self.returned],
         }
@@ -125,7 +125,9 @@ class Instruction:
                     dense=bool(parts["dense"]),
                     resync=frozenset(parts["resync"]),
                 ),
-                inbox=tuple(GossipMessage(j, node, p) for j, p in zip(parts["mail.from"], parts["mail"], strict=True)),
+                inbox=tuple(
+                    GossipMessage(j, node, p) for j, p in zip(parts["inbox.from"], parts["inbox"], strict=True)
+                ),
                 returned=tuple(
                     GossipMessage(node, j, p) for j, p in zip(parts["returned.to"], parts["returned"], strict=True)
                 ),
@@ -178,13 +180,13 @@ class NodeAnswer:
     noticed: tuple[tuple[int, str], ...] = ()
 
     def to_parts(self) -> Parts:
-        """Return the answer as scalars and lists, but for its ``model``, the messages as ``postings``, a list."""
+        """Return the answer as scalars and lists, but for its ``model``; the messages as a list of bytes."""
         return {
             "session": self.session,
             "serial": self.serial,
-            "postings": [multicast.payload for multicast in self.multicasts],
-            "postings.to": [to for multicast in self.multicasts for to in multicast.destinations],
-            "postings.counts": [len(multicast.destinations) for multicast in self.multicasts],
+            "messages": [multicast.payload for multicast in self.multicasts],
+            "messages.to": [to for multicast in self.multicasts for to in multicast.destinations],
+            "messages.counts": [len(multicast.destinations) for multicast in self.multicasts],
             "needs": list(self.needs),
             "reasons": list(self.reasons),
             "lost": list(self.lost),
@@ -206,9 +208,9 @@ class NodeAnswer:
             When the parts are not those of an answer.
         """
         try:
-            to = [int(j) for j in parts["postings.to"]]
-            counts = [int(c) for c in parts["postings.counts"]]
-            payloads = parts["postings"]
+            to = [int(j) for j in parts["messages.to"]]
+            counts = [int(c) for c in parts["messages.counts"]]
+            payloads = parts["messages"]
             # A negative count could balance one that is too large, and the slices below would then overlap.
             if len(counts) != len(payloads) or min(counts, default=1) < 0 or sum(counts) != len(to):
                 raise ValueError(f"{len(payloads)} messages for {counts} of {len(to)} destinations")

@@ -17,8 +17,13 @@ from fedcomp.flower.payload import PayloadError
 from fedcomp.flower.records import read_array
 from fedcomp.flower.report import EventSection, figure
 from fedcomp.gossip.protocol import NodeAnswer
+from fedcomp.gossip.relay import Relay
+from fedcomp.plain import fields_of
 
 _MOST_FIGURES: Final = 32
+
+_EVENTS: Final = ("gone", "joined", "left", "failed", "refused", "needed", "lost", "doubted", "noticed")
+"""What :class:`fedcomp.gossip.events.RelayReport` lists."""
 
 
 @dataclass
@@ -171,7 +176,40 @@ def answer_of(reply: Message) -> NodeAnswer:
     return gossip.take_answer(reply)
 
 
-def difference(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, int]:
+@dataclass(frozen=True)
+class Before:
+    """How far a run was when a round began: what has happened since then is the round's.
+
+    Attributes
+    ----------
+    traffic : dict
+        The fields of its :class:`~fedcomp.gossip.traffic.GossipTraffic`.
+    events : dict of str to int
+        How many events of each kind its report had.
+    """
+
+    traffic: Mapping[str, Any]
+    events: Mapping[str, int]
+
+    @classmethod
+    def of(cls, relay: Relay) -> Before:
+        """Return how far ``relay`` is."""
+        return cls(fields_of(relay.traffic), {kind: len(getattr(relay.report, kind)) for kind in _EVENTS})
+
+    def close(self, relay: Relay, report: Iterations) -> None:
+        """Write what has happened since then into a round's report."""
+        # Seeing off leavers counts iterations beyond the last one.
+        report.iteration = min(relay.iteration, relay.iterations + relay.skew_rounds)
+        report.epoch, report.members = relay.epochs.number, list(relay.members)
+        for name, value in _difference(fields_of(relay.traffic), self.traffic).items():
+            # Added, since a round reports twice: its exchanges, and what closes it.
+            report.traffic[name] = report.traffic.get(name, 0) + value
+        for kind in _EVENTS:
+            for _, vertex, reason in getattr(relay.report, kind)[self.events[kind] :]:
+                report.note(kind, f"vertex {vertex}: {reason}")
+
+
+def _difference(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, int]:
     """Return the bytes of messages between two states of the counters, by name."""
 
     def size(count: Mapping[str, int]) -> int:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fedcomp.errors import ConfigError, nearest
 from fedcomp.gossip import algorithm_class, get_algorithm
+from fedcomp.strategies.gossip.settings import GossipSettings
 from fedcomp.strategies.gossip.strategy import GossipRelay
 from fedcomp.strategies.parts import TASK_PREFIX, Scalar, Settings, below
 from fedcomp.strategies.system import EXPECTED, System, arguments, refuse_others, settings_of
@@ -23,12 +24,11 @@ ALGORITHM_PREFIX: Final = "algorithm."
 GOSSIP: Final[Settings] = MappingProxyType(
     {
         "skew_rounds": "0",
-        **settings_of(GossipRelay, "patience", "deadline", "dtype", "dense_below", "buffers"),
+        **settings_of(GossipSettings, "patience", "dtype", "dense_below", "buffers"),
     }
 )
-"""Settings of every algorithm; ``skew_rounds`` is a number or "auto", and ``deadline`` 0 leaves it to ``timeout``. A
-``batch_size`` of 0 takes all of a node's examples. Below ``algorithm.`` stand parameters of the algorithm that its
-system does not show."""
+"""Settings of every algorithm; ``skew_rounds`` is a number or "auto". A ``batch_size`` of 0 takes all of a node's
+examples. Parameters of the algorithm that its system does not show are set below ``algorithm.``."""
 
 _UNUSED: Final[Settings] = MappingProxyType(
     {
@@ -73,7 +73,8 @@ def _build(settings: Settings, seed: int, *, name: str, title: str, shown: Setti
             f"settings {sorted(options)} below {COMPRESSOR_PREFIX!r} do not fit: {title} has no compressor"
         )
     skew_rounds = _number_or(str(settings["skew_rounds"]), "auto", "skew_rounds", int)
-    common = arguments(GossipRelay, settings, [key for key in GOSSIP if key != "skew_rounds"])
+    # All systems have the setting timeout, so it is not among those of this one.
+    common = arguments(GossipSettings, settings, ["timeout", *(key for key in GOSSIP if key != "skew_rounds")])
     return GossipRelay(
         get_algorithm({"name": name, **own}),
         str(settings["topology"]),

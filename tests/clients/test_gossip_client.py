@@ -165,7 +165,9 @@ def broken(change) -> Message:
     [
         (lambda c: c[gossip.HEADER].update(shares=[0.5, 0.5]), "not a gossip instruction"),
         (lambda c: c.pop(gossip.MODEL), "no model"),
-        (lambda c: put_frame(c, f"{gossip.HEADER}/mail/0", b"x" * 9), "not a gossip instruction"),
+        (lambda c: put_frame(c, f"{gossip.HEADER}/inbox/0", b"x" * 9), "not a gossip instruction"),
+        # What the entries of the inbox were once called: a server of an older checkout.
+        (lambda c: c[gossip.HEADER].update({"mail.from": [1]}), "unknown entries"),
         (lambda c: c[gossip.SETUP].update(algorithm='{"name": "spars-push"}'), "did you mean 'sparse-push'"),
     ],
 )
@@ -192,9 +194,10 @@ def test_a_damaged_instruction_is_refused_and_changes_nothing(said: Schema) -> N
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda c: c[gossip.HEADER].update({"postings.counts": [2]}), "not an answer"),
-        (lambda c: c[gossip.HEADER].update({"postings.to": [2, 3]}), "not an answer"),
+        (lambda c: c[gossip.HEADER].update({"messages.counts": [2]}), "not an answer"),
+        (lambda c: c[gossip.HEADER].update({"messages.to": [2, 3]}), "not an answer"),
         (lambda c: c[gossip.HEADER].update({"facts": ["a", "b"]}), "not an answer"),
+        (lambda c: c[gossip.HEADER].update({"postings.to": [2]}), "unknown entries"),
     ],
 )
 def test_what_is_no_answer_is_refused_with_a_reason(change, said: str) -> None:

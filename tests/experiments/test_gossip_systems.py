@@ -130,14 +130,15 @@ def test_settings_reach_algorithm_relay_and_clients() -> None:
         "batch_size": 0,
         "dtype": "float64",
         "patience": 9,
-        "deadline": 4.0,
+        "timeout": 4.0,
         "evaluate_every": 5,
     }
     made = get_system("choco").build(get_system("choco").resolve(settings), 11)
     config = made.algorithm.get_config()
     assert (config["lr"], config["momentum"], config["gamma"], config["digest_every"]) == (0.03, 0.5, 0.2, 7)
     assert (config["compressor"]["id"], config["compressor"]["density"]) == ("randomk", 0.1)
-    assert (made.patience, made.deadline, made.observe_every, made.seed) == (9, 4.0, 5, 11)
+    how = made.settings
+    assert (how.patience, how.timeout, how.observe_every, how.seed) == (9, 4.0, 5, 11)
     assert made.graph(4).text == "torus"
     full = [engines.run(RunSpec("nids", rounds=1, clients=2, settings=SMALL | {"batch_size": b})) for b in (0, 32, 0)]
     assert whole(full[0]).tobytes() == whole(full[2]).tobytes() != whole(full[1]).tobytes()

@@ -62,7 +62,7 @@ def test_a_last_message_that_cannot_be_read_leaves_everybody_with_a_model() -> N
     relay, nodes = start(COLD)
     while not relay.finishing:
         exchange(relay, nodes)
-    box = relay._mailbox._boxes[0]
+    box = relay.outstanding.mailbox._boxes[0]
     box[0] = Pending(type(box[0].message)(box[0].message.source, 0, b"\xff" * 40), box[0].life)
     run(relay, nodes)
     assert [event[1] for event in relay.report.needed] == [0] * (N - 1)
@@ -147,7 +147,7 @@ def test_a_message_damaged_for_good_costs_what_it_carried_and_not_its_sender(con
     nodes.locals = None
     while relay.report.rounds < 8:
         exchange(relay, nodes)
-    box = relay._mailbox._boxes[3]
+    box = relay.outstanding.mailbox._boxes[3]
     at = next(k for k, item in enumerate(box) if item.message.source == 2)
     whole, message = sum_of(relay, nodes), box[at].message
     box[at] = Pending(type(message)(2, 3, b"\xff" * 40), box[at].life)
@@ -189,8 +189,8 @@ class Chronicle(SimulatedNodes):
     def mass(self, relay: Relay, node: int, *, inbox: bool) -> tuple[float, Real]:
         """Return (w, x) of a node by its last answer: an instruction that is open has not happened. With what comes
         back to it, and with the messages that wait."""
-        entry, algorithm = relay._open.get(node), self.algorithm
-        begins = relay._starts.get(node, "") if entry is None else entry.instruction.start
+        entry, algorithm = relay.outstanding.open.get(node), self.algorithm
+        begins = relay.nodes.starts.get(node, "") if entry is None else entry.instruction.start
         if begins:
             state = (
                 algorithm.join(ZERO, LAYOUT)
@@ -198,11 +198,11 @@ class Chronicle(SimulatedNodes):
                 else algorithm.init(self.start(node), LAYOUT, common=ZERO)
             )
         else:
-            state = self.states[node, relay._serials[node] - (entry is not None)]
-        pending = [*(entry.pending if entry else ()), *relay._mailbox.look(node)]
+            state = self.states[node, relay.outstanding.serial(node) - (entry is not None)]
+        pending = [*(entry.pending if entry else ()), *relay.outstanding.mailbox.look(node)]
         if inbox:
             state = algorithm.receive(state, sorted((p.message for p in pending), key=lambda one: one.source))
-        back = [*(entry.instruction.returned if entry else ()), *relay._mailbox.look_returned(node)]
+        back = [*(entry.instruction.returned if entry else ()), *relay.outstanding.mailbox.look_returned(node)]
         state = algorithm.take_back(state, back) if back else state
         return float(state["w"]), state["x"]
 
@@ -210,7 +210,9 @@ class Chronicle(SimulatedNodes):
 def sum_of(relay: Relay, nodes: SimulatedNodes) -> float:
     weights = []
     for i, memory in nodes.memories.items():
-        weights.append(float(relay.algorithm.receive(memory.state, [p.message for p in relay._mailbox.look(i)])["w"]))
+        weights.append(
+            float(relay.algorithm.receive(memory.state, [p.message for p in relay.outstanding.mailbox.look(i)])["w"])
+        )
     return sum(weights)
 
 
@@ -226,15 +228,15 @@ def test_7_05_whatever_happens_in_whatever_order_only_a_lost_node_takes_mass_wit
         nodes = Chronicle(plain.algorithm, None, vectors(N, D), LAYOUT, common=ZERO, faults=plan)
         nodes.start = vectors(N, D).__getitem__  # type: ignore[method-assign]
         expected = [float(N), sum(vectors(N, D))]
-        give_up = relay._give_up
+        give_up = relay.settlement.give_up
 
         def account(node: int, reason: str, relay=relay, nodes=nodes, expected=expected, give_up=give_up) -> None:
             w, x = nodes.mass(relay, node, inbox=False)
             expected[:] = [expected[0] - w, expected[1] - x]
             give_up(node, reason)
 
-        relay._give_up = account  # type: ignore[method-assign]
-        while not relay.done and not relay._mailbox.lost:
+        relay.settlement.give_up = account  # type: ignore[method-assign]
+        while not relay.done and not relay.outstanding.mailbox.lost:
             drawn = Key(seed, "churn", relay.report.rounds).uniform(2)
             if drawn[0] < 0.1 and len(relay.members) > 3:
                 relay.leave(relay.members[int(drawn[1] * len(relay.members))])
@@ -242,11 +244,11 @@ def test_7_05_whatever_happens_in_whatever_order_only_a_lost_node_takes_mass_wit
                 for node in set(range(N)) - set(relay.members):
                     relay.join(node)
             exchange(relay, nodes)
-            there = sorted(relay._members | relay._departing)
+            there = sorted(relay.nodes.members | relay.nodes.departing)
             found = [nodes.mass(relay, node, inbox=True) for node in there]
             assert sum(w for w, _ in found) == pytest.approx(expected[0], abs=1e-11)
             np.testing.assert_allclose(sum(x for _, x in found), expected[1], atol=1e-10)
-            assert sum(map(len, relay._mailbox._boxes)) <= N * N
+            assert sum(map(len, relay.outstanding.mailbox._boxes)) <= N * N
         assert not relay.report.needed
         events += len(relay.report.gone) * len(relay.report.left) * len(relay.report.joined)
     assert events > 10

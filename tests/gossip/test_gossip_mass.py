@@ -70,7 +70,7 @@ def test_a_lost_node_takes_its_own_mass_with_it_and_nothing_else(config: dict[st
     def remember(relay: Relay, nodes: SimulatedNodes) -> None:
         if relay.report.rounds == 19:
             # What it holds by its last answer: an instruction it may have carried out since then did not happen.
-            entry, state = relay._open.get(2), nodes.memories[2].state
+            entry, state = relay.outstanding.open.get(2), nodes.memories[2].state
             assert entry is None
             held.append((float(state["w"]), state["x"].copy()))
 
@@ -180,7 +180,7 @@ def test_no_message_counts_twice_or_is_both_delivered_and_returned() -> None:
     def act(relay: Relay, nodes: SimulatedNodes) -> None:
         if relay.report.rounds % 17 == 5 and len(relay.members) > 3:
             relay.leave(relay.members[relay.report.rounds % len(relay.members)])
-        for node in set(range(N)) - set(relay.members) - relay._departing:
+        for node in set(range(N)) - set(relay.members) - relay.nodes.departing:
             if relay.report.rounds % 7 == node:
                 relay.join(node)
 
@@ -252,7 +252,7 @@ def test_c1_a_node_that_keeps_failing_is_excluded_from_push_sum_and_its_messages
 def test_a_damaged_message_goes_back_and_the_next_one_carries_the_whole_estimate(config: dict[str, Any]) -> None:
     def damage(relay: Relay, nodes: SimulatedNodes) -> None:
         if relay.report.rounds == 10:
-            box = relay._mailbox._boxes[3]
+            box = relay.outstanding.mailbox._boxes[3]
             # The sender gets the message as it wrote it: it is the receiver that cannot read it.
             at = next(k for k, p in enumerate(box) if p.message.source == 2)
             received.append(box[at].message)

@@ -286,7 +286,7 @@ def test_parts_that_are_none_are_refused() -> None:
     assert refused >= 28
     with pytest.raises(MessageError, match="action 'jump'"):
         Instruction.from_parts({**instruction.to_parts(), "action": "jump"})
-    for wrong in ({"postings.counts": [2]}, {"postings.counts": [-1]}, {"postings": ["text"]}, {"facts.values": ["x"]}):
+    for wrong in ({"messages.counts": [2]}, {"messages.counts": [-1]}, {"messages": ["text"]}, {"facts.values": ["x"]}):
         with pytest.raises(AnswerError):
             NodeAnswer.from_parts({**answer.to_parts(), **wrong})
     for name in answer.to_parts():

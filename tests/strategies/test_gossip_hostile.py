@@ -135,7 +135,7 @@ def entry(**values: Any) -> Change:
 
 def messages(make: Callable[[RecordDict, str], None]) -> Change:
     def change(content: RecordDict) -> None:
-        for name in [name for name in content if "/postings/" in name]:
+        for name in [name for name in content if "/messages/" in name]:
             make(content, name)
 
     return change
@@ -143,13 +143,13 @@ def messages(make: Callable[[RecordDict, str], None]) -> Change:
 
 def more(content: RecordDict) -> None:
     for place in range(3000):
-        put_frame(content, f"{gossip.HEADER}/postings/{place}", b"1")
+        put_frame(content, f"{gossip.HEADER}/messages/{place}", b"1")
 
 
 ANSWERS: dict[str, tuple[Change, str]] = {
     "a number as text": (entry(serial="1"), "'serial'"),
-    "50 000 destinations": (entry(postings_to=list(range(50_000))), "of 50000 destinations"),
-    "counts beyond all numbers": (entry(postings_counts=[2**62, 2**62]), "destinations"),
+    "50 000 destinations": (entry(messages_to=list(range(50_000))), "of 50000 destinations"),
+    "counts beyond all numbers": (entry(messages_counts=[2**62, 2**62]), "destinations"),
     "99 figures": (entry(facts=[str(k) for k in range(99)], facts_values=[0.0] * 99), "99 figures"),
     "figures without values": (entry(facts=["a", "b", "c"]), "not an answer to a gossip instruction"),
     "needs without reasons": (entry(needs=[1]), "for 0 reasons"),
@@ -214,7 +214,7 @@ def test_a_vertex_nobody_has_is_reported_in_the_first_round_too() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("told", ["nodes", "clients"])
 def test_the_first_round_waits_for_vertices_whose_node_is_late(told: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedcomp.strategies.gossip.strategy._POLL_SECONDS", 0.001)
+    monkeypatch.setattr("fedcomp.strategies.gossip.seats._POLL_SECONDS", 0.001)
 
     class Slow(InProcessGrid):
         calls = 0

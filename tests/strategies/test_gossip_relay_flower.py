@@ -187,12 +187,12 @@ class Tampering:
             return self.honest(message, context)
         partition, now = context.node_config["partition-id"], message.content.config_records["config"]["server-round"]
         if now == self.server_round and self.way == "down" and partition == 2:
-            self.replace(message, "mail")
+            self.replace(message, "inbox")
         inbox = gossip.take_instruction(message).inbox
         self.arrived += [message.payload for message in inbox if message.payload in self.noise]
         reply = self.honest(message, context)
         if now == self.server_round and self.way == "up" and partition == 1:
-            self.replace(reply, "postings")
+            self.replace(reply, "messages")
         return reply
 
     def replace(self, message: Message, part: str) -> None:
@@ -458,7 +458,7 @@ def test_graphs_that_do_not_fit_are_refused_before_anything_is_sent(options: dic
     "options",
     [
         {"patience": 0},
-        {"deadline": 0.0},
+        {"timeout": 0.0},
         {"wait": -1.0},
         {"dtype": "float16"},
         {"skew_rounds": 1.5},

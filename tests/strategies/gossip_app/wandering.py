@@ -18,6 +18,7 @@ from fedcomp.flower.gossip import GossipSetup
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.rounds import RoundOutcome, fit
 from fedcomp.gossip import get_algorithm
+from fedcomp.gossip.run import Observer
 from fedcomp.rng import Key
 from fedcomp.strategies.gossip.strategy import GossipRelay
 
@@ -53,13 +54,13 @@ def initial() -> ArrayRecord:
     return ArrayRecord({"weight": Array(np.zeros((20, 10), np.float32)), "bias": Array(np.zeros(10, np.float32))})
 
 
-def relay() -> GossipRelay:
+def relay(watch: Observer | bool = True) -> GossipRelay:
     algorithm = get_algorithm({"name": "sparse-push", "lr": 0.1, "density": 0.2, "gamma": 0.3})
-    return GossipRelay(algorithm, "complete", nodes=NODES, skew_rounds=1, patience=3, observe_every=100)
+    return GossipRelay(algorithm, "complete", nodes=NODES, skew_rounds=1, patience=3, observe_every=100, watch=watch)
 
 
 class Told(MeteredGrid):
-    """Does not wait for a node of which it knows that it cannot answer; no deadline would be right on every machine."""
+    """Does not wait for a node of which it knows that it cannot answer; no timeout would be right on every machine."""
 
     missing = False
 
@@ -82,11 +83,11 @@ server = ServerApp()
 @server.main()
 def main(grid: Grid, context: Context) -> None:
     folder = Path(str(context.run_config["out"]))
-    metered, strategy = Told(grid), relay()
+    metered = Told(grid)
     while len(list(metered.get_node_ids())) < NODES:
         time.sleep(0.05)
     weights: list[float] = []
-    strategy.watch = lambda iteration, facts: weights.extend(facts[i]["weight"] for i in facts if i == NODES - 1)
+    strategy = relay(lambda iteration, facts: weights.extend(facts[i]["weight"] for i in facts if i == NODES - 1))
     lost: list[float] = []
 
     def after(server_round: int, arrays: ArrayRecord, outcome: RoundOutcome) -> None:
