@@ -99,6 +99,33 @@ def graph_owner(part_of: PartOf, learner_of: LearnerOf) -> ClientHalf:
     """Return the client half of a graph run.
 
     The node that owns part i of the graph has the partition id i.
+
+    Parameters
+    ----------
+    part_of, learner_of : callable
+        See :data:`PartOf` and :data:`LearnerOf`.
+
+    Examples
+    --------
+    An owner of a part of the karate club, with a model of its own:
+
+    >>> from flwr.clientapp import ClientApp
+    >>> from torch.nn.functional import cross_entropy
+    >>> from fedcomp.clients.client import client
+    >>> from fedcomp.flower.records import to_arrays
+    >>> from fedcomp.graphs.layers import GraphConvolutions
+    >>> from fedcomp.tasks import get_task
+    >>> from fedcomp.tasks.arrays import load_arrays
+    >>> shared = get_task("karate", cut="greedy").shared(2)
+    >>> def part_of(message, context):
+    ...     return shared.part(context.node_config["partition-id"])
+    >>> def correct(outputs, labels):
+    ...     return outputs.argmax(1) == labels
+    >>> def learner_of(message, context):
+    ...     network = GraphConvolutions(features=34, hidden=16, classes=4)
+    ...     load_arrays(network, to_arrays(message.content["arrays"]), cast=True)
+    ...     return Learner("arrays", network, cross_entropy, correct, {"lr": 0.1})
+    >>> app = client(ClientApp(), graph_owner(part_of, learner_of))
     """
 
     def set_up(msg: Message, context: Context) -> Message:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final
 
 import numpy as np
@@ -21,18 +21,18 @@ from flwr.app import ConfigRecord, Context
 from numpy.typing import NDArray
 
 from fedcomp.errors import FedcompError, StateError
+from fedcomp.flower import store
 from fedcomp.flower.gcn import PlanRequest
 from fedcomp.flower.payload import put_frame, take_frame
 from fedcomp.flower.records import to_arrays, to_record
 from fedcomp.graphs.base import GraphPart, Ids
 from fedcomp.graphs.cache import FeatureCache
+from fedcomp.plain import from_plain, to_plain
 
 Reals = NDArray[np.float64]
 
 KEPT: Final = "fedcomp.gcn.kept"
-KEPT_ARRAYS: Final = "fedcomp.gcn.kept.arrays"
 KEPT_CACHE: Final = "fedcomp.gcn.kept.cache"
-KEPT_FRAMES: Final = "fedcomp.gcn.kept.frames/"
 SECRET: Final = "fedcomp.gcn.secret"
 SECRET_BYTES: Final = 32
 """Names of the records in a node's state, and the length of a secret."""
@@ -88,17 +88,13 @@ class PastTurn:
 
 
 @dataclass(frozen=True)
-class OwnerState:
-    """All of it, as it is at the beginning of a turn.
+class Kept:
+    """What an owner keeps beside its cache.
 
     Attributes
     ----------
     digest : str
         Of the graph; see :class:`fedcomp.graphs.base.GraphPart`.
-    rows_of : str
-        Names what is cached: digest, row codec and noise.
-    cache : FeatureCache
-        Its limit is kept to; the rows of the last turn are beside it, as they came.
     norms : NodeValues
         Feature norms of other owners' nodes.
     session : str
@@ -114,8 +110,6 @@ class OwnerState:
     """
 
     digest: str
-    rows_of: str
-    cache: FeatureCache
     norms: NodeValues = field(default_factory=NodeValues)
     session: str = ""
     hidden: tuple[NodeValues, ...] = ()
@@ -123,8 +117,24 @@ class OwnerState:
     structure_of: tuple[str, int] = ("", 0)
     last: PastTurn | None = None
 
+
+@dataclass(frozen=True, kw_only=True)
+class OwnerState(Kept):
+    """All of it, as it is at the beginning of a turn.
+
+    Attributes
+    ----------
+    rows_of : str
+        Names what is cached: digest, row codec and noise.
+    cache : FeatureCache
+        Its limit is kept to; the rows of the last turn are beside it, as they came.
+    stored : bool
+        Whether the cache is in the state as it is here.
+    """
+
+    rows_of: str
+    cache: FeatureCache
     stored: bool = False
-    """Whether the cache is in the state as it is here."""
 
     @classmethod
     def load(cls, context: Context, ask: PlanRequest, part: GraphPart, reader: Reader) -> OwnerState:
@@ -142,16 +152,22 @@ class OwnerState:
         """
         # As JSON, in which no two triples read the same.
         rows_of = json.dumps([part.digest, ask.row_codec, ask.noise])
-        cache = FeatureCache(ask.cache, ask.cache_bytes, key=rows_of)
-        fresh = cls(part.digest, rows_of, cache, session=ask.session)
-        # Of another graph or partition the whole state is void: its ids and norms say nothing here.
-        meta = context.state.config_records.get(KEPT)
-        if meta is None or meta.get("digest") != part.digest:
-            return fresh
         try:
-            return _read(context, meta, ask, fresh)._at(ask, reader)
-        # A damaged record fails in whatever way the first wrong field brings about.
-        except (FedcompError, KeyError, ValueError, TypeError, AttributeError) as error:
+            data = take_frame(context.state, KEPT)
+            kept = None if data is None else from_plain(Kept, store.loads(data, KEPT), "the state")
+            # Of another graph or partition the whole state is void: its ids and norms say nothing here.
+            if kept is None or kept.digest != part.digest:
+                cache = FeatureCache(ask.cache, ask.cache_bytes, key=rows_of)
+                return cls(part.digest, session=ask.session, rows_of=rows_of, cache=cache)
+            held = to_arrays(context.state.array_records[KEPT_CACHE])
+            # Empty when codec or noise are others now.
+            cache = FeatureCache.from_arrays(held, ask.cache, ask.cache_bytes, key=rows_of)
+            # Norms of hidden layers are of one session's model.
+            hidden = kept.hidden if kept.session == ask.session else ()
+            now = vars(kept) | {"session": ask.session, "hidden": hidden}
+            return cls(**now, rows_of=rows_of, cache=cache, stored=len(cache) == len(held["ids"]))._at(ask, reader)
+        # Damaged arrays fail in whatever way the first wrong one brings about.
+        except (FedcompError, KeyError, ValueError, TypeError) as error:
             raise StateError(f"what this node keeps of the graph cannot be read: {error}; restart the node") from error
 
     def _at(self, ask: PlanRequest, reader: Reader) -> OwnerState:
@@ -191,98 +207,17 @@ class OwnerState:
 
     def save(self, context: Context) -> None:
         """Write all of it; the last thing a handler does."""
-        state = context.state
-        arrays: dict[str, NDArray[Any]] = {"norms.ids": self.norms.ids, "norms": self.norms.values}
-        meta: dict[str, Any] = {
-            "digest": self.digest,
-            "rows-of": self.rows_of,
-            "cache": _policy(self.cache),
-            "session": self.session,
-            "hidden": _put_tables(arrays, "hidden", self.hidden),
-            "structure.session": self.structure_of[0],
-            "structure.turn": self.structure_of[1],
-            "structure.owners": [owner for owner, _ in self.structure],
-        }
-        frames = {f"structure/{place}": frame for place, (_, frame) in enumerate(self.structure)}
-        if self.last is not None:
-            meta |= {
-                "last.session": self.last.session,
-                "last.turn": self.last.number,
-                "last.rows-of": self.last.rows_of,
-                "last.owners": list(self.last.rows),
-                "last.seen": _put_tables(arrays, "seen", self.last.seen),
-            }
-            arrays["used"] = self.last.used
-            frames |= {f"rows/{place}": frame for place, frame in enumerate(self.last.rows.values())}
-        # Every record is made before the first is written: what cannot be made leaves the state as it was. The cache,
-        # by far the largest, is written only when it changed.
+        data = store.dumps({each.name: to_plain(getattr(self, each.name)) for each in fields(Kept)}, KEPT)
+        # The cache is apart from the rest: it is by far the largest, and written only when it changed. It is also made
+        # before anything is written: what cannot be made leaves the state as it was.
         cache = None if self.stored else to_record(self.cache.to_arrays())
-        record, entries = to_record(arrays), ConfigRecord({k: v for k, v in meta.items() if v not in ("", [])})
-        # Frames are counted by name when they are read: none of an earlier turn may stay.
-        for name in [n for n in state if n.startswith(KEPT_FRAMES)]:
-            del state[name]
-        for name, frame in frames.items():
-            put_frame(state, f"{KEPT_FRAMES}{name}", frame)
         if cache is not None:
-            state[KEPT_CACHE] = cache
-        state[KEPT_ARRAYS] = record
-        state[KEPT] = entries
+            context.state[KEPT_CACHE] = cache
+        put_frame(context.state, KEPT, data)
 
 
 Reader = Callable[[bytes], tuple[Ids, NDArray[Any]]]
 """``ids, rows = reader(frame)``."""
-
-
-def _read(context: Context, meta: ConfigRecord, ask: PlanRequest, fresh: OwnerState) -> OwnerState:
-    said: dict[str, Any] = dict(meta)
-    arrays = to_arrays(context.state.array_records[KEPT_ARRAYS])
-    last = None
-    if "last.session" in said:
-        rows = dict(zip(said.get("last.owners", []), _frames(context, "rows"), strict=True))
-        seen = _take_tables(arrays, "seen", said["last.seen"])
-        last = PastTurn(said["last.session"], said["last.turn"], said["last.rows-of"], rows, arrays["used"], seen)
-    # Cached rows depend on codec and noise, norms of hidden layers on the session's model; the rest is of the graph.
-    same_rows, same_run = said["rows-of"] == fresh.rows_of, said["session"] == ask.session
-    cache = fresh.cache
-    if same_rows:
-        held = to_arrays(context.state.array_records[KEPT_CACHE])
-        cache = FeatureCache.from_arrays(held, cache.policy, cache.limit_bytes, key=cache.key)
-    return OwnerState(
-        fresh.digest,
-        fresh.rows_of,
-        cache,
-        NodeValues(arrays["norms.ids"], arrays["norms"]),
-        ask.session,
-        _take_tables(arrays, "hidden", said["hidden"]) if same_run else (),
-        tuple(zip(said.get("structure.owners", []), _frames(context, "structure"), strict=True)),
-        (said.get("structure.session", ""), said["structure.turn"]),
-        last,
-        same_rows and said["cache"] == _policy(cache),
-    )
-
-
-def _policy(cache: FeatureCache) -> str:
-    return f"{cache.policy} {cache.limit_bytes}"
-
-
-def _frames(context: Context, kind: str) -> list[bytes]:
-    prefix = f"{KEPT_FRAMES}{kind}/"
-    count = sum(name.startswith(prefix) for name in context.state)
-    found = [take_frame(context.state, f"{prefix}{place}") for place in range(count)]
-    whole = [frame for frame in found if frame is not None]
-    if len(whole) != count:
-        raise StateError(f"a kept frame under {prefix!r} is missing")
-    return whole
-
-
-def _put_tables(arrays: dict[str, NDArray[Any]], name: str, tables: Sequence[NodeValues]) -> int:
-    for place, table in enumerate(tables):
-        arrays[f"{name}.{place}.ids"], arrays[f"{name}.{place}"] = table.ids, table.values
-    return len(tables)
-
-
-def _take_tables(arrays: Mapping[str, NDArray[Any]], name: str, count: int) -> tuple[NodeValues, ...]:
-    return tuple(NodeValues(arrays[f"{name}.{place}.ids"], arrays[f"{name}.{place}"]) for place in range(count))
 
 
 def _at(tables: Sequence[NodeValues], layer: int) -> NodeValues:

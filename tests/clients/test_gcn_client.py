@@ -629,6 +629,11 @@ def test_a_client_that_lost_its_norms_says_so_and_plans_as_before_when_it_has_th
 def test_a_state_that_cannot_be_read_is_not_gone_on_with() -> None:
     nodes = Nodes(toy_parts())
     nodes.turn(0, asking(FULL, cache="all"))
-    nodes.contexts[0].state[gcn_state.KEPT]["hidden"] = "many"
+    held = nodes.contexts[0].state.config_records[gcn_state.KEPT]
+    (name, data), *_ = held.items()
+    assert isinstance(data, bytes)
+    # One bit in the middle.
+    at = len(data) // 2
+    held[name] = data[:at] + bytes((data[at] ^ 1,)) + data[at + 1 :]
     with pytest.raises(StateError, match="restart the node"):
         nodes.plan(0, asking(FULL, round=2, cache="all"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -12,11 +12,11 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 from graph_toys import toy_parts
 
 from fedcomp.errors import StateError
-from fedcomp.flower import gcn, gcn_state
+from fedcomp.flower import gcn, gcn_state, store
 from fedcomp.flower._private import adopt_identity
 from fedcomp.flower.gcn import Figures, PlanRequest, expect, put_frames, take_frames
 from fedcomp.flower.gcn_state import NodeValues, OwnerState, PastTurn, keep_secret, own_secret
-from fedcomp.flower.payload import INLINE_LIMIT, STYPE, PayloadError, is_frame, models, put_frame
+from fedcomp.flower.payload import INLINE_LIMIT, STYPE, PayloadError, is_frame, models, put_frame, take_frame
 from fedcomp.flower.protocol import OWN_FRAMES, is_own
 from fedcomp.graphs.base import Operator, StepPlan
 from fedcomp.graphs.rowcodecs import get_row_codec
@@ -239,12 +239,21 @@ def test_a_state_with_a_hole_in_it_is_not_used() -> None:
     context, ask = Context(1, 1, {}, RecordDict(), {}), replace(ASK, cache="all", absent=())
     kept = holding(context, ask)
     replace(kept, last=turn(ask, kept, rows(20), rows(30))).save(context)
-    records = dict(context.state.items())
-    assert len(records) == 5
-    for lost in records.keys() - {gcn_state.KEPT}:
-        context.state = RecordDict({name: record for name, record in records.items() if name != lost})
+    whole, data = dict(context.state.items()), take_frame(context.state, gcn_state.KEPT)
+    assert data is not None
+    named = store.loads(data, gcn_state.KEPT)
+    lacking = [store.dumps({k: v for k, v in named.items() if k != name}, gcn_state.KEPT) for name in named]
+    holes = [data[:-1], data[: len(data) // 2], b"", *lacking]
+    assert len(holes) == 3 + len(fields(gcn_state.Kept))
+    for hole in holes:
+        context.state = RecordDict(dict(whole))
+        put_frame(context.state, gcn_state.KEPT, hole)
         with pytest.raises(StateError, match="restart the node"):
             holding(context, replace(ask, round=2))
+    assert whole.keys() == {gcn_state.KEPT, gcn_state.KEPT_CACHE}
+    context.state = RecordDict({gcn_state.KEPT: whole[gcn_state.KEPT]})
+    with pytest.raises(StateError, match="restart the node"):
+        holding(context, replace(ask, round=2))
 
 
 def test_an_owner_has_one_secret_for_ever() -> None:
