@@ -25,7 +25,7 @@ import math
 import multiprocessing
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
@@ -243,7 +243,19 @@ def _in_processes(
     with contextlib.ExitStack() as stack:
         # After an error or an interruption only the cells under way are waited for; the others are cancelled.
         stack.callback(pool.shutdown, wait=True, cancel_futures=True)
-        yield from zip(calls, pool.map(_call, calls.values()), strict=True)
+        waiting = {pool.submit(_call, call): name for name, call in calls.items()}
+        try:
+            # As they finish, not in their order: a crash must not lose cells because a slower one stands before them.
+            for done in as_completed(list(waiting)):
+                found = done.result()
+                yield waiting.pop(done), found
+        except (Exception, KeyboardInterrupt):
+            pool.shutdown(wait=True, cancel_futures=True)
+            # What the cells under way came to is kept as well: they were waited for in any case.
+            for done, name in waiting.items():
+                if not done.cancelled() and done.exception() is None:
+                    yield name, done.result()
+            raise
 
 
 def _call(call: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -21,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp.errors import ConfigError, StateError, nearest
+from fedcomp.experiments.files import replacing
 from fedcomp.strategies.parts import Scalar
 
 if TYPE_CHECKING:
@@ -347,16 +347,15 @@ class RunResult:
         }
 
     def save(self, directory: str | Path) -> Path:
-        """Write ``result.json`` and ``arrays.npz`` into ``directory``; return it.
+        """Write ``result.json`` and ``arrays.npz`` into ``directory``; return it. Both are on disk then.
 
         The JSON file appears last and at once, so that whoever waits for it never reads half a result.
         """
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
         save_arrays(folder / ARRAYS_FILE, self.arrays)
-        partial = folder / f"{RESULT_FILE}.partial"
-        partial.write_text(json.dumps(self.to_json()), encoding="utf-8")
-        os.replace(partial, folder / RESULT_FILE)
+        with replacing(folder / RESULT_FILE) as file:
+            file.write(json.dumps(self.to_json()).encode())
         return folder
 
     @classmethod
@@ -402,7 +401,7 @@ def save_arrays(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
     names = json.dumps(list(arrays)).encode()
     # np.savez takes keywords: a tensor called 'file' would clash with its own parameter.
     members = {f"array{i}": array for i, array in enumerate(arrays.values())}
-    with path.open("wb") as file:
+    with replacing(path) as file:
         np.savez(file, allow_pickle=False, names=np.frombuffer(names, np.uint8), **members)
 
 

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedcomp.errors import ConfigError, StateError, nearest
 from fedcomp.experiments.experiment import Config, Experiment
+from fedcomp.experiments.files import replacing
 from fedcomp.experiments.findings import finite
 from fedcomp.experiments.spec import PRIVACY_FILE, RESULT_FILE, RoundRecord, RunResult, RunSpec
 
@@ -280,17 +281,8 @@ def _round_line(spec: RunSpec, record: RoundRecord) -> dict[str, Any]:
 
 def write_text(path: Path, text: str) -> None:
     """Replace ``path`` by ``text`` in one step."""
-    # The process id: several runs may write the list of all runs at the same time.
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            # Without it a power failure soon after the rename may leave an empty file under the final name.
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with replacing(path) as file:
+        file.write(text.encode())
 
 
 def write_json(path: Path, document: Mapping[str, Any]) -> None:

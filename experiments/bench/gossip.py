@@ -126,7 +126,7 @@ class _Synthetic:
         return None
 
 
-class _Clock:
+class RoundClock:
     """Notes when every round begins, in processor time: what other processes take is not the run's."""
 
     def __init__(self) -> None:
@@ -137,14 +137,15 @@ class _Clock:
 
     @property
     def median(self) -> float:
-        """Seconds of a round."""
-        # Without the first round, in which tables and caches are made.
-        return median(np.diff(self.ticks[1:-1]).tolist())
+        """Seconds of an iteration."""
+        # Without the first, in which tables and caches are made. The last tick is the beginning of the round that only
+        # delivers, and so the end of the last iteration.
+        return median(np.diff(self.ticks[1:]).tolist())
 
 
 def _whole_run(graph: str, algorithm: Algorithm, n: int, iterations: int, gradient: str) -> dict[str, Any]:
     start, layout, locals = _torch(n) if gradient == "torch" else _synthetic(n)
-    clock = _Clock()
+    clock = RoundClock()
     begin = time.perf_counter()
     outcome = simulate(
         algorithm,
@@ -260,7 +261,7 @@ class _Idle(Algorithm):
 
 def _bare(graph: str, n: int, iterations: int, say: Callable[[str], None]) -> dict[str, Any]:
     say(f"the protocol alone on {graph}, {n} nodes, {iterations} iterations")
-    clock = _Clock()
+    clock = RoundClock()
     topology = topology_of(graph, n, 0)
     simulate(
         _Idle(),

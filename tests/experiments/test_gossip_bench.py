@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from fedcomp.experiments.bench import BENCHMARKS, gossip
+from fedcomp.gossip import get_algorithm
+from fedcomp.gossip.central import SimulationSettings, simulate
+from fedcomp.gossip.topology import topology_of
+from fedcomp.layout import Layout
 
 
 @pytest.mark.long
@@ -27,3 +32,20 @@ def test_the_quick_benchmark_measures_runs_letters_and_the_protocol() -> None:
     assert not any(claim.gate for claim in result["claims"]), "figures of the smallest sizes say nothing"
     assert len(said) == len(result["rows"])
     assert BENCHMARKS["gossip"][0] == gossip.__name__
+
+
+def test_the_time_of_an_iteration_leaves_out_the_first_and_no_other() -> None:
+    clock = gossip.RoundClock()
+    simulate(
+        get_algorithm({"name": "sgp"}),
+        topology_of("ring", 3),
+        None,
+        np.zeros(4),
+        3,
+        layout=Layout.flat(4),
+        seed=0,
+        settings=SimulationSettings(before=clock),
+    )
+    assert len(clock.ticks) == 4, "one before each iteration, and one before the round that only delivers"
+    clock.ticks[:] = [0.0, 50.0, 51.0, 54.0]
+    assert clock.median == 2.0

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -107,6 +110,41 @@ def test_processes_change_nothing_but_the_time() -> None:
     assert repr(list(there)) == repr(list(here))
     with pytest.raises(ConfigError, match="none of this name"):
         Sweep(descend, {"method": ("a", "broken"), "lr": (0.5,)})(Say(), workers=2)
+
+
+def wait_for(path: Path) -> None:
+    """Return as soon as another process has made the file."""
+    deadline = time.monotonic() + 60.0
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(path.name)
+        time.sleep(0.01)
+
+
+def in_turns(cell: str, folder: str, broken: bool) -> dict[str, Any]:
+    """The first cell ends after the second was kept, or breaks once the second has begun."""
+    if cell == "second":
+        Path(folder, "begun").touch()
+    else:
+        wait_for(Path(folder, "begun" if broken else "second"))
+        if broken:
+            raise ConfigError("the first broke")
+    return {"loss": 0.5}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", [False, True])
+def test_cells_of_processes_are_kept_as_they_finish(tmp_path: Path, broken: bool) -> None:
+    kept: list[str] = []
+
+    def keep(name: str, content: Any) -> None:
+        kept.append(name)
+        (tmp_path / name).touch()
+
+    sweep = Sweep(in_turns, {"cell": ("first", "second")}, shared={"folder": str(tmp_path), "broken": broken})
+    with pytest.raises(ConfigError, match="the first broke") if broken else contextlib.nullcontext():
+        assert sweep(Say(keep=keep), workers=2).each("cell") == ["first", "second"]
+    assert kept == (["second"] if broken else ["second", "first"])
 
 
 def test_a_table_has_the_columns_that_were_asked_for() -> None:

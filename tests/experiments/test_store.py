@@ -93,6 +93,24 @@ def test_a_finished_row_comes_back_and_its_checkpoint_goes(folder: RunFolder) ->
     assert folder.row(folder.specs[0]).load() is None
 
 
+def test_a_checkpoint_is_forgotten_only_when_the_result_is_on_disk(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row, sync = folder.row(folder.specs[1]), os.fsync
+    result = FakeEngine()(folder.specs[1], on_round=None, checkpoint=row.checkpoint)
+    synced: list[str] = []
+
+    def noted(descriptor: int) -> None:
+        assert row.checkpoint.exists()
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name.strip("."))
+        sync(descriptor)
+
+    monkeypatch.setattr(store.os, "fsync", noted)
+    row.save(result)
+    assert [name.rsplit(".", 2)[0] for name in synced] == ["arrays.npz", "result.json"]
+    assert sorted(path.name for path in row.path.iterdir()) == ["arrays.npz", "result.json"]
+
+
 def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "summary.json"
     write_text(path, "old")
