@@ -24,7 +24,15 @@ from fedcomp.clients.messages import (
     receive,
 )
 from fedcomp.codecs import Codec, State
-from fedcomp.codecs.scalecom import ScaleCom, Supports, held_support, open_support, support_frame, support_id_of
+from fedcomp.codecs.scalecom import (
+    ScaleCom,
+    Supports,
+    held_support,
+    open_support,
+    support_frame,
+    support_id_of,
+    waits,
+)
 from fedcomp.errors import FedcompError, StateError
 from fedcomp.exact import encode_exact
 from fedcomp.flower.payload import NODE_RECORD, put_frame, take_frame
@@ -167,7 +175,7 @@ class _Exchange:
         if uplink.redelivery is not None:
             return Message(uplink.redelivery, reply_to=self.msg)
         # The server acknowledges a training reply before it asks: a rollback means that this is not the state it knows.
-        if uplink.fresh or uplink.rolled_back or not self.codec.waits(uplink.state):
+        if uplink.fresh or uplink.rolled_back or not waits(uplink.state):
             return self._refuse("no update waits here: this node did not train in this round, or its state was lost")
         state = dict(uplink.state)
         out = RecordDict()

@@ -264,7 +264,7 @@ class SumCodeClient(Shards):
 
 def _cut(codec: FixedPoint, integers: NDArray[np.int64], plan: SumPlan) -> tuple[int, ...]:
     """Return the share of values at the clip, in steps of the plan, rounded up: it shows in the sum."""
-    return tuple(-(-most * codec.saturated(integers) // max(1, integers.size)) for most in plan.extras)
+    return tuple(-(-most * codec.grid.saturated(integers) // max(1, integers.size)) for most in plan.extras)
 
 
 def name_of(announcement: Announcement) -> bytes:

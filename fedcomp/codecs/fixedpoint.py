@@ -27,6 +27,76 @@ _BLOCK = 1 << 16
 _VALUES = frozenset({wire.Uniform.name})
 
 
+@dataclass(frozen=True, slots=True)
+class IntegerGrid:
+    """The integers from ``-levels`` to ``levels`` as multiples of one step, and how they travel.
+
+    Attributes
+    ----------
+    step : float
+        The spacing: a float32, as a Python float.
+    levels : int
+        Largest magnitude of an integer.
+    """
+
+    step: float
+    levels: int
+
+    @property
+    def bits(self) -> int:
+        """Bits of one integer in a frame."""
+        return (2 * self.levels).bit_length()
+
+    def round(self, values: Vector, key: Key) -> NDArray[np.int32]:
+        """Round ``values``, shape (k,), to steps at random and without bias, cut at ``levels`` steps.
+
+        The draws are ``key.uniform(values.size)``.
+        """
+        stream = key.generator().bit_generator
+        out = np.empty(values.size, np.int32)
+        # Draws and quotients are float64, which is not to be held for the whole vector.
+        for start in range(0, values.size, _BLOCK):
+            part = values[start : start + _BLOCK].astype(np.float64)
+            part /= self.step
+            np.clip(part, -self.levels, self.levels, out=part)
+            # floor(x + u) rounds up with the probability of x's fraction; 53 raw bits make u uniform in [0, 1).
+            part += (np.asarray(stream.random_raw(part.size), np.uint64) >> np.uint64(11)) * 2.0**-53
+            out[start : start + _BLOCK] = np.floor(part, out=part)
+        return out
+
+    def saturated(self, integers: NDArray[Any]) -> int:
+        """Return how many integers are as large as they can be: an upper bound of how many were cut."""
+        return int(np.count_nonzero(np.abs(integers) == self.levels))
+
+    def values(self, integers: NDArray[np.int32]) -> wire.Uniform:
+        """Return integers as what a tensor of a frame holds."""
+        scale = np.full(min(1, integers.size), self.step, np.float32)
+        zero = np.full(min(1, integers.size), self.levels)
+        return wire.Uniform(integers + np.int32(self.levels), self.bits, 0, scale, zero, "stochastic")
+
+    def check(self, tensor: Tensor) -> wire.Uniform:
+        """Return the values of a tensor, which :meth:`values` may have made.
+
+        Raises
+        ------
+        SchemaMismatch
+            When they lie on another grid, or beyond the levels of this one.
+        """
+        values = tensor.values
+        if not isinstance(values, wire.Uniform):
+            raise SchemaMismatch(f"expected values on a grid, the frame holds {type(values).__name__}")
+        found = (values.bits, values.block, values.scales.tolist(), values.zero_points.tolist())
+        # Compared exactly: a grid that is off in the last place is another one, and its integers must not be added to
+        # these.
+        count = min(1, values.k)
+        if found != (self.bits, 0, [self.step] * count, [self.levels] * count):
+            raise SchemaMismatch(f"the frame's grid {found[:2]} {found[2][:1]} is not {self}")
+        # The bit width admits codes past the last level, with which one client would exceed its share of the sum.
+        if values.k and int(values.codes.max()) > 2 * self.levels:
+            raise SchemaMismatch(f"the frame holds a code of {int(values.codes.max())}, beyond {2 * self.levels}")
+        return values
+
+
 @dataclass(frozen=True, repr=False, eq=False)
 class FixedPoint(Wrapper):
     """Round what ``codec`` sends to multiples of one step, at random and without bias, and cut it at ``clip``.
@@ -84,7 +154,7 @@ class FixedPoint(Wrapper):
         )
         _require_summable(self.codec)
         # A receiver refuses scales whose outermost code overflows, used or not.
-        reach = self.step * max(self.levels, (1 << self.bits) - 1 - self.levels)
+        reach = self.step * max(self.levels, (1 << self.grid.bits) - 1 - self.levels)
         if not np.finfo(np.float32).tiny <= self.step <= reach <= float(np.finfo(np.float32).max):
             raise ConfigError(
                 f"clip={self.clip:g} in {self.levels} levels gives the step {self.step:g}, which float32 cannot hold "
@@ -99,13 +169,9 @@ class FixedPoint(Wrapper):
             return float(np.float32(self.clip / self.levels))
 
     @property
-    def bits(self) -> int:
-        """Bits of one value in a frame."""
-        return (2 * self.levels).bit_length()
-
-    def init(self, layout: Layout) -> State:
-        """Return the inner codec's empty state."""
-        return self.codec.init(layout)
+    def grid(self) -> IntegerGrid:
+        """The integers that frames hold."""
+        return IntegerGrid(self.step, self.levels)
 
     def encode(self, update: Update, state: State, key: Key) -> tuple[Frame, State]:
         """Encode with the inner codec, then round; see :meth:`fedcomp.codecs.base.Codec.encode`."""
@@ -113,26 +179,10 @@ class FixedPoint(Wrapper):
         tensors = self.codec.open(frame, update.layout).tensors
         # Draws of its own: the inner codec's choice of the support has used the stream of the key itself.
         own = key.at(purpose=f"{key.purpose}/fixedpoint")
-        rounded = [self.grid_values(self.quantise(t.values.decode(), own.at(layer=i))) for i, t in enumerate(tensors)]
+        grid = self.grid
+        rounded = [grid.values(grid.round(t.values.decode(), own.at(layer=i))) for i, t in enumerate(tensors)]
         out = [replace(t, values=values, backend="none") for t, values in zip(tensors, rounded, strict=True)]
         return wire.encode(out), state
-
-    def quantise(self, values: Vector, key: Key) -> NDArray[np.int32]:
-        """Return integers of magnitude up to ``levels`` whose expectation times the step is ``values`` cut at the clip.
-
-        The draws are ``key.uniform(values.size)``.
-        """
-        stream = key.generator().bit_generator
-        out = np.empty(values.size, np.int32)
-        # Draws and quotients are float64, which is not to be held for the whole vector.
-        for start in range(0, values.size, _BLOCK):
-            part = values[start : start + _BLOCK].astype(np.float64)
-            part /= self.step
-            np.clip(part, -self.levels, self.levels, out=part)
-            # floor(x + u) rounds up with the probability of x's fraction; 53 raw bits make u uniform in [0, 1).
-            part += (np.asarray(stream.random_raw(part.size), np.uint64) >> np.uint64(11)) * 2.0**-53
-            out[start : start + _BLOCK] = np.floor(part, out=part)
-        return out
 
     def schema(self, layout: Layout) -> Schema:
         """Return the inner codec's expectations, with values on the grid."""
@@ -140,14 +190,14 @@ class FixedPoint(Wrapper):
 
     def longest(self, layout: Layout) -> int:
         """Return a number of bytes that no frame for ``layout`` exceeds."""
-        return wire.longest(self.schema(layout), getattr(self.codec, "index", "auto"), {"bits": self.bits})
+        return wire.longest(self.schema(layout), getattr(self.codec, "index", "auto"), {"bits": self.grid.bits})
 
     def open(self, frame: Frame | Bundle, layout: Layout) -> Bundle:
         """Parse ``frame`` and check that its values lie on this grid, and all that the inner codec checks."""
         bundle = Codec.open(self, frame, layout)
         self.codec.open(self.real(bundle), layout)
         for tensor in bundle.tensors:
-            self._check(tensor)
+            self.grid.check(tensor)
         return bundle
 
     def verify(self, frame: Frame | Bundle, layout: Layout, key: Key) -> Bundle:
@@ -156,21 +206,9 @@ class FixedPoint(Wrapper):
         self.codec.verify(self.real(bundle), layout, key)
         return bundle
 
-    def support(self, frame: Frame | Bundle, layout: Layout) -> NDArray[np.int64]:
-        """Return the coordinates to which the frame delivers something other than zero."""
-        return self.codec.support(self.real(self.open(frame, layout)), layout)
-
-    def accumulate(self, frame: Frame | Bundle, weight: float, out: Update) -> None:
-        """Add ``weight`` times the decoded values with the inner codec."""
-        self.codec.accumulate(self.real(self.open(frame, out.layout)), weight, out)
-
-    def decode(self, frame: Frame | Bundle, layout: Layout) -> Vector:
-        """Decode with the inner codec."""
-        return self.codec.decode(self.real(self.open(frame, layout)), layout)
-
-    def norm(self, frame: Frame | Bundle, layout: Layout) -> float:
-        """Measure with the inner codec."""
-        return self.codec.norm(self.real(self.open(frame, layout)), layout)
+    def unwrapped(self, frame: Frame | Bundle, layout: Layout) -> Bundle:
+        """Return the checked frame with float32 values, as the inner codec knows them."""
+        return self.real(self.open(frame, layout))
 
     def count(self, layout: Layout) -> int:
         """Return how many integers a frame holds."""
@@ -188,14 +226,8 @@ class FixedPoint(Wrapper):
         SchemaMismatch
             When its values do not lie on this grid.
         """
-        for tensor in bundle.tensors:
-            self._check(tensor)
-        parts = [_codes(tensor) - self.levels for tensor in bundle.tensors]
+        parts = [self.grid.check(tensor).codes.astype(np.int64) - self.levels for tensor in bundle.tensors]
         return np.concatenate(parts) if parts else np.zeros(0, np.int64)
-
-    def saturated(self, integers: NDArray[Any]) -> int:
-        """Return how many of a frame's integers are as large as they can be: an upper bound of how many were cut."""
-        return int(np.count_nonzero(np.abs(integers) == self.levels))
 
     def place(self, integers: NDArray[Any], divisor: float, layout: Layout, key: Key) -> Vector:
         """Return the update that a sum of :meth:`integers` stands for: float32 of the layout's size.
@@ -234,26 +266,6 @@ class FixedPoint(Wrapper):
         """Return the bundle with its values as float32, as the inner codec knows them."""
         return Bundle(tuple(replace(t, values=wire.Raw(t.values.decode())) for t in bundle.tensors))
 
-    def grid_values(self, integers: NDArray[np.int32]) -> wire.Uniform:
-        """Return steps as what a tensor of a frame holds."""
-        scale = np.full(min(1, integers.size), self.step, np.float32)
-        zero = np.full(min(1, integers.size), self.levels)
-        return wire.Uniform(integers + np.int32(self.levels), self.bits, 0, scale, zero, "stochastic")
-
-    def _check(self, tensor: Tensor) -> None:
-        values = tensor.values
-        if not isinstance(values, wire.Uniform):
-            raise SchemaMismatch(f"expected values on a grid, the frame holds {type(values).__name__}")
-        found = (values.bits, values.block, values.scales.tolist(), values.zero_points.tolist())
-        # Compared exactly: a grid that is off in the last place is another one, and its integers must not be added to
-        # these.
-        count = min(1, values.k)
-        if found != (self.bits, 0, [self.step] * count, [self.levels] * count):
-            raise SchemaMismatch(f"the frame's grid {found[:2]} {found[2][:1]} is not that of {self!r}")
-        # The bit width admits codes past the last level, with which one client would exceed its share of the sum.
-        if values.k and int(values.codes.max()) > 2 * self.levels:
-            raise SchemaMismatch(f"the frame holds a code of {int(values.codes.max())}, beyond {2 * self.levels}")
-
 
 def fixed_point_of(codec: Codec) -> FixedPoint:
     """Return the :class:`FixedPoint` in ``codec`` or in what it wraps.
@@ -291,8 +303,3 @@ def _require_summable(codec: Codec) -> None:
         raise ConfigError(f"{codec!r} draws a support for every client: values of different coordinates would be added")
     if getattr(codec, "unbiased", False):
         raise ConfigError(f"{codec!r} scales values by n/k, beyond any clip that suits the others; use unbiased=False")
-
-
-def _codes(tensor: Tensor) -> NDArray[np.int64]:
-    assert isinstance(tensor.values, wire.Uniform)
-    return tensor.values.codes.astype(np.int64)

@@ -262,14 +262,10 @@ class ScaleCom(Wrapper):
         # A copy: the update's buffer is the caller's and may change before the support arrives.
         return {**settled, "round": np.asarray(key.round, np.int64), _WAITING: update.vector.copy()}
 
-    def waits(self, state: State) -> bool:
-        """Whether an update waits in ``state``."""
-        return _WAITING in state
-
     def total(self, state: State, layout: Layout) -> Vector:
         """Return p, memory plus waiting update: what is selected from; the memory alone when nothing waits."""
         memory = vector_of(state, "memory", layout)
-        return memory + vector_of(state, _WAITING, layout) if self.waits(state) else memory
+        return memory + vector_of(state, _WAITING, layout) if waits(state) else memory
 
     def choose(self, state: State, layout: Layout, key: Key) -> Supports:
         """Return the support a leader with ``state`` chooses; coordinates that are zero are left out."""
@@ -295,7 +291,7 @@ class ScaleCom(Wrapper):
         StateError
             When no update waits, or the supports are not of this layout.
         """
-        if not self.waits(state):
+        if not waits(state):
             raise StateError("no update waits for a support here; train first")
         update = Update(vector_of(state, _WAITING, layout), layout)
         frame, after = self._feedback(self.on(supports, support_id)).encode(update, _kept(state), key)
@@ -307,7 +303,7 @@ class ScaleCom(Wrapper):
         """Return ``state`` with a waiting update taken into the memory as one that was not sent."""
         kept = _kept(state)
         memory = vector_of(state, "memory", layout)
-        if not self.waits(state):
+        if not waits(state):
             return kept
         update = vector_of(state, _WAITING, layout)
         # With an empty support the dense rest would still be delivered, so this is not a frame of nothing.
@@ -402,6 +398,11 @@ def support_id_of(frame: Frame, codec: ScaleCom, layout: Layout) -> int | None:
         if isinstance(tensor.index, SharedSupport):
             return tensor.index.support_id >> _STRETCH_BITS
     return None
+
+
+def waits(state: State) -> bool:
+    """Whether an update waits in ``state`` for a support."""
+    return _WAITING in state
 
 
 def held_support(state: State) -> tuple[int, Frame] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp.codecs.base import Codec
+from fedcomp.codecs.base import Codec, State
 from fedcomp.layout import Layout, Update, Vector
 from fedcomp.rng import Key
 from fedcomp.wire import Bundle, Frame, Limits, Schema
@@ -43,6 +43,14 @@ class Wrapper(Codec):
         """Return the inner codec's."""
         return self.codec.longest(layout)
 
+    def init(self, layout: Layout) -> State:
+        """Return the inner codec's empty state."""
+        return self.codec.init(layout)
+
+    def unwrapped(self, frame: Frame | Bundle, layout: Layout) -> Frame | Bundle:
+        """Return what the inner codec reads in place of ``frame``: the frame itself, unless its values were changed."""
+        return frame
+
     def open(self, frame: Frame | Bundle, layout: Layout) -> Bundle:
         """Open with the inner codec."""
         return self.codec.open(frame, layout)
@@ -53,7 +61,7 @@ class Wrapper(Codec):
 
     def support(self, frame: Frame | Bundle, layout: Layout) -> NDArray[np.int64]:
         """Return the inner codec's."""
-        return self.codec.support(frame, layout)
+        return self.codec.support(self.unwrapped(frame, layout), layout)
 
     def common_support(self, layout: Layout, key: Key) -> NDArray[np.int64] | None:
         """Return the inner codec's."""
@@ -61,7 +69,7 @@ class Wrapper(Codec):
 
     def accumulate(self, frame: Frame | Bundle, weight: float, out: Update) -> None:
         """Accumulate with the inner codec."""
-        self.codec.accumulate(frame, weight, out)
+        self.codec.accumulate(self.unwrapped(frame, out.layout), weight, out)
 
     def conclude(self, out: Update) -> None:
         """Conclude with the inner codec."""
@@ -73,8 +81,8 @@ class Wrapper(Codec):
 
     def decode(self, frame: Frame | Bundle, layout: Layout) -> Vector:
         """Decode with the inner codec."""
-        return self.codec.decode(frame, layout)
+        return self.codec.decode(self.unwrapped(frame, layout), layout)
 
     def norm(self, frame: Frame | Bundle, layout: Layout) -> float:
         """Measure with the inner codec."""
-        return self.codec.norm(frame, layout)
+        return self.codec.norm(self.unwrapped(frame, layout), layout)

@@ -130,7 +130,7 @@ class BoundedFixedPoint(FixedPoint):
         integers = self.bounded(np.concatenate(values), key) if values else np.zeros(0, np.int64)
         parts = np.split(integers.astype(np.int32), np.cumsum([v.size for v in values])[:-1])
         pairs = zip(tensors, parts, strict=True)
-        return wire.encode([replace(t, values=self.grid_values(part), backend="none") for t, part in pairs]), state
+        return wire.encode([replace(t, values=self.grid.values(part), backend="none") for t, part in pairs]), state
 
     def bounded(self, values: NDArray[Any], key: Key) -> NDArray[np.int64]:
         """Return integers of L2 norm ``rounding_bound(scale, size)`` at most that stand for ``values``."""

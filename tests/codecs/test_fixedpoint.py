@@ -77,7 +77,7 @@ def test_the_mean_of_many_lies_within_a_step_of_the_true_one(codec: FixedPoint) 
 def test_rounding_is_unbiased_within_the_clip() -> None:
     codec = FixedPoint(RandomK(1.0), clip=1.0, levels=3)
     values = np.linspace(-1.0, 1.0, 41, dtype=np.float32)
-    drawn = np.stack([codec.quantise(values, KEY.at(round=r)) for r in range(4000)])
+    drawn = np.stack([codec.grid.round(values, KEY.at(round=r)) for r in range(4000)])
     assert np.abs(drawn).max() == 3
     mean, deviation = drawn.mean(axis=0) * codec.step, drawn.std(axis=0) * codec.step / np.sqrt(4000)
     assert (np.abs(mean - values) <= 5 * deviation + 1e-6).all()
@@ -86,9 +86,9 @@ def test_rounding_is_unbiased_within_the_clip() -> None:
 def test_what_is_on_the_grid_is_not_changed_and_what_is_beyond_is_cut() -> None:
     codec = FixedPoint(RandomK(1.0), clip=2.0, levels=8)
     values = np.array([0.0, -0.0, 0.25, -1.75, 2.0, -2.0, 2.01, -1e30, 3e38], np.float32)
-    integers = codec.quantise(values, KEY)
+    integers = codec.grid.round(values, KEY)
     np.testing.assert_array_equal(integers, [0, 0, 1, -7, 8, -8, 8, -8, 8])
-    assert codec.saturated(integers) == 5
+    assert codec.grid.saturated(integers) == 5
 
 
 def test_draws_differ_between_clients_rounds_and_tensors() -> None:
@@ -111,7 +111,7 @@ def test_quantising_in_blocks_is_one_stream() -> None:
     values = update(Layout.flat(200_000), scale=0.2).vector
     draws = KEY.uniform(values.size)
     expected = np.floor(np.clip(values.astype(np.float64) / codec.step, -127, 127) + draws)
-    np.testing.assert_array_equal(codec.quantise(values, KEY), expected)
+    np.testing.assert_array_equal(codec.grid.round(values, KEY), expected)
 
 
 @pytest.mark.parametrize(("levels", "bits"), [(1, 2), (7, 4), (127, 8), (128, 9), (32767, 16)])
