@@ -457,11 +457,12 @@ def simulate_private(spec: RunSpec) -> PrivateOutcome:
             record = to_record(layout.unflatten(vector))
             asked = strategy.configure_train(number, record, ConfigRecord({}), grid)
             drawn = [message.metadata.dst_node_id for message in asked]
-            if not drawn:
-                break
             trained = ((node, clients.update(partition[node], number, vector)) for node in drawn)
             keys = {node: Key(spec.seed, "uplink", number, partition[node]) for node in drawn}
             result, _ = strategy.aggregate_updates(number, _decoded(trained, keys, codec, vector, frames), layout)
+            # Not merely because nobody was drawn: such a round releases its noise, and is paid for, like any other.
+            if result is None and not drawn:
+                break
             made = number
             if result is not None:
                 vector = layout.flatten(to_arrays(result))

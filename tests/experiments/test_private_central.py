@@ -74,6 +74,16 @@ def test_messages_change_nothing(name: str) -> None:
     assert math.isfinite(out.statement.epsilon)
 
 
+def test_a_round_that_draws_nobody_ends_nothing() -> None:
+    """It releases its noise, as with messages; before, the simulation ended there."""
+    asked = spec("topagg", k=40, sampling="poisson", rate=0.1, rounds=4)
+    # Of seed 5 the rounds draw 1, 1, 0 and 1 clients.
+    out, result = simulate_private(asked), engines.run(asked)
+    assert out.rounds == result.rounds[-1].round == 4
+    assert different_bytes(result.arrays, out.arrays) == 0
+    assert out.statement.releases == 4
+
+
 def test_a_run_is_plain_data_and_its_frames_are_padded() -> None:
     found = run(VOTES)
     assert json.loads(json.dumps(found)) == found
