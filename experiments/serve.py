@@ -136,7 +136,8 @@ class _Run:
     def __post_init__(self) -> None:
         self._private = find_private(self.strategy)
         self.withheld = getattr(self._private, "withholds", False) is True
-        self._each: dict[tuple[str, str], int] = {}
+        self._each: dict[str, int] = {}
+        self._reported = 0
 
     @property
     def _reports(self) -> Reports:
@@ -191,6 +192,7 @@ class _Run:
             on_round=self._complete,
             result=history,
         )
+        self._report()
         self._end()
         return self._notes()
 
@@ -244,6 +246,7 @@ class _Run:
             metrics = MetricRecord(self._measured(arrays))
         if server_round == 0:
             self._record(0, RoundOutcome(server=metrics))
+            self._report()
         return metrics
 
     def _measured(self, arrays: ArrayRecord) -> dict[str, Any]:
@@ -255,20 +258,29 @@ class _Run:
 
     def _complete(self, server_round: int, arrays: ArrayRecord, outcome: RoundOutcome) -> None:
         self.arrays = arrays
-        record = self._record(server_round, outcome)
+        self._record(server_round, outcome)
         # Saved before it is reported: a crash in between loses the report, and the checkpoint holds the record.
         if self.checkpoint is not None:
             self._save(self.checkpoint, server_round)
-        if self.on_round is not None:
-            self.on_round(record)
+        # Records whose bytes are not known yet wait for the first that has some: a 0 would say that nobody was drawn.
+        if self._each or not self.withheld:
+            self._report()
 
-    def _record(self, server_round: int, outcome: RoundOutcome) -> RoundRecord:
+    def _report(self) -> None:
+        """Report the records that were not reported yet."""
+        waiting, self._reported = self.records[self._reported :], len(self.records)
+        if self.on_round is not None:
+            for record in waiting:
+                self.on_round(record)
+
+    def _record(self, server_round: int, outcome: RoundOutcome) -> None:
         ledger = self.grid.ledger
         server = dict(outcome.server or {})
         now = time.perf_counter()
         nan = float("nan")
         if self.withheld and server_round:
-            return self._withhold(server_round, server, outcome)
+            self._withhold(server_round, server, outcome)
+            return
         record = RoundRecord(
             round=server_round,
             accuracy=float(server.get(self.task.metric, nan)),  # type: ignore[arg-type]
@@ -287,39 +299,40 @@ class _Run:
         )
         self._mark = now
         self.records.append(record)
-        if server_round == 0 and self.on_round is not None:
-            self.on_round(record)
-        return record
 
-    def _withhold(self, server_round: int, server: Mapping[str, Any], outcome: RoundOutcome) -> RoundRecord:
+    def _withhold(self, server_round: int, server: Mapping[str, Any], outcome: RoundOutcome) -> None:
         """Record a round of which nobody may know who took part, nor how many did.
 
         Bytes are those of the expected number of clients, a public figure; what a client sends does not depend on what
-        it learnt. Times and replies, which follow those who came, are left at 0.
+        it learnt. Rounds that drew nobody before anybody was drawn get theirs from the first that did. Times and
+        replies, which follow those who came, are left at 0.
         """
         ledger, nan = self.grid.ledger, float("nan")
         assert self._private is not None
         expected = self._private.privacy.sampling.rate * self.spec.clients
-        for direction in ("up", "down"):
-            for value in ("payload", "wire"):
-                # In a round that drew nobody the largest size seen before stands.
-                found = ledger.by("node", value, round=server_round, direction=direction).values()
-                self._each[direction, value] = max(self._each.get((direction, value), 0), *found, 0)
-        bytes_of = {key: round(expected * each) for key, each in self._each.items()}
+        unknown = not self._each
+        self._see(server_round)
+        bytes_of: dict[str, Any] = {name: round(expected * each) for name, each in self._each.items()}
+        if unknown:
+            # All but round 0, which asks nobody: their bytes were left open.
+            self.records[1:] = [dataclasses.replace(record, **bytes_of) for record in self.records[1:]]
         self._clock.lap(ledger, server_round)
         self._mark = time.perf_counter()
         record = RoundRecord(
             round=server_round,
             accuracy=float(server.get(self.task.metric, nan)),
             loss=float(server.get("loss", nan)),
-            uplink_payload_bytes=bytes_of["up", "payload"],
-            uplink_wire_bytes=bytes_of["up", "wire"],
-            downlink_payload_bytes=bytes_of["down", "payload"],
-            downlink_wire_bytes=bytes_of["down", "wire"],
             metrics=self._metrics(server_round, outcome),
         )
-        self.records.append(record)
-        return record
+        self.records.append(dataclasses.replace(record, **bytes_of))
+
+    def _see(self, server_round: int) -> None:
+        """Learn from a round how many bytes a client sends and is sent: the most so far, where anybody was drawn."""
+        for link, direction in (("uplink", "up"), ("downlink", "down")):
+            for value in ("payload", "wire"):
+                name = f"{link}_{value}_bytes"
+                for size in self.grid.ledger.by("node", value, round=server_round, direction=direction).values():
+                    self._each[name] = max(self._each.get(name, 0), size)
 
     def _metrics(self, server_round: int, outcome: RoundOutcome) -> dict[str, Any]:
         metrics: dict[str, Any] = dict(outcome.train or {})
@@ -409,6 +422,10 @@ class _Run:
             )
         found.apply(self.strategy, self.grid)
         self.records = [RoundRecord.from_json(record) for record in found.extra["records"]]
+        for record in self.records[1:] if self.withheld else ():
+            self._see(record.round)
+        # Round 0 alone was reported where the bytes of all others are still open.
+        self._reported = len(self.records) if self._each or not self.withheld else 1
         self._cohorts.recall(found.extra["nodes"])
         self.seconds_before = float(found.extra["seconds"])
         self.arrays = found.arrays

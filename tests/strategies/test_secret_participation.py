@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import datalens_toy
@@ -22,7 +24,7 @@ from fedcomp.clients.private.mod import private
 from fedcomp.codecs import TopK
 from fedcomp.errors import ConfigError
 from fedcomp.experiments import engines
-from fedcomp.experiments.spec import RunSpec
+from fedcomp.experiments.spec import RoundRecord, RunSpec
 from fedcomp.flower.datalens import TrainingRequest
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
@@ -259,3 +261,34 @@ def test_a8_records_of_a_run_hold_the_expected_bytes_and_nobody() -> None:
     shown = engines.run(RunSpec("dp-fedavg", rounds=2, clients=8, settings={**SETTINGS, "reveal_participation": True}))
     assert any(record.replies for record in shown)
     assert shown.notes["privacy"]["epsilon"] == shown.notes["privacy"]["epsilon_unamplified"]
+
+
+def rare(rounds: int) -> RunSpec:
+    """Return a run whose rounds draw 0, 0, 1 and 0 clients."""
+    return RunSpec("dp-fedavg", rounds=rounds, clients=8, seed=13, settings={**SETTINGS, "rate": 0.1})
+
+
+def sizes(records: Sequence[RoundRecord]) -> set[tuple[int, ...]]:
+    """Return the bytes that the records of rounds show, without round 0."""
+    return {
+        (r.uplink_payload_bytes, r.uplink_wire_bytes, r.downlink_payload_bytes, r.downlink_wire_bytes)
+        for r in records
+        if r.round
+    }
+
+
+def test_a8_rounds_before_anybody_was_drawn_show_the_same_bytes_and_are_reported_once() -> None:
+    """Before, their records had 0 bytes, which says that nobody was drawn."""
+    reported: list[RoundRecord] = []
+    result = engines.run(rare(4), on_round=reported.append)
+    (seen,) = sizes(reported)
+    assert min(seen) > 0
+    assert [record.to_json() for record in reported] == [record.to_json() for record in result.rounds]
+
+
+@pytest.mark.parametrize("before", [2, 3])
+def test_a8_a_run_that_is_resumed_knows_the_bytes_of_a_round_that_draws_nobody(tmp_path: Path, before: int) -> None:
+    engines.run(rare(before), checkpoint=tmp_path / "checkpoint")
+    resumed = engines.run(rare(4), checkpoint=tmp_path / "checkpoint")
+    assert sizes(resumed.rounds) == sizes(engines.run(rare(4)).rounds)
+    assert len(sizes(resumed.rounds)) == 1
