@@ -43,7 +43,7 @@ from fedcomp.gossip.base import (
 )
 from fedcomp.gossip.errors import MessageError
 from fedcomp.gossip.packet import MessageFlag, all_finite, pack, peek, require_finite, unpack
-from fedcomp.gossip.pushsum import heirs
+from fedcomp.gossip.pushsum import ROUNDING, heirs
 from fedcomp.kernels import select_topk
 from fedcomp.layout import Layout
 from fedcomp.wire import Section, Values, WireError
@@ -263,7 +263,9 @@ class CoordinatePush(Algorithm):
                 continue
             credited = _credited(self, now, message)
             most = float(credited["weights"].max(initial=0.0))
-            if self.nodes and most > self.nodes * (1.0 + 1e-6):
+            # The bound of push-sum, although shares are float32 here: they are rounded before anybody uses them, and
+            # both ends add and subtract them in float64.
+            if self.nodes and most > self.nodes * (1.0 + ROUNDING):
                 raise MessageError(
                     f"node {message.source} sent shares with which this node would have a weight of {most:g}; all "
                     f"{self.nodes} nodes together have {self.nodes}. They are refused and go back"

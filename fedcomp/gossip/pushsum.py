@@ -57,8 +57,9 @@ _NOTHING: Final = 1e-12
 """A share of w up to this moves nothing. An honest one is gamma, a node's share and its weight multiplied, and no node
 sends with a weight below ``w_min``."""
 
-_ROUNDING: Final = 1e-9
-"""By how much more than all mass a node may seem to hold."""
+ROUNDING: Final = 1e-9
+"""By how much more than all mass, relative to it, a node may seem to hold: sums in float64, in any order, stay far
+below."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,7 +341,7 @@ def received(state: State, x: Real, share: float, source: int, nodes: int) -> St
         When it takes this node's weight above the total of all weights: no such share exists.
     """
     weight = float(state["w"]) + share
-    if nodes and weight > nodes * (1.0 + _ROUNDING):
+    if nodes and weight > nodes * (1.0 + ROUNDING):
         raise MessageError(
             f"node {source} sent a share of {share:g}, with which this node would have a weight of {weight:g}; all "
             f"{nodes} nodes together have {nodes}. It is refused and goes back"

@@ -119,7 +119,7 @@ def test_fit_finds_slope_and_leaves_rounding_and_the_first_rounds_out() -> None:
     assert all(math.isnan(value) for value in fitted([0, 1], [1.0, 1e-20], late=0.5))
 
 
-def test_average_is_the_product_of_the_matrices_and_counts_real_letters() -> None:
+def test_average_is_the_product_of_the_matrices_and_counts_real_messages() -> None:
     graph = DirectedRing(4)
     track = average({"name": "sgp"}, graph, VALUES, 12, layout=FLAT, seed=0, every=1, late=0.5)
     np.testing.assert_allclose(track.errors, by_matrices(graph, VALUES, 12, symmetric=False), rtol=1e-9)

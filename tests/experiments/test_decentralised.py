@@ -87,7 +87,7 @@ def test_objectives_without_a_unique_minimum_are_refused() -> None:
 
 
 @pytest.mark.long
-def test_an_error_curve_is_linear_for_nids_and_counts_the_bits_of_its_letters(problem: Convex) -> None:
+def test_an_error_curve_is_linear_for_nids_and_counts_the_bits_of_its_messages(problem: Convex) -> None:
     algorithm = get_algorithm({"name": "nids", "lr": 1 / problem.smoothness})
     curve = error_curve(problem, algorithm, topology_of("ring", NODES), 60)
     assert curve.errors[0] == 1.0

@@ -13,7 +13,7 @@ from fedcomp.layout import Layout
 
 
 @pytest.mark.long
-def test_the_quick_benchmark_measures_runs_letters_and_the_protocol() -> None:
+def test_the_quick_benchmark_measures_runs_messages_and_the_protocol() -> None:
     said: list[str] = []
     result = gossip.run(quick=True, progress=said.append)
     runs = [row for row in result["rows"] if "algorithm" in row]

@@ -79,7 +79,7 @@ def test_a_record_keeps_the_four_counters_apart() -> None:
     assert last["gossip.accuracy_min"] <= last["gossip.accuracy_mean"] <= last["gossip.accuracy_max"]
 
 
-def test_broadcast_letters_are_counted_once_per_sender_and_once_per_edge() -> None:
+def test_broadcast_messages_are_counted_once_per_sender_and_once_per_edge() -> None:
     metrics = engines.run(spec("choco", rounds=1)).final.metrics
     assert metrics["gossip.edge"] == 2 * metrics["gossip.node"]
     assert metrics["gossip.edge.messages"] == 8

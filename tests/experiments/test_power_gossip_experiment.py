@@ -92,7 +92,7 @@ def test_another_iteration_would_show_as_other_bits(small: Small, monkeypatch: p
     assert differ[RANK_1].messages == 0
 
 
-def test_letters_are_counted_with_headers_and_joules(small: Small) -> None:
+def test_messages_are_counted_with_headers_and_joules(small: Small) -> None:
     costs = next(table for table in small.findings.tables if table.title.startswith("What was sent"))
     rows: dict[Any, dict[str, Any]] = {row[0]: dict(zip(costs.columns, row, strict=True)) for row in costs.rows}
     size = 64 * 8 + 8 + 8 * 10 + 10

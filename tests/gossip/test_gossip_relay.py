@@ -396,9 +396,11 @@ def test_c4_a_share_above_all_mass_is_refused_and_captures_no_model(
         assert float(nodes.memories[node].state["w"]) <= N
 
 
-def test_c4_coordinate_push_refuses_shares_above_all_mass() -> None:
+@pytest.mark.parametrize("weight", [1e10, 2 * float(np.nextafter(np.float32(5), np.float32(6)))])
+def test_c4_coordinate_push_refuses_shares_above_all_mass(weight: float) -> None:
+    """However little they are above it: half of the second one and the receiver's own 1 are 5e-7 too much."""
     algorithm = get_algorithm({"name": "coordinate-push", "density": 0.5}).fitted(topology_of("exponential", N, 0))
-    rich = {**algorithm.init(np.ones(D), LAYOUT), "weights": np.full(D, 1e10)}
+    rich = {**algorithm.init(np.ones(D), LAYOUT), "weights": np.full(D, weight)}
     state = algorithm.init(np.zeros(D), LAYOUT)
     _, outbox = algorithm.send(rich, None, View(3, 1, column={0: 0.5}))
     with pytest.raises(MessageError, match=r"node 3 sent shares .* all 6 nodes together have 6"):
