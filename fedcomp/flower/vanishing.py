@@ -9,15 +9,17 @@ grid's messages: a hook follows them and says when a client was done.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Final, cast
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Final, cast
 
 from flwr.app import Message
 
+from fedcomp.flower import store
 from fedcomp.flower._private import Packer
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.nodes import GridError
 from fedcomp.flower.wrapper import GridWrapper
+from fedcomp.plain import Count, Range, from_plain, to_plain
 from fedcomp.timing.dropout import NEVER, Compute, Failures, Situation
 from fedcomp.timing.links import Link
 
@@ -30,6 +32,10 @@ all clients of an exchange have run: what would not have reached a peer is to be
 
 SETUP: Final = ("query", "query.coded_hello")
 """Message types that pass whoever is away and take no time: the roll call and the greeting, once per run."""
+
+_SNAPSHOT: Final = "vanishing grid snapshot"
+
+_Seconds = Annotated[float, Range(0.0)]
 
 
 @dataclass
@@ -144,6 +150,7 @@ class VanishingGrid(GridWrapper):
         batch = list(messages)
         if all(message.metadata.message_type in SETUP for message in batch):
             return self._devices.send_and_receive(batch)
+        self._meet()
         limit = self._situation.end if timeout is None else min(self._situation.end, self._now + timeout)
         begins = self._arrivals(batch, limit)
         taken = [message for message in batch if message.metadata.dst_node_id in begins]
@@ -179,6 +186,40 @@ class VanishingGrid(GridWrapper):
         """
         raise GridError("devices vanish in whole exchanges only; use send_and_receive, or the grid inside this one")
 
+    def snapshot(self) -> bytes:
+        """Return everything that changes during a run: the inner grid's snapshot, the clock, the round and the log."""
+        return store.dumps(
+            {
+                "inner": self._devices.snapshot(),
+                "round": self._round,
+                "before": self._before,
+                "now": self._now,
+                "log": to_plain(self.log),
+            },
+            _SNAPSHOT,
+        )
+
+    def restore(self, data: bytes) -> None:
+        """Continue from :meth:`snapshot`'s bytes; failures, compute times, links and deadlines stay those of this grid.
+
+        Raises
+        ------
+        fedcomp.flower.store.StoreError
+            When the bytes are damaged, or those of another grid.
+        GridError
+            When the inner grid refuses its part.
+        """
+        state = store.loads(data, _SNAPSHOT)
+        with store.reading(_SNAPSHOT):
+            # Read before anything is changed.
+            current = from_plain(Count, state["round"], "round")
+            before, now = (from_plain(_Seconds, state[name], name) for name in ("before", "now"))
+            log = from_plain(dict[int, RoundTrace], state["log"], "log")
+            self._devices.restore(state["inner"])
+        self._devices.round = self._round = current
+        self._before, self._now, self.log = before, now, log
+        self._situation = self._begin()
+
     def _begin(self) -> Situation:
         """Return the current round: who is there when. When a client is ready is known when it has trained."""
         # By partition id, which indexes the list: one that has left keeps its place.
@@ -186,6 +227,15 @@ class VanishingGrid(GridWrapper):
             self._failures(self._round, client) for client in range(max(self._devices.partitions, default=-1) + 1)
         ]
         return Situation(presence, [NEVER] * len(presence), self._server, self._peer, *self._deadlines)
+
+    def _meet(self) -> None:
+        """Ask the failure model about nodes that have joined since the round began."""
+        met = len(self._situation.presence)
+        if max(self._devices.partitions, default=-1) >= met:
+            whole = self._begin()
+            # What the round began with is kept as it is: the shards that were followed refer to it.
+            presence = [*self._situation.presence, *whole.presence[met:]]
+            self._situation = replace(whole, presence=presence)
 
     def _arrivals(self, batch: Sequence[Message], limit: float) -> dict[int, float]:
         """Return when each message reaches its node, for those that do in time."""

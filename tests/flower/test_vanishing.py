@@ -9,10 +9,12 @@ import pytest
 import toy
 from flwr.app import ConfigRecord, Message, RecordDict
 
+from fedcomp.flower import store
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.nodes import GridError
 from fedcomp.flower.vanishing import VanishingGrid
+from fedcomp.plain import PlainError
 from fedcomp.timing import Link
 from fedcomp.timing.dropout import Compute, Presence
 
@@ -143,6 +145,62 @@ def test_the_meter_counts_what_was_sent_and_what_got_through(engine: InProcessGr
     assert metered.ledger.by("node", "messages", direction="down") == {0: 1, 1: 1}
     assert metered.ledger.by("node", "messages", direction="up") == {0: 1}
     assert np.isclose(metered.clock, 30.0)
+
+
+def test_a_node_that_joins_in_the_middle_of_a_round_is_there_as_the_failure_model_says(engine: InProcessGrid) -> None:
+    seconds = upload_seconds()
+    stay = {5: 2.0 + 1.5 * seconds}  # it trains for a second from 1 + seconds on, and leaves halfway through its reply
+    grid = made(engine, lambda server_round, client: Presence(((0.0, stay.get(client, math.inf)),)))
+    assert ask(grid, timeout=3.0) == [0, 1, 2]
+    grid.add_node()
+    # Number 4 leaves a gap: the list of those that are there is by partition.
+    grid.add_node(5)
+    assert ask(grid, timeout=3.0) == [0, 1, 2, 3]
+    assert (grid.log[1].trained, grid.log[1].answered) == ({0, 1, 2, 3, 5}, {0, 1, 2, 3})
+    assert grid.clock == pytest.approx(4.0 + seconds, abs=0.02)
+
+
+def test_a_resumed_grid_goes_on_with_its_clock_round_and_trace() -> None:
+    """As one that was never interrupted: stored in the middle of a round, with the engine inside it."""
+    ends = (math.inf, math.inf, 2.5)
+
+    def half(grid: VanishingGrid) -> None:
+        assert ask(grid, timeout=3.0) == [0, 1, 2]
+        grid.round = 2
+        assert ask(grid, timeout=2.0) == [0, 1, 2]
+
+    def rest(grid: VanishingGrid) -> tuple[object, ...]:
+        assert ask(grid, timeout=4.0) == [0, 1]
+        grid.round = 3
+        assert ask(grid, timeout=2.0) == [0, 1, 2]
+        return grid.clock, grid.round, grid.log, [grid.context(p).state["toy.sum"] for p in range(3)]
+
+    with InProcessGrid(toy.client_app(), 3, shuffle_replies=False) as engine:
+        whole = MeteredGrid(made(engine, stays(*ends)))
+        half(whole.inner)
+        stored, clock = whole.snapshot(), whole.inner.clock
+        assert clock > 3.0
+        expected = rest(whole.inner)
+    with InProcessGrid(toy.client_app(), 3, shuffle_replies=False) as engine:
+        again = MeteredGrid(
+            VanishingGrid(engine, stays(*ends), Compute(1.0), server=SLOW, peer=FAST, deadlines=(50, 100))
+        )
+        again.restore(stored)
+        assert (again.inner.clock, again.inner.round) == (clock, 2)
+        assert rest(again.inner) == expected
+
+
+def test_the_snapshot_of_another_grid_is_refused_and_changes_nothing(engine: InProcessGrid) -> None:
+    grid = made(engine, stays(math.inf, math.inf, math.inf))
+    ask(grid, timeout=3.0)
+    clock = grid.clock
+    with pytest.raises(store.StoreError, match="grid snapshot"):
+        grid.restore(engine.snapshot())
+    state = store.loads(grid.snapshot(), "vanishing grid snapshot")
+    for wrong in ({"now": -1.0}, {"round": "1"}, {"log": {"1": {"seconds": 1.0}}}):
+        with pytest.raises((store.StoreError, PlainError)):
+            grid.restore(store.dumps(state | wrong, "vanishing grid snapshot"))
+    assert (grid.clock, grid.round) == (clock, 1)
 
 
 def test_single_pushes_are_refused(engine: InProcessGrid) -> None:
