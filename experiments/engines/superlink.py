@@ -167,19 +167,24 @@ class Deployment:
             When some are still there after ``limit`` seconds.
         """
         self._killed.add(node)
-        killed: list[int] = []
+        leader = self.children[1 + node]
         deadline = time.monotonic() + limit
+        # Before the first one is killed: Flower's helpers end by themselves soon after their SuperNode, and would be
+        # missing from what this returns.
+        killed = dict.fromkeys([leader.pid, *self.processes(node)])
         # The SuperNode first: it starts the others. What was started while we looked is found in the next round.
-        self.children[1 + node].kill()
-        while found := self.processes(node):
-            if time.monotonic() > deadline:
-                raise DeploymentError(f"processes of node {node} survived SIGKILL for {limit:g} s: {found}")
+        leader.kill()
+        found = killed.keys() - {leader.pid}
+        while found:
             for pid in found:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            killed += [pid for pid in found if pid not in killed]
+            killed |= dict.fromkeys(found)
             time.sleep(0.02)
-        return [self.children[1 + node].pid, *killed]
+            found = self.processes(node).keys()
+            if found and time.monotonic() > deadline:
+                raise DeploymentError(f"processes of node {node} survived SIGKILL for {limit:g} s: {sorted(found)}")
+        return list(killed)
 
     def start(self, node: int) -> None:
         """Start a node that was killed anew, with the same partition: a new process with no state, and to the SuperLink
@@ -193,7 +198,7 @@ class Deployment:
             When it does not start.
         """
         if node not in self._killed:
-            raise ConfigError(f"node {node} runs already; kill it before it is started anew")
+            raise ConfigError(f"node {node} runs already; kill it before it is restarted")
         child = self._launch_node(node)
         # In the place of the dead one.
         self.children[1 + node] = self.children.pop()

@@ -52,7 +52,7 @@ def test_7_14_an_owner_that_is_killed_is_done_without_until_it_is_back(
     with Deployment(app.OWNERS) as deployment:
         acts = {app.KILLED_AFTER: kill, app.BACK_AFTER: lambda fate: fate.deployment.start(app.VICTIM)}
         fate = Fate(deployment, tmp_path, acts)
-        log = deployment.run_app({"out": str(tmp_path)}, limit=400, project=APP, watch=fate)
+        log = deployment.run_app({"out": str(tmp_path)}, limit=500, project=APP, watch=fate)
         assert (tmp_path / "facts.json").exists(), log + deployment.logs(40)
         assert deployment.runs()[0]["status"] == "finished:completed"
     assert len(fate.killed) >= 1
@@ -102,5 +102,5 @@ def in_process(app: Any) -> tuple[dict[str, bytes], Any]:
             over.add_node(app.VICTIM)
 
     config = app.ConfigRecord({"seed": 2})
-    found = fit(of, over, app.initial(), app.LAST, timeout=120.0, train_config=config, on_round=after)
+    found = fit(of, over, app.initial(), app.LAST, timeout=app.TIMEOUT, train_config=config, on_round=after)
     return {name: array.numpy().tobytes() for name, array in found.arrays.items()}, of

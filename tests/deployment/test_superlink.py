@@ -165,3 +165,31 @@ def test_a_node_killed_on_purpose_is_not_missed(tmp_path, monkeypatch):
     finally:
         deployment.close()
     assert not tmp_path.exists()
+
+
+@pytest.mark.long
+def test_what_ends_by_itself_with_its_node_is_among_the_killed(tmp_path, monkeypatch):
+    """Flower's helpers look for their parent five times a second: on a busy machine they are gone before SIGKILL."""
+    # cat ends when nobody is left to write to it.
+    parent = "import subprocess; subprocess.Popen(['cat'], stdin=subprocess.PIPE).wait()"
+    deployment = Deployment(1)
+    deployment.folder = tmp_path
+    deployment._launch("superlink", "superlink", ["sleep", "60"])
+    node = deployment._launch("node-0", "node-0", [sys.executable, "-c", parent])
+    try:
+        deadline = time.monotonic() + 20
+        while len(there := deployment.processes(0)) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        kill = node.kill
+
+        def kill_and_wait():
+            kill()
+            while deployment.processes(0):
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+
+        monkeypatch.setattr(node, "kill", kill_and_wait)
+        assert set(deployment.kill(0)) == set(there)
+    finally:
+        deployment.close()

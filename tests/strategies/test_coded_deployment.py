@@ -73,7 +73,7 @@ def test_a_node_killed_after_sharing_is_in_the_sum_bit_for_bit(
     with Deployment(5, peers=True) as deployment:
         killer = Killer(deployment, tmp_path / "gone")
         config = {"lingers": VICTIM, "out": str(tmp_path)}
-        log = deployment.run_app(config, limit=150, project=APP, watch=killer)
+        log = deployment.run_app(config, limit=400, project=APP, watch=killer)
         assert (tmp_path / "facts.json").exists(), log + deployment.logs(40)
         assert deployment.runs()[0]["status"] == "finished:completed"
         shards = {node: [p for p in killer.held(node) if p.source == VICTIM] for node in range(4)}

@@ -97,8 +97,9 @@ def main(grid: Grid, context: Context) -> None:
         code="rlnc",
         symbols=int(config["symbols"]),
         transport=str(config["transport"]),
-        share_timeout=120.0,
-        collect_timeout=60.0,
+        # Nobody waits for them, and each counts the start of the processes that answer it.
+        share_timeout=300.0,
+        collect_timeout=300.0,
     )
     metered = Told(grid, Path(str(config["out"])) / "gone")
     result = strategy.start(metered, initial(), num_rounds=1)
