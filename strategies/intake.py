@@ -1,7 +1,8 @@
-"""One training exchange as it is received: what was sent, and how what comes back becomes an update.
+"""One training exchange as the server reads it: a single reply becomes an update, or is rejected with a reason.
 
-Nothing here adds anything to anything. A reply either becomes an :class:`~fedcomp.strategies.replies.Arrival`, whole
-and checked, or a reason in the round's report; only then does an aggregation begin.
+:class:`Intake` knows what the clients were sent, and checks a reply against it: its frame or its model, its buffers,
+its weight and its names. Which replies are read, and in which order they are used, is decided in
+:mod:`fedcomp.strategies.replies`; :mod:`fedcomp.strategies.sinks` adds them.
 """
 
 from __future__ import annotations

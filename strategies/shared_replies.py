@@ -1,6 +1,8 @@
-"""One round on a shared support: what came from each client, checked, and what the clients have in common.
+"""One round on a shared support: the leader's choice of coordinates and the clients' values on them, as they come in.
 
-Nothing here adds anything to anything; see :mod:`fedcomp.strategies.shared_support` for the exchanges.
+A client answers several messages of a round, so what is known of it grows from exchange to exchange
+(:class:`Client`); the support, once a leader's choice was accepted, is the same for all (:class:`SupportRound`). The
+exchanges themselves are written in :mod:`fedcomp.strategies.shared_support`.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -25,14 +26,9 @@ from toy import client_app, stack
 from fedcomp.clients.coded.mod import coded
 from fedcomp.clients.compressed import compression
 from fedcomp.coding.sumcode import SumPlan, contribution
-from fedcomp.coding.sumshards import make_tag, set_digest
-from fedcomp.flower.coded import (
-    CODED,
-    HELLO,
-    PUT,
-    SUM,
-    Query,
-)
+from fedcomp.coding.sumshards import Shard, make_tag, set_digest
+from fedcomp.coding.transport import Parcel
+from fedcomp.flower.coded import CODED, HELLO, PUT, SUM, Query, put_bundle, take_bundle
 
 
 def ask(grid: Tap, asked: Message, sources: list[int], **changes) -> Message:
@@ -115,6 +111,22 @@ def test_a_round_before_the_last_answer_is_over_in_every_run() -> None:
     hello = {entry.name: said[entry.name] for entry in Query.entries() if entry.name in said}
     assert not put(grid, before, HELLO, hello).has_error()
     assert "round 1 is over" in ask(grid, before, list(range(NODES))).error.reason
+
+
+@pytest.mark.long
+def test_a_shard_of_a_contributor_that_there_is_not_is_refused() -> None:
+    """Who knows the plan can make one that is whole; the relay's answer has a bit for each contributor and no more."""
+    grid = grid_of()
+    run(coded_sum(seal=False), grid, 1)
+    asked = first(grid, PUT)
+    plan = SumPlan.from_config(json_of(fields_of(asked.content)))
+    (data, *_) = take_bundle(asked.content, most=NODES, longest=1 << 20)
+    parcel, source = Parcel.from_bytes(data), NODES + 1
+    forged = replace(Shard.from_bytes(parcel.body, plan), source=source).to_bytes(plan)
+    content = RecordDict()
+    put_bundle(content, [replace(parcel, source=source, body=forged).to_bytes()])
+    reply = put(grid, asked, PUT, dict(asked.content.config_records["fedcomp.coded"]), content)
+    assert fields_of(reply.content)["refused"] == [f"source {source}: the shard is of contributor {source} of {NODES}"]
 
 
 def is_sum(message: Message) -> bool:
