@@ -239,6 +239,7 @@ class Encoder(ABC):
         """Return several packets, in the order of ``indices``; all that are coded come from one product."""
         wanted = [self._checked(index) for index in indices]
         names = [self._name(index) for index in wanted]
+        # Systematic packets are slices of the payload and need no product.
         coded = [place for place, (mode, _) in enumerate(names) if mode is not Mode.SYSTEMATIC]
         bodies: dict[int, NDArray[np.uint8]] = {}
         if coded:
@@ -291,6 +292,7 @@ class Encoder(ABC):
         data = flat.reshape(generations, symbols, symbol_bytes)
         if not threshold:
             return data
+        # From the operating system: whoever could predict these symbols could subtract them from every packet.
         hidden = threshold * generations * symbol_bytes
         noise = os.urandom(hidden) if insecure_seed is None else SplitMix64(insecure_seed).bytes(hidden).tobytes()
         drawn = np.array(memoryview(noise), np.uint8).reshape(generations, threshold, symbol_bytes)

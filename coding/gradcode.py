@@ -232,6 +232,7 @@ class Assignment(ABC):
         """
         first = self._check(answers)
         weights = self.decoding(answers, approximate=approximate).coefficients
+        # In the order of the devices, not of arrival: the last bits of a floating-point sum depend on it.
         used = [i for i in sorted(answers) if weights[i]]
         if not used:
             return np.zeros_like(first)
@@ -255,8 +256,10 @@ class Assignment(ABC):
             used = np.flatnonzero(row)
             left = combine(row[used], [vectors[k] for k in used], self.field)
             if self.field is not None:
+                # Nothing is rounded in a field: any difference is a whole one.
                 worst = max(worst, float(np.any(left)))
                 continue
+            # Relative to the numbers that cancel, with which their rounding errors grow.
             scale = max(float(np.max(np.abs(vectors[k]))) * abs(float(row[k])) for k in used)
             worst = max(worst, float(np.max(np.abs(left))) / scale if scale else 0.0)
         return worst
@@ -337,6 +340,7 @@ class FractionalRepetition(Assignment):
         if missing and not approximate:
             raise _refusal(self, devices)
         for members in groups.values():
+            # One answer of each group: the others are copies of it.
             weights[members[0]] = 1
         # The partitions of a lost group are in nobody else's answer: leaving them out is the least-squares solution.
         return Decoding(weights, math.sqrt(missing * (self.s + 1)))
@@ -443,6 +447,7 @@ class Cyclic(Assignment):
             return rows
         if self.field is None:
             drawn = stream.normal(s * (n - 1)).reshape(s, n - 1)
+            # The last column makes H 1 = 0: the all-ones vector is then in the span of the rows of B.
             check = np.concatenate([drawn, -drawn.sum(axis=1, keepdims=True)], axis=1)
         else:
             drawn = self.field.random((s, n - 1), stream)
@@ -548,6 +553,7 @@ class Cyclic(Assignment):
             if solution is None:
                 raise NotDecodable(f"devices {_listed(base)} do not determine the answer of device {device}")
             rows[k, : len(base)] = solution
+            # That is -1: the prediction less what was answered.
             rows[k, len(base) + k] = self.field.order - 1
         return rows
 
@@ -572,6 +578,7 @@ def assignment(
     """
     if scheme not in SCHEMES:
         raise ConfigError(f"unknown scheme {scheme!r}; choose one of {', '.join(SCHEMES)}")
+    # Values that are no such numbers are refused by the constructors below.
     divisible = isinstance(n, int) and isinstance(s, int) and s >= 0 and n % (s + 1) == 0
     if scheme == "fractional" or (scheme == "auto" and divisible):
         return FractionalRepetition(n, s, field)

@@ -97,6 +97,8 @@ class MixPlan:
         body = np.zeros((1, self.symbol_bytes), np.uint8)
         framed = FRAMING.pack(len(payload), payload_digest(payload)) + payload
         body[0, : len(framed)] = np.frombuffer(framed, np.uint8)
+        # One head for all clients' packets, since those of different payloads are never combined. The payload's own
+        # length and digest are in the framing.
         made = Packet(
             mode=Mode.SYSTEMATIC,
             number=client,

@@ -48,6 +48,7 @@ MAX_STORE_BYTES: Final = 1 << 30
 
 _HEADER: Final = struct.Struct("<4sBBH8sIIII")
 _CRC: Final = struct.Struct("<I")
+# Columns of the array ``meta`` of MemoryStore.to_arrays().
 _META: Final = 5
 
 
@@ -103,11 +104,13 @@ class Parcel:
     @property
     def coordinates(self) -> bytes:
         """The 28 header bytes without length and checksum: what a sealed body is bound to."""
+        # Sealing makes the body longer, and so changes its length and the checksum: the seal cannot cover these two.
         return self._prefix()[:28]
 
     @property
     def order(self) -> tuple[int, int, int, bytes]:
         """Sort key inside a round: kind, source, destination, body; never the order of arrival."""
+        # With the body: two parcels that differ in it alone have the same order on every machine.
         return self.kind, self.source, self.destination, self.body
 
     def to_bytes(self) -> bytes:
@@ -227,6 +230,7 @@ class MemoryStore:
 
     def __init__(self, max_store_bytes: int = MAX_STORE_BYTES) -> None:
         self.max_store_bytes = require_limit(max_store_bytes)
+        # By the parcel itself: one that is delivered twice is found without a search.
         self._parcels: dict[Parcel, None] = {}
         self._held = 0
 
@@ -299,6 +303,7 @@ class MemoryStore:
             data, offsets, meta = (np.asarray(arrays[name]) for name in ("data", "offsets", "meta"))
         except KeyError as error:
             raise StateError(f"a stored parcel store lacks its array {error}; it restarts without it") from error
+        # -1 belongs to no shape, so that anything but a table is refused below.
         count = len(meta) if meta.ndim == 2 else -1
         fits = (
             (data.dtype, offsets.dtype, meta.dtype) == (np.uint8, np.int64, np.int64)
@@ -322,6 +327,7 @@ class MemoryStore:
             run, round_, kind, source, destination = row
             name = run.to_bytes(RUN_BYTES, "little", signed=True)
             try:
+                # Through put(): it counts the bytes, and refuses what exceeds a limit that was lowered since.
                 store.put(Parcel(name, round_, kind, source, destination, raw[begin:end]))
             except ConfigError as error:
                 raise StateError(f"a stored parcel store holds an impossible parcel: {error}") from error

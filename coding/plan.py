@@ -105,6 +105,7 @@ def shards(
     _check_symbols(symbols)
     _check_loss(loss)
     enough = symbols
+    # By doubling: at a high loss N may be many times K, and no bound on it is known beforehand.
     while success(symbols, enough, loss, order) < target:
         if most is not None and enough >= most:
             break
@@ -193,6 +194,7 @@ def packet_table(payload_len: int, symbols: int) -> list[str]:
         found[name] = len(source.packet(source.symbols).to_bytes())
         if code == "rlnc" and source.symbols > 1:
             relay = Recoder()
+            # Two: a single packet is passed on as it is, with its seed instead of a vector.
             for packet in source.packets(range(source.symbols, source.symbols + 2)):
                 relay.add(packet)
             found["dense vector (recoded by a relay)"] = len(relay.recode(1).to_bytes())

@@ -79,6 +79,8 @@ def choose(
     expected = DEFAULT_LOSS if loss is None else loss
     # Any K packets of Reed-Solomon decode; random ones over 256 elements are dependent now and then.
     order = None if code == "mds" else 256
+    # With K and a stated loss no more shards are made than these ask for, as each is bytes on a link; otherwise every
+    # client keeps one.
     if shards:
         count = shards
     elif symbols and loss is not None:
@@ -89,6 +91,8 @@ def choose(
         raise NotDecodable(f"{count} shards need as many relays, only {relays} take part in this round")
     wanted = symbols or 1
     if not symbols:
+        # Larger K first: shards are shorter then. Where no K > 1 reaches the target, K = 1 is left: N copies of the
+        # payload.
         sizes = range(min(DEFAULT_SYMBOLS, count - threshold), 1, -1)
         wanted = next((k for k in sizes if success(k + threshold, count, expected, order) >= target), 1)
     if count < wanted + threshold:
@@ -118,6 +122,8 @@ def check(*, code: str, symbols: int, shards: int, threshold: int) -> None:
         )
     if shards and shards < 1 + threshold:
         raise ConfigError(f"shards={shards} leave no symbol beside {threshold} random ones")
+    # Rows and columns of a Cauchy matrix are named by different elements of GF(2^8); a random code has only the limit
+    # that every packet has, MAX_SYMBOLS.
     most = 256 if code == "mds" else 1024
     if symbols + threshold > most:
         raise ConfigError(f"symbols + threshold = {symbols + threshold}; code={code!r} has at most {most}")
@@ -182,6 +188,7 @@ class RelayPlan:
     @property
     def max_packet(self) -> int:
         """Bytes of the longest packet of this plan: one symbol of every generation, its header and coefficients."""
+        # 65: a symbol is rounded up to a whole byte, and then to a multiple of 64 bytes.
         return self.max_payload // self.symbols + 65 * self.limits.max_generations + 2 * self.needed + 64
 
     def holders(self, source: int, clients: int) -> list[int]:
@@ -225,10 +232,11 @@ class RelayPlan:
     def fresh(self, source: int, payload: bytes, count: int) -> list[bytes]:
         """Return ``count`` more packets, other ones than those the relays got; fewer where the code has no more.
 
-        Private symbols are redrawn each time, so with them there are none: packets of two drawings do not fit.
+        Random symbols are redrawn each time, so with them there are none: packets of two drawings do not fit together.
         """
         if self.threshold:
             return []
+        # Packet i has the same bytes however many there are, so numbers from N on are new ones.
         made = self.encode(source, payload, endless=True)
         most = self.shards + count if made.shards is None else min(made.shards, self.shards + count)
         return [packet.to_bytes() for packet in made.packets(range(self.shards, most))]
@@ -364,6 +372,7 @@ class Collector:
             self._check_shape(packet)
             version = self._version(source, packet)
             place = (relay, packet.number)
+            # A relay keeps one shard of a source. If several of one relay counted, it could forge as many as decode.
             if place in version.packets or (relay >= 0 and any(r == relay for r, _ in version.packets)):
                 return packet.source  # delivered twice
             innovative = version.decoder.add(packet)

@@ -50,6 +50,7 @@ class RlncEncoder(Encoder):
     def _name(self, index: int) -> tuple[Mode, int]:
         if self.systematic and index < self.symbols:
             return Mode.SYSTEMATIC, index
+        # Eight bytes instead of K coefficients: whoever has the seed draws the same row.
         return Mode.SEED, derive(self.run, self.round, self.source, index)
 
     def _rows(self, indices: NDArray[np.int64]) -> NDArray[np.uint8]:

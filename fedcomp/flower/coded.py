@@ -52,6 +52,7 @@ MASKED_UPDATE: Final = "fedcomp.coded.masked"
 PER_SOURCE: Final = 4
 """How many packets of one source a relay hands out at most: between peers others may have forged some."""
 
+# Flower has no error code of its own for this: the text is all there is to recognise it by.
 NO_HANDLER: Final = "function registered with name"
 """Part of Flower's error text for a message whose action the app does not have."""
 
@@ -142,6 +143,7 @@ class Introduced(Header):
     address: Annotated[str, Text()] = ""
 
     def conflict(self) -> str:
+        # Empty from a client that still has the key which the server knows.
         return "" if len(self.public) in (0, KEY) else f"a public key of {len(self.public)} bytes, expected {KEY}"
 
 
@@ -181,6 +183,7 @@ class _Relays(Schema):
     addresses: Addresses = ()
 
     def conflict(self) -> str:
+        # Both attributes come from the other bases of each class that derives from this one.
         shards: int = self.shards  # type: ignore[attr-defined]
         if len(set(self.relays)) != shards or len(self.relays) != shards:
             return f"{len(set(self.relays))} relays for {shards} shards"
@@ -435,6 +438,8 @@ class SumHeld(Header):
 
 def speaks(content: RecordDict) -> bool:
     """Whether there is a plan or header of this version of the protocol in ``content``."""
+    # Only the version is looked at: in another one the fields may mean something else, and its sender then finds a
+    # client without coding instead of an error.
     record = content.get(CODED)
     return isinstance(record, ConfigRecord) and record.get("protocol") == PROTOCOL
 
@@ -442,6 +447,7 @@ def speaks(content: RecordDict) -> bool:
 def _odd_peers(relays: tuple[int, ...], keys: bytes, addresses: tuple[str, ...], transport: str) -> str:
     if len(keys) not in (0, KEY * len(relays)):
         return f"{len(keys)} bytes of keys for {len(relays)} relays, {KEY} each"
+    # Through the server nobody needs the others' addresses, and nobody is told them.
     if len(addresses) != len(relays) * (transport == "peers"):
         return f"{len(addresses)} addresses for {len(relays)} relays"
     return ""

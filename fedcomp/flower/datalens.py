@@ -43,6 +43,7 @@ _ANSWER: Final = "fedcomp.datalens.answer"
 
 Arrays = Mapping[str, NDArray[Any]]
 Name = Annotated[str, Text(256, least=1)]
+# A seed has all of 64 bits, and Flower's records hold signed integers.
 Word = Annotated[int, Int(least=-(2**63))]
 Steps = Annotated[int, Int(most=1 << 20)]
 
@@ -110,6 +111,7 @@ class TrainingRequest(Schema, key=HEADER):
 
 def put_images(content: RecordDict, images: NDArray[np.float32]) -> None:
     """Write images as they are in memory: little-endian float32, ``(B, d)``."""
+    # Little-endian on every machine: the same bytes have to be the same images to all teachers.
     put_frame(content, IMAGES, np.ascontiguousarray(images, "<f4").tobytes())
 
 
@@ -128,6 +130,7 @@ def take_images(message: Message, request: TrainingRequest) -> NDArray[np.float3
         raise PayloadError(
             f"{len(data)} bytes of images, expected {request.images} of {request.pixels} pixels of 4 bytes each"
         )
+    # astype() copies: a view of the frame would be read-only.
     return np.frombuffer(data, "<f4").astype(np.float32).reshape(request.images, request.pixels)
 
 

@@ -367,6 +367,7 @@ class Figures(Schema, key=FIGURES, holder=MetricRecord):
             sum(len(step.remote) for step in steps),
             int(wanted),
             sum(layer.candidates for layer in layers),
+            # Layer 0 is the input layer: only its remote nodes have rows to be fetched.
             float(sum(step.layers[0].expected_remote for step in steps)),
             _mean([layer.local_mass for layer in layers if not math.isnan(layer.local_mass)], 0.0),
             _mean([layer.scale for layer in layers], 1.0),

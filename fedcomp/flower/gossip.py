@@ -75,6 +75,7 @@ class _Parts(Schema):
     @classmethod
     def from_parts(cls, parts: Parts) -> Self:
         values = {entry.field: parts[entry.name] for entry in cls.entries()}
+        # Parts are plain data, which has lists; a record's fields are tuples.
         return cls(**{field: tuple(value) if isinstance(value, list) else value for field, value in values.items()})
 
     def to_parts(self) -> Parts:
@@ -322,6 +323,7 @@ def take_model(message: Message) -> dict[str, Any]:
         raise PayloadError(f"the message has no model under {MODEL!r}")
     try:
         return to_arrays(found)
+    # EOFError: numpy's reader at the end of an array that was cut short.
     except (ValueError, TypeError, EOFError) as error:
         raise PayloadError(f"the model under {MODEL!r} cannot be read: {error}") from error
 

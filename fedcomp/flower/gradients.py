@@ -55,7 +55,7 @@ class GradientPlan(Indexed):
     parts : int
         Number of rows in the sum of all partitions.
     limit : float
-        Largest magnitude of a weighted change; of a meaning only in a field.
+        Largest magnitude of a weighted change; it means something only in a field.
     weight : str
         The metric that weighs an update; empty when every partition weighs 1.
     """
@@ -118,6 +118,7 @@ class Form:
         """
         try:
             form = cls(*from_plain(_FORM, json.loads(text)))
+        # A few kilobytes of brackets nest deeper than the interpreter follows.
         except (ValueError, RecursionError) as error:
             raise StateError(f"an answer's form {text[:80]!r} cannot be read: {error}") from error
         if not form.record or form.count > MAX_METRICS:
@@ -135,6 +136,7 @@ class Form:
 
     def to_metrics(self, values: Doubles, weight: str, total: float) -> MetricRecord:
         """Return mean metric values as a record; the weight, if there is one, is the total."""
+        # A number of examples stays a whole number, as apps report it.
         out: dict[str, Any] = {weight: int(total) if total.is_integer() else total} if weight else {}
         position = 0
         for name, length in self.names:

@@ -187,6 +187,7 @@ class Done(Schema, key=HEADER):
     unready: Marked = False
 
     def conflict(self) -> str:
+        # A device that holds nothing may know no plan to name.
         return "" if self.unready else _no_plan(self.plan)
 
 
@@ -208,6 +209,7 @@ def take_stage(message: Message) -> Join | Share | Build:
     header = message.content.get(HEADER) if message.has_content() else None
     stage = header.get("stage") if isinstance(header, ConfigRecord) else None
     kinds: dict[object, type[Share] | type[Build]] = {SHARE: Share, BUILD: Build}
+    # Anything else is read as a join, which refuses it by the name of the field.
     return kinds[stage].take(message) if stage in (SHARE, BUILD) else Join.take(message)
 
 
@@ -217,6 +219,7 @@ def _no_plan(plan: bytes) -> str:
 
 def put_vector(content: RecordDict, name: str, vector: NDArray[np.float64], dtype: str) -> None:
     """Store a vector as ``dtype`` ("float64", "float32" or "int8") with a crc32 behind it."""
+    # Little-endian on every machine, as are the bytes under the checksum.
     body = np.ascontiguousarray(vector, np.dtype(dtype).newbyteorder("<")).tobytes()
     put_frame(content, name, body + zlib.crc32(body).to_bytes(_CHECK, "little"))
 

@@ -90,14 +90,17 @@ def take_carriers(content: RecordDict, plan: LowRankPlan) -> Carriers:
     frame = take_frame(content, CARRIERS)
     if frame is None:
         raise PayloadError("the message brings no carriers, and the model has matrices to be factored")
+    # Shapes follow from the receiver's own plan, never from the frame.
     expect = tuple(Expected("", shape, kinds=frozenset({DENSE})) for shape in shapes)
     found = [np.asarray(t.values.decode(), np.float32).reshape(t.shape) for t in wire.decode(frame, expect).tensors]
+    # Left and right carriers alternate, as put_carriers() writes them.
     pairs = iter(zip(found[::2], found[1::2], strict=True))
     return tuple(next(pairs) if piece.rank else None for piece in plan.pieces)
 
 
 def put_kept(content: RecordDict, size: int, chosen: NDArray[np.int64]) -> None:
     """Write which of ``size`` coordinates are kept."""
+    # Positions alone: ones take no bytes as values.
     put_frame(content, KEPT, wire.encode([wire.sparse((size,), chosen, wire.Ones(chosen.size))]))
 
 
@@ -109,6 +112,7 @@ def take_kept(content: RecordDict, request: LsgRequest, size: int) -> NDArray[np
     PayloadError, WireError
         When they should have come and have not, or are too many or too few.
     """
+    # A draw that both sides repeat takes no bytes.
     if not request.chosen:
         return drawn(request, size)
     frame = take_frame(content, KEPT)

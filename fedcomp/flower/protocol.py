@@ -39,6 +39,7 @@ OWN_CONFIG: Final = "fedcomp"
 
 Number = Annotated[int, Int(absent=0)]
 Name = Annotated[bytes, Data(64)]
+# Sorted, so that equal descriptions are equal bytes, however they were built.
 Description = Annotated[dict[str, Any], Document(1 << 20, sort=True)]
 
 STALE: Final = "fedcomp.stale"

@@ -120,6 +120,7 @@ class DpSgdPlan(TextSchema, key=RECORD_DP):
             "noise": self.noise,
         }
         if self.method == "topagg":
+            # A small model may have fewer coordinates than votes were asked for.
             return Votes(k=min(int(self.options["k"]), size), shape=(size,), **common)
         return GridGaussian(clip=self.clip, size=size, **common)
 
@@ -159,6 +160,7 @@ def compact(ledger: PrivacyLedger) -> dict[str, Any]:
     merged: list[tuple[dict[str, Any], int]] = []
     for entry in ledger.entries:
         event = fields_of(entry.event)
+        # Neighbours only, so that the entries keep the order in which they were spent.
         if merged and merged[-1][0] == event:
             merged[-1] = (event, merged[-1][1] + entry.times)
         else:

@@ -68,6 +68,7 @@ def require_summable(inner: Strategy) -> tuple[Compressed, FixedPoint]:
 def groups_of(members: list[Member], count: int) -> list[list[Member]]:
     """Return ``count`` groups of members that follow each other, their sizes as equal as can be; none is empty."""
     count = min(count, len(members))
+    # Ends are rounded instead of sizes: these then differ by one at most.
     ends = [round(len(members) * (i + 1) / count) for i in range(count)]
     return [members[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
@@ -221,6 +222,7 @@ class GroupSharing(Sharing):
                 raise Rejected(f"member {part.index} answers message {part.sequence}: a stale update")
             if part.weight >= MAX_WEIGHT or part.generation >= 2**63:
                 raise Rejected(f"member {part.index} has weight {part.weight}, generation {part.generation}")
+        # Every member's codec clips to its levels, so no honest sum exceeds them times its weight.
         if partial.largest > self.fixed.levels * partial.weight:
             raise Rejected(
                 f"a sum of weight {partial.weight} holds {partial.largest}, beyond {self.fixed.levels} levels each"

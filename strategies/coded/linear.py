@@ -1,9 +1,9 @@
 """The server half of coded gradient descent: linear models on coded data, exact while enough devices answer.
 
-**Privacy.** Raw training data leave their owners, with the transport "hub" they even pass this server, and the server
-learns the label of every example and its margin in every iteration: one trust domain only. What is computed and why it
-is exact stands in :mod:`fedcomp.coding.datacode`; of the paper only the abstract was read, the construction is our
-reconstruction.
+**Privacy.** Raw training data leave their owners; with the transport "hub" they even pass through this server. The
+server learns the label of every example, and its margin in every iteration. Use it within one trust domain only.
+:mod:`fedcomp.coding.datacode` says what is computed and why it is exact; of the paper only the abstract was read, the
+construction is our reconstruction.
 
 One round is one iteration of full-batch gradient descent:
 
@@ -112,6 +112,7 @@ class CodedLinearGD(ExchangeStrategy, Stateful):
     ) -> Exchanges[tuple[ArrayRecord | None, MetricRecord | None]]:
         server_round = report.round
         model = LinearModel(arrays)
+        # As Flower's own strategies do, in the configuration that clients may go by.
         config["server-round"] = server_round
         nodes = list(grid.get_node_ids())
         yield from self._setup.run(nodes, config, model.shape, grid, report)
@@ -137,9 +138,11 @@ class CodedLinearGD(ExchangeStrategy, Stateful):
                 report.refuse(device, NotDecodable("its margins contradict those of all others"))
             yield from self._phase2(sorted(answers.keys() - step.odd), online, sent, step, report)
             report.condition = step.condition
+        # The round is lost, not the run: devices stay set up, and the next round asks them again.
         except CodingError as reason:
             report.skipped = shorten(f"{type(reason).__name__}: {reason}")
             return self._skip(report)
+        # The mean over the examples that are in the gradient, which in an approximate step are not all.
         moved = model.step(step.gradient / step.included, self.settings.lr, self.settings.l2)
         if moved is None:
             report.skipped = "the step is not finite; lower lr"
@@ -254,9 +257,9 @@ class CodedLinearGD(ExchangeStrategy, Stateful):
 
 
 def _again(step: CodedStep, pools: tuple[list[int], ...], attempt: int, *, again: bool) -> dict[int, Real]:
-    """Return whom a retry asks: others in place of the lost, as if these were gone, from the first of ``pools`` that is
-    enough; every second time, and when no others are, the lost themselves, as if only messages were (if ``again``). An
-    approximate step gives up what nobody else has from the third retry on.
+    """Return whom a retry asks: others in place of the lost devices, from the first of ``pools`` that suffices, as if these
+    were gone. Every second time, and when there are no others, it asks the same devices again, as if only messages
+    were lost (if ``again``). An approximate step gives up what nobody else has from the third retry on.
 
     Raises
     ------

@@ -282,6 +282,7 @@ class LinearSetup(Stateful):
         claims: dict[int, int | None] = {}
         for node, reply in replies:
             known = lookup(node)
+            # A node may claim any partition; where the engine knows better, its word counts.
             claims[node] = take_node(reply) if known is None else known
         # Who holds a seat keeps it while it is online; a newcomer cannot drive it out.
         seats = {d: n for n, d in self.devices.items() if n in nodes}
@@ -329,6 +330,7 @@ class LinearSetup(Stateful):
             )
         if owner.columns != shape.features:
             raise StateError(f"device {device} has {owner.columns} features, the model has {shape.features}")
+        # The plan's name binds labels and data: within a plan an owner cannot come back with others.
         if device in self.labels:
             if len(self.labels[device]) != rows:
                 raise StateError(f"device {device} came back with {rows} examples, not {len(self.labels[device])}")
@@ -439,6 +441,7 @@ class LinearSetup(Stateful):
                 report.notes.append(f"device {i} waits for partitions {absent}, which did not arrive")
                 continue
             content = contents[online[i]] = RecordDict()
+            # Exact, also where vectors travel as float32: what is built by a rounded row is not the code's.
             linear.put_vector(content, linear.ROW, self.plan.matrix[i], "float64")
             for j in forwarded:
                 put_frame(content, f"{linear.PARTITION}.{j}", parts[j])

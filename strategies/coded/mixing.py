@@ -102,6 +102,7 @@ class MixCollection(Collection):
         while left and self.mixture.rank < self.mix.clients:
             missing = self.mix.clients - self.mixture.rank
             batch = left[:missing]
+            # Where relays are fewer than what is missing, each sends several combinations.
             count = -(-missing // len(batch))
             queries = {}
             for i in batch:
@@ -124,6 +125,7 @@ class MixCollection(Collection):
             header = self.now.answer(reply, Combined)
             items = take_bundle(reply.content, most=count, longest=sharing.longest)
             report.count("hub_up", sum(map(len, items)))
+            # Each combination is eliminated as it comes in: this is the decoding.
             began = time.perf_counter()
             for data in items:
                 self.mixture.add(relay, data)

@@ -46,6 +46,7 @@ class RelayedShards(Stateful):
 
     def __init__(self, settings: CodedSettings, inner: Strategy) -> None:
         self.options = settings.own(RelayOptions)
+        # Before any round: what works with no number of relays must not be found out by losing rounds.
         check(code=settings.code, symbols=settings.symbols, shards=settings.shards, threshold=settings.threshold)
         if settings.mix:
             check_mix(settings)
@@ -59,6 +60,7 @@ class RelayedShards(Stateful):
             require_summable(inner)
         self.settings = settings
         self.inner = inner
+        # None leaves it to the construction, and this one seals.
         self.seal = settings.seal is not False
 
     def describe(self) -> str:
@@ -110,6 +112,7 @@ class RelayedShards(Stateful):
         if not self.settings.groups:
             return Sharing(now, plan, self.seal, self.options.top_up, now.members)
         groups = groups_of(now.members, self.settings.groups)
+        # In turn: whom the group depends on changes from round to round.
         owners = [group[(now.number - 1) % len(group)] for group in groups]
         return GroupSharing(now, plan, self.seal, self.options.top_up, owners, groups=groups)
 

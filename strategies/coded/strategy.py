@@ -304,6 +304,7 @@ class CodedFedAvg(ExchangeStrategy, Stateful):
         self.settings = CodedSettings.of(settings)
         construction = self.settings.construction
         promise = find_private(inner)
+        # Without a promise there is none that coding could break.
         may_be_coded = getattr(promise, "may_be_coded", lambda construction: True)
         if not may_be_coded(construction):
             raise ConfigError(
@@ -404,6 +405,7 @@ class CodedFedAvg(ExchangeStrategy, Stateful):
         """Say hello to new nodes. Those without the half are remembered, silent ones are asked again next round."""
         if not nodes:
             return
+        # Of the last hello only: who answers the next one must not be reported with an old reason.
         self._refusals = {}
         asked = Query(**self._common(), round=server_round)
         messages = [Message(RecordDict(), node, HELLO, group_id=str(server_round)) for node in nodes]
@@ -424,6 +426,7 @@ class CodedFedAvg(ExchangeStrategy, Stateful):
             except FedcompError as error:
                 self._forgo(node, f"the hello cannot be used: {error}")
                 continue
+            # A node may claim any partition; where the engine knows better, its word counts.
             self._known[node] = KnownClient(hello.partition if engine is None else engine, hello.public, hello.address)
 
     def _forgo(self, node: int, reason: str) -> None:

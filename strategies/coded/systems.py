@@ -23,6 +23,7 @@ CODED: Final[Settings] = MappingProxyType(
 """Settings of every system around the pair; 0 and the empty text leave the choice to :class:`CodedFedAvg`. ``seal`` is
 "yes" or "no"."""
 
+# A setting cannot be None on the command line, so the third value, the construction's own choice, is a text.
 _SEAL: Final = {"": None, "yes": True, "no": False}
 
 
