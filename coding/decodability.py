@@ -48,6 +48,7 @@ def mds_probability(devices: int, partitions: int, loss: float) -> float:
 
 def replication_probability(devices: int, partitions: int, loss: float) -> float:
     """Return the exact P(of every partition one copy answers) where the parities are copies dealt in turn."""
+    # Dealt in turn, the copies do not come out even: ``more`` partitions have one more than the others.
     spare, more = divmod(devices - partitions, partitions)
     return (1.0 - loss ** (2 + spare)) ** more * (1.0 - loss ** (1 + spare)) ** (partitions - more)
 
@@ -72,6 +73,7 @@ def decodable(matrix: NDArray[np.float64], alive: NDArray[np.bool_]) -> NDArray[
         # A zero row leaves the singular values as they are, so lost devices are zeroed and all sets keep one shape.
         rows = (matrix if matrix.ndim == 2 else matrix[part]) * alive[part, :, None]
         values = np.linalg.svd(rows, compute_uv=False)
+        # The decoder's own bound: what it refuses as ill-conditioned is not decodable here, whatever its rank.
         out[part] = values[:, count - 1] > values[:, 0] / MAX_CONDITION
     return out
 

@@ -112,6 +112,7 @@ def _balanced(rows: int, partitions: int, copies: int, seed: int) -> NDArray[np.
 def _uniform(shape: tuple[int, int], purpose: str, code: str, seed: int) -> Real:
     from fedcomp.coding.stream import SplitMix64, derive
 
+    # Purpose, code and shape are part of the name: the support and the coefficients of a matrix are independent draws.
     stream = SplitMix64(derive("datacode", purpose, code, shape[0], shape[1], seed))
     return stream.uniform(shape[0] * shape[1]).reshape(shape)
 

@@ -130,6 +130,7 @@ def field_of(code: int) -> GF256 | PrimeField:
     """
     if code == GF256.code:
         return GF256()
+    # Imported here: byte codes, which most packets are of, need no prime field.
     from fedcomp.coding.prime import GF31, GF251, GF65521
 
     for field in (GF251, GF65521, GF31):

@@ -132,9 +132,11 @@ class PrimeArithmetic(Arithmetic):
             raise ConfigError(f"limit is {limit!r}; expected the largest magnitude a weighted update may have")
         self.field, self.parts, self.limit = field, parts, float(limit)
         self.dtype = field.dtype
+        # Half of the field: a sum is read back with its sign.
         self._most = field.half // parts if parts > 0 else 0
         # So many bits that the sum of one limb over all rows stays within the field: parts * 2^bits <= p.
         self._bits = (field.order // parts).bit_length() - 1 if parts > 0 else 0
+        # With less, rounding would take most of an update, and a scalar more than 16 limbs.
         if self._most < 1 << 4 or self._bits < 4:
             raise ConfigError(f"{field.name} has no room for the sum of {parts} rows; use a larger prime")
         self._limbs = -(-_WORD // self._bits)

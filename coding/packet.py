@@ -286,6 +286,7 @@ class Packet:
             raise PacketError(f"flags 0x{flags:02x}; only 0x{RECODED:02x} (recoded) is known here")
         if symbols < 1 or generations < 1:
             raise PacketError(f"K = {symbols}, generations = {generations}; a packet has at least one of each")
+        # Before anything is computed from them: so far these figures are only the sender's word.
         limits.check(symbols, symbol_bytes, payload_bytes, first + generations)
         place = HEADER_BYTES
         place += _coefficient_length(Mode(mode), symbols, FIELDS[field_].dtype.itemsize, view)

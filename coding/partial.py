@@ -136,6 +136,7 @@ class PartialSum:
         magic, width, number, found = _HEAD.unpack_from(data)
         if magic != MAGIC or not 1 <= width <= 8:
             raise PacketError(f"no partial sum: it begins with {magic!r} and {width} bytes per integer")
+        # The sender's number is only compared: what is allocated goes by the receiver's.
         if found != count:
             raise PacketError(f"a partial sum of {found} integers; this receiver expects {count}")
         place = _HEAD.size

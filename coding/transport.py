@@ -293,6 +293,7 @@ class _Attempt:
             raise _Refused(-1 if status is None else status)
 
     def _send(self, connection: socket.socket, deadline: float) -> None:
+        # A view: slices of bytes would copy the rest of the parcel for every piece that is sent.
         view = memoryview(self._data)
         while self.handed_over < len(view):
             # One deadline for all pieces: a peer that takes a byte at a time must not hold its sender.

@@ -80,6 +80,7 @@ class CallTimes:
 
     def faster(self, name: str, than: str) -> float:
         """Return how many times as fast a method is: the median ratio within a repetition."""
+        # Within a repetition: the machine's speed drifts from one to the next, and cancels in each ratio.
         pairs = zip(self.seconds[than], self.seconds[name], strict=True)
         return median(other / mine for other, mine in pairs)
 

@@ -112,6 +112,7 @@ def encoding(size: Size) -> Part:
     claims: list[BenchClaim] = []
     for k in SYMBOLS:
         a, b, out = _matrices(k, k, size.generation // k)
+        # ISA-L follows, once for every copy there is and with its tables made beforehand.
         calls = {tier: _product(tier, a, b, out) for tier in kernels.tiers() if tier != "isal"}
         calls |= _libraries(a, b, out)
         calls["numpy table, take and XOR"] = _table(a, b, out)
@@ -131,6 +132,7 @@ def _encoding_claims(times: CallTimes, k: int) -> list[BenchClaim]:
     goals = [
         ("swar", "numpy table, take and XOR", 12.0, True),
         ("swar", "zfec", 5.0, True),
+        # Where there is no ISA-L its claims stay in the table, as skipped, with the reason.
         *[("shuffle256", library, 0.7, True) for library in libraries or ["ISA-L"]],
         *[("gfni512", library, 1.5, True) for library in libraries or ["ISA-L"]],
         *[("gfni512", library, 2.5, False) for library in libraries or ["ISA-L"]],
@@ -200,6 +202,7 @@ def decoding(size: Size) -> Part:
         source = encoder("rlnc", payload, symbols=k, round=1, source=0, run=7, shards=2 * k)
         limits = PacketLimits()
         for missing in (1, 4, k):
+            # The first symbols did not arrive; in their place came as many combinations.
             received = source.packets([*range(missing, k), *range(k, k + missing)])
             a, b, _ = _matrices(missing, k, size.generation // k)
             square = SplitMix64(missing).bytes(k * k).reshape(k, k)
@@ -229,6 +232,7 @@ def decoding(size: Size) -> Part:
             claims.append(
                 BenchClaim(f"{at}: with arrivals to making e packets + inversion", value, "<=", 1.3, LIKE, gate=False)
             )
+            # Only where products outweigh all else: the larger K, and nothing there as itself.
             if missing == k == max(SYMBOLS):
                 value = times.faster("second phase", "e-row encode")
                 claims.append(BenchClaim(f"{at}: second phase's rate to encode rate", value, ">=", 0.5, LIKE))
@@ -283,6 +287,7 @@ def end_to_end(size: Size) -> Part:
 
     def collect() -> bytes:
         decoder = Decoder(limits=limits)
+        # The first 8 of 24 are symbols as themselves: 16 packets are just enough, and 8 symbols have to be solved for.
         for data in packets[8:]:
             decoder.add(Packet.from_bytes(data, limits))
         return decoder.payload()
@@ -317,6 +322,7 @@ def environment() -> dict[str, Any]:
 def run(size: Size | None = None, say: Callable[[str], None] = lambda _line: None) -> dict[str, Any]:
     """Measure everything; return ``{"rows": [...], "claims": [...], "environment": {...}}``, ready for JSON."""
     size = size or Size()
+    # Compilation is not what is measured.
     kernels.warm()
     rows: list[dict[str, Any]] = []
     claims: list[BenchClaim] = []
@@ -327,6 +333,7 @@ def run(size: Size | None = None, say: Callable[[str], None] = lambda _line: Non
         claims += checks
     return {
         "rows": rows,
+        # A quick run shows that everything runs; its figures mean nothing, and fail nothing.
         "claims": [{**asdict(claim), "ok": claim.ok, "gate": claim.gate and not size.quick} for claim in claims],
         "environment": environment(),
     }

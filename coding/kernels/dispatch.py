@@ -155,6 +155,7 @@ def load(tier: str) -> Loaded:
 
 
 def _swar_product(swar: Any) -> Product:
+    # All kernels have one signature; this one reads no words.
     words = np.zeros(1, np.uint64)
 
     def product(a: Bytes, b: Bytes, out: Bytes, accumulate: bool) -> None:
@@ -177,6 +178,7 @@ def _vector_product(vectors: Any, tier: str) -> Product:
 def _reduce(swar: Any) -> Callable[[Bytes, int], int]:
     def reduce(matrix: Bytes, columns: int) -> int:
         n, width = matrix.shape
+        # The kernel works on whole lines, and the caller's rows may end anywhere.
         padded = np.zeros((n, -(-width // swar.LINE) * swar.LINE), np.uint8)
         padded[:, :width] = matrix
         scratch = np.empty(swar.reduce_scratch_bytes(*padded.shape), np.uint8)

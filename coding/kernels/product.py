@@ -61,6 +61,7 @@ def matmul(a: Bytes, b: Bytes, out: Bytes | None = None, *, tier: str = "auto", 
         if not accumulate:
             out[...] = 0
         return out
+    # Kernels go through a row byte after byte.
     if b.strides[1] != 1:
         b = np.ascontiguousarray(b)
     if out.strides[1] == 1:

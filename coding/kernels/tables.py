@@ -74,6 +74,7 @@ def matrices() -> NDArray[np.uint64]:
     instruction knows no polynomial, so it serves any; its sister GF2P8MULB is bound to that of AES.
     """
     found = np.zeros(ORDER, np.uint64)
+    # Multiplication is linear over the bits: its products with the eight single bits are the columns of its matrix.
     powers = products()[:, 1 << np.arange(8)]
     for output in range(8):
         masks = np.zeros(ORDER, np.uint64)

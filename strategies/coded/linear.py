@@ -257,9 +257,10 @@ class CodedLinearGD(ExchangeStrategy, Stateful):
 
 
 def _again(step: CodedStep, pools: tuple[list[int], ...], attempt: int, *, again: bool) -> dict[int, Real]:
-    """Return whom a retry asks: others in place of the lost devices, from the first of ``pools`` that suffices, as if these
-    were gone. Every second time, and when there are no others, it asks the same devices again, as if only messages
-    were lost (if ``again``). An approximate step gives up what nobody else has from the third retry on.
+    """Return whom a retry asks: others in place of the lost devices, from the first of ``pools`` that suffices.
+
+    Every second time, and when there are no others, the same devices are asked again (if ``again``), as if only
+    messages were lost. An approximate step gives up what nobody else has from the third retry on.
 
     Raises
     ------
