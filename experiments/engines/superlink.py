@@ -174,14 +174,14 @@ class Deployment:
         killed = dict.fromkeys([leader.pid, *self.processes(node)])
         # The SuperNode first: it starts the others. What was started while we looked is found in the next round.
         leader.kill()
-        found = killed.keys() - {leader.pid}
+        found = set(killed) - {leader.pid}
         while found:
             for pid in found:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             killed |= dict.fromkeys(found)
             time.sleep(0.02)
-            found = self.processes(node).keys()
+            found = set(self.processes(node))
             if found and time.monotonic() > deadline:
                 raise DeploymentError(f"processes of node {node} survived SIGKILL for {limit:g} s: {sorted(found)}")
         return list(killed)
