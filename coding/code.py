@@ -64,6 +64,7 @@ def symbols_for(payload_len: int, wanted: int) -> int:
     """
     if not 1 <= wanted <= MAX_SYMBOLS:
         raise ConfigError(f"symbols = {wanted}; a generation has 1 to {MAX_SYMBOLS} symbols")
+    # With fewer bytes than symbols most symbols would be nothing but padding.
     return wanted if payload_len >= wanted else max(1, -(-payload_len // 64))
 
 
@@ -83,6 +84,7 @@ def shape_of(payload_len: int, wanted: int, *, threshold: int = 0, align: int = 
         raise ConfigError(f"align = {align}; symbols are padded to a multiple of 1 to {ALIGN} bytes")
     symbols = symbols_for(payload_len, wanted)
     wished = max(1, -(-payload_len // GENERATION_BYTES))
+    # Rounded up twice, to a whole byte and to ``align``: the division of a negative number rounds away from zero.
     symbol_bytes = -(-payload_len // (wished * symbols) // align) * align
     # Padding may have made room enough for all in fewer generations.
     return GenerationShape(symbols, threshold, symbol_bytes, max(1, -(-payload_len // max(1, symbols * symbol_bytes))))

@@ -199,6 +199,7 @@ class Assignment(ABC):
             # The same array is handed out every time this set occurs.
             found.coefficients.setflags(write=False)
             self._kept[key] = found
+            # The one used longest ago goes: patterns of losses tend to come again soon.
             if len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
         else:
@@ -348,6 +349,7 @@ class FractionalRepetition(Assignment):
     def _checks(self, devices: list[int]) -> Vector:
         rows = []
         position = {device: k for k, device in enumerate(devices)}
+        # The field's numbers are unsigned: there -1 is p - 1.
         minus = -1 if self.field is None else self.field.order - 1
         for members in self._groups(devices).values():
             for other in members[1:]:
@@ -443,6 +445,7 @@ class Cyclic(Assignment):
         n, s = self.n, self.s
         rows = np.zeros((n, s + 1), self.dtype)
         rows[:, 0] = 1
+        # B is the identity: nothing is coded.
         if s == 0:
             return rows
         if self.field is None:
@@ -457,6 +460,7 @@ class Cyclic(Assignment):
             after = [(i + k) % n for k in range(1, s + 1)]
             try:
                 rows[i, 1:] = self._null(check[:, after], check[:, i])
+            # A singular draw is redrawn like one that amplifies too much.
             except (NotDecodable, np.linalg.LinAlgError):
                 return None
         return rows

@@ -74,6 +74,7 @@ class MixPlan:
     @property
     def limits(self) -> PacketLimits:
         """What is accepted of a packet."""
+        # One generation: a client's payload is one symbol, however long it is.
         return PacketLimits(self.clients, self.symbol_bytes, self.clients * self.symbol_bytes, 1)
 
     @property

@@ -57,6 +57,7 @@ def success(symbols: int, shards: int, loss: float, order: int | None = 256) -> 
     _check_order(order)
     _check_symbols(symbols)
     _check_loss(loss)
+    # All N arrive, and the logarithm below has no value.
     if loss == 0.0:
         return rank_probability(symbols, shards - symbols, order)
     stay, lose = math.log1p(-loss), math.log(loss)

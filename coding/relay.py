@@ -308,6 +308,7 @@ class Collector:
 
     def __init__(self, plan: RelayPlan, sources: Iterable[int], clients: int | None = None) -> None:
         sources = list(sources)
+        # Relays are all clients, contributors perhaps fewer: with groups only the aggregators share.
         count = len(sources) if clients is None else clients
         self.plan = plan
         self.received = self.innovative = self.dependent = 0

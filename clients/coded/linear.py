@@ -176,6 +176,7 @@ def _build(msg: Message, context: Context, asked: linear.Build, rows: RowsOf) ->
                 "must use the same task options and data"
             )
         parts[device] = own.x
+    # Padded to the longest partition, so that the answers of all devices have one length.
     coded = encode_rows(row, parts, max(sizes), columns, bias=asked.bias)
     context.state[_ROWS] = ArrayRecord({"rows": Array(coded)})
     linear.Held(plan).put(context.state)
@@ -221,6 +222,7 @@ def _multiply(msg: Message, context: Context, *, take: str, give: str, transpose
     held = linear.Held.find(context.state)
     ready = held is not None and held.plan == asked.plan
     out = RecordDict()
+    # No error: a device that lost its state is to be set up again, and not taken for one that fails.
     (linear.Done(plan=asked.plan) if ready else linear.Done(unready=True)).put(out)
     put_node(out, _device(context))
     if not ready:

@@ -25,6 +25,7 @@ def mix_in(client: Shards, call_next: CallNext) -> Message:
     symbol = mix.packet(terms.source, payload)
     client.remember(payload)
     content = RecordDict()
+    # Every relay gets the whole symbol: a part of one cannot be combined with other clients'.
     said = {**client.news(terms), **client.send(terms, [symbol] * len(terms.relays), content, MIXED)}
     exchange.save()
     return exchange.reply(Shared, content, **said, payload=len(payload), digest=payload_digest(payload))
@@ -39,6 +40,7 @@ def combine(client: Shards) -> Message:
     sound = []
     for source, body in bodies:
         try:
+            # One by one: combine() refuses everything for a single packet of another plan.
             mix.parse(body)
             sound.append(body)
         except CodingError as error:

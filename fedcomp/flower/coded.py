@@ -70,6 +70,7 @@ TAG: Final = 24
 MOST_SHARDS: Final = 1024
 """Shards of one payload."""
 
+# Bounds are far beyond any federation: they keep nonsense from costing memory or time.
 Index = Annotated[int, Int(most=2**32 - 1)]
 Indices = Annotated[tuple[int, ...], Many(Int(most=2**32 - 1), 1 << 20)]
 Reasons = Annotated[tuple[str, ...], Many(Text(), 1 << 16)]

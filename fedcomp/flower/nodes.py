@@ -168,6 +168,7 @@ class GridNodes:
         extra = self._node_config(partition) if callable(self._node_config) else self._node_config
         config = {"partition-id": partition, "num-partitions": self.num_partitions, **(extra or {})}
         context = Context(self.run_id, node_id, config, RecordDict(), dict(self._run_config))
+        # Free from now on: it cannot have been at work before it joined.
         self._nodes[node_id] = Node(node_id, partition, context_to_bytes(context), self.clock)
         return node_id
 

@@ -67,6 +67,7 @@ class Private(Protocol):
 
 def find_private(strategy: Any) -> Private | None:
     """Return the private strategy in ``strategy`` or in what it wraps (its ``inner``), None where there is none."""
+    # By identity: a chain of wrappers that leads back into itself has to end.
     seen: set[int] = set()
     while strategy is not None and id(strategy) not in seen:
         # Of its own: a wrapper may hand through the attributes of what it wraps.

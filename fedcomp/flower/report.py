@@ -270,8 +270,7 @@ class Report(_Figures):
 
         def __getattr__(self, name: str) -> ReportSection:
             """Return the section of a name."""
-            # Through __dict__: while a copy is made there are no sections
-            # yet, and asking for them would end here again.
+            # Through __dict__: while a copy is made there are no sections, and asking for them would end here again.
             sections = self.__dict__.get("sections", {})
             if name not in sections:
                 raise AttributeError(f"the report has no field or section {name!r}; its sections: {sorted(sections)}")
@@ -357,6 +356,7 @@ class Report(_Figures):
         sections = from_plain(dict[str, dict], given.get("sections"), "sections")
         if unknown := sorted(set(sections) - set(ReportSection.known)):
             raise PlainError(f"the report has unknown sections {unknown[:5]}; known: {sorted(ReportSection.known)}")
+        # Sections are read by their own classes, which the field's type does not name.
         report = from_fields(cls, {**given, "sections": {}}, "report")
         report.sections = {name: from_fields(ReportSection.known[name], part, name) for name, part in sections.items()}
         return report

@@ -161,6 +161,7 @@ class GradientCode(Stateful):
             except ConfigError:
                 if self.options.scheme == "fractional" or values.field is not None:
                     raise
+                # With so many losses every draw amplifies; a code that does, and says so, is better than none.
                 code = Cyclic(n, self.options.losses, self.seed, max_amplification=_LOOSE)
                 note(f"the cyclic code for {n} clients amplifies rounding by more than usual; a field does not")
             # Dictionaries keep their order: the code that was made first goes.

@@ -206,6 +206,7 @@ class GroupSharing(Sharing):
         key = Key(self.inner.seed, "uplink", now.number)
         mean = self.fixed.place(total.integers, total.weight, self.inner.layout, key)
         consumed = [(now.members[part.index].node, part.sequence, part.generation) for part in total.parts]
+        # A report of its own: a member whose metrics do not fit is in the sum all the same, and not refused.
         scratch = Report(now.number)
         kept = agreeing([((node, content), name, content) for node, name, content in contents], scratch, lambda i: i[0])
         for reason in scratch.refused.values():

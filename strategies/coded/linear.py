@@ -276,6 +276,7 @@ def _again(step: CodedStep, pools: tuple[list[int], ...], attempt: int, *, again
             continue
     if again and (attempt == 1 or not step.approximate):
         return step.repeat()
+    # Without ``whole``: from here on an approximate step may give up partitions.
     return step.assign(pools[0])
 
 
@@ -338,6 +339,7 @@ def _build(settings: Settings, seed: int) -> CodedLinearGD:
         only,
         "a round is one step of full-batch gradient descent, made by the server; use lr and task.l2, and more rounds",
     )
+    # The server makes the steps, so it has to minimise what the clients' task does.
     loss = "hinge" if settings.get("task.model") == "svm" else "logistic"
     l2 = float(settings.get("task.l2", 0.0))
     own = arguments(LinearSettings, settings, _OWN)

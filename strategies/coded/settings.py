@@ -20,6 +20,7 @@ from fedcomp.errors import ConfigError, nearest
 from fedcomp.flower.coded import MAX_STORE_BYTES
 from fedcomp.flower.linear import VECTOR_TYPES
 
+# As text: every construction imports this module, and some bring libraries that others do without.
 CONSTRUCTIONS: Final[Mapping[str, str]] = {
     "relay": "fedcomp.strategies.coded.relay:RelayedShards",
     "sumcode": "fedcomp.strategies.coded.sums:SumCode",
@@ -101,6 +102,7 @@ class CodedSettings:
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> CodedSettings:
         """Return the settings of keyword arguments; those without a field of that name are the construction's own."""
+        # Without the field itself: an option of that name is unknown, like any other.
         known = {f.name for f in fields(cls)} - {"options"}
         options = {name: value for name, value in given.items() if name not in known}
         return cls(**{name: value for name, value in given.items() if name in known}, options=options)
@@ -230,6 +232,8 @@ class GradientOptions:
                 f"quorum={self.quorum} ends a round with answers that may not determine the sum; allow that with "
                 "approximate=True, or leave it out"
             )
+        # Made for its checks, with the fewest rows there can be: what no field has room for is refused before any
+        # round.
         values_of(self.arithmetic, 2, self.limit)
         if self.approximate and self.arithmetic != "float64" and self.scheme != "fractional":
             raise ConfigError(
