@@ -21,9 +21,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedcomp.errors import ConfigError, FedcompError
+from fedcomp.params import shown
 from fedcomp.rng import Key
 from fedcomp.tasks import models
-from fedcomp.tasks.options import TaskOption, flag, integer, optional, shown, text
+from fedcomp.tasks.options import TaskOption, flag, integer, optional, text
 from fedcomp.tasks.partition import Assignment, parse_partitioner, permutation
 from fedcomp.tasks.sgd import Sgd
 from fedcomp.tasks.sources import DataSource

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedcomp.errors import ConfigError, LayoutError
+from fedcomp import params
+from fedcomp.errors import LayoutError
 from fedcomp.rng import Key
 from fedcomp.tasks.base import EmptyPartition, Split, Task, single_thread
 
@@ -65,10 +66,8 @@ class LocalObjective:
         batch_size: int = 32,
         dtype: str = "float32",
     ) -> None:
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 0:
-            raise ConfigError(f"batch_size={batch_size!r}; expected a whole number, 0 for all examples at once")
-        if dtype not in _DTYPES:
-            raise ConfigError(f"dtype={dtype!r}; expected 'float32' or 'float64'")
+        params.integer("batch_size", batch_size, low=0)
+        params.choice("dtype", dtype, _DTYPES)
         self.task, self.partition, self.partitions = task, partition, partitions
         self.seed, self.batch_size, self.dtype = seed, batch_size, np.dtype(dtype)
         self.data = self._cast(task.client(partition, partitions))

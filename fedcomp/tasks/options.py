@@ -11,22 +11,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fedcomp import params
 from fedcomp.errors import ConfigError, nearest
+from fedcomp.params import shown
 
 Parser = Callable[[str, Any], Any]
 """``parser(option name, value) -> canonical, hashable value``; raises ConfigError."""
 
 _LARGEST = 2**63 - 1
-
-
-def shown(value: Any) -> str:
-    """Return ``repr(value)`` for a message, cut short; never fails on a number with too many digits to print."""
-    try:
-        out = repr(value)
-    except ValueError:
-        # Python converts at most sys.get_int_max_str_digits() digits.
-        return "a number of thousands of digits"
-    return out if len(out) <= 80 else f"{out[:60]}... ({len(out)} characters)"
 
 
 def plain(option: str, value: Any) -> str:
@@ -64,48 +56,37 @@ def choice(*names: str) -> Parser:
     """Accept one of ``names``."""
 
     def parse(option: str, value: Any) -> str:
-        if value not in names:
-            # Cut short: the search for the nearest name takes time quadratic in the length.
-            hint = nearest(plain(option, value)[:80], names)
-            raise ConfigError(f"{option}={shown(value)} is not one of {', '.join(names)}{hint}")
-        return str(value)
+        return params.choice(option, value, names)
 
     return parse
 
 
-def integer(low: int, high: int | None = None) -> Parser:
-    """Accept a whole number in ``[low, high]``; without ``high`` it must fit 64 bits, as sizes do."""
+def integer(low: int, high: int = _LARGEST) -> Parser:
+    """Accept a whole number in ``[low, high]``; it always fits 64 bits, as sizes do."""
 
     def parse(option: str, value: Any) -> int:
-        try:
-            # Through text: int() alone would turn 2.7 into 2 without a word.
-            number = int(str(value).strip())
-        except ValueError:
-            raise ConfigError(f"{option}={shown(value)} is not a whole number") from None
-        if not low <= number <= (_LARGEST if high is None else high):
-            bound = f"at least {low} and below 2**63" if high is None else f"{low} to {high}"
-            raise ConfigError(f"{option}={shown(value)} is out of range; expected {bound}")
-        return number
+        return params.integer(option, _read(int, value), low=low, high=high)
 
     return parse
 
 
 def number(low: float, high: float = math.inf) -> Parser:
     """Accept a finite real number in ``[low, high]``."""
+    rule = f"a finite number >= {low:g}" if high == math.inf else f"a number in [{low:g}, {high:g}]"
 
     def parse(option: str, value: Any) -> float:
-        try:
-            real = float(value)
-        except (TypeError, ValueError):
-            raise ConfigError(f"{option}={shown(value)} is not a number") from None
-        # A whole number beyond the range of a double; the check below refuses it with the bounds.
-        except OverflowError:
-            real = math.inf
-        if isinstance(value, bool) or not math.isfinite(real) or not low <= real <= high:
-            raise ConfigError(f"{option}={shown(value)} is out of range; expected {low:g} to {high:g}")
-        return real
+        found = _read(float, value)
+        return params.number(option, found, rule=rule, ok=lambda v: low <= v <= high and v < math.inf)
 
     return parse
+
+
+def _read(kind: Callable[[str], Any], value: Any) -> Any:
+    """Return the number that a text is; what is none is refused by the checks that follow."""
+    try:
+        return kind(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 def flag(option: str, value: Any) -> bool:

@@ -21,8 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp.errors import ConfigError, nearest
+from fedcomp.params import shown
 from fedcomp.rng import Key
-from fedcomp.tasks.options import plain, shown
+from fedcomp.tasks.options import plain
 
 Assignment = NDArray[np.int64]
 

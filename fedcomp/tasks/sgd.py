@@ -7,13 +7,11 @@ torch's compiler, which costs a client process more than a second (measured).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from numbers import Real
 
 import torch
 from torch import Tensor, nn
 
-from fedcomp.errors import ConfigError
-from fedcomp.tasks.options import shown
+from fedcomp import params
 
 
 class Sgd:
@@ -50,7 +48,12 @@ class Sgd:
         weight_decay: float = 0.0,
         proximal: float = 0.0,
     ) -> None:
-        _check_rates(lr=lr, momentum=momentum, weight_decay=weight_decay, proximal=proximal)
+        # torch multiplies float32 tensors with them and fails with an error of its own above that type's range.
+        most = torch.finfo(torch.float32).max
+        rates = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "proximal": proximal}
+        for name, value in rates.items():
+            rule = "a finite number, at least 0, in the range of float32"
+            params.number(name, value, rule=rule, ok=lambda v: 0.0 <= v <= most)
         self.parameters = [p for p in parameters if p.requires_grad]
         self.lr = lr
         self.momentum = momentum
@@ -80,18 +83,3 @@ class Sgd:
                 gradients = self._velocity
             for p, g in zip(parameters, gradients, strict=True):
                 p.add_(g, alpha=-self.lr)
-
-
-def _check_rates(**rates: float) -> None:
-    """Check rates by name.
-
-    Raises
-    ------
-    ConfigError
-        When one is negative, not a number or not finite.
-    """
-    # torch multiplies float32 tensors with them and fails with an error of its own above that type's range.
-    largest = torch.finfo(torch.float32).max
-    for name, value in rates.items():
-        if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value <= largest:
-            raise ConfigError(f"{name}={shown(value)}; expected a finite number, at least 0, in the range of float32")

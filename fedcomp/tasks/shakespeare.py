@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedcomp.errors import ConfigError
@@ -15,14 +14,6 @@ from fedcomp.tasks.models import CharLstm
 from fedcomp.tasks.options import TaskOption, integer, optional
 from fedcomp.tasks.partition import parse_partitioner
 from fedcomp.tasks.sources import Corpus, load
-
-
-def unigram_entropy(y: NDArray[np.int64]) -> float:
-    """Return the entropy, in nats, of the characters in ``y``: the loss of the best model that ignores
-    context."""
-    counts = np.bincount(y.reshape(-1))
-    p = counts[counts > 0] / y.size
-    return float(-(p * np.log(p)).sum())
 
 
 class TinyShakespeare(Task):

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
+from fedcomp import params
 from fedcomp.errors import ConfigError
 from fedcomp.rng import Key
 
@@ -32,8 +33,7 @@ def by_hash(ids: Iterable[int], teachers: int, key: Key) -> NDArray[np.int64]:
     teachers : int
         At least 1.
     """
-    if isinstance(teachers, bool) or not isinstance(teachers, int) or teachers < 1:
-        raise ConfigError(f"teachers={teachers!r} is not valid: a whole number, at least 1")
+    params.integer("teachers", teachers, low=1)
     listed = [int(i) for i in ids]
     if teachers == 1:
         return np.zeros(len(listed), np.int64)

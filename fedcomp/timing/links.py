@@ -16,9 +16,9 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any, Final
 
+from fedcomp import params
 from fedcomp.errors import ConfigError, nearest
 
 
@@ -45,8 +45,7 @@ class Link:
 
     def __post_init__(self) -> None:
         for field in ("up_bits_per_s", "down_bits_per_s"):
-            if not _real(field, getattr(self, field)) > 0:
-                raise ConfigError(f"{field} is {getattr(self, field)!r}; expected a positive number of bits per second")
+            params.number(field, getattr(self, field), rule="a positive number of bits per second", ok=lambda v: v > 0)
         _seconds("latency_s", self.latency_s)
 
     def up_seconds(self, nbytes: float) -> float:
@@ -57,34 +56,13 @@ class Link:
         """Return the seconds ``nbytes`` take from the server to the node: ``latency + 8 nbytes / down``."""
         return self.latency_s + 8.0 * _bytes(nbytes) / self.down_bits_per_s
 
-    def exchange_seconds(self, down: float, up: float, compute: float = 0.0) -> float:
-        """Return the seconds until ``down`` bytes arrived, ``compute`` seconds passed and ``up`` bytes
-        left."""
-        return self.down_seconds(down) + _seconds("compute", compute) + self.up_seconds(up)
-
-
-def _real(what: str, value: Any) -> float:
-    """Return ``value`` as a float; ConfigError for anything but a real number that fits one."""
-    try:
-        if isinstance(value, Real) and not isinstance(value, bool):
-            return float(value)
-    except OverflowError:
-        raise ConfigError(f"{what} is beyond 1e308; expected a number a double can hold") from None
-    raise ConfigError(f"{what} is {value!r}; expected a number, not {type(value).__name__}")
-
 
 def _seconds(what: str, value: Any) -> float:
-    seconds = _real(what, value)
-    if not 0 <= seconds < math.inf:
-        raise ConfigError(f"{what} is {value!r}; expected a finite, non-negative number of seconds")
-    return seconds
+    return params.number(what, value, rule="a finite, non-negative number of seconds", ok=lambda v: 0 <= v < math.inf)
 
 
 def _bytes(value: Any) -> float:
-    nbytes = _real("a number of bytes", value)
-    if not 0 <= nbytes < math.inf:
-        raise ConfigError(f"a transfer of {value!r} bytes is impossible; expected a finite number, at least 0")
-    return nbytes
+    return params.number("nbytes", value, rule="a finite number of bytes, at least 0", ok=lambda v: 0 <= v < math.inf)
 
 
 PRESETS: Final[Mapping[str, Link]] = {
@@ -145,43 +123,28 @@ def parse_link(text: str) -> Link:
     return Link(_rate(up, text), _rate(down if slash else up, text), latency)
 
 
-def _fields(row: Any) -> tuple[int, int, str, int]:
-    """Return (round, node, direction, wire bytes) of a ledger row: an object with these attributes, a
-    mapping, or a plain ``(round, node, direction, wire)`` tuple."""
-    if isinstance(row, Mapping):
-        return int(row["round"]), int(row["node"]), str(row["direction"]), int(row["wire"])
-    if hasattr(row, "direction"):
-        return int(row.round), int(row.node), str(row.direction), int(row.wire)
-    round_, node, direction, wire = row
-    return int(round_), int(node), str(direction), int(wire)
-
-
 def simulated_seconds(
-    rows: Iterable[Any],
+    rows: Iterable[Mapping[str, Any]],
     links: Link | Mapping[int, Link],
     *,
     compute: float = 0.0,
-    message_types: bool = True,
 ) -> float:
     """Return the communication time of a run, in seconds, from the bytes its ledger counted.
 
-    Each exchange lasts as long as its slowest node, and exchanges follow one another:
+    The messages of one type in one round are an exchange. It lasts as long as its slowest node, and exchanges follow
+    one another:
 
         T = sum over exchanges e of  max over nodes v of  ( down_v(e) + compute + up_v(e) ).
 
     Parameters
     ----------
-    rows : iterable
-        Ledger rows: objects or mappings with ``round``, ``node``, ``direction`` ("up" or "down"), ``wire``
-        (bytes) and, where present, ``message_type``; or tuples ``(round, node, direction, wire)``.
+    rows : iterable of mapping
+        Messages: ``round``, ``node``, ``direction`` ("up" or "down"), ``wire`` (bytes) and ``message_type``. Bytes of
+        one exchange add up, and each message is charged one latency.
     links : Link or mapping of node to Link
         One link for everyone, or one per node.
     compute : float
         Seconds every node computes in every exchange; 0 gives pure communication time.
-    message_types : bool
-        Whether messages of different types in a round are exchanges of their own (train, then evaluate). Rows
-        of one round and one type are taken as one exchange: bytes add up, and each row is charged one
-        latency.
 
     Raises
     ------
@@ -193,17 +156,14 @@ def simulated_seconds(
     # exchange -> node -> [down bytes, down messages, up bytes, up messages]
     traffic: dict[tuple[int, str], dict[int, list[int]]] = defaultdict(dict)
     for row in rows:
-        round_, node, direction, wire = _fields(row)
+        round_, node, direction, wire = int(row["round"]), int(row["node"]), row["direction"], int(row["wire"])
         if direction not in ("up", "down"):
             raise ConfigError(f"ledger row has direction {direction!r}; expected 'up' or 'down'")
         if not 0 <= wire < 2**64:
             # Python refuses to print integers of thousands of digits.
             count = f"{wire} bytes" if abs(wire) < 2**64 else "a byte count beyond 64 bits"
             raise ConfigError(f"ledger row of round {round_}, node {node} has {count}; expected 0 to 2**64 - 1")
-        kind = ""
-        if message_types:
-            kind = row.get("message_type", "") if isinstance(row, Mapping) else getattr(row, "message_type", "")
-        cell = traffic[round_, str(kind)].setdefault(node, [0, 0, 0, 0])
+        cell = traffic[round_, row["message_type"]].setdefault(node, [0, 0, 0, 0])
         at = 0 if direction == "down" else 2
         cell[at] += wire
         cell[at + 1] += 1

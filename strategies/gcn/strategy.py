@@ -29,7 +29,8 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
-from fedcomp.errors import ConfigError, nearest
+from fedcomp import params
+from fedcomp.errors import ConfigError
 from fedcomp.flower.checkpoint import INNER
 from fedcomp.flower.gcn import EVALUATE_TYPE, FEATURES, TRAIN_TYPE, PlanRequest, put_frames
 from fedcomp.flower.logs import log
@@ -130,10 +131,9 @@ class SkewedGCN(ExchangeStrategy, Stateful):
         configrecord_key: str = "config",
     ) -> None:
         _check_inner(inner)
-        if isinstance(seed, bool) or not isinstance(seed, int):
-            raise ConfigError(f"seed={seed!r} is not valid: a whole number")
-        if structure not in STRUCTURES:
-            raise ConfigError(f"structure={structure!r} is not known{nearest(str(structure), STRUCTURES)}")
+        # Any that a record can hold: its integers are signed, of 64 bits.
+        params.integer("seed", seed, low=-(2**63), high=2**63 - 1)
+        params.choice("structure", structure, STRUCTURES)
         if sampler.sampler == "fastgcn" and structure != "full":
             raise ConfigError(
                 f"sampler 'fastgcn' draws by column norms of all of P, which structure={structure!r} does not show; "

@@ -355,7 +355,7 @@ def test_a_report_survives_json() -> None:
     ("options", "said"),
     [
         ({"cache": "alll"}, "cache='alll' is not valid: .*; did you mean 'all'"),
-        ({"structure": "some"}, "structure='some' is not known"),
+        ({"structure": "some"}, "structure='some' is not valid: .*'full', 'halo'"),
         ({"evaluate": "fully"}, "evaluate='fully' is not valid: .*; did you mean 'full'"),
         ({"codec": "dense-f31"}, "row codec 'dense-f31' is not known; did you mean 'dense-f32'"),
         ({"local_steps": 0}, r"local_steps=0 is not valid: local_steps must be an integer in \[1, 65536\]"),

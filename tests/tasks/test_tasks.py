@@ -20,7 +20,7 @@ from fedcomp.tasks.base import EmptyPartition, Split, Task, single_thread
 from fedcomp.tasks.partition import dirichlet
 from fedcomp.tasks.registry import task_class
 from fedcomp.tasks.sgd import Sgd
-from fedcomp.tasks.shakespeare import TinyShakespeare, unigram_entropy
+from fedcomp.tasks.shakespeare import TinyShakespeare
 from fedcomp.tasks.sources import DataWarning
 
 KEY = Key(0, "batches")
@@ -82,7 +82,10 @@ def test_char_lstm_beats_the_unigram_entropy() -> None:
     task = _task("tiny-shakespeare", speakers=4, hidden=48)
     model = task.model(0)
     task.train(model, task.train_split, lr=1.0, momentum=0.9, epochs=4, batch_size=32, key=KEY)
-    assert task.evaluate(model, task.test)["loss"] < 0.9 * unigram_entropy(task.test.y)
+    # The loss, in nats, of the best model that ignores the context.
+    share = np.bincount(task.test.y.reshape(-1)) / task.test.y.size
+    entropy = -(share[share > 0] * np.log(share[share > 0])).sum()
+    assert task.evaluate(model, task.test)["loss"] < 0.9 * entropy
 
 
 def test_logistic_objective_is_the_textbook_one() -> None:
@@ -157,20 +160,20 @@ def test_batches_cover_each_epoch_and_stop_at_max_steps() -> None:
 @pytest.mark.parametrize(
     ("bad", "match"),
     [
-        ({"lr": float("nan")}, "lr=nan; expected a finite"),
-        ({"lr": -1.0}, "lr=-1.0; expected a finite"),
-        ({"lr": "0.1"}, "lr='0.1'; expected a finite"),
+        ({"lr": float("nan")}, "lr=nan is not valid: lr must be a finite"),
+        ({"lr": -1.0}, "lr=-1.0 is not valid: lr must be a finite"),
+        ({"lr": "0.1"}, "lr='0.1' is not valid: lr must be a finite"),
         ({"lr": 1e39}, "range of float32"),
         ({"momentum": -0.5}, "momentum=-0.5"),
         ({"weight_decay": float("inf")}, "weight_decay=inf"),
-        ({"weight_decay": 10**400}, "weight_decay=1000.*expected a finite"),
+        ({"weight_decay": 10**400}, "weight_decay=1000.*must be a finite"),
         ({"proximal": float("nan")}, "proximal=nan"),
         ({"proximal": -1}, "proximal=-1"),
         ({"epochs": -1}, "epochs=-1; expected a whole number, at least 0"),
         ({"epochs": 1.5}, "epochs=1.5"),
         ({"epochs": float("nan")}, "epochs=nan"),
         ({"max_steps": -1}, "max_steps=-1; expected a whole number, at least 0"),
-        ({"max_steps": -(10**5000)}, "max_steps=a number of thousands of digits"),
+        ({"max_steps": -(10**5000)}, "max_steps=<int>"),
         ({"batch_size": 0}, "batch_size=0; expected a whole number, at least 1"),
         ({"batch_size": None}, "batch_size=None"),
         ({"epochs": None}, "limit on epochs or steps"),
@@ -355,27 +358,27 @@ def test_one_speaker_is_one_client() -> None:
     [
         ("digit", {}, "did you mean 'digits'"),
         ("digits", {"hiden": 3}, "did you mean 'hidden'"),
-        ("digits", {"hidden": "256,-1"}, "at least 1"),
+        ("digits", {"hidden": "256,-1"}, r"integer in \[1, "),
         ("digits", {"hidden": 2.5}, "layer widths"),
         ("digits", {"model": "cn"}, "did you mean 'cnn'"),
         ("digits", {"batch_norm": "maybe"}, "boolean"),
         ("digits", {"partition": "dirichle:1"}, "did you mean 'dirichlet'"),
-        ("digits", {"partition_seed": -1}, "at least 0"),
-        ("digits", {"train_examples": "many"}, "whole number"),
-        ("breast-cancer", {"l2": -1.0}, "out of range"),
-        ("breast-cancer", {"l2": "nan"}, "out of range"),
-        ("breast-cancer", {"l2": 10**400}, r"l2=1000.*out of range"),
-        ("breast-cancer", {"l2": -(10**5000)}, "thousands of digits is out of range"),
-        ("breast-cancer", {"l2": "1e400"}, "out of range"),
-        ("digits", {"partition_seed": 10**400}, "below 2"),
-        ("digits", {"train_examples": 10**5000}, "thousands of digits is not a whole number"),
-        ("digits", {"hidden": 10**400}, "below 2"),
-        ("digits", {"hidden": (64, 10**5000)}, "whole number"),
+        ("digits", {"partition_seed": -1}, r"integer in \[0, "),
+        ("digits", {"train_examples": "many"}, "must be an integer"),
+        ("breast-cancer", {"l2": -1.0}, "must be a finite number >= 0"),
+        ("breast-cancer", {"l2": "nan"}, "must be a finite number >= 0"),
+        ("breast-cancer", {"l2": 10**400}, r"l2=1000.*must be a finite number >= 0"),
+        ("breast-cancer", {"l2": -(10**5000)}, "l2=<int> is not valid"),
+        ("breast-cancer", {"l2": "1e400"}, "must be a finite number >= 0"),
+        ("digits", {"partition_seed": 10**400}, rf"integer in \[0, {2**63 - 1}\]"),
+        ("digits", {"train_examples": 10**5000}, "train_examples=<int> is not valid"),
+        ("digits", {"hidden": 10**400}, rf"integer in \[1, {2**63 - 1}\]"),
+        ("digits", {"hidden": (64, 10**5000)}, "must be an integer"),
         ("digits", {"batch_norm": 10**5000}, "written down"),
-        ("digits", {"model": 10**5000}, "written down"),
+        ("digits", {"model": 10**5000}, "model=<int> is not valid"),
         ("digits", {"partition": 10**5000}, "written down"),
         ("digits", {"root": 10**5000}, "written down"),
-        ("tiny-shakespeare", {"seq_len": 1}, "at least 2"),
+        ("tiny-shakespeare", {"seq_len": 1}, r"integer in \[2, "),
         ("tiny-shakespeare", {"min_chars": 10**9}, "lower min_chars"),
     ],
 )
