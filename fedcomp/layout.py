@@ -155,7 +155,7 @@ def may_be_variance(tensor: TensorSpec) -> bool:
 
 
 def hold_variances(before: Mapping[str, NDArray[Any]], after: Mapping[str, NDArray[Any]]) -> list[str]:
-    """Give values of variances that are no longer positive the value they had; return the names of their tensors.
+    """Put back the old value of variances that are no longer positive; return the names of their tensors.
 
     A variance that is compressed like a weight can turn negative: what error feedback kept back arrives after the
     variance has moved on. A vector without negative values, more than half of them positive, is taken for one (a dead
@@ -272,6 +272,15 @@ class Layout:
         offsets are meaningless (0).
     order : tuple of str
         All names in the model's own order.
+
+    Examples
+    --------
+    >>> model = {"weight": np.ones((300, 300), np.float32), "bias": np.zeros(300, np.float32), "steps": np.array(3)}
+    >>> layout = Layout.of(model)
+    >>> layout.size, layout.compressed_size, [t.name for t in layout.exact]
+    (90300, 90000, ['steps'])
+    >>> layout.unflatten(layout.flatten(model))["weight"].shape
+    (300, 300)
     """
 
     tensors: tuple[TensorSpec, ...]

@@ -68,6 +68,7 @@ def integer(name: str, value: Any, *, low: int, high: int | None = None) -> int:
     Raises
     ------
     ConfigError
+        When it is not a whole number in that range.
     """
     rule = f"an integer >= {low}" if high is None else f"an integer in [{low}, {high}]"
     checked = number(name, value, rule=rule, ok=lambda v: v % 1 == 0 and low <= v and (high is None or v <= high))

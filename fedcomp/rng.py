@@ -26,7 +26,15 @@ class Key:
         What the stream is for, e.g. ``"codec"``, ``"batches"``, ``"cohort"``.
     round, partition, layer : int
         Where in the run the stream is used. ``partition`` is the client's partition id, never its node id: node ids
-        are drawn anew in every run.
+        change from run to run.
+
+    Examples
+    --------
+    >>> key = Key(7, "codec", round=3)
+    >>> key.uniform(2).round(3)
+    array([0.421, 0.464])
+    >>> key.at(round=4) == Key(7, "codec", round=4)
+    True
     """
 
     seed: int

@@ -19,7 +19,7 @@ _IDENTITY = "identity"
 
 @dataclass(frozen=True)
 class StatePart:
-    """State that is no plain attribute: that of an object which stays the one it is, or has to be made first.
+    """State that is not a plain attribute: that of an object which is restored in place, or has to be made first.
 
     Attributes
     ----------

@@ -357,6 +357,6 @@ EXPERIMENT = Experiment(
         "The last tables are about other settings: a CNN whose clients make a pass a round with momentum, adaptive "
         "servers, and rules that are no mean. Step sizes were chosen on a validation split of the training images. "
         'Inside of FedAdam and FedYogi the pair keeps moments and steps to what arrived; "moments everywhere" is '
-        "Flower's rule as it stands, which goes on moving coordinates that no client spoke of."
+        "Flower's own rule, which goes on moving coordinates that no client sent."
     ),
 )

@@ -1,4 +1,4 @@
-"""What of an update is sent: one file per compressor, found by name or made from a configuration that travels.
+"""Which part of an update is sent: one file per compressor, found by name or made from a configuration that travels.
 
 A codec that is imported here is known by its id and part of ``fedcomp``: that line is all it takes.
 """

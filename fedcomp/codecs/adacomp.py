@@ -142,7 +142,7 @@ class AdaComp(PositionalCodec):
             total = residue[indices] + update[indices]
             # Sending m elements as s adds s * (s * m - 2 * sum of |G|) to the squared norm of the residue.
             if step.scale * indices.size > 2.0 * float(np.abs(total).sum(dtype=np.float64)):
-                # The step has already subtracted the scale there; the sum is put back before bins are searched anew.
+                # The step has already subtracted the scale there; the sum is put back before bins are searched again.
                 out[indices] = total
                 indices = select_bins(out, length)
                 indices = indices[out[indices] != 0.0]

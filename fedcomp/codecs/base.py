@@ -2,7 +2,7 @@
 
 A codec is immutable configuration. Everything that changes from round to round is in ``State``, a plain
 ``dict[str, ndarray]`` the caller owns, stores and rolls back; a codec has no hidden members. Client half (``encode``)
-and server half (:class:`Receiver`) of a codec stand in one class, so that they are read together.
+and server half (:class:`Receiver`) of a codec are one class, so that they are read together.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Receiver(ABC):
         return frame if isinstance(frame, Bundle) else decode(frame, self.schema(layout), self.limits(layout))
 
     def verify(self, frame: Frame | Bundle, layout: Layout, key: Key) -> Bundle:
-        """Open ``frame`` and check also what stands in it as drawn at random, such as the seed of a support.
+        """Open ``frame`` and also check what it says was drawn at random, such as the seed of a support.
 
         For a receiver who knows the ``key`` the sender encodes with. Most codecs have no such draws.
 
@@ -129,7 +129,7 @@ class Codec(Receiver, Configured):
         The codec holds memory of what was not sent; it needs no error feedback around it.
     never_enlarges : bool
         ``‖decode(encode(x))‖ <= ‖x‖`` for every x, every draw and every state, up to the rounding of float32: an update
-        that was clipped before it was encoded is still within the clip norm when it was decoded.
+        that was clipped before it was encoded is still within the clip norm after it was decoded.
     phases : int
         Exchanges an encoding needs. 1 for everything that fits Flower's own hooks.
     votes : bool

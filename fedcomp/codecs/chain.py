@@ -174,7 +174,7 @@ def chain(*stages: Transform | Codec) -> Chain:
         raise ConfigError(f"a chain ends with a codec, not with {last!r}")
     for stage in before:
         if not isinstance(stage, Transform):
-            raise ConfigError(f"{stage!r} stands before the end of a chain but is not a transform")
+            raise ConfigError(f"{stage!r} comes before the end of a chain but is not a transform")
     head = [stage for stage in before if isinstance(stage, Transform)]
     if isinstance(last, Chain):
         return Chain([*head, *last.transforms], last.codec)

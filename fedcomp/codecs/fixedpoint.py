@@ -1,9 +1,9 @@
 """Fixed point: the values of a codec whose frames share one support, as integers on one grid that all clients share.
 
 Integers can be added exactly, and added by whoever must not know them: in a prime field, behind masks, in coded shards.
-That needs one scale for everybody, agreed on beforehand, where other quantisers choose theirs from the update; and one
-support, or the sum would add what does not belong together. Derived here; a shared scale with stochastic rounding is
-the usual preparation for secure aggregation (recalled).
+That needs one scale for all clients, agreed on beforehand, where other quantisers choose theirs from the update; and
+one support, or the sum would add values of different coordinates. Derived here; a shared scale with stochastic rounding
+is the usual preparation for secure aggregation (recalled).
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ class FixedPoint(Wrapper):
         divisor : float
             The sum of the weights.
         key : Key
-            That of the round; the partition does not matter, since the support is everybody's.
+            That of the round; the partition does not matter, since all clients share the support.
 
         Raises
         ------

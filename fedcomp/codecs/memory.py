@@ -1,4 +1,4 @@
-"""What codecs with memory check of the state they are given, and what they say of sums that are not finite."""
+"""Checks of the state that codecs with memory are given, and the errors for sums that are not finite."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedcomp.layout import Layout, Update, Vector
 
 
 def described(value: Any) -> str:
-    """Return dtype and shape of an array of a state, or what stands in its place."""
+    """Return dtype and shape of an array of a state, or the type of what is there instead."""
     return f"{value.dtype}{value.shape}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
 
 

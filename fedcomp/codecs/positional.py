@@ -288,7 +288,7 @@ class PositionalCodec(Packing, Codec):
 class AdaptiveCodec(PositionalCodec):
     """Base of positional codecs that adapt to what they have seen: a small state per stretch, and no memory of mass.
 
-    The state of stretch i stands under ``"i.<name>"``. It holds observations of the client's own vectors, never a part
+    The state of stretch i has names ``"i.<name>"``. It holds observations of the client's own vectors, never a part
     of a vector: error feedback goes around such a codec as around any other. So a lost frame takes nothing away, and
     :meth:`~fedcomp.codecs.base.Codec.rollback` returns the state as it is: what was seen of the data stays true whether
     or not the server read it.

@@ -164,7 +164,7 @@ def _nested_deeper(config: Any, most: int) -> bool:
     level = {id(config): config}
     for _ in range(most):
         inner = (v for c in level.values() for v in (c.values() if isinstance(c, Mapping) else c))
-        # By identity: one list that stands in another many times over is looked at once, or the levels would grow
+        # By identity: one list that is in another many times over is looked at once, or the levels would grow
         # without bound.
         level = {id(v): v for v in inner if isinstance(v, Mapping | list | tuple)}
         if not level:

@@ -34,8 +34,8 @@ class TopK(ListedCodec):
     scope : {"global", "layer"}
         Rank the whole model as one vector, or every tensor by itself.
     values : {"float32", "fp16", "bf16", "float64"}
-        How the kept values travel; "float64" as they are. fp16 saturates at 65504 and loses magnitudes below 6e-8;
-        error feedback keeps what is lost either way.
+        How the kept values travel; "float64" as they are. fp16 saturates at 65504 and rounds magnitudes below
+        3e-8 to zero; error feedback keeps what is lost either way.
     index : str
         The wire's index codec; "auto" takes the smallest.
     warmup : int

@@ -245,8 +245,8 @@ class Pieces:
         self.state = np.zeros(3, np.int64)
 
     def room(self, least: int) -> NDArray[np.int64]:
-        """Return where to write next; what was written so far is put by."""
-        self._put_by()
+        """Return where to write next; what was written so far is set aside."""
+        self._set_aside()
         # Doubling keeps the number of pieces logarithmic.
         self._room = np.empty(self._size + least, np.int64)
         self._size *= 2
@@ -255,14 +255,14 @@ class Pieces:
     def all(self) -> NDArray[np.int64]:
         """Return all that was written, shape (k,)."""
         if self._full:
-            self._put_by()
+            self._set_aside()
             return np.concatenate(self._full)
         # A large array shrinks where it stands.
         # Kernels had this memory for the length of a call: nobody else refers to it.
         self._room.resize(self.state[1], refcheck=False)
         return self._room
 
-    def _put_by(self) -> None:
+    def _set_aside(self) -> None:
         if self.state[1]:
             self._full.append(self._room[: self.state[1]])
             self.state[1] = 0

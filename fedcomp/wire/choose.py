@@ -293,8 +293,8 @@ def _smallest(support: Support, backend: str) -> tuple[IndexCodec, bytes, bytes,
         table, other = best_block_rice(support)
         if other < size:
             choice, size = "block-rice", other
-    # An entry of the table names one back-end for both sections: where zlib was asked for, gaps behind zstd cannot
-    # stand.
+    # An entry of the table names one back-end for both sections: where zlib was asked for, gaps behind zstd
+    # are not possible.
     if k >= TRIAL_K and backend in ("none", "zstd") and "zstd" in available_backends():
         codec = INDEX_BY_NAME["gap-bytes"]
         params, section = codec.encode(support)

@@ -122,7 +122,7 @@ class Ternary(Values):
         scale = float(take_scales(section, 1, "scale")[0])
         if layout == 0:
             packed = np.frombuffer(section[4:], np.uint8)
-            # Such a byte stands for no five trits, and would be looked up beyond the end of the table.
+            # Such a byte is no group of five trits, and would be looked up beyond the end of the table.
             if int(packed.max()) > 242:
                 raise Corrupt("a byte of five trits is above 242")
             digits = _TRITS[packed].reshape(-1)

@@ -103,6 +103,12 @@ class Expected:
     ------
     ConfigError
         For an impossible shape, an unknown dtype or kind, or an empty set, which no frame could satisfy.
+
+    Examples
+    --------
+    >>> expected = Expected("w", (1000,), max_k=10, kinds=frozenset({SPARSE}))
+    >>> expected.most_values, Limits.for_schema((expected,)).max_bytes_in
+    (10, 66293)
     """
 
     name: str

@@ -34,6 +34,7 @@ def spread(scales: NDArray[Any], block: int, k: int) -> NDArray[Any]:
 
 
 def block_reduce(function: np.ufunc, array: NDArray[Any], block: int) -> NDArray[Any]:
+    """Return ``function`` reduced over each block of ``array``, shape (block_count(k, block),)."""
     if array.size == 0:
         return array[:0]
     starts = np.arange(0, array.size, block) if block else np.zeros(1, np.intp)
@@ -66,6 +67,7 @@ def take_scales(section: Buffer, count: int, what: str) -> NDArray[np.float32]:
 
 
 def take_param(params: bytes, pos: int, what: str) -> tuple[int, int]:
+    """Read a varint among a codec's parameters; return it and the position after it, or raise Corrupt."""
     try:
         return take_varint(params, pos, len(params))
     except WireError:
@@ -73,6 +75,7 @@ def take_param(params: bytes, pos: int, what: str) -> tuple[int, int]:
 
 
 def require(condition: bool, message: str) -> None:
+    """Raise ConfigError with ``message`` unless ``condition`` holds."""
     if not condition:
         raise ConfigError(message)
 

@@ -100,7 +100,7 @@ class Rice(IndexCodec):
 
     def decode(self, params: bytes, section: Buffer, n: int, k: int) -> Indices:
         b = params[0]
-        # The low bits have a known length, so the unary stream needs none: it is what stands before them.
+        # The low bits have a known length, so the unary stream needs none: it is what comes before them.
         split = len(section) - packed_size(k, b)
         ones = unpack_unary(section[:split], k)
         low = unpack(section[split:], k, b, np.int64)

@@ -84,8 +84,8 @@ class Section:
         require_dtype(self.dtype)
         if self.index not in SECTION_INDEX:
             raise ConfigError(
-                f"index={self.index!r} cannot stand in a section{nearest(self.index, SECTION_INDEX)}; expected one of "
-                f"{', '.join(SECTION_INDEX)}; frames have more"
+                f"index={self.index!r} cannot be used in a section{nearest(self.index, SECTION_INDEX)}; expected one "
+                f"of {', '.join(SECTION_INDEX)}; frames have more"
             )
         if not 0 <= self.n <= MAX_SIZE or not 0 <= self.most_values <= self.n:
             raise ConfigError(f"a section of n={self.n} elements and max_k={self.max_k}; expected 0 <= max_k <= n")
