@@ -1,6 +1,6 @@
 """The client half of decentralised learning: one iteration of an algorithm per message, its state in ``context.state``.
 
-Which algorithm it is, and all that belongs to an iteration, the message says; how a node carries it out stands in
+The message says which algorithm it is, and all that belongs to an iteration; how a node carries it out is in
 :mod:`fedcomp.gossip.node`. A handler reads the state, computes, and writes the state as its last act: whatever breaks
 before leaves the node as it was, and the server repeats the very same instruction. A node that has carried it out
 already answers from memory.
@@ -149,7 +149,7 @@ def _carry_out(msg: Message, context: Context, problem: ProblemOf) -> Message:
 
 
 def _observe(msg: Message, context: Context, problem: ProblemOf) -> Message:
-    """Tell the model as it is after the inbox that waits for this node, and its figures; change nothing."""
+    """Report the model as it is after the inbox that waits for this node, and its figures; change nothing."""
     setup, instruction = gossip.GossipSetup.take(msg), _instruction(msg, context)
     if instruction.action != "observe":
         raise StateError(f"an observation asks to {instruction.action!r}; it must not change anything")

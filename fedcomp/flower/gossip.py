@@ -7,7 +7,7 @@ Four kinds of messages, so that the ledger keeps them apart:
     train.gossip           every other instruction: gossip messages both ways, nothing else that grows with the model
     query.gossip_observe   the model as it is, and its figures: for reports, changes nothing
 
-Scalars and short lists of an instruction or an answer stand in one ConfigRecord; every gossip message is one frame,
+Scalars and short lists of an instruction or an answer are in one ConfigRecord; every gossip message is one frame,
 whose bytes nobody but its receiver reads. Whether the parts fit each other is checked by
 :mod:`fedcomp.gossip.protocol` and by those who act on them.
 """
@@ -129,7 +129,7 @@ class AnswerRecord(_Parts, key=HEADER, separator="."):
 
 @dataclass(frozen=True)
 class MemoryRecord(Schema, key="fedcomp.gossip.memory"):
-    """Which instruction a node has carried out last; its answer stands in a record beside this one."""
+    """Which instruction a node has carried out last; its answer is in a record beside this one."""
 
     session: Name
     serial: Count

@@ -26,7 +26,7 @@ ALGORITHMS: Final[Mapping[str, str]] = {
     "dyna-cold": "fedcomp.gossip.dyna_cold:DynaCOLD",
     "power-gossip": "fedcomp.gossip.power_gossip:PowerGossip",
 }
-"""Where each algorithm stands; imported when it is asked for."""
+"""Module and class of each algorithm, imported when it is first asked for."""
 
 AVERAGING: Final[Mapping[str, str]] = {"coordinate-push": "fedcomp.gossip.coordinate_push:CoordinatePush"}
 """Algorithms that only average and refuse gradients; no system trains with them."""

@@ -1,7 +1,7 @@
 """One iteration of a decentralised algorithm, seen from one node: state and messages in, state and messages out.
 
 An algorithm is immutable configuration. What a node knows is its ``State``, a plain ``dict[str, ndarray]`` that the
-caller owns and stores; what it is told about an iteration is its :class:`View`. :meth:`Algorithm.step` is a pure
+caller owns and stores; what it knows of an iteration is its :class:`View`. :meth:`Algorithm.step` is a pure
 function of these, of the messages and of the gradient, so that a step may be repeated after a crash and gives the same
 bytes, and so that the same code runs in tests, in one process and on nodes far apart.
 
@@ -74,7 +74,7 @@ def deliver(outboxes: Mapping[int, Outbox]) -> dict[int, list[GossipMessage]]:
 
 @dataclass(frozen=True)
 class View:
-    """What a node is told about the iteration it begins.
+    """What a node knows about the iteration it begins.
 
     Attributes
     ----------
@@ -121,7 +121,7 @@ class View:
 
 
 class KnownGraph(Protocol):
-    """What of a graph may decide a parameter; :class:`fedcomp.gossip.graph.Topology` is one."""
+    """The properties of a graph that a parameter may depend on; :class:`fedcomp.gossip.graph.Topology` has them."""
 
     name: ClassVar[str]
     directed: bool
@@ -157,7 +157,7 @@ class Named(Configured):
 
 
 class Algorithm(Named, ABC):
-    """One published iteration. Make them by class, or by :func:`fedcomp.gossip.get_algorithm` from a configuration.
+    """One published iteration, made by its class or by :func:`fedcomp.gossip.get_algorithm` from a configuration.
 
     Attributes
     ----------
@@ -197,7 +197,7 @@ class Algorithm(Named, ABC):
             Where this node begins; its dtype is the dtype of all vectors of the state.
         layout : Layout
             Which stretch is compressed (``[:layout.compressed_size]``), which travels dense, and the tensors' shapes.
-            What later steps need of it belongs into the state.
+            Whatever later steps need of it belongs in the state.
         common : ndarray, shape (d,), optional
             What every node knows of every other without a byte: where estimates begin. Default: ``model`` itself,
             right when all nodes begin with the same model; zeros, or anything else all share, when they do not.
@@ -205,7 +205,7 @@ class Algorithm(Named, ABC):
 
     @abstractmethod
     def receive(self, state: State, messages: Sequence[GossipMessage]) -> State:
-        """Finish the iteration begun with ``state`` by what its messages bring; without a begun one return ``state``.
+        """Finish the iteration begun with ``state`` by what its messages bring; when none was begun, return ``state``.
 
         Parameters
         ----------
@@ -254,8 +254,10 @@ class Algorithm(Named, ABC):
         return {}
 
     def noticed(self, state: State, messages: Sequence[GossipMessage]) -> dict[int, str]:
-        """Return what is odd about messages that are counted all the same, by source, for the report; ``state`` is that
-        of before. Messages that cannot be read do not matter here."""
+        """Return what is odd about messages that are counted nevertheless, by source, for the report.
+
+        ``state`` is the one from before they were received. Messages that cannot be read do not matter here.
+        """
         return {}
 
     def shift(self, state: State, change: Real) -> State:
@@ -296,7 +298,7 @@ def real(model: Real) -> Real:
     Raises
     ------
     MessageError
-        When it has another dtype or is no vector.
+        When it has another dtype or is not a vector.
     """
     if model.ndim != 1 or model.dtype not in (np.float32, np.float64):
         raise MessageError(f"a model is {model.dtype}{model.shape}; expected a float32 or float64 vector")

@@ -75,6 +75,13 @@ class BEER(Compressing):
         C of both; a contraction.
     digest_every : int
         Messages between two with a digest of the estimates; 0 for never.
+
+    Examples
+    --------
+    >>> from fedcomp.layout import Layout
+    >>> algorithm = BEER(lr=0.02, compressor={"id": "topk", "density": 0.1})
+    >>> float(algorithm.init(np.zeros(100), Layout.flat(100))["gamma"])
+    0.2
     """
 
     name: ClassVar[str] = "beer"

@@ -51,7 +51,15 @@ class FaultPlan:
     Raises
     ------
     ConfigError
-        For an unknown kind or probabilities that are none.
+        For an unknown kind, or values that are not probabilities.
+
+    Examples
+    --------
+    >>> faults = FaultPlan(1, {"silent": 0.5, "lost_reply": 0.25}, until=100)
+    >>> [faults(node, 1) for node in range(4)] == [faults(node, 1) for node in range(4)]
+    True
+    >>> faults(0, 101)
+    'none'
     """
 
     seed: int
@@ -211,7 +219,7 @@ class SimulationSettings:
     faults : Faults, optional
         For example a :class:`FaultPlan`.
     skew_rounds, patience, members, watch, session
-        As of :class:`~fedcomp.gossip.relay.RelaySettings`.
+        See :class:`~fedcomp.gossip.relay.RelaySettings`.
     every : int
         Call ``observe`` each time so many iterations are complete, and before the first; 0: only at the end.
     observe : callable, optional

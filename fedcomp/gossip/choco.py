@@ -62,6 +62,12 @@ class CHOCO(Compressing):
     Notes
     -----
     State: ``"x"``; ``"v"`` with momentum; the estimates ``"h"`` and ``"h/<j>"``.
+
+    Examples
+    --------
+    >>> algorithm = CHOCO(lr=0.05, gamma=0.45, compressor={"id": "scaledsign"})
+    >>> algorithm.to_config()["compressor"]["id"]
+    'scaledsign'
     """
 
     name: ClassVar[str] = "choco"

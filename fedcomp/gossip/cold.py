@@ -58,6 +58,16 @@ class COLD(Compressing, PrimalDual):
     copies : bool
         False keeps the weighted sum of the neighbours' estimates in place of one vector per neighbour; weights and
         neighbours may then never change.
+
+    Examples
+    --------
+    ``gamma="auto"`` becomes a number where the model's size is known:
+
+    >>> import numpy as np
+    >>> from fedcomp.layout import Layout
+    >>> algorithm = COLD(lr=0.1, compressor={"id": "dithering", "bits": 2})
+    >>> float(algorithm.init(np.zeros(100), Layout.flat(100))["gamma"])
+    0.5
     """
 
     name: ClassVar[str] = "cold"

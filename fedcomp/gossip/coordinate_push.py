@@ -116,6 +116,11 @@ class CoordinatePush(Algorithm):
 
     The body of a message: a section (:class:`fedcomp.wire.Section`) with a pair (share of w, z) per chosen coordinate,
     4 bytes and 4 or 8; then the pairs of those that always travel. In the closing phase all travel.
+
+    Examples
+    --------
+    >>> CoordinatePush(density=0.1).count(1000)
+    100
     """
 
     name: ClassVar[str] = "coordinate-push"

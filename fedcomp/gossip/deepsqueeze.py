@@ -54,6 +54,12 @@ class DeepSqueeze(Compressing):
     Notes
     -----
     State: ``"x"``; ``"v"`` with momentum; ``"error"``, what was not sent yet; ``"split"``.
+
+    Examples
+    --------
+    >>> algorithm = DeepSqueeze(lr=0.05, gamma=0.05, compressor={"id": "topk", "density": 0.1})
+    >>> algorithm.time_varying, algorithm.directed
+    (True, False)
     """
 
     name: ClassVar[str] = "deepsqueeze"

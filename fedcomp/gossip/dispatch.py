@@ -1,4 +1,4 @@
-"""One half of a relay: what every node is told next."""
+"""One half of a relay: the next instruction to every node."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ class Dispatch:
         self._run = run
 
     def ask(self) -> dict[int, Instruction]:
-        """Return what every node is to be told now, by node, ascending; counts as an attempt. Empty when the run is
-        done.
+        """Return every node's instruction, by node, ascending; counts as an attempt. Empty when the run is done.
 
         Raises
         ------

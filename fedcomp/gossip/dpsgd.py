@@ -47,6 +47,12 @@ class DPSGD(Algorithm):
     -----
     State: ``"x"``; ``"v"`` with momentum. The message is the model in its own dtype. The gradient is taken at the model
     that was sent, so that computing and sending may overlap.
+
+    Examples
+    --------
+    >>> algorithm = DPSGD(lr=0.05, momentum=0.9)
+    >>> algorithm.to_config()
+    {'name': 'dpsgd', 'lr': 0.05, 'momentum': 0.9, 'gamma': 1.0}
     """
 
     name: ClassVar[str] = "dpsgd"

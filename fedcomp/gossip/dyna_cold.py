@@ -105,6 +105,13 @@ class DynaCOLD(COLD):
         Q; by default one bit per coordinate. It gets vectors within ``[-2, 2]``, and errs by at most 1 there.
     digest_every : int
         Messages between two with a digest of the estimate; 0 for never.
+
+    Examples
+    --------
+    >>> DynaCOLD(lr=0.3).scale
+    'zoom'
+    >>> DynaCOLD(lr=0.3, scale="geometric", gamma=0.5, rho=0.97, s0=0.05).rho
+    0.97
     """
 
     name: ClassVar[str] = "dyna-cold"

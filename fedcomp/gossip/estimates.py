@@ -212,8 +212,8 @@ def broadcast(
         Of the innovation ``(z - ẑ)[:split]``.
     view : View
         Destinations are the keys of its ``column``; its ``row`` is remembered for :func:`disagreement` and
-        :func:`absorb`. Destinations in ``view.resync``, and
-        those that do not know every message of the stream so far, get RESYNC messages.
+        :func:`absorb`. Destinations in ``view.resync``, and those that do not know every message of the stream so far,
+        get RESYNC messages.
     extra : bytes, or mapping of destination to bytes
         Put in front of the body. Destinations with the same bytes share one multicast.
     flags : MessageFlag
@@ -421,7 +421,7 @@ def retract(
     for message in sorted(messages, key=lambda one: (-peek(one.payload).iteration, one.destination)):
         header, to = peek(message.payload), message.destination
         number = count(new, f"{names[0]}.seq>{to}")
-        # The state counts without bound; what stands in a header is that modulo 65536.
+        # The state counts without bound; a header has the number modulo 65536.
         if not number or header.seq != (number - 1) & 0xFFFF:
             raise OutOfStep(
                 to,

@@ -38,6 +38,12 @@ class GradientTracking(Algorithm):
     ----------
     lr : float
         η.
+
+    Examples
+    --------
+    >>> algorithm = GradientTracking(lr=0.05)
+    >>> algorithm.time_varying, algorithm.vectors_per_message
+    (True, 2)
     """
 
     name: ClassVar[str] = "gradient-tracking"

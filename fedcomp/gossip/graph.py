@@ -1,8 +1,8 @@
 """Graphs that models are exchanged over: who sends to whom in an iteration, and with which weights.
 
 ``P[j, i]`` is the share vertex i pushes to j: columns sum to 1, and a vertex needs only its own out-degree for its own.
-``W[i, j]`` is the weight i gives to what it hears from j: symmetric, rows and columns sum to 1: undirected
-graphs only. The diagonal is what is left to 1, and always positive.
+``W[i, j]`` is the weight i gives to what it receives from j: symmetric, with rows and columns that sum to 1, on
+undirected graphs only. The diagonal is what is left to 1, and always positive.
 
 Whoever does not answer is left out of ``alive``, and the others' weights are those of the graph without it.
 """
@@ -160,7 +160,7 @@ class Topology(NeighbourTables):
         return w.uniform_column(self._living_out(i, t, alive))
 
     def row(self, i: int, t: int = 0, alive: Collection[int] | None = None) -> dict[int, float]:
-        """Return the weight of what vertex i hears from each living in-neighbour, ascending.
+        """Return the weight of what vertex i receives from each living in-neighbour, ascending.
 
         Undirected graphs: ``W[i, j]``, Metropolis weights of the graph of the living. Directed ones: ``P[i, j]``.
         """
@@ -189,7 +189,7 @@ class Topology(NeighbourTables):
         dense: bool = False,
         resync: Iterable[int] = (),
     ) -> View:
-        """Return what vertex i is told about iteration t.
+        """Return what vertex i must know about iteration t.
 
         Parameters
         ----------

@@ -48,6 +48,12 @@ class LEAD(Compressing, PrimalDual):
         C; the authors' is the dithered quantiser of b bits scaled by the largest magnitude.
     digest_every : int
         Messages between two with a digest of the estimate; 0 for never.
+
+    Examples
+    --------
+    >>> algorithm = LEAD(lr=0.3, compressor={"id": "dithering", "bits": 2})
+    >>> algorithm.alpha, algorithm.gamma
+    (0.5, 1.0)
     """
 
     name: ClassVar[str] = "lead"

@@ -16,7 +16,7 @@ Arrays = Mapping[str, NDArray[Any]]
 
 
 class Objective(Protocol):
-    """What is minimised, as a function of named arrays: :class:`fedcomp.tasks.local.LocalObjective`, or one's own."""
+    """What is minimised, as a function of named arrays: :class:`fedcomp.tasks.local.LocalObjective`, or your own."""
 
     def gradient(self, arrays: Arrays, key: Key) -> Mapping[str, NDArray[Any]]:
         """Return the (stochastic) gradient by name of the parameter; ``key`` chooses the batch."""
@@ -43,6 +43,18 @@ class FlatObjective:
     ----------
     home : dict of str to ndarray
         The same, as the last gradient left them.
+
+    Examples
+    --------
+    >>> class Pull:
+    ...     def gradient(self, arrays, key):
+    ...         return {"w": arrays["w"] - 1.0}
+    ...
+    ...     def buffers_after(self):
+    ...         return {}
+    >>> layout = Layout.of({"w": np.zeros((2, 2), np.float32)})
+    >>> FlatObjective(Pull(), layout).gradient(np.zeros(4, np.float32), Key(0, "batch"))
+    array([-1., -1., -1., -1.], dtype=float32)
     """
 
     def __init__(self, objective: Objective, layout: Layout, home: Arrays | None = None) -> None:

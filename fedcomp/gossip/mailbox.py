@@ -1,4 +1,4 @@
-"""Messages between being posted and being delivered, and which edges need whole estimates. No message is opened.
+"""Messages between being sent and being delivered, and which edges need whole estimates. No message is opened.
 
 A message is in one place at a time: in its receiver's box, in an open instruction, or with the messages that go back to
 its sender. Of one edge messages keep the order they were sent in, on the way there and on the way back; what goes back
@@ -24,7 +24,7 @@ class Pending:
 
 
 class Blobs:
-    """Byte strings by number, each distinct one once: what stands for messages in JSON."""
+    """Byte strings by number, each distinct one once: a state refers to messages by these numbers."""
 
     def __init__(self, blobs: Iterable[bytes] = ()) -> None:
         self.blobs = list(blobs)
@@ -40,7 +40,7 @@ class Blobs:
 
 
 def numbered(instruction: Instruction, blobs: Blobs) -> Parts:
-    """Return an instruction JSON-able: its parts, with the messages as numbers of ``blobs``."""
+    """Return an instruction as plain data: its parts, with the messages as numbers of ``blobs``."""
     parts = instruction.to_parts()
     return parts | {name: [blobs.put(payload) for payload in parts[name]] for name in ("inbox", "returned")}
 
@@ -86,7 +86,7 @@ class Mailbox:
         return sum(p.message.source == node and p.life == life for box in self._boxes for p in box)
 
     def put(self, message: GossipMessage, *, receiving: bool, whole: bool, dense: bool = False) -> bool:
-        """Post a message; return whether it is on its way. Otherwise it goes back at once.
+        """Accept a message; return whether it is on its way. Otherwise it goes back at once.
 
         Parameters
         ----------
@@ -176,7 +176,7 @@ class Mailbox:
         return self._broken.get(source, set())
 
     def get_state(self, blobs: Blobs) -> dict[str, Any]:
-        """Return everything, JSON-able; messages as numbers of ``blobs``."""
+        """Return everything as plain data; messages as numbers of ``blobs``."""
         return {
             "lives": list(self.lives),
             "lost": self.lost,

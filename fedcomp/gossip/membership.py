@@ -26,9 +26,9 @@ class Membership(Stateful):
     joining : set of int
         Who enters with the next instructions.
     leaving : set of int
-        Members that will be told to leave.
+        Members that leave with their next instruction.
     departing : set of int
-        Who was told to leave and is no member any more, but may still get own messages back.
+        Who got the instruction to leave and is not a member any more, but may still get own messages back.
     finished : set of int
         Who has carried out an instruction to finish.
     starts : dict of int to Start
@@ -60,7 +60,7 @@ class Membership(Stateful):
         self._failures: dict[int, tuple[int, str]] = {}
 
     def invite(self, node: int) -> None:
-        """Let a node that is no member enter with the next instructions; what it failed at before is forgotten."""
+        """Let a node that is not a member enter with the next instructions; its former failures are forgotten."""
         self.joining.add(node)
         self.excluded.pop(node, None)
         self.succeeded(node)
@@ -76,7 +76,7 @@ class Membership(Stateful):
         return admitted
 
     def depart(self, node: int) -> None:
-        """Note that a member was told to leave: from now on what is sent to it goes back to its sender."""
+        """Note that a member got the instruction to leave: from now on what is sent to it goes back to its sender."""
         self.leaving.discard(node)
         self.departing.add(node)
         self.members.discard(node)

@@ -193,7 +193,7 @@ def _carry_out(
             change = None if local is None or view.dense else local.change()
         # Answered, not raised: the inbox was applied, and only an answer acknowledges it.
         except (NonFiniteUpdate, Diverged) as error:
-            # An error without a text is a failure all the same, and an empty ``failed`` says that all went well.
+            # An error without a text is still a failure, and an empty ``failed`` says that all went well.
             failed = str(error) or type(error).__name__
     answer = NodeAnswer(
         instruction.session,
@@ -202,7 +202,7 @@ def _carry_out(
         needs=tuple(refused),
         reasons=tuple(refused.values()),
         lost=lost,
-        # Refused messages stand in ``needs``, with their reason.
+        # Refused messages are in ``needs``, with their reason.
         noticed=tuple((source, why) for source, why in sorted(noticed.items()) if source not in refused),
         failed=failed,
         facts=algorithm.facts(state),

@@ -8,7 +8,7 @@ Little-endian throughout::
     dtype      u8    of the sender's vectors: 1 float32, 2 float64
     body             to the end of the message
 
-Nothing else is in a message: who wrote it, and to whom, says the envelope. Everything read here comes from a peer:
+Nothing else is in a message: the envelope says who wrote it and to whom. Everything read here comes from a peer:
 whatever the bytes are, the outcome is a value or a :class:`~fedcomp.gossip.errors.MessageError`.
 """
 
@@ -38,9 +38,9 @@ class MessageFlag(IntFlag):
     """What a message is. Bits of one byte; part of the format."""
 
     RESYNC = 1
-    """The whole estimate, as it was before this message's change, stands in the body before the change."""
+    """The body has the whole estimate, as it was before this message's change, in front of the change."""
     DIGEST = 2
-    """Eight bytes of digest of the estimate after this message's change stand in the body."""
+    """The body has eight bytes of digest of the estimate after this message's change."""
     DENSE = 4
     """A message of the closing phase: no estimate is concerned."""
     ZOOM = 8
@@ -63,7 +63,7 @@ class MessageHeader(NamedTuple):
     Attributes
     ----------
     iteration : int
-        In which the message was written, modulo nothing: below 2**32.
+        In which the message was written; below 2**32, it does not wrap around.
     seq : int
         Modulo 65536.
     flags : MessageFlag

@@ -110,6 +110,12 @@ class PowerGossip(Algorithm):
 
     The message after its header: the digest if there is one, ``r * p`` values per matrix in an even step or ``r * m``
     in an odd one, then the vectors.
+
+    Examples
+    --------
+    >>> from fedcomp.gossip.topology import Ring
+    >>> round(PowerGossip(rank=1, rate="auto").fitted(Ring(8)).rate, 3)
+    1.308
     """
 
     name: ClassVar[str] = "power-gossip"
@@ -434,7 +440,7 @@ class _Said:
 
 def _read(payload: bytes, matrices: Matrices, dtype: np.dtype[Any], source: int) -> _Said:
     vectors = matrices.rest_size
-    # Whether the step is even or odd stands in the message itself: both sizes are possible.
+    # The message itself says whether the step is even or odd: both sizes are possible.
     most = (max(matrices.projected_size(0), matrices.projected_size(1)) + vectors) * dtype.itemsize + _DIGEST_BYTES
     header, body = unpack(payload, most=most, dtype=dtype)
     if header.flags & ~(MessageFlag.DIGEST | MessageFlag.RESYNC):

@@ -41,7 +41,7 @@ class Instruction:
         How often the set of nodes of a synchronous run has changed; always 0 in asynchronous runs.
     action : {"step", "finish", "leave", "observe"}
         ``step``: apply the inbox, then begin iteration ``view.iteration``. ``finish``: apply the inbox only. ``leave``:
-        apply the inbox, then send away all there is. ``observe``: tell the model as it would be after the inbox.
+        apply the inbox, then send away all there is. ``observe``: report the model as it would be after the inbox.
     view : View
         The iteration; of ``finish`` and ``observe`` only node, iteration and seed count.
     inbox : tuple of GossipMessage
@@ -139,7 +139,7 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class NodeAnswer:
-    """What a node says to an instruction. Kept by the node until the next instruction, which acknowledges it.
+    """What a node answers to an instruction. Kept by the node until the next instruction, which acknowledges it.
 
     Attributes
     ----------
@@ -161,7 +161,7 @@ class NodeAnswer:
     model : ndarray, optional
         The answer to ``observe``.
     noticed : tuple of (int, str)
-        Sources in the inbox, and what is odd about their messages, which were counted all the same.
+        Sources in the inbox, and what is odd about their messages, which were counted nevertheless.
     lost : tuple of str
         Why own messages that came back could not be taken back, one for each: their bytes were damaged on the way, and
         the mass they carried is gone.

@@ -323,7 +323,7 @@ def credited(state: State, x: Real, w: float) -> State:
     Raises
     ------
     MessageError
-        When the sum is not finite: the share is none that any run could have, and the state would never recover.
+        When the sum is not finite: no run could have such a share, and the state would never recover.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         numerator, weight = state["x"] + x, float(state["w"]) + w
@@ -377,7 +377,7 @@ def grouped(shares: Mapping[int, float]) -> dict[float, tuple[int, ...]]:
 
 
 def share_of(data: memoryview | bytes, source: int) -> float:
-    """Return the share of w that stands in ``data``.
+    """Return the share of w at the beginning of ``data``.
 
     Raises
     ------

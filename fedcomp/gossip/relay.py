@@ -1,4 +1,4 @@
-"""The relay's half of the protocol: who is told what, and a mailbox that never looks inside a message.
+"""The relay's half of the protocol: who is asked to do what, and a mailbox that never looks inside a message.
 
 :mod:`fedcomp.gossip.dispatch` issues instructions, :mod:`fedcomp.gossip.settlement` takes the answers; both work on the
 state in :mod:`fedcomp.gossip.run`.
@@ -76,7 +76,7 @@ class Relay(RelayRun):
         return tuple(sorted(self.nodes.members))
 
     def ask(self) -> dict[int, Instruction]:
-        """Return what every node is to be told now, by node, ascending; counts as an attempt. Empty when :attr:`done`.
+        """Return every node's instruction, by node, ascending; counts as an attempt. Empty when :attr:`done`.
 
         Raises
         ------
@@ -160,7 +160,7 @@ class Relay(RelayRun):
         Raises
         ------
         ConfigError
-            When it is no member.
+            When it is not a member.
         """
         if node not in self.nodes.members:
             raise ConfigError(f"node {node} cannot leave; members are {self.members}")

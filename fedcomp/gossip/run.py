@@ -1,7 +1,7 @@
 """All that a relay knows of its run between two exchanges: settings, who takes part, what is on the way, what happened.
 
 Both halves of :class:`fedcomp.gossip.relay.Relay` work on it: :mod:`fedcomp.gossip.dispatch`, which decides what every
-node is told, and :mod:`fedcomp.gossip.settlement`, which takes what they answer.
+node does next, and :mod:`fedcomp.gossip.settlement`, which takes the answers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ REASON_CHARACTERS: Final = 300
 
 
 class Observer(Protocol):
-    """What is told the nodes' figures after every iteration; :class:`fedcomp.gossip.tuning.DivergenceWatch` is one."""
+    """What gets the nodes' figures after every iteration; :class:`fedcomp.gossip.tuning.DivergenceWatch` is one."""
 
     def __call__(self, iteration: int, facts: Mapping[int, Mapping[str, float]]) -> Mapping[int, str] | None:
         """Take note; return nodes that are not believed, with the reason, for the report. Raises
@@ -63,7 +63,7 @@ class RelaySettings:
     members : collection of int, optional
         Who takes part from the beginning; default: every vertex.
     watch : Observer or bool
-        Is told the nodes' figures of every iteration and ends the run by raising Diverged; True: a
+        Gets the nodes' figures of every iteration and ends the run by raising Diverged; True: a
         :class:`~fedcomp.gossip.tuning.DivergenceWatch`, False: nobody.
 
     Raises
@@ -222,7 +222,7 @@ class RelayRun(Stateful):
         return node in nodes.finished and node not in nodes.starts and not self.outstanding.mailbox.waits(node)
 
     def view(self, node: int, alive: frozenset[int] | None) -> View:
-        """Return what ``node`` is told of the graph in the iteration that begins; None: all are alive."""
+        """Return what ``node`` must know of the iteration that begins; ``alive`` None: everybody is."""
         algorithm, dense = self.algorithm, self.iteration >= self.iterations
         view = self.topology.view(
             node,

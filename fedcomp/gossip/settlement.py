@@ -130,7 +130,7 @@ class Settlement:
                 receiving = to in run.nodes.members
                 if not run.outstanding.mailbox.put(message, receiving=receiving, whole=whole, dense=view.dense):
                     run.undelivered([message])
-            run.traffic.post(len(multicast.payload), phases)
+            run.traffic.count(len(multicast.payload), phases)
 
     def _exclude(self) -> None:
         """Give up the nodes whose iterations failed too often; raises Diverged when they are most of all."""

@@ -43,6 +43,14 @@ class SGP(PushSum):
     -----
     A message is the share of w (8 bytes) and the model in its own dtype; all out-neighbours with the same share get the
     same bytes. The closing phase sends the same messages: ``view.dense`` only leaves the gradient out.
+
+    Examples
+    --------
+    A run fills in the number of nodes, which bounds what a node may be sent:
+
+    >>> from fedcomp.gossip.topology import Exponential
+    >>> SGP(lr=0.1, momentum=0.9).fitted(Exponential(8)).nodes
+    8
     """
 
     name: ClassVar[str] = "sgp"

@@ -132,6 +132,12 @@ class SparsePush(PushSum):
     The share f travels in the first eight bytes of a message's body, also when nothing else does (all is zero).
 
     In the closing phase (``view.dense``) models travel whole and are averaged by plain push-sum; estimates rest.
+
+    Examples
+    --------
+    >>> algorithm = SparsePush(density=0.02, lr=0.1, momentum=0.9)
+    >>> algorithm.time_varying, SparsePush(estimates="broadcast").time_varying
+    (True, False)
     """
 
     name: ClassVar[str] = "sparse-push"

@@ -1,6 +1,6 @@
 """What several iterations share: the local step, what came in with which weight, and models that travel whole.
 
-What :meth:`~fedcomp.gossip.base.Algorithm.receive` must know of an iteration that was begun stands in the state under
+What :meth:`~fedcomp.gossip.base.Algorithm.receive` must know of an iteration that was begun is in the state under
 keys that begin with ``"begun."``; it is gone when the iteration is finished.
 """
 

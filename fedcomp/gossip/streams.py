@@ -244,7 +244,7 @@ def remember(new: State, names: tuple[str, ...], view: View) -> None:
     ids = np.array(sorted(view.row), np.int64)
     weights = np.array([view.row[int(j)] for j in ids], np.float64)
     old = new.get(f"{names[0]}.row")
-    # Exactly equal: what is in a sum was multiplied by the old weights, and cannot be weighted anew.
+    # Exactly equal: what is in a sum was multiplied by the old weights, and cannot be weighted again.
     same = np.array_equal(old, ids) and np.array_equal(new[f"{names[0]}.weights"], weights) if old is not None else True
     if f"{names[0]}.sum" in new and not same:
         raise StateError(

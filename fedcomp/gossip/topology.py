@@ -368,6 +368,14 @@ def topology_of(graph: str | Mapping[str, Any] | Topology, n: int, seed: int = 0
     ------
     TopologyError
         For an unknown name or parameter, a text that cannot be read, or a graph of another size.
+
+    Examples
+    --------
+    >>> graph = topology_of("exponential", 8)
+    >>> graph.out_neighbours(7)
+    (0, 1, 3)
+    >>> graph.column(7)
+    {0: 0.25, 1: 0.25, 3: 0.25}
     """
     if isinstance(graph, Topology):
         config = graph.to_config()
@@ -392,7 +400,7 @@ _EDGE: Final = re.compile(r"\s*(\d{1,9})\s*([>-])\s*(\d{1,9})\s*(?:=\s*([0-9.eE+
 
 
 def _parsed(text: str) -> dict[str, Any]:
-    """Return the configuration a text stands for."""
+    """Return the configuration that a text describes."""
     name, colon, rest = text.strip().partition(":")
     if name == Edges.name:
         return {"name": name, **_parsed_edges(rest)}

@@ -74,7 +74,7 @@ class GossipTraffic:
     down: Count = field(default_factory=Count)
     overhead: int = 0
 
-    def post(self, size: int, phases: Mapping[Phase, int]) -> None:
+    def count(self, size: int, phases: Mapping[Phase, int]) -> None:
         """Count one message of ``size`` bytes that goes to ``phases[phase]`` neighbours in each phase."""
         for phase, times in phases.items():
             self.edge[phase].add(size, times)

@@ -1,8 +1,8 @@
 """Consensus step sizes: how to find one that works, and how to see in time that one does not.
 
 The consensus step size gamma is the one delicate number of methods that compress: too small is slow, too large
-diverges, and where the border lies depends on compressor, graph and data. There are rules for some methods, which stand
-beside them (Sparse-Push's ``gamma="auto"``, the recipe of COLD), a proof with a large margin (:func:`safe_gamma`), and
+diverges, and where the border lies depends on compressor, graph and data. There are rules for some methods, in their
+modules (Sparse-Push's ``gamma="auto"``, the recipe of COLD), a proof with a large margin (:func:`safe_gamma`), and
 trial (:func:`tune_gamma`). PowerGossip and whole models need none.
 """
 
@@ -294,7 +294,7 @@ def _try(make: Callable[[float], Algorithm], pilot: Callable[[Algorithm], Outcom
 
 
 def _loss(trial: Trial[Outcome]) -> float:
-    """Return a pilot's loss, NaN when what it returned is no number."""
+    """Return a pilot's loss, NaN when what it returned is not a number."""
     # A bool is an int to Python, but True is no loss.
     number = isinstance(trial.outcome, int | float | np.number) and not isinstance(trial.outcome, bool)
     return float(trial.outcome) if number else math.nan  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A model as one float32 or float64 vector, and what of it travels whole."""
+"""A model as one float32 or float64 vector, and which part of it travels whole."""
 
 from __future__ import annotations
 
@@ -31,6 +31,17 @@ class GossipPolicy:
     buffers : {"dense", "local"}
         Running statistics of normalisation layers (float): mixed with the neighbours' as they are, or each node's own.
         Integer buffers are always each node's own.
+
+    Raises
+    ------
+    ConfigError
+        For a negative number of elements, or another word.
+
+    Examples
+    --------
+    >>> policy = GossipPolicy(dense_below=64)
+    >>> policy("bias", (128,), "float32"), policy("weight", (128, 10), "float32")
+    (1.0, None)
     """
 
     dense_below: int = 64

@@ -41,7 +41,7 @@ class Iterations(EventSection, name="gossip"):
     traffic : dict of str to int
         Bytes of this round's messages: ``edge``, ``node``, ``up`` and ``down`` (the relay's) and ``undelivered``; of
         the first two also by phase (``edge.train``, ``edge.dense``, ``edge.resync``), how many there were
-        (``edge.messages``), and what of the bytes are headers (``edge.headers``).
+        (``edge.messages``), and how many of the bytes are headers (``edge.headers``).
     observed : dict of str to float
         Of the observation, if there was one.
     """
@@ -61,14 +61,14 @@ class Iterations(EventSection, name="gossip"):
 
 @dataclass(frozen=True)
 class Observed:
-    """One node's model as it was told.
+    """One node's model, as it reported it.
 
     Attributes
     ----------
     arrays : dict of str to ndarray
         The whole model, the node's own buffers included.
     figures : dict of str to float
-        What the node makes of it on the data that all have in common.
+        The node's figures for it, on the data that all nodes have in common.
     facts : dict of str to float
         See :meth:`fedcomp.gossip.Algorithm.facts`.
     """
@@ -109,7 +109,7 @@ class Observed:
         figures = reply.content.get(gossip.FIGURES)
         found = dict(figures) if isinstance(figures, MetricRecord) else {}
         if len(found) > _MOST_FIGURES:
-            raise PayloadError(f"it tells {len(found)} figures; at most {_MOST_FIGURES} are taken")
+            raise PayloadError(f"it reports {len(found)} figures; at most {_MOST_FIGURES} are taken")
         return cls(arrays, {k: float(v) for k, v in found.items() if isinstance(v, int | float)}, answer.facts)
 
 

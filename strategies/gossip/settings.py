@@ -1,4 +1,4 @@
-"""What a decentralised run is told beside its algorithm and its graph."""
+"""The settings of a decentralised run beside its algorithm and its graph."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class GossipSettings:
     buffers : str
         "dense" mixes running statistics of normalisation layers, "local" leaves them to each node.
     watch : Observer or bool
-        What is told the nodes' figures after every iteration and may end the run; True is
+        Gets the nodes' figures after every iteration and may end the run; True is
         :class:`fedcomp.gossip.tuning.DivergenceWatch`.
     seed : int
         Of everything random in the algorithm, and of a random graph.
@@ -46,7 +46,12 @@ class GossipSettings:
     ------
     ConfigError
         For a value out of range; ``dtype``, ``dense_below`` and ``buffers`` are checked by
-        :class:`fedcomp.flower.gossip.GossipSetup`, which tells them to the nodes.
+        :class:`fedcomp.flower.gossip.GossipSetup`, which announces them to the nodes.
+
+    Examples
+    --------
+    >>> GossipSettings(patience=3, timeout=30.0).skew_rounds
+    0
     """
 
     skew_rounds: int | Literal["auto"] = 0

@@ -2,8 +2,8 @@
 
 Flower's nodes talk to the server only, so messages between them travel through it, unread. One round is one iteration:
 every node gets, in one message, the messages of the former iteration, finishes it, begins the next and answers with the
-messages of that. Who is told what, and what happens to the messages of a node that does not answer, is decided by
-:class:`fedcomp.gossip.relay.Relay`; here its instructions become messages and replies its answers.
+messages of that. :class:`fedcomp.gossip.relay.Relay` decides who is asked to do what, and what happens to the messages
+of a node that does not answer; here its instructions become messages and replies its answers.
 
 There is no global model. In rounds that are due, and in the last one, every node is asked for its model; their mean is
 what the strategy returns, and the figures of each and their distance from the mean are in the round's metrics. What
@@ -222,7 +222,7 @@ class GossipRelay(ExchangeStrategy, Stateful):
         return Relay(self.algorithm.fitted(graph), graph, given)
 
     def _exchange(self, config: ConfigRecord, report: Iterations, away: Sequence[int] = ()) -> Exchanges[None]:
-        """Send what every node is to be told now, and settle what comes back; who is ``away`` is asked for a sign."""
+        """Send every node its instruction and settle what comes back; nodes ``away`` are asked for a sign of life."""
         relay, node_of = self.relay, self._seats.node_of
         instructions = relay.ask()
         # They count as attempts like any silence: a vertex that stays without a node is given up.

@@ -218,9 +218,9 @@ def test_cells_that_are_kept_read_as_they_were() -> None:
 def _traffic(messages: int, body: int, closing: int = 0) -> GossipTraffic:
     traffic = GossipTraffic()
     for _ in range(messages):
-        traffic.post(8 + body, {"train": 1})
+        traffic.count(8 + body, {"train": 1})
     for _ in range(closing):
-        traffic.post(8 + 1000, {"dense": 1})
+        traffic.count(8 + 1000, {"dense": 1})
     return traffic
 
 

@@ -117,7 +117,7 @@ def test_tables_figures_and_claims_are_whole(small: Small) -> None:
 def run_with(accuracy: float, diverged: str = "") -> Trained:
     point = Evaluation(1, accuracy, 0.8, 0.95, 0.1, 0.0, 10)
     traffic = GossipTraffic()
-    traffic.post(100, {"train": 2})
+    traffic.count(100, {"train": 2})
     return Trained(accuracy, 0.8, 0.95, 0.1, 0.0, [point], traffic, {}, {}, diverged)
 
 
