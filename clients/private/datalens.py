@@ -99,6 +99,7 @@ def datalens_teachers(ensemble: TeachersOf) -> ClientHalf:
             if request.sequence == kept.sequence:
                 return _reply(msg, kept.answer, partition)
         else:
+            # Another session is another generator: what teachers learnt from the last one does not count.
             kept = None
 
         def learn_and_vote() -> Message:
@@ -128,6 +129,7 @@ def study(
     images, of the labels of each teacher's own batch; where images were sent, at those.
     """
     key = request.key
+    # Sent images are shown as they are; a generator makes new ones for each step.
     shown = datalens.take_images(message, request)
     labels = own.student.labels(key, request.images)
     arrays = datalens.generator_of(message) if shown is None else {}
@@ -135,6 +137,7 @@ def study(
     steps = request.steps if state is not None else request.steps + request.pretrain
     state = own.teachers.start() if state is None else state
     for step in range(steps):
+        # Public coins: the bound on the votes holds for every outcome of them.
         batch = Key(request.draw, "datalens/batch", partition=partition, layer=step)
         if shown is None:
             fakes = own.student.faker(arrays, batch.at(purpose="datalens/fakes"))

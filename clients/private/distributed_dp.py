@@ -54,6 +54,7 @@ class NoisySumClient(SumCodeClient):
                 f"the share of noise is made for {codec.least} contributors, the plan allows sums of {plan.least}"
             )
         name, numbers, arrays = name_of(announcement), self.exchange.numbers, self.exchange.arrays
+        # The same message again: a second noise on the same integers would let both be averaged.
         if numbers.get(_NOISED) == name:
             return codec, arrays[_NOISED].astype(np.int64)
         key = Key(announcement.seed, "privacy/share", announcement.round, self.exchange.partition)

@@ -95,6 +95,7 @@ def record_dp(trainee_of: TraineeOf) -> ClientHalf:
         plans = [DpSgdPlan.read(r) for r in msg.content.values() if isinstance(r, ConfigRecord) and RECORD_DP in r]
         if msg.metadata.message_type != "train" or not plans or plans[0] is None:
             return call_next(msg, context)
+        # Here, since it brings torch, which clients without a plan do not need.
         from fedcomp.tasks.arrays import to_arrays
 
         trainee = trainee_of(msg, context)
@@ -173,9 +174,12 @@ def train_privately(trainee: Trainee, plan: DpSgdPlan, context: Context) -> Acco
         )
 
         def one(output: Tensor, target: Tensor) -> Tensor:
+            # A batch of one: vmap then gives each record a loss of its own.
             return task.objective(model, output[None], target[None])
 
         with training, single_thread(), _reasons_stay():
+            # The whole training is asked for before its first batch is drawn: one that stops half-way would waste what
+            # it spent.
             _require_room(ledger, plan, training.optimizer.size)
             for batch in training.loader:
                 training.step(batch, lambda module, pair: torch.func.vmap(one)(module(pair[0]), pair[1]))
@@ -244,6 +248,7 @@ def _ledger(context: Context, plan: DpSgdPlan, records: int) -> Iterator[Privacy
     kept = context.state.config_records.get(_STATE)
     if kept is not None:
         ledger.load_state_dict(_read(kept))
+    # Without a file nothing is written when the block fails: no noisy value has left the node.
     yield ledger
     # Equal steps are merged: a record of thousands of rounds stays as short as that of one.
     context.state[_STATE] = ConfigRecord({"ledger": json.dumps(compact(ledger), separators=(",", ":"))})

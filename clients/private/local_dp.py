@@ -46,6 +46,7 @@ def local_privacy(policy: LocalPolicy | None = None) -> ClientHalf:
     """
 
     def local_privacy_mod(msg: Message, context: Context, call_next: CallNext) -> Message:
+        # What this node will really encode with decides, not what the message says of itself.
         announcement = find_announcement(msg.content)
         codec = None if announcement is None else choose(announcement, announcement.codec, None)[0]
         found = None if codec is None else privatised(codec)
@@ -73,6 +74,7 @@ def local_privacy(policy: LocalPolicy | None = None) -> ClientHalf:
         if frame is None or beside:
             return _refused(msg, "this client sends privatised updates only, and its app's mods made something else")
         digest = hashlib.sha256(frame).digest()
+        # Answered from memory: the frame that left before is no new release.
         if digest == held.frame:
             return reply
         # Another frame for the same message is another release: the memory that held the first one is gone.

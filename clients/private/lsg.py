@@ -56,6 +56,7 @@ def lsg() -> ClientHalf:
             chosen = take_kept(msg.content, request, plan.short)
         except FedcompError as error:
             return _refuse(msg, str(error))
+        # The app gets the model and its configuration; the request is between the two halves.
         msg.content = RecordDict({name: record for name, record in msg.content.items() if name not in _OWN})
 
         def update() -> Message:
@@ -66,6 +67,7 @@ def lsg() -> ClientHalf:
             with np.errstate(over="ignore", invalid="ignore"):
                 moved = layout.flatten(after) - layout.flatten(before)
                 short = np.concatenate(plan.project(moved, pairs))[chosen]
+            # After the mask: noise is then paid for nothing but what leaves.
             (short,), _ = clip_arrays([short], request.clip)
             content = RecordDict()
             node = reply.content.config_records.get(NODE_RECORD)

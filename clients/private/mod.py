@@ -61,6 +61,7 @@ def private() -> ClientHalf:
             protected = any(RECORD_DP in c for c in msg.content.values() if isinstance(c, ConfigRecord))
             run = lambda: call_next(msg, context)  # noqa: E731
             return discreet(msg, run, passing=ABOUT_SETTINGS) if protected else run()
+        # Against which of several models the reply's buffers would be checked is not defined.
         found = list(models(msg.content).values())
         if len(found) != 1:
             raise LayoutError(f"a private round's message holds {len(found)} ArrayRecords, expected one, the model")

@@ -53,6 +53,7 @@ def _why_not(msg: Message) -> str:
     if kind != "train":
         return f"a message of type {kind!r} came"
     try:
+        # An announcement that cannot be read is refused: without one the app would send its whole update.
         announcement = find_announcement(msg.content)
     except FedcompError as error:
         return f"the announcement cannot be read ({error})"

@@ -166,6 +166,7 @@ def compact(ledger: PrivacyLedger) -> dict[str, Any]:
         else:
             merged.append((event, entry.times))
     state["entries"] = [
+        # Each merged entry is an attempt of its own: its rounds 0 to times - 1 do not meet those of another.
         {"serial": i, "attempt": i, "round": 0, "times": times, "participants": [], "event": event}
         for i, (event, times) in enumerate(merged)
     ]

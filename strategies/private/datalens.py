@@ -186,6 +186,7 @@ class DataLens(PrivateRun, ExchangeStrategy, Stateful):
         self.mechanism((votes.images, votes.k))  # refuses its own arguments
         self._reception = Reception("DataLens")
         self._key = configrecord_key
+        # Not from the seed: another run is another session, for which teachers start over.
         self._session = secrets.token_hex(8)
         self._sequence = 0
         self._pixels = 0
@@ -317,6 +318,7 @@ class DataLens(PrivateRun, ExchangeStrategy, Stateful):
         report.used = sum(1 for _ in self._reception.received(sent, replies, report, add))
         votes = report.section(Voted)
         votes.answered = report.used
+        # All who were asked are recorded, whatever they answered: a turn is taken by being asked.
         noisy = total.release(
             self.privacy,
             round=server_round,
@@ -324,6 +326,7 @@ class DataLens(PrivateRun, ExchangeStrategy, Stateful):
             event=self.event(request.pixels),
             participants=chosen,
         )
+        # Of the expected number of teachers, which is public; how many came is not.
         passed = threshold(noisy, self.votes.beta * self.expected)
         votes.moved = float(np.count_nonzero(passed)) / passed.size
         targets = (self.votes.eta * passed).astype(np.float32)

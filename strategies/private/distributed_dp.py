@@ -101,6 +101,7 @@ class NoisyMean(PrivateStrategy):
         # A public word of the run; rotations of one norm are all alike, so it costs nothing that everybody knows it.
         self.rotation = 1 + Key(self.seed, "privacy/rotation").u64() % (1 << 31) if shares.rotate else 0
         if self.population:
+            # Settings that cannot work are refused now, at a size that stands in for the model's.
             self.sum_of(_UNKNOWN, self.contributors)
 
     def sum_of(self, size: int, contributors: int) -> DistributedSum:
@@ -181,6 +182,7 @@ class NoisyMean(PrivateStrategy):
                 threshold=self.shares.threshold,
                 telling=mechanism.contributors - mechanism.counted - mechanism.tolerated,
                 asked=mechanism.contributors,
+                # A client knows its own share: against it one of those that are counted on is missing.
                 left=math.sqrt(1.0 - 1.0 / mechanism.counted),
             ),
             protects="every decoded sum, from the server, too; so every model",
@@ -236,6 +238,7 @@ class NoisySum(SumCode):
             )
         self.codec = codec
         self.options = replace(self.options, least=mechanism.least)
+        # As many sums decode as there are symbols and private ones together: exactly the least number of contributors.
         self.settings = replace(self.settings, symbols=mechanism.least - threshold)
 
     def plan(self, clients: int, number: int) -> SumPlan:
@@ -299,6 +302,7 @@ class DistributedDp(CodedFedAvg):
         seed: int = 0,
         **promise: Any,
     ) -> None:
+        # Handed on where they were given: their defaults are the coded strategy's.
         links = {name: promise.pop(name) for name in ("max_store_bytes", "spool") if name in promise}
         self.summed = RandomK(1.0) if codec is None else get_codec(codec)
         self.feedback = feedback

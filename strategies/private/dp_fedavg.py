@@ -104,12 +104,14 @@ class DpFedAvg(PrivateStrategy):
             self.bits = self.new_bits(self.adaptive)
 
     def new_bits(self, adaptive: AdaptiveClip) -> NormBits:
+        # Without noise on the sum there is none on the bits: such a run shows what clipping does by itself.
         multiplier = adaptive.multiplier(self.expected) if self.noise_multiplier else 0.0
         return NormBits(multiplier, self.adjacency, self.noise)
 
     def added(self, contribution: Contribution) -> None:
         """Count whether the update was within the clip norm."""
         if self.bits is not None:
+            # The contribution as it came: the mechanism clips a copy.
             self.bits.add(norm(contribution) <= self.clip)
 
     def event(self, mechanism: Mechanism, size: int) -> Event:

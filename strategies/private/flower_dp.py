@@ -98,6 +98,7 @@ def _callers() -> Iterator[Strategy]:
     """Yield the strategies whose methods are being executed, innermost first."""
     frame = inspect.currentframe()
     while frame is not None:
+        # By the name of a method's first parameter: a frame has no other link to its object.
         own = frame.f_locals.get("self")
         if isinstance(own, Strategy):
             yield own

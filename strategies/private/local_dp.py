@@ -106,6 +106,7 @@ class LocalMean(PrivateStrategy):
     def opened(self, server_round: int, chosen: Sequence[int]) -> None:
         """Write down that all who are asked release a message, before they are asked."""
         if chosen and self._layout is not None:
+            # One event for all: each client's message is a release about that client alone, and they cost in parallel.
             cost = self.event(self.mechanism(self._layout, server_round), self._layout.size)
             self.privacy.record(cost, round=server_round, participants=chosen)
 
@@ -167,6 +168,8 @@ def local_dp(
     """
     last = get_codec(codec)
     if feedback and not last.remembers:
+        # Around the codec, not around the chain: what it remembers was noised before.
         last = ErrorFeedback(last)
     mean = LocalMean(inner, privatise, seed=seed, **promise)
+    # No feedback of the pair's own, which would remember the update without its noise.
     return Compressed(mean, chain(privatise, last), downlink, feedback=False, policy=policy, guard=guard, seed=seed)

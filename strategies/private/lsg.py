@@ -75,6 +75,7 @@ class KeptIntake(Intake):
         """Return the kept coordinates."""
         if arrival.frame is not None:
             return unpack(arrival.frame, self.kept.size)
+        # What overflows is refused by the clip, as not finite.
         with np.errstate(over="ignore", invalid="ignore"):
             short = np.concatenate(self.plan.project(super().update(arrival), self.pairs))
         (update,), _ = clip_arrays([short[self.kept].astype(np.float32)], self.clip)
@@ -132,9 +133,12 @@ class Lsg(PrivateStrategy):
         request = self._request = LsgRequest(
             rank=self.settings.rank,
             whole=self.settings.whole,
+            # Rounds count from 1, the steps of a schedule from 0.
             share=fraction(self.settings.schedule, server_round - 1, self.settings.schedule_rounds, self.settings.keep),
+            # Below 2^63: integers in a message are signed.
             draw=Key(self.seed, "lsg", server_round).u64() >> 1,
             clip=self.settings.clip,
+            # Before the first noisy update there is nothing to look at, and the seed alone decides.
             chosen=self.settings.mask == "noisy_magnitude" and self._former is not None,
         )
         plan = self._plan = request.plan(layout)

@@ -28,6 +28,7 @@ def online(grid: Grid, inner: Strategy) -> list[int]:
     while len(found := list(grid.get_node_ids())) < least:
         log.info("Waiting for nodes to connect: %d connected of %d", len(found), least)
         time.sleep(_POLL_SECONDS)
+    # Node ids differ from run to run; in the order of partitions a seeded draw repeats.
     partition = partition_lookup(grid)
 
     def place(node: int) -> tuple[bool, int, int]:
@@ -40,6 +41,7 @@ def online(grid: Grid, inner: Strategy) -> list[int]:
 @contextmanager
 def muted(hidden: bool) -> Iterator[None]:
     """Keep what Flower logs inside of the block, how many nodes it sampled, to itself when ``hidden``."""
+    # Warnings and errors pass: they are about settings and lost nodes, not about who was sampled.
     drop = lambda record: not hidden or record.levelno > logging.INFO  # noqa: E731
     flowers.addFilter(drop)
     try:

@@ -119,6 +119,7 @@ class PrivateRun:
         chosen = self.sampling.draw(
             nodes, self.privacy, server_round, self.entropy("sampling", server_round), count=count
         )
+        # An empty Poisson draw is a round like any other; of a cap it means that all turns are taken.
         capped = self.sampling.kind == "capped" and nodes and not chosen
         self.exhausted = "every client that is online has taken part as often as it may" if capped else ""
         return chosen, self.exhausted
@@ -194,6 +195,7 @@ class Promise(PrivateRun, NoClientEvaluation, Release, Strategy):
             )
         given = PrivacySettings(**privacy)
         params.integer("count", count, low=0)
+        # With the count, which the ledger's own check does not know.
         given.drawn.check(given.adjacency, count=count)
         super().__init__(given)
         self.inner = inner

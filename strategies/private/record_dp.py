@@ -145,6 +145,7 @@ class RecordDp(NoClientEvaluation, Strategy, Stateful):
     }
 
     def __init__(self, inner: Strategy, plan: DpSgdPlan, *, records: int = 0, guard: Norms | None = None) -> None:
+        # The mean itself, or the one in the drop-in pair.
         mean = getattr(inner, "inner", inner)
         if not isinstance(mean, Strategy) or not is_mean(mean):
             raise ConfigError(
@@ -304,6 +305,7 @@ class RecordDp(NoClientEvaluation, Strategy, Stateful):
             messages = list(self.inner.configure_train(server_round, arrays, config, shown))
         for message in messages[:1]:
             self._record_name = next(iter(message.content.array_records), self._record_name)
+        # Replies are matched to these: what answers nothing that was asked in this round is not booked here.
         self._sent = [SentMessage(message, message.metadata.dst_node_id, 0) for message in messages]
         return messages
 
@@ -371,6 +373,7 @@ class RecordDp(NoClientEvaluation, Strategy, Stateful):
             surplus = [name for name, r in reply.content.items() if isinstance(r, MetricRecord) or name == RECORD_DP]
             for name in surplus:
                 del reply.content[name]
+            # The inner mean looks for a weight under this key; all are the same.
             reply.content["metrics"] = MetricRecord({self._weight: 1.0})
             passed.append(reply)
         return passed

@@ -99,6 +99,7 @@ class PrivateStrategy(Promise, Stateful):
         self._released: Released | None = None
         self._model: dict[str, NDArray[Any]] = {}
         self._record_name = "arrays"
+        # The round that was configured and not released yet: whatever is aggregated twice is released once.
         self._open: int | None = None
         self._sent: list[SentMessage] = []
 
@@ -126,6 +127,7 @@ class PrivateStrategy(Promise, Stateful):
         ------
         ConfigError
         """
+        # Votes have no magnitude: taken for updates, each would move its coordinate by 1.
         if codec.votes != self.votes:
             takes, sends = (("updates", "votes")[votes] for votes in (self.votes, codec.votes))
             raise ConfigError(f"{type(self).__name__} takes {takes}, but {codec!r} sends {sends}")
@@ -193,10 +195,13 @@ class PrivateStrategy(Promise, Stateful):
             config[UNPADDED] = True
         if self.withholds:
             config[SECRET] = True
+        # Flower's strategies sample among the nodes they see: they see those that were drawn, and ask all of them.
         with Shown(grid, chosen).minima(self.inner) as shown, muted(self.withholds):
             messages = list(self.inner.configure_train(server_round, arrays, config, shown))
+        # The messages are made and not sent: what is recorded here is on the disk before any client is contacted.
         self.opened(server_round, chosen)
         self._open, self.chosen = server_round, chosen
+        # Messages of a round share their content.
         for record in {id(m.content): m.content for m in messages}.values():
             if len(record.array_records) > 1:
                 raise ConfigError(
@@ -263,6 +268,7 @@ class PrivateStrategy(Promise, Stateful):
         intake = self._intake(server_round, layout)
         intake.support = support
         rule = self.update_rule()
+        # Of clients' values: what overflows is refused later, as not finite.
         with np.errstate(over="ignore", invalid="ignore"):
             sink = rule.begin(intake, ())
             for node, update in updates:
@@ -323,6 +329,7 @@ class PrivateRule(UpdateRule):
         """Return the sink of a round that was opened, once."""
         if not self.strategy.closing(intake.report):
             return Nothing(self.strategy, intake)
+        # Dense models are equally long by themselves; frames alone need a filler.
         frames = not intake.models_asked
         if self.strategy.pad and frames and (longest := intake.codec.longest(intake.layout)) is not None:
             intake.report.padded_bytes = longest + FILLED

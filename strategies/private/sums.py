@@ -62,6 +62,7 @@ class PrivateSink(Sink):
         Unbounded
             When it is left out.
         """
+        # Only who was asked is recorded as a participant: anybody else's contribution would be charged to nobody.
         if node not in self.strategy.chosen:
             raise Unbounded(f"node {node} was not asked in this round")
         if update.shape != (self.intake.summed.size,):
