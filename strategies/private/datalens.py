@@ -40,7 +40,6 @@ from fedcomp.flower.records import to_arrays, to_record
 from fedcomp.flower.report import Reports, ReportSection, figure
 from fedcomp.flower.rounds import Exchanges, ExchangeStrategy, Push
 from fedcomp.plain import Count
-from fedcomp.privacy.errors import Unbounded
 from fedcomp.privacy.events import Event
 from fedcomp.privacy.mechanism import PrivateSum, Votes
 from fedcomp.privacy.statement import Statement, make_statement
@@ -115,7 +114,7 @@ class DataLens(PrivateRun, ExchangeStrategy, Stateful):
     teachers : TeacherSettings
     clients : int
         How many there are, of whom each makes the expected number with its teachers; 0: learnt by :meth:`declare`.
-    deadline : float, optional
+    timeout : float, optional
         Seconds to wait for votes; default the driver's timeout.
     **privacy
         The promise, see :class:`fedcomp.strategies.private.settings.PrivacySettings`. The sensitivity of a sum of votes
@@ -162,7 +161,7 @@ class DataLens(PrivateRun, ExchangeStrategy, Stateful):
         teachers: TeacherSettings = TeacherSettings(),  # noqa: B008 - immutable
         *,
         clients: int = 0,
-        deadline: float | None = None,
+        timeout: float | None = None,
         configrecord_key: str = "config",
         **privacy: Any,
     ) -> None:
@@ -181,7 +180,7 @@ class DataLens(PrivateRun, ExchangeStrategy, Stateful):
             )
         self.student, self.votes, self.teaching = student, votes, teachers
         super().__init__(given, unit="client" if count == 1 else "record")
-        self.deadline = deadline
+        self.timeout = timeout
         self.clients = 0
         self.mechanism((votes.images, votes.k))  # refuses its own arguments
         self._reception = Reception("DataLens")
@@ -305,7 +304,7 @@ class DataLens(PrivateRun, ExchangeStrategy, Stateful):
             content[datalens.MODEL] = arrays
         sent = [SentMessage(Message(RecordDict(dict(content)), node, datalens.TYPE), node, 0) for node in chosen]
         self._reception.meet(grid, afresh=True)
-        replies = yield Push([each.message for each in sent], self.deadline)
+        replies = yield Push([each.message for each in sent], self.timeout)
         report = self.reports.begin(server_round)
         report.asked = len(sent)
         shape = (self.votes.images, request.pixels)
@@ -398,6 +397,4 @@ def votes_of(reply: Message, request: TrainingRequest) -> NDArray[np.int8]:
     if frame is None:
         raise PayloadError(f"the reply has no frame {datalens.VOTES!r}")
     rows = decode_rows(frame, request.rows, request.pixels, request.k)
-    if rows.shape != (request.rows, request.pixels):
-        raise Unbounded(f"votes have shape {rows.shape}, expected {(request.rows, request.pixels)}")
     return rows.reshape(request.teachers, request.images, request.pixels)

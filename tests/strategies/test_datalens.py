@@ -41,6 +41,10 @@ def run(made: DataLens, over: Any, rounds: int = ROUNDS, first: int = 1, arrays:
     return fit(made, over, model() if arrays is None else arrays, rounds, start_round=first, timeout=9)
 
 
+def test_votes_are_waited_for_as_long_as_was_said() -> None:
+    assert next(strategy(timeout=3.0).round(1, model(), ConfigRecord({}), grid())).timeout == 3.0
+
+
 def paid_per_image(made: DataLens, rounds: int = ROUNDS) -> bool:
     """Whether the ledger holds what the published code's rule charges: alpha 2k / sigma^2 for each image and order."""
     z = made.noise_multiplier
