@@ -87,6 +87,19 @@ def datalens_teachers(ensemble: TeachersOf) -> ClientHalf:
     ----------
     ensemble : callable
         Returns this node's teachers. What it keeps between calls is lost in a deployment.
+
+    Examples
+    --------
+    >>> from flwr.clientapp import ClientApp
+    >>> from fedcomp.clients.client import client
+    >>> from fedcomp.tasks import get_task
+    >>> from fedcomp.tasks.gan import Adam
+    >>> task = get_task("digits-generator")
+    >>> def teachers(message, context, request):
+    ...     partition, clients = context.node_config["partition-id"], context.node_config["num-partitions"]
+    ...     adam, key = Adam(request.lr, request.decay), Key(request.seed, "datalens")
+    ...     return task.ensemble(partition, clients, request.teachers, adam, batch=request.batch, key=key)
+    >>> app = client(ClientApp(), datalens_teachers(teachers))
     """
 
     def vote(msg: Message, context: Context) -> Message:
@@ -109,6 +122,7 @@ def datalens_teachers(ensemble: TeachersOf) -> ClientHalf:
             if request.pad:
                 longest = longest_rows(request.rows, request.pixels, request.k)
                 salt = Key(request.draw, "padding", partition=partition).digest()
+                # The salt names the message: equal votes of two nodes are not equal bytes.
                 answer = wire.pad(answer, longest + wire.FILLED, salt)
             reply = _reply(msg, answer, partition)
             # Last, and with the answer: a request that arrives again is answered with the very same votes.

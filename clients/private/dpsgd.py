@@ -89,6 +89,25 @@ def record_dp(trainee_of: TraineeOf) -> ClientHalf:
 
     A training message with a plan is answered with the noisy model and what it cost, and nothing else; the app's own
     training function does not see it.
+
+    Parameters
+    ----------
+    trainee_of : callable
+        ``trainee_of(message, context)`` returns the message's model and this node's records, see :class:`Trainee`.
+
+    Examples
+    --------
+    >>> from flwr.clientapp import ClientApp
+    >>> from fedcomp.clients.client import client
+    >>> from fedcomp.tasks import get_task
+    >>> from fedcomp.tasks.arrays import load_arrays
+    >>> task = get_task("digits")
+    >>> def trainee(message, context):
+    ...     model, partition = task.model(0), context.node_config["partition-id"]
+    ...     load_arrays(model, {name: array.numpy() for name, array in message.content["arrays"].items()})
+    ...     records = task.client(partition, context.node_config["num-partitions"])
+    ...     return Trainee("arrays", model, task, records, partition, Key(0, "records", partition=partition))
+    >>> app = client(ClientApp(), record_dp(trainee))
     """
 
     def record_dp_mod(msg: Message, context: Context, call_next: CallNext) -> Message:
