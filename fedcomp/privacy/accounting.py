@@ -30,7 +30,6 @@ from fedcomp.privacy.errors import PrivacyError
 from fedcomp.privacy.events import FINE, Event
 from fedcomp.privacy.gaussian import (
     check_delta,
-    check_epsilon,
     gaussian_delta,
     gaussian_epsilon,
     gaussian_mu,
@@ -557,9 +556,9 @@ def noise_multiplier_for(
     Raises
     ------
     ConfigError
-        When epsilon or delta are out of range.
+        When epsilon or delta are out of range; an infinite epsilon needs no plan.
     """
-    check_epsilon(epsilon)
+    params.positive("epsilon", epsilon)
     check_delta(delta)
     count = params.integer("releases", releases, low=1)
     charged = min(count, params.integer("cap", cap, low=1)) if cap else count
@@ -574,9 +573,9 @@ def noise_multiplier_for(
         quick = upper_bound(rounds, delta, cap=cap) <= epsilon
         return quick or compose_rounds(rounds, delta, cap=cap).epsilon <= epsilon
 
+    while not fits(plain):
+        plain = math.nextafter(plain, math.inf)  # the division and the root rounded down
     if rate == 1.0:
-        while not fits(plain):
-            plain = math.nextafter(plain, math.inf)  # the division and the root rounded down
         return plain
     low, high = plain, plain
     # Sampling only lowers the cost, so the answer is not above the noise without it: halve until that is too little.
@@ -599,10 +598,10 @@ def releases_for(
 ) -> int:
     """Return how many releases of one unit fit into (epsilon, delta); 0 when not even one does.
 
-    Under a participation cap this is the largest cap that can be afforded. ``grid_sigma`` as in
+    Under a participation cap this is the largest cap that can be afforded. ``grid_sigma`` and errors as in
     :func:`noise_multiplier_for`.
     """
-    check_epsilon(epsilon)
+    params.positive("epsilon", epsilon)
     check_delta(delta)
     if noise_multiplier == 0.0:
         return 0

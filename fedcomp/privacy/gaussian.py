@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 
-from fedcomp.errors import ConfigError, optional
+from fedcomp import params
+from fedcomp.errors import optional
 
 
 def gaussian_delta(mu: float, epsilon: float) -> float:
@@ -27,9 +28,8 @@ def gaussian_delta(mu: float, epsilon: float) -> float:
     the exponential overflows, so both terms are written with the scaled complementary error function: the common
     factor exp(-(mu/2 - e/mu)^2 / 2) is taken out. Holds from mu = 1e-6 to 1e3 and beyond (measured against 50 digits).
     """
-    check_epsilon(epsilon, zero=True)
-    if math.isnan(mu) or mu < 0.0:
-        raise ConfigError(f"mu={mu!r} is not valid: a number >= 0")
+    params.number("epsilon", epsilon, rule="a number >= 0", ok=lambda v: v >= 0.0)
+    params.number("mu", mu, rule="a number >= 0", ok=lambda v: v >= 0.0)
     if mu == 0.0 or epsilon == math.inf:
         return 0.0
     if mu == math.inf:
@@ -76,7 +76,18 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
 
 
 def gaussian_mu(epsilon: float, delta: float) -> float:
-    """Return the largest mu whose curve passes below (epsilon, delta): the inverse that calibrates noise."""
+    """Return the largest mu whose curve passes below (epsilon, delta): the inverse that calibrates noise.
+
+    Parameters
+    ----------
+    epsilon : float
+        Above 0; of an infinite one mu is infinite.
+    delta : float
+        In (0, 1).
+    """
+    check_delta(delta)
+    if epsilon == math.inf:
+        return math.inf
     low, high = 0.0, 1.0
     while gaussian_delta(high, epsilon) <= delta:
         high *= 2.0
@@ -134,11 +145,7 @@ def lattice_delta(mu: float, delta: float, sigma: float) -> float:
     return found
 
 
-def check_delta(delta: float) -> None:
-    if not 0.0 < delta < 1.0:
-        raise ConfigError(f"delta={delta!r} is not valid: a probability in (0, 1), well below one over the population")
-
-
-def check_epsilon(epsilon: float, *, zero: bool = False) -> None:
-    if math.isnan(epsilon) or epsilon < 0.0 or (epsilon == 0.0 and not zero):
-        raise ConfigError(f"epsilon={epsilon!r} is not valid: a positive number")
+def check_delta(delta: float) -> float:
+    """Return ``delta`` when it is a probability, as :mod:`fedcomp.params` does."""
+    rule = "a probability in (0, 1), well below one over the population"
+    return params.number("delta", delta, rule=rule, ok=lambda v: 0.0 < v < 1.0)

@@ -22,7 +22,7 @@ from fedcomp.privacy.accounting import (
     upper_bound,
 )
 from fedcomp.privacy.events import Adjacency, Event, check_adjacency
-from fedcomp.privacy.gaussian import lattice_delta
+from fedcomp.privacy.gaussian import check_delta, lattice_delta
 from fedcomp.privacy.sampling import Sampling
 
 
@@ -67,7 +67,7 @@ class Spending:
     ) -> None:
         check_adjacency(adjacency)
         sampling.check(adjacency)
-        self.delta = params.number("delta", delta, rule="a probability in (0, 1)", ok=lambda v: 0.0 < v < 1.0)
+        self.delta = check_delta(delta)
         self.population = 0
         self.adjacency: Adjacency = adjacency
         self.sampling = sampling

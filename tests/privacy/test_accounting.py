@@ -30,7 +30,7 @@ from fedcomp.privacy.accounting import (
 )
 from fedcomp.privacy.errors import PrivacyError
 from fedcomp.privacy.events import FINE, Event
-from fedcomp.privacy.gaussian import lattice_excess
+from fedcomp.privacy.gaussian import gaussian_mu, lattice_excess
 from fedcomp.privacy.mechanism import GridGaussian, Votes
 
 DELTA = 1e-5
@@ -466,6 +466,17 @@ def test_planning_with_sampling_is_tight_and_safe() -> None:
     )
 
 
+def test_a_plan_is_safe_to_the_last_bit_where_sampling_gains_nothing() -> None:
+    """The noise without sampling is then the answer; it came out a bit too small."""
+    rate, epsilon = 0.999999, 0.3
+    z = noise_multiplier_for(epsilon, DELTA, releases=3, rate=rate)
+    assert exact([Event("discrete_gaussian", z, grid_sigma=FINE, rate=rate)] * 3, DELTA) <= epsilon
+
+
+def test_of_an_infinite_epsilon_mu_is_infinite() -> None:
+    assert gaussian_mu(math.inf, DELTA) == math.inf
+
+
 @pytest.mark.parametrize(
     "call",
     [
@@ -480,6 +491,9 @@ def test_planning_with_sampling_is_tight_and_safe() -> None:
         lambda: noise_multiplier_for(0.0, DELTA, releases=3),
         lambda: noise_multiplier_for(1.0, DELTA, releases=0),
         lambda: releases_for(1.0, float("nan"), 3.0),
+        # Before, neither of them came to an end.
+        lambda: noise_multiplier_for(math.inf, DELTA, releases=3),
+        lambda: releases_for(math.inf, DELTA, 3.0),
     ],
 )
 def test_figures_out_of_range_are_refused(call: Callable[[], object]) -> None:
