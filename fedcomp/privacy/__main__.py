@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
+from fedcomp import params
 from fedcomp.errors import ConfigError, FedcompError
 from fedcomp.privacy.accounting import (
     Cost,
@@ -87,8 +88,7 @@ def planned(args: argparse.Namespace) -> Iterator[str]:
     sampling.check(args.adjacency)
     if args.population:
         check_population(delta, args.population)
-    if not 0.0 < args.bound < math.inf:
-        raise ConfigError(f"bound={args.bound!r} is not valid: a positive finite number")
+    params.positive("bound", args.bound)
     rate = sampling.event_rate
     if z is None:
         z = noise_multiplier_for(epsilon, delta, releases=releases, rate=rate, cap=args.cap)

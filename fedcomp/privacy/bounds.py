@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp import params
-from fedcomp.errors import ConfigError
 from fedcomp.privacy.errors import Unbounded
 
 MOST: Final = 1 << 31
@@ -137,8 +136,7 @@ def clip_arrays(
     ConfigError
         When ``clip`` is no positive finite number.
     """
-    if not 0.0 < clip < math.inf:
-        raise ConfigError(f"clip={clip!r} is not valid: a positive finite number")
+    params.positive("clip", clip)
     named = isinstance(arrays, Mapping)
     names = list(cast("Mapping[str, Any]", arrays)) if named else None
     given = [np.asarray(a) for a in (cast("Mapping[str, Any]", arrays).values() if named else arrays)]

@@ -147,7 +147,7 @@ class DistributedSum(Mechanism):
             factor = self.noise_multiplier * (2.0 if self.adjacency == "replace" else 1.0)
             # A share has z times the sensitivity over sqrt(counted) grid steps, and FINE of them are wanted.
             fine = min(_FINEST, FINE * math.sqrt(self.counted) / factor) if factor else 1.0
-            object.__setattr__(self, "scale", 2 ** math.ceil(math.log2(max(4.0 * math.sqrt(self.size), fine))))
+            params.assign(self, scale=2 ** math.ceil(math.log2(max(4.0 * math.sqrt(self.size), fine))))
         # After the scale is known, in whose steps a share is measured.
         variance = self.share_sigma**2
         if self.noise == "discrete_gaussian" and 0.0 < variance < LEAST_VARIANCE:

@@ -30,6 +30,7 @@ from fedcomp import params
 from fedcomp.errors import ConfigError, nearest
 from fedcomp.privacy.entropy import Entropy, SystemEntropy
 from fedcomp.privacy.optimizers import LsgOptimizer, MaskedOptimizer, PrivateOptimizer, StepSettings, TopAggOptimizer
+from fedcomp.privacy.sampling import poisson
 
 if TYPE_CHECKING:
     from fedcomp.privacy.ledger import PrivacyLedger
@@ -104,10 +105,8 @@ class PoissonLoader:
         return self.steps
 
     def __iter__(self) -> Iterator[Any]:
-        # Rounded down: no record is drawn with a larger probability than the accountant is told.
-        below = np.uint64(int(self.rate * 2**53))
         for _ in range(self.steps):
-            chosen = np.flatnonzero((self._entropy.words(self.records) >> np.uint64(11)) < below)
+            chosen = np.flatnonzero(poisson(self.records, self.rate, self._entropy))
             self.drawn += 1
             if isinstance(self.dataset, TensorDataset) and self._collate.wrapped_collator_fn is default_collate:
                 where = torch.from_numpy(chosen)

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedcomp import params
 from fedcomp.errors import ConfigError
@@ -167,10 +168,7 @@ class Sampling:
         if self.kind == "poisson":
             if self.rate == 1.0:
                 return list(nodes)
-            # Rounded down: nobody takes part with a larger probability than the accountant was told.
-            below = np.uint64(int(self.rate * 2**53))
-            taken = (entropy.words(len(nodes)) >> np.uint64(11)) < below
-            return [node for node, taking in zip(nodes, taken, strict=True) if taking]
+            return [node for node, taking in zip(nodes, poisson(len(nodes), self.rate, entropy), strict=True) if taking]
         # An id beyond the declared population would be one more unit, with as many turns as the cap allows.
         surplus = frozenset(ledger.surplus(nodes))
         able = [node for node in nodes if ledger.may_take_part(node) and node not in surplus]
@@ -210,3 +208,9 @@ class Sampling:
         if not self.reveal_participation:
             del found["reveal_participation"]
         return found
+
+
+def poisson(count: int, rate: float, entropy: Entropy) -> NDArray[np.bool_]:
+    """Return which of ``count`` units take part, each independently with probability ``rate``. Shape (count,)."""
+    # Rounded down: nobody takes part with a larger probability than the accountant was told.
+    return (entropy.words(count) >> np.uint64(11)) < np.uint64(int(rate * 2**53))

@@ -72,7 +72,7 @@ class PrivacySettings:
         params.boolean("insecure_deterministic", self.insecure_deterministic)
         params.boolean("pad", self.pad)
         params.integer("population", self.population, low=0)
-        object.__setattr__(self, "drawn", Sampling() if self.sampling is None else self.sampling)
+        params.assign(self, drawn=Sampling() if self.sampling is None else self.sampling)
 
 
 @dataclass(frozen=True, kw_only=True)
