@@ -72,6 +72,7 @@ def integer(name: str, value: Any, *, low: int, high: int | None = None) -> int:
     """
     rule = f"an integer >= {low}" if high is None else f"an integer in [{low}, {high}]"
     checked = number(name, value, rule=rule, ok=lambda v: v % 1 == 0 and low <= v and (high is None or v <= high))
+    # Not by way of float64, which loses digits of integers above 2**53.
     return int(value) if isinstance(value, numbers.Integral) else int(checked)
 
 
@@ -101,6 +102,7 @@ def choice(name: str, value: Any, known: Iterable[str]) -> str:
     """Return ``value`` when it is one of ``known``."""
     known = tuple(known)
     if isinstance(value, str) and value in known:
+        # The string of the list: one of numpy's is equal to it, but has another repr.
         return known[known.index(value)]
     listed = ", ".join(map(repr, known))
     advice = similar(value, known) if isinstance(value, str) else ""
@@ -147,6 +149,7 @@ class Configured:
         return type(self) is type(other) and isinstance(other, Configured) and self.get_config() == other.get_config()
 
     def __hash__(self) -> int:
+        # By the repr, because configurations hold lists and dictionaries, which have no hash.
         return hash(repr(self))
 
 

@@ -129,6 +129,7 @@ def fields_of(value: Any) -> dict[str, Any]:
     """Return the fields of a dataclass as plain data, those it is made from (``init=True``)."""
     found = {each.name: to_plain(getattr(value, each.name)) for each in fields(value) if each.init}
     for name, rule in _nulls(type(value)).items():  # type: ignore[arg-type]  # a class can be hashed
+        # NaN equals nothing, not even itself.
         if name in found and (found[name] == rule.value or (found[name] != found[name] and math.isnan(rule.value))):
             found[name] = rule.word
     return found
@@ -252,6 +253,7 @@ def _wrong(value: Any, where: str, expected: str) -> PlainError:
 
 
 def _exactly(kind: type[T], value: Any, where: str) -> T:
+    # Not isinstance, for which True is an int.
     if type(value) is not kind:
         raise _wrong(value, where, kind.__name__)
     return value

@@ -57,6 +57,8 @@ class Key:
 
     def digest(self) -> bytes:
         """Return 32 bytes that name this stream (SHA-256 over an unambiguous encoding of the fields)."""
+        # Only the purpose is text, and there are integers on both sides of it: no separator inside of it can imitate
+        # another key.
         text = "\x1f".join(str(part) for part in (self.seed, self.purpose, self.round, self.partition, self.layer))
         return hashlib.sha256(text.encode()).digest()
 

@@ -155,6 +155,7 @@ class Stateful:
             raise StateError(
                 f"the state was saved with {state[_IDENTITY]}, this {what} has {mine}; resume with the same settings"
             )
+        # Every attribute is read before anything is changed: a damaged one leaves the object as it was.
         values = {
             name: from_plain(kind, state[_key(name)], f"{what}.{_key(name)}")
             for name, kind in declared.items()

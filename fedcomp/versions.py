@@ -62,6 +62,7 @@ CodecOf = Callable[[Step], Codec]
 def digest(vector: Vector, exact: Arrays) -> bytes:
     """Return 16 bytes that name a model: SHA-256 over the vector and the exact buffers, truncated."""
     h = hashlib.sha256(np.ascontiguousarray(vector).view(np.uint8).data)
+    # By name, so that the order in which an end holds its buffers does not matter.
     for name in sorted(exact):
         h.update(name.encode())
         h.update(np.ascontiguousarray(exact[name]).tobytes())
@@ -120,6 +121,7 @@ class Broadcast(Stateful):
         NonFiniteUpdate
             When the model holds NaN or infinity.
         """
+        # The first model has no reference from which it could differ: it travels whole.
         if self.version == 0:
             check_codec(self.codec, layout)
             self._state = self.codec.init(layout)
@@ -235,4 +237,5 @@ def _apply(codec: Codec, frame: Frame, vector: Vector, layout: Layout) -> Vector
 
 
 def _same(a: Arrays, b: Arrays) -> bool:
+    # As bytes: NaN counts as equal to itself, and -0.0 as another value than 0.0.
     return a.keys() == b.keys() and all(np.asarray(a[k]).tobytes() == b[k].tobytes() for k in a)

@@ -99,6 +99,7 @@ class Dithering(PositionalCodec):
     def variance(self, layout: Layout) -> float:
         """Return ``n / 4^b`` of the longest stretch."""
         n = max((s.size for s in self.stretches(layout)), default=0)
+        # The last factor covers what rounding the norm and the decoded values to float32 adds.
         return n * 4.0**-self.bits * (1.0 + 2.0**-20)
 
 

@@ -243,6 +243,7 @@ class ErrorFeedback(Wrapper):
         memory = vector_of(state, "memory", layout)
         velocity = vector_of(state, "momentum", layout) if self.momentum else None
         last = number_of(state, "round", "iu")
+        # By the key, which has the server's round: a client that was away has not counted.
         missed = 0 if last is None else key.round - int(last) - 1
         if self.max_age is not None and missed >= self.max_age:
             return np.zeros_like(memory), None if velocity is None else np.zeros_like(velocity)

@@ -154,6 +154,7 @@ class KeyRegion(AdaptiveCodec, ListedCodec):
         """Return the sparse tensor of what exceeds its region's threshold, and the state with this round in it."""
         is_key = self.key_blocks(values)
         after: State = {name: array.copy() for name, array in state.items()}
+        # A region without blocks in this round wants nothing, whatever it wanted in the last.
         after["wanted"][:] = 0
         indices = np.zeros(0, np.int64)
         whole = _Magnitudes.of(values)

@@ -138,6 +138,7 @@ class FixedSupport(PositionalCodec):
                 f"{stretch.name}: expected {VALUES[self.values].__name__} values on the shared support "
                 f"{self.tensor_id(stretch)}, the frame holds {type(tensor.values).__name__} on {tensor.index}"
             )
+        # A bundle may have been opened with another support under the same id.
         if tensor.indices is None or tensor.values.k != ours.size or not np.array_equal(tensor.indices, ours):
             raise SchemaMismatch(f"{stretch.name}: {tensor.values.k} values do not fit a support of {ours.size}")
 
@@ -311,6 +312,7 @@ class ScaleCom(Wrapper):
 
     def rollback(self, state: State, frame: Frame, layout: Layout) -> State:
         """Return ``state`` with the frame's mass back in the memory."""
+        # The frame was encoded without an exchange, by a leader without followers.
         if _BLOCK not in state:
             return self._feedback(self.codec).rollback(state, frame, layout)
         held = held_support(state)

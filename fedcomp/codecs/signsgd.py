@@ -100,6 +100,7 @@ class SignSGD(PositionalCodec):
     def conclude(self, out: Update) -> None:
         """Replace the votes in ``out``, summed with weights that sum to 1, by ``step`` times their sign, in place."""
         step = np.float32(self.step)
+        # What comes after has travelled dense: it is a mean already, not a sum of votes.
         votes = out.vector[: out.layout.compressed_size]
         for start in range(0, votes.size, _BLOCK):
             block = votes[start : start + _BLOCK]

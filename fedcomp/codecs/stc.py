@@ -60,6 +60,7 @@ class STC(PositionalCodec):
         """Return the sparse tensor of signs on the support of the largest magnitudes."""
         indices = select_topk(values, self.count(stretch))
         kept = values[indices]
+        # A zero would lower the mean of the others, and arrive as plus the mean itself.
         if not kept.all():
             indices, kept = indices[kept != 0.0], kept[kept != 0.0]
         return wire.sparse((stretch.size,), indices, wire.SignScale.quantise(kept))

@@ -189,6 +189,7 @@ def _scatter_add(out, indices, values, weight):
 def _room(size: int, capacity: int) -> tuple[int, NDArray[np.uint32], Bits]:
     """Return the capped capacity and candidate buffers with the slack the kernels need."""
     capacity = min(capacity, size)
+    # Positions of 32 bits take half the memory; the tier refuses vectors in which they would not suffice.
     return capacity, np.empty(capacity + SLACK, np.uint32), np.empty(capacity + SLACK, np.int32)
 
 

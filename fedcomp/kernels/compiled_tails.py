@@ -172,6 +172,7 @@ def _select_above(bits, limit, state, indices):
     while at < full and written + SLACK <= indices.size:
         word = block_hits(bits, at, limit + 1)
         if word:
+            # Only in blocks with a hit: NaN and infinity are above every limit.
             bad |= block_hits(bits, at, np.int32(INFINITY))
             written = append(word, at, indices, written)
         at += WIDTH

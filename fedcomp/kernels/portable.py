@@ -43,6 +43,7 @@ def finish(found: Found, threshold: int, k: int) -> NDArray[np.int64]:
     """See :meth:`fedcomp.kernels.interface.Ops.finish`."""
     indices, magnitudes = found
     keep = magnitudes > threshold
+    # Ascending, so that the ties that fit are those of the lowest indices.
     ties = np.flatnonzero(magnitudes == threshold)[: k - np.count_nonzero(keep)]
     keep[ties] = True
     return indices[keep].astype(np.int64, copy=False)

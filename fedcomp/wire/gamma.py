@@ -37,6 +37,7 @@ def pack_gamma(numbers: NDArray[np.uint32]) -> bytes:
     if numbers.size == 0:
         return b""
     lengths = _lengths(numbers)
+    # A copy, since pack_unary overwrites what it is given.
     parts = [pack_unary(lengths.copy())]
     shifted = numbers.astype(np.uint64) + np.uint64(1)
     parts += [pack(shifted[lengths == width], width) for width in range(1, int(lengths.max()) + 1)]
@@ -64,6 +65,7 @@ def unpack_gamma(buf: Buffer, count: int, longest: int) -> NDArray[np.uint32]:
         return np.zeros(0, np.uint32)
     lengths, split = _unpack_lengths(buf, count, longest)
     counts = np.bincount(lengths)
+    # The leading one of every number; the bits below it follow, one group of equal lengths after the other.
     numbers = np.left_shift(np.uint32(1), lengths, dtype=np.uint32)
     for width in range(1, counts.size):
         size = packed_size(int(counts[width]), width)

@@ -229,6 +229,7 @@ class Limits:
 
 def _most_bytes_in(tensor: Expected) -> int:
     """Return the bytes of the longest entry and sections: raw values and indices, or a bitmap."""
+    # Lossy codecs take up to 26 bits a value, in float16 tensors as well.
     width = max(4, NUMPY_DTYPES[tensor.dtype].itemsize)
     indices = 8 * tensor.most_indices + (tensor.size // 8 if tensor.most_indices else 0)
     return width * tensor.most_values + indices + _ENTRY_SLACK

@@ -94,6 +94,8 @@ def pad(frame: Frame, length: int, salt: bytes) -> Frame:
         empty, room = bytes((PADDING, 0)), room - 2
     count = _content(room)
     assert count is not None
+    # In front of all other fields. The payload moves with it, and a dense section that was aligned may have to be
+    # copied.
     fields = empty + bytes((FILLER,)) + put_varint(count) + hashlib.shake_128(salt).digest(count)
     magic, major, minor, flags, tensors, start = HEADER.unpack_from(frame)
     head = HEADER.pack(magic, major, minor, flags, tensors, start + len(fields))
@@ -103,6 +105,7 @@ def pad(frame: Frame, length: int, salt: bytes) -> Frame:
 
 def _content(room: int) -> int | None:
     """Return how many bytes of content a field of ``room`` bytes has, None where there is no such field."""
+    # A length of five bytes reaches 2**35 - 1, beyond any frame.
     for width in range(1, 6):
         count = room - 1 - width
         if count >= 0 and len(put_varint(count)) == width:

@@ -71,6 +71,7 @@ def _quotient_sum(gaps: NDArray[Any], b: int) -> int:
 
 
 def _quotients(gaps: NDArray[Any], b: int) -> NDArray[Any]:
+    # A new array even for b = 0: pack_unary overwrites it, and the gaps are kept for other codecs to measure.
     return gaps >> gaps.dtype.type(b)
 
 

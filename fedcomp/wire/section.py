@@ -91,6 +91,7 @@ class Section:
             raise ConfigError(f"a section of n={self.n} elements and max_k={self.max_k}; expected 0 <= max_k <= n")
         if not self.values.accepts(self.dtype):
             raise ConfigError(f"{self.values.name} values cannot fill a {self.dtype} tensor")
+        # Nothing says where the support ends: that is found from the end, by the bytes that k values take.
         if self.index not in ("none", "known") and (self.params is None or self._value_bytes(1) is None):
             raise ConfigError(
                 f"sparse {self.values.name} values need a length that follows from their number, and known parameters: "
@@ -209,6 +210,7 @@ class Section:
             return self._take_bitmap(data)
         if not len(data):
             return np.zeros(0, np.int64), data
+        # Two bits name the layout; the other six hold any Rice parameter, since n has 63 bits at most.
         kind, b = data[0] & 3, data[0] >> 2
         if kind == _RICE:
             return self._take_rice(data[1:], b)
@@ -263,6 +265,7 @@ class Section:
 
     def _take_rice(self, data: memoryview, b: int) -> tuple[Indices, memoryview]:
         k, start = self._take_count(data)
+        # The values take what follows from k; between the count and them is the code.
         split = len(data) - (self._value_bytes(k) or 0)
         low, high = _RICE_CODEC.bounds(bytes((b,)), self.n, k)
         if not k or not low <= split - start <= high:
