@@ -30,6 +30,8 @@ NODES: Final = 4
 EXPECTED: Final = 8
 
 MODEL: Final[dict[str, NDArray[Any]]] = {
+    # Two tensors of floats, so that clipping one by one differs from clipping all, and an integer buffer, which is to
+    # be left alone.
     "weight": np.zeros((6, 8), np.float32),
     "bias": np.zeros(16, np.float32),
     "count": np.array([3, 4], np.int64),
@@ -40,6 +42,7 @@ WIDTH: Final = 64
 
 def updates(count: int, width: int, *, length: float) -> list[Float32]:
     """Return random updates of this L2 length, float32."""
+    # A fixed key: worlds are part of the audit, and its seed changes the noise only.
     draws = Key(0, "audit updates").generator().standard_normal((count, width))
     return [(length * draw / np.linalg.norm(draw)).astype(np.float32) for draw in draws]
 
@@ -59,6 +62,7 @@ def worlds(
     and pairs for tier A: every contribution tried there or not, or against the next one, its opposite."""
     held = list(base)
     replaced = adjacency == "replace"
+    # Contributions come in pairs, each before its opposite: the farthest that an exchange can move a sum.
     twos = zip(tried[::2], tried[1::2], strict=False)
     pairs = (
         [([*held, (place, a)], [*held, (place, b)]) for a, b in twos]
@@ -105,6 +109,7 @@ def grid_sum(
 ) -> Sums:
     """Return a sum of clipped vectors."""
     mechanism = kind(noise_multiplier=z, adjacency=adjacency, noise=noise, clip=CLIP, size=width)
+    # Half as long again as the clip norm: the others are clipped, too.
     base = list(enumerate(updates(3, width, length=1.5 * CLIP)))
     tried = adversarial(width, CLIP, Key(0, "adversarial"), count=8)
     name = f"clipped vectors, {adjacency}, {noise.replace('_', ' ')}"
@@ -127,11 +132,13 @@ def promise(z: float | None, seed: int, default: float = 1.0, **more: Any) -> di
 
 def canaries(width: int = WIDTH) -> list[Float32]:
     """Return contributions that a clip norm of :data:`CLIP` has to hold, each before its opposite."""
+    # The longest leave float32's range, and are dropped below.
     with np.errstate(over="ignore"):
         found = [one.astype(np.float32) for one in adversarial(width, CLIP, Key(0, "adversarial"), count=4)]
     # One vector with every tensor at the clip norm: what clipping tensor by tensor would let pass.
     first = np.zeros(width, np.float32)
     first[[0, -1]] = CLIP
+    # What is not finite is refused and is no contribution; it has tests of its own.
     return [one for one in [first, -first, *found] if np.isfinite(one).all()]
 
 
@@ -185,6 +192,8 @@ def adaptive(*, kind: type[DpFedAvg] = DpFedAvg) -> Rounds:
 
     def share(strategy: PrivateStrategy) -> list[float]:
         assert isinstance(strategy, DpFedAvg)
+        # The rule moves the logarithm of the clip norm by its rate times the share beyond the quantile: solved for the
+        # share.
         moved = -math.log(strategy.clip / strategy.clips[max(strategy.clips)]) / rule.rate
         return [(moved + rule.quantile) * EXPECTED]
 

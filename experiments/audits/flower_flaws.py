@@ -35,6 +35,7 @@ CLIENTS: Final = 20
 WIDE: Final = 100_000
 """Coordinates where a standard deviation is measured: its relative error is 0.2 %."""
 
+# Flower's own defaults, as a user who sets nothing has them.
 LR: Final = 0.2
 QUANTILE: Final = 0.5
 
@@ -54,12 +55,15 @@ def play(
     metrics: Sequence[float] = (),
 ) -> tuple[Arrays | None, dict[str, Any]]:
     """Return what a strategy makes of one round's replies: arrays and metrics."""
+    # Only nodes to address: nothing is sent to them.
     with quiet(), InProcessGrid(nobody, clients) as grid:
         asked = strategy.configure_train(1, to_record(model), ConfigRecord(), grid)
         answers = []
+        # Fewer replies than were asked for is what a round with lost clients looks like.
         for place, (message, reply) in enumerate(zip(asked, replies, strict=False)):
             said: dict[str, Any] = {"num-examples": examples[place] if examples else 1}
             answers.append(reply_by_hand(message, reply, **said, **({"loss": metrics[place]} if metrics else {})))
+        # NaN and infinity are among the things that are measured.
         with np.errstate(all="ignore"):
             found, told = strategy.aggregate_train(1, answers)
     return None if found is None else to_arrays(found), {} if told is None else dict(told)
@@ -76,6 +80,8 @@ def _fixed(
 def spread_norms(count: int = CLIENTS) -> list[float]:
     """Return update norms with median 1, between about 0.6 and 1.6."""
     places = (np.arange(count) + 0.5) / count
+    # Quantiles of a logistic distribution of the logarithms (1.702 makes it close to a normal one): median exactly 1,
+    # no random draw.
     return [float(n) for n in np.exp(0.25 * np.log(places / (1.0 - places)) / 1.702)]
 
 
@@ -146,6 +152,7 @@ def missing_replies(sampled: int = 20, replied: int = 5) -> float:
     if out is None:
         return math.nan
     # One of the clients that replied moves their mean by C / replied.
+    # Without the first coordinate, in which the update is; the others hold noise alone.
     return float(np.std(out["w"][1:])) * replied
 
 
@@ -153,8 +160,10 @@ def heavy_client(heavy: int = 1000, light: int = 10, clients: int = 10) -> float
     """Return how far one client with many examples moves the mean, over the standard deviation of the noise; z is 1."""
     model = {"w": np.zeros(WIDE, np.float32)}
     examples = [heavy] + [light] * (clients - 1)
+    # Not exactly zero: an update of norm 0 ends Flower's round (zero_update).
     still = {"w": np.full(WIDE, 1e-12, np.float32)}
     replies = [_unit(), *[still] * (clients - 1)]
+    # Once with noise and once without: one gives the deviation, the other how far the client moves the mean.
     out, exact = (_fixed(clients, model, replies, noise_multiplier=z, examples=examples)[0] for z in (1.0, 0.0))
     if out is None or exact is None:
         return math.nan
@@ -168,6 +177,7 @@ def adaptive_noise() -> tuple[float, float]:
     """
     model = {"w": np.zeros(WIDE, np.float32)}
     ratios = []
+    # All updates have norm 1: below the first clip norm none of them is, below the second all are.
     for clip in (0.5, 2.0):
         # So little noise on the count, relative to 4000 clients, that it decides nothing.
         wrapper = DifferentialPrivacyServerSideAdaptiveClipping(
@@ -208,6 +218,7 @@ def local_epsilon(nominal: float, rounds: int = 1, *, delta: float = 1e-5) -> fl
     """
     sent = _local({"w": np.zeros(WIDE, np.float32)}, _unit(), epsilon=nominal, delta=delta)
     noise = float(np.std(sent["w"][1:]))
+    # Sensitivity 2: any two messages of norm 1 may be that far apart, and as many messages add in squares.
     return gaussian_epsilon(math.sqrt(rounds) * 2.0 / noise, delta)
 
 
@@ -215,6 +226,7 @@ def _local(
     model: Named, trained: Named, *, epsilon: float = 1.0, delta: float = 1e-5, noise: float = 0.0
 ) -> dict[str, NDArray[Any]]:
     """Return what leaves a client behind ``LocalDpMod``; ``noise`` sets the standard deviation through sensitivity."""
+    # The mod's own formula for its deviation, solved for the sensitivity that gives this noise.
     sensitivity = noise * epsilon / math.sqrt(2.0 * math.log(1.25 / delta)) if noise else 1.0
     mod = LocalDpMod(clipping_norm=1.0, sensitivity=sensitivity, epsilon=epsilon, delta=delta)
 

@@ -43,8 +43,10 @@ Floats = NDArray[np.float64]
 
 def _rounded(vector: NDArray[Any], step: float) -> Integers:
     """Round without a bound."""
+    # A mutant refuses what is not finite, too: there would be no sum to audit.
     if not np.isfinite(vector).all():
         raise Unbounded("not finite")
+    # Bounded far beyond any clip norm, so that the conversion to integers cannot overflow.
     return np.rint(np.clip(vector / step, -(2.0**50), 2.0**50)).astype(np.int64)
 
 
@@ -78,6 +80,7 @@ class ClipPerTensor(using(NoClip)):  # type: ignore[misc]  # a class made on the
         out = np.array(update, np.float64)
         for tensor in layout.tensors:
             length = float(np.linalg.norm(out[tensor.slice]))
+            # The canary of the cases has both its tensors at the clip norm: together they are sqrt(2) C long.
             out[tensor.slice] *= min(1.0, self.clip / length) if length > 0.0 else 1.0
         return out
 
@@ -94,11 +97,13 @@ def remembered(rounds: int = 12) -> NDArray[np.float32]:
     # All coordinates but the first get the same; each waits for its turn.
     gradient = np.zeros(layout.size, np.float32)
     gradient[:rounds] = 1.0
+    # Exactly the clip norm: each update passes the clip, and only what the memory adds is too long.
     gradient *= np.float32(cases.CLIP / np.linalg.norm(gradient))
     sent = np.zeros(layout.size, np.float32)
     for place in range(3 * rounds):
         frame, state = codec.encode(Update(gradient, layout), state, Key(0, "audit memory", place))
         now = codec.decode(frame, layout)
+        # The longest of what was sent: the worst round is what sensitivity is about.
         sent = now if np.linalg.norm(now) > np.linalg.norm(sent) else sent
     return np.asarray(sent, np.float32)
 
@@ -116,6 +121,7 @@ class MeanOverReplies(GridGaussian):
     def perturb(self, total: Integers, entropy: Entropy) -> Floats:
         """Return the sum that such a mean stands for."""
         noisy = super().perturb(total, entropy)
+        # Only the exact part is scaled up: the noise stays that of the expected number, which is the mistake.
         exact = total * self.step
         return np.asarray(exact * (self.expected / max(1, len(self.came))) + (noisy - exact), np.float64)
 
@@ -141,6 +147,7 @@ class NoisePerClient(GridGaussian):
 
     def perturb(self, total: Integers, entropy: Entropy) -> Floats:
         """Add the noise of eight clients, each divided by eight."""
+        # Tier A runs without noise, and there is nothing to share out.
         if self.noise_multiplier == 0.0:
             return super().perturb(total, entropy)
         count = cases.EXPECTED
@@ -170,7 +177,10 @@ class WeightedByExamples(_FromReplies):
         """Return a mechanism that trusts what it is given: updates are clipped before they are weighed."""
         right = super().mechanism(layout, server_round)
         counts = [int(_metric(r, "num-examples")) for r in getattr(self, "_read", ())]
+        # In the order of the replies, in which contributions are asked for.
         self._weights = iter([count * len(counts) / sum(counts) for count in counts])
+        # A weighted contribution is longer than the clip norm on purpose, so that the mechanism must not clip it once
+        # more.
         return changed(right, NoClip)
 
     def contribution(self, update: NDArray[Any], layout: Layout, server_round: int) -> NDArray[Any]:
@@ -243,6 +253,7 @@ class FlowersSign(DpFedAvg):
         before = self.clip
         super().concluded(server_round, entropy)
         assert self.adaptive is not None
+        # The share by which the right rule moved, read back from its step; the mutant uses what is left to one.
         share = self.adaptive.quantile - math.log(self.clip / before) / self.adaptive.rate
         self.clip = self.adaptive.move(before, 1.0 - share)
 
@@ -279,6 +290,7 @@ class ForgetfulAccountant(DpFedAvg):
     def configure_train(self, *arguments: Any) -> Any:
         """Forget what was spent."""
         old = self.privacy
+        # Same promise, no history: each round looks like the first.
         self.privacy = PrivacyLedger(
             delta=old.delta,
             population=old.population,
@@ -299,6 +311,7 @@ class PrivateSupport(GridGaussian):
     def perturb(self, total: Integers, entropy: Entropy) -> Floats:
         """Choose by the exact sum, then add noise to what was chosen."""
         noisy = super().perturb(total, entropy)
+        # By the exact sum: which coordinates are released depends on data that no noise has covered.
         kept = np.argsort(-np.abs(total), kind="stable")[: total.size // 4]
         out = np.zeros(total.shape)
         out[kept] = noisy[kept]
@@ -313,6 +326,7 @@ class TwoClips(KeptIntake):
 
     def update(self, arrival: Arrival) -> Any:
         """Return the kept coordinates, in two parts of norm C at most."""
+        # A clip that never bites: the two parts are clipped below instead.
         loose = {entry.name: getattr(self, entry.name) for entry in fields(self)} | {"clip": 1e6 * self.clip}
         out = np.array(KeptIntake(**loose).update(arrival))
         left = np.zeros(self.plan.short, np.bool_)
@@ -433,12 +447,14 @@ def whole_run(kind: str, canaries: int, guesses: int, *, z: float = 2.0, seed: i
         subject, rows = cases.grid_sum(z=z, width=canaries), cases.CLIP * np.eye(canaries)
     else:
         variant = Silent if kind == "no noise" else Votes
+        # A coordinate for every canary: the score of one is not disturbed by the others.
         subject, rows = cases.votes_sum(z=z, width=canaries, k=1, kind=variant), np.eye(canaries, dtype=np.int8)
     return tier_d(subject, [(100 + i, row) for i, row in enumerate(rows)], guesses=guesses, seed=seed)
 
 
 def _caught(wrong: str, check: Check, case: Callable[..., Subject], kind: Any, **how: Any) -> Mutant:
     """Return a mutant of a class: the same case, made with another kind."""
+    # Every other check is a form of tier C.
     tier = {_A: "A", _B: "B", _F: "F"}.get(check, "C")
     return Mutant(wrong, tier, lambda: check(case(**how)), lambda: check(case(kind=kind, **how)))
 

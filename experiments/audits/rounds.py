@@ -135,12 +135,14 @@ class Rounds(Subject):
         if reading.further_scale:
             parts["told"] = further
         strategy = make(None, 0)
+        # A strategy knows the mechanism of a round only once it knows the model.
         strategy.adopt(to_record(self.model))
         mechanism = strategy.mechanism(Layout.flat(size) if reading.width else self.layout, 1)
         super().__init__(name, strategy.adjacency, worlds, mechanism, parts, further.stop)
         # Buffers and metrics are to be nothing: their deviation only has to be some number.
         self.scale[size : further.start] = 1.0
         self.scale[further] = reading.further_scale
+        # Only where a strategy moves its buffers at all: noise is tested of what is released.
         if exact and self.run(worlds.present, 1, noisy=False)[0, 0][buffers].any():
             self.parts["buffers"] = buffers
 
@@ -169,6 +171,7 @@ class Rounds(Subject):
         arrays = to_arrays(found)
         step = (self.layout.flatten(arrays) - self.layout.flatten(self.model)).astype(np.float64)
         buffers = [np.asarray(arrays[t.name], np.float64) - self.model[t.name] for t in self.layout.exact]
+        # All metrics as one figure: a private round releases none, and any that appears is an output to be audited.
         released = math.fsum(float(v) for v in dict(metrics or {}).values() if isinstance(v, int | float))
         reading = self.reading
         return np.concatenate(
@@ -180,11 +183,14 @@ class Rounds(Subject):
     ) -> Iterator[Message]:
         for message in asked:
             reply = replies.get(nodes.partition_of(message.metadata.dst_node_id) or 0)
+            # Nodes without a contribution are simply not there, as in a round with absent clients.
             if reply is None:
                 continue
             if reply.lost:
                 yield Message(Error(0, "lost"), reply_to=message)
                 continue
+            # A client returns its model, and the strategy takes the difference: rounding to float32 is part of what is
+            # audited.
             vector = (self.layout.flatten(self.model) + reply.update).astype(np.float32)
             exact = {t.name: self.model[t.name] + reply.buffers for t in self.layout.exact}
             arrays = self.layout.unflatten(vector, exact)

@@ -119,6 +119,7 @@ class Subject(ABC):
         out = np.empty((runs, rounds, len(self.scale)))
         with quiet(), self.nodes(data) as nodes:
             for trial in range(runs):
+                # A new run each time: memory, ledger and clip norms of one must not reach the next.
                 run = self.start(noisy, seed, trial)
                 for place in range(rounds):
                     out[trial, place] = self.play(run, nodes, data, place + 1)
@@ -126,6 +127,7 @@ class Subject(ABC):
 
     def ledger(self, rounds: int) -> PrivacyLedger:
         """Return the ledger of one run of ``rounds`` rounds over the world with the canary."""
+        # With noise: without any there is no event to account for.
         run = self.start(True, 0, 0)
         with quiet(), self.nodes(self.present) as nodes:
             for place in range(rounds):
@@ -138,11 +140,13 @@ class Subject(ABC):
 
     def run_mu(self, rounds: int) -> float:
         """Return the mu that the ledger's epsilon claims for a run."""
+        # By way of the ledger's epsilon: what a user is told is what has to stand.
         return gaussian_mu(self.ledger(rounds).epsilon(), DELTA)
 
 
 def numbered(seed: int, trial: int) -> int:
     """Return one seed for a trial of a seeded series."""
+    # A prime larger than any number of trials, so that no two pairs give one seed.
     return seed * 1_000_003 + trial
 
 
@@ -171,11 +175,13 @@ class Sums(Subject):
     def __init__(self, name: str, mechanism: Mechanism, shape: tuple[int, ...], worlds: Worlds) -> None:
         super().__init__(name, mechanism.adjacency, worlds, mechanism, {"sum": slice(None)}, math.prod(shape))
         self.mechanism, self.shape = mechanism, shape
+        # Floating-point noise has no grid to be on.
         if mechanism.noise == "gaussian":
             self.step = 0.0
 
     def start(self, noisy: bool, seed: int, trial: int) -> Any:
         """Return the mechanism, a ledger and the noise of a run."""
+        # The same mechanism without noise: the exact sum goes through the same bounds and rounding.
         mechanism = self.mechanism if noisy else replace(self.mechanism, noise_multiplier=0.0)
         return mechanism, new_ledger(self.adjacency), seeded(Key(seed, "audit", trial))
 

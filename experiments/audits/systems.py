@@ -64,10 +64,13 @@ class Steady(Lsg):
 
     def entropy(self, purpose: str, server_round: int) -> Entropy:
         """Return noise that repeats by trial."""
+        # By trial and not by the strategy's seed, which fixes carriers and mask: only the noise may change from run to
+        # run.
         return make_entropy(Key(self.trial, f"privacy/{purpose}", server_round), insecure_deterministic=True)
 
     def released(self, noisy: Floats, layout: Layout, server_round: int) -> Any:
         """Keep what the update is made from."""
+        # The model alone would not do: what is made of the noisy sum is a product of it with the carriers.
         self.seen = noisy.copy()
         return super().released(noisy, layout, server_round)
 
@@ -80,12 +83,15 @@ def lsg(*, kind: type[Steady] = Steady, keep: float = 0.75) -> Rounds:
         strategy.trial = seed
         return strategy
 
+    # Integer buffers have no carriers.
     floats = {name: array for name, array in cases.MODEL.items() if array.dtype.kind == "f"}
     short = LowRankPlan.of({name: array.shape for name, array in floats.items()}, RANK).short
     # A zero model has carriers from the seed alone; every coordinate of the update is seen by some of them.
     rows = [ClientReply(update) for update in cases.updates(cases.NODES, cases.WIDTH, length=50.0 * cases.CLIP)]
     tried = [ClientReply(one) for one in cases.canaries()]
+    # The canary is long (50 clip norms): clipping, and nothing else, keeps it down.
     worlds = cases.worlds("zero_out", list(enumerate(rows[:-1])), cases.NODES - 1, tried, rows[-1], None)
+    # Before the noisy sum is multiplied out: there its grid and its deviation are those that were claimed.
     reading = RoundReading(lambda strategy, step: strategy.seen, width=round(keep * short))
     return Rounds(f"low rank, {keep:g} kept", make, worlds, cases.MODEL, cases.NODES, reading, messages=True)
 
@@ -169,6 +175,8 @@ class TeacherVotes(Subject):
 
     def play(self, run: _Shown, nodes: InProcessGrid, data: Data, number: int) -> Floats:
         """Return the noisy sums of votes."""
+        # The strategy's own round, driven by hand: what it asks for goes to the voters, and it returns after their
+        # answers.
         exchanges = run.round(number, to_record({"w": np.zeros(1, np.float32)}), ConfigRecord(), nodes)
         asked = next(exchanges)
         assert isinstance(asked, Push)
@@ -195,6 +203,7 @@ def _voters(data: Data) -> Callable[[Message, Context], Message]:
 
 def teacher_votes(place: int, teachers: int) -> NDArray[np.int8]:
     """Return the votes of a client's teachers on every image."""
+    # One seed for each teacher and image, so that no two rows of votes are alike by accident.
     rows = [cases.vote(1000 * place + row, PIXELS, VOTES) for row in range(teachers * IMAGES)]
     return np.stack(rows).reshape(teachers, IMAGES, PIXELS)
 
@@ -229,7 +238,10 @@ def datalens(teachers: int = 1, *, changed_teachers: int = 1) -> TeacherVotes:
     base = [(place, teacher_votes(place, teachers)) for place in range(CLIENTS - 1)]
     mine = teacher_votes(CLIENTS - 1, teachers)
     other, some = mine.copy(), mine.copy()
+    # All signs turned on one support: what an exchanged record may do at most to the votes of the teacher that holds
+    # it.
     other[:changed_teachers] *= -1
+    # A milder neighbour for the search: another support on one image of one teacher.
     some[0, 0] = cases.vote(7, PIXELS, VOTES)
     absent, present, third = ([*base, (CLIENTS - 1, votes)] for votes in (mine, other, some))
     return TeacherVotes(teachers, Worlds(absent, present, [(absent, third)]))
@@ -268,10 +280,16 @@ class Steps(Subject):
         weights = torch.nn.Parameter(torch.zeros(self.width))
         ledger = new_ledger("add_remove")
         optimizer = self.make(
+            # A step of length 0: the sum is read from the gradient, and the model stays what it was.
             torch.optim.SGD([weights], lr=0.0),
             ledger,
             StepSettings(
-                noise_multiplier=z, rate=1.0, max_grad_norm=cases.CLIP, entropy=entropy, key=Key(0, "audit steps")
+                # Every record in every batch: sampling would hide the canary, and the audit is of the sum.
+                noise_multiplier=z,
+                rate=1.0,
+                max_grad_norm=cases.CLIP,
+                entropy=entropy,
+                key=Key(0, "audit steps"),
             ),
             expected_batch_size=8.0,
         )
@@ -286,6 +304,7 @@ class Steps(Subject):
         optimizer, weights, _ = run
         rows = np.stack([np.asarray(gradient, np.float32) for _, gradient in data])
         optimizer.zero_grad()
+        # A copy: the optimiser clips in place, and the worlds are used again.
         weights.grad_sample = torch.from_numpy(rows.copy())
         if not optimizer.pre_step() or weights.grad is None:
             raise AssertionError(f"{self.name}: the step released nothing")
@@ -296,6 +315,7 @@ class Steps(Subject):
 def dp_sgd(name: str = "DP-SGD", kind: MakeOptimizer = PrivateOptimizer, canary: Any = None, **options: Any) -> Steps:
     """Return DP-SGD, or another optimiser with its options, on few records."""
     width = cases.WIDTH
+    # Longer than the clip norm, so that other records are clipped as well.
     base = list(enumerate(cases.updates(3, width, length=1.5 * cases.CLIP)))
     tried = [*([] if canary is None else [canary]), *cases.canaries(width)]
     # The coins of votes are dealt in the order of the records: this one is dealt its own after all others.
@@ -305,6 +325,7 @@ def dp_sgd(name: str = "DP-SGD", kind: MakeOptimizer = PrivateOptimizer, canary:
 def topagg_sgd(*, stochastic: bool = True) -> Steps:
     """Return DP-SGD on votes."""
     name = f"DP-SGD on votes{'' if stochastic else ', plain signs'}"
+    # Dense: the usual canaries are nearly all zero, and a vote abstains where there is nothing.
     canary = cases.updates(4, cases.WIDTH, length=1.0)[3]
     return dp_sgd(name, TopAggOptimizer, canary, k=8, stochastic=stochastic)
 
@@ -323,6 +344,7 @@ class PrivateMessages(Subject):
     def __init__(self) -> None:
         found = cases.canaries()
         self.mechanism = self._transform(1.0).mechanism(cases.WIDTH)
+        # One client and no other: under local privacy its message has to hide it alone.
         worlds = cases.worlds("replace", [], 0, found, found[0], found[1])
         super().__init__(
             "local privacy, a message", "replace", worlds, self.mechanism, {"message": slice(None)}, cases.WIDTH
@@ -344,6 +366,7 @@ class PrivateMessages(Subject):
 
     def play(self, run: dict[str, Any], nodes: Any, data: Data, number: int) -> Floats:
         """Return a message."""
+        # The transform writes no ledger: who accounts for local noise is the server.
         run["ledger"].record(self.mechanism.event(size=cases.WIDTH), round=number)
         update = Update(data[0][1], Layout.flat(cases.WIDTH))
         sent, run["state"] = run["transform"].apply(update, run["state"], run["key"].at(round=number - 1))

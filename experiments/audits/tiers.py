@@ -46,6 +46,7 @@ def tier_a(subject: Subject) -> Verdict:
     """Search the pairs of data sets for the largest distance of the sums, in standard deviations of the noise."""
 
     def released(data: Any) -> Any:
+        # Over the claimed deviation: distances are then in units of the noise, whatever the parts' scales.
         return subject.run(data, 1, noisy=False)[0, 0] / subject.scale
 
     found = farthest(released, [(subject.absent, subject.present), *subject.pairs], subject.release_mu())
@@ -56,6 +57,7 @@ def tier_b(subject: Subject, *, runs: int, rounds: int = 1, seed: int = 0) -> li
     """Compare the noise of every part of the output with the standard deviation that was claimed for it."""
     outputs = subject.run(subject.present, runs, rounds=rounds, seed=seed)
     exact = subject.run(subject.present, 1, rounds=rounds, noisy=False)
+    # What is left when the exact output is taken away is noise alone.
     residuals = (outputs - exact) / subject.scale
     out = []
     for part, where in subject.parts.items():
@@ -76,6 +78,7 @@ def tier_c(subject: Subject, *, runs: int, rounds: int = 1, seed: int = 0, confi
         (subject.run(data, 1, rounds=rounds, noisy=False) / subject.scale).ravel()
         for data in (subject.absent, subject.present)
     )
+    # Along the line between the two exact outputs, on which the worlds differ most against equal noise.
     absent, threshold = project(scores[0], without, within)
     present, _ = project(scores[1], without, within)
     found = audit_canary(absent, present, threshold, confidence=confidence)
@@ -120,6 +123,7 @@ def tier_e(subject: Subject, *, runs: int, seed: int = 0) -> Verdict:
         off_grid(subject.run(data, runs, seed=seed)[..., subject.gridded], subject.step)
         for data in (subject.absent, subject.present)
     ]
+    # A single output off the grid tells what was added to: there is no share that would be small enough.
     worst = max(shares)
     return Verdict("E", subject.name, "outputs", 0.0, worst, "share off the grid", runs, worst == 0.0)
 
@@ -129,6 +133,8 @@ def tier_f(subject: Subject, *, seed: int = 0) -> Verdict:
     outputs = subject.run(subject.present, 2, rounds=2, seed=seed) / subject.scale
     exact = subject.run(subject.present, 1, rounds=2, noisy=False) / subject.scale
     noise = outputs - exact
+    # Two rounds of one run, the same round of two runs: noise must repeat along neither.
     pairs = [(noise[0, 0], noise[0, 1]), (noise[0, 0], noise[1, 0]), (noise[0, 1], noise[1, 1])]
+    # By significance, not by size: a small correlation of many values counts more than a larger one of few.
     worst = min((likeness(*pair) for pair in pairs), key=lambda found: found.p)
     return Verdict("F", subject.name, "rounds, runs", 0.0, worst.correlation, "correlation", noise[0, 0].size, worst.ok)

@@ -69,6 +69,7 @@ def run(*, quick: bool = False, progress: Callable[[str], None] | None = None) -
         for nodes in (few, many):
             say(f"memory of {strategy} aggregation, {nodes} clients")
             measurement = _measure("memory", strategy=strategy, nodes=nodes)
+            # The duration of the whole process says nothing about memory.
             del measurement["process_s"]
             rows.append({"measure": "memory", **measurement})
     return {"rows": rows, "claims": _claims(rows, short, steady, few, many, quick)}
@@ -100,6 +101,7 @@ def _claims(rows: list[dict[str, Any]], short: int, steady: int, few: int, many:
     growth = memory["compressed", many]["aggregation_peak_mb"] / memory["compressed", few]["aggregation_peak_mb"]
     goal = "goal of this project, on the same machine; depends on its load and number of cores"
     return [
+        # On a short run start and shutdown decide, which the in-process engine spares.
         Claim(f"short run, {short} clients: Ray / in process", ratio("run_s", short), ">=", 20.0, goal, gate=not quick),
         Claim("the same with all imports: Ray / in process", ratio("process_s", short), ">=", 20.0, goal, gate=False),
         Claim(
@@ -126,6 +128,7 @@ def _measure(what: str, **options: Any) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="fedcomp-bench-") as scratch:
         target = Path(scratch, "result.json")
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        # A Flower home of its own, and no telemetry: neither side may find state of an earlier run, or talk to anybody.
         environment = {**os.environ, "PYTHONPATH": path, "FLWR_HOME": scratch, "RAY_USAGE_STATS_ENABLED": "0"}
         code = f"from fedcomp.experiments.bench.engine import worker; worker({what!r}, {str(target)!r}, **{options!r})"
         start = time.perf_counter()
@@ -184,6 +187,7 @@ def _run_engine(engine: str, nodes: int, rounds: int) -> dict[str, Any]:
         run_simulation(
             server, app, num_supernodes=nodes, backend_config={"client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
         )
+    # An engine that loses rounds would look fast.
     if len(seconds) != rounds:
         raise BenchError(f"{engine} finished {len(seconds)} of {rounds} rounds")
     return {"rounds": seconds, "run_s": time.perf_counter() - start}
@@ -259,6 +263,7 @@ def _add(message: Message, context: Context) -> Message:
     from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 
     model = message.content["arrays"]["weight"].numpy()  # type: ignore[union-attr]
+    # A difference that a codec has to send: an unchanged model would compress to nothing.
     model += np.float32(0.5)
     content = RecordDict({"arrays": ArrayRecord({"weight": Array(model)})})
     content["metrics"] = MetricRecord({"num-examples": 1})

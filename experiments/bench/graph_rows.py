@@ -47,6 +47,7 @@ def row_table(ids: Ids, rows: Floats, *, repeats: int = 5) -> list[dict[str, Any
     for what, make, read in (*_codecs(ids, rows), *_others(ids, rows)):
         data = make()
         found = read(data)
+        # By bytes: "exact" means every bit, signs of zeros included.
         same = found.tobytes() == np.ascontiguousarray(rows).tobytes()
         line = _measured(what, "per_row", ids.size, make, partial(read, data), repeats)
         line["error"] = 0.0 if same else float(np.abs(found.astype(np.float64) - rows).max())
@@ -94,6 +95,7 @@ def _codecs(ids: Ids, rows: Floats) -> list[Way]:
     for name, codec in ROW_CODECS.items():
         try:
             codec.encode(ids, rows)
+        # Not every codec can hold every row: one for words takes zeros and ones only.
         except GraphError:
             continue
         found.append((name, partial(codec.encode, ids, rows), partial(_decode, codec, rows)))
@@ -128,6 +130,7 @@ def _others(ids: Ids, rows: Floats) -> list[Way]:
     if "zstd" in available_backends():
         import zstandard
 
+        # The usual level, and the highest that is not "ultra": what general compressors can do, whatever it takes.
         small, big = zstandard.ZstdCompressor(level=3), zstandard.ZstdCompressor(level=19)
         unpack, csr = zstandard.ZstdDecompressor().decompress, ROW_CODECS["csr"]
         found += [

@@ -59,6 +59,7 @@ def run(*, quick: bool = False, progress: Callable[[str], None] | None = None) -
     rows: list[dict[str, Any]] = []
     for nodes in sizes:
         rows += _graph(nodes, steps, rounds, say)
+    # The smallest graph is the common beginning: its eight parts are of that size.
     for nodes in sizes[1:]:
         rows.append(_alike(nodes, nodes // owned, steps, say))
     eight = [row for row in rows if row.get("parts") == PARTS]
@@ -134,6 +135,7 @@ def _step(task: GraphTask, part: Any, steps: int) -> dict[str, float]:
     peaks = []
 
     def one(number: int, *, traced: bool = False) -> None:
+        # Once before the clock runs: its remote rows have to be at hand, and the timed plan is the same.
         plan = _plan(part, number)
         rows = (plan.remote, task.graph.features[plan.remote])
         if traced:
@@ -151,11 +153,13 @@ def _step(task: GraphTask, part: Any, steps: int) -> dict[str, float]:
             peaks.append(tracemalloc.get_traced_memory()[1])
             tracemalloc.stop()
         else:
+            # Traced steps are slow, so that they give memory and no time.
             for name, before, after in zip(seconds, marks, marks[1:], strict=False):
                 seconds[name].append(after - before)
 
     with single_thread():
         one(0)
+        # The first step compiles and allocates.
         for name in seconds:
             seconds[name].clear()
         for number in range(1, steps + 1):
@@ -250,8 +254,10 @@ def _round(task: GraphTask, rounds: int) -> dict[str, float]:
             tracemalloc.stop()
 
     with quiet(), InProcessGrid(app, PARTS, seed=0) as grid:
+        # No evaluation: it uses all neighbours, and its cost does grow with the graph.
         inner = FedAvg(min_train_nodes=1, min_evaluate_nodes=1, min_available_nodes=1, fraction_evaluate=0.0)
         strategy = SkewedGCN(inner, SamplerSettings(n=KEPT), rounds=RoundSettings(batch_size=BATCH))
+        # One round more than is timed, for the memory.
         fit(strategy, grid, start, rounds + 1, train_config=ConfigRecord(config), on_round=mark)
     # The first round sets up.
     spent = np.diff(marks[:rounds]).tolist()

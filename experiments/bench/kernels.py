@@ -52,6 +52,7 @@ def run(*, quick: bool = False, progress: Callable[[str], None] | None = None) -
     warm()
     say(f"drawing {size:,} values in {LAYERS} layers")
     vector = layered(size)
+    # One thread, as ours: simulated clients share the cores.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

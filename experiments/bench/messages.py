@@ -50,6 +50,7 @@ TRAININGS: Final[Mapping[str, RunSpec]] = {
 }
 """Trainings of the experiments ``sparsifiers`` and ``topagg``, over fewer rounds."""
 
+# Below it a grid of trainings could do without the bare loop.
 BOUND: Final = 1.3
 REPETITIONS: Final = 3
 
@@ -68,6 +69,7 @@ class ByReference(InProcessGrid):
         ids = []
         for message in messages:
             self._pushed += 1
+            # Flower's ids are hashes of the content, which is what is not computed here.
             name = f"{self._pushed:064x}"
             set_message_id(message, name)
             node = message.metadata.dst_node_id
@@ -130,6 +132,7 @@ def run(*, quick: bool = False, progress: Callable[[str], None] | None = None) -
                     "over the bare loop": round(median(taken) / bare, 2),
                 }
             )
+        # Three ways to one model, or the times would compare different work.
         differ = sum(different_bytes(models["messages"], models[way]) for way in ways)
         claims += [
             claim(f"{name}: bytes of the models that differ", differ, "== 0", "theory: the same arithmetic"),

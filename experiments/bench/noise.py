@@ -57,6 +57,7 @@ def run(*, quick: bool = False, progress: Callable[[str], None] | None = None) -
     claims = [
         Claim(
             "an exact discrete Gaussian costs at most ten times numpy's float one",
+            # The worst deviation decides: a sampler must not be fast for some noise multipliers only.
             max(slower for slower, _ in ratios),
             "<=",
             10.0,

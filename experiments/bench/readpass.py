@@ -24,6 +24,7 @@ def layered(size: int, seed: int = 0) -> Vector:
     """Return Student t(4) values in equal layers of log-normal scale, float32 of shape (size,)."""
     rng = np.random.default_rng(seed)
     vector = rng.standard_t(4, size).astype(np.float32)
+    # Layers of unlike scale, as models have them: a threshold for all is then decided by a few layers.
     for layer in np.array_split(vector, LAYERS):
         layer *= np.float32(np.exp(rng.normal()))
     return vector
@@ -55,6 +56,7 @@ class Times:
         for repetition in range(-1, repetitions):
             limits, seconds = [], {}
             for name, call in methods.items():
+                # Before each method: load that comes and goes meets the limit as well.
                 limits.append(_seconds(limit))
                 seconds[name] = _seconds(call)
             if repetition >= 0:  # the first repetition warms caches and allocators
@@ -62,6 +64,7 @@ class Times:
 
     def multiple(self, method: str) -> float:
         """Return the method's time in read passes."""
+        # Ratios first, then the median: a slow repetition slows both and drops out.
         return median(s / limit for s, limit in zip(self.seconds[method], self.limits, strict=True))
 
     def ratio(self, method: str, to: str) -> float:
@@ -86,6 +89,7 @@ def read_pass(vector: Vector) -> Callable[[], object]:
     """Return one vectorised read pass: the sum of |x| in one thread."""
     import numba
 
+    # fastmath lets the compiler vectorise the sum, which is what makes it a limit: memory decides.
     @numba.njit(nogil=True, fastmath=True)
     def total(x: Vector) -> Any:
         s = np.float32(0.0)
@@ -93,6 +97,7 @@ def read_pass(vector: Vector) -> Callable[[], object]:
             s += abs(x[i])
         return s
 
+    # Compiles it.
     total(vector[:1])
     return lambda: total(vector)
 

@@ -75,6 +75,7 @@ def by_density(vector: Vector, density: float) -> dict[str, Callable[[], object]
     import torch
 
     tensor = torch.from_numpy(vector)
+    # One element of each chunk is sent: its length is the inverse of the density.
     length = round(1 / density)
     calls: dict[str, Callable[[], object]] = {
         "chunk top-1": lambda: select_bins(vector, length),
@@ -113,6 +114,7 @@ def adaptive(vector: Vector, length: int) -> tuple[dict[str, Callable[[], object
         held["round"] += 1
         return adaptive_step(residue, updates[held["round"] % 3], length, out=residue)
 
+    # From zero the residue grows for some rounds, and with it how many elements pass.
     for _ in range(_WARM_ROUNDS):
         step()
     total = residue + updates[0]

@@ -33,6 +33,7 @@ Row = dict[str, Any]
 Say = Callable[[str], None]
 
 _MILLION = 10**6
+# From the naive to the adaptive, "auto" last: what the format chooses by itself.
 _CODECS = ("raw", "fixed", "bitmap", "gap-bytes", "elias-fano", "block-rice", "rice", "auto")
 _BOMB_BYTES = 50_000_000
 
@@ -88,19 +89,23 @@ def index_bytes(n: int, support: NDArray[np.int64], index: str) -> int:
 def _uniform_sizes(quick: bool, say: Say) -> tuple[list[Row], list[Claim]]:
     rows, claims = [], []
     for n in (_MILLION,) if quick else (_MILLION, 25 * _MILLION):
+        # The densities of sparse training; the sweep covers the others.
         for share in (100, 1000, 10_000):
             k = n // share
             case = f"n={n // _MILLION}M p=1/{share}"
             say(f"size of uniform supports, {case}")
+            # A uniform support is the hardest: there is no structure that a code could use.
             support = wire.seeded_support(Key(1, "bench wire").u64(), n, k)
             bound = entropy_bits(n, k)
             rows.append(_row("S1", case, "bound", bound / k, "bits/index"))
             for codec in _CODECS:
+                # Bytes of gaps are worth something only behind a byte compressor.
                 if codec == "gap-bytes" and "zstd" not in wire.available_backends():
                     continue
                 size = 8 * index_bytes(n, support, codec)
                 rows.append(_row("S1", case, codec, size / k, "bits/index"))
             params, section = wire.INDEX_BY_NAME["rice"].encode(wire.Support(support, n))
+            # Short sections pay more for the last byte and the parameter: the smaller k, the wider the goal.
             goal = 1.01 if n > _MILLION else 1.03 if k <= 100 else 1.015
             ratio = 8 * (len(params) + len(section)) / bound
             claims.append(Claim(f"S1 Rice / bound, {case}", ratio, "<=", goal, "wire goal S1; bound log2 C(n, k)"))
@@ -112,11 +117,13 @@ def _density_sweep(quick: bool, say: Say) -> tuple[list[Row], list[Claim]]:
     say(f"size at every density, n={n}")
     rows = []
     worst = 0.0
+    # From both ends, since dense supports are coded by what is missing.
     for density in (*np.geomspace(1e-5, 0.5, 13 if quick else 25), *(1 - np.geomspace(0.49, 1e-5, 12))):
         k = max(1, round(n * float(density)))
         support = wire.seeded_support(k, n, k)
         codec, params, section, _, stored = _choose(n, support)
         size = len(params) + len(section if stored is None else stored)
+        # 16 bytes are granted for parameters, without which the smallest supports would decide the claim.
         ratio = 8 * (size - 16) / entropy_bits(n, k)
         worst = max(worst, ratio)
         rows.append(_row("S2", f"p={float(density):.3g} {codec}", "(size - 16 B) / bound", ratio, "ratio"))
@@ -156,6 +163,7 @@ def feedback_supports(steps: int, every: int, density: float = 0.01) -> tuple[in
     parameters = list(model.parameters())
     for i, p in enumerate(parameters):
         width = 1 / math.sqrt(parameters[i - i % 2][0].numel())
+        # Drawn by key and not by torch, whose generator differs between versions: the supports are data of a benchmark.
         start = (2 * key.at(layer=i).uniform(p.numel()) - 1) * width
         p.data.copy_(torch.tensor(start, dtype=torch.float32).reshape(p.shape))
     n = sum(p.numel() for p in parameters)
@@ -188,6 +196,8 @@ def _real_supports(quick: bool, say: Say) -> tuple[list[Row], list[Claim]]:
     excess = -math.inf
     for support in supports:
         sizes = {codec: index_bytes(n, support, codec) for codec in totals}
+        # "auto" must be at most a byte worse than the best of those it chooses from, on each support and not on
+        # average.
         excess = max(excess, sizes["auto"] - min(sizes[c] for c in single))
         for codec, size in sizes.items():
             totals[codec] += size
@@ -215,8 +225,10 @@ def _overhead(quick: bool, say: Say) -> tuple[list[Row], list[Claim]]:
     for shape in _resnet18_shapes():
         n = math.prod(shape)
         k = n // 100
+        # Small tensors travel dense, as the density policy has it.
         tensor = _sparse(n, wire.seeded_support(n, n, k), "rice") if n >= 1024 else wire.dense(np.ones(n, np.float32))
         tensor = wire.Tensor(tensor.values, shape, kind=tensor.kind, indices=tensor.indices, index=tensor.index)
+        # By difference: what the frame's header costs once is in both.
         further.append(len(wire.encode([one, tensor])) - len(wire.encode([one])) - _content(tensor))
     mean, worst = statistics.fmean(further), max(further)
     case = "ResNet-18 shapes, 1 % of each"
@@ -278,6 +290,7 @@ def _speed(quick: bool, say: Say) -> tuple[list[Row], list[Claim]]:
             k = n // share
             case = f"n={n // _MILLION}M p=1/{share}"
             say(f"speed, {case}")
+            # In units of a selection, which every sparsifier makes anyway: the ratio hardly depends on the machine.
             select = median_seconds(partial(_select, x, k), 5 if large else 15)
             support = np.sort(_select(x, k))
             rows.append(_row("S5", case, "argpartition of |x|", 1e6 * select, "us"))
@@ -326,6 +339,7 @@ def _times(n: int, support: NDArray[np.int64], codec: str) -> tuple[float, float
 
 
 def _throughput(n: int, k: int, case: str, encode: float, decode: float) -> list[Claim]:
+    # The slower direction: a frame is written once and read once.
     slower = max(encode, decode)
     if k <= 1000:
         return [Claim(f"S6 slower direction, {case}, us", 1e6 * slower, "<=", 60, "wire goal S6", gate=False)]
@@ -344,6 +358,7 @@ def _safety(quick: bool, say: Say) -> tuple[list[Row], list[Claim]]:
     least, memory, slowdown = count, 0.0, 0.0
     for specimen in all_specimens:
         say(f"fuzzing {specimen.name}: {count} mutants")
+        # A specimen that fails is a row, and the others are fuzzed all the same.
         try:
             result = fuzz(specimen, all_specimens, count, seed=8)
         except AssertionError as error:
@@ -384,9 +399,11 @@ def _bomb() -> tuple[int, bool, int]:
     size = 0
     for n in (_BOMB_BYTES, 100_000):
         count = put_varint(n)
+        # Written byte by byte: the encoder refuses to make such a frame.
         table = b"\x00\x07\x01" + count + b"\x00" + count + bytes(4) + bytes((backends.BACKEND_IDS[name],))
         table += b"\x00" + put_varint(len(bomb)) + b"\x00" + count
         head = HEADER.pack(b"FCW1", 1, 0, 0, 1, HEADER.size + 1 + len(table)) + b"\x00"
+        # With a right checksum: what has to refuse the frame are the limits, not a damaged byte.
         frame = seal(head + table + bomb)
         size = len(frame)
         tracemalloc.start()
