@@ -141,7 +141,8 @@ def not_finite(value: float) -> float:
     model = {"w": np.zeros(4, np.float32)}
     bad = np.ones(4, np.float32)
     bad[0] = value
-    out, _ = _fixed(3, model, [{"w": bad}, {"w": np.ones(4, np.float32)}] * 2)
+    right = {"w": np.ones(4, np.float32)}
+    out, _ = _fixed(3, model, [{"w": bad}, right, right])
     return 0.0 if out is None else float(np.mean(np.isnan(out["w"])))
 
 
