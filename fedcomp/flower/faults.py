@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 from flwr.app import Array, ArrayRecord, Message
 
@@ -28,17 +28,7 @@ Kind = Literal[
     "corrupt",
 ]
 
-KINDS: Final[tuple[str, ...]] = (
-    "none",
-    "offline",
-    "raise",
-    "silent",
-    "lost_reply",
-    "late",
-    "duplicate",
-    "duplicate_reply",
-    "corrupt",
-)
+KINDS: Final[tuple[str, ...]] = get_args(Kind)
 
 
 @dataclass(frozen=True, slots=True)
