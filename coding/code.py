@@ -195,6 +195,7 @@ class Encoder(ABC):
         align: int = ALIGN,
         insecure_seed: int | None = None,
     ) -> None:
+        # As bytes, whatever the elements of the buffer that was given.
         view = memoryview(payload).cast("B")
         # Numbers out of an array have 64 bits, and the streams that are named by these wrap around.
         symbols, round, source = index(symbols), index(place.round), index(place.source)

@@ -59,6 +59,16 @@ class Decoder:
         Refuse packets of any other.
     threshold : int
         T of the encoder, known from the plan: the last T of the K symbols are random and are thrown away.
+
+    Examples
+    --------
+    >>> from fedcomp.coding.encoder import encoder
+    >>> source = encoder("mds", bytes(1000), symbols=4, round=1, source=0, run=7)
+    >>> decoder = Decoder(expect=(1, 0))
+    >>> [decoder.add(packet) for packet in source.packets([0, 5, 9, 2])]
+    [True, True, True, True]
+    >>> decoder.payload() == bytes(1000)
+    True
     """
 
     def __init__(

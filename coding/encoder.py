@@ -32,7 +32,7 @@ def encoder(
         systematic Cauchy Reed-Solomon (any K packets decode, K and parities together at most 256).
     payload : bytes
     symbols : int
-        K that is wanted, 1 to 1024; short payloads get fewer, see :func:`symbols_for`.
+        K that is wanted, 1 to 1024; short payloads get fewer, see :func:`fedcomp.coding.code.symbols_for`.
     round, source : int
         Where the packets belong; a receiver mixes neither.
     run : int or bytes

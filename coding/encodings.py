@@ -70,6 +70,7 @@ def encoding_matrix(code: str, devices: int, partitions: int, *, density: float 
     if code == "general":
         return _general(devices, partitions, density, seed)
     matrix = np.zeros((devices, partitions))
+    # An owner stores its own partition as it is, which takes no transfer.
     matrix[:partitions] = np.eye(partitions)
     matrix[partitions:] = _parities(code, devices - partitions, partitions, density, seed)
     return matrix
@@ -77,6 +78,7 @@ def encoding_matrix(code: str, devices: int, partitions: int, *, density: float 
 
 def _parities(code: str, rows: int, partitions: int, density: float, seed: int) -> Real:
     if code == "replication":
+        # Dealt in turn, so that numbers of copies differ by one at most.
         return np.eye(partitions)[np.arange(rows) % partitions]
     if code == "mds":
         support = np.ones((rows, partitions), bool)

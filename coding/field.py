@@ -88,6 +88,7 @@ class GF256:
             raise ConfigError(f"{c} is not an element of GF(2^8); elements are 0..255")
         if x.shape != y.shape:
             raise ConfigError(f"x has shape {x.shape}, y {y.shape}; they must be equal")
+        # One row of the table, 256 bytes: it stays in the cache.
         y ^= tables.products()[c][_elements(x)]
 
     def random(self, shape: int | tuple[int, ...], stream: SplitMix64) -> Bytes:

@@ -278,6 +278,7 @@ class Assignment(ABC):
                 raise CodingError(f"answer of device {i} has {vector.size} numbers, the others have {first.size}")
             if self.field is None and not np.isfinite(vector).all():
                 raise CodingError(f"answer of device {i} holds NaN or infinity")
+            # The dtype holds numbers of p and more, with which products would not be exact.
             if self.field is not None and vector.size and int(vector.max()) >= self.field.order:
                 raise CodingError(f"answer of device {i} holds {vector.max()}, no element of {self.field.name}")
             first = vector if first is None else first
@@ -393,6 +394,14 @@ class Cyclic(Assignment):
     ------
     ConfigError
         When no draw is good enough.
+
+    Examples
+    --------
+    >>> code = Cyclic(5, 2)
+    >>> g = [np.full(2, float(j)) for j in range(5)]
+    >>> answers = {i: code.combine(i, [g[j] for j in code.partitions(i)]) for i in (0, 2, 3)}
+    >>> np.round(code.decode(answers), 6)
+    array([10., 10.])
     """
 
     def __init__(

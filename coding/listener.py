@@ -251,6 +251,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             parcel_bytes=args.parcel_bytes,
             connections=args.connections,
             per_host=args.per_host,
+            # A parcel is buffered whole: with less memory the largest one could never arrive.
             buffered_bytes=max(args.buffered_bytes, args.parcel_bytes),
             seconds=args.seconds,
         )

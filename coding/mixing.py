@@ -49,6 +49,16 @@ class MixPlan:
     ------
     ConfigError
         When a number is out of range.
+
+    Examples
+    --------
+    >>> plan = MixPlan(clients=2, symbol_bytes=64, round=1)
+    >>> held = [plan.packet(client, payload) for client, payload in enumerate((b"one", b"two"))]
+    >>> mixture = Mixture(plan)
+    >>> [mixture.add(relay, plan.combine(held, relay, 0, 1)[0]) for relay in (0, 1)]
+    [True, True]
+    >>> mixture.payload(1)
+    b'two'
     """
 
     clients: int
@@ -124,6 +134,7 @@ class MixPlan:
         recoder = Recoder(self.limits)
         for data in held:
             recoder.add(self.parse(data))
+        # A relay that holds nothing answers with nothing, where recode() would raise.
         if not recoder.rank:
             return []
         # Relay and number are in the seed, so that no two relays send the same combination.

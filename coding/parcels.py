@@ -1,6 +1,6 @@
 """Parcels: the bytes one client hands to another, and what a receiver keeps of them in memory.
 
-A parcel names where it belongs (run, round, kind, source, destination) and carries a body nobody here looks into.
+A parcel names where it belongs (run, round, kind, source, destination) and carries a body that is not interpreted here.
 Twenty clients in a round make hundreds of them, so the header is 36 bytes, little endian:
 
 ====== ===== ===========================================================
@@ -222,6 +222,14 @@ class MemoryStore:
     max_store_bytes : int
         Limit of :attr:`held`.
 
+    Examples
+    --------
+    >>> store, run = MemoryStore(1 << 20), bytes(8)
+    >>> store.put(Parcel(run, 1, 1, source=0, destination=2, body=b"a shard"))
+    True
+    >>> [parcel.body for parcel in store.list(run, 1)], store.held
+    ([b'a shard'], 43)
+
     Notes
     -----
     A context belongs to one run of one server, so :meth:`drop_before` forgets the parcels of every other run: their
@@ -278,6 +286,7 @@ class MemoryStore:
             ``data``: uint8, all bodies one after the other. ``offsets``: int64 (n + 1,), where each begins.
             ``meta``: int64 (n, 5), run (its 8 bytes as a little-endian integer), round, kind, source, destination.
         """
+        # Sorted, so that the order of arrival does not show in the state.
         kept = sorted(self._parcels, key=lambda p: (p.run, p.round, p.order))
         lengths = np.array([0, *(len(p.body) for p in kept)], np.int64)
         # Signed: as an unsigned number every second run's name would overflow the int64 array.

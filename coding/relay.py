@@ -30,7 +30,7 @@ DEFAULT_SYMBOLS: Final = 16
 """K is chosen no larger than this: beyond it the gain in storage per relay is small and inverting costs more."""
 
 DEFAULT_LOSS: Final = 0.1
-"""Share of relays that is taken to vanish where nobody says."""
+"""Fraction of relays that is expected to vanish, unless another one is given."""
 
 
 def packet_hash(data: bytes) -> bytes:
@@ -64,7 +64,7 @@ def choose(
     shards : int
         N; 0 takes what K and ``loss`` ask for where both are given, otherwise all relays.
     loss, target : float
-        Share of relays that vanishes, 0.1 where nobody says, and the wanted probability of decoding.
+        Fraction of relays that is expected to vanish, 0.1 by default, and the wanted probability of decoding.
     threshold : int
         T, the privacy threshold: any T relays together learn nothing of the payload, and K + T shards decode.
 
@@ -153,6 +153,18 @@ class RelayPlan:
     ------
     ConfigError
         When the numbers cannot work.
+
+    Examples
+    --------
+    Any 4 of 6 relays bring back the payload of contributor 0:
+
+    >>> plan = RelayPlan("mds", symbols=4, shards=6, round=1)
+    >>> shards = plan.packets(0, b"an update" * 100)
+    >>> collector = Collector(plan, [0], clients=7)
+    >>> for relay, shard in list(zip(plan.holders(0, 7), shards))[2:]:
+    ...     _ = collector.add(relay, shard)
+    >>> collector.payload(0) == b"an update" * 100
+    True
     """
 
     code: CodeName
@@ -296,7 +308,7 @@ class Collector:
     sources : iterable of int
         Contributors by index.
     clients : int, optional
-        How many clients take part, all of them contributors where nobody says.
+        How many clients take part; by default as many as there are contributors.
 
     Attributes
     ----------
@@ -398,6 +410,7 @@ class Collector:
         known = self._sources[source]
         if known.payload is not None:
             return 0
+        # At least one: a payload that decodes without its digest takes another packet to be repaired.
         lacking = (max(1, v.decoder.needed, self._voices(known, v)) for v in known.versions.values())
         return min(lacking, default=self.plan.needed)
 
@@ -426,6 +439,7 @@ class Collector:
             chosen = [*first, *(relay for relay in source.unasked if relay in perhaps)][:missing]
             if len(chosen) < missing:
                 continue
+            # Nobody is asked twice for a source: a relay that was silent, or sent what is wrong, has had its turn.
             source.unasked = [relay for relay in source.unasked if relay not in chosen]
             for relay in chosen:
                 wanted.setdefault(relay, []).append(index)

@@ -122,6 +122,7 @@ class Recoder:
         weights = coefficients(seed, len(self._held))[None, :]
         vector = FIELD.matmul(weights, np.stack([packet.row() for packet in self._held]))[0]
         body = np.empty((1, *first.body.shape), np.uint8)
+        # One generation at a time: all together would be another copy of all packets that are held.
         for generation in range(first.generations):
             held = np.stack([packet.body[generation] for packet in self._held])
             FIELD.matmul(weights, held, out=body[:, generation])

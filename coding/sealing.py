@@ -45,6 +45,12 @@ class PeerIdentity:
     ----------
     public : bytes
         32 bytes that anybody may know; :func:`seal` takes them.
+
+    Examples
+    --------
+    >>> receiver = PeerIdentity.generate()
+    >>> receiver.open(seal(b"a shard", receiver.public, b"round 1"), b"round 1")
+    b'a shard'
     """
 
     __slots__ = ("_private", "public")

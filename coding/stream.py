@@ -34,6 +34,11 @@ class SplitMix64:
     ----------
     seed : int
         0 <= seed < 2^64.
+
+    Examples
+    --------
+    >>> SplitMix64(0).bytes(4).tobytes().hex()
+    'afcd1d7b'
     """
 
     __slots__ = ("_seed", "_used")

@@ -89,6 +89,15 @@ class SumPlan:
     ------
     ConfigError
         When a sum could wrap around, a row of the code could repeat, or a number makes no sense.
+
+    Examples
+    --------
+    Two vectors, five relays that add what they got, and any three of their sums:
+
+    >>> plan = SumPlan(FIELDS[1], size=3, bound=100, contributors=2, relays=5, symbols=2, threshold=1)
+    >>> first, second = (shares(plan, contribution(plan, np.array(v))) for v in ([1, -2, 3], [10, 20, -30]))
+    >>> decode(plan, {relay: plan.field.sum([first[relay], second[relay]]) for relay in (0, 2, 4)}).integers
+    array([ 11,  18, -27])
     """
 
     field: PrimeField

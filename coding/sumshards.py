@@ -126,12 +126,12 @@ def read_tag(tag: bytes) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class HeldTags:
-    """What a relay says it holds, in a bit a contributor: the server has most tags from the contributors themselves.
+    """What a relay says it holds, one bit per contributor: the server has most tags from the contributors themselves.
 
     Attributes
     ----------
     bitmap : bytes
-        Sources of which the relay holds one encoding, the first one in the highest bit of the first byte.
+        Sources of which the relay holds one encoding, source 0 in the highest bit of the first byte.
     digest : bytes
         Eight bytes over these sources and their tags.
     details : tuple of (int, bytes)
@@ -162,7 +162,7 @@ class HeldTags:
         ------
         PacketError
             When the relay holds an encoding under another tag than the contributor announced, or names sources that
-            there are not: what it would add cannot be known.
+            do not exist: what it would add cannot be known.
         """
         bits = np.unpackbits(np.frombuffer(self.bitmap, np.uint8))
         # Bits after the last contributor only fill up a byte; one that is set was not written by of().

@@ -386,6 +386,7 @@ def deliver(transport: PeerTransport, outgoing: Iterable[tuple[str, Parcel]], *,
     if not items:
         return []
     with ThreadPoolExecutor(min(workers, len(items)), thread_name_prefix="peer-link") as pool:
+        # map() keeps the order of what was sent, whatever the order in which peers answer.
         return list(pool.map(one, items))
 
 

@@ -88,10 +88,12 @@ def add_up(client: Shards) -> Message:
     aggregation = _Aggregation(client, asked)
     payload = aggregation.run().to_bytes()
     packets = plan.packets(terms.source, payload)
+    # Kept for the recollection, which may ask for fresh shards of the sum.
     exchange.arrays = {**exchange.arrays, array_of(terms.source): np.frombuffer(payload, np.uint8)}
     content = RecordDict()
     first = Packet.from_bytes(packets[0], plan.limits)
     sent = client.send(terms, packets, content)
+    # No more reasons than the server accepts: it refuses answers with more of them.
     failed = [*aggregation.failed, *sent.pop("failed")][: plan.shards]
     exchange.save()
     return exchange.reply(Shared, content, **sent, failed=failed, payload=first.payload_bytes, digest=first.digest)

@@ -192,7 +192,7 @@ def _arrived(msg: Message, shapes: Mapping[int, tuple[int, int]], plan: bytes) -
 
 
 def _delivered(link: PeerTransport, shapes: Mapping[int, tuple[int, int]], plan: bytes) -> dict[int, Real]:
-    """Return the partitions that came from peers; what is no such thing is passed over."""
+    """Return the partitions that came from peers; anything else among the parcels is skipped."""
     parts: dict[int, Real] = {}
     # The owners have answered that they sent theirs; what is not here by now may be a moment late, or is lost.
     for parcel in link.recv(plan, 0, _WAIT_SECONDS, expect=len(shapes)):

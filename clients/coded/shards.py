@@ -184,6 +184,7 @@ def whole_weight(content: RecordDict, key: str) -> int:
     if not key:
         return 1
     found = [record[key] for record in content.metric_records.values() if key in record]
+    # Where two records have such a metric, which of them weighs the update cannot be told.
     value = found[0] if len(found) == 1 else None
     if isinstance(value, bool) or not isinstance(value, int | float) or not float(value).is_integer() or value < 0:
         log.warning("metric %r is %r: it cannot be the weight in a sum", key, value)

@@ -45,6 +45,7 @@ def main(
 
 def _without_nan(result: Mapping[str, Any]) -> dict[str, Any]:
     """Return the result with null where a claim's value is NaN, which JSON does not have; it stays a failed claim."""
+    # NaN is the one value that differs from itself.
     claims = [
         {**claim, "value": None if claim["value"] != claim["value"] else claim["value"]} for claim in result["claims"]
     ]

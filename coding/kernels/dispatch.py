@@ -94,6 +94,7 @@ def cpu_features() -> frozenset[str]:
     settings: Any = config
     try:
         found = dict(llvmlite.binding.get_host_cpu_features())
+    # LLVM cannot tell on every platform; no vector tier is taken then.
     except RuntimeError:
         return frozenset()
     if not settings.ENABLE_AVX:

@@ -91,6 +91,7 @@ def libraries() -> tuple[Library, ...]:
             # Not installed, or built without erasure codes: the tier is reported as missing.
             continue
         pointer, number = ctypes.c_void_p, ctypes.c_int
+        # Without these ctypes would pass an address as a C int, cut to half its bits.
         functions[0].argtypes = [number, number, pointer, pointer]
         functions[1].argtypes = [number, number, number, pointer, pointer, pointer]
         functions[0].restype = functions[1].restype = None

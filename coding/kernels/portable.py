@@ -24,6 +24,7 @@ def product(a: Bytes, b: Bytes, out: Bytes, accumulate: bool) -> None:
     for coefficients, target in zip(a.tolist(), out, strict=True):
         total[:] = 0
         for coefficient, source in zip(coefficients, sources, strict=True):
+            # The row itself, without a look-up: systematic rows have little else.
             if coefficient == 1:
                 total ^= np.frombuffer(source, np.uint64)
             elif coefficient:

@@ -338,8 +338,7 @@ def _replace(path: Path, data: bytes) -> None:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
             file.flush()
-            # Before the rename: that could reach the disk first, and a
-            # crash leave an empty file in place of the old one.
+            # Before the rename: that could reach the disk first, and a crash leave an empty file for the old one.
             os.fsync(file.fileno())
         os.replace(temporary, path)
     # An interrupt too, or every one of them would leave a file behind.

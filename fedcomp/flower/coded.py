@@ -399,6 +399,7 @@ class SumQuestion(Query):
 class SumShared(Header):
     """What a contributor to a sum shared: the tag of the encoding, what it handed to peers, and what failed."""
 
+    # First in the record, as it always was: fields of a base class would come before it, so this is no Introduced.
     tag: Annotated[bytes, Data(TAG, least=TAG)]
     public: Annotated[bytes, Data(KEY)] = b""
     address: Annotated[str, Text()] = ""
@@ -484,6 +485,7 @@ def take_bundle(content: RecordDict, *, most: int, longest: int, key: str = BUND
             raise PayloadError(f"a bundle of {len(frame)} bytes ends in the middle of a length")
         (length,) = _LENGTH.unpack_from(frame, position)
         position += _LENGTH.size
+        # Before the item is cut out: what is copied is bounded by the receiver's limits, not by the sender's lengths.
         if length > longest:
             raise PayloadError(f"item {len(items)} of a bundle has {length} bytes, at most {longest} are accepted")
         if position + length > len(frame):
@@ -508,7 +510,7 @@ def open_content(data: bytes) -> RecordDict:
     Raises
     ------
     PayloadError
-        When the bytes are none.
+        When the bytes are not the content of a message.
     """
     try:
         return content_from_bytes(data)

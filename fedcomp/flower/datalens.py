@@ -178,6 +178,7 @@ class TeacherMemory:
             if held is None or answer is None:
                 raise PayloadError("a part is missing")
             return cls(to.session, to.sequence, to_arrays(held), answer)
+        # Damaged arrays fail in whatever way numpy comes across them.
         except (PayloadError, ValueError, TypeError) as error:
             raise StateError(f"this node's teachers cannot be read: {error}; restart the node") from error
 

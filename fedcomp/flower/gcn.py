@@ -298,6 +298,7 @@ def take_frames(message: Message, parts: int, *kinds: str) -> dict[str, dict[int
         if int(place) >= parts:
             raise PayloadError(f"frame {name!r} is at place {place}, and there are {parts} parts")
         data = take_frame(message.content, name)
+        # The name is one of the message's own.
         assert data is not None
         found[kind][int(place)] = data
     return {kind: dict(sorted(at.items())) for kind, at in found.items()}

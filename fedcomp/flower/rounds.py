@@ -252,7 +252,7 @@ def exchanges_of(
     if not isinstance(strategy, ExchangeStrategy):
         return RoundOutcome(aggregated, train, None)
     current = arrays if aggregated is None else aggregated
-    # A private run whose budget is spent after this round has no other one to bring models home in.
+    # A private run whose budget is spent after this round has no other one in which to collect models.
     ends = last or bool(over(strategy, server_round + 1))
     closed, more = yield from strategy.close_round(server_round, current, train_config, grid, last=ends)
     if closed is not None:
@@ -275,8 +275,10 @@ def own_loop(strategy: Any) -> bool:
 
 
 def over(strategy: Any, server_round: int) -> str:
-    """Return why a private strategy, or one that wraps it, may not make round ``server_round``; empty when it may, and
-    for all other strategies."""
+    """Return why a strategy's promise of privacy allows no round ``server_round``; empty when it does, or it has none.
+
+    The promise may be that of a strategy inside of this one.
+    """
     private = find_private(strategy)
     return "" if private is None else private.over(server_round)
 

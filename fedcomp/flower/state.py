@@ -166,8 +166,10 @@ class Uplink:
 
 
 def remembered(context: Context, name: str) -> NDArray[Any] | None:
-    """Return one array of the codec memory as it is stored, None when there is none; unlike :meth:`Uplink.begin` this
-    asks neither for the layout nor what became of the last reply."""
+    """Return one array of the codec memory as it is stored, None when there is none.
+
+    Unlike :meth:`Uplink.begin` this asks neither for the layout nor what became of the last reply.
+    """
     memory = context.state.array_records.get(_MEMORY)
     return None if memory is None or name not in memory else memory[name].numpy()
 

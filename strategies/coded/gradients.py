@@ -200,6 +200,7 @@ class GradientCode(Stateful):
         assert collection.form is not None
         total = code.decode(answers, approximate=self.options.approximate)
         vector, scalars = collection.values.unpack(total, collection.layout.size)
+        # Every device puts its partitions' weights first, so this is the sum of all of them.
         weight = float(scalars[0])
         if not decoding.exact:
             report.residual = decoding.residual

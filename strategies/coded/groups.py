@@ -130,6 +130,7 @@ class GroupSharing(Sharing):
             self.now.count_peer(member, limited(header.sent, 1, "parcels handed over"))
             return
         owner = self.owners[source]
+        # The aggregator's own reply never leaves its node.
         items = take_bundle(reply.content, most=0 if member is owner else 1, longest=self._longest_reply())
         self.now.report.count("hub_up", sum(map(len, items)))
         for data in items:

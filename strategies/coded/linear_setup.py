@@ -276,6 +276,7 @@ class LinearSetup(Stateful):
     ) -> Exchanges[None]:
         """Ask nodes that are not known who they are, and owners for their labels, once; then make the plan."""
         unknown: dict[int, RecordDict | None] = {n: None for n in nodes if n not in self.devices}
+        # Labels are long and never change: they are asked for until all are here.
         header = linear.Join(partitions=count, labels=len(self.labels) < count)
         replies = yield from self._exchange(unknown, header, config)
         lookup = partition_lookup(grid)
@@ -357,6 +358,7 @@ class LinearSetup(Stateful):
         # The plan's name binds the data: rows of other examples must not pass for this plan's.
         data = hashlib.blake2b(repr(shape).encode(), digest_size=16)
         for j in range(count):
+            # With its length, or the labels of two partitions could be divided otherwise under the same name.
             data.update(len(self.labels[j]).to_bytes(8, "little") + self.labels[j].tobytes() + self._data[j])
         # What the clients make their rows from; the round and how they would train otherwise are no part of it.
         task = sorted((k, repr(v)) for k, v in config.items() if k == "task" or k.startswith("task."))

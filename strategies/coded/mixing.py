@@ -27,7 +27,7 @@ from fedcomp.strategies.coded.strategy import limited
 from fedcomp.strategies.replies import Rejected
 
 MIX_SLACK = 4096
-"""Bytes beside the model's for which a symbol has room where nobody says: header, metrics, names."""
+"""Bytes for which a symbol has room by default beside the model's: header, metrics, names."""
 
 
 def check_mix(settings: CodedSettings) -> None:
@@ -45,7 +45,7 @@ def check_mix(settings: CodedSettings) -> None:
 
 
 def symbol_bytes(mix_bytes: int, model_bytes: int) -> int:
-    """Return the length of a symbol: room for ``mix_bytes`` of reply, for a dense model where nobody says."""
+    """Return the length of a symbol: room for ``mix_bytes`` of reply, or for a dense model where that is 0."""
     return -(-((mix_bytes or model_bytes + MIX_SLACK) + FRAMING.size) // 64) * 64
 
 
@@ -138,6 +138,7 @@ class MixCollection(Collection):
 
     def recollect(self) -> Exchanges[None]:
         """Ask nobody again: waves go on until nothing new comes."""
+        # Yields nothing: it makes this a generator, as the method it replaces is.
         yield from ()
 
     def payload(self, source: int) -> bytes:

@@ -179,6 +179,7 @@ class CodedRound:
 
     def count_peer(self, member: Member, sizes: Iterable[int]) -> None:
         """Count what a member handed to its peers, by its own word or by that of who holds it."""
+        # 0 stands for a parcel that was not handed over; the header of each other one is no payload.
         handed = [size for size in sizes if size]
         wire, payload = sum(handed), sum(max(0, size - HEADER_BYTES) for size in handed)
         self.report.count("peer", wire)
@@ -197,6 +198,7 @@ class CodedRound:
         self.report.note(f"the round is skipped, the model is unchanged: {reason}")
         self.report.included = []
         for member in self.members:
+            # A reason of its own says more, where a member has one.
             self.report.excluded.setdefault(member.node, shorten(f"round skipped: {reason}"))
 
     def header(self, member: Member, reply: Message, schema: type[H]) -> H:
@@ -389,6 +391,7 @@ class CodedFedAvg(ExchangeStrategy, Stateful):
     ) -> Exchanges[MetricRecord | None]:
         """Evaluate as the inner strategy does; nothing of it is coded."""
         messages = list(self.inner.configure_evaluate(server_round, arrays, config, grid))
+        # A client that is there twice would count twice here as well.
         twins = self._twins([message.metadata.dst_node_id for message in messages], grid)
         replies = yield [message for message in messages if message.metadata.dst_node_id not in twins]
         return self.inner.aggregate_evaluate(server_round, replies)

@@ -73,7 +73,7 @@ if TYPE_CHECKING:
 
 
 DEFAULT_LOSS: Final = 0.1
-"""Share of relays that is taken to vanish where nobody says."""
+"""Fraction of relays that is expected to vanish, unless ``loss`` is given."""
 
 CUT_STEPS: Final = 1000
 """The share of values at the clip is summed in steps of one in so many, fewer where the field is small."""
