@@ -95,5 +95,5 @@ def declare(private: Private, spec: RunSpec, task: Task) -> None:
         When its delta is too large for so few.
     """
     if hasattr(private, "declare_records"):
-        private.declare_records(task.train_split.num_examples)
+        private.declare_records(len(task.train_split))
     private.declare(spec.clients)

@@ -239,11 +239,6 @@ class HaloStructure:
         )
         self._far = _owner_table(np.zeros(0, np.int64), np.zeros(0, np.int32))
 
-    @property
-    def learnt(self) -> Ids:
-        """Ids of the rows that were sent, ascending."""
-        return self._learnt.ids
-
     def rows(self, ids: Ids) -> Rows:
         """Return rows of P in the order of ``ids``; those that are neither owned nor learnt are missed by name."""
         ids = as_ids(ids, self.nodes)

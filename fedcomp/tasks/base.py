@@ -86,11 +86,6 @@ class Split:
     def __len__(self) -> int:
         return len(self.x)
 
-    @property
-    def num_examples(self) -> int:
-        """Number of examples."""
-        return len(self.x)
-
     def batches(
         self, *, batch_size: int, key: Key, epochs: int | None = 1, max_steps: int | None = None
     ) -> Iterator[tuple[Tensor, Tensor]]:

@@ -15,7 +15,6 @@ the generator as it is and not as it was.
 from __future__ import annotations
 
 import math
-from typing import Final
 
 import numpy as np
 import torch
@@ -24,11 +23,7 @@ from torch import Tensor
 
 from fedcomp.errors import ConfigError
 from fedcomp.tasks.base import Split, single_thread
-from fedcomp.tasks.gan import Adam
-
-_EPSILON: Final = 1e-8
-_SECOND: Final = 0.999
-"""As in :class:`fedcomp.tasks.gan.Adam`."""
+from fedcomp.tasks.gan import EPSILON, SECOND, Adam
 
 
 class BilinearTeachers:
@@ -120,14 +115,14 @@ class BilinearTeachers:
         assert self.adam is not None
         # Adam's two bias corrections are scalars here: they go into the rate and the root, not into arrays of this
         # size.
-        rate, second = self.adam.lr / (1.0 - self.adam.decay**self._steps), math.sqrt(1.0 - _SECOND**self._steps)
+        rate, second = self.adam.lr / (1.0 - self.adam.decay**self._steps), math.sqrt(1.0 - SECOND**self._steps)
         # fedcomp.tasks.gan.Adam.step in place: 4000 teachers of MNIST have 31 million entries.
         for p, gradient, moments in zip((a, c), gradients, self._moments, strict=True):
             m, v = moments[0][label], moments[1][label]
             m.lerp_(gradient, 1.0 - self.adam.decay)
-            v.mul_(_SECOND).addcmul_(gradient, gradient, value=1.0 - _SECOND)
+            v.mul_(SECOND).addcmul_(gradient, gradient, value=1.0 - SECOND)
             # The gradient is used up, so its memory takes the denominators.
-            torch.sqrt(v, out=gradient).div_(second).add_(_EPSILON)
+            torch.sqrt(v, out=gradient).div_(second).add_(EPSILON)
             p.addcdiv_(m, gradient, value=-rate)
 
     def directions(self, label: int) -> NDArray[np.float32]:

@@ -30,8 +30,8 @@ Arrays = Mapping[str, NDArray[Any]]
 Faker = Callable[[NDArray[np.int64]], NDArray[np.float32]]
 """``fakes(labels)``: one image for each label, float32 ``(len(labels), pixels)``."""
 
-_EPSILON: Final = 1e-8
-_SECOND: Final = 0.999
+EPSILON: Final = 1e-8
+SECOND: Final = 0.999
 """Adam's epsilon and second decay rate, which the published settings leave at their defaults (Kingma, Ba 2015)."""
 
 _SLOPE: Final = 0.2
@@ -217,9 +217,9 @@ class Adam:
         kept: dict[str, Tensor] = {"t": torch.tensor(t, dtype=torch.int64)}
         for name, gradient in gradients.items():
             m = torch.lerp(moments[f"m/{name}"], gradient, 1.0 - self.decay)
-            v = moments[f"v/{name}"] * _SECOND + gradient * gradient * (1.0 - _SECOND)
+            v = moments[f"v/{name}"] * SECOND + gradient * gradient * (1.0 - SECOND)
             # Epsilon is added after root and correction, as in algorithm 1.
-            scale = (v / (1.0 - _SECOND**t)).sqrt_().add_(_EPSILON)
+            scale = (v / (1.0 - SECOND**t)).sqrt_().add_(EPSILON)
             after[name] = parameters[name] - (self.lr / (1.0 - self.decay**t)) * m / scale
             kept |= {f"m/{name}": m, f"v/{name}": v}
         return after, kept

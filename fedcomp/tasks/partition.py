@@ -179,10 +179,7 @@ def pieces(
             f"{shown(total)} pieces are too many for {len(labels)} examples; use fewer partitions or pieces per client"
         )
     owner = permutation(total, key.at(purpose=f"{key.purpose}/deal")) // pieces_per_client
-    out = np.empty(len(labels), np.int64)
-    for rows, partition in zip(np.array_split(np.argsort(labels, kind="stable"), total), owner, strict=True):
-        out[rows] = partition
-    return _check_smallest(out, num_partitions, min_examples)
+    return _check_smallest(_cut(labels, owner), num_partitions, min_examples)
 
 
 def by_label(labels: NDArray[Any], num_partitions: int, *, min_examples: int = 1) -> Assignment:
@@ -196,8 +193,13 @@ def by_label(labels: NDArray[Any], num_partitions: int, *, min_examples: int = 1
     """
     labels = np.asarray(labels)
     _check_count(len(labels), num_partitions, min_examples)
+    return _cut(labels, np.arange(num_partitions))
+
+
+def _cut(labels: NDArray[Any], owner: Assignment) -> Assignment:
+    """Cut the examples, in order of label and then of position, into a contiguous piece for each entry of ``owner``."""
     out = np.empty(len(labels), np.int64)
-    for partition, rows in enumerate(np.array_split(np.argsort(labels, kind="stable"), num_partitions)):
+    for rows, partition in zip(np.array_split(np.argsort(labels, kind="stable"), len(owner)), owner, strict=True):
         out[rows] = partition
     return out
 

@@ -19,9 +19,6 @@ from numpy.typing import NDArray
 from fedcomp.errors import FedcompError
 from fedcomp.tasks.graph_sources import LabelledGraph
 
-VALIDATION: Final = 500
-"""Nodes after the labelled ones that the public split keeps for choosing a model; neither trained nor tested on."""
-
 
 class PlanetoidError(FedcompError, ValueError):
     """A planetoid file holds something else than such a file does."""
@@ -98,7 +95,8 @@ def read(files: Mapping[str, bytes]) -> LabelledGraph:
     labels[: len(known)], labels[tested] = _classes(held["ally"]), _classes(held["ty"])
     sources = np.repeat(np.fromiter(lists, np.int64), [len(near) for near in lists.values()])
     targets = np.array([node for near in lists.values() for node in near], np.int64)
-    # The first nodes, whose labels are in y, are the public split's training nodes.
+    # The first nodes, whose labels are in y, are the public split's training nodes. The 500 after them it keeps for
+    # choosing a model: they are neither trained nor tested on.
     train = np.arange(len(held["y"]), dtype=np.int64)
     return LabelledGraph(features, labels, sources, targets, held["ally"].shape[1], public=(train, np.sort(tested)))
 
