@@ -1,9 +1,9 @@
 """The client half of a graph run: an owner that says which rows its next steps use, hands out its own, and trains.
 
-Features stay with their owner. A step reads rows of other owners from the message it came in, as bytes, or from what
-earlier messages left in ``context.state``: no client has an array of all features. A training message is planned again
-from its seed; rows that the plan does not use are refused, and so are missing ones: nothing is filled in with zeros.
-State is written once, as the last act of a handler.
+No client has an array of all features. A step takes rows of other owners from its own message, as bytes, or from what
+earlier messages left in ``context.state``. The plan of a training message is made again from its seed; rows that it
+does not use are refused, and so is a message that lacks rows: nothing is filled in with zeros. State is written once,
+as the last act of a handler.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ Floats = NDArray[np.floating[Any]]
 
 @dataclass(frozen=True)
 class Learner:
-    """The message's model, and how it learns.
+    """A message's model, and how it learns.
 
     Attributes
     ----------
     name : str
         Of the ArrayRecord with the model; the reply has it under the same.
     model : Module
-        Called as ``model(x, operators)``, see :class:`fedcomp.graphs.layers.GraphConvolutions`; ``generator`` and
-        ``visit`` are passed in training where its ``forward`` takes them.
+        Called as ``model(x, operators)``, see :class:`fedcomp.graphs.layers.GraphConvolutions`; in training,
+        ``generator`` and ``visit`` are passed as well where its ``forward`` takes them.
     objective : callable
         ``objective(outputs, labels)`` is the mean loss of a batch, a scalar.
     correct : callable
@@ -89,10 +89,11 @@ class Learner:
 
 
 PartOf = Callable[[Message, Context], GraphPart]
-"""``part_of(message, context)``: what this node owns. What it keeps between calls is lost in a deployment."""
+"""``part_of(message, context)``: what this node owns. Called for every message; in a deployment, what it keeps in
+memory between calls is lost."""
 
 LearnerOf = Callable[[Message, Context], Learner]
-"""``learner_of(message, context)``: called for training and evaluation, after the rows were found complete."""
+"""``learner_of(message, context)``: called for training and evaluation, once all rows are known to be there."""
 
 
 def graph_owner(part_of: PartOf, learner_of: LearnerOf) -> ClientHalf:
@@ -154,7 +155,7 @@ def graph_owner(part_of: PartOf, learner_of: LearnerOf) -> ClientHalf:
 
 
 def _set_up(msg: Message, part: GraphPart) -> Message:
-    """Say who this owner is and whose norms it needs, or tell the norms that others need."""
+    """Reply who this owner is and whose norms it needs, or the norms that others need."""
     setup = GraphSetup.take(msg)
     # A hello brings no frames: of any kind they would be refused.
     asked = take_frames(msg, part.parts, *([gcn.IDS] if setup.action == "norms" else []))
@@ -188,8 +189,7 @@ def _set_up(msg: Message, part: GraphPart) -> Message:
 
 
 def _plan(msg: Message, context: Context, part: GraphPart) -> Message:
-    """Say which rows of other owners the steps of the turn use; or which rows of the adjacency that cannot be known
-    without."""
+    """Reply which rows of other owners the turn's steps use; or which rows of the adjacency the plan needs first."""
     ask = PlanRequest.take(msg)
     sent = take_frames(msg, part.parts, gcn.NORMS, gcn.STRUCTURE)
     kept = OwnerState.load(context, ask, part, row_reader(part, ask))
@@ -228,7 +228,7 @@ def _plan(msg: Message, context: Context, part: GraphPart) -> Message:
 
 
 def _hand_out(msg: Message, context: Context, part: GraphPart) -> Message:
-    """Send rows of this owner's nodes to those who asked, and of no others."""
+    """Reply with rows of this owner's nodes, for those who asked for them, and with no others."""
     fetch = Fetch.take(msg)
     content = RecordDict()
     put_node(content, part.index)
@@ -294,7 +294,7 @@ class _Turn:
         MissingRows
             When rows are neither in the message nor kept here.
         GraphError, WireError
-            When the message brings rows that the plan does not use, or that are no rows.
+            When the message has rows that the plan does not use, or something that is not rows.
         """
         ask = PlanRequest.take(msg)
         if ask.purpose != purpose:
@@ -351,7 +351,7 @@ class _Turn:
 
 
 def _train(turn: _Turn, learner_of: Callable[[], Learner]) -> Message:
-    """Take the turn's steps of SGD; reply the model, the mean loss and the number of examples."""
+    """Take the turn's steps of SGD; reply with the model, the mean loss and the number of examples."""
     import torch
 
     from fedcomp.tasks.arrays import to_arrays
@@ -399,7 +399,7 @@ def _train(turn: _Turn, learner_of: Callable[[], Learner]) -> Message:
 
 
 def _keywords(model: nn.Module) -> tuple[str, ...]:
-    """Which of the two optional arguments ``model.forward`` takes; a module of the user's own may take neither."""
+    """Return which of the two optional arguments ``model.forward`` takes; a user's own module may take neither."""
     parameters = inspect.signature(model.forward).parameters.values()
     anything = any(p.kind is p.VAR_KEYWORD for p in parameters)
     named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
@@ -407,7 +407,7 @@ def _keywords(model: nn.Module) -> tuple[str, ...]:
 
 
 def _evaluate(turn: _Turn, learner_of: Callable[[], Learner]) -> Message:
-    """Reply loss and accuracy on the part's test nodes; zeros, which weigh nothing, where there are none."""
+    """Reply with loss and accuracy on the part's test nodes; zeros, which weigh nothing, where there are none."""
     import torch
 
     from fedcomp.tasks.base import single_thread
@@ -437,7 +437,7 @@ def _evaluate(turn: _Turn, learner_of: Callable[[], Learner]) -> Message:
 
 
 class _Watch:
-    """Norms of what nodes contribute to hidden layers, as the last step saw them."""
+    """Norms of what nodes contribute to hidden layers, each as the last step that used the node saw it."""
 
     def __init__(self) -> None:
         self.seen: list[NodeValues] = []
@@ -507,8 +507,10 @@ def _taught(part: GraphPart, sent: Sequence[tuple[int, bytes]]) -> tuple[GraphPa
 
 
 def _asked_of(part: GraphPart, frames: Mapping[int, bytes], content: RecordDict) -> dict[int, Ids]:
-    """Return the ids that are asked of this owner, by requester; who asks for anything but its nodes is refused in
-    ``content``, and the others get theirs."""
+    """Return the ids that this owner is asked for, by requester.
+
+    Who asks for other nodes than its own is refused in ``content``; the others get theirs.
+    """
     found: dict[int, Ids] = {}
     reasons: dict[int, str] = {}
     for place, frame in frames.items():

@@ -6,12 +6,11 @@
     train.gcn          the inner strategy's training message, with the rows in it
     evaluate.gcn       the same for evaluation
 
-Scalars stand in one ConfigRecord; every list of ids and every block of rows is one frame, which the server passes on as
-it came: what it costs on one link it costs on the other. What the bytes of a frame mean is checked by those who read
-them.
+Scalars are in one ConfigRecord; every list of ids and every block of rows is one frame, which the server passes on
+unchanged, so that it costs the same on both links. What the bytes of a frame mean is checked by those who read them.
 
-A frame has a kind and a place. The place is a part of the graph: towards a requester and from one it says whose the
-rows are, towards an owner and from one it says who wants them.
+A frame has a kind and a place. The place is a part of the graph. In messages to and from a requester it says whose the
+rows are; in messages to and from an owner it says who wants them.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ GCN: Final = "gcn"
 """Actions of the messages; ``query.``, ``train.`` or ``evaluate.`` before them makes their types."""
 
 HEADER: Final = "fedcomp.gcn"
-"""Name of the ConfigRecord with what a message says beside its frames."""
+"""Name of the ConfigRecord with a message's scalars."""
 
 FIGURES: Final = "metrics"
-"""Name of the MetricRecord of a plan."""
+"""Name of the MetricRecord with a plan's figures."""
 
 SETUP_TYPE: Final = f"query.{SETUP}"
 PLAN_TYPE: Final = f"query.{PLAN}"
@@ -133,7 +132,7 @@ class GraphHello(Schema, key=HEADER):
 
 @dataclass(frozen=True)
 class PlanRequest(Schema, key=HEADER):
-    """What a plan, a training and an evaluation message say; the same word for word in all messages of one turn.
+    """What a plan, a training and an evaluation message say; the last message of a turn repeats that of its plan.
 
     Attributes
     ----------
@@ -159,10 +158,10 @@ class PlanRequest(Schema, key=HEADER):
     scale : float
         s where the server decides it; 0: the sampler does.
     norms : int
-        How many feature norms of other owners' nodes the client was sent in this run, for a sampler that uses them.
-        Who has fewer has lost its state, and says so.
+        How many feature norms of other owners' nodes the client was sent in this run, for a sampler that uses them. A
+        client that has fewer has lost its state, and says so.
     hop : int
-        How many exchanges of adjacency rows have gone before, in this turn.
+        How many exchanges of adjacency rows there were before, in this turn.
     """
 
     session: Name
@@ -194,13 +193,14 @@ class PlanRequest(Schema, key=HEADER):
 
 @dataclass(frozen=True)
 class Needs(Schema, key=HEADER):
-    """What a plan comes to: frames ``ids/{owner}`` name the rows it needs, and of which kind.
+    """What a plan needs: frames ``ids/{owner}`` name the rows.
 
     Attributes
     ----------
     needs : {"rows", "structure", "norms"}
-        Feature rows, and the plan is complete; or rows of the adjacency, or the feature norms it was sent before and no
-        longer has, and it has to be asked for again. It does not name norms: the server knows which it sent.
+        Of which kind. Feature rows: the plan is complete. Rows of the adjacency, or the feature norms that the client
+        was sent before and no longer has: it has to be asked for a plan again. It does not name the norms, since the
+        server knows which it sent.
     hop : int
         That of the question.
     """
@@ -238,7 +238,7 @@ class Fetch(Schema, key=HEADER):
 
 @dataclass(frozen=True)
 class Refused(Schema, key=HEADER):
-    """The requesters that an owner refuses. Its reply still has the frames of all others: one wrong list costs one.
+    """The requesters that an owner refuses. Its reply still has the frames of all others.
 
     Attributes
     ----------
@@ -279,7 +279,7 @@ def take_frames(message: Message, parts: int, *kinds: str) -> dict[str, dict[int
     Raises
     ------
     PayloadError
-        When there is a frame of another kind, at another place or at one place twice, or something that is no frame.
+        When there is a frame of another kind, at another place or at one place twice, or something that is not a frame.
     """
     if not message.has_content():
         raise PayloadError("the message is an error and carries no frames")
@@ -323,7 +323,7 @@ def expect(frames: Mapping[int, bytes], places: Iterable[int], kind: str) -> Non
 
 @dataclass(frozen=True)
 class Figures(Schema, key=FIGURES, holder=MetricRecord):
-    """What the plans of one turn came to, on one client.
+    """Figures of the plans of one turn, on one client.
 
     Attributes
     ----------
@@ -338,8 +338,7 @@ class Figures(Schema, key=FIGURES, holder=MetricRecord):
     expected_remote : float
         Sum of the inclusion probabilities of remote candidates of the input layer, summed over steps.
     local_mass, scale : float
-        lambda and s, means over steps and layers; of layers without candidates nothing is counted, and 0 and 1 where
-        there is no other.
+        lambda and s, means over steps and layers that have candidates; 0 and 1 where none has.
     lost_mass : float
         Share of the base weight that absent owners take away: the largest of a step's layers, mean over steps.
     """

@@ -1,11 +1,11 @@
 """What a client of a graph run keeps in its ``context.state``: rows of other owners, norms, and the last turn.
 
 A turn is the training or the evaluation of one round. What it fetched and saw joins the rest only when another turn
-begins: a message of the same turn that arrives again finds what the first one found, plans the same steps and needs the
-same rows. A client that has lost all of it makes a plan that asks for more.
+begins. So a message of the same turn that arrives again finds what the first one found, plans the same steps and needs
+the same rows. A client that has lost everything makes a plan that asks for more.
 
-Cached rows and feature norms are of the graph, whoever runs on it, and stay from session to session; norms of hidden
-layers are of one session's model.
+Cached rows and feature norms belong to the graph and stay from session to session; norms of hidden layers belong to one
+session's model.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class NodeValues:
 
 @dataclass(frozen=True)
 class PastTurn:
-    """What the last turn left behind; see :attr:`fedcomp.flower.gcn.PlanRequest.turn`.
+    """What the last turn fetched and saw; see :attr:`fedcomp.flower.gcn.PlanRequest.turn`.
 
     Attributes
     ----------
@@ -171,7 +171,7 @@ class OwnerState(Kept):
             raise StateError(f"what this node keeps of the graph cannot be read: {error}; restart the node") from error
 
     def _at(self, ask: PlanRequest, reader: Reader) -> OwnerState:
-        """Return this at the beginning of a turn: what any other one left behind is part of it."""
+        """Return this at the beginning of a turn: what another turn fetched and saw joins the rest."""
         last = self.last
         if last is None or (last.session, last.number) == (ask.session, ask.turn):
             return self
@@ -243,5 +243,5 @@ def own_secret(context: Context) -> tuple[bytes, bool]:
 
 
 def keep_secret(context: Context, secret: bytes) -> None:
-    """Keep it: noise that is redrawn at every fetch would average out."""
+    """Keep the secret in the state: noise that is redrawn at every fetch would average out."""
     context.state[SECRET] = ConfigRecord({"secret": secret})

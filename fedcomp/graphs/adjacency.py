@@ -3,7 +3,7 @@
 P as a whole is three arrays in compressed sparse rows. A client reads rows of it through a
 :class:`~fedcomp.graphs.base.Structure`: :class:`FullStructure` has every row and every owner, :class:`HaloStructure`
 the rows of its own nodes, who owns their neighbours, and what it has been sent since. Both take time in proportion to
-what is asked for; none touches all nodes after it was made.
+what is asked for; neither touches all nodes once it has been made.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def normalised(edges_src: Ids, edges_dst: Ids, nodes: int, kind: str = "sym", se
 def sorted_entries(
     lists: Iterable[tuple[NDArray[np.integer], NDArray[np.integer]]], nodes: int
 ) -> tuple[Ids, Ids, Ids]:
-    """Return the entries that lists of rows and columns name, each once, in the order of compressed sparse rows.
+    """Return the entries that lists of rows and columns name, without repeats, in the order of compressed sparse rows.
 
     Returns
     -------
@@ -240,7 +240,7 @@ class HaloStructure:
         self._far = _owner_table(np.zeros(0, np.int64), np.zeros(0, np.int32))
 
     def rows(self, ids: Ids) -> Rows:
-        """Return rows of P in the order of ``ids``; those that are neither owned nor learnt are missed by name."""
+        """Return rows of P in the order of ``ids``; UnknownStructure names those that are neither owned nor learnt."""
         ids = as_ids(ids, self.nodes)
         mine, at = find(self._own.ids, ids)
         sent, where = find(self._learnt.ids, ids)
@@ -259,7 +259,7 @@ class HaloStructure:
         return _take(ids, order, both.indptr, both.columns, both.values)
 
     def owner_of(self, ids: Ids) -> Owners:
-        """Return who owns each of ``ids``; those in no row that is known here are missed by name."""
+        """Return who owns each of ``ids``; UnknownStructure names those that are in no row known here."""
         ids = as_ids(ids, self.nodes)
         near, at = find(self._near[0], ids)
         far, where = find(self._far[0], ids)
@@ -314,7 +314,7 @@ class HaloStructure:
 
 
 def columns_of(rows: Rows) -> tuple[Ids, Ids]:
-    """Return the candidates of a layer and where each entry of ``rows`` stands among them.
+    """Return the candidates of a layer and the position of each entry of ``rows`` among them.
 
     Returns
     -------
@@ -372,7 +372,7 @@ def as_owners(owners: Any, count: int, of_what: str) -> Owners:
 
 
 def _take(ids: Ids, at: Ids, indptr: Ids, columns: NDArray[np.signedinteger[Any]], values: Reals) -> Rows:
-    """Return the rows that stand at positions ``at``, named ``ids``."""
+    """Return the rows at positions ``at``, named ``ids``."""
     starts = indptr[at]
     lengths = indptr[at + 1] - starts
     ends = np.cumsum(lengths)

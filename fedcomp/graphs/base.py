@@ -20,7 +20,22 @@ Ids = NDArray[np.int64]
 
 
 def find(table: Ids, ids: Ids) -> tuple[NDArray[np.bool_], Ids]:
-    """Return which of ``ids`` stand in an ascending ``table``, which may be much longer, and where those that do."""
+    """Return which of ``ids`` are in an ascending ``table``, and where.
+
+    Takes time in proportion to ``ids`` and to the logarithm of the table's length.
+
+    Parameters
+    ----------
+    table : ndarray of int64, (T,)
+        Ascending, without repeats.
+    ids : ndarray of int64, (R,)
+
+    Returns
+    -------
+    found : ndarray of bool, (R,)
+    at : ndarray of int64, (R,)
+        Positions in the table; of no meaning where ``found`` is False.
+    """
     if not len(table):
         return np.zeros(len(ids), bool), np.zeros(len(ids), np.int64)
     # An id above the whole table would be placed one past its end.
@@ -33,7 +48,7 @@ MAX_NODES: Final = 1 << 62
 
 
 class GraphError(FedcompError, ValueError):
-    """A graph, a partition of it or a list of its nodes is not what it has to be."""
+    """A graph, a partition of it or a list of its nodes is invalid."""
 
 
 def as_ids(ids: Any, nodes: int) -> Ids:
@@ -88,7 +103,7 @@ class UnknownStructure(MissingRows):
 
 @dataclass(frozen=True)
 class Rows:
-    """Some rows of the normalised adjacency P, compressed sparse row.
+    """Some rows of the normalised adjacency P, as compressed sparse rows.
 
     Attributes
     ----------
@@ -138,7 +153,7 @@ class Structure(Protocol):
         ...
 
     def known(self, ids: Ids) -> NDArray[np.bool_]:
-        """Return which of ``ids`` have rows here, boolean: those that :meth:`rows` would not miss."""
+        """Return for which of ``ids`` rows are known here, boolean: :meth:`rows` returns them without an error."""
         ...
 
 
@@ -166,8 +181,8 @@ class GraphPart:
         Owned nodes that are a neighbour of some node of another owner: of P's column i, a row r of another owner with
         P[r, i] != 0.
     memo : dict
-        What samplers worked out once for this part, by name; never part of its value. ``dataclasses.replace`` of the
-        structure keeps it: what depends on rows that were learnt later says of which structure it is.
+        What samplers have computed once for this part, by name; not part of its value. ``dataclasses.replace`` keeps
+        it when the structure changes, so an entry that depends on rows learnt later names the structure it is for.
     """
 
     index: int
@@ -187,7 +202,7 @@ class GraphPart:
         return find(self.ids, ids)[0]
 
     def positions(self, ids: Ids) -> Ids:
-        """Return where owned ``ids`` stand in :attr:`ids`.
+        """Return the positions of owned ``ids`` in :attr:`ids`.
 
         Raises
         ------
@@ -205,7 +220,7 @@ class GraphPart:
 
 @dataclass(frozen=True)
 class Operator:
-    """One layer of a plan: the sparse matrix that estimates the sum over neighbours, and how it came about.
+    """One layer of a plan: the sparse matrix that estimates the sum over neighbours, and the figures of its draw.
 
     ``output = M @ input`` with M of shape ``(len(rows), len(columns))``: column i of P's rows times its weight.
 
@@ -215,7 +230,8 @@ class Operator:
         Ids of the outputs. Of the last layer the batch in its own order, of the others ascending.
     columns : ndarray of int64
         Ids of the inputs that were kept, ascending: the rows of the layer below.
-    indptr, positions, values : ndarray
+    indptr, positions : ndarray of int64
+    values : ndarray of float64
         M as compressed sparse rows; ``positions`` index ``columns``.
     candidates : int
         Columns with a non-zero in P's rows.
@@ -276,21 +292,21 @@ Norms = Sequence[Mapping[int, float]]
 
 @dataclass(frozen=True)
 class Conditions:
-    """What a plan is made under, beside its settings and its key.
+    """What a plan depends on beside its settings and its key.
 
     Attributes
     ----------
     absent : frozenset of int
-        Owners whose columns have weight 0 at the input layer, unless their rows are in ``held``. At hidden layers they
-        can be used as long as their adjacency rows are known, for no features of them are needed. A part is never
+        Owners whose columns have weight 0 at the input layer, unless their rows are in ``held``. At hidden layers,
+        where no features travel, their columns can be used as long as their adjacency rows are known. A part is never
         absent from itself.
     held : ndarray of int64
         Remote nodes whose feature rows are here already (the cache), ascending. Matters for absent owners only, so that
         a plan without absent owners does not depend on the cache.
     norms : Norms, optional
         Of mode "measured": what is known of the norms of every layer's inputs. The norms of owned nodes at the input
-        layer are taken from the features. A node that is not known counts with the root mean square of those candidates
-        of the layer that are; when none is, all count alike.
+        layer are taken from the features. A node without a known norm counts with the root mean square of the known
+        norms of the layer's candidates; when none is known, all count alike.
     scale : float, optional
         Of mode "adaptive": s; 1 unless given.
     """

@@ -1,7 +1,7 @@
-"""What a client keeps of the rows it was sent, and noise that stays the same however often a row is sent.
+"""The cache of rows that a client was sent, and noise that stays the same however often a row is sent.
 
-Features never change, so that a row that is held need not be asked for again. Under a limit the least recently used
-rows go first. Each row is held in the shortest of three forms, all exact: of Cora, 5 732 bytes are then 41.
+Features never change, so a row that is held need not be fetched again. Under a limit the least recently used rows go
+first. Each row is held in the shortest of three exact forms: a row of Cora, 5 732 bytes dense, then takes 41.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _DENSE, _SPARSE, _SINGLE = 0, 1, 2
 class FeatureCache:
     """Rows of remote nodes.
 
-    Every operation takes time in proportion to the rows it is about, whatever else is held; :attr:`ids` and
-    :meth:`to_arrays`, which list everything, to what is held.
+    Every operation takes time in proportion to the rows it concerns, however many are held; :attr:`ids` and
+    :meth:`to_arrays`, which list everything, take time in proportion to all of them.
 
     Parameters
     ----------
     policy : {"none", "lru", "all"}
         Keep nothing; as many of the most recently used rows as fit; everything.
     limit_bytes : int
-        Of the policy "lru": most that :attr:`nbytes` may become, at no time exceeded. A row that alone is larger is
-        not kept. Beside it, a Python object per row takes about 150 bytes of memory, which the state does not.
+        Of the policy "lru": :attr:`nbytes` never exceeds it. A row that alone is larger is not kept. In memory, not in
+        the state, a Python object per row takes about 150 bytes more.
     key : str
         Names what the rows are: the graph, and all that shaped the values on their way (codec, noise). Arrays of
         another key are not read.
@@ -81,7 +81,7 @@ class FeatureCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all rows that are held, with :data:`ROW_BYTES` each: those of :meth:`to_arrays` but a header."""
+        """Bytes of all rows that are held, with :data:`ROW_BYTES` each: those of :meth:`to_arrays` but for a header."""
         return self._nbytes
 
     @property
@@ -99,7 +99,7 @@ class FeatureCache:
         Returns
         -------
         ndarray, (len(ids), d), in the dtype in which they were put
-            Of no ids, when nothing was ever put, it is (0, 0).
+            (0, 0) when nothing was ever put and no ids are given.
 
         Raises
         ------
@@ -202,7 +202,7 @@ class FeatureCache:
     def from_arrays(
         cls, arrays: Mapping[str, NDArray[Any]], policy: str, limit_bytes: int = 0, *, key: str = ""
     ) -> FeatureCache:
-        """Return the cache that :meth:`to_arrays` wrote, with the same recency; an empty one when its key is another.
+        """Return the cache that :meth:`to_arrays` wrote, with the same recency; an empty one when its key differs.
 
         With a lower limit the least recently used rows are left out.
 
@@ -234,7 +234,7 @@ class FeatureCache:
 
 
 def _encoded(rows: Floats) -> list[bytes]:
-    """Return each row in its shortest form: its kind, its values, the columns of these."""
+    """Return each row in its shortest form: its kind, its values, and their columns."""
     d, wide = rows.shape[1], rows.dtype.itemsize
     block = Block(*rows.shape, dense=rows)
     places, values = block.entries
@@ -299,7 +299,7 @@ def noisy_rows(rows: Floats, ids: ArrayLike, std: float, secret: bytes) -> Float
         Standard deviation; 0 returns the rows as they are.
     secret : bytes
         The owner's own, at least 16 bytes from the operating system; never derived from the run's seed, which everybody
-        has. Of another graph another one: else the difference of two rows of one id is free of noise.
+        has. Each graph needs its own: otherwise the difference of two rows with the same id is free of noise.
 
     Returns
     -------
@@ -309,6 +309,8 @@ def noisy_rows(rows: Floats, ids: ArrayLike, std: float, secret: bytes) -> Float
     ------
     ConfigError
         For a standard deviation that is negative or not finite, or a short secret.
+    GraphError
+        When there is not one row per id.
     """
     if not 0.0 <= std < float("inf"):
         raise ConfigError(f"noise of standard deviation {std!r} is not possible; expected a finite number >= 0")

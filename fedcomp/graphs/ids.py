@@ -40,13 +40,13 @@ _LONGEST: Final = 9
 
 
 def widened(values: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
-    """Return values in float64, without numpy's warning about the signalling NaNs that a frame may hold."""
+    """Return values in float64, without numpy's warning about signalling NaNs, which a frame may hold."""
     with np.errstate(invalid="ignore"):
         return values.astype(np.float64)
 
 
 def put_varints(values: NDArray[np.integer[Any]]) -> bytes:
-    """Return non-negative integers as LEB128, one after the other: seven bits per byte, least significant first.
+    """Return non-negative integers as consecutive LEB128: seven bits per byte, least significant first.
 
     Parameters
     ----------
@@ -76,7 +76,7 @@ def put_varints(values: NDArray[np.integer[Any]]) -> bytes:
 
 
 def take_varints(section: Buffer, count: int) -> Ids:
-    """Return the ``count`` integers that are exactly ``section``; undoes :func:`put_varints`.
+    """Return the ``count`` integers that make up ``section``; the inverse of :func:`put_varints`.
 
     Returns
     -------
@@ -85,7 +85,7 @@ def take_varints(section: Buffer, count: int) -> Ids:
     Raises
     ------
     Corrupt
-        When they are more or fewer, above 2**63 - 1, or not in their shortest form.
+        When there are more or fewer, or one is above 2**63 - 1 or not in its shortest form.
     """
     raw = np.frombuffer(section, np.uint8)
     # Before anything is allocated by it: the count is the sender's.
@@ -202,7 +202,7 @@ def decode_ids(frame: Buffer, *, nodes: int = MAX_NODES, limit: int | None = Non
     nodes : int
         Of the receiver's graph: ids are below it.
     limit : int, optional
-        Most ids that the receiver takes. Memory is at most 40 bytes per byte of the frame without it.
+        Most ids that the receiver takes. Without it, memory is at most 40 bytes per byte of the frame.
 
     Raises
     ------

@@ -148,7 +148,14 @@ def waterfill(weights: Reals, n: float) -> Reals:
 
 
 def poisson(pi: Reals, uniforms: Reals) -> Ids:
-    """Return the positions that are kept, ascending: those whose uniform number in [0, 1) is below their probability.
+    """Return the positions that are kept, int64, ascending: those whose uniform number is below their probability.
+
+    Parameters
+    ----------
+    pi : ndarray of float64, (m,)
+        Inclusion probabilities.
+    uniforms : ndarray of float64, (m,)
+        In [0, 1).
 
     Raises
     ------

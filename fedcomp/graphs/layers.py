@@ -1,8 +1,8 @@
 """Graph convolutions on the operators of a plan: torch sparse matrices, and the features they multiply.
 
 This and :mod:`fedcomp.graphs.pyg` are the only modules here that import torch. Nothing reads or writes a global
-generator: initial values come from whoever builds the module, dropout masks from a generator that is handed over.
-Whoever trains sets the number of threads; sums have one order for a given number.
+generator: initial values come from whoever builds the module, dropout masks from a generator that is passed in.
+Whoever trains sets the number of threads; for a given number, sums always have the same order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fedcomp.graphs.base import GraphError, GraphPart, Ids, MissingRows, Operato
 
 Features = NDArray[np.floating]
 Fetched = Mapping[int, tuple[Ids, Features]] | Iterable[tuple[Ids, Features]]
-"""Rows of remote nodes: ids, ascending, and their features, ``(R, d)``; by owner, or in any other grouping."""
+"""Rows of remote nodes: ascending ids and their features, ``(R, d)``; by owner, or in any other grouping."""
 
 
 class GraphConvolutions(nn.Module):
@@ -145,8 +145,8 @@ def gather(part: GraphPart, plan: StepPlan, fetched: Fetched) -> Tensor:
         Rows of owned nodes are taken from here, whatever else was sent.
     plan : StepPlan
     fetched : mapping of owner to (ids, rows), or iterable of (ids, rows)
-        Rows of remote nodes, cached ones among them; ids ascending. Nodes that the plan does not use may be there. Of a
-        node that is there twice the first row counts.
+        Rows of remote nodes, cached ones included; ids ascending. There may be nodes that the plan does not use. Of a
+        node that occurs twice the first row counts.
 
     Raises
     ------
@@ -194,7 +194,7 @@ def _csr(
 
 @cache
 def _quiet() -> None:
-    """Make torch say once, to nobody, that its CSR tensors are in beta: it warns at the first one of a process only."""
+    """Trigger, unseen, the warning that torch gives once in a process: that its CSR tensors are in beta."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.sparse_csr_tensor(torch.tensor([0, 1]), torch.tensor([0]), torch.tensor([1.0]), size=(1, 1))

@@ -1,10 +1,10 @@
 """Who owns which node: METIS, recursive Kernighan-Lin bisection, greedy streaming, and at random.
 
-All of them see edges as undirected, without loops and repeats, give every node exactly one owner, leave no part empty
-and hold all sizes within 5 % of the mean (:func:`bounds`). What a method gives beyond that is moved deliberately, the
-nodes that lose fewest edges first. The same arguments give the same owners; METIS's may differ between its versions.
+All of them take edges as undirected, without loops and repeats, give every node exactly one owner, leave no part empty
+and keep all sizes within 5 % of the mean (:func:`bounds`). Where a method's own sizes exceed that, nodes are moved,
+those that lose fewest edges first. The same arguments give the same owners; METIS's may differ between its versions.
 
-The cut is what the choice is about: an edge between two owners is a feature row that may have to travel.
+What counts is the cut: an edge between two owners is a feature row that may have to travel.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def balance(graph: Neighbours, owner: NDArray[np.integer], parts: int) -> Owner:
 
 
 def _towards(graph: Neighbours, owner: Owner, members: Ids, part: int) -> Ids:
-    """Return how many neighbours each of ``members`` has in ``part``."""
+    """Return how many neighbours each of ``members`` has in ``part``, int64 ``(len(members),)``."""
     # Prefix sums over the edges, so that no loop runs over the members.
     inside = np.concatenate([[0], np.cumsum(owner[graph.ids] == part)])
     return np.asarray(inside[graph.indptr[members + 1]] - inside[graph.indptr[members]], np.int64)
@@ -274,4 +274,4 @@ METHODS: Final[dict[str, Callable[[Neighbours, int, Key], Owner]]] = {
     "greedy": _greedy,
     "random": _random,
 }
-"""How a graph can be shared out."""
+"""The partition methods by name."""

@@ -1,11 +1,11 @@
-"""What the next steps of an owner compute, worked out from keys alone: batches, operators, and whose rows they use.
+"""What the next steps of an owner compute, derived from keys alone: batches, operators, and whose rows they use.
 
 A plan is a pure function of the part, the settings, the key, and what cannot be had. Whoever made it can make it again:
 the client plans once to ask for rows, and again when it trains. It walks from the batch at the output layer to the
-input layer; every layer has its own random stream, so that draws of different layers are independent: without that the
+input layer. Every layer has its own random stream, so that draws of different layers are independent; otherwise the
 expectation of two layers would not be the product of their expectations.
 
-No cost depends on the size of the graph or of the part, only on the rows that the plan visits (and logarithms).
+Apart from logarithms, no cost depends on the size of the graph or of the part, only on the rows that the plan visits.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from fedcomp.rng import Key
 
 PURPOSES = ("train", "evaluate")
 MOST_ENTRIES = 1 << 26
-"""Non-zeros of all operators of several steps together: 1.5 GiB. Whoever sets the number of steps does not own the
+"""Non-zeros of the operators of several steps together, 1.5 GiB: the number of steps is set by others than those whose
 memory they take."""
 
 _USUAL = Conditions()
 
 
 def draw_batch(ids: Ids, size: int, key: Key) -> Ids:
-    """Return ``size`` of ``ids`` without repeats, ascending, in time proportional to ``size`` (and its logarithm).
+    """Return ``size`` of ``ids``, int64, ascending, without repeats, in time proportional to ``size log(size)``.
 
     Every subset of that size is equally likely. With ``size`` 0, or not below their number, all of them.
 
@@ -280,11 +280,11 @@ def _favoured(
 
 
 def reach(part: GraphPart, hops: int, absent: frozenset[int] = frozenset()) -> Ids:
-    """Return the nodes that are within so many hops of an owned node along rows of P, ascending.
+    """Return the nodes that are within so many hops of an owned node along rows of P, int64, ascending.
 
-    Computed once for a structure and kept in the part's memo, as long as nothing of it had to be left out. What follows
-    from rows that were sent is not kept for another structure, which may not have them: a plan that is made again
-    without them has to be the same plan.
+    Computed once for a structure and kept in the part's memo, unless something had to be left out. What follows from
+    rows that were sent is not kept for another structure, which may lack them: a plan that is made again without them
+    has to be the same plan.
 
     Raises
     ------

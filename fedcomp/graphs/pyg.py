@@ -6,11 +6,11 @@ fedcomp (:func:`fedcomp.graphs.plan.plan_step`); this file only writes it down a
 * The weights ``P[v, u] / pi`` come as ``edge_weight``. Probabilities of the node-wise Poisson sampler depend on the row
   alone, so that they are attributes of edges, which the loader picks by edge like any other: it has to be given
   :attr:`SkewedSampler.data`, not the data the sampler was made from.
-* Every layer of the network draws for itself, and a node that two layers use is in the batch once for each. A draw that
-  two layers shared would bias their product; torch_geometric's own sampler draws each node's neighbours once.
+* Every layer of the network draws for itself, and a node that two layers use is in the batch once for each. A draw
+  shared by two layers would bias their product; torch_geometric's own sampler draws each node's neighbours once.
 
-A convolution has to use the weights, and to add up: ``SimpleConv(aggr="sum")``, ``GraphConv(aggr="add")``,
-``GCNConv(normalize=False)``. One that ignores them (``SAGEConv``) learns from local nodes more than it should.
+A convolution has to use the weights, and to sum: ``SimpleConv(aggr="sum")``, ``GraphConv(aggr="add")``,
+``GCNConv(normalize=False)``. One that ignores the weights (``SAGEConv``) learns more from local nodes than it should.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class SkewedSampler(BaseSampler):
     Parameters
     ----------
     data : torch_geometric.data.Data
-        Homogeneous, with ``edge_index``; an edge (u, v) carries u's message to v, whose row of P it stands in.
+        Homogeneous, with ``edge_index``; an edge (u, v) carries u's message to v, and is an entry of v's row of P.
     owner : array of int, (N,)
         Which part owns each node.
     part : int
-        Whose sampler this is: its nodes are favoured, and seeds have to be its.
+        Whose sampler this is: its nodes are favoured, and all seeds have to be among them.
     settings : SamplerSettings
         ``sampler="node"`` with the Poisson estimator; one draw per layer of the network (``layers``), of ``fanout``
         expected neighbours each.
@@ -64,7 +64,7 @@ class SkewedSampler(BaseSampler):
     Attributes
     ----------
     data : torch_geometric.data.Data
-        What to give to the loader: as it was, with the edges of P and their ``edge_weight``.
+        What to give to the loader: the data as they were, but with the edges of P and their ``edge_weight``.
 
     Examples
     --------
@@ -157,7 +157,7 @@ class SkewedSampler(BaseSampler):
         return ready
 
     def sample_from_nodes(self, index: NodeSamplerInput, **kwargs: Any) -> SamplerOutput:
-        """Return the subgraph of seeds that this part owns, without repeats; seeds stand first.
+        """Return the subgraph of seeds that this part owns, without repeats; the seeds come first.
 
         Raises
         ------

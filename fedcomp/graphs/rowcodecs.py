@@ -1,8 +1,8 @@
 """Row codecs: the bytes of feature rows on their way from their owner to another client.
 
-A frame holds the ids of its rows and the rows; ``select`` takes rows out of a frame and makes the very bytes that
-encoding these rows alone would have made. Rows are sections of :mod:`fedcomp.wire`: its index codecs say where values
-stand, its value codecs what they are. Word counts are mostly zeros, and there the codec matters more than the sampler:
+A frame holds rows and their ids; ``select`` takes rows out of a frame and returns the very bytes that encoding these
+rows alone would have made. Rows are sections of :mod:`fedcomp.wire`: its index codecs say where values are, its value
+codecs what they are. Word counts are mostly zeros, and there the codec matters more than the sampler:
 of Cora, 5 732 bytes dense are 18 as one Rice code of where the ones are.
 
 =============  =====================================  ==========================================
@@ -69,9 +69,9 @@ _ALIGN_FROM: Final = 1024
 
 
 class Block:
-    """Rows of one frame, dense or as their non-zeros; the other form is made when it is asked for.
+    """Rows of one frame, dense or as their non-zeros; the other form is made on demand.
 
-    A non-zero is a value of which some bit is set, so that the sign of a zero travels.
+    A non-zero is a value with any bit set, so that the sign of a zero travels.
 
     Parameters
     ----------
@@ -110,7 +110,7 @@ class Block:
 
     @property
     def dense(self) -> Floats:
-        """All values, (rows, features); made of non-zeros a new array."""
+        """All values, (rows, features); a new array where the block holds non-zeros."""
         if self._dense is not None:
             return self._dense
         places, values = self.entries
@@ -154,7 +154,7 @@ class Block:
 
 
 def positions(have: Ids, ids: Ids) -> Ids:
-    """Return where ascending ``ids`` stand in ascending ``have``; raise MissingRows naming those that do not."""
+    """Return the positions of ascending ``ids`` in ascending ``have``; MissingRows names those that are not there."""
     found, at = find(have, ids)
     if not found.all():
         absent = ids[~found]
@@ -169,9 +169,9 @@ class RowCodec(ABC):
     ----------
     name : str
     codec_id : int
-        The codec byte of its frames; 0 where they are of other codecs.
+        The codec byte of its frames; 0 for a codec that writes frames of others.
     dtype : numpy.dtype or None
-        What rows are rounded to before they are written; None: they are not.
+        What rows are rounded to before they are written; None: they are not rounded.
     """
 
     name: str
@@ -218,7 +218,7 @@ class RowCodec(ABC):
         limit: int | None = None,
         max_bytes: int = MAX_BYTES,
     ) -> tuple[Ids, Floats]:
-        """Return ids and rows of a frame, of which nothing is taken for granted.
+        """Return ids and rows of a frame from anyone.
 
         Parameters
         ----------
@@ -263,7 +263,7 @@ class RowCodec(ABC):
     def select(self, frame: Buffer, ids: ArrayLike) -> bytes:
         """Return the frame of some rows of a frame: the same bytes as if these alone had been encoded.
 
-        What is wrong with their values is left for the receiver to find.
+        Invalid values are left for the receiver to find.
 
         Parameters
         ----------
@@ -284,7 +284,7 @@ class RowCodec(ABC):
         return self._frame(ids, form.read(body, have.size, d, _F64).take(keep))
 
     def write(self, block: Block, ids: Ids) -> list[Buffer]:
-        """Return the body of finite rows; raise GraphError, naming the row, when one has no such form."""
+        """Return the body of finite rows; raise GraphError, naming the row, when this codec cannot hold one."""
         raise NotImplementedError
 
     def read(self, body: memoryview, count: int, d: int, dtype: np.dtype[Any]) -> Block:
@@ -292,7 +292,7 @@ class RowCodec(ABC):
         raise NotImplementedError
 
     def padding(self, pos: int, count: int, d: int) -> int:
-        """Return how many zero bytes stand before the body of ``count`` rows that would else begin at ``pos``."""
+        """Return how many zero bytes precede the body of ``count`` rows that would otherwise begin at ``pos``."""
         return 0
 
     def _frame(self, ids: Ids, block: Block) -> bytes:
@@ -457,10 +457,10 @@ class Csr(_OneDtype):
 
 
 class Binary(RowCodec):
-    """Places of non-zeros, where each row has one value beside 0.
+    """Places of non-zeros, for rows with one value beside 0.
 
     That value is 1 for word occurrences, and one over the number of words for normalised ones; it travels only when it
-    is neither. The mode holds for the whole frame: the first of these that is true of all its rows.
+    is neither. The mode is that of the whole frame: the first of these that holds for all its rows.
 
     ====  ====================================
     mode  the value of a row with c non-zeros
@@ -514,7 +514,7 @@ class Binary(RowCodec):
 
 
 def _put_singles(values: NDArray[np.float64], counts: Ids) -> bytes:
-    """Return the mode, and the values that it does not imply."""
+    """Return the mode and, after it, the values that it does not imply."""
     some = counts > 0
     values = np.where(some, values, 0.0)
     for mode in (0, 1, 2):

@@ -1,4 +1,4 @@
-"""Which columns of one layer are kept, and what they weigh: the samplers.
+"""The samplers: which columns of one layer are kept, and with which weights.
 
 A layer estimates ``Z = U H`` with ``U = P[rows, :]`` from few columns of U. Every sampler is a function of what there
 is to choose from (:class:`Layer`), the settings and uniform numbers, and returns one factor per entry of U
@@ -9,8 +9,8 @@ not; they are here for comparison.
 continues their work (read); the estimators are those of Horvitz and Thompson and of Hansen and Hurwitz; how much is
 favoured is derived here (:mod:`fedcomp.graphs.scale`).
 
-If nothing is kept the output of the layer is zero. That is right: to draw again until something is kept would condition
-on it, and be biased.
+If nothing is kept the output of the layer is zero. That is right: drawing again until something is kept would condition
+the draw on that, and bias it.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ Uniforms = Callable[[int], Reals]
 """Returns that many numbers in [0, 1); called at most once per layer."""
 
 MOST_DRAWS: Final = 1 << 24
-"""Draws with replacement of one layer: whoever sets n would else set how much memory a plan takes."""
+"""Draws with replacement of one layer: otherwise whoever sets n decides how much memory a plan takes."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """What there is to choose from.
+    """What a sampler chooses from.
 
     Attributes
     ----------
@@ -207,9 +207,9 @@ def _row_scales(
 def row_probabilities(degree: Ids, local: Ids, s: Reals, total: Reals, fanout: int) -> tuple[Reals, Reals]:
     """Return the inclusion probabilities of favoured and of other entries of every row, ``(R,)`` each.
 
-    What :func:`~fedcomp.graphs.inclusion.waterfill` does, for rows with two weights, s and 1: only the favoured can be
-    capped before all are. They are not when they alone use up the fanout, which rounding could hide: nothing would be
-    left for the others, and what can never be drawn is a bias.
+    What :func:`~fedcomp.graphs.inclusion.waterfill` does, for rows with two weights, s and 1: only favoured entries can
+    be capped before all are. They are not capped when they alone use up the fanout, which rounding could hide: nothing
+    would be left for the others, and an entry that can never be drawn is a bias.
     """
     whole = degree <= fanout
     capped = ~whole & (local < fanout) & (fanout * s >= total)
@@ -219,7 +219,7 @@ def row_probabilities(degree: Ids, local: Ids, s: Reals, total: Reals, fanout: i
 
 
 def _row_draws(row: Ids, near: Bools, degree: Ids, local: Ids, share: Reals, uniforms: Reals) -> NDArray[np.int64]:
-    """Return how often each entry is drawn; every row draws once per uniform number of its own, ``(R, f)``.
+    """Return how often each entry is drawn; every row draws once for each of its uniform numbers, ``(R, f)``.
 
     ``share`` is the probability that a draw of the row falls on a favoured entry, ``(R,)``. Among the favoured, and
     among the others, all are alike.
@@ -277,7 +277,7 @@ def _row_correction(rows: Rows, factors: Reals) -> Reals:
 def _fastgcn(layer: Layer, settings: SamplerSettings, n: int, uniforms: Uniforms, given: float) -> Draw:
     """FastGCN (Chen et al. 2018, arXiv 1801.10247): n draws with replacement from all nodes, by column norms of P.
 
-    Draws that are no column of U, or cannot be had, are lost: that is what makes rows without any input common.
+    Draws that are not a column of U, or cannot be had, are lost, so rows without any input are common.
     """
     ends = column_ends(layer.part)
     drawn, counts = np.unique(np.searchsorted(ends, _many(uniforms, n), side="right"), return_counts=True)
@@ -353,7 +353,7 @@ _SAMPLERS: Final[Mapping[str, Callable[[Layer, SamplerSettings, int, Uniforms, f
 
 
 def _many(uniforms: Uniforms, count: int) -> Reals:
-    """Return the numbers of ``count`` draws with replacement, which nothing else bounds."""
+    """Return the uniform numbers of ``count`` draws with replacement; nothing else bounds that count."""
     if count > MOST_DRAWS:
         raise ConfigError(f"{count} draws with replacement in one layer; at most {MOST_DRAWS}. Lower n or fanout")
     return uniforms(count)

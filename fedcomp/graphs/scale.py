@@ -6,13 +6,13 @@ The idea, a sampler that prefers local nodes by a factor an algorithm determines
 
     M(s) = (s lambda + 1 - lambda) (A_local / s + A_remote),
 
-and s is the largest scale with ``M(s) <= D M(1)``. What of A is known makes the mode:
+and s is the largest scale with ``M(s) <= D M(1)``. The modes differ in what is known of A:
 
-* "matched": nothing; A is taken to be spread like the mass. A model: it is what it says for base probabilities near the
-  optimum, and no guarantee.
-* "measured": norms of the vectors; exact.
-* "worst": nothing, and nothing is assumed: holds for any vectors, and saves little.
-* "fixed", "adaptive": no budget; s is given, by the user or by :class:`AdaptiveScale`.
+* "matched": nothing; A is assumed to be spread like the mass. This is a model, close where base probabilities are near
+  the optimum; it guarantees nothing.
+* "measured": the norms of the vectors; exact.
+* "worst": nothing, and nothing is assumed: it holds for any vectors, and saves little.
+* "fixed", "adaptive": there is no budget; s is given by the user or by :class:`AdaptiveScale`.
 
 The variance of n multinomial draws is ``(M - ||Z||^2) / n``; that of a Poisson draw of the same expected size is at
 most M / n, because no pi_i is below min(1, n p_i).
@@ -185,12 +185,12 @@ class AdaptiveScale(Stateful):
         self.frozen = False
 
     def observe(self, movement: float, execution: float) -> float:
-        """Take the time that moving features took of an epoch, and the epoch's, and return the scale of the next one.
+        """Take how long moving features took in an epoch, and how long the epoch took; return the scale of the next.
 
         Raises
         ------
         ConfigError
-            Unless ``0 <= movement`` and ``0 < execution``, both finite.
+            Unless ``0 <= movement`` and ``0 < execution``, both finite. Any unit will do, if it is the same for both.
         """
         if not 0.0 <= movement < math.inf or not 0.0 < execution < math.inf:
             raise ConfigError(f"movement={movement!r} of execution={execution!r} are not times, finite and positive")

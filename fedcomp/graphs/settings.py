@@ -37,7 +37,7 @@ _CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
 class SamplerSettings:
     """How the columns of every layer are chosen. Immutable and comparable; travels as :meth:`to_config`.
 
-    Each setting belongs to the samplers that are named with it and has no effect on the others, so that samplers can be
+    A setting applies to the samplers that are named with it and has no effect on the others, so that samplers can be
     compared by changing one word. "skewed" is after Jiang and Rumi (arXiv 2101.07706, abstract); the rules of ``mode``
     are derived here. The unskewed sampler is ``mode="fixed", scale=1``.
 
@@ -146,12 +146,12 @@ class SamplerSettings:
 
     @property
     def skews(self) -> bool:
-        """Whether the sampler favours anything, so that ``mode`` and ``favour`` mean something."""
+        """Whether the sampler favours anything, so that ``mode`` and ``favour`` have an effect."""
         return self.sampler in ("skewed", "node")
 
     @property
     def biased(self) -> str:
-        """Why the expectation of a layer is not the sum over all neighbours; empty when it is."""
+        """Why the expectation of a layer differs from the sum over all neighbours; empty when it does not."""
         if self.sampler == "ladies":
             also = ", and divides by a random row sum" if self.renormalise else ""
             return f"draws without replacement and weighs as if it were with replacement{also}"

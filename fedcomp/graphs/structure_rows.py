@@ -1,9 +1,9 @@
 """Bytes of adjacency rows, with the owners of their columns.
 
-Who may see its own rows of P only (structure "halo") is sent those of other nodes when a plan reaches them. A frame
-lists the columns that occur once, with their owners; where the non-zeros are is one section of :mod:`fedcomp.wire`; and
-values, of which a symmetric normalisation has few different ones, are a table and numbers into it where that is
-shorter. All is exact: a plan on rows that were sent is the plan on rows that were always there.
+An owner that knows its own rows of P only (structure "halo") is sent those of other nodes when a plan reaches them. A
+frame lists each column once, with its owner. The places of the non-zeros are one section of :mod:`fedcomp.wire`. A
+symmetric normalisation has few different values, which are then a table and indices into it, where that is shorter. All
+is exact: a plan on rows that were sent is the plan on rows that were always there.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fedcomp.wire.errors import Corrupt, LimitExceeded
 from fedcomp.wire.section import Section, put_block, take_block
 
 MAX_ENTRIES: Final = 1 << 24
-"""Most non-zeros of a frame that a receiver takes unless it says otherwise: 20 bytes each once they are decoded."""
+"""Most non-zeros of a frame that a receiver takes unless it says otherwise: 20 bytes each once decoded."""
 
 _WIDE, _NARROW, _TABLE = 0, 1, 2
 

@@ -1,8 +1,8 @@
 """Who owns which part of the graph: the server's exchanges with the owners, and what it knows of them.
 
-A part has one seat. Its node may be away for a round, come back, or come back as another node whose state is lost; two
+A part has one seat. Its node may be away for a round, come back, or come back as another node without its state; two
 nodes may claim the same part. Seats are settled at the beginning of a round, and a node that was silent once in a round
-is not waited for again in it.
+is not waited for again in that round.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from fedcomp.strategies.gcn.report import Fetching, FetchTraffic
 from fedcomp.strategies.partitions import contest
 
 _OWN_ERRORS: Final = (2, 6)
-"""Codes of errors an app makes: its node is there, whatever it refuses. All others are a SuperLink's, or of a process
-that has died."""
+"""Codes of errors that an app raises: its node is there, whatever it refuses. All others come from a SuperLink, or from
+a process that has died."""
 
 _SETUP_FRAMES: Final = {"": "setup_bytes"}
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why there is no answer; ``gone`` when it is not the node itself that says so."""
+    """Why there is no answer; ``gone`` unless the node itself says so."""
 
     reason: str
     gone: bool
@@ -43,12 +43,12 @@ class Failure:
 
 @dataclass(frozen=True)
 class Answers:
-    """What came of one exchange.
+    """The outcome of one exchange.
 
     Attributes
     ----------
     found : dict of int to Message
-        Replies with content, by what their messages were addressed by, ascending.
+        Replies with content, by the keys of their messages, ascending.
     failures : dict of int to Failure
     replies : list of Message
         All replies, errors included, as the driver handed them over.
@@ -99,9 +99,9 @@ class Talk:
         return Message(content, node, kind, group_id=str(self.report.round))
 
     def ask(self, messages: Mapping[int, Message]) -> Exchanges[Answers]:
-        """Send messages in one exchange; nothing is sent where there are none.
+        """Send messages in one exchange; without any there is no exchange.
 
-        An error of the SuperLink, and no reply at all, count as silence.
+        An error from the SuperLink counts as silence, as no reply does.
         """
         # An empty push would be counted as a trip.
         if not messages:
@@ -178,7 +178,7 @@ class Common:
 
     @classmethod
     def of(cls, hello: GraphHello) -> Common:
-        """Return what the hello of one of them has of it."""
+        """Return it as one of their hellos says it."""
         return cls(hello.digest, hello.parts, hello.nodes, hello.features, hello.structure)
 
     def __str__(self) -> str:
@@ -195,7 +195,7 @@ class Owners(Stateful):
     Parameters
     ----------
     structure : {"full", "halo"}
-        What they have to know of the edges.
+        What they have to know about the edges.
     norms : bool
         Whether the sampler uses the norms of remote features.
     layers : int
@@ -206,7 +206,7 @@ class Owners(Stateful):
     common : Common or None
         None before anybody has answered.
     met : dict of int to Hello or None
-        By node; None for one that cannot take part.
+        By node; None for a node that cannot take part.
     seats : dict of int to int
         The node of each part that has one online.
     silent : set of int
@@ -260,16 +260,16 @@ class Owners(Stateful):
         return out
 
     def meet(self, talk: Talk) -> Exchanges[None]:
-        """Ask new nodes for a hello, and those that were silent whether they are there; settle the seats.
+        """Ask new nodes, and those that were silent, for a hello; settle the seats.
 
-        Where a newcomer claims a part whose node has given no reason for doubt, that node is asked for a sign of life:
-        a process that was killed is listed as online for a while. A node that answers keeps its seat. Of several
-        newcomers that claim one part none is seated.
+        Where a newcomer claims a part that another node holds, that node is asked for a hello too: a killed process is
+        still listed as online for a while. A node that answers keeps its seat. Of several newcomers that claim one part
+        none is seated.
 
         Raises
         ------
         ConfigError
-            When the first nodes hold parts of different graphs, or know more or less of its edges than was agreed on.
+            When the first nodes hold parts of different graphs, or do not know of its edges what was agreed on.
         """
         online = list(talk.grid.get_node_ids())
         present = set(online)
@@ -372,21 +372,21 @@ class Owners(Stateful):
         return self._norms.get(part, {})
 
     def norms_of(self, part: int) -> int:
-        """Return how many norms a client has when it has read :meth:`norms_for`."""
+        """Return how many norms a client has once it has read :meth:`norms_for`."""
         return sum(self._counts.get(part, {}).values())
 
     def delivered(self, part: int) -> None:
-        """Take note that a client has them."""
+        """Record that a client has received :meth:`norms_for`."""
         if part in self._norms:
             self._delivered.setdefault(part, {}).update(self._norms.pop(part))
 
     def forgotten(self, part: int) -> None:
-        """Take note that a client has lost all that it was sent."""
+        """Record that a client has lost all norms that it was sent."""
         # What came since wins over what was delivered before.
         self._norms[part] = {**self._delivered.pop(part, {}), **self._norms.get(part, {})}
 
     def _fetch_norms(self, talk: Talk) -> Exchanges[None]:
-        """Ask owners for the norms that somebody still lacks."""
+        """Ask owners for the norms that some client still lacks."""
         away, asked = self.away(), dict[int, dict[int, bytes]]()
         for part, wants in sorted(self._wanted.items()):
             for owner, ids in wants.items():

@@ -1,7 +1,7 @@
-"""What a graph run reports of a round; every byte of it is the length of a frame that was really sent.
+"""What a graph run reports of a round; all byte counts are lengths of frames that were really sent.
 
 The frames of one exchange go over one link; feature rows that travel from their owner through the server to a requester
-are counted once as *logical* bytes, and with both legs as *link* bytes.
+are counted once as *logical* bytes, and on both links as *link* bytes.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from fedcomp.flower.report import EventSection, figure, shorten
 
 @dataclass
 class FetchTraffic:
-    """What fetching rows came to, for one round's training or for its evaluation.
+    """What fetching rows cost, for one round's training or for its evaluation.
 
     Attributes
     ----------
     remote_inputs : int
         Input nodes that other owners have, summed over clients and steps: those of the plans that were carried out,
-        cached ones among them.
+        cached ones included.
     rows_fetched : int
         Feature rows in the owners' replies.
     feature_bytes_logical : int
         Bytes of those replies.
     feature_bytes_link : int
-        The same, and the rows in the messages to requesters: both legs of a fetch through the server.
+        The same and the rows in the messages to requesters: both links of a fetch through the server.
     id_bytes : int
         Lists of ids: who wants which feature rows, and who is asked for them.
     setup_bytes : int
@@ -49,7 +49,7 @@ class FetchTraffic:
     clients : int
         Clients whose replies arrived.
     rows_sent, rows_received : dict of int to int
-        Feature rows by the owner that sent them, and by the requester in whose messages they stood.
+        Feature rows by the owner that sent them, and by the requester whose messages held them.
     """
 
     remote_inputs: int = 0
@@ -75,7 +75,7 @@ class FetchTraffic:
         Parameters
         ----------
         fields : mapping of kind to str
-            Which figure the frames of a kind count for; "" for those of kinds that nobody expects.
+            Which figure the frames of a kind count towards; "" for all kinds that are not named.
         """
         for message in messages:
             # An error reply has none, and asking for it would raise.
@@ -108,7 +108,7 @@ class Fetching(EventSection, name="gcn"):
     Attributes
     ----------
     method : str
-        What the round's training amounts to.
+        What the round's training is equivalent to.
     train, evaluate : FetchTraffic
     absent : dict of int to str
         Owners that the round went on without, with the reason.
@@ -127,15 +127,15 @@ class Fetching(EventSection, name="gcn"):
         self.absent.setdefault(part, shorten(reason))
 
     def lose(self, part: int, reason: str) -> None:
-        """Record why the client of ``part`` has no share in the result."""
+        """Record why the client of ``part`` does not contribute to the result; the first reason counts."""
         self.lost.setdefault(part, shorten(reason))
 
     def figures(self, *, public: bool = False) -> dict[str, Any]:
-        """Return what a run's record shows: the traffic of training, too; that of evaluation is in its metrics."""
+        """Return what a run's record shows, the traffic of training included; that of evaluation is in its metrics."""
         return super().figures(public=public) | ({} if public else self.train.metrics("gcn."))
 
     def line(self) -> str:
-        """Return what fetching rows took."""
+        """Return what fetching rows cost, in words."""
         return f"{self.train.rows_fetched} rows fetched, {self.train.feature_bytes_link:,} bytes"
 
 

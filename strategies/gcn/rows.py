@@ -1,13 +1,13 @@
-"""One turn of a graph round: what the clients' plans need, and the rows that bring it there.
+"""One turn of a graph round: what the clients' plans need, and how they get it.
 
     plan       every client says which rows of other owners its next steps use
     structure  rows of the adjacency, where a plan cannot go on without them; then the plan again
-    rows       feature rows, from their owners; none where nobody needs any
+    rows       feature rows, from their owners; no exchange where nobody needs any
 
-An owner may be absent: not online, silent, or with an answer that cannot be used. Those that wanted its rows, and no
-others, plan again without it; later plans leave it out from the start. An owner that refuses one client's list of nodes
-is absent for that client alone: one of the two is wrong, and neither is believed against the rest. Every part can fall
-away once, so that a turn ends, and a node that was silent in it is not waited for again.
+An owner may be absent: not online, silent, or with an answer that cannot be used. The clients that wanted its rows, and
+no others, plan again without it; later plans leave it out from the start. An owner that refuses one client's list of
+nodes is absent for that client alone: one of the two is wrong, and it is not known which. Every part can become absent
+only once, so a turn ends, and a node that was silent in it is not waited for again.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ _STRUCTURE_FRAMES: Final = {"": "structure_bytes"}
 
 @dataclass
 class Requester:
-    """One client of a turn, and where its plan stands.
+    """One client of a turn, and the state of its plan.
 
     Attributes
     ----------
     part, node : int
     ask : PlanRequest
-        What its plan was made from: what its training message says, too.
+        What its plan was made from; its training message says the same.
     planned : bool
     plans : int
-        How often it was asked.
+        How often it was asked for a plan.
     needs : str
         What the frames of ``wants`` name.
     wants : dict of int to ndarray of int64
@@ -65,14 +65,14 @@ class Requester:
     refused : set of int
         Owners that refuse this client.
     resent : bool
-        Whether it had lost the norms that it was sent, and is sent them again.
+        Whether it has lost the norms that it was sent, and is sent them again.
     figures : Figures or None
     rows : dict of int to bytes
         Frames of feature rows by owner, ready for the training message.
     structure : dict of int to bytes
         Rows of the adjacency for its next plan.
     moved : int
-        Bytes of payload that its plan and its rows took so far.
+        Bytes of payload that its plans and its rows have taken so far.
     """
 
     part: int
@@ -95,7 +95,7 @@ class Requester:
         return {owner: ids for owner, ids in self.wants.items() if not self._has(owner, ids)}
 
     def open(self) -> set[int]:
-        """Return the owners that something is still wanted of."""
+        """Return the owners from which something is still wanted."""
         return set(self.missing() if self.needs == FEATURES else self.wants)
 
     def take(self, owner: int, ids: Ids, frame: bytes) -> None:
@@ -104,7 +104,7 @@ class Requester:
         self.moved += len(frame)
 
     def settle(self, codec: RowCodec) -> None:
-        """Leave of the fetched rows those that the last plan uses: the client refuses others."""
+        """Keep only those fetched rows that the last plan uses: the client refuses others."""
         self.rows = {
             owner: self.rows[owner]
             if np.array_equal(ids, self._fetched[owner])
@@ -138,7 +138,7 @@ class Turn:
     requesters : dict of int to Requester
         By part; who cannot go on is taken out.
     away : dict of int to str
-        Owners that are done without, with the reason.
+        Owners that the turn does without, with the reason.
     """
 
     talk: Talk
@@ -156,7 +156,7 @@ class Turn:
         return get_row_codec(self.settings.codec)
 
     def run(self, asks: Mapping[int, PlanRequest]) -> Exchanges[dict[int, Requester]]:
-        """Bring the clients of some parts to where they can train; return those that can, in order of parts."""
+        """Plan and fetch until the clients of some parts can train; return those that can, in order of parts."""
         for part, reason in self.owners.away().items():
             self._miss(part, reason)
         # Requests want them ascending.
@@ -217,8 +217,10 @@ class Turn:
         return self.talk.message(requester.node, PLAN_TYPE, requester.ask, frames)
 
     def _take_plan(self, requester: Requester, reply: Message, needs: str) -> None:
-        """Check which rows a client wants, and of which owners; one that lost its norms has no plan yet, and is sent
-        them with the next question. One that wants what it cannot want is a FedcompError.
+        """Check which rows a client wants, and of which owners.
+
+        A client that lost its norms has no plan yet, and is sent them with the next question. Wishes that no valid plan
+        has are a FedcompError.
         """
         common = self.owners.common
         assert common is not None
@@ -248,7 +250,7 @@ class Turn:
         self.owners.delivered(requester.part)
 
     def _replan(self) -> bool:
-        """Take back plans that wait for owners who turned out to be absent; return whether any is to be made."""
+        """Withdraw plans that wait for owners who turned out to be absent; return whether any is to be made again."""
         for part, requester in list(self.requesters.items()):
             without = self.away.keys() | requester.refused
             # Rows that came before their owner fell away are as good as any.
@@ -282,7 +284,7 @@ class Turn:
                 requester.ask = replace(requester.ask, hop=requester.ask.hop + 1)
 
     def _rows(self) -> Exchanges[None]:
-        """Fetch the feature rows that somebody lacks."""
+        """Fetch the feature rows that some client lacks."""
         asked = _by_owner({part: requester.missing() for part, requester in self.requesters.items()})
         said = Fetch(self.talk.session, FEATURES, row_codec=self.settings.codec, noise=self.settings.noise)
         together = {}
@@ -324,7 +326,7 @@ class Turn:
         return found
 
     def _take_rows(self, owner: int, reply: Message, kind: str, asked: Mapping[int, Ids]) -> dict[int, bytes]:
-        """Return the rows an owner sent; raise FedcompError for damaged ones and others than were asked for."""
+        """Return the rows an owner sent; raise FedcompError for damaged ones and for those that nobody asked for."""
         common = self.owners.common
         assert common is not None
 
@@ -362,10 +364,10 @@ class Turn:
                 traffic.rows_fetched += rows
                 traffic.rows_sent[owner] = traffic.rows_sent.get(owner, 0) + rows
 
-    # Who falls out.
+    # Who drops out.
 
     def _refuse(self, owner: int, parts: set[int], reason: str) -> None:
-        """Let the refused requesters do without an owner; a refused list that stands for many is split up first."""
+        """Let the refused requesters do without an owner; a refused list of several requesters is split up first."""
         if owner in parts:
             self._apart.add(owner)
         for part in sorted((parts - {owner}) & self.requesters.keys()):

@@ -29,10 +29,10 @@ class RowSettings:
     cache : {"none", "lru", "all"}
         Which rows of other owners a client keeps.
     cache_bytes : int
-        Limit of "lru"; without meaning for the others.
+        Limit of "lru", in bytes; no effect on the others.
     dedupe : bool
-        Fetch a row once for all clients that want it in the same round. The server then looks into frames, and cuts
-        them.
+        Fetch a row once for all clients that want it in the same round. The server then reads frames and takes rows out
+        of them.
     noise : float
         Standard deviation of the Gaussian noise that an owner adds to its rows. This is not differential privacy:
         nothing is clipped or accounted for.
@@ -115,7 +115,7 @@ class RoundSettings:
 
     @property
     def method(self) -> str:
-        """What training amounts to."""
+        """What training is equivalent to."""
         if self.local_steps == 1:
             return "synchronous data-parallel SGD"
         return f"local SGD, {self.local_steps} steps a round"

@@ -1,19 +1,19 @@
 """A graph that several owners hold: the server half of training a GCN on sampled neighbours, owned ones favoured.
 
-Sampler after Jiang and Rumi (arXiv 2101.07706, abstract); budget rule derived by us. Which nodes a step uses, clients
-decide (:mod:`fedcomp.graphs`); their nodes cannot reach each other over Flower, so feature rows travel through the
-server. A round is
+Sampler after Jiang and Rumi (arXiv 2101.07706, abstract); budget rule derived by us. The clients decide which nodes a
+step uses (:mod:`fedcomp.graphs`). They cannot reach each other over Flower, so feature rows travel through the server.
+A round is
 
-    setup      who holds which part; of nodes that are new, or were silent
+    setup      who holds which part; asked of nodes that are new or were silent
     plan       which rows of other owners do your next steps use
-    rows       from their owners; no trip where nobody needs any
+    rows       from their owners; no exchange where nobody needs any
     train      the inner strategy's own messages, with the rows in them
 
 and the inner strategy aggregates what comes back: FedAvg, a server optimiser, or the drop-in pair around either. With
-one step per round and updates weighed by the sizes of the batches that is synchronous data-parallel SGD on the union of
-the batches; with more steps it is local SGD, and is called that.
+one step per round and updates weighted by the sizes of the batches this is synchronous data-parallel SGD on the union
+of the batches; with more steps it is local SGD, and the report says so.
 
-A client does without the rows of an absent owner, save those in its cache; the report says which share of the base
+A client does without the rows of an absent owner, except those in its cache; the report says which share of the base
 weight was lost. No exchange lasts longer than the timeout.
 """
 
@@ -66,13 +66,13 @@ class SkewedGCN(ExchangeStrategy, Stateful):
     """Train a GCN on a graph whose nodes, features and labels several owners hold.
 
     The clients need the half :func:`fedcomp.clients.gcn.graph_owner`; :mod:`fedcomp.clients.app` has it. The
-    node of partition i owns part i. Nodes outside of the inner strategy's cohort do not train, but still answer with
-    their rows.
+    node of partition i owns part i. Nodes outside the inner strategy's cohort do not train, but still hand out their
+    rows.
 
     Parameters
     ----------
     inner : Strategy
-        Any Flower strategy that works through hooks, :class:`fedcomp.strategies.compressed.Compressed` among them. A
+        Any Flower strategy that works through hooks, such as :class:`fedcomp.strategies.compressed.Compressed`. A
         private one is refused: feature rows leave their owners in the clear.
     sampler : SamplerSettings
         Which neighbours a step uses. Its ``layers`` are those of the model.
@@ -81,7 +81,7 @@ class SkewedGCN(ExchangeStrategy, Stateful):
     rounds : RoundSettings
         What a round asks of a client: steps, batch size, evaluation, timeout.
     structure : {"full", "halo"}
-        What clients know of the edges: all of them, or those of their own nodes. Has to be what their task says.
+        What clients know of the edges: all of them, or those of their own nodes. It has to match their task's option.
     seed : int
         Of batches and samples.
     configrecord_key : str
@@ -95,7 +95,8 @@ class SkewedGCN(ExchangeStrategy, Stateful):
     Raises
     ------
     ConfigError
-        For anything that cannot work.
+        For an inner strategy that has its own loop or is private, an unknown structure, or a sampler that needs to know
+        more of the edges.
 
     Examples
     --------
@@ -166,7 +167,7 @@ class SkewedGCN(ExchangeStrategy, Stateful):
 
     @property
     def method(self) -> str:
-        """What training amounts to."""
+        """What training is equivalent to."""
         return self.rounds.method
 
     @property
@@ -204,7 +205,7 @@ class SkewedGCN(ExchangeStrategy, Stateful):
     def evaluate_round(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Exchanges[MetricRecord | None]:
-        """Evaluate on the clients, if the inner strategy does; the rows that takes are counted apart."""
+        """Evaluate on the clients, if the inner strategy does; the rows fetched for it are counted separately."""
         whole = self.reports.get(server_round) or self.reports.begin(server_round)
         report = whole.section(Fetching)
         config["server-round"] = server_round
@@ -286,11 +287,10 @@ class SkewedGCN(ExchangeStrategy, Stateful):
     def _observe(
         self, ready: Mapping[int, Requester], pushed: Mapping[int, Message], replies: Mapping[int, Message]
     ) -> None:
-        """Tell each search what share of its client's bytes fetching took, once an epoch. Bytes, and never seconds of
-        this machine: the same run searches the same way wherever it is made.
+        """Tell each search, once an epoch, which share of its client's bytes was spent on fetching.
 
-        An epoch of a part are the rounds in which it has learnt from as many nodes as it has to learn from; one in
-        which its reply was lost is not among them.
+        Bytes, not seconds of this machine: the same run then searches the same way on every machine. An epoch of a part
+        lasts until it has learnt from as many nodes as it has for training; rounds whose reply was lost do not count.
         """
         for part, reply in replies.items():
             rows = feature_bytes(pushed[part].content)
