@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final
+from typing import Final
 
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
@@ -16,6 +16,7 @@ from flwr.serverapp import Grid
 from fedcomp.errors import ConfigError, FedcompError
 from fedcomp.flower.metered import MeteredGrid, addressed
 from fedcomp.flower.payload import take_node
+from fedcomp.flower.wrapper import GridWrapper
 from fedcomp.rng import Key
 
 POLL_SECONDS: Final = 0.2
@@ -46,7 +47,7 @@ def wait_for_nodes(grid: Grid, count: int, limit: float) -> list[int]:
     return nodes
 
 
-class Cohorts(Grid):
+class Cohorts(GridWrapper):
     """A view of a grid that shows a strategy only the nodes that take part in the current exchange.
 
     Parameters
@@ -77,6 +78,8 @@ class Cohorts(Grid):
     run's, is not shown.
     """
 
+    inner: MeteredGrid
+
     def __init__(
         self,
         grid: MeteredGrid,
@@ -87,7 +90,7 @@ class Cohorts(Grid):
         evaluate: float,
         query: ConfigRecord,
     ) -> None:
-        self.grid = grid
+        super().__init__(grid)
         self.replies = 0
         self.failures = 0
         self.reasons: list[str] = []
@@ -108,7 +111,7 @@ class Cohorts(Grid):
         ConfigError
             When two nodes hold the same partition.
         """
-        online = list(self.grid.get_node_ids())
+        online = list(self.inner.get_node_ids())
         if self._draws() or len(online) > self._clients:
             taken = self._call_roll(online)
             if taken:
@@ -137,11 +140,11 @@ class Cohorts(Grid):
         self._phase = "train"
         self.replies = self.failures = 0
         self.reasons = []
-        self.grid.round = value
+        self.inner.round = value
 
     def get_node_ids(self) -> list[int]:
         """Return the nodes of the current cohort, in partition order."""
-        online = list(self.grid.get_node_ids())
+        online = list(self.inner.get_node_ids())
         if not self._draws() and not self._partitions and len(online) <= self._clients:
             return online
         # A node that joined, came back or could not answer is asked once a round who it is.
@@ -164,7 +167,7 @@ class Cohorts(Grid):
     ) -> list[Message]:
         """Send to the nodes and count what came of training messages; after them the evaluation cohort is shown."""
         batch = list(messages)
-        replies = list(self.grid.send_and_receive(batch, timeout=timeout, enough=enough))
+        replies = list(self.inner.send_and_receive(batch, timeout=timeout, enough=enough))
         trained = sum(message.metadata.message_type.partition(".")[0] == "train" for message in batch)
         if trained:
             good = sum(not reply.has_error() for reply in replies)
@@ -174,36 +177,9 @@ class Cohorts(Grid):
             self._phase = "evaluate"
         return replies
 
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Push to the grid."""
-        return self.grid.push_messages(messages)
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Pull from the grid."""
-        return self.grid.pull_messages(message_ids)
-
-    def create_message(
-        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
-    ) -> Message:
-        """Create a message the grid's way."""
-        return self.grid.create_message(content, message_type, dst_node_id, group_id, ttl)
-
-    def record_peer(self, round: int, node_id: int, message_type: str, payload: int, wire: int) -> None:
-        """Count bytes between clients; see :meth:`fedcomp.flower.metered.MeteredGrid.record_peer`."""
-        self.grid.record_peer(round, node_id, message_type, payload, wire)
-
-    def set_run(self, run: Any) -> None:
-        """Set the run of the grid."""
-        self.grid.set_run(run)
-
-    @property
-    def run(self) -> Any:
-        """The grid's run."""
-        return self.grid.run
-
     def partition_of(self, node_id: int) -> int | None:
         """Return the partition of a node as far as it is known."""
-        known = self.grid.partition_of(node_id)
+        known = self.inner.partition_of(node_id)
         return self._partitions.get(node_id) if known is None else known
 
     def _draws(self) -> bool:
@@ -220,11 +196,11 @@ class Cohorts(Grid):
         content = RecordDict({"config": self._query})
         messages = [Message(content, node, "query") for node in nodes]
         self._asked |= dict.fromkeys(nodes, self._round)
-        replies = list(self.grid.send_and_receive(messages, timeout=ROLL_CALL_SECONDS))
-        asked, online = dict(addressed(messages)), set(self.grid.get_node_ids())
+        replies = list(self.inner.send_and_receive(messages, timeout=ROLL_CALL_SECONDS))
+        asked, online = dict(addressed(messages)), set(self.inner.get_node_ids())
         for reply in replies:
             node = asked[reply.metadata.reply_to_message_id]
-            known = self.grid.partition_of(node)
+            known = self.inner.partition_of(node)
             partition = take_node(reply) if known is None else known
             # Node ids are redrawn in every run, so the reasons do not name them.
             if reply.has_error():
