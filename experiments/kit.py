@@ -46,6 +46,8 @@ __all__ = [
     "claim",
     "curves",
     "named",
+    "numbers",
+    "over_seeds",
     "repetitions",
     "running_mean",
     "table",
@@ -396,6 +398,40 @@ def running_mean(x: Sequence[float], y: Sequence[float], width: int) -> tuple[li
     width = min(width, len(known))
     means = [mean(b for _, b in known[i : i + width]) for i in range(len(known) - width + 1)] if known else []
     return [a for a, _ in known[max(0, width - 1) :]], means
+
+
+def over_seeds(runs: Records, column: int, factor: float = 1.0) -> list[float]:
+    """Return a column of the rows that the records hold as ``points``, times ``factor``: row by row the mean.
+
+    Examples
+    --------
+    >>> runs = Records(Record({"points": [(0, loss), (1, loss / 2)]}) for loss in (1.0, 3.0))
+    >>> over_seeds(runs, 0), over_seeds(runs, 1)
+    ([0.0, 1.0], [2.0, 1.0])
+    """
+    # A training that diverged has fewer rows: the mean goes as far as all of them went.
+    return [factor * mean(row[column] for row in rows) for rows in zip(*runs.each("points"), strict=False)]
+
+
+def numbers(text: str, *, each: Option) -> tuple[float, ...]:
+    """Return the different numbers in a text that separates them by commas, ascending.
+
+    Parameters
+    ----------
+    each : Option
+        What every one of them has to be.
+
+    Raises
+    ------
+    ConfigError
+        When one is not a number, or out of range.
+
+    Examples
+    --------
+    >>> numbers("0.1, 0.01", each=Option(0.1, "share of the coordinates sent", above=0.0, most=1.0))
+    (0.01, 0.1)
+    """
+    return tuple(sorted({float(each.parse("an entry", word)) for word in text.split(",")}))
 
 
 def repetitions(config: Config, setting: str = "seeds") -> range:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -14,7 +14,7 @@ from fedcomp.errors import ConfigError
 from fedcomp.experiments.ballots import DELTA, PUBLISHED, dealt, packed, published, surviving_signs
 from fedcomp.experiments.experiment import Config, Experiment, Option
 from fedcomp.experiments.findings import Claim, Curves, Findings, Pictures, Say, Table, largest, mean, spread
-from fedcomp.experiments.kit import claim, curves, table
+from fedcomp.experiments.kit import claim, curves, numbers, table
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.privacy.accounting import noise_multiplier_for, releases_for
 from fedcomp.privacy.votes import entropy_bits, longest_rows
@@ -50,13 +50,7 @@ FULL: Final[Mapping[str, Any]] = {
 """The published settings for MNIST that do not depend on epsilon; widths of the networks are ours."""
 
 
-def _epsilons(text: str) -> tuple[float, ...]:
-    values = tuple(float(part) for part in text.split(",") if part.strip())
-    # Different ones: an epsilon names its rows.
-    if not values or any(not 0.0 < value < math.inf for value in values) or len(set(values)) != len(values):
-        raise ValueError("expected different positive numbers, for instance '10,1'")
-    return values
-
+_epsilons: Final = partial(numbers, each=Option(10.0, "budget", above=0.0))
 
 OPTIONS = {
     "full": Option(False, "MNIST with the published settings, where its files are; more than a day of one core a row"),

@@ -13,7 +13,18 @@ from fedcomp.errors import ConfigError
 from fedcomp.experiments.experiment import Config, Experiment, Option
 from fedcomp.experiments.findings import Claim, Curves, Findings, Say, Series, Table, largest, mean
 from fedcomp.experiments.graph_runs import SYSTEM, after, outcome, train
-from fedcomp.experiments.kit import Record, Records, Sweep, claim, curves, repetitions, table, workers
+from fedcomp.experiments.kit import (
+    Record,
+    Records,
+    Sweep,
+    claim,
+    curves,
+    numbers,
+    over_seeds,
+    repetitions,
+    table,
+    workers,
+)
 from fedcomp.experiments.spec import RunResult, RunSpec
 
 if TYPE_CHECKING:
@@ -80,12 +91,7 @@ Own = Mapping[str, Any]
 """Settings of one rule."""
 
 
-def _budgets(text: str) -> tuple[float, ...]:
-    """Return the budgets of the axis."""
-    found = tuple(sorted({float(word) for word in text.split(",")}))
-    if not all(1.0 <= value < math.inf for value in found):
-        raise ValueError("expected finite numbers of at least 1, separated by commas")
-    return found
+_budgets: Final = partial(numbers, each=Option(1.5, "budget of the axis", least=1.0))
 
 
 def _layer_sizes(text: str) -> None:
@@ -723,8 +729,8 @@ def _figures(found: Found) -> list[Curves]:
         curves(
             "Accuracy over rounds where the label stands in neighbours of other owners",
             crossed,
-            lambda pair: _over_seeds(pair[1], 0),
-            lambda pair: _over_seeds(pair[1], 1, 100),
+            lambda pair: over_seeds(pair[1], 0),
+            lambda pair: over_seeds(pair[1], 1, 100),
             by=lambda pair: pair[0],
             x_label="round",
             y_label="%",
@@ -758,17 +764,12 @@ def _figures(found: Found) -> list[Curves]:
     ]
 
 
-def _over_seeds(runs: Records, figure: int, factor: float = 1) -> list[float]:
-    """Return one figure of every evaluation, mean over seeds."""
-    return [factor * mean(point[figure] for point in at) for at in zip(*runs.each("points"), strict=False)]
-
-
 def _accuracy_curve(found: Found, title: str, where: str, labels: Iterable[str]) -> Curves:
     series = []
     for label in labels:
         # Local training fetches nothing and has no place on an axis of bytes: it becomes a level line below.
         if label != LOCAL:
-            sent, right = (_over_seeds(found.runs(where, label), i, f) for i, f in ((2, 1), (1, 100)))
+            sent, right = (over_seeds(found.runs(where, label), i, f) for i, f in ((2, 1), (1, 100)))
             # The axis is logarithmic: evaluations before the first byte have no place on it.
             start = sum(x <= 0 for x in sent)
             series.append(Series(label, sent[start:], right[start:]))

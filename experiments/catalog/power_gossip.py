@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -24,7 +25,7 @@ from fedcomp.experiments.decentralised import (
 )
 from fedcomp.experiments.experiment import Config, Experiment, Option
 from fedcomp.experiments.findings import Claim, Curves, Findings, Table, largest, mean
-from fedcomp.experiments.kit import Say, Sweep, claim, curves, repetitions, table, workers
+from fedcomp.experiments.kit import Say, Sweep, claim, curves, numbers, repetitions, table, workers
 from fedcomp.experiments.relayed import beside, claims_of_messages
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.gossip.power_gossip import auto_rate
@@ -58,12 +59,7 @@ DECAY: Final = 0.8
 RANDOM_GAMMAS: Final = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4)
 
 
-def _gammas(text: str) -> list[float]:
-    values = sorted({float(part) for part in text.split(",")})
-    if not all(0.0 < value <= 1.0 for value in values):
-        raise ValueError("consensus step sizes are numbers above 0 and at most 1, parted by commas")
-    return values
-
+_gammas: Final = partial(numbers, each=Option(0.1, "consensus step size", above=0.0, most=1.0))
 
 OPTIONS = {
     "seeds": Option(1, "trainings per setting, with the seeds from --seed on", least=1, most=100),

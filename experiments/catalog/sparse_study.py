@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from fedcomp.experiments.experiment import Config, Experiment, Option, no_rows
 from fedcomp.experiments.findings import Findings, HeatMap, mean, spread
-from fedcomp.experiments.kit import Records, Say, Sweep, claim, curves, repetitions, table, workers
+from fedcomp.experiments.kit import Records, Say, Sweep, claim, curves, numbers, over_seeds, repetitions, table, workers
 from fedcomp.experiments.spec import RunResult
 
 if TYPE_CHECKING:
@@ -36,12 +37,7 @@ MEMORY: Final = ("memory", "none")
 DENSE: Final = "dense"
 
 
-def _densities(text: str) -> list[float]:
-    values = sorted({float(part) for part in text.split(",")})
-    if not all(0.0 < value <= 1.0 for value in values):
-        raise ValueError("densities are numbers above 0 and at most 1, parted by commas")
-    return values
-
+_densities: Final = partial(numbers, each=Option(0.01, "density", above=0.0, most=1.0))
 
 OPTIONS = {
     "seeds": Option(2, "trainings per cell, with the seeds from --seed on", least=1, most=100),
@@ -184,7 +180,14 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
         ],
         figures=[
             _heat(places, loss),
-            curves(f"Loss during training, density {claimed:g}", trained, _sent, _reached, line, **plotted),
+            curves(
+                f"Loss during training, density {claimed:g}",
+                trained,
+                lambda p: over_seeds(p.runs, 2),
+                lambda p: over_seeds(p.runs, 1),
+                line,
+                **plotted,
+            ),
             curves(
                 "Loss at the end, one point per density",
                 [*beside, *shown],
@@ -240,14 +243,6 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
         "times fewer of them.",
         tasks=[_task(config).record()],
     )
-
-
-def _sent(place: Place) -> list[float]:
-    return [mean(p[2] for p in at) for at in zip(*place.runs.each("points"), strict=False)]
-
-
-def _reached(place: Place) -> list[float]:
-    return [mean(p[1] for p in at) for at in zip(*place.runs.each("points"), strict=False)]
 
 
 def _heat(places: Sequence[Place], dense: float) -> HeatMap:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from fedcomp.experiments import adaptive_servers, robust_rules, small_cnn
 from fedcomp.experiments.experiment import Config, Experiment, Option
 from fedcomp.experiments.findings import Claim, Findings, Table, mean, spread
-from fedcomp.experiments.kit import Records, Say, Sweep, claim, curves, table, workers
+from fedcomp.experiments.kit import Records, Say, Sweep, claim, curves, over_seeds, repetitions, table, workers
 from fedcomp.experiments.spec import RunResult, RunSpec
 
 if TYPE_CHECKING:
@@ -76,8 +76,7 @@ class Candidate:
 
     def seeds(self, config: Config) -> range:
         """Return the seeds it is trained with."""
-        count = int(config.settings["baseline_seeds" if self.baseline else "seeds"])
-        return range(config.seed, config.seed + count)
+        return repetitions(config, "baseline_seeds" if self.baseline else "seeds")
 
 
 def partition_of(name: str, config: Config) -> str:
@@ -263,8 +262,8 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
             curves(
                 f"Train loss against uplink bytes, {partition}",
                 [groups[partition, label] for label in CURVES],
-                lambda group: _over_seeds(group, 2),
-                lambda group: _over_seeds(group, 1),
+                lambda group: over_seeds(group, 2),
+                lambda group: over_seeds(group, 1),
                 lambda group: group[0].label,
                 x_label="uplink so far, all clients",
                 y_label="train loss",
@@ -299,11 +298,6 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
         f"{', '.join(said)}; without memory the loss is at least {lost:.1f} times.",
         tasks=[_task(partition, config).record() for partition in PARTITIONS],
     )
-
-
-def _over_seeds(group: Records, column: int) -> list[float]:
-    """Return a column of the evaluations (round, loss, bytes), mean over the seeds."""
-    return [mean(point[column] for point in at) for at in zip(*group.each("points"), strict=False)]
 
 
 def _same(label: str, found: Beside) -> list[Claim]:

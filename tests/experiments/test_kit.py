@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from fedcomp.errors import ConfigError
+from fedcomp.experiments.experiment import Option
 from fedcomp.experiments.findings import Findings, Say
-from fedcomp.experiments.kit import Record, Records, Sweep, claim, curves, named, table
+from fedcomp.experiments.kit import Record, Records, Sweep, claim, curves, named, numbers, over_seeds, table
 
 CALLS: list[tuple[str, float]] = []
 
@@ -188,3 +189,17 @@ def test_a_record_is_plain_data() -> None:
     record = Record({"loss": 0.5, "name": "a"})
     assert dict(record) == {"loss": 0.5, "name": "a"}
     assert Records([record]).each(lambda r: r.loss + 1) == [1.5]
+
+
+def test_means_over_seeds_end_where_the_shortest_training_does() -> None:
+    runs = Records([Record({"points": [(0, 1.0), (5, 0.5)]}), Record({"points": [(0, 3.0)]})])
+    assert over_seeds(runs, 1) == [2.0]
+    assert over_seeds(runs, 1, 100) == [200.0]
+
+
+@pytest.mark.parametrize("text", ["", "0", "2", "0.1;0.2", "0.1,", "nan", "inf"])
+def test_a_list_of_numbers_is_checked_one_by_one(text: str) -> None:
+    each = Option(0.1, "a share", above=0.0, most=1.0)
+    assert numbers("0.1, 0.01,0.1", each=each) == (0.01, 0.1)
+    with pytest.raises(ConfigError, match="an entry"):
+        numbers(text, each=each)
