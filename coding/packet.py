@@ -222,6 +222,7 @@ class Packet:
 
     def to_bytes(self) -> bytes:
         """Return the packet's bytes; parsing and writing again gives the same ones."""
+        # Without its last field, the checksum, which is taken of all the rest.
         head = HEADER.pack(
             MAGIC,
             VERSION,

@@ -178,7 +178,7 @@ def whole_weight(content: RecordDict, key: str) -> int:
     Raises
     ------
     ConfigError
-        When it is no whole number >= 0. The number itself is only logged here: the server is to learn of weights no
+        When it is not a whole number >= 0. The number itself is only logged here: the server is to learn of weights no
         more than their sum.
     """
     if not key:

@@ -7,7 +7,7 @@ mask. A message that is delivered again is coded again, under a tag of its own: 
 shards of one tag.
 
 Two things are remembered for longer than a run, since a server that names another run, or sends an old message in a new
-round, must not get by them: which sets this node added, and in which round it shared its last update.
+round, must not get past them: which sets this node added, and in which round it shared its last update.
 """
 
 from __future__ import annotations

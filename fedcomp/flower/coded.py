@@ -265,7 +265,7 @@ class Collect(_Sealed):
 
 @dataclass(frozen=True, kw_only=True)
 class CollectFresh(_Code, Collect):
-    """And make ``fresh`` more packets of what this node shared as ``source``; ``sum``: of the sum of a group."""
+    """Collect, and make ``fresh`` more packets of what this node shared as ``source``; ``sum``: of a group's sum."""
 
     source: Index
     sum: Annotated[bool, Bool(absent=False)] = False
@@ -316,7 +316,7 @@ class Combined(Header):
 
 @dataclass(frozen=True, kw_only=True)
 class Collected(Header):
-    """The same, and how many of the packets in the bundle are fresh: the last ones."""
+    """What :class:`Combined` says, and how many packets of the bundle are fresh: the last ones."""
 
     fresh: Annotated[int, Int(most=MOST_SHARDS)]
     refused: Reasons = ()

@@ -131,6 +131,7 @@ class Announcement(Schema, key=OWN_CONFIG, prefix=PREFIX):
     @staticmethod
     def erase(config: ConfigRecord) -> None:
         """Remove every announcement field from ``config``, so that the app sees its own configuration only."""
+        # Over a list: the record loses entries on the way.
         for name in [k for k in config if k.startswith(PREFIX)]:
             del config[name]
 

@@ -204,6 +204,7 @@ class GroupSharing(Sharing):
         if total.weight <= 0:
             report.note("the contributors' weights sum to 0: the model is unchanged")
             return None, None
+        # The stream of the clients' codecs: a support that they share is drawn again from it.
         key = Key(self.inner.seed, "uplink", now.number)
         mean = self.fixed.place(total.integers, total.weight, self.inner.layout, key)
         consumed = [(now.members[part.index].node, part.sequence, part.generation) for part in total.parts]

@@ -1,4 +1,4 @@
-"""How the devices of coded gradient descent come by their combinations: join, share, build; and a round's report.
+"""How the devices of coded gradient descent get their combinations: join, share, build; and a round's report.
 
 **Privacy.** Raw training data leave their owners here. With the transport "hub" they pass this server, with "peers"
 they go straight to the devices that combine them; the labels come to the server either way. One trust domain only.

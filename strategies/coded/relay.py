@@ -8,9 +8,9 @@ shards. What was decoded are the bytes of the very replies an uncoded round woul
 ``inner.aggregate_train`` gets them in the order it always gets them. So the result is that of the uncoded round over
 the same contributors, bit for bit, and a client that vanished after sharing is in it, and acknowledged.
 
-It does not lower what the server receives, K shards per contributor are one update. Through the hub it lowers nothing
-at all: every shard crosses the server's link twice. It protects from losses, not from the server, which decodes every
-update; see docs/systems/coded-relay.md.
+The server receives no less: K shards of a contributor are one update. Through the hub nothing is saved at all: every
+shard crosses the server's link twice. It protects against losses, not from the server, which decodes every update; see
+docs/systems/coded-relay.md.
 """
 
 from __future__ import annotations

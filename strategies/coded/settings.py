@@ -1,4 +1,4 @@
-"""What coded strategies are told, in groups: what all constructions share, what one of them has, coded descent.
+"""Settings of the coded strategies, in groups: of all constructions, of each of them alone, of coded descent.
 
 Strategies take all of these as keyword arguments: ``CodedFedAvg(inner, code="mds", symbols=7, top_up=True)``.
 """
@@ -37,7 +37,7 @@ Options = TypeVar("Options")
 
 @dataclass(frozen=True, kw_only=True)
 class CodedSettings:
-    """What every construction of :class:`fedcomp.strategies.coded.strategy.CodedFedAvg` knows.
+    """Settings of every construction of :class:`fedcomp.strategies.coded.strategy.CodedFedAvg`.
 
     Parameters
     ----------
@@ -73,7 +73,7 @@ class CodedSettings:
     seed : int
         Seed of coefficients and samples.
     options : mapping
-        What only the chosen construction has.
+        Options of the chosen construction alone.
 
     Raises
     ------
@@ -136,14 +136,14 @@ class CodedSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class RelayOptions:
-    """What relayed shards have of their own.
+    """Options of relayed shards alone.
 
     Parameters
     ----------
     top_up : bool
-        In the recollection ask contributors that are still there for every shard that is lacking, not only for those
-        that came and depend on others. What too many relays took with them then still comes, from its owner. False:
-        fewer than K relays that answer decode nobody.
+        In the recollection ask contributors that are still there for every missing shard, not only in place of shards
+        that came and depend on others. An update whose relays vanished then still comes, from its owner. False: where
+        fewer than K relays answer, nobody is decoded.
     mix_bytes : int
         With ``mix=True`` (:mod:`fedcomp.strategies.coded.mixing`): the longest reply there is room for. 0: a dense
         model.
@@ -159,7 +159,7 @@ class RelayOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SumOptions:
-    """What coded sums have of their own.
+    """Options of coded sums alone.
 
     Parameters
     ----------
@@ -194,12 +194,12 @@ class SumOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class GradientOptions:
-    """What gradient codes have of their own.
+    """Options of gradient codes alone.
 
     Parameters
     ----------
     losses : int
-        s: so many clients of a round may be lost; each trains on one partition more.
+        s, how many clients of a round may be lost; every client trains on s + 1 partitions.
     scheme : {"auto", "fractional", "cyclic"}
         Fractional repetition needs s + 1 to divide the number of clients; "auto" takes it where it fits.
     arithmetic : {"float64", "gf65521", "gf31"}
@@ -211,8 +211,8 @@ class GradientOptions:
         When too many are lost use the least-squares combination of what came, and report its residual. False: the round
         is skipped.
     quorum : int
-        With ``approximate``: so many answers end the training exchange also when they do not determine the sum. 0 waits
-        for all or for ``collect_timeout``. With no losses this is a server that ignores stragglers.
+        With ``approximate``: the training exchange ends after this many answers, even if they do not determine the sum.
+        0 waits for all or for ``collect_timeout``. With ``losses=0`` this is a server that ignores stragglers.
     """
 
     losses: int = 1
@@ -244,7 +244,7 @@ class GradientOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LinearSettings:
-    """What :class:`fedcomp.strategies.coded.linear.CodedLinearGD` is told.
+    """Settings of :class:`fedcomp.strategies.coded.linear.CodedLinearGD`.
 
     Parameters
     ----------
@@ -262,11 +262,11 @@ class LinearSettings:
         Step size; coefficient of |w|^2/2 (the bias is not regularised).
     approximate : bool
         Go on with the partitions that are determined instead of skipping a round. What is lost in phase 2 alone is
-        given up from the third retry on.
+        given up only from the third retry on.
     surplus : int, optional
-        Go on to phase 2 as soon as the answers decode and so many more than partitions have come, and wait for nobody
-        else. Two and more let one wrong answer be found in phase 1. Which answers are first is not repeatable, and
-        neither are the last bits of the model. Default: all answers are waited for, as long as ``timeout`` says.
+        Go on to phase 2 as soon as the answers decode and this many more than ``partitions`` have come, without waiting
+        for the rest. With two or more, one wrong answer is found in phase 1. Which answers come first does not repeat
+        from run to run, and neither do the last bits of the model. Default: wait for all answers, until ``timeout``.
     retries : int
         How often phase 2 may be repeated in a round. With a fifth of all messages lost 3 leave a seventh of the rounds
         undone, 7 hardly any.
@@ -323,6 +323,7 @@ class LinearSettings:
 
 
 def _require_counts(settings: Any, *names: str, low: int = 0) -> None:
+    # Written back: whole floats and numpy's numbers became plain integers.
     params.assign(settings, **{name: params.integer(name, getattr(settings, name), low=low) for name in names})
 
 

@@ -195,6 +195,7 @@ class SumCode(Stateful):
             symbols=s.symbols or self._symbols(relays),
             threshold=s.threshold,
             max_weight=max_weight,
+            # As fine as the field has room for, since all clients' shares are added in it.
             extras=(min(CUT_STEPS, prime.half // clients),),
             seed=Key(s.seed, "sumcode", number).u64(),
             least=self.options.least,
@@ -538,6 +539,7 @@ class _Summing:
         if summed.weight <= 0:
             raise _Skipped("the contributors' weights sum to 0")
         inner, codec = construction.inner, construction.codec
+        # The stream of the clients' codecs: a support that they share is drawn again from it.
         key = Key(inner.seed, "uplink", self.now.number)
         mean = codec.place(summed.integers, construction.divisor(summed), inner.layout, key)
         members = [self.now.members[source] for source in self.chosen]
