@@ -89,6 +89,7 @@ class AdaptiveClip:
         if noise_multiplier == 0.0:
             return 0.0
         bits = self.multiplier(expected)
+        # 1 / z^2 is what may be spent, and the bits alone would spend all of it.
         if noise_multiplier >= bits:
             raise ConfigError(
                 f"noise_multiplier={noise_multiplier:g} cannot be met: the count of bits alone has {bits:g}, with a "
@@ -132,6 +133,7 @@ class NormBits:
 
     def add(self, within: bool) -> None:
         """Count the bit of one contribution that is in the sum; one that is not brings none."""
+        # Two votes apart, halved to one: b - 1/2 is +1/2 or -1/2.
         self.votes += 1 if within else -1
 
     def share(self, expected: float, entropy: Entropy) -> float:

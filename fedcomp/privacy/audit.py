@@ -184,6 +184,7 @@ def adversarial(size: int, clip: float, key: Key, *, count: int = 32) -> list[Fl
     half /= np.linalg.norm(half)
     draws = key.generator().standard_normal((count, size))
     directions = [flat, first, last, half, *(draws / np.linalg.norm(draws, axis=1, keepdims=True))]
+    # At the bound, by rounding beyond it, and far beyond: where a comparison or a quotient that is wrong shows.
     lengths = (clip, clip * (1.0 + 1e-12), clip * 3.0, clip * 1e6)
     # The squared norm of the last ones overflows float32, then float64.
     extreme = [1e30 * flat, 1e200 * first]
@@ -242,6 +243,7 @@ def noise_scale(residuals: NDArray[Any], sigma: float) -> Scale:
     if not math.isfinite(statistic):
         return Scale(values.size, math.inf, 0.0)
     half = values.size / 2.0
+    # Two-sided: too much noise is a wrong formula, too.
     p = 2.0 * min(float(gammainc(half, statistic / 2.0)), float(gammaincc(half, statistic / 2.0)))
     return Scale(values.size, math.sqrt(statistic / values.size), min(p, 1.0))
 
@@ -320,6 +322,7 @@ def audit_canary(absent: NDArray[Any], present: NDArray[Any], threshold: float, 
     without, within = np.asarray(absent, np.float64).ravel(), np.asarray(present, np.float64).ravel()
     if without.size != within.size or without.size == 0:
         raise ConfigError(f"{without.size} scores without and {within.size} with the canary: as many of both, not none")
+    # A comparison would silently count NaN as "absent".
     if not (np.isfinite(without).all() and np.isfinite(within).all()):
         raise ConfigError("a score is NaN or infinite: what the mechanism released can be told apart by that alone")
     false_alarms = int(np.count_nonzero(without > threshold))
@@ -491,6 +494,7 @@ def audit_run(
             f"{guesses} guesses on {values.size} scores of {inside.size} canaries: at least 2, at most all"
         )
     order = np.argsort(values, kind="stable")
+    # The least certain are left out: a wrong guess costs more than one that was not made.
     lowest, highest = order[: guesses // 2], order[values.size - (guesses - guesses // 2) :]
     correct = int(np.count_nonzero(~inside[lowest]) + np.count_nonzero(inside[highest]))
     return OneRun(
@@ -510,6 +514,7 @@ def off_grid(outputs: NDArray[Any], step: float) -> float:
     values = np.asarray(outputs, np.float64).ravel()
     if values.size == 0 or not 0.0 < step < math.inf:
         raise ConfigError(f"{values.size} outputs on a grid of {step!r}: at least one, and a positive step")
+    # As a mechanism computes them, whole number times step: on the grid means equal to the last bit.
     return float(np.count_nonzero(np.rint(values / step) * step != values)) / values.size
 
 

@@ -61,6 +61,7 @@ class Gauss(Density):
 
     def relative(self, at: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return the density relative to that at 0."""
+        # A square that overflows has a density of 0, which is what comes out.
         with np.errstate(over="ignore", under="ignore"):
             return np.exp(-0.5 * np.square(at / self.sigma))
 
@@ -201,4 +202,5 @@ def _decimal(value: Fraction, context: decimal.Context) -> decimal.Decimal:
 
 def _context(digits: int) -> decimal.Context:
     """Return a context of so many correct digits, with the widest range of exponents."""
+    # Exponents far below float64's are common here; only an invalid operation is an error.
     return decimal.Context(digits + 5, Emax=decimal.MAX_EMAX, Emin=decimal.MIN_EMIN, traps=[decimal.InvalidOperation])

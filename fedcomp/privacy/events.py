@@ -72,6 +72,7 @@ class Event:
         params.choice("noise", self.noise, NOISES)
         params.number("noise_multiplier", self.noise_multiplier, rule="a finite number >= 0", ok=_finite_from_0)
         params.number("rate", self.rate, rule="a probability in (0, 1]", ok=lambda v: 0.0 < v <= 1.0)
+        # A Python integer: it is written into the ledger's file.
         params.assign(self, releases=params.integer("releases", self.releases, low=1))
         params.number("delta", self.delta, rule="a probability in [0, 1)", ok=lambda v: 0.0 <= v < 1.0)
 

@@ -179,10 +179,12 @@ class PrivacyLedger(Spending):
             )
         params.integer("round", round, low=0)
         params.integer("times", times, low=1)
+        # Python's integers, since the file is JSON.
         people = tuple(int(node) for node in participants)
         if len(set(people)) != len(people):
             raise ConfigError(f"a participant of round {round} is listed twice")
         entry = LedgerEntry(len(self._entries), self._attempt, int(round), int(times), people, event)
+        # All checks before the file: a line that is written counts.
         self._check_room(entry)
         self._check_people([entry])
         cap, key = self.sampling.cap, (entry.attempt, entry.round)
@@ -241,6 +243,7 @@ class PrivacyLedger(Spending):
         """Return the ledger as plain data, for a checkpoint."""
         return {
             "header": self._header(),
+            # A run that kept a file has to bring it when it is resumed: it may hold events that no checkpoint does.
             "file": self._had_file,
             "entries": [fields_of(entry) for entry in self._entries],
         }

@@ -106,11 +106,13 @@ class Privatise(Transform):
         sent = _sent(state)
         if self.releases and sent >= self.releases:
             raise BudgetExceeded(f"this client has sent {sent} private messages of {self.releases}; it sends no more")
+        # Also of an empty update: it is a message.
         after: State = {_COUNT: np.asarray(sent + 1, np.int64)}
         if not update.vector.size:
             return update, after
         mechanism = self.mechanism(update.vector.size)
         given = update.vector if all_finite(update.vector) else np.zeros_like(update.vector)
+        # The key, which the server knows, names the noise where experiments ask for that alone.
         entropy = make_entropy(key.at(purpose="privatise"), insecure_deterministic=self.insecure_deterministic)
         noisy = mechanism.perturb(mechanism.admit(given), entropy)
         # Rounding to float32 comes after the noise, and costs nothing.
@@ -155,6 +157,7 @@ class LocalPolicy:
 
     def refuses(self, codec: Codec | None) -> str:
         """Return why this client sends nothing encoded by ``codec``, empty when it may."""
+        # No codec at all means a dense update, which has no noise either.
         found = None if codec is None else privatised(codec)
         if found is None:
             return "this client sends privatised updates only, and the announced codec does not privatise"

@@ -141,6 +141,7 @@ class Mechanism(ABC):
         if self.noise_multiplier == 0.0:
             return np.multiply(total, self.step, dtype=np.float64)
         noise = draw(self.noise, self.grid_sigma, total.size, entropy).reshape(total.shape)
+        # For integer noise the one floating-point operation, and after the noise: its rounding tells nothing of the sum.
         return np.multiply(total + noise, self.step, dtype=np.float64)
 
 
@@ -363,6 +364,7 @@ class PrivateSum:
             raise Unbounded("the sum was released; a late contribution cannot be added to it")
         if participant in self.participants:
             raise Unbounded(f"participant {participant} is in the sum already: one contribution each")
+        # Bounded or refused before the sum is touched.
         admitted = admit(given)
         if admitted.shape != self._total.shape:
             raise Unbounded(f"a contribution has shape {admitted.shape}, the sum {self._total.shape}")

@@ -27,6 +27,7 @@ def rotate(vector: NDArray[Any], seed: int) -> NDArray[np.float64]:
     """
     out = vector.astype(np.float64)
     for part, signs in _parts(out.size, seed):
+        # Signs first: the matrix alone turns a constant vector into a single large coordinate.
         out[part] = _hadamard(out[part] * signs)
     return out
 

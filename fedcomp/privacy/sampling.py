@@ -185,6 +185,7 @@ class Sampling:
         which doubles the sensitivity of the mean.
         """
         params.integer("population", population, low=1)
+        # The rate as given, also where participation is revealed: it is how many come, not what is claimed of it.
         expected = float(self.rate) * population
         return min(expected, float(count)) if count and self.kind != "poisson" else expected
 

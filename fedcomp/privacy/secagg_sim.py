@@ -127,6 +127,7 @@ class MaskedSum:
 def _expand(seed: bytes, size: int, modulus: int) -> NDArray[np.int64]:
     """Return ``size`` uniform residues from ChaCha20 under ``seed``, without the bias of a plain remainder."""
     stream = Cipher(algorithms.ChaCha20(seed, bytes(16)), mode=None).encryptor()
+    # Words from the last, incomplete multiple of the modulus are redrawn: they would favour small residues.
     limit = (1 << 64) // modulus * modulus
     out = np.empty(0, np.int64)
     while out.size < size:

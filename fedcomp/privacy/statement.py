@@ -150,6 +150,7 @@ class Statement:
     def __post_init__(self) -> None:
         if self.population < 1:
             raise ConfigError("a statement needs the population: declare the public number of units")
+        # Also of a statement that is read back.
         check_population(self.delta, self.population)
         for name, value, known in (
             ("adjacency", self.adjacency, ADJACENCIES),
@@ -170,6 +171,7 @@ class Statement:
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Statement:
         """Read :meth:`to_json`; raises :class:`fedcomp.plain.PlainError` when it is something else."""
+        # The prose follows from the fields.
         return from_fields(cls, {name: value for name, value in document.items() if name != "prose"}, "a statement")
 
     def prose(self) -> str:
@@ -318,6 +320,7 @@ def make_statement(
     # ``mechanism`` is the parameter here, so the field of that name is said as ``name``.
     if "name" in said:
         said["mechanism"] = said.pop("name")
+    # After ledger and mechanism, which a caller that knows better overrides.
     values |= said
     if len(ledger.participations) > ledger.population:
         values["unit_note"] = "; ".join(filter(None, (values["unit_note"], _MANY_IDS)))
@@ -329,6 +332,7 @@ def make_statement(
     values["not_covered"] = tuple(values["not_covered"])
     noise = str(values.get("noise", ""))
     values.setdefault("finite_precision", _precision(noise, ledger))
+    # All gaps at once, by name: a statement that leaves an assumption out is none.
     missing = {f.name for f in fields(Statement)} - set(values)
     unknown = set(values) - {f.name for f in fields(Statement)}
     if missing or unknown:

@@ -284,6 +284,7 @@ class DataLens(PrivateRun, ExchangeStrategy, Stateful):
         generator = to_arrays(arrays)
         student = self._made = self._made or self.student(dict(config))
         request, images = self._request(server_round, student, generator)
+        # Before the budget is asked: what a round costs may depend on it.
         self._pixels = request.pixels
         chosen: list[int] = []
         # Teachers are contacted after the budget was asked; a release that would cross it is never prepared.
@@ -302,6 +303,7 @@ class DataLens(PrivateRun, ExchangeStrategy, Stateful):
             datalens.put_images(content, images)
         else:
             content[datalens.MODEL] = arrays
+        # Each message has a mapping of its own over the records, which are shared.
         sent = [SentMessage(Message(RecordDict(dict(content)), node, datalens.TYPE), node, 0) for node in chosen]
         self._reception.meet(grid, afresh=True)
         replies = yield Push([each.message for each in sent], self.timeout)

@@ -88,6 +88,7 @@ class PrivateRun:
 
     def unaffordable(self, event: Event, server_round: int) -> str:
         """Return why the budget does not allow a round with ``event``, empty when it does."""
+        # With the round: events that it holds already are on the same units, and cost more together.
         if self.privacy.affords(event, round=server_round):
             return ""
         return (

@@ -65,6 +65,7 @@ class PrivacySettings:
     """Who takes part, where that is not said, too."""
 
     def __post_init__(self) -> None:
+        # A name alone would leave rate and cap open.
         if self.sampling is not None and not isinstance(self.sampling, Sampling):
             raise ConfigError(f"sampling={self.sampling!r} is not valid: an object, such as Sampling('capped', cap=20)")
         if self.budget is not None:

@@ -95,6 +95,7 @@ def budget_of(settings: Settings) -> float | None:
     budget = float(settings[BUDGET])
     if not 0.0 <= budget < float("inf"):
         raise ConfigError(f"{BUDGET}={budget!r} is not valid: an epsilon > 0, or 0 for no budget")
+    # Settings are numbers and words, so 0 stands for none.
     return budget or None
 
 
@@ -112,6 +113,7 @@ _ADAPTIVE: Final = {"quantile": "quantile", "rate": "clip_rate", "count_noise": 
 
 def _random_mask(settings: Settings, seed: int) -> Strategy:
     codec = uplink(settings, str(settings["codec"]))
+    # Of any layout: that a support is common does not depend on the model.
     if codec.common_support(Layout.flat(2), Key(seed)) is None:
         raise ConfigError(
             f"{codec!r} has no coordinates that are drawn for all clients: use codec=randomk or codec=randomblock, "
@@ -125,6 +127,7 @@ def _local_dp(settings: Settings, seed: int) -> Strategy:
     given = promise(settings, seed)
     insecure = given.pop("insecure_deterministic")
     own: dict[str, Any] = {key: settings[key] for key in ("clip", "releases")}
+    # Clients add the noise: both are the transform's parameters, and the mean takes them from it.
     noise = Privatise(**own, noise_multiplier=given.pop("noise_multiplier"), insecure_deterministic=insecure)
     codec = uplink(settings, str(settings["codec"]))
     count: Any = settings["count"]
@@ -152,6 +155,7 @@ def _datalens(settings: Settings, seed: int) -> Strategy:
     )
 
     def student(config: Mapping[str, Any]) -> StudentTrainer:
+        # Here, since it brings torch.
         from fedcomp.tasks import get_task
         from fedcomp.tasks.gan import Adam
         from fedcomp.tasks.generator import GeneratorTask
@@ -169,6 +173,7 @@ def _datalens(settings: Settings, seed: int) -> Strategy:
 
 def _topagg(settings: Settings, seed: int) -> Strategy:
     given = arguments(TopkSign, settings, _BALLOT)
+    # A ballot takes one of the two; k where it is given.
     ballot = TopkSign(**given, density=None if settings["k"] else float(settings["density"]))
     own: dict[str, Any] = {key: settings[key] for key in ("server_lr", *_TOPAGG)}
     return topagg(make_inner(settings), ballot, downlink=downlink(settings), **own, **promise(settings, seed))
@@ -185,6 +190,7 @@ def _record_dp(settings: Settings, seed: int) -> Strategy:
     options = {"topagg": ("k",), "random-mask": ("keep",), "lsg": ("keep", "rank")}.get(str(settings["method"]), ())
     plan = DpSgdPlan(
         rate=rate,
+        # A step sees ``rate`` of the records on average, so a pass over them takes 1 / rate steps.
         steps=int(settings["max_steps"]) or max(1, round(int(settings["epochs"]) / rate)),
         budget=budget_of(settings) or 0.0,
         insecure=bool(settings["insecure_deterministic"]),
@@ -209,6 +215,7 @@ def _system(
         for key, only, why in _REFUSED:
             refuse_others(settings, {key: only}, why, where=" a private system")
         strategy = build(settings, seed)
+        # What is listed as private has a ledger that a run opens and a statement that it stores.
         if find_private(strategy) is None:
             raise TypeError(f"{name} is no private strategy: fedcomp.flower.privacy.Private says what one has")
         return strategy

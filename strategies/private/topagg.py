@@ -84,6 +84,7 @@ class TopAgg(PrivateStrategy):
     ) -> None:
         if not isinstance(ballot, TopkSign):
             raise ConfigError(f"the ballot must be a TopkSign, got {ballot!r}")
+        # A dense reply of a client without the mod is encoded with it: its vote.
         self.ballot = self.encoding = ballot
         self.server_lr = params.positive("server_lr", server_lr)
         self.mode = params.choice("mode", mode, MODES)
@@ -100,6 +101,7 @@ class TopAgg(PrivateStrategy):
             noise_multiplier=self.noise_multiplier,
             adjacency=self.adjacency,
             noise=self.noise,
+            # Of the whole model: shares of single tensors do not matter for the bound.
             k=self.ballot.total(layout),
             shape=(layout.size,),
         )
