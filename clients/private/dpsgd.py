@@ -223,7 +223,7 @@ def _reasons_stay() -> Iterator[None]:
 
 
 def _untrained(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """Return the tensors that leave with the model and are no trained parameters, each with a copy of what it holds."""
+    """Return the tensors that leave with the model and are not trained, each with a copy of what it holds."""
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     found = model.state_dict(keep_vars=True)
     return [(tensor, tensor.detach().clone()) for name, tensor in found.items() if name not in trained]

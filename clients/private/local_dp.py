@@ -2,8 +2,8 @@
 
 ``client(app, local_privacy(LocalPolicy(noise_multiplier=4.0, releases=20)))`` is an app that needs no trust in its
 server: whatever the server announces, nothing leaves but frames of a codec that privatises with that much noise of this
-node's own, and no more than twenty of them. The count is kept in ``context.state``, apart
-from the codec's memory, which restarts whenever the server says so.
+node's own, and no more than twenty of them. The count is kept in ``context.state``, apart from the codec's memory,
+which restarts whenever the server says so.
 
 Without a policy the mod enforces what the server announces; :class:`fedcomp.privacy.local.Privatise` names a limit.
 """
@@ -74,7 +74,7 @@ def local_privacy(policy: LocalPolicy | None = None) -> ClientHalf:
         if frame is None or beside:
             return _refused(msg, "this client sends privatised updates only, and its app's mods made something else")
         digest = hashlib.sha256(frame).digest()
-        # Answered from memory: the frame that left before is no new release.
+        # Answered from memory: the frame that left before is not a new release.
         if digest == held.frame:
             return reply
         # Another frame for the same message is another release: the memory that held the first one is gone.

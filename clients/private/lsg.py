@@ -1,8 +1,7 @@
 """The client half of low-rank plus sparse private updates: one short clipped vector a round, and nothing else.
 
-What the app learnt is projected onto the server's
-carriers, the kept coordinates are taken, and one norm over all of them is clipped: after the mask, or noise would be
-paid for mass that never leaves.
+What the app learnt is projected onto the server's carriers, the kept coordinates are taken, and one norm over all of
+them is clipped: after the mask, or noise would be paid for mass that never leaves.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ _OWN = (HEADER, CARRIERS, KEPT)
 def lsg() -> ClientHalf:
     """Return the half that shortens the replies to training messages that ask for it; others pass through untouched.
 
-    An update that is not finite is answered with an error, which costs a round that update
-    and nothing else; what was wrong, there and in the app, stays on the node.
+    An update that is not finite is answered with an error, which costs a round that update and nothing else; what was
+    wrong, there and in the app, stays on the node.
 
     Examples
     --------

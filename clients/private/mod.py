@@ -41,11 +41,10 @@ _APP_RAISED: Final = 2  # Flower's ErrorCode.CLIENT_APP_RAISED_EXCEPTION; the en
 def private() -> ClientHalf:
     """Return the half that strips the replies to private training messages.
 
-    Metrics, the number of examples
-    and every other record are left out; integer buffers and running statistics go back as they came. What goes wrong
-    after the message was read is in this node's log alone: the server gets an error with the text :data:`STAYS`,
-    whether the app raised, with whichever words, or returned an error, or its update could not be sent. So does the
-    server of a training with record-level privacy; there only :data:`ABOUT_SETTINGS` pass.
+    Metrics, the number of examples and every other record are left out; integer buffers and running statistics go back
+    as they came. What goes wrong after the message was read is in this node's log alone: the server gets an error with
+    the text :data:`STAYS`, whether the app raised, with whichever words, or returned an error, or its update could not
+    be sent. The same holds for training with record-level privacy, where only :data:`ABOUT_SETTINGS` pass.
 
     Examples
     --------

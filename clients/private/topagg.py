@@ -1,7 +1,7 @@
 """The client half of TopAgg: one vote a round, and nothing else.
 
 The vote itself is cast by ``compression()`` with the codec that the server announces; ``private()`` keeps metrics and
-statistics on the node. What stands here beside them is a guard: a client made for private votes answers nothing else.
+statistics on the node. What is added here is a guard: a client made for private votes answers nothing else.
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ def _sampled(rate: float, z: float, rounds: int) -> tuple[str, ...]:
 
 
 def asymptotic_epsilon(rate: float, noise_multiplier: float, rounds: int) -> float:
-    """Return what the central-limit formula for sampled Gaussians says (Bu et al. 2020, recalled). It is no bound.
+    """Return what the central-limit formula for sampled Gaussians says (Bu et al. 2020, recalled). It is not a bound.
 
     Opacus has it as ``gdp``. It is here to be compared with, and used for nothing.
     """

@@ -219,7 +219,7 @@ def _sampled_curve(rate: float, noise_multiplier: float) -> NDArray[np.float64]:
             with np.errstate(all="ignore"):
                 value = rdp.compute_rdp(q=rate, noise_multiplier=noise_multiplier, steps=1, orders=float(order))
         except (ValueError, OverflowError, ZeroDivisionError):
-            continue  # the series of a fractional order lost its digits; the bound without sampling stands
+            continue  # the series of a fractional order lost its digits; the bound without sampling remains
         # Also false for NaN and for the negative values that cancelled digits can give: the bound without sampling
         # stays.
         if 0.0 <= value < curve[i]:

@@ -46,7 +46,7 @@ TIGHT: Final = 0.99
 """Share of the claimed sensitivity that a search must reach: a bound nobody reaches is a wrong formula, too."""
 
 SLACK: Final = 1e-9
-"""Relative rounding of float64 that is no violation."""
+"""Relative rounding error of float64 that is not a violation."""
 
 _NORMAL: Final = NormalDist()
 
@@ -130,7 +130,7 @@ def neighbours(
     units : sequence of units
         Each of them in turn is the one that is there or not; with ``"replace"``, every pair of them.
     most : int
-        End after so many pairs.
+        Largest number of pairs.
     """
     check_adjacency(adjacency)
     held = list(base)
@@ -426,7 +426,7 @@ class OneRun:
 
 
 def guess_p_value(correct: int, guesses: int, canaries: int, epsilon: float, delta: float) -> float:
-    """Return an upper bound on the probability of so many correct guesses under (epsilon, delta)-DP.
+    """Return an upper bound on the probability of ``correct`` or more right guesses under (epsilon, delta)-DP.
 
     Source: Steinke, Nasr, Jagielski 2023, "Privacy auditing with one (1) training run", theorem 5.2 (recalled):
     P[W >= v] <= P[W* >= v] + 2 m delta max_i P[v > W* >= v - i] / i with W* ~ Binomial(r, e^eps / (1 + e^eps)).
@@ -507,7 +507,7 @@ def audit_run(
 
 
 def off_grid(outputs: NDArray[Any], step: float) -> float:
-    """Return the share of ``outputs`` that are no whole multiple of ``step``.
+    """Return the share of ``outputs`` that are not whole multiples of ``step``.
 
     An attacker computes it for two worlds. Where it differs, the last bits tell them apart, whatever the noise.
     """

@@ -4,7 +4,7 @@
 a million cut coordinates is a thousand times one of them. Here the L2 norm of all values is clipped, and the rounding
 to integers is drawn again until their norm is bounded, too (Kairouz, Liu and Steinke 2021; recalled).
 
-The noise is no part of the frame. What error feedback remembers is the difference between update and frame: with the
+The noise is not part of the frame. What error feedback remembers is the difference between update and frame: with the
 noise in it, the next update would take the noise back, and over the rounds all of it would cancel out of the model.
 :mod:`fedcomp.clients.private.distributed_dp` adds the share to the integers on their way out.
 """
@@ -150,7 +150,7 @@ class BoundedFixedPoint(FixedPoint):
         Raises
         ------
         Unbounded
-            When they are no contribution of this codec.
+            When they are too long to be a contribution of this codec.
         """
         bound = rounding_bound(self.scale, integers.size)
         if squared_norm(integers) > math.floor(bound * bound) or int(np.abs(integers).max(initial=0)) > self.reach:

@@ -41,7 +41,7 @@ def squared_norm(integers: NDArray[np.int64]) -> int:
         When an integer or the sum is too large for 64 bits.
     """
     flat = integers.reshape(-1)
-    # Not abs(): the magnitude of the smallest int64 is no int64.
+    # Not abs(): the magnitude of the smallest int64 does not fit into an int64.
     largest = max(int(flat.max(initial=0)), -int(flat.min(initial=0)))
     # Of Python's integers: the product that decides about overflow cannot overflow itself.
     if largest * largest * flat.size < 1 << 63:
@@ -75,7 +75,7 @@ def to_grid(vector: NDArray[Any], *, clip: float, step: float, bound: int) -> ND
     Unbounded
         When the vector is not of floating point or holds NaN or infinity.
     ConfigError
-        When clip or step are no positive finite numbers, or the bound is not within 1 to 2^31.
+        When clip or step is not a positive finite number, or the bound is not within 1 to 2^31.
     """
     params.positive("clip", clip)
     params.positive("step", step)
@@ -119,7 +119,7 @@ def clip_arrays(
     Parameters
     ----------
     arrays : mapping or sequence of ndarray
-        Integer and boolean arrays are handed through as they are: they are no part of the norm, and not private.
+        Integer and boolean arrays are handed through as they are: they are not part of the norm, and not private.
     clip : float
 
     Returns
@@ -134,7 +134,7 @@ def clip_arrays(
     Unbounded
         When an array holds NaN or infinity, or is neither float, integer nor boolean.
     ConfigError
-        When ``clip`` is no positive finite number.
+        When ``clip`` is not a positive finite number.
     """
     params.positive("clip", clip)
     named = isinstance(arrays, Mapping)

@@ -201,6 +201,6 @@ def _decimal(value: Fraction, context: decimal.Context) -> decimal.Decimal:
 
 
 def _context(digits: int) -> decimal.Context:
-    """Return a context of so many correct digits, with the widest range of exponents."""
+    """Return a context of ``digits`` correct digits, with the widest range of exponents."""
     # Exponents far below float64's are common here; only an invalid operation is an error.
     return decimal.Context(digits + 5, Emax=decimal.MAX_EMAX, Emin=decimal.MIN_EMIN, traps=[decimal.InvalidOperation])

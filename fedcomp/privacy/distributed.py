@@ -6,11 +6,11 @@ integer share of the noise; the sum is exact, modulo a number with room for all 
 distributed discrete Gaussian mechanism for federated learning with secure aggregation", ICML 2021, and Agarwal, Kairouz
 and Liu, "The Skellam mechanism for differentially private federated learning", NeurIPS 2021 (both recalled).
 
-What is different from noise at the server: who is not there takes a share of the noise along, so what is hidden is
-what a client contributed, not that it took part (no ``add_remove``). Shares of those who vanish, or tell theirs to the
-adversary, are missing. So the share is dimensioned for the least number that remains, and a sum of fewer is void. A sum
-of discrete Gaussians is no discrete Gaussian; how far it is from one enters the event, and the shares must not be too
-small for that. Sums of Skellam variables are Skellam variables.
+What is different from noise at the server: a client that is absent takes its share of the noise with it, so what is
+hidden is what a client contributed, not that it took part (no ``add_remove``). Shares of those who vanish, or tell
+theirs to the adversary, are missing. So the share is dimensioned for the least number that remains, and a sum of fewer
+is void. A sum of discrete Gaussians is not a discrete Gaussian; how far it is from one enters the event, and the shares
+must not be too small for that. Sums of Skellam variables are Skellam variables.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ class DistributedSum(Mechanism):
         Raises
         ------
         Unbounded
-            When it is no vector of integers of this size, or longer than :attr:`bound`.
+            When it is not a vector of integers of this size, or longer than :attr:`bound`.
         """
         if contribution.shape != (self.size,) or contribution.dtype.kind != "i":
             raise Unbounded(f"a contribution is {contribution.dtype}{contribution.shape}, expected int({self.size},)")

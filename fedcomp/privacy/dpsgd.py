@@ -67,7 +67,7 @@ class PoissonLoader:
     Raises
     ------
     ConfigError
-        For data without a length, an empty one, or a rate that is no probability.
+        For data without a length or without records, or a rate that is not a probability.
 
     Examples
     --------

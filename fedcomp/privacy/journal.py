@@ -269,7 +269,7 @@ class Journal:
             # In one write: what a crash leaves of it is the beginning of a new file.
             line = _head_line(0, check) + line
         try:
-            # A file that was exchanged or appended to by somebody else is no record of this run any more.
+            # A file that was exchanged or appended to by somebody else is not this run's record any more.
             now = os.fstat(self._handle)
             if now.st_size != self._size or not _stands_at(self._place, now):
                 raise OSError("somebody else changed, moved or deleted it")

@@ -1,7 +1,7 @@
 """Local differential privacy: a client's message is private before it leaves, and the server need not be trusted.
 
 :class:`Privatise` is a transform of a codec chain: it clips the update, rounds it to a public grid and adds integer
-Gaussian noise. Whatever stands behind it in the chain (selection, quantisation, packing, error feedback on the noised
+Gaussian noise. Whatever follows it in the chain (selection, quantisation, packing, error feedback on the noised
 vector) is post-processing and costs nothing. Any two clients, and any two data sets of one, give messages whose
 noiseless vectors are at most 2C apart, so the noise is scaled to 2C: adjacency "replace", which is what local privacy
 is about.

@@ -16,7 +16,7 @@ ICML 2021 (read: code). Low rank and sparsity together are the idea of Ito et al
 how the sparse half is made here is derived, hence "LSG-style".
 
 What must never be done: to keep the largest coordinates of a contribution, or of a sum, and to add noise to those only.
-Which ones they are tells of the data, and no noise covers that.
+Which ones they are reveals something about the data, and no noise covers that.
 """
 
 from __future__ import annotations
@@ -292,7 +292,7 @@ class LowRankPlan:
         Parameters
         ----------
         model : ndarray, (size,)
-            The model as it stands, which is public or already private.
+            The current model, which is public or already private.
         key : Key
             Public; the tensor's number becomes its layer.
         before : ndarray, (size,), optional

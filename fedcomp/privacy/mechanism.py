@@ -94,7 +94,7 @@ class Mechanism(ABC):
         Raises
         ------
         Unbounded
-            When one of them is refused, or there is none.
+            When one of them is refused, or there are none.
         """
         if not len(contributions):
             raise Unbounded("a sum of no contributions has no shape")
@@ -141,7 +141,7 @@ class Mechanism(ABC):
         if self.noise_multiplier == 0.0:
             return np.multiply(total, self.step, dtype=np.float64)
         noise = draw(self.noise, self.grid_sigma, total.size, entropy).reshape(total.shape)
-        # For integer noise the one floating-point operation, and after the noise: its rounding tells nothing of the sum.
+        # For integer noise the one floating-point operation, after the noise: its rounding tells nothing about the sum.
         return np.multiply(total + noise, self.step, dtype=np.float64)
 
 

@@ -8,7 +8,7 @@ How: rejection from a staircase over the density. A stair is a run of integers o
 drawn by the alias method with integer weights, an integer within the stair uniformly, and it is kept with the ratio of
 density and stair. Nearly always integers decide that, rarely (one in a hundred) float64 with a bound on its error, and
 next to never, when a uniform number lies so near the ratio that float64 cannot tell, more digits of both. No table is
-truncated; beyond the last stair stands a geometric tail. The only assumptions on the density are that it is log-concave
+truncated; beyond the last stair is a geometric tail. The only assumptions on the density are that it is log-concave
 and falls on both sides of 0.
 
 Rejection takes a time that depends on what is drawn, which can be measured (Jin et al. 2021). A whole vector is drawn
@@ -69,7 +69,7 @@ def failure(noise: str, sigma: float, count: int) -> float:
     """Return how far, in total variation, ``count`` draws are from the distribution they claim.
 
     0 for the integer samplers, which are exact. It is also 0 for "gaussian", which is not exact at all: what its last
-    bits tell is no small probability that could be added to a delta, and a statement names it as insecure instead.
+    bits reveal is not a small probability that could be added to a delta; a statement calls it insecure instead.
     """
     if noise not in NOISES:
         raise ConfigError(f"noise={noise!r} is not known{nearest(str(noise), NOISES)}")

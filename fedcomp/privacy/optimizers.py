@@ -538,7 +538,7 @@ class MaskedOptimizer(PrivateOptimizer):
 class LsgOptimizer(MaskedOptimizer):
     """DP-SGD on the kept coordinates of low-rank products: one clip over all tensors and both carriers.
 
-    Carriers come from the model as it stands, which is private already. Per-sample gradients are made in full and
+    Carriers come from the current model, which is private already. Per-sample gradients are made in full and
     projected then, so the memory is that of DP-SGD.
 
     Parameters

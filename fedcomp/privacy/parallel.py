@@ -56,7 +56,7 @@ class ParallelLedger(PrivacyLedger):
         Raises
         ------
         ConfigError
-            When they are none: an event at no party would cost nothing.
+            When there are none: an event at no party would cost nothing.
         """
         if not participants:
             raise ConfigError(f"round {round}: an event of disjoint parties names those on whose records it was")

@@ -104,7 +104,7 @@ class Sampling:
         ----------
         adjacency : {"zero_out", "add_remove", "replace"}
         count : int
-            At most so many units in a round, drawn without replacement; 0 for no such number.
+            The most units of a round, drawn without replacement; 0 for no limit.
 
         Raises
         ------

@@ -84,7 +84,7 @@ class MaskedSum:
         Raises
         ------
         Unbounded
-            When it is no vector of integers of this size.
+            When it is not a vector of integers of this size.
         """
         if integers.shape != (self.size,) or integers.dtype.kind != "i":
             raise Unbounded(f"a vector is {integers.dtype}{integers.shape}, expected int({self.size},)")

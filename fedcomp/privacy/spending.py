@@ -84,7 +84,7 @@ class Spending:
 
     @property
     def events(self) -> list[Event]:
-        """Every recorded event, in order; one that stands for several rounds is here once."""
+        """Every recorded event, in order; one that covers several rounds appears once."""
         return [entry.event for entry in self._entries]
 
     @property

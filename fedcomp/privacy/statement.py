@@ -332,7 +332,7 @@ def make_statement(
     values["not_covered"] = tuple(values["not_covered"])
     noise = str(values.get("noise", ""))
     values.setdefault("finite_precision", _precision(noise, ledger))
-    # All gaps at once, by name: a statement that leaves an assumption out is none.
+    # All gaps at once, by name: a statement must leave no assumption out.
     missing = {f.name for f in fields(Statement)} - set(values)
     unknown = set(values) - {f.name for f in fields(Statement)}
     if missing or unknown:

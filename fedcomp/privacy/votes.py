@@ -6,7 +6,7 @@ is a vector of -1, 0 and 1 with at most ``k`` that are not 0, so its L2 norm is 
 norm is chosen, and a receiver checks the bound by counting (derived). Noise, accounting and the sum itself are
 :class:`fedcomp.privacy.mechanism.Votes` and :class:`~fedcomp.privacy.mechanism.PrivateSum`.
 
-Which sign is cast is drawn from a public :class:`~fedcomp.rng.Key`. That randomness is no part of the guarantee, which
+Which sign is cast is drawn from a public :class:`~fedcomp.rng.Key`. That randomness is not part of the guarantee, which
 holds for every outcome of it: it makes the sum of many votes an estimate of magnitudes.
 
 Two departures from the published code (both ours): a coordinate that is exactly zero abstains, where that code casts a
@@ -65,7 +65,7 @@ _FEW: Final = 1 << 16
 """Elements of a frame up to which all factors are tried; longer supports differ by less than a percent."""
 
 _LONGEST: Final = 1 << 31
-"""Vectors of so many elements are not scattered: products of two indices would leave 64 bits."""
+"""Vectors of this many elements or more are not scattered: products of two indices would not fit into 64 bits."""
 
 
 def topk_stochastic_sign(

@@ -1,6 +1,6 @@
 """Distributed noise: clients add it, the server decodes a sum that is private already. The server half.
 
-Coded sums (:mod:`fedcomp.strategies.coded.sums`) show the server what its clients sent together and nobody's own
+Coded sums (:mod:`fedcomp.strategies.coded.sums`) show the server the sum of what its clients sent and nobody's own
 update. Here every client clips, rounds under a bound on the norm, and adds a share of integer noise before it shares;
 so what is decoded is a noisy sum, and the server is trusted with the protocol, not with updates
 (:mod:`fedcomp.privacy.distributed`).
@@ -12,7 +12,7 @@ the ledger. Everybody weighs the same, no metric and no count of cut values trav
 number of clients that are asked, which is public. With fewer contributors than the noise was dimensioned for the round
 is void: relays do not add, and nothing was released.
 
-Error feedback may stand around the codec: memories hold what was clipped and rounded off, never noise.
+Error feedback may be put around the codec: memories hold what was clipped and rounded off, never noise.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from fedcomp.strategies.private.sums import Nothing
 
 # Settings that cannot work are then refused by the constructor, and not in the first round.
 _UNKNOWN: Final = 1 << 20
-"""Coordinates that stand in for those of a model that was not seen yet."""
+"""Number of coordinates that is assumed of a model that was not seen yet."""
 
 _TRUST: Final = (
     "the server follows the protocol: it asks for one sum a round, with the parameters it announced and the clients' "
@@ -105,7 +105,7 @@ class NoisyMean(PrivateStrategy):
             self.sum_of(_UNKNOWN, self.contributors)
 
     def sum_of(self, size: int, contributors: int) -> DistributedSum:
-        """Return the mechanism for ``size`` coordinates and so many clients."""
+        """Return the mechanism for ``size`` coordinates of each of ``contributors`` clients."""
         return DistributedSum(
             noise_multiplier=self.noise_multiplier,
             adjacency=self.adjacency,
@@ -329,7 +329,7 @@ class DistributedDp(CodedFedAvg):
         return (yield from super().round(server_round, arrays, config, grid))
 
     def _prepare(self, size: int, contributors: int) -> None:
-        """Take the codec for ``size`` integers of each of so many clients."""
+        """Take the codec for ``size`` integers of each of ``contributors`` clients."""
         assert isinstance(self.construction, NoisySum)
         mechanism = self._noisy.sum_of(size, contributors)
         insecure = self._noisy.insecure_deterministic

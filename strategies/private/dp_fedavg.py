@@ -5,10 +5,10 @@ H. B. McMahan, D. Ramage, K. Talwar, L. Zhang, "Learning differentially private 
 denominator. Differences: integer noise on a public grid instead of floats, and adaptive clipping as an option
 (:mod:`fedcomp.privacy.adaptive`).
 
-The server clips what it decoded, whatever the client did. So error feedback may stand on the client: the bound is put
-on what is released, after the memory was added, and the memory is a function of one client's data and of public models.
-With a codec whose support is drawn for all (RandomK, RandomBlock with ``shared=True``), sum, noise and release lie on
-that support alone, and an update is clipped after everything else of it is gone.
+The server clips what it decoded, whatever the client did. So clients may use error feedback: the bound is put on what
+is released, after the memory was added, and the memory is a function of one client's data and of public models. With a
+codec whose support is drawn for all (RandomK, RandomBlock with ``shared=True``), sum, noise and release lie on that
+support alone, and an update is clipped after everything else of it is gone.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def require_clip_holds(inner: Strategy, codec: Codec) -> None:
 
 
 def require_clip_is_seen(strategy: Strategy, codec: Codec) -> None:
-    """Refuse, before a message leaves, wrappers that stand around ``strategy`` and would clip nothing, or too early.
+    """Refuse, before a message leaves, wrappers around ``strategy`` that would clip nothing, or too early.
 
     Called from a hook: a wrapper does not tell the strategy in it that it is there, but it is what calls the hook.
 

@@ -152,7 +152,7 @@ def local_dp(
     codec : Codec or dict
         What becomes of the noised update: post-processing.
     feedback : bool
-        Remember what of the *noised* update was not sent.
+        Remember which part of the *noised* update was not sent.
     downlink, policy, guard, seed
         See :class:`fedcomp.strategies.compressed.Compressed`. Without a guard one client that does not clip ruins the
         model.

@@ -126,7 +126,7 @@ class Lsg(PrivateStrategy):
         raise ConfigError("Lsg sends bytes of its own; use it without Compressed, or DpFedAvg with a codec")
 
     def _shorten(self, arrays: ArrayRecord, server_round: int) -> Layout:
-        """Make the round's carriers and mask from public matter; return the layout of the coordinates that are kept."""
+        """Make the round's carriers and mask from public data; return the layout of the coordinates that are kept."""
         arrays_now = to_arrays(arrays)
         layout = Layout.of(arrays_now)
         # Factors and shares are of the round; only the model is the run's.

@@ -104,7 +104,7 @@ class PrivateRun:
         clients : int
             Public number of all that may ever take part.
         count : int
-            At most so many; 0 for all who may.
+            The most that are drawn; 0 for all who may.
         """
         if len(nodes) > clients:
             # Not an error that ends the run: a client that came back may for a while be there under its former id, too.
@@ -160,7 +160,7 @@ class Promise(PrivateRun, NoClientEvaluation, Release, Strategy):
         One of Flower's weighted means, made with ``fraction_evaluate=0.0``. Its ``fraction_train`` stays at 1: who
         takes part is decided by ``sampling``.
     count : int
-        At most so many clients in a round (0: all who may), drawn uniformly; not with Poisson sampling, and not under
+        The most clients of a round (0: all who may), drawn uniformly; not with Poisson sampling, and not under
         "add_remove", where another client would take the place of a removed one.
     **privacy
         See :class:`fedcomp.strategies.private.settings.PrivacySettings`; ``noise_multiplier`` at least.

@@ -6,7 +6,7 @@ noisy models, and whatever a codec does to them, is post-processing. What it doe
 only clients that can still afford a training, takes no reply that does not say what it cost, and states what all of it
 came to. Clients hold disjoint records, so the run costs what its dearest client spent, never the sum over clients.
 
-A training may have cost something though its reply was lost: clients say what they spent altogether. One that forgot
+A training may have cost something though its reply was lost: clients say what they spent in all. One that forgot
 (another ledger) is accounted as having spent both.
 """
 
@@ -360,7 +360,7 @@ class RecordDp(NoClientEvaluation, Strategy, Stateful):
                 continue
             try:
                 account = Account.take(reply)
-                # The very same reply, delivered again, is no other training.
+                # The same reply, delivered again, is not another training.
                 if answered.get(number) != account:
                     party, steps = self._claims.take(sent.node, take_node(reply), account, self._reception.holders)
                     # Steps draw records of their own, so they are rounds of the ledger that no entry has.

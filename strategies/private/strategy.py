@@ -90,7 +90,7 @@ class PrivateStrategy(Promise, Stateful):
     noise their updates themselves: the promise is kept by then, but nothing here stops one that does not."""
 
     encoding: Codec = Identity()
-    """What stands for a codec where clients answer with whole models."""
+    """What is used as the codec where clients answer with whole models."""
 
     def __init__(self, inner: Strategy, **promise: Any) -> None:
         super().__init__(inner, **promise)
