@@ -103,6 +103,7 @@ def datalens_teachers(ensemble: TeachersOf) -> ClientHalf:
     """
 
     def vote(msg: Message, context: Context) -> Message:
+        # Outside of what is kept quiet below: what is wrong with a request is the server's to know.
         request, kept, partition = TrainingRequest.take(msg), TeacherMemory.load(context), _partition(context)
         if kept is not None and kept.session == request.session:
             if request.sequence < kept.sequence:

@@ -111,6 +111,7 @@ def record_dp(trainee_of: TraineeOf) -> ClientHalf:
     """
 
     def record_dp_mod(msg: Message, context: Context, call_next: CallNext) -> Message:
+        # A plan that cannot be read raises: whoever cannot tell what is asked does not train without noise.
         plans = [DpSgdPlan.read(r) for r in msg.content.values() if isinstance(r, ConfigRecord) and RECORD_DP in r]
         if msg.metadata.message_type != "train" or not plans or plans[0] is None:
             return call_next(msg, context)
@@ -219,6 +220,7 @@ def _reasons_stay() -> Iterator[None]:
         raise
     except Exception:
         log.exception("the private training of this node broke")
+        # Without its cause, which a traceback would quote.
         raise PrivacyError("the training broke; the reason is in this node's log") from None
 
 
@@ -238,6 +240,7 @@ def _own(plan: DpSgdPlan, context: Context) -> DpSgdPlan:
         raise ConfigError(f"{OWN_BUDGET} of this node is {own!r}; expected an epsilon above 0")
     if plan.insecure:
         raise ConfigError("the server plans noise from a seed that it knows; a node with a budget of its own draws its")
+    # The stricter of both; 0 in a plan is no budget.
     return replace(plan, budget=min(float(own), plan.budget or math.inf))
 
 

@@ -58,6 +58,7 @@ def local_privacy(policy: LocalPolicy | None = None) -> ClientHalf:
             if announcement is not None and asks_for_noise(announcement.codec):
                 return _refused(msg, NOT_WITHOUT_NOISE)
             return call_next(msg, context)
+        # The server's limit and the node's own, whichever is less; 0 of the server's is none.
         limits = [limit for limit in (found.releases, policy.releases if policy else 0) if limit]
         held = _Sent.read(context)
         this = (announcement.session, announcement.sequence)

@@ -56,6 +56,7 @@ def private() -> ClientHalf:
     def private_mod(msg: Message, context: Context, call_next: CallNext) -> Message:
         if msg.metadata.message_type.partition(".")[0] != "train":
             return call_next(msg, context)
+        # A training with noise on records is protected by its own half; what is kept quiet there are the app's errors.
         if not wants_private(msg.content):
             protected = any(RECORD_DP in c for c in msg.content.values() if isinstance(c, ConfigRecord))
             run = lambda: call_next(msg, context)  # noqa: E731

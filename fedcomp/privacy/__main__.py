@@ -69,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         lines = planned(args) if args.command == "plan" else tables()
         for line in lines:
             print(line)
+    # What was asked for cannot be had: one line, no traceback.
     except FedcompError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -193,6 +194,7 @@ def _integer(sigma: float) -> tuple[str, ...]:
 
 
 def _cost(z: float, rate: float, releases: int, delta: float, cap: int) -> Cost:
+    # On the coarsest grid that is accounted as continuous: the plan then holds on any finer one.
     event = Event("discrete_gaussian", z, grid_sigma=FINE, rate=rate)
     return compose_rounds({profile(event): releases}, delta, cap=cap)
 

@@ -183,6 +183,7 @@ def adversarial(size: int, clip: float, key: Key, *, count: int = 32) -> list[Fl
     half[: max(1, size // 2)] = 1.0
     half /= np.linalg.norm(half)
     draws = key.generator().standard_normal((count, size))
+    # Rounding moves the flat one farthest; the first and the last share no coordinate.
     directions = [flat, first, last, half, *(draws / np.linalg.norm(draws, axis=1, keepdims=True))]
     # At the bound, by rounding beyond it, and far beyond: where a comparison or a quotient that is wrong shows.
     lengths = (clip, clip * (1.0 + 1e-12), clip * 3.0, clip * 1e6)
@@ -390,6 +391,7 @@ def power(mu: float, claimed: float, trials: int, *, confidence: float = 0.99) -
     with optional("an audit"):
         from scipy.special import bdtr
 
+    # With the threshold half-way between the worlds both kinds of error have this probability.
     rate = _NORMAL.cdf(-mu / 2.0)
     errors = np.arange(trials + 1)
     reach = _reach(trials, confidence)
@@ -453,6 +455,7 @@ def _epsilon_low(correct: int, guesses: int, canaries: int, delta: float, confid
     low, high = 0.0, 1.0
     while guess_p_value(correct, guesses, canaries, high, delta) <= alpha:
         low, high = high, 2.0 * high
+    # To about the last bit of a double.
     for _ in range(60):
         middle = (low + high) / 2.0
         refuted = guess_p_value(correct, guesses, canaries, middle, delta) <= alpha

@@ -127,6 +127,7 @@ class DistributedSum(Mechanism):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # Shares have to add up exactly, in a field or modulo a number.
         if self.noise == "gaussian":
             raise ConfigError("shares of noise are integers: use noise='discrete_gaussian' or 'skellam'")
         if self.adjacency == "add_remove":
@@ -137,6 +138,7 @@ class DistributedSum(Mechanism):
         params.positive("clip", self.clip)
         for name, low in {"size": 1, "contributors": 1, "tolerated": 0, "scale": 0, "rotation": 0}.items():
             params.assign(self, **{name: params.integer(name, getattr(self, name), low=low)})
+        # Of those who are asked; who tells its noise, or adds none, counts as one that vanished.
         params.number("honest", self.honest, rule="a share in (0, 1]", ok=lambda v: 0.0 < v <= 1.0)
         if self.counted < 1:
             raise ConfigError(

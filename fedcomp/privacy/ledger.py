@@ -171,6 +171,7 @@ class PrivacyLedger(Spending):
         """
         if not self.population:
             raise ConfigError("the population is not declared; an epsilon needs the public number of units first")
+        # An event may claim a larger rate than the sampler's, which costs more, but no smaller one.
         claimed = self.sampling.event_rate
         if event.rate < claimed:
             raise ConfigError(
@@ -263,6 +264,7 @@ class PrivacyLedger(Spending):
         # A run that is resumed may learn the population from its checkpoint before it meets its clients.
         if not self.population and header.get("population"):
             self.declare(header["population"])
+        # Read as a whole before any event is taken over.
         entries = self._numbered(documents, "the checkpoint")
         self._agree(header, "the checkpoint", spent=bool(entries))
         run = str(header["run"])

@@ -191,6 +191,7 @@ def privatised(codec: Codec) -> Privatise | None:
             for transform in codec.transforms:
                 if isinstance(transform, Privatise):
                     return transform
+        # Any other codec around the chain is not looked into: it might send something that passed the noise by.
         elif not isinstance(codec, ErrorFeedback):
             return None
         codec = codec.codec

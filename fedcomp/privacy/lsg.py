@@ -126,6 +126,7 @@ def kept(size: int, share: float, key: Key, magnitude: NDArray[Any] | None = Non
     ndarray of int64
     """
     count = count_kept(size, share)
+    # Nothing to choose: the schedule may begin with everything.
     if count == size:
         return np.arange(size, dtype=np.int64)
     if magnitude is None:
@@ -176,8 +177,10 @@ def carriers(target: NDArray[Any], rank: int, key: Key) -> Pair:
     largest = float(np.abs(target).max())
     # Scaled, so that neither product can overflow or vanish.
     matrix = target.astype(np.float64) / largest if largest > 0.0 else draws.standard_normal(target.shape)
+    # Any orthonormal basis will do: the projection depends on the span alone.
     left = np.linalg.qr(matrix @ start)[0]
     right = np.linalg.qr(matrix.T @ left)[0].T
+    # In the precision they travel in: both sides project with the same numbers.
     return left.astype(np.float32), np.ascontiguousarray(right.astype(np.float32))
 
 

@@ -131,6 +131,7 @@ class Mechanism(ABC):
             grid_l1=l1 if self.noise == "skellam" else 0.0,
             releases=self.releases,
             rate=rate,
+            # Without noise nothing is drawn, and the samplers refuse a standard deviation of 0.
             delta=failure(self.noise, self.grid_sigma, size) if self.noise_multiplier else 0.0,
             label=label,
         )

@@ -112,6 +112,7 @@ def skellam(sigma: float, count: int, entropy: Entropy) -> NDArray[np.int64]:
     ndarray of int64, (count,)
     """
     _check(sigma, count)
+    # Half the variance each: independent differences add variances up.
     one = staircase(Poisson(Fraction(sigma) ** 2 / 2))
     # Both are drawn as deviations from one integer near the mean, which cancels.
     return one.sample(count, entropy) - one.sample(count, entropy)

@@ -43,6 +43,7 @@ class ParallelLedger(PrivacyLedger):
     def allows(self, party: int, event: Event, times: int) -> bool:
         """Whether ``times`` more of ``event`` at ``party`` stay within the budget."""
         counts = Counter(self._parties.get(party, {}))
+        # As rounds of their own: each redraws its records.
         counts[profile(event)] += times
         return within(self.budget, counts, self.delta)
 

@@ -171,6 +171,7 @@ class Sampling:
             return [node for node, taking in zip(nodes, poisson(len(nodes), self.rate, entropy), strict=True) if taking]
         # An id beyond the declared population would be one more unit, with as many turns as the cap allows.
         surplus = frozenset(ledger.surplus(nodes))
+        # In the order of ``nodes``, so that a seeded draw repeats.
         able = [node for node in nodes if ledger.may_take_part(node) and node not in surplus]
         if count and count < len(able):
             # The places of the smallest of independent words are a uniform sample without replacement.

@@ -141,6 +141,7 @@ class Spending:
         round : int, optional
             Round of the event, where the round has events already: they are on the same units and cost more together.
         """
+        # Of this attempt alone: a round of the same number before a restart was on other units.
         before = self._single.get((self._attempt, round), ()) if round is not None else ()
         counts = _with(self._counts, before, (event,) if isinstance(event, Event) else event, times)
         return within(self.budget, counts, self.delta, cap=self.sampling.cap)

@@ -234,6 +234,7 @@ class Statement:
                 f"privacy under {self.adjacency.replace('_', '-')} adjacency for {self.protects}{cap}; {secrecy}; "
                 f"{self.trust}."
             )
+        # Else a warning comes first, so that nobody reads the promise without it.
         if self.secure:
             return [promise]
         return [
@@ -267,6 +268,7 @@ def make_statement(
     ConfigError
         When something cannot be stated, or is missing.
     """
+    # A class stands in for a source that is not at hand: both say what they are.
     source: type[Entropy] | Entropy = entropy if entropy is not None else SystemEntropy
     if entropy is None and said.get("secure") is False:
         source = SeededEntropy

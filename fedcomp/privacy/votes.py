@@ -301,6 +301,7 @@ class TopkSign(PositionalCodec):
                 )
             return (Stretch(0, "the model", 0, layout.size, shape=(layout.size,)),) if layout.size else ()
         tensors = [t for t in layout.tensors if t.size]
+        # "Dense" asks for values as they are, which a vote has not: such a tensor votes like any other.
         own = [None if t.density == DENSE else t.density for t in tensors]
         if self.k is not None:
             shares = _shares(self.k, [t.size for t in tensors], own)
@@ -394,6 +395,7 @@ def _moved(tensor: Tensor, factor: int) -> Tensor:
     assert tensor.indices is not None
     assert isinstance(tensor.values, UnitSign)
     moved = tensor.indices * factor % tensor.size
+    # The wire writes supports in ascending order, and signs move with their indices.
     places = np.argsort(moved)
     return wire.sparse(tensor.shape, moved[places], UnitSign(tensor.values.negative[places]))
 
@@ -502,6 +504,7 @@ def decode_rows(data: bytes, rows: int, d: int, k: int) -> VoteArray:
     _check_order(bundle)
     tensor = bundle[0]
     require_values(tensor, UnitSign, sparse=True)
+    # Back in the rows' own order, in which votes are counted below.
     tensor = _gather(tensor, bundle.flags) if bundle.flags else tensor
     assert tensor.indices is not None
     votes = np.zeros(rows * d, np.int8)
@@ -566,5 +569,6 @@ def entropy_bits(d: int, k: int, rows: int = 1) -> float:
     """
     d, k = params.integer("d", d, low=0), params.integer("k", k, low=0)
     kept = min(k, d)
+    # In logarithms: the binomial coefficient itself does not fit into a double.
     logs = math.lgamma(d + 1) - math.lgamma(kept + 1) - math.lgamma(d - kept + 1)
     return rows * (logs / math.log(2.0) + kept)

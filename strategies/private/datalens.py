@@ -227,6 +227,8 @@ class DataLens(PrivateRun, ExchangeStrategy, Stateful):
         if self.clients:
             return
         params.integer("clients", population, low=1)
+        # With one teacher each, clients are the units; with several the constructor was told how many records there
+        # are.
         if not self.privacy.population:
             self.privacy.declare(population)
         self.clients = population
@@ -282,6 +284,7 @@ class DataLens(PrivateRun, ExchangeStrategy, Stateful):
         """Take one step of the generator; without one, and without a message, when the budget does not allow it."""
         self._require_clients()
         generator = to_arrays(arrays)
+        # Made of the first round's configuration, which names the task; its optimiser is in the state of the run.
         student = self._made = self._made or self.student(dict(config))
         request, images = self._request(server_round, student, generator)
         # Before the budget is asked: what a round costs may depend on it.

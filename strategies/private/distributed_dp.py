@@ -213,6 +213,7 @@ class NoisySum(SumCode):
             raise ConfigError(f"construction='noisysum' is part of DistributedDp, not of {type(held).__name__}")
         super().__init__(settings, inner)
         own = self.options
+        # All of these would show the server something beside the sum that has no noise.
         if own.weighted or own.metrics or own.mode != "share" or not self.seal:
             raise ConfigError("a noisy sum has no weights and no metrics, is not masked, and its shards are sealed")
 

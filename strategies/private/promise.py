@@ -127,6 +127,7 @@ class PrivateRun:
 
     def entropy(self, purpose: str, server_round: int) -> Entropy:
         """Return the source of randomness for one purpose of a round, other than that of the same round made before."""
+        # A stream of its own for each: seeded noise must not continue the stream that drew the nodes.
         key = Key(self.seed, f"privacy/{purpose}", server_round, self._again)
         return make_entropy(key, insecure_deterministic=self.insecure_deterministic)
 
@@ -251,6 +252,7 @@ class Promise(PrivateRun, NoClientEvaluation, Release, Strategy):
         """Return what may be said about the run so far."""
         self.require_population()
         layout = Layout.flat(1) if self._layout is None else self._layout
+        # A clip norm that moves is stated as it is now.
         mechanism = self.mechanism(layout, max(self.reports, default=1))
         return make_statement(
             self.privacy,

@@ -178,6 +178,8 @@ class PrivateStrategy(Promise, Stateful):
                 f"{type(self).__name__} takes what its clients' codec privatised, and nothing plain: it stands inside "
                 "of Compressed, as local_dp(...) and DistributedDp(...) put it"
             )
+        # What is released may be less than the model (a support that all share, kept coordinates): noise and price are
+        # for that.
         self.adopt(arrays, None if self._released is None else self._released(arrays, server_round))
         self.require_population()
         self._open, self.chosen, self._sent, self.exhausted = None, [], [], ""
@@ -231,6 +233,7 @@ class PrivateStrategy(Promise, Stateful):
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Outcome:
         """Release the noisy mean of ordinary dense replies."""
+        # Nobody was asked: there is neither noise nor a price.
         if self._open != server_round:
             return None, None
         intake = self._intake(server_round, Layout.of(self._model))
