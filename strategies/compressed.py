@@ -72,7 +72,7 @@ class Compressed(Receiving, Strategy, Stateful):
     Raises
     ------
     ConfigError
-        When the codec needs several exchanges, when it votes and the inner strategy is no weighted mean, when the
+        When the codec needs several exchanges, when it votes and the inner strategy is not a weighted mean, when the
         inner strategy's rounds are not made by Flower's hooks, or when it is one of Flower's client-side privacy
         wrappers and the codec may enlarge an update.
 
@@ -286,7 +286,7 @@ class Compressed(Receiving, Strategy, Stateful):
         Raises
         ------
         ConfigError
-            When the inner strategy is no weighted mean: it would need the single updates.
+            When the inner strategy is not a weighted mean: it would need the single updates.
         LayoutError
             When ``mean`` does not have the layout's size and dtype.
         """

@@ -83,6 +83,11 @@ def select_bins(vector: Floats, length: int, *, tier: Tier = "auto") -> NDArray[
         When the vector holds NaN or infinity.
     ConfigError
         When ``length`` is below 1.
+
+    Examples
+    --------
+    >>> select_bins(np.float32([0.5, -3.0, 1.0, 0.25, 0.0]), 2)
+    array([1, 2, 4])
     """
     check_vector("vector", vector)
     _check_length(length)

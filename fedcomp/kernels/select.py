@@ -72,6 +72,11 @@ def select_topk(vector: NDArray[Any], k: int, *, tier: Tier = "auto", seed: int 
         When the vector holds NaN or infinity.
     ConfigError
         When ``k`` lies outside [0, n].
+
+    Examples
+    --------
+    >>> select_topk(np.float32([0.5, -3.0, 1.0, 0.25]), 2)
+    array([1, 2])
     """
     if vector.dtype == np.float64:
         return _select_wide(vector, k)

@@ -30,6 +30,13 @@ def scatter_add(
     ------
     LayoutError
         When shapes disagree or an index lies outside ``out``; nothing is added then.
+
+    Examples
+    --------
+    >>> out = np.zeros(4, np.float32)
+    >>> scatter_add(out, np.array([1, 3]), np.float32([2, -4]), weight=0.5)
+    >>> out
+    array([ 0.,  1.,  0., -2.], dtype=float32)
     """
     if indices.shape != values.shape or indices.ndim != 1:
         raise LayoutError(f"{indices.shape} indices do not fit {values.shape} values")

@@ -66,6 +66,11 @@ def exceedances(vector: Floats, threshold: float = 0.0, *, logs: bool = False, t
         When the vector holds NaN or infinity.
     ConfigError
         When the threshold is negative or NaN.
+
+    Examples
+    --------
+    >>> exceedances(np.float32([0.5, -3.0, 2.0, 0.0]), 1.0)
+    Exceedances(count=2, mean=1.5, variance=0.25, log_mean=nan)
     """
     check_vector("vector", vector)
     limit = _threshold_bits(threshold)

@@ -24,6 +24,14 @@ def tensor_bytes(frame: Buffer) -> tuple[int, ...]:
     ------
     WireError
         When the header, the checksum or the table is damaged, or does not account for every byte.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fedcomp import wire
+    >>> frame = wire.encode([wire.dense(np.zeros(9, np.float32)), wire.dense(np.zeros(5, np.float32))])
+    >>> tensor_bytes(frame), len(frame)
+    ((49, 33), 103)
     """
     buf = memoryview(frame).toreadonly()
     _, count, head = _check_header(buf, _WIDE)

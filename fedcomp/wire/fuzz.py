@@ -56,9 +56,9 @@ class Specimen:
         """The limits the receiver derives from its schema."""
         return Limits.for_schema(self.schema)
 
-    def open(self, mutant: Frame, told: bool) -> tuple[Tensor, ...]:
-        """Return what the receiver makes of a frame, with the schema or, untold, without."""
-        return decode(mutant, self._expected(mutant) if told else None, self.limits, self.supports).tensors
+    def open(self, mutant: Frame, with_schema: bool) -> tuple[Tensor, ...]:
+        """Return what the receiver makes of a frame, with the schema or without."""
+        return decode(mutant, self._expected(mutant) if with_schema else None, self.limits, self.supports).tensors
 
     def body(self, frame: Frame) -> tuple[bytearray, int, int]:
         """Return what of an honest frame is mutated, and where in it the fields begin and end that decide the rest."""
@@ -68,9 +68,9 @@ class Specimen:
         """Make it known that the fields, which ended at ``head``, are ``more`` bytes longer."""
         body[12:16] = (head + more).to_bytes(4, "little")
 
-    def seal(self, body: bytes, spoilt: bytes | None) -> Frame:
-        """Return the frame of ``body``, with ``spoilt`` in place of its checksum if given."""
-        return seal(body) if spoilt is None else body + spoilt
+    def seal(self, body: bytes, checksum: bytes | None) -> Frame:
+        """Return the frame of ``body``, with ``checksum`` in place of the correct one if given."""
+        return seal(body) if checksum is None else body + checksum
 
     def _expected(self, mutant: Frame) -> Schema:
         """Return the schema with as many tensors as the frame claims, so that not every second mutant ends there."""
@@ -84,7 +84,7 @@ class SectionSpecimen(Specimen):
     section: Section
     known: Indices | None = None
 
-    def open(self, mutant: Frame, told: bool) -> tuple[Tensor, ...]:
+    def open(self, mutant: Frame, with_schema: bool) -> tuple[Tensor, ...]:
         """Return the tensor of a section."""
         return (self.section.read(mutant, self.known),)
 
@@ -95,7 +95,7 @@ class SectionSpecimen(Specimen):
     def lengthen(self, body: bytearray, head: int, more: int) -> None:
         """Do nothing: no length is written anywhere."""
 
-    def seal(self, body: bytes, spoilt: bytes | None) -> Frame:
+    def seal(self, body: bytes, checksum: bytes | None) -> Frame:
         """Return the section."""
         return body
 
@@ -286,7 +286,7 @@ def _mutate(specimen: Specimen, foreign: list[Frame], words: list[int]) -> bytes
     elif action == 3:
         del body[a % size :]
     elif action == 4:
-        # A section of another length: bytes go or come inside the payload, and the table is told half of the time.
+        # A section of another length: bytes go or come inside the payload, and half of the time the table says so.
         place = head + a % max(1, size - head)
         if b & 1:
             del body[place : place + 1 + c % 4]
@@ -376,12 +376,12 @@ def _check_dense(tensors: tuple[Tensor, ...], specimen: Specimen, mutant: Frame)
             raise AssertionError(f"dense() of {specimen.name} mutant {mutant.hex()} is {out.dtype}{out.shape}")
 
 
-def _best_time(specimen: Specimen, frame: Frame, told: bool) -> float:
+def _best_time(specimen: Specimen, frame: Frame, with_schema: bool) -> float:
     """Return the least time of several decodes of ``frame``, accepted or not, in seconds."""
     best = float("inf")
     for _ in range(5):
         start = time.perf_counter()
         with contextlib.suppress(WireError):
-            specimen.open(frame, told)
+            specimen.open(frame, with_schema)
         best = min(best, time.perf_counter() - start)
     return best

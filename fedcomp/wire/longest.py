@@ -51,6 +51,11 @@ def longest(schema: Schema, index: str = "auto", form: Mapping[str, int] | None 
     ------
     ConfigError
         For a tensor of another kind, or with a choice of value codecs.
+
+    Examples
+    --------
+    >>> longest((Expected("w", (1000,), kinds=frozenset({DENSE}), value_codecs=frozenset({"fp16"})),))
+    2047
     """
     size = HEADER.size + 1 + _CRC
     aligned = False

@@ -142,6 +142,8 @@ class Uniform(Values):
     ) -> Self:
         """Quantise between each block's minimum and maximum (0 included, so that 0.0 is exact).
 
+        ``array`` is taken flat, as k finite values, in blocks of ``block`` (0: all in one).
+
         ``uniforms`` (float64 in [0, 1), shape (k,)) makes the rounding stochastic: unbiased from two bits on, as the
         scale is chosen so that both ends of the range are inside the codes. One bit holds one sign only; values of the
         other are cut to 0.

@@ -176,7 +176,18 @@ def _shape(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def dense(array: NDArray[Any], name: str = "", *, backend: str = "none") -> Tensor:
-    """Return a dense tensor that carries ``array`` exactly."""
+    """Return a dense tensor that carries ``array``, of any shape and dtype of the format, exactly.
+
+    Raises
+    ------
+    ConfigError
+        For a dtype that cannot travel, more than eight dimensions, or a name of more than 255 bytes.
+
+    Examples
+    --------
+    >>> dense(np.float32([[1, 2], [3, 4]]), "w").shape
+    (2, 2)
+    """
     array = np.asarray(array)
     values = Raw(array)
     return Tensor(values, tuple(array.shape), name, values.dtype, backend=backend)
@@ -192,7 +203,31 @@ def sparse(
     dtype: str | None = None,
     backend: str = "none",
 ) -> Tensor:
-    """Return a sparse tensor; an array as ``values`` travels raw, ``dtype`` defaults to that of the values."""
+    """Return a sparse tensor of ``shape``.
+
+    Parameters
+    ----------
+    indices : ndarray of int64, shape (k,)
+        Strictly ascending flat indices.
+    values : Values or ndarray, shape (k,)
+        An array travels raw.
+    index : str
+        How the support is written, as for :class:`Tensor`.
+    dtype : str, optional
+        Of the tensor; default that of the values.
+
+    Raises
+    ------
+    ConfigError
+        When the number of values is not that of the indices, or names are unknown. The order of the indices is checked
+        when the tensor is encoded.
+
+    Examples
+    --------
+    >>> sparse((2, 3), np.array([1, 5]), np.float32([2, -1])).dense()
+    array([[ 0.,  2.,  0.],
+           [ 0.,  0., -1.]], dtype=float32)
+    """
     content = values if isinstance(values, Values) else Raw(values)
     found = np.asarray(indices, np.int64)
     return Tensor(content, _shape(shape), name, dtype or content.dtype, SPARSE, found, index, backend)
@@ -211,8 +246,18 @@ def seeded(
 ) -> Tensor:
     """Return a sparse tensor whose support is :func:`~fedcomp.wire.seeded_support` of ``seed``; only the seed travels.
 
-    ``values`` are those at the ascending indices. ``indices`` may be passed when they are known already. With
-    ``algorithm=2`` the support is the block :func:`~fedcomp.wire.seeded_block`.
+    ``values``, k of them, are those at the ascending indices. ``indices`` may be passed when they are known already.
+    With ``algorithm=2`` the support is the block :func:`~fedcomp.wire.seeded_block`.
+
+    Raises
+    ------
+    ConfigError
+        When there are not ``k`` values, or more than the tensor has elements.
+
+    Examples
+    --------
+    >>> seeded((10,), 0, 3, np.float32([1, 2, 3])).dense()
+    array([1., 2., 0., 0., 0., 0., 3., 0., 0., 0.], dtype=float32)
     """
     content = values if isinstance(values, Values) else Raw(values)
     if content.k != k:
@@ -230,7 +275,16 @@ def shared(
     indices: Indices | None = None,
     backend: str = "none",
 ) -> Tensor:
-    """Return a tensor on a support both ends hold under ``support_id`` (0 <= id < 2**64)."""
+    """Return a tensor on a support both ends hold under ``support_id`` (0 <= id < 2**64).
+
+    ``values`` are those at the support's ascending indices, which the receiver passes to
+    :func:`~fedcomp.wire.decode` by their id; ``indices`` may be passed when they are known here.
+
+    Raises
+    ------
+    ConfigError
+        When the id does not fit 64 bits, or there are more values than elements.
+    """
     content = values if isinstance(values, Values) else Raw(values)
     source = SharedSupport(support_id)
     return Tensor(content, _shape(shape), name, content.dtype, SHARED, indices, source, backend)
