@@ -1,7 +1,8 @@
 """Selection, error feedback and scatter-add against the cost of merely reading the vector, and against the usual ways.
 
-Times are read passes, see :mod:`experiments.bench.readpass`. The kernels of the other sparsifiers stand in
-:mod:`experiments.bench.sparsifiers` and are part of the same run.
+Times are read passes, see :mod:`experiments.bench.readpass`. The kernels of the other sparsifiers, in
+:mod:`experiments.bench.sparsifiers`, and inputs that are hard to rank, in :mod:`experiments.bench.worst`, are part of
+the same run.
 
 Packing gates for Rice-coded indices. The default, ``index="auto"``, may try a byte compressor on large supports as
 well, which costs as much again and pays on clustered ones; its claim is reported and misses the goal at density 0.1.
@@ -19,6 +20,7 @@ from fedcomp.codecs import TopK
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.experiments.bench.readpass import LAYERS, Times, Vector, layered, read_pass
 from fedcomp.experiments.bench.sparsifiers import sparsifiers
+from fedcomp.experiments.bench.worst import worst
 from fedcomp.experiments.findings import Claim
 from fedcomp.kernels import feedback_step, scatter_add, select_topk, warm
 from fedcomp.layout import Layout, Update
@@ -64,9 +66,13 @@ def run(*, quick: bool = False, progress: Callable[[str], None] | None = None) -
             rows += found.rows(density=density)
             claims += found.claims(against_limit=not quick)
         more = sparsifiers(vector, repetitions, say, against_limit=not quick)
+        hard = worst(vector, repetitions, say, claimed=not quick)
     finally:
         torch.set_num_threads(threads)
-    return {"rows": rows + more["rows"], "claims": claims + more["claims"]}
+    return {
+        "rows": rows + more["rows"] + hard["rows"],
+        "claims": claims + more["claims"] + hard["claims"],
+    }
 
 
 class Measured(Times):

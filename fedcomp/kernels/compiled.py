@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from fedcomp.kernels.compiled_adaptive import add_adaptive, select_adaptive, take_scaled
 from fedcomp.kernels.compiled_bins import bin_argmax
 from fedcomp.kernels.compiled_tails import find_above, select_above, tail_product, tail_sums
-from fedcomp.kernels.interface import BIN_SHIFT, BINS, MAGNITUDE, Bits, Floats, Found
+from fedcomp.kernels.interface import BIN_SHIFT, BINS, MAGNITUDE, Bits, Candidates, Floats, Found
 from fedcomp.kernels.lanes import (
     AHEAD_INDICES,
     F32,
@@ -43,6 +43,7 @@ from fedcomp.kernels.lanes import (
 )
 
 __all__ = [
+    "ROOM",
     "add_adaptive",
     "add_collect",
     "bin_argmax",
@@ -58,6 +59,8 @@ __all__ = [
     "take_clear",
     "take_scaled",
 ]
+
+ROOM = SLACK
 
 
 @intrinsic
@@ -101,44 +104,51 @@ def _compact(word, start, bits, indices, magnitudes, written):
 
 
 @kernel
-def _collect(bits, threshold, capacity, indices, magnitudes):
+def _collect(bits, threshold, limit, candidates):
+    indices, magnitudes, state = candidates
+    written = state[0]
+    at = state[1]
     full = bits.size // WIDTH * WIDTH
-    written = 0
-    for start in range(0, full, WIDTH):
-        word = block_hits(bits, start, threshold)
+    while at < full and written < limit:
+        word = block_hits(bits, at, threshold)
         if word:
-            if written > capacity:
-                # The guess was too low: what has been found is thrown away, so that going on would only take time.
-                return -1
-            written = _compact(word, start, bits, indices, magnitudes, written)
-    if written > capacity:
-        return -1
-    for i in range(full, bits.size):
-        magnitude = bits[i] & MAGNITUDE
-        if magnitude >= threshold:
-            indices[written] = i
-            magnitudes[written] = magnitude
-            written += 1
-    return written if written <= capacity else -1
+            written = _compact(word, at, bits, indices, magnitudes, written)
+        at += WIDTH
+    if at >= full and written < limit:
+        for i in range(full, bits.size):
+            magnitude = bits[i] & MAGNITUDE
+            if magnitude >= threshold:
+                indices[written] = i
+                magnitudes[written] = magnitude
+                written += 1
+        at = bits.size
+    state[0] = written
+    state[1] = at
 
 
 @kernel
-def _add_collect(memory, update, decay, out, bits, threshold, capacity, indices, magnitudes):
+def _add_collect(memory, update, decay, out, threshold, limit, candidates):
+    indices, magnitudes, state = candidates
+    written = state[0]
+    at = state[1]
+    bits = out.view(np.int32)
     full = out.size // WIDTH * WIDTH
-    written = 0
-    for start in range(0, full, WIDTH):
-        word = _block_add_hits(memory, update, decay, out, start, threshold)
-        # Without room the pass goes on, unlike in _collect: the sums of all blocks still have to be written.
-        if word and written <= capacity:
-            written = _compact(word, start, bits, indices, magnitudes, written)
-    for i in range(full, out.size):
-        out[i] = decay * memory[i] + update[i]
-        magnitude = bits[i] & MAGNITUDE
-        if magnitude >= threshold and written <= capacity:
-            indices[written] = i
-            magnitudes[written] = magnitude
-            written += 1
-    return written if written <= capacity else -1
+    while at < full and written < limit:
+        word = _block_add_hits(memory, update, decay, out, at, threshold)
+        if word:
+            written = _compact(word, at, bits, indices, magnitudes, written)
+        at += WIDTH
+    if at >= full and written < limit:
+        for i in range(full, out.size):
+            out[i] = decay * memory[i] + update[i]
+            magnitude = bits[i] & MAGNITUDE
+            if magnitude >= threshold:
+                indices[written] = i
+                magnitudes[written] = magnitude
+                written += 1
+        at = out.size
+    state[0] = written
+    state[1] = at
 
 
 @kernel
@@ -186,37 +196,22 @@ def _scatter_add(out, indices, values, weight):
         out[indices[j]] += weight * values[j]
 
 
-def _room(size: int, capacity: int) -> tuple[int, NDArray[np.uint32], Bits]:
-    """Return the capped capacity and candidate buffers with the slack the kernels need."""
-    capacity = min(capacity, size)
-    # Positions of 32 bits take half the memory; the tier refuses vectors in which they would not suffice.
-    return capacity, np.empty(capacity + SLACK, np.uint32), np.empty(capacity + SLACK, np.int32)
-
-
-def collect(bits: Bits, threshold: int, capacity: int) -> Found | None:
+def collect(bits: Bits, threshold: int, limit: int, candidates: Candidates) -> None:
     """See :meth:`fedcomp.kernels.interface.Ops.collect`."""
-    capacity, indices, magnitudes = _room(bits.size, capacity)
-    count = _collect(fixed(bits), np.int32(threshold), capacity, indices, magnitudes)
-    return None if count < 0 else (indices[:count], magnitudes[:count])
+    _collect(fixed(bits), np.int32(threshold), limit, candidates)
 
 
 def add_collect(
-    memory: Floats, update: Floats, decay: float, out: Floats, threshold: int, capacity: int
-) -> Found | None:
+    memory: Floats,
+    update: Floats,
+    decay: float,
+    out: Floats,
+    threshold: int,
+    limit: int,
+    candidates: Candidates,
+) -> None:
     """See :meth:`fedcomp.kernels.interface.Ops.add_collect`."""
-    capacity, indices, magnitudes = _room(out.size, capacity)
-    count = _add_collect(
-        fixed(memory),
-        fixed(update),
-        np.float32(decay),
-        out,
-        fixed(out.view(np.int32)),
-        np.int32(threshold),
-        capacity,
-        indices,
-        magnitudes,
-    )
-    return None if count < 0 else (indices[:count], magnitudes[:count])
+    _add_collect(fixed(memory), fixed(update), np.float32(decay), out, np.int32(threshold), limit, candidates)
 
 
 def histogram(bits: Bits) -> NDArray[np.int64]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,16 +29,53 @@ BLOCK: Final = 64 * LANES
 """Elements whose sums are formed lane by lane before they are added to the vector's."""
 
 
+class Candidates(NamedTuple):
+    """What a pass has found so far, in buffers that it appends to.
+
+    Attributes
+    ----------
+    indices : unsigned 32-bit or int64 array
+        Positions, ascending.
+    magnitudes : int32 array of the same length
+        Their magnitude bits.
+    state : int64 array of shape (2,)
+        How many are written, and the position from which the pass goes on.
+    """
+
+    indices: NDArray[np.uint32]
+    magnitudes: Bits
+    state: NDArray[np.int64]
+
+    @property
+    def found(self) -> Found:
+        """What is written."""
+        written = int(self.state[0])
+        return self.indices[:written], self.magnitudes[:written]
+
+
 class Ops(Protocol):
     """What a tier implements. ``bits`` are float32 vectors seen as int32; every threshold is in magnitude bits."""
 
-    def collect(self, bits: Bits, threshold: int, capacity: int) -> Found | None:
-        """Return indices (ascending) and magnitudes of all elements >= ``threshold``; None beyond ``capacity``."""
+    ROOM: int
+    """Elements by which a pass may exceed its limit; the buffers are that much longer."""
+
+    def collect(self, bits: Bits, threshold: int, limit: int, candidates: Candidates) -> None:
+        """Go on appending elements >= ``threshold``; stop at the end, or with ``limit`` of them or a few more.
+
+        The pass is over when the position in ``candidates.state`` is ``bits.size``.
+        """
 
     def add_collect(
-        self, memory: Floats, update: Floats, decay: float, out: Floats, threshold: int, capacity: int
-    ) -> Found | None:
-        """Write ``decay * memory + update`` into ``out`` (always all of it) and collect from the result."""
+        self,
+        memory: Floats,
+        update: Floats,
+        decay: float,
+        out: Floats,
+        threshold: int,
+        limit: int,
+        candidates: Candidates,
+    ) -> None:
+        """The same, writing ``decay * memory + update`` into ``out`` as it goes and collecting from the result."""
 
     def histogram(self, bits: Bits) -> NDArray[np.int64]:
         """Return the counts of the :data:`BINS` top-bit patterns of the magnitudes."""

@@ -7,31 +7,57 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp.kernels.interface import BIN_SHIFT, BINS, BLOCK, INFINITY, LANES, MAGNITUDE, Bits, Floats, Found
+from fedcomp.kernels.interface import (
+    BIN_SHIFT,
+    BINS,
+    BLOCK,
+    INFINITY,
+    LANES,
+    MAGNITUDE,
+    Bits,
+    Candidates,
+    Floats,
+    Found,
+)
 
 _CHUNK = 64 * BLOCK  # elements whose float64 forms exist at a time
+ROOM = 8 * BLOCK
+"""Elements of one step of a selection: few enough for its intermediate arrays to stay in the cache."""
 _ONE = np.float64(1.0).view(np.int64)
 _FRACTION = np.int64(2**52 - 1)
 _BIAS = 1023
 
 
-def collect(bits: Bits, threshold: int, capacity: int) -> Found | None:
+def collect(bits: Bits, threshold: int, limit: int, candidates: Candidates) -> None:
     """See :meth:`fedcomp.kernels.interface.Ops.collect`."""
-    magnitudes = bits & np.int32(MAGNITUDE)
-    hits = np.flatnonzero(magnitudes >= np.int32(threshold))
-    if hits.size > capacity:
-        return None
-    # Positions stay 64 bits wide here: this tier has no limit of 2**32 elements.
-    return hits, magnitudes[hits]  # type: ignore[return-value]
+    written, at = (int(v) for v in candidates.state)
+    while at < bits.size and written < limit:
+        magnitudes = bits[at : at + ROOM] & np.int32(MAGNITUDE)
+        hits = np.flatnonzero(magnitudes >= np.int32(threshold))
+        end = written + hits.size
+        np.add(hits, at, out=candidates.indices[written:end], casting="unsafe")
+        candidates.magnitudes[written:end] = magnitudes[hits]
+        written, at = end, at + magnitudes.size
+    candidates.state[:] = written, at
 
 
 def add_collect(
-    memory: Floats, update: Floats, decay: float, out: Floats, threshold: int, capacity: int
-) -> Found | None:
+    memory: Floats,
+    update: Floats,
+    decay: float,
+    out: Floats,
+    threshold: int,
+    limit: int,
+    candidates: Candidates,
+) -> None:
     """See :meth:`fedcomp.kernels.interface.Ops.add_collect`."""
-    with np.errstate(over="ignore", invalid="ignore"):  # reported as what they are once the sum is ranked
-        np.add(memory if decay == 1.0 else memory * np.float32(decay), update, out=out)
-    return collect(out.view(np.int32), threshold, capacity)
+    bits = out.view(np.int32)
+    while candidates.state[1] < out.size and candidates.state[0] < limit:
+        part = slice(candidates.state[1], candidates.state[1] + ROOM)
+        old = memory[part]
+        with np.errstate(over="ignore", invalid="ignore"):  # reported as what they are once the sum is ranked
+            np.add(old if decay == 1.0 else old * np.float32(decay), update[part], out=out[part])
+        collect(bits[: part.stop], threshold, limit, candidates)
 
 
 def histogram(bits: Bits) -> NDArray[np.int64]:

@@ -1,12 +1,17 @@
 """Exact top-k by magnitude at about the speed of memory, and the error-feedback step built on it.
 
 A threshold guessed from a small sample leaves a few more than k candidates after one pass; an exact selection on the
-candidates finishes. A guess that was too high or much too low costs a second, guaranteed pass. Guesses decide about
-time only: the result is always the k largest magnitudes, ties by lowest index, indices ascending.
+candidates finishes. The threshold rises on the way: once k candidates reach it, an element that only equals it loses
+to all of them, and when the candidates become too many, the k largest of them say what later ones have to exceed. So a
+low guess costs no second pass, and ties cost nothing. A guess that was too high costs one: the candidates that it left
+tell how much too high it was. Zeros are never candidates; where less than k elements differ from zero, the first zeros
+are added. Guesses decide about time only: the result is always the k largest magnitudes, ties by lowest index, indices
+ascending.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +20,7 @@ from numpy.typing import NDArray
 from fedcomp.errors import ConfigError, LayoutError, NonFiniteUpdate
 from fedcomp.kernels import tiers
 from fedcomp.kernels.checks import check_out, check_vector, require_finite
-from fedcomp.kernels.interface import BIN_SHIFT, BINS, INFINITY, MAGNITUDE, Bits, Floats, Found, Ops
+from fedcomp.kernels.interface import INFINITY, MAGNITUDE, Bits, Candidates, Floats, Found, Ops
 from fedcomp.kernels.tiers import SMALL, Tier
 
 __all__ = ["SMALL", "FeedbackStep", "Tier", "feedback_step", "select_topk"]
@@ -23,6 +28,7 @@ __all__ = ["SMALL", "FeedbackStep", "Tier", "feedback_step", "select_topk"]
 _RUN = 16  # elements of one sampled run: a cache line of float32
 _FRACTION = 128
 _MIN_SAMPLE = 4096
+_SLACK = 4  # candidates for each of the k, and a sample's more, at which the k largest are kept and the others dropped
 _WARM = 0.93  # last round's threshold times this keeps at least k candidates on slowly changing data (measured)
 
 
@@ -88,7 +94,10 @@ def select_topk(vector: NDArray[Any], k: int, *, tier: Tier = "auto", seed: int 
     if k in (0, vector.size):
         require_finite(bits)
         return np.arange(k)
-    return _select(kernels, bits, k, None, seed)[0]
+    lines = _magnitudes(_lines(bits, seed))
+    guess = _guess(lines.reshape(-1), _expected(lines, bits.size, k))
+    found, guess = _gather(kernels, bits, k, guess, lambda *to: kernels.collect(bits, *to))
+    return _select(kernels, bits, k, guess, found, lambda: lines)[0]
 
 
 def _select_wide(vector: NDArray[np.float64], k: int) -> NDArray[np.int64]:
@@ -152,43 +161,115 @@ def feedback_step(
         check_out(out, memory.shape)
     kernels = tiers.ops(tier, out.size)
     bits = out.view(np.int32)
+
+    def add(*to: Any) -> None:
+        kernels.add_collect(memory, update, decay, out, *to)
+
+    def of_sample(at: int = 0) -> int:
+        lines = _lines_of_sum(memory, update, decay, out, at, seed)
+        return _guess(lines.reshape(-1), _expected(lines, out.size, k))
+
     if k in (0, out.size):
         # No candidates are wanted, only the sum: nothing finite reaches this threshold.
-        kernels.add_collect(memory, update, decay, out, INFINITY, 0)
+        _gather(kernels, bits, 1, INFINITY, add)
         require_finite(bits)
         # Here k is 0 or all: either way the list of indices is known without a search.
         indices = np.arange(k)
         return FeedbackStep(indices, kernels.take_clear(out, indices), out, 0.0)
-    guess = _guess_of_sum(memory, update, decay, k, seed) if threshold is None else _to_bits(threshold * _WARM)
-    found = kernels.add_collect(memory, update, decay, out, guess, _capacity(out.size, k))
+    if threshold is None:
+        found, guess = _gather(kernels, bits, k, of_sample(), add)
+    else:
+        found, guess = _gather(kernels, bits, k, _to_bits(threshold * _WARM), add, of_sample)
     # A stale guess costs one more pass over the sum that is in out already, not another addition.
-    indices, smallest = _select(kernels, bits, k, found, seed)
+    indices, smallest = _select(kernels, bits, k, guess, found, lambda: _magnitudes(_lines(bits, seed)))
     return FeedbackStep(indices, kernels.take_clear(out, indices), out, smallest)
 
 
-def _select(kernels: Ops, bits: Bits, k: int, found: Found | None, seed: int) -> tuple[NDArray[np.int64], float]:
-    """Return the top k and the smallest selected magnitude, from the candidates in ``found``, or from scratch."""
-    if found is None or found[0].size < k:
-        guess = _guess(_magnitudes(_lines(bits, seed)), bits.size, k)
-        found = kernels.collect(bits, guess, _capacity(bits.size, k))
-    if found is None or found[0].size < k:
-        # The guess failed: the lower edge of the bin that holds the k-th magnitude gives a superset for certain.
-        reach = np.cumsum(kernels.histogram(bits)[::-1])
-        # The first bin from above at which at least k magnitudes are reached.
-        top = int(np.searchsorted(reach, k))
-        found = kernels.collect(bits, (BINS - 1 - top) << BIN_SHIFT, int(reach[top]))
-        assert found is not None
-    magnitudes = found[1]
+def _gather(
+    kernels: Ops,
+    bits: Bits,
+    k: int,
+    guess: int,
+    scan: Callable[[int, int, Candidates], None],
+    better: Callable[[int], int] | None = None,
+) -> tuple[Found, int]:
+    """Return the elements >= a guess in one pass, and the guess; of k or more, the k largest and perhaps others.
+
+    ``scan`` is one of the kernels' two passes over ``bits`` with its arrays; memory is O(k) on any input. ``better``
+    guesses again, given how far the pass has come, when the first guess proves much too low.
+    """
+    limit = min(bits.size, _SLACK * k + _MIN_SAMPLE)
+    # Positions of 32 bits take half the memory.
+    wide = np.uint32 if bits.size < 2**32 else np.int64
+    candidates = Candidates(
+        np.empty(limit + kernels.ROOM, wide),
+        np.empty(limit + kernels.ROOM, np.int32),
+        np.zeros(2, np.int64),
+    )
+    scan(guess, k, candidates)
+    while candidates.state[1] < bits.size:
+        if candidates.state[0] >= limit and better is not None:
+            guess, better = max(guess, better(int(candidates.state[1]))), None
+            _keep(candidates, np.flatnonzero(candidates.found[1] >= guess))
+            scan(guess, k, candidates)
+            continue
+        if candidates.state[0] >= limit:
+            magnitudes = candidates.found[1]
+            places = np.arange(magnitudes.size, dtype=candidates.indices.dtype)
+            _keep(candidates, kernels.finish((places, magnitudes), _smallest(magnitudes, k), k))
+        # What comes later has a higher index, so it must exceed the smallest of these k or more. NaN of all ones has
+        # no magnitude above it.
+        scan(min(int(candidates.found[1].min()) + 1, MAGNITUDE), limit, candidates)
+    return candidates.found, guess
+
+
+def _keep(candidates: Candidates, which: NDArray[np.int64]) -> None:
+    """Drop all candidates but those at the ascending positions ``which``."""
+    candidates.indices[: which.size] = candidates.indices[which]
+    candidates.magnitudes[: which.size] = candidates.magnitudes[which]
+    candidates.state[0] = which.size
+
+
+def _select(
+    kernels: Ops, bits: Bits, k: int, guess: int, found: Found, sample: Callable[[], Bits]
+) -> tuple[NDArray[np.int64], float]:
+    """Return the top k and the smallest selected magnitude, from what a pass at ``guess`` found."""
+
+    def collect(*to: Any) -> None:
+        kernels.collect(bits, *to)
+
+    if found[0].size < k and guess > 1:
+        lines = sample()
+        # Large elements that lie side by side make a sample of runs much less certain than one of single elements:
+        # the second guess allows for that, and for how far the first was off.
+        hits = np.count_nonzero(lines >= guess, axis=1)
+        spread = max(1.0, float(hits.var() / max(hits.mean(), 1e-9)))
+        expected = max(hits.sum() * k / max(1, found[0].size), _expected(lines, bits.size, k))
+        guess = min(_guess(lines.reshape(-1), expected, spread), guess - 1)
+        found, guess = _gather(kernels, bits, k, guess, collect)
+    if found[0].size < k and guess > 1:
+        found, guess = _gather(kernels, bits, k, 1, collect)
     # NaN and infinity have the largest magnitudes of all, so they are always among the candidates.
-    if magnitudes.max() >= INFINITY:
+    if found[0].size and found[1].max() >= INFINITY:
         require_finite(bits)
-    smallest = np.partition(magnitudes, magnitudes.size - k)[magnitudes.size - k]
-    return kernels.finish(found, int(smallest), k), float(smallest.view(np.float32))
+    if found[0].size < k:
+        return _with_zeros(found[0].astype(np.int64), k), 0.0
+    smallest = _smallest(found[1], k)
+    return kernels.finish(found, smallest, k), float(np.int32(smallest).view(np.float32))
 
 
-def _capacity(size: int, k: int) -> int:
-    """Candidates beyond which a guess counts as failed; memory stays O(k)."""
-    return min(size, 8 * k + _MIN_SAMPLE)
+def _smallest(magnitudes: Bits, k: int) -> int:
+    """Return the k-th largest of some magnitude bits."""
+    return int(np.partition(magnitudes, magnitudes.size - k)[magnitudes.size - k])
+
+
+def _with_zeros(nonzero: NDArray[np.int64], k: int) -> NDArray[np.int64]:
+    """Return the positions of all non-zeros and of the first zeros, ``k`` in all, ascending."""
+    missing = k - nonzero.size
+    # The zeros before each non-zero. Up to the last zero that is wanted, everything is selected.
+    before = nonzero - np.arange(nonzero.size)
+    inside = int(np.searchsorted(before, missing))
+    return np.concatenate([np.arange(missing + inside), nonzero[inside:]])
 
 
 def _starts(size: int, seed: int) -> NDArray[np.int64]:
@@ -212,25 +293,36 @@ def _lines(vector: NDArray[Any], seed: int) -> NDArray[Any]:
 
 
 def _magnitudes(sample: NDArray[Any]) -> Bits:
-    return sample.reshape(-1).view(np.int32) & np.int32(MAGNITUDE)
+    return sample.view(np.int32) & np.int32(MAGNITUDE)
 
 
-def _guess_of_sum(memory: Floats, update: Floats, decay: float, k: int, seed: int) -> int:
-    """Guess the threshold of ``decay * memory + update`` without forming it."""
+def _lines_of_sum(memory: Floats, update: Floats, decay: float, out: Floats, at: int, seed: int) -> Bits:
+    """Return the sampled magnitudes of ``decay * memory + update``, of which ``out`` holds the first ``at`` already."""
     with np.errstate(all="ignore"):  # a non-finite update is reported once the sum exists
         total = _lines(memory, seed) * np.float32(decay) + _lines(update, seed)
-    return _guess(_magnitudes(total), memory.size, k)
+    if at:
+        # In place, the memory there is the sum by now.
+        done = (_starts(out.size, seed) + 1) * _RUN <= at
+        total[done] = _lines(out, seed)[done]
+    return _magnitudes(total)
 
 
-def _guess(sample: Bits, size: int, k: int) -> int:
-    """Return magnitude bits that k elements very probably reach and few more do.
+def _expected(sample: Bits, size: int, k: int) -> float:
+    """Return how many of the k largest of ``size`` elements a sample holds on average."""
+    return k * sample.size / size
 
-    The rank 1.1 e + 4 sqrt(e) for e expected sample hits: no fallback in 150 calls on layered heavy-tailed data, 1.1
+
+def _guess(sample: Bits, expected: float, spread: float = 1.0) -> int:
+    """Return magnitude bits that very probably all wanted elements reach and few more do.
+
+    The rank 1.1 e + 4 sqrt(e) for e expected sample hits (times ``spread`` under the root, their variance over that of
+    independent elements): no fallback in 150 calls on layered heavy-tailed data, 1.1
     to 2.2 k candidates (measured). A sample too small to say so gives 1: every non-zero element is a candidate.
     """
-    expected = k * sample.size / size
-    rank = int(1.1 * expected + 4.0 * expected**0.5) + 1
-    if rank >= sample.size:
+    rank = int(1.1 * expected + 4.0 * (spread * expected) ** 0.5) + 1
+    nonzero = np.count_nonzero(sample)
+    # Where most elements are zero and the others hardly more than wanted, a guess would save next to nothing.
+    if rank >= sample.size or nonzero <= min(2 * rank, sample.size // 2):
         return 1
     # Never 0, at which every zero would become a candidate.
     return max(1, int(np.partition(sample, sample.size - rank)[sample.size - rank]))

@@ -23,7 +23,7 @@ def warm() -> float | None:
     start = time.perf_counter()
     vector = np.arange(256, dtype=np.float32)
     indices = select_topk(vector, 3, tier="numba")
-    # Only a failed guess gets as far as the histogram, so the selection above need not have compiled it.
+    # Selection does without the histogram; a codec asks for it.
     tiers.ops("numba", 256).histogram(vector.view(np.int32))
     step = feedback_step(vector, vector, 3, tier="numba")
     scatter_add(step.memory, indices, step.values, 1.0, tier="numba")

@@ -8,6 +8,7 @@ import pytest
 from fedcomp.experiments.bench import sparsifiers as other
 from fedcomp.experiments.bench.kernels import DENSITIES, Measured, measure
 from fedcomp.experiments.bench.readpass import LAYERS, Times, layered
+from fedcomp.experiments.bench.worst import worst
 from fedcomp.kernels import select_bins
 
 
@@ -43,6 +44,19 @@ def test_every_method_is_measured() -> None:
         rows = measure(vector, density, 2).rows(density=density)
         assert {row["method"] for row in rows} >= {"read pass", "top-k", "error feedback", "scatter-add", "torch.topk"}
         assert all(row["milliseconds"] >= 0 for row in rows)
+
+
+@pytest.mark.long
+def test_inputs_that_are_hard_to_rank_are_measured_beside_the_usual() -> None:
+    """Every input at every density has a row per call; each claim names the slowest of them."""
+    found = worst(layered(30_000), 1, lambda _line: None, claimed=True)
+    inputs = {row["input"] for row in found["rows"]}
+    assert len(inputs) == 10
+    assert len(found["rows"]) == 10 * 3 * 2
+    for claim in found["claims"]:
+        assert any(claim.name.endswith(name) for name in inputs)
+        assert claim.value > 0
+    assert not worst(layered(30_000), 1, lambda _line: None, claimed=False)["claims"]
 
 
 def _others_recorded(slow: float) -> tuple[Times, Times]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedcomp.errors import ConfigError, LayoutError, NonFiniteUpdate
-from fedcomp.kernels import feedback_step, select, select_topk
+from fedcomp.kernels import feedback_step, select, select_topk, tiers
 from fedcomp.kernels.interface import MAGNITUDE
 
 TIERS = ("numba", "numpy", "auto")
@@ -23,10 +26,13 @@ def _data(kind: str, n: int) -> np.ndarray:
         "ties": lambda: rng.integers(-3, 4, size=n),
         "equal": lambda: np.full(n, -1.5),
         "sparse": lambda: np.where(rng.random(n) < 0.01, rng.normal(size=n), 0.0),
+        "block": lambda: np.where(abs(np.arange(n) - n // 2) < 0.005 * n, rng.normal(size=n), 0.0),
+        "signs": lambda: rng.choice([-1.0, 0.0, 1.0], size=n),
         "denormal": lambda: rng.integers(-9, 10, size=n) * 1.4e-45,
         "signed zeros": lambda: np.where(rng.random(n) < 0.5, 0.0, -0.0),
         "sorted": lambda: np.linspace(0.0, 1.0, n),
-        "rising steps": lambda: np.exp(np.arange(n) // 64 * 0.1),
+        "falling": lambda: np.linspace(1.0, 0.0, n),
+        "rising steps": lambda: np.exp(np.arange(n) // 64 * min(0.1, 3000 / n)),
     }[kind]()
     return made.astype(np.float32)
 
@@ -37,9 +43,12 @@ KINDS = (
     "ties",
     "equal",
     "sparse",
+    "block",
+    "signs",
     "denormal",
     "signed zeros",
     "sorted",
+    "falling",
     "rising steps",
 )
 
@@ -97,6 +106,68 @@ def test_a_sample_that_misleads_costs_only_time(tier: str, monkeypatch: pytest.M
     for guess in (1, int(np.float32(1e30).view(np.int32)), MAGNITUDE):
         monkeypatch.setattr(select, "_guess", lambda *_, guess=guess: guess)
         np.testing.assert_array_equal(select_topk(x, 500, tier=tier), expected)
+
+
+class _Counting:
+    """A tier that counts the elements its passes look at."""
+
+    def __init__(self, kernels: Any) -> None:
+        self.kernels = kernels
+        self.seen = {"collect": 0, "add_collect": 0}
+
+    def __getattr__(self, name: str) -> Any:
+        called = getattr(self.kernels, name)
+        if name not in self.seen:
+            return called
+
+        def counted(*arguments: Any) -> None:
+            state = arguments[-1].state
+            before = state[1]
+            called(*arguments)
+            self.seen[name] += int(state[1] - before)
+
+        return counted
+
+
+@pytest.mark.parametrize("tier", ["numba", "numpy"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_input_takes_more_than_two_passes(kind: str, tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few non-zeros, ties, equal or sorted values: at most two passes, with buffers of a few times k.
+
+    A step that starts at the threshold of the one before adds once, and reads nothing again.
+    """
+    n, k = 200_000, 2000
+    kernels = _Counting(tiers.ops(tier, n))
+    monkeypatch.setattr(tiers, "ops", lambda *_: kernels)
+    x = _data(kind, n)
+    tracemalloc.start()
+    try:
+        select_topk(x, k)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert kernels.seen["collect"] <= 2 * n
+    assert peak < 100 * k + 700_000  # the buffers of a few k candidates, the sample, one step of the numpy tier
+    step = feedback_step(np.zeros_like(x), x, k)
+    kernels.seen.update(collect=0, add_collect=0)
+    feedback_step(np.zeros_like(x), x, k, threshold=step.threshold)
+    assert kernels.seen == {"collect": 0, "add_collect": n}
+
+
+@pytest.mark.parametrize("tier", ["numba", "numpy"])
+@pytest.mark.parametrize("kind", ["student", "sorted", "ties", "block"])
+def test_a_start_far_too_low_is_given_up_for_a_sample(kind: str, tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in place, where the memory before the pass's position is the sum already: guessed again, no second pass."""
+    n, k = 200_000, 2000
+    kernels = _Counting(tiers.ops(tier, n))
+    monkeypatch.setattr(tiers, "ops", lambda *_: kernels)
+    memory, update = _data(kind, n), _data(kind, n)
+    cold = feedback_step(memory, update, k)
+    kernels.seen.update(collect=0)
+    warm = feedback_step(memory, update, k, threshold=cold.threshold / 1000, out=memory)
+    np.testing.assert_array_equal(warm.indices, cold.indices)
+    np.testing.assert_array_equal(warm.memory, cold.memory)
+    assert kernels.seen["collect"] == 0
 
 
 @pytest.mark.parametrize("tier", ["numba", "numpy"])
