@@ -255,7 +255,7 @@ class Task(ABC):
         """Return which predictions are right, boolean, one entry per prediction."""
 
     def outputs(self, model: nn.Module, x: Tensor) -> Tensor:
-        """Return what ``model`` says about inputs ``x``, one row each."""
+        """Return the model's outputs for inputs ``x``; the first axis is the examples."""
         return model(x)
 
     def model(self, seed: int) -> nn.Module:

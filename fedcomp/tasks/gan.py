@@ -1,7 +1,7 @@
 """Conditional generators and discriminators, and ensembles of discriminators that learn side by side.
 
 A *student* (the generator) never sees data. A *teacher* (a discriminator) sees its own records only, and says of every
-generated image in which direction its pixels should move. What leaves a teacher is made of that direction elsewhere
+generated image in which direction its pixels should move. What leaves a teacher is made from that direction elsewhere
 (:mod:`fedcomp.privacy.votes`); here are the networks, their losses and their steps.
 
 Labels go in as one-hot rows, at every level of the larger networks. No discriminator has batch normalisation: the
@@ -369,8 +369,8 @@ class Teachers:
         self._module = models.build(make, 0)
         order = np.argsort(owner, kind="stable")
         self.sizes = np.bincount(owner, minlength=count)
-        # Row t lists the records of teacher t, and zeros where it has no more; what is padding, sizes say.
-        # At least a batch wide, so that every draw has the same shape.
+        # Row t lists the records of teacher t, padded with zeros; sizes tell which are padding. At least a batch wide,
+        # so that every draw has the same shape.
         self._records = np.zeros((count, max(batch, int(self.sizes.max(initial=0)))), np.int64)
         # A record's column is its place in the sorted order, less the records of all teachers before its own.
         self._records[owner[order], np.arange(len(order)) - (np.cumsum(self.sizes) - self.sizes)[owner[order]]] = order
@@ -397,7 +397,7 @@ class Teachers:
         labels : ndarray of int64, (batch,), optional
             Labels of generated images that are the same for all teachers; default: those of each teacher's own batch.
         """
-        # Padding points to record 0, and there is none.
+        # Padding points to record 0, which an empty split does not have.
         if not len(self._data):
             return dict(state)
         rows, weights = self._batch(key)

@@ -1,4 +1,4 @@
-"""Tasks whose model is a conditional generator: what it is worth is the accuracy of a classifier that has seen nothing
+"""Tasks whose model is a conditional generator, which is judged by the accuracy of a classifier that has seen nothing
 but its images.
 
 A generator does not learn from records. Its teachers do (:mod:`fedcomp.tasks.gan`), and say in which direction its

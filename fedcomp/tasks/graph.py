@@ -35,7 +35,7 @@ from fedcomp.tasks.partition import Assignment, permutation
 from fedcomp.tasks.sources import DataSource, load
 
 PLANTED: Final = "planted"
-"""The partition that a graph was made of."""
+"""Name of the partition that a graph was drawn with."""
 
 OPTIONS: Final[Mapping[str, TaskOption]] = {
     "root": COMMON_OPTIONS["root"],
@@ -68,7 +68,7 @@ _NOT_THE_ROWS: Final = (
     *("root", "download", "structure", "hidden", "layers", "dropout", "split", "split_seed", "held_out"),
     *("cut", "partition_seed", "normalisation", "self_loops"),
 )
-"""Options that change no row of features. What the last four change is in the digest itself."""
+"""Options that do not change feature rows. What the last four of them change, the digest covers by its arrays."""
 
 
 _REFUSAL: Final = (
@@ -89,7 +89,7 @@ class GraphTask(Classification):
     nodes : int
         N.
     planted_only : bool
-        Whether the graph means something with the owners it was made of and with no others.
+        Whether the graph makes sense only with the owners it was drawn with.
     """
 
     needs = "graph"
@@ -181,7 +181,7 @@ class GraphTask(Classification):
         return model(features, operators)[x]
 
     def train(self, model: nn.Module, data: Split, **settings: Any) -> dict[str, float]:
-        """Raise ConfigError: an owner has not the rows that its nodes' neighbours stand in."""
+        """Raise ConfigError: an owner does not have the feature rows of its nodes' neighbours."""
         raise ConfigError(_REFUSAL.format(self.name))
 
     def gradient(
@@ -204,7 +204,7 @@ class GraphTask(Classification):
 
 
 class SharedGraph:
-    """The graph of a task and who of so many owners has what. Digests and parts are made once, when asked for.
+    """A task's graph as a number of owners share it. Digests and parts are made once, on demand.
 
     Parameters
     ----------
@@ -260,7 +260,7 @@ class SharedGraph:
 
     @cached_property
     def digest(self) -> str:
-        """What names the rows of features, the adjacency and who has what, 32 hexadecimal digits.
+        """A name for the feature rows, the adjacency and the partition, 32 hexadecimal digits.
 
         The same for every owner and whatever structure it knows, and whatever is held out. Rows are named by where
         they came from and by the options that shape them, not by their values: an owner has seen only its own.
@@ -281,7 +281,7 @@ class SharedGraph:
         return np.unique(adjacency.columns[rows != self.owner[adjacency.columns]]).astype(np.int64)
 
     def checked(self, index: int) -> int:
-        """Return the index of a part; raise ConfigError for one that there is not."""
+        """Return ``index``; raise ConfigError when there is no such part."""
         if not 0 <= index < self.parts:
             raise ConfigError(f"partition {index} is not in range({self.parts})")
         return index

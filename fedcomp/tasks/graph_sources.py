@@ -258,7 +258,7 @@ def cross_partition(
 
 
 def _smallest(scores: NDArray[np.float64], count: int, what: str) -> Ids:
-    """Return the columns of the ``count`` smallest scores of each row; those of 2 are not to be had."""
+    """Return the columns of the ``count`` smallest scores of each row, ascending; a score of 2 excludes a column."""
     if not count:
         return np.zeros((len(scores), 0), np.int64)
     if (have := int((scores < 2.0).sum(1).min())) < count:

@@ -106,7 +106,7 @@ class DigitsFive(_LinearTask):
 
     @property
     def linear_loss(self) -> str:
-        """Refused: who steps along linear rows on its own regularises the weights only.
+        """Refused: coded linear rounds would regularise the weights only.
 
         Raises
         ------

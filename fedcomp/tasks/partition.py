@@ -184,7 +184,7 @@ def pieces(
 
 def by_label(labels: NDArray[Any], num_partitions: int, *, min_examples: int = 1) -> Assignment:
     """Cut the examples, in order of label and then of position, into contiguous pieces whose sizes differ by at most
-    one; piece i belongs to partition i, so that neighbours in a ring hold like data and nothing is drawn.
+    one; piece i belongs to partition i, so that neighbours in a ring hold similar data. Nothing is drawn.
 
     Raises
     ------

@@ -37,7 +37,7 @@ TASKS: Final[Mapping[str, str]] = MappingProxyType(
         "synthetic-graph": "fedcomp.tasks.graph:SyntheticGraph",
     }
 )
-"""Name of each task and where its class stands (``module:class``)."""
+"""Name of each task and where its class is (``module:class``)."""
 
 
 def task_class(name: str) -> type[Task]:
@@ -90,7 +90,7 @@ def get_task(name: str, **options: Any) -> Task:
     # The environment's answer is part of the key: a changed FEDCOMP_DATA must not serve the old data.
     resolved["root"] = data_root(resolved["root"])
     options_key = tuple(sorted(resolved.items(), key=lambda item: item[0]))
-    # Graphs that are drawn from a formula are no data set.
+    # Graphs that are drawn from a formula have no data files that could change.
     return _build(cls, options_key, local_stamp(name, resolved["root"]) if name in SETS else None)
 
 

@@ -4,8 +4,8 @@
 
 1. ``<root>/<folder>/`` where ``root`` is the argument or the environment variable ``FEDCOMP_DATA``: every
    file's SHA-256 is compared with the one recorded here, and a mismatch is an error. So is anything under
-   that name that is not a folder of readable files; only where nothing is there the search goes on. In a folder
-   that several sets share that is: no file of this one. The network is not touched.
+   that name that is not a folder of readable files; only where nothing is there does the search go on. In a folder
+   that several sets share, nothing means no file of this set. The network is not touched.
 2. the set's usual library, when it is installed *and* ``download=True``;
 3. an offline default that needs no file: data embedded in scikit-learn or drawn from a documented formula. A
    stand-in for another set is announced by a :class:`DataWarning` and by the :class:`DataSource` that result
@@ -149,7 +149,7 @@ def load(name: str, root: str | os.PathLike[str] | None = None, download: bool =
 
 def local_stamp(name: str, root: str | None) -> Stamp | None:
     """Return size, times of change in nanoseconds and inode of each local file of the set ``name``; None when
-    there is no folder for it under ``root``, or one that it shares and that holds only files of other sets.
+    there is no folder for it under ``root``, or a shared one that holds only files of other sets.
 
     A rewritten file has another stamp, so what was loaded and verified before is not taken for it.
 

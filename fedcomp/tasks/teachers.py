@@ -32,6 +32,11 @@ def by_hash(ids: Iterable[int], teachers: int, key: Key) -> NDArray[np.int64]:
         A permanent name of a record; here its position in the training split.
     teachers : int
         At least 1.
+
+    Raises
+    ------
+    ConfigError
+        For any other number of teachers.
     """
     params.integer("teachers", teachers, low=1)
     listed = [int(i) for i in ids]
@@ -43,8 +48,13 @@ def by_hash(ids: Iterable[int], teachers: int, key: Key) -> NDArray[np.int64]:
 def wrapping_deal(labels: NDArray[np.integer], teachers: int, each: int) -> NDArray[np.int64]:
     """Return what DataLens' published code deals out, positions of records, int64 ``(teachers, each)``.
 
-    Cards are dealt class by class in turn, and a class that has run out starts over (read): with classes of unequal
-    size some records have two teachers and others none. Here to measure that; nothing learns from it.
+    Records are dealt class by class in turn, and a class that has run out starts over (read): with classes of unequal
+    size some records have two teachers and others none. It is here to measure that; nothing learns from it.
+
+    Raises
+    ------
+    ConfigError
+        When there are no records.
     """
     labels = np.asarray(labels)
     members = [np.flatnonzero(labels == label) for label in np.unique(labels)]

@@ -1,7 +1,8 @@
 """Devices that vanish inside a round: when each can be reached, and what then arrives of uploads and shards.
 
 All times are seconds since the round began. A device computes whether or not it can be reached; whatever it sends or is
-sent needs it to be there all the time that takes, and what breaks off is lost. The schemes differ in what is one piece:
+sent needs it to be there for the whole transfer, and an interrupted transfer is lost. The schemes differ in what is
+transferred as one piece:
 
 - plain upload: the whole update. It restarts when the device comes back, which one that has died never does;
 - upload with resume: chunks, which the server keeps;
@@ -24,7 +25,7 @@ from fedcomp.rng import Key
 from fedcomp.timing.links import Link
 
 NEVER: Final = math.inf
-"""When something happens that does not."""
+"""The time of something that does not happen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +62,15 @@ class Presence:
         return next((max(begin, at) for begin, end in self.intervals if at <= end), NEVER)
 
     def whole(self, start: float, seconds: float) -> float:
-        """Return when a transfer of ``seconds`` is over that is wanted from ``start`` on and must not break off.
+        """Return when a transfer of ``seconds`` is complete that can begin at ``start`` and must not be interrupted.
 
-        One that breaks off restarts when the device is back; infinity when no stay is long enough.
+        An interrupted one restarts when the device is back; infinity when no stay is long enough.
         """
         stays = ((max(begin, start), end) for begin, end in self.intervals)
         return next((begin + seconds for begin, end in stays if begin + seconds <= end), NEVER)
 
     def pieces(self, start: float, pieces: Iterable[float]) -> float:
-        """Return when the last of several transfers is over, each of them whole, one after the other."""
+        """Return when the last of several transfers is complete, one after the other, each as of :meth:`whole`."""
         at = start
         for seconds in pieces:
             at = self.whole(at, seconds)
@@ -88,18 +89,19 @@ Failures = Callable[[int, int], Presence]
 
 @dataclass(frozen=True)
 class OnOff:
-    """Devices there for an exponential time, away for an exponential time, and so on; there when the round begins.
+    """Devices present for an exponential time, away for an exponential time, and so on; present when a round begins.
 
     Parameters
     ----------
     mean_on : float
-        Mean seconds a device stays; infinity for ever.
+        Mean seconds a device stays; with infinity it never leaves.
     mean_off : float
-        Mean seconds until it comes back; infinity for not in this round: devices die, with exponential lifetimes.
+        Mean seconds until it comes back; with infinity it does not come back in this round: devices die, with
+        exponential lifetimes.
     key : Key
         Names the stream; each round and client has its own.
     horizon : float
-        Seconds of a round that matter; devices that come and go are drawn up to there and stay as they are then.
+        Seconds of a round that matter; the comings and goings of devices are drawn up to there.
 
     Raises
     ------
@@ -149,14 +151,14 @@ def _waiting(mean: float, uniform: float) -> float:
 
 @dataclass(frozen=True)
 class Trace:
-    """Devices that are there when a record of real ones says so.
+    """Devices that are present when a recorded trace says so.
 
     Parameters
     ----------
     stays : mapping of int to sequence of (float, float)
-        By client: from and until, in seconds since the record began. A client without an entry is never there.
+        By client: from and until, in seconds since the trace began. A client without an entry is never there.
     period : float
-        Seconds from one round's beginning to the next one's; round 1 begins with the record.
+        Seconds from one round's beginning to the next one's; round 1 begins with the trace.
 
     Raises
     ------
@@ -240,11 +242,11 @@ class Situation:
     ready : sequence of float
         When each client has its update.
     server, peer : Link
-        Every client's link to the server, of which the way up counts, and to its peers, likewise.
+        Every client's link to the server, and to its peers; only the uplink and the latency of either count.
     share_by : float
-        When the server begins to collect at the latest.
+        When the server begins to collect at the latest, in seconds.
     end : float
-        What arrives later is not in the sum.
+        What arrives later, in seconds, is not in the sum.
 
     Raises
     ------
@@ -285,7 +287,7 @@ class Situation:
         return there if there <= self.end else NEVER
 
     def spent(self, client: int, start: float, nbytes: int, until: float | None = None) -> float:
-        """Return how many of ``nbytes`` left ``client`` from ``start`` on, whether or not they came to anything."""
+        """Return how many of ``nbytes`` left ``client`` from ``start`` on, whether or not the transfer succeeded."""
         _positive("bytes of an upload", nbytes)
         if start == NEVER:
             return 0.0
@@ -359,7 +361,7 @@ class World:
 
 @dataclass(frozen=True)
 class Fate:
-    """What became of one round.
+    """The outcome of one round.
 
     Attributes
     ----------
@@ -377,7 +379,7 @@ class Fate:
 
     @property
     def fraction(self) -> float:
-        """Share of the clients whose update is in the sum."""
+        """Fraction of the clients whose update is in the sum."""
         return sum(math.isfinite(at) for at in self.known) / len(self.known) if self.known else 0.0
 
 
@@ -449,7 +451,7 @@ def relay(
     at = at if math.isfinite(at) else round.share_by
     arrived: list[list[float]] = [[] for _ in plan]
     unasked = [list(found) for found in plan]
-    # Who said nothing is taken to be away, whatever it could still be asked for.
+    # Who said nothing is assumed to be away, whatever shards of others it holds.
     silent = frozenset(client for client in round.clients if not math.isfinite(shared[client]))
     waves = 0
     while at < round.end:
@@ -486,8 +488,8 @@ def relay(
 def in_turn(unasked: Sequence[Sequence[int]], needed: Sequence[int], silent: frozenset[int]) -> dict[int, list[int]]:
     """Ask, for every contributor, as many holders as it needs shards, in the order of its plan; an :data:`Ask`.
 
-    Where plans begin at different relays, every relay is asked for equally much. A contributor whose holders do not
-    suffice is given up.
+    Where plans begin at different relays, every relay is asked for about as many shards. A contributor with too few
+    holders left is given up.
     """
     out: dict[int, list[int]] = {}
     for source, (holders, missing) in enumerate(zip(unasked, needed, strict=True)):

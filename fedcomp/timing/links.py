@@ -5,7 +5,7 @@ A transfer of n bytes over a link with latency alpha (seconds) and bandwidth B (
     t(n) = alpha + 8 n / B,
 
 so beta = 8 / B is the time per byte. The model knows no congestion, loss or slow start: it turns counted
-bytes into seconds that can be compared, it does not predict a network. The figures computed here are
+bytes into seconds that can be compared; it does not predict a network. The figures computed here are
 *simulated* and must be labelled so wherever they are shown.
 """
 
