@@ -11,6 +11,9 @@ WORKERS ?= 2
 test: WORKERS := 3
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
+# Tests start hundreds of processes. Where this variable is set, each of them would compile all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 export FLWR_TELEMETRY_ENABLED := 0
 export FLWR_DISABLE_UPDATE_CHECK := 1
 export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION := 1

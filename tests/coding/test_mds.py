@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import galois
 import numpy as np
 import pytest
+from galois_oracle import gf256
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +20,6 @@ from fedcomp.coding.rlnc import Decoder, Recoder
 from fedcomp.coding.stream import SplitMix64, derive
 from fedcomp.errors import ConfigError
 
-GF = galois.GF(2**8)  # over x^8 + x^4 + x^3 + x^2 + 1; galois takes a second to verify it when it is named
 WHERE = {"round": 1, "source": 2, "run": 3}
 
 
@@ -74,7 +73,7 @@ def test_sampled_choices_of_k_rows_are_invertible_up_to_the_last_row(symbols: in
 def test_powers_under_an_identity_are_no_mds_code() -> None:
     """The usual wrong construction: rows 2^(ij) below the identity have singular choices already for small codes."""
     symbols, parities = 10, 5
-    powers = GF(2) ** np.array([[i * j for j in range(symbols)] for i in range(parities)])
+    powers = gf256(2) ** np.array([[i * j for j in range(symbols)] for i in range(parities)])
     rows = np.concatenate([np.eye(symbols, dtype=np.uint8), np.asarray(powers, np.uint8)])
     sound = generator(symbols, symbols + parities)
 

@@ -236,20 +236,18 @@ def test_a_surplus_relay_saves_the_round_and_the_wrong_one_is_named() -> None:
 def missed(checks: int, rounds: int) -> float:
     """Return the share of rounds at p = 251 in which a missing contributor went unnoticed."""
     count = 0
+    # The inverse is the same for every round.
+    solving = inverse(GF251, plan_of(GF251, size=12, threshold=1, relays=4).matrix())
     for number in range(rounds):
         plan = plan_of(GF251, size=12, checks=checks, seed=number, threshold=1, relays=4, contributors=3, bound=20)
         vector = SplitMix64(number).below(41, 36).reshape(3, 12) - 20
         made = [shares(plan, contribution(plan, q), predictable(number * 3 + i)) for i, q in enumerate(vector)]
         sums = added(plan, made, range(3), range(4))
         sums[number % 4] = GF251.sum([made[0][number % 4], made[1][number % 4]])
-        # The inverse is the same for every round, and galois slow for one so small.
-        pieces = GF251.matmul(INVERSE[:3], np.stack([sums[r] for r in range(4)])).reshape(-1)
+        pieces = GF251.matmul(solving[:3], np.stack([sums[r] for r in range(4)])).reshape(-1)
         data, found = pieces[:13], pieces[13 : 13 + checks]
         count += np.array_equal(GF251.dot(plan.challenge(), data), found)
     return count / rounds
-
-
-INVERSE = inverse(GF251, plan_of(GF251, size=12, threshold=1, relays=4).matrix())
 
 
 @pytest.mark.long
