@@ -41,6 +41,7 @@ def check_exact(array: NDArray[Any], spec: TensorSpec, before: NDArray[Any]) -> 
         )
     array = array.astype(spec.dtype, copy=False)
     odd = ~np.isfinite(array)
+    # A model may hold infinities of its own, such as those of an attention mask; only new ones are an error.
     if odd.any() and not np.array_equal(array[odd], before[odd], equal_nan=array.dtype.kind == "f"):
         raise NonFiniteUpdate(f"buffer {spec.name!r} holds non-finite values that the model does not; nothing was sent")
     return array

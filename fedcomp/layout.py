@@ -381,6 +381,8 @@ class Layout:
     @cached_property
     def digest(self) -> bytes:
         """Eight bytes that both ends can compare: SHA-256 over names, shapes, dtypes, densities, groups and order."""
+        # Against mistakes: two ends that hold different models. Eight bytes do not stop somebody who looks for a
+        # collision.
         groups = [[[t.name, t.shape, t.dtype, t.density] for t in group] for group in (self.tensors, self.exact)]
         return hashlib.sha256(json.dumps([*groups, self.order]).encode()).digest()[:8]
 

@@ -68,6 +68,7 @@ class Key:
 
     def bits(self, count: int) -> NDArray[np.uint64]:
         """Return ``count`` uniform 64-bit words, shape ``(count,)``."""
+        # Philox takes a key of 128 bits.
         words = np.frombuffer(self.digest()[:16], "<u8")
         stream = np.random.Philox(key=words)
         return np.asarray(stream.random_raw(count), np.uint64)

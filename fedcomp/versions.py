@@ -61,6 +61,7 @@ CodecOf = Callable[[Step], Codec]
 
 def digest(vector: Vector, exact: Arrays) -> bytes:
     """Return 16 bytes that name a model: SHA-256 over the vector and the exact buffers, truncated."""
+    # Over the buffer itself: its bytes would be a copy of the model.
     h = hashlib.sha256(np.ascontiguousarray(vector).view(np.uint8).data)
     # By name, so that the order in which an end holds its buffers does not matter.
     for name in sorted(exact):

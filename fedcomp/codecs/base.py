@@ -53,6 +53,7 @@ class Receiver(ABC):
         fedcomp.wire.WireError
             For anything that is not exactly a frame of this codec and layout.
         """
+        # A receiver opens a frame once, and then measures and adds the same bundle.
         return frame if isinstance(frame, Bundle) else decode(frame, self.schema(layout), self.limits(layout))
 
     def verify(self, frame: Frame | Bundle, layout: Layout, key: Key) -> Bundle:
@@ -248,6 +249,7 @@ def require_finite(update: Update) -> None:
     """Raise :class:`NonFiniteUpdate` naming the first tensor of ``update`` that holds NaN or infinity."""
     if all_finite(update.vector):
         return
+    # Only for the message: finding the tensor takes a pass over each.
     for t in update.layout.tensors:
         bad = int(np.count_nonzero(~np.isfinite(update.vector[t.slice])))
         if bad:

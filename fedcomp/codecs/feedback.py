@@ -246,6 +246,7 @@ class ErrorFeedback(Wrapper):
         # By the key, which has the server's round: a client that was away has not counted.
         missed = 0 if last is None else key.round - int(last) - 1
         if self.max_age is not None and missed >= self.max_age:
+            # Dropped on purpose: the model has moved on from where this was learnt.
             return np.zeros_like(memory), None if velocity is None else np.zeros_like(velocity)
         if velocity is not None and missed > 0:
             # Not in place, here and below: the vector belongs to the caller's state, which an error must leave whole.

@@ -103,6 +103,7 @@ class ListedCodec(PositionalCodec):
         """
         if self.values == "fp16":
             return None
+        # The longest stretch has the weakest bound; a model without stretches loses nothing.
         kept = 1.0 / max((s.size for s in self.stretches(layout)), default=1)
         return kept * (1.0 - 2.0**-16) if self.values == "bf16" else kept
 

@@ -76,6 +76,7 @@ class RandomK(PositionalCodec):
         if self.unbiased:
             with np.errstate(over="ignore"):
                 kept = kept * np.float32(stretch.size / k)
+            # The factor n/k may carry finite values beyond float32: refused here, while the state is as it was.
             if not np.isfinite(kept).all():
                 raise NonFiniteUpdate(f"{stretch.name} scaled by n/k = {stretch.size / k:g} overflows float32")
         return wire.seeded((stretch.size,), self._seed(stretch, key), k, wire.Raw(kept), algorithm=self.algorithm)
@@ -130,6 +131,7 @@ class RandomK(PositionalCodec):
 
     def _seed(self, stretch: Stretch, key: Key) -> int:
         """Return the seed of ``stretch`` for the key of its layer."""
+        # Without the partition of their own all clients of a round draw the same.
         return (key.at(partition=0) if self.shared else key).u64()
 
     def _kept(self, layout: Layout) -> list[float]:

@@ -150,6 +150,7 @@ def _quantile(family: str, tail: Exceedances, ratio: float) -> float:
         s = max(math.log(mean) - tail.log_mean, 1e-12)
         shape = (3.0 - s + math.sqrt((s - 3.0) ** 2 + 24.0 * s)) / (12.0 * s)
         return mean / shape * float(gammainccinv(shape, ratio))
+    # Mean and variance of a generalised Pareto distribution, solved for its shape and scale.
     square = mean**2 / tail.variance
     kappa = 0.5 * (square - 1.0)
     scale = 0.5 * mean * (square + 1.0)

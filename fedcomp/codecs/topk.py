@@ -105,6 +105,7 @@ class TopK(ListedCodec):
         """Open, and require at most the values of the round of ``key``: a warm-up allows :meth:`open` more."""
         bundle = self.open(frame, layout)
         for tensor, stretch in zip(bundle.tensors, self.stretches(layout), strict=False):
+            # At most: zeros do not travel, so that an honest frame may hold fewer.
             if tensor.values.k > self.count(stretch, key):
                 raise LimitExceeded(
                     f"{stretch.name}: {tensor.values.k} values, round {key.round} allows {self.count(stretch, key)}"

@@ -285,6 +285,7 @@ def _adaptive_bins(residue, update, out, total, bits, soft, length, add, state, 
                     written = _search_long(total, update, soft, at, length, peak, indices, written)
         for b in range(whole, last):
             start, end = b * length, min((b + 1) * length, total.size)
+            # Shorter bins have their sums already, written above for the whole chunk.
             if add and length >= 16:
                 for i in range(start, end):
                     out[i] = residue[i] + update[i]

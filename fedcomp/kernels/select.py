@@ -84,6 +84,7 @@ def select_topk(vector: NDArray[Any], k: int, *, tier: Tier = "auto", seed: int 
     >>> select_topk(np.float32([0.5, -3.0, 1.0, 0.25]), 2)
     array([1, 2])
     """
+    # Nodes of decentralised runs may hold float64; the kernels are made for updates, which are float32.
     if vector.dtype == np.float64:
         return _select_wide(vector, k)
     check_vector("vector", vector)

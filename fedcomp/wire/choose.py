@@ -247,6 +247,7 @@ def encode_support(support: Support, name: str, backend: str) -> tuple[IndexCode
             wrapper = Complement()
             params, section = wrapper.encode_with(support, name.removeprefix("complement:"))
             return wrapper, params, section, backend, None
+        # Only here are bins tried: "auto" alone knows no length for them.
         if binned := _BINS.fullmatch(name):
             bins = Bins(int(binned[2]))
             params, section = bins.encode(support)
@@ -258,6 +259,7 @@ def encode_support(support: Support, name: str, backend: str) -> tuple[IndexCode
         codec = INDEX_BY_NAME[name]
         params, section = codec.encode(support)
         return codec, params, section, backend, None
+    # Above half of the elements the absent indices are fewer, and cheaper to list.
     if 2 * support.k <= support.n:
         return _smallest(support, backend)
     codec, params, section, chosen, compressed = _smallest(support.complement(), backend)

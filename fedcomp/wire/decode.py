@@ -122,6 +122,7 @@ def decode(
     decoded = 0
     for entry in entries:
         _check_sizes(entry)
+        # Summed over all tensors: each of many sections may be within the limit, and all of them are held at once.
         decoded += _work_bytes(entry)
         if decoded > limits.max_bytes_out:
             raise LimitExceeded(

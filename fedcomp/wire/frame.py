@@ -85,6 +85,7 @@ def encode(tensors: Sequence[Tensor], *, flags: int = 0, tlvs: Iterable[tuple[in
     if aligned[1] >= 0 and (slack := -(start + aligned[1]) % _ALIGN):
         # The padding field itself takes two bytes.
         fields += bytes((PADDING, (slack - 2) % _ALIGN)) + bytes((slack - 2) % _ALIGN)
+        # Again, since the padding has moved the payload.
         start = HEADER.size + len(fields) + 1 + len(table)
     head = HEADER.pack(MAGIC, MAJOR, MINOR, flags, len(tensors), start) + fields + bytes((TLV_END,))
     # Part by part: joined once for the checksum and once for the frame, a model would be in memory a third time.

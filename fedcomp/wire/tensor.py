@@ -262,6 +262,7 @@ def seeded(
     content = values if isinstance(values, Values) else Raw(values)
     if content.k != k:
         raise ConfigError(f"tensor {name!r}: a seeded support of {k} indices got {content.k} values")
+    # The draw takes seeds modulo 2**64, and eight bytes of them travel.
     source = Seeded(seed & (1 << 64) - 1, algorithm)
     return Tensor(content, _shape(shape), name, content.dtype, SPARSE, indices, source, backend)
 
