@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 from fedcomp import params
-from fedcomp.errors import ConfigError, nearest
+from fedcomp.errors import ConfigError
 from fedcomp.privacy.entropy import Entropy, SystemEntropy
 from fedcomp.privacy.optimizers import LsgOptimizer, MaskedOptimizer, PrivateOptimizer, StepSettings, TopAggOptimizer
 from fedcomp.privacy.sampling import poisson
@@ -41,8 +41,6 @@ _OPTIMIZERS: Final[Mapping[str, Callable[..., PrivateOptimizer]]] = {
     "random-mask": MaskedOptimizer,
     "lsg": LsgOptimizer,
 }
-METHODS: Final = tuple(_OPTIMIZERS)
-"""What :func:`private_training` can make."""
 
 
 class PoissonLoader:
@@ -261,9 +259,7 @@ def private_training(
         **({"names": [named[p] for p in held]} if method == "lsg" else {}),
         **options,
     }
-    if method not in _OPTIMIZERS:
-        raise ConfigError(f"method={method!r} is not known{nearest(str(method), METHODS)}")
-    private = _OPTIMIZERS[method](optimizer, ledger, own, **given)
+    private = _OPTIMIZERS[params.choice("method", method, _OPTIMIZERS)](optimizer, ledger, own, **given)
     hooks = GradSampleHooks(module, loss_reduction="sum" if per_record else reduction)
     # A second backward pass before the step would give each record two contributions.
     hooks.forbid_grad_accumulation()

@@ -47,6 +47,7 @@ __all__ = [
     "kept",
     "project",
     "reconstruct",
+    "remembered",
 ]
 
 Float32 = NDArray[np.float32]
@@ -59,6 +60,10 @@ SCHEDULES: Final = ("constant", "linear", "cosine")
 
 MASKS: Final = ("random", "noisy_magnitude")
 """How the kept coordinates are chosen: by the seed alone, or half of them where former noisy updates were large."""
+
+
+# About ten steps of memory.
+_DECAY: Final = 0.9
 
 
 def fraction(schedule: str, step: int, steps: int, keep: float) -> float:
@@ -139,6 +144,11 @@ def kept(size: int, share: float, key: Key, magnitude: NDArray[Any] | None = Non
     rest = np.flatnonzero(~large)
     large[rest[seeded_support(key.u64(), rest.size, count - count // 2)]] = True
     return np.flatnonzero(large)
+
+
+def remembered(former: NDArray[np.float64] | None, noisy: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the running sum of noisy updates that ``mask="noisy_magnitude"`` looks at, after one more."""
+    return noisy if former is None else _DECAY * former + noisy
 
 
 def carriers(target: NDArray[Any], rank: int, key: Key) -> Pair:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -34,7 +34,16 @@ from fedcomp import params
 from fedcomp.errors import ConfigError
 from fedcomp.privacy.entropy import Entropy, SeededEntropy, SystemEntropy
 from fedcomp.privacy.events import Adjacency
-from fedcomp.privacy.lsg import Carriers, LowRankPlan, check_fraction, check_mask, count_kept, fraction, kept
+from fedcomp.privacy.lsg import (
+    Carriers,
+    LowRankPlan,
+    check_fraction,
+    check_mask,
+    count_kept,
+    fraction,
+    kept,
+    remembered,
+)
 from fedcomp.privacy.mechanism import GridGaussian, Mechanism, Votes
 from fedcomp.privacy.spending import next_round
 from fedcomp.privacy.votes import threshold as cut
@@ -42,10 +51,6 @@ from fedcomp.rng import Key
 
 if TYPE_CHECKING:
     from fedcomp.privacy.ledger import PrivacyLedger
-
-# About ten steps of memory.
-_DECAY: Final = 0.9
-"""Of the running sum of noisy updates that ``mask="noisy_magnitude"`` looks at."""
 
 
 def clip_rows(rows: Tensor, mechanism: GridGaussian) -> Tensor:
@@ -529,7 +534,7 @@ class MaskedOptimizer(PrivateOptimizer):
     def remember(self, gradient: NDArray[np.float64]) -> None:
         """Add a noisy gradient to the running sum that the next mask may look at."""
         if self.mask == "noisy_magnitude":
-            self._former = gradient if self._former is None else _DECAY * self._former + gradient
+            self._former = remembered(self._former, gradient)
 
     def _share(self) -> float:
         return fraction(self.schedule, self.steps - self.schedule_start, self.schedule_steps, self.keep)

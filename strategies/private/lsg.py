@@ -31,16 +31,13 @@ from fedcomp.flower.records import to_arrays
 from fedcomp.layout import Layout, Vector
 from fedcomp.privacy.bounds import clip_arrays
 from fedcomp.privacy.errors import Unbounded
-from fedcomp.privacy.lsg import Carriers, LowRankPlan, count_kept, fraction, kept
+from fedcomp.privacy.lsg import Carriers, LowRankPlan, count_kept, fraction, kept, remembered
 from fedcomp.privacy.mechanism import GridGaussian
 from fedcomp.rng import Key
 from fedcomp.strategies.intake import Intake
 from fedcomp.strategies.private.settings import LsgSettings
 from fedcomp.strategies.private.strategy import Contribution, PrivateStrategy
 from fedcomp.strategies.replies import Arrival, SentMessage
-
-DECAY = 0.9
-"""Of the running sum of noisy updates that ``mask="noisy_magnitude"`` looks at."""
 
 
 @dataclass
@@ -203,7 +200,7 @@ class Lsg(PrivateStrategy):
         short[self.kept] = noisy / self.expected
         step = self._plan.reconstruct(short, self._pairs)
         if self.settings.mask == "noisy_magnitude":
-            self._former = step if self._former is None else DECAY * self._former + step
+            self._former = remembered(self._former, step)
         return step.astype(np.float32)
 
     def describe(self) -> str:

@@ -23,7 +23,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from fedcomp.errors import ConfigError
-from fedcomp.privacy.dpsgd import METHODS, PoissonLoader, StepSettings, private_training
+from fedcomp.flower.record_dp import METHODS
+from fedcomp.privacy.dpsgd import PoissonLoader, StepSettings, private_training
 from fedcomp.privacy.entropy import SeededEntropy
 from fedcomp.privacy.errors import BudgetExceeded
 from fedcomp.privacy.ledger import PrivacyLedger
