@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from flwr.app import Context, Error, Message, RecordDict
+from flwr.app import Context, Message, RecordDict
 from numpy.typing import NDArray
 
 from fedcomp.clients.half import CallNext, ClientHalf, drop_in
 from fedcomp.clients.messages import (
-    MOD_FAILED_PRECONDITION,
     NOT_WITHOUT_NOISE,
     choose,
     equally_long,
@@ -32,7 +31,7 @@ from fedcomp.clients.private.mod import discreet, only_update, wants_padding, wa
 from fedcomp.errors import FedcompError
 from fedcomp.exact import encode_exact
 from fedcomp.flower.payload import NODE_RECORD, put_frame
-from fedcomp.flower.protocol import EXACT, RESYNC, STALE, UPDATE
+from fedcomp.flower.protocol import EXACT, RESYNC, STALE, UPDATE, refusal
 from fedcomp.flower.records import to_arrays
 from fedcomp.flower.state import StaleMessage, Uplink
 from fedcomp.layout import Layout, policy_from_config
@@ -71,13 +70,13 @@ def _handle(msg: Message, context: Context, call_next: CallNext, accept: Collect
     codec, unsupported = choose(announcement, announcement.codec, accept)
     downlink, no_downlink = choose(announcement, announcement.downlink, accept)
     if codec is None and asks_for_noise(announcement.codec):
-        return Message(Error(MOD_FAILED_PRECONDITION, f"{NOT_WITHOUT_NOISE} ({unsupported})"), reply_to=msg)
+        return refusal(msg, f"{NOT_WITHOUT_NOISE} ({unsupported})")
     unsupported = unsupported or no_downlink
     try:
         record, replica = receive(msg.content, announcement, downlink, context)
     except FedcompError as error:
         # The server sends the full model next time; training from a model it does not know would spoil the mean.
-        return Message(Error(MOD_FAILED_PRECONDITION, f"{RESYNC}: {error}"), reply_to=msg)
+        return refusal(msg, f"{RESYNC}: {error}")
 
     # A codec that privatises on this node does not help where something else leaves beside the frame.
     noised = codec is not None and privatised(codec) is not None
@@ -97,7 +96,7 @@ def _handle(msg: Message, context: Context, call_next: CallNext, accept: Collect
         try:
             uplink = Uplink.begin(context, announcement, codec, layout)
         except StaleMessage as error:
-            return Message(Error(MOD_FAILED_PRECONDITION, f"{STALE}: {error}"), reply_to=msg)
+            return refusal(msg, f"{STALE}: {error}")
         if uplink.redelivery is not None:
             # Already trained for this message: the frame that may have been consumed is the one to send again.
             return Message(uplink.redelivery, reply_to=msg)

@@ -16,10 +16,11 @@ from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordD
 from numpy.typing import NDArray
 
 from fedcomp.clients.half import ClientHalf, Handler
-from fedcomp.errors import ConfigError, StateError
+from fedcomp.clients.messages import require_partition
+from fedcomp.errors import StateError
 from fedcomp.flower import gossip
 from fedcomp.flower.logs import log
-from fedcomp.flower.payload import PARTITION_KEY, put_node
+from fedcomp.flower.payload import put_node
 from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.base import Real
 from fedcomp.gossip.local import FlatObjective, Objective
@@ -190,10 +191,4 @@ def _instruction(msg: Message, context: Context) -> Instruction:
 
 def _vertex(context: Context) -> int:
     """Return this node's vertex: its partition id."""
-    value = context.node_config.get(PARTITION_KEY)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ConfigError(
-            f"this node's {PARTITION_KEY} is {value!r}; decentralised learning needs to know which vertex of the graph "
-            "it is: start the SuperNode with --node-config 'partition-id=0 num-partitions=4'"
-        )
-    return value
+    return require_partition(context, "decentralised learning needs to know which vertex of the graph it is")

@@ -22,9 +22,6 @@ from fedcomp.rng import Key
 from fedcomp.versions import CodecOf, Step, advance, digest
 from fedcomp.wire import Frame
 
-MOD_FAILED_PRECONDITION = 6
-"""Flower's ErrorCode of that name; the enumeration itself is private."""
-
 NOT_WITHOUT_NOISE = (
     "the announced codec privatises updates, and this client cannot or may not use it; it sends nothing without that "
     "noise. Use the same release on both sides, and accept its codecs"
@@ -179,6 +176,29 @@ def partition_of(context: Context) -> int:
     value = context.node_config.get(PARTITION_KEY)
     # Within the range of partition ids; the server knows this remainder as nobody's configuration.
     return value if isinstance(value, int) else context.node_id % (1 << 31)
+
+
+def require_partition(context: Context, why: str) -> int:
+    """Return the partition id that this node was started with.
+
+    Parameters
+    ----------
+    why : str
+        What it is needed for, as a clause of the error.
+
+    Raises
+    ------
+    ConfigError
+        When it is not a whole number >= 0.
+    """
+    value = context.node_config.get(PARTITION_KEY)
+    # True is an integer, and would pass for partition 1.
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ConfigError(
+            f"this node's {PARTITION_KEY} is {value!r}; {why}: start the SuperNode with --node-config 'partition-id=0 "
+            "num-partitions=4'"
+        )
+    return value
 
 
 def learnt(

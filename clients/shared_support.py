@@ -9,11 +9,10 @@ from collections.abc import Collection
 from dataclasses import replace
 
 import numpy as np
-from flwr.app import Context, Error, Message, RecordDict
+from flwr.app import Context, Message, RecordDict
 
 from fedcomp.clients.half import CallNext, ClientHalf
 from fedcomp.clients.messages import (
-    MOD_FAILED_PRECONDITION,
     choose,
     find_announcement,
     header_of,
@@ -47,6 +46,7 @@ from fedcomp.flower.protocol import (
     SUPPORT,
     UPDATE,
     Announcement,
+    refusal,
 )
 from fedcomp.flower.records import to_arrays
 from fedcomp.flower.state import Replica, StaleMessage, Uplink, remembered
@@ -81,7 +81,7 @@ def shared_support(accept: Collection[str] | None = None) -> ClientHalf:
         try:
             return _Exchange(msg, context, announcement, codec).answer(call_next)
         except StaleMessage as error:
-            return Message(Error(MOD_FAILED_PRECONDITION, f"{STALE}: {error}"), reply_to=msg)
+            return refusal(msg, f"{STALE}: {error}")
 
     return ClientHalf("shared_support", shared_support_mod, outside=("compression", "lsg", "private", "record_dp"))
 
@@ -117,7 +117,7 @@ class _Exchange:
                 self.msg.content, self.announcement, self.codec, self.context, lambda layout: self._codec_of(layout)
             )
         except FedcompError as error:
-            return Message(Error(MOD_FAILED_PRECONDITION, f"{RESYNC}: {error}"), reply_to=self.msg)
+            return refusal(self.msg, f"{RESYNC}: {error}")
         # receive() returns a replica whenever it was given a codec.
         assert replica is not None
         before = to_arrays(record)
@@ -169,14 +169,16 @@ class _Exchange:
         """Answer a query: the waiting update's values on the support of the message, or on this node's own choice."""
         replica = Replica.load(self.context)
         if replica is None:
-            return self._refuse("this node holds no model; it did not train")
+            return refusal(self.msg, "this node holds no model; it did not train")
         layout = self._layout(replica)
         uplink = Uplink.begin(self.context, self.announcement, self.codec, layout)
         if uplink.redelivery is not None:
             return Message(uplink.redelivery, reply_to=self.msg)
         # The server acknowledges a training reply before it asks: a rollback means that this is not the state it knows.
         if uplink.fresh or uplink.rolled_back or not waits(uplink.state):
-            return self._refuse("no update waits here: this node did not train in this round, or its state was lost")
+            return refusal(
+                self.msg, "no update waits here: this node did not train in this round, or its state was lost"
+            )
         state = dict(uplink.state)
         out = RecordDict()
         out[NODE_RECORD] = header_of(out, self.context, replica)
@@ -186,7 +188,7 @@ class _Exchange:
         else:
             block = take_frame(self.msg.content, SUPPORT)
             if block is None:
-                return self._refuse("the query holds no index block")
+                return refusal(self.msg, "the query holds no index block")
             state = self._values(state, open_support(block, self.codec, layout), layout, out)
         self._close(out, state, layout, uplink, update)
         return Message(out, reply_to=self.msg)
@@ -253,6 +255,3 @@ class _Exchange:
             return self.codec.mean(open_support(block, replace(self.codec, dense=True), layout), wanted)
 
         return find
-
-    def _refuse(self, reason: str) -> Message:
-        return Message(Error(MOD_FAILED_PRECONDITION, reason), reply_to=self.msg)

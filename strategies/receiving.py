@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Final, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Error, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedcomp.errors import ConfigError, FedcompError, LayoutError
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import NODE_RECORD
-from fedcomp.flower.protocol import RESYNC
+from fedcomp.flower.protocol import RESYNC, app_failure
 from fedcomp.flower.records import finite_where, restore_dtypes, to_record
 from fedcomp.flower.report import Report, Reports
 from fedcomp.layout import Vector
@@ -52,8 +52,6 @@ T = TypeVar("T")
 
 Consumed = tuple[int, int, int]
 """Node, and the sequence number and generation of the memory of what was used of it; generation 0: no memory."""
-
-_APP_RAISED: Final = 2  # Flower's ErrorCode.CLIENT_APP_RAISED_EXCEPTION; the enumeration itself is private
 
 
 class Reception(Stateful):
@@ -136,8 +134,7 @@ class Reception(Stateful):
                 report.refuse(each.node, f"{role}{reason}")
                 if errors is not None:
                     # For the inner strategy a refused reply is a failed one: Flower's log tells how many failed.
-                    raised = Error(_APP_RAISED, str(reason))
-                    errors.append(reply if reply.has_error() else Message(raised, reply_to=each.message))
+                    errors.append(reply if reply.has_error() else app_failure(each.message, str(reason)))
                 continue
             yield item
 

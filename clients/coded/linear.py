@@ -21,15 +21,16 @@ from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
 from numpy.typing import NDArray
 
 from fedcomp.clients.half import ClientHalf, Handler
+from fedcomp.clients.messages import require_partition
 from fedcomp.clients.peers import peer_link
 from fedcomp.coding.datacode import encode_rows
 from fedcomp.coding.datapacket import pack_partition, unpack_partition
 from fedcomp.coding.errors import PacketError
 from fedcomp.coding.transport import MAX_STORE_BYTES, Parcel, PeerTransport, deliver
-from fedcomp.errors import ConfigError, StateError
+from fedcomp.errors import StateError
 from fedcomp.flower import linear
 from fedcomp.flower.logs import log
-from fedcomp.flower.payload import PARTITION_KEY, put_frame, put_node, take_frame
+from fedcomp.flower.payload import put_frame, put_node, take_frame
 
 Real = NDArray[np.float64]
 
@@ -236,10 +237,4 @@ def _multiply(msg: Message, context: Context, *, take: str, give: str, transpose
 
 def _device(context: Context) -> int:
     """Return the number of this device: the node's partition id."""
-    value = context.node_config.get(PARTITION_KEY)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ConfigError(
-            f"this node's {PARTITION_KEY} is {value!r}; coded gradient descent needs numbered devices: start the "
-            "SuperNode with --node-config 'partition-id=0 num-partitions=4'"
-        )
-    return value
+    return require_partition(context, "coded gradient descent needs numbered devices")

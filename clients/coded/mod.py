@@ -17,19 +17,19 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from numpy.typing import NDArray
 
 from fedcomp.clients.edge import PEER_ADDRESS
 from fedcomp.clients.half import CallNext, ClientHalf
-from fedcomp.clients.messages import MOD_FAILED_PRECONDITION, find_announcement, partition_of
+from fedcomp.clients.messages import find_announcement, partition_of
 from fedcomp.clients.peers import peer_link
 from fedcomp.clients.private.mod import discreet, wants_private
 from fedcomp.errors import ConfigError, FedcompError, StateError
 from fedcomp.flower.coded import BUNDLE, CODED, HELLO, MAX_STORE_BYTES, Header, Hello, Query, speaks, take_bundle
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import NODE_RECORD, put_node
-from fedcomp.flower.protocol import STALE
+from fedcomp.flower.protocol import STALE, refusal
 from fedcomp.flower.state import StaleMessage
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def coded(max_store_bytes: int = MAX_STORE_BYTES) -> ClientHalf:
         if not speaks(msg.content):
             if for_sums_only(msg.content):
                 reason = "updates that get their noise on the way into a sum are not sent without one"
-                return Message(Error(MOD_FAILED_PRECONDITION, reason), reply_to=msg)
+                return refusal(msg, reason)
             return call_next(msg, context)
         raised: list[Exception] = []
         secret = wants_private(msg.content)
@@ -112,11 +112,11 @@ def coded(max_store_bytes: int = MAX_STORE_BYTES) -> ClientHalf:
                 return exchange.hello()
             return _handler(exchange).answer(guarded)
         except StaleMessage as error:
-            return Message(Error(MOD_FAILED_PRECONDITION, f"{STALE}: {error}"), reply_to=msg)
+            return refusal(msg, f"{STALE}: {error}")
         except FedcompError as error:
             if any(error is known for known in raised):
                 raise  # the app's own: it ends as it would without this mod
-            return Message(Error(MOD_FAILED_PRECONDITION, f"{type(error).__name__}: {error}"), reply_to=msg)
+            return refusal(msg, f"{type(error).__name__}: {error}")
 
     inner = ("local_privacy", "shared_support", "compression", "lsg", "private", "record_dp")
     return ClientHalf("coded", coded_mod, outside=inner)

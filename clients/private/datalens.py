@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from fedcomp import wire
 from fedcomp.clients.half import ClientHalf
+from fedcomp.clients.messages import require_partition
 from fedcomp.clients.private.mod import ABOUT_SETTINGS, discreet
-from fedcomp.errors import ConfigError
 from fedcomp.flower import datalens
 from fedcomp.flower.datalens import TeacherMemory, TrainingRequest
-from fedcomp.flower.payload import PARTITION_KEY, put_frame, put_node
+from fedcomp.flower.payload import put_frame, put_node
 from fedcomp.flower.state import StaleMessage
 from fedcomp.privacy.votes import encode_rows, longest_rows, topk_stochastic_sign
 from fedcomp.rng import Key
@@ -104,7 +104,8 @@ def datalens_teachers(ensemble: TeachersOf) -> ClientHalf:
 
     def vote(msg: Message, context: Context) -> Message:
         # Outside of what is kept quiet below: what is wrong with a request is the server's to know.
-        request, kept, partition = TrainingRequest.take(msg), TeacherMemory.load(context), _partition(context)
+        request, kept = TrainingRequest.take(msg), TeacherMemory.load(context)
+        partition = require_partition(context, "a teacher needs to know which records are its own")
         if kept is not None and kept.session == request.session:
             if request.sequence < kept.sequence:
                 raise StaleMessage(
@@ -175,13 +176,3 @@ def _reply(msg: Message, answer: bytes, partition: int) -> Message:
     put_frame(content, datalens.VOTES, answer)
     put_node(content, partition)
     return Message(content, reply_to=msg)
-
-
-def _partition(context: Context) -> int:
-    value = context.node_config.get(PARTITION_KEY)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ConfigError(
-            f"this node's {PARTITION_KEY} is {value!r}; a teacher needs to know which records are its own: start the "
-            "SuperNode with --node-config 'partition-id=0 num-partitions=4'"
-        )
-    return value

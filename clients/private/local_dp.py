@@ -14,14 +14,14 @@ import hashlib
 from dataclasses import dataclass
 from typing import Final
 
-from flwr.app import ConfigRecord, Context, Error, Message
+from flwr.app import ConfigRecord, Context, Message
 
 from fedcomp.clients.half import CallNext, ClientHalf
-from fedcomp.clients.messages import MOD_FAILED_PRECONDITION, NOT_WITHOUT_NOISE, choose, find_announcement
+from fedcomp.clients.messages import NOT_WITHOUT_NOISE, choose, find_announcement
 from fedcomp.clients.private.mod import discreet
 from fedcomp.errors import StateError
 from fedcomp.flower.payload import NODE_RECORD, take_frame
-from fedcomp.flower.protocol import UPDATE
+from fedcomp.flower.protocol import UPDATE, refusal
 from fedcomp.privacy.local import LocalPolicy, asks_for_noise, privatised
 
 _RECORD: Final = "fedcomp.local-privacy"
@@ -51,12 +51,12 @@ def local_privacy(policy: LocalPolicy | None = None) -> ClientHalf:
         codec = None if announcement is None else choose(announcement, announcement.codec, None)[0]
         found = None if codec is None else privatised(codec)
         if policy is not None:
-            refusal = policy.refuses(codec) if msg.metadata.message_type == "train" else _OTHER
-            if refusal:
-                return _refused(msg, refusal)
+            reason = policy.refuses(codec) if msg.metadata.message_type == "train" else _OTHER
+            if reason:
+                return refusal(msg, reason)
         if found is None or announcement is None:
             if announcement is not None and asks_for_noise(announcement.codec):
-                return _refused(msg, NOT_WITHOUT_NOISE)
+                return refusal(msg, NOT_WITHOUT_NOISE)
             return call_next(msg, context)
         # The server's limit and the node's own, whichever is less; 0 of the server's is none.
         limits = [limit for limit in (found.releases, policy.releases if policy else 0) if limit]
@@ -66,21 +66,21 @@ def local_privacy(policy: LocalPolicy | None = None) -> ClientHalf:
         over = f"this client has sent {held.count} private messages and sends no more"
         # At the limit only a message that is delivered again is answered, with the frame that left before.
         if spent and this != held.message:
-            return _refused(msg, over)
+            return refusal(msg, over)
         reply = discreet(msg, lambda: call_next(msg, context))
         if reply.has_error():
             return reply
         frame = take_frame(reply.content, UPDATE)
         beside = sorted(set(reply.content) - {UPDATE, NODE_RECORD})
         if frame is None or beside:
-            return _refused(msg, "this client sends privatised updates only, and its app's mods made something else")
+            return refusal(msg, "this client sends privatised updates only, and its app's mods made something else")
         digest = hashlib.sha256(frame).digest()
         # Answered from memory: the frame that left before is not a new release.
         if digest == held.frame:
             return reply
         # Another frame for the same message is another release: the memory that held the first one is gone.
         if spent:
-            return _refused(msg, over)
+            return refusal(msg, over)
         _Sent(held.count + 1, this, digest).write(context)
         return reply
 
@@ -89,10 +89,6 @@ def local_privacy(policy: LocalPolicy | None = None) -> ClientHalf:
 
 
 _OTHER: Final = "this client answers private training messages only"
-
-
-def _refused(msg: Message, reason: str) -> Message:
-    return Message(Error(MOD_FAILED_PRECONDITION, reason), reply_to=msg)
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,15 @@ them is clipped: after the mask, or noise would be paid for mass that never leav
 from __future__ import annotations
 
 import numpy as np
-from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
+from flwr.app import Context, Message, RecordDict
 
 from fedcomp.clients.half import CallNext, ClientHalf
-from fedcomp.clients.messages import MOD_FAILED_PRECONDITION, reply_arrays
+from fedcomp.clients.messages import reply_arrays
 from fedcomp.clients.private.mod import discreet, wants_private
 from fedcomp.errors import FedcompError, LayoutError
 from fedcomp.flower.lsg import CARRIERS, HEADER, KEPT, UPDATE, LsgRequest, pack, take_carriers, take_kept
-from fedcomp.flower.payload import NODE_RECORD, PARTITION_KEY, models, put_frame
+from fedcomp.flower.payload import keep_node, models, put_frame
+from fedcomp.flower.protocol import refusal
 from fedcomp.flower.records import to_arrays
 from fedcomp.layout import Layout
 from fedcomp.privacy.bounds import clip_arrays
@@ -39,11 +40,11 @@ def lsg() -> ClientHalf:
         try:
             request = LsgRequest.find(msg)
         except FedcompError as error:
-            return _refuse(msg, str(error))
+            return refusal(msg, str(error))
         if request is None:
             return call_next(msg, context)
         if msg.metadata.message_type.partition(".")[0] != "train" or not wants_private(msg.content):
-            return _refuse(msg, "a shortened update is part of a private training message, which this is not")
+            return refusal(msg, "a shortened update is part of a private training message, which this is not")
         try:
             found = models(msg.content)
             if len(found) != 1:
@@ -54,7 +55,7 @@ def lsg() -> ClientHalf:
             pairs = take_carriers(msg.content, plan)
             chosen = take_kept(msg.content, request, plan.short)
         except FedcompError as error:
-            return _refuse(msg, str(error))
+            return refusal(msg, str(error))
         # The app gets the model and its configuration; the request is between the two halves.
         msg.content = RecordDict({name: record for name, record in msg.content.items() if name not in _OWN})
 
@@ -69,9 +70,7 @@ def lsg() -> ClientHalf:
             # After the mask: noise is then paid for nothing but what leaves.
             (short,), _ = clip_arrays([short], request.clip)
             content = RecordDict()
-            node = reply.content.config_records.get(NODE_RECORD)
-            if node is not None and PARTITION_KEY in node:
-                content[NODE_RECORD] = ConfigRecord({PARTITION_KEY: node[PARTITION_KEY]})
+            keep_node(reply.content, content)
             put_frame(content, UPDATE, pack(short))
             reply.content = content
             return reply
@@ -79,7 +78,3 @@ def lsg() -> ClientHalf:
         return discreet(msg, update)
 
     return ClientHalf("lsg", lsg_mod, outside=("private", "record_dp"))
-
-
-def _refuse(msg: Message, reason: str) -> Message:
-    return Message(Error(MOD_FAILED_PRECONDITION, reason), reply_to=msg)

@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
+from flwr.app import ConfigRecord, Context, Message, RecordDict
 from numpy.typing import NDArray
 
 from fedcomp.clients.half import CallNext, ClientHalf
-from fedcomp.clients.messages import MOD_FAILED_PRECONDITION, NOT_WITHOUT_NOISE, reply_arrays
+from fedcomp.clients.messages import NOT_WITHOUT_NOISE, reply_arrays
 from fedcomp.errors import ConfigError, FedcompError, LayoutError, StateError
 from fedcomp.flower.logs import log
-from fedcomp.flower.payload import NODE_RECORD, PARTITION_KEY, PayloadError, models
+from fedcomp.flower.payload import PayloadError, keep_node, models
 from fedcomp.flower.privacy import is_padded, is_private
-from fedcomp.flower.protocol import RESYNC, STALE
+from fedcomp.flower.protocol import MOD_FAILED_PRECONDITION, RESYNC, STALE, app_failure
 from fedcomp.flower.record_dp import RECORD_DP
 from fedcomp.flower.records import to_arrays, to_record
 from fedcomp.layout import Layout
@@ -34,8 +34,6 @@ that was worked out from records, as those about a contribution do (its norm, ho
 
 _BEFORE_THE_APP: Final = (RESYNC, STALE, NOT_WITHOUT_NOISE)
 """How the reasons begin for which our other mods refuse a message before the app has seen it."""
-
-_APP_RAISED: Final = 2  # Flower's ErrorCode.CLIENT_APP_RAISED_EXCEPTION; the enumeration itself is private
 
 
 def private() -> ClientHalf:
@@ -102,7 +100,7 @@ def discreet(msg: Message, run: Callable[[], Message], passing: tuple[type[Fedco
         if code == MOD_FAILED_PRECONDITION and reason.startswith(_BEFORE_THE_APP):
             return reply
         log.error("the app answered a private round with an error, kept on this node: %s", reason)
-    return Message(Error(_APP_RAISED, STAYS), reply_to=msg)
+    return app_failure(msg, STAYS)
 
 
 def wants_private(content: RecordDict) -> bool:
@@ -128,7 +126,5 @@ def only_update(content: RecordDict, before: Mapping[str, NDArray[Any]], layout:
     name, after = reply_arrays(content)
     layout.check(after)
     out = RecordDict({name: to_record({**after, **{t.name: before[t.name] for t in layout.exact}})})
-    node = content.config_records.get(NODE_RECORD)
-    if node is not None and PARTITION_KEY in node:
-        out[NODE_RECORD] = ConfigRecord({PARTITION_KEY: node[PARTITION_KEY]})
+    keep_node(content, out)
     return out

@@ -6,13 +6,13 @@ statistics on the node. What is added here is a guard: a client made for private
 
 from __future__ import annotations
 
-from flwr.app import Context, Error, Message
+from flwr.app import Context, Message
 
 from fedcomp.clients.half import CallNext, ClientHalf
-from fedcomp.clients.messages import MOD_FAILED_PRECONDITION, find_announcement
+from fedcomp.clients.messages import find_announcement
 from fedcomp.clients.private.mod import wants_private
 from fedcomp.errors import FedcompError
-from fedcomp.flower.protocol import PROTOCOL
+from fedcomp.flower.protocol import PROTOCOL, refusal
 
 BALLOT = "topagg"
 """Id of the codec of votes."""
@@ -43,7 +43,7 @@ def _guard(msg: Message, context: Context, call_next: CallNext) -> Message:
     reason = _why_not(msg)
     if reason:
         text = f"this client casts private votes (codec {BALLOT!r}) and answers nothing else: {reason}"
-        return Message(Error(MOD_FAILED_PRECONDITION, text), reply_to=msg)
+        return refusal(msg, text)
     return call_next(msg, context)
 
 

@@ -144,6 +144,13 @@ def put_node(record: RecordDict, partition: int) -> None:
     record[NODE_RECORD] = ConfigRecord({PARTITION_KEY: int(partition)})
 
 
+def keep_node(reply: RecordDict, content: RecordDict) -> None:
+    """Let ``content`` say which partition it comes from, as the app's own ``reply`` does, and nothing else it says."""
+    node = reply.config_records.get(NODE_RECORD)
+    if node is not None and PARTITION_KEY in node:
+        content[NODE_RECORD] = ConfigRecord({PARTITION_KEY: node[PARTITION_KEY]})
+
+
 def take_node(message: Message) -> int | None:
     """Return the partition id a reply declares, or None when it declares none between 0 and 2**31 - 1.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final
 
-from flwr.app import ConfigRecord, RecordDict
+from flwr.app import ConfigRecord, Error, Message, RecordDict
 
 from fedcomp.flower.schema import Data, Document, Int, OtherVersion, Schema, Text, Version
 
@@ -47,6 +47,21 @@ STALE: Final = "fedcomp.stale"
 
 RESYNC: Final = "fedcomp.resync"
 """First word of the error reason of a client whose replica cannot be brought up to date."""
+
+MOD_FAILED_PRECONDITION: Final = 6
+APP_RAISED: Final = 2
+"""Flower's ErrorCodes of a message that a mod kept from the app, and of an app that raised; the enumeration itself is
+private."""
+
+
+def refusal(message: Message, reason: str) -> Message:
+    """Return the error reply of a mod that does not let ``message`` through to the app."""
+    return Message(Error(MOD_FAILED_PRECONDITION, reason), reply_to=message)
+
+
+def app_failure(message: Message, reason: str) -> Message:
+    """Return the error reply of an app that raised, and of one whose reply is as good as none."""
+    return Message(Error(APP_RAISED, reason), reply_to=message)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
@@ -27,6 +27,7 @@ from fedcomp.errors import ConfigError
 from fedcomp.flower.checkpoint import INNER
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import take_node
+from fedcomp.flower.protocol import app_failure
 from fedcomp.flower.record_dp import METHODS, RECORD_DP, Account, DpSgdPlan, WrongAccount
 from fedcomp.flower.records import to_arrays
 from fedcomp.flower.report import Reports, reports_of
@@ -56,7 +57,6 @@ NOT_COVERED: Final = (
 )
 """What the statement does not extend to."""
 
-_REFUSED: Final = 2  # Flower's ErrorCode.CLIENT_APP_RAISED_EXCEPTION; the enumeration itself is private
 _NOBODY: Final = -1  # A party that has spent nothing.
 _STATISTICS: Final = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -368,7 +368,7 @@ class RecordDp(NoClientEvaluation, Strategy, Stateful):
                     self.privacy.record(self._event, round=at, times=steps, participants=[party])
                 answered[number] = account
             except (WrongAccount, SchemaError) as reason:
-                passed.append(Message(Error(_REFUSED, str(reason)), reply_to=sent.message))
+                passed.append(app_failure(sent.message, str(reason)))
                 continue
             surplus = [name for name, r in reply.content.items() if isinstance(r, MetricRecord) or name == RECORD_DP]
             for name in surplus:

@@ -10,8 +10,8 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedcomp.flower import _private
-from fedcomp.flower._private import Packer, acting_as, unpack
+from fedcomp.flower import _private, protocol
+from fedcomp.flower._private import ErrorCode, Packer, acting_as, unpack
 from fedcomp.flower.ledger import wire_bytes
 from fedcomp.flower.payload import (
     INLINE_LIMIT,
@@ -20,6 +20,7 @@ from fedcomp.flower.payload import (
     STYPE,
     PayloadError,
     frames,
+    keep_node,
     payload_bytes,
     put_frame,
     put_node,
@@ -262,3 +263,17 @@ def test_a_changed_record_is_weighed_anew() -> None:
     after = wire_bytes(sent)
     assert 150 <= after - before <= 180
     assert wire_bytes(sent) == after
+
+
+def test_error_codes_are_flowers_own() -> None:
+    """They are written down, since the enumeration is private and clients do not import what is."""
+    assert protocol.MOD_FAILED_PRECONDITION == ErrorCode.MOD_FAILED_PRECONDITION
+    assert protocol.APP_RAISED == ErrorCode.CLIENT_APP_RAISED_EXCEPTION
+
+
+def test_of_an_apps_reply_only_its_partition_is_kept() -> None:
+    reply, kept = RecordDict({NODE_RECORD: ConfigRecord({"partition-id": 3, "loss": 0.5})}), RecordDict()
+    keep_node(reply, kept)
+    assert dict(kept.config_records[NODE_RECORD]) == {"partition-id": 3}
+    keep_node(RecordDict(), empty := RecordDict())
+    assert not empty
