@@ -106,6 +106,7 @@ def measured(batches: Batches, settings: SamplerSettings) -> dict[str, float]:
         candidates, positions = columns_of(rows)
         w = base_weight(rows, positions, len(candidates), settings.weight)
         local = part.owned(candidates)
+        # A layer that keeps all its candidates has no variance, one without remote candidates none that skew changes.
         if len(candidates) <= settings.draws(0) or local.all():
             continue
         a = column_energy(rows, positions, len(candidates), norms[candidates])
@@ -128,6 +129,7 @@ def measured(batches: Batches, settings: SamplerSettings) -> dict[str, float]:
         )
         for values, value in zip(means.values(), found, strict=True):
             values.append(value)
+    # Ratios of sums, not means of ratios: a batch with little energy must not count as much as the others.
     return {
         "batches": len(means["scale"]),
         "second_moment": total["ms"] / total["m1"] if total["m1"] else math.nan,

@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp.errors import ConfigError, nearest
+from fedcomp import params
 from fedcomp.graphs.base import GraphError, Ids, Rows, UnknownStructure, as_ids, ascending, find
 
 KINDS: Final = ("sym", "mean")
@@ -97,10 +97,8 @@ def normalised(edges_src: Ids, edges_dst: Ids, nodes: int, kind: str = "sym", se
     GraphError
         When the lists differ in length or an id is out of range.
     """
-    if kind not in KINDS:
-        raise ConfigError(f"unknown normalisation {kind!r}{nearest(kind, KINDS)}")
-    if nodes < 1:
-        raise ConfigError(f"a graph has at least one node, not {nodes}")
+    params.choice("kind", kind, KINDS)
+    params.integer("nodes", nodes, low=1)
     lists = [(edges_src, edges_dst)]
     if kind == "sym":
         lists.append((edges_dst, edges_src))

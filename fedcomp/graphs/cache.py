@@ -15,7 +15,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fedcomp.errors import ConfigError, StateError, nearest
+from fedcomp import params
+from fedcomp.errors import ConfigError, StateError
 from fedcomp.graphs.base import GraphError, Ids, MissingRows
 from fedcomp.graphs.rowcodecs import BITS, Block, Floats
 
@@ -62,10 +63,9 @@ class FeatureCache:
     """
 
     def __init__(self, policy: str, limit_bytes: int = 0, *, key: str = "") -> None:
-        if policy not in POLICIES:
-            raise ConfigError(f"cache policy {policy!r} is not known{nearest(str(policy), POLICIES)}")
-        if policy == "lru" and limit_bytes < 1:
-            raise ConfigError(f"a cache of the policy 'lru' has a limit of {limit_bytes} bytes; expected at least 1")
+        params.choice("policy", policy, POLICIES)
+        if policy == "lru":
+            params.integer("limit_bytes", limit_bytes, low=1)
         self.policy = policy
         self.limit_bytes = limit_bytes
         self.key = key

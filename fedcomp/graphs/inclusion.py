@@ -16,7 +16,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp.errors import ConfigError, nearest
+from fedcomp import params
+from fedcomp.errors import ConfigError
 from fedcomp.graphs.base import Ids, Rows
 
 WEIGHTS: Final = ("l1", "count", "l2sq")
@@ -47,13 +48,11 @@ def base_weight(rows: Rows, positions: Ids, m: int, kind: str = "l1") -> Reals:
     ConfigError
         For an unknown kind.
     """
-    if kind == "l1":
-        return np.asarray(np.bincount(positions, np.abs(rows.values), m), np.float64)
+    params.choice("kind", kind, WEIGHTS)
     if kind == "count":
         return np.bincount(positions, minlength=m).astype(np.float64)
-    if kind == "l2sq":
-        return np.asarray(np.bincount(positions, rows.values * rows.values, m), np.float64)
-    raise ConfigError(f"unknown base weight {kind!r}{nearest(kind, WEIGHTS)}")
+    values = np.abs(rows.values) if kind == "l1" else rows.values * rows.values
+    return np.asarray(np.bincount(positions, values, m), np.float64)
 
 
 def column_energy(rows: Rows, positions: Ids, m: int, norms: Reals) -> Reals:

@@ -18,7 +18,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp.errors import ConfigError, nearest, optional
+from fedcomp import params
+from fedcomp.errors import ConfigError, optional
 from fedcomp.graphs.adjacency import sorted_entries
 from fedcomp.graphs.base import Ids
 from fedcomp.rng import Key
@@ -132,10 +133,9 @@ def partition(graph: Neighbours, parts: int, method: str = "auto", *, seed: int 
             f"{graph.nodes} nodes cannot be shared among {parts!r} parts without an empty one; expected 1 to "
             f"{graph.nodes} parts"
         )
+    params.choice("method", method, ("auto", *METHODS))
     if method == "auto":
         method = available(graph.nodes)
-    if method not in METHODS:
-        raise ConfigError(f"unknown partition method {method!r}{nearest(method, ('auto', *METHODS))}")
     if parts == 1:
         return np.zeros(graph.nodes, np.int32)
     owner = METHODS[method](graph, parts, Key(seed, f"graphs/partition/{method}"))

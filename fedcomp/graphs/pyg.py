@@ -25,7 +25,8 @@ from torch.utils.data import get_worker_info
 from torch_geometric.data import Data
 from torch_geometric.sampler import BaseSampler, EdgeSamplerInput, NegativeSampling, NodeSamplerInput, SamplerOutput
 
-from fedcomp.errors import ConfigError, nearest
+from fedcomp import params
+from fedcomp.errors import ConfigError
 from fedcomp.graphs.adjacency import KINDS, Adjacency, FullStructure, normalised
 from fedcomp.graphs.base import GraphError, GraphPart, Ids, as_ids
 from fedcomp.graphs.plan import plan_layer, plan_step
@@ -95,6 +96,7 @@ class SkewedSampler(BaseSampler):
         seed: int = 0,
     ) -> None:
         _check_settings(settings)
+        params.choice("normalisation", normalisation, NORMALISATIONS)
         if not isinstance(data, Data) or data.edge_index is None:
             raise ConfigError(f"a homogeneous Data with an edge_index is needed, not {type(data).__name__}")
         nodes = data.num_nodes
@@ -109,10 +111,8 @@ class SkewedSampler(BaseSampler):
                 )
             # Targets first: the row an edge stands in is that of the node its message goes to.
             adjacency, order = normalised(dst, src, nodes, normalisation, self_loops), None
-        elif normalisation == "given":
-            adjacency, order = _given(dst, src, data.edge_weight, nodes)
         else:
-            raise ConfigError(f"unknown normalisation {normalisation!r}{nearest(normalisation, NORMALISATIONS)}")
+            adjacency, order = _given(dst, src, data.edge_weight, nodes)
         structure = FullStructure(adjacency, np.asarray(owner))
         none = np.zeros(0, np.int64)
         ids = np.flatnonzero(structure.owner == part)

@@ -34,7 +34,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from fedcomp.errors import ConfigError, nearest
+from fedcomp import params
+from fedcomp.errors import ConfigError
 from fedcomp.graphs.base import MAX_NODES, GraphError, Ids, MissingRows, ascending, find
 from fedcomp.graphs.ids import (
     HEAD,
@@ -598,10 +599,7 @@ ROW_CODECS: Final[Mapping[str, RowCodec]] = MappingProxyType({form.name: form fo
 
 def get_row_codec(name: str) -> RowCodec:
     """Return a row codec; raise ConfigError, with the nearest name, when there is none of that name."""
-    codec = ROW_CODECS.get(name)
-    if codec is None:
-        raise ConfigError(f"row codec {name!r} is not known{nearest(str(name), ROW_CODECS)}")
-    return codec
+    return ROW_CODECS[params.choice("row_codec", name, ROW_CODECS)]
 
 
 def codec_of(frame: Buffer) -> str:

@@ -49,6 +49,7 @@ class Presence:
     def __post_init__(self) -> None:
         before = -math.inf
         for begin, end in self.intervals:
+            # Intervals that touch are one stay: as two, they would break off a transfer that nothing interrupts.
             if not before < begin < end:
                 raise ConfigError(f"presence {self.intervals!r}: expected ascending intervals that do not touch")
             before = end

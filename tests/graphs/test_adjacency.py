@@ -123,7 +123,7 @@ def test_7_14_ids_out_of_range_are_refused_everywhere(wrong: list[Any]) -> None:
     ("change", "message"),
     [
         ({"kind": "symmetric"}, "did you mean"),
-        ({"nodes": 0}, "at least one node"),
+        ({"nodes": 0}, "nodes=0 is not valid"),
     ],
 )
 def test_wrong_arguments_are_refused(change: dict[str, Any], message: str) -> None:

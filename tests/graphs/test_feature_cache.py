@@ -208,7 +208,7 @@ def test_absent_rows_are_named_and_nothing_changes() -> None:
 def test_arguments_are_checked() -> None:
     with pytest.raises(ConfigError, match="'lru'"):
         FeatureCache("lru2")
-    with pytest.raises(ConfigError, match="at least 1"):
+    with pytest.raises(ConfigError, match="limit_bytes=0 is not valid"):
         FeatureCache("lru", 0)
     cache = FeatureCache("all")
     cache.put([1], X[[1]])

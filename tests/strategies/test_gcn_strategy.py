@@ -357,7 +357,7 @@ def test_a_report_survives_json() -> None:
         ({"cache": "alll"}, "cache='alll' is not valid: .*; did you mean 'all'"),
         ({"structure": "some"}, "structure='some' is not valid: .*'full', 'halo'"),
         ({"evaluate": "fully"}, "evaluate='fully' is not valid: .*; did you mean 'full'"),
-        ({"codec": "dense-f31"}, "row codec 'dense-f31' is not known; did you mean 'dense-f32'"),
+        ({"codec": "dense-f31"}, "row_codec='dense-f31' is not valid: .*; did you mean 'dense-f32'"),
         ({"local_steps": 0}, r"local_steps=0 is not valid: local_steps must be an integer in \[1, 65536\]"),
         ({"local_steps": 65537}, "local_steps=65537 is not valid"),
         ({"batch_size": -1}, "batch_size=-1 is not valid"),
