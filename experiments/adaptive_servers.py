@@ -1,7 +1,7 @@
 """The part of the experiment ``sparsifiers`` about the server: FedAvg, FedAdam and its kin on dense and sparse updates.
 
 Each row has the server's step size and tau that did best on a validation split of the training images, over one grid
-for all. What the drop-in pair does with a sparse mean (:mod:`fedcomp.strategies.adaptive`) stands beside Flower's own
+for all. What the drop-in pair does with a sparse mean (:mod:`fedcomp.strategies.adaptive`) is shown beside Flower's own
 rule, which takes a coordinate of which nothing arrived for one without a gradient.
 """
 
@@ -95,6 +95,7 @@ def measure(config: Config, say: Say) -> tuple[Table, list[Claim]]:
     tuned = {row: row.grid for row in ROWS if len(row.grid) > 1}
     shared: dict[str, Any] = {"config": config, "tuning": True}
     tried = Sweep(train, cells(tuned, [config.seed]), "tuning servers", shared)(say, processes)
+    # Each server and way by itself: one step size for all would favour the one that it fits.
     best = {key: max(group, key=lambda r: r.settled) for key, group in tried.groups("server", "way").items()}
     chosen = {row: row.grid for row in ROWS} | {
         row: [(best[row.server, row.way].eta, best[row.server, row.way].tau)] for row in tuned

@@ -192,7 +192,7 @@ class Experiment:
     rounds, clients : int
         Default size of a run.
     notes : str
-        What a reader must know to judge the result; plain text, paragraphs parted by an empty line.
+        What a reader must know to judge the result; plain text, paragraphs separated by an empty line.
     measures_privately : bool
         Whether what ``measure`` trains keeps the configuration's budget, so that there can be one without private rows.
     minutes : float

@@ -272,7 +272,7 @@ class Findings:
         Names are unique.
     answer : str
         The answer to the experiment's question: one or two sentences whose every figure is measured. Where it is empty
-        the first claim stands for it.
+        the first claim is used.
     tasks : sequence of mappings
         :meth:`fedcomp.tasks.base.Task.record` of every task used, so that the report says which data it rests on.
     statements : mapping of str to mapping
@@ -406,7 +406,7 @@ def mean(values: Iterable[float]) -> float:
 
 
 def largest(values: Iterable[float]) -> float:
-    """Return the largest, NaN of none or when one is NaN: ``max`` would pass over it, depending on where it stands."""
+    """Return the largest, NaN of none or when one is NaN: ``max`` would pass over it, depending on its place."""
     found = list(values)
     return max(found) if found and not any(map(math.isnan, found)) else math.nan
 

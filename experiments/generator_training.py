@@ -2,7 +2,7 @@
 
 Every method is held to the same promise: a client of about fifteen records may be exchanged for another (``replace``),
 all clients are in every release, delta is the same, and the noise is the smallest that keeps epsilon over all releases.
-Mechanisms, ledger, noise and statement are those of the systems with messages; what stands here is the clients, all of
+Mechanisms, ledger, noise and statement are those of the systems with messages; what is added here are the clients, all of
 them at once as products of matrices.
 """
 
@@ -160,6 +160,7 @@ def task_of(clients: int, evaluation: Mapping[str, Any]) -> GeneratorTask:
 
     options: dict[str, Any] = {"generator": "mlp", "hidden": "256", "noise": 50, "discriminator": "bilinear"}
     task = get_task(TASK, **options, **evaluation)
+    # Enlarged digits are far too few for thousands of clients: as many records are drawn from them as the clients need.
     if task.data.substitute:
         task = get_task(TASK, **options, **evaluation, records=EACH * clients)
     assert isinstance(task, GeneratorTask)
@@ -180,24 +181,31 @@ class _Training:
         self.cell = cell
         self.task = task_of(cell.clients, cell.evaluation)
         scale = PROXY if cell.validation else 1
+        # A choice among all clients would cost eight times as much; with as many times less noise a sum has the signal
+        # over noise that it has in full.
         self.clients = max(1, cell.clients // scale)
         x, y = self.task.train_split.x, self.task.train_split.y
+        # A key of its own and not the run's: what is held out must be the same for all seeds, tuning and reporting.
         order = Key(0, "generator_training/held out").uniform(len(x)).argsort()
         held, own = np.split(order, [len(x) // HELD]) if cell.validation else (order[:0], order)
         held = held[:_JUDGED]
+        # Fifteen records for a client in the mean, however many the data have.
         own = own[: EACH * self.clients]
         self.data: Split = Split(x[own], y[own])
         self.judge: Split = Split(x[held], y[held]) if cell.validation else self.task.test
         self.key = Key(cell.seed, "generator_training")
+        # By a hash: who has a record does not depend on which other records there are.
         self.owner = by_hash(range(len(own)), self.clients, self.key.at(purpose="generator_training/owner"))
         self.z = _multiplier(cell.epsilon, cell.delta, cell.releases) / scale
         self.private = self.z > 0.0 and not cell.validation
+        # Experiments must repeat; the statement says that this noise is not secret.
         self.entropy = make_entropy(self.key.at(purpose="noise"), insecure_deterministic=True)
         self.ledger: PrivacyLedger = PrivacyLedger(
             delta=cell.delta,
             population=self.clients,
             adjacency="replace",
             sampling=Sampling("everyone"),
+            # The ledger as a guard: one release too many raises an error here.
             budget=cell.epsilon if self.private else None,
         )
         self.mechanism: Mechanism | None = None
@@ -216,6 +224,7 @@ class _Training:
         self.ledger.record(mechanism.event(size=total.size, label=self.cell.method), round=number)
         noisy = mechanism.perturb(total, self.entropy)
         if self.z:
+            # Where the sum is zero there is no right sign.
             there = (total != 0) & (used(noisy) != 0)
             right = np.sign(noisy[there]) == np.sign(total[there])
             signal = math.sqrt(float(np.mean(np.square(total * mechanism.step)))) / mechanism.sigma
@@ -327,6 +336,7 @@ def _votes(t: _Training) -> Any:
     votes = np.zeros((1, images, pixels), np.int8)
     for step in range(cell.steps):
         pool = generator.pool(step)
+        # Teachers that are kept learn before their first vote, as published: 12 steps, then 2 for each vote.
         for _ in range(1 if not rate else 12 if step == 0 else 2):
             teachers.learn(pool)
         labels = generator.labels(step, images)
@@ -334,15 +344,18 @@ def _votes(t: _Training) -> Any:
         for start in range(0, t.clients, _BLOCK):
             size = min(_BLOCK, t.clients - start)
             votes = np.zeros((size, images, pixels), np.int8)
+            # A linear score has the same direction on all images of a class: its votes are worked out once.
             for label in np.unique(labels):
                 where = np.flatnonzero(labels == label)
                 coins = t.key.at(purpose="coins", round=step, partition=start, layer=int(label))
                 own = teachers.directions(int(label))[start : start + size]
+                # Plain signs have no coins, so that all images of a class get the same vote.
                 times = len(where) if stochastic else 1
                 votes[:, where] = repeated_votes(own, k, times, stochastic=stochastic, uniforms=coins)
             total += mechanism.admit_all(votes)
         noisy = t.release(mechanism, total, step + 1, lambda noisy: threshold(noisy, limit))
         generator.step(step, threshold(noisy, limit))
+    # Of one client's votes, as a frame of its own.
     t.uplink = len(encode_rows(votes[0]))
     t.downlink = len(wire.encode([wire.dense(a.astype(np.float32)) for a in generator.arrays.values()]))
     return generator.model()
@@ -357,6 +370,7 @@ def _clipped_sum(t: _Training, mechanism: Any, rows: Callable[[int, int], torch.
     total = torch.zeros(mechanism.size, dtype=torch.float64)
     for start in range(0, t.clients, _BLOCK):
         total += clip_rows(rows(start, min(start + _BLOCK, t.clients)), mechanism).sum(0, dtype=torch.float64)
+    # Float64 holds sums of grid steps exactly; the noise is added to integers.
     return total.to(torch.int64).numpy()
 
 
@@ -367,12 +381,14 @@ def _by_client(t: _Training) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
     order = np.argsort(t.owner, kind="stable")
     sizes = np.bincount(t.owner, minlength=t.clients)
+    # The place of each record among those of its client, in the order sorted by owner.
     place = np.arange(len(order)) - (np.cumsum(sizes) - sizes)[t.owner[order]]
     most = int(sizes.max(initial=1))
     x = np.zeros((t.clients, most, t.task.pixels), np.float32)
     y = np.zeros((t.clients, most), np.int64)
     weight = np.zeros((t.clients, most), np.float32)
     x[t.owner[order], place], y[t.owner[order], place] = t.data.x[order], t.data.y[order]
+    # By client and not by record: a client is what is protected, so each counts the same.
     weight[t.owner[order], place] = 1.0 / sizes[t.owner[order]]
     one_hot = torch.nn.functional.one_hot(torch.from_numpy(y), t.task.classes).to(torch.float32)
     return torch.from_numpy(x), one_hot, torch.from_numpy(weight)
@@ -405,6 +421,7 @@ def _dp_sgd(t: _Training) -> Any:
     # The last column is c[y], as of a pixel that is always one.
     d = torch.zeros(classes, pixels + 1)
     real = torch.zeros_like(d)
+    # Releases are spread evenly over the steps; in between the generator learns from the last one, at no cost.
     every = t.cell.steps / t.cell.releases
     made = 0
 
@@ -423,10 +440,12 @@ def _dp_sgd(t: _Training) -> Any:
                 made += 1
                 noisy = t.release(mechanism, _clipped_sum(t, mechanism, rows), made) / t.clients
                 latest = torch.from_numpy(noisy.reshape(classes, pixels + 1).astype(np.float32))
+                # At zero the sum is the same in every release but for its noise: their mean has the least of it.
                 real = real + (latest - real) / made if not rate else latest
             if fresh or not rate:
                 base = d if rate else torch.zeros_like(d)
                 public = torch.cat([pool, torch.ones(classes, POOL, 1)], 2)
+                # Of public images: no part of a release.
                 push = torch.sigmoid(torch.einsum("cfp,cp->cf", public, base)) / (POOL * classes)
                 move = real - torch.einsum("cf,cfp->cp", push, public)
                 d = d + rate * move if rate else move

@@ -117,7 +117,7 @@ def after(run: Record, rounds: int) -> float:
 
 
 def _figure(record: RoundRecord, name: str) -> int:
-    # What clients' evaluation came to stands beside their metrics.
+    # What clients' evaluation came to is kept beside their metrics.
     where = "clients.gcn." if name.startswith("evaluate_") else "gcn."
     return int(record.metrics.get(where + name, 0))
 

@@ -58,7 +58,7 @@ __all__ = [
 T = TypeVar("T")
 
 Field = str | Callable[[Any], Any]
-"""What of a record stands in a column or on an axis: a field's name, or a function of the record."""
+"""What of a record is shown in a column or on an axis: a field's name, or a function of the record."""
 
 
 class Record(Mapping[str, Any]):
@@ -147,7 +147,7 @@ class Sweep:
     """Cells: every combination of some axes, or those that are listed, each run once and kept.
 
     What a cell comes to depends on the cell alone: processes change the time and nothing else. After an interruption
-    the cells that were finished are not run again; within a run, a name stands for the same cell always.
+    the cells that were finished are not run again; within a run, a name always means the same cell.
 
     Parameters
     ----------
@@ -247,7 +247,7 @@ def _in_processes(
         stack.callback(pool.shutdown, wait=True, cancel_futures=True)
         waiting = {pool.submit(_call, call): name for name, call in calls.items()}
         try:
-            # As they finish, not in their order: a crash must not lose cells because a slower one stands before them.
+            # As they finish, not in their order: a crash must not lose cells because a slower one comes before them.
             for done in as_completed(list(waiting)):
                 found = done.result()
                 yield waiting.pop(done), found
@@ -294,11 +294,11 @@ def table(
     Parameters
     ----------
     columns : mapping of str to str or callable
-        What stands below each heading: a field of the record, or a function of it.
+        What is shown below each heading: a field of the record, or a function of it.
     records : iterable
         Records, or anything that the functions take.
     optional : iterable of str
-        Headings of columns that are left out when nothing stands in them.
+        Headings of columns that are left out when nothing is in them.
     """
     found = [[_get(name, record) for name in columns.values()] for record in records]
     shown = [

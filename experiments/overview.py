@@ -80,6 +80,7 @@ def list_runs(root: Path) -> tuple[list[Entry], list[str]]:
     """Return an entry for each run in ``root``, newest first, and the names of folders that are not runs."""
     folders = sorted(path for path in root.iterdir() if path.is_dir())
     runs = [path for path in folders if (path / "config.json").is_file() or (path / "summary.json").is_file()]
+    # The name breaks ties: it begins with the time, and file systems may have coarse stamps.
     entries = sorted(map(read_entry, runs), key=lambda entry: (entry.began, entry.name), reverse=True)
     return entries, [path.name for path in folders if path not in runs]
 

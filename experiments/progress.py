@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Remaining:
     """Estimates how long the rest of a run takes from what its parts have taken in this session.
 
-    A row goes on at the pace of its own rounds; rows that have not begun are given the mean pace of the others, and
+    A row continues at the pace of its own rounds; rows that have not begun are given the mean pace of the others, and
     parts of the measurement the mean of the finished ones. How many parts it has is known when it announces them.
 
     Parameters
@@ -31,7 +31,7 @@ class Remaining:
     rounds : mapping of str to int
         Rounds asked for, by label of the row.
     expected : float
-        Seconds the whole run is known to take; 0 where nobody knows. It stands for what has not begun.
+        Seconds the whole run is known to take; 0 where nobody knows. It is used for what has not begun.
     clock : callable
         Returns seconds.
 

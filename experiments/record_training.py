@@ -1,6 +1,6 @@
 """Private trainings on records, many of them: one is a cell of a sweep.
 
-The training is that of :func:`fedcomp.privacy.dpsgd.private_training`; what stands here is the data, the model, the
+The training is that of :func:`fedcomp.privacy.dpsgd.private_training`; what is added here is the data, the model, the
 statement, and how long a client's message with such a contribution would be.
 """
 
@@ -78,6 +78,7 @@ class RecordCell:
         x, y = task.train_split.tensors
         held_x, held_y = task.test.tensors
         if self.validation:
+            # A fixed key: all settings are judged on the same records, whatever their seed.
             order = torch.from_numpy(Key(0, "topagg_dpsgd/validation").uniform(len(x)).argsort())
             last = round(LAST * len(x))
             held_x, held_y = x[order[:last]], y[order[:last]]
@@ -88,6 +89,7 @@ class RecordCell:
             delta=self.delta,
             population=len(x),
             adjacency="add_remove",
+            # At a rate of 1 there is nothing to sample, and amplification may not be claimed.
             sampling=Sampling("poisson", rate=self.rate) if self.rate < 1.0 else Sampling("everyone"),
             unit="record",
             budget=(self.budget or None) if self.noise_multiplier else None,
@@ -124,6 +126,7 @@ class RecordCell:
                         break
                     made += 1
                 private = training.optimizer
+                # What the training moved stands in for a client's update: it has the shape and the sparsity of one.
                 frame, header, extra = _message(private, _flat(module) - before, key)
                 mechanism = private.mechanism()
             module.eval()
@@ -203,7 +206,7 @@ def _flat(module: Any) -> Any:
 def _message(private: Any, update: Any, key: Any) -> tuple[int, int, int]:
     """Return the bytes of a message with a contribution of this kind, of one without votes, and of its carriers.
 
-    The messages are those that the client-level systems of the same names send; here no one is sent.
+    The messages are those that the client-level systems of the same names send; here none is sent.
     """
     import numpy as np
 

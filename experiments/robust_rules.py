@@ -70,9 +70,11 @@ def distance(rule: str, codec: Mapping[str, Any], rounds: int, seed: int) -> flo
     from fedcomp.strategies.compressed import Compressed
 
     def drawn(partition: int) -> Any:
+        # Uniform and of deviation 1: no few coordinates hold most of it.
         uniform = Key(seed, "robust-rules/target", partition=partition).uniform(SIZE)
         return (np.sqrt(12.0) * (uniform - 0.5)).astype(np.float32)
 
+    # A target that no client has: they draw theirs by partitions below it.
     app, target = ClientApp(mods=[compression()]), drawn(CLIENTS)
 
     @app.train()

@@ -130,7 +130,7 @@ class Separate:
 
     def _downlink(self, mean: Update, key: Key) -> int:
         inner = self.codec
-        # Wrappers such as error feedback stand around the codec that chooses the support.
+        # Wrappers such as error feedback are around the codec that chooses the support.
         while hasattr(inner, "codec"):
             inner = inner.codec
         if inner.linear and getattr(inner, "shared", False):

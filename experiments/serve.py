@@ -418,7 +418,7 @@ class _Run:
         if _lasting(asked) != _lasting(self.spec):
             raise ConfigError(
                 f"the checkpoint {path} was left by {asked.to_run_config()}, not by {self.spec.to_run_config()}; "
-                "resume with the same specification, or remove the file to start anew"
+                "resume with the same specification, or remove the file to start again"
             )
         found.apply(self.strategy, self.grid)
         self.records = [RoundRecord.from_json(record) for record in found.extra["records"]]

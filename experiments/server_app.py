@@ -91,6 +91,7 @@ def _recorder(folder: Path, on_round: Callable[[RoundRecord], object] | None) ->
     """Return a hook that appends each round to ``rounds.jsonl``, for whoever follows the run from outside."""
 
     def record(done: RoundRecord) -> None:
+        # Opened for each line: whoever follows the file sees a finished round at once.
         with (folder / ROUNDS_FILE).open("a", encoding="utf-8") as file:
             file.write(json.dumps(done.to_json()) + "\n")
         if on_round is not None:

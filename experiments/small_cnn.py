@@ -33,6 +33,7 @@ LOST: Final = 1.5
 RATES: Final = (0.01, 0.03, 0.06, 0.1, 0.15)
 """Step sizes that every row is tuned over."""
 
+# Far from any usual seed, so that no training that is shown was tuned on.
 TUNING_SEED: Final = 2**32
 
 OPTIONS: Final = {
@@ -99,6 +100,7 @@ def measure(config: Config, say: Say) -> tuple[Table, list[Claim]]:
     if config.settings["cnn_tune"]:
         axes = {"label": list(rates), "lr": RATES, "seed": [config.seed]}
         tried = Sweep(train, axes, "tuning the CNN", {**shared, "tuning": True})(say, processes)
+        # By the mean of the last five rounds, since one test image decides a single one.
         rates = {label: max(group, key=lambda r: r.settled).lr for label, group in tried.groups("label").items()}
     seeds = repetitions(config, "cnn_seeds")
     cells = [{"label": label, "lr": lr, "seed": seed} for label, lr in rates.items() for seed in seeds]

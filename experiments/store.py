@@ -185,7 +185,7 @@ class RunFolder:
         """Remove a run in which nothing was recorded, and nothing released; return whether it was removed."""
         if any((self.path / name).exists() for name in ("rounds.jsonl", "cells.jsonl")):
             return False
-        # Below the header of a ledger stands what was released, also where no round was finished.
+        # Below the header of a ledger is what was released, also where no round was finished.
         if any(path.read_bytes().count(b"\n") > 1 for path in self.path.glob(f"systems/*/{PRIVACY_FILE}")):
             return False
         shutil.rmtree(self.path, ignore_errors=True)

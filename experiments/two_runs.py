@@ -124,6 +124,7 @@ def _paired(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> d
         [row for row in rows if row["label"] not in {r["label"] for r in others}] for rows, others in ((a, b), (b, a))
     ]
     names = {row["label"]: row["label"] for row in (*a, *b)}
+    # Otherwise rows were added or removed, and pairing by order would set unlike rows side by side.
     if len(only[0]) == len(only[1]):
         for left, right in zip(*only, strict=True):
             if left["system"] == right["system"]:

@@ -79,10 +79,14 @@ def live(spec: RunSpec, world: World, *, chunk: int = 0) -> Life:
             chunk=chunk,
             shared=PeerShards(Path(folder)) if linked else None,
         )
+        # The folder is made here and is part of no specification: the result is given back with the one that was asked
+        # for.
         result = serve(replace(spec, settings={**spec.settings, "spool": folder}) if linked else spec, grid)
     rounds = range(1, spec.rounds + 1)
     included = {
-        r: tuple(result.rounds[r].metrics.get("coded.partitions", sorted(grid.log[r].answered))) for r in rounds
+        # A system without shards has no such figure: who answered in time is in the sum.
+        r: tuple(result.rounds[r].metrics.get("coded.partitions", sorted(grid.log[r].answered)))
+        for r in rounds
     }
     return Life(replace(result, spec=spec), grid.log, included)
 
@@ -98,8 +102,10 @@ def relive(spec: RunSpec, life: Life) -> RunResult:
     for r, included in life.included.items():
         for client in range(spec.clients):
             if client not in life.log[r].trained:
+                # It did not train, so that its memory must not move here either.
                 script[r, client] = "silent"
             elif client not in included:
+                # Trained, but not in the sum: only the reply is lost.
                 script[r, client] = "lost_reply"
     with InProcessGrid(client_app, spec.clients, seed=spec.seed, fault=ScriptedFaults(script)) as engine:
         return serve(spec, engine)

@@ -142,7 +142,7 @@ def measure(vector: Vector, density: float, repetitions: int) -> Measured:
 
 
 def _methods(vector: Vector, density: float) -> dict[str, Callable[[], object]]:
-    """Return the calls to be timed; each does its whole work anew."""
+    """Return the calls to be timed; each does all of its work every time."""
     import torch
 
     size = vector.size

@@ -71,7 +71,7 @@ def sparsifiers(
 
 
 def by_density(vector: Vector, density: float) -> dict[str, Callable[[], object]]:
-    """Return the calls to be timed at one density; each does its whole work anew."""
+    """Return the calls to be timed at one density; each does all of its work every time."""
     import torch
 
     tensor = torch.from_numpy(vector)

@@ -1,7 +1,7 @@
 """Coded training: what does half the set-up traffic of an MDS code buy, and is what comes out the same model?
 
 The reconstruction of Lin et al. 2019 (arXiv:1910.10283, of which only the abstract was read) in
-:mod:`fedcomp.coding.datacode`. No figure for traffic stands without the decode probability beside it.
+:mod:`fedcomp.coding.datacode`. No figure for traffic is given without the decode probability beside it.
 """
 
 from __future__ import annotations
@@ -613,7 +613,7 @@ EXPERIMENT = Experiment(
     notes=(
         "A reconstruction: of the paper only the abstract could be read. Data partitions are combined by the rows of "
         "an encoding matrix and stored on devices ahead of training; a coefficient that is zero is a partition that "
-        "need not be sent. Raw data leave their owners: this belongs into one trust domain.\n\n"
+        "need not be sent. Raw data leave their owners: this belongs in one trust domain.\n\n"
         "The 50 % are traffic at equal n and k, and are paid for with decode probability. Against any number of losses "
         "that is to be survived for certain, no code needs less than MDS: a partition has to reach as many other "
         "devices as may be lost. The balanced support, ours, meets that bound at half of MDS's traffic and tolerance, "

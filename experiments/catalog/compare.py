@@ -68,7 +68,7 @@ def _check_task(text: str) -> None:
 OPTIONS = {
     "systems": Option(
         "topk feedback=true, qsgd",
-        "systems, parted by commas, each with settings of its own: 'topk codec.density=0.05, qsgd'",
+        "systems, separated by commas, each with settings of its own: 'topk codec.density=0.05, qsgd'",
         check=_check_systems,
     ),
     "task": Option(
@@ -160,7 +160,7 @@ EXPERIMENT = Experiment(
     notes=(
         "Every system trains from the same model on the same parts of the data, with the same batches, and differs in "
         "its own settings alone. Names are those of the table of systems, with its defaults: settings of one system "
-        "stand behind its name, those of all in 'settings'. One seed tells little; repeat it with others.\n\n"
+        "follow its name, those of all in 'settings'. One seed tells little; repeat it with others.\n\n"
         "Systems are comparable where a round is the same thing: those that average at a server, those whose nodes "
         "gossip, and so on. Others are refused."
     ),

@@ -119,12 +119,12 @@ class Run:
 
     @property
     def cell(self) -> Cell:
-        """Where it stands in the tables."""
+        """Its place in the tables."""
         return self.label, self.graph, self.nodes
 
     @property
     def name(self) -> str:
-        """All of it."""
+        """What it is called while it runs, unique within the experiment."""
         return f"{self.label}, {self.graph}, {self.nodes} nodes"
 
     def run(self) -> Track:

@@ -279,7 +279,7 @@ def _learnt(config: Config, results: Mapping[str, RunResult]) -> Table:
         (NOISELESS, *budgets(config)),
         f"Accuracy on the real test images of a classifier that has seen generated ones only, after its last epoch, "
         f"over {config.settings['seeds']} seeds. Chance is 10 %. Budgets are at delta {DELTA:g}; what they promise "
-        "stands below.",
+        "is stated below.",
     )
 
 

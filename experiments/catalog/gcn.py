@@ -219,7 +219,7 @@ def wires(config: Config) -> dict[str, Own]:
 
 
 def crossing(config: Config) -> dict[str, Own]:
-    """Return what is compared where labels stand in remote neighbours."""
+    """Return what is compared where labels depend on remote neighbours."""
     mine = rules(config)
     return {
         UNSKEWED: mine[UNSKEWED],

@@ -435,11 +435,11 @@ EXPERIMENT = Experiment(
     engines=("inprocess",),
     notes=(
         "Every system runs on the code a training runs, thousands of times, in two worlds that differ by one unit. An "
-        "attacker who knows everything else tries to tell them apart. What he achieves is a lower bound on what the "
+        "attacker who knows everything else tries to tell them apart. What they achieve is a lower bound on what the "
         "system gives away; where it exceeds the ledger's claim, the claim is refuted. An audit refutes, it proves "
         "nothing.\n\n"
-        "Noise comes from the run's seed here, or nothing could be repeated; tests have it from the operating system, "
-        "too. What is measured of Flower contains noise of numpy's global generator and varies a little.\n\n"
+        "Noise comes from the run's seed here, so that the run repeats; the tests use noise of the operating system as "
+        "well. What is measured of Flower contains noise of numpy's global generator and varies a little.\n\n"
         "mu is the parameter of Gaussian differential privacy: telling the two worlds apart is as hard as telling "
         "N(0, 1) from N(mu, 1). With noise multiplier z, one release has mu = 1 / z."
     ),

@@ -435,7 +435,7 @@ EXPERIMENT = Experiment(
         "judged by counting what exceeds it. E is the exponential, P the generalised Pareto and GP the gamma fit "
         "followed by Pareto; the codec's default is P with 2 stages and the reversing search.\n\n"
         "Captured gradients are those of a client in trainings with exact top-k and error feedback. Alone they have "
-        "heavy tails, as the method supposes. With memory, which is what a codec under error feedback gets, they have "
+        "heavy tails, as the method supposes. With memory, which is what a codec under error feedback gets, they do "
         "not: what was large has been sent, and what stays piles up below the threshold. There few stages fail in the "
         "other direction, the more so the smaller the density.\n\n"
         "Times depend on the machine, the vector's size and the density; they are goals and decide nothing. The claim "

@@ -571,11 +571,11 @@ EXPERIMENT = Experiment(
         "rest, and nothing is thrown away. What throwing away does is among the incorrect variants.\n\n"
         "Who holds which digits decides over a point and more, so that one draw shows little. The rows called twice as "
         "long have three draws: label-sorted pieces of one size, two to a node, which straddle digits in places. The "
-        "claim on unlike data stands on their mean. Their graph, step size and length were chosen on two other draws "
+        "claim on unlike data is about their mean. Their graph, step size and length were chosen on two other draws "
         "(seeds 10 and 11). On the static graph a consensus step large enough for the goal is too near to the one "
-        "that diverges, and it is missed; those figures stand among the claims, too.\n\n"
+        "that diverges, and it is missed; those figures are among the claims, too.\n\n"
         "Not the whole product is run, which takes hours: the static graph shows the levels, where nothing else "
         "varies, and the others the references with one level each. --set full=true runs all of it. The paper's "
-        "networks and data are beyond this experiment; its figure stands beside ours as its abstract gives it."
+        "networks and data are beyond this experiment; its figure is shown beside ours, as its abstract gives it."
     ),
 )

@@ -93,7 +93,7 @@ def train(*, seed: int, config: Config, **scheme: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Place:
-    """One cell of the grid with all its seeds: where it stands, and means over the seeds."""
+    """One cell of the grid with all its seeds: its place on the axes, and means over the seeds."""
 
     memory: str
     selector: str

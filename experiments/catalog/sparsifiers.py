@@ -339,7 +339,7 @@ EXPERIMENT = Experiment(
         "which are less than a hundredth of them, travel whole in every frame; the other 19 200 are compressed.\n\n"
         "The inputs are standardised. A step of 0.05 moves the first layer as one of 0.2 does on pixels between 0 and "
         "1, whose mean square is 4.3 times smaller. The filter of CLT-k (beta) delays what is not sent, by a number of "
-        "rounds and not by a share of them: with label-sorted data and after 400 rounds beta 0.3 stands at 1.15 times "
+        "rounds and not by a share of them: with label-sorted data and after 400 rounds beta 0.3 is at 1.15 times "
         "the loss of dense averaging and beta 0.1 at 1.6 times, after 500 at 1.11 and 1.47 (measured).\n\n"
         "Every scheme has the same step size; none diverges with it. DGC's momentum of 0.9 makes steps up to ten times "
         "as long; it is also shown with a tenth of the step. signSGD moves every weight by a hundredth of the step "

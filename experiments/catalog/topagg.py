@@ -336,7 +336,7 @@ def _trained_tables(trained: Figures, votes: Figures, chosen: Mapping[str, Mappi
             accuracy,
             [FEDAVG, *(m.name(e) for e, m in product(EPSILONS, METHODS))],
             "Means over seeds of the last model, ± half their range. FedAvg averages with a server rate of 1; the "
-            "others' was chosen: why DP-FedAvg without noise is above it. Epsilon at delta as in the statement below, "
+            "others' was chosen, so that DP-FedAvg without noise is above it. Epsilon at delta as in the statement below, "
             "every client in every round; z is the noise multiplier. Points over dense: against DP-FedAvg dense at the "
             "same epsilon; negative is what votes lose. Bytes: frame of a client and round, uplink, which is padded "
             "wherever a round is private, so that its length reveals nothing.",
@@ -570,7 +570,7 @@ EXPERIMENT = Experiment(
         "most epsilon. 200 clients hold seven or eight images each. All of them are in every round, so nothing rests "
         "on secret sampling, and the accountant is the exact curve of the Gaussian mechanism.\n\n"
         "Votes lose accuracy: they forget magnitudes, and the noise of sqrt(k) reaches all d coordinates. Their case "
-        "is the uplink, and that no clip norm has to be chosen. Plain signs stand the noise better than stochastic "
+        "is the uplink, and that no clip norm has to be chosen. Plain signs withstand the noise better than stochastic "
         "ones, whose own randomness is added to it; without noise it is the other way round.\n\n"
         "Noise comes from the seed here, so that the run repeats; every statement says so. A real run leaves "
         "insecure_deterministic at false.\n\n"

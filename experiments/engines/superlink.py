@@ -187,8 +187,8 @@ class Deployment:
         return list(killed)
 
     def start(self, node: int) -> None:
-        """Start a node that was killed anew, with the same partition: a new process with no state, and to the SuperLink
-        another node.
+        """Start a killed node again, with the same partition: a new process with no state, and to the SuperLink another
+        node.
 
         Raises
         ------
