@@ -2,8 +2,8 @@
 
 Every method is held to the same promise: a client of about fifteen records may be exchanged for another (``replace``),
 all clients are in every release, delta is the same, and the noise is the smallest that keeps epsilon over all releases.
-Mechanisms, ledger, noise and statement are those of the systems with messages; what is added here are the clients, all of
-them at once as products of matrices.
+Mechanisms, ledger, noise and statement are those of the systems with messages; what is added here are the clients, all
+of them at once as products of matrices.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def without_messages(spec: RunSpec) -> Central:
     settings = system.resolve(spec.settings)
     strategy = system.build(settings, spec.seed)
     if not isinstance(strategy, GossipRelay):
-        raise ConfigError(f"{system.title} is no decentralised algorithm; there is nothing to compare")
+        raise ConfigError(f"{system.title} is not a decentralised algorithm; there is nothing to compare")
     options = {k.removeprefix(TASK_PREFIX): v for k, v in settings.items() if k.startswith(TASK_PREFIX)}
     task, setup = get_task(spec.task, **options), strategy.setup
     batch = int(settings["batch_size"])

@@ -185,7 +185,7 @@ class RunSpec:
             if key not in known:
                 raise ConfigError(
                     f"unknown run-configuration key {key!r}{nearest(key, known)}; options of system and task "
-                    f"belong into {SETTINGS_KEY!r}, for instance settings='codec.density=0.01'"
+                    f"belong in {SETTINGS_KEY!r}, for instance settings='codec.density=0.01'"
                 )
         values: dict[str, Any] = {key: value for key, value in config.items() if key != SETTINGS_KEY}
         text = config.get(SETTINGS_KEY, "")

@@ -283,7 +283,7 @@ def _search_table(searches: Records) -> Table:
         "periods. Density 0.001, a fresh draw for every call. The published rule takes a stage away after "
         "over-selection, so it never leaves one stage where that selects too many; a memory, which holds what was just "
         "below the threshold, makes one stage select too few. The reversing rule goes on where a period lies outside "
-        "0.8 to 1.2, and comes by the bad numbers of stages again and again where the best one lies at the edge.",
+        "0.8 to 1.2, and passes through bad numbers of stages again and again where the best one lies at the edge.",
     )
 
 

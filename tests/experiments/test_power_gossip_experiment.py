@@ -171,5 +171,5 @@ def test_wrong_settings_are_refused() -> None:
         with pytest.raises(ConfigError):
             EXPERIMENT.configure(assignments=[text])
     spec = EXPERIMENT.specs(EXPERIMENT.configure())[0]
-    with pytest.raises(ConfigError, match="no decentralised algorithm"):
+    with pytest.raises(ConfigError, match="not a decentralised algorithm"):
         without_messages(dataclasses.replace(spec, system="fedavg", settings={}))
