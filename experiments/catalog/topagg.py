@@ -337,9 +337,9 @@ def _trained_tables(trained: Figures, votes: Figures, chosen: Mapping[str, Mappi
             [FEDAVG, *(m.name(e) for e, m in product(EPSILONS, METHODS))],
             "Means over seeds of the last model, ± half their range. FedAvg averages with a server rate of 1; the "
             "others' was chosen, so that DP-FedAvg without noise is above it. Epsilon at delta as in the statement "
-            "below, every client in every round; z is the noise multiplier. Points over dense: against DP-FedAvg dense at "
-            "the same epsilon; negative is what votes lose. Bytes: frame of a client and round, uplink, which is padded "
-            "wherever a round is private, so that its length reveals nothing.",
+            "below, every client in every round; z is the noise multiplier. Points over dense: against DP-FedAvg "
+            "dense at the same epsilon; negative is what votes lose. Bytes: frame of a client and round, uplink, "
+            "which is padded wherever a round is private, so that its length reveals nothing.",
         ),
         table(
             "Bytes of a vote",
