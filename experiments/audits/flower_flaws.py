@@ -219,7 +219,7 @@ def local_epsilon(nominal: float, rounds: int = 1, *, delta: float = 1e-5) -> fl
     """
     sent = _local({"w": np.zeros(WIDE, np.float32)}, _unit(), epsilon=nominal, delta=delta)
     noise = float(np.std(sent["w"][1:]))
-    # Sensitivity 2: any two messages of norm 1 may be that far apart, and as many messages add in squares.
+    # Sensitivity 2: any two messages of norm 1 may be that far apart; of several messages the squares of mu add.
     return gaussian_epsilon(math.sqrt(rounds) * 2.0 / noise, delta)
 
 

@@ -59,7 +59,7 @@ def run(*, quick: bool = False, progress: Callable[[str], None] | None = None) -
     rows: list[dict[str, Any]] = []
     for nodes in sizes:
         rows += _graph(nodes, steps, rounds, say)
-    # The smallest graph is the common beginning: its eight parts are of that size.
+    # The smallest graph has parts of that size already: it is the first of both series.
     for nodes in sizes[1:]:
         rows.append(_alike(nodes, nodes // owned, steps, say))
     eight = [row for row in rows if row.get("parts") == PARTS]

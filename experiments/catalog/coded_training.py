@@ -98,7 +98,7 @@ def rows(config: Config) -> list[RunSpec]:
     # A batch larger than any partition makes each local step full-batch: FedAvg is then gradient descent.
     out = [spec("fedavg", UNCODED, k, batch_size=100_000)]
     for label, (code, _) in SCHEMES.items():
-        # Without parities there is no transfer to measure: that case is in the tables of training only.
+        # Without parities there is no transfer to measure: that case is computed without a row.
         if label != NONE:
             # From the plan: with half the parities there are fewer devices.
             n = plan_of(config, label, 0).devices

@@ -89,9 +89,9 @@ def arriving(config: Config) -> Runs:
     """Return the methods that reach the optimum."""
     rho, gamma = float(config.settings["rho"]), float(config.settings["gamma"])
     return {
-        NIDS: (steps("nids", 1.0), 620),
         # Most get as many iterations as bring them near 1e-9, where the line that is fitted ends; gradient tracking,
         # the slowest by far, hardly more than it takes to the tolerance.
+        NIDS: (steps("nids", 1.0), 620),
         GEOMETRIC: (dyna("geometric", rho=rho, gamma=gamma), 660),
         ZOOM: (dyna("zoom"), 700),
         TOP20: (steps("cold", 1.0, gamma=0.5, **top(0.2)), 880),

@@ -602,13 +602,13 @@ def _of_compression(compressed: Mapping[Cell, Track], matrices: Mapping[str, Tra
         claim(f"{SPARSE_PUSH}, random digraph: last error", last(SPARSE_PUSH, DIGRAPH), "< 1e-10", exact),
         claim(f"{BROADCAST}, exponential: last error", last(BROADCAST, "exponential"), "< 1e-10", exact),
         claim(f"{CHOCO_TOP}, ring: last error", last(CHOCO_TOP, "ring"), "<= 1e-8", exact),
+        # The best of all its steps has to stop: one bad step would prove nothing about the method.
         claim(
             f"{SQUEEZE}, ring: last error at the best gamma",
             _squeezed(compressed),
             ">= 1e-3",
             "goal: memory of the receiver matters",
         ),
-        # The best of all its steps has to stop: one bad step would prove nothing about the method.
         claim(f"{RANK} 1, nothing tuned: last error", matrices[f"{RANK} 1"].final, "<= 1e-2", MEASURED),
         claim(
             "PowerGossip of full rank: relative difference of its slope and D-PSGD's",

@@ -48,6 +48,8 @@ CHOCO_SIGNS: Final = "CHOCO, scaled signs"
 SQUEEZE: Final = "DeepSqueeze, top-k"
 TUNED: Final = (CHOCO_TOP, CHOCO_SIGNS, SQUEEZE)
 """With one, which is swept on the validation split."""
+# One row of each kind of message (whole models, low-rank factors, sparse estimates): messages are slow, and that they
+# change nothing is shown by a few.
 ROWS: Final[Mapping[str, str]] = {DENSE: "dpsgd", RANK_1: "power-gossip", "CHOCO, top-k, gamma 0.1": "choco"}
 """What is also run as messages, with all settings of its row, and its system."""
 
@@ -56,6 +58,7 @@ CHANCE: Final = 0.1
 
 SIZE: Final = 100
 DECAY: Final = 0.8
+# From steps that are slow to steps that diverge, a factor of two apart: the best of CHOCO must lie inside.
 RANDOM_GAMMAS: Final = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4)
 
 
@@ -85,6 +88,7 @@ OPTIONS = {
 def rows(config: Config) -> list[RunSpec]:
     """Return a few systems to be run as messages, for as many rounds as ``relay_rounds`` says."""
     Energy.of(config.settings)  # what cannot be is refused before anything runs
+    # Short: these rows show that messages change nothing, which eight iterations do as well as fifteen hundred.
     short = replace(config, rounds=min(config.rounds, int(config.settings["relay_rounds"])))
     return [
         short.spec(system, label, TASK, take=TAKE, evaluate_every=short.rounds or 1) for label, system in ROWS.items()
@@ -97,6 +101,7 @@ def _algorithm(config: Config, label: str, gamma: float = 0.0) -> dict[str, Any]
     made: dict[str, dict[str, Any]] = {
         DENSE: {"name": "dpsgd"},
         RANK_1: {"name": "power-gossip"},
+        # Computed from the graph and not tuned: nodes do not know the graph, so that a number travels.
         RANK_1_AUTO: {"name": "power-gossip", "rate": auto_rate(Ring(config.clients))},
         RANK_2: {"name": "power-gossip", "rank": 2},
         CHOCO_TOP: {"name": "choco", "gamma": gamma, "compressor": top},
@@ -107,6 +112,7 @@ def _algorithm(config: Config, label: str, gamma: float = 0.0) -> dict[str, Any]
 
 
 def _cell(config: Config, label: str, gamma: float, seed: int, *, validation: bool = False) -> GossipCell:
+    # Half of the iterations: a sweep at full length would cost several times the runs that it prepares.
     settings, rounds = config.settings, max(1, config.rounds // 2) if validation else config.rounds
     return GossipCell(
         _algorithm(config, label, gamma),
@@ -116,6 +122,7 @@ def _cell(config: Config, label: str, gamma: float, seed: int, *, validation: bo
         seed,
         TASK,
         {"hidden": str(settings["task.hidden"]), "partition": str(settings["task.partition"])},
+        # Watched, since many of the swept consensus steps diverge: a run that does is ended and not carried on.
         {"batch_size": settings["batch_size"], "every": max(1, rounds // 30), "watch": True},
         validation,
     )
@@ -145,6 +152,7 @@ class Group:
         """
         if self.diverged:
             return math.nan
+        # The last third, not the last look: the nodes' own models go up and down with their last batches.
         return mean(getattr(p, name) for run in self.runs for p in run.points[-max(1, len(run.points) // 3) :])
 
     @property
@@ -155,6 +163,7 @@ class Group:
     @property
     def accuracy(self) -> float:
         """Of the nodes' own models; that of guessing when a run diverged."""
+        # A number in place of NaN, so that the choice of the best step can rank it, and last.
         return CHANCE if self.diverged else self.late("accuracy")
 
 
@@ -174,6 +183,8 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
 
     def trained(places: Sequence[tuple[str, float]], *, validation: bool) -> dict[tuple[str, float], Group]:
         cells = [{"label": label, "gamma": g, "seed": seed} for label, g in places for seed in repetitions(config)]
+        # Named apart: a step that was swept on the validation split is another training than the one with the best
+        # step.
         sweep = Sweep(train, cells, "sweep" * validation, {"config": config, "validation": validation})
         found = sweep(say, int(config.settings["workers"])).groups("label", "gamma")
         return {place: Group([run.read(Trained) for run in group]) for place, group in found.items()}
@@ -182,6 +193,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
     swept = trained([(label, gamma) for label in TUNED for gamma in gammas], validation=True)
     tried = {label: {gamma: swept[label, gamma] for gamma in gammas} for label in TUNED}
     chosen = {label: best(tried[label]) for label in TUNED}
+    # What has no consensus step is trained with 0, which nothing reads.
     places = [(label, chosen.get(label, 0.0)) for label in (*FIXED, *TUNED)]
     groups = {label: group for (label, _), group in trained(places, validation=False).items()}
     dense = groups[DENSE].runs[0].traffic
@@ -364,6 +376,8 @@ def claims(groups: Mapping[str, Group], tried: Tried) -> list[Claim]:
         ),
         claim(
             "CHOCO, top-k: runs of the sweep from twice the best gamma on that came to an end",
+            # From twice the best on: the claim is how narrow the range of a sparse compressor is, not that some large
+            # step diverges.
             sum(not group.diverged for gamma, group in top.items() if gamma >= 2 * best(top)),
             "== 0.0",
             f"{DESIGN}: 0.976 at 0.1, 0.112 at 0.3",
@@ -389,6 +403,7 @@ class Averaging:
     def __init__(self, config: Config, say: Say) -> None:
         self.config, self.say = config, say
         self.size, self.rounds = int(config.settings["matrix"]), int(config.settings["matrix_rounds"])
+        # Of random matrices higher ranks get fewer iterations in proportion, so that all send equally many floats.
         self.half, self.short = self.rounds // 2, max(2, 3 * self.rounds // 10)
         self.k = max(1, self.size**2 // 200)
         power = {"name": "power-gossip", "values": "float32"}
@@ -410,12 +425,14 @@ class Averaging:
 
     def _choco(self, kind: str, gamma: float, rounds: int) -> Track:
         top = {"id": "topk", "density": self.k / self.size**2}
+        # Without digests: bytes are compared, and these belong to the protocol.
         algorithm = {"name": "choco", "gamma": gamma, "compressor": top, "digest_every": 0}
         return self._run(kind, f"CHOCO {gamma:g}", algorithm, rounds)
 
     def _run(self, kind: str, label: str, algorithm: Mapping[str, Any], rounds: int) -> Track:
         def make() -> dict[str, Any]:
             values = self._matrices(kind)
+            # As matrices, since PowerGossip works on their rows and columns.
             layout = Layout.of({"m": np.zeros((self.size, self.size), np.float32)}, lambda *_: None)
             graph, every = Ring(self.config.clients), max(1, rounds // 40)
             return asdict(average(algorithm, graph, values, rounds, layout=layout, seed=self.config.seed, every=every))
@@ -428,6 +445,7 @@ class Averaging:
     def _matrices(self, kind: str) -> np.ndarray:
         """Return one matrix per node, flat: Gaussian, or of singular values 1, 0.8, 0.64, ... in random directions."""
         n, m = self.config.clients, self.size
+        # By kind alone: all algorithms average the same matrices.
         generator = Key(self.config.seed, f"power-gossip/{kind}").generator()
         if kind == "random":
             return generator.standard_normal((n, m * m))
@@ -528,6 +546,7 @@ class Averaging:
             ),
             claim(
                 "random matrices: error of rank 1 over the best CHOCO, same number of iterations",
+                # At equal iterations: CHOCO had half as many as rank 1.
                 self.at(flat, self.half) / self.best("random"),
                 "<= 1.0",
                 f"goal; {DESIGN} has 4.3e-2 over 2.3e-2: on a flat spectrum a tuned top-k is better",

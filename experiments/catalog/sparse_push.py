@@ -35,6 +35,7 @@ LEVELS: Final[Mapping[str, Mapping[str, Any]]] = {
     ONE_PERCENT: {"density": 0.01},
     "0.5 %": {"density": 0.005},
     "0.2 %": {"density": 0.002},
+    # Two of the 2410 parameters of the default model.
     TWO: {"density": 2 / 2410},
 }
 """What of the model a message holds."""
@@ -129,6 +130,8 @@ class Setting:
         if self.level == SGP:
             return {"name": "sgp", **own}
         family = self.graph.partition(":")[0]
+        # On graphs with few active edges a given consensus step is stable at 1 % and above only; below it the
+        # algorithm's own rule is taken.
         mild = self.graph == STATIC or LEVELS[self.level].get("density", 0.0) >= LEVELS[ONE_PERCENT]["density"]
         gamma = _gamma(str(config.settings[f"gamma.{family}"])) if mild else "auto"
         # One estimate for all is right as long as every edge is used in every iteration, and there is less to compute.
@@ -145,10 +148,12 @@ class Setting:
             seed,
             TASK,
             {"hidden": str(config.settings["task.hidden"]), "partition": partition(self.data, self.nodes)}
+            # Long rows draw their partition with the seed: who holds what is the draw that decides.
             | ({"partition_seed": seed} if self.long else {}),
             {
                 "batch_size": config.settings["batch_size"],
                 "dense_below": 0,
+                # The baseline has whole models in every message and nothing to close.
                 "skew_rounds": 0 if self.level == SGP else "auto",
                 "every": looks(self.iterations(config)),
                 "drop": config.settings["drop"] if self.lossy else 0.0,
@@ -217,6 +222,7 @@ def variant(variant: str, data: str, *, config: Config) -> dict[str, float]:
     """Train an incorrect variant on the static graph."""
     from fedcomp.experiments.push_sum_variants import trained
 
+    # Everything but what is wrong is that of the right row: data, batches, step size.
     cell = Setting(config.clients, STATIC, data, "2 %").cell(config, config.seed)
     gamma = 0.1 if variant == "stateless" else 0.05
     drop = float(config.settings["drop"]) if variant in LOSSY else 0.0
@@ -236,6 +242,7 @@ def rows(config: Config) -> list[RunSpec]:
         "topology": DIGRAPH,
         "dense_below": 0,
         "skew_rounds": "auto",
+        # Models are looked at once, at the end: every look fetches them over the relay.
         "evaluate_every": max(1, config.rounds),
     }
     take = ("task.", "lr", "momentum", "batch_size")
@@ -299,6 +306,7 @@ Rows = Mapping[Setting, Row]
 
 def _before(runs: Sequence[Trained], iterations: int, figure: str) -> float:
     return mean(
+        # A run that diverged may have stopped before its last iteration.
         math.nan if run.diverged else next(getattr(p, figure) for p in run.points if p.iteration == iterations)
         for run in runs
     )
@@ -315,6 +323,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
     for record in Sweep(train, cells, shared=shared)(say, processes):
         groups.setdefault(record.read(Setting), []).append(record.read(Trained))
     found = {
+        # The reference of a lossy row is SGP without loss: what is lost by losing messages is part of what it costs.
         s: Row(s, runs, groups[dataclasses.replace(s, level=SGP, lossy=False)], s.iterations(config))
         for s, runs in groups.items()
     }
@@ -358,6 +367,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
         ],
         answer=f"Two values a message: {two.lost(closed=True):.1f} points below SGP on like data, messages "
         f"{two.smaller():.0f} times smaller, the whole run with its closing phase {two.fewer:.0f} times.",
+        # One record for each partition, whichever seeds drew it.
         tasks=[get_task(TASK, **o).record() for o in {o["partition"]: dict(o) for o in every}.values()],
     )
 
@@ -514,6 +524,7 @@ def claims_of_variants(variants: Records, dense: float, nodes: int) -> list[Clai
         *(
             claim(
                 f"{LABELS[name]}, {THREE_DIGITS}: points below SGP",
+                # On unlike data, where a node that receives nothing cannot know most classes.
                 100 * (dense - unlike[name].accuracy),
                 ">= 10.0",
                 "goal: what the method needs must be missed where it is left out",

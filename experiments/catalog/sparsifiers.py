@@ -277,7 +277,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
             *(
                 claim(
                     f"{m.label}: train loss over dense, the worse partition",
-                    # The worse of both: a scheme has to do with data that are alike and with data that are not.
+                    # The worse of both: a scheme has to cope with data that are alike and with data that are not.
                     max(relative(partition, m.label) for partition in PARTITIONS),
                     f"<= {m.bound}",
                     "goal for this task, on either partition",

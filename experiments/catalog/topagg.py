@@ -110,6 +110,7 @@ _TRAINING: Final = ("lr", "epochs", "batch_size", "max_steps")
 
 def multiplier(config: Config, epsilon: float) -> float:
     """Return the noise multiplier of ``epsilon`` for this number of rounds, every client in each; 0 for infinity."""
+    # No noise multiplier gives an infinite epsilon; without rounds nothing is released.
     if epsilon == math.inf or not config.rounds:
         return 0.0
     from fedcomp.privacy.accounting import noise_multiplier_for
@@ -144,6 +145,8 @@ def rows(config: Config) -> list[RunSpec]:
     every = {"evaluate_every": max(1, config.rounds // 10)}
     shared = {**_task(config), **every}
     specs = [config.spec("identity", FEDAVG, task, take=_TRAINING, **shared)]
+    # Messages cost too much for the whole grid: one epsilon and the methods of the question show that they change
+    # nothing.
     for method in METHODS[:3]:
         own = _settings(config, method, SENT, method.candidates[method.chosen[EPSILONS.index(SENT)]])
         specs.append(config.spec(method.system, method.name(SENT), task, take=_TRAINING, **shared, **own))
@@ -228,6 +231,7 @@ def _choose(config: Config, say: Say) -> tuple[dict[str, Mapping[str, Any]], lis
     stored = {m.name(e): m.candidates[i] for m in METHODS for e, i in zip(EPSILONS, m.chosen, strict=True)}
     if not config.settings["tune"]:
         return stored, []
+    # By the training loss and on other seeds: the test split is not looked at, and no reported draw is tuned on.
     first = config.seed + TUNING_SEED
     seeds = range(first, first + int(config.settings["tune_seeds"]))
     tried: dict[str, tuple[str, Mapping[str, Any]]] = {}
@@ -235,6 +239,7 @@ def _choose(config: Config, say: Say) -> tuple[dict[str, Mapping[str, Any]], lis
         for i, candidate in enumerate(method.candidates):
             tried[f"{method.name(epsilon)}, {i}"] = (method.system, _settings(config, method, epsilon, candidate))
     losses = {key: mean(group.each("loss")) for key, group in _trained(config, say, tried, seeds, "tuning").items()}
+    # NaN would be the smallest or the largest by its place in the list.
     losses = {key: math.inf if math.isnan(loss) else loss for key, loss in losses.items()}
     tried_at = {m.name(e): [losses[f"{m.name(e)}, {i}"] for i in range(len(m.candidates))] for m, e in _trainings()}
     best = {name: reached.index(min(reached)) for name, reached in tried_at.items()}
@@ -290,12 +295,14 @@ def _vote_sizes(config: Config, candidate: Mapping[str, Any]) -> dict[str, float
     model = get_task(str(config.settings["task"]), **_options(config)).model(config.seed)
     layout = Layout.of({name: tensor.detach().numpy() for name, tensor in model.state_dict().items()})
     ballot = TopkSign(density=float(candidate["density"]))
+    # An update of zeros casts no vote: what is left of its frame is the header.
     empty, _ = ballot.encode(Update(np.zeros(layout.size, np.float32), layout), {}, Key(config.seed))
     k = ballot.total(layout)
     return {"size": layout.size, "k": k, "entropy": entropy_bits(layout.size, k) / 8, "header": float(len(empty))}
 
 
 def _over_entropy(vote: Mapping[str, Any], name: str) -> float:
+    # Without the header, which does not grow with the votes.
     return (vote[name] - vote["header"]) / vote["entropy"]
 
 
@@ -401,6 +408,7 @@ def _against_bytes(results: Mapping[str, RunResult]) -> Curves:
     for label, result in results.items():
         sent = accumulate(record.uplink_payload_bytes for record in result.rounds)
         found = [(label, total, record.accuracy) for total, record in zip(sent, result.rounds, strict=True)]
+        # Before the first byte there is no place on a logarithmic axis, and most rounds are not evaluated.
         points += [point for point in found if point[1] and not math.isnan(point[2])]
     return curves(
         "Test accuracy against uplink bytes",
@@ -473,6 +481,7 @@ def claims(trained: Figures, votes: Figures, differ: Mapping[str, Beside], drawn
     made = [
         claim(
             f"{method.name(epsilon)}: epsilon of the statement",
+            # The worst seed: a promise is not kept on average.
             trained[method.name(epsilon)]["worst"],
             f"<= {epsilon}",
             "theory: the noise is calibrated for this epsilon",
@@ -492,6 +501,7 @@ def claims(trained: Figures, votes: Figures, differ: Mapping[str, Beside], drawn
     made.append(
         claim(
             "uplink of dense over votes, the longest of all settings",
+            # The least of the ratios, as NaN if one is: a budget may have allowed no frame.
             -largest(-ratio for ratio in fewer),
             ">= 18.0",
             "derived: 32 bits a coordinate over at most 1.05 (h(0.4) + 0.4) and the header",
