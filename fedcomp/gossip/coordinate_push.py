@@ -13,8 +13,9 @@ For the coordinates it sends a node does what plain push-sum does, and with the 
 two numbers, so the sums of x and of w are constant in every coordinate, whatever is chosen and whatever rests. There is
 no consensus step to tune and nothing to get out of step.
 
-It only averages. Weights of single coordinates fall to 0.05, and a gradient step on the numerator is multiplied by
-1 / w: training diverges (measured). It refuses gradients.
+It only averages. Weights of single coordinates fall far below 1 (measured: 0.02 with 8 nodes and a density of 0.1, on
+the exponential graph and on random digraphs), and a gradient step on the numerator is multiplied by 1 / w: training
+diverges (measured). It refuses gradients.
 """
 
 from __future__ import annotations

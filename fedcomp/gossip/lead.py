@@ -7,7 +7,7 @@ X. Liu, Y. Li, R. Wang, J. Tang, M. Yan, "Linear Convergent Decentralized Optimi
     u_i = (γ/2) Σ_j W[i,j] ((h_i + q_i) - (h_j + q_j))
     h_i = h_i + α q_i                                   the same at every neighbour
 
-α < 1 damps the estimate, which is what unbiased compressors that are no contraction need. With α = 1 it is COLD.
+α < 1 damps the estimate, which is what unbiased compressors that are not a contraction need. With α = 1 it is COLD.
 """
 
 from __future__ import annotations
