@@ -117,6 +117,7 @@ class View:
 
     def key(self, purpose: str) -> Key:
         """Return this node's random stream of this iteration."""
+        # By iteration and node: a step that is repeated after a crash draws the same numbers again.
         return Key(self.seed, f"gossip/{purpose}", self.iteration, self.node)
 
 
@@ -171,7 +172,8 @@ class Algorithm(Named, ABC):
         A message may arrive iterations late, and an edge may rest, without a trace in the limit: push-sum. Of the
         others every node waits for every message of an iteration before it begins the next.
     vectors_per_message : int
-        Vectors per message (BEER and gradient tracking send two in one message); for reports.
+        Vectors per message (BEER and gradient tracking send two in one message): a relay works out from it how large
+        a message may be.
     """
 
     name: ClassVar[str]

@@ -121,6 +121,7 @@ class BEER(Compressing):
             return state
         new = absorb(state, messages, _NAMES, self._compressor).state
         gamma = float(state["gamma"])
+        # Along y as it was sent: it is mixed below.
         x = state["x"] + gamma * disagreement(new, "h") - self.lr * state["y"]
         return {**settled(new), "x": x, "y": state["y"] + gamma * disagreement(new, "g")}
 

@@ -96,6 +96,7 @@ class CHOCO(Compressing):
 
     def reset(self, state: State, layout: Layout) -> State:
         """Return the model with estimates that restart; momentum is the node's own and stays."""
+        # Without momentum there is no buffer.
         return {**super().reset(state, layout), **{key: state[key] for key in ("v",) if key in state}}
 
     def send(self, state: State, gradient: Gradient | None, view: View) -> tuple[State, Outbox]:
@@ -115,6 +116,7 @@ class CHOCO(Compressing):
             return state
         absorbed = absorb(state, messages, (_NAME,), self._compressor).state
         # From the own estimate, not from x: only then do both ends of an edge move alike, and the mean stays.
+        # float: gamma as a numpy scalar would make float64 of a float32 model.
         return settled({**absorbed, "x": state["x"] + float(self.gamma) * disagreement(absorbed, _NAME)})
 
     def facts(self, state: State) -> dict[str, float]:

@@ -87,6 +87,7 @@ class COLD(Compressing, PrimalDual):
         """Return x = ``model``, a dual of zero, and estimates that begin at ``common`` on all nodes."""
         split = layout.compressed_size
         gamma = consensus_step(self.gamma, self._compressor, split)
+        # Worked out once: "auto" asks the compressor about the size of what is compressed.
         state = {**self._opened(model, layout), "gamma": np.array(gamma)}
         start = state["x"] if common is None else real(common)
         return open_estimates(state, {ESTIMATE: start}, split, copies=self.copies)

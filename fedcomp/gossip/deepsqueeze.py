@@ -95,6 +95,7 @@ class DeepSqueeze(Compressing):
         step, moved = descent(state, gradient, state["x"], self.lr, self.momentum)
         x = finite(state["x"] if step is None else state["x"] - step, "the model after the local step")
         state = {**state, **moved, "x": x}
+        # The sum may overflow although both are finite.
         wanted = finite(x + state["error"], "the model with what was not sent of it")
         key = _key(view.seed, view.iteration, view.node)
         data, change = self._compressor.compress(wanted, int(state["split"]), key)
@@ -120,6 +121,7 @@ class DeepSqueeze(Compressing):
             q = self._read(body, state, _key(0, iteration, source))
             # From the own q, not from x: the other end finds the same with the opposite sign, so the mean stays.
             toward += weight * (q - announced)
+        # float: gamma as a numpy scalar would make float64 of a float32 model.
         return settled({**state, "x": state["x"] + float(self.gamma) * toward})
 
     def _read(self, data: memoryview, state: State, key: Key) -> Real:

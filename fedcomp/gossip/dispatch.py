@@ -92,6 +92,7 @@ class Dispatch:
                 else:
                     self._send("step", run.view(node, alive))
         for node in sorted(nodes.departing - run.outstanding.open.keys()):
+            # Whatever comes back to it is mass that would be lost with it.
             if run.outstanding.mailbox.look_returned(node):
                 self._see_off(node, living)
         # The messages of a node that leaves twice are told apart by the iteration.

@@ -31,6 +31,7 @@ class Diverged(FedcompError, ArithmeticError):
     """The iterates grow instead of settling, or are not finite any more; the message says which step size to reduce."""
 
 
+# A kind of divergence, so that a pilot run that ends with it counts as failed (tune_gamma).
 class Saturated(Diverged):
     """Innovations left the range of a quantiser whose scale is given in advance."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+# A tuple and not a class: thousands of them may be in a stored state, and each is three plain values there.
 Event = tuple[int, int, str]
 """Round (from 1), node, reason."""
 

@@ -77,9 +77,11 @@ def consensus_step(gamma: float | str, compressor: Compressor, size: int) -> flo
     if not isinstance(gamma, str):
         return gamma
     delta = compressor.contraction(size)
+    # Of size 0 when every tensor is small enough to travel whole.
     if size == 0 or (delta is not None and delta >= 1.0):
         return 1.0
     codec = compressor.codec
+    # Before δ is looked at: what these two bear was measured, whatever their worst case is.
     if isinstance(codec, NormSign) or (isinstance(codec, Dithering) and codec.bits >= 2):
         return 0.5
     if not delta or delta < 0.0:

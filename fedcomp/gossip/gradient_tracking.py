@@ -64,6 +64,7 @@ class GradientTracking(Algorithm):
         """Add the gradient's change to y; send x and y."""
         refuse_dense(self, view)
         y, g = tracked(state["y"], state["gradient"], gradient, state["x"])
+        # Here, where the error can name it: whole would only say that a vector is not finite.
         finite(state["x"], "the model")
         # One vector, so that both are mixed by one message and one pass over the neighbours.
         announced = np.concatenate([state["x"], y])

@@ -128,6 +128,7 @@ class Mailbox:
     def refuse(self, pending: Iterable[Pending], sources: Iterable[int], node: int) -> list[GossipMessage]:
         """Send back what ``node`` could not apply, those of ``pending`` that are from ``sources``, and whatever else of
         theirs waits for it: it follows the former. Their edges need whole estimates. Return these messages."""
+        # Nothing of these sources can be applied before their whole estimates have come: the edges count as broken.
         refused = set(sources)
         for source in refused:
             self._broken.setdefault(source, set()).add(node)

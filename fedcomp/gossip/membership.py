@@ -83,6 +83,7 @@ class Membership(Stateful):
 
     def remove(self, node: int) -> None:
         """Forget a node that was given up or has left, but for why it was excluded."""
+        # Not its failures: exclude counts those of members only, and whoever comes back starts without any.
         for group in (self.members, self.departing, self.leaving, self.finished):
             group.discard(node)
         self.starts.pop(node, None)
@@ -116,4 +117,5 @@ class Membership(Stateful):
         # Those excluded earlier count: otherwise a run that diverges would lose its nodes one by one and never end.
         if failing and 2 * len(self.excluded) > len(everybody):
             raise Diverged(f"{len(self.excluded)} of {len(everybody)} nodes failed; {self.excluded[failing[0]]}")
+        # The caller removes them: it also has to deal with the messages they were given.
         return failing

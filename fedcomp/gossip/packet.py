@@ -102,6 +102,7 @@ def pack(iteration: int, seq: int, flags: int, dtype: Any, body: bytes) -> bytes
             f"no message has iteration={iteration}, seq={seq}, flags={int(flags):#x}, dtype={np.dtype(dtype)}; need "
             f"0 <= iteration < 2**32, seq >= 0, flags within {_ALL_FLAGS:#x}, float32 or float64"
         )
+    # Modulo 65536: a receiver knows which number comes next and needs no more of it.
     return _HEADER.pack(iteration, seq & 0xFFFF, flags, code) + body
 
 

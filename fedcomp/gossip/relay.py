@@ -68,6 +68,7 @@ class Relay(RelayRun):
 
     def __init__(self, algorithm: Algorithm, topology: Topology, settings: RelaySettings) -> None:
         super().__init__(algorithm, topology, settings)
+        # Both hold the relay and none of its parts: loading a state replaces parts such as the report.
         self._dispatch, self.settlement = Dispatch(self), Settlement(self)
 
     @property
@@ -138,6 +139,7 @@ class Relay(RelayRun):
     def conclude(self) -> None:
         """Begin no more iterations with gradients; closing iterations and deliveries follow. For a driver that learns
         only at the end how many iterations there are: it makes the relay with :data:`ENDLESS`."""
+        # min: called again during the closing iterations, which count, too, it must not begin them once more.
         self.iterations = min(self.iterations, self.iteration)
 
     def prolong(self, iterations: int) -> None:

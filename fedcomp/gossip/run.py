@@ -264,4 +264,5 @@ class RelayRun(Stateful):
 
     def identity(self) -> dict[str, Any]:
         """Return which run this is, and how long."""
+        # The lengths as they are now: a relay for the state of a prolonged run is made with its new length.
         return {"session": self.settings.session, "iterations": self.iterations, "skew_rounds": self.skew_rounds}

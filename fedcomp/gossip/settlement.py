@@ -93,6 +93,7 @@ class Settlement:
             # Neither figures nor messages: a synchronous node that could not finish has begun nothing.
             run.epochs.torn, run.epochs.unread = True, f"node {node}: {answer.reasons[0]}"
             return
+        # Figures are kept of steps only: those of other instructions belong to no iteration.
         if instruction.action == "finish":
             run.nodes.finished.add(node)
         elif instruction.action == "leave":

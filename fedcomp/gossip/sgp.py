@@ -68,6 +68,7 @@ class SGP(PushSum):
     def send(self, state: State, gradient: Gradient | None, view: View) -> tuple[State, Outbox]:
         """Begin an iteration: the local step, and a share of the result to every out-neighbour."""
         local = self._local(state, gradient, view)
+        # Too light a node keeps all it has; its edges rest, which push-sum bears in any iteration.
         return (state, ()) if local is None else push_whole(local, view)
 
     def receive(self, state: State, messages: Sequence[GossipMessage]) -> State:

@@ -160,6 +160,7 @@ def whole(model: Real, view: View) -> Outbox:
     """
     if not view.column:
         return ()
+    # Number 0 in every message: whole models form no stream in which one could be missing.
     return (Multicast(tuple(view.column), pack(view.iteration, 0, MessageFlag.DENSE, model.dtype, put_real(model))),)
 
 

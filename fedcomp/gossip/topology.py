@@ -94,6 +94,7 @@ class OnePeerExponential(_Circulant):
 
     def __init__(self, n: int) -> None:
         super().__init__(n)
+        # Only a whole period has all the edges: in a single iteration every vertex sends to one other.
         self.period = self.window = len(_powers(self.n))
 
     def offsets(self, t: int) -> Sequence[int]:
@@ -246,6 +247,7 @@ class Edges(Topology):
                 raise TopologyError(
                     f"edge {i}{self._link}{i}: every node keeps a share of its own; give edges to others only"
                 )
+            # A set: the own weight (i, i) of an undirected graph is one edge, not two.
             for edge in {(i, j)} if directed else {(i, j), (j, i)}:
                 self._add(edge, None if given is None else given[k])
         if given is not None:

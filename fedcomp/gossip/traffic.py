@@ -119,4 +119,5 @@ class GossipTraffic:
         if not (0.0 <= sent < float("inf") and 0.0 <= received < float("inf")):
             raise ConfigError(f"joules per bit are {sent}, {received}; expected finite numbers, at least 0")
         out = self.node_bytes if broadcast else self.edge_bytes
+        # What no node took in was sent, and paid for, but not received.
         return 8.0 * (out * sent + (self.edge_bytes - self.undelivered.bytes) * received)

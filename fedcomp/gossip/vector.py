@@ -55,6 +55,7 @@ class GossipPolicy:
 
     def __call__(self, name: str, shape: tuple[int, ...], dtype: str) -> Density:
         """Return "exact" for what stays at home, 1.0 for what travels whole, else None."""
+        # Before the size: running statistics are never compressed, not even with dense_below=0.
         if _STATISTICS(name, shape, dtype) == EXACT:
             return DENSE if self.buffers == "dense" else EXACT
         if not self.dense_below:
@@ -71,6 +72,7 @@ def flatten(arrays: Arrays, layout: Layout, dtype: str = "float64") -> Real:
         When a tensor is missing, unknown, or has another shape.
     """
     layout.check(arrays)
+    # Not zeros: the slices of a layout's tensors cover the whole vector.
     vector = np.empty(layout.size, dtype)
     for t in layout.tensors:
         vector[t.slice] = np.asarray(arrays[t.name]).reshape(-1)

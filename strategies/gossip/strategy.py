@@ -307,6 +307,7 @@ class GossipRelay(ExchangeStrategy, Stateful):
                 f"the stored run is of {nodes} nodes, this strategy of {self._count}; resume with the number the run "
                 "was started with"
             )
+        # Made with what the stored run was made with: its messages and its nodes' memories name that session.
         self._relay = self._made(nodes, iterations, session, largest)
         self._relay.load_state_dict(stored["state"])
 

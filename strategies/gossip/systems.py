@@ -108,6 +108,7 @@ def _number_or(text: str, word: str, key: str, kind: type[int] | type[float]) ->
 
 
 def _check(strategy: GossipRelay, task: Task, clients: int) -> None:
+    # Made once before any node is asked: a graph that does not fit the number of clients is refused at once.
     strategy.graph(clients)
 
 
