@@ -129,6 +129,6 @@ class Dispatch:
 
     def _send(self, action: Action, view: View) -> None:
         run = self._run
-        # Said once; the instruction that says it is repeated until it is answered.
+        # In one instruction only, which is repeated until it is answered.
         start = run.nodes.starts.pop(view.node, "")
         run.outstanding.issue(run.settings.session, run.epochs.number, action, view, start)

@@ -424,7 +424,7 @@ def _digest(factor: Real) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class _Said:
+class _StepMessage:
     """A message, read."""
 
     header: MessageHeader
@@ -432,13 +432,13 @@ class _Said:
     projected: Real
     vectors: Real
 
-    def matches(self, other: _Said) -> bool:
+    def matches(self, other: _StepMessage) -> bool:
         """Whether both ends made the same power step with the same factor, as far as messages tell."""
         mine, theirs = self.header, other.header
         return (mine.seq, mine.flags, self.check) == (theirs.seq, theirs.flags, other.check)
 
 
-def _read(payload: bytes, matrices: Matrices, dtype: np.dtype[Any], source: int) -> _Said:
+def _read(payload: bytes, matrices: Matrices, dtype: np.dtype[Any], source: int) -> _StepMessage:
     vectors = matrices.rest_size
     # The message itself says whether the step is even or odd: both sizes are possible.
     most = (max(matrices.projected_size(0), matrices.projected_size(1)) + vectors) * dtype.itemsize + _DIGEST_BYTES
@@ -449,4 +449,4 @@ def _read(payload: bytes, matrices: Matrices, dtype: np.dtype[Any], source: int)
     # The header's number is modulo 65536, which is even: it still tells even steps from odd ones.
     count = matrices.projected_size(header.seq)
     values = take_real(body[start:], count + vectors, dtype)
-    return _Said(header, bytes(body[:start]), values[:count], values[count:])
+    return _StepMessage(header, bytes(body[:start]), values[:count], values[count:])
