@@ -21,7 +21,7 @@ from typing import Any, Final
 
 __version__ = "0.1.0"
 
-# In a checkout four packages stand beside this folder. Python finds this one first when it is started there, also
+# In a checkout four packages are beside this folder. Python finds this one first when it is started there, also
 # where another copy is installed.
 _ROOT: Final = Path(__file__).resolve().parents[1]
 if (_ROOT / "setup.py").is_file():

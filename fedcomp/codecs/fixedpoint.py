@@ -230,7 +230,7 @@ class FixedPoint(Wrapper):
         return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
     def place(self, integers: NDArray[Any], divisor: float, layout: Layout, key: Key) -> Vector:
-        """Return the update that a sum of :meth:`integers` stands for: float32 of the layout's size.
+        """Return the update for a sum of :meth:`integers`: float32 of the layout's size.
 
         Parameters
         ----------

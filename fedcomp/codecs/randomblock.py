@@ -20,7 +20,7 @@ class RandomBlock(RandomK):
     """Send ``b = max(1, floor(density * n))`` consecutive coordinates from a uniformly random start.
 
     The block goes on at the beginning where it reaches the end, so that every coordinate has the same chance b/n. A
-    seed of eight bytes stands for its place. Neighbouring coordinates travel together, which changes no expectation:
+    seed of eight bytes says where it lies. Neighbouring coordinates travel together, which changes no expectation:
     the formulas are those of :class:`~fedcomp.codecs.RandomK` with k = b.
 
     Parameters

@@ -94,7 +94,7 @@ class Registry(Generic[T]):
         return tuple(sorted({*self._classes, *self._lazy, *offered}))
 
     def find(self, name: str) -> type[T]:
-        """Return the class that ``name`` stands for, loading its module or entry point when need be.
+        """Return the class with the id ``name``, loading its module or entry point when need be.
 
         Raises
         ------

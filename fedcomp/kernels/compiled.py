@@ -67,7 +67,7 @@ ROOM = SLACK
 def _block_add_hits(typingctx: Any, memory: Any, update: Any, decay: Any, out: Any, start: Any, threshold: Any) -> Any:
     """``out = decay * memory + update`` on 64 lanes, and the hits of the result.
 
-    Loads stand before the store, so that ``out`` may be ``memory`` itself.
+    Loads come before the store, so that ``out`` may be ``memory`` itself.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:

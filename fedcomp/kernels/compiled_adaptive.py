@@ -58,7 +58,7 @@ def _as_float(typingctx: Any, bits: Any) -> Any:
 
 @intrinsic
 def _add_block(typingctx: Any, one: Any, other: Any, out: Any, start: Any) -> Any:
-    """``out = one + other`` on 64 lanes. Loads stand before the store, so that ``out`` may be one of the two."""
+    """``out = one + other`` on 64 lanes. Loads come before the store, so that ``out`` may be one of the two."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         floats = ir.VectorType(F32, WIDTH)
@@ -116,7 +116,7 @@ def _adaptive(lanes: int, *, add: bool) -> Any:
             second = builder.sub(length, ir.Constant(I64, lanes))
             _fetch(context, builder, signature, args, 2, start, 2 * lanes)
             places = (start, builder.add(start, second))
-            # Both loads stand before both stores, so that ``out`` may be the residue.
+            # Both loads come before both stores, so that ``out`` may be the residue.
             parts = [_ahead(context, builder, signature, args, at, lanes, add=add) for at in places]
             if add:
                 for at, (total, _) in zip(places, parts, strict=True):

@@ -257,7 +257,7 @@ class Pieces:
         if self._full:
             self._set_aside()
             return np.concatenate(self._full)
-        # A large array shrinks where it stands.
+        # A large array shrinks in place.
         # Kernels had this memory for the length of a call: nobody else refers to it.
         self._room.resize(self.state[1], refcheck=False)
         return self._room
