@@ -263,7 +263,7 @@ def shares(plan: SumPlan, vector: Residues, read: ReadBytes = os.urandom) -> Res
     Parameters
     ----------
     read : callable
-        Where the random pieces come from. Whoever can predict it can undo the T-privacy:
+        Where the random pieces come from. Whoever can predict it can take them away again, whatever the threshold:
         :func:`predictable` is for tests.
     """
     if vector.shape != (plan.length,) or vector.dtype != plan.field.dtype:
