@@ -49,6 +49,7 @@ class NoisySumClient(SumCodeClient):
             raise StateError("the plan asks for weights, metrics or counts beside the sum, which have no noise")
         if plan.threshold < 1 or plan.mode != "share" or not asked.keys:
             raise StateError("the shards of a noisy sum are sealed, and one of them says nothing of its vector")
+        # With fewer contributors than the shares are made for, a sum would have less noise than was promised.
         if plan.least < codec.least:
             raise StateError(
                 f"the share of noise is made for {codec.least} contributors, the plan allows sums of {plan.least}"

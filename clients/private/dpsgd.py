@@ -169,6 +169,7 @@ def train_privately(trainee: Trainee, plan: DpSgdPlan, context: Context) -> Acco
     model.train()
     parameters = [p for p in model.parameters() if p.requires_grad]
     untrained = _untrained(model)
+    # Momentum and weight decay work on noisy gradients: post-processing.
     sgd = torch.optim.SGD(parameters, lr=trainee.lr, momentum=trainee.momentum, weight_decay=trainee.weight_decay)
     entropy = make_entropy(trainee.key.at(purpose="record-dp"), insecure_deterministic=plan.insecure)
     with _ledger(context, plan, len(trainee.data)) as ledger:

@@ -125,6 +125,7 @@ def only_update(content: RecordDict, before: Mapping[str, NDArray[Any]], layout:
     """
     name, after = reply_arrays(content)
     layout.check(after)
+    # Integers take no noise, and running statistics are made of records: both go back as they came.
     out = RecordDict({name: to_record({**after, **{t.name: before[t.name] for t in layout.exact}})})
     keep_node(content, out)
     return out

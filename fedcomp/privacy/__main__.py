@@ -222,6 +222,7 @@ def _figure(accountant: Callable[..., float], events: Event | Sequence[Event]) -
 
 
 def _z(k: int, sigma: float) -> float:
+    # One teacher that votes otherwise in every place moves a sum by 2 sqrt(k).
     return sigma / (2.0 * math.sqrt(k))
 
 

@@ -88,6 +88,7 @@ class AdaptiveClip:
         """
         if noise_multiplier == 0.0:
             return 0.0
+        # Known before the first round: the price of a round must not depend on its clients.
         bits = self.multiplier(expected)
         # 1 / z^2 is what may be spent, and the bits alone would spend all of it.
         if noise_multiplier >= bits:

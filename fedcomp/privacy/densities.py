@@ -110,6 +110,7 @@ class Poisson(Density):
     def bounds(self, at: int, digits: int) -> tuple[Fraction, Fraction]:
         """Return bounds on the density relative to that at the mode; equal ones near small modes."""
         mode, count = self.mode, self.mode + at
+        # Fewer than no events do not happen: the density ends there.
         if count < 0:
             return Fraction(0), Fraction(0)
         if min(mode, count) < _NEAR:

@@ -74,6 +74,7 @@ class Event:
         params.number("rate", self.rate, rule="a probability in (0, 1]", ok=lambda v: 0.0 < v <= 1.0)
         # A Python integer: it is written into the ledger's file.
         params.assign(self, releases=params.integer("releases", self.releases, low=1))
+        # Below 1: a release that may fail for certain protects nothing, whatever its noise.
         params.number("delta", self.delta, rule="a probability in [0, 1)", ok=lambda v: 0.0 <= v < 1.0)
 
 

@@ -161,6 +161,7 @@ class LocalPolicy:
         found = None if codec is None else privatised(codec)
         if found is None:
             return "this client sends privatised updates only, and the announced codec does not privatise"
+        # A seed of the server's would let it take the noise off again.
         if found.insecure_deterministic:
             return "this client draws its own noise, and the announced codec takes it from a seed"
         if found.noise_multiplier < self.noise_multiplier:

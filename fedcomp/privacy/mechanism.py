@@ -103,6 +103,7 @@ class Mechanism(ABC):
     @property
     def sensitivity(self) -> float:
         """L2 distance of the sums of two neighbouring data sets, at most, in grid steps."""
+        # An exchange takes one bounded contribution away and adds another.
         return self.bound * (2.0 if self.adjacency == "replace" else 1.0)
 
     @property

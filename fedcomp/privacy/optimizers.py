@@ -311,6 +311,7 @@ class PrivateOptimizer(DPOptimizer):
         """
         if self._using is None or self.total is None:
             raise ValueError("there is no sum to add noise to: call step() after a backward pass")
+        # The mechanism that bounded these contributions, also where a schedule has moved on since.
         mechanism, total = self._using, self.total
         # Whatever happens next, no gradient without noise is left for the optimiser beneath.
         for p in self.params:

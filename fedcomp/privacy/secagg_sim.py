@@ -31,6 +31,7 @@ _LARGEST: Final = 1 << 62
 
 def modulus_for(clients: int, levels: int) -> int:
     """Return the smallest power of two with room for a sum of ``clients`` integers of magnitude ``levels``, signed."""
+    # 2 clients levels + 1 different sums, the negative ones included.
     return 1 << (2 * clients * levels).bit_length()
 
 

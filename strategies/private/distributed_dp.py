@@ -319,6 +319,7 @@ class DistributedDp(CodedFedAvg):
             share_timeout=share_timeout,
             collect_timeout=collect_timeout,
             seed=seed,
+            # A weight would be a number of examples, which has no noise.
             weighted=False,
             **links,
         )

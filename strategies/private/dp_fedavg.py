@@ -81,6 +81,7 @@ class DpFedAvg(PrivateStrategy):
             When the bits alone would cost as much as a round may.
         """
         super().declare(population)
+        # The number of clients decides how precise the bits are.
         self._check_bits()
 
     def _check_bits(self) -> None:

@@ -64,6 +64,7 @@ class LocalMean(PrivateStrategy):
 
     def __init__(self, inner: Strategy, privatise: Privatise, **promise: Any) -> None:
         self.privatise = privatise
+        # Dropped where they say the same: the settings of all private systems have them.
         for name, only in (("adjacency", "replace"), ("noise", "discrete_gaussian")):
             if promise.pop(name, only) != only:
                 raise ConfigError(f"{name} of local privacy is {only!r}")

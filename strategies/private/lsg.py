@@ -65,6 +65,7 @@ class KeptIntake(Intake):
         frame = take_frame(reply.content, UPDATE)
         if frame is None:
             return super().read(sent, reply, measured=measured, takes_plain=takes_plain)
+        # Read here, so that a damaged frame is refused with its reply; decoded again when it is added.
         unpack(frame, self.kept.size)
         return Arrival(sent, reply, RecordDict(), self.record, {}, frame)
 
@@ -75,6 +76,7 @@ class KeptIntake(Intake):
         # What overflows is refused by the clip, as not finite.
         with np.errstate(over="ignore", invalid="ignore"):
             short = np.concatenate(self.plan.project(super().update(arrival), self.pairs))
+        # In float32, as the client half would have sent it.
         (update,), _ = clip_arrays([short[self.kept].astype(np.float32)], self.clip)
         return update
 
@@ -189,6 +191,7 @@ class Lsg(PrivateStrategy):
             When they are longer than the client half would have left them, or not finite.
         """
         length = norm(update)
+        # Not ``>``, which is false for NaN.
         if not length <= self.settings.clip * (1.0 + SLACK):
             raise Unbounded(f"an update has norm {length:.6g}, a client clips it to {self.settings.clip:g}")
         return update

@@ -119,6 +119,7 @@ class LsgSettings:
     history: int = 0
 
     def __post_init__(self) -> None:
+        # Schedules and masks are checked by the core: DP-SGD on records takes the same.
         check_fraction(self.schedule, self.schedule_rounds, self.keep)
         check_mask(self.mask)
         params.assign(

@@ -87,6 +87,7 @@ class PrivateSink(Sink):
             Nothing was released.
         """
         strategy, number = self.strategy, self.intake.report.round
+        # One source for the sum and for what the same event pays for beside it.
         entropy = strategy.entropy("noise", number)
         noisy = self.total.release(
             strategy.privacy,

@@ -212,6 +212,7 @@ def _system(
     """Return a private system; with a setting ``codec`` it has those of the drop-in pair's codecs as well."""
 
     def checked(settings: Settings, seed: int) -> Strategy:
+        # Settings that every system has, and that would break a promise.
         for key, only, why in _REFUSED:
             refuse_others(settings, {key: only}, why, where=" a private system")
         strategy = build(settings, seed)

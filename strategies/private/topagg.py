@@ -114,6 +114,7 @@ class TopAgg(PrivateStrategy):
         Unbounded
             When a value is not -1, 0 or 1.
         """
+        # The cast warns of NaN and of what int8 cannot hold; both are found below.
         with np.errstate(invalid="ignore"):
             votes = update.astype(np.int8)
         # Only -1, 0 and 1 equal their own sign. NaN equals nothing, and what int8 cannot hold comes back as another.
