@@ -411,6 +411,12 @@ def compose(events: Iterable[Event | Sequence[Event]], delta: float, *, cap: int
 
     Rates below 1 are right for ``zero_out`` and ``add_remove`` only; :class:`fedcomp.privacy.sampling.Sampling` refuses
     them elsewhere.
+
+    Examples
+    --------
+    >>> cost = compose([Event("gaussian", noise_multiplier=2.0)] * 3, 1e-5)
+    >>> round(cost.epsilon, 2), cost.accountant
+    (3.71, 'Gaussian, closed form')
     """
     rounds = _rounds(events)
     return compose_rounds(rounds, delta, cap=cap)
@@ -557,6 +563,12 @@ def noise_multiplier_for(
     ------
     ConfigError
         When epsilon or delta are out of range; an infinite epsilon needs no plan.
+
+    Examples
+    --------
+    >>> z = noise_multiplier_for(1.0, 1e-5, releases=100)
+    >>> round(z, 2), releases_for(1.0, 1e-5, z)
+    (37.36, 100)
     """
     params.positive("epsilon", epsilon)
     check_delta(delta)

@@ -50,6 +50,14 @@ class MaskedSum:
         A sum of fewer uploads is void.
     seeds : mapping of (int, int) to bytes
         Of every pair, the lower number first.
+
+    Examples
+    --------
+    >>> from fedcomp.privacy.entropy import SystemEntropy
+    >>> masked = MaskedSum.deal(clients=3, size=2, modulus=modulus_for(3, levels=10), entropy=SystemEntropy())
+    >>> vectors = {0: np.array([1, -2]), 1: np.array([3, 4]), 2: np.array([0, 5])}
+    >>> masked.total({client: masked.upload(client, vector) for client, vector in vectors.items()}).tolist()
+    [4, 7]
     """
 
     clients: int

@@ -267,6 +267,17 @@ def make_statement(
     ------
     ConfigError
         When something cannot be stated, or is missing.
+
+    Examples
+    --------
+    >>> from fedcomp.privacy.ledger import PrivacyLedger
+    >>> from fedcomp.privacy.mechanism import GridGaussian
+    >>> mechanism = GridGaussian(noise_multiplier=2.0, clip=1.0, size=10)
+    >>> ledger = PrivacyLedger(delta=1e-5, population=1000, adjacency="zero_out", sampling=Sampling())
+    >>> ledger.record(mechanism.event(), round=1)
+    >>> said = make_statement(ledger, mechanism=mechanism, trust="the server is trusted", protects="every model")
+    >>> round(said.epsilon, 2), said.sensitivity, said.secure
+    (1.99, 1.0, True)
     """
     # A class stands in for a source that is not at hand: both say what they are.
     source: type[Entropy] | Entropy = entropy if entropy is not None else SystemEntropy
