@@ -211,6 +211,10 @@ class VoteSettings:
         params.assign(self, k=k, images=images)
         params.positive("eta", self.eta)
         params.number("beta", self.beta, rule="a finite number >= 0", ok=lambda v: 0.0 <= v < math.inf)
+        # Here and not by the clients, which would refuse every request.
+        if self.saturation is not None:
+            params.positive("saturation", self.saturation)
+        params.boolean("stochastic", self.stochastic)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,7 +226,7 @@ class TeacherSettings:
     teachers : int
         Of each client. With more than one, what is protected is a teacher's share of the records and not a client.
     teacher_lr, decay : float
-        Of the discriminators' Adam.
+        Step size of the discriminators' Adam, and the decay rate of its first moment, in [0, 1).
     pretrain, steps : int
         Discriminator steps before a client's first votes, beside the ``steps`` before each of its votes.
     batch : int
@@ -249,4 +253,5 @@ class TeacherSettings:
         for name, low in {"teachers": 1, "batch": 1, "pretrain": 0, "steps": 0}.items():
             params.assign(self, **{name: params.integer(name, getattr(self, name), low=low)})
         params.positive("teacher_lr", self.teacher_lr)
+        params.number("decay", self.decay, rule="a number in [0, 1)", ok=lambda v: 0.0 <= v < 1.0)
         params.choice("send", self.send, SENDS)
