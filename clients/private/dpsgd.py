@@ -158,6 +158,7 @@ def train_privately(trainee: Trainee, plan: DpSgdPlan, context: Context) -> Acco
     task, model = trainee.task, trainee.model
     if not len(trainee.data):
         raise EmptyPartition(f"task {task.name!r}: this partition holds no record to train on; use fewer partitions")
+    # Its gradient is the same for all records, and would be clipped and noised with theirs.
     if trainee.proximal:
         raise ConfigError("FedProx's term has no place in DP-SGD on clients; use inner=fedavg")
     if task.options.get("l2"):

@@ -149,6 +149,7 @@ def clip_arrays(
         length = _length([real for real, _ in checked], largest)
         norm = largest * length
         if norm > clip:
+            # The margin doubles at each try: a cast to a narrow dtype needs more than a last bit.
             scale, margin = clip / length, 2.0**-52
             kinds = [given[i].dtype for i in floats]
             while True:

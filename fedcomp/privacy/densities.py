@@ -146,6 +146,7 @@ class Poisson(Density):
         apart = at - float(self.mean - self.mode)
         u = apart / float(self.mean)
         total = np.zeros_like(u)
+        # Horner's rule: with |u| < 0.2 what follows the 27 terms is below 1e-18.
         for n in range(26, -1, -1):
             total = total * -u + 1.0 / ((n + 1) * (n + 2))
         return apart * u * total

@@ -245,6 +245,7 @@ def private_training(
             f"the optimiser holds {len(held)} parameters and the module {len(named)} that require gradients; they must "
             "be the same: a parameter outside would be trained without noise, or not at all. Freeze what is not trained"
         )
+    # One source for batches, secret votes and noise.
     source = SystemEntropy() if settings.entropy is None else settings.entropy
     reduction = settings.loss_reduction
     per_record = reduction == "none"

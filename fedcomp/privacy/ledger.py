@@ -341,6 +341,7 @@ class PrivacyLedger(Spending):
                 )
             if not journal.counted:
                 log.warning("the ledger %s: %s", journal.path, UNCOUNTED)
+            # A new ledger takes the name of the file's run; one that has a history must have the same.
             run = journal.header["run"]
             if run != self.run and (self._entries or self._had_file):
                 raise PrivacyLedgerError(

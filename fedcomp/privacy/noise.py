@@ -126,6 +126,7 @@ def gaussian(sigma: float, count: int, entropy: Entropy) -> NDArray[np.float64]:
     ndarray of float64, (count,)
     """
     _check(sigma, count)
+    # Draws come in pairs; of an odd count one is dropped.
     half = -(-count // 2)
     # log1p(-u) with u in [0, 1): the logarithm of u itself is infinite where u is 0.
     radius = np.sqrt(-2.0 * np.log1p(-entropy.uniform(half)))

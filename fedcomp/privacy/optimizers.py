@@ -79,6 +79,7 @@ def clip_rows(rows: Tensor, mechanism: GridGaussian) -> Tensor:
     radius = bound - mechanism.size / (24.0 * bound) - 1.5
     # The clamp keeps short rows from being stretched: they are only converted to steps.
     scale = radius / norms.clamp(min=mechanism.clip * radius / bound)
+    # Exact in float32: the bound in steps is far below 2^24 for any model that fits into memory.
     steps = (rows * scale.to(rows.dtype)[:, None]).round_()
     over = _norms(steps) > bound
     if bool(over.any()):
@@ -243,6 +244,7 @@ class PrivateOptimizer(DPOptimizer):
             )
         if not 0.0 < expected_batch_size < math.inf:
             raise ConfigError(f"expected_batch_size={expected_batch_size!r} is not valid: rate * records, above 0")
+        # Losses one by one were summed before the backward pass, where they are allowed: here it is "mean" then.
         params.choice("loss_reduction", settings.loss_reduction, ("mean", "sum"))
         super().__init__(
             optimizer,

@@ -335,6 +335,7 @@ def make_statement(
         said["mechanism"] = said.pop("name")
     # After ledger and mechanism, which a caller that knows better overrides.
     values |= said
+    # Not an error: without a cap no figure depends on ids, and whoever reads the statement has to know.
     if len(ledger.participations) > ledger.population:
         values["unit_note"] = "; ".join(filter(None, (values["unit_note"], _MANY_IDS)))
     if not ledger.counted:

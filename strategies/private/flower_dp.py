@@ -75,6 +75,7 @@ def require_clip_is_seen(strategy: Strategy, codec: Codec) -> None:
     for caller in _callers():
         if id(vars(caller)) in inside:
             continue
+        # Around the pair as well as inside it: the clients clip before the codec either way.
         _require_kept(caller, codec)
         if isinstance(caller, _CLIPPED_HERE):
             raise ConfigError(

@@ -25,6 +25,7 @@ def online(grid: Grid, inner: Strategy) -> list[int]:
     Where the grid does not know partitions the order is that of the node ids.
     """
     least = getattr(inner, "min_available_nodes", 1)
+    # As Flower's strategies do before their first round; a private round would else draw from too few.
     while len(found := list(grid.get_node_ids())) < least:
         log.info("Waiting for nodes to connect: %d connected of %d", len(found), least)
         time.sleep(_POLL_SECONDS)
