@@ -361,8 +361,8 @@ EXPERIMENT = Experiment(
         "batch_size=8",
     ),
     notes=(
-        "MNIST where its files are found, otherwise the embedded 8x8 digits enlarged to 28x28, which have a fourth of "
-        "the images and are easier; the section on data says which. The network has two convolutions, a fully "
+        "MNIST where its files are found, otherwise the embedded 8x8 digits enlarged to 28x28, which have a quarter "
+        "of the images and are easier; the section on data says which. The network has two convolutions, a fully "
         "connected layer and an output layer, 114 314 parameters. The second convolution (12 800 weights), the fully "
         "connected layer (100 352) and the output layer (640) are compressed: the smallest tensors, up to 1 % of the "
         "model, travel dense, which are the first convolution (400 weights) and the biases. So the ratio of "

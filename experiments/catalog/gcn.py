@@ -649,8 +649,8 @@ def _tables(found: Found, codecs: Sequence[Mapping[str, Any]]) -> list[Table]:
             main[: len(compared(config))],
             "All clients, both directions, means over seeds. Rows, ids, norms and models are frames and tensors; "
             "messages are whole, with Flower's envelope. A fetched row crosses two links, from its owner to the server "
-            "and from there to whoever asked: logical counts it once, link twice. It stands in a rows message and in a "
-            "train message.",
+            "and from there to whoever asked: logical counts it once, link twice. It is part of a rows message and of "
+            "a train message.",
         ),
         _cache_table(found, size),
         table(
@@ -955,7 +955,7 @@ EXPERIMENT = Experiment(
         "local neighbours alone are enough there. The cross-partition graph can.\n\n"
         "One step of SGD on each client and a server that takes Adam steps along the mean update are synchronous "
         "data-parallel Adam. All bytes are those of messages that were really sent, in one process.\n\n"
-        "Features leave their owners in clear. Nothing here is private.\n\n"
+        "Features leave their owners in the clear. Nothing here is private.\n\n"
         "The saving is that of a run whose clients keep no rows: with room for all of them every row travels once, and "
         "what skew saves is the rows that are never met. Features of digits are 64 numbers, so that models are the "
         "larger part of all bytes here; with --set task=cora rows are 1433 numbers.\n\n"

@@ -585,7 +585,7 @@ EXPERIMENT = Experiment(
         "Noise comes from the seed here, so that the run repeats; every statement says so. A real run leaves "
         "insecure_deterministic at false.\n\n"
         "Settings were chosen by the training loss on seeds from 1000 on, among the candidates of the module, with "
-        "tune=true; the candidates are few, and for another task they are not good. The choice itself is not covered "
+        "tune=true; the candidates are few, and not right for another task. The choice itself is not covered "
         "by any epsilon."
     ),
 )
