@@ -197,6 +197,7 @@ class Deployment:
         DeploymentError
             When it does not start.
         """
+        # Two SuperNodes with one partition would both train it.
         if node not in self._killed:
             raise ConfigError(f"node {node} runs already; kill it before it is restarted")
         child = self._launch_node(node)
