@@ -351,7 +351,6 @@ def _prv_of(history: tuple[tuple[tuple[float, float], int], ...], delta: float, 
     if delta < _PRV_DELTA:
         raise Unaccountable(f"delta={delta:.3g} is below the {_PRV_DELTA:g} PRV resolves")
     with optional("PRV accounting"):
-        from opacus.accountants import PRVAccountant
         from opacus.accountants.analysis import prv
 
     # Opacus' default, written out because the size of its table, which is checked below, follows from it.
@@ -367,16 +366,22 @@ def _prv_of(history: tuple[tuple[tuple[float, float], int], ...], delta: float, 
                     prvs=pairs, max_self_compositions=counts, eps_error=error, delta_error=delta_error
                 )
             )
-            # Opacus' own formula: the table is measured before Opacus allocates it.
-            mesh = error / math.sqrt(sum(counts) * math.log(12.0 / delta_error) / 2.0)
+            # The steps of ``PRVAccountant.get_epsilon`` from here on, by the same functions: it would find the reach,
+            # which takes most of the time, once more, and allocate the table before anybody could measure it.
+            mesh = float(error / np.sqrt(sum(counts) * np.log(12.0 / delta_error) / 2.0))
             points = 2.0 * reach / mesh
             if not reach <= _PRV_LOSS:
                 raise Unaccountable(f"losses up to {reach:.3g} do not fit into double precision")
             if points > _PRV_POINTS:
                 raise Unaccountable(f"its table would have {points:.3g} points, at most {_PRV_POINTS:.3g} are allowed")
-            accountant = PRVAccountant()
-            accountant.history = [(z, rate, n) for (z, rate), n in history]
-            epsilon = float(accountant.get_epsilon(delta, eps_error=error, delta_error=delta_error))
+            domain = prv.Domain.create_aligned(-reach, reach, mesh)
+            losses = [
+                prv.discretize(prv.TruncatedPrivacyRandomVariable(pair, domain.t_min, domain.t_max), domain)
+                for pair in pairs
+            ]
+            composed = prv.compose_heterogeneous(dprvs=losses, num_self_compositions=counts)
+            # The upper bound: a guarantee and no estimate.
+            epsilon = float(composed.compute_epsilon(delta, delta_error, error)[2])
         except (RuntimeError, ValueError, OverflowError, ZeroDivisionError, MemoryError) as problem:
             raise Unaccountable(f"Opacus' PRV accountant gave up: {problem}") from problem
     if not math.isfinite(epsilon):
