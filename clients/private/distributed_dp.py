@@ -61,5 +61,6 @@ class NoisySumClient(SumCodeClient):
         key = Key(announcement.seed, "privacy/share", announcement.round, self.exchange.partition)
         entropy = make_entropy(key, insecure_deterministic=codec.insecure_deterministic)
         noised = codec.noised(integers, entropy)
+        # Kept for the same message delivered again.
         numbers[_NOISED], arrays[_NOISED] = name, noised.astype(np.int32)
         return codec, noised

@@ -71,6 +71,7 @@ class Event:
     def __post_init__(self) -> None:
         params.choice("noise", self.noise, NOISES)
         params.number("noise_multiplier", self.noise_multiplier, rule="a finite number >= 0", ok=_finite_from_0)
+        # Above 0: a unit that never takes part has nothing to account for.
         params.number("rate", self.rate, rule="a probability in (0, 1]", ok=lambda v: 0.0 < v <= 1.0)
         # A Python integer: it is written into the ledger's file.
         params.assign(self, releases=params.integer("releases", self.releases, low=1))

@@ -171,6 +171,7 @@ class ShareSettings:
     rotate: bool = False
 
     def __post_init__(self) -> None:
+        # The mechanism checks the others, together with the number of clients.
         params.assign(self, clip=params.positive("clip", self.clip))
 
 
