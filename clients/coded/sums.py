@@ -150,7 +150,7 @@ class SumCodeClient(Shards):
         if codec.levels != plan.bound:
             raise StateError(f"the codec has {codec.levels} levels, the plan {plan.bound}")
         # The frame was made in this very call: no limits have to be known for it.
-        return codec, codec.steps(wire.decode(frame))
+        return codec, codec.grid.integers(wire.decode(frame))
 
     @staticmethod
     def _weight(content: RecordDict, key: str, plan: SumPlan) -> int:

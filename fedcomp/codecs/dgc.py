@@ -123,6 +123,10 @@ class DGC(Wrapper):
         """Return one client's bound: N independent updates of this norm have a sum of norm about ``clip``."""
         return clip / math.sqrt(self.clients)
 
+    def init(self, layout: Layout) -> State:
+        """Return a state with neither momentum nor velocity."""
+        return self.codec.init(layout)
+
     def encode(self, update: Update, state: State, key: Key) -> tuple[Frame, State]:
         """Clip, accumulate, select; see :meth:`fedcomp.codecs.base.Codec.encode`. The round is the key's."""
         if self.clip is not None:

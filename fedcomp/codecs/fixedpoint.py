@@ -96,6 +96,17 @@ class IntegerGrid:
             raise SchemaMismatch(f"the frame holds a code of {int(values.codes.max())}, beyond {2 * self.levels}")
         return values
 
+    def integers(self, bundle: Bundle) -> NDArray[np.int64]:
+        """Return the integers of all tensors of an opened frame, one after the other, shape (k,).
+
+        Raises
+        ------
+        SchemaMismatch
+            As :meth:`check`.
+        """
+        parts = [self.check(tensor).codes.astype(np.int64) - self.levels for tensor in bundle.tensors]
+        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
 
 @dataclass(frozen=True, repr=False, eq=False)
 class FixedPoint(Wrapper):
@@ -173,6 +184,10 @@ class FixedPoint(Wrapper):
         """The integers that frames hold."""
         return IntegerGrid(self.step, self.levels)
 
+    def init(self, layout: Layout) -> State:
+        """Return the inner codec's empty state."""
+        return self.codec.init(layout)
+
     def encode(self, update: Update, state: State, key: Key) -> tuple[Frame, State]:
         """Encode with the inner codec, then round; see :meth:`fedcomp.codecs.base.Codec.encode`."""
         frame, state = self.codec.encode(update, state, key)
@@ -216,18 +231,7 @@ class FixedPoint(Wrapper):
 
     def integers(self, frame: Frame | Bundle, layout: Layout) -> NDArray[np.int64]:
         """Return the frame's values in steps, shape ``(count(layout),)``: what may be added to other clients'."""
-        return self.steps(self.open(frame, layout))
-
-    def steps(self, bundle: Bundle) -> NDArray[np.int64]:
-        """Return :meth:`integers` of a frame that this client made itself a moment ago, opened without its layout.
-
-        Raises
-        ------
-        SchemaMismatch
-            When its values do not lie on this grid.
-        """
-        parts = [self.grid.check(tensor).codes.astype(np.int64) - self.levels for tensor in bundle.tensors]
-        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+        return self.grid.integers(self.open(frame, layout))
 
     def place(self, integers: NDArray[Any], divisor: float, layout: Layout, key: Key) -> Vector:
         """Return the update for a sum of :meth:`integers`: float32 of the layout's size.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp.codecs.base import Codec, State
+from fedcomp.codecs.base import Codec
 from fedcomp.layout import Layout, Update, Vector
 from fedcomp.rng import Key
 from fedcomp.wire import Bundle, Frame, Limits, Schema
@@ -42,10 +42,6 @@ class Wrapper(Codec):
     def longest(self, layout: Layout) -> int | None:
         """Return the inner codec's."""
         return self.codec.longest(layout)
-
-    def init(self, layout: Layout) -> State:
-        """Return the inner codec's empty state."""
-        return self.codec.init(layout)
 
     def unwrapped(self, frame: Frame | Bundle, layout: Layout) -> Frame | Bundle:
         """Return what the inner codec reads in place of ``frame``: the frame itself, unless its values were changed."""
