@@ -66,7 +66,7 @@ class LocalObjective:
         batch_size: int = 32,
         dtype: str = "float32",
     ) -> None:
-        params.integer("batch_size", batch_size, low=0)
+        batch_size = params.integer("batch_size", batch_size, low=0)
         params.choice("dtype", dtype, _DTYPES)
         self.task, self.partition, self.partitions = task, partition, partitions
         self.seed, self.batch_size, self.dtype = seed, batch_size, np.dtype(dtype)

@@ -38,7 +38,7 @@ def by_hash(ids: Iterable[int], teachers: int, key: Key) -> NDArray[np.int64]:
     ConfigError
         For any other number of teachers.
     """
-    params.integer("teachers", teachers, low=1)
+    teachers = params.integer("teachers", teachers, low=1)
     listed = [int(i) for i in ids]
     if teachers == 1:
         return np.zeros(len(listed), np.int64)

@@ -167,7 +167,7 @@ class DataLens(PrivateRun, ExchangeStrategy, Stateful):
     ) -> None:
         given = PrivacySettings(**{"adjacency": "replace", **privacy})
         count, adjacency, population = teachers.teachers, given.adjacency, given.population
-        params.integer("clients", clients, low=0)
+        clients = params.integer("clients", clients, low=0)
         if count > 1 and adjacency != "replace":
             raise ConfigError(
                 f"adjacency={adjacency!r} does not fit {count} teachers per client: what one record changes is one "
@@ -226,7 +226,7 @@ class DataLens(PrivateRun, ExchangeStrategy, Stateful):
         """Learn the number of clients, unless the constructor was told."""
         if self.clients:
             return
-        params.integer("clients", population, low=1)
+        population = params.integer("clients", population, low=1)
         # With one teacher each, clients are the units; with several the constructor was told how many records there
         # are.
         if not self.privacy.population:

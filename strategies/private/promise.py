@@ -196,7 +196,7 @@ class Promise(PrivateRun, NoClientEvaluation, Release, Strategy):
                 "it at 1.0 and give sampling=Sampling(...)"
             )
         given = PrivacySettings(**privacy)
-        params.integer("count", count, low=0)
+        count = params.integer("count", count, low=0)
         # With the count, which the ledger's own check does not know.
         given.drawn.check(given.adjacency, count=count)
         super().__init__(given)

@@ -68,6 +68,15 @@ def test_float32_gradients_are_the_tasks_own_bit_for_bit(name: str, options: Any
     }
 
 
+def test_a_whole_number_given_as_a_float_is_that_number() -> None:
+    """As settings from a command line or a JSON text may be: batches are sliced by it."""
+    whole, same = (LocalObjective(_task(), 0, 8, batch_size=size) for size in (32, 32.0))  # type: ignore[arg-type]
+    assert isinstance(same.batch_size, int)
+    arrays = whole.start()
+    for name, gradient in whole.gradient(arrays, KEY).items():
+        np.testing.assert_array_equal(same.gradient(arrays, KEY)[name], gradient)
+
+
 @pytest.mark.parametrize("size", [1, 5, 179, 180, 181, 1000])
 def test_a_batch_is_the_first_of_the_tasks_batches(size: int) -> None:
     task = _task()
