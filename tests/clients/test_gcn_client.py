@@ -565,7 +565,7 @@ def test_dropout_comes_from_the_runs_seed() -> None:
         ),
         ({"sampler": '{"sampler": [%s]}' % ("1," * 1900 + "1")}, ConfigError, "sampler must be one of"),
         ({"sampler": '{"samper": "node"}'}, ConfigError, "did you mean 'sampler'"),
-        ({"row_codec": "cs"}, ConfigError, "row codec 'cs' is not known"),
+        ({"row_codec": "cs"}, ConfigError, "row_codec='cs' is not valid: .*did you mean 'csr'"),
         ({"scale": 2.0}, ConfigError, "only 'adaptive' takes one"),
     ],
 )

@@ -295,8 +295,10 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 def test_an_interrupted_simulation_lets_its_process_end():
+    # Far above the time it takes: on a busy machine starting and ending Ray alone takes minutes. A process that is kept
+    # alive never ends.
     done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, cwd=ROOT, timeout=120, check=False
+        [sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, cwd=ROOT, timeout=400, check=False
     )
     assert done.returncode == 0
     assert done.stdout.splitlines()[-1] == "interrupted"
