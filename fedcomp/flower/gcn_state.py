@@ -88,7 +88,7 @@ class PastTurn:
 
 
 @dataclass(frozen=True)
-class Kept:
+class StoredState:
     """What an owner keeps beside its cache.
 
     Attributes
@@ -119,7 +119,7 @@ class Kept:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwnerState(Kept):
+class OwnerState(StoredState):
     """All of it, as it is at the beginning of a turn.
 
     Attributes
@@ -154,7 +154,7 @@ class OwnerState(Kept):
         rows_of = json.dumps([part.digest, ask.row_codec, ask.noise])
         try:
             data = take_frame(context.state, KEPT)
-            kept = None if data is None else from_plain(Kept, store.loads(data, KEPT), "the state")
+            kept = None if data is None else from_plain(StoredState, store.loads(data, KEPT), "the state")
             # Of another graph or partition the whole state is void: its ids and norms say nothing here.
             if kept is None or kept.digest != part.digest:
                 cache = FeatureCache(ask.cache, ask.cache_bytes, key=rows_of)
@@ -207,7 +207,7 @@ class OwnerState(Kept):
 
     def save(self, context: Context) -> None:
         """Write all of it; the last thing a handler does."""
-        data = store.dumps({each.name: to_plain(getattr(self, each.name)) for each in fields(Kept)}, KEPT)
+        data = store.dumps({each.name: to_plain(getattr(self, each.name)) for each in fields(StoredState)}, KEPT)
         # The cache is apart from the rest: it is by far the largest, and written only when it changed. It is also made
         # before anything is written: what cannot be made leaves the state as it was.
         cache = None if self.stored else to_record(self.cache.to_arrays())

@@ -244,7 +244,7 @@ def test_a_state_with_a_hole_in_it_is_not_used() -> None:
     named = store.loads(data, gcn_state.KEPT)
     lacking = [store.dumps({k: v for k, v in named.items() if k != name}, gcn_state.KEPT) for name in named]
     holes = [data[:-1], data[: len(data) // 2], b"", *lacking]
-    assert len(holes) == 3 + len(fields(gcn_state.Kept))
+    assert len(holes) == 3 + len(fields(gcn_state.StoredState))
     for hole in holes:
         context.state = RecordDict(dict(whole))
         put_frame(context.state, gcn_state.KEPT, hole)
