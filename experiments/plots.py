@@ -138,8 +138,10 @@ def draw(curves: Curves, known: Mapping[str, Style]) -> Figure:
         axes.set_ylabel(curves.y_label, color=_INK, parse_math=False)
         _dress(axes)
         whole = all(x == int(x) for line in curves.series for x, _ in points(line, curves))
-        _label(figure, axes.yaxis)
-        _label(figure, axes.xaxis, as_bytes=curves.x_bytes, whole=whole)
+        # Both have their own labels before any is measured: matplotlib's would be laid out as formulas.
+        ticks = [_ticks(axes.yaxis), _ticks(axes.xaxis, as_bytes=curves.x_bytes, whole=whole)]
+        for axis, (places, texts) in zip((axes.yaxis, axes.xaxis), ticks, strict=True):
+            _thin(figure, axis, places, texts)
     return figure
 
 
@@ -174,8 +176,8 @@ def points(line: Series, curves: Curves) -> list[tuple[float, float]]:
     ]
 
 
-def _label(figure: Figure, axis: Axis, *, as_bytes: bool = False, whole: bool = False) -> None:
-    """Give an axis as many of its usual ticks as can be labelled without touching each other."""
+def _ticks(axis: Axis, *, as_bytes: bool = False, whole: bool = False) -> tuple[list[float], list[str]]:
+    """Give an axis its usual ticks; return their places and labels."""
     from matplotlib.ticker import FixedFormatter, FixedLocator, LogLocator, MaxNLocator, NullLocator
 
     low, high = sorted(axis.get_view_interval())
@@ -190,11 +192,22 @@ def _label(figure: Figure, axis: Axis, *, as_bytes: bool = False, whole: bool = 
     places = [float(x) for x in locator.tick_values(low, high) if low <= x <= high]
     texts = _texts(places, log, as_bytes)
     axis.set_minor_locator(NullLocator())
+    axis.set_major_locator(FixedLocator(places))
+    axis.set_major_formatter(FixedFormatter(texts))
+    return places, texts
+
+
+def _thin(figure: Figure, axis: Axis, places: Sequence[float], texts: Sequence[str]) -> None:
+    """Leave an axis every tick, every second, every third ... until no labels touch each other."""
+    from matplotlib.ticker import FixedFormatter, FixedLocator
+
+    layout = figure.get_layout_engine()
+    assert layout is not None
     for step in range(1, len(places) + 1):
         axis.set_major_locator(FixedLocator(places[::step]))
         axis.set_major_formatter(FixedFormatter(texts[::step]))
-        # Extents of tick labels are known only once the layout has been computed.
-        figure.draw_without_rendering()
+        # Extents of tick labels are known only once the layout has been computed; nothing has to be drawn for that.
+        layout.execute(figure)
         if not collisions(axis.get_ticklabels()):
             return
 
