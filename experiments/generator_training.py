@@ -126,6 +126,8 @@ class GeneratorOutcome:
         noisy sum has the sign of the sum itself; means over the releases. NaN without noise.
     uplink, downlink : int
         Bytes of a client's message in the last release, and of what is sent to it, as real frames; nothing was sent.
+    retrained : int
+        How often the evaluating classifier was trained again, because it named one class for all of its images.
     pictures : str
         Pixels of ``(classes, 8, side, side)`` generated images, one byte each, base64; or empty.
     statement : mapping
@@ -142,6 +144,7 @@ class GeneratorOutcome:
     right: float
     uplink: int
     downlink: int
+    retrained: int = 0
     pictures: str = ""
     statement: Mapping[str, Any] = field(default_factory=dict)
 
@@ -271,6 +274,8 @@ class _Training:
             right=right,
             uplink=self.uplink,
             downlink=self.downlink,
+            # A classifier that was trained itself has nothing to retrain.
+            retrained=int(result.get("retrained", 0)),
             pictures=pictures,
             statement=statement,
         )

@@ -199,13 +199,16 @@ def _accuracy_table(outcomes: Outcomes, data: str) -> Table:
 
     paper: list[Any] = [figure for t in TARGETS for figure in (100.0 * REPORTED[t] if t in REPORTED else None, None)]
     count = len(next(iter(outcomes.values())))
+    again = [name for name, runs in outcomes.items() if any(run.retrained for run in runs)]
     return Table(
         f"Accuracy in % on the test images of {data}",
         ("row", "epsilon 1", "± at 1", "epsilon 10", "± at 10", "no noise", "± without"),
         [[method, *cells(method)] for method in METHODS] + [["the paper's DataLens (recalled)", *paper]],
         f"Means over {count} seed(s), ± half the range. Accuracy of a convolutional network trained on generated "
         "images alone, after its last epoch; in the row of the classifier, its own. The paper's figures come from "
-        "convolutional teachers and generator, the best of 600 epochs on 100 000 images, and a looser accountant.",
+        "convolutional teachers and generator, the best of 600 epochs on 100 000 images, and a looser accountant. A "
+        "network that names one class for all images it learnt from is trained again with half the step size, which "
+        f"happened in {'; '.join(again) or 'no row'}.",
     )
 
 

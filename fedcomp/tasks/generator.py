@@ -31,6 +31,9 @@ from fedcomp.tasks.teachers import by_hash
 _PIECE: Final = 1000
 """Images generated at once; it bounds memory alone, since the generator is in evaluation mode."""
 
+_TRAININGS: Final = 5
+"""Trainings of one evaluation's classifier, at most; the last has a sixteenth of the step size."""
+
 
 class Ensemble(NamedTuple):
     """What one client has: its teachers, and a generator to fill with the server's weights."""
@@ -175,23 +178,45 @@ class GeneratorTask(Classification):
 
     def evaluate(self, model: nn.Module, split: Split) -> dict[str, float]:
         """Return loss, accuracy and size of ``split`` for a classifier trained on generated images, after its last
-        epoch; of a classifier itself, its own."""
+        epoch; of a classifier itself, its own.
+
+        A step that is too large can end a classifier's training: it then names one class whatever it sees, and says
+        nothing about the images. One that does so on the very images it learnt from is trained again with half the
+        step size, at most four times; ``split`` has no part in that. ``retrained`` is how often it was.
+        """
         if not isinstance(model, gan.Generator):
             return super().evaluate(model, split)
-        option = self.options
         # Fixed keys: every generator is judged with the same noise and batches, so only its weights make a difference.
-        made = self.synthetic(model, option["synthetic"], Key(0, "evaluation/images"))
+        made = self.synthetic(model, self.options["synthetic"], Key(0, "evaluation/images"))
+        for retrained in range(_TRAININGS):
+            classifier = self._trained_classifier(made, self.options["classifier_lr"] / 2**retrained)
+            if self._tells_apart(classifier, made):
+                break
+        return super().evaluate(classifier, split) | {"retrained": float(retrained)}
+
+    def _trained_classifier(self, made: Split, lr: float) -> nn.Module:
+        option = self.options
         classifier = self.classifier()
         super().train(
             classifier,
             made,
-            lr=option["classifier_lr"],
+            lr=lr,
             momentum=option["classifier_momentum"],
             epochs=option["classifier_epochs"],
             batch_size=option["classifier_batch"],
             key=Key(0, "evaluation/batches"),
         )
-        return super().evaluate(classifier, split)
+        return classifier
+
+    def _tells_apart(self, classifier: nn.Module, made: Split) -> bool:
+        """Return whether a classifier names more than one class on images of more than one."""
+        if len(np.unique(made.y)) == 1:
+            return True
+        images = made.tensors[0]
+        with evaluating(classifier):
+            # Outputs that are not numbers all have their largest one at the same place.
+            named = [self.outputs(classifier, images[i : i + _PIECE]).argmax(1) for i in range(0, len(images), _PIECE)]
+        return len(torch.unique(torch.cat(named))) > 1
 
 
 def simulate(

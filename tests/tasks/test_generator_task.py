@@ -319,7 +319,13 @@ def test_adam_refuses_what_it_cannot_step_with() -> None:
 
 
 def test_the_accuracy_is_that_after_the_last_epoch_and_the_test_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    task = digits(classifier_epochs=3, synthetic=300)
+    # Records in place of images: a classifier that dies on its images would be trained again.
+    monkeypatch.setattr(
+        DigitsGenerator,
+        "synthetic",
+        lambda self, model, count, key: Split(self.train_split.x[:count], self.train_split.y[:count]),
+    )
+    task = digits(classifier_epochs=5, synthetic=200)
     looked: list[int] = []
     honest = Classification.evaluate
 
@@ -327,15 +333,15 @@ def test_the_accuracy_is_that_after_the_last_epoch_and_the_test_is_made_once(mon
         looked.append(len(split))
         return honest(self, model, split)
 
-    monkeypatch.setattr(Classification, "evaluate", counted)
     model = task.model(0)
-    found = task.evaluate(model, task.test)
+    with monkeypatch.context() as patch:
+        patch.setattr(Classification, "evaluate", counted)
+        found = task.evaluate(model, task.test)
     assert looked == [len(task.test)]
-    monkeypatch.undo()
     # The same training, looked at after every epoch: it is the last one's figure, also where an earlier one is better.
-    made = task.synthetic(model, 300, Key(0, "evaluation/images"))
+    made = task.synthetic(model, 200, Key(0, "evaluation/images"))
     epochs = []
-    for epochs_made in (1, 2, 3):
+    for epochs_made in (3, 4, 5):
         classifier = task.classifier()
         settings = {"lr": 0.1, "momentum": 0.9, "batch_size": 64, "key": Key(0, "evaluation/batches")}
         task.train(classifier, made, epochs=epochs_made, **settings)
@@ -343,6 +349,39 @@ def test_the_accuracy_is_that_after_the_last_epoch_and_the_test_is_made_once(mon
     assert found["accuracy"] == epochs[-1]
     assert found["num-examples"] == 355
     assert max(epochs) > epochs[-1]
+
+
+def test_a_classifier_that_dies_is_trained_again_and_the_result_says_how_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At too large a step size it answers the same to every image; images that are the data deserve better."""
+    monkeypatch.setattr(DigitsGenerator, "synthetic", lambda self, model, count, key: self.train_split)
+    tested: list[float] = []
+    honest = Classification.train
+
+    def noted(self: Any, model: torch.nn.Module, data: Split, *, lr: float, **settings: Any) -> dict[str, float]:
+        tested.append(lr)
+        return honest(self, model, data, lr=lr, **settings)
+
+    monkeypatch.setattr(Classification, "train", noted)
+    usual = digits(classifier_epochs=3)
+    assert usual.evaluate(usual.model(0), usual.test)["retrained"] == 0
+    high = digits(classifier_epochs=3, classifier_lr=6.0)
+    found = high.evaluate(high.model(0), high.test)
+    assert found["retrained"] > 0
+    assert found["accuracy"] > 0.8
+    assert tested == [0.1, *(6.0 / 2**i for i in range(int(found["retrained"]) + 1))]
+    # Five trainings at most: what cannot be learnt is judged as it is.
+    hopeless = digits(classifier_epochs=3, classifier_lr=1e9)
+    assert hopeless.evaluate(hopeless.model(0), hopeless.test)["retrained"] == 4
+
+
+def test_whether_a_classifier_died_is_decided_without_the_test_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A split whose labels are wrong makes every classifier worse than a guess there, and changes no training."""
+    monkeypatch.setattr(DigitsGenerator, "synthetic", lambda self, model, count, key: self.train_split)
+    task = digits(classifier_epochs=3)
+    wrong = Split(task.test.x, (task.test.y + 1) % 10)
+    found = task.evaluate(task.model(0), wrong)
+    assert found["accuracy"] < 0.1
+    assert found["retrained"] == 0
 
 
 @pytest.mark.long
