@@ -116,12 +116,12 @@ def test_f_without_the_files_the_table_says_so(small: Small) -> None:
 def test_f_rows_whose_network_had_to_be_trained_again_are_named(small: Small) -> None:
     def caption(*died: str) -> str:
         kept = {
-            name: {**cell, "retrained": int(any(name.startswith(row) for row in died))}
+            name: {**cell, "retrained": int(any(name.startswith(f"{row},") for row in died))}
             for name, cell in small.kept.items()
         }
         return module.measure(small.config, {}, Say(kept=kept)).tables[0].caption
 
-    rows = label(DP_SGD, 1.0), label(PLAIN, 10.0)
+    rows = label(PLAIN, 10.0), label(DP_SGD, 1.0)
     assert f"happened in {'; '.join(rows)}." in caption(*rows)
     assert "happened in no row." in caption()
 
