@@ -154,16 +154,20 @@ def build(make: Callable[[], nn.Module], seed: int) -> nn.Module:
     # On the meta device nothing is drawn: a constructor's own initialisation would use torch's global generator.
     with torch.device("meta"):
         model = make()
-    model = model.to_empty(device="cpu")
     with torch.no_grad():
         for path, module in model.named_modules():
-            for name, tensor in module.named_parameters(recurse=False):
+            # Not ``to_empty``: its first use on a meta tensor imports sympy and more, half a second in every process of
+            # a client.
+            for name, meta in list(module.named_parameters(recurse=False)):
+                tensor = nn.Parameter(torch.empty(meta.shape, dtype=meta.dtype), meta.requires_grad)
                 _init_parameter(module, name, tensor, _generator(seed, f"{path}.{name}"))
-            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, tensor)
+            for name, meta in list(module.named_buffers(recurse=False)):
                 if not isinstance(module, nn.modules.batchnorm._NormBase):
                     raise ConfigError(f"no initial value is known for buffer {path}.{name}")
                 # As torch begins: means and counters of batches at 0, variances at 1.
-                buffer.fill_(1 if name == "running_var" else 0)
+                value = 1 if name == "running_var" else 0
+                setattr(module, name, torch.full(meta.shape, value, dtype=meta.dtype))
     return model
 
 

@@ -276,6 +276,17 @@ def test_two_processes_give_the_same_bits() -> None:
 
 
 @pytest.mark.long
+def test_a_process_that_makes_a_model_does_not_import_what_it_never_needs() -> None:
+    """Half a second in every process of a client: what torch imports to reason about shapes of meta tensors."""
+    code = (
+        "import sys; from fedcomp.tasks import models as m; m.build(lambda: m.Mlp(4, (3,), 2), 0); print(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "'torch.nn'" in done.stdout
+    assert "'sympy'" not in done.stdout
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("name", sorted(name for name in TASKS if not task_class(name).needs))
 def test_global_generators_are_untouched_and_irrelevant(name: str) -> None:
     task = _task(name)
