@@ -1,4 +1,4 @@
-"""The engines: what a run returns, resuming, cohorts, missing nodes; slow: Ray gives the same bits."""
+"""The engines: what a run returns, resuming, cohorts, missing nodes; slow: an interrupt on Ray."""
 
 from __future__ import annotations
 
@@ -6,20 +6,17 @@ import dataclasses
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ConfigRecord, Context
-from flwr.serverapp import Grid, ServerApp
+from flwr.app import ConfigRecord
 
 from fedcomp.clients.app import app as client_app
 from fedcomp.errors import ConfigError
 from fedcomp.experiments import engines
-from fedcomp.experiments.engines import ray as simulation
 from fedcomp.experiments.federation import Cohorts, NodesMissing, wait_for_nodes
 from fedcomp.experiments.serve import serve
-from fedcomp.experiments.spec import RunResult, RunSpec
+from fedcomp.experiments.spec import RunSpec
 from fedcomp.flower.faults import Fault
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
@@ -236,44 +233,6 @@ def test_failed_clients_are_counted_and_their_reasons_kept():
         result = serve(RunSpec("fedavg", rounds=1, clients=3, settings=SMALL), inner)
     assert (result.final.replies, result.final.failures) == (2, 1)
     assert result.final.metrics["report.errors_because"]
-
-
-def asked(system: str, engine: str = "inprocess") -> RunSpec:
-    return RunSpec(system, rounds=3, clients=4, engine=engine, settings={"task.partition": "dirichlet:0.5"})
-
-
-@pytest.fixture(scope="module")
-def on_ray() -> dict[str, RunResult]:
-    """Both systems on one simulation, whose start costs more than they do; the second as the engine serves it."""
-    results: dict[str, RunResult] = {}
-    build = simulation.server_app.build
-
-    def preceded(spec: RunSpec, **given: Any) -> ServerApp:
-        app, own = ServerApp(), build(spec, **given)
-
-        @app.main()
-        def main(grid: Grid, context: Context) -> None:
-            results["fedavg"] = serve(asked("fedavg", "ray"), grid)
-            own(grid, context)
-
-        return app
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(simulation.server_app, "build", preceded)
-        results["topk"] = engines.run(asked("topk", "ray"))
-    return results
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("system", ["fedavg", "topk"])
-def test_ray_gives_the_same_bits_as_this_process(system, on_ray):
-    here, ray = engines.run(asked(system)), on_ray[system]
-    assert ray.spec == asked(system, "ray")
-    assert same(here.arrays, ray.arrays)
-    assert [r.accuracy for r in here] == [r.accuracy for r in ray]
-    assert [r.uplink_payload_bytes for r in here] == [r.uplink_payload_bytes for r in ray]
-    assert ray.uplink_wire_bytes == pytest.approx(here.uplink_wire_bytes, rel=0.01)
-    assert ray.downlink_wire_bytes == pytest.approx(here.downlink_wire_bytes, rel=0.01)
 
 
 INTERRUPTED = """

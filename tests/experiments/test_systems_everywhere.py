@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from flwr.app import Context
@@ -98,13 +99,14 @@ def ledgers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def on_ray(ledgers: Path) -> dict[str, RunResult]:
     """All systems one after the other on one simulation: its start costs more than all of them."""
     results: dict[str, RunResult] = {}
+    build = ray.server_app.build
 
-    def build(first, *, on_round, privacy, deliver) -> ServerApp:
-        app = ServerApp()
+    def preceded(last: RunSpec, **given: Any) -> ServerApp:
+        app, own = ServerApp(), build(last, **given)
 
         @app.main()
         def main(grid: Grid, context: Context) -> None:
-            for name in (*COMPRESSED, *EARLY):
+            for name in ("fedavg", *COMPRESSED[1:], *EARLY):
                 results[name] = serve(spec(name, "ray"), grid)
             for name in GOSSIP:
                 results[name] = serve(gossip(name, "ray"), grid)
@@ -116,14 +118,25 @@ def on_ray(ledgers: Path) -> dict[str, RunResult]:
             results["coded-linear"] = serve(linear("ray"), grid)
             results["datalens"] = serve(datalens("ray"), grid)
             results["skewed-gcn"] = serve(on_graph("ray"), grid)
-            deliver(results[COMPRESSED[0]])
+            # The last one as the engine itself serves it.
+            own(grid, context)
 
         return app
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ray.server_app, "build", build)
-        engines.run(spec(COMPRESSED[0], "ray"))
+        patch.setattr(ray.server_app, "build", preceded)
+        results[COMPRESSED[0]] = engines.run(spec(COMPRESSED[0], "ray"))
     return results
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fedavg", COMPRESSED[0]])
+def test_messages_on_ray_are_as_long_as_in_this_process(name: str, on_ray: dict[str, RunResult]) -> None:
+    here, there = engines.run(spec(name)), on_ray[name]
+    assert there.spec == spec(name, "ray")
+    same(here, there)
+    assert there.uplink_wire_bytes == pytest.approx(here.uplink_wire_bytes, rel=0.01)
+    assert there.downlink_wire_bytes == pytest.approx(here.downlink_wire_bytes, rel=0.01)
 
 
 @pytest.mark.slow
