@@ -22,6 +22,7 @@ from fedcomp.codecs.base import Codec, State, all_finite, norm, require_finite
 from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
 from fedcomp.kernels import scatter_add
 from fedcomp.layout import Layout, Update, Vector
+from fedcomp.params import assign
 from fedcomp.rng import Key
 from fedcomp.wire import DENSE, SPARSE, Bundle, Expected, Frame, Schema, SchemaMismatch, Tensor, Values
 
@@ -184,6 +185,9 @@ class PositionalCodec(Packing, Codec):
     """
 
     scope: str = "global"
+    # The layout asked for last and its schema, which every frame of a round asks for again. One pair, replaced at once:
+    # threads may share a codec.
+    _held: ClassVar[tuple[Layout, Schema] | None] = None
 
     def stretches(self, layout: Layout) -> tuple[Stretch, ...]:
         """Return the parts of the vector that become tensors of their own."""
@@ -216,9 +220,13 @@ class PositionalCodec(Packing, Codec):
 
     def schema(self, layout: Layout) -> Schema:
         """Return one expectation per stretch, and one for the dense rest when there is any."""
-        parts = self.stretches(layout)
-        rest = layout.size - _covered(parts)
-        return (*map(self.expect, parts), *((expected_dense(rest, wire.Raw),) if rest else ()))
+        held = self._held
+        if held is None or held[0] is not layout:
+            parts = self.stretches(layout)
+            rest = layout.size - _covered(parts)
+            held = layout, (*map(self.expect, parts), *((expected_dense(rest, wire.Raw),) if rest else ()))
+            assign(self, _held=held)
+        return held[1]
 
     def longest(self, layout: Layout) -> int:
         """Return a number of bytes that no frame for ``layout`` exceeds, whatever was learnt."""

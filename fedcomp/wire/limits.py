@@ -153,6 +153,26 @@ class Expected:
             return 0
         return self.size if self.max_k is None else min(self.size, self.max_k)
 
+    @cached_property
+    def most_bytes_in(self) -> int:
+        """Bytes of the longest entry and sections: raw values and indices, or a bitmap."""
+        # Lossy codecs take up to 26 bits a value, in float16 tensors as well.
+        width = max(4, NUMPY_DTYPES[self.dtype].itemsize)
+        indices = 8 * self.most_indices + (self.size // 8 if self.most_indices else 0)
+        return width * self.most_values + indices + _ENTRY_SLACK
+
+    @cached_property
+    def most_bytes_out(self) -> int:
+        """Memory of the costliest honest frame, the sum of the costliest values and the costliest support."""
+        n, k = self.size, self.most_indices
+        # The costliest plain support is block-Rice: 30 bytes per index and the unary stream, at most a byte per element
+        # and index. A seeded one draws the smaller side and may turn it into its complement; other complements stay
+        # below that.
+        few = min(k, n // 2)
+        support = 30 * k + 48 * few + 2 * n + _ENTRY_SLACK if k else 0
+        # Compressed sections are held besides, twice while zlib joins its pieces; nothing longer than raw is honest.
+        return _VALUE_WORK * self.most_values + support + 2 * self.most_bytes_in
+
 
 Schema = tuple[Expected, ...]
 """The tensors of a frame, in order."""
@@ -219,28 +239,9 @@ class Limits:
         """
         tensors = tuple(schema)
         return cls(
-            max_bytes_in=sum(map(_most_bytes_in, tensors)) + _FRAME_SLACK,
+            max_bytes_in=sum(t.most_bytes_in for t in tensors) + _FRAME_SLACK,
             max_elements=sum(t.size for t in tensors),
-            max_bytes_out=sum(map(_most_bytes_out, tensors)),
+            max_bytes_out=sum(t.most_bytes_out for t in tensors),
             max_tensors=len(tensors),
             non_finite=non_finite,
         )
-
-
-def _most_bytes_in(tensor: Expected) -> int:
-    """Return the bytes of the longest entry and sections: raw values and indices, or a bitmap."""
-    # Lossy codecs take up to 26 bits a value, in float16 tensors as well.
-    width = max(4, NUMPY_DTYPES[tensor.dtype].itemsize)
-    indices = 8 * tensor.most_indices + (tensor.size // 8 if tensor.most_indices else 0)
-    return width * tensor.most_values + indices + _ENTRY_SLACK
-
-
-def _most_bytes_out(tensor: Expected) -> int:
-    """Return the memory of the costliest honest frame, the sum of the costliest values and the costliest support."""
-    n, k = tensor.size, tensor.most_indices
-    # The costliest plain support is block-Rice: 30 bytes per index and the unary stream, at most a byte per element and
-    # index. A seeded one draws the smaller side and may turn it into its complement; other complements stay below that.
-    few = min(k, n // 2)
-    support = 30 * k + 48 * few + 2 * n + _ENTRY_SLACK if k else 0
-    # Compressed sections are held besides, twice while zlib joins its pieces; nothing longer than raw is honest.
-    return _VALUE_WORK * tensor.most_values + support + 2 * _most_bytes_in(tensor)
