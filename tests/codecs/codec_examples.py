@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from fedcomp.codecs import (
@@ -125,7 +127,12 @@ LAYOUTS: dict[str, Layout] = {
 }
 
 
+@functools.cache
+def _heavy_tailed(size: int, seed: int, scale: float) -> np.ndarray:
+    vector = np.random.default_rng([seed, size]).standard_t(3, size) * scale
+    return vector.astype(np.float32)
+
+
 def update(layout: Layout, seed: int = 0, scale: float = 1.0) -> Update:
     """A heavy-tailed update for ``layout``."""
-    vector = np.random.default_rng([seed, layout.size]).standard_t(3, layout.size) * scale
-    return Update(vector.astype(np.float32), layout)
+    return Update(_heavy_tailed(layout.size, seed, scale).copy(), layout)
