@@ -98,9 +98,8 @@ def flower_homes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def flower_home(flower_homes: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give every test its own FLWR_HOME."""
+    """Give every test its own FLWR_HOME; Flower makes the folder where it writes to it, which few tests come to."""
     home = next(flower_homes)
-    home.mkdir()
     monkeypatch.setenv("FLWR_HOME", str(home))
     return home
 
