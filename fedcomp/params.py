@@ -70,6 +70,9 @@ def integer(name: str, value: Any, *, low: int, high: int | None = None) -> int:
     ConfigError
         When it is not a whole number in that range.
     """
+    # Nearly every call: keys and ledgers check each number they are given. The bound is where every int is a float64.
+    if type(value) is int and low <= value <= (2**53 if high is None else high):
+        return value
     rule = f"an integer >= {low}" if high is None else f"an integer in [{low}, {high}]"
     checked = number(name, value, rule=rule, ok=lambda v: v % 1 == 0 and low <= v and (high is None or v <= high))
     # Not by way of float64, which loses digits of integers above 2**53.
