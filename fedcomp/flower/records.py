@@ -75,7 +75,7 @@ def read_array(array: Array, name: str, shape: tuple[int, ...], dtype: DTypeLike
             raise LayoutError(f"tensor {name!r} is {kind}{found} in {len(array.data)} bytes, expected {wanted}{shape}")
         # A float64 may exceed float32: infinity is refused where finite values are asked for.
         with np.errstate(over="ignore"):
-            return array.numpy().astype(wanted, copy=False)
+            return _numbers(array).astype(wanted, copy=False)
     except LayoutError:
         raise
     # numpy parses a header as a Python literal, and passes on what the parser raises.
