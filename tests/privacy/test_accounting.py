@@ -166,6 +166,16 @@ RATES, MULTIPLIERS, ROUNDS = (0.001, 0.03, 0.3), (0.9, 2.0), (1, 6)
 
 
 @pytest.mark.long
+def test_prv_is_bit_for_bit_what_opacus_answers_whose_reach_is_not_computed_twice() -> None:
+    from opacus.accountants import PRVAccountant
+
+    theirs = PRVAccountant()
+    theirs.history = [(1.1, 0.02, 40), (2.5, 0.3, 7)]
+    events = [Event("gaussian", noise_multiplier=z, rate=rate) for z, rate, n in theirs.history for _ in range(n)]
+    assert prv_epsilon(events, DELTA) == theirs.get_epsilon(DELTA, eps_error=accounting.PRV_ERROR)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(("rate", "z"), list(product(RATES, MULTIPLIERS)))
 def test_prv_is_never_above_rdp(rate: float, z: float) -> None:
     for rounds in ROUNDS:
