@@ -1,8 +1,9 @@
 """The codec protocol: which part of an update is sent, with explicit state in and explicit state out.
 
 A codec is immutable configuration. Everything that changes from round to round is in ``State``, a plain
-``dict[str, ndarray]`` the caller owns, stores and rolls back; a codec has no hidden members. Client half (``encode``)
-and server half (:class:`Receiver`) of a codec are one class, so that they are read together.
+``dict[str, ndarray]`` the caller owns, stores and rolls back; a codec remembers nothing but, at most, what it has
+derived from its configuration and the last layout. Client half (``encode``) and server half (:class:`Receiver`) of a
+codec are one class, so that they are read together.
 """
 
 from __future__ import annotations
