@@ -18,6 +18,7 @@ from fedcomp.flower.protocol import OWN_CONFIG, PROTOCOL, STEP, Announcement, is
 from fedcomp.flower.records import to_arrays, to_record
 from fedcomp.flower.state import Replica
 from fedcomp.layout import Layout, Update, policy_from_config
+from fedcomp.params import shown
 from fedcomp.rng import Key
 from fedcomp.versions import CodecOf, Step, advance, digest
 from fedcomp.wire import Frame
@@ -49,25 +50,33 @@ def choose(
         return None, f"server speaks protocol {announcement.protocol}, this client {PROTOCOL}"
     if not config:
         return None, ""
+    # Before it is built, which imports what its id names and may take what its parameters ask for.
+    refused = [] if accept is None else [i for i in _ids(config) if i not in accept]
+    if refused:
+        return None, f"this client accepts the codecs {sorted(accept or ())}, not {shown(refused)}"
     try:
         codec = get_codec(config)
     except ConfigError as error:
         return None, str(error)
     if codec.phases != phases:
         return None, f"{codec!r} needs {codec.phases} exchanges; this client's mods offer {phases}"
-    # Wrappers and what they wrap: an accepted "chain" must not bring in a codec that is not.
-    refused = [] if accept is None else [i for i in _ids(config) if i not in accept]
-    if refused:
-        return None, f"this client accepts the codecs {sorted(accept or ())}, not {refused}"
     return codec, ""
 
 
 def _ids(config: Any) -> list[str]:
-    # Wrapped codecs stand inside the configuration of their wrapper.
-    if isinstance(config, dict):
-        own = [config["id"]] if isinstance(config.get("id"), str) else []
-        return own + [i for v in config.values() for i in _ids(v)]
-    return [i for v in config for i in _ids(v)] if isinstance(config, list) else []
+    """Return the ids in a configuration: wrapped codecs stand inside that of their wrapper."""
+    # An accepted "chain" must not bring in a codec that is not. No recursion: how deep it nests is the sender's choice.
+    found: list[str] = []
+    waiting = [config]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, dict):
+            if isinstance(part.get("id"), str):
+                found.append(part["id"])
+            waiting += reversed(part.values())
+        elif isinstance(part, list):
+            waiting += reversed(part)
+    return found
 
 
 def receive(

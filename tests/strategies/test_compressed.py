@@ -23,8 +23,9 @@ from flwr.serverapp.strategy import (
 )
 from toy import client_app, fedavg, model, stack, update
 
+from fedcomp.clients import messages
 from fedcomp.clients.compressed import compression
-from fedcomp.codecs import QSGD, Identity, RandomK, TopK
+from fedcomp.codecs import QSGD, Clip, Identity, RandomK, TopK, chain
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.errors import ConfigError, NoUsableReply
 from fedcomp.flower.grid import InProcessGrid
@@ -201,6 +202,19 @@ def test_a_codec_the_client_does_not_accept_is_answered_densely_and_reported() -
     assert len(report.unsupported) == 4
     assert all("topk" in reason for reason in report.unsupported.values())
     assert ledger.total(direction="up", value="payload") > 4 * 4 * 1212
+
+
+def test_a_codec_the_client_does_not_accept_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Building imports what an id names; and an accepted wrapper must not bring in another codec, however deep."""
+    built: list[str] = []
+    honest = messages.get_codec
+    monkeypatch.setattr(messages, "get_codec", lambda config: (built.append(config["id"]), honest(config))[1])
+    for codec in (ErrorFeedback(TopK(density=0.1)), chain(Clip(1.0), TopK(density=0.1))):
+        strategy = Compressed(fedavg(), codec)
+        run(strategy, client_app([compression(accept=["feedback", "chain", "clip"])]), rounds=1)
+        assert all("['topk']" in reason for reason in strategy.reports[1].unsupported.values())
+        assert len(strategy.reports[1].unsupported) == 4
+    assert built == []
 
 
 @pytest.mark.long
