@@ -5,6 +5,7 @@ Every test but the last failed once: a run ended, a model was destroyed, or noth
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import numpy as np
@@ -283,9 +284,10 @@ def test_evaluation_without_any_weight_does_not_end_the_run() -> None:
 def test_a_client_that_does_not_accept_the_codec_says_so() -> None:
     refusing = client_app([shared_support(["topk"]), compression(["topk"])])
     strategy = SharedSupport(ScaleCom(0.02))
-    with pytest.raises(NoUsableReply, match="needs 2 exchanges"):
+    said = "this client accepts the codecs ['topk'], not ['scalecom']"
+    with pytest.raises(NoUsableReply, match=re.escape(said)):
         strategy.start(grid_of(2, refusing), model(), num_rounds=1, timeout=9)
-    assert all("needs 2 exchanges" in reason for reason in strategy.reports[1].refused.values())
+    assert all(said in reason for reason in strategy.reports[1].refused.values())
 
 
 def test_what_a_leader_writes_does_not_fill_the_report() -> None:
