@@ -11,6 +11,7 @@
 from fedcomp.wire.accounting import tensor_bytes
 from fedcomp.wire.backends import available_backends
 from fedcomp.wire.choose import INDEX_BY_NAME, INDEX_CODECS, PLAIN, Seeded, SharedSupport
+from fedcomp.wire.codebook import Codebook
 from fedcomp.wire.decode import decode
 from fedcomp.wire.errors import (
     BadMagic,
@@ -81,6 +82,7 @@ __all__ = [
     "Bf16",
     "Bundle",
     "ChecksumMismatch",
+    "Codebook",
     "Corrupt",
     "Expected",
     "Fp16",

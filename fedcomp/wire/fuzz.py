@@ -22,6 +22,7 @@ from fedcomp.rng import Key
 from fedcomp.wire.backends import available_backends
 from fedcomp.wire.bits import put_varint
 from fedcomp.wire.choose import SharedSupport
+from fedcomp.wire.codebook import Codebook
 from fedcomp.wire.decode import decode
 from fedcomp.wire.errors import WireError
 from fedcomp.wire.frame import HEADER, USER_TAG, Frame, encode
@@ -155,6 +156,7 @@ def specimens(size: int = 300) -> list[Specimen]:
         ("bins:24+sign", size // 12, "none"),
         ("one in bins:12+ones", size // 12, "none"),
         ("seeded block+natural", size // 12, "none"),
+        ("rice+codebook", size // 12, "none"),
     ):
         index, _, value = name.partition("+")
         support = seeded_support(key.u64(), size, k)
@@ -198,6 +200,7 @@ def section_specimens(size: int = 300) -> list[SectionSpecimen]:
         ("bitmap", "bf16", b""),
         ("bitmap", "one sign", sign),
         ("rice", "natural", b""),
+        ("rice", "codebook", b"\x02"),
         ("auto", "raw", b""),
         ("auto", "unit-sign", b""),
     ):
@@ -228,6 +231,7 @@ def _values(name: str, x: NDArray[np.float32], key: Key) -> Values:
         "ternary": Ternary(np.where(np.abs(x) > 0.45, np.sign(x), 0), 0.5),
         "qsgd": qsgd,
         "fixed qsgd": QsgdLevels(qsgd.levels, 8, 16, qsgd.norms, fixed=True),
+        "codebook": Codebook.quantise(x),
         "natural": Natural.quantise(x, uniforms),
         "ones": Ones(x.size),
         "unit-sign": UnitSign(np.signbit(x)),

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp.wire.bits import Buffer, pack, packed_size, put_varint, unpack
+from fedcomp.wire.codebook import Codebook
 from fedcomp.wire.errors import Corrupt
 from fedcomp.wire.gamma import gamma_size, pack_gamma, unpack_gamma
 from fedcomp.wire.index import Support
@@ -282,6 +283,6 @@ def _from_zigzag(zigzag: NDArray[np.int32]) -> NDArray[np.int32]:
 
 
 VALUE_CODECS: Final[dict[int, type[Values]]] = {
-    c.codec_id: c for c in (Raw, Fp16, Bf16, Uniform, SignScale, Ternary, QsgdLevels, Natural, Ones, UnitSign)
+    c.codec_id: c for c in (Raw, Fp16, Bf16, Uniform, SignScale, Ternary, QsgdLevels, Codebook, Natural, Ones, UnitSign)
 }
 VALUE_BY_NAME: Final = {c.name: c for c in VALUE_CODECS.values()}

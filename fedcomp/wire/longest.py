@@ -15,6 +15,7 @@ from typing import Final
 from fedcomp.errors import ConfigError
 from fedcomp.wire.bits import packed_size, put_varint, unary_size
 from fedcomp.wire.choose import INDEX_BY_NAME, TRIAL_K
+from fedcomp.wire.codebook import codebook_size
 from fedcomp.wire.frame import ALIGN_FROM, FILLER, HEADER, PADDING, Frame
 from fedcomp.wire.limits import DENSE, SPARSE, Expected, Schema
 from fedcomp.wire.quantised import block_count
@@ -191,6 +192,7 @@ _VALUES: Final[Mapping[str, Callable[[int, Mapping[str, int]], tuple[int, int]]]
     "sign": _sign,
     "ternary": _ternary,
     "qsgd": _qsgd,
+    "codebook": lambda k, form: (1, codebook_size(k, form["bits"])),
     "natural": lambda k, form: (0, packed_size(k, 9)),
     "ones": lambda k, form: (0, 0),
     "unit-sign": lambda k, form: (0, (k + 7) // 8),

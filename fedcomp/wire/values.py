@@ -19,7 +19,7 @@ from fedcomp.wire.errors import Corrupt
 from fedcomp.wire.limits import DTYPE_IDS, FLOATS, NUMPY_DTYPES, require_dtype
 
 # Known to the design and not written by anything yet: an id that is reserved never gets another meaning.
-RESERVED_VALUES: Final = {7: "range-float", 8: "codebook", 9: "pca-coefficients", 10: "spectrum"}
+RESERVED_VALUES: Final = {7: "range-float", 9: "pca-coefficients", 10: "spectrum"}
 
 _CHUNK = 1 << 18
 _SHUFFLED = b"\x01"

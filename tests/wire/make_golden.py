@@ -156,6 +156,11 @@ def value_cases() -> list[Case]:
                 wire.QsgdLevels((np.arange(k) * 7 % 31) - 15, 15, 8, np.ones(-(-k // 8), np.float32)),
             ),
             ("qsgd, Elias-gamma", wire.QsgdLevels.quantise(x, 15, 0, u)),
+            ("codebook, two magnitudes", wire.Codebook.quantise(x)),
+            (
+                "codebook, 5 bits",
+                wire.Codebook((np.arange(k) * 7 % 32), (np.arange(16) / 8).astype(np.float32), 5),
+            ),
             ("natural", wire.Natural.quantise(x)),
             ("natural, stochastic", wire.Natural.quantise(x, u)),
         ):

@@ -41,6 +41,8 @@ def test_round_trip(x: np.ndarray, bits: int, block: int, backend: str, seed: in
         wire.Ternary(np.where(u > 0.8, np.sign(x), 0), 3.0),
         wire.QsgdLevels.quantise(x, bits, block, u),
         wire.QsgdLevels.quantise(x, 1 << bits, block, u),
+        wire.Codebook.quantise(x),
+        wire.Codebook((u * 32).astype(int), np.sort(np.random.default_rng(seed).random(16)).astype(np.float32), 5),
         wire.Natural.quantise(x),
         wire.Natural.quantise(x, u),
         wire.Ones(x.size),
@@ -190,6 +192,7 @@ BAD = [
     ("uniform scale", wire.Uniform(np.zeros(3), 2, 0, np.float32([1]), [0]), 0),
     ("sign scale", wire.SignScale(np.zeros(3, bool), np.float32([1])), 0),
     ("ternary scale", wire.Ternary(np.zeros(3), 1.0), 0),
+    ("codebook magnitude", wire.Codebook(np.zeros(3, int), np.float32([1]), 1), 0),
     ("qsgd norm", wire.QsgdLevels(np.zeros(3), 4, 0, np.float32([1])), 0),
 ]
 
@@ -219,6 +222,9 @@ def test_impossible_contents_are_corrupt() -> None:
         (wire.Ternary, b"\x02", "float32", "parameters"),
         (wire.QsgdLevels, b"\x00\x00\x00", "float32", "parameters"),
         (wire.QsgdLevels, b"\x02\x01\x00", "float32", "packing"),
+        (wire.Codebook, b"", "float32", "bits"),
+        (wire.Codebook, b"\x00", "float32", "bits"),
+        (wire.Codebook, b"\x09", "float32", "bits"),
         (wire.Natural, b"\x01", "float32", "no parameters"),
         (wire.Ones, b"\x00", "float32", "no parameters"),
         (wire.UnitSign, b"\x00", "float32", "no parameters"),
@@ -234,8 +240,29 @@ def test_impossible_contents_are_corrupt() -> None:
         wire.Ternary.unpack(b"\x00", b"\0\0\0\0\x51", 3, "float32")
     with pytest.raises(wire.Corrupt, match="padding bits"):
         wire.UnitSign.unpack(b"", b"\x08", 3, "float32")
+    with pytest.raises(wire.Corrupt, match="ascending"):
+        wire.Codebook.unpack(b"\x02", np.float32([2, 1]).tobytes() + b"\0", 3, "float32")
     with pytest.raises(wire.Corrupt, match="outside"):
         wire.QsgdLevels.unpack(b"\x00\x01\x00", b"\0\0\0\0\x0f", 2, "float32")
+
+
+@given(st.lists(st.floats(0, 2.0**100, width=32), max_size=9))
+def test_two_magnitudes_leave_the_smallest_error(magnitudes: list[float]) -> None:
+    """Against every way to put the values into two groups, not only those that cut the sorted ones in two."""
+    x = np.array(magnitudes, np.float64)
+
+    def error(group: np.ndarray) -> float:
+        return float(np.square(x[group] - x[group].mean()).sum()) if group.any() else 0.0
+
+    picks = (np.arange(1 << x.size)[:, None] >> np.arange(x.size)) & 1 == 1
+    best = min(error(group) + error(~group) for group in picks)
+    signs = np.where(np.arange(x.size) % 3 == 1, -1.0, 1.0)
+    values = wire.Codebook.quantise(signs * x)
+    decoded = values.decode().astype(np.float64)
+    assert np.square(decoded - signs * x).sum() <= best + 1e-6 * np.square(x).sum()
+    # Means of what they stand for: never longer than it, and with its signs.
+    assert np.square(decoded).sum() <= (1 + 1e-6) * np.square(x).sum()
+    assert bool(np.all((decoded * signs >= 0) | (x == 0)))
 
 
 def test_non_finite_values_are_counted_and_zeroed() -> None:
@@ -254,6 +281,12 @@ def test_constructors_check_their_arguments() -> None:
         lambda: wire.Ternary(np.array([2]), 1.0),
         lambda: wire.QsgdLevels(np.array([5]), 4, 0, np.ones(1)),
         lambda: wire.QsgdLevels(np.array([1]), 0, 0, np.ones(1)),
+        lambda: wire.Codebook(np.array([4]), np.ones(2), 2),
+        lambda: wire.Codebook(np.array([-1]), np.ones(2), 2),
+        lambda: wire.Codebook(np.array([1]), np.ones(1), 2),
+        lambda: wire.Codebook(np.array([1]), np.float32([2, 1]), 2),
+        lambda: wire.Codebook(np.array([1]), np.ones(1), 0),
+        lambda: wire.Codebook(np.array([1]), np.ones(256), 9),
         lambda: wire.Natural(np.array([512])),
         lambda: wire.Ones(-1),
         lambda: wire.Raw(np.array(["x"])),
