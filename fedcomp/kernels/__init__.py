@@ -1,4 +1,5 @@
-"""Kernels for model-sized vectors: exact top-k, bins and tails, fused error-feedback steps, weighted scatter-add.
+"""Kernels for model-sized vectors: exact top-k, bins and tails, fused error-feedback steps, weighted scatter-add,
+the fast Walsh-Hadamard transform.
 
 Two tiers give bit-identical results: ``numba`` (compiled on first use, cached on disk, one thread, releases the GIL)
 and ``numpy``. ``tier="auto"`` takes numba from :data:`SMALL` elements on when it is installed. Importing this package
@@ -7,6 +8,7 @@ compiles nothing and does not import numba; :func:`warm` compiles everything ahe
 """
 
 from fedcomp.kernels.bins import AdaptiveBins, AdaptiveStep, adaptive_step, select_adaptive, select_bins
+from fedcomp.kernels.hadamard import hadamard
 from fedcomp.kernels.select import SMALL, FeedbackStep, Tier, feedback_step, select_topk
 from fedcomp.kernels.sums import scatter_add
 from fedcomp.kernels.tails import Exceedances, exceedances, select_above
@@ -22,6 +24,7 @@ __all__ = [
     "adaptive_step",
     "exceedances",
     "feedback_step",
+    "hadamard",
     "scatter_add",
     "select_above",
     "select_adaptive",

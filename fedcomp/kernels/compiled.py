@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from fedcomp.kernels.compiled_adaptive import add_adaptive, select_adaptive, take_scaled
 from fedcomp.kernels.compiled_bins import bin_argmax
+from fedcomp.kernels.compiled_hadamard import hadamard
 from fedcomp.kernels.compiled_tails import find_above, select_above, tail_product, tail_sums
 from fedcomp.kernels.interface import BIN_SHIFT, BINS, MAGNITUDE, Bits, Candidates, Floats, Found
 from fedcomp.kernels.lanes import (
@@ -50,6 +51,7 @@ __all__ = [
     "collect",
     "find_above",
     "finish",
+    "hadamard",
     "histogram",
     "scatter_add",
     "select_above",

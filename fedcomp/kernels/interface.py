@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -131,4 +131,13 @@ class Ops(Protocol):
 
         The product is 2**exponent times that of :data:`LANES` mantissas in [1, 2). Blocks, lanes and order are those of
         :meth:`tail_sums`; mantissas are brought back to [1, 2) after every block. ``origin`` is at most the limit.
+        """
+
+    def hadamard(
+        self, values: NDArray[Any], before: NDArray[np.uint64], after: NDArray[np.uint64], scale: float
+    ) -> None:
+        """Multiply float32 or float64 ``values`` by ``scale``, transform them in place, and apply signs on both sides.
+
+        Bit i % 64 of word i // 64 negates element i. Pairs at distance 1, 2, 4, ... become their sum and difference,
+        the shortest distance first: the order of the additions is part of the result.
         """

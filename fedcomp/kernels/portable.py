@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,7 @@ from fedcomp.kernels.interface import (
 _CHUNK = 64 * BLOCK  # elements whose float64 forms exist at a time
 ROOM = 8 * BLOCK
 """Elements of one step of a selection: few enough for its intermediate arrays to stay in the cache."""
+_NEAR = 1 << 14  # elements that are transformed among themselves while the cache holds them
 _ONE = np.float64(1.0).view(np.int64)
 _FRACTION = np.int64(2**52 - 1)
 _BIAS = 1023
@@ -192,3 +194,46 @@ def _split(values: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.f
     """Return exponents and mantissas in [1, 2) of positive normal numbers."""
     bits = values.view(np.int64)
     return (bits >> 52) - _BIAS, ((bits & _FRACTION) | _ONE).view(np.float64)
+
+
+def hadamard(values: NDArray[Any], before: NDArray[np.uint64], after: NDArray[np.uint64], scale: float) -> None:
+    """See :meth:`fedcomp.kernels.interface.Ops.hadamard`."""
+    values *= values.dtype.type(scale)
+    _negate(values, before)
+    for start in range(0, values.size, _NEAR):
+        block = values[start : start + _NEAR]
+        width = min(64, block.size)
+        # Rows of a transposed copy are long, where a pair at distance 1 would be a slice of every second element.
+        columns = np.ascontiguousarray(block.reshape(-1, width).T)
+        _distances(columns)
+        block.reshape(-1, width)[...] = columns.T
+        _distances(block.reshape(-1, width))
+    _distances(values.reshape(-1, min(_NEAR, values.size)))
+    _negate(values, after)
+
+
+def _distances(rows: NDArray[Any]) -> None:
+    """Transform every column of a contiguous array in place, the number of rows being a power of two."""
+    flat = rows.reshape(-1)
+    width = rows.shape[1]
+    while width < flat.size:
+        step = min(width, _NEAR)
+        # Below that many elements whole groups of pairs are taken at once; above it, parts of one group.
+        for start in range(0, flat.size, max(2 * width, _NEAR)):
+            group = flat[start : start + max(2 * width, _NEAR)].reshape(-1, 2, width)
+            for part in range(0, width, step):
+                low, high = group[:, 0, part : part + step], group[:, 1, part : part + step]
+                difference = low - high
+                low += high
+                high[...] = difference
+        width *= 2
+
+
+def _negate(values: NDArray[Any], words: NDArray[np.uint64]) -> None:
+    """Negate the elements whose bit is set."""
+    for start in range(0, values.size, _NEAR):
+        part = values[start : start + _NEAR]
+        bits = words[start // 64 : -(-(start + part.size) // 64)].astype("<u8").view(np.uint8)
+        if bits.any():
+            negative = np.unpackbits(bits, count=part.size, bitorder="little").view(np.bool_)
+            np.negative(part, out=part, where=negative)

@@ -8,6 +8,7 @@ import numpy as np
 
 from fedcomp.kernels import tiers
 from fedcomp.kernels.bins import adaptive_step, select_adaptive, select_bins
+from fedcomp.kernels.hadamard import hadamard
 from fedcomp.kernels.select import feedback_step, select_topk
 from fedcomp.kernels.sums import scatter_add
 from fedcomp.kernels.tails import exceedances, select_above
@@ -32,4 +33,6 @@ def warm() -> float | None:
     adaptive_step(vector, vector, 7, tier="numba")
     exceedances(vector, 1.0, logs=True, tier="numba")
     select_above(vector, 1.0, tier="numba")
+    for dtype in (np.float32, np.float64):
+        hadamard(vector.astype(dtype), np.zeros(4, np.uint64), tier="numba")
     return time.perf_counter() - start

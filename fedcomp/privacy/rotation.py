@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedcomp.kernels import hadamard
 from fedcomp.rng import Key
 
 
@@ -28,7 +29,7 @@ def rotate(vector: NDArray[Any], seed: int) -> NDArray[np.float64]:
     out = vector.astype(np.float64)
     for part, signs in _parts(out.size, seed):
         # Signs first: the matrix alone turns a constant vector into a single large coordinate.
-        out[part] = _hadamard(out[part] * signs)
+        hadamard(out[part], signs)
     return out
 
 
@@ -36,7 +37,7 @@ def unrotate(vector: NDArray[Any], seed: int) -> NDArray[np.float64]:
     """Undo :func:`rotate`, up to rounding in float64."""
     out = vector.astype(np.float64)
     for part, signs in reversed(_parts(out.size, seed)):
-        out[part] = _hadamard(out[part]) * signs
+        hadamard(out[part], signs, inverse=True)
     return out
 
 
@@ -52,7 +53,7 @@ def largest_coordinate(size: int, probability: float) -> float:
     return min(1.0, math.sqrt(2.0 * math.log(4.0 * size / probability) / block))
 
 
-def _parts(size: int, seed: int) -> list[tuple[slice, NDArray[np.float64]]]:
+def _parts(size: int, seed: int) -> list[tuple[slice, NDArray[np.uint64]]]:
     """Return what is turned, in order: a slice whose length is a power of two, and the signs before it is."""
     if size < 2:
         return []
@@ -60,16 +61,12 @@ def _parts(size: int, seed: int) -> list[tuple[slice, NDArray[np.float64]]]:
     block = 1 << (size.bit_length() - 1)
     starts = [0] if block == size else [0, size - block]
     key = Key(seed, "privacy/rotation")
-    signs = [1.0 - 2.0 * (key.at(layer=i).bits(block) >> np.uint64(63)).astype(np.float64) for i in range(len(starts))]
-    return [(slice(start, start + block), sign) for start, sign in zip(starts, signs, strict=True)]
+    return [(slice(start, start + block), _signs(key.at(layer=i), block)) for i, start in enumerate(starts)]
 
 
-def _hadamard(vector: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the orthonormal Walsh-Hadamard transform of a vector whose length is a power of two; its own inverse."""
-    out = vector
-    width = 1
-    while width < vector.size:
-        pairs = out.reshape(-1, 2, width)
-        out = np.stack([pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]], axis=1).reshape(-1)
-        width *= 2
-    return out / math.sqrt(vector.size)
+def _signs(key: Key, count: int) -> NDArray[np.uint64]:
+    """Return the top bits of as many words, packed; frames have been turned by these signs since there are any."""
+    words = np.zeros(-(-count // 64), "<u8")
+    packed = np.packbits((key.bits(count) >> np.uint64(63)).astype(np.bool_), bitorder="little")
+    words.view(np.uint8)[: packed.size] = packed
+    return words.astype(np.uint64, copy=False)
