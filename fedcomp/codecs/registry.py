@@ -11,7 +11,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Final, Generic, TypeVar, cast, overload
+from typing import Any, ClassVar, Final, Generic, TypeVar, cast, overload
 
 from fedcomp.codecs.base import Codec
 from fedcomp.errors import ConfigError
@@ -25,6 +25,12 @@ MAX_NESTING: Final = 16
 """Lists and dictionaries inside one another in a configuration; far more than composition needs."""
 
 _LONGEST_REASON = 200
+
+_KEPT: Final = 64
+"""Objects a registry keeps for configurations that come again, as an announced one does with every message."""
+
+_LONGEST_KEPT: Final = 256
+"""Parts of a configuration, and characters of one of its texts, up to which what it describes is kept."""
 
 
 class UnknownCodec(ConfigError):
@@ -52,6 +58,7 @@ class Registry(Generic[T]):
         self.group = group
         self._lazy = dict(lazy or {})
         self._classes: dict[str, type[T]] = {}
+        self._made = functools.lru_cache(_KEPT)(lambda described: self._make(described.config))
 
     @overload
     def register(self, cls: C, *, replace: bool = False) -> C: ...
@@ -85,6 +92,9 @@ class Registry(Generic[T]):
                 f"{self.id_attribute} {name!r} already names {held.__module__}.{held.__qualname__}; "
                 "choose another id, or pass replace=True to replace it for the whole process"
             )
+        if held is not None and held is not cls:
+            # In all registries: what one of them made may hold an object of another.
+            _Described.replaced += 1
         self._classes[name] = cls
         return cls
 
@@ -126,6 +136,8 @@ class Registry(Generic[T]):
     def get(self, config: Mapping[str, Any] | T) -> T:
         """Return the object that ``config``, ``{"id": ..., **parameters}``, describes; an object returns itself.
 
+        Equal configurations may bring the same object: what is registered never changes after it was made.
+
         Raises
         ------
         UnknownCodec
@@ -145,6 +157,12 @@ class Registry(Generic[T]):
             raise ConfigError(
                 f"the configuration of {kind} {shown(config['id'])} nests deeper than {MAX_NESTING} levels"
             )
+        parts = _parts(config)
+        return self._make(config) if parts is None else self._made(_Described(config, parts))
+
+    def _make(self, config: Mapping[str, Any]) -> T:
+        """Return a new object, see :meth:`get`."""
+        kind = self.base.__name__.lower()
         cls: Any = self.find(config["id"])
         parameters = {k: v for k, v in config.items() if k != "id"}
         try:
@@ -157,6 +175,50 @@ class Registry(Generic[T]):
             raise ConfigError(f"{kind} {config['id']!r}: {reason}; its parameters are: {accepted}") from None
         created: T = cls.from_config(parameters)
         return created
+
+
+class _Described:
+    """A configuration as the key of what was made of it: equal when its parts are, by type and text."""
+
+    __slots__ = ("config", "parts")
+
+    replaced: ClassVar[int] = 0
+    """Classes that took the place of others since this module was imported."""
+
+    def __init__(self, config: Mapping[str, Any], parts: tuple[Any, ...]) -> None:
+        self.config = config
+        self.parts = (self.replaced, *parts)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Described) and self.parts == other.parts
+
+    def __hash__(self) -> int:
+        return hash(self.parts)
+
+
+def _parts(config: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    """Return what tells a configuration from any other; None for a long one, and for values JSON does not know."""
+    parts: list[Any] = []
+    waiting: list[Any] = [config]
+    while waiting:
+        part = waiting.pop()
+        kind = type(part)
+        if kind is dict or kind is list:
+            if len(part) > _LONGEST_KEPT:
+                return None
+            parts += [kind, len(part)]
+            waiting += part if kind is list else [*part, *part.values()]
+        elif kind is str and len(part) <= _LONGEST_KEPT:
+            parts.append(part)
+        elif part is None or kind in (bool, int, float):
+            # To Python 1, 1.0 and True are equal, and so are the zeros of both signs.
+            parts += [kind, part.hex() if kind is float else part]
+        else:
+            return None
+        # How often one list stands in others is a sender's choice, too.
+        if len(parts) > _LONGEST_KEPT:
+            return None
+    return tuple(parts)
 
 
 def _nested_deeper(config: Any, most: int) -> bool:

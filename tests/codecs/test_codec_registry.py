@@ -62,6 +62,40 @@ def test_silent_replacement_is_refused(names: Registry[Codec]) -> None:
     assert names.find("loud") is Other
 
 
+def test_equal_configurations_are_one_codec() -> None:
+    config = {"id": "feedback", "codec": {"id": "topk", "density": 0.1}, "decay": 0.0}
+    made = get_codec(config)
+    assert get_codec({**config, "codec": {"id": "topk", "density": 0.1}}) is made
+    assert get_codec({**config, "codec": {"id": "topk", "density": 0.2}}) != made
+    # Equal to Python, but another parameter: the zero of the other sign, and what only looks like a number.
+    assert str(get_codec({**config, "decay": -0.0}).get_config()["decay"]) == "-0.0"
+    for wrong in (False, np.bool_(False)):
+        with pytest.raises(ConfigError, match="decay"):
+            get_codec({**config, "decay": wrong})
+    changed = {"id": "chain", "transforms": [{"id": "clip", "max_norm": 1.0}], "codec": {"id": "identity"}}
+    first = get_codec(changed)
+    changed["transforms"].append({"id": "clip", "max_norm": 2.0})
+    assert get_codec(changed) != first
+
+
+def test_a_replaced_class_makes_what_comes_after_it(names: Registry[Codec]) -> None:
+    class Other(Loud):
+        pass
+
+    names.register(Loud)
+    config = {"id": "loud"}
+    first = names.get(config)
+    assert names.get(dict(config)) is first
+    names.register(Other, replace=True)
+    assert type(names.get(config)) is Other
+
+
+def test_what_describes_much_is_not_kept() -> None:
+    long = {"id": "chain", "transforms": [{"id": "clip", "max_norm": 1.0}] * 200, "codec": {"id": "identity"}}
+    assert get_codec(long) == get_codec(long)
+    assert get_codec(long) is not get_codec(long)
+
+
 def test_only_codecs_with_an_id_register(names: Registry[Codec]) -> None:
     for wrong in (int, Clip):
         with pytest.raises(ConfigError, match="cannot register"):
