@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedcomp.clients.client import client
@@ -24,7 +24,7 @@ from fedcomp.clients.private.datalens import datalens_teachers
 from fedcomp.clients.private.dpsgd import Trainee, record_dp
 from fedcomp.errors import ConfigError, LayoutError
 from fedcomp.flower.payload import models, put_node
-from fedcomp.flower.records import to_arrays, to_record
+from fedcomp.flower.records import config_in, to_arrays, to_record
 from fedcomp.rng import Key
 
 if TYPE_CHECKING:
@@ -205,9 +205,7 @@ class NodeJob:
         ConfigError
             When the node has no partition, or holds one of another split than the server's.
         """
-        records = msg.content.config_records
-        sent = records.get("config", ConfigRecord())
-        config = {**context.run_config, **dict(sent)}
+        config = {**context.run_config, **config_in(msg.content, "config")}
         node = context.node_config
         partition, held = node.get("partition-id"), node.get("num-partitions")
         if not isinstance(partition, int):
@@ -266,8 +264,8 @@ class NodeJob:
                 f"the message holds {len(records)} ArrayRecords {sorted(records)}; expected one, the model"
             )
         name, record = next(iter(records.items()))
-        # The seed makes no difference here: the message's values replace all of the model's.
-        model = task.model(self.seed)
+        # No two messages are worked on at once in one process, and nothing keeps a model for the next one.
+        model = task.blank()
         load_arrays(model, to_arrays(record), cast=True)
         return name, model
 

@@ -214,6 +214,7 @@ class Task(ABC):
         self._ids = ids
         self._assignments: dict[int, Assignment] = {}
         self._clients: dict[tuple[int, int], ClientData] = {}
+        self._blank: nn.Module | None = None
 
     def validating(self, share: float = 0.2) -> Self:
         """Return this task with a part of its training examples in place of the test split, for tuning: nobody trains
@@ -261,6 +262,17 @@ class Task(ABC):
     def model(self, seed: int) -> nn.Module:
         """Return a new model whose values are a pure function of ``seed``; no global generator is touched."""
         return models.build(self._make_model, seed)
+
+    def blank(self) -> nn.Module:
+        """Return a model to load values into: the same object every time, and of one user at a time.
+
+        Every value it has is in its ``state_dict``, so that a model loaded into it is the one that was loaded into a
+        new one, bit for bit. Whoever asked for it before finds other values in it.
+        """
+        # Drawing initial values that are replaced at once takes longer than a small client trains.
+        if self._blank is None:
+            self._blank = self.model(0)
+        return self._blank
 
     def assignment(self, num_partitions: int) -> Assignment:
         """Return the partition id of every training example, int64, shape ``(N,)``.

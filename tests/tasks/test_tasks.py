@@ -293,6 +293,30 @@ def test_a_process_that_makes_a_model_does_not_import_what_it_never_needs() -> N
     assert "'sympy'" not in done.stdout
 
 
+@pytest.mark.parametrize("name", sorted(name for name in TASKS if not task_class(name).generative))
+def test_a_model_loaded_into_one_that_was_used_is_the_one_loaded_into_a_new_one(name: str) -> None:
+    task = _task(name)
+    arrays, used = to_arrays(task.model(3)), task.blank()
+    with torch.no_grad():
+        for tensor in used.state_dict().values():
+            tensor.fill_(7)
+    load_arrays(task.blank(), arrays)
+    assert used is task.blank()
+    assert _digest(to_arrays(used)) == _digest(arrays)
+    # There is nothing else in it that a user could leave behind.
+    held = {t.data_ptr() for t in used.state_dict().values()}
+    assert {t.data_ptr() for t in [*used.parameters(), *used.buffers()]} == held
+    if not task.needs:
+        data = task.client(0, 4)
+        task.train(used, data, lr=0.1, batch_size=16, max_steps=2, key=KEY)
+        task.evaluate(used, data)
+        load_arrays(used, arrays)
+        models = [task.model(3), used]
+        for model in models:
+            task.train(model, data, lr=0.01, momentum=0.9, batch_size=16, max_steps=3, key=KEY)
+        assert len({_digest(to_arrays(model)) for model in models}) == 1
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", sorted(name for name in TASKS if not task_class(name).needs))
 def test_global_generators_are_untouched_and_irrelevant(name: str) -> None:
