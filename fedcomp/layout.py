@@ -15,7 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Final, Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -120,6 +120,9 @@ class SmallDense:
 
     def fit(self, model: Mapping[str, TensorShape]) -> SmallDense:
         """Return the policy whose ``min_size`` and ``patterns`` are those of this model; its share is 1."""
+        return _fitted(self, tuple(model.items()))
+
+    def _fit(self, model: Mapping[str, TensorShape]) -> SmallDense:
         known = replace(self, patterns=self.patterns + _positional_statistics(model), share=1.0)
         sizes = Counter(
             math.prod(t.shape)
@@ -137,9 +140,20 @@ class SmallDense:
 
     def __call__(self, name: str, shape: tuple[int, ...], dtype: str) -> Density:
         """Return "exact" for statistics, 1.0 for tensors below ``min_size``, else None; ``share`` needs :meth:`fit`."""
-        if any(fnmatch.fnmatchcase(name, p) for p in self.patterns):
+        if _fits_any(name, self.patterns):
             return EXACT
         return DENSE if math.prod(shape) < self.min_size else None
+
+
+# Every message of a run asks again for the same model. Bounded, since a server may announce any.
+@lru_cache(64)
+def _fitted(policy: SmallDense, model: tuple[tuple[str, TensorShape], ...]) -> SmallDense:
+    return policy._fit(dict(model))
+
+
+@lru_cache(4096)
+def _fits_any(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def named_by_position(names: Iterable[str]) -> bool:
@@ -259,6 +273,19 @@ class TensorSpec:
         return self.density == DENSE
 
 
+# A dtype works its name out at every access.
+@lru_cache(64)
+def _name_of(dtype: np.dtype[Any]) -> str:
+    return dtype.name
+
+
+# One object for equal layouts, which every message makes anew: what it has worked out is there for the next one, and
+# so is what codecs keep for the layout they saw last.
+@lru_cache(64)
+def _shared(layout: Layout) -> Layout:
+    return layout
+
+
 @dataclass(frozen=True)
 class Layout:
     """Names, shapes and offsets of a model's tensors in one flat float32 vector.
@@ -312,12 +339,13 @@ class Layout:
         ConfigError
             When a dtype cannot travel, or the policy returns a density outside (0, 1].
         """
-        decide = fitted(policy, {n: TensorShape(tuple(a.shape), a.dtype.name) for n, a in arrays.items()})
+        shapes = {n: TensorShape(tuple(a.shape), _name_of(a.dtype)) for n, a in arrays.items()}
+        decide = fitted(policy, shapes)
         compressed: list[tuple[str, NDArray[Any], float | None]] = []
         dense: list[tuple[str, NDArray[Any], float | None]] = []
         exact: list[TensorSpec] = []
         for name, array in arrays.items():
-            dtype = array.dtype.name
+            dtype = shapes[name].dtype
             if dtype not in DTYPES.values():
                 raise ConfigError(
                     f"tensor {name!r} is {dtype}, which cannot travel; supported: {', '.join(DTYPES.values())}. Send "
@@ -339,9 +367,9 @@ class Layout:
         tensors: list[TensorSpec] = []
         offset = 0
         for name, array, density in compressed + dense:
-            tensors.append(TensorSpec(name, tuple(array.shape), array.dtype.name, offset, int(array.size), density))
+            tensors.append(TensorSpec(name, shapes[name].shape, shapes[name].dtype, offset, int(array.size), density))
             offset += int(array.size)
-        return cls(tuple(tensors), tuple(exact), tuple(arrays))
+        return _shared(cls(tuple(tensors), tuple(exact), tuple(arrays)))
 
     @classmethod
     def flat(cls, size: int, name: str = "vector", density: float | None = None) -> Layout:

@@ -152,6 +152,21 @@ def test_digest_tells_layouts_apart() -> None:
     assert len({same, *(layout.digest for layout in others)}) == 5
 
 
+def test_equal_models_have_one_layout_and_others_their_own() -> None:
+    def arrays(value: float = 1.0) -> dict[str, np.ndarray]:
+        return {"w": np.full((3, 4), value, np.float32), "b": np.full(3, value, np.float32)}
+
+    layout = Layout.of(arrays())
+    assert Layout.of(arrays(2.0)) is layout
+    assert Layout.of({"b": arrays()["b"], "w": arrays()["w"]}) != layout
+    # By the values, too: what is infinite travels beside the vector.
+    assert [t.name for t in Layout.of({**arrays(), "b": np.full(3, np.inf, np.float32)}).exact] == ["b"]
+    # A policy is asked every time, whatever it answered before.
+    densities = iter([None, None, 1.0, 1.0])
+    first, second = (Layout.of(arrays(), lambda *_: next(densities)) for _ in range(2))
+    assert (first.compressed_size, second.compressed_size) == (15, 0)
+
+
 def test_flat_and_empty_layouts() -> None:
     layout = Layout.flat(10)
     assert (layout.size, layout.compressed_size, layout.dense_size) == (10, 10, 0)

@@ -7,6 +7,7 @@ ConfigRecord), and a record more would cost about 240 bytes on the wire.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final
 
@@ -137,8 +138,10 @@ class Announcement(Schema, key=OWN_CONFIG, prefix=PREFIX):
         """
         if PREFIX + "protocol" not in config:
             return None
+        said = tuple((name, type(value), value) for name, value in config.items() if name.startswith(PREFIX))
         try:
-            return cls.of(config)
+            # A list, which no field is, has no hash.
+            return cls.of(config) if any(kind is list for _, kind, _ in said) else _announced(said)
         # Returned, not raised: the client answers as one without the mod would, and says why.
         except OtherVersion as error:
             return cls("", 0, 0, protocol=error.version)
@@ -151,6 +154,13 @@ class Announcement(Schema, key=OWN_CONFIG, prefix=PREFIX):
             del config[name]
 
 
+# Every mod reads the announcement, and in one process every client one that differs from the last in a few numbers at
+# most. The types, because True is equal to 1 and no number of a protocol.
+@functools.lru_cache(4)
+def _announced(said: tuple[tuple[str, type, Any], ...]) -> Announcement:
+    return Announcement.of({name: value for name, _, value in said})
+
+
 def is_own(name: str) -> bool:
     """Whether a record is between the two halves of the pair alone; everything else is the app's, whoever sent it."""
     return any(name == own or name.startswith(f"{own}.") for own in OWN_FRAMES)
@@ -161,6 +171,6 @@ def announce(content: RecordDict, announcement: Announcement) -> None:
     configs = {k: v for k, v in content.items() if isinstance(v, ConfigRecord) and not k.startswith(PREFIX)}
     name = next(iter(configs)) if configs else OWN_CONFIG
     # A copy: strategies put one ConfigRecord into all their messages, and each node's announcement is its own.
-    config = ConfigRecord(dict(configs.get(name, {})))
+    config = configs[name].copy() if name in configs else ConfigRecord()
     announcement.write(config)
     content[name] = config

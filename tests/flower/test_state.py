@@ -10,6 +10,7 @@ from fedcomp.codecs import QSGD, TopK
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.flower.payload import put_frame
 from fedcomp.flower.protocol import PROTOCOL, UPDATE, Announcement
+from fedcomp.flower.schema import SchemaError
 from fedcomp.flower.state import Replica, StaleMessage, Uplink, lineage
 from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key
@@ -157,6 +158,15 @@ def test_another_protocol_version_is_not_read_any_further() -> None:
     found = Announcement.read(config)
     assert found is not None
     assert found.protocol == 2
+
+
+@pytest.mark.parametrize("wrong", [True, 1.0, [1], "1"])
+def test_a_value_is_read_by_its_type_whatever_was_read_before(wrong: object) -> None:
+    config = ConfigRecord({"fedcomp.protocol": PROTOCOL, "fedcomp.record": "arrays", "fedcomp.sequence": 1})
+    assert Announcement.read(config) == Announcement("arrays", 0, 0, sequence=1)
+    with pytest.raises(SchemaError, match="sequence"):
+        Announcement.read(ConfigRecord({**config, "fedcomp.sequence": wrong}))
+    assert Announcement.read(ConfigRecord({**config, "lr": [1.0]})) == Announcement("arrays", 0, 0, sequence=1)
 
 
 @pytest.mark.long
