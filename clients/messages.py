@@ -15,7 +15,7 @@ from fedcomp.errors import ConfigError, StateError
 from fedcomp.exact import check_exact
 from fedcomp.flower.payload import NODE_RECORD, PARTITION_KEY, is_frame, models, take_frame
 from fedcomp.flower.protocol import OWN_CONFIG, PROTOCOL, STEP, Announcement, is_own
-from fedcomp.flower.records import to_arrays, to_record
+from fedcomp.flower.records import config_in, to_arrays, to_record
 from fedcomp.flower.state import Replica
 from fedcomp.layout import Layout, Update, policy_from_config
 from fedcomp.params import shown
@@ -154,7 +154,7 @@ def plain_content(content: RecordDict, announcement: Announcement, record: Array
             continue
         if isinstance(value, ConfigRecord) and not is_frame(value):
             # erase() works in place, and the record belongs to the message.
-            value = ConfigRecord(dict(value))
+            value = value.copy()
             Announcement.erase(value)
             if name == OWN_CONFIG and not value:
                 continue
@@ -170,7 +170,7 @@ def reply_arrays(content: RecordDict, record: str = "") -> tuple[str, dict[str, 
     ConfigError
         When it holds several and none has that name, or none at all.
     """
-    records = content.array_records
+    records = {name: holder for name, holder in content.items() if isinstance(holder, ArrayRecord)}
     name = record if record in records else next(iter(records), "")
     if not records or (len(records) > 1 and name != record):
         raise ConfigError(
@@ -253,7 +253,7 @@ def equally_long(frame: Frame, codec: Codec, layout: Layout, key: Key) -> Frame:
 
 def header_of(reply: RecordDict, context: Context, replica: Replica | None, unsupported: str = "") -> ConfigRecord:
     """Return the reply's header: who answers, which model it holds now, and what it could not do."""
-    header = ConfigRecord(dict(reply.config_records.get(NODE_RECORD, {})))
+    header = config_in(reply, NODE_RECORD).copy()
     header[PARTITION_KEY] = partition_of(context)
     if replica is not None:
         header["version"] = replica.version

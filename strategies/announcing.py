@@ -149,7 +149,7 @@ class Announcer(Stateful):
             name, record = self._model_in(message)
             self._record_name = name
             # Strategies put the same records into all messages; what is added here is this node's alone.
-            content = RecordDict(dict(message.content.items()))
+            content = message.content.copy()
             fields: dict[str, Any] = {}
             if codec is not None:
                 fields |= self.training_fields(peer, codec)

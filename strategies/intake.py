@@ -23,7 +23,7 @@ from fedcomp.errors import FedcompError, LayoutError
 from fedcomp.exact import check_exact, decode_exact
 from fedcomp.flower.payload import NODE_RECORD, models, payload_bytes, take_frame, take_node
 from fedcomp.flower.protocol import EXACT, PREFIX, UPDATE
-from fedcomp.flower.records import read_array
+from fedcomp.flower.records import config_in, read_array
 from fedcomp.flower.report import Report, shorten
 from fedcomp.layout import Layout, TensorSpec, Update, Vector
 from fedcomp.rng import Key
@@ -141,7 +141,7 @@ class Intake:
             # What a reply says decides about itself alone: names of records and metrics are not put to a majority.
             arrival.record, arrival.content = self.record, RecordDict()
         else:
-            _note_memory(arrival, reply.content.config_records.get(NODE_RECORD, ConfigRecord()))
+            _note_memory(arrival, config_in(reply.content, NODE_RECORD))
         return arrival
 
     def update(self, arrival: Arrival) -> Vector:
@@ -174,7 +174,7 @@ class Intake:
 
     def _opened(self, sent: SentMessage, reply: Message, measured: bool) -> Arrival:
         content, codec, layout = reply.content, self.codec, self.layout
-        header = content.config_records.get(NODE_RECORD, ConfigRecord())
+        header = config_in(content, NODE_RECORD)
         metrics_name, weight = weight_of(content, self.weight_key)
         frame = take_frame(content, UPDATE)
         rest = strip(content)

@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import ArrayRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedcomp.errors import ConfigError, FedcompError, LayoutError
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import NODE_RECORD
 from fedcomp.flower.protocol import RESYNC, app_failure
-from fedcomp.flower.records import finite_where, restore_dtypes, to_record
+from fedcomp.flower.records import config_in, finite_where, restore_dtypes, to_record
 from fedcomp.flower.report import Report, Reports
 from fedcomp.layout import Vector
 from fedcomp.plain import Keys
@@ -149,7 +149,7 @@ class Reception(Stateful):
 
     def note_version(self, sent: SentMessage, reply: Message, current: int) -> None:
         """Note whether the sender of a reply says that it holds the model of version ``current``."""
-        version = reply.content.config_records.get(NODE_RECORD, ConfigRecord()).get("version", 0)
+        version = config_in(reply.content, NODE_RECORD).get("version", 0)
         # Only the current version is believed: a wrong word would bring steps that lead from nowhere.
         known = isinstance(version, int) and version == current
         self.peers.setdefault(sent.node, Peer()).version = current if known else 0

@@ -21,6 +21,7 @@ from fedcomp.errors import FedcompError
 from fedcomp.exact import check_exact, decode_exact
 from fedcomp.flower.payload import NODE_RECORD, payload_bytes, take_frame, take_node
 from fedcomp.flower.protocol import EXACT, LEADS, LOOKS_AHEAD, NEXT_SUPPORT, PREFIX, PROBE, SUPPORT, UPDATE
+from fedcomp.flower.records import config_in
 from fedcomp.flower.report import Report, shorten
 from fedcomp.layout import Layout, Vector
 from fedcomp.rng import Key
@@ -134,7 +135,7 @@ class SupportRound:
         Rejected
             When the reply cannot be used.
         """
-        header = reply.content.config_records.get(NODE_RECORD, ConfigRecord())
+        header = config_in(reply.content, NODE_RECORD)
         if any(not name.startswith(PREFIX) for name in reply.content.array_records):
             said = header.get("unsupported")
             why = said if isinstance(said, str) else "is it the first of its mods, and does it accept 'scalecom'?"
@@ -167,7 +168,7 @@ class SupportRound:
         Rejected
             When it answers another message, or with another memory.
         """
-        header = reply.content.config_records.get(NODE_RECORD, ConfigRecord())
+        header = config_in(reply.content, NODE_RECORD)
         _require_answer(header, asked)
         if integer(header, "generation") != client.generation:
             raise Rejected("the client's memory is not the one it trained with")

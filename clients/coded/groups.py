@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, Final, Literal
 
 import numpy as np
-from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app import Message, RecordDict
 
 from fedcomp.clients.coded.mod import REASON
 from fedcomp.clients.coded.shards import Shards, Terms, summable_frame, whole_weight
@@ -33,6 +33,7 @@ from fedcomp.flower.coded import (
     take_bundle,
 )
 from fedcomp.flower.payload import NODE_RECORD
+from fedcomp.flower.records import config_in
 from fedcomp.layout import Layout, TensorSpec
 from fedcomp.rng import Key
 
@@ -161,7 +162,7 @@ class _Aggregation:
         """Return a member's integers and its entry in the sum; everything about its frame is checked here."""
         content = open_content(reply)
         frame = summable_frame(content)
-        header = content.config_records.get(NODE_RECORD, ConfigRecord())
+        header = config_in(content, NODE_RECORD)
         if header.get("sequence") != sequence:
             raise StateError(f"its update answers message {header.get('sequence')!r}, expected {sequence}")
         generation = header.get("generation", 0)

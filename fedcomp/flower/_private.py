@@ -9,37 +9,46 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, Final, TypeVar
 
-from flwr.app import Array, ArrayRecord, Context, Error, Message, Metadata, RecordDict
-from flwr.app.message import make_message, remove_content_from_message
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, Metadata, MetricRecord, RecordDict
+from flwr.app.message import make_message
 from flwr.app.message.arraychunk import ArrayChunk
 from flwr.client.mod.utils import make_ffn
 from flwr.clientapp import ClientApp
-from flwr.common.constant import FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE, SUPERLINK_NODE_ID, ErrorCode
+from flwr.common.constant import (
+    FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE,
+    INT64_MAX_VALUE,
+    SUPERLINK_NODE_ID,
+    ErrorCode,
+)
 from flwr.common.serde import (
-    context_from_proto,
-    context_to_proto,
-    message_to_proto,
     recorddict_from_proto,
-    recorddict_to_proto,
+    user_config_from_proto,
+    user_config_to_proto,
+)
+from flwr.common.serde_utils import (
+    error_from_proto,
+    error_to_proto,
+    metadata_from_proto,
+    metadata_to_proto,
+    record_value_dict_from_proto,
+    record_value_dict_to_proto,
 )
 from flwr.proto.message_pb2 import Context as ProtoContext
+from flwr.proto.message_pb2 import Message as ProtoMessage
 from flwr.proto.message_pb2 import ObjectTree
+from flwr.proto.recorddict_pb2 import ConfigRecord as ProtoConfigRecord
+from flwr.proto.recorddict_pb2 import ConfigRecordValue as ProtoConfigRecordValue
+from flwr.proto.recorddict_pb2 import MetricRecord as ProtoMetricRecord
+from flwr.proto.recorddict_pb2 import MetricRecordValue as ProtoMetricRecordValue
 from flwr.proto.recorddict_pb2 import RecordDict as ProtoRecordDict
 from flwr.supercore.constant import HEAD_BODY_DIVIDER, HEAD_VALUE_DIVIDER, SYSTEM_MESSAGE_TYPE
 from flwr.supercore.date import now
-from flwr.supercore.inflatable.inflatable_object import (
-    InflatableObject,
-    get_object_body,
-    get_object_head_values_from_object_content,
-    no_object_id_recompute,
-)
-from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
@@ -64,6 +73,8 @@ __all__ = [
     "context_to_bytes",
     "current_identity",
     "error_from_superlink",
+    "filled",
+    "make_array",
     "mods_of",
     "release_identity",
     "set_message_id",
@@ -74,8 +85,17 @@ __all__ = [
 _ID_LENGTH = 64
 """Length of an object id: a SHA-256 in hexadecimal."""
 
-_ARRAY_HEAD = f"{Array.__qualname__}{HEAD_VALUE_DIVIDER}".encode()
-"""How a deflated Array begins."""
+Record = ArrayRecord | ConfigRecord | MetricRecord
+R = TypeVar("R", ArrayRecord, ConfigRecord, MetricRecord, RecordDict)
+
+_SCALARS: Final[Mapping[type, str]] = {bool: "bool", int: "sint64", float: "double", str: "string", bytes: "bytes"}
+"""Under which name Flower writes a value of a type."""
+
+_PLAIN_RECORDS: Final[Mapping[type, tuple[Any, tuple[type, ...]]]] = {
+    ConfigRecord: (ProtoConfigRecordValue, (bool, int, float, str, bytes)),
+    MetricRecord: (ProtoMetricRecordValue, (float, int)),
+}
+"""How a value of a record is written, and the types that Flower looks for, in this order."""
 
 Identity = tuple[int | None, int | None, int | None]
 
@@ -96,97 +116,131 @@ class Packed:
 class Packer:
     """Deflates messages; records that several messages of one batch share are deflated once.
 
+    The bytes are those of Flower's own ``deflate()``, which the tests compare. That asks every object for its id and
+    for that of each of its children, and so deflates and hashes all but the leaves several times.
+
     A packer lives for one batch only, since it recognises what is shared by object identity.
     """
 
     def __init__(self) -> None:
         # The objects are kept beside what was made of them, so that no identity is reused while the packer lives.
-        self._done: dict[int, tuple[InflatableObject, ObjectTree, dict[str, bytes]]] = {}
+        self._done: dict[int, tuple[Record, ObjectTree, dict[str, bytes]]] = {}
 
     def pack(self, message: Message) -> Packed:
         """Return ``message`` with every nested object deflated; the message itself is not changed."""
         contents: dict[str, bytes] = {}
         children: list[ObjectTree] = []
-        # One for the whole message: a record is asked for its id by all that hold it, and deflated for each answer.
-        with no_object_id_recompute():
-            if message.has_content():
-                tree, nested = self._pack(message.content)
-                contents.update(nested)
-                children.append(tree)
-            body = message.deflate()
-        # What message.object_id would be; asking for that would deflate the message a second time.
+        if message.has_content():
+            content = message.content
+            trees = {name: self._pack(record, contents) for name, record in content.items()}
+            children.append(_deflate_references(content, trees, contents))
+        error = error_to_proto(message.error) if message.has_error() else None
+        envelope = ProtoMessage(metadata=metadata_to_proto(message.metadata), error=error)
+        # The id is a hash of the body, which therefore cannot hold it.
+        envelope.metadata.message_id = ""
+        body = _message_object(envelope, children)
         root = hashlib.sha256(body).hexdigest()
         contents[root] = body
         tree = ObjectTree(object_id=root, children=children)
-        wire = sum(map(len, contents.values())) + tree.ByteSize() + _envelope_bytes(message, body)
+        wire = sum(map(len, contents.values())) + tree.ByteSize() + _envelope_bytes(envelope, children, body)
         return Packed(root, contents, wire)
 
-    def _pack(self, item: InflatableObject) -> tuple[ObjectTree, dict[str, bytes]]:
-        known = self._done.get(id(item))
+    def _pack(self, record: Record, contents: dict[str, bytes]) -> ObjectTree:
+        """Put ``record`` and what is in it into ``contents``; return the tree of their ids."""
+        known = self._done.get(id(record))
         if known is None:
-            contents: dict[str, bytes] = {}
-            # Inside no_object_id_recompute() Flower believes a stale id if another object of the message happens to
-            # have that content; arrays alone notice when they change. So the ids of records are forgotten first.
-            item.__dict__.pop("_object_id", None)
-            # Metric and configuration records have no children: Flower deflates them as one object.
-            nested = list(item.values()) if isinstance(item, RecordDict | ArrayRecord) else []
-            trees: dict[str, ObjectTree] = {}
-            for child in nested:
-                tree, below = _deflate_array(child) if isinstance(child, Array) else self._pack(child)
-                trees[tree.object_id] = tree
-                contents.update(below)
-            object_id = item.object_id
-            contents[object_id] = item.deflate()
-            # Equal children are one object.
-            tree = ObjectTree(object_id=object_id, children=list(trees.values()))
-            known = self._done[id(item)] = (item, tree, contents)
-        return known[1], known[2]
+            own: dict[str, bytes] = {}
+            if isinstance(record, ArrayRecord):
+                tree = _deflate_references(record, {k: _deflate_array(a, own) for k, a in record.items()}, own)
+            else:
+                proto = ProtoConfigRecord() if isinstance(record, ConfigRecord) else ProtoMetricRecord()
+                _write_values(record, proto)
+                tree = _deflated(type(record), (), proto.SerializeToString(), own)
+            known = self._done[id(record)] = (record, tree, own)
+        contents.update(known[2])
+        return known[1]
 
 
-def _deflate_array(array: Array) -> tuple[ObjectTree, dict[str, bytes]]:
-    """Deflate an array and its chunks.
+def _deflated(
+    kind: type, children: Iterable[ObjectTree], body: bytes | memoryview, contents: dict[str, bytes]
+) -> ObjectTree:
+    """Put one object, of which ``body`` is what it holds itself, into ``contents``; return the tree of its ids."""
+    # Equal children are one object.
+    distinct = {tree.object_id: tree for tree in children}
+    content = _object(kind, distinct, body)
+    object_id = hashlib.sha256(content).hexdigest()
+    contents[object_id] = content
+    return ObjectTree(object_id=object_id, children=distinct.values())
 
-    Flower caches chunks with their ids inside the array. Filling that cache here deflates and hashes each chunk once,
-    where Flower's own way does so up to three times per message. It is emptied again: Ray would send it along with the
-    data, twice the bytes.
-    """
-    contents: dict[str, bytes] = {}
+
+def _object(kind: type, children: Iterable[str], body: bytes | memoryview) -> bytes:
+    """Return an object as Flower sends it: its kind, the ids of its children and the length of its body, then that."""
+    head = HEAD_VALUE_DIVIDER.join((kind.__qualname__, ",".join(children), str(len(body))))
+    return b"".join((head.encode(), HEAD_BODY_DIVIDER, body))
+
+
+def _deflate_references(
+    item: RecordDict | ArrayRecord, trees: Mapping[str, ObjectTree], contents: dict[str, bytes]
+) -> ObjectTree:
+    """Deflate an object that holds others by name, which are deflated already."""
+    body = json.dumps({name: tree.object_id for name, tree in trees.items()}).encode()
+    return _deflated(type(item), trees.values(), body, contents)
+
+
+def _deflate_array(array: Array, contents: dict[str, bytes]) -> ObjectTree:
+    """Deflate an array and its chunks, of which equal ones are one object."""
     data = memoryview(array.data)
-    chunks = []
-    for start in range(0, len(data), FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE):
-        chunk = ArrayChunk(data[start : start + FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE])
-        content = chunk.deflate()
-        chunk_id = hashlib.sha256(content).hexdigest()
-        contents[chunk_id] = content
-        chunks.append((chunk_id, chunk))
-    children = [ObjectTree(object_id=chunk_id) for chunk_id in contents]
-    # object_id and deflate() below find the chunks here, and do not make and hash them again.
-    array.__dict__["_chunks"] = chunks
-    try:
-        object_id = array.object_id
-        contents[object_id] = array.deflate()
-    finally:
-        array.__dict__.pop("_chunks", None)
-    return ObjectTree(object_id=object_id, children=children), contents
+    chunks = [
+        _deflated(ArrayChunk, (), data[start : start + FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE], contents)
+        for start in range(0, len(data), FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE)
+    ]
+    places = {chunk.object_id: None for chunk in chunks}
+    order = {chunk_id: place for place, chunk_id in enumerate(places)}
+    fields = {
+        "dtype": array.dtype,
+        "shape": array.shape,
+        "stype": array.stype,
+        "arraychunk_ids": [order[chunk.object_id] for chunk in chunks],
+    }
+    return _deflated(Array, chunks, json.dumps(fields).encode(), contents)
 
 
-def _envelope_bytes(message: Message, body: bytes) -> int:
+def _write_values(record: ConfigRecord | MetricRecord, proto: ProtoConfigRecord | ProtoMetricRecord) -> None:
+    """Write a record of plain values into an empty ``proto`` as Flower does."""
+    # Also a record without entries is one.
+    proto.SetInParent()
+    value_type, allowed = _PLAIN_RECORDS[type(record)]
+    for key, value in record.items():
+        item = proto.items.add(key=key)
+        name = _SCALARS.get(type(value))
+        # Lists, large integers and subclasses are Flower's to write; nearly all values are none of these.
+        if name is None or (isinstance(value, int) and value > INT64_MAX_VALUE):
+            item.value.CopyFrom(record_value_dict_to_proto({key: value}, list(allowed), value_type)[key])  # type: ignore[arg-type]
+        else:
+            setattr(item.value, name, value)
+
+
+def _message_object(envelope: ProtoMessage, children: Sequence[ObjectTree]) -> bytes:
+    return _object(Message, [tree.object_id for tree in children], envelope.SerializeToString(deterministic=True))
+
+
+def _envelope_bytes(envelope: ProtoMessage, children: Sequence[ObjectTree], body: bytes) -> int:
     """Size of the metadata that accompanies the objects, with ids of the deployment's length.
 
     The simulation engine names messages by 36-character UUIDs and an unsent message has no name yet; a deployment
     always has 64 characters. Counting those makes the figure the same on every engine. The id a reply answers is in
     ``body``, the deflated message, too.
     """
-    metadata = copy.copy(message.metadata)
-    metadata.__dict__["_message_id"] = "0" * _ID_LENGTH
+    grown = 0
     # 0: a message that answers none.
-    foreign = len(metadata.reply_to_message_id) not in (0, _ID_LENGTH)
-    if foreign:
-        metadata.__dict__["_reply_to_message_id"] = "0" * _ID_LENGTH
-    error = message.error if message.has_error() else None
-    named = make_message(metadata, message.content if error is None else None, error)
-    size = int(message_to_proto(remove_content_from_message(named)).ByteSize())
-    return size + (len(named.deflate()) - len(body) if foreign else 0)
+    if len(envelope.metadata.reply_to_message_id) not in (0, _ID_LENGTH):
+        envelope.metadata.reply_to_message_id = "0" * _ID_LENGTH
+        grown = len(_message_object(envelope, children)) - len(body)
+    envelope.metadata.message_id = "0" * _ID_LENGTH
+    if not envelope.HasField("error"):
+        # A deployment sends the envelope with an empty content; the objects follow by themselves.
+        envelope.content.SetInParent()
+    return int(envelope.ByteSize()) + grown
 
 
 class Unpacker:
@@ -200,21 +254,37 @@ class Unpacker:
 
     def unpack(self, packed: Packed) -> Message:
         """Return a new message made of ``packed``'s bytes alone; no mutable object is shared with anyone."""
-        objects: dict[str, InflatableObject] = {}
-        for object_id, content in packed.contents.items():
-            if content.startswith(_ARRAY_HEAD):
-                known = self._arrays.get(object_id)
-                if known is None:
-                    known = self._arrays[object_id] = _inflate_array(content, packed.contents)
-                # An Array can be written to, so no two messages share one.
-                objects[object_id] = Array(known.dtype, known.shape, known.stype, known.data)
-        # Contents are kept: a message is unpacked again for a duplicate, an error reply, and every look at its reply.
-        inflated = inflate_object_from_contents(
-            packed.root, packed.contents, keep_object_contents=True, objects=objects
-        )
-        message = cast(Message, inflated)
+        _, children, body = _opened(packed.contents[packed.root])
+        envelope = ProtoMessage.FromString(body)
+        content = error = None
+        if envelope.HasField("error"):
+            error = error_from_proto(envelope.error)
+        else:
+            records: dict[str, Record] = {}
+            names = json.loads(_opened(packed.contents[children[0]])[2])
+            # Equal records are one object here, as they are in a deployment.
+            for record_id in dict.fromkeys(names.values()):
+                records[record_id] = self._record(packed.contents[record_id], packed.contents)
+            content = filled(RecordDict(), {name: records[record_id] for name, record_id in names.items()})
+        message = make_message(metadata_from_proto(envelope.metadata), content, error)
         set_message_id(message, packed.root)
         return message
+
+    def _record(self, content: bytes, contents: Mapping[str, bytes]) -> Record:
+        kind, _, body = _opened(content)
+        if kind == ArrayRecord.__qualname__:
+            references = json.loads(body)
+            return filled(ArrayRecord(), {name: self._array(i, contents) for name, i in references.items()})
+        if kind == ConfigRecord.__qualname__:
+            return _values_from_proto(ConfigRecord(), ProtoConfigRecord.FromString(body))
+        return _values_from_proto(MetricRecord(), ProtoMetricRecord.FromString(body))
+
+    def _array(self, object_id: str, contents: Mapping[str, bytes]) -> Array:
+        known = self._arrays.get(object_id)
+        if known is None:
+            known = self._arrays[object_id] = _inflate_array(contents[object_id], contents)
+        # An Array can be written to, so no two messages share one.
+        return make_array(known.dtype, known.shape, known.stype, known.data)
 
 
 def unpack(packed: Packed) -> Message:
@@ -222,14 +292,45 @@ def unpack(packed: Packed) -> Message:
     return Unpacker().unpack(packed)
 
 
-def _inflate_array(content: bytes, contents: dict[str, bytes]) -> Array:
+def _opened(content: bytes) -> tuple[str, list[str], bytes]:
+    """Return the kind of a deflated object, the ids of its children, and its body."""
+    end = content.index(HEAD_BODY_DIVIDER)
+    kind, children, _ = content[:end].decode().split(HEAD_VALUE_DIVIDER)
+    return kind, children.split(",") if children else [], content[end + len(HEAD_BODY_DIVIDER) :]
+
+
+def _inflate_array(content: bytes, contents: Mapping[str, bytes]) -> Array:
     """Do what ``Array.inflate`` does with one copy of the data instead of three."""
-    _, chunk_ids, _ = get_object_head_values_from_object_content(content)
-    fields = json.loads(get_object_body(content, Array))
+    _, chunk_ids, body = _opened(content)
+    fields = json.loads(body)
     # The head lists each distinct chunk once; the body says by index in which order they follow.
     chunks = [contents[chunk_ids[index]] for index in fields["arraychunk_ids"]]
     bodies = [memoryview(c)[c.index(HEAD_BODY_DIVIDER) + len(HEAD_BODY_DIVIDER) :] for c in chunks]
-    return Array(fields["dtype"], tuple(fields["shape"]), fields["stype"], b"".join(bodies))
+    return make_array(fields["dtype"], tuple(fields["shape"]), fields["stype"], b"".join(bodies))
+
+
+def make_array(dtype: str, shape: tuple[int, ...], stype: str, data: bytes) -> Array:
+    """Return ``Array(dtype, shape, stype, data)`` of values that are known to be of these types.
+
+    Flower's constructor tells its three ways of being called apart first, which takes longer than to copy a small
+    tensor.
+    """
+    array = Array.__new__(Array)
+    array.__dict__.update(dtype=dtype, shape=shape, stype=stype, data=data)
+    return array
+
+
+def filled(record: R, entries: Mapping[str, Any]) -> R:
+    """Put ``entries``, known to be of the right types, into a new record; return it.
+
+    Flower checks each entry by itself, and an ArrayRecord makes another Array of each that it is given.
+    """
+    record.__dict__["_data"].update(entries)
+    return record
+
+
+def _values_from_proto(record: R, proto: ProtoConfigRecord | ProtoMetricRecord) -> R:
+    return filled(record, record_value_dict_from_proto({item.key: item.value for item in proto.items}))
 
 
 def set_message_id(message: Message, message_id: str) -> None:
@@ -264,17 +365,71 @@ def error_from_superlink(
 
 def context_to_bytes(context: Context) -> bytes:
     """Serialise a client's context the way a SuperNode ships it to the app process."""
-    return bytes(context_to_proto(context).SerializeToString())
+    proto = ProtoContext(
+        run_id=context.run_id,
+        node_id=context.node_id,
+        node_config=user_config_to_proto(context.node_config),
+        run_config=user_config_to_proto(context.run_config),
+        series_id=context.series_id,
+    )
+    _write_records(context.state, proto.state)
+    return bytes(proto.SerializeToString())
 
 
 def context_from_bytes(data: bytes) -> Context:
-    """Return a new context from its serialised form."""
-    return context_from_proto(ProtoContext.FromString(data))
+    """Return a new context from its serialised form, which :func:`context_to_bytes` has written."""
+    proto = ProtoContext.FromString(data)
+    return Context(
+        run_id=proto.run_id,
+        node_id=proto.node_id,
+        node_config=user_config_from_proto(proto.node_config),
+        state=_records_from_proto(proto.state),
+        run_config=user_config_from_proto(proto.run_config),
+        series_id=proto.series_id,
+    )
+
+
+def _write_records(records: RecordDict, proto: ProtoRecordDict) -> None:
+    """Write ``records`` into an empty ``proto`` as Flower does, in place.
+
+    A message that is made first and handed to the one around it is copied there, arrays and all, once for each level.
+    """
+    # Also no records are a content.
+    proto.SetInParent()
+    for name, record in records.items():
+        item = proto.items.add(key=name)
+        if isinstance(record, ArrayRecord):
+            item.array_record.SetInParent()
+            for key, array in record.items():
+                value = item.array_record.items.add(key=key).value
+                value.dtype, value.stype, value.data = array.dtype, array.stype, array.data
+                value.shape.extend(array.shape)
+        elif isinstance(record, ConfigRecord):
+            _write_values(record, item.config_record)
+        else:
+            _write_values(record, item.metric_record)
+
+
+def _records_from_proto(proto: ProtoRecordDict) -> RecordDict:
+    records: dict[str, Record] = {}
+    for item in proto.items:
+        field = item.WhichOneof("value")
+        if field == "array_record":
+            arrays = {a.key: a.value for a in item.array_record.items}
+            made = {k: make_array(a.dtype, tuple(a.shape), a.stype, a.data) for k, a in arrays.items()}
+            records[item.key] = filled(ArrayRecord(), made)
+        elif field == "config_record":
+            records[item.key] = _values_from_proto(ConfigRecord(), item.config_record)
+        else:
+            records[item.key] = _values_from_proto(MetricRecord(), item.metric_record)
+    return filled(RecordDict(), records)
 
 
 def content_to_bytes(content: RecordDict) -> bytes:
     """Serialise a message's content, records and entries in their order; the same content gives the same bytes."""
-    return bytes(recorddict_to_proto(content).SerializeToString(deterministic=True))
+    proto = ProtoRecordDict()
+    _write_records(content, proto)
+    return bytes(proto.SerializeToString(deterministic=True))
 
 
 def content_from_bytes(data: bytes) -> RecordDict:

@@ -92,7 +92,7 @@ def models(record: RecordDict) -> dict[str, ArrayRecord]:
 
     Told apart by what is in them, not by their names: a frame too large for a ConfigRecord rides in an ArrayRecord.
     """
-    return {name: holder for name, holder in record.array_records.items() if not is_frame(holder)}
+    return {k: holder for k, holder in record.items() if isinstance(holder, ArrayRecord) and not is_frame(holder)}
 
 
 def is_frame(holder: object) -> bool:
@@ -146,8 +146,8 @@ def put_node(record: RecordDict, partition: int) -> None:
 
 def keep_node(reply: RecordDict, content: RecordDict) -> None:
     """Let ``content`` say which partition it comes from, as the app's own ``reply`` does, and nothing else it says."""
-    node = reply.config_records.get(NODE_RECORD)
-    if node is not None and PARTITION_KEY in node:
+    node = reply.get(NODE_RECORD)
+    if isinstance(node, ConfigRecord) and PARTITION_KEY in node:
         content[NODE_RECORD] = ConfigRecord({PARTITION_KEY: node[PARTITION_KEY]})
 
 

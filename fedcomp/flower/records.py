@@ -10,10 +10,11 @@ from tokenize import TokenError
 from typing import Any, Final
 
 import numpy as np
-from flwr.app import Array, ArrayRecord
+from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from numpy.typing import DTypeLike, NDArray
 
 from fedcomp.errors import LayoutError
+from fedcomp.flower._private import filled, make_array
 
 _NUMPY: Final = "numpy.ndarray"
 _HEADER: Final = 256
@@ -25,7 +26,33 @@ Arrays = Mapping[str, NDArray[Any]]
 
 def to_record(arrays: Arrays) -> ArrayRecord:
     """Return the named arrays as an ArrayRecord, in order."""
-    return ArrayRecord({name: Array(np.asarray(array)) for name, array in arrays.items()})
+    return filled(ArrayRecord(), {name: _array(np.asarray(array)) for name, array in arrays.items()})
+
+
+def _array(values: NDArray[Any]) -> Array:
+    # np.save writes the header anew for every tensor, which for those of a small model is most of the work.
+    if values.dtype.hasobject or not values.flags.c_contiguous:
+        return Array(values)
+    head, kind = _npy_header(values.shape, values.dtype)
+    return make_array(kind, values.shape, _NUMPY, head + values.tobytes())
+
+
+# As many as those that _header keeps, and for the same reason.
+@lru_cache(256)
+def _npy_header(shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[bytes, str]:
+    """Return what comes before the data of a C-contiguous array in a ``.npy`` file, and the dtype's name."""
+    data = io.BytesIO()
+    np.lib.format.write_array_header_1_0(
+        data, {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    )
+    return data.getvalue(), str(dtype)
+
+
+def config_in(content: RecordDict, name: str) -> ConfigRecord:
+    """Return the ConfigRecord called ``name``; an empty one where there is none."""
+    # Not content.config_records: Flower makes a checked copy of it at every access.
+    found = content.get(name)
+    return found if isinstance(found, ConfigRecord) else ConfigRecord()
 
 
 def to_arrays(record: ArrayRecord) -> Named:

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
-from flwr.app import Context, RecordDict
+from flwr.app import ArrayRecord, Context, RecordDict
 from numpy.typing import NDArray
 
 from fedcomp.codecs import Codec, State, get_codec
@@ -118,8 +118,8 @@ class Uplink:
         reply = _stored_reply(context)
         if pending == announcement.sequence:
             return cls({}, generation, redelivery=reply)
-        memory = context.state.array_records.get(_MEMORY)
-        state: State = {} if memory is None else to_arrays(memory)
+        memory = context.state.get(_MEMORY)
+        state: State = to_arrays(memory) if isinstance(memory, ArrayRecord) else {}
         if generation == announcement.generation and announcement.acknowledged > pending:
             # The server consumed a frame this memory knows nothing of: it is an older copy, restored after a crash.
             # Rolling back its own last frame, which was consumed too, would send that one twice.
@@ -170,8 +170,8 @@ def remembered(context: Context, name: str) -> NDArray[Any] | None:
 
     Unlike :meth:`Uplink.begin` this asks neither for the layout nor what became of the last reply.
     """
-    memory = context.state.array_records.get(_MEMORY)
-    return None if memory is None or name not in memory else memory[name].numpy()
+    memory = context.state.get(_MEMORY)
+    return memory[name].numpy() if isinstance(memory, ArrayRecord) and name in memory else None
 
 
 def _rolled_back(state: State, reply: RecordDict, config: Mapping[str, Any], layout: Layout) -> State:
@@ -222,11 +222,11 @@ class Replica:
     def load(cls, context: Context) -> Replica | None:
         """Return the node's replica, or None when it holds none."""
         try:
-            meta, model = ReplicaRecord.find(context.state), context.state.array_records.get(_MODEL)
+            meta, model = ReplicaRecord.find(context.state), context.state.get(_MODEL)
         except SchemaError:
             # As good as none: the server is asked for the whole model.
             return None
-        return None if meta is None or model is None else cls(meta.version, to_arrays(model))
+        return cls(meta.version, to_arrays(model)) if meta is not None and isinstance(model, ArrayRecord) else None
 
     def save(self, context: Context) -> None:
         """Write the replica into ``context``."""

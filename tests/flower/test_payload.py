@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from fedcomp.flower import _private, protocol
-from fedcomp.flower._private import ErrorCode, Packer, acting_as, unpack
+from fedcomp.flower._private import ErrorCode, Packer, acting_as, set_message_id, unpack
 from fedcomp.flower.ledger import wire_bytes
 from fedcomp.flower.payload import (
     INLINE_LIMIT,
@@ -28,6 +30,7 @@ from fedcomp.flower.payload import (
     take_frame,
     take_node,
 )
+from fedcomp.flower.records import to_record
 from fedcomp.rng import Key
 
 
@@ -220,6 +223,87 @@ def test_wire_bytes_agree_with_flowers_own_walk_over_the_objects() -> None:
     theirs += get_object_tree(sent).ByteSize() + message_to_proto(remove_content_from_message(sent)).ByteSize()
     assert ours == theirs
     assert ours < 2.4e6 + 5.3e6 + 1.1e6
+
+
+def plain_records() -> RecordDict:
+    values: dict[str, Any] = {
+        "flag": True,
+        "number": -3,
+        "large": 2**64 - 1,
+        "real": -0.0,
+        "numpy": np.float64(0.5),
+        "text": "é",
+        "bytes": b"\x00\xff",
+        "flags": [True, False],
+        "numbers": [1, 2**64 - 1],
+        "reals": [0.5],
+        "texts": ["a", ""],
+        "none": [],
+    }
+    return RecordDict(
+        {
+            "config": ConfigRecord(values),
+            "same": ConfigRecord(values),
+            "empty": ConfigRecord(),
+            "metrics": MetricRecord({"loss": 0.25, "count": 2**63, "all": [1, 2]}),
+            "model": ArrayRecord({"a": Array(np.eye(3)), "b": Array(np.eye(3)), "c": Array(np.array(1.5))}),
+            "nothing": ArrayRecord(),
+        }
+    )
+
+
+def test_messages_and_states_are_written_as_flower_writes_them() -> None:
+    from flwr.common.serde import context_to_proto, recorddict_to_proto
+    from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+
+    asked = message(plain_records())
+    set_message_id(asked, asked.object_id)
+    sent = [asked, Message(RecordDict(), reply_to=asked), Message(Error(2, "why"), reply_to=asked)]
+    for each in sent:
+        objects = get_all_nested_objects(each)
+        packed = Packer().pack(each)
+        assert packed.contents == {object_id: item.deflate() for object_id, item in objects.items()}
+        assert packed.root == each.object_id
+        back = unpack(packed)
+        assert back.object_id == packed.root
+        assert back.has_content() == each.has_content()
+        assert not back.has_content() or back.content == each.content
+
+    context = Context(2**63, 2**62, {"partition-id": 3, "x": 0.5}, plain_records(), {"lr": 0.1, "s": "t", "f": True})
+    data = _private.context_to_bytes(context)
+    assert data == context_to_proto(context).SerializeToString()
+    assert _private.context_from_bytes(data) == context
+    content = _private.content_to_bytes(context.state)
+    assert content == recorddict_to_proto(context.state).SerializeToString(deterministic=True)
+    # What Flower refuses is refused, although nothing is checked twice.
+    wrong = RecordDict({"c": ConfigRecord()})
+    wrong["c"].__dict__["_data"]["x"] = {1}
+    with pytest.raises(TypeError):
+        _private.content_to_bytes(wrong)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.zeros((0, 3), np.float32),
+        np.array(3.5),
+        np.arange(12.0).reshape(3, 4),
+        np.asfortranarray(np.arange(12.0).reshape(3, 4)),
+        np.arange(12.0)[::2],
+        np.arange(3, dtype=">i4"),
+        np.ones(5, dtype=bool),
+        np.array(["ab", "c"]),
+        np.zeros(2, [("a", "<f4"), ("b", "<i8")]),
+    ],
+)
+def test_tensors_are_written_as_flower_writes_them(array: NDArray[Any]) -> None:
+    ours, theirs = to_record({"a": array})["a"], Array(array)
+    assert (ours.dtype, ours.shape, ours.stype, ours.data) == (theirs.dtype, theirs.shape, theirs.stype, theirs.data)
+
+
+def test_objects_are_not_written_down() -> None:
+    with pytest.raises(ValueError, match="allow_pickle"):
+        to_record({"a": np.array([object()])})
 
 
 @pytest.mark.long
