@@ -15,6 +15,7 @@ from fedcomp.codecs.chain import chain as chain
 from fedcomp.codecs.chain import get_transform as get_transform
 from fedcomp.codecs.chain import registry as _transforms
 from fedcomp.codecs.chunk import ChunkTop1 as ChunkTop1
+from fedcomp.codecs.chunk import ChunkTopK as ChunkTopK
 from fedcomp.codecs.clip import Clip as Clip
 from fedcomp.codecs.dgc import DGC as DGC
 from fedcomp.codecs.dithering import Dithering as Dithering

@@ -14,9 +14,10 @@ import numpy as np
 
 from fedcomp import params, wire
 from fedcomp.codecs.base import State, all_finite
+from fedcomp.codecs.forms import FORMS, RESTS, ValueForm
 from fedcomp.codecs.listed import without_densities
 from fedcomp.codecs.memory import not_finite, vector_of
-from fedcomp.codecs.positional import PositionalCodec, Stretch, expected_sparse, frame_of, require_values
+from fedcomp.codecs.positional import PositionalCodec, Stretch, expected_sparse, require_values
 from fedcomp.errors import NonFiniteUpdate
 from fedcomp.kernels import adaptive_step, select_bins
 from fedcomp.layout import Layout, Update, Vector
@@ -63,11 +64,13 @@ class AdaComp(PositionalCodec):
     guard : bool
         Ours: a tensor whose error would exceed ‖G‖², that is s·m > 2 Σ |G| over its m sent elements, sends the largest
         element of every bin instead. The error then never exceeds ‖G‖² (up to float32 rounding of s).
+    rest : {"float32", "bf16", "q8"}
+        How the dense rest travels; the residue keeps what is rounded away.
 
     Notes
     -----
-    State: ``memory``, the residue, float32 of the vector's size; what travels dense leaves none. Two vectors of that
-    size are held at once, the old and the new residue.
+    State: ``memory``, the residue, float32 of the vector's size; what travels dense as float32 leaves none. Two vectors
+    of that size are held at once, the old and the new residue.
 
     Examples
     --------
@@ -83,6 +86,7 @@ class AdaComp(PositionalCodec):
     conv_bin: int = 50
     factor: float = 2.0
     guard: bool = False
+    rest: str = "float32"
 
     def __post_init__(self) -> None:
         params.assign(
@@ -91,7 +95,13 @@ class AdaComp(PositionalCodec):
             conv_bin=params.integer("conv_bin", self.conv_bin, low=1, high=_LONGEST_BIN),
             factor=params.number("factor", self.factor, rule="a number in [1, 1e6]", ok=lambda v: 1.0 <= v <= 1e6),
             guard=params.boolean("guard", self.guard),
+            rest=params.choice("rest", self.rest, RESTS[1:]),
         )
+
+    @property
+    def rest_form(self) -> ValueForm:
+        """How the dense rest travels."""
+        return FORMS[self.rest]
 
     def stretches(self, layout: Layout) -> tuple[Stretch, ...]:
         """Return one stretch per tensor; densities of single tensors are refused."""
@@ -124,9 +134,9 @@ class AdaComp(PositionalCodec):
             dense = np.add(residue[rest], update.vector[rest], out=left[rest])
             if not all_finite(dense):
                 raise not_finite(update, {"memory": residue})
-        frame = frame_of(tensors, dense)
+        frame = self.frame_of(tensors, dense)
         # Only after the frame was encoded: this is a view of the new residue.
-        dense.fill(0.0)
+        dense -= self.rest_form.code(dense).decode()
         return frame, {"memory": left}
 
     def pack(self, values: Vector, stretch: Stretch, key: Key) -> Tensor:

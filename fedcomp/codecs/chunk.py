@@ -1,6 +1,7 @@
-"""Chunk top-1: the largest coordinate of every chunk, one pass and a few bits per index.
+"""The largest coordinates of every chunk: no threshold, and no part of the model goes without.
 
-ScaleCom's chunk-wise quasi-sort (Chen et al. 2020, arXiv:2104.11125; recalled) as a codec of its own.
+One of every chunk is ScaleCom's chunk-wise quasi-sort (Chen et al. 2020, arXiv:2104.11125; recalled) as a codec of its
+own, a few bits per index. Several of every chunk is how SparseLoCo selects (2025; abstract read, details recalled).
 """
 
 from __future__ import annotations
@@ -9,12 +10,15 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from fedcomp import params
-from fedcomp.codecs.listed import VALUES, ListedCodec
+from fedcomp.codecs.forms import FORMS, RESTS
+from fedcomp.codecs.listed import INDICES, ListedCodec
 from fedcomp.codecs.positional import SCOPES, Stretch
-from fedcomp.kernels import select_bins
+from fedcomp.kernels import select_bins, select_of_bins
 from fedcomp.layout import Layout, Vector
 from fedcomp.rng import Key
 from fedcomp.wire import Expected, Tensor
+
+_LONGEST_CHUNK = 1 << 40
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -37,8 +41,8 @@ class ChunkTop1(ListedCodec):
         above 2/3 one of 1. With ``scope="layer"`` the layout's policy may set another density per tensor.
     scope : {"layer", "global"}
         Chunks of every tensor by itself, or of the whole model as one vector, where they straddle its tensors.
-    values : {"float32", "fp16", "bf16"}
-        How the chosen values travel, as for :class:`~fedcomp.codecs.TopK`.
+    values, rest : str
+        How the chosen values and the dense rest travel, as for :class:`~fedcomp.codecs.TopK`.
 
     Examples
     --------
@@ -53,13 +57,15 @@ class ChunkTop1(ListedCodec):
     density: float
     scope: str = "layer"
     values: str = "float32"
+    rest: str = "auto"
 
     def __post_init__(self) -> None:
         params.assign(
             self,
             density=params.density(self.density),
             scope=params.choice("scope", self.scope, SCOPES),
-            values=params.choice("values", self.values, VALUES),
+            values=params.choice("values", self.values, FORMS),
+            rest=params.choice("rest", self.rest, RESTS),
         )
 
     def chunk(self, stretch: Stretch) -> int:
@@ -87,9 +93,90 @@ class ChunkTop1(ListedCodec):
     def contraction(self, layout: Layout) -> float | None:
         """Return 1/c of the longest chunk: the largest square of a chunk is at least the mean of its squares (derived).
 
-        Reached by equal magnitudes in chunks of full length. bf16 and fp16 as for :class:`~fedcomp.codecs.TopK`.
+        Reached by equal magnitudes in chunks of full length. Times what the form of the values keeps, as for
+        :class:`~fedcomp.codecs.TopK`.
         """
-        if self.values == "fp16":
-            return None
-        kept = 1.0 / max((self.chunk(s) for s in self.stretches(layout)), default=1)
-        return kept * (1.0 - 2.0**-16) if self.values == "bf16" else kept
+        form = self.value_form
+        bounds = [
+            None if (kept := form.kept(self.most(s))) is None else kept / self.chunk(s) for s in self.stretches(layout)
+        ]
+        return self.with_rest(bounds, layout)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class ChunkTopK(ListedCodec):
+    """Send the ``k = max(1, ceil(density * c))`` largest coordinates of every chunk of c consecutive coordinates.
+
+    The last chunk of a tensor is usually shorter and sends as many as the density asks of it; ties go to the lowest
+    index. Coordinates that are zero, or are rounded to zero, do not travel.
+
+    Parameters
+    ----------
+    density : float
+        Fraction of every chunk that travels, in (0, 1]. With ``scope="layer"`` the layout's policy may set another one
+        per tensor.
+    chunk : int
+        c, at least 1.
+    scope : {"layer", "global"}
+        Chunks of every tensor by itself, or of the whole model as one vector, where they straddle its tensors.
+    values, rest : str
+        How the chosen values and the dense rest travel, as for :class:`~fedcomp.codecs.TopK`.
+    index : str
+        The wire's index codec; "auto" takes the smallest.
+
+    Examples
+    --------
+    >>> ChunkTopK(density=0.5, chunk=4).preview([0.5, -3.0, 1.0, 0.25, 7.0, 5.0, 6.0, 8.0])
+    array([ 0., -3.,  1.,  0.,  7.,  0.,  0.,  8.], dtype=float32)
+    """
+
+    codec_id: ClassVar[str] = "chunk-topk"
+    finds_non_finite = True
+
+    density: float
+    chunk: int = 4096
+    scope: str = "layer"
+    values: str = "float32"
+    index: str = "auto"
+    rest: str = "auto"
+
+    def __post_init__(self) -> None:
+        params.assign(
+            self,
+            density=params.density(self.density),
+            chunk=params.integer("chunk", self.chunk, low=1, high=_LONGEST_CHUNK),
+            scope=params.choice("scope", self.scope, SCOPES),
+            values=params.choice("values", self.values, FORMS),
+            index=params.choice("index", self.index, INDICES),
+            rest=params.choice("rest", self.rest, RESTS),
+        )
+
+    def counts(self, stretch: Stretch) -> tuple[int, int]:
+        """Return how many of a full chunk of ``stretch`` travel, and how many of a shorter last one (0: none is)."""
+        density = self.density if stretch.density is None else stretch.density
+        left = stretch.size % self.chunk
+        return params.count(density, self.chunk), params.count(density, left) if left else 0
+
+    def most(self, stretch: Stretch) -> int:
+        """Return k of all chunks of ``stretch``."""
+        full, last = self.counts(stretch)
+        return stretch.size // self.chunk * full + last
+
+    def pack(self, values: Vector, stretch: Stretch, key: Key) -> Tensor:
+        """Return the sparse tensor of the largest magnitudes of every chunk."""
+        indices = select_of_bins(values, self.chunk, *self.counts(stretch))
+        return self.listed(indices, values[indices], stretch)
+
+    def contraction(self, layout: Layout) -> float | None:
+        """Return the smallest k/c of all chunks, times what the form of the values keeps (derived).
+
+        Of every chunk at least k/c of its energy is chosen, with equality for equal magnitudes.
+        """
+        bounds = []
+        for stretch in self.stretches(layout):
+            full, last = self.counts(stretch)
+            shares = [full / self.chunk] if stretch.size >= self.chunk else []
+            shares += [last / (stretch.size % self.chunk)] if last else []
+            kept = self.value_form.kept(self.most(stretch))
+            bounds.append(None if kept is None else kept * min(shares))
+        return self.with_rest(bounds, layout)

@@ -59,7 +59,7 @@ class DGC(Wrapper):
         before anything is accumulated.
     clients : int
         N of that share: how many clients a round adds up. Only used with ``clip``.
-    scope, values, index :
+    scope, values, index, rest :
         As for :class:`~fedcomp.codecs.TopK`. ``"layer"`` is what the authors do.
     max_age : int, optional
         Drop momentum and velocity after this many missed rounds.
@@ -98,10 +98,11 @@ class DGC(Wrapper):
     values: str = "float32"
     index: str = "auto"
     max_age: int | None = None
+    rest: str = "auto"
 
     def __post_init__(self) -> None:
         # The parts check and convert what is theirs; the fields take that over, so that equal codecs are equal.
-        topk = TopK(self.density, self.scope, self.values, self.index, self.warmup)
+        topk = TopK(self.density, self.scope, self.values, self.index, self.warmup, self.rest)
         memory = ErrorFeedback(
             topk, momentum=self.momentum, nesterov=self.nesterov, masking=self.masking, max_age=self.max_age
         )

@@ -71,7 +71,7 @@ class Dithering(PositionalCodec):
 
     def form(self) -> dict[str, int]:
         """Return levels, one norm for all, and that every level has as many bits."""
-        return {"levels": self.levels, "block": 0, "fixed": 1}
+        return {"levels": self.levels, "bucket": 0, "fixed": 1}
 
     def expect(self, stretch: Stretch) -> Expected:
         """Return the stretch's shape, dense and in levels."""

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from fedcomp import params
 from fedcomp.codecs.base import Codec, State, all_finite, norm
 from fedcomp.codecs.memory import described, not_finite, number_of, vector_of
-from fedcomp.codecs.positional import frame_of
 from fedcomp.codecs.registry import codecs
 from fedcomp.codecs.topk import TopK
 from fedcomp.codecs.wrapper import Wrapper
@@ -48,8 +47,8 @@ class ErrorFeedback(Wrapper):
 
     With ``decay=1``, ``beta > 0``, no guard and no ``max_age`` nothing is lost: Σ sent + m / beta equals, elementwise,
     the sum of all that was added to the memory: Σ g without momentum, Σ u with it (Σ (u + g) for Nesterov). Tensors
-    that travel dense leave no memory; they share the momentum, which masking does not touch (as in deep gradient
-    compression's public code).
+    that travel dense leave no memory but what their form rounds away; they share the momentum, which masking does not
+    touch (as in deep gradient compression's public code).
 
     Parameters
     ----------
@@ -236,7 +235,7 @@ class ErrorFeedback(Wrapper):
     def _fusible(self) -> bool:
         codec = self.codec
         # Exactly TopK: a subclass may select or pack in another way than the fused kernel.
-        return type(codec) is TopK and codec.scope == "global" and codec.values == "float32"
+        return type(codec) is TopK and codec.scope == "global" and codec.values != "float64"
 
     def _recall(self, layout: Layout, state: State, key: Key) -> tuple[Vector, Vector | None]:
         """Return memory and momentum as they are to be used this round."""
@@ -293,13 +292,18 @@ class ErrorFeedback(Wrapper):
                 # The kernel sees only the sum; this says whether the update, the memory or their addition is to blame.
                 raise not_finite(update, held) from None
             threshold = step.threshold
-            tensors.append(codec.pack_selected(step.indices, step.values, stretch))
+            tensor = codec.pack_selected(step.indices, step.values, stretch)
+            tensors.append(tensor)
+            if not codec.value_form.exact:
+                # The kernel has cleared what was selected. What is rounded away, or rounded to zero, stays.
+                left[step.indices] = step.values
+                left[tensor.indices] -= tensor.values.decode()
         rest = np.add(memory[end:] * np.float32(self.decay), gradient[end:], out=left[end:])
         if not all_finite(rest):
             raise not_finite(update, held)
-        frame = frame_of(tensors, rest)
-        # After encoding, as it is a view of the new memory: what travelled dense leaves none there.
-        rest.fill(0.0)
+        frame = codec.frame_of(tensors, rest)
+        # After encoding, as it is a view of the new memory: what travelled as it is leaves nothing there.
+        rest -= codec.rest_form.code(rest).decode()
         return frame, left, threshold
 
     def _general(

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from fedcomp import params
 from fedcomp.codecs.base import State
+from fedcomp.codecs.forms import FORMS, RESTS
 from fedcomp.codecs.listed import INDICES, ListedCodec, without_densities
 from fedcomp.codecs.positional import SCOPES, AdaptiveCodec, Stretch
 from fedcomp.errors import NonFiniteUpdate
@@ -92,8 +93,8 @@ class KeyRegion(AdaptiveCodec, ListedCodec):
         What is left of the histograms after a round, in [0, 1]. 0 looks at the round itself only.
     scope : {"global", "layer"}
         Treat the whole model as one vector, or every tensor by itself. Densities of single tensors are refused.
-    values : {"float32", "fp16"}
-        How the values travel, as for :class:`~fedcomp.codecs.TopK`.
+    values, rest : str
+        How the values and the dense rest travel, as for :class:`~fedcomp.codecs.TopK`.
     index : str
         The wire's index codec; "auto" takes the smallest.
 
@@ -118,6 +119,7 @@ class KeyRegion(AdaptiveCodec, ListedCodec):
     scope: str = "layer"
     values: str = "float32"
     index: str = "auto"
+    rest: str = "auto"
 
     def __post_init__(self) -> None:
         params.assign(
@@ -127,8 +129,9 @@ class KeyRegion(AdaptiveCodec, ListedCodec):
             kappa=params.number("kappa", self.kappa, rule="a finite number >= 1", ok=lambda v: 1.0 <= v < math.inf),
             decay=params.unit("decay", self.decay),
             scope=params.choice("scope", self.scope, SCOPES),
-            values=params.choice("values", self.values, ("float32", "fp16")),
+            values=params.choice("values", self.values, FORMS),
             index=params.choice("index", self.index, INDICES),
+            rest=params.choice("rest", self.rest, RESTS),
         )
 
     def stretches(self, layout: Layout) -> tuple[Stretch, ...]:

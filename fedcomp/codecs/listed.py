@@ -10,25 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp import wire
-from fedcomp.codecs.positional import (
-    PositionalCodec,
-    Stretch,
-    expected_sparse,
-    narrowed,
-    require_values,
-    stretches,
-)
+from fedcomp.codecs.forms import FORMS, ValueForm, rest_form
+from fedcomp.codecs.positional import PositionalCodec, Stretch, expected_sparse, require_values, stretches
 from fedcomp.errors import ConfigError
 from fedcomp.layout import Layout, Vector
 from fedcomp.wire import Expected, Limits, SchemaMismatch, Tensor
-
-VALUES: dict[str, type[wire.Raw | wire.Fp16 | wire.Bf16]] = {
-    "float32": wire.Raw,
-    "fp16": wire.Fp16,
-    "bf16": wire.Bf16,
-    "float64": wire.Raw,
-}
-"""How the kept values travel. "float64" is as they are: updates are float32, vectors of gossip nodes may be float64."""
 
 INDICES = ("auto", *wire.PLAIN, *(f"complement:{name}" for name in wire.PLAIN))
 """How the support travels."""
@@ -39,36 +25,59 @@ class ListedCodec(PositionalCodec):
 
     Attributes
     ----------
-    values : {"float32", "fp16", "bf16", "float64"}
-        How the chosen values travel; what fp16 or bf16 round to zero does not.
+    values : str
+        How the chosen values travel, a name of :data:`~fedcomp.codecs.forms.FORMS`; what is rounded to zero does not.
     index : str
         The wire's index codec; "auto" takes the smallest.
+    rest : {"auto", "float32", "bf16", "q8"}
+        How the dense rest travels; "auto": "q8" beside values of 8 bits and fewer, else "float32".
     """
 
     values: str
     index: str
+    rest: str
 
     @property
-    def never_enlarges(self) -> bool:  # type: ignore[override]  # an attribute of most classes, here of the format
-        """Whether the chosen values travel as they are: fp16 and bf16 round some of them up."""
-        return self.values in ("float32", "float64")
+    def value_form(self) -> ValueForm:
+        """How the chosen values travel."""
+        return FORMS[self.values]
+
+    @property
+    def rest_form(self) -> ValueForm:
+        """How the dense rest travels."""
+        return rest_form(self.values, self.rest)
+
+    @property
+    def never_enlarges(self) -> bool:  # type: ignore[override]  # an attribute of most classes, here of the form
+        """Whether neither the chosen values nor the dense rest are rounded up."""
+        return self.value_form.never_enlarges and self.rest_form.never_enlarges
+
+    def form(self) -> dict[str, int]:
+        """Return what the lengths of the chosen values depend on."""
+        return dict(self.value_form.form)
 
     @abstractmethod
     def most(self, stretch: Stretch) -> int:
         """Return the largest number of values a frame may hold of ``stretch``."""
 
     def listed(self, indices: NDArray[np.int64], chosen: Vector, stretch: Stretch) -> Tensor:
-        """Return the sparse tensor of ``chosen``, float32 of shape (k,) and never 0.0, at the ascending ``indices``."""
-        coded = self.coded(chosen)
-        travels = coded.decode() != 0.0
+        """Return the sparse tensor of ``chosen``, float32 of shape (k,), at the ascending ``indices``, without zeros.
+
+        What a form without scales rounds to zero does not travel either. Where values share a scale it does: to leave
+        it out would give the others new scales, which round more of them to zero.
+        """
+        # Zeros first: they would count in a mean, and a sign has no zero.
+        travels = chosen != 0.0
         if not travels.all():
+            indices, chosen = indices[travels], chosen[travels]
+        coded = self.coded(chosen)
+        if self.value_form.alone and not (travels := coded.decode() != 0.0).all():
             indices, coded = indices[travels], self.coded(chosen[travels])
         return wire.sparse((stretch.size,), indices, coded, index=self.index)
 
     def coded(self, chosen: NDArray[Any]) -> wire.Values:
         """Return values as they travel; what lies beyond the largest number of their format becomes that number."""
-        # Fp16 cuts at its own largest number, and float64 values must not lose digits on the way.
-        return VALUES[self.values](chosen if self.values in ("fp16", "float64") else narrowed(chosen))
+        return self.value_form.code(chosen)
 
     def wire_dtype(self, dtype: str) -> str:
         """Return the dtype when values travel as they are, else float32."""
@@ -80,7 +89,7 @@ class ListedCodec(PositionalCodec):
         names = (*wire.PLAIN, "complement") if self.index == "auto" else self.index.split(":")
         # "auto" writes the absent indices only where they are fewer: no reason to expand them for a short list.
         allowed = [n for n in names if n != "complement" or self.index != "auto" or 2 * most > stretch.size]
-        return expected_sparse(stretch.size, VALUES[self.values], most, allowed)
+        return expected_sparse(stretch.size, self.value_form.values, most, allowed)
 
     def limits(self, layout: Layout) -> Limits:
         """Return the schema's limits; who asks for a complement lists, and pays for, up to all the absent indices."""
@@ -91,7 +100,8 @@ class ListedCodec(PositionalCodec):
 
     def check(self, tensor: Tensor, stretch: Stretch) -> None:
         """Require sparse values of the chosen format on a support that is listed."""
-        require_values(tensor, VALUES[self.values], sparse=True)
+        require_values(tensor, self.value_form.values, sparse=True)
+        self.value_form.check(tensor.values, stretch.name)
         if not isinstance(tensor.index, str):
             raise SchemaMismatch(f"{stretch.name}: expected a list of indices, the frame holds {tensor.index}")
 
@@ -99,13 +109,13 @@ class ListedCodec(PositionalCodec):
         """Return the contraction of a codec that always sends the largest coordinate of each stretch: 1/n of the
         longest (derived: the largest square is at least the mean square), reached by equal magnitudes.
 
-        bf16 and fp16 as for :class:`~fedcomp.codecs.TopK`.
+        Times what the form of the values keeps of it.
         """
-        if self.values == "fp16":
-            return None
-        # The longest stretch has the weakest bound; a model without stretches loses nothing.
-        kept = 1.0 / max((s.size for s in self.stretches(layout)), default=1)
-        return kept * (1.0 - 2.0**-16) if self.values == "bf16" else kept
+        bounds = [
+            None if (kept := self.value_form.kept_of_largest(self.most(s))) is None else kept / s.size
+            for s in self.stretches(layout)
+        ]
+        return self.with_rest(bounds, layout)
 
 
 def without_densities(layout: Layout, scope: str, codec: Any) -> tuple[Stretch, ...]:

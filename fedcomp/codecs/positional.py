@@ -12,13 +12,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, Literal, get_args
+from typing import ClassVar, Final, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp import wire
 from fedcomp.codecs.base import Codec, State, all_finite, norm, require_finite
+from fedcomp.codecs.forms import FORMS, ValueForm
 from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
 from fedcomp.kernels import scatter_add
 from fedcomp.layout import Layout, Update, Vector
@@ -92,15 +93,6 @@ def stretches(layout: Layout, scope: str) -> tuple[Stretch, ...]:
     return (Stretch(0, "the compressed part", 0, size, shape=(size,)),) if size else ()
 
 
-def narrowed(values: NDArray[Any]) -> Vector:
-    """Return finite ``values`` in float32; what lies beyond its largest number becomes that number."""
-    if values.dtype == np.float32:
-        return values
-    # Cut before the conversion, which would make infinity of it: no receiver takes that.
-    largest = float(np.finfo(np.float32).max)
-    return np.clip(values, -largest, largest).astype(np.float32)
-
-
 def add_scaled(out: Vector, values: Vector, weight: np.float32) -> None:
     """Do ``out += weight * values`` in float32, block by block: no temporary of the vector's size."""
     # A factor of 1 changes no bit; without it there is no product to store.
@@ -160,6 +152,9 @@ class Packing(ABC):
         if index not in wire.SECTION_INDEX:
             return None
         params = values.agreed(self.form())
+        # Without an agreed length of the values nothing says where a support ends.
+        if params is None and index not in ("none", "known"):
+            return None
         return wire.Section(stretch.size, values, index, expected.max_k, self.wire_dtype(dtype), params)
 
     def wire_dtype(self, dtype: str) -> str:
@@ -210,7 +205,23 @@ class PositionalCodec(Packing, Codec):
         except NonFiniteUpdate:
             require_finite(update)  # names the tensor
             raise
-        return frame_of(tensors, rest), state
+        return self.frame_of(tensors, rest), state
+
+    @property
+    def rest_form(self) -> ValueForm:
+        """How the dense rest travels: as it is, unless a codec says otherwise."""
+        return FORMS["float32"]
+
+    def frame_of(self, tensors: list[Tensor], rest: Vector) -> Frame:
+        """Return the frame of ``tensors`` followed by the dense rest, when there is any."""
+        return wire.encode([*tensors, Tensor(self.rest_form.code(rest), rest.shape)] if rest.size else tensors)
+
+    def with_rest(self, bounds: Iterable[float | None], layout: Layout) -> float | None:
+        """Return the contraction of the whole vector from those of its stretches; None where one has none."""
+        rest = layout.size - sum(s.size for s in self.stretches(layout))
+        every = [*bounds, *((self.rest_form.kept(rest),) if rest else ())]
+        # A model without any values loses nothing.
+        return None if None in every else min((b for b in every if b is not None), default=1.0)
 
     def pack_all(
         self, vector: Vector, parts: tuple[Stretch, ...], state: State, key: Key
@@ -224,13 +235,15 @@ class PositionalCodec(Packing, Codec):
         if held is None or held[0] is not layout:
             parts = self.stretches(layout)
             rest = layout.size - _covered(parts)
-            held = layout, (*map(self.expect, parts), *((expected_dense(rest, wire.Raw),) if rest else ()))
+            held = layout, (*map(self.expect, parts), *((expected_dense(rest, self.rest_form.values),) if rest else ()))
             assign(self, _held=held)
         return held[1]
 
     def longest(self, layout: Layout) -> int:
         """Return a number of bytes that no frame for ``layout`` exceeds, whatever was learnt."""
-        return wire.longest(self.schema(layout), self.index, self.form())
+        schema = self.schema(layout)
+        forms = [self.form() for _ in self.stretches(layout)]
+        return wire.longest(schema, self.index, *forms, *[self.rest_form.form] * (len(schema) - len(forms)))
 
     def tensor_names(self, layout: Layout) -> tuple[str, ...]:
         """Return the stretches' names, and :data:`DENSE_REST` when there is any."""
@@ -248,7 +261,8 @@ class PositionalCodec(Packing, Codec):
         for tensor, stretch in zip(bundle.tensors, parts, strict=False):
             self.check(tensor, stretch)
         for tensor in bundle.tensors[len(parts) :]:
-            require_values(tensor, wire.Raw, sparse=False)
+            require_values(tensor, self.rest_form.values, sparse=False)
+            self.rest_form.check(tensor.values, DENSE_REST)
         return bundle
 
     def accumulate(self, frame: Frame | Bundle, weight: float, out: Update) -> None:
@@ -361,11 +375,6 @@ class AdaptiveCodec(PositionalCodec):
                 )
             known[name] = array
         return known
-
-
-def frame_of(tensors: list[Tensor], rest: Vector) -> Frame:
-    """Return the frame of ``tensors`` followed by the dense rest, when there is any."""
-    return wire.encode([*tensors, wire.dense(rest)] if rest.size else tensors)
 
 
 def expected_dense(size: int, values: type[Values]) -> Expected:

@@ -71,7 +71,7 @@ class QSGD(PositionalCodec):
 
     def form(self) -> dict[str, int]:
         """Return levels and bucket."""
-        return {"levels": self.levels, "block": self.bucket}
+        return {"levels": self.levels, "bucket": self.bucket}
 
     def expect(self, stretch: Stretch) -> Expected:
         """Return the stretch's shape, dense and in levels."""

@@ -13,12 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp import params, wire
-from fedcomp.codecs.positional import SCOPES, PositionalCodec, Stretch, expected_sparse, narrowed, require_values
-from fedcomp.errors import NonFiniteUpdate
+from fedcomp.codecs.forms import FORMS, ValueForm, narrowed, rest_form
+from fedcomp.codecs.positional import SCOPES, PositionalCodec, Stretch, expected_sparse, require_values
+from fedcomp.errors import ConfigError, NonFiniteUpdate
 from fedcomp.layout import Layout, Vector
 from fedcomp.rng import Key
 from fedcomp.wire import Bundle, Expected, Frame, SchemaMismatch, Seeded, Tensor
 from fedcomp.wire.support import SCATTERED
+
+_VALUES = tuple(name for name in FORMS if name != "float64")
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -37,6 +40,9 @@ class RandomK(PositionalCodec):
         Draw over the whole model, or per tensor.
     shared : bool
         One support for all clients, drawn from (seed, round, layer); else the partition is part of the draw.
+    values : str
+        How the values travel, as for :class:`~fedcomp.codecs.TopK`; anything but "float32" rounds, so that frames no
+        longer add up like updates. Beside 8 bits and fewer the dense rest takes 8.
 
     Examples
     --------
@@ -46,7 +52,6 @@ class RandomK(PositionalCodec):
 
     codec_id: ClassVar[str] = "randomk"
     algorithm: ClassVar[int] = SCATTERED
-    linear = True
     wide = True
     index = "seeded"
 
@@ -54,6 +59,7 @@ class RandomK(PositionalCodec):
     unbiased: bool = False
     scope: str = "global"
     shared: bool = True
+    values: str = "float32"
 
     def __post_init__(self) -> None:
         params.assign(
@@ -62,8 +68,27 @@ class RandomK(PositionalCodec):
             unbiased=params.boolean("unbiased", self.unbiased),
             scope=params.choice("scope", self.scope, SCOPES),
             shared=params.boolean("shared", self.shared),
+            values=params.choice("values", self.values, _VALUES),
         )
-        params.assign(self, never_enlarges=not self.unbiased)
+        form = FORMS[self.values]
+        if self.unbiased and not form.exact:
+            raise ConfigError(
+                f"values={self.values!r} round to the nearest, which is biased; unbiased=True needs values='float32'"
+            )
+        params.assign(
+            self,
+            linear=form.exact,
+            never_enlarges=not self.unbiased and form.never_enlarges and self.rest_form.never_enlarges,
+        )
+
+    @property
+    def rest_form(self) -> ValueForm:
+        """How the dense rest travels: in 8 bits beside values of 8 bits and fewer."""
+        return rest_form(self.values)
+
+    def form(self) -> dict[str, int]:
+        """Return what the lengths of the values depend on."""
+        return dict(FORMS[self.values].form)
 
     def count(self, stretch: Stretch) -> int:
         """Return k of ``stretch``."""
@@ -79,7 +104,8 @@ class RandomK(PositionalCodec):
             # The factor n/k may carry finite values beyond float32: refused here, while the state is as it was.
             if not np.isfinite(kept).all():
                 raise NonFiniteUpdate(f"{stretch.name} scaled by n/k = {stretch.size / k:g} overflows float32")
-        return wire.seeded((stretch.size,), self._seed(stretch, key), k, wire.Raw(kept), algorithm=self.algorithm)
+        coded = FORMS[self.values].code(kept)
+        return wire.seeded((stretch.size,), self._seed(stretch, key), k, coded, algorithm=self.algorithm)
 
     def positions(self, stretch: Stretch, key: Key) -> NDArray[np.int64]:
         """Return the coordinates of ``stretch`` that travel under the key of its layer, ascending."""
@@ -87,11 +113,12 @@ class RandomK(PositionalCodec):
 
     def expect(self, stretch: Stretch) -> Expected:
         """Return the stretch's shape, how many values it may carry, and that a seed stands for their support."""
-        return expected_sparse(stretch.size, wire.Raw, self.count(stretch), ("seeded",))
+        return expected_sparse(stretch.size, FORMS[self.values].values, self.count(stretch), ("seeded",))
 
     def check(self, tensor: Tensor, stretch: Stretch) -> None:
-        """Require exactly k sparse float32 values on a support that was drawn, not chosen."""
-        require_values(tensor, wire.Raw, sparse=True)
+        """Require exactly k sparse values of the chosen form on a support that was drawn, not chosen."""
+        require_values(tensor, FORMS[self.values].values, sparse=True)
+        FORMS[self.values].check(tensor.values, stretch.name)
         if not isinstance(tensor.index, Seeded) or tensor.index.algorithm != self.algorithm:
             raise SchemaMismatch(
                 f"{stretch.name}: expected a support drawn by a seed and algorithm {self.algorithm}, the frame has "
@@ -122,8 +149,18 @@ class RandomK(PositionalCodec):
         return np.concatenate([*drawn, np.arange(layout.compressed_size, layout.size)])
 
     def contraction(self, layout: Layout) -> float | None:
-        """Return the smallest k/n, reached in expectation by every vector; None when scaled."""
-        return None if self.unbiased else min(self._kept(layout), default=1.0)
+        """Return the smallest k/n, reached in expectation by every vector; None when scaled.
+
+        Times what the form of the values keeps; the dense rest keeps what its own form does.
+        """
+        if self.unbiased:
+            return None
+        form = FORMS[self.values]
+        bounds = [
+            None if (kept := form.kept(self.count(s))) is None else kept * self.count(s) / s.size
+            for s in self.stretches(layout)
+        ]
+        return self.with_rest(bounds, layout)
 
     def variance(self, layout: Layout) -> float | None:
         """Return the largest n/k - 1, reached by every vector; None when not scaled."""

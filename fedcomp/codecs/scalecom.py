@@ -23,7 +23,7 @@ from fedcomp import params, wire
 from fedcomp.codecs.base import Codec, State, all_finite, require_finite
 from fedcomp.codecs.chunk import ChunkTop1
 from fedcomp.codecs.feedback import ErrorFeedback
-from fedcomp.codecs.listed import VALUES
+from fedcomp.codecs.forms import FORMS, ValueForm, rest_form
 from fedcomp.codecs.memory import not_finite, vector_of
 from fedcomp.codecs.positional import SCOPES, PositionalCodec, Stretch, expected_sparse, require_values
 from fedcomp.codecs.randomk import RandomK
@@ -61,16 +61,30 @@ class FixedSupport(PositionalCodec):
     support_id : int
         What both ends call it, in [0, 2**43).
     scope : {"global", "layer"}
-    values : {"float32", "fp16", "bf16"}
+    values : str
+        As for :class:`~fedcomp.codecs.TopK`.
     """
 
     codec_id: ClassVar[str] = "fixed-support"
-    linear = True
 
     supports: Supports
     support_id: int
     scope: str = "layer"
     values: str = "float32"
+
+    @property
+    def linear(self) -> bool:  # type: ignore[override]  # an attribute of most classes, here of the form
+        """Whether values travel as they are, so that what arrives adds up like what was sent."""
+        return FORMS[self.values].exact
+
+    @property
+    def rest_form(self) -> ValueForm:
+        """How the dense rest travels: in 8 bits beside values of 8 bits and fewer."""
+        return rest_form(self.values)
+
+    def form(self) -> dict[str, int]:
+        """Return what the lengths of the values depend on."""
+        return dict(FORMS[self.values].form)
 
     def get_config(self) -> dict[str, Any]:
         """Refused: supports travel as index blocks (:func:`support_frame`)."""
@@ -108,7 +122,7 @@ class FixedSupport(PositionalCodec):
     def pack(self, values: Vector, stretch: Stretch, key: Key) -> Tensor:
         """Return the values on the support."""
         indices = self.indices(stretch)
-        kept = VALUES[self.values](values[indices])
+        kept = FORMS[self.values].code(values[indices])
         return wire.shared((stretch.size,), self.tensor_id(stretch), kept, indices=indices)
 
     def expect(self, stretch: Stretch) -> Expected:
@@ -119,7 +133,7 @@ class FixedSupport(PositionalCodec):
             "float32",
             self.indices(stretch).size,
             frozenset({SHARED}),
-            value_codecs=frozenset({VALUES[self.values].name}),
+            value_codecs=frozenset({FORMS[self.values].values.name}),
         )
 
     def open(self, frame: Frame | Bundle, layout: Layout) -> Bundle:
@@ -133,11 +147,12 @@ class FixedSupport(PositionalCodec):
         """Require values of the chosen format on exactly this support."""
         ours = self.indices(stretch)
         named = isinstance(tensor.index, SharedSupport) and tensor.index.support_id == self.tensor_id(stretch)
-        if tensor.kind is not SHARED or not named or not isinstance(tensor.values, VALUES[self.values]):
+        if tensor.kind is not SHARED or not named or not isinstance(tensor.values, FORMS[self.values].values):
             raise SchemaMismatch(
-                f"{stretch.name}: expected {VALUES[self.values].__name__} values on the shared support "
+                f"{stretch.name}: expected {FORMS[self.values].values.__name__} values on the shared support "
                 f"{self.tensor_id(stretch)}, the frame holds {type(tensor.values).__name__} on {tensor.index}"
             )
+        FORMS[self.values].check(tensor.values, stretch.name)
         # A bundle may have been opened with another support under the same id.
         if tensor.indices is None or tensor.values.k != ours.size or not np.array_equal(tensor.indices, ours):
             raise SchemaMismatch(f"{stretch.name}: {tensor.values.k} values do not fit a support of {ours.size}")
@@ -171,8 +186,8 @@ class ScaleCom(Wrapper):
         paper's chunk-wise quasi-sort).
     scope : {"global", "layer"}
         Rank the whole model, or every tensor by itself.
-    values : {"float32", "fp16", "bf16"}
-        How values travel.
+    values : str
+        How values travel, as for :class:`~fedcomp.codecs.TopK`; beside 8 bits and fewer the dense rest takes 8.
     memory : bool
         False keeps no memory at all: what is not sent is lost. For comparison.
     norm_guard : float, optional
@@ -215,7 +230,7 @@ class ScaleCom(Wrapper):
             beta=params.number("beta", self.beta, rule="a number in (0, 1]", ok=lambda v: 0.0 < v <= 1.0),
             selector=params.choice("selector", self.selector, SELECTORS),
             scope=params.choice("scope", self.scope, SCOPES),
-            values=params.choice("values", self.values, VALUES),
+            values=params.choice("values", self.values, FORMS),
             memory=params.boolean("memory", self.memory),
             dense=params.boolean("dense", self.dense),
             probe=params.unit("probe", self.probe),

@@ -13,13 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp import params, wire
+from fedcomp.codecs.forms import narrowed
 from fedcomp.codecs.listed import without_densities
 from fedcomp.codecs.positional import (
     SCOPES,
     PositionalCodec,
     Stretch,
     expected_dense,
-    narrowed,
     require_values,
 )
 from fedcomp.errors import ConfigError

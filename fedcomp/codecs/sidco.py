@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from fedcomp import params
 from fedcomp.codecs.base import State
-from fedcomp.codecs.listed import INDICES, VALUES, ListedCodec
+from fedcomp.codecs.forms import FORMS, RESTS
+from fedcomp.codecs.listed import INDICES, ListedCodec
 from fedcomp.codecs.positional import SCOPES, AdaptiveCodec, Stretch
 from fedcomp.errors import optional
 from fedcomp.kernels import Exceedances, exceedances, select_above, select_topk
@@ -219,8 +220,8 @@ class SIDCo(AdaptiveCodec, ListedCodec):
         possible steps of the stages have not helped (code read; only with adaptation).
     scope : {"global", "layer"}
         Fit the whole model as one vector, or every tensor by itself.
-    values : {"float32", "fp16", "bf16"}
-        How the values travel, as for :class:`~fedcomp.codecs.TopK`.
+    values, rest : str
+        How the values and the dense rest travel, as for :class:`~fedcomp.codecs.TopK`.
     index : str
         The wire's index codec; "auto" takes the smallest.
 
@@ -248,6 +249,7 @@ class SIDCo(AdaptiveCodec, ListedCodec):
     scope: str = "global"
     values: str = "float32"
     index: str = "auto"
+    rest: str = "auto"
 
     def __post_init__(self) -> None:
         stages = 0 if self.stages is None else params.integer("stages", self.stages, low=0, high=_MOST_STAGES)
@@ -259,8 +261,9 @@ class SIDCo(AdaptiveCodec, ListedCodec):
             adapt=params.choice("adapt", self.adapt, ADAPTS),
             adapt_first=params.boolean("adapt_first", self.adapt_first),
             scope=params.choice("scope", self.scope, SCOPES),
-            values=params.choice("values", self.values, VALUES),
+            values=params.choice("values", self.values, FORMS),
             index=params.choice("index", self.index, INDICES),
+            rest=params.choice("rest", self.rest, RESTS),
         )
 
     def count(self, stretch: Stretch) -> int:

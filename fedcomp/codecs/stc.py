@@ -10,16 +10,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fedcomp import params, wire
-from fedcomp.codecs.positional import SCOPES, PositionalCodec, Stretch, expected_sparse, require_values
+from fedcomp import params
+from fedcomp.codecs.forms import RESTS
+from fedcomp.codecs.listed import ListedCodec
+from fedcomp.codecs.positional import SCOPES, Stretch
 from fedcomp.kernels import select_topk
 from fedcomp.layout import Layout, Vector
 from fedcomp.rng import Key
-from fedcomp.wire import Expected, SchemaMismatch, Tensor
+from fedcomp.wire import Tensor
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class STC(PositionalCodec):
+class STC(ListedCodec):
     """Send the signs of the ``k = max(1, ceil(density * n))`` largest magnitudes, and their mean magnitude μ.
 
     μ is the mean over the coordinates that travel, not over all: of all scales it leaves the smallest error, which is
@@ -35,6 +37,8 @@ class STC(PositionalCodec):
         may set another one per tensor.
     scope : {"global", "layer"}
         Rank the whole model as one vector with one μ, or every tensor by itself with a μ each.
+    rest : {"float32", "bf16", "q8"}
+        How the dense rest travels; error feedback keeps what is rounded away.
 
     Examples
     --------
@@ -43,47 +47,32 @@ class STC(PositionalCodec):
     """
 
     codec_id: ClassVar[str] = "stc"
-    never_enlarges = True
     finds_non_finite = True
+    values = "sign"
+    index = "auto"
 
     density: float
     scope: str = "global"
+    rest: str = "float32"
 
     def __post_init__(self) -> None:
-        params.assign(self, density=params.density(self.density), scope=params.choice("scope", self.scope, SCOPES))
+        params.assign(
+            self,
+            density=params.density(self.density),
+            scope=params.choice("scope", self.scope, SCOPES),
+            rest=params.choice("rest", self.rest, RESTS[1:]),
+        )
 
-    def count(self, stretch: Stretch) -> int:
+    def most(self, stretch: Stretch) -> int:
         """Return k of ``stretch``."""
         return params.count(self.density if stretch.density is None else stretch.density, stretch.size)
 
     def pack(self, values: Vector, stretch: Stretch, key: Key) -> Tensor:
         """Return the sparse tensor of signs on the support of the largest magnitudes."""
-        indices = select_topk(values, self.count(stretch))
-        kept = values[indices]
-        # A zero would lower the mean of the others, and arrive as plus the mean itself.
-        if not kept.all():
-            indices, kept = indices[kept != 0.0], kept[kept != 0.0]
-        return wire.sparse((stretch.size,), indices, wire.SignScale.quantise(kept))
+        indices = select_topk(values, self.most(stretch))
+        return self.listed(indices, values[indices], stretch)
 
-    def expect(self, stretch: Stretch) -> Expected:
-        """Return the stretch's shape, the most signs it may carry, and how their support may be written."""
-        k = self.count(stretch)
-        # The absent indices are written only where they are fewer: no reason to expand them for a short list.
-        names = (*wire.PLAIN, "complement") if 2 * k > stretch.size else wire.PLAIN
-        return expected_sparse(stretch.size, wire.SignScale, k, names)
-
-    def check(self, tensor: Tensor, stretch: Stretch) -> None:
-        """Require sparse signs with one scale on a support that is listed."""
-        require_values(tensor, wire.SignScale, sparse=True)
-        coded = tensor.values
-        assert isinstance(coded, wire.SignScale)
-        if coded.block or not isinstance(tensor.index, str):
-            raise SchemaMismatch(
-                f"{stretch.name}: expected a list of indices and one magnitude for all their signs, the frame holds "
-                f"{tensor.index} and a magnitude for every {coded.block} (0: all)"
-            )
-
-    def contraction(self, layout: Layout) -> float:
+    def contraction(self, layout: Layout) -> float | None:
         """Return the smallest ``min(k/n, 1/k)`` of all stretches, at least 1/n (derived).
 
         The energy sent is (sum of the k largest)²/k. Among vectors of given energy it is smallest at one of two ends:
@@ -91,5 +80,5 @@ class STC(PositionalCodec):
         and 1/k is approached. What :class:`~fedcomp.codecs.TopK` keeps of the same support is never less. The factor
         1 - 2⁻⁴⁸ is the rounding of μ; vectors with μ below 1.2e-38 are excepted.
         """
-        kept = [(self.count(s), s.size) for s in self.stretches(layout)]
-        return (1.0 - 2.0**-48) * min((min(k / n, 1.0 / k) for k, n in kept), default=1.0)
+        form = self.value_form
+        return self.with_rest([form.kept_of_top(self.most(s), s.size) for s in self.stretches(layout)], layout)

@@ -8,7 +8,8 @@ from typing import ClassVar
 import numpy as np
 
 from fedcomp import params
-from fedcomp.codecs.listed import INDICES, VALUES, ListedCodec, without_densities
+from fedcomp.codecs.forms import FORMS, RESTS
+from fedcomp.codecs.listed import INDICES, ListedCodec, without_densities
 from fedcomp.codecs.positional import SCOPES, Stretch
 from fedcomp.kernels import select_above
 from fedcomp.layout import Layout, Vector
@@ -30,8 +31,8 @@ class Threshold(ListedCodec):
         The magnitude, positive. It is compared as a float32: the largest that does not exceed it.
     scope : {"global", "layer"}
         One tensor of the frame for the whole model, or one per tensor. The same coordinates travel.
-    values : {"float32", "fp16", "bf16"}
-        How the values travel, as for :class:`~fedcomp.codecs.TopK`.
+    values, rest : str
+        How the values and the dense rest travel, as for :class:`~fedcomp.codecs.TopK`.
     index : str
         The wire's index codec; "auto" takes the smallest.
 
@@ -48,14 +49,16 @@ class Threshold(ListedCodec):
     scope: str = "global"
     values: str = "float32"
     index: str = "auto"
+    rest: str = "auto"
 
     def __post_init__(self) -> None:
         params.assign(
             self,
             level=params.positive("level", self.level),
             scope=params.choice("scope", self.scope, SCOPES),
-            values=params.choice("values", self.values, VALUES),
+            values=params.choice("values", self.values, FORMS),
             index=params.choice("index", self.index, INDICES),
+            rest=params.choice("rest", self.rest, RESTS),
         )
 
     def stretches(self, layout: Layout) -> tuple[Stretch, ...]:

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp import params, wire
-from fedcomp.codecs.listed import INDICES, VALUES, ListedCodec
+from fedcomp.codecs.forms import FORMS, RESTS
+from fedcomp.codecs.listed import INDICES, ListedCodec
 from fedcomp.codecs.positional import SCOPES, Stretch
 from fedcomp.kernels import select_topk
 from fedcomp.layout import Layout, Vector
@@ -33,9 +34,11 @@ class TopK(ListedCodec):
         may set another one per tensor.
     scope : {"global", "layer"}
         Rank the whole model as one vector, or every tensor by itself.
-    values : {"float32", "fp16", "bf16", "float64"}
+    values : {"float32", "fp16", "bf16", "q8", "q4", "q2", "sign", "float64"}
         How the kept values travel; "float64" as they are. fp16 saturates at 65504 and rounds magnitudes below
-        3e-8 to zero; error feedback keeps what is lost either way.
+        3e-8 to zero. "q8" and "q4" round to 127 or 7 levels of the largest magnitude of every 256 values; "q2" sends a
+        sign and one of two magnitudes, which are fitted to the values of each tensor; "sign" a sign, and one magnitude
+        for all. Error feedback keeps what is lost.
     index : str
         The wire's index codec; "auto" takes the smallest.
     warmup : int
@@ -43,10 +46,16 @@ class TopK(ListedCodec):
         ``max(d, d ** ((e + 1) / (W + 1)))`` (deep gradient compression's schedule by epochs, Lin et al. 2018; code
         read). Rounds count from 1, as Flower's do, by the key; round 0 is taken for the first.
 
+    rest : {"auto", "float32", "bf16", "q8"}
+        How the dense rest travels; "auto": "q8" beside values of 8 bits and fewer, else "float32". Error feedback keeps
+        what is rounded away.
+
     Examples
     --------
     >>> TopK(density=0.5).preview([0.5, -3.0, 1.0, 0.25])
     array([ 0., -3.,  1.,  0.], dtype=float32)
+    >>> TopK(density=0.6, values="q2").preview([0.5, -3.0, 1.0, 0.25, 2.0])
+    array([ 0. , -2.5,  1. ,  0. ,  2.5], dtype=float32)
     """
 
     codec_id: ClassVar[str] = "topk"
@@ -58,15 +67,17 @@ class TopK(ListedCodec):
     values: str = "float32"
     index: str = "auto"
     warmup: int = 0
+    rest: str = "auto"
 
     def __post_init__(self) -> None:
         params.assign(
             self,
             density=params.density(self.density),
             scope=params.choice("scope", self.scope, SCOPES),
-            values=params.choice("values", self.values, VALUES),
+            values=params.choice("values", self.values, FORMS),
             index=params.choice("index", self.index, INDICES),
             warmup=params.integer("warmup", self.warmup, low=0, high=_LONGEST_WARMUP),
+            rest=params.choice("rest", self.rest, RESTS),
         )
 
     def count(self, stretch: Stretch, key: Key | None = None) -> int:
@@ -93,13 +104,13 @@ class TopK(ListedCodec):
 
     def pack_selected(self, indices: NDArray[np.int64], kept: Vector, stretch: Stretch) -> Tensor:
         """Return the sparse tensor of coordinates that were selected elsewhere (the fused error-feedback step)."""
-        coded = self.coded(kept)
-        # Of what is not rounded every bit counts, that of -0.0 too. What is rounded to zero would deliver nothing.
-        exact = kept.dtype == np.float32 and self.never_enlarges
-        travels = kept.view(np.int32) != 0 if exact else coded.decode() != 0.0
+        if kept.dtype != np.float32 or not self.value_form.exact:
+            return self.listed(indices, kept, stretch)
+        # Of what is not rounded every bit counts, that of -0.0 too.
+        travels = kept.view(np.int32) != 0
         if not travels.all():
-            indices, coded = indices[travels], self.coded(kept[travels])
-        return wire.sparse((stretch.size,), indices, coded, index=self.index)
+            indices, kept = indices[travels], kept[travels]
+        return wire.sparse((stretch.size,), indices, self.coded(kept), index=self.index)
 
     def verify(self, frame: Frame | Bundle, layout: Layout, key: Key) -> Bundle:
         """Open, and require at most the values of the round of ``key``: a warm-up allows :meth:`open` more."""
@@ -115,10 +126,9 @@ class TopK(ListedCodec):
     def contraction(self, layout: Layout) -> float | None:
         """Return the smallest k/n of all stretches, after the warm-up: reached by equal magnitudes (derived).
 
-        bf16's relative rounding error, below 2⁻⁸, costs a factor 1 - 2⁻¹⁶ for normal numbers; fp16 loses small numbers
-        altogether, so no bound holds for every vector.
+        Times what the form of the values keeps: for bf16, whose relative rounding error is below 2⁻⁸, 1 - 2⁻¹⁶ for
+        normal numbers; nothing for fp16, which loses small numbers altogether; see
+        :mod:`fedcomp.codecs.forms` for the others (derived). The dense rest keeps what its own form keeps.
         """
-        if self.values == "fp16":
-            return None
-        kept = min((self.count(s) / s.size for s in self.stretches(layout)), default=1.0)
-        return kept * (1.0 - 2.0**-16) if self.values == "bf16" else kept
+        form = self.value_form
+        return self.with_rest([form.kept_of_top(self.count(s), s.size) for s in self.stretches(layout)], layout)

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp.codecs import Codec, PositionalCodec, Stretch, get_codec
-from fedcomp.codecs.positional import narrowed
+from fedcomp.codecs.forms import narrowed
 from fedcomp.errors import ConfigError
 from fedcomp.gossip.base import Real
 from fedcomp.gossip.errors import MessageError

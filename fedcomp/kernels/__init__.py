@@ -7,7 +7,7 @@ compiles nothing and does not import numba; :func:`warm` compiles everything ahe
 ``python -m fedcomp.kernels``.
 """
 
-from fedcomp.kernels.bins import AdaptiveBins, AdaptiveStep, adaptive_step, select_adaptive, select_bins
+from fedcomp.kernels.bins import AdaptiveBins, AdaptiveStep, adaptive_step, select_adaptive, select_bins, select_of_bins
 from fedcomp.kernels.hadamard import hadamard
 from fedcomp.kernels.select import SMALL, FeedbackStep, Tier, feedback_step, select_topk
 from fedcomp.kernels.sums import scatter_add
@@ -29,6 +29,7 @@ __all__ = [
     "select_above",
     "select_adaptive",
     "select_bins",
+    "select_of_bins",
     "select_topk",
     "warm",
 ]

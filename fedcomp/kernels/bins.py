@@ -15,8 +15,11 @@ from numpy.typing import NDArray
 from fedcomp.errors import ConfigError, LayoutError
 from fedcomp.kernels import tiers
 from fedcomp.kernels.checks import bits_of, check_out, check_vector, require_finite
-from fedcomp.kernels.interface import Floats
+from fedcomp.kernels.interface import INFINITY, MAGNITUDE, Bits, Floats
 from fedcomp.kernels.tiers import Tier
+
+# Elements ranked at once: their magnitudes, ties and counts stay in the cache.
+_ELEMENTS = 1 << 16
 
 
 class AdaptiveBins(NamedTuple):
@@ -98,6 +101,67 @@ def select_bins(vector: Floats, length: int, *, tier: Tier = "auto") -> NDArray[
     if not finite:
         require_finite(bits)
     return indices
+
+
+def select_of_bins(vector: Floats, length: int, k: int, last: int) -> NDArray[np.int64]:
+    """Return the indices of the ``k`` largest magnitudes of every bin of ``length`` consecutive elements.
+
+    Parameters
+    ----------
+    vector : float32 array of shape (n,)
+    length : int
+        At least 1.
+    k : int
+        In 1..length.
+    last : int
+        How many of the last bin, in 1..its elements, when it is shorter than the others; else it has no meaning.
+
+    Returns
+    -------
+    int64 array
+        Strictly ascending; among equal magnitudes of a bin the lowest.
+
+    Raises
+    ------
+    NonFiniteUpdate
+        When the vector holds NaN or infinity.
+    ConfigError
+        When a number is out of its range.
+
+    Examples
+    --------
+    >>> select_of_bins(np.float32([0.5, -3.0, 1.0, 0.25, 0.0, 2.0, 7.0]), 3, 2, 1)
+    array([1, 2, 3, 5, 6])
+    """
+    check_vector("vector", vector)
+    _check_length(length)
+    full, left = divmod(vector.size, length)
+    if not 1 <= k <= length or (left and not 1 <= last <= left):
+        raise ConfigError(f"{k} of every {length} elements and {last} of the last {left} cannot be selected")
+    bits = bits_of(vector)
+    step = max(1, _ELEMENTS // length)
+    found = [
+        start * length
+        + _largest_of_rows(bits[start * length : min(start + step, full) * length].reshape(-1, length), k)
+        for start in range(0, full, step)
+    ]
+    if left:
+        found.append(full * length + _largest_of_rows(bits[full * length :].reshape(1, left), last))
+    return np.concatenate(found) if found else np.zeros(0, np.int64)
+
+
+def _largest_of_rows(rows: Bits, k: int) -> NDArray[np.int64]:
+    """Return the flat positions of the k largest magnitudes of each row, shape (bins, length)."""
+    magnitudes = rows & MAGNITUDE
+    if magnitudes.max() >= INFINITY:
+        require_finite(rows.reshape(-1))
+    length = rows.shape[1]
+    least = np.partition(magnitudes, length - k, axis=1)[:, length - k, None]
+    taken = magnitudes > least
+    ties = magnitudes == least
+    # The first ties of a row fill up what is larger to k, so that the choice does not depend on the partition.
+    taken |= ties & (np.cumsum(ties, axis=1) <= k - taken.sum(axis=1, keepdims=True))
+    return np.flatnonzero(taken)
 
 
 def select_adaptive(

@@ -211,6 +211,18 @@ class QsgdLevels(Values):
         levels = np.minimum(np.floor(np.abs(x) / unit * s + uniforms), s).astype(np.int32)
         return cls(np.where(x < 0, -levels, levels), s, bucket, norms)
 
+    @classmethod
+    def nearest(cls, array: NDArray[Any], s: int, bucket: int) -> Self:
+        """Round ``s |x| / max |x|`` per bucket to the nearest integer, halves to the even one.
+
+        ``array`` is taken flat, as k finite float32 values. The largest magnitude of a bucket stands for its norm and
+        arrives exactly.
+        """
+        x = np.asarray(array, np.float32).reshape(-1)
+        norms = block_reduce(np.maximum, np.abs(x), bucket)
+        unit = spread(np.where(norms > 0, norms, 1).astype(np.float64), bucket, x.size)
+        return cls(np.rint(x / unit * s).astype(np.int32), s, bucket, norms)
+
     @property
     def k(self) -> int:
         return int(self.levels.size)
@@ -232,7 +244,7 @@ class QsgdLevels(Values):
 
     @classmethod
     def agreed(cls, form: Mapping[str, int]) -> bytes | None:
-        fixed = b"\x00" + put_varint(form["levels"]) + put_varint(form["block"])
+        fixed = b"\x00" + put_varint(form["levels"]) + put_varint(form["bucket"])
         return fixed if form.get("fixed") else None
 
     @staticmethod

@@ -33,7 +33,7 @@ _BEHIND_BACKEND: Final = 12
 """Of a support's bound: roundings to whole bytes; the raw lengths of sections where a byte compressor is tried."""
 
 
-def longest(schema: Schema, index: str = "auto", form: Mapping[str, int] | None = None) -> int:
+def longest(schema: Schema, index: str = "auto", *forms: Mapping[str, int]) -> int:
     """Return a length that no frame of ``schema`` exceeds, whatever it holds, in bytes.
 
     It is reached up to some bytes by the costliest supports with the largest number of values.
@@ -44,9 +44,10 @@ def longest(schema: Schema, index: str = "auto", form: Mapping[str, int] | None 
         Of one kind (dense or sparse) and one value codec each.
     index : str
         The index codec of all sparse tensors: a name as :class:`~fedcomp.wire.Tensor` takes, or "seeded".
-    form : mapping of str to int, optional
-        What the lengths of quantised values depend on: ``block`` (values per scale, 0 for all), ``bits``, ``levels``,
-        ``fixed`` (1: levels in fields of a fixed width in any case).
+    *forms : mapping of str to int
+        Of each tensor in order, or of all if it is one: what the lengths of quantised values depend on: ``block``
+        (values per scale, 0 for all), ``bits``, ``levels``, ``bucket`` (values per norm, 0 for all), ``fixed`` (1:
+        levels in fields of a fixed width in any case).
 
     Raises
     ------
@@ -60,10 +61,11 @@ def longest(schema: Schema, index: str = "auto", form: Mapping[str, int] | None 
     """
     size = HEADER.size + 1 + _CRC
     aligned = False
-    for expected in schema:
+    each = forms if len(forms) > 1 else (forms or ({},)) * len(schema)
+    for expected, form in zip(schema, each, strict=True):
         most = expected.most_values
         kind, values = _only(expected)
-        value_params, value_section = _VALUES[values](most, form or {})
+        value_params, value_section = _VALUES[values](most, form)
         index_params, index_section = _support(expected.size, most, index) if kind is SPARSE else (0, 0)
         # The fields of an entry in the order of the table: name, dtype, dimensions; kind and k; both codecs with the
         # lengths of their parameters, and the back-end; the lengths of both sections, and these.
@@ -179,7 +181,7 @@ def _ternary(k: int, form: Mapping[str, int]) -> tuple[int, int]:
 
 
 def _qsgd(k: int, form: Mapping[str, int]) -> tuple[int, int]:
-    bucket, levels = form.get("block", 0), form["levels"]
+    bucket, levels = form.get("bucket", 0), form["levels"]
     params = 1 + len(put_varint(levels)) + len(put_varint(bucket))
     return params, 4 * block_count(k, bucket) + packed_size(k, (2 * levels).bit_length())
 

@@ -22,6 +22,7 @@ from fedcomp.codecs import (
     AdaComp,
     Chain,
     ChunkTop1,
+    ChunkTopK,
     Clip,
     Codec,
     Dithering,
@@ -102,14 +103,54 @@ def as_values(x: np.ndarray, values: str) -> np.ndarray:
     if values == "bf16":
         mantissa, exponent = np.frexp(x.astype(np.float64))
         return np.ldexp(np.rint(mantissa * 256.0) / 256.0, exponent).astype(F32)
+    if values in ("q8", "q4"):
+        return on_levels(x, 127 if values == "q8" else 7)
+    if values == "q2":
+        return on_two_magnitudes(x)
+    if values == "sign":
+        return np.sign(x) * mean_magnitude(x)
     return x
+
+
+def on_levels(x: np.ndarray, levels: int) -> np.ndarray:
+    """The nearest of so many levels of the largest magnitude of every 256 values."""
+    out = np.zeros_like(x)
+    for a in range(0, x.size, 256):
+        top = float(np.abs(x[a : a + 256]).max())
+        if top:
+            out[a : a + 256] = [F32(round(v / top * levels) * top / levels) for v in x[a : a + 256].tolist()]
+    return out
+
+
+def on_two_magnitudes(x: np.ndarray) -> np.ndarray:
+    """Every cut of the sorted magnitudes tried by itself; the one with the smallest error, the first of equals."""
+    sizes = np.sort(np.abs(x.astype(np.float64)))
+    if not x.size:
+        return x
+    groups = [(sizes[:cut], sizes[cut:]) for cut in range(1, x.size + 1)]
+    kept = [sum(math.fsum(g.tolist()) ** 2 / g.size for g in pair if g.size) for pair in groups]
+    low, high = groups[int(np.argmax(np.array(kept) >= max(kept) * (1 - 1e-14)))]
+    means = [math.fsum(low.tolist()) / low.size, math.fsum(high.tolist()) / high.size if high.size else 0.0]
+    means[1] = means[1] or means[0]
+    return np.array([math.copysign(F32(means[2 * abs(v) > means[0] + means[1]]), v) for v in x.tolist()], F32)
 
 
 def only(x: np.ndarray, indices: np.ndarray, values: str = "float32") -> np.ndarray:
     """``x`` on ``indices`` in a value format, +0.0 elsewhere and where it rounds to zero."""
     out = np.zeros_like(x)
+    if values.startswith("float"):
+        out[indices] = x[indices]
+        return out
+    indices = indices[x[indices] != 0]
     out[indices] = as_values(x[indices], values)
-    return out + F32(0.0) if not values.startswith("float") else out
+    return out + F32(0.0)
+
+
+def rest_of(codec: Codec, x: np.ndarray) -> np.ndarray:
+    """What arrives of the dense rest."""
+    low = getattr(codec, "values", "float32") in ("q8", "q4", "q2", "sign")
+    rest = getattr(codec, "rest", "auto")
+    return as_values(x, ("q8" if low else "float32") if rest == "auto" else rest)
 
 
 def mean_magnitude(x: np.ndarray) -> np.float32:
@@ -158,7 +199,8 @@ def drawn(codec: RandomK, part: Part, key: Key) -> np.ndarray:
 
 def randomk(codec: RandomK, x: np.ndarray, part: Part, key: Key) -> np.ndarray:
     indices = drawn(codec, part, key)
-    out = only(x, indices)
+    out = np.zeros_like(x)
+    out[indices] = as_values(x[indices], codec.values)
     return out * F32(x.size / indices.size) if codec.unbiased else out
 
 
@@ -252,6 +294,15 @@ def chunk(codec: ChunkTop1, x: np.ndarray, part: Part, key: Key) -> np.ndarray:
     return only(x, np.array([i for i in chosen if x[i] != 0], np.int64), codec.values)
 
 
+def chunk_topk(codec: ChunkTopK, x: np.ndarray, part: Part, key: Key) -> np.ndarray:
+    density = codec.density if part.density is None else part.density
+    starts = range(0, x.size, codec.chunk)
+    chunks = [x[a : a + codec.chunk] for a in starts]
+    counts = [max(1, math.ceil(meant(density) * c.size)) for c in chunks]
+    chosen = [a + largest(c, k) for a, c, k in zip(starts, chunks, counts, strict=True)]
+    return only(x, np.concatenate(chosen), codec.values)
+
+
 def threshold(codec: Threshold, x: np.ndarray, part: Part, key: Key) -> np.ndarray:
     return only(x, np.flatnonzero([abs(v) > codec.level for v in x.tolist()]), codec.values)
 
@@ -341,6 +392,7 @@ RULES: dict[type[Codec], Callable[..., np.ndarray]] = {
     TernGrad: terngrad,
     NaturalCompression: natural,
     STC: stc,
+    ChunkTopK: chunk_topk,
     ChunkTop1: chunk,
     Threshold: threshold,
     SIDCo: sidco,
@@ -391,13 +443,15 @@ class Naive:
             if codec.clip is not None:
                 share = Clip(codec.clip / math.sqrt(codec.clients))
                 g = share.apply(Update(g, self.layout), {}, key)[0].vector
-            inner = TopK(codec.density, codec.scope, codec.values, codec.index, codec.warmup)
+            inner = TopK(codec.density, codec.scope, codec.values, codec.index, codec.warmup, codec.rest)
             momentum = {"momentum": codec.momentum, "nesterov": codec.nesterov, "masking": codec.masking}
             return self._remember(ErrorFeedback(inner, **momentum), g, key)
         if isinstance(codec, ErrorFeedback):
             return self._remember(codec, g, key)
         if isinstance(codec, AdaComp):
             q = (self.memory + g).copy()
+            end = max((part.place.stop for part in parts_of(codec, self.layout)), default=0)
+            q[end:] = rest_of(codec, q[end:])
             for part in parts_of(codec, self.layout):
                 q[part.place] = adacomp(codec, g[part.place], self.memory[part.place], part)
             self.memory = (self.memory + g) - q
@@ -406,6 +460,8 @@ class Naive:
 
     def _once(self, codec: Codec, x: np.ndarray, key: Key) -> np.ndarray:
         out = x.copy()
+        end = max((part.place.stop for part in parts_of(codec, self.layout)), default=0)
+        out[end:] = rest_of(codec, x[end:])
         for part in parts_of(codec, self.layout):
             out[part.place] = RULES[type(codec)](codec, x[part.place], part, key)
         return out

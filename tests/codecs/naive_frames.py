@@ -6,12 +6,11 @@ import math
 from typing import Any, NamedTuple
 
 import numpy as np
-from naive_codecs import Part, length_of_chunk, parts_of, wanted
+from naive_codecs import Part, largest, length_of_chunk, parts_of, wanted
 
 from fedcomp.codecs import (
     DGC,
     QSGD,
-    STC,
     AdaComp,
     Chain,
     ChunkTop1,
@@ -101,7 +100,22 @@ def gamma(levels: np.ndarray) -> int:
     return streams + sum(fields(int((lengths == bits).sum()), bits) for bits in range(1, int(lengths.max()) + 1))
 
 
-def values_of(codec: Any, part: Part, x: np.ndarray, y: np.ndarray) -> Section:
+LOW_BITS = ("q8", "q4", "q2", "sign")
+
+
+def coded(form: str, k: int) -> tuple[tuple[int, int], int]:
+    """The least and the most bytes of k values of a form, and those of its parameters.
+
+    Levels are written in whichever packing is shortest: a bit each at least, fields of their width at most.
+    """
+    if form in ("q8", "q4"):
+        scales = 4 * -(-k // 256)
+        return (scales + fields(k, 1), scales + fields(k, int(form[1]))), 4
+    exact = {"q2": 8 * (k > 0) + fields(k, 2), "sign": 4 * (k > 0) + fields(k, 1), "fp16": 2 * k, "bf16": 2 * k}
+    return (exact.get(form, 4 * k),) * 2, int(form in ("q2", "sign"))
+
+
+def values_of(codec: Any, part: Part, x: np.ndarray, y: np.ndarray, most: bool) -> Section:
     """A dense tensor, or a drawn one, exactly; ``x`` went in and ``y`` came out."""
     n = part.size
     match codec:
@@ -110,12 +124,13 @@ def values_of(codec: Any, part: Part, x: np.ndarray, y: np.ndarray) -> Section:
         case RandomBlock() | RandomK():
             density = codec.density if part.density is None else part.density
             k = max(1, int(density * n + 1e-9)) if isinstance(codec, RandomBlock) else wanted(codec, part)
-            return Section(n, k, 9, 0, 0, 4 * k)
+            values, params = coded(codec.values, k)
+            return Section(n, k, 9, 0, params, values[most])
         case FixedPoint():
             values = 6 + fields(n, (2 * codec.levels).bit_length())
             if part.density == 1.0:  # the dense rest
                 return Section(n, n, 0, 0, 3, values, True)
-            k = values_of(codec.codec, part, x, y).k
+            k = values_of(codec.codec, part, x, y, most).k
             return Section(n, k, 9, 0, 3, 6 + fields(k, (2 * codec.levels).bit_length()))
         case QSGD():
             norms = np.sqrt(np.add.reduceat(x.astype(np.float64) ** 2, range(0, n, codec.bucket)))
@@ -158,18 +173,21 @@ def frame_bounds(codec: Codec, layout: Layout, x: np.ndarray, y: np.ndarray) -> 
     for part in parts_of(codec, layout):
         end = part.place.stop
         got = y[part.place]
-        if not isinstance(codec, TopK | STC | AdaComp | ChunkTop1) and not hasattr(codec, "values"):
+        if isinstance(codec, RandomBlock | RandomK) or not (isinstance(codec, AdaComp) or hasattr(codec, "values")):
             for sections in bounds:
-                sections.append(values_of(codec, part, x[part.place], got))
+                sections.append(values_of(codec, part, x[part.place], got, sections is bounds[1]))
             continue
         # As raw float32 a negative zero travels, too; see TopK.
         indices = np.flatnonzero(got.view(np.int32) if isinstance(codec, TopK) else got)
+        if isinstance(codec, TopK) and codec.values in ("q8", "q4"):
+            # Those that are rounded to level 0 travel, too.
+            chosen = largest(x[part.place], wanted(codec, part))
+            indices = chosen[x[part.place][chosen] != 0]
         k, n = indices.size, part.size
         length = length_of_chunk(codec, part) if isinstance(codec, ChunkTop1) else 0
-        signs = isinstance(codec, STC | AdaComp)
         if isinstance(codec, AdaComp):
             length = min(n, codec.conv_bin if len(part.shape) >= 3 else codec.bin)
-        values = (4 + fields(k, 1) if k else 0) if signs else k * (4 if codec.values.startswith("float") else 2)
+        values, value_params = coded("sign" if isinstance(codec, AdaComp) else codec.values, k)
         sizes = support_bytes(indices, n, length)
         named = getattr(codec, "index", "auto")
         if named == "bitmap":
@@ -178,11 +196,15 @@ def frame_bounds(codec: Codec, layout: Layout, x: np.ndarray, y: np.ndarray) -> 
             sizes, params = (rice(indices, n),) * 2, (1, 1)
         else:  # what Elias-Fano takes more than Rice is under a bit per index
             sizes, params = (sizes[0], sizes[1] + (fields(k, 1) + 2 if named == "elias-fano" else 0)), (0, 2)
-        for sections, size, extra in zip(bounds, sizes, params, strict=True):
-            sections.append(Section(n, k, extra, size, int(signs), values))
+        for sections, size, extra, value in zip(bounds, sizes, params, values, strict=True):
+            sections.append(Section(n, k, extra, size, value_params, value))
     if rest := layout.size - end:
         for sections in bounds:
-            sections.append(Section(rest, rest, 0, 0, 0, 4 * rest, True))
+            form = getattr(codec, "rest", "auto")
+            if form == "auto":
+                form = "q8" if getattr(codec, "values", "float32") in LOW_BITS else "float32"
+            values, value_params = coded(form, rest)
+            sections.append(Section(rest, rest, 0, 0, value_params, values[sections is bounds[1]], True))
     low, high = bounds
     # Padding may fall either way when a size in front of it is not known to the byte.
     return (frame_length(low), frame_length(high)) if low == high else (frame_length(low) - 8, frame_length(high) + 8)

@@ -403,7 +403,7 @@ def test_bad_updates_states_and_layouts() -> None:
         {"kappa": 0.5},
         {"kappa": math.inf},
         {"decay": 1.5},
-        {"values": "bf16"},
+        {"values": "q3"},
         {"scope": "tensor"},
     ],
     ids=str,

@@ -66,6 +66,7 @@ from fedcomp.codecs import (
     STC,
     AdaComp,
     ChunkTop1,
+    ChunkTopK,
     Clip,
     Codec,
     Dithering,
@@ -118,7 +119,11 @@ INNER: tuple[Codec, ...] = (
     STC(0.05),
     ChunkTop1(0.05),
     ChunkTop1(0.1, scope="global", values="bf16"),
+    ChunkTopK(0.1, chunk=64, values="q4"),
+    TopK(0.1, values="q2"),
+    TopK(0.05, scope="layer", values="q8", index="rice"),
     Threshold(2.0),
+    Threshold(1.0, values="sign"),
     SIDCo(0.05),
     SIDCo(0.02, "exponential", 1, scope="layer"),
     KeyRegion(sparse_density=0.02),
@@ -131,6 +136,8 @@ WITH_MEMORY: tuple[Codec, ...] = (
     AdaComp(),
     AdaComp(bin=30, conv_bin=7, factor=3.0, guard=True),
     ScaleCom(0.05),
+    AdaComp(rest="q8"),
+    ScaleCom(0.1, values="q4"),
     chain(Clip(1e9), ErrorFeedback(TopK(0.05))),
 )
 
