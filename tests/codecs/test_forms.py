@@ -67,7 +67,10 @@ def test_the_declared_fraction_of_the_energy_always_arrives(name: str) -> None:
 def test_few_values_beside_others_are_off_by_half_a_step_at_most(name: str) -> None:
     """Levels: half a step of the block's own scale. A block that shares its scale with a larger one would be off."""
     rng = np.random.default_rng(2)
-    x = rng.normal(size=4 * BLOCK + 5).astype(np.float32) * np.repeat([1e-4, 1.0, 1e4, 1e-20, 1e30], BLOCK)[: 4 * BLOCK + 5]
+    x = (
+        rng.normal(size=4 * BLOCK + 5).astype(np.float32)
+        * np.repeat([1e-4, 1.0, 1e4, 1e-20, 1e30], BLOCK)[: 4 * BLOCK + 5]
+    )
     x = x.astype(np.float32)
     decoded = FORMS[name].code(x).decode()
     if name in ("q8", "q4"):

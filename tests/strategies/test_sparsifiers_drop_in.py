@@ -49,7 +49,7 @@ EXACT: tuple[Codec, ...] = (
     TopK(0.02, warmup=10),
     RandomBlock(0.05),
     ChunkTop1(0.02),
-    ChunkTopK(0.02, chunk=256, values="q2"),
+    ChunkTopK(0.02, chunk=256),
     Threshold(1500.0),
     SIDCo(0.02, scope="layer"),
     KeyRegion(),
@@ -57,7 +57,7 @@ EXACT: tuple[Codec, ...] = (
     FixedPoint(RandomK(0.05), clip=2.0**12, levels=2**11),
 )
 # They send a common magnitude, a float: each sum with the memory rounds.
-ROUNDED: tuple[Codec, ...] = (AdaComp(bin=50), ScaledSign(), STC(0.02), TernGrad(clip=2.5))
+ROUNDED: tuple[Codec, ...] = (AdaComp(bin=50), ScaledSign(), STC(0.02), TopK(0.02, values="q2"), TernGrad(clip=2.5))
 # Without memory, or with momentum in it, where conservation is not about the updates.
 OTHERS: tuple[Codec, ...] = (
     TernGrad(),
