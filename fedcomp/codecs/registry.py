@@ -153,16 +153,16 @@ class Registry(Generic[T]):
             raise ConfigError(
                 f"a {kind} is a {self.base.__name__} or a mapping with a string 'id', not {shown(config)}"
             )
-        if _nested_deeper(config, MAX_NESTING):
-            raise ConfigError(
-                f"the configuration of {kind} {shown(config['id'])} nests deeper than {MAX_NESTING} levels"
-            )
         parts = _parts(config)
         return self._make(config) if parts is None else self._made(_Described(config, parts))
 
     def _make(self, config: Mapping[str, Any]) -> T:
         """Return a new object, see :meth:`get`."""
         kind = self.base.__name__.lower()
+        if _nested_deeper(config, MAX_NESTING):
+            raise ConfigError(
+                f"the configuration of {kind} {shown(config['id'])} nests deeper than {MAX_NESTING} levels"
+            )
         cls: Any = self.find(config["id"])
         parameters = {k: v for k, v in config.items() if k != "id"}
         try:

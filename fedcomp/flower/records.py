@@ -31,10 +31,11 @@ def to_record(arrays: Arrays) -> ArrayRecord:
 
 def _array(values: NDArray[Any]) -> Array:
     # np.save writes the header anew for every tensor, which for those of a small model is most of the work.
-    if values.dtype.hasobject or not values.flags.c_contiguous:
+    if values.dtype.kind not in "biufc" or not values.flags.c_contiguous:
         return Array(values)
     head, kind = _npy_header(values.shape, values.dtype)
-    return make_array(kind, values.shape, _NUMPY, head + values.tobytes())
+    # One copy of the data; tobytes() would be another.
+    return make_array(kind, values.shape, _NUMPY, b"".join((head, values.data)))
 
 
 # As many as those that _header keeps, and for the same reason.

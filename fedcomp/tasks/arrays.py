@@ -50,14 +50,17 @@ def load_arrays(model: torch.nn.Module, arrays: Mapping[str, NDArray[Any]], *, c
                 "both sides must build the same model with the same options"
             )
         wanted = str(tensor.dtype).removeprefix("torch.")
-        if cast and array.dtype.name != wanted and array.dtype.kind in "fiu":
+        # A dtype works its name out at every access.
+        found = array.dtype.name
+        if cast and found != wanted and array.dtype.kind in "fiu":
             # An average of equal counters can come back as 99.99999: truncating it would lose one.
             whole = not tensor.dtype.is_floating_point and array.dtype.kind == "f"
             array = (np.rint(array) if whole else array).astype(wanted)
-        if array.dtype.name != wanted:
+            found = wanted
+        if found != wanted:
             raise LayoutError(f"array {name!r} has dtype {array.dtype}, the model needs {wanted}; cast it first")
-        # A private writable copy: arrays decoded from a frame are read-only views of its bytes.
-        incoming[name] = torch.from_numpy(np.array(array, copy=True, order="C"))
+        # Read alone, but torch warns of what may not be written to: arrays decoded from a frame are views of its bytes.
+        incoming[name] = torch.from_numpy(np.require(array, requirements=["C", "W"]))
     with torch.no_grad():
         for name, tensor in state.items():
             tensor.copy_(incoming[name])
