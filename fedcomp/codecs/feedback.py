@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from fedcomp import params
 from fedcomp.codecs.base import Codec, State, all_finite, norm
-from fedcomp.codecs.memory import described, not_finite, number_of, vector_of
+from fedcomp.codecs.memory import MEMORIES, described, kept, not_finite, number_of, recalled, vector_of
 from fedcomp.codecs.registry import codecs
 from fedcomp.codecs.topk import TopK
 from fedcomp.codecs.wrapper import Wrapper
@@ -72,6 +72,11 @@ class ErrorFeedback(Wrapper):
     norm_guard : float, optional
         Scale the memory down to this many times ‖g‖ when it is longer; a zero update sets no bound. A frame that is
         rolled back returns to a memory under the same bound. What is cut away is lost on purpose.
+    memory : {"float32", "float16"}
+        How the memory is kept between rounds. As float16, beside a power of two that follows its largest value, it is
+        half as large and cannot overflow. Every round then loses at most 2⁻¹¹ of each remembered value, or 2⁻³⁹ of the
+        largest (derived; :func:`fedcomp.codecs.memory.kept`): what is sent and what is remembered add up to that
+        rounding. The momentum stays float32. A memory of the other form is continued.
 
     Notes
     -----
@@ -81,10 +86,10 @@ class ErrorFeedback(Wrapper):
     global TopK with float32 values, addition and threshold search are one pass; the frame's bytes are the same.
     Momentum that was held over missed rounds is scaled by ``momentum ** missed``.
 
-    State: ``memory`` (float32, the vector's size), ``momentum`` (the same, if used), ``masked`` (the momentum cleared
-    by the last frame, O(k)), ``round`` (of the last frame), ``bound`` (what the guard allowed then), ``threshold`` (a
-    warm start that never changes a result), and the codec's own state under ``codec.``. A state of another size, dtype
-    or codec raises :class:`~fedcomp.errors.StateError`.
+    State: ``memory`` (float32 or float16, the vector's size; beside the latter ``exponent``), ``momentum`` (float32, of
+    the same size, if used), ``masked`` (the momentum cleared by the last frame, O(k)), ``round`` (of the last frame),
+    ``bound`` (what the guard allowed then), ``threshold`` (a warm start that never changes a result), and the codec's
+    own state under ``codec.``. A state of another size, dtype or codec raises :class:`~fedcomp.errors.StateError`.
 
     Examples
     --------
@@ -112,6 +117,7 @@ class ErrorFeedback(Wrapper):
     masking: bool = True
     max_age: int | None = None
     norm_guard: float | None = None
+    memory: str = "float32"
 
     def __post_init__(self) -> None:
         codec = codecs.get(self.codec)
@@ -132,6 +138,7 @@ class ErrorFeedback(Wrapper):
             momentum=params.number("momentum", self.momentum, rule="a number in [0, 1)", ok=lambda v: 0.0 <= v < 1.0),
             nesterov=params.boolean("nesterov", self.nesterov),
             masking=params.boolean("masking", self.masking),
+            memory=params.choice("memory", self.memory, MEMORIES),
         )
         if self.max_age is not None:
             params.assign(self, max_age=params.integer("max_age", self.max_age, low=1))
@@ -147,7 +154,7 @@ class ErrorFeedback(Wrapper):
 
     def init(self, layout: Layout) -> State:
         """Return a state with empty memory."""
-        state: State = {"memory": np.zeros(layout.size, np.float32)}
+        state = kept(np.zeros(layout.size, np.float32), self.memory)
         if self.momentum:
             state["momentum"] = np.zeros(layout.size, np.float32)
         return state | _prefixed(self.codec.init(layout))
@@ -178,7 +185,7 @@ class ErrorFeedback(Wrapper):
             _shorten(left, bound)
             # Rollback has no update at hand from which the bound could be taken again.
             after["bound"] = np.asarray(bound)
-        after["memory"] = left
+        after |= kept(left, self.memory)
         if velocity is not None:
             after["momentum"] = velocity
             if self.masking:
@@ -201,13 +208,13 @@ class ErrorFeedback(Wrapper):
         """
         back = {name: array for name, array in state.items() if not name.startswith(_INNER)}
         content = self.codec.open(frame, layout)
-        memory = vector_of(state, "memory", layout).copy()
+        memory = _memory_of(state, layout).copy()
         # Beta, not 1: the filter had taken only beta * q out of the memory.
         self.codec.accumulate(content, self.beta, Update(memory, layout))
         bound = number_of(state, "bound", "f")
         if self.norm_guard is not None and bound is not None:
             _shorten(memory, bound)
-        back["memory"] = memory
+        back |= kept(memory, self.memory)
         if "masked" in state:
             velocity = vector_of(state, "momentum", layout).copy()
             support = self.codec.support(content, layout)
@@ -220,6 +227,10 @@ class ErrorFeedback(Wrapper):
             velocity[support] = masked
             back["momentum"] = velocity
         return back | _prefixed(self.codec.rollback(_inner(state), frame, layout))
+
+    def residual(self, state: State) -> Vector | None:
+        """Return the memory, widened where it is kept as float16; not to be written to."""
+        return recalled(state)
 
     def absorb(self, memory: Vector, update: Vector) -> Vector:
         """Return the memory after a round in which nothing of memory plus ``update`` was sent; no momentum."""
@@ -239,7 +250,7 @@ class ErrorFeedback(Wrapper):
 
     def _recall(self, layout: Layout, state: State, key: Key) -> tuple[Vector, Vector | None]:
         """Return memory and momentum as they are to be used this round."""
-        memory = vector_of(state, "memory", layout)
+        memory = _memory_of(state, layout)
         velocity = vector_of(state, "momentum", layout) if self.momentum else None
         last = number_of(state, "round", "iu")
         # By the key, which has the server's round: a client that was away has not counted.
@@ -326,6 +337,12 @@ class ErrorFeedback(Wrapper):
         # The Update shares the array, so this leaves p - q in total.
         self.codec.accumulate(content, -1.0, sum_of_both)
         return frame, content, total, inner
+
+
+def _memory_of(state: State, layout: Layout) -> Vector:
+    """Return the memory, checked; not to be written to."""
+    memory = recalled(state)
+    return vector_of(state if memory is None else {"memory": memory}, "memory", layout)
 
 
 def _shorten(memory: Vector, bound: float) -> None:

@@ -115,6 +115,7 @@ EXAMPLES: tuple[Codec, ...] = (
     ErrorFeedback(TopK(0.05), momentum=0.9, nesterov=True),
     ErrorFeedback(RandomK(0.1), momentum=0.5, masking=False),
     ErrorFeedback(QSGD(3, bucket=32), beta=0.3),
+    ErrorFeedback(TopK(0.05), memory="float16"),
 )
 
 

@@ -8,6 +8,7 @@ Clipping, which is no codec, is the package's own.
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -144,6 +145,13 @@ def only(x: np.ndarray, indices: np.ndarray, values: str = "float32") -> np.ndar
     indices = indices[x[indices] != 0]
     out[indices] = as_values(x[indices], values)
     return out + F32(0.0)
+
+
+def halved(memory: np.ndarray) -> np.ndarray:
+    """Round to the nearest float16 once the largest magnitude is between 2**14 and 2**15; value by value."""
+    largest = max((abs(float(v)) for v in memory), default=0.0)
+    unit = 2.0 ** max(-100, math.floor(math.log2(largest)) - 14) if largest else 1.0
+    return F32([struct.unpack("<e", struct.pack("<e", float(v) / unit))[0] * unit for v in memory])
 
 
 def rest_of(codec: Codec, x: np.ndarray) -> np.ndarray:
@@ -483,6 +491,8 @@ class Naive:
             norms = [math.sqrt(math.fsum((v.astype(np.float64) ** 2).tolist())) for v in (self.memory, g)]
             if 0 < codec.norm_guard * norms[1] < norms[0]:
                 self.memory = self.memory * F32(codec.norm_guard * norms[1] / norms[0])
+        if codec.memory == "float16":
+            self.memory = halved(self.memory)
         if codec.momentum and codec.masking:
             assert isinstance(codec.codec, TopK), "of dense codecs nothing is masked"
             for part in parts_of(codec.codec, self.layout):
