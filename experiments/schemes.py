@@ -121,7 +121,7 @@ class Separate:
             frame, state = self.codec.encode(update, before, key.at(partition=i))
             uplink += len(frame)
             content = self.codec.open(frame, layout)
-            self.codec.accumulate(content, weight / total, out)
+            self.codec.gather(content, weight / total, out)
             # A frame carries the dense rest as well, which no codec compresses.
             kept.append(sum(t.values.k for t in content.tensors) - layout.dense_size)
             after.append(state)

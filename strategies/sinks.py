@@ -201,11 +201,12 @@ class WeightedSum:
     def add(self, codec: Codec, update: Frame | Vector, factor: float, exact: Arrays) -> None:
         """Add ``factor`` times an update, a frame of ``codec`` or a vector that may be overwritten, and its buffers."""
         if isinstance(update, np.ndarray):
+            codec.enter(Update(update, self.update.layout))
             update *= np.float32(factor)
             # In place: a sum in a new array would cost a model for each client.
             np.add(self.update.vector, update, out=self.update.vector)
         else:
-            codec.accumulate(update, factor, self.update)
+            codec.gather(update, factor, self.update)
         for name, array in exact.items():
             # numpy's promotion here is Flower's: int64 buffers become float64 means.
             self.exact[name] = self.exact[name] + array * factor if name in self.exact else array * factor
@@ -256,7 +257,7 @@ class MeanSink(Sink):
                 f"{type(self._strategy).__name__} does not read: they were sent for nothing, "
                 "unless its train_metrics_aggr_fn, which is given them, uses them"
             )
-        # Votes become a step here: it is the sum that decides, not the single update.
+        # Votes become a step here: it is the sum that decides, not the single update. A domain is left, once per round.
         codec.conclude(out)
         # Counted before the model is added, while zero still means that nothing arrived.
         moved = out.vector != intake.start if codec.lossless else out.vector

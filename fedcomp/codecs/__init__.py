@@ -19,12 +19,16 @@ from fedcomp.codecs.chunk import ChunkTopK as ChunkTopK
 from fedcomp.codecs.clip import Clip as Clip
 from fedcomp.codecs.dgc import DGC as DGC
 from fedcomp.codecs.dithering import Dithering as Dithering
+from fedcomp.codecs.domain import Domain as Domain
 from fedcomp.codecs.feedback import ErrorFeedback as ErrorFeedback
 from fedcomp.codecs.fixedpoint import FixedPoint as FixedPoint
 from fedcomp.codecs.fixedpoint import fixed_point_of as fixed_point_of
 from fedcomp.codecs.identity import Identity as Identity
 from fedcomp.codecs.keyregion import KeyRegion as KeyRegion
 from fedcomp.codecs.natural import NaturalCompression as NaturalCompression
+from fedcomp.codecs.orthonormal import DCT as DCT
+from fedcomp.codecs.orthonormal import Orthonormal as Orthonormal
+from fedcomp.codecs.orthonormal import Rotation as Rotation
 from fedcomp.codecs.positional import AdaptiveCodec as AdaptiveCodec
 from fedcomp.codecs.positional import PositionalCodec as PositionalCodec
 from fedcomp.codecs.positional import Stretch as Stretch

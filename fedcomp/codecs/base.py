@@ -76,11 +76,23 @@ class Receiver(ABC):
         The frame is opened completely before the first element is touched: a bad frame leaves ``out`` unchanged.
         """
 
-    def conclude(self, out: Update) -> None:  # noqa: B027  # most codecs have nothing to conclude
-        """Turn the weighted sum of all contributions in ``out.vector`` into the update they stand for, in place.
+    def enter(self, update: Update) -> None:  # noqa: B027  # most codecs add up in the update's own coordinates
+        """Bring an update that was not encoded into the coordinates in which :meth:`gather` adds, in place."""
 
-        Called by the receiver once per round, after the last :meth:`accumulate`; the weights sum to 1. Nothing happens
-        unless the codec :attr:`votes`.
+    def gather(self, frame: Frame | Bundle, weight: float, total: Update) -> None:
+        """Add ``weight`` times what ``frame`` says to ``total.vector``, the sum of a round, in place.
+
+        What may be summed: frames of this codec, and updates that :meth:`enter` brought into its coordinates, for one
+        layout. The sum becomes an update by :meth:`conclude` only. For most codecs this is :meth:`accumulate`; a
+        :class:`~fedcomp.codecs.Domain` adds in its own coordinates, at the cost of the codec in it.
+        """
+        self.accumulate(frame, weight, total)
+
+    def conclude(self, total: Update) -> None:  # noqa: B027  # most codecs have nothing to conclude
+        """Turn the weighted sum of all contributions in ``total.vector`` into the update they stand for, in place.
+
+        Called by the receiver once per round, after the last :meth:`gather`; the weights sum to 1. Votes become a step,
+        and the coordinates of a domain those of the update; nothing happens for other codecs.
         """
 
     def tensor_names(self, layout: Layout) -> tuple[str, ...]:
@@ -96,6 +108,8 @@ class Receiver(ABC):
 
     def norm(self, frame: Frame | Bundle, layout: Layout) -> float:
         """Return the Euclidean norm of ``decode(frame)``, in float64; most codecs need no vector for it.
+
+        Where decoding rotates, that of the vector before: the same up to the rounding of float32.
 
         Raises
         ------
@@ -197,7 +211,8 @@ class Codec(Receiver, Configured):
         vector = np.array(values, np.float32).reshape(-1)
         layout = Layout.flat(vector.size)
         frame, _ = self.encode(Update(vector, layout), self.init(layout), key or Key(0, "preview"))
-        out = Update(self.decode(frame, layout), layout)
+        out = Update(np.zeros(layout.size, np.float32), layout)
+        self.gather(frame, 1.0, out)
         self.conclude(out)
         return out.vector
 

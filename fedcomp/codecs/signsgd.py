@@ -97,11 +97,11 @@ class SignSGD(PositionalCodec):
                 f"{coded.scales.size} scale(s), first {coded.scales[0]:g}"
             )
 
-    def conclude(self, out: Update) -> None:
-        """Replace the votes in ``out``, summed with weights that sum to 1, by ``step`` times their sign, in place."""
+    def conclude(self, total: Update) -> None:
+        """Replace the votes in ``total``, summed with weights that sum to 1, by ``step`` times their sign, in place."""
         step = np.float32(self.step)
         # What comes after has travelled dense: it is a mean already, not a sum of votes.
-        votes = out.vector[: out.layout.compressed_size]
+        votes = total.vector[: total.layout.compressed_size]
         for start in range(0, votes.size, _BLOCK):
             block = votes[start : start + _BLOCK]
             block[:] = np.where(np.abs(block) > _TIE, np.copysign(step, block), np.float32(0.0))

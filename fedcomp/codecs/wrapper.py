@@ -67,9 +67,17 @@ class Wrapper(Codec):
         """Accumulate with the inner codec."""
         self.codec.accumulate(self.unwrapped(frame, out.layout), weight, out)
 
-    def conclude(self, out: Update) -> None:
+    def enter(self, update: Update) -> None:
+        """Enter the inner codec's coordinates."""
+        self.codec.enter(update)
+
+    def gather(self, frame: Frame | Bundle, weight: float, total: Update) -> None:
+        """Gather with the inner codec."""
+        self.codec.gather(self.unwrapped(frame, total.layout), weight, total)
+
+    def conclude(self, total: Update) -> None:
         """Conclude with the inner codec."""
-        self.codec.conclude(out)
+        self.codec.conclude(total)
 
     def tensor_names(self, layout: Layout) -> tuple[str, ...]:
         """Return the inner codec's."""

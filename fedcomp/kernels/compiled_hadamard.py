@@ -33,10 +33,6 @@ def _vector(array_type: Any, lanes: int) -> Any:
     return ir.VectorType(F32 if array_type.dtype == types.float32 else F64, lanes)
 
 
-def _sum_difference(builder: Any, low: Any, high: Any) -> tuple[Any, Any]:
-    return builder.fadd(low, high), builder.fsub(low, high)
-
-
 @intrinsic
 def _head(typingctx: Any, values: Any, start: Any, word: Any, scale: Any) -> Any:
     """Scale 64 elements, negate those whose bit is set, and transform them among themselves."""
@@ -62,25 +58,29 @@ def _head(typingctx: Any, values: Any, start: Any, word: Any, scale: Any) -> Any
 
 
 def _step(stages: int) -> Any:
-    """Return the kernel part that takes ``stages`` distances at once, ``width`` the shortest, for 16 neighbours."""
+    """Return the kernel part that takes ``stages`` distances at once for 16 neighbours.
 
-    def step(typingctx: Any, values: Any, start: Any, width: Any) -> Any:
+    Elements that belong together are ``gap`` apart in the source, from ``at`` on, and ``width`` in the target.
+    """
+
+    def step(typingctx: Any, source: Any, at: Any, gap: Any, target: Any, to: Any, width: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            array, vector = signature.args[0], _vector(signature.args[0], _LANES)
-            places = [args[1]]
-            for _ in range((1 << stages) - 1):
-                places.append(builder.add(places[-1], args[2]))
-            held = [load(context, builder, array, args[0], place, vector) for place in places]
+            vector = _vector(signature.args[0], _LANES)
+            places = [[args[1]], [args[4]]]
+            for one, distance in zip(places, (args[2], args[5]), strict=True):
+                for _ in range((1 << stages) - 1):
+                    one.append(builder.add(one[-1], distance))
+            held = [load(context, builder, signature.args[0], args[0], place, vector) for place in places[0]]
             for stage in range(stages):
                 for i in range(1 << stages):
                     if not i >> stage & 1:
                         j = i | 1 << stage
-                        held[i], held[j] = _sum_difference(builder, held[i], held[j])
-            for place, value in zip(places, held, strict=True):
-                store(context, builder, array, args[0], place, value)
+                        held[i], held[j] = builder.fadd(held[i], held[j]), builder.fsub(held[i], held[j])
+            for place, value in zip(places[1], held, strict=True):
+                store(context, builder, signature.args[3], args[3], place, value)
             return context.get_dummy_value()
 
-        return types.void(values, types.intp, types.intp), codegen
+        return types.void(source, types.intp, types.intp, target, types.intp, types.intp), codegen
 
     return intrinsic(step)
 
@@ -120,16 +120,16 @@ def _distances(values, start, width, end):
         if width * 8 <= end:
             for block in range(start, start + end, width * 8):
                 for i in range(block, block + width, _LANES):
-                    _step3(values, i, width)
+                    _step3(values, i, width, values, i, width)
             width *= 8
         elif width * 4 <= end:
             for block in range(start, start + end, width * 4):
                 for i in range(block, block + width, _LANES):
-                    _step2(values, i, width)
+                    _step2(values, i, width, values, i, width)
             width *= 4
         else:
             for i in range(start, start + width, _LANES):
-                _step1(values, i, width)
+                _step1(values, i, width, values, i, width)
             width *= 2
 
 
@@ -151,10 +151,18 @@ def _hadamard(values, before, after, scale, strip):
         last = stride * rows == n
         for base in range(0, n, stride * rows):
             for column in range(base, base + stride, WIDTH):
-                for row in range(rows):
-                    _ask(values, column + (row + _AHEAD) * stride)
-                    _move(values, column + row * stride, strip, row * WIDTH, nothing)
-                _distances(strip, 0, WIDTH, rows * WIDTH)
+                if rows < 8:
+                    for row in range(rows):
+                        _move(values, column + row * stride, strip, row * WIDTH, nothing)
+                    _distances(strip, 0, WIDTH, rows * WIDTH)
+                else:
+                    for row in range(0, rows, 8):
+                        at = column + row * stride
+                        for ahead in range(8, 16):
+                            _ask(values, at + ahead * stride)
+                        for i in range(0, WIDTH, _LANES):
+                            _step3(values, at + i, stride, strip, row * WIDTH + i, WIDTH)
+                    _distances(strip, 0, 8 * WIDTH, rows * WIDTH)
                 for row in range(rows):
                     i = column + row * stride
                     _ask(values, i + _AHEAD * stride)

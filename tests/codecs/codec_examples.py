@@ -7,6 +7,7 @@ import functools
 import numpy as np
 
 from fedcomp.codecs import (
+    DCT,
     DGC,
     QSGD,
     STC,
@@ -16,6 +17,7 @@ from fedcomp.codecs import (
     Clip,
     Codec,
     Dithering,
+    Domain,
     FixedPoint,
     Identity,
     KeyRegion,
@@ -23,6 +25,7 @@ from fedcomp.codecs import (
     NormSign,
     RandomBlock,
     RandomK,
+    Rotation,
     ScaleCom,
     ScaledSign,
     SIDCo,
@@ -116,6 +119,13 @@ EXAMPLES: tuple[Codec, ...] = (
     ErrorFeedback(RandomK(0.1), momentum=0.5, masking=False),
     ErrorFeedback(QSGD(3, bucket=32), beta=0.3),
     ErrorFeedback(TopK(0.05), memory="float16"),
+    Domain(Rotation(seed=3), TopK(0.1)),
+    Domain(DCT(16), TopK(0.2, scope="layer", values="bf16")),
+    Domain(Rotation(scope="layer"), RandomK(0.3, unbiased=True)),
+    Domain(DCT(64, scope="global"), ErrorFeedback(TopK(0.1))),
+    ErrorFeedback(Domain(DCT(64, scope="global"), TopK(0.1))),
+    Domain(Rotation(seed=1), SignSGD(0.01)),
+    FixedPoint(Domain(Rotation(seed=2), RandomK(0.5)), clip=2048.0, levels=2048),
 )
 
 

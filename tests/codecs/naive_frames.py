@@ -16,6 +16,7 @@ from fedcomp.codecs import (
     ChunkTop1,
     Codec,
     Dithering,
+    Domain,
     FixedPoint,
     Identity,
     NaturalCompression,
@@ -159,7 +160,7 @@ def values_of(codec: Any, part: Part, x: np.ndarray, y: np.ndarray, most: bool) 
 
 def inmost(codec: Codec) -> Any:
     """The codec that makes the frame."""
-    while isinstance(codec, ErrorFeedback | Chain | DGC | ScaleCom):
+    while isinstance(codec, ErrorFeedback | Chain | DGC | Domain | ScaleCom):
         codec = codec.codec
     return codec
 

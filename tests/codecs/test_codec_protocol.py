@@ -30,6 +30,10 @@ NAMES = {name: getattr(fedcomp.codecs, name) for name in vars(fedcomp.codecs) if
 }
 
 
+TURNED = ("Domain",)
+"""Codecs whose coordinates are not those of the update: what they deliver is dense."""
+
+
 def _snapshot(state: dict) -> dict:
     return {name: array.copy() for name, array in state.items()}
 
@@ -83,7 +87,10 @@ def test_decoding_is_deterministic_and_complete(codec: Codec, layout: Layout) ->
     for array in after.values():
         assert isinstance(array, np.ndarray)
         assert array.dtype != object
-    assert codec.norm(frame, layout) == pytest.approx(np.linalg.norm(decoded.astype(np.float64)), rel=1e-12)
+    # A norm is taken before the way back to the update's coordinates, which rounds.
+    turned = any(word in repr(codec) for word in TURNED)
+    length = np.linalg.norm(decoded.astype(np.float64))
+    assert codec.norm(frame, layout) == pytest.approx(length, rel=1e-6 if turned else 1e-12)
 
 
 @pytest.mark.long
@@ -92,7 +99,7 @@ def test_a_preview_is_what_one_client_alone_delivers(codec: Codec) -> None:
     given = update(layout)
     before = given.vector.copy()
     out = Update(np.full(layout.size, -0.0, np.float32), layout)
-    codec.accumulate(codec.encode(given, codec.init(layout), KEY)[0], 1.0, out)
+    codec.gather(codec.encode(given, codec.init(layout), KEY)[0], 1.0, out)
     codec.conclude(out)
     np.testing.assert_array_equal(codec.preview(given.vector, KEY), out.vector)
     np.testing.assert_array_equal(given.vector, before)
@@ -475,7 +482,8 @@ def test_support_is_what_travelled(codec: Codec) -> None:
     frame, _ = codec.encode(update(layout), codec.init(layout), KEY)
     support = codec.support(frame, layout)
     assert (np.diff(support) > 0).all()
-    if any(tensor.kind is wire.SPARSE for tensor in codec.open(frame, layout).tensors):
+    listed = any(tensor.kind is wire.SPARSE for tensor in codec.open(frame, layout).tensors)
+    if listed and not any(word in repr(codec) for word in TURNED):
         decoded = codec.decode(frame, layout)
         decoded[support] = 0.0
         assert not decoded[: layout.compressed_size].any()
