@@ -18,6 +18,10 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
         "fedcomp.experiments.bench.engine",
         "client rounds per second in process against Ray, memory of the server",
     ),
+    "server": (
+        "fedcomp.experiments.bench.server",
+        "a client's cost to the server by codec, against FedAvg's own, with up to 1000 clients",
+    ),
     "gossip": (
         "fedcomp.experiments.bench.gossip",
         "decentralised runs: time per edge as graphs grow, messages, the protocol",
