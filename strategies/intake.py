@@ -70,6 +70,8 @@ class Intake:
         Whether clients were asked for whole models, so that frames are not missed.
     errors : list of Message
         What stands for the replies that could not be used, for the inner strategy.
+    parsed_bytes : int
+        Memory that parsed frames take until they are added, in bytes; at most a model of float32.
     """
 
     report: Report
@@ -85,6 +87,7 @@ class Intake:
     updates_only: bool = False
     models_asked: bool = False
     errors: list[Message] = field(default_factory=list)
+    parsed_bytes: int = 0
 
     @cached_property
     def vector(self) -> Vector:
@@ -152,8 +155,8 @@ class Intake:
         base = self.start if arrival.sent.base is None else self.layout.flatten(arrival.sent.base)
         # Finite models may differ by more than float32 holds; the aggregate is checked before it is taken.
         with np.errstate(over="ignore", invalid="ignore"):
-            if arrival.frame is not None:
-                vector = self.codec.decode(arrival.frame, self.layout)
+            if arrival.opened is not None:
+                vector = self.codec.decode(arrival.opened, self.layout)
                 return vector - base if self.codec.lossless else vector
             assert arrival.plain is not None
             return self.layout.flatten(arrival.plain) - base
@@ -162,9 +165,9 @@ class Intake:
         """Add up what the usable replies took, and what as many full models take."""
         report = self.report
         # A frame made here of a plain reply never travelled.
-        framed = [a for a in arrivals if a.frame is not None and a.plain is None]
-        exact = sum(len(take_frame(a.message.content, EXACT) or b"") for a in framed)
-        report.account(self.codec, self.layout, [a.frame for a in framed if a.frame is not None], exact_bytes=exact)
+        exact = sum(len(take_frame(a.message.content, EXACT) or b"") for a in arrivals if a.sizes is not None)
+        sizes = [a.sizes for a in arrivals if a.sizes is not None]
+        report.account(self.codec, self.layout, sizes, exact_bytes=exact)
         report.payload_bytes = sum(payload_bytes(a.message) for a in arrivals)
         # What apps put beside the model travels with compression and without, so it counts on both sides.
         beside_models = [record for a in arrivals for record in a.content.array_records.values()]
@@ -193,7 +196,11 @@ class Intake:
             received = self.model if self.updates_only else decode_exact(take_frame(content, EXACT), layout)
             exact = {t.name: check_exact(received[t.name], t, self.model[t.name]) for t in layout.exact}
             arrival = Arrival(sent, reply, rest, text(header, "record"), exact, frame)
-            arrival.sequence = sequence
+            arrival.sequence, arrival.sizes = sequence, bundle.sizes
+            held = bundle.held_bytes()
+            if self.parsed_bytes + held <= 4 * layout.size:
+                arrival.parsed = bundle
+                self.parsed_bytes += held
             arrival.generation = integer(header, "generation") if "generation" in header else 0
             # From the parsed frame: most codecs need no vector for it.
             if measured and not codec.lossless:

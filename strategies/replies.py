@@ -22,7 +22,7 @@ from fedcomp.flower.protocol import PREFIX
 from fedcomp.flower.report import Report, shorten
 from fedcomp.strategies.guard import Norms
 from fedcomp.strategies.partitions import Holders
-from fedcomp.wire import Frame
+from fedcomp.wire import Bundle, Frame, FrameSizes
 
 T = TypeVar("T")
 M = TypeVar("M", bound="Weighed")
@@ -102,9 +102,10 @@ class Weighed(Protocol):
 class Arrival:
     """A checked reply: a frame, or the plain arrays of a client without the mod (both where they became a vote).
 
-    The frame is kept as bytes, which are in the message anyway, and parsed again when it is added: parsed frames of all
-    clients side by side would make memory grow with their number. ``norm`` is that of the update, None where nobody may
-    know it; an ``outlier`` is one that a guard refused.
+    The frame is kept as bytes, which are in the message anyway. What was parsed of it is kept beside it as long as all
+    of that together takes no more than a model: beyond that memory would grow with the number of clients, and the frame
+    is parsed again when it is added. ``sizes`` are those of a frame that travelled. ``norm`` is that of the update,
+    None where nobody may know it; an ``outlier`` is one that a guard refused.
     """
 
     sent: SentMessage
@@ -113,6 +114,8 @@ class Arrival:
     record: str
     exact: Arrays
     frame: Frame | None = None
+    parsed: Bundle | None = None
+    sizes: FrameSizes | None = None
     plain: Arrays | None = None
     metrics_name: str = ""
     weight: float = 1.0
@@ -124,6 +127,11 @@ class Arrival:
     remark: str = ""
     norm: float | None = None
     outlier: bool = False
+
+    @property
+    def opened(self) -> Frame | Bundle | None:
+        """The frame, parsed where that was kept."""
+        return self.frame if self.parsed is None else self.parsed
 
 
 @dataclass

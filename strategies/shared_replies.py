@@ -27,7 +27,7 @@ from fedcomp.layout import Layout, Vector
 from fedcomp.rng import Key
 from fedcomp.strategies.receiving import Reception
 from fedcomp.strategies.replies import Rejected, SentMessage, integer, strip, text, weight_of
-from fedcomp.wire import Frame
+from fedcomp.wire import Bundle, Frame
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Client:
         The last message it answered.
     content : RecordDict
         Its metrics and whatever else its app replied.
-    frame : bytes or None
+    values : Bundle or None
         Its values on the support, once they are here.
     sample : tuple of two float32 arrays, or None
         Its memory and its memory plus update at the probed coordinates.
@@ -55,7 +55,7 @@ class Client:
     weight: float
     generation: int
     partition: int
-    frame: Frame | None = None
+    values: Bundle | None = None
     exact: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     sample: tuple[Vector, Vector] | None = None
     payload: int = 0
@@ -124,7 +124,7 @@ class SupportRound:
     @property
     def senders(self) -> list[Client]:
         """The clients whose values are here, in partition order."""
-        found = [client for client in self.clients if client.frame is not None]
+        found = [client for client in self.clients if client.values is not None]
         return sorted(found, key=lambda client: (client.partition, client.sent.node))
 
     def trained(self, sent: SentMessage, reply: Message) -> Client:
@@ -248,11 +248,11 @@ class SupportRound:
         frame = take_frame(reply.content, UPDATE)
         if frame is None:
             raise Rejected("the reply holds no values")
-        self.fixed.open(frame, self.layout)
+        values = self.fixed.open(frame, self.layout)
         received = decode_exact(take_frame(reply.content, EXACT), self.layout)
         client.exact = {t.name: check_exact(received[t.name], t, self.model[t.name]) for t in self.layout.exact}
-        # Last: a client with a frame is a sender, whose buffers have been checked by then.
-        client.frame = frame
+        # Last: a client with values is a sender, whose buffers have been checked by then.
+        client.values = values
 
     def sample_in(self, reply: Message) -> tuple[Vector, Vector] | None:
         """Return the sampled memory and memory plus update of a client that was asked for them.

@@ -313,7 +313,7 @@ class SharedSupport(Receiving, ExchangeStrategy, Stateful):
 
         Each that stays silent costs a timeout; a round in which several in a row do is better given up.
         """
-        waiting = [client for client in now.clients if client.frame is None]
+        waiting = [client for client in now.clients if client.values is None]
         waiting.sort(key=lambda client: (client.partition, client.sent.node))
         turn = (now.number - 1) % len(waiting) if waiting else 0
         for client in [*waiting[turn:], *waiting[:turn]][:_CANDIDATES]:
@@ -333,7 +333,7 @@ class SharedSupport(Receiving, ExchangeStrategy, Stateful):
     def _gather(self, now: SupportRound) -> Exchanges[None]:
         """Send the index block to those that have not sent their values, and take their answers."""
         # The leader's values came with its support.
-        waiting = {c.sent.node: c for c in now.clients if c.frame is None and c.sent.node not in now.silent}
+        waiting = {c.sent.node: c for c in now.clients if c.values is None and c.sent.node not in now.silent}
         if not waiting:
             return
         asked = self._messages(dict.fromkeys(waiting, 0), now, ConfigRecord(), "query", {SUPPORT: now.block})
@@ -350,9 +350,9 @@ class SharedSupport(Receiving, ExchangeStrategy, Stateful):
         report = now.report
         arrived = now.senders
         for client in arrived:
-            assert client.frame is not None
+            assert client.values is not None
             # The norm of the values on the support: a client sends nothing else of its update.
-            client.norm = now.fixed.norm(client.frame, now.layout)
+            client.norm = now.fixed.norm(client.values, now.layout)
         senders = self.reception.ordinary(arrived, report)
         total = sum(client.weight for client in senders)
         if total <= 0:
@@ -365,9 +365,9 @@ class SharedSupport(Receiving, ExchangeStrategy, Stateful):
         out = added.update
         with np.errstate(over="ignore", invalid="ignore"):
             for client in senders:
-                assert client.frame is not None
+                assert client.values is not None
                 # Divided before it is added, as in Flower's mean: weights may be large, and the sum stays in range.
-                added.add(now.fixed, client.frame, client.weight / total, client.exact)
+                added.add(now.fixed, client.values, client.weight / total, client.exact)
             # A product with 1 changes nothing, but takes a pass over the model.
             if self.server_lr != 1.0:
                 out.vector[...] *= np.float32(self.server_lr)
@@ -394,7 +394,8 @@ class SharedSupport(Receiving, ExchangeStrategy, Stateful):
         report.used = report.compressed = len(senders)
         report.payload_bytes = sum(client.payload for client in senders)
         report.model_bytes = len(senders) * sum(array.nbytes for array in now.model.values())
-        report.account(now.fixed, layout, [client.frame for client in senders if client.frame is not None])
+        sizes = [client.values.sizes for client in senders if client.values is not None]
+        report.account(now.fixed, layout, [found for found in sizes if found is not None])
         report.changed = int(np.count_nonzero(out.vector[: layout.compressed_size]))
         # The reference and not ``moved``: the model is what every replica makes of the frame, bit for bit.
         record = to_record(layout.unflatten(broadcast.reference, broadcast.exact))

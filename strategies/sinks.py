@@ -28,7 +28,7 @@ from fedcomp.strategies.means import MEANS, aggregate_once, is_mean
 from fedcomp.strategies.pairings import warn_of_pairing
 from fedcomp.strategies.private.flower_dp import promises
 from fedcomp.strategies.replies import NOT_FINITE, Arrays, Arrival
-from fedcomp.wire import Frame
+from fedcomp.wire import Bundle, Frame
 
 Released = Callable[[ArrayRecord, int], Layout]
 """Of a model and a round: the layout of what is sent of an update."""
@@ -198,7 +198,7 @@ class WeightedSum:
         self.update = Update(np.full(layout.size, -0.0, np.float32), layout)
         self.exact: dict[str, NDArray[Any]] = {}
 
-    def add(self, codec: Codec, update: Frame | Vector, factor: float, exact: Arrays) -> None:
+    def add(self, codec: Codec, update: Frame | Bundle | Vector, factor: float, exact: Arrays) -> None:
         """Add ``factor`` times an update, a frame of ``codec`` or a vector that may be overwritten, and its buffers."""
         if isinstance(update, np.ndarray):
             codec.enter(Update(update, self.update.layout))
@@ -231,9 +231,9 @@ class MeanSink(Sink):
         if self._weight <= 0:
             return
         intake = self._intake
-        update: Frame | Vector
-        if arrival.frame is not None:
-            update = arrival.frame
+        update: Frame | Bundle | Vector
+        if arrival.opened is not None:
+            update = arrival.opened
         else:
             assert arrival.plain is not None
             update = intake.layout.flatten(arrival.plain)
@@ -241,6 +241,7 @@ class MeanSink(Sink):
             if not intake.codec.lossless:
                 update -= intake.start
         self._sum.add(intake.codec, update, arrival.weight / self._weight, arrival.exact)
+        arrival.parsed = None
 
     def finish(self) -> Outcome:
         """Return the step from the mean; none where nothing has a weight."""
@@ -299,8 +300,9 @@ class RepliesSink(Sink):
         if arrival.plain is not None:
             vector = layout.flatten(arrival.plain)
         else:
-            assert arrival.frame is not None
-            vector = intake.codec.decode(arrival.frame, layout)
+            assert arrival.opened is not None
+            vector = intake.codec.decode(arrival.opened, layout)
+            arrival.parsed = None
         if arrival.plain is None and not intake.codec.lossless:
             # Before the base is added, as above.
             self._changed |= vector != 0.0

@@ -18,8 +18,17 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAvg
 
-from fedcomp import codecs
-from fedcomp.codecs import Codec
+from fedcomp.codecs import (
+    QSGD,
+    STC,
+    Codec,
+    Identity,
+    NaturalCompression,
+    RandomK,
+    ScaledSign,
+    TernGrad,
+    TopK,
+)
 from fedcomp.errors import FedcompError
 from fedcomp.experiments.bench.readpass import layered
 from fedcomp.experiments.kit import claim
@@ -32,19 +41,19 @@ from fedcomp.rng import Key
 from fedcomp.strategies.compressed import Compressed
 
 CODECS: Final[Mapping[str, Codec]] = {
-    "identity": codecs.Identity(),
-    "top-k 1 %": codecs.TopK(0.01),
-    "top-k 10 %": codecs.TopK(0.1),
-    "top-k 1 %, q2": codecs.TopK(0.01, values="q2"),
-    "top-k 1 %, q8": codecs.TopK(0.01, values="q8"),
-    "STC 1 %": codecs.STC(0.01),
-    "random-k 1 %": codecs.RandomK(0.01),
-    "scaled sign": codecs.ScaledSign(),
-    "TernGrad": codecs.TernGrad(),
-    "QSGD(127)": codecs.QSGD(127),
-    "QSGD(7)": codecs.QSGD(7),
-    "QSGD(1)": codecs.QSGD(1),
-    "natural": codecs.NaturalCompression(),
+    "identity": Identity(),
+    "top-k 1 %": TopK(0.01),
+    "top-k 10 %": TopK(0.1),
+    "top-k 1 %, q2": TopK(0.01, values="q2"),
+    "top-k 1 %, q8": TopK(0.01, values="q8"),
+    "STC 1 %": STC(0.01),
+    "random-k 1 %": RandomK(0.01),
+    "scaled sign": ScaledSign(),
+    "TernGrad": TernGrad(),
+    "QSGD(127)": QSGD(127),
+    "QSGD(7)": QSGD(7),
+    "QSGD(1)": QSGD(1),
+    "natural": NaturalCompression(),
 }
 PLAIN: Final = "FedAvg, plain"
 BOUND: Final = 3.0

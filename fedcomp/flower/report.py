@@ -18,7 +18,7 @@ from fedcomp.codecs import Codec
 from fedcomp.codecs.positional import DENSE_REST
 from fedcomp.layout import Layout
 from fedcomp.plain import PlainError, fields_of, from_fields, from_plain
-from fedcomp.wire import Frame, tensor_bytes
+from fedcomp.wire import FrameSizes
 
 S = TypeVar("S", bound="ReportSection")
 
@@ -299,8 +299,8 @@ class Report(_Figures):
         """Record that the reply of ``node`` was not used."""
         self.refused[node] = shorten(reason)
 
-    def account(self, codec: Codec, layout: Layout, frames: Iterable[Frame], *, exact_bytes: int = 0) -> None:
-        """Add up how many bytes of ``frames``, which ``codec`` has opened, each tensor took, and how many were dense.
+    def account(self, codec: Codec, layout: Layout, frames: Iterable[FrameSizes], *, exact_bytes: int = 0) -> None:
+        """Add up how many bytes of frames of ``codec`` each tensor took, and how many were dense.
 
         ``exact_bytes`` are those of the frames beside them, of tensors that travel as values.
         """
@@ -309,9 +309,9 @@ class Report(_Figures):
         self.frame_bytes += exact_bytes
         self.dense_bytes += exact_bytes
         for frame in frames:
-            self.frame_bytes += len(frame)
-            self.dense_bytes += len(frame) if codec.lossless else 0
-            for name, size in zip(names, tensor_bytes(frame), strict=True):
+            self.frame_bytes += frame.frame
+            self.dense_bytes += frame.frame if codec.lossless else 0
+            for name, size in zip(names, frame.tensors, strict=True):
                 self.tensor_bytes[name] = self.tensor_bytes.get(name, 0) + size
                 self.dense_bytes += size if name == DENSE_REST else 0
 

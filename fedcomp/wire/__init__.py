@@ -54,7 +54,7 @@ from fedcomp.wire.longest import FILLED, longest, pad
 from fedcomp.wire.quantised import Ones, SignScale, Uniform, UnitSign
 from fedcomp.wire.section import SECTION_INDEX, Section, put_block, take_block
 from fedcomp.wire.support import seeded_block, seeded_support
-from fedcomp.wire.tensor import Bundle, Tensor, dense, seeded, shared, sparse
+from fedcomp.wire.tensor import Bundle, FrameSizes, Tensor, dense, seeded, shared, sparse
 from fedcomp.wire.values import Bf16, Fp16, Natural, Raw, Values
 
 __all__ = [
@@ -87,6 +87,7 @@ __all__ = [
     "Expected",
     "Fp16",
     "Frame",
+    "FrameSizes",
     "IndexCodec",
     "Indices",
     "Kind",

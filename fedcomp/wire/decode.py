@@ -49,7 +49,7 @@ from fedcomp.wire.limits import (
     Schema,
     representable,
 )
-from fedcomp.wire.tensor import Bundle, Tensor
+from fedcomp.wire.tensor import Bundle, FrameSizes, Tensor
 from fedcomp.wire.values import RESERVED_VALUES, Raw, Values, chunks
 
 _TRAILER = 4
@@ -111,7 +111,7 @@ def decode(
         raise ConfigError("a frame is a contiguous one-dimensional buffer of bytes")
     flags, count, head = _check_header(buf, limits)
     tlvs, pos = _take_fields(buf, HEADER.size, head)
-    entries = _take_table(buf, pos, head, count, expect, limits)
+    entries, spans = _take_table(buf, pos, head, count, expect, limits)
     payload = len(buf) - head - _TRAILER
     stored = sum(e.index_stored + e.value_stored for e in entries)
     # All lengths have to add up exactly: bytes that no section covers would travel unchecked.
@@ -140,7 +140,8 @@ def decode(
         tensors.append(tensor)
         non_finite += zeroed
         pos = end
-    return Bundle(tuple(tensors), flags, tlvs, non_finite)
+    sizes = tuple(span + e.index_stored + e.value_stored for span, e in zip(spans, entries, strict=True))
+    return Bundle(tuple(tensors), flags, tlvs, non_finite, FrameSizes(len(buf), sizes))
 
 
 def _check_header(buf: memoryview, limits: Limits) -> tuple[int, int, int]:
@@ -203,15 +204,20 @@ def _take_fields(buf: memoryview, pos: int, end: int) -> tuple[tuple[tuple[int, 
     raise LimitExceeded(f"more than {MAX_TLVS} optional fields")
 
 
-def _take_table(buf: memoryview, pos: int, end: int, count: int, expect: Schema | None, limits: Limits) -> list[_Entry]:
+def _take_table(
+    buf: memoryview, pos: int, end: int, count: int, expect: Schema | None, limits: Limits
+) -> tuple[list[_Entry], list[int]]:
+    """Read the table; return its entries and the bytes that each takes in it."""
     if expect is not None and count != len(expect):
         raise SchemaMismatch(f"frame of {count} tensors, expected {len(expect)}")
     if count > limits.max_tensors:
         raise LimitExceeded(f"frame of {count} tensors; this receiver takes at most {limits.max_tensors}")
     entries: list[_Entry] = []
+    spans: list[int] = []
     names: set[str] = set()
     elements = 0
     for i in range(count):
+        start = pos
         entry, pos = _take_entry(buf, pos, end, None if expect is None else expect[i], limits)
         # With a schema each name was compared with that of its place, so that a search for doubles would find nothing.
         if expect is None and entry.name:
@@ -223,9 +229,10 @@ def _take_table(buf: memoryview, pos: int, end: int, count: int, expect: Schema 
         if elements > limits.max_elements:
             raise LimitExceeded(f"tensors of {elements} and more elements; this receiver takes {limits.max_elements}")
         entries.append(entry)
+        spans.append(pos - start)
     if pos != end:
         raise Corrupt(f"{end - pos} bytes follow the tensor table")
-    return entries
+    return entries, spans
 
 
 def _take_entry(buf: memoryview, pos: int, end: int, expected: Expected | None, limits: Limits) -> tuple[_Entry, int]:

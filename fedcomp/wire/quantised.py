@@ -288,8 +288,11 @@ class SignScale(Values):
         return int(self.negative.size)
 
     def decode(self) -> NDArray[Any]:
-        scales = np.broadcast_to(spread(self.scales, self.block, self.k), (self.k,))
-        return np.where(self.negative, -scales, scales)
+        out = np.empty(self.k, np.float32)
+        out[...] = spread(self.scales, self.block, self.k)
+        # The sign bit of a float32 as an integer: one pass, where a choice between two floats takes ten times as long.
+        out.view(np.uint32)[...] |= self.negative.view(np.uint8).astype(np.uint32) << np.uint32(31)
+        return out
 
     def pack(self, shuffled: bool = False) -> tuple[bytes, Buffer]:
         bits = np.packbits(self.negative, bitorder="little").tobytes()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,7 @@ from fedcomp.wire.limits import (
     require_dtype,
 )
 from fedcomp.wire.support import SCATTERED
-from fedcomp.wire.values import Raw, Values
+from fedcomp.wire.values import Raw, Values, owned
 
 
 # No generated __eq__: it would compare arrays, which have no single truth value.
@@ -138,6 +138,21 @@ class Tensor:
         return out.reshape(self.shape)
 
 
+class FrameSizes(NamedTuple):
+    """What the parts of a frame take, in bytes.
+
+    Attributes
+    ----------
+    frame : int
+        All of it.
+    tensors : tuple of int
+        Each tensor's entry in the table and its sections, in order.
+    """
+
+    frame: int
+    tensors: tuple[int, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class Bundle:
     """A decoded frame.
@@ -152,12 +167,19 @@ class Bundle:
         Type and content of every optional field, in order; unknown types below 128 included, padding not.
     non_finite : int
         Values that were NaN or infinite and are 0 now (policy "zero").
+    sizes : FrameSizes or None
+        Of the frame that was decoded; None for a bundle that was put together otherwise.
     """
 
     tensors: tuple[Tensor, ...]
     flags: int = 0
     tlvs: tuple[tuple[int, bytes], ...] = ()
     non_finite: int = 0
+    sizes: FrameSizes | None = None
+
+    def held_bytes(self) -> int:
+        """Return the bytes of memory that the tensors hold beside the frame, of which raw values are views."""
+        return sum(t.values.held_bytes() + (0 if t.indices is None else owned(t.indices)) for t in self.tensors)
 
     def tlv(self, kind: int) -> bytes | None:
         """Return the first optional field of this type, or None."""

@@ -92,6 +92,10 @@ class Values(ABC):
         they follow from the values."""
         return b""
 
+    def held_bytes(self) -> int:
+        """Return the bytes of memory that these values hold beside the section they were read from."""
+        return sum(owned(array) for array in vars(self).values() if isinstance(array, np.ndarray))
+
     def count_non_finite(self) -> int:
         """Return how many decoded values are NaN or infinite."""
         return 0
@@ -108,6 +112,14 @@ class Values(ABC):
     def accepts(cls, dtype: str) -> bool:
         """Whether a tensor of this dtype may carry values of this form."""
         return dtype in FLOATS
+
+
+def owned(array: NDArray[Any]) -> int:
+    """Return the bytes of memory behind ``array`` if it is an array's own, 0 if it is that of a frame."""
+    base: Any = array
+    while isinstance(base.base, np.ndarray):
+        base = base.base
+    return int(base.nbytes) if base.base is None else 0
 
 
 def chunks(array: NDArray[Any]) -> Iterator[NDArray[Any]]:

@@ -63,7 +63,7 @@ class Watched(SharedSupport):
         out = super()._aggregate(now)
         if out[0] is not None:
             self.supports[now.number] = now.supports
-            frames = {c.partition: c.frame for c in now.clients if c.frame is not None}
+            frames = {c.partition: c.values for c in now.clients if c.values is not None}
             self.values[now.number] = {p: now.fixed.decode(f, LAYOUT).astype(np.float64) for p, f in frames.items()}
             for partition, vector in self.values[now.number].items():
                 self.delivered[partition] += vector
