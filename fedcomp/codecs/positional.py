@@ -275,8 +275,11 @@ class PositionalCodec(Packing, Codec):
 
     def decode(self, frame: Frame | Bundle, layout: Layout) -> Vector:
         """Return the decoded vector; coordinates that did not travel are +0.0."""
-        out = np.zeros(layout.size, np.float32)
-        for tensor, where in self._placed(self.open(frame, layout), layout):
+        bundle = self.open(frame, layout)
+        dense = all(tensor.indices is None for tensor in bundle.tensors)
+        # Dense tensors fill their places: no pass over the model to clear it.
+        out = np.empty(layout.size, np.float32) if dense else np.zeros(layout.size, np.float32)
+        for tensor, where in self._placed(bundle, layout):
             if tensor.indices is None:
                 out[where] = tensor.values.decode()
             else:

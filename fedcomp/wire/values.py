@@ -376,10 +376,10 @@ class Natural(Values):
         return int(self.codes.size)
 
     def decode(self) -> NDArray[Any]:
+        # Sign and exponent are the upper nine bits of a float32, in this order.
         word = self.codes.astype(np.uint32)
-        return (((word >> np.uint32(8)) << np.uint32(31)) | ((word & np.uint32(0xFF)) << np.uint32(23))).view(
-            np.float32
-        )
+        word <<= np.uint32(23)
+        return word.view(np.float32)
 
     def pack(self, shuffled: bool = False) -> tuple[bytes, Buffer]:
         return b"", pack(self.codes, 9)
