@@ -7,6 +7,7 @@ broke, 130 when it was interrupted.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import shlex
 import sys
@@ -92,6 +93,12 @@ class Request:
         bool, typer.Option("--list", help="List the experiments, or the settings of NAME, and stop.")
     ] = False
     engine: Annotated[str | None, typer.Option(help=f"{', '.join(engines.ENGINES)}.", show_default="inprocess")] = None
+    ray_address: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT", help="A Ray cluster that runs already, for --engine ray.", show_default=False
+        ),
+    ] = None
     rounds: Annotated[int | None, typer.Option(help="Rounds of training.", show_default="the experiment's")] = None
     clients: Annotated[int | None, typer.Option(help="Number of clients.", show_default="the experiment's")] = None
     seed: Annotated[int | None, typer.Option(help="Seed of every random decision.", show_default="0")] = None
@@ -215,6 +222,9 @@ def _run(setup: RunnerSetup, request: Request) -> int:
     go_offline()
     if request.tensorboard is not None:
         board.require()
+    if request.ray_address is not None:
+        # Not part of the configuration: where a run takes place does not change what it finds.
+        setup = replace(setup, engine=functools.partial(setup.engine, ray_address=request.ray_address))  # type: ignore[call-arg]
     job = _prepare(setup, request)
     errors = show.make_console(stderr=True)
     with clean_stdout(request.as_json) as stdout:
@@ -413,7 +423,8 @@ def _broken(folder: RunFolder, resume: str, error: Exception) -> int:
 
 def _resume_command(setup: RunnerSetup, folder: RunFolder, request: Request) -> str:
     where = [] if request.out == Path("runs") else ["--out", str(request.out)]
-    return f"{setup.program} {shlex.join(['--resume', folder.name, *where])}"
+    cluster = [] if request.ray_address is None else ["--ray-address", request.ray_address]
+    return f"{setup.program} {shlex.join(['--resume', folder.name, *where, *cluster])}"
 
 
 @contextlib.contextmanager

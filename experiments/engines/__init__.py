@@ -30,6 +30,7 @@ def run(
     on_round: Callable[[RoundRecord], object] | None = None,
     checkpoint: Path | None = None,
     privacy: Path | None = None,
+    ray_address: str | None = None,
 ) -> RunResult:
     """Run ``spec`` on its engine.
 
@@ -45,6 +46,9 @@ def run(
     privacy : Path, optional
         The file in which a private system keeps what it released, on any engine; see
         :func:`fedcomp.experiments.serve.serve`.
+    ray_address : str, optional
+        ``HOST:PORT`` of a Ray cluster that runs already, for the engine ``ray``: its machines share the clients. This
+        process has to be on one of them. Default a Ray of this process's own.
 
     Raises
     ------
@@ -58,6 +62,10 @@ def run(
     from fedcomp.experiments.systems import check
 
     check(spec)
+    if ray_address is not None and spec.engine != "ray":
+        raise ConfigError(f"ray_address={ray_address!r} is for engine=ray; this run is on engine={spec.engine}")
     engine = importlib.import_module(f"fedcomp.experiments.engines.{spec.engine}")
-    result: RunResult = engine.run(spec, on_round=on_round, checkpoint=checkpoint, privacy=privacy)
+    # Each engine has what all have, and what is its own.
+    own = {} if ray_address is None else {"ray_address": ray_address}
+    result: RunResult = engine.run(spec, on_round=on_round, checkpoint=checkpoint, privacy=privacy, **own)
     return result

@@ -2,6 +2,8 @@
 
 Uses the Python entry point because it takes the very app objects that the other engines run; ``flwr run`` would load
 its own from a bundle. Client state lives in the simulation's process and cannot be stored, so a run cannot be resumed.
+
+The actors are where Ray has processors: on this machine, or on all machines of a cluster whose address is given.
 """
 
 from __future__ import annotations
@@ -9,9 +11,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Final
 
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
@@ -22,6 +26,8 @@ from fedcomp.errors import ConfigError, FedcompError, optional
 from fedcomp.experiments import server_app
 from fedcomp.experiments.spec import RoundRecord, RunResult, RunSpec
 from fedcomp.flower.wrapper import GridWrapper
+
+CONNECT_SECONDS: Final = 5.0
 
 
 class SimulationError(FedcompError, RuntimeError):
@@ -34,12 +40,15 @@ def run(
     on_round: Callable[[RoundRecord], object] | None = None,
     checkpoint: Path | None = None,
     privacy: Path | None = None,
+    ray_address: str | None = None,
 ) -> RunResult:
     """Run ``spec`` under Ray. See :func:`fedcomp.experiments.engines.run`."""
     if checkpoint is not None:
         raise ConfigError(
             "the ray engine cannot be resumed: the simulation keeps the clients' state to itself; use engine=inprocess"
         )
+    if ray_address is not None:
+        _require_cluster(ray_address)
     results: list[RunResult] = []
     stop = threading.Event()
     app = ServerApp()
@@ -61,12 +70,27 @@ def run(
                     "include_dashboard": False,
                     "log_to_driver": False,
                     "logging_level": logging.ERROR,
+                    **({} if ray_address is None else {"address": ray_address}),
                 },
             },
         )
     if not results:
         raise SimulationError("Flower's simulation ended without a result; its log says why")
     return results[0]
+
+
+def _require_cluster(address: str) -> None:
+    """Raise ConfigError unless something listens at ``address``: Ray itself would look for it for a minute."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ConfigError(f"ray_address={address!r} is not valid: expected HOST:PORT of the head, as 10.0.0.1:6379")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"no Ray cluster answers at {address}: {error}; start one with 'ray start --head --port={port}' on {host}, "
+            f"and join it with 'ray start --address={address}' on the other machines"
+        ) from error
 
 
 class _StoppableGrid(GridWrapper):

@@ -131,7 +131,7 @@ def tiny(command: Command) -> list[str]:
     for option in sorted(options):
         key = option.partition(" ")[2].partition("=")[0]
         neutral = key == "seeds" or (key in experiment.options and experiment.options[key].neutral)
-        if not option.startswith(("--rounds", "--clients", "--engine", "--quick")) and not neutral:
+        if not option.startswith(("--rounds", "--clients", "--engine", "--ray-address", "--quick")) and not neutral:
             kept += option.split(" ", 1)
     return kept if "--list" in options or "--resume last" in options else [*kept, "--quick"]
 

@@ -1,0 +1,141 @@
+"""A run on a Ray cluster that was started as the page says; slow: two raylets on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fake_engine import TINY, FakeEngine
+from page_reading import ROOT, blocks
+
+from fedcomp.errors import ConfigError
+from fedcomp.experiments import engines
+from fedcomp.experiments.engines.processes import Child, free_ports
+from fedcomp.experiments.run import RunnerSetup, main
+from fedcomp.experiments.spec import RoundRecord, RunSpec
+from fedcomp.flower.offline import OFFLINE_ENVIRONMENT
+
+PAGE = ROOT / "docs" / "engines.md"
+
+
+def written(start: str) -> list[str]:
+    """Return the words of the only command of the page that begins like this."""
+    (found,) = [b.text for b in blocks(PAGE) if b.text.startswith(start) and ("ray" in b.text and "6379" in b.text)]
+    return shlex.split(found)
+
+
+def test_an_address_is_for_ray_alone_and_has_to_be_one() -> None:
+    with pytest.raises(ConfigError, match="engine=ray; this run is on engine=inprocess"):
+        engines.run(RunSpec("topk"), ray_address="127.0.0.1:6379")
+    for wrong in ("auto", "127.0.0.1", ":6379", "127.0.0.1:ray"):
+        with pytest.raises(ConfigError, match="HOST:PORT"):
+            engines.run(RunSpec("topk", engine="ray"), ray_address=wrong)
+
+
+def test_where_no_cluster_answers_the_error_says_how_to_start_one() -> None:
+    with socket.socket() as held:
+        # Bound, and nobody listens: the port stays free of others while it is tried.
+        held.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{held.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=f"ray start --address={address}"):
+            engines.run(RunSpec("topk", engine="ray"), ray_address=address)
+
+
+def test_the_command_line_hands_the_address_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Noting(FakeEngine):
+        asked: str | None = None
+
+        def __call__(self, spec, *, ray_address=None, **options):
+            self.asked = ray_address
+            return super().__call__(spec, **options)
+
+    engine = Noting({("sparse", 1): KeyboardInterrupt()})
+    setup = RunnerSetup({"tiny": TINY}, engine, check=lambda spec: None)
+    words = ["tiny", "--engine", "ray", "--ray-address", "10.0.0.1:6379", "--out", str(tmp_path)]
+    assert main(words, setup=setup) == 130
+    assert engine.asked == "10.0.0.1:6379"
+    # Whoever goes on needs it again: it is no part of what the folder keeps.
+    assert "--ray-address 10.0.0.1:6379" in capsys.readouterr().err
+
+
+@pytest.fixture
+def cluster() -> Iterator[tuple[str, list[Child]]]:
+    """The address of two raylets with a processor each, and the processes."""
+    (port,) = free_ports(1)
+    env = {**os.environ, **OFFLINE_ENVIRONMENT, "RAY_USAGE_STATS_ENABLED": "0"}
+    own = ["--block", "--num-cpus=1"]
+    head = [*(word.replace("6379", str(port)) for word in written("ray start --head")), *own]
+    node = [*(word.replace("10.0.0.1:6379", f"127.0.0.1:{port}") for word in written("ray start --address")), *own]
+    children: list[Child] = []
+    # Not pytest's own folder: the path of a socket has at most 107 characters.
+    with tempfile.TemporaryDirectory(prefix="fcray-") as scratch:
+        head += [f"--temp-dir={scratch}", "--node-ip-address=127.0.0.1", "--include-dashboard=false"]
+        try:
+            for name, words in (("head", head), ("node", node)):
+                command = [str(Path(sys.executable).with_name(words[0])), *words[1:]]
+                child = Child(name, command, env=env, log=Path(scratch, f"{name}.log"), cwd=Path(scratch))
+                children.append(child)
+                deadline = time.monotonic() + 120
+                while "Ray runtime started" not in child.log.read_text():
+                    child.require_running()
+                    assert time.monotonic() < deadline, child.tail()
+                    time.sleep(0.1)
+            yield f"127.0.0.1:{port}", children
+        finally:
+            for child in reversed(children):
+                child.stop()
+
+
+def below(pid: int) -> list[tuple[int, str]]:
+    """Return the process ids and command lines of all that was started below ``pid``."""
+    parents, names = {}, {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                stat, line = (entry / "stat").read_text(), (entry / "cmdline").read_text()
+            except OSError:
+                continue
+            parents[int(entry.name)] = int(stat.rpartition(")")[2].split()[1])
+            names[int(entry.name)] = line
+    found, waiting = [], [pid]
+    while waiting:
+        parent = waiting.pop()
+        children = [child for child, its in parents.items() if its == parent]
+        found += [(child, names[child]) for child in children]
+        waiting += children
+    return found
+
+
+@pytest.mark.slow
+def test_two_raylets_share_the_clients_of_a_run(cluster: tuple[str, list[Child]], tmp_path: Path) -> None:
+    address, children = cluster
+    actors: list[int] = []
+
+    def look(record: RoundRecord) -> None:
+        if record.round == 1:
+            actors.extend(sum("ClientAppActor" in line for _, line in below(child.pid)) for child in children)
+
+    settings = {"task.hidden": "32", "feedback": True, "codec.density": 0.05}
+    spec = RunSpec("topk", engine="ray", rounds=2, clients=4, settings=settings)
+    result = engines.run(spec, ray_address=address, on_round=look)
+    assert actors == [1, 1]
+    alone = engines.run(RunSpec("topk", rounds=2, clients=4, settings=settings))
+    assert {k: a.tobytes() for k, a in result.arrays.items()} == {k: a.tobytes() for k, a in alone.arrays.items()}
+    assert result.uplink_payload_bytes == alone.uplink_payload_bytes
+
+    # The page's own command, at its smallest size, on the cluster that is still there.
+    words = [word.replace("10.0.0.1:6379", address) for word in written("python -m experiments.run quickstart")[3:]]
+    words[words.index("1000")] = "2"
+    assert main([*words, "--quick", "--json", "--out", str(tmp_path / "runs")]) == 0
+    (folder,) = [p for p in (tmp_path / "runs").iterdir() if p.is_dir()]
+    assert json.loads((folder / "summary.json").read_text())["config"]["engine"] == "ray"
+    for child in children:
+        child.require_running()
