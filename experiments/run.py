@@ -99,6 +99,10 @@ class Request:
             metavar="HOST:PORT", help="A Ray cluster that runs already, for --engine ray.", show_default=False
         ),
     ] = None
+    client_states: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Keep what clients remember in files there, in process.", show_default=False),
+    ] = None
     rounds: Annotated[int | None, typer.Option(help="Rounds of training.", show_default="the experiment's")] = None
     clients: Annotated[int | None, typer.Option(help="Number of clients.", show_default="the experiment's")] = None
     seed: Annotated[int | None, typer.Option(help="Seed of every random decision.", show_default="0")] = None
@@ -128,6 +132,11 @@ class Request:
     tensorboard: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write the rounds for TensorBoard, too.", show_default=False)
     ] = None
+
+    @property
+    def places(self) -> dict[str, Any]:
+        """Where a run takes place: options of :func:`fedcomp.experiments.engines.run`."""
+        return {"ray_address": self.ray_address, "client_states": self.client_states}
 
     def configure(self, experiment: Experiment, stored: Config | None = None) -> Config:
         """Return what is asked of an experiment; what is not given is the experiment's, or that of a ``stored`` run."""
@@ -222,9 +231,9 @@ def _run(setup: RunnerSetup, request: Request) -> int:
     go_offline()
     if request.tensorboard is not None:
         board.require()
-    if request.ray_address is not None:
-        # Not part of the configuration: where a run takes place does not change what it finds.
-        setup = replace(setup, engine=functools.partial(setup.engine, ray_address=request.ray_address))  # type: ignore[call-arg]
+    # Not part of the configuration: where a run takes place does not change what it finds.
+    places = {name: place for name, place in request.places.items() if place is not None}
+    setup = replace(setup, engine=functools.partial(setup.engine, **places))
     job = _prepare(setup, request)
     errors = show.make_console(stderr=True)
     with clean_stdout(request.as_json) as stdout:
@@ -423,8 +432,8 @@ def _broken(folder: RunFolder, resume: str, error: Exception) -> int:
 
 def _resume_command(setup: RunnerSetup, folder: RunFolder, request: Request) -> str:
     where = [] if request.out == Path("runs") else ["--out", str(request.out)]
-    cluster = [] if request.ray_address is None else ["--ray-address", request.ray_address]
-    return f"{setup.program} {shlex.join(['--resume', folder.name, *where, *cluster])}"
+    places = [f"--{name.replace('_', '-')}={place}" for name, place in request.places.items() if place is not None]
+    return f"{setup.program} {shlex.join(['--resume', folder.name, *where, *places])}"
 
 
 @contextlib.contextmanager

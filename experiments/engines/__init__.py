@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from fedcomp.errors import ConfigError, nearest
 from fedcomp.flower.offline import go_offline
@@ -31,6 +31,7 @@ def run(
     checkpoint: Path | None = None,
     privacy: Path | None = None,
     ray_address: str | None = None,
+    client_states: Path | None = None,
 ) -> RunResult:
     """Run ``spec`` on its engine.
 
@@ -49,6 +50,9 @@ def run(
     ray_address : str, optional
         ``HOST:PORT`` of a Ray cluster that runs already, for the engine ``ray``: its machines share the clients. This
         process has to be on one of them. Default a Ray of this process's own.
+    client_states : Path, optional
+        A folder, made where it is missing, in which the in-process engine keeps what clients remember, in place of
+        memory: one file each, for as long as the run lasts.
 
     Raises
     ------
@@ -62,10 +66,16 @@ def run(
     from fedcomp.experiments.systems import check
 
     check(spec)
-    if ray_address is not None and spec.engine != "ray":
-        raise ConfigError(f"ray_address={ray_address!r} is for engine=ray; this run is on engine={spec.engine}")
-    engine = importlib.import_module(f"fedcomp.experiments.engines.{spec.engine}")
     # Each engine has what all have, and what is its own.
-    own = {} if ray_address is None else {"ray_address": ray_address}
+    given: dict[str, dict[str, Any]] = {
+        "ray": {"ray_address": ray_address},
+        "inprocess": {"client_states": client_states},
+    }
+    for engine_name, options in given.items():
+        for name, value in options.items():
+            if value is not None and spec.engine != engine_name:
+                raise ConfigError(f"{name} is for engine={engine_name}; this run is on engine={spec.engine}")
+    engine = importlib.import_module(f"fedcomp.experiments.engines.{spec.engine}")
+    own = given.get(spec.engine, {})
     result: RunResult = engine.run(spec, on_round=on_round, checkpoint=checkpoint, privacy=privacy, **own)
     return result

@@ -24,12 +24,15 @@ def run(
     on_round: Callable[[RoundRecord], object] | None = None,
     checkpoint: Path | None = None,
     privacy: Path | None = None,
+    client_states: Path | None = None,
 ) -> RunResult:
     """Run ``spec`` in this process. See :func:`fedcomp.experiments.engines.run`."""
     link = str(get_system(spec.system).resolve(spec.settings)["link"])
     results: list[RunResult] = []
     server = server_app.build(on_round=on_round, checkpoint=checkpoint, privacy=privacy, deliver=results.append)
     links = parse_link(link) if link else None
-    with InProcessGrid(client_app, spec.clients, seed=spec.seed, links=links) as grid:
+    if client_states is not None:
+        client_states.mkdir(parents=True, exist_ok=True)
+    with InProcessGrid(client_app, spec.clients, seed=spec.seed, links=links, states=client_states) as grid:
         server(grid, Context(grid.run.run_id, 0, {}, RecordDict(), spec.to_run_config()))
     return results[0]

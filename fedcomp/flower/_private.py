@@ -376,7 +376,7 @@ def context_to_bytes(context: Context) -> bytes:
     return bytes(proto.SerializeToString())
 
 
-def context_from_bytes(data: bytes) -> Context:
+def context_from_bytes(data: bytes | memoryview) -> Context:
     """Return a new context from its serialised form, which :func:`context_to_bytes` has written."""
     proto = ProtoContext.FromString(data)
     return Context(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Final, cast
 from weakref import WeakKeyDictionary
 
@@ -73,6 +74,10 @@ class InProcessGrid(GridNodes, Grid):
         Simulated seconds a client computes per message.
     node_config : mapping or callable of a partition id, optional
         Added to each node's ``partition-id`` and ``num-partitions``.
+    states : Path, optional
+        An existing folder for the clients' states, which lie there between messages, in one file for each client that
+        has left something: for states that together exceed memory. Default this process's memory. The files end with
+        the grid; a snapshot holds all states at once.
 
     Attributes
     ----------
@@ -112,9 +117,10 @@ class InProcessGrid(GridNodes, Grid):
         links: Links = None,
         compute_seconds: Compute = 0.0,
         node_config: NodeConfig = None,
+        states: Path | None = None,
     ) -> None:
         self._key = Key(seed, "grid")
-        super().__init__(num_nodes, self._key, run_config or {}, node_config, links)
+        super().__init__(num_nodes, self._key, run_config or {}, node_config, links, states)
         self._runner = ClientRunner(client_app, self._key, self.links, fault, error_state, compute_seconds)
         self._flights = Flights(EXPIRY)
         self.shuffle_replies = shuffle_replies
@@ -134,13 +140,17 @@ class InProcessGrid(GridNodes, Grid):
         self.close()
 
     def close(self) -> None:
-        """Give the process identity back, unless someone else has taken it since."""
+        """Give the process identity back, unless someone else has taken it since; remove the files of states."""
+        self._release()
+        self.close_states()
+
+    def _release(self) -> None:
         if self._claim is not None:
             release_identity(self._claim)
             self._claim = None
 
     def _adopt(self) -> None:
-        self.close()
+        self._release()
         # Message() refuses to work without a task id; which one it is means nothing here.
         self._claim = claim_identity((self.run_id, SUPERLINK_NODE_ID, 1))
 

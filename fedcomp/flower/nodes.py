@@ -5,9 +5,13 @@ Who is there, under which id, with which client state, behind which link.
 
 from __future__ import annotations
 
+import mmap
+import os
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,23 +39,47 @@ class Node:
     id, partition : int
         Node id (62 bits) and partition id.
     state : bytes
-        The client's context, kept serialised between messages.
+        The client's context, kept serialised between messages; empty while it is in ``file``.
     free_at : float
         Simulated second at which the node has done all it was given.
+    file : Path or None
+        Where contexts are kept instead, from the first one that a client leaves.
     """
 
     id: int
     partition: int
     state: bytes
     free_at: float = 0.0
+    file: Path | None = None
 
     def context(self) -> Context:
         """Return a new context from the stored bytes."""
-        return context_from_bytes(self.state)
+        if self.state or self.file is None:
+            return context_from_bytes(self.state)
+        # Mapped: the system's cache is read in place, without a copy of the whole context in between.
+        with (
+            self.file.open("rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
+            memoryview(mapped) as data,
+        ):
+            return context_from_bytes(data)
+
+    def stored(self) -> bytes:
+        """Return the stored bytes."""
+        return self.state if self.state or self.file is None else self.file.read_bytes()
 
     def commit(self, context: Context) -> None:
         """Keep ``context`` for the next message."""
-        self.state = context_to_bytes(context)
+        self.keep(context_to_bytes(context))
+
+    def keep(self, state: bytes) -> None:
+        """Keep a serialised context: the new one whole, or after an error the old one."""
+        if self.file is not None:
+            partial = self.file.with_suffix(".partial")
+            partial.write_bytes(state)
+            os.replace(partial, self.file)
+            state = b""
+        self.state = state
 
 
 class GridNodes:
@@ -69,6 +97,8 @@ class GridNodes:
         Added to ``partition-id`` and ``num-partitions``.
     links : Link, sequence or mapping by partition id, optional
         As in :class:`NodeLinks`.
+    states : Path, optional
+        Folder in which the clients' states lie between messages; default this process's memory.
 
     Attributes
     ----------
@@ -81,7 +111,13 @@ class GridNodes:
     """
 
     def __init__(
-        self, count: int, key: Key, run_config: Mapping[str, Any], node_config: NodeConfig, links: Links
+        self,
+        count: int,
+        key: Key,
+        run_config: Mapping[str, Any],
+        node_config: NodeConfig,
+        links: Links,
+        states: Path | None = None,
     ) -> None:
         if count < 0:
             raise ConfigError(f"num_nodes is {count}, expected 0 or more")
@@ -94,17 +130,20 @@ class GridNodes:
         self._node_config = node_config
         self._incarnations: Counter[int] = Counter()
         self._nodes: dict[int, Node] = {}
+        self._holders: dict[int, int] = {}
+        # A folder of its own in it: two grids of one seed have the same node ids.
+        self._folder = None if states is None else tempfile.TemporaryDirectory(prefix="states-", dir=states)
         for partition in range(count):
             self.add_node(partition)
 
     def get_node_ids(self) -> list[int]:
         """Return the ids of all nodes, in partition order."""
-        return [node.id for node in sorted(self._nodes.values(), key=lambda node: node.partition)]
+        return [self._holders[partition] for partition in self.partitions]
 
     @property
     def partitions(self) -> list[int]:
         """Partition ids of all nodes, ascending."""
-        return sorted(node.partition for node in self._nodes.values())
+        return sorted(self._holders)
 
     def node(self, node: int) -> Node:
         """Return the node with this node id or partition id; ids have 62 bits, so the two cannot clash.
@@ -114,11 +153,9 @@ class GridNodes:
         GridError
             When there is none.
         """
-        if node in self._nodes:
-            return self._nodes[node]
-        for candidate in self._nodes.values():
-            if candidate.partition == node:
-                return candidate
+        found = self._nodes.get(self._holders.get(node, node))
+        if found is not None:
+            return found
         raise GridError(f"no node has the id or holds partition {node}; partitions are {self.partitions}")
 
     def partition_of(self, node_id: int) -> int | None:
@@ -153,7 +190,7 @@ class GridNodes:
         GridError
             When the partition is taken, or the sequence ``links`` has no entry for it.
         """
-        taken = set(self.partitions)
+        taken = self._holders
         if partition is None:
             partition = next(free for free in range(len(taken) + 1) if free not in taken)
         # Before anything changes: a node without its link would fail in the middle of a push.
@@ -169,19 +206,33 @@ class GridNodes:
         config = {"partition-id": partition, "num-partitions": self.num_partitions, **(extra or {})}
         context = Context(self.run_id, node_id, config, RecordDict(), dict(self._run_config))
         # Free from now on: it cannot have been at work before it joined.
-        self._nodes[node_id] = Node(node_id, partition, context_to_bytes(context), self.clock)
+        self._nodes[node_id] = self._node(node_id, partition, context_to_bytes(context), self.clock)
+        self._holders[partition] = node_id
         return node_id
+
+    def _node(self, node_id: int, partition: int, state: bytes, free_at: float) -> Node:
+        # The first state is a few numbers, and most of many nodes may never be asked: no file before there is more.
+        file = None if self._folder is None else Path(self._folder.name, f"{node_id:x}")
+        return Node(node_id, partition, state, free_at, file)
+
+    def close_states(self) -> None:
+        """Remove the files of the clients' states, if there are any; the nodes cannot be asked any more."""
+        if self._folder is not None:
+            self._folder.cleanup()
 
     def remove_node(self, node: int) -> None:
         """Let a node leave for good, its state with it; ``node`` is a node id or a partition id."""
-        del self._nodes[self.node(node).id]
+        left = self._nodes.pop(self.node(node).id)
+        del self._holders[left.partition]
+        if left.file is not None:
+            left.file.unlink(missing_ok=True)
 
     def dump_nodes(self) -> dict[str, Any]:
         """Return everything that changes, as plain data."""
         return {
             "num_partitions": self.num_partitions,
             "incarnations": dict(self._incarnations),
-            "nodes": [[n.id, n.partition, n.state, n.free_at] for n in self._nodes.values()],
+            "nodes": [[n.id, n.partition, n.stored(), n.free_at] for n in self._nodes.values()],
         }
 
     def load_nodes(self, state: Mapping[str, Any]) -> None:
@@ -199,7 +250,11 @@ class GridNodes:
             )
         self.links.require(partition for _, partition, *_ in state["nodes"])
         self._incarnations = Counter(state["incarnations"])
-        self._nodes = {fields[0]: Node(*fields) for fields in state["nodes"]}
+        self._nodes = {fields[0]: self._node(*fields) for fields in state["nodes"]}
+        self._holders = {node.partition: node.id for node in self._nodes.values()}
+        if self._folder is not None:
+            for node in self._nodes.values():
+                node.keep(node.state)
 
 
 class NodeLinks:

@@ -63,7 +63,7 @@ def test_the_command_line_hands_the_address_on(tmp_path: Path, capsys: pytest.Ca
     assert main(words, setup=setup) == 130
     assert engine.asked == "10.0.0.1:6379"
     # Whoever goes on needs it again: it is no part of what the folder keeps.
-    assert "--ray-address 10.0.0.1:6379" in capsys.readouterr().err
+    assert "--ray-address=10.0.0.1:6379" in capsys.readouterr().err
 
 
 @pytest.fixture
