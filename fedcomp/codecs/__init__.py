@@ -20,6 +20,7 @@ from fedcomp.codecs.clip import Clip as Clip
 from fedcomp.codecs.dgc import DGC as DGC
 from fedcomp.codecs.dithering import Dithering as Dithering
 from fedcomp.codecs.domain import Domain as Domain
+from fedcomp.codecs.eden import EDEN as EDEN
 from fedcomp.codecs.feedback import ErrorFeedback as ErrorFeedback
 from fedcomp.codecs.fixedpoint import FixedPoint as FixedPoint
 from fedcomp.codecs.fixedpoint import fixed_point_of as fixed_point_of

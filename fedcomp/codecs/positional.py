@@ -205,16 +205,24 @@ class PositionalCodec(Packing, Codec):
         except NonFiniteUpdate:
             require_finite(update)  # names the tensor
             raise
-        return self.frame_of(tensors, rest), state
+        return self.frame_of(tensors, rest, self.fields(key)), state
 
     @property
     def rest_form(self) -> ValueForm:
         """How the dense rest travels: as it is, unless a codec says otherwise."""
         return FORMS["float32"]
 
-    def frame_of(self, tensors: list[Tensor], rest: Vector) -> Frame:
+    def fields(self, key: Key) -> tuple[tuple[int, bytes], ...]:
+        """Return the optional fields of a frame under ``key``, type and content: none, unless a codec says otherwise.
+
+        How many and how long they are does not depend on the key.
+        """
+        return ()
+
+    def frame_of(self, tensors: list[Tensor], rest: Vector, fields: Iterable[tuple[int, bytes]] = ()) -> Frame:
         """Return the frame of ``tensors`` followed by the dense rest, when there is any."""
-        return wire.encode([*tensors, Tensor(self.rest_form.code(rest), rest.shape)] if rest.size else tensors)
+        dense = [Tensor(self.rest_form.code(rest), rest.shape)] if rest.size else []
+        return wire.encode([*tensors, *dense], tlvs=fields)
 
     def with_rest(self, bounds: Iterable[float | None], layout: Layout) -> float | None:
         """Return the contraction of the whole vector from those of its stretches; None where one has none."""
@@ -243,7 +251,9 @@ class PositionalCodec(Packing, Codec):
         """Return a number of bytes that no frame for ``layout`` exceeds, whatever was learnt."""
         schema = self.schema(layout)
         forms = [self.form() for _ in self.stretches(layout)]
-        return wire.longest(schema, self.index, *forms, *[self.rest_form.form] * (len(schema) - len(forms)))
+        # A type and a length of one byte each; no field is longer than 127 bytes.
+        fields = sum(2 + len(content) for _, content in self.fields(Key(0)))
+        return fields + wire.longest(schema, self.index, *forms, *[self.rest_form.form] * (len(schema) - len(forms)))
 
     def tensor_names(self, layout: Layout) -> tuple[str, ...]:
         """Return the stretches' names, and :data:`DENSE_REST` when there is any."""

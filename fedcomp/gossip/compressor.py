@@ -184,8 +184,10 @@ class Compressor:
         if form is None:
             layout = Layout.flat(n)
             stretch, section = Stretch(0, "the innovation", 0, n), None
-            if isinstance(self.codec, PositionalCodec):
-                (stretch,) = self.codec.stretches(layout)
+            parts = self.codec.stretches(layout) if isinstance(self.codec, PositionalCodec) else ()
+            # Several tensors for parts of the innovation need a frame.
+            if isinstance(self.codec, PositionalCodec) and len(parts) == 1:
+                (stretch,) = parts
                 section = self.codec.section(stretch, dtype.name)
             form = self._forms[n, dtype.char] = _Form(layout, stretch, section)
         return form

@@ -9,6 +9,7 @@ import numpy as np
 from fedcomp.codecs import (
     DCT,
     DGC,
+    EDEN,
     QSGD,
     STC,
     AdaComp,
@@ -125,6 +126,11 @@ EXAMPLES: tuple[Codec, ...] = (
     Domain(DCT(64, scope="global"), ErrorFeedback(TopK(0.1))),
     ErrorFeedback(Domain(DCT(64, scope="global"), TopK(0.1))),
     Domain(Rotation(seed=1), SignSGD(0.01)),
+    EDEN(),
+    EDEN(3),
+    EDEN(2, scope="layer"),
+    EDEN(1, scale="least"),
+    ErrorFeedback(EDEN(4, scale="least")),
     FixedPoint(Domain(Rotation(seed=2), RandomK(0.5)), clip=2048.0, levels=2048),
 )
 

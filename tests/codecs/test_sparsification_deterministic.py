@@ -63,6 +63,7 @@ from fedcomp import wire
 from fedcomp.codecs import (
     DCT,
     DGC,
+    EDEN,
     QSGD,
     STC,
     AdaComp,
@@ -130,6 +131,8 @@ INNER: tuple[Codec, ...] = (
     SIDCo(0.05),
     SIDCo(0.02, "exponential", 1, scope="layer"),
     KeyRegion(sparse_density=0.02),
+    EDEN(1),
+    EDEN(2, scale="least"),
     Domain(Rotation(), TopK(0.05)),
     Domain(DCT(16), QSGD(7, bucket=64)),
     FixedPoint(RandomK(0.1), clip=2.0, levels=7),
@@ -376,10 +379,11 @@ def check_declared(codec: Codec, layout: Layout, declared: Codec | None = None, 
             return
 
 
-ELSEWHERE = (BoundedFixedPoint, TopkSign)
+ELSEWHERE = (BoundedFixedPoint, TopkSign, EDEN)
 DECLARED = [c for c in EXAMPLES if not isinstance(inmost(c), ELSEWHERE) and "Domain" not in repr(c)]
 """Those with a rule in naive_codecs.py. What a ballot and a bounded sum deliver is declared in tests/privacy: in
-test_topagg_votes.py and test_distributed.py; what a domain delivers in test_domain.py."""
+test_topagg_votes.py and test_distributed.py; what EDEN and a domain deliver in test_eden.py and
+test_domain.py."""
 
 
 @pytest.mark.long
