@@ -163,6 +163,15 @@ SYSTEMS: Final = (
         defaults={"feedback": False},
     ),
     _pair(
+        "eden",
+        "EDEN",
+        "Vargaftik et al. 2022, EDEN: communication-efficient and robust distributed mean estimation for federated "
+        "learning",
+        "every entry of the update after a random rotation of each client's own, rounded to one to four bits; unbiased",
+        codec="eden",
+        defaults={"feedback": False, **codec_settings("eden", "bits")},
+    ),
+    _pair(
         "terngrad",
         "TernGrad",
         "Wen et al. 2017, TernGrad: ternary gradients to reduce communication in distributed deep learning",

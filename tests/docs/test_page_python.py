@@ -43,6 +43,7 @@ SMALLER: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "docs/systems/dp-sgd.md": (("steps = 0.1, 60", "steps = 0.1, 3"),),
     "docs/systems/dyna_cold.md": (("start, 400, layout", "start, 10, layout"),),
+    "docs/systems/eden.md": (("rounds=20, clients=8", "rounds=1, clients=2"), ("range(16)", "range(1)")),
     "docs/systems/key-region.md": (("rounds=30, clients=8", "rounds=1, clients=2"),),
     "docs/systems/sparse_push.md": (("    800,\n", "    10,\n"),),
     "docs/systems/record-dp.md": (("rounds=10, clients=5", "rounds=1, clients=2"),),
