@@ -240,7 +240,9 @@ def _run(setup: RunnerSetup, request: Request) -> int:
         if not request.as_json:
             _announce(job)
         try:
-            summary, rounds = _execute(setup, job, errors)
+            # A checkpoint holds all clients' states at once: what is kept in files may not fit.
+            resumable = job.config.engine in RESUMABLE and request.client_states is None
+            summary, rounds = _execute(setup, job, errors, resumable=resumable)
             if request.tensorboard is not None:
                 board.export(request.tensorboard / job.folder.name, rounds)
         except KeyboardInterrupt:
@@ -304,7 +306,9 @@ def _prepare(setup: RunnerSetup, request: Request) -> Job:
     return Job(experiment, config, specs, folder)
 
 
-def _execute(setup: RunnerSetup, job: Job, errors: Console) -> tuple[dict[str, Any], dict[str, list[RoundRecord]]]:
+def _execute(
+    setup: RunnerSetup, job: Job, errors: Console, *, resumable: bool
+) -> tuple[dict[str, Any], dict[str, list[RoundRecord]]]:
     experiment, config, folder = job.experiment, job.config, job.folder
     results: dict[str, RunResult] = {}
     log = logging.FileHandler(folder.path / "log.txt", encoding="utf-8")
@@ -316,7 +320,7 @@ def _execute(setup: RunnerSetup, job: Job, errors: Console) -> tuple[dict[str, A
             kept = result is not None
             if result is None:
                 watch.start(spec, max((record.round for record in recorded[spec.label]), default=0))
-                checkpoint = row.checkpoint if config.engine in RESUMABLE else None
+                checkpoint = row.checkpoint if resumable else None
                 result = setup.engine(
                     spec,
                     on_round=_recorder(folder, spec, watch),

@@ -1,4 +1,4 @@
-"""A run on a Ray cluster that was started as the page says; slow: two raylets on this machine."""
+"""Where a run takes place: on a Ray cluster started as the page says, with states in files. Slow: two raylets."""
 
 from __future__ import annotations
 
@@ -92,6 +92,23 @@ def cluster() -> Iterator[tuple[str, list[Child]]]:
         finally:
             for child in reversed(children):
                 child.stop()
+
+
+def test_with_states_in_files_no_checkpoint_is_made(tmp_path: Path) -> None:
+    class Noting(FakeEngine):
+        asked: tuple[Path | None, Path | None] = (None, None)
+
+        def __call__(self, spec, *, checkpoint, client_states=None, **options):
+            self.asked = (checkpoint, client_states)
+            return super().__call__(spec, checkpoint=checkpoint, **options)
+
+    engine = Noting()
+    setup = RunnerSetup({"tiny": TINY}, engine, check=lambda spec: None)
+    assert main(["tiny", "--client-states", "scratch", "--out", str(tmp_path)], setup=setup) in (0, 1)
+    assert engine.asked == (None, Path("scratch"))
+    assert main(["tiny", "--out", str(tmp_path)], setup=setup) in (0, 1)
+    assert engine.asked[0] is not None
+    assert engine.asked[1] is None
 
 
 def below(pid: int) -> list[tuple[int, str]]:
