@@ -87,7 +87,7 @@ def _handle(msg: Message, context: Context, call_next: CallNext, accept: Collect
     uplink: Uplink | None = None
     before: dict[str, NDArray[Any]] = {}
     if codec is not None or private:
-        before = to_arrays(record)
+        before = to_arrays(record, copy=False)
         # Without a codec, too, statistics stay where they are in a private round.
         cast = private or codec is None or not codec.lossless
         layout = Layout.of(before, policy_from_config(announcement.policy), cast_floats=cast)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
+import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Context, RecordDict
 from numpy.typing import NDArray
 
@@ -163,7 +164,7 @@ def plain_content(content: RecordDict, announcement: Announcement, record: Array
 
 
 def reply_arrays(content: RecordDict, record: str = "") -> tuple[str, dict[str, NDArray[Any]]]:
-    """Return the model of an app's reply: the ArrayRecord called ``record``, else the only one.
+    """Return the model of an app's reply, to be read: the ArrayRecord called ``record``, else the only one.
 
     Raises
     ------
@@ -177,7 +178,7 @@ def reply_arrays(content: RecordDict, record: str = "") -> tuple[str, dict[str, 
             f"the reply holds {len(records)} ArrayRecords {sorted(records)}; expected exactly one, the trained model, "
             f"or several of which one is called {record!r}, as the model of the message was"
         )
-    return name, to_arrays(records[name])
+    return name, to_arrays(records[name], copy=False)
 
 
 def partition_of(context: Context) -> int:
@@ -232,7 +233,9 @@ def learnt(
     exact = {t.name: check_exact(after[t.name], t, before[t.name]) for t in layout.exact}
     vector = layout.flatten(after)
     if not lossless:
-        vector -= layout.flatten(before)
+        for t in layout.tensors:
+            # Tensor by tensor, in float32 as in the vector: no second vector.
+            vector[t.slice] -= before[t.name].reshape(-1).astype(np.float32, copy=False)
     return name, Update(vector, layout), exact
 
 

@@ -85,7 +85,8 @@ def is_padded(config: Mapping[str, Any]) -> bool:
 
 def is_secret(content: RecordDict) -> bool:
     """Whether no log may follow who was sent a message with this content."""
-    return any(config.get(SECRET) is True for config in content.config_records.values())
+    # Of every record: no other kind can hold True.
+    return any(record.get(SECRET) is True for record in content.values())
 
 
 def is_private(config: Mapping[str, Any]) -> bool:

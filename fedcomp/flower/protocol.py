@@ -122,8 +122,7 @@ class Announcement(Schema, key=OWN_CONFIG, prefix=PREFIX):
         SchemaError
             When a field is not what a client would take.
         """
-        self.check()
-        config.update(self.values())
+        config.update(self.check())
 
     @classmethod
     def read(cls, config: ConfigRecord) -> Announcement | None:

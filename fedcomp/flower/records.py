@@ -56,12 +56,12 @@ def config_in(content: RecordDict, name: str) -> ConfigRecord:
     return found if isinstance(found, ConfigRecord) else ConfigRecord()
 
 
-def to_arrays(record: ArrayRecord) -> Named:
-    """Return a record's tensors as new, writable arrays."""
-    return {name: _numbers(array) for name, array in record.items()}
+def to_arrays(record: ArrayRecord, *, copy: bool = True) -> Named:
+    """Return a record's tensors as new, writable arrays; without ``copy`` plain ones are read-only views."""
+    return {name: _numbers(array, copy) for name, array in record.items()}
 
 
-def _numbers(array: Array) -> NDArray[Any]:
+def _numbers(array: Array, copy: bool = True) -> NDArray[Any]:
     # np.load reads a header as Python source, which for tensors of a small model is most of the work.
     data = array.data
     # Version 1.0 of npy: six bytes of magic, two of version, two that give the length of the header after them.
@@ -70,7 +70,8 @@ def _numbers(array: Array) -> NDArray[Any]:
         shape, fortran, dtype = _header(bytes(data[:end]))
         # The shape is the sender's word: nothing is made of it unless as many bytes are there.
         if not fortran and not dtype.hasobject and len(data) - end == math.prod(shape) * dtype.itemsize:
-            return np.frombuffer(data, dtype, offset=end).reshape(shape).copy()
+            view = np.frombuffer(data, dtype, offset=end).reshape(shape)
+            return view.copy() if copy else view
     # Everything else is np.load's to read or to refuse.
     return array.numpy()
 

@@ -429,28 +429,32 @@ class Schema:
                 found[entry.name] = entry.rule.write(value)
         return found
 
-    def check(self) -> None:
-        """Refuse what no reader would take.
+    def check(self) -> dict[str, Any]:
+        """Return :meth:`values`, and refuse what no reader would take.
 
         Raises
         ------
         SchemaError
             When a field breaks its rule, or fields contradict each other.
         """
+        found: dict[str, Any] = {}
         for entry in self.entries():
-            value = getattr(self, entry.field)
-            if isinstance(entry.rule, Frames):
-                fits = len(value) <= entry.rule.most
-            else:
+            value, rule = getattr(self, entry.field), entry.rule
+            try:
+                if isinstance(rule, Frames):
+                    if len(value) > rule.most:
+                        raise ValueError
                 # The value that stands for absence may break the rule: Int(least=1, absent=0).
-                fits = value == entry.rule.missing or _follows(entry.rule, value)
-            if not fits:
-                raise SchemaError(
-                    f"field {entry.field!r} of {type(self).__name__} is {shown(value)}, expected {entry.rule}",
-                    entry.name,
-                )
+                elif value != rule.missing:
+                    found[entry.name] = rule.write(value)
+                    # What was written, so that exactly what travels is what is checked.
+                    rule.read(found[entry.name])
+            except ValueError:
+                what = f"field {entry.field!r} of {type(self).__name__} is {shown(value)}, expected {rule}"
+                raise SchemaError(what, entry.name) from None
         if reason := self.conflict():
             raise SchemaError(f"not a valid {type(self).__name__}: {reason}")
+        return found
 
     def put(self, content: RecordDict, key: str | None = None) -> None:
         """Write this into ``content``, under ``key`` or the schema's own; what was said there before is replaced.
@@ -460,11 +464,13 @@ class Schema:
         SchemaError
             As :meth:`check`: what a reader would refuse is never written.
         """
-        self.check()
-        self.put_unchecked(content, key)
+        self._put(content, key, self.check())
 
     def put_unchecked(self, content: RecordDict, key: str | None = None) -> None:
         """Write this as :meth:`put` does, unchecked."""
+        self._put(content, key, self.values())
+
+    def _put(self, content: RecordDict, key: str | None, values: dict[str, Any]) -> None:
         key = self.KEY if key is None else key
         for entry in self.entries():
             if isinstance(entry.rule, Frames):
@@ -473,7 +479,7 @@ class Schema:
                     del content[name]
                 for place, data in enumerate(getattr(self, entry.field)):
                     put_frame(content, _frame_name(key, entry, place), data)
-        content[key] = self.HOLDER(self.values())
+        content[key] = self.HOLDER(values)
 
     # Reading.
 
@@ -532,8 +538,7 @@ class TextSchema(Schema):
 
     def to_text(self) -> str:
         """Return the text; raise :class:`SchemaError` for what no reader would take."""
-        self.check()
-        return json.dumps(self.values(), sort_keys=True, separators=(",", ":"))
+        return json.dumps(self.check(), sort_keys=True, separators=(",", ":"))
 
     @classmethod
     def from_text(cls, text: Any) -> Self:
@@ -556,15 +561,6 @@ def shown(value: object) -> str:
     """Return a value as it appears in an error: short."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _follows(rule: FieldRule, value: Any) -> bool:
-    try:
-        # Through the writer, so that exactly what travels is what is checked.
-        rule.read(rule.write(value))
-    except ValueError:
-        return False
-    return True
 
 
 def _read(entry: Field, values: Mapping[str, Any], where: str) -> Any:

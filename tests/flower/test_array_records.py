@@ -33,6 +33,10 @@ def test_tensors_are_those_that_flower_reads_and_may_be_written_to(array: NDArra
     assert (found.dtype, found.shape, found.tobytes()) == (plain.dtype, plain.shape, plain.tobytes())
     assert found.flags.f_contiguous == plain.flags.f_contiguous
     assert found.flags.writeable
+    view = to_arrays(record, copy=False)["a"]
+    assert (view.dtype, view.shape, view.tobytes()) == (plain.dtype, plain.shape, plain.tobytes())
+    # Where nothing is copied nothing can be written to, or the record would change.
+    assert view.base is None or not view.flags.writeable or not np.shares_memory(view, np.frombuffer(sent, np.uint8))
     if found.size:
         found.fill(0)
         assert record["a"].data == sent
