@@ -75,7 +75,8 @@ class Codebook(Values):
         return int(self.codes.size)
 
     def decode(self) -> NDArray[Any]:
-        return np.concatenate([self.magnitudes, -self.magnitudes])[self.codes]
+        # Clipping changes no code, as all are in range, and spares the check: less than half the time of an index.
+        return np.concatenate([self.magnitudes, -self.magnitudes]).take(self.codes, mode="clip")
 
     def pack(self, shuffled: bool = False) -> tuple[bytes, Buffer]:
         section = self.magnitudes.tobytes() + pack(self.codes, self.bits) if self.k else b""
