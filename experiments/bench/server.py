@@ -19,12 +19,16 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from flwr.serverapp.strategy import FedAvg
 
 from fedcomp.codecs import (
+    DCT,
+    EDEN,
     QSGD,
     STC,
     Codec,
+    Domain,
     Identity,
     NaturalCompression,
     RandomK,
+    Rotation,
     ScaledSign,
     TernGrad,
     TopK,
@@ -54,6 +58,10 @@ CODECS: Final[Mapping[str, Codec]] = {
     "QSGD(7)": QSGD(7),
     "QSGD(1)": QSGD(1),
     "natural": NaturalCompression(),
+    "EDEN, 1 bit": EDEN(1),
+    "EDEN, 4 bits": EDEN(4),
+    "rotation + top-k 1 %": Domain(Rotation(), TopK(0.01)),
+    "DCT + top-k 1 %": Domain(DCT(), TopK(0.01)),
 }
 PLAIN: Final = "FedAvg, plain"
 BOUND: Final = 3.0

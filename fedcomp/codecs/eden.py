@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import ClassVar, Final
@@ -120,7 +120,7 @@ class EDEN(PositionalCodec):
         """Return the codes of a block, or a tail as it is."""
         if stretch.size < SHORTEST:
             return wire.dense(values)
-        return Tensor(self._coded(values, stretch, _rotation(_seed(key), stretch)), (stretch.size,))
+        return Tensor(self._coded(values, stretch, _rotation(_seed(key), stretch.index)), (stretch.size,))
 
     def _coded(self, values: Vector, stretch: Stretch, rotation: Key) -> wire.Codebook:
         centroids = np.array(CENTROIDS[self.bits])
@@ -192,20 +192,28 @@ class EDEN(PositionalCodec):
 
     def accumulate(self, frame: Frame | Bundle, weight: float, out: Update) -> None:
         """Add ``float32(weight) * decode(frame)`` into ``out.vector``; every frame has rotations of its own."""
-        add_scaled(out.vector, self.decode(frame, out.layout), np.float32(weight))
+        for values, where in self._turned_back(frame, out.layout):
+            add_scaled(out.vector[where], values, np.float32(weight))
 
     def decode(self, frame: Frame | Bundle, layout: Layout) -> Vector:
         """Return the decoded vector: every block is turned back."""
-        bundle = self.open(frame, layout)
-        out = super().decode(bundle, layout)
-        seed = int.from_bytes(bundle.tlv(SEED) or b"", "little")
-        for stretch in self.stretches(layout):
-            if stretch.size >= SHORTEST:
-                with np.errstate(over="ignore", invalid="ignore"):  # of a hostile frame; receivers look at their sums
-                    rotate(out[stretch.slice], _rotation(seed, stretch), inverse=True)
-                # Signs make -0.0 of zeros.
-                out[stretch.slice] += np.float32(0.0)
+        out = np.empty(layout.size, np.float32)
+        for values, where in self._turned_back(frame, layout):
+            out[where] = values
         return out
+
+    def _turned_back(self, frame: Frame | Bundle, layout: Layout) -> Iterator[tuple[Vector, slice]]:
+        """Open ``frame`` and yield each part of the decoded vector with its place."""
+        bundle = self.open(frame, layout)
+        seed = int.from_bytes(bundle.tlv(SEED) or b"", "little")
+        for index, (tensor, where) in enumerate(self._placed(bundle, layout)):
+            values = tensor.values.decode()
+            if isinstance(tensor.values, wire.Codebook):
+                with np.errstate(over="ignore", invalid="ignore"):  # of a hostile frame; receivers look at their sums
+                    rotate(values, _rotation(seed, index), inverse=True)
+                # Signs make -0.0 of zeros.
+                values += np.float32(0.0)
+            yield values, where
 
     def contraction(self, layout: Layout) -> float | None:
         """Return δ of ``scale="least"``: ``1 / (3 - 2/n)`` of the longest block at one bit (derived), constants above.
@@ -241,9 +249,9 @@ def _seed(key: Key) -> int:
     return key.at(layer=0).u64()
 
 
-def _rotation(seed: int, stretch: Stretch) -> Key:
-    """Return what a block's signs are drawn from."""
-    return Key(seed, "eden", layer=stretch.index)
+def _rotation(seed: int, index: int) -> Key:
+    """Return what the signs of the block of that number are drawn from."""
+    return Key(seed, "eden", layer=index)
 
 
 def _product(one: NDArray[np.float32], other: NDArray[np.float32]) -> float:
