@@ -20,7 +20,7 @@ from fedcomp import params
 from fedcomp.codecs.positional import SCOPES
 from fedcomp.codecs.registry import Registry
 from fedcomp.errors import ConfigError
-from fedcomp.kernels import hadamard
+from fedcomp.kernels import hadamard, preferred
 from fedcomp.layout import Layout, Vector
 from fedcomp.params import Configured
 from fedcomp.rng import Key
@@ -87,16 +87,23 @@ def blocks(size: int) -> list[slice]:
     return found
 
 
-def rotate(values: NDArray[Any], key: Key, *, inverse: bool = False) -> None:
+def rotate(values: NDArray[Any], key: Key, *, inverse: bool = False, beside: int = 0) -> None:
     """Turn ``values``, float32 or float64 of shape (n,), by the rotation that ``key`` names, or back, in place.
 
     Each of :func:`blocks` gets random signs and then the Hadamard transform; the tail stays.
+
+    Parameters
+    ----------
+    beside : int
+        Elements of the vector of which ``values`` are a part: where compiled code turns its large blocks, it turns the
+        small ones, too. No bit depends on it.
     """
     parts = blocks(values.size)
+    tier = preferred(max(beside, values.size))
     # One stream: blocks are multiples of 64 elements, and a word holds 64 signs.
     signs = key.bits(parts[-1].stop // 64) if parts else np.zeros(0, np.uint64)
     for part in parts:
-        hadamard(values[part], signs[part.start // 64 : part.stop // 64], inverse=inverse)
+        hadamard(values[part], signs[part.start // 64 : part.stop // 64], inverse=inverse, tier=tier)
 
 
 @bases.register

@@ -12,6 +12,7 @@ from fedcomp.kernels.hadamard import hadamard
 from fedcomp.kernels.select import SMALL, FeedbackStep, Tier, feedback_step, select_topk
 from fedcomp.kernels.sums import scatter_add
 from fedcomp.kernels.tails import Exceedances, exceedances, select_above
+from fedcomp.kernels.tiers import preferred
 from fedcomp.kernels.warming import warm
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "exceedances",
     "feedback_step",
     "hadamard",
+    "preferred",
     "scatter_add",
     "select_above",
     "select_adaptive",

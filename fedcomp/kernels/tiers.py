@@ -23,6 +23,12 @@ def has_numba() -> bool:
     return importlib.util.find_spec("numba") is not None
 
 
+def preferred(size: int) -> Tier:
+    """Return the tier that "auto" takes for ``size`` elements, for all parts of one vector of that size."""
+    # Compiled code keeps candidate positions in 32 bits.
+    return "numba" if SMALL <= size < 2**32 and has_numba() else "numpy"
+
+
 def ops(tier: Tier, size: int) -> Ops:
     """Return the implementation of ``tier`` for vectors of ``size`` elements.
 
@@ -33,8 +39,9 @@ def ops(tier: Tier, size: int) -> Ops:
     """
     if tier not in ("auto", "numba", "numpy"):
         raise ConfigError(f"unknown kernel tier {tier!r}; use 'auto', 'numba' or 'numpy'")
-    # Compiled code keeps candidate positions in 32 bits.
-    if tier == "numpy" or (tier == "auto" and (size < SMALL or size >= 2**32 or not has_numba())):
+    if tier == "auto":
+        tier = preferred(size)
+    if tier == "numpy":
         return portable
     if not has_numba():
         raise ConfigError("kernel tier 'numba' was asked for but numba is not installed; use 'auto' or 'numpy'")
