@@ -103,6 +103,14 @@ SYSTEMS: Final = (
         defaults={"feedback": True, "codec.density": 0.01},
     ),
     _pair(
+        "chunk-topk",
+        "Chunk top-k",
+        "SparseLoCo, 2025 (its selector alone)",
+        "the largest entries of every chunk of each tensor; the rest is remembered",
+        codec="chunk-topk",
+        defaults={"feedback": True, "codec.density": 0.01, **codec_settings("chunk-topk", "chunk")},
+    ),
+    _pair(
         "threshold",
         "Threshold",
         "the simplest sparsifier; no single source",

@@ -14,6 +14,7 @@ CATALOG: dict[str, str] = {
     for name in (
         "quickstart",
         "compare",
+        "bits",
         "sparsifiers",
         "sparse_study",
         "adacomp",

@@ -1,0 +1,71 @@
+"""The experiment ``bits``: step sizes come from a validation split, and its claims catch what they are about."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+import fedcomp.experiments.catalog.bits as module
+from fedcomp.experiments.catalog.bits import EXPERIMENT, FEDAVG, FEW, ONE_BIT, ROWS, spec_of
+from fedcomp.experiments.findings import Say
+from fedcomp.experiments.systems import check
+
+
+def config(*assignments: str) -> Any:
+    return EXPERIMENT.configure(assignments=("seeds=2", "workers=1", *assignments))
+
+
+def test_every_row_is_a_run_of_its_own_settings() -> None:
+    specs = {label: spec_of(label, 0.25, 7, config()) for label in ROWS}
+    for label, spec in specs.items():
+        check(spec)
+        assert (spec.rounds, spec.clients, spec.seed, spec.settings["lr"]) == (40, 10, 7, 0.25)
+        assert spec.settings["task.validation"] is False
+        # Without memory where that is the claim, with it where values are rounded.
+        assert spec.settings.get("feedback", False) == (label.startswith(("top-k", "STC", "EF")))
+    assert len({(spec.system, str(sorted(spec.settings.items()))) for spec in specs.values()}) == len(ROWS)
+
+
+def test_tuning_looks_at_other_data_and_other_draws() -> None:
+    tuning = spec_of(FEW, 0.25, 7, config(), tuning=True)
+    assert tuning.settings["task.validation"] is True
+    assert tuning.seed != 7
+
+
+def measured(monkeypatch: pytest.MonkeyPatch, changes: Mapping[str, Mapping[str, float]]) -> tuple[Any, list[Any]]:
+    """Measure with made-up trainings: all alike but for ``changes``; the best step size of a row is its own."""
+    steps = {label: (0.1, 0.2, 0.3, 0.5)[i % 4] for i, label in enumerate(ROWS)}
+    trained = []
+
+    def tune(label: str, lr: float, seed: int, *, config: Any) -> dict[str, Any]:
+        return {"settled": 0.9 - abs(lr - steps[label])}
+
+    def train(label: str, lr: float, seed: int, *, config: Any) -> dict[str, Any]:
+        trained.append((label, lr, seed))
+        made = {"settled": 97.0, "uplink": 1000.0, "downlink": 1e6, "wire": 2e6, "points": [(1.0, 50.0, 10.0)]}
+        made["uplink"] = {FEDAVG: 300_000.0, FEW: 1_500.0, ONE_BIT: 10_000.0}.get(label, made["uplink"])
+        return {**made, **changes.get(label, {})}
+
+    monkeypatch.setattr(module, "tune", tune)
+    monkeypatch.setattr(module, "train", train)
+    findings = EXPERIMENT.measure(config("steps=0.1,0.2,0.3,0.5"), {}, Say())
+    assert {(label, lr) for label, lr, _ in trained} == set(steps.items())
+    assert len(trained) == 2 * len(ROWS)
+    return findings, [claim.name for claim in findings.claims if not claim.ok]
+
+
+def test_claims_are_about_points_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    findings, failed = measured(monkeypatch, {})
+    assert not failed
+    assert [claim.value for claim in findings.claims] == [0.0, 200.0, 0.0, 30.0]
+    assert len(findings.tables[0].rows) == len(ROWS)
+    assert measured(monkeypatch, {FEW: {"settled": 95.9}})[1] == [f"{FEW}: points of accuracy lost against FedAvg"]
+    assert measured(monkeypatch, {FEW: {"uplink": 2001.0}})[1] == [f"{FEW}: times fewer uplink payload bytes"]
+    assert measured(monkeypatch, {ONE_BIT: {"settled": 95.9}})[1] == [
+        f"{ONE_BIT}: points of accuracy lost against FedAvg"
+    ]
+    assert measured(monkeypatch, {ONE_BIT: {"uplink": 12_001.0}})[1] == [f"{ONE_BIT}: times fewer uplink payload bytes"]
+    # A baseline that does better makes all of them worse.
+    assert len(measured(monkeypatch, {FEDAVG: {"settled": 98.1}})[1]) == 2
