@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from fedcomp.experiments.catalog.quickstart import points
 from fedcomp.experiments.experiment import Config, Experiment, Option, no_rows
 from fedcomp.experiments.findings import Findings, Say, mean, spread
 from fedcomp.experiments.kit import Records, Sweep, claim, curves, numbers, over_seeds, repetitions, table, workers
 from fedcomp.experiments.spec import RunResult, RunSpec
+
+if TYPE_CHECKING:
+    from fedcomp.experiments.central import Outcome
 
 TASK: Final = "digits"
 FEDAVG: Final = "FedAvg"
@@ -60,6 +63,13 @@ ROWS: Final[Mapping[str, tuple[str, dict[str, Any]]]] = {
 }
 """System and settings by label, in order."""
 
+ROTATED: Final[Mapping[str, tuple[float, int]]] = {
+    "EDEN of top-k 1 %, 2 bits": (0.01, 2),
+    "EDEN of top-k 1 %, 4 bits": (0.01, 4),
+    "EDEN of top-k 3 %, 2 bits": (0.03, 2),
+}
+"""Density and bits by label, of rows that are trained without messages: see :mod:`fedcomp.experiments.eden_topk`."""
+
 FEW: Final = "top-k 1 %, q2"
 """The row that the first claim is about."""
 
@@ -78,7 +88,7 @@ CURVES: Final = (
 
 def spec_of(label: str, lr: float, seed: int, config: Config, *, tuning: bool = False) -> RunSpec:
     """Return the run of a row; on the validation split if ``tuning``."""
-    system, settings = ROWS[label]
+    system, settings = ROWS[label] if label in ROWS else _topk(ROTATED[label][0], "q2")
     every: dict[str, Any] = {"lr": lr, "evaluate_every": 1, "epochs": 1, "task.validation": tuning}
     made = config.spec(system, label, TASK, take=_SHARED, **settings, **every)
     return replace(made, seed=seed + tuning * TUNING_SEED)
@@ -86,16 +96,30 @@ def spec_of(label: str, lr: float, seed: int, config: Config, *, tuning: bool = 
 
 def tune(label: str, lr: float, seed: int, *, config: Config) -> dict[str, Any]:
     """Train a row with a step size on the validation split, without messages: the same model, sooner."""
-    from fedcomp.experiments.central import Plan, simulate
-    from fedcomp.flower.logs import quiet
-
-    with quiet():
-        out = simulate(*Plan.of(spec_of(label, lr, seed, config, tuning=True)))
+    out = _simulated(label, spec_of(label, lr, seed, config, tuning=True))
     return {"settled": out.settled if out.diverged is None else 0.0}
 
 
+def _simulated(label: str, spec: RunSpec) -> Outcome:
+    from fedcomp.codecs import ErrorFeedback
+    from fedcomp.experiments.central import Plan, scheme_of, simulate
+    from fedcomp.experiments.eden_topk import EdenTopK
+    from fedcomp.flower.logs import quiet
+
+    plan, scheme = Plan.of(spec)
+    if label in ROTATED:
+        density, bits = ROTATED[label]
+        scheme = scheme_of(ErrorFeedback(EdenTopK(density, bits=bits)))
+    with quiet():
+        return simulate(plan, scheme)
+
+
 def train(label: str, lr: float, seed: int, *, config: Config) -> dict[str, Any]:
-    """Train a row through Flower's messages and return its accuracies and real bytes."""
+    """Train a row through Flower's messages and return its accuracies and real bytes; of a row without, its frames'."""
+    if label in ROTATED:
+        out = _simulated(label, spec_of(label, lr, seed, config))
+        made = [(float(p.round), 100 * p.accuracy, float(p.uplink)) for p in out.points[1:]]
+        return {"points": made, "settled": 100 * out.settled, "uplink": out.uplink, "downlink": None, "wire": None}
     from fedcomp.experiments.engines import inprocess
     from fedcomp.flower.logs import quiet
 
@@ -118,12 +142,13 @@ def train(label: str, lr: float, seed: int, *, config: Config) -> dict[str, Any]
 def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findings:
     """Choose every row's step size on a validation split, train it with several seeds, and compare with FedAvg."""
     processes, shared = int(config.settings["workers"]), {"config": config}
+    every = (*ROWS, *ROTATED)
     steps = numbers(str(config.settings["steps"]), each=Option(0.3, "a step size", above=0.0))
-    tried = Sweep(tune, {"label": list(ROWS), "lr": list(steps), "seed": [config.seed]}, "tuning", shared)(
+    tried = Sweep(tune, {"label": list(every), "lr": list(steps), "seed": [config.seed]}, "tuning", shared)(
         say, processes
     )
     best = {label: max(group, key=lambda r: r.settled).lr for label, group in tried.groups("label").items()}
-    cells = [{"label": label, "lr": best[label], "seed": seed} for label in ROWS for seed in repetitions(config)]
+    cells = [{"label": label, "lr": best[label], "seed": seed} for label in every for seed in repetitions(config)]
     groups: dict[str, Records] = Sweep(train, cells, shared=shared)(say, processes).groups("label")
     dense = groups[FEDAVG]
 
@@ -141,10 +166,12 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
         "±": lambda label: round(spread(groups[label].each("settled")), 1),
         "points lost": lambda label: round(lost(label), 1),
         "uplink, bytes": lambda label: round(mean(groups[label].each("uplink")) / clients),
-        "downlink, bytes": lambda label: round(mean(groups[label].each("downlink")) / clients),
+        "downlink, bytes": lambda label: (
+            None if label in ROTATED else round(mean(groups[label].each("downlink")) / clients)
+        ),
         "bits per weight": lambda label: round(32 / times(label), 3),
         "times fewer up": lambda label: round(times(label), 1),
-        "both ways, as messages": lambda label: round(times(label, "wire"), 2),
+        "both ways, as messages": lambda label: None if label in ROTATED else round(times(label, "wire"), 2),
     }
     found = {
         FEW: ("<= 1.0", ">= 150.0", "goal: a user's first row"),
@@ -155,11 +182,12 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
             table(
                 "Bits and accuracy",
                 columns,
-                list(ROWS),
+                every,
                 f"Means over seeds; test accuracy is the mean of the last {LAST} rounds, ± half the range over seeds. "
                 "The step size is the one of the grid that did best on a validation split of the training images, for "
                 "every row by itself. Bytes of payload are per client and round; bits per weight count everything that "
-                "a client sends. The downlink is the whole model in every row; both ways counts serialised messages.",
+                "a client sends. The downlink is the whole model in every row; both ways counts serialised messages. "
+                "Rows without these figures are trained without messages, with real frames.",
             )
         ],
         figures=[
@@ -215,7 +243,8 @@ EXPERIMENT = Experiment(
         "are, in 16 bits, in 127 or 7 levels of the largest magnitude of every 256 values, or as a sign and one of two "
         "magnitudes that are fitted to the values. Biases travel in 8 bits beside values of 8 bits and fewer, else as "
         "float32. STC sends signs and one magnitude.\n\n"
-        "EDEN rotates each tensor at random and sends 1 to 4 bits per coordinate: unbiased, without memory. EF-signSGD "
-        "and QSGD are the nearest rivals with and without memory."
+        "EDEN rotates the update at random and sends 1 to 4 bits per coordinate: unbiased, without memory. EF-signSGD "
+        "and QSGD are the nearest rivals with and without memory. EDEN of top-k rotates the kept values and codes them "
+        "in as many bits, with feedback: a rival that is tried here only."
     ),
 )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import fedcomp.experiments.catalog.bits as module
-from fedcomp.experiments.catalog.bits import EXPERIMENT, FEDAVG, FEW, ONE_BIT, ROWS, spec_of
+from fedcomp.experiments.catalog.bits import EXPERIMENT, FEDAVG, FEW, ONE_BIT, ROTATED, ROWS, spec_of
 from fedcomp.experiments.findings import Say
 from fedcomp.experiments.systems import check
 
@@ -36,7 +36,7 @@ def test_tuning_looks_at_other_data_and_other_draws() -> None:
 
 def measured(monkeypatch: pytest.MonkeyPatch, changes: Mapping[str, Mapping[str, float]]) -> tuple[Any, list[Any]]:
     """Measure with made-up trainings: all alike but for ``changes``; the best step size of a row is its own."""
-    steps = {label: (0.1, 0.2, 0.3, 0.5)[i % 4] for i, label in enumerate(ROWS)}
+    steps = {label: (0.2, 0.3, 0.5, 0.8)[i % 4] for i, label in enumerate((*ROWS, *ROTATED))}
     trained = []
 
     def tune(label: str, lr: float, seed: int, *, config: Any) -> dict[str, Any]:
@@ -50,9 +50,9 @@ def measured(monkeypatch: pytest.MonkeyPatch, changes: Mapping[str, Mapping[str,
 
     monkeypatch.setattr(module, "tune", tune)
     monkeypatch.setattr(module, "train", train)
-    findings = EXPERIMENT.measure(config("steps=0.1,0.2,0.3,0.5"), {}, Say())
+    findings = EXPERIMENT.measure(config(), {}, Say())
     assert {(label, lr) for label, lr, _ in trained} == set(steps.items())
-    assert len(trained) == 2 * len(ROWS)
+    assert len(trained) == 2 * len(steps)
     return findings, [claim.name for claim in findings.claims if not claim.ok]
 
 
@@ -60,7 +60,7 @@ def test_claims_are_about_points_and_bytes(monkeypatch: pytest.MonkeyPatch) -> N
     findings, failed = measured(monkeypatch, {})
     assert not failed
     assert [claim.value for claim in findings.claims] == [0.0, 200.0, 0.0, 30.0]
-    assert len(findings.tables[0].rows) == len(ROWS)
+    assert len(findings.tables[0].rows) == len(ROWS) + len(ROTATED)
     assert measured(monkeypatch, {FEW: {"settled": 95.9}})[1] == [f"{FEW}: points of accuracy lost against FedAvg"]
     assert measured(monkeypatch, {FEW: {"uplink": 2001.0}})[1] == [f"{FEW}: times fewer uplink payload bytes"]
     assert measured(monkeypatch, {ONE_BIT: {"settled": 95.9}})[1] == [
