@@ -473,7 +473,7 @@ def test_a_small_quickstart_runs_from_a_shell(tmp_path: Path) -> None:
     done = python("-m", "experiments.run", *small, "--json", "--out", str(tmp_path / "runs"), cwd=ROOT)
     assert done.returncode == 1, done.stderr  # one round of a tiny model cannot reach the bounds of the full one
     document = json.loads(done.stdout)
-    dense, identity, kept, lost, quantised, both = document["rows"]
+    dense, identity, kept, few, lost, quantised, both = document["rows"]
     assert dense["accuracy"] == identity["accuracy"]
     (same,) = [claim for claim in document["claims"] if claim["name"].startswith("identity")]
     assert same["ok"]
@@ -489,6 +489,7 @@ def test_a_small_quickstart_runs_from_a_shell(tmp_path: Path) -> None:
     assert lost["label"] == "top-k 1 % without feedback"
     assert both["label"] == "top-k 1 % up, 5 % down"
     assert both["uplink_payload_bytes"] == kept["uplink_payload_bytes"], "the first model goes down whole"
+    assert few["uplink_payload_bytes"] < kept["uplink_payload_bytes"] < quantised["uplink_payload_bytes"]
     assert "digits" in document["data"]
 
 

@@ -11,7 +11,9 @@ from toy import client_app, fedavg, model, stack, update
 from fedcomp import wire
 from fedcomp.clients.compressed import compression
 from fedcomp.codecs import (
+    DCT,
     DGC,
+    EDEN,
     STC,
     AdaComp,
     ChunkTop1,
@@ -19,6 +21,7 @@ from fedcomp.codecs import (
     Clip,
     Codec,
     Dithering,
+    Domain,
     FixedPoint,
     KeyRegion,
     NaturalCompression,
@@ -68,6 +71,8 @@ OTHERS: tuple[Codec, ...] = (
     SignSGD(0.5),
     chain(Clip(2000.0), SignSGD(0.5)),
     DGC(0.02, momentum=0.5, nesterov=True, warmup=3, clip=1e4, clients=4),
+    EDEN(bits=2),
+    Domain(DCT(chunk=64), TernGrad()),
 )
 NODES, ROUNDS = 4, 24
 FAULTS = {"lost_reply": 0.12, "duplicate": 0.1, "late": 0.1, "raise": 0.1, "corrupt": 0.05}
