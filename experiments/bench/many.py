@@ -34,35 +34,55 @@ _MB: Final = 1e6
 
 
 def digits(clients: int, rounds: int) -> dict[str, Any]:
-    """Return the milliseconds of a client-round on digits: in the engine, of it in training, and in the bare loop."""
+    """Return the milliseconds of a client-round on digits: in the engine, of it in training, and in the bare loop.
+
+    Training is timed where it happens, within the engine: alone it would find its data in the processor's caches.
+    """
     from fedcomp.experiments import engines
     from fedcomp.experiments.central import Plan, simulate
     from fedcomp.experiments.spec import RunSpec
     from fedcomp.flower.logs import quiet
-    from fedcomp.rng import Key
     from fedcomp.tasks import get_task
 
     settings = {"feedback": True, "codec.density": DENSITY, "evaluate_every": rounds}
     spec = RunSpec("topk", rounds=rounds, clients=clients, settings=settings)
-    task = get_task("digits")
+    task, training = get_task("digits"), 0.0
+    train = task.train
 
-    def train() -> None:
-        for number in range(1, rounds + 1):
-            for partition in range(clients):
-                task.train(task.blank(), task.client(partition, clients), lr=0.1, key=Key(0, "b", number, partition))
+    def timed(*arguments: Any, **options: Any) -> dict[str, float]:
+        nonlocal training
+        start = time.process_time()
+        try:
+            return train(*arguments, **options)
+        finally:
+            training += time.process_time() - start
 
-    taken: dict[str, list[float]] = {"engine_ms": [], "training_ms": [], "bare_loop_ms": []}
-    ways = (lambda: engines.run(spec), train, lambda: simulate(*Plan.of(spec)))
+    found: list[tuple[float, float, float]] = []
     with quiet():
-        for repetition in range(4):
-            for name, way in zip(taken, ways, strict=True):
-                start = time.process_time()
-                way()
-                # The first builds tables and warms caches.
-                if repetition:
-                    taken[name].append(1e3 * (time.process_time() - start) / (clients * rounds))
-    found = {name: min(values) for name, values in taken.items()}
-    return {"clients": clients, "rounds": rounds, **found, "overhead_ms": found["engine_ms"] - found["training_ms"]}
+        for _ in range(4):
+            training, start = 0.0, time.process_time()
+            # The client app asks for the task by its name, and is given this very one.
+            task.train = timed  # type: ignore[method-assign]
+            try:
+                engines.run(spec)
+            finally:
+                del task.train
+            whole = time.process_time() - start
+            start = time.process_time()
+            simulate(*Plan.of(spec))
+            found.append((whole - training, training, time.process_time() - start))
+    # The first builds tables and warms caches.
+    overhead, inside, bare = (1e3 * value / (clients * rounds) for value in min(found[1:]))
+    if not inside:
+        raise RuntimeError("the run did not train on the task that is timed")
+    return {
+        "clients": clients,
+        "rounds": rounds,
+        "engine_ms": overhead + inside,
+        "training_ms": inside,
+        "overhead_ms": overhead,
+        "bare_loop_ms": bare,
+    }
 
 
 def rounds_of_many(clients: int, sampled: int, rounds: int) -> dict[str, Any]:
@@ -124,8 +144,8 @@ def claims(rows: list[dict[str, Any]], *, quick: bool) -> list[Claim]:
             "digits: overhead of a client-round / its training",
             own["overhead_ms"] / own["training_ms"],
             "<=",
-            4.0,
-            "goal, in one run on one machine; 4.4 when models, codecs and records were made anew for each message",
+            3.0,
+            "goal, in one run; 4.4 when models, codecs and records were made anew for each message (measured)",
             gate=not quick,
         ),
         *(

@@ -113,7 +113,7 @@ class Uplink:
             raise StaleMessage(
                 f"this node already answered message {pending}; message {announcement.sequence} came too late"
             )
-        if meta.layout != layout.digest or meta.lineage != lineage(codec):
+        if meta.layout != layout.digest or meta.lineage != lineage(codec.to_config()):
             return fresh
         reply = _stored_reply(context)
         if pending == announcement.sequence:
@@ -154,13 +154,14 @@ class Uplink:
         for name, record in reply.items():
             # One by one under a prefix: a RecordDict cannot hold another.
             store[_PENDING + name] = record
+        config = codec.to_config()
         UplinkRecord(
             # Not the sequence: a memory keeps the number of the message it began with for as long as it lives.
             self.generation,
             announcement.sequence,
             announcement.session,
-            codec.to_config(),
-            lineage(codec),
+            config,
+            lineage(config),
             layout.digest,
         ).put(store)
 
@@ -195,8 +196,12 @@ def _fitted(state: State, initial: State) -> State:
     return {**initial, **state}
 
 
-def lineage(codec: Codec) -> str:
-    """Return the nested codec ids without parameters.
+# Made once: json.dumps() would make one for each text.
+_COMPACT: Final = json.JSONEncoder(separators=(",", ":")).encode
+
+
+def lineage(config: Mapping[str, Any]) -> str:
+    """Return the nested codec ids of a codec's configuration, without parameters.
 
     Memory outlives a change of parameters (a density that falls over the rounds), but not a change of algorithm.
     """
@@ -208,7 +213,8 @@ def lineage(codec: Codec) -> str:
             return [ids(v) for v in config if isinstance(v, dict)]
         return config
 
-    return json.dumps([codec.codec_id, ids(codec.get_config())], separators=(",", ":"))
+    own = {name: value for name, value in config.items() if name != "id"}
+    return _COMPACT([config["id"], ids(own)])
 
 
 @dataclass(frozen=True)

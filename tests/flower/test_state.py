@@ -125,7 +125,9 @@ def test_memory_survives_a_change_of_density_but_not_of_model_or_algorithm() -> 
     np.testing.assert_array_equal(total(ctx, say(6), warmer), vector(1))
     assert Uplink.begin(ctx, say(6), warmer, Layout.flat(2001)).fresh
     assert Uplink.begin(ctx, say(6), ErrorFeedback(QSGD(levels=4)), LAYOUT).fresh
-    assert lineage(CODEC) == lineage(warmer) != lineage(ErrorFeedback(QSGD(levels=4)))
+    same, warm, other = (lineage(codec.to_config()) for codec in (CODEC, warmer, ErrorFeedback(QSGD(levels=4))))
+    assert same == warm != other
+    assert same == '["feedback",{"codec":{"id":"topk"}}]'
 
 
 def test_generation_is_the_message_that_created_the_memory() -> None:
