@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from fedcomp.kernels.compiled_adaptive import add_adaptive, select_adaptive, take_scaled
 from fedcomp.kernels.compiled_bins import bin_argmax
 from fedcomp.kernels.compiled_hadamard import hadamard
+from fedcomp.kernels.compiled_rans import rans_decode, rans_encode
 from fedcomp.kernels.compiled_tails import find_above, select_above, tail_product, tail_sums
 from fedcomp.kernels.interface import BIN_SHIFT, BINS, MAGNITUDE, Bits, Candidates, Floats, Found
 from fedcomp.kernels.lanes import (
@@ -53,6 +54,8 @@ __all__ = [
     "finish",
     "hadamard",
     "histogram",
+    "rans_decode",
+    "rans_encode",
     "scatter_add",
     "select_above",
     "select_adaptive",

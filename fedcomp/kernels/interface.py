@@ -29,6 +29,13 @@ BLOCK: Final = 64 * LANES
 """Elements whose sums are formed lane by lane before they are added to the vector's."""
 
 
+RANS_BITS: Final = 12
+"""Frequencies of rANS add up to two to this power."""
+
+RANS_LEAST: Final = 1 << 16
+"""The least state of rANS between two symbols, and the one in which an encoder begins."""
+
+
 class Candidates(NamedTuple):
     """What a pass has found so far, in buffers that it appends to.
 
@@ -140,4 +147,26 @@ class Ops(Protocol):
 
         Bit i % 64 of word i // 64 negates element i. Pairs at distance 1, 2, 4, ... become their sum and difference,
         the shortest distance first: the order of the additions is part of the result.
+        """
+
+    def rans_encode(
+        self, symbols: NDArray[np.uint16], table: NDArray[np.uint32], lanes: int
+    ) -> tuple[NDArray[np.uint32], NDArray[np.uint16]]:
+        """Return the last states of the lanes and the words, in the order in which a decoder takes them.
+
+        ``table`` holds the symbols' frequencies, positive for those that occur, of a sum of 2**:data:`RANS_BITS`.
+        """
+
+    def rans_decode(
+        self,
+        states: NDArray[np.uint32],
+        words: NDArray[np.uint16],
+        symbols: NDArray[np.uint16],
+        steps: NDArray[np.uint32],
+        count: int,
+    ) -> NDArray[np.uint16] | None:
+        """Return ``count`` symbols; None unless that takes exactly these words and ends in the encoder's first states.
+
+        ``symbols`` and ``steps`` have an entry per slot: its symbol, and frequency << 16 | place among the symbol's
+        slots. No state is below :data:`RANS_LEAST`; they are overwritten.
         """

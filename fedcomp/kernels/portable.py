@@ -15,6 +15,8 @@ from fedcomp.kernels.interface import (
     INFINITY,
     LANES,
     MAGNITUDE,
+    RANS_BITS,
+    RANS_LEAST,
     Bits,
     Candidates,
     Floats,
@@ -25,6 +27,7 @@ _CHUNK = 64 * BLOCK  # elements whose float64 forms exist at a time
 ROOM = 8 * BLOCK
 """Elements of one step of a selection: few enough for its intermediate arrays to stay in the cache."""
 _NEAR = 1 << 14  # elements that are transformed among themselves while the cache holds them
+_NARROW = 16  # lanes below which numpy's calls cost more than Python's integers
 _ONE = np.float64(1.0).view(np.int64)
 _FRACTION = np.int64(2**52 - 1)
 _BIAS = 1023
@@ -237,3 +240,92 @@ def _negate(values: NDArray[Any], words: NDArray[np.uint64]) -> None:
         if bits.any():
             negative = np.unpackbits(bits, count=part.size, bitorder="little").view(np.bool_)
             np.negative(part, out=part, where=negative)
+
+
+def rans_encode(
+    symbols: NDArray[np.uint16], table: NDArray[np.uint32], lanes: int
+) -> tuple[NDArray[np.uint32], NDArray[np.uint16]]:
+    """See :meth:`fedcomp.kernels.interface.Ops.rans_encode`."""
+    starts = np.cumsum(table, dtype=np.uint32) - table
+    if lanes < _NARROW:
+        return _encode_singly(symbols.tolist(), table.tolist(), starts.tolist(), lanes)
+    every = np.full(lanes, RANS_LEAST, np.uint64)
+    frequency, start = table.astype(np.uint64), starts.astype(np.uint64)
+    parts = []
+    # A decoder undoes the last step first.
+    for at in range((symbols.size - 1) // lanes * lanes, -1, -lanes):
+        row = symbols[at : at + lanes]
+        states, f = every[: row.size], frequency[row]
+        full = states >= f << np.uint64(32 - RANS_BITS)
+        parts.append(states[full].astype(np.uint16))
+        states[full] >>= np.uint64(16)
+        quotients, places = np.divmod(states, f)
+        states[...] = (quotients << np.uint64(RANS_BITS)) + places + start[row]
+    return every.astype(np.uint32), np.concatenate(parts[::-1])
+
+
+def _encode_singly(
+    symbols: list[int], table: list[int], starts: list[int], lanes: int
+) -> tuple[NDArray[np.uint32], NDArray[np.uint16]]:
+    states = [RANS_LEAST] * lanes
+    words = []
+    for at in range(len(symbols) - 1, -1, -1):
+        symbol, lane = symbols[at], at % lanes
+        state, f = states[lane], table[symbol]
+        if state >= f << (32 - RANS_BITS):
+            words.append(state & 0xFFFF)
+            state >>= 16
+        quotient, place = divmod(state, f)
+        states[lane] = (quotient << RANS_BITS) + place + starts[symbol]
+    return np.array(states, np.uint32), np.array(words[::-1], np.uint16)
+
+
+def rans_decode(
+    states: NDArray[np.uint32],
+    words: NDArray[np.uint16],
+    symbols: NDArray[np.uint16],
+    steps: NDArray[np.uint32],
+    count: int,
+) -> NDArray[np.uint16] | None:
+    """See :meth:`fedcomp.kernels.interface.Ops.rans_decode`."""
+    lanes = states.size
+    if lanes < _NARROW:
+        return _decode_singly(states.tolist(), words.tolist(), symbols.tolist(), steps.tolist(), count)
+    out = np.empty(count, np.uint16)
+    mask = np.uint32((1 << RANS_BITS) - 1)
+    taken = 0
+    for at in range(0, count, lanes):
+        row = states[: count - at]
+        slots = row & mask
+        out[at : at + lanes] = symbols[slots]
+        step = steps[slots]
+        row >>= np.uint32(RANS_BITS)
+        row *= step >> np.uint32(16)
+        row += step & np.uint32(0xFFFF)
+        low = np.flatnonzero(row < RANS_LEAST)
+        more = words[taken : taken + low.size]
+        if more.size < low.size:
+            return None
+        row[low] = row[low] << np.uint32(16) | more
+        taken += low.size
+    return out if taken == words.size and bool((states == RANS_LEAST).all()) else None
+
+
+def _decode_singly(
+    states: list[int], words: list[int], symbols: list[int], steps: list[int], count: int
+) -> NDArray[np.uint16] | None:
+    lanes, mask, taken = len(states), (1 << RANS_BITS) - 1, 0
+    out = []
+    for at in range(count):
+        state = states[at % lanes]
+        slot = state & mask
+        out.append(symbols[slot])
+        step = steps[slot]
+        state = (step >> 16) * (state >> RANS_BITS) + (step & 0xFFFF)
+        if state < RANS_LEAST:
+            if taken == len(words):
+                return None
+            state = state << 16 | words[taken]
+            taken += 1
+        states[at % lanes] = state
+    return np.array(out, np.uint16) if taken == len(words) and states == [RANS_LEAST] * lanes else None

@@ -25,7 +25,8 @@ def warm() -> float | None:
     vector = np.arange(256, dtype=np.float32)
     indices = select_topk(vector, 3, tier="numba")
     # Selection does without the histogram; a codec asks for it.
-    tiers.ops("numba", 256).histogram(vector.view(np.int32))
+    ops = tiers.ops("numba", 256)
+    ops.histogram(vector.view(np.int32))
     step = feedback_step(vector, vector, 3, tier="numba")
     scatter_add(step.memory, indices, step.values, 1.0, tier="numba")
     select_bins(vector, 7, tier="numba")
@@ -35,4 +36,8 @@ def warm() -> float | None:
     select_above(vector, 1.0, tier="numba")
     for dtype in (np.float32, np.float64):
         hadamard(vector.astype(dtype), np.zeros(4, np.uint64), tier="numba")
+    table = np.full(2, 2048, np.uint32)
+    states, words = ops.rans_encode(np.zeros(64, np.uint16), table, 2)
+    slots = np.arange(4096).astype(np.uint32)
+    ops.rans_decode(states, words, (slots >> 11).astype(np.uint16), (2048 << 16 | slots % 2048).astype(np.uint32), 64)
     return time.perf_counter() - start
