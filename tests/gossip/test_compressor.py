@@ -11,10 +11,13 @@ import pytest
 from numpy.typing import NDArray
 
 from fedcomp.codecs import (
+    DCT,
+    EDEN,
     QSGD,
     STC,
     Codec,
     Dithering,
+    Domain,
     Identity,
     NormSign,
     RandomK,
@@ -48,6 +51,8 @@ ALL = [
     Dithering(2),
     Dithering(1),
     QSGD(),
+    EDEN(2),
+    Domain(DCT(16), TopK(0.1)),
     STC(0.2),
     Threshold(0.5),
 ]
