@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, Metadata, MetricRecord, RecordDict
 from flwr.app.message import make_message
@@ -41,7 +41,6 @@ from flwr.common.serde_utils import (
 )
 from flwr.proto.message_pb2 import Context as ProtoContext
 from flwr.proto.message_pb2 import Message as ProtoMessage
-from flwr.proto.message_pb2 import ObjectTree
 from flwr.proto.recorddict_pb2 import ConfigRecord as ProtoConfigRecord
 from flwr.proto.recorddict_pb2 import ConfigRecordValue as ProtoConfigRecordValue
 from flwr.proto.recorddict_pb2 import MetricRecord as ProtoMetricRecord
@@ -124,12 +123,12 @@ class Packer:
 
     def __init__(self) -> None:
         # The objects are kept beside what was made of them, so that no identity is reused while the packer lives.
-        self._done: dict[int, tuple[Record, ObjectTree, dict[str, bytes]]] = {}
+        self._done: dict[int, tuple[Record, _Tree, dict[str, bytes]]] = {}
 
     def pack(self, message: Message) -> Packed:
         """Return ``message`` with every nested object deflated; the message itself is not changed."""
         contents: dict[str, bytes] = {}
-        children: list[ObjectTree] = []
+        children: list[_Tree] = []
         if message.has_content():
             content = message.content
             trees = {name: self._pack(record, contents) for name, record in content.items()}
@@ -141,11 +140,11 @@ class Packer:
         body = _message_object(envelope, children)
         root = hashlib.sha256(body).hexdigest()
         contents[root] = body
-        tree = ObjectTree(object_id=root, children=children)
-        wire = sum(map(len, contents.values())) + tree.ByteSize() + _envelope_bytes(envelope, children, body)
+        wire = sum(map(len, contents.values())) + _tree(root, children).size
+        wire += _envelope_bytes(envelope, children, body)
         return Packed(root, contents, wire)
 
-    def _pack(self, record: Record, contents: dict[str, bytes]) -> ObjectTree:
+    def _pack(self, record: Record, contents: dict[str, bytes]) -> _Tree:
         """Put ``record`` and what is in it into ``contents``; return the tree of their ids."""
         known = self._done.get(id(record))
         if known is None:
@@ -161,16 +160,27 @@ class Packer:
         return known[1]
 
 
-def _deflated(
-    kind: type, children: Iterable[ObjectTree], body: bytes | memoryview, contents: dict[str, bytes]
-) -> ObjectTree:
+class _Tree(NamedTuple):
+    """The id of a deflated object, and the bytes of the tree of ids that Flower sends of it and all that is in it."""
+
+    object_id: str
+    size: int
+
+
+def _tree(object_id: str, children: Iterable[_Tree]) -> _Tree:
+    # As a protocol buffer: each field is a tag of one byte, its length in groups of seven bits, and what it holds.
+    sizes = (len(object_id), *(child.size for child in children))
+    return _Tree(object_id, sum(1 + max(1, (size.bit_length() + 6) // 7) + size for size in sizes))
+
+
+def _deflated(kind: type, children: Iterable[_Tree], body: bytes | memoryview, contents: dict[str, bytes]) -> _Tree:
     """Put one object, of which ``body`` is what it holds itself, into ``contents``; return the tree of its ids."""
     # Equal children are one object.
     distinct = {tree.object_id: tree for tree in children}
     content = _object(kind, distinct, body)
     object_id = hashlib.sha256(content).hexdigest()
     contents[object_id] = content
-    return ObjectTree(object_id=object_id, children=distinct.values())
+    return _tree(object_id, distinct.values())
 
 
 def _object(kind: type, children: Iterable[str], body: bytes | memoryview) -> bytes:
@@ -180,14 +190,14 @@ def _object(kind: type, children: Iterable[str], body: bytes | memoryview) -> by
 
 
 def _deflate_references(
-    item: RecordDict | ArrayRecord, trees: Mapping[str, ObjectTree], contents: dict[str, bytes]
-) -> ObjectTree:
+    item: RecordDict | ArrayRecord, trees: Mapping[str, _Tree], contents: dict[str, bytes]
+) -> _Tree:
     """Deflate an object that holds others by name, which are deflated already."""
     body = json.dumps({name: tree.object_id for name, tree in trees.items()}).encode()
     return _deflated(type(item), trees.values(), body, contents)
 
 
-def _deflate_array(array: Array, contents: dict[str, bytes]) -> ObjectTree:
+def _deflate_array(array: Array, contents: dict[str, bytes]) -> _Tree:
     """Deflate an array and its chunks, of which equal ones are one object."""
     data = memoryview(array.data)
     chunks = [
@@ -220,11 +230,11 @@ def _write_values(record: ConfigRecord | MetricRecord, proto: ProtoConfigRecord 
             setattr(item.value, name, value)
 
 
-def _message_object(envelope: ProtoMessage, children: Sequence[ObjectTree]) -> bytes:
+def _message_object(envelope: ProtoMessage, children: Sequence[_Tree]) -> bytes:
     return _object(Message, [tree.object_id for tree in children], envelope.SerializeToString(deterministic=True))
 
 
-def _envelope_bytes(envelope: ProtoMessage, children: Sequence[ObjectTree], body: bytes) -> int:
+def _envelope_bytes(envelope: ProtoMessage, children: Sequence[_Tree], body: bytes) -> int:
     """Size of the metadata that accompanies the objects, with ids of the deployment's length.
 
     The simulation engine names messages by 36-character UUIDs and an unsent message has no name yet; a deployment

@@ -213,6 +213,8 @@ def test_wire_bytes_agree_with_flowers_own_walk_over_the_objects() -> None:
             "arrays": ArrayRecord({"a": shared, "b": Array(np.arange(300_000, dtype=np.float64))}),
             "zeros": ArrayRecord({"z": Array("uint8", (11 * 2**20,), STYPE, bytes(11 * 2**20))}),
             "config": ConfigRecord({"k": [1, 2], "s": "text"}),
+            # A tree of more than 2**14 bytes, whose length takes three bytes itself.
+            "many": ArrayRecord({str(i): Array(np.array(i)) for i in range(150)}),
         }
     )
     sent = message(record)
