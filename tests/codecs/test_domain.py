@@ -260,3 +260,12 @@ def test_nothing_of_the_dense_rest_is_transformed() -> None:
         transform.apply(vector, layout)
     np.testing.assert_array_equal(vector[200:], before[200:])
     assert (vector[:200] != before[:200]).all()
+
+
+@pytest.mark.parametrize("transform", [Rotation(), DCT(16)], ids=repr)
+def test_a_downlink_in_a_domain_leaves_server_and_clients_with_one_model(transform: Orthonormal) -> None:
+    """Both ends go back from the same frame: models are compared by digest, and nobody asks for a whole one again."""
+    strategy = Compressed(FedAvg(**ONE), TopK(0.1), Domain(transform, TopK(0.2)))
+    _run(strategy, 3, rounds=5)
+    assert all(report.compressed == 3 for report in strategy.reports.values())
+    assert {peer.version for peer in strategy.reception.peers.values()} == {max(strategy.reports)}
