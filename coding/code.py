@@ -11,7 +11,7 @@ import hashlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from operator import index
+from operator import attrgetter, index
 from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -117,7 +117,7 @@ class PayloadHead(NamedTuple):
     @classmethod
     def of(cls, packet: Packet) -> PayloadHead:
         """Return the head of the payload that a packet belongs to."""
-        return cls(*(getattr(packet, name) for name in cls._fields))
+        return cls(*_shared(packet))
 
     def require_same(self, other: PayloadHead) -> None:
         """Raise PacketError, naming what differs, unless the other head is equal."""
@@ -126,15 +126,21 @@ class PayloadHead(NamedTuple):
                 raise PacketError(f"{name} = {its!r} among packets with {mine!r}; packets of two payloads never mix")
 
 
+_shared = attrgetter(*PayloadHead._fields)
+
+
 def admit(packet: Packet, limits: PacketLimits, held: PayloadHead | None) -> PayloadHead:
     """Return what the packet shares with others of its payload, or raise PacketError when it is not one to take in."""
+    head = PayloadHead.of(packet)
+    # What is checked below is all part of the head, and was checked in the first packet with this one.
+    if head == held:
+        return head
     if packet.field != 0:
         raise PacketError(f"field {packet.field}; network codes of this package work in GF(2^8), field 0")
     # Parsing did this already; a packet that was constructed in this process was never parsed.
     limits.check(
         packet.symbols, packet.symbol_bytes, packet.payload_bytes, packet.first_generation + packet.generations
     )
-    head = PayloadHead.of(packet)
     if held is not None:
         held.require_same(head)
     return head

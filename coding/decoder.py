@@ -124,9 +124,13 @@ class Decoder:
         held = self._held = self._held or _store(head, self.threshold, self.expect)
         self._received += 1
         self._bytes += packet.wire_bytes
-        symbol = packet.number if packet.mode is Mode.SYSTEMATIC else None
         # Once the digest has been verified no packet can add anything; it is only counted.
-        innovative = not self._verified and self._absorb(held, packet.row(), packet.body, symbol)
+        if self._verified:
+            innovative = False
+        elif packet.mode is Mode.SYSTEMATIC:
+            innovative = self._absorb(held, packet.number, packet.body)
+        else:
+            innovative = self._absorb(held, packet.row(), packet.body)
         self._dependent += not innovative
         return innovative
 
@@ -250,11 +254,16 @@ class Decoder:
             )
         return self._held
 
-    def _absorb(
-        self, held: _Held, vector: NDArray[np.uint8], body: NDArray[np.uint8], symbol: int | None = None
-    ) -> bool:
-        if held.absorb(vector, body, symbol):
-            return True
+    def _absorb(self, held: _Held, content: int | NDArray[np.uint8], body: NDArray[np.uint8]) -> bool:
+        """Store a packet; ``content`` is the symbol that it is, or else its coefficients."""
+        if isinstance(content, int):
+            if held.add_symbol(content, body):
+                return True
+            vector = held.unit(content)
+        else:
+            if held.add_combination(content, body):
+                return True
+            vector = content
         if len(self._surplus) < ATTEMPTS and not held.has(vector, body):
             self._surplus.append((vector, body))
         return False
@@ -379,19 +388,36 @@ class _Held:
     def complete(self) -> bool:
         return self.basis.rank == self.head.symbols
 
-    def absorb(self, vector: NDArray[np.uint8], body: NDArray[np.uint8], symbol: int | None) -> bool:
-        """Store the packet if it is independent of those held; return whether it was. ``symbol`` is the one it is."""
+    def add_symbol(self, symbol: int, body: NDArray[np.uint8]) -> bool:
+        """Store a packet that is this symbol itself if it is independent of those held; return whether it was."""
+        slot = self.basis.rank
+        if not self.basis.add_unit(symbol):
+            return False
+        self.vectors[slot, symbol] = 1
+        self.slot_of[symbol], self.symbol_at[slot] = slot, symbol
+        self._store(slot, body)
+        return True
+
+    def add_combination(self, vector: NDArray[np.uint8], body: NDArray[np.uint8]) -> bool:
+        """Store a packet with these coefficients if it is independent of those held; return whether it was."""
         slot = self.basis.rank
         if not self.basis.add(vector):
             return False
         self.vectors[slot] = vector
-        self.rows[:, slot] = body
-        if symbol is None:
-            self.coded.append(slot)
-        else:
-            self.slot_of[symbol], self.symbol_at[slot] = slot, symbol
-        self._reduced = None
+        self.coded.append(slot)
+        self._store(slot, body)
         return True
+
+    def _store(self, slot: int, body: NDArray[np.uint8]) -> None:
+        # Below rank K nothing was solved yet, so no symbol is on its way into a slot.
+        self._rows[:, slot] = body
+        self._reduced = None
+
+    def unit(self, symbol: int) -> NDArray[np.uint8]:
+        """Return the coefficients of a packet that is this symbol itself."""
+        found = np.zeros(self.head.symbols, np.uint8)
+        found[symbol] = 1
+        return found
 
     def has(self, vector: NDArray[np.uint8], body: NDArray[np.uint8]) -> bool:
         """Return whether this very packet was stored."""
@@ -402,12 +428,9 @@ class _Held:
         stored = self.encode(vector[None, :])[:, 0] if self.complete else self.rows[:, same[0]]
         return np.array_equal(stored, body)
 
-    def packet_at(self, slot: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8], int | None]:
-        """Return a packet that spans, with those of the other slots, what was received: vector, body and symbol."""
-        if slot in self.coded:
-            return self.vectors[slot], self.rows[:, slot], None
-        symbol = int(self.symbol_at[slot])
-        return np.eye(1, self.head.symbols, symbol, dtype=np.uint8)[0], self.rows[:, slot], symbol
+    def packet_at(self, slot: int) -> tuple[int | NDArray[np.uint8], NDArray[np.uint8]]:
+        """Return a packet that spans, with those of the other slots, what was received: its symbol or vector, body."""
+        return (self.vectors[slot] if slot in self.coded else int(self.symbol_at[slot])), self.rows[:, slot]
 
     def combine(self, weights: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Return ``weights @ rows`` in every generation, shape (generations, len(weights), S)."""

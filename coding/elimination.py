@@ -36,7 +36,7 @@ class Basis:
         How many vectors were independent of those before them.
     """
 
-    __slots__ = ("_absorb", "_reciprocals", "_words", "rank", "symbols")
+    __slots__ = ("_absorb", "_cells", "_reciprocals", "_words", "rank", "symbols")
 
     def __init__(self, symbols: int) -> None:
         if symbols < 1:
@@ -45,6 +45,7 @@ class Basis:
         self.rank = 0
         # Row p is zero, or has its first non-zero element, a 1, in column p. The last row is for work on an arrival.
         self._words = np.zeros((symbols + 1, -(-symbols // 64) * 8), np.uint64)
+        self._cells = self._words.view(np.uint8)
         self._absorb = _loops().absorb
         self._reciprocals = tables.reciprocals()
 
@@ -58,6 +59,21 @@ class Basis:
         innovative = self.rank < self.symbols and bool(self._absorb(self._words, vector, self._reciprocals))
         self.rank += innovative
         return innovative
+
+    def add_unit(self, symbol: int) -> bool:
+        """Take in the vector that is 1 for one symbol and 0 for all others; return whether it was outside the span.
+
+        O(1) as long as no row has its pivot in that column: such a vector is a row of an echelon form as it is.
+        """
+        if self.rank == self.symbols:
+            return False
+        if self._cells[symbol, symbol]:
+            vector = np.zeros(self.symbols, np.uint8)
+            vector[symbol] = 1
+            return self.add(vector)
+        self._cells[symbol, symbol] = 1
+        self.rank += 1
+        return True
 
 
 def rank(matrix: NDArray[np.uint8]) -> int:

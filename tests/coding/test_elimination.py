@@ -77,6 +77,23 @@ def test_elimination_finds_the_rank_arrival_by_arrival(symbols: int, count: int,
     assert not any(basis.add(vector) for vector in vectors), "nothing is new the second time"
 
 
+@given(st.integers(1, 70), st.integers(0, 2**32))
+def test_symbols_as_themselves_count_like_their_vectors_wherever_they_come(symbols: int, seed: int) -> None:
+    stream = SplitMix64(seed)
+    # Few dense ones, so that symbols come before, between and after them, twice too, and into columns that have a
+    # pivot already.
+    dense = {place: stream.bytes(symbols) for place in stream.below(3 * symbols, 4).tolist()}
+    one, other = Basis(symbols), Basis(symbols)
+    for place, symbol in enumerate(stream.below(symbols, 3 * symbols).tolist()):
+        if place in dense:
+            assert one.add(dense[place]) == other.add(dense[place])
+        unit = np.zeros(symbols, np.uint8)
+        unit[symbol] = 1
+        assert one.add_unit(symbol) == other.add(unit)
+        assert one.rank == other.rank
+        assert not one.add(unit), "it is held now"
+
+
 def test_a_vector_of_another_length_or_type_is_refused() -> None:
     with pytest.raises(ConfigError, match="uint8"):
         Basis(4).add(np.zeros(5, np.uint8))
