@@ -5,7 +5,8 @@ figure is the median over repetitions; a ratio is the median of the ratios withi
 own CPU time, so that other processes do not count.
 
 A claim has a bound and where it comes from. A claim that gates and fails makes the exit code 1. What cannot be measured
-here, because the CPU lacks a tier or a library is not installed, is shown as skipped, with the reason.
+here, because the CPU lacks a tier or a library is not installed, is shown as not measured, with the reason and what to
+install, and gates nothing.
 """
 
 from __future__ import annotations
@@ -65,14 +66,14 @@ def text_of(result: Mapping[str, Any]) -> str:
     for part in dict.fromkeys(row["part"] for row in result["rows"]):
         rows = [row for row in result["rows"] if row["part"] == part]
         lines += [part, *_aligned([[*map(str, list(row.values())[1:])] for row in rows], list(rows[0])[1:]), ""]
-    verdicts = {True: "ok", False: "MISSED", None: "skipped"}
+    verdicts = {True: "ok", False: "MISSED", None: "not measured"}
     table = []
     for claim in result["claims"]:
         value = claim["skipped"] if claim["value"] is None else f"{claim['value']:.3g}"
         table.append(
             [
                 verdicts[claim["ok"]],
-                "gates" if claim["gate"] else "reported",
+                "gates" if claim["gate"] else "reported" if claim["value"] is not None else "",
                 claim["name"],
                 value,
                 f"{claim['op']} {claim['bound']:g}",
@@ -84,7 +85,7 @@ def text_of(result: Mapping[str, Any]) -> str:
     known = result["environment"]
     lines.append(f"tier {known['tier']} on {known['cpu']}; ISA-L: {', '.join(known['isal']) or 'not installed'}")
     lines.append(
-        f"{len(failed)} claims that gate failed, {skipped} of {len(result['claims'])} claims were skipped"
+        f"{len(failed)} claims that gate failed, {skipped} of {len(result['claims'])} claims were not measured"
         if failed or skipped
         else "every claim that gates holds"
     )

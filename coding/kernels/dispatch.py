@@ -74,7 +74,11 @@ def why_not(tier: str) -> str:
     if tier == "isal":
         from fedcomp.coding.kernels import isal
 
-        return "" if isal.libraries() else "ISA-L is not installed (libisal.so.2, or the copy in PyECLib's wheel)"
+        return (
+            ""
+            if isal.libraries()
+            else "ISA-L is not installed: install libisal.so.2 (Debian's libisal2), or pip install pyeclib"
+        )
     if reason := _no_compiler():
         return reason
     if tier == "swar":

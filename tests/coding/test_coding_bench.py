@@ -86,15 +86,33 @@ def test_what_is_missing_is_skipped_with_the_reason(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(parts.isal, "libraries", tuple)
     monkeypatch.setattr(parts.kernels, "tiers", lambda: ("swar", "numpy"))
     monkeypatch.setattr(parts.kernels, "why_not", lambda tier: f"no {tier} here")
-    monkeypatch.setattr(parts, "_zfec", lambda *_: None)
+    monkeypatch.setattr(parts.importlib.util, "find_spec", lambda _name: None)
     rows, claims = parts.encoding(TINY)
-    assert {row["method"] for row in rows} == {"swar", "numpy", "numpy table, take and XOR", "galois", "memcpy"}
+    assert {row["method"] for row in rows} == {"swar", "numpy", "numpy table, take and XOR", "memcpy"}
     skipped = {claim.name: claim.skipped for claim in claims if claim.ok is None}
     assert skipped["encode, K = 16: gfni512 times as fast as ISA-L"] == "no gfni512 here"
-    assert skipped["encode, K = 16: swar times as fast as zfec"] == "zfec is not installed"
+    assert skipped["encode, K = 16: swar times as fast as zfec"] == ("zfec is not installed: pip install zfec")
+    _, primes = parts.primes(TINY)
+    assert {claim.skipped for claim in primes} == {"galois is not installed: pip install galois"}
+    assert {claim.ok for claim in primes} == {None}
+    assert parts.environment()["galois"] == "not installed"
     assert [claim.name for claim in claims if claim.ok is not None] == [
         f"encode, K = {k}: swar times as fast as numpy table, take and XOR" for k in (16, 64)
     ]
+
+
+def test_what_was_not_measured_gates_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    only(monkeypatch, [BenchClaim("absent", None, ">=", 1.5, "us", skipped="zfec is not installed: pip install zfec")])
+    assert bench.main(["--json"], size=Size(repetitions=1)) == 0
+    (claim,) = json.loads(capsys.readouterr().out)["claims"]
+    assert (claim["ok"], claim["gate"], claim["value"]) == (None, False, None)
+    assert bench.main([], size=Size(repetitions=1)) == 0
+    printed = capsys.readouterr().out
+    assert "not measured" in printed
+    assert "pip install zfec" in printed
+    assert "every claim that gates holds" not in printed
 
 
 def test_ratios_are_medians_within_repetitions() -> None:
