@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from fedcomp.kernels.compiled_adaptive import add_adaptive, select_adaptive, take_scaled
 from fedcomp.kernels.compiled_bins import bin_argmax
+from fedcomp.kernels.compiled_fields import levels, unpack_columns
 from fedcomp.kernels.compiled_hadamard import hadamard
 from fedcomp.kernels.compiled_rans import rans_decode, rans_encode
 from fedcomp.kernels.compiled_tails import find_above, select_above, tail_product, tail_sums
@@ -56,6 +57,7 @@ __all__ = [
     "histogram",
     "rans_decode",
     "rans_encode",
+    "levels",
     "scatter_add",
     "select_above",
     "select_adaptive",
@@ -63,6 +65,7 @@ __all__ = [
     "tail_sums",
     "take_clear",
     "take_scaled",
+    "unpack_columns",
 ]
 
 ROOM = SLACK

@@ -170,3 +170,15 @@ class Ops(Protocol):
         ``symbols`` and ``steps`` have an entry per slot: its symbol, and frequency << 16 | place among the symbol's
         slots. No state is below :data:`RANS_LEAST`; they are overwritten.
         """
+
+    def unpack_columns(self, words: NDArray[np.uint64], out: NDArray[Any]) -> None:
+        """Read fields that are packed column by column: field (row, column) of ``out``, shape (64, columns), is at bits
+        ``row * width`` and on of a column of ``words``, shape (width, columns)."""
+
+    def levels(
+        self, numbers: NDArray[np.int32], norms: NDArray[np.float32], bucket: int, steps: int
+    ) -> NDArray[np.float32]:
+        """Return ``float32(norm * number / steps)``, worked out in float64, with a norm for every ``bucket`` numbers.
+
+        0: one norm for all.
+        """

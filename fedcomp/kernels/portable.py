@@ -31,6 +31,7 @@ _NARROW = 16  # lanes below which numpy's calls cost more than Python's integers
 _ONE = np.float64(1.0).view(np.int64)
 _FRACTION = np.int64(2**52 - 1)
 _BIAS = 1023
+_COLUMNS = 4096  # columns of packed fields read at once: temporaries of 2 MiB, few enough calls
 
 
 def collect(bits: Bits, threshold: int, limit: int, candidates: Candidates) -> None:
@@ -329,3 +330,28 @@ def _decode_singly(
             taken += 1
         states[at % lanes] = state
     return np.array(out, np.uint16) if taken == len(words) and states == [RANS_LEAST] * lanes else None
+
+
+def unpack_columns(words: NDArray[np.uint64], out: NDArray[Any]) -> None:
+    """See :meth:`fedcomp.kernels.interface.Ops.unpack_columns`."""
+    width, columns = words.shape
+    bit = np.arange(64) * width
+    word, shift = bit >> 6, (bit & 63).astype(np.uint64)
+    crossing = np.flatnonzero((bit & 63) + width > 64)
+    mask = np.uint64((1 << width) - 1)
+    for start in range(0, columns, _COLUMNS):
+        near = words[:, start : start + _COLUMNS]
+        part = near[word]
+        part >>= shift[:, None]
+        part[crossing] |= near[word[crossing] + 1] << (np.uint64(64) - shift[crossing])[:, None]
+        part &= mask
+        out[:, start : start + _COLUMNS] = part
+
+
+def levels(numbers: NDArray[np.int32], norms: NDArray[np.float32], bucket: int, steps: int) -> NDArray[np.float32]:
+    """See :meth:`fedcomp.kernels.interface.Ops.levels`."""
+    wide = norms.astype(np.float64)
+    # One exact product in float64 and one division, each correctly rounded: the same float32 everywhere.
+    product = numbers * (wide if norms.size == 1 else np.repeat(wide, bucket)[: numbers.size])
+    product /= steps
+    return product.astype(np.float32)

@@ -12,6 +12,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from fedcomp.kernels import tiers
 from fedcomp.wire.errors import Corrupt, Truncated
 
 VERTICAL_THRESHOLD: Final = 8192
@@ -179,18 +180,7 @@ def _pack_vertical(fields: NDArray[Any], width: int) -> bytes:
 
 def _unpack_vertical(buf: Buffer, width: int, out: NDArray[Any]) -> None:
     words = np.frombuffer(buf, "<u8").reshape(width, -1)
-    rows = out.reshape(64, -1)
-    columns = rows.shape[1]
-    word, shift, crossing = _rows(width)
-    mask = np.uint64((1 << width) - 1)
-    for start in range(0, columns, _COLUMNS):
-        stretch = slice(start, start + _COLUMNS)
-        near = words[:, stretch].astype(np.uint64)
-        part = near[word]
-        part >>= shift[:, None]
-        part[crossing] |= near[word[crossing] + 1] << (np.uint64(64) - shift[crossing])[:, None]
-        part &= mask
-        rows[:, stretch] = part
+    tiers.ops("auto", out.size).unpack_columns(words.astype(np.uint64, copy=False), out.reshape(64, -1))
 
 
 def unary_size(total: int, count: int) -> int:

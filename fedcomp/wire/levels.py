@@ -8,6 +8,7 @@ from typing import Any, Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from fedcomp.kernels import tiers
 from fedcomp.wire.bits import Buffer, pack, packed_size, put_varint, unpack
 from fedcomp.wire.codebook import Codebook
 from fedcomp.wire.errors import Corrupt
@@ -228,10 +229,7 @@ class QsgdLevels(Values):
         return int(self.levels.size)
 
     def decode(self) -> NDArray[Any]:
-        # One exact product in float64 and one division, each correctly rounded: the same float32 everywhere.
-        product = self.levels * spread(self.norms.astype(np.float64), self.bucket, self.k)
-        product /= self.s
-        return product.astype(np.float32)
+        return tiers.ops("auto", self.k).levels(self.levels, self.norms, self.bucket, self.s)
 
     def pack(self, shuffled: bool = False) -> tuple[bytes, Buffer]:
         width = (2 * self.s).bit_length()

@@ -1,0 +1,52 @@
+"""Compiled kernels that read packed fields and turn levels into floats: one pass each, the bits of the numpy tier."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedcomp.kernels.lanes import fixed, kernel
+
+_COLUMNS = 512
+"""Columns read at once: their words, up to 64 rows of them, stay in the cache while 64 rows of fields are taken."""
+
+
+@kernel
+def _unpack_columns(words, out):
+    width, columns = words.shape
+    mask = np.uint64((1 << width) - 1) if width < 64 else np.uint64(0xFFFFFFFFFFFFFFFF)
+    for start in range(0, columns, _COLUMNS):
+        end = min(start + _COLUMNS, columns)
+        for row in range(64):
+            word = (row * width) >> 6
+            shift = np.uint64((row * width) & 63)
+            if shift + np.uint64(width) <= np.uint64(64):
+                for column in range(start, end):
+                    out[row, column] = (words[word, column] >> shift) & mask
+            else:
+                back = np.uint64(64) - shift
+                for column in range(start, end):
+                    out[row, column] = ((words[word, column] >> shift) | (words[word + 1, column] << back)) & mask
+
+
+@kernel
+def _levels(levels, norms, bucket, steps, out):
+    for place in range(norms.size):
+        norm = np.float64(norms[place])
+        for at in range(place * bucket, min((place + 1) * bucket, levels.size)):
+            out[at] = np.float32(np.float64(levels[at]) * norm / steps)
+
+
+def unpack_columns(words: NDArray[np.uint64], out: NDArray[Any]) -> None:
+    """See :meth:`fedcomp.kernels.interface.Ops.unpack_columns`."""
+    # A section of a frame begins at any byte.
+    _unpack_columns(fixed(words if words.flags.aligned else words.copy()), out)
+
+
+def levels(numbers: NDArray[np.int32], norms: NDArray[np.float32], bucket: int, steps: int) -> NDArray[np.float32]:
+    """See :meth:`fedcomp.kernels.interface.Ops.levels`."""
+    out = np.empty(numbers.size, np.float32)
+    _levels(fixed(numbers), fixed(norms), bucket or numbers.size, float(steps), out)
+    return out
