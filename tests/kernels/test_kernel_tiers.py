@@ -15,8 +15,10 @@ import fedcomp
 from fedcomp.errors import ConfigError, LayoutError
 from fedcomp.kernels import (
     adaptive_step,
+    compiled,
     exceedances,
     feedback_step,
+    portable,
     scatter_add,
     select_above,
     select_adaptive,
@@ -25,6 +27,7 @@ from fedcomp.kernels import (
     tiers,
     warm,
 )
+from fedcomp.rng import Key
 
 
 @pytest.mark.parametrize("tier", ["numba", "numpy"])
@@ -156,3 +159,33 @@ def test_read_only_package_compiles_without_warning(tmp_path: Path, user_cache: 
     assert done.stdout.startswith("fedcomp.kernels: all kernels ready")
     cached = list(home.rglob("*.nbi")) if user_cache else []
     assert bool(cached) == user_cache
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 7, 8, 9, 16, 17, 31, 32, 33, 63, 64])
+def test_packed_fields_are_read_alike(width: int) -> None:
+    """Every place of a field in its word, words that two rows share, more columns than are read at once, any dtype."""
+    for columns in (1, 5, 4097):
+        words = Key(width, "fields").bits(width * columns).reshape(width, columns)
+        for dtype in (np.uint8, np.uint16, np.uint32, np.int32, np.int64, np.uint64):
+            if width <= 8 * np.dtype(dtype).itemsize:
+                out = [np.empty((64, columns), dtype) for _ in range(2)]
+                compiled.unpack_columns(words, out[0])
+                portable.unpack_columns(words, out[1])
+                np.testing.assert_array_equal(out[0], out[1])
+    # From the definition: row r is the r-th number of ``width`` bits of its column, read as one large integer.
+    column = sum(int(word) << 64 * i for i, word in enumerate(words[:, 0].tolist()))
+    expected = [column >> (width * row) & ((1 << width) - 1) for row in range(64)]
+    fields = np.empty((64, columns), np.uint64)
+    compiled.unpack_columns(words, fields)
+    assert fields[:, 0].tolist() == expected
+
+
+@pytest.mark.parametrize("bucket", [0, 1, 7, 512, 5000])
+def test_levels_are_the_same_floats(bucket: int) -> None:
+    numbers = (Key(bucket, "levels").bits(4000) % np.uint64(2**25)).astype(np.int32) - 2**24
+    norms = Key(bucket, "norms").uniform(-(-4000 // bucket) if bucket else 1).astype(np.float32)
+    for scale in (1.0, 3e38, 1e-40):
+        given = norms * np.float32(scale)
+        made = compiled.levels(numbers, given, bucket, 2**24)
+        assert made.tobytes() == portable.levels(numbers, given, bucket, 2**24).tobytes()
+    assert compiled.levels(numbers[:0], norms[:0], bucket, 1).size == 0
