@@ -42,6 +42,6 @@ def warm() -> float | None:
     ops.rans_decode(states, words, (slots >> 11).astype(np.uint16), (2048 << 16 | slots % 2048).astype(np.uint32), 64)
     ops.levels(np.zeros(4, np.int32), vector[:1], 0, 7)
     # What fields are read into: codes, levels, gaps and the bits below a leading one.
-    for dtype in (np.uint8, np.uint16, np.uint32, np.int32, np.int64, np.uint64):
-        ops.unpack_columns(np.zeros((3, 2), np.uint64), np.empty((64, 2), dtype))
+    for name in ("u1", "u2", "u4", "i4", "i8", "u8"):
+        ops.unpack_columns(np.zeros((3, 2), np.uint64), np.empty((64, 2), name))
     return time.perf_counter() - start
