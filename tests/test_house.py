@@ -28,7 +28,7 @@ FORBIDDEN = {
         *("fedcomp.coding.mds", "galois", "scipy"),
     },
     "coding/errors.py": {"numpy", "numba", "galois"},
-    "fedcomp/wire": {"flwr", "torch", "numba", "fedcomp.layout", "fedcomp.codecs", "fedcomp.flower", "fedcomp.kernels"},
+    "fedcomp/wire": {"flwr", "torch", "numba", "fedcomp.layout", "fedcomp.codecs", "fedcomp.flower"},
     "fedcomp/kernels": {"flwr", "torch", "fedcomp.codecs", "fedcomp.wire", "fedcomp.flower"},
     "fedcomp/codecs": {"flwr", "torch", "fedcomp.flower", "fedcomp.tasks", "fedcomp.gossip"},
     "fedcomp/gossip": {"flwr", "torch", "fedcomp.flower", "fedcomp.tasks", "fedcomp.timing"},
