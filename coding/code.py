@@ -125,6 +125,10 @@ class PayloadHead(NamedTuple):
             if mine != its:
                 raise PacketError(f"{name} = {its!r} among packets with {mine!r}; packets of two payloads never mix")
 
+    def require_within(self, limits: PacketLimits) -> None:
+        """Raise PacketError when the payload claims more than the limits accept."""
+        limits.check(self.symbols, self.symbol_bytes, self.payload_bytes, self.first_generation + self.generations)
+
 
 _shared = attrgetter(*PayloadHead._fields)
 
@@ -138,9 +142,7 @@ def admit(packet: Packet, limits: PacketLimits, held: PayloadHead | None) -> Pay
     if packet.field != 0:
         raise PacketError(f"field {packet.field}; network codes of this package work in GF(2^8), field 0")
     # Parsing did this already; a packet that was constructed in this process was never parsed.
-    limits.check(
-        packet.symbols, packet.symbol_bytes, packet.payload_bytes, packet.first_generation + packet.generations
-    )
+    head.require_within(limits)
     if held is not None:
         held.require_same(head)
     return head

@@ -140,7 +140,7 @@ class Decoder:
         Raises
         ------
         PacketError
-            When the other decodes another payload.
+            When the other decodes another payload, or one that is beyond the limits here.
         ConfigError
             When it was told of another number of random symbols.
         """
@@ -150,6 +150,8 @@ class Decoder:
             return 0
         if self._held is not None:
             self._held.head.require_same(other._held.head)
+        # The limits are this decoder's own: later packets with the same head are not asked for them again.
+        other._held.head.require_within(self.limits)
         held = self._held = self._held or _store(other._held.head, self.threshold, self.expect)
         gained = 0
         if not self._verified:

@@ -40,7 +40,7 @@ _MB: Final = 1e6
 
 
 class BenchError(FedcompError, RuntimeError):
-    """A measuring process ended without a result."""
+    """A measurement has no result: its process ended without one, or left out what was to be measured."""
 
 
 def run(*, quick: bool = False, progress: Callable[[str], None] | None = None) -> dict[str, Any]:

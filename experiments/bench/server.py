@@ -33,7 +33,7 @@ from fedcomp.codecs import (
     TernGrad,
     TopK,
 )
-from fedcomp.errors import FedcompError
+from fedcomp.experiments.bench.engine import BenchError
 from fedcomp.experiments.bench.readpass import layered
 from fedcomp.experiments.kit import claim
 from fedcomp.flower._private import acting_as, set_message_id
@@ -68,10 +68,6 @@ BOUND: Final = 3.0
 FLAT: Final = 1.3
 _DISTINCT: Final = 10
 _MB: Final = 1e6
-
-
-class BenchError(FedcompError, RuntimeError):
-    """An aggregation left replies out, so that its time says nothing."""
 
 
 class _Nodes:

@@ -276,6 +276,8 @@ def test_a_decoder_refuses_what_it_does_not_expect() -> None:
     with pytest.raises(PacketError, match="K = 8"):
         Decoder(limits=PacketLimits(max_symbols=7)).add(sent[0])
     with pytest.raises(PacketError, match="K = 8"):
+        Decoder(limits=PacketLimits(max_symbols=7)).merge(decoded(sent[:1]))
+    with pytest.raises(PacketError, match="K = 8"):
         Recoder(PacketLimits(max_symbols=7)).add(sent[0])
     with pytest.raises(ConfigError, match="threshold"):
         Decoder(threshold=-1)
