@@ -10,7 +10,7 @@
 
 from fedcomp.wire.accounting import tensor_bytes
 from fedcomp.wire.backends import available_backends
-from fedcomp.wire.choose import INDEX_BY_NAME, INDEX_CODECS, PLAIN, Seeded, SharedSupport
+from fedcomp.wire.choose import INDEX_BY_NAME, INDEX_CODECS, PLAIN
 from fedcomp.wire.codebook import Codebook
 from fedcomp.wire.decode import decode
 from fedcomp.wire.errors import (
@@ -53,7 +53,7 @@ from fedcomp.wire.limits import (
 from fedcomp.wire.longest import FILLED, longest, pad
 from fedcomp.wire.quantised import Ones, SignScale, Uniform, UnitSign
 from fedcomp.wire.section import SECTION_INDEX, Section, put_block, take_block
-from fedcomp.wire.support import seeded_block, seeded_support
+from fedcomp.wire.support import Seeded, SharedSupport, seeded_block, seeded_support
 from fedcomp.wire.tensor import Bundle, FrameSizes, Tensor, dense, seeded, shared, sparse
 from fedcomp.wire.values import Bf16, Fp16, Natural, Raw, Values
 

@@ -77,10 +77,8 @@ class Bins(IndexCodec):
         fields[which] = offsets
         return bytes((_MANY,)) + put_varint(length) + put_varint(bins - used), pack(fields, width + 1)
 
-    @staticmethod
-    def label(params: bytes) -> str:
-        """Return the name under which an encoder writes the same parameters."""
-        return f"{Bins.name}:{take_param(params, 1, Bins.name)[0]}"
+    def source(self, params: bytes) -> str:
+        return f"{self.name}:{take_param(params, 1, self.name)[0]}"
 
     @staticmethod
     def _params(params: bytes, n: int, k: int) -> tuple[int, int, int]:

@@ -29,15 +29,17 @@ Bytes = NDArray[np.uint8]
 
 def put_varint(value: int) -> bytes:
     """Return ``value`` as LEB128: seven bits per byte, least significant first."""
-    # Nearly all numbers of a tensor table are below 128, and a frame of many tensors has thousands of them.
-    if value < 0x80:
-        return bytes((value,))
     out = bytearray()
+    append_varint(out, value)
+    return bytes(out)
+
+
+def append_varint(out: bytearray, value: int) -> None:
+    """Append :func:`put_varint` of ``value`` to ``out``."""
     while value >= 0x80:
-        out.append((value & 0x7F) | 0x80)
+        out.append(value & 0x7F | 0x80)
         value >>= 7
     out.append(value)
-    return bytes(out)
 
 
 def take_varint(buf: Buffer, pos: int, end: int) -> tuple[int, int]:
@@ -57,31 +59,28 @@ def take_varint(buf: Buffer, pos: int, end: int) -> tuple[int, int]:
         return byte, pos + 1
     value = byte & 0x7F
     shift = 7
-    pos += 1
-    while True:
-        if pos >= end:
-            raise Truncated(f"the section ends at byte {end}, inside a variable-length integer")
-        byte = buf[pos]
-        pos += 1
+    # Refused while reading: a long run of continuation bytes would otherwise build an integer as long as itself.
+    for at in range(pos + 1, min(end, pos + 10)):
+        byte = buf[at]
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
-            break
+            # A last byte of zero adds nothing: it would give every number further encodings. What is above 2**63 - 1
+            # would not fit the int64 in which sizes and offsets are worked out.
+            if value >> 63 or not byte:
+                raise Corrupt(
+                    f"variable-length integer before byte {at + 1} exceeds 2**63 - 1 or is not in its shortest form"
+                )
+            return value, at + 1
         shift += 7
-        # Refused while reading: a long run of continuation bytes would otherwise build an integer as long as itself.
-        if shift > 63:
-            raise Corrupt(f"variable-length integer before byte {pos} is longer than ten bytes")
-    # A last byte of zero adds nothing: it would give every number further encodings. What is above 2**63 - 1 would not
-    # fit the int64 in which sizes and offsets are worked out.
-    if value >= 1 << 63 or byte == 0:
-        raise Corrupt(f"variable-length integer before byte {pos} exceeds 2**63 - 1 or is not in its shortest form")
-    return value, pos
+    if end < pos + 10:
+        raise Truncated(f"the section ends at byte {end}, inside a variable-length integer")
+    raise Corrupt(f"variable-length integer before byte {pos + 10} is longer than ten bytes")
 
 
 def packed_size(count: int, width: int) -> int:
     """Return the bytes :func:`pack` needs for ``count`` fields of ``width`` bits."""
-    # 64 fields of w bits fill exactly w words, so that the vertical part has no padding.
-    whole = count & ~63 if count >= VERTICAL_THRESHOLD else 0
-    return whole * width // 8 + ((count - whole) * width + 7) // 8
+    # In both layouts: 64 fields of w bits fill exactly w words, so that the vertical part has no padding.
+    return (count * width + 7) // 8
 
 
 def pack(fields: NDArray[Any], width: int) -> bytes:
@@ -138,13 +137,21 @@ def _unpack_string(buf: Buffer, count: int, width: int, dtype: type[Any]) -> NDA
     # Padding that is not zero would give one section up to 128 encodings, and room for something unseen.
     if used and buf[len(buf) - 1] >> used:
         raise Corrupt(f"padding bits after {count} fields of {width} bits are not zero")
-    size = _container(width)
-    raw = np.frombuffer(buf, np.uint8)
-    if width != 8 * size:
-        bits = np.zeros((count, 8 * size), np.uint8)
-        bits[:, :width] = np.unpackbits(raw, count=count * width, bitorder="little").reshape(count, width)
-        raw = np.packbits(bits, bitorder="little")
-    return raw.view(f"<u{size}").astype(dtype)
+    # The eight bytes from every byte on, as overlapping words: the one at a field's first byte holds 57 bits of it.
+    padded = b"".join((buf, bytes(8)))
+    words = np.ndarray((len(buf) + 1,), "<u8", padded, strides=(1,))
+    bit = np.arange(0, count * width, width)
+    byte = bit >> 3
+    bit &= 7
+    shift = bit.view(np.uint64)
+    fields = words.take(byte)
+    fields >>= shift
+    if width > 57:
+        ninth = np.frombuffer(padded, np.uint8)[byte + 8].astype(np.uint64)
+        # In two steps: the shift of a field that begins with its byte is by all 64 bits, which C leaves undefined.
+        fields |= ninth << (63 - shift) << 1
+    fields &= (1 << width) - 1
+    return fields.astype(dtype, copy=False)
 
 
 def _rows(width: int) -> tuple[NDArray[np.intp], NDArray[np.uint64], NDArray[np.intp]]:
@@ -196,7 +203,7 @@ def pack_unary(numbers: NDArray[Any]) -> bytes:
     if numbers.size == 0:
         return b""
     numbers += numbers.dtype.type(1)
-    ends = np.cumsum(numbers, dtype=np.int64)
+    ends = np.add.accumulate(numbers, dtype=np.int64)
     # The ends count from 1: dropping one bit in front is cheaper than subtracting 1 from every end.
     bits = np.zeros(int(ends[-1]) + 1, np.uint8)
     bits[ends] = 1
@@ -229,7 +236,7 @@ def unpack_unary(buf: Buffer, count: int) -> NDArray[np.int64]:
     found = int(np.count_nonzero(bits))
     if found != count:
         raise Corrupt(f"a unary stream holds {found} numbers, expected {count}")
-    return np.flatnonzero(bits.view(np.bool_))
+    return bits.view(np.bool_).nonzero()[0]
 
 
 def unary_numbers(ones: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -7,7 +7,6 @@ the clustered supports real gradients have. It is never worse than Rice plus one
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -28,55 +27,15 @@ from fedcomp.wire.index import (
     RawIndex,
     Support,
 )
-from fedcomp.wire.limits import MAX_SIZE
+from fedcomp.wire.limits import MAX_SIZE, SHARED
 from fedcomp.wire.rice import BlockRice, EliasFano, Rice, best_block_rice, best_rice, elias_fano_size
-from fedcomp.wire.support import BLOCK, SCATTERED, complement, drawn_bytes, drawn_support
+from fedcomp.wire.support import BLOCK, SCATTERED, Seeded, SharedSupport, complement, drawn_bytes
 
 TRIAL_K: Final = 4096
 """Number of indices from which "auto" also tries zstd on shuffled gaps."""
 
 # Two blocks of 256 gaps: with fewer there is no second parameter that could pay for the table.
 _BLOCK_RICE_K = 512
-
-
-@dataclass(frozen=True, slots=True)
-class Seeded:
-    """The support is drawn by ``seed``: nine bytes of parameters, no section.
-
-    ``algorithm`` 1 draws single indices (:func:`~fedcomp.wire.seeded_support`), 2 a contiguous block
-    (:func:`~fedcomp.wire.seeded_block`). Another algorithm is another support, and compares unequal.
-    """
-
-    seed: int
-    algorithm: int = SCATTERED
-
-    def __post_init__(self) -> None:
-        _require_u64("seed", self.seed)
-        if self.algorithm not in (SCATTERED, BLOCK):
-            raise ConfigError(f"support algorithm {self.algorithm!r} is unknown; expected {SCATTERED} or {BLOCK}")
-
-    def __repr__(self) -> str:
-        other = "" if self.algorithm == SCATTERED else f", algorithm={self.algorithm}"
-        return f"Seeded(seed={self.seed}{other})"
-
-    def indices(self, n: int, k: int) -> Indices:
-        """Return the ``k`` of ``n`` indices, ascending."""
-        return drawn_support(self.algorithm, self.seed, n, k)
-
-
-@dataclass(frozen=True, slots=True)
-class SharedSupport:
-    """The support is one both ends hold under ``support_id``: eight bytes of parameters, no section."""
-
-    support_id: int
-
-    def __post_init__(self) -> None:
-        _require_u64("support id", self.support_id)
-
-
-def _require_u64(what: str, value: int) -> None:
-    if not 0 <= value < 1 << 64:
-        raise ConfigError(f"{what} {value} does not fit 64 bits; expected 0 <= {what} < 2**64")
 
 
 class SeededIndex(IndexCodec):
@@ -102,9 +61,7 @@ class SeededIndex(IndexCodec):
             )
         return 0, 0
 
-    @staticmethod
-    def source(params: bytes) -> Seeded:
-        """Return what ``params``, which have passed :meth:`bounds`, say."""
+    def source(self, params: bytes) -> Seeded:
         return Seeded(int.from_bytes(params[1:], "little"), params[0])
 
     def decode(self, params: bytes, section: Buffer, n: int, k: int) -> Indices:
@@ -124,6 +81,7 @@ class SharedIndex(IndexCodec):
     name = "shared"
     commutes_with_sum = True
     needs = ("support",)
+    kinds = frozenset({SHARED})
 
     def encode(self, support: Support) -> tuple[bytes, bytes]:
         raise ConfigError("a shared support is encoded by its id; pass index=SharedSupport(id)")
@@ -132,6 +90,9 @@ class SharedIndex(IndexCodec):
         if len(params) != 8:
             raise Corrupt(f"a shared support needs eight bytes of parameters, found {len(params)}")
         return 0, 0
+
+    def source(self, params: bytes) -> SharedSupport:
+        return SharedSupport(int.from_bytes(params, "little"))
 
     def decode(self, params: bytes, section: Buffer, n: int, k: int) -> Indices:
         raise Corrupt("a shared support has no indices in the frame")
@@ -167,6 +128,9 @@ class Complement(IndexCodec):
         if codec is None or codec.name not in PLAIN:
             raise Corrupt(f"a complement wraps one of {', '.join(PLAIN)}; found parameters {params.hex()!r}")
         return codec
+
+    def source(self, params: bytes) -> str:
+        return f"{self.name}:{self.inner(params).name}"
 
     def bounds(self, params: bytes, n: int, k: int) -> tuple[int, int]:
         return self.inner(params).bounds(params[1:], n, n - k)

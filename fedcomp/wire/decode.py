@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 
 from fedcomp.errors import ConfigError
 from fedcomp.wire.backends import backend_name, decompress
-from fedcomp.wire.bins import Bins
 from fedcomp.wire.bits import Buffer, take_varint
-from fedcomp.wire.choose import Complement, Seeded, SeededIndex, SharedIndex, SharedSupport, index_codec
+from fedcomp.wire.choose import Complement, index_codec
 from fedcomp.wire.errors import (
     BadMagic,
     ChecksumMismatch,
@@ -32,16 +31,14 @@ from fedcomp.wire.errors import (
     UnsupportedVersion,
 )
 from fedcomp.wire.frame import FILLER, HEADER, MAGIC, MAJOR, MAX_TLVS, MUST_UNDERSTAND, PADDING, TLV_END
-from fedcomp.wire.index import IndexCodec, Indices, NoIndex
+from fedcomp.wire.index import IndexCodec, Indices
 from fedcomp.wire.levels import VALUE_BY_NAME, VALUE_CODECS
 from fedcomp.wire.limits import (
-    COEFFICIENTS,
     DENSE,
     DTYPES,
     FLOATS,
     MAX_NDIM,
     MAX_SIZE,
-    SHARED,
     SPARSE,
     Expected,
     Kind,
@@ -49,6 +46,7 @@ from fedcomp.wire.limits import (
     Schema,
     representable,
 )
+from fedcomp.wire.support import SharedSupport
 from fedcomp.wire.tensor import Bundle, FrameSizes, Tensor
 from fedcomp.wire.values import RESERVED_VALUES, Raw, Values, chunks
 
@@ -111,9 +109,9 @@ def decode(
         raise ConfigError("a frame is a contiguous one-dimensional buffer of bytes")
     flags, count, head = _check_header(buf, limits)
     tlvs, pos = _take_fields(buf, HEADER.size, head)
-    entries, spans = _take_table(buf, pos, head, count, expect, limits)
+    entries, sizes = _take_table(buf, pos, head, count, expect, limits)
     payload = len(buf) - head - _TRAILER
-    stored = sum(e.index_stored + e.value_stored for e in entries)
+    stored = sum(sizes) - (head - pos)
     # All lengths have to add up exactly: bytes that no section covers would travel unchecked.
     if stored > payload:
         raise Truncated(f"the tensor table announces {stored} bytes of sections, the frame holds {payload}")
@@ -121,9 +119,8 @@ def decode(
         raise Corrupt(f"{payload - stored} bytes follow the last section")
     decoded = 0
     for entry in entries:
-        _check_sizes(entry)
         # Summed over all tensors: each of many sections may be within the limit, and all of them are held at once.
-        decoded += _work_bytes(entry)
+        decoded += _possible_work(entry)
         if decoded > limits.max_bytes_out:
             raise LimitExceeded(
                 f"decoding the frame takes {decoded} and more bytes of memory; this receiver spends "
@@ -140,8 +137,7 @@ def decode(
         tensors.append(tensor)
         non_finite += zeroed
         pos = end
-    sizes = tuple(span + e.index_stored + e.value_stored for span, e in zip(spans, entries, strict=True))
-    return Bundle(tuple(tensors), flags, tlvs, non_finite, FrameSizes(len(buf), sizes))
+    return Bundle(tuple(tensors), flags, tlvs, non_finite, FrameSizes(len(buf), tuple(sizes)))
 
 
 def _check_header(buf: memoryview, limits: Limits) -> tuple[int, int, int]:
@@ -151,7 +147,7 @@ def _check_header(buf: memoryview, limits: Limits) -> tuple[int, int, int]:
     if size > limits.max_bytes_in:
         raise LimitExceeded(f"frame of {size} bytes; this receiver takes at most {limits.max_bytes_in}")
     # Compared as far as the bytes go, so that a frame cut within its magic is truncated, not foreign.
-    if buf[:4] != MAGIC[: min(4, size)]:
+    if buf[:4] != MAGIC[:size]:
         raise BadMagic(f"the bytes start with {bytes(buf[:4])!r}, a frame starts with {MAGIC!r}")
     if size < HEADER.size + _TRAILER:
         raise Truncated(f"{size} bytes are less than the {HEADER.size + _TRAILER} of the shortest frame")
@@ -207,13 +203,13 @@ def _take_fields(buf: memoryview, pos: int, end: int) -> tuple[tuple[tuple[int, 
 def _take_table(
     buf: memoryview, pos: int, end: int, count: int, expect: Schema | None, limits: Limits
 ) -> tuple[list[_Entry], list[int]]:
-    """Read the table; return its entries and the bytes that each takes in it."""
+    """Read the table; return its entries, and the bytes of each: those in the table and those of its sections."""
     if expect is not None and count != len(expect):
         raise SchemaMismatch(f"frame of {count} tensors, expected {len(expect)}")
     if count > limits.max_tensors:
         raise LimitExceeded(f"frame of {count} tensors; this receiver takes at most {limits.max_tensors}")
     entries: list[_Entry] = []
-    spans: list[int] = []
+    sizes: list[int] = []
     names: set[str] = set()
     elements = 0
     for i in range(count):
@@ -229,10 +225,10 @@ def _take_table(
         if elements > limits.max_elements:
             raise LimitExceeded(f"tensors of {elements} and more elements; this receiver takes {limits.max_elements}")
         entries.append(entry)
-        spans.append(pos - start)
+        sizes.append(pos - start + entry.index_stored + entry.value_stored)
     if pos != end:
         raise Corrupt(f"{end - pos} bytes follow the tensor table")
-    return entries, spans
+    return entries, sizes
 
 
 def _take_entry(buf: memoryview, pos: int, end: int, expected: Expected | None, limits: Limits) -> tuple[_Entry, int]:
@@ -336,14 +332,7 @@ def _take_codec(buf: memoryview, pos: int, end: int, most: int) -> tuple[int, by
 
 def _known_index(code: int, kind: Kind, name: str) -> IndexCodec:
     codec = index_codec(code)
-    fits = (
-        isinstance(codec, NoIndex)
-        if kind in (DENSE, COEFFICIENTS)
-        else isinstance(codec, SharedIndex)
-        if kind is SHARED
-        else not isinstance(codec, NoIndex | SharedIndex)
-    )
-    if not fits:
+    if kind not in codec.kinds:
         raise Corrupt(f"tensor {name!r} is {kind.name.lower()}, but its index codec is {codec.name!r}")
     return codec
 
@@ -377,27 +366,28 @@ def _check_allowed(
         raise UnsupportedCodec(f"tensor {name!r}: value codec {values.name!r} is not allowed here", sorted(allowed))
 
 
-def _check_sizes(entry: _Entry) -> None:
-    """Check the raw section lengths against what codec, n and k permit."""
-    for what, size, (low, high) in (
-        ("index", entry.index_raw, entry.index_codec.bounds(entry.index_params, entry.n, entry.k)),
-        ("value", entry.value_raw, entry.value_codec.bounds(entry.value_params, entry.k, entry.dtype)),
-    ):
-        if not low <= size <= high:
-            # The raw lengths are the sender's claims, and decompression is cut at them: they must be possible for n and
-            # k.
-            raise Corrupt(f"tensor {entry.name!r}: an {what} section of {size} bytes, possible are {low}..{high}")
-
-
-def _work_bytes(entry: _Entry) -> int:
-    """Return an upper bound on the memory that opening and decoding both sections takes, results included."""
-    work = entry.value_codec.work_bytes(entry.value_params, entry.k, entry.value_raw, entry.dtype)
+def _possible_work(entry: _Entry) -> int:
+    """Check the raw section lengths against what codec, n and k permit; return an upper bound on the memory that
+    opening and decoding both sections takes, results included."""
+    n, k, index, index_params, index_raw = entry.n, entry.k, entry.index_codec, entry.index_params, entry.index_raw
+    _require_length(entry.name, "index", index_raw, index.bounds(index_params, n, k))
+    values, value_params, value_raw = entry.value_codec, entry.value_params, entry.value_raw
+    _require_length(entry.name, "value", value_raw, values.bounds(value_params, k, entry.dtype))
+    work = values.work_bytes(value_params, k, value_raw, entry.dtype)
     if entry.kind is SPARSE:
-        work += entry.index_codec.work_bytes(entry.index_params, entry.n, entry.k, entry.index_raw)
-    for stored, raw in ((entry.index_stored, entry.index_raw), (entry.value_stored, entry.value_raw)):
-        # zlib collects its output in pieces and then joins them.
-        work += 2 * raw if stored < raw else 0
+        work += index.work_bytes(index_params, n, k, index_raw)
+    # zlib collects its output in pieces and then joins them.
+    if entry.index_stored < index_raw:
+        work += 2 * index_raw
+    if entry.value_stored < value_raw:
+        work += 2 * value_raw
     return work
+
+
+def _require_length(name: str, what: str, size: int, possible: tuple[int, int]) -> None:
+    # The raw lengths are the sender's claims, and decompression is cut at them: they must be possible for n and k.
+    if not possible[0] <= size <= possible[1]:
+        raise Corrupt(f"tensor {name!r}: an {what} section of {size} bytes, possible are {possible[0]}..{possible[1]}")
 
 
 def _take_tensor(
@@ -408,22 +398,13 @@ def _take_tensor(
     supports: Mapping[int, Indices] | None,
 ) -> tuple[Tensor, int]:
     """Return the tensor and how many non-finite values were replaced."""
-    index: str | Seeded | SharedSupport = entry.index_codec.name
+    index = entry.index_codec.source(entry.index_params)
     indices: Indices | None = None
     if entry.kind is SPARSE:
         section = _open(entry.backend, index_section, entry.index_raw)
         indices = entry.index_codec.decode(entry.index_params, section, entry.n, entry.k)
-        if isinstance(entry.index_codec, SeededIndex):
-            index = SeededIndex.source(entry.index_params)
-        elif isinstance(entry.index_codec, Complement):
-            index = f"complement:{Complement.inner(entry.index_params).name}"
-        elif isinstance(entry.index_codec, Bins):
-            index = Bins.label(entry.index_params)
-    elif entry.kind is SHARED:
-        support_id = int.from_bytes(entry.index_params, "little")
-        index = SharedSupport(support_id)
-        if supports is not None:
-            indices = _resolve(entry, support_id, supports)
+    elif isinstance(index, SharedSupport) and supports is not None:
+        indices = _resolve(entry, index.support_id, supports)
     section = _open(entry.backend, value_section, entry.value_raw)
     values = entry.value_codec.unpack(entry.value_params, section, entry.k, entry.dtype)
     zeroed = 0

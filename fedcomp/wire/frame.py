@@ -9,10 +9,11 @@ from typing import Final
 
 from fedcomp.errors import ConfigError
 from fedcomp.wire.backends import BACKEND_IDS, compress, require_backend
-from fedcomp.wire.bits import Buffer, put_varint
-from fedcomp.wire.choose import Seeded, SharedSupport, encode_support
+from fedcomp.wire.bits import Buffer, append_varint
+from fedcomp.wire.choose import encode_support
 from fedcomp.wire.index import Support
 from fedcomp.wire.limits import DENSE, DTYPE_IDS, SPARSE
+from fedcomp.wire.support import Seeded, SharedSupport
 from fedcomp.wire.tensor import Tensor
 from fedcomp.wire.values import Values
 
@@ -103,7 +104,7 @@ def _fields(tlvs: Iterable[tuple[int, bytes]]) -> bytes:
                 f"optional field of type {kind}: types are 1..126 but 7, and at most {_OWN_TLVS} fields fit"
             )
         out.append(kind)
-        out += put_varint(len(content))
+        append_varint(out, len(content))
         out += content
     return bytes(out)
 
@@ -118,23 +119,26 @@ def _entry(tensor: Tensor, table: bytearray) -> tuple[Buffer, Buffer]:
     if len(index) == len(index_raw) and len(values) == value_raw:
         backend = "none"
     name = tensor.name.encode()
-    table += put_varint(len(name))
+    append_varint(table, len(name))
     table += name
-    table += bytes((DTYPE_IDS[tensor.dtype], len(tensor.shape)))
+    table.append(DTYPE_IDS[tensor.dtype])
+    table.append(len(tensor.shape))
     for dim in tensor.shape:
-        table += put_varint(dim)
+        append_varint(table, dim)
     table.append(tensor.kind)
-    table += put_varint(tensor.values.k)
-    table += bytes((index_code, len(index_params)))
+    append_varint(table, tensor.values.k)
+    table.append(index_code)
+    table.append(len(index_params))
     table += index_params
-    table += bytes((tensor.values.codec_id, len(value_params)))
+    table.append(tensor.values.codec_id)
+    table.append(len(value_params))
     table += value_params
     table.append(BACKEND_IDS[backend])
-    table += put_varint(len(index))
-    table += put_varint(len(values))
+    append_varint(table, len(index))
+    append_varint(table, len(values))
     if backend != "none":
-        table += put_varint(len(index_raw))
-        table += put_varint(value_raw)
+        append_varint(table, len(index_raw))
+        append_varint(table, value_raw)
     return index, values
 
 

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from fedcomp.rng import Key
 from fedcomp.wire.backends import available_backends
 from fedcomp.wire.bits import put_varint
-from fedcomp.wire.choose import SharedSupport
 from fedcomp.wire.codebook import Codebook
 from fedcomp.wire.decode import decode
 from fedcomp.wire.errors import WireError
@@ -31,7 +30,7 @@ from fedcomp.wire.levels import QsgdLevels, Ternary
 from fedcomp.wire.limits import COEFFICIENTS, SHARED, SPARSE, Expected, Limits, Schema
 from fedcomp.wire.quantised import Ones, SignScale, Uniform, UnitSign
 from fedcomp.wire.section import Section
-from fedcomp.wire.support import BLOCK, SCATTERED, seeded_support
+from fedcomp.wire.support import BLOCK, SCATTERED, SharedSupport, seeded_support
 from fedcomp.wire.tensor import Tensor, dense, seeded
 from fedcomp.wire.values import Bf16, Fp16, Natural, Raw, Values
 

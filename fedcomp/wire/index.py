@@ -7,7 +7,6 @@ section lengths are possible before anything is decompressed or allocated, ``dec
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from functools import cached_property
 from typing import Any, ClassVar, Final
 
 import numpy as np
@@ -16,7 +15,8 @@ from numpy.typing import NDArray
 from fedcomp.errors import ConfigError
 from fedcomp.wire.bits import Buffer, exact_sum, pack, packed_size, shuffle, unpack, unshuffle
 from fedcomp.wire.errors import Corrupt
-from fedcomp.wire.support import complement
+from fedcomp.wire.limits import COEFFICIENTS, DENSE, SPARSE, Kind
+from fedcomp.wire.support import Seeded, SharedSupport, complement
 
 Indices = NDArray[np.int64]
 
@@ -34,36 +34,35 @@ class Support:
         self.indices = np.ascontiguousarray(indices, np.int64)
         self.n = n
         self.k = int(self.indices.size)
+        self.gaps = _gaps(self.indices, n)
+        """``i_0, i_1 - i_0 - 1, ...`` as uint32 (uint64 when ``n >= 2**31``)."""
         if self.k == 0:
+            self.gap_sum = 0
             return
         first, self.last = int(self.indices[0]), int(self.indices[-1])
+        self.gap_sum = self.last + 1 - self.k
         if first < 0 or self.last >= n or self.k > n:
             raise ConfigError(f"indices run from {first} to {self.last}; expected 0 <= index < {n}")
         # No index may lose bits or its sign in the unsigned form the gaps are worked out in: [0, 2**32 + 5, 10] would
         # pass for [0, 5, 10]. The OR of all is the cheapest test of every one of them. Then a step of zero or backwards
         # wraps to a huge unsigned gap, so that the largest gap is enough to check.
-        if int(np.bitwise_or.reduce(self.indices)) >> (31 if n < 1 << 31 else 63) or int(self.gaps.max()) >= n:
+        bits = 31 if n < 1 << 31 else 63
+        if int(np.bitwise_or.reduce(self.indices)) >> bits or int(np.maximum.reduce(self.gaps)) >= n:
             raise ConfigError("indices must be strictly ascending; sort them and reorder the values with them")
-
-    @cached_property
-    def gaps(self) -> NDArray[Any]:
-        """``i_0, i_1 - i_0 - 1, ...`` as uint32 (uint64 when ``n >= 2**31``)."""
-        dtype = np.uint32 if self.n < 1 << 31 else np.uint64
-        positions = self.indices.astype(dtype)
-        gaps = np.empty_like(positions)
-        gaps[:1] = positions[:1]
-        np.subtract(positions[1:], positions[:-1], out=gaps[1:])
-        gaps[1:] -= dtype(1)
-        return gaps
-
-    @cached_property
-    def gap_sum(self) -> int:
-        """Sum of the gaps."""
-        return self.last + 1 - self.k if self.k else 0
 
     def complement(self) -> Support:
         """Return the support of the absent indices."""
         return Support(complement(self.indices, self.n), self.n)
+
+
+def _gaps(indices: Indices, n: int) -> NDArray[Any]:
+    dtype = np.uint32 if n < 1 << 31 else np.uint64
+    positions = indices.astype(dtype)
+    gaps = np.empty_like(positions)
+    gaps[:1] = positions[:1]
+    np.subtract(positions[1:], positions[:-1], out=gaps[1:])
+    gaps[1:] -= dtype(1)
+    return gaps
 
 
 class IndexCodec(ABC):
@@ -78,6 +77,8 @@ class IndexCodec(ABC):
         summed without decoding only when both ends hold the support already.
     needs : tuple of str
         State both ends must share.
+    kinds : frozenset of Kind
+        The tensors whose support it may write.
     """
 
     codec_id: ClassVar[int]
@@ -86,6 +87,7 @@ class IndexCodec(ABC):
     unbiased: ClassVar[bool] = True
     commutes_with_sum: ClassVar[bool] = False
     needs: ClassVar[tuple[str, ...]] = ()
+    kinds: ClassVar[frozenset[Kind]] = frozenset({SPARSE})
 
     @abstractmethod
     def encode(self, support: Support) -> tuple[bytes, bytes]:
@@ -94,6 +96,11 @@ class IndexCodec(ABC):
     @abstractmethod
     def bounds(self, params: bytes, n: int, k: int) -> tuple[int, int]:
         """Return the least and largest possible length of the section; raise Corrupt for impossible parameters."""
+
+    def source(self, params: bytes) -> str | Seeded | SharedSupport:
+        """Return what a :class:`~fedcomp.wire.Tensor` has as ``index`` for ``params``, which have passed
+        :meth:`bounds`: an encoder told so writes the same parameters."""
+        return self.name
 
     @abstractmethod
     def decode(self, params: bytes, section: Buffer, n: int, k: int) -> Indices:
@@ -131,6 +138,7 @@ class NoIndex(IndexCodec):
     codec_id = 0
     name = "none"
     commutes_with_sum = True
+    kinds = frozenset({DENSE, COEFFICIENTS})
 
     def encode(self, support: Support) -> tuple[bytes, bytes]:
         return b"", b""

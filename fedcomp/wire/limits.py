@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 
@@ -31,6 +31,8 @@ DTYPES: dict[int, str] = {
 
 DTYPE_IDS = {name: code for code, name in DTYPES.items()}
 NUMPY_DTYPES = {name: np.dtype(name).newbyteorder("<") for name in DTYPES.values()}
+# In both byte orders: arrays of either may be given, and travel little-endian.
+_NAMES = {order: name for name, dtype in NUMPY_DTYPES.items() for order in (dtype, dtype.newbyteorder())}
 FLOATS = frozenset({"float16", "float32", "float64"})
 
 MAX_NDIM = 8
@@ -70,6 +72,12 @@ def require_dtype(name: str) -> str:
     if name not in DTYPE_IDS:
         raise ConfigError(f"dtype {name!r} cannot travel in a frame{nearest(name, DTYPE_IDS)}")
     return name
+
+
+def dtype_name(dtype: np.dtype[Any]) -> str:
+    """Return the format's name of ``dtype``; raise :class:`~fedcomp.errors.ConfigError` when it has none."""
+    # numpy puts `dtype.name` together on every access, in the time of several operations on a small array.
+    return _NAMES.get(dtype) or require_dtype(dtype.name)
 
 
 def representable(shape: tuple[int, ...]) -> bool:
@@ -237,11 +245,10 @@ class Limits:
         Set ``max_k`` and ``kinds`` of the tensors: a receiver of sparse tensors of 1 % spends under 4 bytes per
         element, one that takes anything 120.
         """
-        tensors = tuple(schema)
-        return cls(
-            max_bytes_in=sum(t.most_bytes_in for t in tensors) + _FRAME_SLACK,
-            max_elements=sum(t.size for t in tensors),
-            max_bytes_out=sum(t.most_bytes_out for t in tensors),
-            max_tensors=len(tensors),
-            non_finite=non_finite,
-        )
+        bytes_in, elements, bytes_out, count = _FRAME_SLACK, 0, 0, 0
+        for tensor in schema:
+            bytes_in += tensor.most_bytes_in
+            elements += tensor.size
+            bytes_out += tensor.most_bytes_out
+            count += 1
+        return cls(bytes_in, elements, bytes_out, count, non_finite=non_finite)

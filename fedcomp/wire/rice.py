@@ -129,7 +129,7 @@ def _join_gaps(ones: NDArray[np.int64], low: NDArray[np.int64], b: int, n: int) 
     # passes: subtract 2**b - 1 per step.
     if b:
         low[1:] -= (1 << b) - 1
-        np.cumsum(low, out=low)
+        np.add.accumulate(low, out=low)
         ones <<= b
         ones += low
     # Both parts are non-decreasing, so the last index is the largest.

@@ -17,6 +17,7 @@ give the first indices less.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -34,6 +35,46 @@ _M1 = 0xBF58476D1CE4E5B9
 _M2 = 0x94D049BB133111EB
 _WORDS = 1 << 16
 """Words worked out at once: few enough for their temporaries to stay in the cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seeded:
+    """The support is drawn by ``seed``: nine bytes of parameters, no section.
+
+    ``algorithm`` 1 draws single indices (:func:`seeded_support`), 2 a contiguous block
+    (:func:`seeded_block`). Another algorithm is another support, and compares unequal.
+    """
+
+    seed: int
+    algorithm: int = SCATTERED
+
+    def __post_init__(self) -> None:
+        _require_u64("seed", self.seed)
+        if self.algorithm not in (SCATTERED, BLOCK):
+            raise ConfigError(f"support algorithm {self.algorithm!r} is unknown; expected {SCATTERED} or {BLOCK}")
+
+    def __repr__(self) -> str:
+        other = "" if self.algorithm == SCATTERED else f", algorithm={self.algorithm}"
+        return f"Seeded(seed={self.seed}{other})"
+
+    def indices(self, n: int, k: int) -> NDArray[np.int64]:
+        """Return the ``k`` of ``n`` indices, ascending."""
+        return drawn_support(self.algorithm, self.seed, n, k)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedSupport:
+    """The support is one both ends hold under ``support_id``: eight bytes of parameters, no section."""
+
+    support_id: int
+
+    def __post_init__(self) -> None:
+        _require_u64("support id", self.support_id)
+
+
+def _require_u64(what: str, value: int) -> None:
+    if not 0 <= value < 1 << 64:
+        raise ConfigError(f"{what} {value} does not fit 64 bits; expected 0 <= {what} < 2**64")
 
 
 def seeded_support(seed: int, n: int, k: int) -> NDArray[np.int64]:

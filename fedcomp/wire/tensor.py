@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from fedcomp.errors import ConfigError
 from fedcomp.wire.backends import BACKEND_IDS
-from fedcomp.wire.choose import Seeded, SharedSupport, require_index
+from fedcomp.wire.choose import require_index
 from fedcomp.wire.index import Indices
 from fedcomp.wire.limits import (
     COEFFICIENTS,
@@ -25,7 +25,7 @@ from fedcomp.wire.limits import (
     representable,
     require_dtype,
 )
-from fedcomp.wire.support import SCATTERED
+from fedcomp.wire.support import SCATTERED, Seeded, SharedSupport
 from fedcomp.wire.values import Raw, Values, owned
 
 
@@ -69,9 +69,10 @@ class Tensor:
     def __post_init__(self) -> None:
         require_dtype(self.dtype)
         who = f"tensor {self.name!r}"
-        if len(self.shape) > MAX_NDIM or any(d < 0 for d in self.shape):
+        if len(self.shape) > MAX_NDIM or min(self.shape, default=0) < 0:
             raise ConfigError(f"{who}: shape {self.shape} needs 0..{MAX_NDIM} non-negative dimensions")
-        if self.size > MAX_SIZE or not representable(self.shape):
+        size = self.size
+        if size > MAX_SIZE or not representable(self.shape):
             raise ConfigError(f"{who}: shape {self.shape} is larger than any array; at most 2**62 elements are allowed")
         if len(self.name.encode()) > 255:
             raise ConfigError(f"{who}: a name has at most 255 bytes of UTF-8")
@@ -81,21 +82,20 @@ class Tensor:
             )
         if self.backend not in BACKEND_IDS and self.backend != "auto":
             raise ConfigError(f"{who}: back-end {self.backend!r} is not one of {', '.join(BACKEND_IDS)}, auto")
-        self._check_support(who)
+        self._check_support(who, size)
 
-    def _check_support(self, who: str) -> None:
-        k = self.values.k
-        if self.kind is DENSE and k != self.size:
-            raise ConfigError(f"{who}: a dense tensor of shape {self.shape} needs {self.size} values, got {k}")
-        if k > self.size:
+    def _check_support(self, who: str, size: int) -> None:
+        k, kind = self.values.k, self.kind
+        if kind is DENSE and k != size:
+            raise ConfigError(f"{who}: a dense tensor of shape {self.shape} needs {size} values, got {k}")
+        if k > size:
             raise ConfigError(f"{who}: {k} values do not fit shape {self.shape}")
-        if self.kind is SHARED and not isinstance(self.index, SharedSupport):
-            raise ConfigError(f"{who}: a tensor on a shared support needs index=SharedSupport(id)")
-        if self.kind is not SHARED and isinstance(self.index, SharedSupport):
-            raise ConfigError(f"{who}: index=SharedSupport(id) needs kind=SHARED")
-        if self.kind in (DENSE, COEFFICIENTS) and self.indices is not None:
+        if (kind is SHARED) is not isinstance(self.index, SharedSupport):
+            needs = "a tensor on a shared support needs index=SharedSupport(id)"
+            raise ConfigError(f"{who}: {needs if kind is SHARED else 'index=SharedSupport(id) needs kind=SHARED'}")
+        if (kind is DENSE or kind is COEFFICIENTS) and self.indices is not None:
             raise ConfigError(f"{who}: only sparse tensors have indices; pass kind=SPARSE")
-        if self.kind is SPARSE and isinstance(self.index, str):
+        if kind is SPARSE and isinstance(self.index, str):
             require_index(self.index)
             if self.indices is None or self.indices.shape != (k,):
                 raise ConfigError(f"{who}: {k} sparse values need {k} indices")

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from fedcomp.errors import ConfigError
 from fedcomp.wire.bits import Buffer, pack, packed_size, shuffle, unpack, unshuffle
 from fedcomp.wire.errors import Corrupt
-from fedcomp.wire.limits import DTYPE_IDS, FLOATS, NUMPY_DTYPES, require_dtype
+from fedcomp.wire.limits import DTYPE_IDS, FLOATS, NUMPY_DTYPES, dtype_name
 
 # Known to the design and not written by anything yet: an id that is reserved never gets another meaning.
 RESERVED_VALUES: Final = {7: "range-float", 9: "pca-coefficients", 10: "spectrum"}
@@ -169,7 +169,7 @@ class Raw(Values):
 
     def __init__(self, array: NDArray[Any]) -> None:
         array = np.asarray(array)
-        self._dtype = require_dtype(array.dtype.name)
+        self._dtype = dtype_name(array.dtype)
         self.array = flat(array, self._dtype)
 
     @property
