@@ -23,6 +23,8 @@ _COLUMNS = 4096
 
 _SUM_CHUNK = 1 << 18
 
+_WORD = np.dtype("<u8")
+
 Buffer = bytes | bytearray | memoryview
 Bytes = NDArray[np.uint8]
 
@@ -54,27 +56,29 @@ def take_varint(buf: Buffer, pos: int, end: int) -> tuple[int, int]:
     """
     if pos >= end:
         raise Truncated(f"a variable-length integer was expected at byte {pos}, where the section ends")
-    byte: int = buf[pos]
-    if byte < 0x80:
-        return byte, pos + 1
-    value = byte & 0x7F
+    value: int = buf[pos]
+    pos += 1
+    if value < 0x80:
+        return value, pos
     shift = 7
-    # Refused while reading: a long run of continuation bytes would otherwise build an integer as long as itself.
-    for at in range(pos + 1, min(end, pos + 10)):
-        byte = buf[at]
-        value |= (byte & 0x7F) << shift
+    while pos < end:
+        byte = buf[pos]
+        pos += 1
+        # The bit by which the byte before said that this one follows has the weight of this one's lowest bit.
+        value += byte - 1 << shift
         if byte < 0x80:
             # A last byte of zero adds nothing: it would give every number further encodings. What is above 2**63 - 1
             # would not fit the int64 in which sizes and offsets are worked out.
-            if value >> 63 or not byte:
+            if byte == 0 or value >> 63:
                 raise Corrupt(
-                    f"variable-length integer before byte {at + 1} exceeds 2**63 - 1 or is not in its shortest form"
+                    f"variable-length integer before byte {pos} exceeds 2**63 - 1 or is not in its shortest form"
                 )
-            return value, at + 1
+            return value, pos
         shift += 7
-    if end < pos + 10:
-        raise Truncated(f"the section ends at byte {end}, inside a variable-length integer")
-    raise Corrupt(f"variable-length integer before byte {pos + 10} is longer than ten bytes")
+        # Refused while reading: a long run of continuation bytes would otherwise build an integer as long as itself.
+        if shift > 63:
+            raise Corrupt(f"variable-length integer before byte {pos} is longer than ten bytes")
+    raise Truncated(f"the section ends at byte {end}, inside a variable-length integer")
 
 
 def packed_size(count: int, width: int) -> int:
@@ -139,7 +143,7 @@ def _unpack_string(buf: Buffer, count: int, width: int, dtype: type[Any]) -> NDA
         raise Corrupt(f"padding bits after {count} fields of {width} bits are not zero")
     # The eight bytes from every byte on, as overlapping words: the one at a field's first byte holds 57 bits of it.
     padded = b"".join((buf, bytes(8)))
-    words = np.ndarray((len(buf) + 1,), "<u8", padded, strides=(1,))
+    words = np.ndarray((len(buf) + 1,), _WORD, padded, strides=(1,))
     bit = np.arange(0, count * width, width)
     byte = bit >> 3
     bit &= 7

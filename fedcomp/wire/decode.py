@@ -38,7 +38,6 @@ from fedcomp.wire.limits import (
     DTYPES,
     FLOATS,
     MAX_NDIM,
-    MAX_SIZE,
     SPARSE,
     Expected,
     Kind,
@@ -48,7 +47,7 @@ from fedcomp.wire.limits import (
 )
 from fedcomp.wire.support import SharedSupport
 from fedcomp.wire.tensor import Bundle, FrameSizes, Tensor
-from fedcomp.wire.values import RESERVED_VALUES, Raw, Values, chunks
+from fedcomp.wire.values import RESERVED_VALUES, Raw, Values, chunks, not_finite
 
 _TRAILER = 4
 _MAX_INDEX_PARAMS = 32
@@ -267,7 +266,7 @@ def _take_entry(buf: memoryview, pos: int, end: int, expected: Expected | None, 
     else:
         n = math.prod(shape)
     # The product is one of Python integers and cannot wrap to something small.
-    if n > MAX_SIZE or not representable(shape):
+    if not representable(shape, n):
         raise LimitExceeded(f"tensor {name!r} of shape {shape} is larger than any array")
     if pos >= end:
         raise Truncated("the header ends inside a tensor's entry")
@@ -289,9 +288,9 @@ def _take_entry(buf: memoryview, pos: int, end: int, expected: Expected | None, 
     value_id, value_params, pos = _take_codec(buf, pos, end, _MAX_VALUE_PARAMS)
     index = _known_index(index_id, kind, name)
     values = _known_values(value_id, dtype, name)
-    for rule in (limits, expected):
-        if rule is not None:
-            _check_allowed(rule, kind, name, index, index_params, values)
+    _check_allowed(limits, kind, name, index, index_params, values)
+    if expected is not None:
+        _check_allowed(expected, kind, name, index, index_params, values)
     if pos >= end:
         raise Truncated("the header ends inside a tensor's entry")
     backend = backend_name(buf[pos])
@@ -428,7 +427,7 @@ def _take_tensor(
 def _count_overflow(values: NDArray[Any]) -> int:
     """Return how many of the values are NaN or infinite as float16."""
     with np.errstate(over="ignore"):
-        return sum(c.size - int(np.count_nonzero(np.isfinite(c.astype(np.float16)))) for c in chunks(values))
+        return not_finite(values, np.float16)
 
 
 def _zero_overflow(values: Values) -> Values:

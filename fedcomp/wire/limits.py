@@ -80,9 +80,10 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
     return _NAMES.get(dtype) or require_dtype(dtype.name)
 
 
-def representable(shape: tuple[int, ...]) -> bool:
-    """Whether numpy can make an array of this shape, given memory: the dimensions of an empty one count, too."""
-    return 0 not in shape or math.prod(d for d in shape if d) <= MAX_SIZE >> 3
+def representable(shape: tuple[int, ...], size: int) -> bool:
+    """Whether numpy can make an array of this shape, of ``size`` elements, given memory: the dimensions of an empty one
+    count, too."""
+    return 0 < size <= MAX_SIZE or (size == 0 and math.prod(d for d in shape if d) <= MAX_SIZE >> 3)
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ class Expected:
         require_dtype(self.dtype)
         if len(self.shape) > MAX_NDIM or any(d < 0 for d in self.shape):
             raise ConfigError(f"tensor {self.name!r}: shape {self.shape} needs 0..{MAX_NDIM} non-negative dimensions")
-        if self.size > MAX_SIZE or not representable(self.shape):
+        if not representable(self.shape, self.size):
             raise ConfigError(f"tensor {self.name!r}: shape {self.shape} is larger than any array")
         for what in ("kinds", "index_codecs", "value_codecs"):
             allowed = getattr(self, what)

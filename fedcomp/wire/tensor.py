@@ -18,7 +18,6 @@ from fedcomp.wire.limits import (
     COEFFICIENTS,
     DENSE,
     MAX_NDIM,
-    MAX_SIZE,
     SHARED,
     SPARSE,
     Kind,
@@ -68,37 +67,38 @@ class Tensor:
 
     def __post_init__(self) -> None:
         require_dtype(self.dtype)
-        who = f"tensor {self.name!r}"
         if len(self.shape) > MAX_NDIM or min(self.shape, default=0) < 0:
-            raise ConfigError(f"{who}: shape {self.shape} needs 0..{MAX_NDIM} non-negative dimensions")
+            raise self._refusal(f"shape {self.shape} needs 0..{MAX_NDIM} non-negative dimensions")
         size = self.size
-        if size > MAX_SIZE or not representable(self.shape):
-            raise ConfigError(f"{who}: shape {self.shape} is larger than any array; at most 2**62 elements are allowed")
+        if not representable(self.shape, size):
+            raise self._refusal(f"shape {self.shape} is larger than any array; at most 2**62 elements are allowed")
         if len(self.name.encode()) > 255:
-            raise ConfigError(f"{who}: a name has at most 255 bytes of UTF-8")
+            raise self._refusal("a name has at most 255 bytes of UTF-8")
         if not self.values.accepts(self.dtype) or (not self.values.lossy and self.values.dtype != self.dtype):
-            raise ConfigError(
-                f"{who}: {self.values.name} values of {self.values.dtype} cannot fill a {self.dtype} tensor"
-            )
+            raise self._refusal(f"{self.values.name} values of {self.values.dtype} cannot fill a {self.dtype} tensor")
         if self.backend not in BACKEND_IDS and self.backend != "auto":
-            raise ConfigError(f"{who}: back-end {self.backend!r} is not one of {', '.join(BACKEND_IDS)}, auto")
-        self._check_support(who, size)
+            raise self._refusal(f"back-end {self.backend!r} is not one of {', '.join(BACKEND_IDS)}, auto")
+        self._check_support(size)
 
-    def _check_support(self, who: str, size: int) -> None:
+    def _check_support(self, size: int) -> None:
         k, kind = self.values.k, self.kind
         if kind is DENSE and k != size:
-            raise ConfigError(f"{who}: a dense tensor of shape {self.shape} needs {size} values, got {k}")
+            raise self._refusal(f"a dense tensor of shape {self.shape} needs {size} values, got {k}")
         if k > size:
-            raise ConfigError(f"{who}: {k} values do not fit shape {self.shape}")
-        if (kind is SHARED) is not isinstance(self.index, SharedSupport):
-            needs = "a tensor on a shared support needs index=SharedSupport(id)"
-            raise ConfigError(f"{who}: {needs if kind is SHARED else 'index=SharedSupport(id) needs kind=SHARED'}")
+            raise self._refusal(f"{k} values do not fit shape {self.shape}")
+        if kind is SHARED and not isinstance(self.index, SharedSupport):
+            raise self._refusal("a tensor on a shared support needs index=SharedSupport(id)")
+        if kind is not SHARED and isinstance(self.index, SharedSupport):
+            raise self._refusal("index=SharedSupport(id) needs kind=SHARED")
         if (kind is DENSE or kind is COEFFICIENTS) and self.indices is not None:
-            raise ConfigError(f"{who}: only sparse tensors have indices; pass kind=SPARSE")
+            raise self._refusal("only sparse tensors have indices; pass kind=SPARSE")
         if kind is SPARSE and isinstance(self.index, str):
             require_index(self.index)
             if self.indices is None or self.indices.shape != (k,):
-                raise ConfigError(f"{who}: {k} sparse values need {k} indices")
+                raise self._refusal(f"{k} sparse values need {k} indices")
+
+    def _refusal(self, why: str) -> ConfigError:
+        return ConfigError(f"tensor {self.name!r}: {why}")
 
     @property
     def size(self) -> int:

@@ -128,6 +128,14 @@ def chunks(array: NDArray[Any]) -> Iterator[NDArray[Any]]:
         yield array[start : start + _CHUNK]
 
 
+def not_finite(array: NDArray[Any], dtype: type[Any] | None = None) -> int:
+    """Return how many numbers of a flat array are NaN or infinite, as they are or as a ``dtype``."""
+    found = 0
+    for part in chunks(array):
+        found += part.size - int(np.count_nonzero(np.isfinite(part if dtype is None else part.astype(dtype))))
+    return found
+
+
 def flat(array: NDArray[Any], dtype: str) -> NDArray[Any]:
     """Return ``array`` flat, contiguous and little-endian in ``dtype``, without a copy where it already is."""
     return np.ascontiguousarray(array, NUMPY_DTYPES[dtype]).reshape(-1)
@@ -217,9 +225,7 @@ class Raw(Values):
         return dtype in DTYPE_IDS
 
     def count_non_finite(self) -> int:
-        if self.dtype not in FLOATS:
-            return 0
-        return sum(c.size - int(np.count_nonzero(np.isfinite(c))) for c in chunks(self.array))
+        return not_finite(self.array) if self._dtype in FLOATS else 0
 
     def zero_non_finite(self) -> Values:
         return type(self)(np.nan_to_num(self.array, nan=0.0, posinf=0.0, neginf=0.0))
@@ -283,7 +289,7 @@ class Fp16(_Words):
         return self.words.astype(np.float32)
 
     def count_non_finite(self) -> int:
-        return sum(c.size - int(np.count_nonzero(np.isfinite(c))) for c in chunks(self.words))
+        return not_finite(self.words)
 
     def zero_non_finite(self) -> Values:
         return type(self)(np.nan_to_num(self.words, nan=0.0, posinf=0.0, neginf=0.0))
