@@ -42,7 +42,7 @@ def vertical_reference(fields: list[int], width: int) -> bytes:
 
 
 @pytest.mark.long
-@given(st.integers(1, 62), st.data())
+@given(st.integers(1, 64), st.data())
 def test_fixed_width_below_the_threshold_is_one_bit_string(width: int, data: st.DataObject) -> None:
     fields = data.draw(st.lists(st.integers(0, (1 << width) - 1), max_size=70))
     packed = pack(np.array(fields, np.uint64), width)
