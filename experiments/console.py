@@ -11,7 +11,7 @@ from rich.text import Text
 
 from fedcomp.experiments.findings import LONG, Findings, HeatMap
 from fedcomp.experiments.findings import Table as FoundTable
-from fedcomp.experiments.report import promises, shortfalls
+from fedcomp.experiments.report import UNMEASURED, promises, shortfalls
 from fedcomp.experiments.sheets import Sheet, found_sheet
 
 WIDE = 100
@@ -23,7 +23,7 @@ MANY = 8
 LONGEST = 28
 """Words of more letters may be broken."""
 
-STYLES = {"holds": "green", "FAILED": "bold red", "missed": "yellow"}
+STYLES = {"holds": "green", "FAILED": "bold red", "missed": "yellow", UNMEASURED: "dim"}
 """How the words for the end of a claim are written."""
 
 

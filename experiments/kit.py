@@ -342,7 +342,7 @@ def curves(
     return Curves(title, across, up, series, **options)
 
 
-def claim(name: str, value: float, bound: str, source: str, *, gate: bool = True) -> Claim:
+def claim(name: str, value: float, bound: str, source: str, *, gate: bool = True, skipped: str = "") -> Claim:
     """Return the claim that ``value`` keeps ``bound``.
 
     Parameters
@@ -353,6 +353,8 @@ def claim(name: str, value: float, bound: str, source: str, *, gate: bool = True
         Where the bound comes from: a paper, theory, a measurement, a goal.
     gate : bool
         Whether the run fails with the claim; a goal is reported and fails nothing.
+    skipped : str
+        Why it was not measured, and what to install; empty where it was.
 
     Raises
     ------
@@ -361,7 +363,7 @@ def claim(name: str, value: float, bound: str, source: str, *, gate: bool = True
     """
     op, _, number = bound.partition(" ")
     try:
-        return Claim(name, float(value), op, float(number), source, gate)
+        return Claim(name, float(value), op, float(number), source, gate, skipped)
     except ValueError as error:
         raise ValueError(
             f"claim {name!r}: bound {bound!r} is not a comparison and a number such as '<= 1.2'"

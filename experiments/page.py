@@ -123,6 +123,7 @@ def state(summary: Mapping[str, Any]) -> str:
     """Return whether a run's answer is shown as ``"good"``, ``"bad"`` or ``"plain"``."""
     if failed_claims(summary):
         return "bad"
+    # A claim that was not measured did not hold: its run is not shown as good, but not as bad either.
     held = all(claim["ok"] for claim in summary["claims"])
     return "good" if summary["claims"] and held and not summary["config"]["quick"] else "plain"
 

@@ -26,6 +26,9 @@ COUNTED = {
 }
 """What the columns mean, in the words every report uses."""
 
+UNMEASURED = "not measured"
+"""The word for a claim that was skipped, and for a figure that is missing."""
+
 _BYTE_COLUMNS = (
     "uplink_payload_bytes",
     "uplink_wire_bytes",
@@ -144,7 +147,7 @@ def answer(summary: Mapping[str, Any]) -> str:
     """Return the answer to an experiment's question that its rows and claims give; empty when nothing was run.
 
     Of the rows that lose at most a point of accuracy against the baseline, the one that sends least; where none does,
-    the one that loses least. Without such rows, the first claim that gates, or the first goal.
+    the one that loses least. Without such rows, the first measured claim that gates, or the first goal.
     """
     if summary["idle"]:
         return ""
@@ -161,7 +164,8 @@ def answer(summary: Mapping[str, Any]) -> str:
         points = f"{abs(lost(best)):.1f} points of accuracy {'lost' if lost(best) >= 0 else 'won'}"
         times = ratio(best["uplink_ratio"]).removesuffix("x")
         return f"{times} times fewer uplink bytes, {points} ({best['label']} against {baseline['label']})."
-    first = next(iter(sorted(summary["claims"], key=lambda claim: not claim["gate"])), None)
+    measured = [claim for claim in summary["claims"] if claim["ok"] is not None]
+    first = next(iter(sorted(measured, key=lambda claim: not claim["gate"])), None)
     return "" if first is None else f"{first['name']}: {number(first['value'])}."
 
 
@@ -215,17 +219,25 @@ def failed_claims(summary: Mapping[str, Any]) -> list[str]:
 
 
 def mark(claim: Mapping[str, Any]) -> str:
-    """Return how a claim ended: ``"holds"``, ``"FAILED"``, or ``"missed"`` for a goal, which decides no exit code."""
+    """Return how a claim ended: ``"holds"``, ``"FAILED"``, ``"missed"`` for a goal, which decides no exit code, or
+    ``"not measured"``."""
+    if claim["ok"] is None:
+        return UNMEASURED
     return "holds" if claim["ok"] else "FAILED" if claim["gate"] else "missed"
 
 
 def shortfalls(claims: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Return what did not hold, gates before goals: its :func:`mark`, and the claim in one line."""
-    short = sorted((claim for claim in claims if not claim["ok"]), key=lambda claim: not claim["gate"])
-    return [
-        (mark(claim), f"{claim['name']}: {number(claim['value'])}, not {claim['op']} {number(claim['bound'])}")
-        for claim in short
-    ]
+    """Return what did not hold, gates before goals, and then what was not measured: its :func:`mark`, and the claim in
+    one line."""
+    unheld = (claim for claim in claims if not claim["ok"])
+    short = sorted(unheld, key=lambda claim: (claim["ok"] is None, not claim["gate"]))
+    return [(mark(claim), f"{claim['name']}: {_shortfall(claim)}") for claim in short]
+
+
+def _shortfall(claim: Mapping[str, Any]) -> str:
+    if claim["ok"] is None:
+        return str(claim["skipped"])
+    return f"{number(claim['value'])}, not {claim['op']} {number(claim['bound'])}"
 
 
 def count(number_of: int, what: str) -> str:
@@ -281,7 +293,7 @@ def takes(minutes: float) -> str:
 def number(value: float | None) -> str:
     """Return a measured value or a bound with four digits, whole and large numbers in full."""
     if value is None or math.isnan(value):
-        return "not measured"
+        return UNMEASURED
     if math.isinf(value):
         return str(value)
     if (value == int(value) or abs(value) >= 1e4) and abs(value) < 1e15:
@@ -328,15 +340,17 @@ def verdict(summary: Mapping[str, Any]) -> str:
 
 
 def outcome(claims: Sequence[Mapping[str, Any]]) -> str:
-    """Return how many of ``claims`` failed and how many goals, which decide no exit code, were missed.
+    """Return how many of ``claims`` failed, how many goals, which decide no exit code, were missed, and how many of
+    both were not measured.
 
     Examples
     --------
-    >>> outcome([{"ok": True, "gate": True}, {"ok": True, "gate": True}, {"ok": False, "gate": False}])
-    'all 2 claims hold, 1 goal missed'
+    >>> outcome([{"ok": True, "gate": True}, {"ok": False, "gate": False}, {"ok": None, "gate": False}])
+    'the one claim holds, 1 goal missed, 1 not measured'
     """
     gates = [claim["ok"] for claim in claims if claim["gate"]]
-    failed, missed = gates.count(False), sum(not claim["ok"] for claim in claims if not claim["gate"])
+    goals = [claim["ok"] for claim in claims if not claim["gate"] and claim["ok"] is not None]
+    failed, missed, skipped = gates.count(False), goals.count(False), len(claims) - len(gates) - len(goals)
     parts = []
     if gates:
         every = "the one claim" if len(gates) == 1 else f"all {len(gates)} claims"
@@ -345,8 +359,10 @@ def outcome(claims: Sequence[Mapping[str, Any]]) -> str:
         parts.append(f"{some} failed" if failed else held)
     if missed:
         parts.append(f"{count(missed, 'goal')} missed")
-    elif len(claims) > len(gates):
-        parts.append(f"{count(len(claims) - len(gates), 'goal')} reached")
+    elif goals:
+        parts.append(f"{count(len(goals), 'goal')} reached")
+    if skipped:
+        parts.append(f"{skipped} {UNMEASURED}")
     return ", ".join(parts) or "no claim is made"
 
 

@@ -97,8 +97,8 @@ def claims_sheet(claims: Sequence[Mapping[str, Any]], *, wide: bool = True) -> S
     rows = [
         [
             mark(claim),
-            claim["name"] + (" (goal)" if gated and not claim["gate"] else ""),
-            number(claim["value"]),
+            claim["name"] + _aside(claim, gated=gated),
+            "–" if claim["ok"] is None else number(claim["value"]),
             f"{claim['op']} {number(claim['bound'])}",
             *([claim["source"]] if wide else []),
         ]
@@ -106,6 +106,13 @@ def claims_sheet(claims: Sequence[Mapping[str, Any]], *, wide: bool = True) -> S
     ]
     heads = ["", "claim", "measured", "bound", *(["where the bound is from"] if wide else [])]
     return Sheet("Claims", heads, rows, [False, False, True, True, False][: len(heads)])
+
+
+def _aside(claim: Mapping[str, Any], *, gated: bool) -> str:
+    if claim["ok"] is None:
+        # Beside the name: a narrow terminal leaves out the last column.
+        return f" ({claim['skipped']})"
+    return " (goal)" if gated and not claim["gate"] else ""
 
 
 def privacy_sheet(summary: Mapping[str, Any]) -> Sheet:

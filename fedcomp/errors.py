@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import importlib.util
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
@@ -89,6 +90,18 @@ def optional(purpose: str) -> Iterator[None]:
         raise MissingExtra(
             f"{purpose} needs {library}, which is not installed: pip install 'fedcomp[{EXTRAS[library]}]'"
         ) from error
+
+
+def why_missing(library: str) -> str:
+    """Return why what compares itself with ``library`` cannot do so, and what to install; empty where it is installed.
+
+    Examples
+    --------
+    >>> why_missing("numpy")
+    ''
+    """
+    found = importlib.util.find_spec(library) is not None
+    return "" if found else f"{library} is not installed: pip install {library}"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

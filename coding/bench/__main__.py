@@ -66,20 +66,13 @@ def text_of(result: Mapping[str, Any]) -> str:
     for part in dict.fromkeys(row["part"] for row in result["rows"]):
         rows = [row for row in result["rows"] if row["part"] == part]
         lines += [part, *_aligned([[*map(str, list(row.values())[1:])] for row in rows], list(rows[0])[1:]), ""]
-    verdicts = {True: "ok", False: "MISSED", None: "not measured"}
     table = []
+    gated = any(claim["gate"] for claim in result["claims"])  # else there is nothing to tell goals from
     for claim in result["claims"]:
         value = claim["skipped"] if claim["value"] is None else f"{claim['value']:.3g}"
-        table.append(
-            [
-                verdicts[claim["ok"]],
-                "gates" if claim["gate"] else "reported" if claim["value"] is not None else "",
-                claim["name"],
-                value,
-                f"{claim['op']} {claim['bound']:g}",
-            ]
-        )
-    lines += ["claims", *_aligned(table, ["", "", "claim", "value", "bound"]), ""]
+        goal = " (goal)" if gated and not claim["gate"] and claim["ok"] is not None else ""
+        table.append([_ended(claim), claim["name"] + goal, value, f"{claim['op']} {claim['bound']:g}"])
+    lines += ["claims", *_aligned(table, ["", "claim", "value", "bound"]), ""]
     failed = [claim["name"] for claim in result["claims"] if claim["gate"] and claim["ok"] is False]
     skipped = sum(claim["ok"] is None for claim in result["claims"])
     known = result["environment"]
@@ -90,6 +83,13 @@ def text_of(result: Mapping[str, Any]) -> str:
         else "every claim that gates holds"
     )
     return "\n".join(lines)
+
+
+def _ended(claim: Mapping[str, Any]) -> str:
+    """Return how a claim ended, in the words of :mod:`fedcomp.experiments.report`, a layer above this one."""
+    if claim["ok"] is None:
+        return "not measured"
+    return "holds" if claim["ok"] else "FAILED" if claim["gate"] else "missed"
 
 
 def _aligned(rows: Sequence[Sequence[str]], heads: Sequence[str]) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import importlib.util
 import platform
 import zlib
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from fedcomp.coding.kernels import dispatch, isal, tables
 from fedcomp.coding.packet import Packet, PacketLimits
 from fedcomp.coding.prime import GF31, GF251, GF65521
 from fedcomp.coding.stream import SplitMix64
+from fedcomp.errors import why_missing
 
 Bytes = NDArray[np.uint8]
 
@@ -84,7 +84,7 @@ def _table(a: Bytes, b: Bytes, out: Bytes) -> Callable[[], object]:
 
 def _zfec(n: int, b: Bytes) -> Callable[[], object] | None:
     """Encode ``n`` parity blocks with zfec; it chooses its own matrix. Not a dependency: GPL."""
-    if importlib.util.find_spec("zfec") is None:
+    if why_missing("zfec"):
         return None
     import zfec  # type: ignore[import-not-found]
 
@@ -94,7 +94,7 @@ def _zfec(n: int, b: Bytes) -> Callable[[], object] | None:
 
 
 def _galois(order: int, a: NDArray[Any], b: NDArray[Any]) -> Callable[[], object] | None:
-    if importlib.util.find_spec("galois") is None:
+    if why_missing("galois"):
         return None
     import galois
 
@@ -154,12 +154,8 @@ def _missing(times: CallTimes, tier: str, other: str) -> str:
     if tier not in times.seconds:
         return kernels.why_not(tier)
     if other not in times.seconds:
-        return kernels.why_not("isal") if other == "ISA-L" else _absent(other)
+        return kernels.why_not("isal") if other == "ISA-L" else why_missing(other)
     return ""
-
-
-def _absent(package: str) -> str:
-    return f"{package} is not installed: pip install {package}"
 
 
 def few_rows(size: Size) -> Part:
@@ -266,8 +262,8 @@ def primes(size: Size) -> Part:
         times = CallTimes(calls, size)
         rows += [_row(f"product, {field.name}", 16, 16, b.nbytes, name, times.time(name)) for name in calls]
         name = f"product over {field.name}, K = 16: times as fast as galois"
-        value, reason = (None, _absent("galois")) if galois is None else (times.faster(field.name, "galois"), "")
-        claims.append(BenchClaim(name, value, ">=", 1.0, GOAL, gate=False, skipped=reason))
+        value = None if galois is None else times.faster(field.name, "galois")
+        claims.append(BenchClaim(name, value, ">=", 1.0, GOAL, False, why_missing("galois")))
     return rows, claims
 
 
@@ -311,7 +307,6 @@ def environment() -> dict[str, Any]:
     import llvmlite.binding  # type: ignore[import-untyped]
     import numba
 
-    galois = importlib.util.find_spec("galois") and importlib.metadata.version("galois")
     features = sorted(dispatch.cpu_features() & {name for needs in dispatch.NEEDS.values() for name in needs})
     return {
         "tier": kernels.best_tier(),
@@ -323,7 +318,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "numpy": np.__version__,
         "numba": numba.__version__,
-        "galois": galois or "not installed",
+        "galois": "not installed" if why_missing("galois") else importlib.metadata.version("galois"),
     }
 
 

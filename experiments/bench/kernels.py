@@ -18,7 +18,8 @@ import numpy as np
 
 from fedcomp.codecs import TopK
 from fedcomp.codecs.feedback import ErrorFeedback
-from fedcomp.experiments.bench.readpass import LAYERS, Times, Vector, layered, read_pass
+from fedcomp.errors import why_missing
+from fedcomp.experiments.bench.readpass import LAYERS, Times, Vector, layered, one_thread, read_pass
 from fedcomp.experiments.bench.sparsifiers import sparsifiers
 from fedcomp.experiments.bench.worst import worst
 from fedcomp.experiments.findings import Claim
@@ -45,19 +46,17 @@ def run(*, quick: bool = False, progress: Callable[[str], None] | None = None) -
     dict
         ``rows``: one per density and method with the median milliseconds and the multiple of a read pass.
         ``claims``: the goals in multiples of a read pass (only at full size: the quick vector fits in the last-level
-        cache, where reading costs next to nothing), and the comparisons with numpy and torch.
+        cache, where reading costs next to nothing), and the comparisons with numpy and torch; without torch the
+        latter are not measured.
     """
-    import torch
-
     say = progress or (lambda _line: None)
     size, repetitions = (QUICK, 5) if quick else (FULL, 9)
     warm()
     say(f"drawing {size:,} values in {LAYERS} layers")
     vector = layered(size)
-    # One thread, as ours: simulated clients share the cores.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    if missing := why_missing("torch"):
+        say(f"{missing}; what is compared with it is not measured")
+    with one_thread():
         rows: list[dict[str, Any]] = []
         claims: list[Claim] = []
         for density in DENSITIES:
@@ -67,8 +66,6 @@ def run(*, quick: bool = False, progress: Callable[[str], None] | None = None) -
             claims += found.claims(against_limit=not quick)
         more = sparsifiers(vector, repetitions, say, against_limit=not quick)
         hard = worst(vector, repetitions, say, claimed=not quick)
-    finally:
-        torch.set_num_threads(threads)
     return {
         "rows": rows + more["rows"] + hard["rows"],
         "claims": claims + more["claims"] + hard["claims"],
@@ -101,8 +98,10 @@ class Measured(Times):
             )
         ]
         if self.density <= 0.01:
-            torch_ratio = self.ratio("torch.topk", "top-k")
-            found.append(Claim(f"top-k {at}: times faster than torch.topk", torch_ratio, ">=", 20.0, GOAL))
+            missing = why_missing("torch")
+            ratio = math.nan if missing else self.ratio("torch.topk", "top-k")
+            name = f"top-k {at}: times faster than torch.topk"
+            found.append(Claim(name, ratio, ">=", 20.0, GOAL, skipped=missing))
         if against_limit:
             goal = SELECT_GOALS[self.density]
             found += [
@@ -143,15 +142,12 @@ def measure(vector: Vector, density: float, repetitions: int) -> Measured:
 
 def _methods(vector: Vector, density: float) -> dict[str, Callable[[], object]]:
     """Return the calls to be timed; each does all of its work every time."""
-    import torch
-
     size = vector.size
     k = math.ceil(density * size)
     layout = Layout.flat(size)
     codec = TopK(density)
     rice = TopK(density, index="rice")
     feedback = ErrorFeedback(codec)
-    tensor = torch.from_numpy(vector)
     out = np.zeros(size, np.float32)
     memory = np.zeros(size, np.float32)
     # A stream of different updates of one distribution, so that warm thresholds are worth what they are in training.
@@ -178,7 +174,7 @@ def _methods(vector: Vector, density: float) -> dict[str, Callable[[], object]]:
     for _ in range(_WARM_ROUNDS):
         step()
         feedback_bytes()
-    return {
+    calls: dict[str, Callable[[], object]] = {
         "read pass": read_pass(vector),
         "top-k": lambda: select_topk(vector, k),
         "top-k, numpy tier": lambda: select_topk(vector, k, tier="numpy"),
@@ -188,5 +184,10 @@ def _methods(vector: Vector, density: float) -> dict[str, Callable[[], object]]:
         "error feedback to bytes": feedback_bytes,
         "scatter-add": lambda: scatter_add(out, indices, values, 0.1),
         "np.partition + flatnonzero": by_partition,
-        "torch.topk": lambda: torch.topk(tensor.abs(), k, sorted=False),
     }
+    if not why_missing("torch"):
+        import torch
+
+        tensor = torch.from_numpy(vector)
+        calls["torch.topk"] = lambda: torch.topk(tensor.abs(), k, sorted=False)
+    return calls

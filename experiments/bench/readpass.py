@@ -9,12 +9,15 @@ limit, and the median of the ratios over interleaved repetitions is reported.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from statistics import fmean, median
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
+
+from fedcomp.errors import why_missing
 
 LAYERS: Final = 60
 Vector = NDArray[np.float32]
@@ -100,6 +103,18 @@ def read_pass(vector: Vector) -> Callable[[], object]:
     # Compiles it.
     total(vector[:1])
     return lambda: total(vector)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Run the body with one thread in torch, where it is installed: simulated clients share the cores."""
+    if why_missing("torch"):
+        yield
+        return
+    from fedcomp.tasks.base import single_thread
+
+    with single_thread():
+        yield
 
 
 def _seconds(call: Callable[[], object]) -> float:

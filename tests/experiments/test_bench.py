@@ -61,6 +61,22 @@ def test_a_failed_claim_is_exit_code_1(benchmarks: Benchmarks, capsys: pytest.Ca
     assert next(line for line in out.splitlines() if line.startswith("b")).split() == ["b", "3", "[x]"]
 
 
+def test_a_peer_that_is_not_installed_gates_nothing(
+    benchmarks: Benchmarks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    skipped = 'Claim("beside", 9.0, "<=", 1.0, "test", skipped="zfec is not installed: pip install zfec")'
+    (tmp_path / "bench_module_alone.py").write_text(MODULE.replace('Claim("small", ', f'{skipped}, Claim("small", '))
+    known = {"alone": ("bench_module_alone", "alone")}
+    assert main(["alone", "--quick"], benchmarks=known) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "not measured" in out
+    assert "pip install" in out, "also on a narrow terminal"
+    assert out.endswith("The one claim holds, 1 not measured.")
+    assert main(["alone", "--quick", "--json"], benchmarks=known) == 0
+    claim = json.loads(capsys.readouterr().out)["claims"][0]
+    assert (claim["value"], claim["ok"], claim["gate"]) == (None, None, False)
+
+
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [(["smal"], "'small'"), ([], "small"), (["small", "--jsn"], "--json"), (["small", "x"], "x")],

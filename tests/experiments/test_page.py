@@ -11,7 +11,7 @@ from pages import Page, facts, make, results
 
 from fedcomp.experiments.findings import LONG, Claim, Curves, Findings, HeatMap, Series, Table
 from fedcomp.experiments.page import FEW, render_report
-from fedcomp.experiments.report import summarise
+from fedcomp.experiments.report import mark, summarise
 
 HOSTILE = "<script>alert(1)</script>'\"</style>&{{ 7*7 }}{% raw %}"
 
@@ -89,12 +89,16 @@ def test_the_answer_and_what_was_missed_stand_above_a_chart_and_a_chart_above_ev
     assert "missed" not in held.text
 
 
+SKIPPED = Claim("beside", 0.0, ">=", 1.0, "test", skipped="zfec is not installed: pip install zfec")
+
+
 @pytest.mark.parametrize(
     ("claims", "state"),
     [
         ([Claim("goal", 0.0, ">=", 1.0, "test", gate=False), Claim("rule", 0.0, ">=", 1.0, "test")], "bad"),
         ([Claim("goal", 0.0, ">=", 1.0, "test", gate=False)], "plain"),
         ([Claim("rule", 2.0, ">=", 1.0, "test")], "good"),
+        ([Claim("rule", 2.0, ">=", 1.0, "test"), SKIPPED], "plain"),
         ([], "plain"),
     ],
 )
@@ -102,9 +106,9 @@ def test_the_answer_and_what_was_missed_stand_above_a_chart_and_a_chart_above_ev
 def test_the_answer_is_coloured_by_its_claims(claims: list[Claim], state: str) -> None:
     text = render_report(*make(claims=claims))
     assert f'class="verdict {state}"' in text
-    marks = re.findall('<span class="mark ([a-z]+)">', text)
-    ended = ["holds" if claim.ok else "failed" if claim.gate else "missed" for claim in claims]
-    assert sorted(marks) == sorted(ended + [mark for mark in ended if mark != "holds"]), "in the list and at the top"
+    marks = re.findall('<span class="mark ([a-z ]+)">', text)
+    ended = [mark(claim.to_json()).lower() for claim in claims]
+    assert sorted(marks) == sorted(ended + [word for word in ended if word != "holds"]), "in the list and at the top"
 
 
 @pytest.mark.long

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shlex
 from typing import Any
@@ -33,7 +34,9 @@ from fedcomp.experiments.report import (
     verdict,
 )
 from fedcomp.experiments.run import Request, app
+from fedcomp.experiments.sheets import claims_sheet
 from fedcomp.experiments.spec import RoundRecord
+from fedcomp.experiments.store import to_json_text
 
 
 def test_numbers_of_a_column_have_equally_many_decimals() -> None:
@@ -135,14 +138,17 @@ def test_the_experiments_own_answer_goes_before_the_computed_one() -> None:
         ("nN", "1 goal missed"),
         ("ggNN", "all 2 claims hold, 2 goals missed"),
         ("gGn", "1 of 2 claims failed, 1 goal reached"),
+        ("-", "1 not measured"),
+        ("gN--", "the one claim holds, 1 goal missed, 2 not measured"),
     ],
 )
 def test_the_end_of_claims_in_words(ended: str, said: str) -> None:
-    """``g`` a claim that gates, ``n`` a goal, capital where it does not hold."""
-    rest = {"name": "", "value": 0, "op": "", "bound": 0}
-    claims = [{"gate": letter in "gG", "ok": letter.islower(), **rest} for letter in ended]
+    """``g`` a claim that gates, ``n`` a goal, capital where it does not hold, ``-`` what was not measured."""
+    rest = {"name": "", "value": 0, "op": "", "bound": 0, "skipped": ""}
+    claims = [{"gate": letter in "gG", "ok": None if letter == "-" else letter.islower(), **rest} for letter in ended]
     assert outcome(claims) == said
-    assert [word for word, _ in shortfalls(claims)] == ["FAILED"] * ended.count("G") + ["missed"] * ended.count("N")
+    words = ["FAILED"] * ended.count("G") + ["missed"] * ended.count("N") + ["not measured"] * ended.count("-")
+    assert [word for word, _ in shortfalls(claims)] == words
 
 
 def test_the_verdict_is_one_sentence_with_what_was_missed() -> None:
@@ -158,6 +164,32 @@ def test_what_failed_goes_before_what_was_missed() -> None:
     summary = make(claims=claims)[0]
     assert failed_claims(summary) == ["rule"]
     assert shortfalls(summary["claims"]) == [("FAILED", "rule: 0, not >= 1"), ("missed", "goal: 0, not >= 1")]
+
+
+def test_what_was_not_measured_gates_nothing_and_names_the_package() -> None:
+    skipped = Claim("beside", 3.0, ">=", 1.0, "test", skipped="zfec is not installed: pip install zfec")
+    assert (skipped.ok, skipped.gate) == (None, False)
+    assert math.isnan(skipped.value), "a value beside the reason would be one that nobody measured"
+    summary = make(claims=[skipped, Claim("rule", 2.0, ">=", 1.0, "test")])[0]
+    document = json.loads(to_json_text(summary["claims"][0]))
+    assert (document["value"], document["ok"], document["gate"]) == (None, None, False)
+    assert Claim.from_json(document).to_json()["skipped"] == skipped.skipped
+    assert failed_claims(summary) == []
+    assert shortfalls(summary["claims"]) == [("not measured", "beside: zfec is not installed: pip install zfec")]
+    for wide in (True, False):
+        first = claims_sheet(summary["claims"], wide=wide).rows[0]
+        assert first[0] == "not measured"
+        assert "pip install zfec" in first[1]
+    summary = summary | {"rows": []}
+    assert answer(summary) == "rule: 2.", "the first one that was measured"
+    assert answer(summary | {"claims": summary["claims"][:1]}) == ""
+
+
+def test_a_measured_nan_still_fails() -> None:
+    claim = Claim("rule", math.nan, ">=", 1.0, "test")
+    assert failed_claims({"claims": [claim.to_json()]}) == ["rule"]
+    older = {key: value for key, value in claim.to_json().items() if key != "skipped"}
+    assert Claim.from_json(older).ok is False, "summaries of earlier versions have no reason in them"
 
 
 def read_back(text: str) -> Config:

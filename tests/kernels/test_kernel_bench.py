@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 
+from fedcomp.experiments.bench import kernels
 from fedcomp.experiments.bench import sparsifiers as other
 from fedcomp.experiments.bench.kernels import DENSITIES, Measured, measure
 from fedcomp.experiments.bench.readpass import LAYERS, Times, layered
@@ -44,6 +47,22 @@ def test_every_method_is_measured() -> None:
         rows = measure(vector, density, 2).rows(density=density)
         assert {row["method"] for row in rows} >= {"read pass", "top-k", "error feedback", "scatter-add", "torch.topk"}
         assert all(row["milliseconds"] >= 0 for row in rows)
+
+
+@pytest.mark.long
+def test_without_torch_what_is_compared_with_it_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    # None in sys.modules makes every import of torch fail, as it does where torch is not installed.
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setattr(kernels, "layered", lambda _size: layered(30_000))
+    monkeypatch.setattr(kernels, "worst", lambda *_, **__: {"rows": [], "claims": []})
+    lines: list[str] = []
+    found = kernels.run(quick=True, progress=lines.append)
+    skipped = [claim for claim in found["claims"] if claim.ok is None]
+    assert len(skipped) == len([claim for claim in found["claims"] if "torch" in claim.name]) > 2
+    assert {(claim.skipped, claim.gate) for claim in skipped} == {("torch is not installed: pip install torch", False)}
+    assert sum("torch" in line for line in lines) == 1
+    assert not [row for row in found["rows"] if "torch" in row["method"]]
+    assert [claim for claim in found["claims"] if claim.ok is not None]
 
 
 @pytest.mark.long
