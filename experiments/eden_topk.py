@@ -7,8 +7,8 @@ why that loses. It is no system: it has no name on the wire, and ``experiments.r
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,10 +19,9 @@ from fedcomp.codecs import TopK
 from fedcomp.codecs.eden import CENTROIDS
 from fedcomp.codecs.forms import ValueForm, narrowed
 from fedcomp.codecs.orthonormal import rotate
-from fedcomp.kernels import scatter_add
-from fedcomp.layout import Layout, Update, Vector
+from fedcomp.layout import Layout
 from fedcomp.rng import Key
-from fedcomp.wire import Bundle, Frame, Values
+from fedcomp.wire import Bundle, Tensor, Values
 
 _TURN = Key(0, "experiments/eden-topk")
 """One rotation for all: with error feedback nothing needs fresh draws, and no seed has to travel."""
@@ -83,19 +82,12 @@ class EdenTopK(TopK):
         """How the chosen values travel."""
         return RotatedForm(self.bits)
 
-    def accumulate(self, frame: Frame | Bundle, weight: float, out: Update) -> None:
-        """Turn the values of each tensor back, then add."""
-        for tensor, where in self._placed(self.open(frame, out.layout), out.layout):
-            values = tensor.values.decode()
+    def placed(self, bundle: Bundle, layout: Layout) -> Iterator[tuple[Tensor, slice]]:
+        """Yield the frame's tensors, their values turned back, with their places."""
+        for tensor, where in super().placed(bundle, layout):
             if tensor.indices is None:
-                out.vector[where] += np.float32(weight) * values
+                yield tensor, where
             else:
-                values = values.copy()
+                values = tensor.values.decode().copy()
                 rotate(values, _TURN, inverse=True)
-                scatter_add(out.vector[where], tensor.indices, values, weight)
-
-    def decode(self, frame: Frame | Bundle, layout: Layout) -> Vector:
-        """Return the decoded vector."""
-        out = Update(np.zeros(layout.size, np.float32), layout)
-        self.accumulate(frame, 1.0, out)
-        return out.vector
+                yield replace(tensor, values=wire.Raw(values)), where

@@ -182,7 +182,8 @@ class Codec(Receiver, Configured):
         return {"id": self.codec_id, **self.get_config()}
 
     def init(self, layout: Layout) -> State:
-        """Return the state of a client that has sent nothing yet."""
+        """Return the state of a client that has sent nothing yet; a layout that the codec cannot serve is refused."""
+        self.schema(layout)
         return {}
 
     @abstractmethod

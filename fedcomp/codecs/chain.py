@@ -110,6 +110,8 @@ class Chain(Wrapper):
             self.linear = self.codec.linear
             self.unbiased = self.codec.unbiased
         self.remembers = self.codec.remembers
+        self.votes = self.codec.votes
+        self.gain = self.codec.gain
         self.never_enlarges = self.codec.never_enlarges and all(t.never_enlarges for t in self.transforms)
 
     def get_config(self) -> dict[str, Any]:

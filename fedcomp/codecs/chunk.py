@@ -12,7 +12,7 @@ from typing import ClassVar
 from fedcomp import params
 from fedcomp.codecs.forms import FORMS, RESTS
 from fedcomp.codecs.listed import INDICES, ListedCodec
-from fedcomp.codecs.positional import SCOPES, Stretch
+from fedcomp.codecs.positional import SCOPES, Stretch, with_rest
 from fedcomp.kernels import select_bins, select_of_bins
 from fedcomp.layout import Layout, Vector
 from fedcomp.rng import Key
@@ -100,7 +100,7 @@ class ChunkTop1(ListedCodec):
         bounds = [
             None if (kept := form.kept(self.most(s))) is None else kept / self.chunk(s) for s in self.stretches(layout)
         ]
-        return self.with_rest(bounds, layout)
+        return with_rest(self, bounds, layout)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -179,4 +179,4 @@ class ChunkTopK(ListedCodec):
             shares += [last / (stretch.size % self.chunk)] if last else []
             kept = self.value_form.kept(self.most(stretch))
             bounds.append(None if kept is None else kept * min(shares))
-        return self.with_rest(bounds, layout)
+        return with_rest(self, bounds, layout)

@@ -109,6 +109,7 @@ class DGC(Wrapper):
         params.assign(
             self,
             codec=memory,
+            gain=memory.gain,
             density=topk.density,
             warmup=topk.warmup,
             momentum=memory.momentum,

@@ -81,17 +81,12 @@ class Domain(Wrapper):
             unbiased=self.codec.unbiased,
             remembers=self.codec.remembers,
             never_enlarges=self.codec.never_enlarges,
+            votes=self.codec.votes,
+            gain=self.codec.gain,
+            # Of the frames, whose supports are those of the transformed coordinates.
+            shared=getattr(self.codec, "shared", False) is True,
+            index=str(getattr(self.codec, "index", "auto")),
         )
-
-    @property
-    def shared(self) -> bool:
-        """Whether the inner codec's frames of one round lie on one support, in the transformed coordinates."""
-        return getattr(self.codec, "shared", False) is True
-
-    @property
-    def index(self) -> str:
-        """How the inner codec writes supports, as :func:`fedcomp.wire.longest` takes it."""
-        return str(getattr(self.codec, "index", "auto"))
 
     def init(self, layout: Layout) -> State:
         """Return the inner codec's."""
@@ -141,10 +136,6 @@ class Domain(Wrapper):
         """Transform the update in place."""
         self.transform.apply(update.vector, update.layout)
         self.codec.enter(update)
-
-    def gather(self, frame: Frame | Bundle, weight: float, total: Update) -> None:
-        """Add in the transformed coordinates."""
-        self.codec.gather(frame, weight, total)
 
     def conclude(self, total: Update) -> None:
         """Let the inner codec conclude, then transform back."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import ClassVar, Final
 
@@ -25,12 +25,11 @@ from fedcomp.codecs.positional import (
     SCOPES,
     PositionalCodec,
     Stretch,
-    add_scaled,
     expected_dense,
     require_values,
 )
 from fedcomp.errors import NonFiniteUpdate
-from fedcomp.layout import Layout, Update, Vector
+from fedcomp.layout import Layout, Vector
 from fedcomp.rng import Key
 from fedcomp.wire import SEED, Bundle, Expected, Frame, SchemaMismatch, Section, Tensor
 
@@ -191,34 +190,22 @@ class EDEN(PositionalCodec):
             raise SchemaMismatch("the seed of the rotations is not that of this round and sender")
         return bundle
 
-    def accumulate(self, frame: Frame | Bundle, weight: float, out: Update) -> None:
-        """Add ``float32(weight) * decode(frame)`` into ``out.vector``; every frame has rotations of its own."""
-        for values, where in self._turned_back(frame, out.layout):
-            add_scaled(out.vector[where], values, np.float32(weight))
-
-    def decode(self, frame: Frame | Bundle, layout: Layout) -> Vector:
-        """Return the decoded vector: every block is turned back."""
-        out = np.empty(layout.size, np.float32)
-        for values, where in self._turned_back(frame, layout):
-            out[where] = values
-        return out
-
     def norm(self, frame: Frame | Bundle, layout: Layout) -> float:
         """Return the norm before the blocks are turned back: the magnitudes times how often they occur."""
         return math.hypot(*(_length(tensor.values) for tensor in self.open(frame, layout).tensors))
 
-    def _turned_back(self, frame: Frame | Bundle, layout: Layout) -> Iterator[tuple[Vector, slice]]:
-        """Open ``frame`` and yield each part of the decoded vector with its place."""
-        bundle = self.open(frame, layout)
+    def placed(self, bundle: Bundle, layout: Layout) -> Iterator[tuple[Tensor, slice]]:
+        """Yield the frame's tensors with their places, every block turned back by the frame's own rotation."""
         seed = int.from_bytes(bundle.tlv(SEED) or b"", "little")
-        for index, (tensor, where) in enumerate(self._placed(bundle, layout)):
-            values = tensor.values.decode()
+        for index, (tensor, where) in enumerate(super().placed(bundle, layout)):
             if isinstance(tensor.values, wire.Codebook):
+                values = tensor.values.decode()
                 with np.errstate(over="ignore", invalid="ignore"):  # of a hostile frame; receivers look at their sums
                     rotate(values, _rotation(seed, index), inverse=True, beside=layout.size)
                 # Signs make -0.0 of zeros.
                 values += np.float32(0.0)
-            yield values, where
+                tensor = replace(tensor, values=wire.Raw(values))
+            yield tensor, where
 
     def contraction(self, layout: Layout) -> float | None:
         """Return δ of ``scale="least"``: ``1 / (3 - 2/n)`` of the longest block at one bit (derived), constants above.
@@ -229,7 +216,7 @@ class EDEN(PositionalCodec):
         """
         if self.scale == "unbiased":
             return None
-        n = self._longest_block(layout)
+        n = _longest_block(self.stretches(layout))
         kept = 1.0 if not n else 1.0 / (3.0 - 2.0 / n) if self.bits == 1 else 1.0 - _WORST[self.bits][0]
         return kept * (1.0 - 2.0**-20)
 
@@ -241,12 +228,13 @@ class EDEN(PositionalCodec):
         """
         if self.scale != "unbiased":
             return None
-        n = self._longest_block(layout)
+        n = _longest_block(self.stretches(layout))
         worst = 0.0 if not n else 2.0 - 2.0 / n if self.bits == 1 else _WORST[self.bits][1]
         return worst * (1.0 + 2.0**-20)
 
-    def _longest_block(self, layout: Layout) -> int:
-        return max((s.size for s in self.stretches(layout) if s.size >= SHORTEST), default=0)
+
+def _longest_block(parts: tuple[Stretch, ...]) -> int:
+    return max((s.size for s in parts if s.size >= SHORTEST), default=0)
 
 
 def _seed(key: Key) -> int:

@@ -146,11 +146,8 @@ class ErrorFeedback(Wrapper):
             params.assign(self, norm_guard=params.positive("norm_guard", self.norm_guard))
         if self.nesterov and not self.momentum:
             raise ConfigError("nesterov=True needs momentum > 0")
-
-    @property
-    def gain(self) -> float:  # type: ignore[override]
-        """What momentum correction makes of a constant update: 1/(1 - momentum) times as much."""
-        return 1.0 / (1.0 - self.momentum)
+        # What momentum correction makes of a constant update.
+        params.assign(self, gain=1.0 / (1.0 - self.momentum))
 
     def init(self, layout: Layout) -> State:
         """Return a state with empty memory."""

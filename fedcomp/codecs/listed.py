@@ -11,7 +11,14 @@ from numpy.typing import NDArray
 
 from fedcomp import wire
 from fedcomp.codecs.forms import FORMS, ValueForm, rest_form
-from fedcomp.codecs.positional import PositionalCodec, Stretch, expected_sparse, require_values, stretches
+from fedcomp.codecs.positional import (
+    PositionalCodec,
+    Stretch,
+    expected_sparse,
+    require_values,
+    stretches,
+    with_rest,
+)
 from fedcomp.errors import ConfigError
 from fedcomp.layout import Layout, Vector
 from fedcomp.wire import Expected, Limits, SchemaMismatch, Tensor
@@ -115,7 +122,7 @@ class ListedCodec(PositionalCodec):
             None if (kept := self.value_form.kept_of_largest(self.most(s))) is None else kept / s.size
             for s in self.stretches(layout)
         ]
-        return self.with_rest(bounds, layout)
+        return with_rest(self, bounds, layout)
 
 
 def without_densities(layout: Layout, scope: str, codec: Any) -> tuple[Stretch, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Final, Literal, get_args
 
@@ -188,11 +188,6 @@ class PositionalCodec(Packing, Codec):
         """Return the parts of the vector that become tensors of their own."""
         return stretches(layout, self.scope)
 
-    def init(self, layout: Layout) -> State:
-        """Return the empty state, after checking that the codec can serve ``layout``."""
-        self.stretches(layout)
-        return {}
-
     def encode(self, update: Update, state: State, key: Key) -> tuple[Frame, State]:
         """Encode ``update``; see :meth:`fedcomp.codecs.base.Codec.encode`. Copies nothing of the vector's size."""
         parts = self.stretches(update.layout)
@@ -223,13 +218,6 @@ class PositionalCodec(Packing, Codec):
         """Return the frame of ``tensors`` followed by the dense rest, when there is any."""
         dense = [Tensor(self.rest_form.code(rest), rest.shape)] if rest.size else []
         return wire.encode([*tensors, *dense], tlvs=fields)
-
-    def with_rest(self, bounds: Iterable[float | None], layout: Layout) -> float | None:
-        """Return the contraction of the whole vector from those of its stretches; None where one has none."""
-        rest = layout.size - sum(s.size for s in self.stretches(layout))
-        every = [*bounds, *((self.rest_form.kept(rest),) if rest else ())]
-        # A model without any values loses nothing.
-        return None if None in every else min((b for b in every if b is not None), default=1.0)
 
     def pack_all(
         self, vector: Vector, parts: tuple[Stretch, ...], state: State, key: Key
@@ -277,7 +265,7 @@ class PositionalCodec(Packing, Codec):
 
     def accumulate(self, frame: Frame | Bundle, weight: float, out: Update) -> None:
         """Add ``float32(weight) * decode(frame)`` into ``out.vector``; O(k) for sparse tensors."""
-        for tensor, where in self._placed(self.open(frame, out.layout), out.layout):
+        for tensor, where in self.placed(self.open(frame, out.layout), out.layout):
             if tensor.indices is None:
                 add_scaled(out.vector[where], tensor.values.decode(), np.float32(weight))
             else:
@@ -289,7 +277,7 @@ class PositionalCodec(Packing, Codec):
         dense = all(tensor.indices is None for tensor in bundle.tensors)
         # Dense tensors fill their places: no pass over the model to clear it.
         out = np.empty(layout.size, np.float32) if dense else np.zeros(layout.size, np.float32)
-        for tensor, where in self._placed(bundle, layout):
+        for tensor, where in self.placed(bundle, layout):
             if tensor.indices is None:
                 out[where] = tensor.values.decode()
             else:
@@ -306,18 +294,19 @@ class PositionalCodec(Packing, Codec):
         found = [
             # fp16 and bf16 round small values to zero: those were listed, but not delivered.
             tensor.indices[tensor.values.decode() != 0.0] + where.start
-            for tensor, where in self._placed(self.open(frame, layout), layout)
+            for tensor, where in self.placed(self.open(frame, layout), layout)
             if tensor.indices is not None
         ]
         return np.concatenate(found) if found else np.zeros(0, np.int64)
 
-    def _placed(self, bundle: Bundle, layout: Layout) -> list[tuple[Tensor, slice]]:
-        """Return the frame's tensors with their places in the vector."""
+    def placed(self, bundle: Bundle, layout: Layout) -> Iterator[tuple[Tensor, slice]]:
+        """Yield the tensors of an opened frame, with the values and the support that they stand for in the vector, and
+        their places in it."""
         parts = self.stretches(layout)
         places = [s.slice for s in parts]
         if _covered(parts) < layout.size:
             places.append(slice(_covered(parts), layout.size))
-        return list(zip(bundle.tensors, places, strict=True))
+        yield from zip(bundle.tensors, places, strict=True)
 
 
 class AdaptiveCodec(PositionalCodec):
@@ -388,6 +377,14 @@ class AdaptiveCodec(PositionalCodec):
                 )
             known[name] = array
         return known
+
+
+def with_rest(codec: PositionalCodec, bounds: Iterable[float | None], layout: Layout) -> float | None:
+    """Return the contraction of the whole vector from those of its stretches; None where one has none."""
+    rest = layout.size - sum(s.size for s in codec.stretches(layout))
+    every = [*bounds, *((codec.rest_form.kept(rest),) if rest else ())]
+    # A model without any values loses nothing.
+    return None if None in every else min((b for b in every if b is not None), default=1.0)
 
 
 def expected_dense(size: int, values: type[Values]) -> Expected:

@@ -14,7 +14,14 @@ from numpy.typing import NDArray
 
 from fedcomp import params, wire
 from fedcomp.codecs.forms import FORMS, ValueForm, narrowed, rest_form
-from fedcomp.codecs.positional import SCOPES, PositionalCodec, Stretch, expected_sparse, require_values
+from fedcomp.codecs.positional import (
+    SCOPES,
+    PositionalCodec,
+    Stretch,
+    expected_sparse,
+    require_values,
+    with_rest,
+)
 from fedcomp.errors import ConfigError, NonFiniteUpdate
 from fedcomp.layout import Layout, Vector
 from fedcomp.rng import Key
@@ -160,7 +167,7 @@ class RandomK(PositionalCodec):
             None if (kept := form.kept(self.count(s))) is None else kept * self.count(s) / s.size
             for s in self.stretches(layout)
         ]
-        return self.with_rest(bounds, layout)
+        return with_rest(self, bounds, layout)
 
     def variance(self, layout: Layout) -> float | None:
         """Return the largest n/k - 1, reached by every vector; None when not scaled."""

@@ -13,7 +13,7 @@ from typing import ClassVar
 from fedcomp import params
 from fedcomp.codecs.forms import RESTS
 from fedcomp.codecs.listed import ListedCodec
-from fedcomp.codecs.positional import SCOPES, Stretch
+from fedcomp.codecs.positional import SCOPES, Stretch, with_rest
 from fedcomp.kernels import select_topk
 from fedcomp.layout import Layout, Vector
 from fedcomp.rng import Key
@@ -81,4 +81,4 @@ class STC(ListedCodec):
         1 - 2⁻⁴⁸ is the rounding of μ; vectors with μ below 1.2e-38 are excepted.
         """
         form = self.value_form
-        return self.with_rest([form.kept_of_top(self.most(s), s.size) for s in self.stretches(layout)], layout)
+        return with_rest(self, [form.kept_of_top(self.most(s), s.size) for s in self.stretches(layout)], layout)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from fedcomp import params, wire
 from fedcomp.codecs.forms import FORMS, RESTS
 from fedcomp.codecs.listed import INDICES, ListedCodec
-from fedcomp.codecs.positional import SCOPES, Stretch
+from fedcomp.codecs.positional import SCOPES, Stretch, with_rest
 from fedcomp.kernels import select_topk
 from fedcomp.layout import Layout, Vector
 from fedcomp.rng import Key
@@ -131,4 +131,4 @@ class TopK(ListedCodec):
         :mod:`fedcomp.codecs.forms` for the others (derived). The dense rest keeps what its own form keeps.
         """
         form = self.value_form
-        return self.with_rest([form.kept_of_top(self.count(s), s.size) for s in self.stretches(layout)], layout)
+        return with_rest(self, [form.kept_of_top(self.count(s), s.size) for s in self.stretches(layout)], layout)

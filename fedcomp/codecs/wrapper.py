@@ -21,16 +21,6 @@ class Wrapper(Codec):
 
     codec: Codec
 
-    @property
-    def votes(self) -> bool:  # type: ignore[override]  # an attribute of most classes, here a question to the codec
-        """Whether the inner codec's frames are votes."""
-        return self.codec.votes
-
-    @property
-    def gain(self) -> float:  # type: ignore[override]
-        """The inner codec's."""
-        return self.codec.gain
-
     def schema(self, layout: Layout) -> Schema:
         """Return the inner codec's."""
         return self.codec.schema(layout)

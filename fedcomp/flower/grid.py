@@ -131,7 +131,7 @@ class InProcessGrid(GridNodes, Grid):
         # Weak: a figure goes when its message does, or a long run would keep all its messages alive.
         self._sizes: WeakKeyDictionary[Message, int] = WeakKeyDictionary()
         self._claim: IdentityClaim | None = None
-        self._adopt()
+        self._identify(self.run_id)
 
     def __enter__(self) -> InProcessGrid:
         return self
@@ -141,23 +141,22 @@ class InProcessGrid(GridNodes, Grid):
 
     def close(self) -> None:
         """Give the process identity back, unless someone else has taken it since; remove the files of states."""
-        self._release()
+        self._identify(None)
         self.close_states()
 
-    def _release(self) -> None:
+    def _identify(self, run_id: int | None) -> None:
+        """Give the process identity back, and take that of a run in its place, if one is given."""
         if self._claim is not None:
             release_identity(self._claim)
             self._claim = None
-
-    def _adopt(self) -> None:
-        self._release()
-        # Message() refuses to work without a task id; which one it is means nothing here.
-        self._claim = claim_identity((self.run_id, SUPERLINK_NODE_ID, 1))
+        if run_id is not None:
+            # Message() refuses to work without a task id; which one it is means nothing here.
+            self._claim = claim_identity((run_id, SUPERLINK_NODE_ID, 1))
 
     def set_run(self, run: Run) -> None:
         """Take over the run id of ``run``; contexts made before keep theirs."""
         self.run_id = run.run_id
-        self._adopt()
+        self._identify(self.run_id)
 
     @property
     def run(self) -> Run:
@@ -305,7 +304,7 @@ class InProcessGrid(GridNodes, Grid):
             self.exchange, self._pulls, self.clock = state["exchange"], state["pulls"], state["clock"]
             self._flights.load(state["flight"])
         # The run id is the snapshot's now, and Message() takes it from the process identity.
-        self._adopt()
+        self._identify(self.run_id)
 
 
 def in_process(grid: Grid) -> InProcessGrid | None:

@@ -17,6 +17,7 @@ on k arbitrary coordinates.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
@@ -340,10 +341,10 @@ class TopkSign(PositionalCodec):
         _check_order(bundle)
         return bundle
 
-    def _placed(self, bundle: Bundle, layout: Layout) -> list[tuple[Tensor, slice]]:
-        """Return the frame's tensors in the vector's own order, with their places in it."""
-        placed = super()._placed(bundle, layout)
-        return [(_gather(t, bundle.flags), where) for t, where in placed] if bundle.flags else placed
+    def placed(self, bundle: Bundle, layout: Layout) -> Iterator[tuple[Tensor, slice]]:
+        """Yield the frame's tensors in the vector's own order, with their places in it."""
+        for tensor, where in super().placed(bundle, layout):
+            yield _gather(tensor, bundle.flags) if bundle.flags else tensor, where
 
     def pack(self, values: Vector, stretch: Stretch, key: Key) -> Tensor:
         """Return the sparse tensor of votes. Their randomness is drawn from ``key``, one number per coordinate kept."""
