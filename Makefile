@@ -35,9 +35,10 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	.ci/types
 
-bench: $(STAMP)  ## wire, kernels, engine, graphs, codes: ratios taken in one run
+bench: $(STAMP)  ## wire, kernels, peers, engine, graphs, codes: ratios taken in one run
 	$(BIN)/python -m experiments.bench wire
 	$(BIN)/python -m experiments.bench kernels
+	$(BIN)/python -m experiments.bench peers
 	$(BIN)/python -m experiments.bench engine
 	$(BIN)/python -m experiments.bench graphs
 	$(BIN)/python -m coding.bench

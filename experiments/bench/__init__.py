@@ -38,4 +38,8 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
         "fedcomp.experiments.bench.noise",
         "exact integer noise against float noise and against rational arithmetic",
     ),
+    "peers": (
+        "fedcomp.experiments.bench.peers",
+        "bytes, errors and times beside torch.topk, numpy, zstd and what other frameworks send",
+    ),
 }

@@ -1,0 +1,436 @@
+"""Our codecs beside what others use: bytes, error and time on the same updates, in one run and one thread.
+
+Updates are those of :mod:`experiments.bench.peer_updates`, and normal values as a control, each as one vector. Peers
+are libraries, called as a user would, and encodings of other frameworks, written from their descriptions:
+
+- torch.topk with int64 positions, which is what GRACE sends (code read), and numpy's argpartition with int32, plain and
+  through zstd or zlib, with sorted positions, which compress better.
+- GRACE's dense form of quantised values: a whole byte for every coordinate, whatever the number of levels (code read).
+  Here with our buckets, one norm for each, so that the error is that of our QSGD; GRACE has one norm for all.
+- hivemind's 8 bit: uniform levels of six standard deviations, or quantiles, with the mean of each level as a codebook
+  (code read); and blocks of 4096 divided by their largest magnitude, with the dynamic levels of Dettmers 2015 and
+  Dettmers et al. 2022 (recalled).
+- float16.
+
+Times are read passes, see :mod:`experiments.bench.readpass`. Encoding is from values to bytes, decoding from bytes to a
+new dense vector. Where errors differ, bytes are compared at the peer's error: a bit more a coordinate divides the
+squared error by four (derived, for many levels). A claim about a peer that is not installed is not measured.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedcomp import params
+from fedcomp.codecs import EDEN, QSGD, Codec, TopK
+from fedcomp.errors import why_missing
+from fedcomp.experiments.bench.readpass import Times, Vector, one_thread
+from fedcomp.experiments.findings import Claim
+from fedcomp.kernels import select_topk, warm
+from fedcomp.layout import Layout, Update
+from fedcomp.rng import Key
+
+DENSITY: Final = 0.01
+CONTROL: Final = "normal"
+UPDATES: Final = ("CNN", "LSTM", "transformer")
+BLOCK: Final = 4096
+BUCKET: Final = 512
+_LEVELS: Final = 256
+
+Positions = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to send a vector.
+
+    Attributes
+    ----------
+    encode : callable
+        From float32 values of shape (n,) to bytes.
+    decode : callable
+        From those bytes and n to float32 values of shape (n,).
+    needs : str
+        The library without which it is not measured.
+    """
+
+    encode: Callable[[Vector], bytes]
+    decode: Callable[[bytes, int], Vector]
+    needs: str = ""
+
+
+def ours(codec: Codec, *, dense: bool = False) -> Method:
+    """Return a codec of this package; ``dense`` sends everything in the form of its dense rest."""
+
+    def layout(n: int) -> Layout:
+        return Layout.flat(n, density=1.0 if dense else None)
+
+    def encode(values: Vector) -> bytes:
+        return codec.encode(Update(values, layout(values.size)), {}, Key(0, "uplink", 1, 0))[0]
+
+    return Method(encode, lambda data, n: codec.decode(data, layout(n)))
+
+
+def by_torch(values: Vector, k: int) -> Positions:
+    """Return the positions of the ``k`` largest magnitudes, in no order."""
+    import torch
+
+    found: Positions = torch.topk(torch.from_numpy(values).abs(), k, sorted=False).indices.numpy()
+    return found
+
+
+def by_numpy(values: Vector, k: int) -> Positions:
+    """Return the positions of the ``k`` largest magnitudes, in no order."""
+    return np.argpartition(np.abs(values), values.size - k)[values.size - k :]
+
+
+def listed(select: Callable[[Vector, int], Positions], dtype: str, *, ordered: bool = False, needs: str = "") -> Method:
+    """Return top-k as positions of ``dtype`` and then float32 values; ``ordered`` sorts the positions."""
+
+    def encode(values: Vector) -> bytes:
+        positions = select(values, params.count(DENSITY, values.size))
+        if ordered:
+            positions = np.sort(positions)
+        return positions.astype(dtype).tobytes() + values[positions].tobytes()
+
+    def decode(data: bytes, n: int) -> Vector:
+        k = len(data) // (np.dtype(dtype).itemsize + 4)
+        out = np.zeros(n, np.float32)
+        out[np.frombuffer(data, dtype, k)] = np.frombuffer(data, np.float32, k, k * np.dtype(dtype).itemsize)
+        return out
+
+    return Method(encode, decode, needs)
+
+
+def through_zlib(inner: Method) -> Method:
+    """Return ``inner``, its bytes compressed by zlib at its usual level."""
+    return Method(
+        lambda values: zlib.compress(inner.encode(values)), lambda data, n: inner.decode(zlib.decompress(data), n)
+    )
+
+
+def through_zstd(inner: Method) -> Method:
+    """Return ``inner``, its bytes compressed by zstd at its usual level."""
+
+    def encode(values: Vector) -> bytes:
+        import zstandard
+
+        packed: bytes = zstandard.ZstdCompressor().compress(inner.encode(values))
+        return packed
+
+    def decode(data: bytes, n: int) -> Vector:
+        import zstandard
+
+        return inner.decode(zstandard.ZstdDecompressor().decompress(data), n)
+
+    return Method(encode, decode, "zstandard")
+
+
+def half() -> Method:
+    """Return float16."""
+    return Method(
+        lambda values: values.astype(np.float16).tobytes(),
+        lambda data, n: np.frombuffer(data, np.float16).astype(np.float32),
+    )
+
+
+def bytes_of_levels(levels: int) -> Method:
+    """Return stochastic rounding to ``levels`` of each bucket's norm, int8 for every coordinate, then the norms."""
+
+    def encode(values: Vector) -> bytes:
+        rows = _in_rows(values, BUCKET)
+        norms = np.linalg.norm(rows, axis=1).astype(np.float32)
+        scale = levels / np.where(norms > 0, norms, 1)
+        scaled = np.abs(rows) * scale[:, None]
+        coded = np.floor(scaled + np.random.default_rng(0).random(scaled.shape, np.float32)) * np.sign(rows)
+        return coded.astype(np.int8).ravel()[: values.size].tobytes() + norms.tobytes()
+
+    def decode(data: bytes, n: int) -> Vector:
+        coded = _in_rows(np.frombuffer(data, np.int8, n).astype(np.float32), BUCKET)
+        coded *= (np.frombuffer(data, np.float32, offset=n) / np.float32(levels))[:, None]
+        return coded.ravel()[:n]
+
+    return Method(encode, decode)
+
+
+def uniform_levels() -> Method:
+    """Return 256 equal steps over six standard deviations around the mean, each decoded to the mean of its values."""
+
+    def encode(values: Vector) -> bytes:
+        step = 6.0 * float(values.std(ddof=1)) / _LEVELS or 1.0
+        coded = np.clip(np.rint((values - values.mean()) / step) + _LEVELS // 2, 0, _LEVELS - 1).astype(np.uint8)
+        return _codebook(values, coded).tobytes() + coded.tobytes()
+
+    return Method(encode, _by_codebook)
+
+
+def quantile_levels() -> Method:
+    """Return 256 levels with equally many values in each, decoded to their mean."""
+
+    def encode(values: Vector) -> bytes:
+        borders = np.quantile(values, np.linspace(0, 1, _LEVELS + 1))[1:-1]
+        coded = np.searchsorted(borders.astype(np.float32), values).astype(np.uint8)
+        return _codebook(values, coded).tobytes() + coded.tobytes()
+
+    return Method(encode, _by_codebook)
+
+
+def _codebook(values: Vector, coded: NDArray[np.uint8]) -> Vector:
+    counts = np.maximum(np.bincount(coded, minlength=_LEVELS), 1)
+    return (np.bincount(coded, values, minlength=_LEVELS) / counts).astype(np.float32)
+
+
+def _by_codebook(data: bytes, n: int) -> Vector:
+    found: Vector = np.frombuffer(data, np.float32, _LEVELS)[np.frombuffer(data, np.uint8, n, 4 * _LEVELS)]
+    return found
+
+
+@functools.cache
+def dynamic_levels() -> Vector:
+    """Return the 256 levels in [-1, 1] of a sign, an exponent in unary, and the bits that are left for a fraction.
+
+    Seven decades; the largest, from .1 to 1, has 64 levels, and each below half as many: the centres of equal steps.
+    0 and 1 are levels of their own.
+    """
+    positive: list[float] = []
+    for bits in range(7):
+        edges = np.linspace(0.1, 1.0, 2**bits + 1)
+        positive += list(10.0 ** (bits - 6) * (edges[:-1] + edges[1:]) / 2)
+    return np.sort(np.array([*positive, *(-level for level in positive), 0.0, 1.0], np.float32))
+
+
+def blockwise() -> Method:
+    """Return the nearest of the dynamic levels for every value over the largest magnitude of its block of 4096."""
+    levels = dynamic_levels()
+    middles = (levels[:-1] + levels[1:]) / 2
+
+    def encode(values: Vector) -> bytes:
+        rows = _in_rows(values, BLOCK)
+        largest = np.abs(rows).max(axis=1)
+        coded = np.searchsorted(middles, rows / np.where(largest > 0, largest, 1)[:, None]).astype(np.uint8)
+        return coded.ravel()[: values.size].tobytes() + largest.tobytes()
+
+    def decode(data: bytes, n: int) -> Vector:
+        rows = _in_rows(levels[np.frombuffer(data, np.uint8, n)], BLOCK)
+        rows *= np.frombuffer(data, np.float32, offset=n)[:, None]
+        return rows.ravel()[:n]
+
+    return Method(encode, decode)
+
+
+def _in_rows(values: NDArray[Any], width: int) -> NDArray[Any]:
+    """Return a copy of ``values`` in rows of ``width``, zeros after the last."""
+    rows = np.zeros((-(-values.size // width), width), values.dtype)
+    rows.ravel()[: values.size] = values
+    return rows
+
+
+EXACT: Final = "our top-k 1 %"
+TWO_BITS: Final = "our top-k 1 %, q2"
+TORCH: Final = "torch.topk, int64"
+NUMPY: Final = "argpartition, int32"
+ZSTD: Final = "argpartition, int32, zstd"
+ZLIB: Final = "argpartition, int32, zlib"
+DENSE_127: Final = "int8 of 127 levels"
+DENSE_7: Final = "int8 of 7 levels"
+BLOCKS: Final = "8-bit blocks"
+UNIFORM: Final = "8-bit uniform"
+QUANTILES: Final = "8-bit quantiles"
+
+METHODS: Final[Mapping[str, Method]] = {
+    EXACT: ours(TopK(DENSITY)),
+    TWO_BITS: ours(TopK(DENSITY, values="q2")),
+    "our q8": ours(TopK(DENSITY, rest="q8"), dense=True),
+    "our QSGD(127)": ours(QSGD(127, BUCKET)),
+    "our QSGD(7)": ours(QSGD(7, BUCKET)),
+    "our EDEN, 4 bits": ours(EDEN(4)),
+    "our EDEN, 1 bit": ours(EDEN(1)),
+    TORCH: listed(by_torch, "int64", needs="torch"),
+    NUMPY: listed(by_numpy, "int32"),
+    ZSTD: through_zstd(listed(by_numpy, "int32", ordered=True)),
+    ZLIB: through_zlib(listed(by_numpy, "int32", ordered=True)),
+    DENSE_127: bytes_of_levels(127),
+    DENSE_7: bytes_of_levels(7),
+    BLOCKS: blockwise(),
+    UNIFORM: uniform_levels(),
+    QUANTILES: quantile_levels(),
+    "float16": half(),
+}
+"""Ours first."""
+
+SELECTIONS: Final[Mapping[str, tuple[Callable[[Vector, int], object], str]]] = {
+    "select_topk": (select_topk, ""),
+    "torch.topk": (by_torch, "torch"),
+    "argpartition": (by_numpy, ""),
+}
+"""Selecting alone, and what it needs."""
+
+
+NEVER_SLOWER: Final = "goal: never slower than what it replaces"
+SAME_ERROR: Final = "goal: no more bytes at the same error"
+
+LISTS: Final = (
+    (TORCH, 0.45, "8.1 bits of entropy of uniform positions and 32, against 96 (derived), and a header"),
+    (NUMPY, 0.65, "8.1 bits of entropy of uniform positions and 32, against 64 (derived), and a header"),
+    (ZSTD, 0.75, "40.1 bits a value, against 57 through zstd (measured on uniform positions)"),
+    (ZLIB, 1.0, "goal: never larger"),
+)
+"""Peers of exact top-k, which send the same values: the bound on our bytes over theirs, and its source."""
+
+DENSE: Final = (
+    ("our q8", BLOCKS, 1.0, SAME_ERROR),
+    ("our q8", UNIFORM, 1.0, SAME_ERROR),
+    ("our q8", QUANTILES, 1.0, SAME_ERROR),
+    ("our EDEN, 4 bits", BLOCKS, 1.0, SAME_ERROR),
+    ("our QSGD(127)", DENSE_127, 0.75, "5.5 bits of Student's t(4), Elias gamma codes, against 8 (measured)"),
+    ("our QSGD(7)", DENSE_7, 0.25, "1.5 bits of Student's t(4), Elias gamma codes, against 8 (measured)"),
+)
+"""What sends every coordinate, and peers: the bound on our bytes over theirs at their error, and its source."""
+
+
+def run(*, quick: bool = False, progress: Callable[[str], None] | None = None) -> dict[str, Any]:
+    """Measure every method on every update; return rows and claims.
+
+    ``rows``: one per update and method, with the bytes, how many times fewer than those of float32, the squared error
+    over that of sending nothing, and the times in read passes. ``claims``: top-k never slower than the peers', fewer
+    bytes than theirs for the same values, and fewer bytes at the same error for the dense codecs.
+    """
+    say = progress or (lambda _line: None)
+    warm()
+    for library in dict.fromkeys(method.needs for method in METHODS.values()):
+        if library and (missing := why_missing(library)):
+            say(f"{missing}; what is compared with it is not measured")
+    rows: list[dict[str, Any]] = []
+    claims: list[Claim] = []
+    for name in (*UPDATES, CONTROL):
+        values = _update(name, say, quick=quick)
+        found = Measured(missing=why_missing("torch")) if values is None else measure(values, 2 if quick else 15)
+        rows += found.rows(name)
+        claims += _claims(name, found, gate=not quick)
+    return {"rows": rows, "claims": claims}
+
+
+def _update(name: str, say: Callable[[str], None], *, quick: bool) -> Vector | None:
+    """Return the update ``name``, None without torch, which trains all but the control."""
+    if name == CONTROL:
+        return np.random.default_rng(0).standard_normal(20_000 if quick else 1_000_000, np.float32)
+    if why_missing("torch"):
+        return None
+    from fedcomp.experiments.bench.peer_updates import captured
+
+    values, data = captured(name, quick=quick)
+    say(f"{name}, {values.size:,} values: {data}")
+    return values
+
+
+class Measured:
+    """What every method that is installed did with one vector.
+
+    Attributes
+    ----------
+    n : int
+    bytes, error : dict of str to int and float
+        By method: what it sent, and ‖v - v̂‖² / ‖v‖².
+    times : Times
+        Of ``"METHOD, encoding"`` and ``"METHOD, decoding"``, and of :data:`SELECTIONS`.
+    rival : float
+        The error of the largest values in as many bytes of int32 and float32 as top-k with two bits takes.
+    missing : str
+        Why there is no vector to measure; empty where there is one.
+    """
+
+    def __init__(self, n: int = 0, missing: str = "") -> None:
+        self.n = n
+        self.missing = missing
+        self.bytes: dict[str, int] = {}
+        self.error: dict[str, float] = {}
+        self.times = Times(n)
+        self.rival = math.nan
+
+    def rows(self, update: str) -> list[dict[str, Any]]:
+        """Return one row per method."""
+        return [
+            {
+                "update": update,
+                "n": self.n,
+                "method": name,
+                "bytes": size,
+                "times fewer": round(4 * self.n / size, 2),
+                "error": float(f"{self.error[name]:.3g}"),
+                "encode, read passes": round(self.times.multiple(f"{name}, encoding"), 1),
+                "decode, read passes": round(self.times.multiple(f"{name}, decoding"), 1),
+            }
+            for name, size in self.bytes.items()
+        ]
+
+    def size(self, name: str, of: str) -> float:
+        """Return the bytes of ``name`` over those of ``of``."""
+        return self.bytes[name] / self.bytes[of]
+
+    def at_error(self, name: str, of: str) -> float:
+        """Return the bytes of ``name`` over those of ``of``, with the bits more or fewer that make the errors equal."""
+        bits = 8 * self.bytes[name] / self.n + 0.5 * math.log2(self.error[name] / self.error[of])
+        return bits * self.n / 8 / self.bytes[of]
+
+
+def measure(values: Vector, repetitions: int) -> Measured:
+    """Encode and decode ``values`` in every way, then time it all, interleaved."""
+    found = Measured(values.size)
+    calls: dict[str, Callable[[], object]] = {}
+    k = params.count(DENSITY, values.size)
+    for name, (select, needs) in SELECTIONS.items():
+        if not needs or not why_missing(needs):
+            calls[name] = functools.partial(select, values, k)
+    for name, method in METHODS.items():
+        if method.needs and why_missing(method.needs):
+            continue
+        data = method.encode(values)
+        found.bytes[name] = len(data)
+        found.error[name] = _error(values, method.decode(data, values.size))
+        calls[f"{name}, encoding"] = functools.partial(method.encode, values)
+        calls[f"{name}, decoding"] = functools.partial(method.decode, data, values.size)
+    kept = np.zeros_like(values)
+    largest = by_numpy(values, max(1, found.bytes[TWO_BITS] // 8))
+    kept[largest] = values[largest]
+    found.rival = _error(values, kept)
+    with one_thread():
+        found.times.measure(calls, values, repetitions)
+    return found
+
+
+def _error(values: Vector, decoded: Vector) -> float:
+    wide = values.astype(np.float64)
+    return float(np.sum((wide - decoded) ** 2) / np.sum(wide**2))
+
+
+def _claims(update: str, found: Measured, *, gate: bool) -> list[Claim]:
+    claims: list[Claim] = []
+
+    def add(text: str, value: Callable[[], float], bound: float, source: str, needs: str = "") -> None:
+        missing = found.missing or (why_missing(needs) if needs else "")
+        measured = math.nan if missing else value()
+        claims.append(Claim(f"{update}: {text}", measured, "<=", bound, source, gate, missing))
+
+    for peer, (_, needs) in SELECTIONS.items():
+        if peer != "select_topk":
+            ratio = functools.partial(found.times.ratio, "select_topk", peer)
+            add(f"selecting 1 %, time over {peer}", ratio, 1.0, NEVER_SLOWER, needs)
+    for peer, bound, source in LISTS:
+        needs = METHODS[peer].needs
+        ratio = functools.partial(found.times.ratio, f"{EXACT}, encoding", f"{peer}, encoding")
+        add(f"{EXACT} to bytes, time over {peer}", ratio, 1.0, NEVER_SLOWER, needs)
+        add(f"{EXACT}, bytes over {peer}", functools.partial(found.size, EXACT, peer), bound, source, needs)
+    few = f"{TWO_BITS}, error over as many bytes of int32 + float32"
+    add(few, lambda: found.error[TWO_BITS] / found.rival, 1.0, "goal: rough values of many coordinates tell more")
+    for name, peer, bound, source in DENSE:
+        at_error = functools.partial(found.at_error, name, peer)
+        add(f"{name}, bytes over {peer} at their error", at_error, bound, source)
+    return claims
