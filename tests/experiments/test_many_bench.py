@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -36,6 +37,31 @@ def test_every_case_is_measured_and_every_claim_made() -> None:
     assert claims["client state, memory as float16 / as float32"].ok
     assert claims["client state in files: of it in memory, kB"].ok
     assert not any(claim.gate for name, claim in claims.items() if "state" not in name)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("in_process")
+def test_without_ray_what_is_compared_with_it_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    measure, lines = engine._measure, []
+    timed = {"run_s": 1.0, "process_s": 2.0, "rounds": [0.5, 0.1, 0.1]}
+    monkeypatch.setattr(engine, "_measure", lambda what, **o: dict(timed) if what == "run" else measure(what, **o))
+    # None in sys.modules makes every import of Ray fail, as it does where Ray is not installed.
+    monkeypatch.setitem(sys.modules, "ray", None)
+    found = engine.run(quick=True, progress=lines.append)
+    assert {row["engine"] for row in found["rows"] if row["measure"] == "engine"} == {"in-process"}
+    skipped = [claim for claim in found["claims"] if claim.ok is None]
+    assert len(skipped) == 3
+    assert all("Ray / in process" in claim.name for claim in skipped)
+    assert {claim.skipped for claim in skipped} == {"ray is not installed: pip install ray"}
+    assert lines[0].startswith("ray is not installed: pip install ray; ")
+    monkeypatch.undo()
+    timed_rows = [
+        {**row, "engine": e} for row in found["rows"] if row["measure"] == "engine" for e in ("in-process", "ray")
+    ]
+    beside = engine._claims(
+        timed_rows + [r for r in found["rows"] if r["measure"] != "engine"], 4, 8, 4, 20, quick=True
+    )
+    assert [claim.value for claim in beside[:3]] == [1.0, 1.0, 1.0]
 
 
 def rows(**changed: float) -> list[dict[str, Any]]:
