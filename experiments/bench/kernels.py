@@ -1,4 +1,4 @@
-"""Selection, error feedback and scatter-add against the cost of merely reading the vector, and against the usual ways.
+"""Selection, error feedback, scatter-add and rotation against merely reading the vector, and against the usual ways.
 
 Times are read passes, see :mod:`experiments.bench.readpass`. The kernels of the other sparsifiers, in
 :mod:`experiments.bench.sparsifiers`, and inputs that are hard to rank, in :mod:`experiments.bench.worst`, are part of
@@ -18,6 +18,7 @@ import numpy as np
 
 from fedcomp.codecs import TopK
 from fedcomp.codecs.feedback import ErrorFeedback
+from fedcomp.codecs.orthonormal import rotate
 from fedcomp.errors import why_missing
 from fedcomp.experiments.bench.readpass import LAYERS, Times, Vector, layered, one_thread, read_pass
 from fedcomp.experiments.bench.sparsifiers import sparsifiers
@@ -35,7 +36,10 @@ FEEDBACK_GOALS: Final = {0.001: 8.0, 0.01: 15.0, 0.1: 30.0}
 ENCODE_SHARE: Final = 1.5
 """Selecting and packing together may take this much of the selection's goal."""
 GOAL: Final = "our goal, set from measurements of these kernels on a quiet machine"
+ROTATION_GOAL: Final = 6.0
+"""Read passes of a rotation, its signs included."""
 _WARM_ROUNDS: Final = 6
+_TURN: Final = Key(0, "bench kernels")
 
 
 def run(*, quick: bool = False, progress: Callable[[str], None] | None = None) -> dict[str, Any]:
@@ -64,12 +68,26 @@ def run(*, quick: bool = False, progress: Callable[[str], None] | None = None) -
             found = measure(vector, density, repetitions)
             rows += found.rows(density=density)
             claims += found.claims(against_limit=not quick)
+        turned = rotation(vector, repetitions, say, against_limit=not quick)
         more = sparsifiers(vector, repetitions, say, against_limit=not quick)
         hard = worst(vector, repetitions, say, claimed=not quick)
     return {
-        "rows": rows + more["rows"] + hard["rows"],
-        "claims": claims + more["claims"] + hard["claims"],
+        "rows": rows + turned["rows"] + more["rows"] + hard["rows"],
+        "claims": claims + turned["claims"] + more["claims"] + hard["claims"],
     }
+
+
+def rotation(
+    vector: Vector, repetitions: int, say: Callable[[str], None], *, against_limit: bool
+) -> dict[str, list[Any]]:
+    """Measure a rotation by random signs and Hadamard transforms, both ways; return its rows and claims."""
+    say(f"rotation: {repetitions} interleaved repetitions")
+    held = vector.copy()
+    times = Times(vector.size)
+    calls = {"rotation": lambda: rotate(held, _TURN), "rotation back": lambda: rotate(held, _TURN, inverse=True)}
+    times.measure(calls, vector, repetitions)
+    claims = [Claim(f"{name}: read passes", times.multiple(name), "<=", ROTATION_GOAL, GOAL) for name in calls]
+    return {"rows": times.rows(), "claims": claims if against_limit else []}
 
 
 class Measured(Times):

@@ -1,8 +1,9 @@
 """Compiled kernel of :mod:`fedcomp.kernels.hadamard`: the same additions as the numpy tier, in the same order.
 
-Memory decides at model size. First all short distances within a block that stays in the cache, then the long ones of a
-strip of 64 columns, copied side by side: each is one pass over the vector, and two suffice up to 2²⁴ elements. Within
-a block up to three distances are taken at once, in registers; which numbers are added does not depend on it.
+Memory decides at model size. First all short distances within a block that stays in the cache, then the long ones among
+64 blocks, in a strip of 64 columns that are brought side by side: each is one pass over the vector, and two suffice up
+to 2²⁴ elements. Up to three distances are taken at once, in registers: three on the way into a strip, three on the way
+back. Which numbers are added does not depend on it.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from numba import types
 from numpy.typing import NDArray
 
 from fedcomp.kernels import portable
-from fedcomp.kernels.lanes import F32, F64, I1, I32, WIDTH, fixed, intrinsic, kernel, load, part, prefetch, splat, store
+from fedcomp.kernels.lanes import F32, F64, I1, I32, I64, WIDTH, fixed, intrinsic, kernel, load, part, splat, store
 
-_BLOCK: Final = 1 << 15
-"""Elements whose short distances are finished before the next are touched."""
+_NEAR: Final = 1 << 12
+"""Elements that stay in the first cache while their distances are taken."""
 
-_ROWS: Final = 1 << 9
-"""Blocks that one strip of columns joins."""
+_BLOCK: Final = 1 << 18
+"""Elements whose short distances are finished before the next are touched: a MiB of float32 in the second cache."""
+
+_ROWS: Final = 1 << 6
+"""Blocks that one strip of columns joins: eight times eight."""
 
 _LANES: Final = 16
-
-_AHEAD: Final = 4
-"""Rows of a strip that are asked for before they are needed: no processor foresees strides of this length."""
 
 
 def _vector(array_type: Any, lanes: int) -> Any:
@@ -60,10 +61,11 @@ def _head(typingctx: Any, values: Any, start: Any, word: Any, scale: Any) -> Any
 def _step(stages: int) -> Any:
     """Return the kernel part that takes ``stages`` distances at once for 16 neighbours.
 
-    Elements that belong together are ``gap`` apart in the source, from ``at`` on, and ``width`` in the target.
+    Elements that belong together are ``gap`` apart in the source, from ``at`` on, and ``width`` in the target. With
+    words of signs those are negated whose bit of their place in the target is set; None changes no sign.
     """
 
-    def step(typingctx: Any, source: Any, at: Any, gap: Any, target: Any, to: Any, width: Any) -> Any:
+    def step(typingctx: Any, source: Any, at: Any, gap: Any, target: Any, to: Any, width: Any, signs: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             vector = _vector(signature.args[0], _LANES)
             places = [[args[1]], [args[4]]]
@@ -77,40 +79,26 @@ def _step(stages: int) -> Any:
                         j = i | 1 << stage
                         held[i], held[j] = builder.fadd(held[i], held[j]), builder.fsub(held[i], held[j])
             for place, value in zip(places[1], held, strict=True):
+                if isinstance(signature.args[6], types.Array):
+                    value = _signed(context, builder, signature.args[6], args[6], place, value)
                 store(context, builder, signature.args[3], args[3], place, value)
             return context.get_dummy_value()
 
-        return types.void(source, types.intp, types.intp, target, types.intp, types.intp), codegen
+        return types.void(source, types.intp, types.intp, target, types.intp, types.intp, signs), codegen
 
     return intrinsic(step)
 
 
-_step1, _step2, _step3 = _step(1), _step(2), _step(3)
+def _signed(context: Any, builder: Any, array_type: Any, array: Any, place: Any, value: Any) -> Any:
+    """Negate the lanes of ``value``, which goes to ``place``, whose bit is set."""
+    data = context.make_array(array_type)(context, builder, array).data
+    word = builder.load(builder.gep(data, [builder.lshr(place, ir.Constant(I64, 6))]))
+    bits = builder.lshr(word, builder.and_(place, ir.Constant(I64, 63)))
+    mask = builder.bitcast(builder.trunc(bits, ir.IntType(_LANES)), ir.VectorType(I1, _LANES))
+    return builder.select(mask, builder.fneg(value), value)
 
 
-@intrinsic
-def _ask(typingctx: Any, values: Any, start: Any) -> Any:
-    """Ask for 64 elements that will be needed."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        prefetch(context, builder, signature.args[0], args[0], args[1], WIDTH, ahead=0)
-        return context.get_dummy_value()
-
-    return types.void(values, types.intp), codegen
-
-
-@intrinsic
-def _move(typingctx: Any, source: Any, at: Any, target: Any, to: Any, word: Any) -> Any:
-    """Copy 64 elements, negating those whose bit is set."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        vector = _vector(signature.args[0], WIDTH)
-        v = load(context, builder, signature.args[0], args[0], args[1], vector)
-        mask = builder.bitcast(args[4], ir.VectorType(I1, WIDTH))
-        store(context, builder, signature.args[2], args[2], args[3], builder.select(mask, builder.fneg(v), v))
-        return context.get_dummy_value()
-
-    return types.void(source, types.intp, target, types.intp, types.uint64), codegen
+_step0, _step1, _step2, _step3 = _step(0), _step(1), _step(2), _step(3)
 
 
 @part
@@ -120,53 +108,64 @@ def _distances(values, start, width, end):
         if width * 8 <= end:
             for block in range(start, start + end, width * 8):
                 for i in range(block, block + width, _LANES):
-                    _step3(values, i, width, values, i, width)
+                    _step3(values, i, width, values, i, width, None)
             width *= 8
         elif width * 4 <= end:
             for block in range(start, start + end, width * 4):
                 for i in range(block, block + width, _LANES):
-                    _step2(values, i, width, values, i, width)
+                    _step2(values, i, width, values, i, width, None)
             width *= 4
         else:
             for i in range(start, start + width, _LANES):
-                _step1(values, i, width, values, i, width)
+                _step1(values, i, width, values, i, width, None)
             width *= 2
+
+
+@part
+def _back(source, at, gap, rows, target, to, width, signs):
+    """Take the distances among eight rows of 64 elements, or 4, 2 or 1, on the way to their place."""
+    for i in range(0, WIDTH, _LANES):
+        if rows == 8:
+            _step3(source, at + i, gap, target, to + i, width, signs)
+        elif rows == 4:
+            _step2(source, at + i, gap, target, to + i, width, signs)
+        elif rows == 2:
+            _step1(source, at + i, gap, target, to + i, width, signs)
+        else:
+            _step0(source, at + i, gap, target, to + i, width, signs)
 
 
 @kernel
 def _hadamard(values, before, after, scale, strip):
     n = values.size
-    block = min(n, _BLOCK)
+    block, near = min(n, _BLOCK), min(n, _NEAR)
     for start in range(0, n, block):
-        for i in range(start, start + block, WIDTH):
-            _head(values, i, before[i // WIDTH], scale)
-        _distances(values, start, WIDTH, block)
-    if block == n:
-        for i in range(0, n, WIDTH):
-            _move(values, i, values, i, after[i // WIDTH])
+        for first in range(start, start + block, near):
+            for i in range(first, first + near, WIDTH):
+                _head(values, i, before[i // WIDTH], scale)
+            _distances(values, first, WIDTH, near)
+        _distances(values, start, near, block)
     stride = block
-    nothing = np.uint64(0)
-    while stride < n:
+    last = False
+    # Once at least: a vector that is one block has a single row, which only gets its signs.
+    while not last:
         rows = min(_ROWS, n // stride)
         last = stride * rows == n
+        # Few rows go straight back; of more, three distances are taken on the way into the strip.
+        lines = 1 if rows <= 8 else 8
+        source, gap = (values, stride) if rows <= 8 else (strip, 8 * WIDTH)
         for base in range(0, n, stride * rows):
             for column in range(base, base + stride, WIDTH):
-                if rows < 8:
-                    for row in range(rows):
-                        _move(values, column + row * stride, strip, row * WIDTH, nothing)
-                    _distances(strip, 0, WIDTH, rows * WIDTH)
-                else:
+                if lines == 8:
                     for row in range(0, rows, 8):
-                        at = column + row * stride
-                        for ahead in range(8, 16):
-                            _ask(values, at + ahead * stride)
                         for i in range(0, WIDTH, _LANES):
-                            _step3(values, at + i, stride, strip, row * WIDTH + i, WIDTH)
-                    _distances(strip, 0, 8 * WIDTH, rows * WIDTH)
-                for row in range(rows):
-                    i = column + row * stride
-                    _ask(values, i + _AHEAD * stride)
-                    _move(strip, row * WIDTH, values, i, after[i // WIDTH] if last else nothing)
+                            _step3(values, column + row * stride + i, stride, strip, row * WIDTH + i, WIDTH, None)
+                for line in range(lines):
+                    at, to = line * WIDTH if lines == 8 else column, column + line * stride
+                    if last:
+                        _back(source, at, gap, rows // lines, values, to, lines * stride, after)
+                    else:
+                        _back(source, at, gap, rows // lines, values, to, lines * stride, None)
         stride *= rows
 
 
@@ -175,4 +174,5 @@ def hadamard(values: NDArray[Any], before: NDArray[np.uint64], after: NDArray[np
     if values.size < WIDTH:
         portable.hadamard(values, before, after, scale)
         return
-    _hadamard(values, fixed(before), fixed(after), values.dtype.type(scale), np.empty(_ROWS * WIDTH, values.dtype))
+    strip = np.empty(_ROWS * WIDTH, values.dtype)
+    _hadamard(values, fixed(before), fixed(after), values.dtype.type(scale), strip)

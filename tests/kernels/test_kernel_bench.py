@@ -49,6 +49,17 @@ def test_every_method_is_measured() -> None:
         assert all(row["milliseconds"] >= 0 for row in rows)
 
 
+def test_a_slow_rotation_fails_its_claims(monkeypatch: pytest.MonkeyPatch) -> None:
+    vector = layered(30_000)
+    for goal, holds in ((1e9, True), (0.0, False)):
+        monkeypatch.setattr(kernels, "ROTATION_GOAL", goal)
+        found = kernels.rotation(vector, 2, lambda _line: None, against_limit=True)
+        assert [row["method"] for row in found["rows"]] == ["rotation", "rotation back"]
+        assert [claim.ok for claim in found["claims"]] == [holds, holds]
+    # On a vector that fits in the cache reading costs next to nothing.
+    assert not kernels.rotation(vector, 2, lambda _line: None, against_limit=False)["claims"]
+
+
 @pytest.mark.long
 def test_without_torch_what_is_compared_with_it_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     # None in sys.modules makes every import of torch fail, as it does where torch is not installed.
