@@ -5,16 +5,20 @@ are libraries, called as a user would, and encodings of other frameworks, writte
 
 - torch.topk with int64 positions, which is what GRACE sends (code read), and numpy's argpartition with int32, plain and
   through zstd or zlib, with sorted positions, which compress better.
-- GRACE's dense form of quantised values: a whole byte for every coordinate, whatever the number of levels (code read).
-  Here with our buckets, one norm for each, so that the error is that of our QSGD; GRACE has one norm for all.
-- hivemind's 8 bit: uniform levels of six standard deviations, or quantiles, with the mean of each level as a codebook
-  (code read); and blocks of 4096 divided by their largest magnitude, with the dynamic levels of Dettmers 2015 and
-  Dettmers et al. 2022 (recalled).
+- GRACE's dense form of quantised values: a whole byte for every coordinate, however few the levels, and one norm for
+  the tensor or for each 128 values (code read). Here with our buckets, so that the error is that of our QSGD.
+- hivemind's 8 bit: 256 equal levels over six standard deviations, or quantiles, with the mean of each level in a
+  codebook (code read); and blocks of 4096 divided by their largest magnitude and rounded to the dynamic levels of
+  bitsandbytes (Dettmers 2015; Dettmers et al. 2022; code read, the block's length recalled). hivemind sends those
+  levels with each tensor; here they are known.
 - float16.
 
 Times are read passes, see :mod:`experiments.bench.readpass`. Encoding is from values to bytes, decoding from bytes to a
-new dense vector. Where errors differ, bytes are compared at the peer's error: a bit more a coordinate divides the
-squared error by four (derived, for many levels). A claim about a peer that is not installed is not measured.
+new dense vector. As in a client, which encodes once a round, a call finds the caches as another method has left them,
+but for the vector: short calls take longer than they would in a loop.
+
+Where errors differ, bytes are compared at the peer's error: a bit more a coordinate divides the squared error by four
+(derived, for many levels). A claim about a peer that is not installed is not measured.
 """
 
 from __future__ import annotations
@@ -208,7 +212,7 @@ def dynamic_levels() -> Vector:
 
 
 def blockwise() -> Method:
-    """Return the nearest of the dynamic levels for every value over the largest magnitude of its block of 4096."""
+    """Return the nearest dynamic level of each value over its block's largest magnitude, then those magnitudes."""
     levels = dynamic_levels()
     middles = (levels[:-1] + levels[1:]) / 2
 
