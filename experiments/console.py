@@ -84,7 +84,7 @@ def findings_tables(findings: Findings) -> list[tuple[str, Table | None]]:
 
 
 def headline(summary: Mapping[str, Any]) -> list[Text]:
-    """Return what is shown above all tables: the answer, and every claim that failed and goal that was missed."""
+    """Return what is shown above all tables: the answer, and every claim that did not hold."""
     if summary["idle"] or summary["config"]["quick"]:
         return []
     lines = [Text(summary["answer"], "bold")] if summary["answer"] else []

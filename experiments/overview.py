@@ -45,7 +45,8 @@ class Entry:
     link : str
         Of its report, relative to the list; empty without one.
     short : tuple of (str, str)
-        The claims that failed and the goals that were missed, as :func:`fedcomp.experiments.report.shortfalls` says.
+        The claims that failed, the goals that were missed and what was not measured, as
+        :func:`fedcomp.experiments.report.shortfalls` says.
     state : str
         ``"good"``, ``"bad"`` or ``"plain"``.
     problem : str
