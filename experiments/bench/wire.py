@@ -1,7 +1,8 @@
-"""Size, speed and safety of FCW1 frames: goals S1 to S8 of the wire format, measured in one run.
+"""Size, speed and safety of FCW1 frames: goals S1 to S8 of the wire format, and S9 of quantised values.
 
 Ratios gate; absolute throughput is reported only, since it says more about the machine than about the code.
-Sizes are compared with the entropy of a uniform support, log2 C(n, k), the least any code can reach on average.
+Supports are compared with the entropy of a uniform one, log2 C(n, k), the least any code can reach on average; levels,
+signs and codes with their order-0 entropy, the least any code can reach that takes them for independent.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp import wire
+from fedcomp.codecs import EDEN, QSGD, STC, NaturalCompression, ScaledSign, TernGrad, TopK
 from fedcomp.errors import why_missing
+from fedcomp.experiments.bench.readpass import Times
 from fedcomp.experiments.findings import Claim
+from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key
 from fedcomp.wire import backends
 from fedcomp.wire.bits import put_varint
@@ -57,7 +61,7 @@ def run(*, quick: bool = False, progress: Callable[[str], None] | None = None) -
     say = progress or (lambda _line: None)
     rows: list[Row] = []
     claims: list[Claim] = []
-    for goal in (_uniform_sizes, _density_sweep, _real_supports, _overhead, _speed, _safety):
+    for goal in (_uniform_sizes, _density_sweep, _real_supports, _overhead, _speed, _quantised, _safety):
         more_rows, more_claims = goal(quick, say)
         rows += more_rows
         claims += more_claims
@@ -356,6 +360,79 @@ def _throughput(n: int, k: int, case: str, encode: float, decode: float) -> list
         rate = 4 * n / slower / 1e9
         return [Claim(f"S6 slower direction, {case}, GB/s dense", rate, ">=", goal, "wire goal S6", gate=False)]
     return []
+
+
+def _quantised(quick: bool, say: Say) -> tuple[list[Row], list[Claim]]:
+    n = _MILLION // 4 if quick else _MILLION
+    rows: list[Row] = []
+    claims: list[Claim] = []
+    layout = Layout.flat(n)
+    key = Key(9, "bench wire levels")
+    inputs = {"normal": key.generator().standard_normal(n), "t(4)": key.at(layer=1).generator().standard_t(4, n)}
+    codecs = (
+        *(QSGD(levels) for levels in (1, 7, 127)),
+        *(EDEN(bits) for bits in (1, 2, 3, 4)),
+        NaturalCompression(),
+        TernGrad(),
+        TernGrad(clip=2.5),
+        ScaledSign(),
+        STC(density=0.01),
+        *(TopK(density=1.0, values=values) for values in ("q8", "q4", "q2", "sign")),
+    )
+    for kind, x in inputs.items():
+        update = Update(x.astype(np.float32), layout)
+        for codec in codecs:
+            say(f"size and speed of {codec!r}, {kind}")
+            tensor = codec.open(codec.encode(update, codec.init(layout), key)[0], layout).tensors[0]
+            values, case = tensor.values, f"{codec!r}, {kind}"
+            symbols, floats = _symbols(values)
+            bound = 4 * floats + _entropy_bytes(symbols)
+            params, section = values.pack()
+            size = len(params) + len(section)
+            unpack = partial(type(values).unpack, params, memoryview(bytes(section)), values.k, "float32")
+            times = Times(values.k)
+            calls = {"pack": values.pack, "decode": lambda unpack=unpack: unpack().decode()}
+            times.measure(calls, update.vector, 5 if quick else 9)
+            rate = 4e-6 * values.k / statistics.median(times.seconds["decode"])
+            rows += [
+                _row("S9", case, "order-0 entropy", bound, "bytes"),
+                _row("S9", case, "values", size, "bytes"),
+                _row("S9", case, "values / entropy", size / bound, "ratio"),
+                _row("S9", case, "pack", times.multiple("pack"), "read passes"),
+                _row("S9", case, "decode", times.multiple("decode"), "read passes"),
+                _row("S9", case, "decode", rate, "MB/s of float32"),
+            ]
+            source = "within 5 % of the order-0 entropy of what is sent"
+            claims += [
+                Claim(f"S9 values / entropy, {case}", size / bound, "<=", 1.05, source),
+                # 100 MB/s where a read pass goes through memory at 10 GB/s.
+                Claim(f"S9 decode, read passes, {case}", times.multiple("decode"), "<=", 100, "100 MB/s of float32"),
+            ]
+    return rows, claims
+
+
+def _symbols(values: wire.Values) -> tuple[NDArray[Any], int]:
+    """Return what of quantised values could be coded shorter, and how many float32 numbers travel beside it."""
+    match values:
+        case wire.QsgdLevels():
+            return values.levels, values.norms.size
+        case wire.Codebook():
+            return values.codes, values.magnitudes.size
+        case wire.Natural():
+            return values.codes, 0
+        case wire.SignScale():
+            return values.negative, values.scales.size
+        case wire.UnitSign():
+            return values.negative, 0
+        case wire.Ternary():
+            return values.trits, 1
+    raise TypeError(f"{values!r} are not quantised")
+
+
+def _entropy_bytes(symbols: NDArray[Any]) -> float:
+    """Return the order-0 entropy of all ``symbols`` together, in bytes."""
+    shares = np.unique_counts(symbols).counts / symbols.size
+    return float(-(shares @ np.log2(shares))) * symbols.size / 8
 
 
 def _safety(quick: bool, say: Say) -> tuple[list[Row], list[Claim]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import sys
 from typing import Final, Literal
 
 from fedcomp.errors import ConfigError
@@ -17,6 +18,10 @@ SMALL: Final = 20_000
 vectors never imports numba, which costs it a second and more."""
 
 
+LOADED: Final = 4096
+"""The same for a process that has loaded the compiled kernels already."""
+
+
 @functools.cache
 def has_numba() -> bool:
     """Whether numba is installed (found, not imported)."""
@@ -25,8 +30,10 @@ def has_numba() -> bool:
 
 def preferred(size: int) -> Tier:
     """Return the tier that "auto" takes for ``size`` elements, for all parts of one vector of that size."""
+    # Where the compiled kernels are loaded anyway they are the faster ones from some thousand elements on.
+    least = LOADED if "fedcomp.kernels.compiled" in sys.modules else SMALL
     # Compiled code keeps candidate positions in 32 bits.
-    return "numba" if SMALL <= size < 2**32 and has_numba() else "numpy"
+    return "numba" if least <= size < 2**32 and has_numba() else "numpy"
 
 
 def ops(tier: Tier, size: int) -> Ops:

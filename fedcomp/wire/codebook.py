@@ -9,8 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp.wire.bits import Buffer, pack, packed_size, unpack
+from fedcomp.wire.entropy import CODED, coded_bounds, shorter
 from fedcomp.wire.errors import Corrupt
 from fedcomp.wire.quantised import require, take_scales
+from fedcomp.wire.rans import unpack_rans
 from fedcomp.wire.values import Values, flat
 
 MAX_BITS = 8
@@ -28,8 +30,11 @@ class Codebook(Values):
     bits : int
         1..8.
 
-    Parameters on the wire: bits u8. Section: the magnitudes f32, then the codes as fields of ``bits`` bits; empty for
-    no values.
+    fixed : bool
+        Take ``bits`` bits per value in any case.
+
+    Parameters on the wire: bits u8, then 01 if the codes are entropy-coded. Section: the magnitudes f32, then the codes
+    as fields of ``bits`` bits or as a stream of rANS; empty for no values.
 
     Examples
     --------
@@ -41,7 +46,7 @@ class Codebook(Values):
     codec_id = 8
     name = "codebook"
 
-    def __init__(self, codes: NDArray[Any], magnitudes: NDArray[np.float32], bits: int) -> None:
+    def __init__(self, codes: NDArray[Any], magnitudes: NDArray[np.float32], bits: int, fixed: bool = False) -> None:
         require(1 <= bits <= MAX_BITS, f"a codebook needs bits in 1..{MAX_BITS}, got {bits}")
         codes = np.asarray(codes).reshape(-1)
         require(
@@ -49,7 +54,7 @@ class Codebook(Values):
             f"codes of {bits} bits are 0..{2**bits - 1}",
         )
         self.codes = codes.astype(np.uint8, copy=False)
-        self.bits = bits
+        self.bits, self.fixed = bits, fixed
         self.magnitudes = flat(np.atleast_1d(magnitudes), "float32")
         require(
             self.magnitudes.size == 1 << (bits - 1) and bool(np.all(self.magnitudes[1:] >= self.magnitudes[:-1])),
@@ -79,8 +84,16 @@ class Codebook(Values):
         return np.concatenate([self.magnitudes, -self.magnitudes]).take(self.codes, mode="clip")
 
     def pack(self, shuffled: bool = False) -> tuple[bytes, Buffer]:
-        section = self.magnitudes.tobytes() + pack(self.codes, self.bits) if self.k else b""
-        return bytes((self.bits,)), section
+        params = bytes((self.bits,))
+        if not self.k:
+            return params, b""
+        head = self.magnitudes.tobytes()
+        if not self.fixed and (stream := shorter(self.codes, packed_size(self.k, self.bits))) is not None:
+            return params + CODED, head + stream
+        return params, head + pack(self.codes, self.bits)
+
+    def plain(self) -> Values:
+        return type(self)(self.codes, self.magnitudes, self.bits, fixed=True)
 
     @classmethod
     def agreed(cls, form: Mapping[str, int]) -> bytes | None:
@@ -88,15 +101,16 @@ class Codebook(Values):
 
     @staticmethod
     def _params(params: bytes) -> int:
-        if len(params) != 1 or not 1 <= params[0] <= MAX_BITS:
+        if not params or not 1 <= params[0] <= MAX_BITS:
             raise Corrupt(f"a codebook needs bits in 1..{MAX_BITS}; found parameters {params.hex()!r}")
         return params[0]
 
     @classmethod
     def bounds(cls, params: bytes, k: int, dtype: str) -> tuple[int, int]:
         bits = cls._params(params)
-        size = codebook_size(k, bits)
-        return size, size
+        low, high = coded_bounds(cls.name, params[1:], k, packed_size(k, bits))
+        head = 4 << (bits - 1) if k else 0
+        return head + low, head + high
 
     @classmethod
     def unpack(cls, params: bytes, section: Buffer, k: int, dtype: str) -> Self:
@@ -108,12 +122,17 @@ class Codebook(Values):
         # Any other order would be another encoding of the same values.
         if (magnitudes[1:] < magnitudes[:-1]).any():
             raise Corrupt("the magnitudes of a codebook are not in ascending order")
-        return cls(unpack(section[4 * count :], k, bits, np.uint8), magnitudes, bits)
+        if len(params) == 1:
+            return cls(unpack(section[4 * count :], k, bits, np.uint8), magnitudes, bits)
+        codes = unpack_rans(section[4 * count :], k)
+        if int(codes.max()) >> bits:
+            raise Corrupt(f"a code of a codebook has more than {bits} bits")
+        return cls(codes, magnitudes, bits)
 
     @classmethod
     def work_bytes(cls, params: bytes, k: int, size: int, dtype: str) -> int:
         # The codes, the same as indices of 64 bits, and what is decoded.
-        return 14 * k + (16 << cls._params(params))
+        return 16 * k + 2 * size + (16 << cls._params(params))
 
 
 def codebook_size(k: int, bits: int) -> int:

@@ -23,6 +23,7 @@ from fedcomp.wire.backends import available_backends
 from fedcomp.wire.bits import put_varint
 from fedcomp.wire.codebook import Codebook
 from fedcomp.wire.decode import decode
+from fedcomp.wire.entropy import CODED_FROM
 from fedcomp.wire.errors import WireError
 from fedcomp.wire.frame import HEADER, USER_TAG, Frame, encode
 from fedcomp.wire.index import Indices
@@ -156,21 +157,26 @@ def specimens(size: int = 300) -> list[Specimen]:
         ("one in bins:12+ones", size // 12, "none"),
         ("seeded block+natural", size // 12, "none"),
         ("rice+codebook", size // 12, "none"),
+        # Enough values of a tensor of their own that they are entropy-coded.
+        ("seeded+entropy-coded qsgd", max(CODED_FROM, size // 12), "none"),
+        ("seeded+entropy-coded natural", max(CODED_FROM, size // 12), "none"),
+        ("seeded+entropy-coded codebook", max(CODED_FROM, size // 12), "none"),
     ):
         index, _, value = name.partition("+")
-        support = seeded_support(key.u64(), size, k)
+        n = max(size, k)
+        support = seeded_support(key.u64(), n, k)
         if index.startswith("one in "):
             support = np.arange(k) * 12 + key.at(purpose=index).bits(k).astype(np.int64) % 12
         x = (key.at(purpose=name).uniform(k) - 0.5).astype(np.float32)
         values = _values(value, x, key)
-        main = _tensor(index, size, support, values, backend)
+        main = _tensor(index, n, support, values, backend)
         rest = dense(np.arange(24, dtype=np.int64), backend=backend)
         frames = (
             encode([main]),
             encode([main, rest], flags=1, tlvs=[(USER_TAG, b"specimen")]),
         )
-        schema = (Expected("w", (size,)), Expected("steps", (24,), "int64"))
-        supports = {SHARED_ID: seeded_support(key.u64(), size, size // 12)}
+        schema = (Expected("w", (n,)), Expected("steps", (24,), "int64"))
+        supports = {SHARED_ID: seeded_support(key.u64(), n, k)}
         out.append(Specimen(name, frames, schema, supports))
     return out
 
@@ -218,6 +224,9 @@ def section_specimens(size: int = 300) -> list[SectionSpecimen]:
 
 
 def _values(name: str, x: NDArray[np.float32], key: Key) -> Values:
+    if name.startswith("entropy-coded "):
+        # Small ones are more frequent, so that there is something to gain.
+        return _values(name.removeprefix("entropy-coded "), x**5, key)
     uniforms = key.uniform(x.size)
     qsgd = QsgdLevels.quantise(x, 8, 16, uniforms)
     made: dict[str, Values] = {

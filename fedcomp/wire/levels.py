@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from fedcomp.kernels import tiers
 from fedcomp.wire.bits import Buffer, pack, packed_size, put_varint, unpack
 from fedcomp.wire.codebook import Codebook
+from fedcomp.wire.entropy import shorter
 from fedcomp.wire.errors import Corrupt
 from fedcomp.wire.gamma import gamma_size, pack_gamma, unpack_gamma
 from fedcomp.wire.index import Support
@@ -27,6 +28,7 @@ from fedcomp.wire.quantised import (
     take_param,
     take_scales,
 )
+from fedcomp.wire.rans import TOTAL, least_bytes, unpack_rans
 from fedcomp.wire.rice import Rice
 from fedcomp.wire.values import Bf16, Fp16, Natural, Raw, Values, flat
 
@@ -80,9 +82,9 @@ class Ternary(Values):
         dense = (self.k + 4) // 5
         positions = np.flatnonzero(self.trits)
         support = Support(positions, self.k)
-        # Beyond half, positions take a bit per element (Rice with b = 0 is a bitmap); with the signs next to nothing is
-        # left to gain on the 1.6 bits of a packed trit.
-        coded, stream = Rice().encode(support) if 2 * positions.size <= self.k else (b"", b"")
+        # Where about half are sent, positions take a bit per element (Rice with b = 0 is a bitmap): with signs for more
+        # than 0.6 of them, that is above the 1.6 bits of a packed trit.
+        coded, stream = Rice().encode(support) if 5 * positions.size <= 3 * self.k else (b"", b"")
         signs = np.packbits(self.trits[positions] < 0, bitorder="little").tobytes()
         if coded and len(stream) + len(signs) + 1 < dense:
             return b"\x01" + coded + put_varint(support.k), scale + stream + signs
@@ -159,7 +161,7 @@ _TRITS = _trit_table()
 
 
 class QsgdLevels(Values):
-    """``norm * level / s`` per bucket (QSGD: Alistarh et al., NIPS 2017), the shorter of b bits and Elias-gamma.
+    """``norm * level / s`` per bucket (QSGD: Alistarh et al., NIPS 2017), in b bits, Elias-gamma code or entropy-coded.
 
     Parameters
     ----------
@@ -173,8 +175,9 @@ class QsgdLevels(Values):
     fixed : bool
         Take b bits per value in any case: a length that reveals nothing of the levels, and parameters known beforehand.
 
-    Parameters on the wire: packing u8 (0 fixed width, 1 Elias-gamma), s varint, bucket varint. Section: norms f32, then
-    ``level + s`` in ``bit_length(2 s)`` bits each, or the zigzag level plus one in split Elias-gamma code.
+    Parameters on the wire: packing u8 (0 fixed width, 1 Elias-gamma, 2 rANS), s varint, bucket varint. Section: norms
+    f32, then ``level + s`` in ``bit_length(2 s)`` bits each or as a stream of rANS, or the zigzag level plus one in
+    split Elias-gamma code.
     """
 
     codec_id = 6
@@ -233,12 +236,19 @@ class QsgdLevels(Values):
 
     def pack(self, shuffled: bool = False) -> tuple[bytes, Buffer]:
         width = (2 * self.s).bit_length()
-        # Elias-gamma takes numbers >= 0 and is short for small ones: levels near 0 come first, whatever their sign.
-        zigzag = ((self.levels << 1) ^ (self.levels >> 31)).astype(np.uint32)
-        gamma = not self.fixed and gamma_size(zigzag) < packed_size(self.k, width)
-        params = bytes((gamma,)) + put_varint(self.s) + put_varint(self.bucket)
-        packed = pack_gamma(zigzag) if gamma else pack(self.levels + np.int32(self.s), width)
-        return params, self.norms.tobytes() + packed
+        fixed = packed_size(self.k, width)
+        packing, packed = _FIELDS, None
+        # Gamma code suits one distribution of the levels; where there are enough to learn theirs, a stream of rANS is
+        # within some per cent of what they need.
+        if not self.fixed and 2 * self.s < TOTAL and (packed := shorter(self.levels + np.int32(self.s), fixed)):
+            packing = _RANS
+        elif not self.fixed and gamma_size(zigzag := _zigzag(self.levels)) < fixed:
+            packing, packed = _GAMMA, pack_gamma(zigzag)
+        params = bytes((packing,)) + put_varint(self.s) + put_varint(self.bucket)
+        return params, self.norms.tobytes() + (packed or pack(self.levels + np.int32(self.s), width))
+
+    def plain(self) -> Values:
+        return type(self)(self.levels, self.s, self.bucket, self.norms, fixed=True)
 
     @classmethod
     def agreed(cls, form: Mapping[str, int]) -> bytes | None:
@@ -247,8 +257,8 @@ class QsgdLevels(Values):
 
     @staticmethod
     def _params(params: bytes) -> tuple[int, int, int]:
-        if len(params) < 3 or params[0] > 1:
-            raise Corrupt(f"QSGD needs a packing 0 or 1, s and a bucket; found {params.hex()!r}")
+        if len(params) < 3 or params[0] > _RANS:
+            raise Corrupt(f"QSGD needs a packing 0 to 2, s and a bucket; found {params.hex()!r}")
         s, pos = take_param(params, 1, "QSGD")
         bucket, end = take_param(params, pos, "QSGD")
         if end != len(params) or not 1 <= s <= MAX_LEVELS or bucket >= 1 << 32:
@@ -257,19 +267,27 @@ class QsgdLevels(Values):
 
     @classmethod
     def bounds(cls, params: bytes, k: int, dtype: str) -> tuple[int, int]:
-        gamma, s, bucket = cls._params(params)
+        packing, s, bucket = cls._params(params)
         norms = 4 * block_count(k, bucket)
         fixed = packed_size(k, (2 * s).bit_length())
-        # The encoder takes Elias-gamma only where it is shorter; one bit per value is its minimum.
-        return (norms + (k + 7) // 8, norms + max(0, fixed - 1)) if gamma else (norms + fixed, norms + fixed)
+        if packing == _FIELDS:
+            return norms + fixed, norms + fixed
+        if packing == _RANS and (k == 0 or 2 * s >= TOTAL):
+            raise Corrupt(f"{k} QSGD levels of {s} cannot be entropy-coded")
+        # The encoder takes the others only where they are shorter; one bit per value is the minimum of Elias-gamma.
+        least, most = (k + 7) // 8 if packing == _GAMMA else least_bytes(k), max(0, fixed - 1)
+        return norms + min(least, most), norms + most
 
     @classmethod
     def unpack(cls, params: bytes, section: Buffer, k: int, dtype: str) -> Self:
-        gamma, s, bucket = cls._params(params)
+        packing, s, bucket = cls._params(params)
         count = block_count(k, bucket)
         norms = take_scales(section, count, "norm")
         packed = section[4 * count :]
-        if gamma:
+        if packing == _RANS:
+            levels = unpack_rans(packed, k).astype(np.int32)
+            levels -= np.int32(s)
+        elif packing == _GAMMA:
             levels = _from_zigzag(unpack_gamma(packed, k, (2 * s + 1).bit_length() - 1).view(np.int32))
         else:
             levels = unpack(packed, k, (2 * s).bit_length(), np.int32)
@@ -280,7 +298,15 @@ class QsgdLevels(Values):
 
     @classmethod
     def work_bytes(cls, params: bytes, k: int, size: int, dtype: str) -> int:
-        return 24 * k + 16 * block_count(k, cls._params(params)[2])
+        return 24 * k + 2 * size + 16 * block_count(k, cls._params(params)[2])
+
+
+_FIELDS, _GAMMA, _RANS = range(3)
+
+
+def _zigzag(levels: NDArray[np.int32]) -> NDArray[np.uint32]:
+    """Return 0, 1, 2, 3, ... for 0, -1, 1, -2, ...: Elias-gamma takes numbers >= 0 and is short for small ones."""
+    return ((levels << 1) ^ (levels >> 31)).astype(np.uint32)
 
 
 def _from_zigzag(zigzag: NDArray[np.int32]) -> NDArray[np.int32]:

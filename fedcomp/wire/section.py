@@ -128,7 +128,9 @@ class Section:
         ConfigError
             When the values are of another class, number or parameters than was agreed, or the indices no support.
         """
-        params, content = values.pack() if values.k else (self.params or b"", b"")
+        # A form whose parameters follow from the values cannot be agreed beforehand.
+        form = values if self.params is None else values.plain()
+        params, content = form.pack() if values.k else (self.params or b"", b"")
         if type(values) is not self.values or values.k > self.most_values or self.params not in (None, params):
             raise ConfigError(
                 f"a section of at most {self.most_values} {self.values.name} values with parameters {self.params!r} "

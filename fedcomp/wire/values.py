@@ -15,8 +15,10 @@ from numpy.typing import NDArray
 
 from fedcomp.errors import ConfigError
 from fedcomp.wire.bits import Buffer, pack, packed_size, shuffle, unpack, unshuffle
+from fedcomp.wire.entropy import CODED, coded_bounds, shorter
 from fedcomp.wire.errors import Corrupt
 from fedcomp.wire.limits import DTYPE_IDS, FLOATS, NUMPY_DTYPES, dtype_name
+from fedcomp.wire.rans import unpack_rans
 
 # Known to the design and not written by anything yet: an id that is reserved never gets another meaning.
 RESERVED_VALUES: Final = {7: "range-float", 9: "pca-coefficients", 10: "spectrum"}
@@ -66,6 +68,10 @@ class Values(ABC):
     @abstractmethod
     def pack(self, shuffled: bool = False) -> tuple[bytes, Buffer]:
         """Return parameters and section; ``shuffled`` asks for a form that suits a byte compressor, if there is one."""
+
+    def plain(self) -> Values:
+        """Return the same values in the form whose length and parameters do not depend on what they are, if any is."""
+        return self
 
     @classmethod
     @abstractmethod
@@ -344,14 +350,19 @@ class Natural(Values):
     ----------
     codes : ndarray of uint16, shape (k,)
         ``sign << 8 | exponent`` with the biased exponent of float32; exponent 0 is zero.
+    fixed : bool
+        Take nine bits per value in any case.
+
+    Parameters on the wire: none, or 01 for entropy-coded. Section: the codes as fields, or as a stream of rANS.
     """
 
     codec_id = 11
     name = "natural"
     unbiased = True
 
-    def __init__(self, codes: NDArray[Any]) -> None:
+    def __init__(self, codes: NDArray[Any], fixed: bool = False) -> None:
         self.codes = flat(codes, "uint16")
+        self.fixed = fixed
         if self.k and int(self.codes.max()) > 0x1FF:
             raise ConfigError("natural codes have nine bits: sign << 8 | exponent")
 
@@ -388,21 +399,27 @@ class Natural(Values):
         return word.view(np.float32)
 
     def pack(self, shuffled: bool = False) -> tuple[bytes, Buffer]:
+        if not self.fixed and (stream := shorter(self.codes, packed_size(self.k, 9))) is not None:
+            return CODED, stream
         return b"", pack(self.codes, 9)
+
+    def plain(self) -> Values:
+        return type(self)(self.codes, fixed=True)
 
     @classmethod
     def bounds(cls, params: bytes, k: int, dtype: str) -> tuple[int, int]:
-        if len(params):
-            raise Corrupt(f"codec {cls.name!r} has no parameters, found {len(params)} bytes")
-        return packed_size(k, 9), packed_size(k, 9)
+        return coded_bounds(cls.name, params, k, packed_size(k, 9))
 
     @classmethod
     def unpack(cls, params: bytes, section: Buffer, k: int, dtype: str) -> Self:
-        return cls(unpack(section, k, 9, np.uint16))
+        codes = unpack_rans(section, k) if params else unpack(section, k, 9, np.uint16)
+        if params and int(codes.max()) > 0x1FF:
+            raise Corrupt("a natural code has more than nine bits")
+        return cls(codes)
 
     @classmethod
     def work_bytes(cls, params: bytes, k: int, size: int, dtype: str) -> int:
-        return 20 * k
+        return 20 * k + 2 * size
 
     def _non_finite(self) -> NDArray[np.bool_]:
         return (self.codes & np.uint16(0xFF)) == np.uint16(0xFF)

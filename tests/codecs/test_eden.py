@@ -175,7 +175,8 @@ def test_the_frame_holds_codes_a_tail_and_a_seed() -> None:
         assert sum(t.size for t in parts) == covered
         assert layout.size - covered < SHORTEST
         payload = covered * bits // 8 + 4 * 2 ** (bits - 1) * len(parts) + 4 * (layout.size - covered)
-        assert payload <= len(frame) <= payload + 30 + 24 * len(bundle.tensors)
+        # Codes of long blocks are entropy-coded where that is shorter: at one bit there is nothing to gain.
+        assert (0.9 if bits > 1 else 1.0) * payload <= len(frame) <= payload + 30 + 24 * len(bundle.tensors)
 
 
 def test_the_seed_is_checked_where_the_key_is_known() -> None:

@@ -165,6 +165,18 @@ def value_cases() -> list[Case]:
             ("natural, stochastic", wire.Natural.quantise(x, u)),
         ):
             cases.append(Case(f"{name}, k = {k}", [wire.Tensor(values, (k,))]))
+    i = np.arange(4500)
+    levels = np.where(i * 29 % 17 < 13, 0, i * 7 % 31 - 15)
+    codes = np.where(levels < 0, 16 - levels, levels)
+    for name, values in (
+        ("qsgd", wire.QsgdLevels(levels, 15, 0, np.ones(1, np.float32))),
+        (
+            "codebook",
+            wire.Codebook(codes, (np.arange(16) / 8).astype(np.float32), 5),
+        ),
+        ("natural", wire.Natural(127 + levels + (i % 3 == 0) * 256)),
+    ):
+        cases.append(Case(f"{name}, entropy-coded", [wire.Tensor(values, (4500,))]))
     for dtype in wire.DTYPES.values():
         array = (np.arange(7) % 2 if dtype == "bool" else np.arange(7) * 3).astype(dtype)
         cases.append(Case(f"dense {dtype}", [wire.dense(array, "t")]))

@@ -114,6 +114,28 @@ def test_levels_of_fixed_width_have_one_length_whatever_they_are() -> None:
     assert min(sizes[False]) < min(sizes[True])
 
 
+@pytest.mark.parametrize("name", ["qsgd", "natural", "codebook"])
+def test_agreed_parameters_give_one_length_also_where_entropy_coding_is_shorter(name: str) -> None:
+    """A private message must not tell by its length what it holds, however many values it has."""
+    n = 6000
+    most = np.zeros(n, np.float32)
+    most[::10] = np.arange(n // 10) - 300
+    made = {
+        "qsgd": lambda x: wire.QsgdLevels.nearest(x, 7, 0),
+        "natural": wire.Natural.quantise,
+        "codebook": wire.Codebook.quantise,
+    }[name]
+    plain = made(most).plain()
+    section = wire.Section(n, type(plain), "none", params=plain.pack()[0])
+    coded = wire.Section(n, type(plain), "none", params=None)
+    values = [made(x) for x in (most, np.zeros(n, np.float32), np.ones(n, np.float32))]
+    assert len({len(section.write(v)) for v in values}) == 1
+    # The same values do get shorter where nobody agreed on a length.
+    assert len(coded.write(values[0])) < 0.6 * len(section.write(values[0]))
+    assert section.read(section.write(values[0])).values.decode().tobytes() == values[0].decode().tobytes()
+    assert coded.read(coded.write(values[0])).values.decode().tobytes() == values[0].decode().tobytes()
+
+
 def test_a_known_support_costs_nothing() -> None:
     section = Section(9, wire.Raw, "known", 3)
     known = np.array([2, 5, 8])

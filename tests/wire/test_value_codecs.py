@@ -12,6 +12,7 @@ from hypothesis.extra import numpy as hnp
 
 from fedcomp import wire
 from fedcomp.errors import ConfigError
+from fedcomp.wire.rans import pack_rans
 
 vectors = hnp.arrays(np.float32, st.integers(0, 90), elements=st.floats(-1e6, 1e6, width=32))
 
@@ -221,11 +222,10 @@ def test_impossible_contents_are_corrupt() -> None:
         (wire.SignScale, b"", "float32", "cut short"),
         (wire.Ternary, b"\x02", "float32", "parameters"),
         (wire.QsgdLevels, b"\x00\x00\x00", "float32", "parameters"),
-        (wire.QsgdLevels, b"\x02\x01\x00", "float32", "packing"),
         (wire.Codebook, b"", "float32", "bits"),
         (wire.Codebook, b"\x00", "float32", "bits"),
         (wire.Codebook, b"\x09", "float32", "bits"),
-        (wire.Natural, b"\x01", "float32", "no parameters"),
+        (wire.Natural, b"\x02", "float32", "parameters"),
         (wire.Ones, b"\x00", "float32", "no parameters"),
         (wire.UnitSign, b"\x00", "float32", "no parameters"),
     ]
@@ -240,10 +240,76 @@ def test_impossible_contents_are_corrupt() -> None:
         wire.Ternary.unpack(b"\x00", b"\0\0\0\0\x51", 3, "float32")
     with pytest.raises(wire.Corrupt, match="padding bits"):
         wire.UnitSign.unpack(b"", b"\x08", 3, "float32")
+    coded = [
+        (wire.Natural, b"\x01", b""),
+        (wire.Codebook, b"\x02\x01", np.zeros(2, np.float32).tobytes()),
+        (wire.QsgdLevels, b"\x02\x02\x00", np.zeros(1, np.float32).tobytes()),
+    ]
+    for codec, params, head in coded:
+        with pytest.raises(wire.Corrupt):
+            codec.bounds(params, 0, "float32")
+        # A stream of numbers that are none of the codec's.
+        stream = pack_rans(np.full(9000, 600, np.uint16), 10**6)
+        assert stream is not None
+        with pytest.raises(wire.Corrupt, match=r"more than|outside"):
+            codec.unpack(params, head + stream, 9000, "float32")
+    for codec, params, words in (
+        (wire.Natural, b"\x02", "parameters"),
+        (wire.Codebook, b"\x02\x02", "parameters"),
+        (wire.Codebook, b"\x02\x01\x01", "parameters"),
+        (wire.QsgdLevels, b"\x03\x01\x00", "packing"),
+        (wire.QsgdLevels, b"\x02\x80\x10\x00", "entropy-coded"),
+    ):
+        with pytest.raises(wire.Corrupt, match=words):
+            codec.bounds(params, 9000, "float32")
     with pytest.raises(wire.Corrupt, match="ascending"):
         wire.Codebook.unpack(b"\x02", np.float32([2, 1]).tobytes() + b"\0", 3, "float32")
     with pytest.raises(wire.Corrupt, match="outside"):
         wire.QsgdLevels.unpack(b"\x00\x01\x00", b"\0\0\0\0\x0f", 2, "float32")
+
+
+def entropy(numbers: np.ndarray) -> float:
+    """Bytes of numbers that are independent, with the frequencies that they have."""
+    shares = np.unique(numbers, return_counts=True)[1] / numbers.size
+    return float(-(shares @ np.log2(shares))) * numbers.size / 8
+
+
+@pytest.mark.parametrize("kind", ["normal", "t(4)"])
+def test_many_quantised_values_take_what_their_entropy_is(kind: str) -> None:
+    """Within 5 % for every quantised form of a million values, and never more than the plain form."""
+    rng = np.random.default_rng(8)
+    n = 300_000
+    x = (rng.normal(size=n) if kind == "normal" else rng.standard_t(4, n)).astype(np.float32)
+    u = uniforms(n, 9)
+    forms: list[tuple[wire.Values, np.ndarray, int]] = []
+    for s in (1, 7, 127):
+        levels = wire.QsgdLevels.quantise(x, s, 512, u)
+        forms.append((levels, levels.levels, 4 * levels.norms.size))
+    natural = wire.Natural.quantise(x, u)
+    two = wire.Codebook.quantise(x)
+    nearest = wire.QsgdLevels.nearest(x, 7, 256)
+    forms += [(natural, natural.codes, 0), (two, two.codes, 8), (nearest, nearest.levels, 4 * nearest.norms.size)]
+    for values, symbols, head in forms:
+        params, section = values.pack()
+        assert 0.999 * entropy(symbols) <= len(section) - head <= 1.05 * entropy(symbols), values.name
+        plain = values.plain()
+        assert len(plain.pack()[0] + bytes(plain.pack()[1])) > len(params + bytes(section))
+        assert plain.decode().tobytes() == values.decode().tobytes()
+        got = through(values)
+        assert got.decode().tobytes() == values.decode().tobytes()
+        assert got.pack() == (params, section)
+        low, high = type(values).bounds(params, n, "float32")
+        assert low <= len(section) <= high
+
+
+def test_few_values_are_written_as_before() -> None:
+    x = np.random.default_rng(1).normal(size=4095).astype(np.float32)
+    for values in (
+        wire.Natural.quantise(x),
+        wire.Codebook.quantise(x),
+        wire.QsgdLevels.quantise(x, 7, 64, uniforms(4095, 1)),
+    ):
+        assert values.pack()[0] in (b"", b"\x02", b"\x00\x07\x40", b"\x01\x07\x40")
 
 
 @given(st.lists(st.floats(0, 2.0**100, width=32), max_size=9))
