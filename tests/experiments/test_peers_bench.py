@@ -92,9 +92,12 @@ def test_codebooks_hold_the_means_of_their_levels(name: str) -> None:
     if name == peers.QUANTILES:
         assert np.abs(np.bincount(coded) - N / 256).max() <= 2
     else:
-        deviation = VALUES.std(ddof=1)
-        inside = np.abs(VALUES - VALUES.mean()) < 2.9 * deviation
-        assert np.abs(decoded - VALUES)[inside].max() <= 1.001 * 6 * deviation / 256
+        away = (VALUES - VALUES.mean()) / VALUES.std(ddof=1)
+        inside = np.abs(away) < 2.95
+        assert np.abs(decoded - VALUES)[inside].max() <= 1.001 * 6 * VALUES.std(ddof=1) / 256
+        # What lies beyond three standard deviations shares the last level on its side.
+        assert [np.unique(decoded[side]).size for side in (away < -3, away > 3)] == [1, 1]
+        assert not np.isin(decoded[inside], (decoded.min(), decoded.max())).any()
     assert not there_and_back(peers.UNIFORM, np.zeros(N, np.float32))[1].any()
 
 
