@@ -1,6 +1,7 @@
-"""Seeded supports: k of n indices both ends derive from one 64-bit seed, scattered (algorithm 1) or a block (2).
+"""Supports of which only a name travels: the seed that they are drawn by, or the id of one that both ends hold.
 
-Exact and stable for ever, in pure 64-bit integer arithmetic, so that any language can reproduce it:
+Seeded supports are k of n indices both ends derive from one 64-bit seed, scattered (algorithm 1) or a block (2). Exact
+and stable for ever, in pure 64-bit integer arithmetic, so that any language can reproduce it:
 
 1. ``mix(z)``: ``z ^= z >> 30; z *= 0xBF58476D1CE4E5B9; z ^= z >> 27; z *= 0x94D049BB133111EB; z ^= z >> 31``
    modulo 2**64 (the finaliser of SplitMix64: Steele, Lea, Flood, OOPSLA 2014).
