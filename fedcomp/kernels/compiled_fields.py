@@ -35,8 +35,11 @@ def _unpack_columns(words, out):
 def _levels(levels, norms, bucket, steps, out):
     for place in range(norms.size):
         norm = np.float64(norms[place])
-        for at in range(place * bucket, min((place + 1) * bucket, levels.size)):
-            out[at] = np.float32(np.float64(levels[at]) * norm / steps)
+        # Slices begin at 0: LLVM then knows that no index counts from the end, and takes several values at a time.
+        end = min((place + 1) * bucket, levels.size)
+        part, values = levels[place * bucket : end], out[place * bucket : end]
+        for at in range(part.size):
+            values[at] = np.float32(np.float64(part[at]) * norm / steps)
 
 
 def unpack_columns(words: NDArray[np.uint64], out: NDArray[Any]) -> None:
@@ -45,7 +48,7 @@ def unpack_columns(words: NDArray[np.uint64], out: NDArray[Any]) -> None:
     _unpack_columns(fixed(words if words.flags.aligned else words.copy()), out)
 
 
-def levels(numbers: NDArray[np.int32], norms: NDArray[np.float32], bucket: int, steps: int) -> NDArray[np.float32]:
+def levels(numbers: NDArray[Any], norms: NDArray[np.float32], bucket: int, steps: int) -> NDArray[np.float32]:
     """See :meth:`fedcomp.kernels.interface.Ops.levels`."""
     out = np.empty(numbers.size, np.float32)
     _levels(fixed(numbers), fixed(norms), bucket or numbers.size, float(steps), out)

@@ -175,10 +175,8 @@ class Ops(Protocol):
         """Read fields that are packed column by column: field (row, column) of ``out``, shape (64, columns), is at bits
         ``row * width`` and on of a column of ``words``, shape (width, columns)."""
 
-    def levels(
-        self, numbers: NDArray[np.int32], norms: NDArray[np.float32], bucket: int, steps: int
-    ) -> NDArray[np.float32]:
+    def levels(self, numbers: NDArray[Any], norms: NDArray[np.float32], bucket: int, steps: int) -> NDArray[np.float32]:
         """Return ``float32(norm * number / steps)``, worked out in float64, with a norm for every ``bucket`` numbers.
 
-        0: one norm for all.
+        ``numbers`` are of type int16 or int32. A bucket of 0: one norm for all.
         """

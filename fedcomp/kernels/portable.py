@@ -348,7 +348,7 @@ def unpack_columns(words: NDArray[np.uint64], out: NDArray[Any]) -> None:
         out[:, start : start + _COLUMNS] = part
 
 
-def levels(numbers: NDArray[np.int32], norms: NDArray[np.float32], bucket: int, steps: int) -> NDArray[np.float32]:
+def levels(numbers: NDArray[Any], norms: NDArray[np.float32], bucket: int, steps: int) -> NDArray[np.float32]:
     """See :meth:`fedcomp.kernels.interface.Ops.levels`."""
     wide = norms.astype(np.float64)
     # One exact product in float64 and one division, each correctly rounded: the same float32 everywhere.

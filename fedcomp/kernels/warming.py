@@ -40,8 +40,9 @@ def warm() -> float | None:
     states, words = ops.rans_encode(np.zeros(64, np.uint16), table, 2)
     slots = np.arange(4096).astype(np.uint32)
     ops.rans_decode(states, words, (slots >> 11).astype(np.uint16), (2048 << 16 | slots % 2048).astype(np.uint32), 64)
-    ops.levels(np.zeros(4, np.int32), vector[:1], 0, 7)
+    for kind in (np.int16, np.int32):
+        ops.levels(np.zeros(4, kind), vector[:1], 0, 7)
     # What fields are read into: codes, levels, gaps and the bits below a leading one.
-    for name in ("u1", "u2", "u4", "i4", "i8", "u8"):
+    for name in ("u1", "u2", "u4", "i2", "i4", "i8", "u8"):
         ops.unpack_columns(np.zeros((3, 2), np.uint64), np.empty((64, 2), name))
     return time.perf_counter() - start

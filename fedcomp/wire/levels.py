@@ -8,6 +8,7 @@ from typing import Any, Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from fedcomp.errors import ConfigError
 from fedcomp.kernels import tiers
 from fedcomp.wire.bits import Buffer, pack, packed_size, put_varint, unpack
 from fedcomp.wire.codebook import Codebook
@@ -193,7 +194,7 @@ class QsgdLevels(Values):
         )
         levels = np.asarray(levels).reshape(-1)
         require(not levels.size or (levels.min() >= -s and levels.max() <= s), f"levels are -{s}..{s}")
-        self.levels = levels.astype(np.int32, copy=False)
+        self.levels = levels.astype(_level_type(s), copy=False)
         self.s, self.bucket, self.fixed = s, bucket, fixed
         self.norms = flat(np.atleast_1d(norms), "float32")
         count = block_count(self.k, bucket)
@@ -240,12 +241,13 @@ class QsgdLevels(Values):
         packing, packed = _FIELDS, None
         # Gamma code suits one distribution of the levels; where there are enough to learn theirs, a stream of rANS is
         # within some per cent of what they need.
-        if not self.fixed and 2 * self.s < TOTAL and (packed := shorter(self.levels + np.int32(self.s), fixed)):
+        raised = self.levels + self.levels.dtype.type(self.s)
+        if not self.fixed and 2 * self.s < TOTAL and (packed := shorter(raised, fixed)):
             packing = _RANS
         elif not self.fixed and gamma_size(zigzag := _zigzag(self.levels)) < fixed:
             packing, packed = _GAMMA, pack_gamma(zigzag)
         params = bytes((packing,)) + put_varint(self.s) + put_varint(self.bucket)
-        return params, self.norms.tobytes() + (packed or pack(self.levels + np.int32(self.s), width))
+        return params, self.norms.tobytes() + (packed or pack(raised, width))
 
     def plain(self) -> Values:
         return type(self)(self.levels, self.s, self.bucket, self.norms, fixed=True)
@@ -285,16 +287,19 @@ class QsgdLevels(Values):
         norms = take_scales(section, count, "norm")
         packed = section[4 * count :]
         if packing == _RANS:
-            levels = unpack_rans(packed, k).astype(np.int32)
-            levels -= np.int32(s)
+            # Numbers below 4096, which are the same as int16.
+            levels = unpack_rans(packed, k).view(np.int16)
+            levels -= np.int16(s)
         elif packing == _GAMMA:
             levels = _from_zigzag(unpack_gamma(packed, k, (2 * s + 1).bit_length() - 1).view(np.int32))
         else:
-            levels = unpack(packed, k, (2 * s).bit_length(), np.int32)
-            levels -= np.int32(s)
-        if k and (int(levels.max()) > s or int(levels.min()) < -s):
-            raise Corrupt(f"a QSGD level is outside -{s}..{s}")
-        return cls(levels, s, bucket, norms)
+            levels = unpack(packed, k, (2 * s).bit_length(), _level_type(s))
+            levels -= levels.dtype.type(s)
+        try:
+            return cls(levels, s, bucket, norms)
+        except ConfigError as error:
+            # Of the parameters and norms nothing is left to check: a level is not in its range.
+            raise Corrupt(f"QSGD: {error}") from error
 
     @classmethod
     def work_bytes(cls, params: bytes, k: int, size: int, dtype: str) -> int:
@@ -304,7 +309,12 @@ class QsgdLevels(Values):
 _FIELDS, _GAMMA, _RANS = range(3)
 
 
-def _zigzag(levels: NDArray[np.int32]) -> NDArray[np.uint32]:
+def _level_type(s: int) -> type[np.int16] | type[np.int32]:
+    """Return the type of levels up to ``s``: half the memory where twice as many fit, as their fields are unsigned."""
+    return np.int16 if s < 1 << 14 else np.int32
+
+
+def _zigzag(levels: NDArray[Any]) -> NDArray[np.uint32]:
     """Return 0, 1, 2, 3, ... for 0, -1, 1, -2, ...: Elias-gamma takes numbers >= 0 and is short for small ones."""
     return ((levels << 1) ^ (levels >> 31)).astype(np.uint32)
 

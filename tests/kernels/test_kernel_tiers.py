@@ -166,7 +166,7 @@ def test_packed_fields_are_read_alike(width: int) -> None:
     """Every place of a field in its word, words that two rows share, more columns than are read at once, any dtype."""
     for columns in (1, 5, 4097):
         words = Key(width, "fields").bits(width * columns).reshape(width, columns)
-        for dtype in (np.uint8, np.uint16, np.uint32, np.int32, np.int64, np.uint64):
+        for dtype in (np.uint8, np.uint16, np.uint32, np.int16, np.int32, np.int64, np.uint64):
             if width <= 8 * np.dtype(dtype).itemsize:
                 out = [np.empty((64, columns), dtype) for _ in range(2)]
                 compiled.unpack_columns(words, out[0])
@@ -188,4 +188,8 @@ def test_levels_are_the_same_floats(bucket: int) -> None:
         given = norms * np.float32(scale)
         made = compiled.levels(numbers, given, bucket, 2**24)
         assert made.tobytes() == portable.levels(numbers, given, bucket, 2**24).tobytes()
+        few = (numbers >> 12).astype(np.int16)
+        made = compiled.levels(few, given, bucket, 2**13)
+        assert made.tobytes() == portable.levels(few.astype(np.int32), given, bucket, 2**13).tobytes()
+        assert made.tobytes() == portable.levels(few, given, bucket, 2**13).tobytes()
     assert compiled.levels(numbers[:0], norms[:0], bucket, 1).size == 0
