@@ -22,20 +22,22 @@ def _unpack_columns(words, out):
         for row in range(64):
             word = (row * width) >> 6
             shift = np.uint64((row * width) & 63)
+            # Slices begin at 0: LLVM then knows that no index counts from the end, and takes many fields at a time.
+            low, fields = words[word, start:end], out[row, start:end]
             if shift + np.uint64(width) <= np.uint64(64):
-                for column in range(start, end):
-                    out[row, column] = (words[word, column] >> shift) & mask
+                for column in range(fields.size):
+                    fields[column] = (low[column] >> shift) & mask
             else:
-                back = np.uint64(64) - shift
-                for column in range(start, end):
-                    out[row, column] = ((words[word, column] >> shift) | (words[word + 1, column] << back)) & mask
+                back, high = np.uint64(64) - shift, words[word + 1, start:end]
+                for column in range(fields.size):
+                    fields[column] = ((low[column] >> shift) | (high[column] << back)) & mask
 
 
 @kernel
 def _levels(levels, norms, bucket, steps, out):
     for place in range(norms.size):
         norm = np.float64(norms[place])
-        # Slices begin at 0: LLVM then knows that no index counts from the end, and takes several values at a time.
+        # As above.
         end = min((place + 1) * bucket, levels.size)
         part, values = levels[place * bucket : end], out[place * bucket : end]
         for at in range(part.size):
