@@ -241,7 +241,7 @@ class QsgdLevels(Values):
         packing, packed = _FIELDS, None
         # Gamma code suits one distribution of the levels; where there are enough to learn theirs, a stream of rANS is
         # within some per cent of what they need.
-        raised = self.levels + self.levels.dtype.type(self.s)
+        raised = np.add(self.levels, self.s, dtype=self.levels.dtype)
         if not self.fixed and 2 * self.s < TOTAL and (packed := shorter(raised, fixed)):
             packing = _RANS
         elif not self.fixed and gamma_size(zigzag := _zigzag(self.levels)) < fixed:
@@ -288,13 +288,13 @@ class QsgdLevels(Values):
         packed = section[4 * count :]
         if packing == _RANS:
             # Numbers below 4096, which are the same as int16.
-            levels = unpack_rans(packed, k).view(np.int16)
+            levels: NDArray[Any] = unpack_rans(packed, k).view(np.int16)
             levels -= np.int16(s)
         elif packing == _GAMMA:
             levels = _from_zigzag(unpack_gamma(packed, k, (2 * s + 1).bit_length() - 1).view(np.int32))
         else:
             levels = unpack(packed, k, (2 * s).bit_length(), _level_type(s))
-            levels -= levels.dtype.type(s)
+            levels -= _level_type(s)(s)
         try:
             return cls(levels, s, bucket, norms)
         except ConfigError as error:
