@@ -71,7 +71,7 @@ class Intake:
     errors : list of Message
         What stands for the replies that could not be used, for the inner strategy.
     parsed_bytes : int
-        Memory that parsed frames take until they are added, in bytes; at most a model of float32.
+        Memory that parsed frames take which :meth:`keep` kept, in bytes; at most a model of float32.
     """
 
     report: Report
@@ -147,6 +147,18 @@ class Intake:
             _note_memory(arrival, config_in(reply.content, NODE_RECORD))
         return arrival
 
+    def keep(self, arrival: Arrival) -> None:
+        """Keep what was parsed of a frame until it is added, or parse it again then.
+
+        All that is kept takes no more than a model: beyond that memory would grow with the number of clients.
+        """
+        if arrival.parsed is not None:
+            held = arrival.parsed.held_bytes()
+            if self.parsed_bytes + held <= 4 * self.layout.size:
+                self.parsed_bytes += held
+            else:
+                arrival.parsed = None
+
     def update(self, arrival: Arrival) -> Vector:
         """Return the update of an arrival; it may overflow to infinity.
 
@@ -197,10 +209,7 @@ class Intake:
             exact = {t.name: check_exact(received[t.name], t, self.model[t.name]) for t in layout.exact}
             arrival = Arrival(sent, reply, rest, text(header, "record"), exact, frame)
             arrival.sequence, arrival.sizes = sequence, bundle.sizes
-            held = bundle.held_bytes()
-            if self.parsed_bytes + held <= 4 * layout.size:
-                arrival.parsed = bundle
-                self.parsed_bytes += held
+            arrival.parsed = bundle
             arrival.generation = integer(header, "generation") if "generation" in header else 0
             # From the parsed frame: most codecs need no vector for it.
             if measured and not codec.lossless:

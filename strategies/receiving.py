@@ -45,7 +45,7 @@ from fedcomp.strategies.replies import (
     weight_of,
 )
 from fedcomp.strategies.round_log import RoundLog, require_usable
-from fedcomp.strategies.sinks import UpdateRule
+from fedcomp.strategies.sinks import Sink, UpdateRule
 from fedcomp.strategies.statistics import hold_in_record
 
 T = TypeVar("T")
@@ -126,7 +126,17 @@ class Reception(Stateful):
         role : str
             What the nodes were asked as, in front of every reason.
         """
-        for each, reply in match_replies(list(sent), replies, report, self.holders):
+        yield from self._readable(match_replies(list(sent), replies, report, self.holders), report, read, errors, role)
+
+    def _readable(
+        self,
+        pairs: Iterable[tuple[SentMessage, Message]],
+        report: Report,
+        read: Callable[[SentMessage, Message], T],
+        errors: list[Message] | None,
+        role: str = "",
+    ) -> Iterator[T]:
+        for each, reply in pairs:
             try:
                 self._refuse_error(each, reply)
                 item = read(each, reply)
@@ -183,12 +193,26 @@ class Reception(Stateful):
         began = time.perf_counter()
         report = self.reports[intake.report.round] = intake.report
 
+        pairs = list(match_replies(list(intake.sent), replies, report, self.holders))
+        # A round in which nobody is refused, as almost all are, needs each frame parsed once only.
+        ahead = rule.ahead(intake, pairs)
+
         def read(sent: SentMessage, reply: Message) -> Arrival:
+            nonlocal ahead
             arrival = intake.read(sent, reply, measured=rule.measured, takes_plain=rule.takes_plain)
             self.note_version(sent, reply, intake.version)
+            if ahead is not None:
+                parsed = arrival.parsed
+                try:
+                    with np.errstate(over="ignore", invalid="ignore"):
+                        ahead.add(arrival)
+                except FedcompError:
+                    # It will be refused, with its reason, when the others are added without it.
+                    ahead, arrival.parsed = None, parsed
+            intake.keep(arrival)
             return arrival
 
-        arrivals = list(self.received(intake.sent, replies, report, read, intake.errors))
+        arrivals = list(self._readable(pairs, report, read, intake.errors))
         if not intake.updates_only:
             arrivals = self.agreeing(
                 [(a, a.record, a.content) for a in arrivals], report, lambda a: a.sent.node, "train"
@@ -196,11 +220,14 @@ class Reception(Stateful):
         # After the majority over forms: what is refused there must not shift what is a usual norm.
         arrivals = self.ordinary(arrivals, report)
         note_arrivals(arrivals, report, models_asked=intake.models_asked)
-        arrays, metrics = self._added(intake, arrivals, rule)
+        sink = ahead if ahead is not None and ahead.holds(arrivals) else None
+        # A sum that is not the round's gives its memory back before another one is begun.
+        ahead = None
+        arrays, metrics = self._added(intake, arrivals, rule, sink)
         report.seconds += time.perf_counter() - began
         return self.conclude(report, arrays, rule), metrics
 
-    def _added(self, intake: Intake, arrivals: list[Arrival], rule: UpdateRule) -> Outcome:
+    def _added(self, intake: Intake, arrivals: list[Arrival], rule: UpdateRule, sink: Sink | None) -> Outcome:
         report = intake.report
         # A private sum is released with its noise even when nobody sent: that nobody did is part of what it hides.
         if not arrivals and not rule.updates_only:
@@ -208,12 +235,8 @@ class Reception(Stateful):
         if not intake.updates_only:
             intake.account(arrivals)
         with np.errstate(over="ignore", invalid="ignore"):
-            sink = rule.begin(intake, arrivals)
-            for arrival in arrivals:
-                try:
-                    sink.add(arrival)
-                except FedcompError as reason:
-                    report.refuse(arrival.sent.node, str(reason))
+            if sink is None:
+                sink = self._summed(intake, arrivals, rule)
             # Only when all were added: an aggregate of some of them would acknowledge what it does not hold.
             arrays, metrics = sink.finish()
         if arrays is None:
@@ -225,6 +248,15 @@ class Reception(Stateful):
         consumed = [(a.sent.node, a.sequence, a.generation) for a in used]
         model = self.accept(intake, rule, arrays, consumed, [a.exact for a in used])
         return model, None if model is None else metrics
+
+    def _summed(self, intake: Intake, arrivals: list[Arrival], rule: UpdateRule) -> Sink:
+        sink = rule.begin(intake, arrivals)
+        for arrival in arrivals:
+            try:
+                sink.add(arrival)
+            except FedcompError as reason:
+                intake.report.refuse(arrival.sent.node, str(reason))
+        return sink
 
     def accept(
         self,

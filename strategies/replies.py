@@ -102,10 +102,9 @@ class Weighed(Protocol):
 class Arrival:
     """A checked reply: a frame, or the plain arrays of a client without the mod (both where they became a vote).
 
-    The frame is kept as bytes, which are in the message anyway. What was parsed of it is kept beside it as long as all
-    of that together takes no more than a model: beyond that memory would grow with the number of clients, and the frame
-    is parsed again when it is added. ``sizes`` are those of a frame that travelled. ``norm`` is that of the update,
-    None where nobody may know it; an ``outlier`` is one that a guard refused.
+    The frame is kept as bytes, which are in the message anyway. What was parsed of it is kept until it is added, or
+    until :meth:`~fedcomp.strategies.intake.Intake.keep` drops it. ``sizes`` are those of a frame that travelled.
+    ``norm`` is that of the update, None where nobody may know it; an ``outlier`` is one that a guard refused.
     """
 
     sent: SentMessage

@@ -27,7 +27,7 @@ from fedcomp.strategies.intake import Intake, mean_of_constants
 from fedcomp.strategies.means import MEANS, aggregate_once, is_mean
 from fedcomp.strategies.pairings import warn_of_pairing
 from fedcomp.strategies.private.flower_dp import promises
-from fedcomp.strategies.replies import NOT_FINITE, Arrays, Arrival
+from fedcomp.strategies.replies import NOT_FINITE, Arrays, Arrival, Rejected, SentMessage, weight_of
 from fedcomp.wire import Bundle, Frame
 
 Released = Callable[[ArrayRecord, int], Layout]
@@ -36,6 +36,10 @@ Released = Callable[[ArrayRecord, int], Layout]
 
 class Sink(ABC):
     """Where the updates of one round go, in partition order; see :meth:`UpdateRule.begin`."""
+
+    def holds(self, arrivals: Sequence[Arrival]) -> bool:
+        """Whether exactly ``arrivals`` were added, with the weights that they have among themselves."""
+        return False
 
     @abstractmethod
     def add(self, arrival: Arrival) -> None:
@@ -128,6 +132,14 @@ class UpdateRule(ABC):
     def begin(self, intake: Intake, arrivals: Sequence[Arrival]) -> Sink:
         """Return the sink of a round, to which all of ``arrivals`` will be added in their order."""
 
+    def ahead(self, intake: Intake, replies: Sequence[tuple[SentMessage, Message]]) -> Sink | None:
+        """Return a sink to which updates may be added as they are read, while what was parsed of each is at hand.
+
+        Where all of ``replies`` turn out to be usable it is the one of :meth:`begin`; where they do not, it is thrown
+        away. Default: None, a sink must know who is in it.
+        """
+        return None
+
 
 @runtime_checkable
 class Declares(Protocol):
@@ -181,7 +193,21 @@ class MeanRule(UpdateRule):
         """Return the sink that adds; models of their own for some nodes cannot be added as changes of one model."""
         if any(arrival.sent.base is not None for arrival in arrivals):
             return RepliesSink(self.strategy, intake)
-        return MeanSink(self.strategy, intake, arrivals)
+        return MeanSink(self.strategy, intake, sum(arrival.weight for arrival in arrivals))
+
+    def ahead(self, intake: Intake, replies: Sequence[tuple[SentMessage, Message]]) -> Sink | None:
+        """Return the sink that adds, where nobody has a model of its own: weights can be read before the updates."""
+        if any(sent.base is not None for sent, _ in replies):
+            return None
+        return MeanSink(self.strategy, intake, sum(_weight(reply, intake.weight_key) for _, reply in replies))
+
+
+def _weight(reply: Message, key: str | None) -> float:
+    """Return a reply's weight, 0 where it has none that can be used: it will be refused when it is read."""
+    try:
+        return 0.0 if reply.has_error() else weight_of(reply.content, key)[1]
+    except Rejected:
+        return 0.0
 
 
 class WeightedSum:
@@ -216,17 +242,25 @@ class MeanSink(Sink):
     """Sums frames with Flower's own weights, and hands the mean to the strategy as one reply.
 
     Aggregation memory is one model, whatever the number of clients.
+
+    Parameters
+    ----------
+    strategy : Strategy
+    intake : Intake
+    weight : float
+        Of all updates that will be added.
     """
 
-    def __init__(self, strategy: Strategy, intake: Intake, arrivals: Sequence[Arrival]) -> None:
+    def __init__(self, strategy: Strategy, intake: Intake, weight: float) -> None:
         self._strategy = strategy
         self._intake = intake
-        self._arrivals = arrivals
-        self._weight = sum(arrival.weight for arrival in arrivals)
+        self._arrivals: list[Arrival] = []
+        self._weight = weight
         self._sum = WeightedSum(intake.layout)
 
     def add(self, arrival: Arrival) -> None:
         """Add one update."""
+        self._arrivals.append(arrival)
         # finish() reports it for all of them; dividing by 0 would make everything NaN.
         if self._weight <= 0:
             return
@@ -242,6 +276,11 @@ class MeanSink(Sink):
                 update -= intake.start
         self._sum.add(intake.codec, update, arrival.weight / self._weight, arrival.exact)
         arrival.parsed = None
+
+    def holds(self, arrivals: Sequence[Arrival]) -> bool:
+        """Compare the updates, and the sum of their weights."""
+        same = [id(arrival) for arrival in arrivals] == [id(arrival) for arrival in self._arrivals]
+        return same and self._weight == sum(arrival.weight for arrival in arrivals)
 
     def finish(self) -> Outcome:
         """Return the step from the mean; none where nothing has a weight."""

@@ -1,4 +1,4 @@
-"""Compiled kernels that read packed fields and turn levels into floats: one pass each, the bits of the numpy tier."""
+"""Compiled kernels that read packed fields and turn levels and codes into floats: one pass each, numpy's bits."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedcomp.kernels.interface import BLOCK
 from fedcomp.kernels.lanes import fixed, kernel
 
 _COLUMNS = 512
@@ -44,10 +45,41 @@ def _levels(levels, norms, bucket, steps, out):
             values[at] = np.float32(np.float64(part[at]) * norm / steps)
 
 
+@kernel
+def _square_sums(vector, origin, step, sums):
+    for start in range(0, vector.size, BLOCK):
+        part, beside = vector[start : start + BLOCK], origin[start * step : start * step + BLOCK]
+        for at in range(part.size):
+            value = np.float64(part[at]) - np.float64(beside[at])
+            sums[at] += value * value
+
+
+@kernel
+def _look_up(table, codes, out):
+    for at in range(codes.size):
+        out[at] = table[codes[at]]
+
+
 def unpack_columns(words: NDArray[np.uint64], out: NDArray[Any]) -> None:
     """See :meth:`fedcomp.kernels.interface.Ops.unpack_columns`."""
     # A section of a frame begins at any byte.
     _unpack_columns(fixed(words if words.flags.aligned else words.copy()), out)
+
+
+def square_sums(vector: NDArray[Any], origin: NDArray[Any] | None) -> NDArray[np.float64]:
+    """See :meth:`fedcomp.kernels.interface.Ops.square_sums`."""
+    sums = np.zeros(BLOCK)
+    # Without an origin, the same block of zeros is subtracted from all.
+    beside = np.zeros(BLOCK, np.float32) if origin is None else np.ascontiguousarray(origin)
+    _square_sums(fixed(np.ascontiguousarray(vector)), fixed(beside), 0 if origin is None else 1, sums)
+    return sums
+
+
+def look_up(table: NDArray[np.float32], codes: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """See :meth:`fedcomp.kernels.interface.Ops.look_up`."""
+    out = np.empty(codes.size, np.float32)
+    _look_up(fixed(table), fixed(codes), out)
+    return out
 
 
 def levels(numbers: NDArray[Any], norms: NDArray[np.float32], bucket: int, steps: int) -> NDArray[np.float32]:

@@ -175,6 +175,18 @@ class Ops(Protocol):
         """Read fields that are packed column by column: field (row, column) of ``out``, shape (64, columns), is at bits
         ``row * width`` and on of a column of ``words``, shape (width, columns)."""
 
+    def square_sums(self, vector: NDArray[Any], origin: NDArray[Any] | None) -> NDArray[np.float64]:
+        """Return :data:`BLOCK` partial sums of the squares of ``vector``, or of ``vector - origin``, in float64.
+
+        Element i belongs to sum i % BLOCK, which starts at 0.0 and adds in ascending order. Both vectors are float32 or
+        float64.
+        """
+        ...
+
+    def look_up(self, table: NDArray[np.float32], codes: NDArray[np.uint8]) -> NDArray[np.float32]:
+        """Return ``table[codes]``; the caller has checked that all codes are in the table."""
+        ...
+
     def levels(self, numbers: NDArray[Any], norms: NDArray[np.float32], bucket: int, steps: int) -> NDArray[np.float32]:
         """Return ``float32(norm * number / steps)``, worked out in float64, with a norm for every ``bucket`` numbers.
 

@@ -8,6 +8,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from fedcomp.kernels import tiers
 from fedcomp.wire.bits import Buffer, pack, packed_size, unpack
 from fedcomp.wire.entropy import CODED, coded_bounds, shorter
 from fedcomp.wire.errors import Corrupt
@@ -80,8 +81,8 @@ class Codebook(Values):
         return int(self.codes.size)
 
     def decode(self) -> NDArray[Any]:
-        # Clipping changes no code, as all are in range, and spares the check: less than half the time of an index.
-        return np.concatenate([self.magnitudes, -self.magnitudes]).take(self.codes, mode="clip")
+        table = np.concatenate([self.magnitudes, -self.magnitudes])
+        return tiers.ops("auto", self.k).look_up(table, self.codes)
 
     def pack(self, shuffled: bool = False) -> tuple[bytes, Buffer]:
         params = bytes((self.bits,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import subprocess
@@ -27,6 +28,7 @@ from fedcomp.kernels import (
     tiers,
     warm,
 )
+from fedcomp.kernels.interface import BLOCK
 from fedcomp.rng import Key
 
 
@@ -178,6 +180,28 @@ def test_packed_fields_are_read_alike(width: int) -> None:
     fields = np.empty((64, columns), np.uint64)
     compiled.unpack_columns(words, fields)
     assert fields[:, 0].tolist() == expected
+
+
+@pytest.mark.parametrize("bits", [1, 2, 8])
+def test_codes_are_looked_up_alike(bits: int) -> None:
+    table = Key(bits, "table").uniform(1 << bits).astype(np.float32) - np.float32(0.5)
+    for size in (0, 1, 5000):
+        codes = (Key(size, "codes").bits(size) % np.uint64(1 << bits)).astype(np.uint8)
+        made = compiled.look_up(table, codes)
+        assert made.tobytes() == table[codes].tobytes() == portable.look_up(table, codes).tobytes()
+
+
+@pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 4000, BLOCK, BLOCK + 1, 2 * BLOCK + 130])
+def test_squares_are_added_in_the_same_order(size: int) -> None:
+    vector = (Key(size, "squares").uniform(size) - 0.5).astype(np.float32) * np.float32(1e20)
+    vector[::3] *= np.float32(1e-9)
+    for origin in (None, vector[::-1].copy()):
+        beside = np.zeros_like(vector) if origin is None else origin
+        for kind in (np.float32, np.float64):
+            made = compiled.square_sums(vector.astype(kind), origin)
+            assert made.tobytes() == portable.square_sums(vector.astype(kind), origin).tobytes()
+        exact = math.fsum((float(v) - float(o)) ** 2 for v, o in zip(vector, beside, strict=True))
+        assert float(made.sum()) == pytest.approx(exact, rel=1e-14)
 
 
 @pytest.mark.parametrize("bucket", [0, 1, 7, 512, 5000])
