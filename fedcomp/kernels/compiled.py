@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from fedcomp.kernels.compiled_adaptive import add_adaptive, select_adaptive, take_scaled
 from fedcomp.kernels.compiled_bins import bin_argmax
-from fedcomp.kernels.compiled_fields import levels, look_up, square_sums, unpack_columns
+from fedcomp.kernels.compiled_fields import levels, look_up, pack_columns, square_sums, unary, unpack_columns
 from fedcomp.kernels.compiled_hadamard import hadamard
 from fedcomp.kernels.compiled_rans import rans_decode, rans_encode
 from fedcomp.kernels.compiled_tails import find_above, select_above, tail_product, tail_sums
@@ -57,6 +57,7 @@ __all__ = [
     "histogram",
     "levels",
     "look_up",
+    "pack_columns",
     "rans_decode",
     "rans_encode",
     "scatter_add",
@@ -67,6 +68,7 @@ __all__ = [
     "tail_sums",
     "take_clear",
     "take_scaled",
+    "unary",
     "unpack_columns",
 ]
 

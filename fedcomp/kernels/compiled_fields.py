@@ -11,7 +11,28 @@ from fedcomp.kernels.interface import BLOCK
 from fedcomp.kernels.lanes import fixed, kernel
 
 _COLUMNS = 512
-"""Columns read at once: their words, up to 64 rows of them, stay in the cache while 64 rows of fields are taken."""
+"""Columns taken at once: their words, up to 64 rows of them, stay in the cache while 64 rows of fields are taken."""
+
+
+@kernel
+def _pack_columns(fields, words):
+    width, columns = words.shape
+    # Callers pass whole gaps or indices and want their low bits; the others would run into the next rows.
+    mask = np.uint64((1 << width) - 1) if width < 64 else np.uint64(0xFFFFFFFFFFFFFFFF)
+    for start in range(0, columns, _COLUMNS):
+        end = min(start + _COLUMNS, columns)
+        words[:, start:end] = 0
+        for row in range(64):
+            word = (row * width) >> 6
+            shift = np.uint64((row * width) & 63)
+            # Slices begin at 0: LLVM then knows that no index counts from the end, and takes many fields at a time.
+            part, low = fields[row, start:end], words[word, start:end]
+            for column in range(part.size):
+                low[column] |= (np.uint64(part[column]) & mask) << shift
+            if shift + np.uint64(width) > np.uint64(64):
+                back, high = np.uint64(64) - shift, words[word + 1, start:end]
+                for column in range(part.size):
+                    high[column] |= (np.uint64(part[column]) & mask) >> back
 
 
 @kernel
@@ -23,7 +44,7 @@ def _unpack_columns(words, out):
         for row in range(64):
             word = (row * width) >> 6
             shift = np.uint64((row * width) & 63)
-            # Slices begin at 0: LLVM then knows that no index counts from the end, and takes many fields at a time.
+            # Slices as above.
             low, fields = words[word, start:end], out[row, start:end]
             if shift + np.uint64(width) <= np.uint64(64):
                 for column in range(fields.size):
@@ -46,6 +67,15 @@ def _levels(levels, norms, bucket, steps, out):
 
 
 @kernel
+def _unary(numbers, out):
+    at = np.uint64(0)
+    for number in numbers:
+        at += np.uint64(number)
+        out[at >> np.uint64(3)] |= np.uint8(1) << np.uint8(at & np.uint64(7))
+        at += np.uint64(1)
+
+
+@kernel
 def _square_sums(vector, origin, step, sums):
     for start in range(0, vector.size, BLOCK):
         part, beside = vector[start : start + BLOCK], origin[start * step : start * step + BLOCK]
@@ -58,6 +88,18 @@ def _square_sums(vector, origin, step, sums):
 def _look_up(table, codes, out):
     for at in range(codes.size):
         out[at] = table[codes[at]]
+
+
+def unary(numbers: NDArray[Any]) -> NDArray[np.uint8]:
+    """See :meth:`fedcomp.kernels.interface.Ops.unary`."""
+    out = np.zeros((int(numbers.sum(dtype=np.int64)) + numbers.size + 7) // 8, np.uint8)
+    _unary(fixed(numbers), out)
+    return out
+
+
+def pack_columns(fields: NDArray[Any], words: NDArray[np.uint64]) -> None:
+    """See :meth:`fedcomp.kernels.interface.Ops.pack_columns`."""
+    _pack_columns(fixed(fields), words)
 
 
 def unpack_columns(words: NDArray[np.uint64], out: NDArray[Any]) -> None:

@@ -171,6 +171,16 @@ class Ops(Protocol):
         slots. No state is below :data:`RANS_LEAST`; they are overwritten.
         """
 
+    def unary(self, numbers: NDArray[Any]) -> NDArray[np.uint8]:
+        """Return at least one non-negative integer in unary: as many 0 bits as it says, then a 1 bit, lowest bit first.
+
+        ``numbers`` are uint32, uint64 or int64 and may be overwritten; the bits fit into memory.
+        """
+        ...
+
+    def pack_columns(self, fields: NDArray[Any], words: NDArray[np.uint64]) -> None:
+        """Undo :meth:`unpack_columns`: write all of ``words`` from the low bits of integers, shape (64, columns)."""
+
     def unpack_columns(self, words: NDArray[np.uint64], out: NDArray[Any]) -> None:
         """Read fields that are packed column by column: field (row, column) of ``out``, shape (64, columns), is at bits
         ``row * width`` and on of a column of ``words``, shape (width, columns)."""

@@ -31,7 +31,7 @@ _NARROW = 16  # lanes below which numpy's calls cost more than Python's integers
 _ONE = np.float64(1.0).view(np.int64)
 _FRACTION = np.int64(2**52 - 1)
 _BIAS = 1023
-_COLUMNS = 4096  # columns of packed fields read at once: temporaries of 2 MiB, few enough calls
+_COLUMNS = 4096  # columns of packed fields taken at once: temporaries of 2 MiB, few enough calls
 
 
 def collect(bits: Bits, threshold: int, limit: int, candidates: Candidates) -> None:
@@ -332,12 +332,48 @@ def _decode_singly(
     return np.array(out, np.uint16) if taken == len(words) and states == [RANS_LEAST] * lanes else None
 
 
+def unary(numbers: NDArray[Any]) -> NDArray[np.uint8]:
+    """See :meth:`fedcomp.kernels.interface.Ops.unary`."""
+    numbers += numbers.dtype.type(1)
+    ends = np.add.accumulate(numbers, dtype=np.int64)
+    # The ends count from 1: dropping one bit in front is cheaper than subtracting 1 from every end.
+    bits = np.zeros(int(ends[-1]) + 1, np.uint8)
+    bits[ends] = 1
+    return np.packbits(bits[1:], bitorder="little")
+
+
+def _rows(width: int) -> tuple[NDArray[np.intp], NDArray[np.uint64], NDArray[np.intp]]:
+    """Return for each of the 64 rows the word it starts in and its shift there, and which rows reach the next word."""
+    bit = np.arange(64) * width
+    crossing = np.flatnonzero((bit & 63) + width > 64)
+    return bit >> 6, (bit & 63).astype(np.uint64), crossing
+
+
+def pack_columns(fields: NDArray[Any], words: NDArray[np.uint64]) -> None:
+    """See :meth:`fedcomp.kernels.interface.Ops.pack_columns`."""
+    # Row j of all columns is shifted by the same number of bits, so that each step below is one operation on contiguous
+    # memory, whatever the width.
+    width, columns = words.shape
+    word, shift, crossing = _rows(width)
+    first = np.searchsorted(word, np.arange(width + 1))
+    mask = np.uint64((1 << width) - 1)
+    for start in range(0, columns, _COLUMNS):
+        stretch = slice(start, start + _COLUMNS)
+        part = fields[:, stretch].astype(np.uint64)
+        part &= mask
+        shifted = part << shift[:, None]
+        for w in range(width):
+            np.bitwise_or.reduce(shifted[first[w] : first[w + 1]], axis=0, out=words[w, stretch])
+        # A row that starts at bit 0 never crosses, so no shift here is by 64, which C leaves undefined.
+        carried = part[crossing] >> (np.uint64(64) - shift[crossing])[:, None]
+        # No two rows cross into the same word, so one fancy assignment reaches every crossing.
+        words[word[crossing] + 1, stretch] |= carried
+
+
 def unpack_columns(words: NDArray[np.uint64], out: NDArray[Any]) -> None:
     """See :meth:`fedcomp.kernels.interface.Ops.unpack_columns`."""
     width, columns = words.shape
-    bit = np.arange(64) * width
-    word, shift = bit >> 6, (bit & 63).astype(np.uint64)
-    crossing = np.flatnonzero((bit & 63) + width > 64)
+    word, shift, crossing = _rows(width)
     mask = np.uint64((1 << width) - 1)
     for start in range(0, columns, _COLUMNS):
         near = words[:, start : start + _COLUMNS]

@@ -42,9 +42,14 @@ def warm() -> float | None:
     ops.rans_decode(states, words, (slots >> 11).astype(np.uint16), (2048 << 16 | slots % 2048).astype(np.uint32), 64)
     for kind in (np.int16, np.int32):
         ops.levels(np.zeros(4, kind), vector[:1], 0, 7)
+    for name in ("u4", "i8", "u8"):
+        ops.unary(np.zeros(4, name))
     ops.look_up(vector, np.zeros(4, np.uint8))
     ops.square_sums(vector, None)
     ops.square_sums(vector, vector)
+    # What fields are made of: codes, levels, gaps and indices.
+    for name in ("u1", "u2", "u4", "i2", "i4", "i8", "u8"):
+        ops.pack_columns(np.zeros((64, 2), name), np.zeros((3, 2), np.uint64))
     # What fields are read into: codes, levels, gaps and the bits below a leading one.
     for name in ("u1", "u2", "u4", "i2", "i4", "i8", "u8"):
         ops.unpack_columns(np.zeros((3, 2), np.uint64), np.empty((64, 2), name))

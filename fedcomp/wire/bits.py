@@ -18,9 +18,6 @@ from fedcomp.wire.errors import Corrupt, Truncated
 VERTICAL_THRESHOLD: Final = 8192
 """Number of fields from which the vertical layout is used. Part of the format: it may never change."""
 
-_COLUMNS = 4096
-"""Columns of the vertical layout handled at once: temporaries of 2 MiB, few enough calls."""
-
 _SUM_CHUNK = 1 << 18
 
 _WORD = np.dtype("<u8")
@@ -158,35 +155,11 @@ def _unpack_string(buf: Buffer, count: int, width: int, dtype: type[Any]) -> NDA
     return fields.astype(dtype, copy=False)
 
 
-def _rows(width: int) -> tuple[NDArray[np.intp], NDArray[np.uint64], NDArray[np.intp]]:
-    """Return for each of the 64 rows the word it starts in and its shift there, and which rows reach the next word."""
-    bit = np.arange(64) * width
-    crossing = np.flatnonzero((bit & 63) + width > 64)
-    return bit >> 6, (bit & 63).astype(np.uint64), crossing
-
-
 def _pack_vertical(fields: NDArray[Any], width: int) -> bytes:
-    # Row j of all columns is shifted by the same number of bits, so that each step below is one operation on contiguous
-    # memory, whatever the width.
     rows = fields.reshape(64, -1)
-    columns = rows.shape[1]
-    word, shift, crossing = _rows(width)
-    first = np.searchsorted(word, np.arange(width + 1))
-    mask = np.uint64((1 << width) - 1)
-    words = np.empty((width, columns), "<u8")
-    for start in range(0, columns, _COLUMNS):
-        stretch = slice(start, start + _COLUMNS)
-        part = rows[:, stretch].astype(np.uint64)
-        # Callers pass whole gaps or indices and want their low bits; the others would run into the next rows.
-        part &= mask
-        shifted = part << shift[:, None]
-        for w in range(width):
-            np.bitwise_or.reduce(shifted[first[w] : first[w + 1]], axis=0, out=words[w, stretch])
-        # A row that starts at bit 0 never crosses, so no shift here is by 64, which C leaves undefined.
-        carried = part[crossing] >> (np.uint64(64) - shift[crossing])[:, None]
-        # No two rows cross into the same word, so one fancy assignment reaches every crossing.
-        words[word[crossing] + 1, stretch] |= carried
-    return words.tobytes()
+    words = np.empty((width, rows.shape[1]), np.uint64)
+    tiers.ops("auto", fields.size).pack_columns(rows, words)
+    return words.astype("<u8", copy=False).tobytes()
 
 
 def _unpack_vertical(buf: Buffer, width: int, out: NDArray[Any]) -> None:
@@ -206,12 +179,7 @@ def pack_unary(numbers: NDArray[Any]) -> bytes:
     """
     if numbers.size == 0:
         return b""
-    numbers += numbers.dtype.type(1)
-    ends = np.add.accumulate(numbers, dtype=np.int64)
-    # The ends count from 1: dropping one bit in front is cheaper than subtracting 1 from every end.
-    bits = np.zeros(int(ends[-1]) + 1, np.uint8)
-    bits[ends] = 1
-    return np.packbits(bits[1:], bitorder="little").tobytes()
+    return tiers.ops("auto", numbers.size).unary(numbers).tobytes()
 
 
 def unpack_unary(buf: Buffer, count: int) -> NDArray[np.int64]:

@@ -285,14 +285,20 @@ class GapBytes(IndexCodec):
 
 
 def indices_from_gaps(gaps: NDArray[Any], n: int) -> Indices:
-    """Return the indices of unsigned ``gaps``, each below ``4 n``; raise Corrupt when they leave ``range(n)``."""
+    """Return the indices of ``gaps``, each from 0 to ``4 n - 1``; raise Corrupt when they leave ``range(n)``.
+
+    Gaps of type int64 are overwritten.
+    """
     if gaps.size == 0:
         return np.zeros(0, np.int64)
     # The exact sum is taken only where the int64 running sum could wrap and come out below n again.
     if gaps.size * 4 * n >= 1 << 62 and exact_sum(gaps) >= 1 << 62:
         raise Corrupt(f"indices run beyond the {n} elements of the tensor")
-    indices = np.cumsum(gaps, dtype=np.int64)
-    indices += np.arange(gaps.size)
+    # In place: what a new array of this size costs is the memory pages that nobody has touched before.
+    indices = gaps.astype(np.int64, copy=False)
+    indices += 1
+    np.add.accumulate(indices, out=indices)
+    indices -= 1
     # No gap is negative, so the last index is the largest.
     if indices[-1] >= n:
         raise Corrupt(f"indices run beyond the {n} elements of the tensor")

@@ -155,9 +155,13 @@ class BlockRice(IndexCodec):
         """Encode with a given table of parameters, one per block."""
         if support.k == 0:
             return bytes((DEFAULT_BLOCK_LOG2,)), b""
-        b = np.repeat(table, 1 << DEFAULT_BLOCK_LOG2)[: support.k].astype(support.gaps.dtype)
-        parts = [pack(table, 5), pack_unary(support.gaps >> b)]
-        parts += [pack(support.gaps[b == value], value) for value in _parameters(table)]
+        k = support.k
+        gaps = _in_blocks(support.gaps, DEFAULT_BLOCK_LOG2)
+        quotients = (gaps >> table.astype(gaps.dtype)[:, None]).reshape(-1)[:k]
+        parts = [pack(table, 5), pack_unary(quotients)]
+        members = _members(table, k, DEFAULT_BLOCK_LOG2)
+        # Only the last block may be short, and it is the last of its parameter, too.
+        parts += [pack(gaps[table == v].reshape(-1)[: members[v]], v) for v in _parameters(table)]
         return bytes((DEFAULT_BLOCK_LOG2,)), b"".join(parts)
 
     def bounds(self, params: bytes, n: int, k: int) -> tuple[int, int]:
@@ -184,11 +188,12 @@ class BlockRice(IndexCodec):
         if split < start or split - start > unary_size(n - k, k) or largest > n.bit_length():
             raise Corrupt("block-rice parameters do not fit the section")
         gaps = unary_numbers(unpack_unary(section[start:split], k))
-        b = np.repeat(table, 1 << log2)[:k]
         # In float64, because the shift below would wrap for forged quotients. 1.5 leaves room for rounding: the
         # exact check comes with the sum of the gaps.
-        if float(np.ldexp(gaps.astype(np.float64), b.astype(np.int32)).sum()) > 1.5 * n:
+        totals = np.add.reduceat(gaps, np.arange(0, k, 1 << log2)).astype(np.float64)
+        if float(np.ldexp(totals, table.astype(np.int32)).sum()) > 1.5 * n:
             raise Corrupt(f"indices run beyond the {n} elements of the tensor")
+        b = np.repeat(table, 1 << log2)[:k]
         gaps <<= b
         # One pass for each parameter that occurs, 31 at most, whatever the number of blocks.
         for value in values:
@@ -204,6 +209,13 @@ class BlockRice(IndexCodec):
     def size_bits(self, n: int, k: int) -> int:
         table = packed_size(-(-k >> DEFAULT_BLOCK_LOG2), 5) if k else 0
         return 8 * (table + 31) + Rice().size_bits(n, k)
+
+
+def _in_blocks(numbers: NDArray[Any], log2: int) -> NDArray[Any]:
+    """Return numbers a block to a row, the last row filled up with zeros."""
+    blocks = np.zeros((-(-numbers.size >> log2), 1 << log2), numbers.dtype)
+    blocks.reshape(-1)[: numbers.size] = numbers
+    return blocks
 
 
 def _parameters(table: NDArray[np.uint8]) -> list[int]:
@@ -225,9 +237,8 @@ def best_block_rice(support: Support) -> tuple[NDArray[np.uint8], int]:
     if k == 0:
         return np.zeros(0, np.uint8), 0
     blocks = -(-k >> log2)
-    # The last block is filled up with gaps of 0: their quotients are 0, and `used` leaves their bits out.
-    gaps = np.zeros((blocks, 1 << log2), support.gaps.dtype)
-    gaps.reshape(-1)[:k] = support.gaps
+    # Gaps of 0 have quotients of 0, and `used` leaves their bits out.
+    gaps = _in_blocks(support.gaps, log2)
     used = np.full(blocks, 1 << log2, np.int64)
     used[-1] = k - ((blocks - 1) << log2)
     totals = gaps.sum(axis=1, dtype=np.int64)

@@ -174,12 +174,31 @@ def test_packed_fields_are_read_alike(width: int) -> None:
                 compiled.unpack_columns(words, out[0])
                 portable.unpack_columns(words, out[1])
                 np.testing.assert_array_equal(out[0], out[1])
+                # Whatever lies above the low bits of a field is left out.
+                fields = out[0] | (out[0] << np.asarray(width % (8 * out[0].itemsize), dtype)) if width < 8 else out[0]
+                back = [np.full_like(words, 1) for _ in range(2)]
+                compiled.pack_columns(fields, back[0])
+                portable.pack_columns(fields, back[1])
+                np.testing.assert_array_equal(back[0], words)
+                np.testing.assert_array_equal(back[1], words)
     # From the definition: row r is the r-th number of ``width`` bits of its column, read as one large integer.
     column = sum(int(word) << 64 * i for i, word in enumerate(words[:, 0].tolist()))
     expected = [column >> (width * row) & ((1 << width) - 1) for row in range(64)]
     fields = np.empty((64, columns), np.uint64)
     compiled.unpack_columns(words, fields)
     assert fields[:, 0].tolist() == expected
+
+
+@pytest.mark.parametrize("dtype", [np.uint32, np.int64, np.uint64])
+def test_unary_streams_are_alike(dtype: type) -> None:
+    for count in (1, 8, 5000):
+        for most in (1, 2, 300):
+            numbers = (Key(count, "unary").bits(count) % np.uint64(most)).astype(dtype)
+            text = "".join("0" * int(number) + "1" for number in numbers)
+            text += "0" * (-len(text) % 8)
+            expected = bytes(int(text[i : i + 8][::-1], 2) for i in range(0, len(text), 8))
+            assert compiled.unary(numbers).tobytes() == expected
+            assert portable.unary(numbers).tobytes() == expected
 
 
 @pytest.mark.parametrize("bits", [1, 2, 8])
