@@ -11,7 +11,7 @@ import hashlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from operator import attrgetter, index
+from operator import index
 from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from fedcomp.coding.errors import PacketError
 from fedcomp.coding.field import GF256
-from fedcomp.coding.packet import DIGEST_BYTES, Mode, Packet, PacketLimits
+from fedcomp.coding.packet import DIGEST_BYTES, Mode, Packet, PacketLimits, PayloadHead
 from fedcomp.coding.stream import SplitMix64
 from fedcomp.errors import ConfigError, nearest
 
@@ -101,41 +101,9 @@ def payload_digest(payload: bytes | memoryview, hidden: bytes | memoryview = b""
     return state.digest()
 
 
-class PayloadHead(NamedTuple):
-    """What all packets of one payload have in common; packets that differ in any of it never meet in one product."""
-
-    field: int
-    round: int
-    source: int
-    first_generation: int
-    generations: int
-    symbols: int
-    symbol_bytes: int
-    payload_bytes: int
-    digest: bytes
-
-    @classmethod
-    def of(cls, packet: Packet) -> PayloadHead:
-        """Return the head of the payload that a packet belongs to."""
-        return cls(*_shared(packet))
-
-    def require_same(self, other: PayloadHead) -> None:
-        """Raise PacketError, naming what differs, unless the other head is equal."""
-        for name, mine, its in zip(self._fields, self, other, strict=True):
-            if mine != its:
-                raise PacketError(f"{name} = {its!r} among packets with {mine!r}; packets of two payloads never mix")
-
-    def require_within(self, limits: PacketLimits) -> None:
-        """Raise PacketError when the payload claims more than the limits accept."""
-        limits.check(self.symbols, self.symbol_bytes, self.payload_bytes, self.first_generation + self.generations)
-
-
-_shared = attrgetter(*PayloadHead._fields)
-
-
 def admit(packet: Packet, limits: PacketLimits, held: PayloadHead | None) -> PayloadHead:
     """Return what the packet shares with others of its payload, or raise PacketError when it is not one to take in."""
-    head = PayloadHead.of(packet)
+    head = packet.head
     # What is checked below is all part of the head, and was checked in the first packet with this one.
     if head == held:
         return head
@@ -258,6 +226,7 @@ class Encoder(ABC):
             made = np.empty((len(coded), self.generations, self.symbol_bytes), np.uint8)
             for generation in range(self.generations):
                 FIELD.matmul(rows, self._data[generation], out=made[:, generation])
+            made.flags.writeable = False
             bodies = dict(zip(coded, made, strict=True))
         return [
             Packet(
@@ -300,6 +269,8 @@ class Encoder(ABC):
         else:
             flat = np.zeros(whole, np.uint8)
             flat[: len(view)] = np.frombuffer(view, np.uint8)
+        # Packets keep what nobody can write to; of a payload in a writable buffer they are copies all the same.
+        flat.flags.writeable = False
         data = flat.reshape(generations, symbols, symbol_bytes)
         if not threshold:
             return data
@@ -307,7 +278,9 @@ class Encoder(ABC):
         hidden = threshold * generations * symbol_bytes
         noise = os.urandom(hidden) if insecure_seed is None else SplitMix64(insecure_seed).bytes(hidden).tobytes()
         drawn = np.array(memoryview(noise), np.uint8).reshape(generations, threshold, symbol_bytes)
-        return np.concatenate([data, drawn], axis=1)
+        whole_data = np.concatenate([data, drawn], axis=1)
+        whole_data.flags.writeable = False
+        return whole_data
 
 
 def check_mode(code: CodeName, mode: str, known: Sequence[str]) -> None:

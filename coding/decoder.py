@@ -1,7 +1,8 @@
 """The decoder: packets of one payload in any order, of any mode, of the random code or of Reed-Solomon.
 
 It has two phases. While packets arrive only their coefficients are eliminated (:mod:`fedcomp.coding.elimination`), and
-bodies are stored untouched; when they are enough, an e x e system is solved and one product per generation makes the e
+bodies stay where they are: the decoder keeps the packets' own arrays, which nobody can write to (see
+:class:`~fedcomp.coding.packet.Packet`). When they are enough, an e x e system is solved and one product makes the e
 symbols that did not arrive as themselves. That costs e * K * S multiplications, as much as encoding e packets, instead
 of the K * K * S of eliminating bodies row by row as they arrive.
 """
@@ -18,13 +19,15 @@ from numpy.typing import NDArray
 from fedcomp.coding.code import ALIGN, FIELD, PayloadHead, admit, payload_digest
 from fedcomp.coding.elimination import Basis, recovery
 from fedcomp.coding.errors import CorruptGeneration, NotDecodable, PacketError
-from fedcomp.coding.kernels import reduce
+from fedcomp.coding.kernels import Rows, reduce
 from fedcomp.coding.packet import Mode, Packet, PacketLimits
 from fedcomp.errors import ConfigError
 
 ATTEMPTS = 8
 """How many packets are suspected, one after the other, when the digest of a decoded payload differs; and how many
 surplus packets are kept for it."""
+
+SYSTEMATIC = Mode.SYSTEMATIC
 
 Row = tuple[NDArray[np.uint8], NDArray[np.uint8]]
 """Coefficients of a packet, and its body."""
@@ -125,12 +128,9 @@ class Decoder:
         self._received += 1
         self._bytes += packet.wire_bytes
         # Once the digest has been verified no packet can add anything; it is only counted.
-        if self._verified:
-            innovative = False
-        elif packet.mode is Mode.SYSTEMATIC:
-            innovative = self._absorb(held, packet.number, packet.body)
-        else:
-            innovative = self._absorb(held, packet.row(), packet.body)
+        innovative = not self._verified and self._absorb(
+            held, packet.number if packet.mode is SYSTEMATIC else packet.row(), packet.body
+        )
         self._dependent += not innovative
         return innovative
 
@@ -189,7 +189,7 @@ class Decoder:
         return data
 
     def solve(self) -> int:
-        """Make the e symbols that did not arrive as themselves, one product per generation; return e.
+        """Make the e symbols that did not arrive as themselves in one product; return e.
 
         This is the second phase, apart from the assembly and the digest; :meth:`payload` calls it. They take the place
         of the combinations they are made from, so a second call has nothing left to do.
@@ -257,15 +257,13 @@ class Decoder:
         return self._held
 
     def _absorb(self, held: _Held, content: int | NDArray[np.uint8], body: NDArray[np.uint8]) -> bool:
-        """Store a packet; ``content`` is the symbol that it is, or else its coefficients."""
-        if isinstance(content, int):
-            if held.add_symbol(content, body):
-                return True
-            vector = held.unit(content)
-        else:
-            if held.add_combination(content, body):
-                return True
-            vector = content
+        """Keep a packet; ``content`` is the symbol that it is, or else its coefficients."""
+        # One row for a product. Of what came as bytes every body is contiguous already.
+        if not body.flags.c_contiguous:
+            body = body.copy()
+        if held.add(content, body):
+            return True
+        vector = held.unit(content) if isinstance(content, int) else content
         if len(self._surplus) < ATTEMPTS and not held.has(vector, body):
             self._surplus.append((vector, body))
         return False
@@ -274,8 +272,8 @@ class Decoder:
 def _store(head: PayloadHead, threshold: int, expect: tuple[int, int] | None) -> _Held:
     """Return an empty store for a payload.
 
-    The header's figures are bound to each other, so that what is allocated is the payload, which the limits bound,
-    with its padding and its random symbols.
+    The header's figures are bound to each other, so that K bodies are the payload, which the limits bound, with its
+    padding and its random symbols; as many bytes again, at most, are made of them.
 
     Raises
     ------
@@ -340,13 +338,13 @@ def _suspects(held: _Held, surplus: list[Row]) -> list[Row]:
     if not surplus:
         return []
     vectors = np.stack([vector for vector, _ in surplus])
-    difference = held.encode(vectors) ^ np.stack([body for _, body in surplus], axis=1)
-    wrong = np.argwhere(difference.any(axis=1))
+    difference = held.encode(vectors) ^ np.stack([body for _, body in surplus])
+    wrong = np.argwhere(difference.any(axis=0))
     if not wrong.size:
         return []  # all surplus agrees with what was decoded: no packet stands out
     # One byte that differs is enough to find the packet: all of a body's bytes enter with the same coefficients.
     generation, place = wrong[0]
-    sample = difference[generation, :, place]
+    sample = difference[:, generation, place]
     witness = int(np.flatnonzero(sample)[0])
     inverse = held.reduced().transform
     weights = FIELD.matmul(vectors, inverse)
@@ -355,7 +353,7 @@ def _suspects(held: _Held, surplus: list[Row]) -> list[Row]:
     slots = np.flatnonzero(fits.all(axis=0) & (weights[witness] != 0))[:ATTEMPTS]
     factors = FIELD.reciprocal(weights[witness, slots])
     return [
-        (inverse[:, slot], FIELD.multiply(difference[:, witness], factor))
+        (inverse[:, slot], FIELD.multiply(difference[witness], factor))
         for slot, factor in zip(slots, factors, strict=True)
     ]
 
@@ -363,57 +361,42 @@ def _suspects(held: _Held, surplus: list[Row]) -> list[Row]:
 class _Held:
     """The independent packets of one payload; slot i holds the i-th of them.
 
-    ``vectors`` (K, K) are the coefficients as they came. ``rows`` (generations, K, S) are the bodies as they came,
-    until :meth:`solve` made the missing symbols, which take the place of the combinations.
+    ``vectors`` (K, K) are the coefficients as they came. ``bodies`` are the packets' own arrays, each of shape
+    (generations, S), until :meth:`solve` made the missing symbols, which take the place of the combinations. None of
+    them is written to: they belong to the packets, and to every decoder that merged this one.
     """
 
     def __init__(self, head: PayloadHead) -> None:
         self.head = head
         self.basis = Basis(head.symbols)
         self.vectors = np.zeros((head.symbols, head.symbols), np.uint8)
-        self._rows = np.empty((head.generations, head.symbols, head.symbol_bytes), np.uint8)
-        self._made: NDArray[np.uint8] | None = None  # missing symbols on their way into the slots of _at
-        self._at: slice | NDArray[np.int64] = slice(0)
+        self.bodies: list[NDArray[np.uint8]] = []
         # Where a symbol is that is there as itself, which symbol a slot holds then, and the other slots.
-        self.slot_of, self.symbol_at = np.full(head.symbols, -1, np.int64), np.zeros(head.symbols, np.int64)
+        # Lists: arrivals write single entries, and numpy takes several times as long for one.
+        self.slot_of, self.symbol_at = [-1] * head.symbols, [0] * head.symbols
         self.coded: list[int] = []
         self._reduced: _Reduced | None = None
-
-    @property
-    def rows(self) -> NDArray[np.uint8]:
-        """The bodies by slot, with the symbols that were made in their place."""
-        if self._made is not None:
-            self._rows[0, self._at], self._made = self._made, None
-        return self._rows
 
     @property
     def complete(self) -> bool:
         return self.basis.rank == self.head.symbols
 
-    def add_symbol(self, symbol: int, body: NDArray[np.uint8]) -> bool:
-        """Store a packet that is this symbol itself if it is independent of those held; return whether it was."""
-        slot = self.basis.rank
-        if not self.basis.add_unit(symbol):
-            return False
-        self.vectors[slot, symbol] = 1
-        self.slot_of[symbol], self.symbol_at[slot] = slot, symbol
-        self._store(slot, body)
-        return True
-
-    def add_combination(self, vector: NDArray[np.uint8], body: NDArray[np.uint8]) -> bool:
-        """Store a packet with these coefficients if it is independent of those held; return whether it was."""
-        slot = self.basis.rank
-        if not self.basis.add(vector):
-            return False
-        self.vectors[slot] = vector
-        self.coded.append(slot)
-        self._store(slot, body)
-        return True
-
-    def _store(self, slot: int, body: NDArray[np.uint8]) -> None:
-        # Below rank K nothing was solved yet, so no symbol is on its way into a slot.
-        self._rows[:, slot] = body
+    def add(self, content: int | NDArray[np.uint8], body: NDArray[np.uint8]) -> bool:
+        """Keep a packet, the symbol or the coefficients ``content``, if it is independent; return whether it was."""
+        slot = len(self.bodies)
+        if isinstance(content, int):
+            if not self.basis.add_unit(content):
+                return False
+            self.vectors[slot, content] = 1
+            self.slot_of[content], self.symbol_at[slot] = slot, content
+        else:
+            if not self.basis.add(content):
+                return False
+            self.vectors[slot] = content
+            self.coded.append(slot)
+        self.bodies.append(body)
         self._reduced = None
+        return True
 
     def unit(self, symbol: int) -> NDArray[np.uint8]:
         """Return the coefficients of a packet that is this symbol itself."""
@@ -427,63 +410,53 @@ class _Held:
         if not same.size:
             return False
         # At rank K the slot may hold a solved symbol in the packet's place, so the packet is made again.
-        stored = self.encode(vector[None, :])[:, 0] if self.complete else self.rows[:, same[0]]
+        stored = self.encode(vector[None, :])[0] if self.complete else self.bodies[same[0]]
         return np.array_equal(stored, body)
 
     def packet_at(self, slot: int) -> tuple[int | NDArray[np.uint8], NDArray[np.uint8]]:
         """Return a packet that spans, with those of the other slots, what was received: its symbol or vector, body."""
-        return (self.vectors[slot] if slot in self.coded else int(self.symbol_at[slot])), self.rows[:, slot]
+        return (self.vectors[slot] if slot in self.coded else self.symbol_at[slot]), self.bodies[slot]
 
     def combine(self, weights: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Return ``weights @ rows`` in every generation, shape (generations, len(weights), S)."""
-        made = np.empty((self.rows.shape[0], len(weights), self.rows.shape[2]), np.uint8)
-        for generation, rows in enumerate(self.rows):
-            FIELD.matmul(weights, rows[: self.basis.rank], out=made[generation])
-        return made
+        """Return ``weights @ bodies``, shape (len(weights), generations, S)."""
+        made = FIELD.matmul(weights, Rows(self.bodies))
+        return made.reshape(len(weights), self.head.generations, self.head.symbol_bytes)
 
     def solve(self) -> int:
         """Put the symbols that did not arrive as themselves where the combinations are; return how many; at rank K."""
         e = len(self.coded)
         if not e:
             return 0
-        coded, missing = np.array(self.coded), (self.slot_of < 0).nonzero()[0]
-        weights = recovery(self.vectors, coded, self.slot_of)
-        made = np.empty((e, self.head.symbol_bytes), np.uint8)
-        # Combinations usually come last, and a slice is copied quicker than rows by their indices.
-        together = self.coded[-1] - self.coded[0] == e - 1
-        where = slice(self.coded[0], self.coded[-1] + 1) if together else coded
-        if len(self._rows) == 1:
-            # Left where it is: payload() reads it from there, and only other uses pay for the copy into place.
-            self._made, self._at = FIELD.matmul(weights, self._rows[0], out=made), where
-        else:
-            # What is made of one generation is still in the cache when it is put in place.
-            for held in self._rows:
-                held[where] = FIELD.matmul(weights, held, out=made)
-        self.slot_of[missing], self.symbol_at[coded] = coded, missing
+        missing = [symbol for symbol, slot in enumerate(self.slot_of) if slot < 0]
+        made = self.combine(recovery(self.vectors, np.array(self.coded), np.array(self.slot_of)))
+        for symbol, slot, body in zip(missing, self.coded, made, strict=True):
+            self.bodies[slot], self.slot_of[symbol], self.symbol_at[slot] = body, slot, symbol
         self.coded = []
         return e
 
     def encode(self, vectors: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Return what packets with these coefficients would carry, shape (generations, len(vectors), S); at rank K."""
+        """Return what packets with these coefficients would carry, shape (len(vectors), generations, S); at rank K."""
         self.solve()
         return self.combine(vectors.take(self.symbol_at, axis=1))
 
     def correct(self, column: NDArray[np.uint8], change: NDArray[np.uint8]) -> None:
         """Add ``change``, shape (generations, S), times ``column[p]`` to every symbol p; repeating takes it back."""
         for symbol in np.flatnonzero(column):
-            self.rows[:, self.slot_of[symbol]] ^= FIELD.multiply(change, column[symbol])
+            slot = self.slot_of[symbol]
+            # A new array: the old one may be the packet's own, and another decoder's.
+            self.bodies[slot] = self.bodies[slot] ^ FIELD.multiply(change, column[symbol])
 
     def determined(self, columns: Iterable[int]) -> dict[int, NDArray[np.uint8]]:
         """Return those of the symbols that are determined: values of shape (generations, S)."""
         if self.complete:
             self.solve()
-            return {symbol: self.rows[:, self.slot_of[symbol]] for symbol in columns}
+            return {symbol: self.bodies[self.slot_of[symbol]] for symbol in columns}
         combinations = self.reduced().determined()
         found = {symbol: combinations[symbol] for symbol in columns if symbol in combinations}
         if not found:
             return {}
         weights = np.array(list(found.values()), np.uint8).reshape(-1, self.basis.rank)
-        return dict(zip(found, self.combine(weights).swapaxes(0, 1), strict=True))
+        return dict(zip(found, self.combine(weights), strict=True))
 
     def reduced(self) -> _Reduced:
         """Return the reduced row echelon form of the coefficients that were received."""
@@ -497,13 +470,8 @@ class _Held:
     def pieces(self, columns: range) -> list[memoryview]:
         """Return these symbols, generation by generation, as views; at rank K."""
         self.solve()
-        slots = self.slot_of[columns.start : columns.stop].tolist()
-        found = [rows[slot].data for rows in self._rows for slot in slots]
-        if self._made is not None:
-            # Not worth a copy into place when all that is wanted is the payload.
-            made = dict(zip(np.arange(self.head.symbols)[self._at].tolist(), self._made, strict=True))
-            found = [made[slot].data if slot in made else data for slot, data in zip(slots, found, strict=True)]
-        return found
+        bodies = [self.bodies[slot] for slot in self.slot_of[columns.start : columns.stop]]
+        return [body[generation].data for generation in range(self.head.generations) for body in bodies]
 
     def length_of(self, index: int) -> int:
         """Return how many bytes of symbol ``index`` are payload."""

@@ -78,7 +78,7 @@ class GF256:
             raise ConfigError("zero has no reciprocal in GF(2^8); check for zeros before dividing")
         return np.asarray(tables.reciprocals()[a])
 
-    def matmul(self, a: Bytes, b: Bytes, out: Bytes | None = None) -> Bytes:
+    def matmul(self, a: Bytes, b: Bytes | kernels.Rows, out: Bytes | None = None) -> Bytes:
         """Return ``a @ b``, shapes (n, k) and (k, s); ``out`` of shape (n, s) may not overlap the others."""
         return kernels.matmul(a, b, out)
 

@@ -11,9 +11,10 @@ import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from dataclasses import field as dataclass_field
 from enum import IntEnum
 from functools import cached_property
-from operator import index
+from operator import attrgetter, index
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -100,6 +101,30 @@ class PacketLimits:
                 raise PacketError(f"the header claims {name} = {claimed}; this receiver accepts at most {most}")
 
 
+class PayloadHead(NamedTuple):
+    """What all packets of one payload have in common; packets that differ in any of it never meet in one product."""
+
+    field: int
+    round: int
+    source: int
+    first_generation: int
+    generations: int
+    symbols: int
+    symbol_bytes: int
+    payload_bytes: int
+    digest: bytes
+
+    def require_same(self, other: PayloadHead) -> None:
+        """Raise PacketError, naming what differs, unless the other head is equal."""
+        for name, mine, its in zip(self._fields, self, other, strict=True):
+            if mine != its:
+                raise PacketError(f"{name} = {its!r} among packets with {mine!r}; packets of two payloads never mix")
+
+    def require_within(self, limits: PacketLimits) -> None:
+        """Raise PacketError when the payload claims more than the limits accept."""
+        limits.check(self.symbols, self.symbol_bytes, self.payload_bytes, self.first_generation + self.generations)
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Packet:
     """One coded symbol of each of ``body.shape[0]`` generations, all with the same coefficients.
@@ -120,12 +145,19 @@ class Packet:
     digest : bytes
         8 bytes, see :func:`fedcomp.coding.code.payload_digest`.
     body : uint8 array of shape (generations, S)
+        Whoever keeps a packet relies on its bytes. So an array that nobody can write to is kept as it is: a view of a
+        ``bytes`` object, or of an array that its owner made read-only. Any other is copied.
     field : int
         Number of the finite field, 0 to 3, see :data:`FIELDS`.
     first_generation : int
         Number of the generation that ``body[0]`` belongs to.
     recoded : bool
         Whether a relay combined it from several packets.
+
+    Attributes
+    ----------
+    head : PayloadHead
+        What it has in common with all packets of its payload.
 
     Raises
     ------
@@ -146,10 +178,16 @@ class Packet:
     first_generation: int = 0
     recoded: bool = False
     _wire_bytes: int | None = None
+    head: PayloadHead = dataclass_field(init=False)
 
     def __post_init__(self) -> None:
-        if self._wire_bytes is not None:
-            return  # it came from bytes that were checked as it was parsed
+        if self._wire_bytes is None:
+            self._check()
+        object.__setattr__(self, "body", _settled(self.body))
+        object.__setattr__(self, "head", PayloadHead(*_shared(self)))
+
+    def _check(self) -> None:
+        """Raise ConfigError unless this is a packet that could be written; parsing made these checks already."""
         for name in _WHOLE:
             # Numbers out of an array, numpy's own, are taken; they neither have to_bytes nor room for 64 bits.
             try:
@@ -203,7 +241,9 @@ class Packet:
     @cached_property
     def wire_bytes(self) -> int:
         """How long the packet is as bytes."""
-        return len(self.to_bytes()) if self._wire_bytes is None else self._wire_bytes
+        if self._wire_bytes is not None:
+            return self._wire_bytes
+        return HEADER_BYTES + len(_coefficient_bytes(self)) + self.body.nbytes
 
     def row(self) -> NDArray[Any]:
         """Return the coefficients as a dense vector of shape ``(K,)`` in the field's dtype (uint8 for GF(2^8))."""
@@ -246,7 +286,10 @@ class Packet:
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview, limits: PacketLimits) -> Packet:
-        """Parse a packet. Its body, and a dense vector, are read-only views of ``data``, not copies.
+        """Parse a packet. Its body, and a dense vector, are views of ``data`` when that is all of a ``bytes`` object.
+
+        Of anything else they are a copy: a buffer may be used again by its owner, and a view of a part would keep the
+        rest in memory, which no limit counts.
 
         Raises
         ------
@@ -296,6 +339,9 @@ class Packet:
             raise PacketError(
                 f"{len(view)} bytes; the header says {place} and {generations} symbols of {symbol_bytes} bytes"
             )
+        if type(view.obj) is not bytes or len(view.obj) != len(view):
+            # Before the checksum, so that it is of the bytes that are kept; after the limits, which bound the copy.
+            view = memoryview(bytes(view))
         if zlib.crc32(view[HEADER_BYTES:], zlib.crc32(view[:_CRC_AT])) != crc:
             raise PacketError("checksum differs: the packet was damaged on the way")
         number, vector = _parse_coefficients(Mode(mode), symbols, FIELDS[field_].dtype, view[HEADER_BYTES:place])
@@ -319,6 +365,27 @@ class Packet:
         _check_claims(packet)
         _check_elements(packet)
         return packet
+
+
+_shared = attrgetter(*PayloadHead._fields)
+
+
+def _settled(body: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return ``body`` if nobody can write to its bytes, else a copy of it that nobody can."""
+    memory: Any = body
+    # A read-only view says nothing of what it is a view of.
+    while True:
+        if type(memory) is memoryview:
+            memory = memory.obj
+        elif type(memory) is np.ndarray and not memory.flags.writeable and memory.base is not None:
+            memory = memory.base
+        else:
+            break
+    if type(memory) is bytes or (type(memory) is np.ndarray and not memory.flags.writeable):
+        return body
+    body = np.array(body)
+    body.flags.writeable = False
+    return body
 
 
 def _check_claims(packet: Packet) -> None:

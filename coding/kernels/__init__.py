@@ -8,6 +8,7 @@ GIL and are compiled into numba's disk cache. Importing this package compiles no
 
 from fedcomp.coding.kernels.dispatch import TIERS, best_tier, tiers, why_not
 from fedcomp.coding.kernels.product import matmul, reduce
+from fedcomp.coding.kernels.rows import Rows
 from fedcomp.coding.kernels.warming import warm
 
-__all__ = ["TIERS", "best_tier", "matmul", "reduce", "tiers", "warm", "why_not"]
+__all__ = ["TIERS", "Rows", "best_tier", "matmul", "reduce", "tiers", "warm", "why_not"]

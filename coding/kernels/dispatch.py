@@ -18,11 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp.coding.kernels import portable, tables
+from fedcomp.coding.kernels.rows import Rows
 from fedcomp.errors import ConfigError, nearest
 
 Bytes = NDArray[np.uint8]
 
-Product = Callable[[Bytes, Bytes, Bytes, bool], None]
+Product = Callable[[Bytes, "Bytes | Rows", Bytes, bool], None]
 """``product(a, b, out, accumulate)``: write ``a @ b``, or add it to ``out``.
 
 Arguments have been checked: shapes fit, none of the dimensions is zero, rows of ``b`` and ``out`` are contiguous, and
@@ -159,12 +160,21 @@ def load(tier: str) -> Loaded:
     return Loaded(tier, _vector_product(vectors, tier), _reduce(swar))
 
 
+_NOWHERE: Final = np.empty(0, np.intp)
+_NOTHING: Final = np.empty((0, 0), np.uint8)
+
+
+def _sources(b: Bytes | Rows) -> tuple[Bytes, NDArray[np.intp]]:
+    """Return a matrix and the addresses of rows, one of the two empty: how kernels take their sources."""
+    return (_NOTHING, b.places()) if isinstance(b, Rows) else (b, _NOWHERE)
+
+
 def _swar_product(swar: Any) -> Product:
     # All kernels have one signature; this one reads no words.
     words = np.zeros(1, np.uint64)
 
-    def product(a: Bytes, b: Bytes, out: Bytes, accumulate: bool) -> None:
-        swar.product(a, b, out, words, np.empty(swar.scratch_bytes(*a.shape), np.uint8), accumulate)
+    def product(a: Bytes, b: Bytes | Rows, out: Bytes, accumulate: bool) -> None:
+        swar.product(a, *_sources(b), out, words, np.empty(swar.scratch_bytes(*a.shape), np.uint8), accumulate)
 
     return product
 
@@ -173,9 +183,9 @@ def _vector_product(vectors: Any, tier: str) -> Product:
     shape = vectors.SHAPES[tier]
     compiled, words, scratch_bytes = vectors.make(shape), vectors.words_of(shape), vectors.scratch_bytes
 
-    def product(a: Bytes, b: Bytes, out: Bytes, accumulate: bool) -> None:
+    def product(a: Bytes, b: Bytes | Rows, out: Bytes, accumulate: bool) -> None:
         n, k = a.shape
-        compiled(a, b, out, words, np.empty(scratch_bytes(shape, n, k), np.uint8), accumulate)
+        compiled(a, *_sources(b), out, words, np.empty(scratch_bytes(shape, n, k), np.uint8), accumulate)
 
     return product
 

@@ -18,6 +18,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from fedcomp.coding.kernels.rows import Rows
 from fedcomp.errors import ConfigError
 
 Bytes = NDArray[np.uint8]
@@ -38,7 +39,7 @@ class Library:
     version: str
     _handle: ctypes.CDLL
 
-    def product(self, a: Bytes, b: Bytes, out: Bytes, accumulate: bool) -> None:
+    def product(self, a: Bytes, b: Bytes | Rows, out: Bytes, accumulate: bool) -> None:
         """Write ``a @ b``, or add it to what is in ``out``; no dimension is zero, rows are contiguous."""
         # The library's product overwrites its outputs, so adding is done here.
         target = np.empty(out.shape, np.uint8) if accumulate else out
@@ -46,7 +47,7 @@ class Library:
         if accumulate:
             np.bitwise_xor(out, target, out=out)
 
-    def prepare(self, a: Bytes, b: Bytes, out: Bytes) -> Callable[[], None]:
+    def prepare(self, a: Bytes, b: Bytes | Rows, out: Bytes) -> Callable[[], None]:
         """Return a call that writes ``a @ b``, tables and addresses made beforehand; arrays must stay in place.
 
         Raises
@@ -74,9 +75,11 @@ class Library:
         return call
 
 
-def _pointers(rows: Bytes) -> NDArray[np.uintp]:
+def _pointers(rows: Bytes | Rows) -> NDArray[np.intp]:
+    if isinstance(rows, Rows):
+        return rows.places()
     start, step = rows.ctypes.data, rows.strides[0]
-    return np.array([start + j * step for j in range(rows.shape[0])], np.uintp)
+    return np.array([start + j * step for j in range(rows.shape[0])], np.intp)
 
 
 @functools.cache

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
+import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import extending, njit, types
 from numba.core import cgutils
@@ -38,10 +39,13 @@ def compiled(signature: Any) -> Callable[[Callable[..., Any]], Any]:
 
 MATRIX: Final = types.Array(types.uint8, 2, "A", readonly=True)
 
+PLACES: Final = types.Array(types.intp, 1, "C", readonly=True)
+
 kernel: Final = compiled(
     types.void(
         MATRIX,
         MATRIX,
+        PLACES,
         types.Array(types.uint8, 2, "A"),
         types.Array(types.uint64, 1, "C", readonly=True),
         types.Array(types.uint8, 1, "C"),
@@ -49,6 +53,8 @@ kernel: Final = compiled(
     )
 )
 """Of every tier's product: coefficients, sources, outputs, words, working memory, whether to add to the outputs.
+
+Sources are a matrix, and behind it the addresses of their rows: none when they are the rows of the matrix.
 
 One signature for contiguous, strided, writable and read-only arrays: they share one compilation.
 """
@@ -109,3 +115,34 @@ def store_word(typingctx: Any, target: Any, word: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.intp, types.uint64), codegen
+
+
+@intrinsic
+def load_word(typingctx: Any, source: Any) -> Any:
+    """Return the 64-bit word at an address, as an address."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return load(builder, args[0], I64)
+
+    return types.intp(types.intp), codegen
+
+
+@compiled(types.boolean(types.Array(types.intp, 1, "C"), types.intp, MATRIX, types.intp))
+def place(found, number, array, size):
+    """Write an array's address to ``found[number]``; return False when it is not ``size`` contiguous bytes."""
+    rows, width = array.shape
+    # Strides of a dimension of one element, or of an array of none, say nothing.
+    if rows * width != size or (
+        size and ((width > 1 and array.strides[1] != 1) or (rows > 1 and array.strides[0] != width))
+    ):
+        return False
+    found[number] = address(array)
+    return True
+
+
+@njit(nogil=True)
+def write_places(table, b, places, k):
+    """Write the addresses of ``k`` sources to the words at ``table``: ``places``, or else the rows of ``b``."""
+    first, step = address(b), b.strides[0]
+    for j in range(k):
+        store_word(table + 8 * j, np.uint64(places[j] if places.size else first + j * step))

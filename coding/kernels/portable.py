@@ -6,17 +6,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp.coding.kernels import tables
+from fedcomp.coding.kernels.rows import Rows
 
 Bytes = NDArray[np.uint8]
 
 
-def product(a: Bytes, b: Bytes, out: Bytes, accumulate: bool) -> None:
+def product(a: Bytes, b: Bytes | Rows, out: Bytes, accumulate: bool) -> None:
     """Write ``a @ b``, or add it to what is in ``out``; see :data:`fedcomp.coding.kernels.dispatch.Product`.
 
     ``bytes.translate`` multiplies a row by a constant 1.6 times as fast as a gather in numpy does (measured); the sum
     of two rows is taken eight bytes at a time.
     """
-    size = b.shape[1]
+    size = out.shape[1]
     padded = -size % 8
     sources = [bytes(row) if not padded else bytes(row) + bytes(padded) for row in b]
     multiply = tables.rows()

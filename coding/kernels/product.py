@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp.coding.kernels.dispatch import Loaded, auto, load
+from fedcomp.coding.kernels.rows import Rows
 from fedcomp.errors import ConfigError
 
 Bytes = NDArray[np.uint8]
@@ -15,7 +16,9 @@ Bytes = NDArray[np.uint8]
 _BYTE = np.dtype(np.uint8)
 
 
-def matmul(a: Bytes, b: Bytes, out: Bytes | None = None, *, tier: str = "auto", accumulate: bool = False) -> Bytes:
+def matmul(
+    a: Bytes, b: Bytes | Rows, out: Bytes | None = None, *, tier: str = "auto", accumulate: bool = False
+) -> Bytes:
     """Return the matrix product ``a @ b`` over GF(2^8), polynomial 0x11D.
 
     Parameters
@@ -23,7 +26,8 @@ def matmul(a: Bytes, b: Bytes, out: Bytes | None = None, *, tier: str = "auto", 
     a : uint8 array, shape (n, k)
         Coefficients.
     b : uint8 array, shape (k, s)
-        Sources, one per row. Rows that are not contiguous are copied first.
+        Sources, one per row. Rows that are not contiguous are copied first. :class:`Rows` where they are in separate
+        arrays.
     out : uint8 array, shape (n, s), optional
         Where the product goes; may be a view with any strides, but overlap neither operand.
     tier : str
@@ -42,7 +46,8 @@ def matmul(a: Bytes, b: Bytes, out: Bytes | None = None, *, tier: str = "auto", 
         When shapes or dtypes do not fit, ``out`` overlaps an operand, or the tier cannot run here.
     """
     _check_matrix("a", a)
-    _check_matrix("b", b)
+    if not isinstance(b, Rows):
+        _check_matrix("b", b)
     n, k = a.shape
     rows, size = b.shape
     if rows != k:
@@ -52,7 +57,7 @@ def matmul(a: Bytes, b: Bytes, out: Bytes | None = None, *, tier: str = "auto", 
             raise ConfigError("accumulate adds to what is in out, and no out was given; pass it")
         out = np.empty((n, size), np.uint8)
     else:
-        _check_out(out, (n, size), a, b)
+        _check_out(out, (n, size), a, *(b if isinstance(b, Rows) else (b,)))
     # Before the empty cases: a tier that cannot run here is an error for every shape.
     loaded = _loaded(tier, n * k * size)
     if not n or not size:
@@ -62,7 +67,7 @@ def matmul(a: Bytes, b: Bytes, out: Bytes | None = None, *, tier: str = "auto", 
             out[...] = 0
         return out
     # Kernels go through a row byte after byte.
-    if b.strides[1] != 1:
+    if not isinstance(b, Rows) and b.strides[1] != 1:
         b = np.ascontiguousarray(b)
     if out.strides[1] == 1:
         loaded.product(a, b, out, accumulate)

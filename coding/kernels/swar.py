@@ -23,8 +23,10 @@ from fedcomp.coding.kernels.lanes import (
     kernel,
     literal_intrinsic,
     load,
+    load_word,
     offset,
     store,
+    write_places,
 )
 
 TILE: Final = 128
@@ -38,7 +40,7 @@ WORDS: Final = ir.VectorType(I64, 8)
 
 def scratch_bytes(n: int, k: int) -> int:
     """Return the bytes of working memory a product of shapes (n, k) and (k, any) needs."""
-    return n * k + TILE * (32 * GROUP + n + 1) + 192
+    return n * k + 8 * k + TILE * (32 * GROUP + n + 1) + 192
 
 
 def _times_two(builder: Any, x: Any) -> Any:
@@ -105,24 +107,26 @@ def _add(typingctx, sums, held, coefficients, count, tile):
 
 
 @kernel
-def product(a, b, out, words, scratch, accumulate):
+def product(a, b, places, out, words, scratch, accumulate):
     """Write ``a @ b``, or add it to what is in ``out``. Rows of ``b`` and ``out`` must be contiguous.
 
-    ``words`` is not used: all tiers are called alike.
+    ``places`` are the addresses of the sources; when there are none, the sources are the rows of ``b``. ``words`` is
+    not used: all tiers are called alike.
     """
     n, k = a.shape
-    size = b.shape[1]
+    size = out.shape[1]
     held = (address(scratch) + 63) // 64 * 64
     sums = held + 32 * TILE * GROUP
     padded = sums + TILE * n
-    factors = padded + TILE
+    source = padded + TILE
+    factors = source + 8 * k
+    write_places(source, b, places, k)
     start_of_factors = factors - address(scratch)
     for r in range(n):
         for j in range(k):
             scratch[start_of_factors + r * k + j] = a[r, j]
     start_of_sums = sums - address(scratch)
     start_of_padded = padded - address(scratch)
-    source, step = address(b), b.strides[0]
     target, target_step = address(out), out.strides[0]
     scratch[start_of_padded : start_of_padded + TILE] = 0
     done = 0
@@ -135,7 +139,7 @@ def product(a, b, out, words, scratch, accumulate):
         for first in range(0, k, GROUP):
             count = min(GROUP, k - first)
             for j in range(count):
-                here = source + (first + j) * step + done
+                here = load_word(source + 8 * (first + j)) + done
                 # Tiles are read in full; the last one is copied out, since behind a row's end the array may end too.
                 if width < TILE:
                     copy(padded, here, width)

@@ -34,9 +34,11 @@ from fedcomp.coding.kernels.lanes import (
     kernel,
     literal_intrinsic,
     load,
+    load_word,
     offset,
     store,
     store_word,
+    write_places,
 )
 
 ROWS: Final = 4
@@ -96,7 +98,7 @@ def words_of(shape: VectorShape) -> NDArray[np.uint64]:
 
 def scratch_bytes(shape: VectorShape, n: int, k: int) -> int:
     """Return the bytes of working memory a product of shapes (n, k) and (k, any) needs."""
-    return 8 * n * k + shape.width * (shape.vectors * k + n) + 128
+    return 8 * n * k + 16 * k + shape.width * (shape.vectors * k + n) + 256
 
 
 def _repeat(builder: Any, value: Any, width: int) -> Any:
@@ -144,7 +146,7 @@ def _generate_block(width: int, vectors: int, rows: int, how: int, at_once: int)
     vector = ir.VectorType(I8, width)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        source, step, sources, factors, table, target, target_step, accumulate = args[:8]
+        source, at, sources, factors, table, target, target_step, accumulate = args[:8]
         places = [[offset(builder, target, (r, target_step), (v, width)) for v in range(vectors)] for r in range(rows)]
         zero = ir.Constant(vector, [0] * width)
         # Stack slots in name only: LLVM promotes them to registers, and no phi nodes need to be written.
@@ -160,7 +162,7 @@ def _generate_block(width: int, vectors: int, rows: int, how: int, at_once: int)
             """Add the products of ``count`` sources from ``first`` on."""
             inputs: list[list[Any]] = []
             for j in range(count):
-                row = offset(builder, source, (first, step), (j, step))
+                row = builder.add(load(builder, offset(builder, source, (first, 8), (j, 8)), I64), at)
                 loaded = [load(builder, offset(builder, row, (v, width)), vector) for v in range(vectors)]
                 inputs.append(loaded if how == AFFINE else [_halves(builder, x) for x in loaded])
             for r in range(rows):
@@ -195,7 +197,7 @@ def _generate_block(width: int, vectors: int, rows: int, how: int, at_once: int)
 def block(
     typingctx,
     source,
-    step,
+    at,
     sources,
     factors,
     table,
@@ -210,8 +212,9 @@ def block(
 ):
     """Form ``rows`` x ``vectors`` sums over all sources and store them (or add them to what is stored).
 
-    Addresses and steps are in bytes. ``factors`` holds, source by source, one 64-bit word per row: the bit matrix, or
-    the offset of the coefficient's nibble table in ``table``.
+    ``source`` is where the addresses of the sources are, and ``at`` is added to each; steps are in bytes. ``factors``
+    holds, source by source, one 64-bit word per row: the bit matrix, or the offset of the coefficient's nibble table in
+    ``table``.
     """
     shape = [x.literal_value for x in (width, vectors, rows, how, at_once)]
     signature = types.void(*[types.intp] * 7, types.boolean, width, vectors, rows, how, at_once)
@@ -219,14 +222,15 @@ def block(
 
 
 @literal_intrinsic
-def gather(typingctx, target, source, step, sources, width, vectors):
-    """Copy the tile of every source together."""
+def gather(typingctx, target, source, at, sources, width, vectors):
+    """Copy the tile of every source together, from ``at`` bytes behind the addresses at ``source``."""
     vector = ir.VectorType(I8, width.literal_value)
     size = width.literal_value * vectors.literal_value
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         with cgutils.for_range(builder, args[3], intp=I64) as loop:
-            here, there = offset(builder, args[0], (loop.index, size)), offset(builder, args[1], (loop.index, args[2]))
+            here = offset(builder, args[0], (loop.index, size))
+            there = builder.add(load(builder, offset(builder, args[1], (loop.index, 8)), I64), args[2])
             loaded = [
                 load(builder, offset(builder, there, (start, 1)), vector) for start in range(0, size, vector.count)
             ]
@@ -240,21 +244,27 @@ def gather(typingctx, target, source, step, sources, width, vectors):
 def make(shape: VectorShape) -> Any:
     """Return the compiled product of one vector tier.
 
-    ``product(a, b, out, words, scratch, add)``: ``words`` from :func:`words_of`, ``scratch`` with at least
+    ``product(a, b, places, out, words, scratch, add)``: ``places`` are the addresses of the sources; when there are
+    none, the sources are the rows of ``b``. ``words`` from :func:`words_of`, ``scratch`` with at least
     :func:`scratch_bytes`. Rows of ``b`` and ``out`` must be contiguous.
     """
     # numba takes integers of a closure as constants, and its cache tells kernels apart by them.
     width, vectors, how, at_once = shape
     tile = width * vectors
 
-    def product(a, b, out, words, scratch, add):
+    def product(a, b, places, out, words, scratch, add):
         n, k = a.shape
-        size = b.shape[1]
+        size = out.shape[1]
         base = address(scratch)
-        # On cache lines; the two roundings, of factors and of held, are what scratch_bytes has 128 bytes to spare for.
+        # On cache lines; the roundings are what scratch_bytes has 256 bytes to spare for.
         factors = (base + 63) // 64 * 64
-        held = factors + (8 * n * k + 63) // 64 * 64
+        source = factors + (8 * n * k + 63) // 64 * 64
+        tiles = source + (8 * k + 63) // 64 * 64
+        held = tiles + (8 * k + 63) // 64 * 64
         results = held + tile * k
+        write_places(source, b, places, k)
+        for j in range(k):
+            store_word(tiles + 8 * j, np.uint64(held + j * tile))
         place = factors
         # In the order in which blocks read them: four outputs at a time, and for these source by source.
         for start in range(0, n, ROWS):
@@ -263,41 +273,40 @@ def make(shape: VectorShape) -> Any:
                 for r in range(start, stop):
                     store_word(place, words[a[r, j]])
                     place += 8
-        source, step = address(b), b.strides[0]
         target, target_step = address(out), out.strides[0]
         entries = address(words) + NIBBLES
         at = 0
         while at + tile <= size:
-            here, here_step = source + at, step
+            here, skip = source, at
             # With at most four outputs each source is read once, and a copy would gain nothing.
             if n > ROWS:
-                gather(held, here, step, k, width, vectors)
-                here, here_step = held, tile
+                gather(held, source, at, k, width, vectors)
+                here, skip = tiles, 0
             place = factors
             r = 0
             while r + ROWS <= n:
                 there = target + r * target_step + at
-                block(here, here_step, k, place, entries, there, target_step, add, width, vectors, 4, how, at_once)
+                block(here, skip, k, place, entries, there, target_step, add, width, vectors, 4, how, at_once)
                 place += 8 * ROWS * k
                 r += ROWS
             there = target + r * target_step + at
             # The number of rows is a literal that shapes the compiled code, so each remainder is a call of its own.
             if n - r == 3:
-                block(here, here_step, k, place, entries, there, target_step, add, width, vectors, 3, how, at_once)
+                block(here, skip, k, place, entries, there, target_step, add, width, vectors, 3, how, at_once)
             elif n - r == 2:
-                block(here, here_step, k, place, entries, there, target_step, add, width, vectors, 2, how, at_once)
+                block(here, skip, k, place, entries, there, target_step, add, width, vectors, 2, how, at_once)
             elif n - r == 1:
-                block(here, here_step, k, place, entries, there, target_step, add, width, vectors, 1, how, at_once)
+                block(here, skip, k, place, entries, there, target_step, add, width, vectors, 1, how, at_once)
             at += tile
         while at < size:
             # Single vectors; the last one is computed in full beside the arrays and copied as far as it reaches.
-            here, here_step = source + at, step
+            here, skip = source, at
             there, there_step = target + at, target_step
             left = min(size - at, width)
             if left < width:
-                here, here_step, there, there_step = held, width, results, width
                 for j in range(k):
-                    copy(held + j * width, source + j * step + at, left)
+                    copy(held + j * tile, load_word(source + 8 * j) + at, left)
+                here, skip, there, there_step = tiles, 0, results, width
                 if add:
                     for r in range(n):
                         copy(results + r * width, target + r * target_step + at, left)
@@ -305,16 +314,16 @@ def make(shape: VectorShape) -> Any:
             r = 0
             while r + ROWS <= n:
                 to = there + r * there_step
-                block(here, here_step, k, place, entries, to, there_step, add, width, 1, 4, how, at_once)
+                block(here, skip, k, place, entries, to, there_step, add, width, 1, 4, how, at_once)
                 place += 8 * ROWS * k
                 r += ROWS
             to = there + r * there_step
             if n - r == 3:
-                block(here, here_step, k, place, entries, to, there_step, add, width, 1, 3, how, at_once)
+                block(here, skip, k, place, entries, to, there_step, add, width, 1, 3, how, at_once)
             elif n - r == 2:
-                block(here, here_step, k, place, entries, to, there_step, add, width, 1, 2, how, at_once)
+                block(here, skip, k, place, entries, to, there_step, add, width, 1, 2, how, at_once)
             elif n - r == 1:
-                block(here, here_step, k, place, entries, to, there_step, add, width, 1, 1, how, at_once)
+                block(here, skip, k, place, entries, to, there_step, add, width, 1, 1, how, at_once)
             if left < width:
                 for r in range(n):
                     copy(target + r * target_step + at, results + r * width, left)

@@ -359,7 +359,7 @@ def test_two_receivers_merge_into_one() -> None:
 
 
 def test_only_the_missing_symbols_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While packets arrive no body is touched; then one product per generation, with as many rows as symbols miss."""
+    """While packets arrive no body is touched; then one product, with as many rows as symbols miss."""
     payload = data(2**20 + 7)
     sent = packets_of(payload, 16, 24)
     products: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
@@ -373,13 +373,13 @@ def test_only_the_missing_symbols_are_computed(monkeypatch: pytest.MonkeyPatch) 
     receiver = decoded([sent[index] for index in [16, 17, 18, *range(13)]])
     assert products == []
     assert receiver.solve() == 3
-    assert products == [((3, 16), (16, sent[0].symbol_bytes))] * 2
+    assert products == [((3, 16), (16, 2 * sent[0].symbol_bytes))]
     assert receiver.payload() == payload
     assert receiver.solve() == 0
-    assert len(products) == 2
+    assert len(products) == 1
     whole = decoded(sent[:16])
     assert whole.payload() == payload
-    assert len(products) == 2
+    assert len(products) == 1
 
 
 def spoil(packet: Packet, place: int = 5, value: int = 0x21) -> Packet:
