@@ -127,17 +127,36 @@ def load_word(typingctx: Any, source: Any) -> Any:
     return types.intp(types.intp), codegen
 
 
-@compiled(types.boolean(types.Array(types.intp, 1, "C"), types.intp, MATRIX, types.intp))
-def place(found, number, array, size):
-    """Write an array's address to ``found[number]``; return False when it is not ``size`` contiguous bytes."""
-    rows, width = array.shape
-    # Strides of a dimension of one element, or of an array of none, say nothing.
-    if rows * width != size or (
-        size and ((width > 1 and array.strides[1] != 1) or (rows > 1 and array.strides[0] != width))
-    ):
-        return False
-    found[number] = address(array)
-    return True
+HEADER: Final = object.__basicsize__
+"""Bytes of what every Python object begins with.
+
+In an array numpy's public ``PyArrayObject_fields`` follows: the data's address, the number of dimensions (an int), the
+addresses of shape and strides, base, dtype, flags (an int).
+"""
+
+
+@compiled(types.intp(types.Array(types.intp, 1, "C"), types.Array(types.intp, 1, "C", readonly=True), types.intp))
+def find_places(found, arrays, size):
+    """Write where the data of arrays is, objects at these addresses; return the first that is not contiguous bytes.
+
+    -1 when all are, and have ``size`` elements. A pass over numpy's own structures: handing one array to a compiled
+    function, or asking it for its address, costs longer than everything else that is done with a packet's body.
+    """
+    for number in range(arrays.size):
+        fields = arrays[number] + HEADER
+        dimensions = load_word(fields + 8) & 0xFFFFFFFF
+        shape, strides = load_word(fields + 16), load_word(fields + 24)
+        elements = 1
+        for axis in range(dimensions):
+            elements *= load_word(shape + 8 * axis)
+        last = 8 * (dimensions - 1)
+        # The lowest flag says contiguous in C order; a last stride of more than 1 that the elements are no bytes.
+        if elements != size or not load_word(fields + 48) & 1:
+            return number
+        if dimensions and load_word(shape + last) > 1 and load_word(strides + last) != 1:
+            return number
+        found[number] = load_word(fields)
+    return -1
 
 
 @njit(nogil=True)

@@ -19,8 +19,8 @@ class Rows:
 
     Parameters
     ----------
-    arrays : sequence of uint8 arrays, each with two dimensions and ``s`` elements
-        C-contiguous; row j of the matrix is array j, flattened. At least one.
+    arrays : sequence of uint8 arrays, each with ``s`` elements
+        C-contiguous, of any shape; row j of the matrix is array j, flattened. At least one.
 
     Examples
     --------
@@ -51,15 +51,16 @@ class Rows:
             When an array is not contiguous uint8, or its size differs: a kernel would read memory that is not its own.
         """
         # Imported here: it brings numba with it, and the numpy tier needs no addresses.
-        from fedcomp.coding.kernels.lanes import place
+        from fedcomp.coding.kernels.lanes import find_places
 
+        # What is read of them is laid out as an array's.
+        if set(map(type, self.arrays)) != {np.ndarray}:
+            raise ConfigError("rows are plain numpy arrays of uint8")
         found = np.empty(len(self.arrays), np.intp)
-        size = self.shape[1]
-        for number, array in enumerate(self.arrays):
-            # A compiled call: asking numpy for an address takes three times as long.
-            if not place(found, number, array, size):
-                raise ConfigError(
-                    f"row {number} has shape {array.shape} and strides {array.strides}; rows are "
-                    f"contiguous and have {size} bytes here"
-                )
+        wrong = find_places(found, np.fromiter(map(id, self.arrays), np.intp, len(self.arrays)), self.shape[1])
+        if wrong >= 0:
+            raise ConfigError(
+                f"row {wrong} has shape {self.arrays[wrong].shape} and strides {self.arrays[wrong].strides}; rows are "
+                f"contiguous and have {self.shape[1]} bytes here"
+            )
         return found

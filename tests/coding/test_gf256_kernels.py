@@ -407,3 +407,60 @@ def test_importing_is_cheap() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("tier", kernels.tiers())
+@pytest.mark.parametrize("size", [1, 63, 64, 127, 300, 1030])
+def test_rows_at_any_address_give_what_a_matrix_gives(tier: str, size: int) -> None:
+    """Rows start at every offset from a cache line, in any order, some of them the same."""
+    for n, k in [(1, 1), (1, 7), (3, 64), (4, 5), (5, 16), (9, 9)]:
+        a, b = drawn(n, n, k), drawn(k, k, size)
+        rows = []
+        for number, row in enumerate(b):
+            room = np.full(size + 130, 0xA5, np.uint8)
+            start = 7 * number % 65
+            room[start : start + size] = row
+            room.flags.writeable = False
+            rows.append(room[start : start + size].reshape((1, size) if number % 2 else (size, 1)))
+        order = drawn(size, k) % k
+        scattered, packed = kernels.Rows([rows[j] for j in order]), b[order]
+        expected = matmul(a, packed, tier="numpy")
+        np.testing.assert_array_equal(matmul(a, scattered, tier=tier), expected)
+        base = drawn(n + 1, n, size)
+        added = matmul(a, scattered, base.copy(), tier=tier, accumulate=True)
+        np.testing.assert_array_equal(added, expected ^ base)
+
+
+def test_places_are_the_addresses_of_the_rows() -> None:
+    arrays = [np.zeros(shape, np.uint8) for shape in [(24,), (1, 24), (24, 1), (2, 3, 4)]]
+    arrays.append(np.zeros((9, 24), np.uint8)[4:5])
+    assert kernels.Rows(arrays).places().tolist() == [array.ctypes.data for array in arrays]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        np.zeros(23, np.uint8),
+        np.zeros(25, np.uint8),
+        np.zeros(24, np.uint16),
+        np.zeros(48, np.uint8)[::2],
+        np.zeros((4, 6), np.uint8).T,
+        np.zeros((6, 8), np.uint8)[:, :4],
+        np.ma.zeros(24, np.uint8),
+        bytes(24),
+    ],
+    ids=["short", "long", "wide elements", "every second", "transposed", "columns", "masked", "bytes"],
+)
+def test_rows_that_are_not_contiguous_bytes_of_one_length_are_refused(wrong: Any) -> None:
+    tier = next(tier for tier in kernels.tiers() if tier != "numpy")
+    with pytest.raises(ConfigError, match="rows are"):
+        matmul(np.ones((1, 2), np.uint8), kernels.Rows([np.zeros(24, np.uint8), wrong]), tier=tier)
+
+
+def test_an_output_that_overlaps_one_of_the_rows_is_refused() -> None:
+    first, second = np.zeros((2, 24), np.uint8)
+    with pytest.raises(ConfigError, match="overlaps"):
+        matmul(np.ones((1, 2), np.uint8), kernels.Rows([first, second]), second.reshape(1, 24))
+    with pytest.raises(ConfigError, match="at least one"):
+        kernels.Rows([])

@@ -545,3 +545,119 @@ def test_parameters_that_make_no_code_are_refused() -> None:
     for index in (-1, 10):
         with pytest.raises(ConfigError, match="packets 0 to 9"):
             bounded.packet(index)
+
+
+def memory_of(body: Any) -> tuple[int, int]:
+    """Return where an array is and how many bytes it has."""
+    return body.ctypes.data, body.nbytes
+
+
+def test_bodies_that_came_as_bytes_are_not_copied() -> None:
+    sent = packets_of(data(2**20 + 7), 16, 24)
+    receiver = decoded(sent[4:20])
+    held = receiver._held
+    assert held is not None
+    assert [memory_of(body) for body in held.bodies] == [memory_of(packet.body) for packet in sent[4:20]]
+    assert receiver.payload() == data(2**20 + 7)
+    # Symbols that arrived are still the packets' own; the combinations are no longer kept.
+    assert [memory_of(body) for body in held.bodies[:12]] == [memory_of(packet.body) for packet in sent[4:16]]
+    assert not {memory_of(body) for body in held.bodies[12:]} & {memory_of(packet.body) for packet in sent}
+
+
+@pytest.mark.parametrize("symbols", [1, 8])
+@pytest.mark.parametrize("read_only", [False, True])
+@pytest.mark.parametrize("kind", ["bytearray", "array", "view of a view"])
+def test_a_buffer_that_is_used_again_changes_nothing(symbols: int, kind: str, read_only: bool) -> None:
+    """A receiver that reads every packet into the same buffer, and one that hands out read-only views of it."""
+    payload = data(5000)
+    sent = [packet.to_bytes() for packet in packets_of(payload, symbols, 2 * symbols, mode="random")]
+    room = bytearray(max(map(len, sent)))
+    decoder, recoder = Decoder(), Recoder()
+    for one in sent[:symbols]:
+        room[: len(one)] = one
+        view = memoryview(room)[: len(one)]
+        view = view.toreadonly() if read_only else view
+        if kind == "array":
+            view = memoryview(np.frombuffer(view, np.uint8))
+        elif kind == "view of a view":
+            view = memoryview(np.frombuffer(memoryview(np.frombuffer(view, np.uint8)), np.uint8))
+        given_data: Any = bytearray(view) if kind == "bytearray" and not read_only else view
+        packet = Packet.from_bytes(given_data, PacketLimits())
+        if isinstance(given_data, bytearray):
+            given_data[:] = bytes(len(given_data))
+        decoder.add(packet)
+        recoder.add(packet)
+        room[:] = b"\xff" * len(room)
+    again = decoded([recoder.recode(seed) for seed in range(4 * symbols)])
+    assert decoder.payload() == again.payload() == payload
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_an_array_its_owner_writes_to_afterwards_is_copied(read_only: bool) -> None:
+    payload = data(4096)
+    sent = packets_of(payload, 8, 16)
+    decoder = Decoder()
+    for packet in sent[3:11]:
+        owned = packet.body.copy()
+        body = owned.view()
+        body.flags.writeable = not read_only
+        decoder.add(replace(packet, body=body, _wire_bytes=None))
+        owned[:] = 0xA5
+    assert decoder.payload() == payload
+
+
+def test_an_encoder_over_a_writable_payload_makes_packets_that_stay() -> None:
+    payload = bytearray(data(4096))
+    made = encoder("rlnc", payload, symbols=8, round=1, source=0, run=7).packets([1, 2, 3, 4, 5, 6, 7, 9])
+    payload[:] = bytes(4096)
+    assert decoded(made).payload() == data(4096)
+
+
+def test_a_packet_does_not_keep_the_frame_it_was_a_part_of() -> None:
+    """Limits count the packet's own bytes: a view would keep the rest of the frame in memory as well."""
+    one = packets_of(data(4096), 8, 9)[8].to_bytes()
+    frame = bytes(1 << 20) + one + bytes(1 << 20)
+    body = Packet.from_bytes(memoryview(frame)[1 << 20 : (1 << 20) + len(one)], PacketLimits()).body
+    start = np.frombuffer(frame, np.uint8).ctypes.data
+    assert not start <= body.ctypes.data < start + len(frame)
+    alone = Packet.from_bytes(one, PacketLimits()).body
+    assert 0 < alone.ctypes.data - np.frombuffer(one, np.uint8).ctypes.data < len(one)
+    np.testing.assert_array_equal(body, alone)
+
+
+@pytest.mark.parametrize("generations", [1, 3])
+def test_bodies_with_gaps_between_their_bytes_are_gathered(generations: int) -> None:
+    payload = data(generations * 2**20)
+    decoder = Decoder()
+    for packet in packets_of(payload, 8, 16)[5:13]:
+        assert packet.generations == generations
+        spread = np.zeros((2 * packet.generations, 3 * packet.symbol_bytes), np.uint8)
+        spread[::2, 1::3] = packet.body
+        spread.flags.writeable = False
+        decoder.add(replace(packet, body=spread[::2, 1::3], _wire_bytes=None))
+    assert decoder.payload() == payload
+
+
+def test_packets_of_an_encoder_are_decoded_without_becoming_bytes() -> None:
+    """Their bodies are views of the payload, one symbol of each generation, that lie far apart."""
+    payload = data(2**20 + 7)
+    made = encoder("rlnc", payload, symbols=16, round=1, source=0, run=7).packets(range(3, 19))
+    assert decoded(made).payload() == payload
+
+
+def test_a_repair_leaves_packets_and_the_decoder_that_was_merged_as_they_were() -> None:
+    """Bodies are shared with packets and other decoders: a correction goes into an array of its own."""
+    payload = data(4000)
+    sent = packets_of(payload, 8, 12)
+    forged = [*sent[:3], spoil(sent[3]), *sent[4:7], sent[8]]
+    before = [packet.body.tobytes() for packet in forged]
+    one, two = decoded(forged), Decoder()
+    assert two.merge(one) == 8
+    two.add(sent[9])
+    two.add(sent[10])
+    assert two.payload() == payload
+    assert two.stats.repaired
+    assert [packet.body.tobytes() for packet in forged] == before
+    assert one.symbol(3) == forged[3].body.tobytes()[: len(one.symbol(3))]
+    with pytest.raises(CorruptGeneration, match="0 surplus"):
+        one.payload()
