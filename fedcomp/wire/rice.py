@@ -242,11 +242,10 @@ def best_block_rice(support: Support) -> tuple[NDArray[np.uint8], int]:
     used = np.full(blocks, 1 << log2, np.int64)
     used[-1] = k - ((blocks - 1) << log2)
     totals = gaps.sum(axis=1, dtype=np.int64)
-    # floor(log2(mean ln 2)) by integer arithmetic, so that every platform starts at the same parameter.
-    scaled = totals * 45 // 64 // used
-    start = np.zeros(blocks, np.int64)
-    for bit in range(1, MAX_BLOCK_B + 1):
-        start += scaled >= 1 << bit
+    # floor(log2(mean ln 2)) in integers, so that every platform starts at the same parameter. The exponent of a float64
+    # is exact far beyond the largest parameter.
+    _, exponents = np.frexp((totals * 45 // 64 // used).astype(np.float64))
+    start = np.clip(exponents - 1, 0, MAX_BLOCK_B).astype(np.int64)
     best = start
     best_bits = _block_bits(gaps, start, used)
     for step in (1, -1):
