@@ -204,7 +204,7 @@ def _real_supports(quick: bool, say: Say) -> tuple[list[Row], list[Claim]]:
     n, supports = feedback_supports(60 if quick else 100, 20 if quick else 25)
     with_zstd = "zstd" in wire.available_backends()
     single = ("rice", "block-rice", *(("gap-bytes",) if with_zstd else ()))
-    totals = dict.fromkeys(("elias-fano", *single, "auto"), 0)
+    totals = dict.fromkeys(("elias-fano", *single, "ans-gaps", "auto"), 0)
     excess = -math.inf
     for support in supports:
         sizes = {codec: index_bytes(n, support, codec) for codec in totals}

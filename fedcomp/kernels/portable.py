@@ -291,7 +291,8 @@ def rans_decode(
     """See :meth:`fedcomp.kernels.interface.Ops.rans_decode`."""
     lanes = states.size
     if lanes < _NARROW:
-        return _decode_singly(states.tolist(), words.tolist(), symbols.tolist(), steps.tolist(), count)
+        # As views: their items are Python integers, and a list of them all would take more than a few numbers do.
+        return _decode_singly(states.tolist(), words.data, symbols.data, steps.data, count)
     out = np.empty(count, np.uint16)
     mask = np.uint32((1 << RANS_BITS) - 1)
     taken = 0
@@ -313,7 +314,7 @@ def rans_decode(
 
 
 def _decode_singly(
-    states: list[int], words: list[int], symbols: list[int], steps: list[int], count: int
+    states: list[int], words: memoryview, symbols: memoryview, steps: memoryview, count: int
 ) -> NDArray[np.uint16] | None:
     lanes, mask, taken = len(states), (1 << RANS_BITS) - 1, 0
     out = []

@@ -12,9 +12,11 @@ from typing import Final
 import numpy as np
 
 from fedcomp.errors import ConfigError, nearest
+from fedcomp.wire.ans_gaps import AnsGaps
 from fedcomp.wire.backends import available_backends, compress
 from fedcomp.wire.bins import Bins
 from fedcomp.wire.bits import Buffer, packed_size, put_varint
+from fedcomp.wire.entropy import CODED_FROM
 from fedcomp.wire.errors import Corrupt, UnsupportedCodec
 from fedcomp.wire.index import (
     RESERVED_INDEX,
@@ -157,6 +159,7 @@ INDEX_CODECS: Final[dict[int, IndexCodec]] = {
         BlockRice(),
         EliasFano(),
         GapBytes(),
+        AnsGaps(),
         SeededIndex(),
         SharedIndex(),
         Complement(),
@@ -164,7 +167,7 @@ INDEX_CODECS: Final[dict[int, IndexCodec]] = {
     )
 }
 INDEX_BY_NAME: Final = {c.name: c for c in INDEX_CODECS.values()}
-PLAIN: Final = ("raw", "fixed", "bitmap", "rice", "block-rice", "elias-fano", "gap-bytes")
+PLAIN: Final = ("raw", "fixed", "bitmap", "rice", "block-rice", "elias-fano", "gap-bytes", "ans-gaps")
 """Codecs that write any support by themselves."""
 
 # No leading zero, so that a length has one name; 19 digits hold every length up to 2**62.
@@ -259,6 +262,10 @@ def _smallest(support: Support, backend: str) -> tuple[IndexCodec, bytes, bytes,
         table, other = best_block_rice(support)
         if other < size:
             choice, size = "block-rice", other
+    # It takes longer to read than the others, and on uniform supports it gains next to nothing.
+    coded = AnsGaps().encode_below(support, size - size // 32) if k >= CODED_FROM else None
+    if coded is not None:
+        choice, size = "ans-gaps", len(coded)
     # An entry of the table names one back-end for both sections: where zlib was asked for, gaps behind zstd
     # are not possible.
     if k >= TRIAL_K and backend in ("none", "zstd") and "zstd" in available_backends():
@@ -271,6 +278,8 @@ def _smallest(support: Support, backend: str) -> tuple[IndexCodec, bytes, bytes,
     if choice == "rice":
         rice = Rice()
         return rice, *rice.encode_with(support, b), backend, None
+    if coded is not None:
+        return AnsGaps(), b"", coded, backend, None
     if choice == "block-rice":
         block_rice = BlockRice()
         return block_rice, *block_rice.encode_with(support, table), backend, None

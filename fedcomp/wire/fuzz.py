@@ -157,6 +157,7 @@ def specimens(size: int = 300) -> list[Specimen]:
         ("one in bins:12+ones", size // 12, "none"),
         ("seeded block+natural", size // 12, "none"),
         ("rice+codebook", size // 12, "none"),
+        ("ans-gaps+unit-sign", size // 12, "none"),
         # Enough values of a tensor of their own that they are entropy-coded.
         ("seeded+entropy-coded qsgd", max(CODED_FROM, size // 12), "none"),
         ("seeded+entropy-coded natural", max(CODED_FROM, size // 12), "none"),

@@ -306,4 +306,4 @@ def indices_from_gaps(gaps: NDArray[Any], n: int) -> Indices:
 
 
 # Known to the design and not written by anything yet: an id that is reserved never gets another meaning.
-RESERVED_INDEX: Final = {8: "elias-gamma", 9: "ans-gaps"}
+RESERVED_INDEX: Final = {8: "elias-gamma"}

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from fedcomp import wire
 from fedcomp.errors import ConfigError
 from fedcomp.wire import choose
+from fedcomp.wire.ans_gaps import AnsGaps, classes
 from fedcomp.wire.backends import available_backends, compress
 from fedcomp.wire.choose import encode_support
 from fedcomp.wire.index import Support
@@ -240,3 +241,61 @@ def test_gaps_that_add_up_beyond_the_largest_tensor_are_corrupt() -> None:
     gaps = np.array([n - 1] * 5, "<u8")
     with pytest.raises(wire.Corrupt, match="beyond"):
         wire.INDEX_BY_NAME["gap-bytes"].decode(b"\x08\x00", gaps.tobytes(), n, 5)
+
+
+def test_classes_of_gaps_are_exact() -> None:
+    """At every power of two and just below, beyond what float64 holds exactly."""
+    edges = [m * 2**e + d for e in range(60) for m in (1, 5, 6, 7) for d in (-1, 0, 1)]
+    gaps = sorted({g for g in edges if 0 <= g < 2**62})
+
+    def class_of(gap: int) -> int:
+        e = gap.bit_length() - 1
+        return gap if gap < 4 else 4 * (e - 1) + ((gap >> (e - 2)) & 3)
+
+    assert classes(np.array(gaps, np.uint64)).tolist() == [class_of(g) for g in gaps]
+    small = [g for g in gaps if g < 2**32]
+    assert classes(np.array(small, np.uint32)).tolist() == [class_of(g) for g in small]
+
+
+def test_streams_of_gaps_that_nobody_writes_are_refused() -> None:
+    codec = AnsGaps()
+    n, support = 1000, np.array([0, 1, 2, 40, 41, 300, 999])
+    params, section = codec.encode(Support(support, n))
+    assert codec.decode(params, section, n, 7).tolist() == support.tolist()
+    length = section[0]
+    stream, low = section[1 : 1 + length], section[1 + length :]
+    with pytest.raises(wire.Corrupt, match="no parameters"):
+        codec.bounds(b"\x00", n, 7)
+    for data, size, words in (
+        (bytes((len(section),)) + section[1:], n, "does not fit"),
+        (bytes((length,)) + stream + low + b"\0", n, "open"),
+        (bytes((length,)) + stream + low[:-1], n, "open"),
+        (bytes((length - 2,)) + section[1:], n, "stream"),
+        (section, 999, "beyond"),
+        (section, 600, "beyond"),
+    ):
+        with pytest.raises(wire.WireError, match=words):
+            codec.decode(params, data, size, 7)
+    assert codec.encode_below(Support(support, n), len(section)) is None
+    assert codec.encode_below(Support(support, n), len(section) + 1) == section
+
+
+@pytest.mark.parametrize("density", [0.01, 0.1])
+def test_clustered_gaps_take_what_their_classes_tell(density: float) -> None:
+    """Within 2 % of the order-0 entropy of the classes, and less than every codec that has one parameter or some."""
+    rng = np.random.default_rng(5)
+    n = 1_000_000
+    # Rows of a matrix of which some are hot: half of the gaps are short, the others long.
+    hot = np.repeat(rng.random(n // 500) < 0.1, 500)
+    support = np.flatnonzero(rng.random(n) < np.where(hot, 7 * density, density / 3))
+    found = Support(support, n)
+    symbols = classes(found.gaps)
+    shares = np.bincount(symbols)[np.bincount(symbols) > 0] / symbols.size
+    low_bits = int(np.maximum((symbols >> 2).astype(int) - 1, 0).sum())
+    entropy = low_bits - float(shares @ np.log2(shares)) * symbols.size
+    _, section = AnsGaps().encode(found)
+    assert 0.999 * entropy <= 8 * len(section) <= 1.02 * entropy
+    others = [len(wire.INDEX_BY_NAME[name].encode(found)[1]) for name in ("rice", "elias-fano", "fixed", "bitmap")]
+    assert len(section) < 0.97 * min(others)
+    _, _, plain, _, stored = encode_support(found, "auto", "none")
+    assert len(plain if stored is None else stored) <= 1.03 * len(section)

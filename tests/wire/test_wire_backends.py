@@ -140,4 +140,4 @@ def test_auto_works_without_zstd(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choose, "available_backends", lambda: ("none", "zlib"))
     support = np.arange(0, 60_000, 10)
     sent = wire.encode([wire.sparse((10**6,), support, np.zeros(6000, np.int8))])
-    assert wire.decode(sent)[0].index in ("rice", "block-rice")
+    assert wire.decode(sent)[0].index in ("rice", "block-rice", "ans-gaps")
