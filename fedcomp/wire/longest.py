@@ -146,7 +146,7 @@ def _support(n: int, most: int, index: str) -> tuple[int, int]:
         k = min(most, (n + 1) // 2)
         section = min(_elias_fano(n, k), *(INDEX_BY_NAME[name].size_bits(n, k) // 8 for name in _EXACT))
         return (3, section + _BEHIND_BACKEND) if k >= TRIAL_K else (2, section + _ROUNDED)
-    if index in _EXACT:
+    if index in _EXACT or index == "ans-gaps":
         return 0, INDEX_BY_NAME[index].size_bits(n, most) // 8
     if index == "gap-bytes":
         return 2, INDEX_BY_NAME[index].size_bits(n, most) // 8 + _BEHIND_BACKEND
