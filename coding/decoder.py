@@ -123,8 +123,10 @@ class Decoder:
         PacketError
             When the packet belongs to another payload, or is more than this receiver accepts. Nothing has changed then.
         """
-        head = admit(packet, self.limits, None if self._held is None else self._held.head)
-        held = self._held = self._held or _store(head, self.threshold, self.expect)
+        held = self._held
+        head = admit(packet, self.limits, None if held is None else held.head)
+        if held is None:
+            held = self._held = _store(head, self.threshold, self.expect)
         self._received += 1
         self._bytes += packet.wire_bytes
         # Once the digest has been verified no packet can add anything; it is only counted.

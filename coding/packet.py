@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from dataclasses import field as dataclass_field
 from enum import IntEnum
 from functools import cached_property
-from operator import attrgetter, index
+from operator import index
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -183,8 +183,23 @@ class Packet:
     def __post_init__(self) -> None:
         if self._wire_bytes is None:
             self._check()
-        object.__setattr__(self, "body", _settled(self.body))
-        object.__setattr__(self, "head", PayloadHead(*_shared(self)))
+        body = _settled(self.body)
+        if body is not self.body:
+            object.__setattr__(self, "body", body)
+        # Once, and without the properties: receivers compare it for every packet.
+        generations, symbol_bytes = body.shape
+        head = PayloadHead(
+            self.field,
+            self.round,
+            self.source,
+            self.first_generation,
+            generations,
+            self.symbols,
+            symbol_bytes,
+            self.payload_bytes,
+            self.digest,
+        )
+        object.__setattr__(self, "head", head)
 
     def _check(self) -> None:
         """Raise ConfigError unless this is a packet that could be written; parsing made these checks already."""
@@ -367,21 +382,17 @@ class Packet:
         return packet
 
 
-_shared = attrgetter(*PayloadHead._fields)
-
-
 def _settled(body: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Return ``body`` if nobody can write to its bytes, else a copy of it that nobody can."""
     memory: Any = body
     # A read-only view says nothing of what it is a view of.
-    while True:
-        if type(memory) is memoryview:
+    while type(memory) is np.ndarray and memory.base is not None:
+        memory = memory.base
+        while type(memory) is memoryview:
             memory = memory.obj
-        elif type(memory) is np.ndarray and not memory.flags.writeable and memory.base is not None:
-            memory = memory.base
-        else:
-            break
-    if type(memory) is bytes or (type(memory) is np.ndarray and not memory.flags.writeable):
+    if type(memory) is bytes:
+        return body
+    if type(memory) is np.ndarray and not memory.flags.writeable and not body.flags.writeable:
         return body
     body = np.array(body)
     body.flags.writeable = False
