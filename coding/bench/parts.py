@@ -194,7 +194,7 @@ def decoding(size: Size) -> Part:
     The second phase is compared with encoding e rows of the same bodies, where they arrived, and inverting a K x K
     matrix. With arrivals, i.e. all that a decoder does with packets that were parsed, it is compared with what makes e
     packets of a payload that was cut and hashed. Packets are in the buffers they came in, behind their headers. Nobody
-    has its sources copied, and all allocate their output, and keep it, within the time that is measured.
+    has its sources copied, and all allocate their output within the time that is measured.
     """
     rows: list[dict[str, Any]] = []
     claims: list[BenchClaim] = []
@@ -233,17 +233,13 @@ def decoding(size: Size) -> Part:
             value = times.ratio(["second phase"], ["e-row encode", "inversion"])
             claims.append(BenchClaim(f"{at}: second phase to e-row encode + inversion", value, "<=", 1.3, LIKE))
             value = times.ratio(["with arrivals"], ["packets of it", "inversion"])
-            claims.append(
-                BenchClaim(f"{at}: with arrivals to making e packets + inversion", value, "<=", 1.3, LIKE, gate=False)
-            )
+            claims.append(BenchClaim(f"{at}: with arrivals to making e packets + inversion", value, "<=", 1.3, LIKE))
             # Only where products outweigh all else: the larger K, and nothing there as itself.
             if missing == k == max(SYMBOLS):
                 value = times.faster("second phase", "e-row encode")
                 claims.append(BenchClaim(f"{at}: second phase's rate to encode rate", value, ">=", 0.5, LIKE))
                 value = times.faster("with arrivals", "packets of it")
-                claims.append(
-                    BenchClaim(f"{at}: rate with arrivals to packets' encode rate", value, ">=", 0.5, LIKE, gate=False)
-                )
+                claims.append(BenchClaim(f"{at}: rate with arrivals to packets' encode rate", value, ">=", 0.5, LIKE))
     return rows, claims
 
 

@@ -606,6 +606,18 @@ def test_an_array_its_owner_writes_to_afterwards_is_copied(read_only: bool) -> N
     assert decoder.payload() == payload
 
 
+def test_a_view_that_was_writable_before_its_owner_was_read_only_is_copied() -> None:
+    payload = data(4096)
+    decoder = Decoder()
+    for packet in packets_of(payload, 8, 16)[3:11]:
+        owner = packet.body.copy()
+        body = owner.view()
+        owner.flags.writeable = False
+        decoder.add(replace(packet, body=body, _wire_bytes=None))
+        body[:] = 0xA5
+    assert decoder.payload() == payload
+
+
 def test_an_encoder_over_a_writable_payload_makes_packets_that_stay() -> None:
     payload = bytearray(data(4096))
     made = encoder("rlnc", payload, symbols=8, round=1, source=0, run=7).packets([1, 2, 3, 4, 5, 6, 7, 9])
