@@ -236,7 +236,7 @@ class Reception(Stateful):
             intake.account(arrivals)
         with np.errstate(over="ignore", invalid="ignore"):
             if sink is None:
-                sink = self._summed(intake, arrivals, rule)
+                sink = _summed(intake, arrivals, rule)
             # Only when all were added: an aggregate of some of them would acknowledge what it does not hold.
             arrays, metrics = sink.finish()
         if arrays is None:
@@ -248,15 +248,6 @@ class Reception(Stateful):
         consumed = [(a.sent.node, a.sequence, a.generation) for a in used]
         model = self.accept(intake, rule, arrays, consumed, [a.exact for a in used])
         return model, None if model is None else metrics
-
-    def _summed(self, intake: Intake, arrivals: list[Arrival], rule: UpdateRule) -> Sink:
-        sink = rule.begin(intake, arrivals)
-        for arrival in arrivals:
-            try:
-                sink.add(arrival)
-            except FedcompError as reason:
-                intake.report.refuse(arrival.sent.node, str(reason))
-        return sink
 
     def accept(
         self,
@@ -406,3 +397,14 @@ class Receiving:
     def evaluations(self) -> Reports:
         """The same for client evaluation."""
         return self.reception.evaluations
+
+
+def _summed(intake: Intake, arrivals: list[Arrival], rule: UpdateRule) -> Sink:
+    """Return a sink to which all arrivals were added; report those that it refuses."""
+    sink = rule.begin(intake, arrivals)
+    for arrival in arrivals:
+        try:
+            sink.add(arrival)
+        except FedcompError as reason:
+            intake.report.refuse(arrival.sent.node, str(reason))
+    return sink

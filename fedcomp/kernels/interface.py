@@ -60,8 +60,8 @@ class Candidates(NamedTuple):
         return self.indices[:written], self.magnitudes[:written]
 
 
-class Ops(Protocol):
-    """What a tier implements. ``bits`` are float32 vectors seen as int32; every threshold is in magnitude bits."""
+class Selection(Protocol):
+    """Which elements are sent. ``bits`` are float32 vectors seen as int32; every threshold is in magnitude bits."""
 
     ROOM: int
     """Elements by which a pass may exceed its limit; the buffers are that much longer."""
@@ -125,29 +125,9 @@ class Ops(Protocol):
     def select_above(self, bits: Bits, limit: int) -> tuple[NDArray[np.int64], bool]:
         """Return all indices with a magnitude above ``limit`` (ascending), and whether all of these are finite."""
 
-    def tail_sums(self, bits: Bits, limit: int, about: float) -> tuple[int, NDArray[np.float64]]:
-        """Return the count of magnitudes above ``limit`` and :data:`LANES` partial sums of d and of d * d.
 
-        d is ``|x| - about`` in float64 above the limit and 0.0 elsewhere. Element i belongs to lane i % LANES. A lane's
-        sum over a block of :data:`BLOCK` elements starts at 0.0 and adds in ascending order; the blocks' sums are added
-        in ascending order, too. Zeros make a short last block full. Shape (2, LANES).
-        """
-
-    def tail_product(self, bits: Bits, limit: int, origin: float) -> tuple[int, NDArray[np.float64]]:
-        """Return the product of ``|x| - origin`` over the magnitudes above ``limit``, as an exponent and mantissas.
-
-        The product is 2**exponent times that of :data:`LANES` mantissas in [1, 2). Blocks, lanes and order are those of
-        :meth:`tail_sums`; mantissas are brought back to [1, 2) after every block. ``origin`` is at most the limit.
-        """
-
-    def hadamard(
-        self, values: NDArray[Any], before: NDArray[np.uint64], after: NDArray[np.uint64], scale: float
-    ) -> None:
-        """Multiply float32 or float64 ``values`` by ``scale``, transform them in place, and apply signs on both sides.
-
-        Bit i % 64 of word i // 64 negates element i. Pairs at distance 1, 2, 4, ... become their sum and difference,
-        the shortest distance first: the order of the additions is part of the result.
-        """
+class Codes(Protocol):
+    """How numbers are written and read: fields, unary and entropy-coded streams, levels and codes."""
 
     def rans_encode(
         self, symbols: NDArray[np.uint16], table: NDArray[np.uint32], lanes: int
@@ -185,14 +165,6 @@ class Ops(Protocol):
         """Read fields that are packed column by column: field (row, column) of ``out``, shape (64, columns), is at bits
         ``row * width`` and on of a column of ``words``, shape (width, columns)."""
 
-    def square_sums(self, vector: NDArray[Any], origin: NDArray[Any] | None) -> NDArray[np.float64]:
-        """Return :data:`BLOCK` partial sums of the squares of ``vector``, or of ``vector - origin``, in float64.
-
-        Element i belongs to sum i % BLOCK, which starts at 0.0 and adds in ascending order. Both vectors are float32 or
-        float64.
-        """
-        ...
-
     def look_up(self, table: NDArray[np.float32], codes: NDArray[np.uint8]) -> NDArray[np.float32]:
         """Return ``table[codes]``; the caller has checked that all codes are in the table."""
         ...
@@ -202,3 +174,39 @@ class Ops(Protocol):
 
         ``numbers`` are of type int16 or int32. A bucket of 0: one norm for all.
         """
+
+
+class Ops(Selection, Codes, Protocol):
+    """What a tier implements: selection, codes, sums and a transform."""
+
+    def tail_sums(self, bits: Bits, limit: int, about: float) -> tuple[int, NDArray[np.float64]]:
+        """Return the count of magnitudes above ``limit`` and :data:`LANES` partial sums of d and of d * d.
+
+        d is ``|x| - about`` in float64 above the limit and 0.0 elsewhere. Element i belongs to lane i % LANES. A lane's
+        sum over a block of :data:`BLOCK` elements starts at 0.0 and adds in ascending order; the blocks' sums are added
+        in ascending order, too. Zeros make a short last block full. Shape (2, LANES).
+        """
+
+    def tail_product(self, bits: Bits, limit: int, origin: float) -> tuple[int, NDArray[np.float64]]:
+        """Return the product of ``|x| - origin`` over the magnitudes above ``limit``, as an exponent and mantissas.
+
+        The product is 2**exponent times that of :data:`LANES` mantissas in [1, 2). Blocks, lanes and order are those of
+        :meth:`tail_sums`; mantissas are brought back to [1, 2) after every block. ``origin`` is at most the limit.
+        """
+
+    def hadamard(
+        self, values: NDArray[Any], before: NDArray[np.uint64], after: NDArray[np.uint64], scale: float
+    ) -> None:
+        """Multiply float32 or float64 ``values`` by ``scale``, transform them in place, and apply signs on both sides.
+
+        Bit i % 64 of word i // 64 negates element i. Pairs at distance 1, 2, 4, ... become their sum and difference,
+        the shortest distance first: the order of the additions is part of the result.
+        """
+
+    def square_sums(self, vector: NDArray[Any], origin: NDArray[Any] | None) -> NDArray[np.float64]:
+        """Return :data:`BLOCK` partial sums of the squares of ``vector``, or of ``vector - origin``, in float64.
+
+        Element i belongs to sum i % BLOCK, which starts at 0.0 and adds in ascending order. Both vectors are float32 or
+        float64.
+        """
+        ...
