@@ -299,7 +299,7 @@ class QsgdLevels(Values):
             return cls(levels, s, bucket, norms)
         except ConfigError as error:
             # Of the parameters and norms nothing is left to check: a level is not in its range.
-            raise Corrupt(f"QSGD: {error}") from error
+            raise Corrupt(f"a QSGD level is outside -{s}..{s}") from error
 
     @classmethod
     def work_bytes(cls, params: bytes, k: int, size: int, dtype: str) -> int:

@@ -147,6 +147,7 @@ def test_json_is_the_whole_of_standard_output(call: Caller) -> None:
         "ok": True,
         "gate": True,
         "source": "derived: 1 / density",
+        "skipped": "",
     }
     assert document["data"] == "numbers made by formula (nothing downloaded)."
     assert document["environment"]["flwr"].startswith("1.41")
