@@ -1,4 +1,4 @@
-"""Compiled kernels that read packed fields and turn levels and codes into floats: one pass each, numpy's bits."""
+"""Compiled kernels that pack and unpack numbers, turn levels and codes into floats, and sum squares: numpy's bits."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """All index codecs by id and name, the complement wrapper, and the choice among them (``index="auto"``).
 
-The choice compares exact sizes: formulas for every codec that has one, a trial for gap-bytes with zstd, which wins on
-the clustered supports real gradients have. It is never worse than Rice plus one byte.
+The choice compares exact sizes: formulas for every codec that has one, trials for ans-gaps and for gap-bytes with zstd,
+which win on the clustered supports that real gradients have. It is never worse than Rice plus one byte.
 """
 
 from __future__ import annotations
