@@ -19,7 +19,18 @@ from numpy.typing import NDArray
 
 from fedcomp.kernels.compiled_adaptive import add_adaptive, select_adaptive, take_scaled
 from fedcomp.kernels.compiled_bins import bin_argmax
-from fedcomp.kernels.compiled_fields import levels, look_up, pack_columns, square_sums, unary, unpack_columns
+from fedcomp.kernels.compiled_fields import (
+    classes,
+    join_gaps,
+    levels,
+    look_up,
+    ones,
+    pack_columns,
+    shifted_sums,
+    square_sums,
+    unary,
+    unpack_columns,
+)
 from fedcomp.kernels.compiled_hadamard import hadamard
 from fedcomp.kernels.compiled_rans import rans_decode, rans_encode
 from fedcomp.kernels.compiled_tails import find_above, select_above, tail_product, tail_sums
@@ -50,19 +61,23 @@ __all__ = [
     "add_adaptive",
     "add_collect",
     "bin_argmax",
+    "classes",
     "collect",
     "find_above",
     "finish",
     "hadamard",
     "histogram",
+    "join_gaps",
     "levels",
     "look_up",
+    "ones",
     "pack_columns",
     "rans_decode",
     "rans_encode",
     "scatter_add",
     "select_above",
     "select_adaptive",
+    "shifted_sums",
     "square_sums",
     "tail_product",
     "tail_sums",

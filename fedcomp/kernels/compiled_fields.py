@@ -75,6 +75,66 @@ def _unary(numbers, out):
         at += np.uint64(1)
 
 
+_PLACES = np.zeros((256, 8), np.uint8)
+"""Which bits of a byte are set, lowest first; zeros behind them."""
+_ONES = np.zeros(256, np.uint8)
+"""How many are."""
+for _byte in range(256):
+    _set = np.flatnonzero(np.unpackbits(np.uint8(_byte), bitorder="little"))
+    _PLACES[_byte, : _set.size] = _set
+    _ONES[_byte] = _set.size
+
+
+@kernel
+def _ones(stream, count, out):
+    at = np.uint64(0)
+    base = np.int64(0)
+    for byte in stream:
+        places = _PLACES[byte]
+        # All eight, needed or not, is one store without a branch; the next byte overwrites those that are not set.
+        for lane in range(8):
+            out[at + np.uint64(lane)] = base + np.int64(places[lane])
+        at += np.uint64(_ONES[byte])
+        if at > count:
+            return False
+        base += 8
+    return at == count
+
+
+@kernel
+def _join_gaps(ones, low, widths, block):
+    last, index = np.int64(-1), np.int64(-1)
+    for place in range(widths.size):
+        width = np.int64(widths[place])
+        end = min((place + 1) * block, ones.size)
+        part, rest = ones[place * block : end], low[place * block : end]
+        for at in range(part.size):
+            one = part[at]
+            index += ((one - last - 1) << width) + np.int64(rest[at]) + 1
+            last = one
+            part[at] = index
+
+
+@kernel
+def _classes(gaps, out):
+    for at in range(gaps.size):
+        gap = gaps[at]
+        # Bits that decide nothing are cleared where a float64 would round them up into the exponent. What is left is
+        # the exponent of the float64, and the first two bits of its fraction.
+        exact = gap & ~np.uint64(0xFFF) if gap >> np.uint64(52) else gap
+        top = (np.float64(np.int64(exact)).view(np.int64) >> 50) - 4096
+        out[at] = np.uint16(gap) if gap < 4 else np.uint16(top)
+
+
+@kernel
+def _shifted_sums(rows, shifts, out):
+    for place in range(shifts.size):
+        row, shift, total = rows[place], np.uint64(shifts[place]), np.uint64(0)
+        for at in range(row.size):
+            total += np.uint64(row[at]) >> shift
+        out[place] = np.int64(total)
+
+
 @kernel
 def _square_sums(vector, origin, step, sums):
     for start in range(0, vector.size, BLOCK):
@@ -94,6 +154,31 @@ def unary(numbers: NDArray[Any]) -> NDArray[np.uint8]:
     """See :meth:`fedcomp.kernels.interface.Ops.unary`."""
     out = np.zeros((int(numbers.sum(dtype=np.int64)) + numbers.size + 7) // 8, np.uint8)
     _unary(fixed(numbers), out)
+    return out
+
+
+def ones(stream: NDArray[np.uint8], count: int) -> NDArray[np.int64] | None:
+    """See :meth:`fedcomp.kernels.interface.Ops.ones`."""
+    out = np.empty(count + 8, np.int64)
+    return out[:count] if _ones(fixed(stream), np.uint64(count), out) else None
+
+
+def join_gaps(ones: NDArray[np.int64], low: NDArray[Any], widths: NDArray[np.uint8], block: int) -> None:
+    """See :meth:`fedcomp.kernels.interface.Ops.join_gaps`."""
+    _join_gaps(ones, fixed(low), fixed(widths), block)
+
+
+def classes(gaps: NDArray[Any]) -> NDArray[np.uint16]:
+    """See :meth:`fedcomp.kernels.interface.Ops.classes`."""
+    out = np.empty(gaps.size, np.uint16)
+    _classes(fixed(gaps), out)
+    return out
+
+
+def shifted_sums(rows: NDArray[Any], shifts: NDArray[np.uint8]) -> NDArray[np.int64]:
+    """See :meth:`fedcomp.kernels.interface.Ops.shifted_sums`."""
+    out = np.empty(shifts.size, np.int64)
+    _shifted_sums(fixed(rows), fixed(shifts), out)
     return out
 
 

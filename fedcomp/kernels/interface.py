@@ -158,6 +158,33 @@ class Codes(Protocol):
         """
         ...
 
+    def ones(self, stream: NDArray[np.uint8], count: int) -> NDArray[np.int64] | None:
+        """Return where the 1 bits of ``stream`` are, lowest bit first; None unless there are ``count``."""
+        ...
+
+    def join_gaps(self, ones: NDArray[np.int64], low: NDArray[Any], widths: NDArray[np.uint8], block: int) -> None:
+        """Replace the places of the 1 bits of a unary stream by the indices whose gaps it begins, in place.
+
+        Gap j is the number of 0 bits before the j-th 1 bit, shifted by the width of its block of ``block`` gaps, plus
+        ``low[j]``; index j is the sum of the gaps up to j, plus j. ``low`` is int64 or uint32, and may be overwritten.
+        All shifted numbers, and all of ``low``, add up to less than 2**62 each; there is at least one.
+        """
+        ...
+
+    def classes(self, gaps: NDArray[Any]) -> NDArray[np.uint16]:
+        """Return each gap below 4 itself, and for others ``4 (e - 1)`` plus the two bits below the leading one.
+
+        ``gaps`` are uint32, or uint64 below 2**62; e is floor(log2(gap)).
+        """
+        ...
+
+    def shifted_sums(self, rows: NDArray[Any], shifts: NDArray[np.uint8]) -> NDArray[np.int64]:
+        """Return the sum over each row of ``row >> shift``; ``rows`` are uint32 or uint64, shape (rows, columns).
+
+        All numbers add up to less than 2**31 for uint32, less than 2**63 for uint64.
+        """
+        ...
+
     def pack_columns(self, fields: NDArray[Any], words: NDArray[np.uint64]) -> None:
         """Undo :meth:`unpack_columns`: write all of ``words`` from the low bits of integers, shape (64, columns)."""
 

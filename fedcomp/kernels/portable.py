@@ -31,6 +31,12 @@ _NARROW = 16  # lanes below which numpy's calls cost more than Python's integers
 _ONE = np.float64(1.0).view(np.int64)
 _FRACTION = np.int64(2**52 - 1)
 _BIAS = 1023
+_GAPS = 1 << 14
+"""Gaps whose float64 forms exist at a time: they stay in the cache."""
+
+_EXACT = 1 << 53
+"""Float64 holds all integers up to here."""
+
 _COLUMNS = 4096  # columns of packed fields taken at once: temporaries of 2 MiB, few enough calls
 
 
@@ -341,6 +347,54 @@ def unary(numbers: NDArray[Any]) -> NDArray[np.uint8]:
     bits = np.zeros(int(ends[-1]) + 1, np.uint8)
     bits[ends] = 1
     return np.packbits(bits[1:], bitorder="little")
+
+
+def ones(stream: NDArray[np.uint8], count: int) -> NDArray[np.int64] | None:
+    """See :meth:`fedcomp.kernels.interface.Ops.ones`."""
+    bits = np.unpackbits(stream, bitorder="little")
+    # Counted before they are listed: a listed bit costs eight times what an unpacked one does.
+    return bits.view(np.bool_).nonzero()[0] if int(np.count_nonzero(bits)) == count else None
+
+
+def join_gaps(ones: NDArray[np.int64], low: NDArray[Any], widths: NDArray[np.uint8], block: int) -> None:
+    """See :meth:`fedcomp.kernels.interface.Ops.join_gaps`."""
+    if widths.size == 1:
+        # Index j is ((ones_j - j) << b) + (low_0 + ... + low_j) + j. Folding the terms in j into the running sum saves
+        # two passes: subtract 2**b - 1 per step.
+        b = int(widths[0])
+        if b:
+            sums = low.astype(np.int64, copy=False)
+            sums[1:] -= (1 << b) - 1
+            np.add.accumulate(sums, out=sums)
+            ones <<= b
+            ones += sums
+        return
+    ones[1:] -= ones[:-1].copy()
+    # All but the first are now one more than the number of 0 bits.
+    ones[1:] -= 1
+    ones <<= np.repeat(widths, block)[: ones.size]
+    ones += low
+    ones[1:] += 1
+    np.add.accumulate(ones, out=ones)
+
+
+def classes(gaps: NDArray[Any]) -> NDArray[np.uint16]:
+    """See :meth:`fedcomp.kernels.interface.Ops.classes`."""
+    out = np.empty(gaps.size, np.uint16)
+    for start in range(0, gaps.size, _GAPS):
+        part = gaps[start : start + _GAPS]
+        # Bits that decide nothing are cleared where a float64 would round them up into the exponent.
+        exact = part if part.dtype == np.uint32 else np.where(part < _EXACT, part, part & ~np.uint64(0xFFF))
+        # The exponent of a float64, and the first two bits of its fraction.
+        top = exact.astype(np.float64).view(np.int64) >> 50
+        out[start : start + _GAPS] = np.where(part < 4, part, top - 4 * 1024)
+    return out
+
+
+def shifted_sums(rows: NDArray[Any], shifts: NDArray[np.uint8]) -> NDArray[np.int64]:
+    """See :meth:`fedcomp.kernels.interface.Ops.shifted_sums`."""
+    shifted = rows >> shifts.astype(rows.dtype)[:, None]
+    return np.add.reduce(shifted, axis=1, dtype=rows.dtype).astype(np.int64)
 
 
 def _rows(width: int) -> tuple[NDArray[np.intp], NDArray[np.uint64], NDArray[np.intp]]:

@@ -44,6 +44,12 @@ def warm() -> float | None:
         ops.levels(np.zeros(4, kind), vector[:1], 0, 7)
     for name in ("u4", "i8", "u8"):
         ops.unary(np.zeros(4, name))
+    for name in ("u4", "u8"):
+        ops.classes(np.zeros(4, name))
+        ops.shifted_sums(np.zeros((2, 4), name), np.zeros(2, np.uint8))
+    ops.ones(np.ones(4, np.uint8), 4)
+    for name in ("u4", "i8"):
+        ops.join_gaps(np.arange(4), np.zeros(4, name), np.zeros(1, np.uint8), 4)
     ops.look_up(vector, np.zeros(4, np.uint8))
     ops.square_sums(vector, None)
     ops.square_sums(vector, vector)

@@ -1,43 +1,21 @@
 """Gaps entropy-coded by their size: an index codec for supports that are clustered, in whatever way.
 
-The class of a gap (its exponent and the two bits below the leading one) goes into a stream of rANS with a table of its
-own, the bits below travel as they are. Uniform supports take about as much as in Rice code; those of error feedback,
-whose gaps are mostly short and sometimes long, a third less, and 8 % less than bytes of gaps behind zstd (measured).
+The class of a gap (its exponent and the two bits below the leading one, see
+:meth:`fedcomp.kernels.interface.Codes.classes`) goes into a stream of rANS with a table of its own, the bits below
+travel as they are. Uniform supports take about as much as in Rice code; those of error feedback, whose gaps are mostly
+short and sometimes long, a third less, and 8 % less than bytes of gaps behind zstd (measured).
 """
 
 from __future__ import annotations
 
-from typing import Any, Final
-
 import numpy as np
 from numpy.typing import NDArray
 
+from fedcomp.kernels import portable, tiers
 from fedcomp.wire.bits import Buffer, pack, packed_size, put_varint, take_varint, unpack
 from fedcomp.wire.errors import Corrupt
 from fedcomp.wire.index import IndexCodec, Indices, Support, indices_from_gaps, no_params
 from fedcomp.wire.rans import lanes, least_bytes, pack_rans, unpack_rans
-
-_EXACT: Final = 1 << 53
-"""Float64 holds all integers up to here."""
-
-_BLOCK: Final = 1 << 14
-"""Gaps whose float64 forms exist at a time: they stay in the cache."""
-
-
-def classes(gaps: NDArray[Any]) -> NDArray[np.uint16]:
-    """Return the class of each gap: itself below 4, else ``4 (e - 1)`` plus the two bits below its leading one.
-
-    ``gaps`` are uint32, or uint64 below 2**62; e is floor(log2(gap)).
-    """
-    out = np.empty(gaps.size, np.uint16)
-    for start in range(0, gaps.size, _BLOCK):
-        part = gaps[start : start + _BLOCK]
-        # Bits that decide nothing are cleared where a float64 would round them up into the exponent.
-        exact = part if part.dtype == np.uint32 else np.where(part < _EXACT, part, part & ~np.uint64(0xFFF))
-        # The exponent of a float64, and the first two bits of its fraction.
-        top = exact.astype(np.float64).view(np.int64) >> 50
-        out[start : start + _BLOCK] = np.where(part < 4, part, top - 4 * 1024)
-    return out
 
 
 def _width(symbols: NDArray[np.uint16]) -> NDArray[np.uint8]:
@@ -64,12 +42,12 @@ class AnsGaps(IndexCodec):
         """Return the section if it has less than ``worth`` bytes; what takes more is noticed before it is coded."""
         if support.k == 0:
             return b"" if worth else None
-        symbols = classes(support.gaps)
+        symbols = tiers.ops("auto", support.k).classes(support.gaps)
         found = np.bincount(symbols)
         # Four classes have one width each.
         counts = np.bincount(_width(np.arange(found.size, dtype=np.uint16)), weights=found).astype(np.int64)
         open_bytes = sum(packed_size(int(count), width) for width, count in enumerate(counts))
-        stream = pack_rans(symbols, worth - open_bytes)
+        stream = pack_rans(symbols, worth - open_bytes, found)
         if stream is None:
             return None
         ordered = support.gaps[np.argsort(_width(symbols), kind="stable")]
@@ -100,7 +78,7 @@ class AnsGaps(IndexCodec):
             raise Corrupt(f"a stream of {length} bytes does not fit a section of {len(section)}")
         symbols = unpack_rans(section[start:split], k)
         # Before anything is shifted by what a class says.
-        if int(symbols.max()) > int(classes(np.array([max(n - 1, 0)], np.uint64))[0]):
+        if int(symbols.max()) > int(portable.classes(np.array([max(n - 1, 0)], np.uint64))[0]):
             raise Corrupt(f"a gap reaches beyond the {n} elements of the tensor")
         widths = _width(symbols)
         counts = np.bincount(widths)

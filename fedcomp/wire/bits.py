@@ -203,21 +203,10 @@ def unpack_unary(buf: Buffer, count: int) -> NDArray[np.int64]:
     # Trailing zero bytes hold no number: the same numbers would have any number of encodings.
     if len(buf) == 0 or buf[len(buf) - 1] == 0:
         raise Corrupt("a unary stream is empty or ends in an unused byte")
-    bits = np.unpackbits(np.frombuffer(buf, np.uint8), bitorder="little")
-    # Counted before they are listed: a listed bit costs eight times what an unpacked one does.
-    found = int(np.count_nonzero(bits))
-    if found != count:
-        raise Corrupt(f"a unary stream holds {found} numbers, expected {count}")
-    return bits.view(np.bool_).nonzero()[0]
-
-
-def unary_numbers(ones: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the numbers of a unary stream from :func:`unpack_unary`'s positions."""
-    numbers = np.empty_like(ones)
-    numbers[:1] = ones[:1]
-    np.subtract(ones[1:], ones[:-1], out=numbers[1:])
-    numbers[1:] -= 1
-    return numbers
+    ones = tiers.ops("auto", count).ones(np.frombuffer(buf, np.uint8), count)
+    if ones is None:
+        raise Corrupt(f"a unary stream does not hold exactly {count} numbers")
+    return ones
 
 
 def exact_sum(numbers: NDArray[Any]) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from fedcomp.kernels import tiers
 from fedcomp.wire.bits import Buffer, pack, pack_unary, packed_size, unary_size, unpack
 from fedcomp.wire.errors import Corrupt
 
@@ -86,10 +87,17 @@ def _unpack_lengths(buf: Buffer, count: int, longest: int) -> tuple[NDArray[np.u
     raw = np.frombuffer(buf, np.uint8)
     have, last = 0, -1
     for start in range(0, raw.size, _STRETCH):
-        bits = np.unpackbits(raw[start : start + _STRETCH], bitorder="little")
-        ones = np.flatnonzero(bits.view(np.bool_))[: count - have]
-        if ones.size == 0:
+        stretch = raw[start : start + _STRETCH]
+        found = np.add.accumulate(np.bitwise_count(stretch), dtype=np.int64)
+        # The byte in which the last number ends is the last of the stream.
+        stretch = stretch[: int(np.searchsorted(found, count - have)) + 1]
+        new = int(found[stretch.size - 1])
+        if new == 0:
             continue
+        if have + new > count:
+            raise Corrupt(f"a unary stream holds more than {count} numbers")
+        ones = tiers.ops("auto", new).ones(stretch, new)
+        assert ones is not None  # they were counted
         ones += 8 * start
         steps = np.diff(ones, prepend=last)
         widest = int(steps.max()) - 1
@@ -99,8 +107,5 @@ def _unpack_lengths(buf: Buffer, count: int, longest: int) -> tuple[NDArray[np.u
         lengths[have : have + ones.size] = steps - 1
         have, last = have + ones.size, int(ones[-1])
         if have == count:
-            # The bits between the last number and the end of its byte are padding.
-            if raw[last >> 3] >> ((last & 7) + 1):
-                raise Corrupt(f"a unary stream holds more than {count} numbers")
             return lengths, (last >> 3) + 1
     raise Corrupt(f"Elias-gamma stream holds fewer than {count} numbers")

@@ -69,24 +69,29 @@ def _cost(frequency: int) -> int:
     return RANS_BITS * _FINE - (frequency**_FINE).bit_length()
 
 
-def pack_rans(numbers: NDArray[np.uint16], worth: int, tier: Tier = "auto") -> bytes | None:
+def pack_rans(
+    numbers: NDArray[np.uint16], worth: int, counts: NDArray[np.int64] | None = None, tier: Tier = "auto"
+) -> bytes | None:
     """Return ``numbers``, at least one, as a stream of less than ``worth`` bytes; None where there is none.
 
-    Numbers of a range of more than 4096 have no stream.
+    ``counts`` may say how often each number from 0 on occurs. Numbers of a range of more than 4096 have no stream.
     """
-    low = int(numbers.min())
-    span = int(numbers.max()) - low + 1
+    if counts is None:
+        counts = np.bincount(numbers)
+    occurs = np.flatnonzero(counts)
+    low, span = int(occurs[0]), int(occurs[-1] - occurs[0]) + 1
     if span > TOTAL:
         return None
-    symbols = numbers - np.uint16(low) if low else numbers
-    counts = np.bincount(symbols, minlength=span)
+    counts = counts[low : low + span]
     table = frequencies(counts)
+    # Before anything is coded: the words hold all bits but those that end in the states, and a number of the table has
+    # at least one.
+    bits = sum(c * _cost(f) for c, f in zip(counts.tolist(), table.tolist(), strict=True) if c) // _FINE
+    if (span + bits) // 8 >= worth:
+        return None
     packed = pack_gamma(table)
     head = put_varint(low) + put_varint(span) + put_varint(len(packed)) + packed
-    # Before anything is coded: the words hold all bits but those that end in the states.
-    bits = sum(int(c) * _cost(int(f)) for c, f in zip(counts, table, strict=True) if c) // _FINE
-    if len(head) + bits // 8 >= worth:
-        return None
+    symbols = numbers - np.uint16(low) if low else numbers
     states, words = tiers.ops(tier, symbols.size).rans_encode(symbols, table, lanes(symbols.size))
     stream = head + states.astype("<u4").tobytes() + words.astype("<u2").tobytes()
     return stream if len(stream) < worth else None

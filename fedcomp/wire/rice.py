@@ -13,19 +13,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedcomp.kernels import tiers
 from fedcomp.wire.bits import (
     Buffer,
     exact_sum,
     pack,
     pack_unary,
     packed_size,
-    unary_numbers,
     unary_size,
     unpack,
     unpack_unary,
 )
 from fedcomp.wire.errors import Corrupt
-from fedcomp.wire.index import IndexCodec, Indices, Support, indices_from_gaps
+from fedcomp.wire.index import IndexCodec, Indices, Support
 
 # The table has five bits per parameter.
 MAX_BLOCK_B = 31
@@ -105,7 +105,11 @@ class Rice(IndexCodec):
         split = len(section) - packed_size(k, b)
         ones = unpack_unary(section[:split], k)
         low = unpack(section[split:], k, b, np.int64)
-        return _join_gaps(ones, low, b, n)
+        if k == 0:
+            return ones
+        if (int(ones[-1]) - k + 1) << b >= n:
+            raise Corrupt(f"indices run beyond the {n} elements of the tensor")
+        return _join_gaps(ones, low, np.array([b], np.uint8), k, n)
 
     def work_bytes(self, params: bytes, n: int, k: int, size: int) -> int:
         return 8 * (size - packed_size(k, params[0])) + 16 * k
@@ -116,23 +120,17 @@ class Rice(IndexCodec):
         return 8 * (unary_size(max((n - k) >> b, 2 * k if b else 0), k) + packed_size(k, b)) if k else 0
 
 
-def _join_gaps(ones: NDArray[np.int64], low: NDArray[np.int64], b: int, n: int) -> Indices:
-    """Return indices from the positions of the unary stream and the low bits of the gaps; overwrites both."""
+def _join_gaps(ones: Indices, low: NDArray[Any], widths: NDArray[np.uint8], block: int, n: int) -> Indices:
+    """Return indices from the places of the unary stream and the low bits of the gaps; overwrites both.
+
+    The shifted quotients add up to less than 2**62.
+    """
     k = ones.size
-    if k == 0:
-        return ones
-    # Checked in Python integers: with both sums below 2**62 nothing below wraps in the end.
-    beyond = (int(ones[-1]) - k + 1) << b >= n
-    if beyond or (k << b >= 1 << 62 and exact_sum(low) >= 1 << 62):
+    # In Python integers: with both sums below 2**62 nothing wraps in the end.
+    if k << int(widths.max()) >= 1 << 62 and exact_sum(low) >= 1 << 62:
         raise Corrupt(f"indices run beyond the {n} elements of the tensor")
-    # Index j is ((ones_j - j) << b) + (low_0 + ... + low_j) + j. Folding the terms in j into the running sum saves two
-    # passes: subtract 2**b - 1 per step.
-    if b:
-        low[1:] -= (1 << b) - 1
-        np.add.accumulate(low, out=low)
-        ones <<= b
-        ones += low
-    # Both parts are non-decreasing, so the last index is the largest.
+    tiers.ops("auto", k).join_gaps(ones, low, widths, block)
+    # No gap is negative, so the last index is the largest.
     if ones[-1] >= n:
         raise Corrupt(f"indices run beyond the {n} elements of the tensor")
     return ones
@@ -187,20 +185,21 @@ class BlockRice(IndexCodec):
         # bit.
         if split < start or split - start > unary_size(n - k, k) or largest > n.bit_length():
             raise Corrupt("block-rice parameters do not fit the section")
-        gaps = unary_numbers(unpack_unary(section[start:split], k))
-        # In float64, because the shift below would wrap for forged quotients. 1.5 leaves room for rounding: the
-        # exact check comes with the sum of the gaps.
-        totals = np.add.reduceat(gaps, np.arange(0, k, 1 << log2)).astype(np.float64)
-        if float(np.ldexp(totals, table.astype(np.int32)).sum()) > 1.5 * n:
+        ones = unpack_unary(section[start:split], k)
+        ends = np.minimum(np.arange(1, blocks + 1) << log2, k) - 1
+        quotients = np.diff(ones[ends] - ends, prepend=0)
+        # First in float64, because the shift wraps for forged quotients; 1.5 leaves room for rounding.
+        wide = float(np.ldexp(quotients.astype(np.float64), table.astype(np.int32)).sum())
+        if wide > 1.5 * n or exact_sum(quotients << table) >= n:
             raise Corrupt(f"indices run beyond the {n} elements of the tensor")
-        b = np.repeat(table, 1 << log2)[:k]
-        gaps <<= b
-        # One pass for each parameter that occurs, 31 at most, whatever the number of blocks.
+        low = np.zeros((blocks, 1 << log2), np.uint32)
         for value in values:
             size = packed_size(members[value], value)
-            gaps[b == value] |= unpack(section[split : split + size], members[value], value, np.int64)
+            fields = unpack(section[split : split + size], members[value], value, np.uint32)
+            # Only the last block may be short, and it is the last of its parameter, too.
+            low[table == value] = _in_blocks(fields, log2)
             split += size
-        return indices_from_gaps(gaps, n)
+        return _join_gaps(ones, low.reshape(-1)[:k], table, 1 << log2, n)
 
     def work_bytes(self, params: bytes, n: int, k: int, size: int) -> int:
         # Every bit of the section may be one of the unary stream, but that stream has no more than n bits and padding.
@@ -212,7 +211,9 @@ class BlockRice(IndexCodec):
 
 
 def _in_blocks(numbers: NDArray[Any], log2: int) -> NDArray[Any]:
-    """Return numbers a block to a row, the last row filled up with zeros."""
+    """Return numbers a block to a row, the last row filled up with zeros; a view where it is full."""
+    if not numbers.size & (1 << log2) - 1:
+        return numbers.reshape(-1, 1 << log2)
     blocks = np.zeros((-(-numbers.size >> log2), 1 << log2), numbers.dtype)
     blocks.reshape(-1)[: numbers.size] = numbers
     return blocks
@@ -241,30 +242,25 @@ def best_block_rice(support: Support) -> tuple[NDArray[np.uint8], int]:
     gaps = _in_blocks(support.gaps, log2)
     used = np.full(blocks, 1 << log2, np.int64)
     used[-1] = k - ((blocks - 1) << log2)
-    totals = gaps.sum(axis=1, dtype=np.int64)
+    sums = tiers.ops("auto", k).shifted_sums
+    totals = sums(gaps, np.zeros(blocks, np.uint8))
     # floor(log2(mean ln 2)) in integers, so that every platform starts at the same parameter. The exponent of a float64
     # is exact far beyond the largest parameter.
     _, exponents = np.frexp((totals * 45 // 64 // used).astype(np.float64))
-    start = np.clip(exponents - 1, 0, MAX_BLOCK_B).astype(np.int64)
-    best = start
-    best_bits = _block_bits(gaps, start, used)
+    start = np.clip(exponents - 1, 0, MAX_BLOCK_B)
+    best = start.astype(np.uint8)
+    best_bits = sums(gaps, best) + used * best
     for step in (1, -1):
-        trial = np.clip(start + step, 0, MAX_BLOCK_B)
-        bits = _block_bits(gaps, trial, used)
+        trial = np.clip(start + step, 0, MAX_BLOCK_B).astype(np.uint8)
+        bits = sums(gaps, trial) + used * trial
         # On a tie the smaller parameter, so that the table does not depend on the order of the trials.
         better = (bits < best_bits) | ((bits == best_bits) & (trial < best))
         best = np.where(better, trial, best)
         best_bits = np.where(better, bits, best_bits)
-    table = best.astype(np.uint8)
     unary = int((best_bits - used * best).sum())
-    members = _members(table, k, log2)
+    members = _members(best, k, log2)
     size = packed_size(blocks, 5) + (unary + k + 7) // 8
-    return table, size + sum(packed_size(members[v], v) for v in _parameters(table))
-
-
-def _block_bits(gaps: NDArray[Any], b: NDArray[np.int64], used: NDArray[np.int64]) -> NDArray[np.int64]:
-    quotients = np.add.reduce(gaps >> b.astype(gaps.dtype)[:, None], axis=1, dtype=gaps.dtype)
-    return quotients.astype(np.int64) + used * b
+    return best, size + sum(packed_size(members[v], v) for v in _parameters(best))
 
 
 class EliasFano(IndexCodec):

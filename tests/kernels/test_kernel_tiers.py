@@ -201,6 +201,65 @@ def test_unary_streams_are_alike(dtype: type) -> None:
             assert portable.unary(numbers).tobytes() == expected
 
 
+@pytest.mark.parametrize("density", [0.0, 0.03, 0.5, 1.0])
+def test_ones_of_a_stream_are_alike(density: float) -> None:
+    for size in (0, 1, 9, 4000):
+        bits = Key(size, "ones").uniform(8 * size) < density
+        stream, places = np.packbits(bits, bitorder="little"), np.flatnonzero(bits)
+        for tier in (portable, compiled):
+            found = tier.ones(stream, places.size)
+            assert found is not None
+            assert found.dtype == np.int64
+            assert found.tolist() == places.tolist()
+            assert tier.ones(stream, places.size + 1) is None
+            # A stream with more than was said must not be written beyond the end of what was allocated for it.
+            assert places.size == 0 or tier.ones(stream, 0) is None
+
+
+@pytest.mark.parametrize("dtype", [np.uint32, np.int64])
+@pytest.mark.parametrize(("count", "block"), [(1, 1), (5, 8), (300, 32), (320, 32), (5000, 5000)])
+def test_gaps_are_joined_alike(dtype: type, count: int, block: int) -> None:
+    words = Key(count, "join").bits(3 * count).reshape(3, count)
+    for most in (0, 1, 31):
+        widths = (words[0][: -(-count // block)] % np.uint64(most + 1)).astype(np.uint8)
+        zeros = (words[1] % np.uint64(9)).astype(np.int64)
+        width = np.repeat(widths, block)[:count].astype(np.int64)
+        low = (words[2].astype(np.int64) & 0x7FFFFFFF) & (1 << width) - 1
+        expected = np.cumsum((zeros << width) + low) + np.arange(count)
+        for tier in (portable, compiled):
+            joined = np.cumsum(zeros) + np.arange(count)
+            tier.join_gaps(joined, low.astype(dtype), widths, block)
+            assert joined.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("dtype", [np.uint32, np.uint64])
+def test_shifted_rows_are_added_alike(dtype: type) -> None:
+    for shape in ((0, 4), (1, 1), (7, 256)):
+        # At the limits that are stated: all numbers together just below 2**31 and 2**63.
+        most = (2**31 if dtype is np.uint32 else 2**63) // max(1, shape[0] * shape[1])
+        rows = (Key(shape[0], "rows").bits(shape[0] * shape[1]) % np.uint64(most)).astype(dtype).reshape(shape)
+        for shift in (0, 1, 31):
+            shifts = np.arange(shift, shift + shape[0], dtype=np.uint8) % 32
+            expected = [sum(int(x) >> int(s) for x in row) for row, s in zip(rows, shifts, strict=True)]
+            for tier in (portable, compiled):
+                assert tier.shifted_sums(rows, shifts).tolist() == expected
+
+
+def test_classes_of_gaps_are_exact() -> None:
+    """At every power of two and just below, beyond what float64 holds exactly."""
+    edges = [m * 2**e + d for e in range(60) for m in (1, 5, 6, 7) for d in (-1, 0, 1)]
+    gaps = sorted({g for g in edges if 0 <= g < 2**62})
+
+    def class_of(gap: int) -> int:
+        e = gap.bit_length() - 1
+        return gap if gap < 4 else 4 * (e - 1) + ((gap >> (e - 2)) & 3)
+
+    small = [g for g in gaps if g < 2**32]
+    for tier in (portable, compiled):
+        assert tier.classes(np.array(gaps, np.uint64)).tolist() == [class_of(g) for g in gaps]
+        assert tier.classes(np.array(small, np.uint32)).tolist() == [class_of(g) for g in small]
+
+
 @pytest.mark.parametrize("bits", [1, 2, 8])
 def test_codes_are_looked_up_alike(bits: int) -> None:
     table = Key(bits, "table").uniform(1 << bits).astype(np.float32) - np.float32(0.5)

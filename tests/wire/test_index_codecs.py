@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from fedcomp import wire
 from fedcomp.errors import ConfigError
+from fedcomp.kernels import portable
 from fedcomp.wire import choose
-from fedcomp.wire.ans_gaps import AnsGaps, classes
+from fedcomp.wire.ans_gaps import AnsGaps
 from fedcomp.wire.backends import available_backends, compress
 from fedcomp.wire.choose import encode_support
 from fedcomp.wire.index import Support
@@ -243,20 +244,6 @@ def test_gaps_that_add_up_beyond_the_largest_tensor_are_corrupt() -> None:
         wire.INDEX_BY_NAME["gap-bytes"].decode(b"\x08\x00", gaps.tobytes(), n, 5)
 
 
-def test_classes_of_gaps_are_exact() -> None:
-    """At every power of two and just below, beyond what float64 holds exactly."""
-    edges = [m * 2**e + d for e in range(60) for m in (1, 5, 6, 7) for d in (-1, 0, 1)]
-    gaps = sorted({g for g in edges if 0 <= g < 2**62})
-
-    def class_of(gap: int) -> int:
-        e = gap.bit_length() - 1
-        return gap if gap < 4 else 4 * (e - 1) + ((gap >> (e - 2)) & 3)
-
-    assert classes(np.array(gaps, np.uint64)).tolist() == [class_of(g) for g in gaps]
-    small = [g for g in gaps if g < 2**32]
-    assert classes(np.array(small, np.uint32)).tolist() == [class_of(g) for g in small]
-
-
 def test_streams_of_gaps_that_nobody_writes_are_refused() -> None:
     codec = AnsGaps()
     n, support = 1000, np.array([0, 1, 2, 40, 41, 300, 999])
@@ -289,7 +276,7 @@ def test_clustered_gaps_take_what_their_classes_tell(density: float) -> None:
     hot = np.repeat(rng.random(n // 500) < 0.1, 500)
     support = np.flatnonzero(rng.random(n) < np.where(hot, 7 * density, density / 3))
     found = Support(support, n)
-    symbols = classes(found.gaps)
+    symbols = portable.classes(found.gaps)
     shares = np.bincount(symbols)[np.bincount(symbols) > 0] / symbols.size
     low_bits = int(np.maximum((symbols >> 2).astype(int) - 1, 0).sum())
     entropy = low_bits - float(shares @ np.log2(shares)) * symbols.size

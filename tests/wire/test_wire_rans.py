@@ -42,7 +42,7 @@ CASES = cases()
 @pytest.mark.parametrize("name", CASES)
 def test_all_tiers_write_and_read_the_same_bytes(name: str) -> None:
     numbers = CASES[name]
-    streams = [rans.pack_rans(numbers, ANY, tier) for tier in TIERS]
+    streams = [rans.pack_rans(numbers, ANY, tier=tier) for tier in TIERS]
     assert streams[0] is not None
     assert len(set(streams)) == 1
     for tier in TIERS:
