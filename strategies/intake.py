@@ -153,6 +153,7 @@ class Intake:
         All that is kept takes no more than a model: beyond that memory would grow with the number of clients.
         """
         if arrival.parsed is not None:
+            arrival.parsed.forget()
             held = arrival.parsed.held_bytes()
             if self.parsed_bytes + held <= 4 * self.layout.size:
                 self.parsed_bytes += held

@@ -12,10 +12,10 @@ from fedcomp import params
 from fedcomp.codecs.base import Codec, State, all_finite, require_finite
 from fedcomp.codecs.fixedpoint import FixedPoint
 from fedcomp.codecs.orthonormal import Orthonormal, bases
-from fedcomp.codecs.positional import add_scaled
 from fedcomp.codecs.registry import codecs
 from fedcomp.codecs.wrapper import Wrapper
 from fedcomp.errors import ConfigError, NonFiniteUpdate
+from fedcomp.kernels import add_scaled
 from fedcomp.layout import Layout, Update, Vector
 from fedcomp.rng import Key
 from fedcomp.wire import Bundle, Frame
@@ -144,7 +144,7 @@ class Domain(Wrapper):
 
     def accumulate(self, frame: Frame | Bundle, weight: float, out: Update) -> None:
         """Add ``float32(weight) * decode(frame)`` into ``out.vector``."""
-        add_scaled(out.vector, self.decode(frame, out.layout), np.float32(weight))
+        add_scaled(out.vector, self.decode(frame, out.layout), weight)
 
     def decode(self, frame: Frame | Bundle, layout: Layout) -> Vector:
         """Decode with the inner codec and transform back."""

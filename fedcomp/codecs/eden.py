@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp import params, wire
-from fedcomp.codecs.base import norm
 from fedcomp.codecs.listed import without_densities
 from fedcomp.codecs.orthonormal import SHORTEST, blocks, rotate
 from fedcomp.codecs.positional import (
@@ -190,16 +189,12 @@ class EDEN(PositionalCodec):
             raise SchemaMismatch("the seed of the rotations is not that of this round and sender")
         return bundle
 
-    def norm(self, frame: Frame | Bundle, layout: Layout) -> float:
-        """Return the norm before the blocks are turned back: the magnitudes times how often they occur."""
-        return math.hypot(*(_length(tensor.values) for tensor in self.open(frame, layout).tensors))
-
     def placed(self, bundle: Bundle, layout: Layout) -> Iterator[tuple[Tensor, slice]]:
         """Yield the frame's tensors with their places, every block turned back by the frame's own rotation."""
         seed = int.from_bytes(bundle.tlv(SEED) or b"", "little")
         for index, (tensor, where) in enumerate(super().placed(bundle, layout)):
             if isinstance(tensor.values, wire.Codebook):
-                values = tensor.values.decode()
+                values = tensor.values.take()
                 with np.errstate(over="ignore", invalid="ignore"):  # of a hostile frame; receivers look at their sums
                     rotate(values, _rotation(seed, index), inverse=True, beside=layout.size)
                 # Signs make -0.0 of zeros.
@@ -245,16 +240,6 @@ def _seed(key: Key) -> int:
 def _rotation(seed: int, index: int) -> Key:
     """Return what the signs of the block of that number are drawn from."""
     return Key(seed, "eden", layer=index)
-
-
-def _length(values: wire.Values) -> float:
-    """Return the Euclidean norm of what ``values`` decode to."""
-    if not isinstance(values, wire.Codebook):
-        return norm(values.decode())
-    # Counted in bytes: an eighth of the memory that decoded values would pass through.
-    levels = values.codes & np.uint8(values.magnitudes.size - 1)
-    counts = [int(np.count_nonzero(levels == level)) for level in range(values.magnitudes.size)]
-    return math.sqrt(float(counts @ values.magnitudes.astype(np.float64) ** 2))
 
 
 def _product(one: NDArray[np.float32], other: NDArray[np.float32]) -> float:

@@ -21,7 +21,7 @@ from fedcomp import wire
 from fedcomp.codecs.base import Codec, State, all_finite, norm, require_finite
 from fedcomp.codecs.forms import FORMS, ValueForm
 from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
-from fedcomp.kernels import scatter_add
+from fedcomp.kernels import add_scaled, scatter_add
 from fedcomp.layout import Layout, Update, Vector
 from fedcomp.params import assign
 from fedcomp.rng import Key
@@ -29,8 +29,6 @@ from fedcomp.wire import DENSE, SPARSE, Bundle, Expected, Frame, Schema, SchemaM
 
 Scope = Literal["global", "layer"]
 SCOPES: tuple[str, ...] = get_args(Scope)
-
-_BLOCK = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,16 +89,6 @@ def stretches(layout: Layout, scope: str) -> tuple[Stretch, ...]:
         )
     size = layout.compressed_size
     return (Stretch(0, "the compressed part", 0, size, shape=(size,)),) if size else ()
-
-
-def add_scaled(out: Vector, values: Vector, weight: np.float32) -> None:
-    """Do ``out += weight * values`` in float32, block by block: no temporary of the vector's size."""
-    # A factor of 1 changes no bit; without it there is no product to store.
-    if weight == 1.0:
-        out += values
-        return
-    for start in range(0, out.size, _BLOCK):
-        out[start : start + _BLOCK] += weight * values[start : start + _BLOCK]
 
 
 DENSE_REST: Final = "the dense rest"
@@ -267,9 +255,9 @@ class PositionalCodec(Packing, Codec):
         """Add ``float32(weight) * decode(frame)`` into ``out.vector``; O(k) for sparse tensors."""
         for tensor, where in self.placed(self.open(frame, out.layout), out.layout):
             if tensor.indices is None:
-                add_scaled(out.vector[where], tensor.values.decode(), np.float32(weight))
+                add_scaled(out.vector[where], tensor.values.take(), weight)
             else:
-                scatter_add(out.vector[where], tensor.indices, tensor.values.decode(), weight)
+                scatter_add(out.vector[where], tensor.indices, tensor.values.take(), weight)
 
     def decode(self, frame: Frame | Bundle, layout: Layout) -> Vector:
         """Return the decoded vector; coordinates that did not travel are +0.0."""
@@ -287,7 +275,7 @@ class PositionalCodec(Packing, Codec):
 
     def norm(self, frame: Frame | Bundle, layout: Layout) -> float:
         """Return the Euclidean norm of ``decode(frame)``; O(k) for sparse tensors."""
-        return math.hypot(*(norm(tensor.values.decode()) for tensor in self.open(frame, layout).tensors))
+        return math.hypot(*(norm(tensor.values.peek()) for tensor in self.open(frame, layout).tensors))
 
     def support(self, frame: Frame | Bundle, layout: Layout) -> NDArray[np.int64]:
         """Return the coordinates to which sparse tensors deliver something other than zero, ascending."""

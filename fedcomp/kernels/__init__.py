@@ -1,4 +1,4 @@
-"""Kernels for model-sized vectors: exact top-k, bins and tails, fused error-feedback steps, weighted scatter-add,
+"""Kernels for model-sized vectors: exact top-k, bins and tails, fused error-feedback steps, weighted sums,
 the fast Walsh-Hadamard transform.
 
 Two tiers give bit-identical results: ``numba`` (compiled on first use, cached on disk, one thread, releases the GIL)
@@ -10,7 +10,7 @@ compiles nothing and does not import numba; :func:`warm` compiles everything ahe
 from fedcomp.kernels.bins import AdaptiveBins, AdaptiveStep, adaptive_step, select_adaptive, select_bins, select_of_bins
 from fedcomp.kernels.hadamard import hadamard
 from fedcomp.kernels.select import SMALL, FeedbackStep, Tier, feedback_step, select_topk
-from fedcomp.kernels.sums import scatter_add
+from fedcomp.kernels.sums import add_scaled, scatter_add
 from fedcomp.kernels.tails import Exceedances, exceedances, select_above
 from fedcomp.kernels.tiers import preferred
 from fedcomp.kernels.warming import warm
@@ -23,6 +23,7 @@ __all__ = [
     "FeedbackStep",
     "Tier",
     "adaptive_step",
+    "add_scaled",
     "exceedances",
     "feedback_step",
     "hadamard",

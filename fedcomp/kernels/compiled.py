@@ -60,6 +60,7 @@ __all__ = [
     "ROOM",
     "add_adaptive",
     "add_collect",
+    "add_scaled",
     "bin_argmax",
     "classes",
     "collect",
@@ -216,6 +217,12 @@ def _take_clear(values, indices, taken):
 
 
 @kernel
+def _add_scaled(out, values, weight):
+    for j in range(out.size):
+        out[j] += weight * values[j]
+
+
+@kernel
 def _scatter_add(out, indices, values, weight):
     last = indices.size - 1
     for j in range(indices.size):
@@ -261,6 +268,11 @@ def take_clear(values: Floats, indices: NDArray[np.int64]) -> Floats:
     taken = np.empty(indices.size, np.float32)
     _take_clear(values, fixed(indices), taken)
     return taken
+
+
+def add_scaled(out: Floats, values: Floats, weight: np.float32) -> None:
+    """See :meth:`fedcomp.kernels.interface.Ops.add_scaled`."""
+    _add_scaled(out, fixed(values), weight)
 
 
 def scatter_add(out: Floats, indices: NDArray[np.int64], values: Floats, weight: np.float32) -> None:

@@ -56,6 +56,24 @@ def _unpack_columns(words, out):
 
 
 @kernel
+def _short_levels(levels, norms, bucket, steps, out):
+    # A product takes a third of the time of a division and rounds to the same float32. Norm times level is exact, and
+    # its product with the inverse is within 2**-51 of the quotient x. Cut to 45 bits by the difference below, that is
+    # within 2**-44. No x of fewer than 2**14 steps is nearer than 2**-39 to a number between two float32, unless it is
+    # that number: 25 bits, to which the cut returns exactly.
+    inverse = 1.0 / steps
+    for place in range(norms.size):
+        norm = np.float64(norms[place])
+        # Slices as above.
+        end = min((place + 1) * bucket, levels.size)
+        part, values = levels[place * bucket : end], out[place * bucket : end]
+        for at in range(part.size):
+            near = np.float64(part[at]) * norm * inverse
+            above = near * 257.0
+            values[at] = np.float32(above - (above - near))
+
+
+@kernel
 def _levels(levels, norms, bucket, steps, out):
     for place in range(norms.size):
         norm = np.float64(norms[place])
@@ -212,5 +230,6 @@ def look_up(table: NDArray[np.float32], codes: NDArray[np.uint8]) -> NDArray[np.
 def levels(numbers: NDArray[Any], norms: NDArray[np.float32], bucket: int, steps: int) -> NDArray[np.float32]:
     """See :meth:`fedcomp.kernels.interface.Ops.levels`."""
     out = np.empty(numbers.size, np.float32)
-    _levels(fixed(numbers), fixed(norms), bucket or numbers.size, float(steps), out)
+    short = steps < 1 << 14
+    (_short_levels if short else _levels)(fixed(numbers), fixed(norms), bucket or numbers.size, float(steps), out)
     return out

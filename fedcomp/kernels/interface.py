@@ -93,6 +93,9 @@ class Selection(Protocol):
     def take_clear(self, values: Floats, indices: NDArray[np.int64]) -> Floats:
         """Return ``values[indices]`` and set those elements to zero."""
 
+    def add_scaled(self, out: Floats, values: Floats, weight: np.float32) -> None:
+        """Do ``out += weight * values`` in float32, both operations rounded."""
+
     def scatter_add(self, out: Floats, indices: NDArray[np.int64], values: Floats, weight: np.float32) -> None:
         """Do ``out[indices] += weight * values`` in float32, both operations rounded."""
 

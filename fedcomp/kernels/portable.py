@@ -31,6 +31,9 @@ _NARROW = 16  # lanes below which numpy's calls cost more than Python's integers
 _ONE = np.float64(1.0).view(np.int64)
 _FRACTION = np.int64(2**52 - 1)
 _BIAS = 1023
+_SUMMED = 1 << 16
+"""Elements whose products exist at a time."""
+
 _GAPS = 1 << 14
 """Gaps whose float64 forms exist at a time: they stay in the cache."""
 
@@ -92,6 +95,17 @@ def take_clear(values: Floats, indices: NDArray[np.int64]) -> Floats:
     taken = values[indices]
     values[indices] = 0.0
     return taken
+
+
+def add_scaled(out: Floats, values: Floats, weight: np.float32) -> None:
+    """See :meth:`fedcomp.kernels.interface.Ops.add_scaled`."""
+    # A factor of 1 changes no bit; without it there is no product to store.
+    if weight == 1.0:
+        out += values
+        return
+    # Block by block: no temporary of the vector's size.
+    for start in range(0, out.size, _SUMMED):
+        out[start : start + _SUMMED] += weight * values[start : start + _SUMMED]
 
 
 def scatter_add(out: Floats, indices: NDArray[np.int64], values: Floats, weight: np.float32) -> None:

@@ -1,4 +1,4 @@
-"""Adding many weighted sparse vectors into the one dense buffer the receiver owns."""
+"""Adding many weighted vectors, sparse ones above all, into the one dense buffer the receiver owns."""
 
 from __future__ import annotations
 
@@ -9,6 +9,33 @@ from fedcomp.errors import LayoutError
 from fedcomp.kernels import tiers
 from fedcomp.kernels.interface import Floats
 from fedcomp.kernels.tiers import Tier
+
+
+def add_scaled(out: Floats, values: Floats, weight: float = 1.0, *, tier: Tier = "auto") -> None:
+    """Do ``out += float32(weight) * values`` in place, in float32.
+
+    Parameters
+    ----------
+    out : float32 array of shape (n,), contiguous and writable
+    values : float32 array of shape (n,)
+    weight : float
+
+    Raises
+    ------
+    LayoutError
+        When shapes disagree.
+
+    Examples
+    --------
+    >>> out = np.ones(2, np.float32)
+    >>> add_scaled(out, np.float32([2, -4]), weight=0.5)
+    >>> out
+    array([ 2., -1.], dtype=float32)
+    """
+    # Compiled code does not check bounds.
+    if out.shape != values.shape or out.ndim != 1:
+        raise LayoutError(f"{values.shape} values do not fit a vector of shape {out.shape}")
+    tiers.ops(tier, out.size).add_scaled(out, np.asarray(values, np.float32), np.float32(weight))
 
 
 def scatter_add(

@@ -10,7 +10,7 @@ from fedcomp.kernels import tiers
 from fedcomp.kernels.bins import adaptive_step, select_adaptive, select_bins
 from fedcomp.kernels.hadamard import hadamard
 from fedcomp.kernels.select import feedback_step, select_topk
-from fedcomp.kernels.sums import scatter_add
+from fedcomp.kernels.sums import add_scaled, scatter_add
 from fedcomp.kernels.tails import exceedances, select_above
 
 
@@ -28,6 +28,7 @@ def warm() -> float | None:
     ops = tiers.ops("numba", 256)
     ops.histogram(vector.view(np.int32))
     step = feedback_step(vector, vector, 3, tier="numba")
+    add_scaled(step.memory, vector, 1.0, tier="numba")
     scatter_add(step.memory, indices, step.values, 1.0, tier="numba")
     select_bins(vector, 7, tier="numba")
     select_adaptive(vector, vector, 7, tier="numba")
@@ -41,7 +42,8 @@ def warm() -> float | None:
     slots = np.arange(4096).astype(np.uint32)
     ops.rans_decode(states, words, (slots >> 11).astype(np.uint16), (2048 << 16 | slots % 2048).astype(np.uint32), 64)
     for kind in (np.int16, np.int32):
-        ops.levels(np.zeros(4, kind), vector[:1], 0, 7)
+        for steps in (7, 1 << 14):
+            ops.levels(np.zeros(4, kind), vector[:1], 0, steps)
     for name in ("u4", "i8", "u8"):
         ops.unary(np.zeros(4, name))
     for name in ("u4", "u8"):

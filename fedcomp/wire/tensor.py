@@ -177,6 +177,11 @@ class Bundle:
     non_finite: int = 0
     sizes: FrameSizes | None = None
 
+    def forget(self) -> None:
+        """Keep no decoded values."""
+        for tensor in self.tensors:
+            tensor.values.forget()
+
     def held_bytes(self) -> int:
         """Return the bytes of memory that the tensors hold beside the frame, of which raw values are views."""
         return sum(t.values.held_bytes() + (0 if t.indices is None else owned(t.indices)) for t in self.tensors)

@@ -65,6 +65,24 @@ class Values(ABC):
     def decode(self) -> NDArray[Any]:
         """Return the values, shape ``(k,)``, in :attr:`dtype`."""
 
+    _kept: NDArray[Any] | None = None
+
+    def peek(self) -> NDArray[Any]:
+        """Return the values, and keep them for :meth:`take`; not to be written to."""
+        if self._kept is None:
+            self._kept = self.decode()
+        return self._kept
+
+    def take(self) -> NDArray[Any]:
+        """Return the values, those that :meth:`peek` kept where there are any, and keep them no longer."""
+        values = self._kept
+        self.forget()
+        return self.decode() if values is None else values
+
+    def forget(self) -> None:
+        """Keep no decoded values."""
+        self._kept = None
+
     @abstractmethod
     def pack(self, shuffled: bool = False) -> tuple[bytes, Buffer]:
         """Return parameters and section; ``shuffled`` asks for a form that suits a byte compressor, if there is one."""
@@ -394,9 +412,7 @@ class Natural(Values):
 
     def decode(self) -> NDArray[Any]:
         # Sign and exponent are the upper nine bits of a float32, in this order.
-        word = self.codes.astype(np.uint32)
-        word <<= np.uint32(23)
-        return word.view(np.float32)
+        return np.left_shift(self.codes, 23, dtype=np.uint32).view(np.float32)
 
     def pack(self, shuffled: bool = False) -> tuple[bytes, Buffer]:
         if not self.fixed and (stream := shorter(self.codes, packed_size(self.k, 9))) is not None:
@@ -421,11 +437,9 @@ class Natural(Values):
     def work_bytes(cls, params: bytes, k: int, size: int, dtype: str) -> int:
         return 20 * k + 2 * size
 
-    def _non_finite(self) -> NDArray[np.bool_]:
-        return (self.codes & np.uint16(0xFF)) == np.uint16(0xFF)
-
     def count_non_finite(self) -> int:
-        return int(np.count_nonzero(self._non_finite()))
+        exponent = np.uint16(0xFF)
+        return sum(int(np.count_nonzero((codes & exponent) == exponent)) for codes in chunks(self.codes))
 
     def zero_non_finite(self) -> Values:
-        return type(self)(np.where(self._non_finite(), np.uint16(0), self.codes))
+        return type(self)(np.where((self.codes & np.uint16(0xFF)) == np.uint16(0xFF), np.uint16(0), self.codes))
