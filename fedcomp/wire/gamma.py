@@ -68,7 +68,7 @@ def unpack_gamma(buf: Buffer, count: int, longest: int) -> NDArray[np.uint32]:
     counts = np.bincount(lengths)
     # The leading one of every number; the bits below it follow, one group of equal lengths after the other.
     numbers = np.left_shift(np.uint32(1), lengths, dtype=np.uint32)
-    for width in range(1, counts.size):
+    for width in np.flatnonzero(counts)[int(counts[0] > 0) :].tolist():
         size = packed_size(int(counts[width]), width)
         numbers[lengths == width] |= unpack(buf[split : split + size], int(counts[width]), width, np.uint32)
         split += size

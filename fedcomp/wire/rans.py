@@ -28,6 +28,7 @@ TOTAL: Final = 1 << RANS_BITS
 MOST_SYMBOLS: Final = 1 << 16
 """Numbers are below this."""
 
+_SLOTS: Final = np.arange(TOTAL, dtype=np.uint32)
 _MOST_LANES_LOG2: Final = 8
 _FINE: Final = 64
 """Steps per bit in which the size of a stream is estimated."""
@@ -136,8 +137,9 @@ def unpack_rans(buf: Buffer, count: int, tier: Tier = "auto") -> NDArray[np.uint
 def _slots(table: NDArray[np.uint32]) -> tuple[NDArray[np.uint16], NDArray[np.uint32]]:
     """Return the number of each of the 4096 slots, and its frequency << 16 | the slot's place among its slots."""
     numbers = np.repeat(np.arange(table.size, dtype=np.uint16), table)
-    starts = np.cumsum(table, dtype=np.uint32) - table
-    return numbers, table[numbers] << np.uint32(16) | (np.arange(TOTAL, dtype=np.uint32) - starts[numbers])
+    # Each slot's place is its own number minus that of its number's first slot; what that borrows, adding gives back.
+    before = (table << np.uint32(16)) - (np.cumsum(table, dtype=np.uint32) - table)
+    return numbers, np.repeat(before, table) + _SLOTS
 
 
 def work_bytes(count: int, size: int) -> int:

@@ -16,6 +16,7 @@ import fedcomp
 from fedcomp.errors import ConfigError, LayoutError
 from fedcomp.kernels import (
     adaptive_step,
+    add_scaled,
     compiled,
     exceedances,
     feedback_step,
@@ -295,3 +296,33 @@ def test_levels_are_the_same_floats(bucket: int) -> None:
         assert made.tobytes() == portable.levels(few.astype(np.int32), given, bucket, 2**13).tobytes()
         assert made.tobytes() == portable.levels(few, given, bucket, 2**13).tobytes()
     assert compiled.levels(numbers[:0], norms[:0], bucket, 1).size == 0
+
+
+@pytest.mark.parametrize("steps", [2, 3, 6, 7, 127, 254, 8190, 2**14 - 1, 2**14])
+def test_levels_that_fall_between_two_floats_are_rounded_alike(steps: int) -> None:
+    """A product with 1 / steps is off by some 2**-53, which decides where a quotient is exactly a half."""
+    levels = np.unique(np.linspace(-steps, steps, 200).astype(np.int32))
+    # Multiples of steps / 2 times the smallest float32, and their neighbours: quotients of them are halves of it.
+    multiples = np.arange(1, 40, dtype=np.uint32)[:, None] * np.uint32(max(1, steps // 2)) + np.uint32([0, 1])
+    small = multiples.astype(np.uint32).reshape(-1).view(np.float32)
+    normal = (np.arange(1, 400, dtype=np.uint32) * np.uint32(steps) + np.uint32(1 << 23)).view(np.float32)
+    for norm in (*small, *normal, np.float32(3.4e38)):
+        norms = np.full(1, norm, np.float32)
+        exact = [np.float32(int(level) * float(norm) / steps) for level in levels]
+        for kind in (np.int16, np.int32)[steps >= 2**14 :]:
+            made = compiled.levels(levels.astype(kind), norms, 0, steps)
+            assert made.tobytes() == np.array(exact, np.float32).tobytes()
+            assert made.tobytes() == portable.levels(levels.astype(kind), norms, 0, steps).tobytes()
+
+
+@pytest.mark.parametrize("size", [0, 1, 5000, 70_000])
+def test_scaled_vectors_are_added_alike(size: int) -> None:
+    out, values = (Key(size, name).uniform(size).astype(np.float32) - np.float32(0.5) for name in ("out", "values"))
+    for weight in (1.0, -0.3):
+        expected = out + np.float32(weight) * values
+        for tier in ("numba", "numpy"):
+            made = out.copy()
+            add_scaled(made, values, weight, tier=tier)
+            assert made.tobytes() == expected.tobytes()
+    with pytest.raises(LayoutError, match="do not fit"):
+        add_scaled(out, np.zeros(size + 1, np.float32))

@@ -10,13 +10,16 @@ import pytest
 from flwr.app import Context, Message, MetricRecord
 from toy import client_app, fedavg, model
 
+from fedcomp import wire
 from fedcomp.clients.compressed import compression
-from fedcomp.codecs import EDEN, QSGD, Codec, Identity, SignSGD, TopK, base
+from fedcomp.codecs import EDEN, QSGD, Codec, Identity, NaturalCompression, ScaledSign, SignSGD, TopK, base
 from fedcomp.errors import NonFiniteUpdate
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.payload import put_frame
 from fedcomp.flower.protocol import UPDATE
 from fedcomp.flower.rounds import fit
+from fedcomp.layout import Layout, Update
+from fedcomp.rng import Key
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.guard import Norms
 from fedcomp.strategies.sinks import MeanRule
@@ -84,6 +87,42 @@ def test_every_frame_is_parsed_once(codec: Codec, parsed: list[int]) -> None:
     _, used = trained(codec, app(None))
     assert used == [NODES] * ROUNDS
     assert len(parsed) == NODES * ROUNDS
+
+
+@pytest.mark.parametrize(
+    ("codec", "values"),
+    [(QSGD(7), wire.QsgdLevels), (NaturalCompression(), wire.Natural), (ScaledSign(), wire.SignScale)],
+    ids=["qsgd", "natural", "sign"],
+)
+def test_values_are_decoded_once_for_the_reported_norm_and_the_sum(
+    codec: Codec, values: type[wire.Values], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = Layout.flat(1000)
+    vector = np.linspace(-1, 1, 1000, dtype=np.float32)
+    frame, _ = codec.encode(Update(vector, layout), {}, Key(3))
+    honest, made = values.decode, []
+
+    def decode(self: Any) -> Any:
+        made.append(self)
+        return honest(self)
+
+    monkeypatch.setattr(values, "decode", decode)
+    bundle = codec.open(frame, layout)
+    held = bundle.held_bytes()
+    norm = codec.norm(bundle, layout)
+    assert bundle.held_bytes() == held + 4 * 1000
+    total = Update(np.zeros(1000, np.float32), layout)
+    codec.gather(bundle, 0.5, total)
+    assert len(made) == 1
+    assert norm == pytest.approx(float(np.linalg.norm(2 * total.vector)), rel=1e-6)
+    # What was kept is given away: memory of one reply at a time, whatever their number.
+    assert bundle.held_bytes() == held
+    codec.norm(bundle, layout)
+    bundle.forget()
+    assert bundle.held_bytes() == held
+    again = Update(np.zeros(1000, np.float32), layout)
+    codec.gather(bundle, 0.5, again)
+    assert again.vector.tobytes() == total.vector.tobytes()
 
 
 @pytest.mark.parametrize("codec", [Identity(), QSGD(7), TopK(0.5)], ids=repr)
