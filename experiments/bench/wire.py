@@ -39,7 +39,7 @@ Say = Callable[[str], None]
 
 _MILLION = 10**6
 # From the naive to the adaptive, "auto" last: what the format chooses by itself.
-_CODECS = ("raw", "fixed", "bitmap", "gap-bytes", "elias-fano", "block-rice", "rice", "auto")
+_CODECS = ("raw", "fixed", "bitmap", "gap-bytes", "elias-fano", "block-rice", "rice", "ans-gaps", "auto")
 _BOMB_BYTES = 50_000_000
 
 

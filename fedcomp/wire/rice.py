@@ -109,7 +109,7 @@ class Rice(IndexCodec):
             return ones
         if (int(ones[-1]) - k + 1) << b >= n:
             raise Corrupt(f"indices run beyond the {n} elements of the tensor")
-        return _join_gaps(ones, low, np.array([b], np.uint8), k, n)
+        return _join_gaps(ones, low, np.array([b], np.uint8), b, k, n)
 
     def work_bytes(self, params: bytes, n: int, k: int, size: int) -> int:
         return 8 * (size - packed_size(k, params[0])) + 16 * k
@@ -120,14 +120,16 @@ class Rice(IndexCodec):
         return 8 * (unary_size(max((n - k) >> b, 2 * k if b else 0), k) + packed_size(k, b)) if k else 0
 
 
-def _join_gaps(ones: Indices, low: NDArray[Any], widths: NDArray[np.uint8], block: int, n: int) -> Indices:
+def _join_gaps(
+    ones: Indices, low: NDArray[Any], widths: NDArray[np.uint8], largest: int, block: int, n: int
+) -> Indices:
     """Return indices from the places of the unary stream and the low bits of the gaps; overwrites both.
 
-    The shifted quotients add up to less than 2**62.
+    The shifted quotients add up to less than 2**62; no width is above ``largest``.
     """
     k = ones.size
     # In Python integers: with both sums below 2**62 nothing wraps in the end.
-    if k << int(widths.max()) >= 1 << 62 and exact_sum(low) >= 1 << 62:
+    if k << largest >= 1 << 62 and exact_sum(low) >= 1 << 62:
         raise Corrupt(f"indices run beyond the {n} elements of the tensor")
     tiers.ops("auto", k).join_gaps(ones, low, widths, block)
     # No gap is negative, so the last index is the largest.
@@ -199,7 +201,7 @@ class BlockRice(IndexCodec):
             # Only the last block may be short, and it is the last of its parameter, too.
             low[table == value] = _in_blocks(fields, log2)
             split += size
-        return _join_gaps(ones, low.reshape(-1)[:k], table, 1 << log2, n)
+        return _join_gaps(ones, low.reshape(-1)[:k], table, largest, 1 << log2, n)
 
     def work_bytes(self, params: bytes, n: int, k: int, size: int) -> int:
         # Every bit of the section may be one of the unary stream, but that stream has no more than n bits and padding.
