@@ -377,7 +377,7 @@ def _quantised(quick: bool, say: Say) -> tuple[list[Row], list[Claim]]:
         TernGrad(clip=2.5),
         ScaledSign(),
         STC(density=0.01),
-        *(TopK(density=1.0, values=values) for values in ("q8", "q4", "q2", "sign")),
+        *(TopK(density=1.0, values=values) for values in ("q8", "q4", "q2", "range8", "sign")),
     )
     for kind, x in inputs.items():
         update = Update(x.astype(np.float32), layout)
@@ -418,7 +418,7 @@ def _symbols(values: wire.Values) -> tuple[NDArray[Any], int]:
             return values.levels, values.norms.size
         case wire.Codebook():
             return values.codes, values.magnitudes.size
-        case wire.Natural():
+        case wire.Natural() | wire.RangeFloat():
             return values.codes, 0
         case wire.SignScale():
             return values.negative, values.scales.size

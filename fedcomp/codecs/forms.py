@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from fedcomp import wire
 from fedcomp.layout import Vector
 from fedcomp.wire import SchemaMismatch, Values
+from fedcomp.wire.rangefloat import least_mantissa
 
 BLOCK: Final = 256
 """Values that share a scale in the forms "q8" and "q4"."""
@@ -156,6 +157,55 @@ class _Levels(ValueForm):
         return 1.0 - 2.0**-20
 
 
+class _Range(ValueForm):
+    """Floats of N bits over the range of all values of the tensor."""
+
+    values = wire.RangeFloat
+
+    def __init__(self, bits: int) -> None:
+        self.bits = bits
+        self.form = {"bits": bits}
+
+    def code(self, chosen: NDArray[Any]) -> Values:
+        x = narrowed(chosen)
+        coded = wire.RangeFloat.quantise(x, self.bits)
+        # What was chosen by a sample may miss what the sample has not; eight octaves keep what is promised.
+        error = coded.decode().astype(np.float64) - x
+        energy = np.square(x.astype(np.float64)).sum()
+        if float(error @ error) > (1.0 - self.kept(x.size)) * float(energy):
+            coded = wire.RangeFloat.quantise(x, self.bits, self._safe)
+        return coded
+
+    def check(self, values: Values, where: str) -> None:
+        assert isinstance(values, wire.RangeFloat)
+        if values.bits != self.bits:
+            raise SchemaMismatch(f"{where}: expected range floats of {self.bits} bits, got {values.bits}")
+
+    @property
+    def _safe(self) -> int:
+        return max(0, self.bits - 4)
+
+    def kept(self, k: int) -> float:
+        """(1 - δ²) / (1 + (k - 1) r²/4) with δ = 1/(2^(m+1) + 1) and r = (1 + δ)(1 + 2^-m) / 2⁸, m = N - 4 (derived).
+
+        Half of the codes or more are those of the sign that reaches further: eight octaves, less a step. Numbers within
+        them are off by δ of themselves at most, the others by half the smallest, r times the largest, and by no more
+        than themselves: the ratio of errors to energy is largest when all but one are that half.
+        """
+        off = self._off(self._safe)
+        ratio = (1.0 + off) * (1.0 + 2.0**-self._safe) * 2.0**-8
+        return (1.0 - off**2) / (1.0 + max(0, k - 1) * ratio**2 / 4.0) * (1.0 - 2.0**-20)
+
+    def kept_of_largest(self, k: int) -> float:
+        """1 - δ² of the smallest mantissa that is chosen: no other error exceeds its value."""
+        return (1.0 - self._off(least_mantissa(self.bits)) ** 2) * (1.0 - 2.0**-20)
+
+    @staticmethod
+    def _off(mantissa: int) -> float:
+        """Return the largest error of a number of so many bits of mantissa, halfway between 1 and its neighbour."""
+        return 1.0 / (2.0 ** (mantissa + 1) + 1.0)
+
+
 class _TwoMagnitudes(ValueForm):
     """A sign and one of two magnitudes, those of least squared error for all values of the tensor."""
 
@@ -225,12 +275,16 @@ FORMS: Final[Mapping[str, ValueForm]] = {
     "q8": _Levels(127),
     "q4": _Levels(7),
     "q2": _TwoMagnitudes(),
+    "range10": _Range(10),
+    "range8": _Range(8),
+    "range6": _Range(6),
+    "range4": _Range(4),
     "sign": _Signs(),
     "float64": _Raw("float64"),
 }
 """By name. "float64" is as values are: updates are float32, vectors of gossip nodes may be float64."""
 
-LOW_BITS: Final = frozenset({"q8", "q4", "q2", "sign"})
+LOW_BITS: Final = frozenset({"q8", "q4", "q2", "range8", "range6", "range4", "sign"})
 
 RESTS: Final = ("auto", "float32", "bf16", "q8")
 """How the dense rest may travel; "auto": "q8" beside values of 8 bits and fewer, else "float32"."""

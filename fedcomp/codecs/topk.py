@@ -34,11 +34,12 @@ class TopK(ListedCodec):
         may set another one per tensor.
     scope : {"global", "layer"}
         Rank the whole model as one vector, or every tensor by itself.
-    values : {"float32", "fp16", "bf16", "q8", "q4", "q2", "sign", "float64"}
+    values : {"float32", "fp16", "bf16", "q8", "q4", "q2", "range10", "range8", "range6", "range4", "sign", "float64"}
         How the kept values travel; "float64" as they are. fp16 saturates at 65504 and rounds magnitudes below
         3e-8 to zero. "q8" and "q4" round to 127 or 7 levels of the largest magnitude of every 256 values; "q2" sends a
-        sign and one of two magnitudes, which are fitted to the values of each tensor; "sign" a sign, and one magnitude
-        for all. Error feedback keeps what is lost.
+        sign and one of two magnitudes, which are fitted to the values of each tensor; "range8" floats of 8 bits whose
+        exponents cover the range of a tensor's values; "sign" a sign, and one magnitude for all. Error feedback keeps
+        what is lost.
     index : str
         The wire's index codec; "auto" takes the smallest.
     warmup : int

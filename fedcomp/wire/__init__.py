@@ -52,6 +52,7 @@ from fedcomp.wire.limits import (
 )
 from fedcomp.wire.longest import FILLED, longest, pad
 from fedcomp.wire.quantised import Ones, SignScale, Uniform, UnitSign
+from fedcomp.wire.rangefloat import RangeFloat
 from fedcomp.wire.section import SECTION_INDEX, Section, put_block, take_block
 from fedcomp.wire.support import Seeded, SharedSupport, seeded_block, seeded_support
 from fedcomp.wire.tensor import Bundle, FrameSizes, Tensor, dense, seeded, shared, sparse
@@ -97,6 +98,7 @@ __all__ = [
     "NonFinite",
     "Ones",
     "QsgdLevels",
+    "RangeFloat",
     "Raw",
     "Schema",
     "SchemaMismatch",

@@ -30,6 +30,7 @@ from fedcomp.wire.index import Indices
 from fedcomp.wire.levels import QsgdLevels, Ternary
 from fedcomp.wire.limits import COEFFICIENTS, SHARED, SPARSE, Expected, Limits, Schema
 from fedcomp.wire.quantised import Ones, SignScale, Uniform, UnitSign
+from fedcomp.wire.rangefloat import RangeFloat
 from fedcomp.wire.section import Section
 from fedcomp.wire.support import BLOCK, SCATTERED, SharedSupport, seeded_support
 from fedcomp.wire.tensor import Tensor, dense, seeded
@@ -157,11 +158,13 @@ def specimens(size: int = 300) -> list[Specimen]:
         ("one in bins:12+ones", size // 12, "none"),
         ("seeded block+natural", size // 12, "none"),
         ("rice+codebook", size // 12, "none"),
+        ("rice+range-float", size // 12, "none"),
         ("ans-gaps+unit-sign", size // 12, "none"),
         # Enough values of a tensor of their own that they are entropy-coded.
         ("seeded+entropy-coded qsgd", max(CODED_FROM, size // 12), "none"),
         ("seeded+entropy-coded natural", max(CODED_FROM, size // 12), "none"),
         ("seeded+entropy-coded codebook", max(CODED_FROM, size // 12), "none"),
+        ("seeded+entropy-coded range-float", max(CODED_FROM, size // 12), "none"),
     ):
         index, _, value = name.partition("+")
         n = max(size, k)
@@ -200,6 +203,7 @@ def section_specimens(size: int = 300) -> list[SectionSpecimen]:
         ("none", "fixed qsgd", levels),
         ("none", "qsgd", None),
         ("none", "ternary", None),
+        ("none", "range-float", None),
         ("known", "fp16", b""),
         ("fixed", "raw", b""),
         ("fixed", "ones", b""),
@@ -240,6 +244,7 @@ def _values(name: str, x: NDArray[np.float32], key: Key) -> Values:
         "ternary": Ternary(np.where(np.abs(x) > 0.45, np.sign(x), 0), 0.5),
         "qsgd": qsgd,
         "fixed qsgd": QsgdLevels(qsgd.levels, 8, 16, qsgd.norms, fixed=True),
+        "range-float": RangeFloat.quantise(x, 6),
         "codebook": Codebook.quantise(x),
         "natural": Natural.quantise(x, uniforms),
         "ones": Ones(x.size),

@@ -29,6 +29,7 @@ from fedcomp.wire.quantised import (
     take_param,
     take_scales,
 )
+from fedcomp.wire.rangefloat import RangeFloat
 from fedcomp.wire.rans import TOTAL, least_bytes, unpack_rans
 from fedcomp.wire.rice import Rice
 from fedcomp.wire.values import Bf16, Fp16, Natural, Raw, Values, flat
@@ -329,6 +330,20 @@ def _from_zigzag(zigzag: NDArray[np.int32]) -> NDArray[np.int32]:
 
 
 VALUE_CODECS: Final[dict[int, type[Values]]] = {
-    c.codec_id: c for c in (Raw, Fp16, Bf16, Uniform, SignScale, Ternary, QsgdLevels, Codebook, Natural, Ones, UnitSign)
+    c.codec_id: c
+    for c in (
+        Raw,
+        Fp16,
+        Bf16,
+        Uniform,
+        SignScale,
+        Ternary,
+        QsgdLevels,
+        RangeFloat,
+        Codebook,
+        Natural,
+        Ones,
+        UnitSign,
+    )
 }
 VALUE_BY_NAME: Final = {c.name: c for c in VALUE_CODECS.values()}

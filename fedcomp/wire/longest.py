@@ -29,6 +29,8 @@ _ALIGNMENT: Final = 9
 """Most bytes of the padding by which an encoder aligns its largest dense section."""
 
 _ROUNDED: Final = 2
+_RANGE: Final = 9
+"""Of a range float: bits and mantissa, a lowest magnitude below 2**23 and a number of positive ones below 2**16."""
 _BEHIND_BACKEND: Final = 12
 """Of a support's bound: roundings to whole bytes; the raw lengths of sections where a byte compressor is tried."""
 
@@ -194,6 +196,7 @@ _VALUES: Final[Mapping[str, Callable[[int, Mapping[str, int]], tuple[int, int]]]
     "sign": _sign,
     "ternary": _ternary,
     "qsgd": _qsgd,
+    "range-float": lambda k, form: (_RANGE, packed_size(k, form["bits"])),
     "codebook": lambda k, form: (1, codebook_size(k, form["bits"])),
     "natural": lambda k, form: (0, packed_size(k, 9)),
     "ones": lambda k, form: (0, 0),

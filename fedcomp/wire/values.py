@@ -21,7 +21,7 @@ from fedcomp.wire.limits import DTYPE_IDS, FLOATS, NUMPY_DTYPES, dtype_name
 from fedcomp.wire.rans import unpack_rans
 
 # Known to the design and not written by anything yet: an id that is reserved never gets another meaning.
-RESERVED_VALUES: Final = {7: "range-float", 9: "pca-coefficients", 10: "spectrum"}
+RESERVED_VALUES: Final = {9: "pca-coefficients", 10: "spectrum"}
 
 _CHUNK = 1 << 18
 _SHUFFLED = b"\x01"

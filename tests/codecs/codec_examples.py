@@ -106,6 +106,8 @@ EXAMPLES: tuple[Codec, ...] = (
     TopK(0.05, values="q8"),
     TopK(0.3, scope="layer", values="q4"),
     TopK(0.1, values="sign", index="rice"),
+    TopK(0.1, values="range8"),
+    ErrorFeedback(ChunkTop1(0.05, values="range6")),
     ErrorFeedback(TopK(0.05, values="q2")),
     ErrorFeedback(STC(0.05, rest="q8")),
     ErrorFeedback(RandomK(0.3, values="q4")),

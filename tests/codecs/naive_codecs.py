@@ -106,6 +106,8 @@ def as_values(x: np.ndarray, values: str) -> np.ndarray:
         return np.ldexp(np.rint(mantissa * 256.0) / 256.0, exponent).astype(F32)
     if values in ("q8", "q4"):
         return on_levels(x, 127 if values == "q8" else 7)
+    if values.startswith("range"):
+        return on_range(x, int(values[5:]))
     if values == "q2":
         return on_two_magnitudes(x)
     if values == "sign":
@@ -121,6 +123,29 @@ def on_levels(x: np.ndarray, levels: int) -> np.ndarray:
         if top:
             out[a : a + 256] = [F32(round(v / top * levels) * top / levels) for v in x[a : a + 256].tolist()]
     return out
+
+
+def on_range(x: np.ndarray, bits: int) -> np.ndarray:
+    """The nearest of the numbers that a range of so many codes has, with the mantissa that loses least."""
+
+    def number(cut: int, m: int) -> float:
+        return float(struct.unpack("<f", struct.pack("<I", cut << (23 - m)))[0])
+
+    tried = []
+    for m in range(max(0, bits - 5), bits - 1):
+
+        def cut(v: float, m: int = m) -> int:
+            word = struct.unpack("<I", struct.pack("<f", v))[0]
+            return min(int(word / 2 ** (23 - m) + 0.5), (255 << m) - 1)
+
+        sides = [cut(max([0.0, *(s * x).tolist()])) for s in (1, -1)]
+        total = 2**bits - 1
+        lowest = max(math.ceil((sum(sides) + 2 - total) / 2), max(sides) + 1 - total, 1)
+        grids = [[0.0, *(number(q, m) for q in range(lowest, side + 1))] for side in sides]
+        # Of two that are equally near the larger.
+        got = [math.copysign(min(reversed(grids[v < 0]), key=lambda g: abs(g - abs(v))), v) for v in x.tolist()]
+        tried.append((math.fsum((a - b) ** 2 for a, b in zip(got, x.tolist(), strict=True)), m, got))
+    return np.array(min(tried)[2], F32) + F32(0.0)
 
 
 def on_two_magnitudes(x: np.ndarray) -> np.ndarray:
@@ -156,7 +181,7 @@ def halved(memory: np.ndarray) -> np.ndarray:
 
 def rest_of(codec: Codec, x: np.ndarray) -> np.ndarray:
     """What arrives of the dense rest."""
-    low = getattr(codec, "values", "float32") in ("q8", "q4", "q2", "sign")
+    low = getattr(codec, "values", "float32") in ("q8", "q4", "q2", "sign", "range8", "range6")
     rest = getattr(codec, "rest", "auto")
     return as_values(x, ("q8" if low else "float32") if rest == "auto" else rest)
 

@@ -101,9 +101,6 @@ def gamma(levels: np.ndarray) -> int:
     return streams + sum(fields(int((lengths == bits).sum()), bits) for bits in range(1, int(lengths.max()) + 1))
 
 
-LOW_BITS = ("q8", "q4", "q2", "sign")
-
-
 def coded(form: str, k: int) -> tuple[tuple[int, int], int]:
     """The least and the most bytes of k values of a form, and those of its parameters.
 
@@ -112,6 +109,9 @@ def coded(form: str, k: int) -> tuple[tuple[int, int], int]:
     if form in ("q8", "q4"):
         scales = 4 * -(-k // 256)
         return (scales + fields(k, 1), scales + fields(k, int(form[1]))), 4
+    if form.startswith("range"):
+        # The number of positive magnitudes takes a byte or two, the lowest magnitude two.
+        return (fields(k, int(form[5:])), fields(k, int(form[5:])) + 1), 5
     exact = {"q2": 8 * (k > 0) + fields(k, 2), "sign": 4 * (k > 0) + fields(k, 1), "fp16": 2 * k, "bf16": 2 * k}
     return (exact.get(form, 4 * k),) * 2, int(form in ("q2", "sign"))
 
@@ -180,8 +180,8 @@ def frame_bounds(codec: Codec, layout: Layout, x: np.ndarray, y: np.ndarray) -> 
             continue
         # As raw float32 a negative zero travels, too; see TopK.
         indices = np.flatnonzero(got.view(np.int32) if isinstance(codec, TopK) else got)
-        if isinstance(codec, TopK) and codec.values in ("q8", "q4"):
-            # Those that are rounded to level 0 travel, too.
+        if isinstance(codec, TopK) and codec.values in ("q8", "q4", "range8", "range6"):
+            # Those that are rounded to 0 travel, too.
             chosen = largest(x[part.place], wanted(codec, part))
             indices = chosen[x[part.place][chosen] != 0]
         k, n = indices.size, part.size
@@ -203,7 +203,7 @@ def frame_bounds(codec: Codec, layout: Layout, x: np.ndarray, y: np.ndarray) -> 
         for sections in bounds:
             form = getattr(codec, "rest", "auto")
             if form == "auto":
-                form = "q8" if getattr(codec, "values", "float32") in LOW_BITS else "float32"
+                form = "q8" if getattr(codec, "values", "float32").startswith(("q", "sign", "range")) else "float32"
             values, value_params = coded(form, rest)
             sections.append(Section(rest, rest, 0, 0, value_params, values[sections is bounds[1]], True))
     low, high = bounds

@@ -242,7 +242,7 @@ def test_frames_of_other_codecs_are_refused(codec: Codec) -> None:
         if most < n:
             more = wire.Raw(np.ones(most + 1, np.float32))
             make = getattr(type(own.values), "quantise", type(own.values))
-            if isinstance(own.values, wire.Uniform):
+            if isinstance(own.values, wire.Uniform | wire.RangeFloat):
                 make = partial(make, bits=own.values.bits)
             if isinstance(own.values, wire.QsgdLevels):
                 make = partial(wire.QsgdLevels.nearest, s=own.values.s, bucket=own.values.bucket)

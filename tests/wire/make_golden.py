@@ -156,6 +156,8 @@ def value_cases() -> list[Case]:
                 wire.QsgdLevels((np.arange(k) * 7 % 31) - 15, 15, 8, np.ones(-(-k // 8), np.float32)),
             ),
             ("qsgd, Elias-gamma", wire.QsgdLevels.quantise(x, 15, 0, u)),
+            ("range float, 8 bits", wire.RangeFloat.quantise(x, 8, 4)),
+            ("range float, 10 bits, one side, stochastic", wire.RangeFloat.quantise(np.abs(x), 10, 6, u)),
             ("codebook, two magnitudes", wire.Codebook.quantise(x)),
             (
                 "codebook, 5 bits",
@@ -174,6 +176,7 @@ def value_cases() -> list[Case]:
             "codebook",
             wire.Codebook(codes, (np.arange(16) / 8).astype(np.float32), 5),
         ),
+        ("range float", wire.RangeFloat(codes, 5, 2, 480, 15)),
         ("natural", wire.Natural(127 + levels + (i % 3 == 0) * 256)),
     ):
         cases.append(Case(f"{name}, entropy-coded", [wire.Tensor(values, (4500,))]))

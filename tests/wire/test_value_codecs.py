@@ -42,6 +42,8 @@ def test_round_trip(x: np.ndarray, bits: int, block: int, backend: str, seed: in
         wire.Ternary(np.where(u > 0.8, np.sign(x), 0), 3.0),
         wire.QsgdLevels.quantise(x, bits, block, u),
         wire.QsgdLevels.quantise(x, 1 << bits, block, u),
+        wire.RangeFloat.quantise(x, max(2, bits)),
+        wire.RangeFloat.quantise(x, max(2, bits), min(bits, 15), u),
         wire.Codebook.quantise(x),
         wire.Codebook((u * 32).astype(int), np.sort(np.random.default_rng(seed).random(16)).astype(np.float32), 5),
         wire.Natural.quantise(x),
@@ -222,6 +224,15 @@ def test_impossible_contents_are_corrupt() -> None:
         (wire.SignScale, b"", "float32", "cut short"),
         (wire.Ternary, b"\x02", "float32", "parameters"),
         (wire.QsgdLevels, b"\x00\x00\x00", "float32", "parameters"),
+        (wire.RangeFloat, b"\x08\x04\x01", "float32", "needs bits"),
+        (wire.RangeFloat, b"\x01\x04\x01\x01", "float32", "needs bits"),
+        (wire.RangeFloat, b"\x11\x04\x01\x01", "float32", "needs bits"),
+        (wire.RangeFloat, b"\x08\x10\x01\x01", "float32", "needs bits"),
+        (wire.RangeFloat, b"\x08\x04\x00\x01", "float32", "impossible"),
+        (wire.RangeFloat, b"\x08\x04\x01\x80\x02", "float32", "impossible"),
+        (wire.RangeFloat, b"\x08\x00\xfe\x01\x02", "float32", "impossible"),
+        (wire.RangeFloat, b"\x08\x04\x01\x80", "float32", "cut short"),
+        (wire.RangeFloat, b"\x08\x04\x01\x01\x02", "float32", "parameters"),
         (wire.Codebook, b"", "float32", "bits"),
         (wire.Codebook, b"\x00", "float32", "bits"),
         (wire.Codebook, b"\x09", "float32", "bits"),
@@ -243,6 +254,7 @@ def test_impossible_contents_are_corrupt() -> None:
     coded = [
         (wire.Natural, b"\x01", b""),
         (wire.Codebook, b"\x02\x01", np.zeros(2, np.float32).tobytes()),
+        (wire.RangeFloat, b"\x08\x04\x01\x01\x01", b""),
         (wire.QsgdLevels, b"\x02\x02\x00", np.zeros(1, np.float32).tobytes()),
     ]
     for codec, params, head in coded:
@@ -251,7 +263,7 @@ def test_impossible_contents_are_corrupt() -> None:
         # A stream of numbers that are none of the codec's.
         stream = pack_rans(np.full(9000, 600, np.uint16), 10**6)
         assert stream is not None
-        with pytest.raises(wire.Corrupt, match=r"more than|outside"):
+        with pytest.raises(wire.Corrupt, match=r"more than|outside|too many"):
             codec.unpack(params, head + stream, 9000, "float32")
     for codec, params, words in (
         (wire.Natural, b"\x02", "parameters"),
@@ -262,6 +274,9 @@ def test_impossible_contents_are_corrupt() -> None:
     ):
         with pytest.raises(wire.Corrupt, match=words):
             codec.bounds(params, 9000, "float32")
+    # Bits that no number has: the second magnitude from the largest finite one on.
+    with pytest.raises(wire.Corrupt, match="no finite number"):
+        wire.RangeFloat.unpack(b"\x02\x00\xfe\x01\x01", b"\x0c", 2, "float32")
     with pytest.raises(wire.Corrupt, match="ascending"):
         wire.Codebook.unpack(b"\x02", np.float32([2, 1]).tobytes() + b"\0", 3, "float32")
     with pytest.raises(wire.Corrupt, match="outside"):

@@ -62,6 +62,8 @@ def forms(k: int) -> list[wire.Values]:
         wire.QsgdLevels.quantise(x, 127, 512, half),
         wire.QsgdLevels.quantise(x, 1 << 24, 1, half),
         wire.QsgdLevels(top, 1 << 24, 1, np.ones(k, np.float32)),
+        wire.RangeFloat.quantise(x, 8),
+        wire.RangeFloat.quantise(x, 16),
         wire.Codebook.quantise(x),
         wire.Codebook(np.arange(k) % 256, np.ones(128), 8),
         wire.Natural.quantise(x),
