@@ -57,7 +57,7 @@ class RangeFloat(Values):
     --------
     >>> values = RangeFloat.quantise(np.float32([1.0, -8.0, 0.013, 9.0]), bits=8, mantissa=4)
     >>> values.decode()
-    array([ 1.  , -8.  ,  0.   ,  9.  ], dtype=float32)
+    array([ 1., -8.,  0.,  9.], dtype=float32)
     """
 
     codec_id = 7
@@ -82,7 +82,7 @@ class RangeFloat(Values):
             f"codes of {bits} bits are 0..{min((1 << bits) - 1, positives + finite)}",
         )
         # As the compiled look-up takes them, where they fit.
-        self.codes = codes.astype(np.uint8 if bits <= 8 else np.uint16, copy=False)
+        self.codes: NDArray[Any] = codes.astype(np.uint8 if bits <= 8 else np.uint16, copy=False)
         self.bits, self.mantissa, self.fixed = bits, mantissa, fixed
         self.lowest, self.positives = int(lowest), int(positives)
 
