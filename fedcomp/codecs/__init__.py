@@ -22,6 +22,8 @@ from fedcomp.codecs.dithering import Dithering as Dithering
 from fedcomp.codecs.domain import Domain as Domain
 from fedcomp.codecs.eden import EDEN as EDEN
 from fedcomp.codecs.feedback import ErrorFeedback as ErrorFeedback
+from fedcomp.codecs.fft import DFT as DFT
+from fedcomp.codecs.fft import FFT as FFT
 from fedcomp.codecs.fixedpoint import FixedPoint as FixedPoint
 from fedcomp.codecs.fixedpoint import fixed_point_of as fixed_point_of
 from fedcomp.codecs.identity import Identity as Identity
@@ -48,6 +50,7 @@ from fedcomp.codecs.stc import STC as STC
 from fedcomp.codecs.terngrad import TernGrad as TernGrad
 from fedcomp.codecs.threshold import Threshold as Threshold
 from fedcomp.codecs.topk import TopK as TopK
+from fedcomp.codecs.topk import diminishing as diminishing
 
 register = codecs.register
 get_codec = codecs.get

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp import params
+from fedcomp.codecs.axes import NATURAL, order_for, read_in, write_back
 from fedcomp.codecs.positional import SCOPES
 from fedcomp.codecs.registry import Registry
 from fedcomp.errors import ConfigError
@@ -35,18 +36,22 @@ _COLUMNS: Final = 1 << 15
 class Orthonormal(Configured, ABC):
     """Base of orthonormal transforms of float32 vectors. Subclasses are frozen dataclasses.
 
-    Both ends run the same floating-point operations in the same order on numbers of one format: what a server makes of
-    a sum, a client that holds the same sum makes of it, bit for bit.
+    Both ends run the same floating-point operations in the same order on numbers of one format, unless a transform says
+    otherwise: what a server makes of a sum, a client that holds the same sum makes of it, bit for bit.
 
     Attributes
     ----------
     scope : {"global", "layer"}
         Whether the compressed part of a model is one vector, or each of its tensors.
+    order : str
+        The order in which the elements of a convolution's tensor are read, the slowest axis first; see
+        :mod:`fedcomp.codecs.axes`.
     """
 
     basis_id: ClassVar[str]
 
     scope: str
+    order: str = NATURAL
 
     @abstractmethod
     def turn(self, values: Vector, layer: int, *, inverse: bool = False) -> None:
@@ -62,11 +67,18 @@ class Orthonormal(Configured, ABC):
     def apply(self, vector: Vector, layout: Layout, *, inverse: bool = False) -> None:
         """Transform the compressed part of a model's vector in place, or undo it; the dense rest stays."""
         if self.scope == "layer":
-            parts = [t.slice for t in layout.compressed if t.size]
+            parts = [(t.slice, t.shape) for t in layout.compressed if t.size]
         else:
-            parts = [slice(0, layout.compressed_size)] if layout.compressed_size else []
-        for layer, part in enumerate(parts):
-            self.turn(vector[part], layer, inverse=inverse)
+            size = layout.compressed_size
+            parts = [(slice(0, size), (size,))] if size else []
+        for layer, (part, shape) in enumerate(parts):
+            values = vector[part]
+            if inverse:
+                self.turn(values, layer, inverse=True)
+                write_back(values, shape, self.order)
+            else:
+                read_in(values, shape, self.order)
+                self.turn(values, layer)
 
 
 bases: Registry[Orthonormal] = Registry(Orthonormal, "basis_id", "fedcomp.bases")
@@ -163,6 +175,9 @@ class DCT(Orthonormal):
         A power of two, 2 to 1024.
     scope : {"global", "layer"}
         Cut the whole model into chunks, or every tensor by itself: then no chunk reaches from one tensor into the next.
+    order : str
+        A permutation of "FDHW", the order in which a convolution's elements are read, the slowest axis first; see
+        :mod:`fedcomp.codecs.axes`. With ``scope="layer"`` only.
 
     Examples
     --------
@@ -178,12 +193,14 @@ class DCT(Orthonormal):
 
     chunk: int = 64
     scope: str = "layer"
+    order: str = NATURAL
 
     def __post_init__(self) -> None:
         params.assign(
             self,
             chunk=params.integer("chunk", self.chunk, low=2, high=1024),
             scope=params.choice("scope", self.scope, SCOPES),
+            order=order_for(self.order, self.scope),
         )
         if self.chunk & (self.chunk - 1):
             raise ConfigError(f"chunk={self.chunk} is not valid: chunk must be a power of two")

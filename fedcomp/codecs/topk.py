@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,12 +14,46 @@ from fedcomp import params, wire
 from fedcomp.codecs.forms import FORMS, RESTS
 from fedcomp.codecs.listed import INDICES, ListedCodec
 from fedcomp.codecs.positional import SCOPES, Stretch, with_rest
+from fedcomp.errors import ConfigError
 from fedcomp.kernels import select_topk
 from fedcomp.layout import Layout, Vector
 from fedcomp.rng import Key
 from fedcomp.wire import Bundle, Frame, LimitExceeded, Tensor
 
 _LONGEST_WARMUP = 10**6
+
+Schedule = tuple[tuple[int, float], ...]
+"""Pairs of a round and the density from that round on, rounds ascending from 1."""
+
+
+def diminishing(theta: float, rates: Sequence[float], factor: float) -> Schedule:
+    """Return the schedule under which round t leaves out ``min(theta, factor * rates[t - 1])`` of the coordinates.
+
+    What is left out and not remembered adds a floor to the loss that only a share in proportion to the learning rate
+    removes (derived; the theorem of the FFT paper has this form, recalled).
+
+    Parameters
+    ----------
+    theta : float
+        Largest share that is left out, in [0, 1).
+    rates : sequence of float
+        The learning rate of each round, from the first on.
+    factor : float
+
+    Examples
+    --------
+    >>> diminishing(0.85, [0.1, 0.1, 0.05, 0.01], factor=10.0)
+    ((1, 0.15), (3, 0.5), (4, 0.9))
+    """
+    theta, factor = params.unit("theta", theta), params.positive("factor", factor)
+    params.density(1.0 - theta)
+    found: list[tuple[int, float]] = []
+    for number, rate in enumerate(rates, 1):
+        # Twelve digits: what is no more than rounding is no new density.
+        density = float(f"{1.0 - min(theta, factor * params.positive('rate', rate)):.12g}")
+        if not found or found[-1][1] != density:
+            found.append((number, density))
+    return tuple(found)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -46,7 +82,9 @@ class TopK(ListedCodec):
         Rounds W in which the density falls exponentially to ``density`` d: with e = 0 in the first round it is
         ``max(d, d ** ((e + 1) / (W + 1)))`` (deep gradient compression's schedule by epochs, Lin et al. 2018; code
         read). Rounds count from 1, as Flower's do, by the key; round 0 is taken for the first.
-
+    schedule : sequence of (int, float)
+        Pairs of a round and the density from then on, rounds ascending: ``((1, 0.15), (30, 0.5))``. Before the first
+        one, and where the layout's policy sets a density, that one holds. Not together with ``warmup``.
     rest : {"auto", "float32", "bf16", "q8"}
         How the dense rest travels; "auto": "q8" beside values of 8 bits and fewer, else "float32". Error feedback keeps
         what is rounded away.
@@ -69,6 +107,7 @@ class TopK(ListedCodec):
     index: str = "auto"
     warmup: int = 0
     rest: str = "auto"
+    schedule: Schedule = ()
 
     def __post_init__(self) -> None:
         params.assign(
@@ -79,16 +118,31 @@ class TopK(ListedCodec):
             index=params.choice("index", self.index, INDICES),
             warmup=params.integer("warmup", self.warmup, low=0, high=_LONGEST_WARMUP),
             rest=params.choice("rest", self.rest, RESTS),
+            schedule=_checked(self.schedule),
         )
+        if self.warmup and self.schedule:
+            raise ConfigError("a density has a warm-up or a schedule, not both")
 
     def count(self, stretch: Stretch, key: Key | None = None) -> int:
-        """Return k of ``stretch`` in the round of ``key``; without one, the k after the warm-up."""
+        """Return k of ``stretch`` in the round of ``key``; without one, the least k after the warm-up."""
+        if key is None:
+            return params.count(min(self._densities(stretch)), stretch.size)
         density = self.density if stretch.density is None else stretch.density
-        return params.count(density if key is None else self._warm(density, key.round), stretch.size)
+        if stretch.density is None:
+            density = next((d for start, d in reversed(self.schedule) if start <= max(1, key.round)), density)
+        return params.count(self._warm(density, key.round), stretch.size)
 
     def most(self, stretch: Stretch) -> int:
-        """Return the largest k of any round: that of the first."""
-        return params.count(self._warm(self.density if stretch.density is None else stretch.density, 1), stretch.size)
+        """Return the largest k of any round."""
+        return params.count(self._warm(max(self._densities(stretch)), 1), stretch.size)
+
+    def _densities(self, stretch: Stretch) -> list[float]:
+        """Return the densities of all rounds after the warm-up."""
+        if stretch.density is not None:
+            return [stretch.density]
+        scheduled = [density for _, density in self.schedule]
+        # Of rounds before the schedule.
+        return scheduled if self.schedule and self.schedule[0][0] <= 1 else [self.density, *scheduled]
 
     def _warm(self, density: float, round_: int) -> float:
         """Return the density of a round: ``density`` itself after the warm-up."""
@@ -133,3 +187,17 @@ class TopK(ListedCodec):
         """
         form = self.value_form
         return with_rest(self, [form.kept_of_top(self.count(s), s.size) for s in self.stretches(layout)], layout)
+
+
+def _checked(schedule: Any) -> Schedule:
+    """Return a schedule as it is kept; raise ConfigError where it is none."""
+    try:
+        pairs = tuple((start, density) for start, density in schedule)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"schedule={params.shown(schedule)} is not valid: give pairs of a round and a density"
+        ) from error
+    found = tuple((params.integer("round", start, low=1), params.density(density)) for start, density in pairs)
+    if any(after <= before for (before, _), (after, _) in itertools.pairwise(found)):
+        raise ConfigError(f"schedule={params.shown(schedule)} is not valid: its rounds are not ascending")
+    return found

@@ -86,6 +86,9 @@ def meant(density: float) -> Fraction:
 def wanted(codec: Any, part: Part, key: Key | None = None) -> int:
     """k = max(1, ceil(d n)), with the warm-up's density if there is one."""
     density = codec.density if part.density is None else part.density
+    for start, other in getattr(codec, "schedule", ()):
+        if part.density is None and key is not None and max(1, key.round) >= start:
+            density = other
     w = getattr(codec, "warmup", 0)
     if key is not None and w and key.round <= w:
         return min(part.size, math.ceil(part.size * max(density, density ** (max(1, key.round) / (w + 1)))))

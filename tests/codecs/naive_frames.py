@@ -10,6 +10,7 @@ from naive_codecs import Part, largest, length_of_chunk, parts_of, wanted
 
 from fedcomp.codecs import (
     DGC,
+    FFT,
     QSGD,
     AdaComp,
     Chain,
@@ -160,7 +161,7 @@ def values_of(codec: Any, part: Part, x: np.ndarray, y: np.ndarray, most: bool) 
 
 def inmost(codec: Codec) -> Any:
     """The codec that makes the frame."""
-    while isinstance(codec, ErrorFeedback | Chain | DGC | Domain | ScaleCom):
+    while isinstance(codec, ErrorFeedback | Chain | DGC | Domain | FFT | ScaleCom):
         codec = codec.codec
     return codec
 

@@ -30,7 +30,7 @@ NAMES = {name: getattr(fedcomp.codecs, name) for name in vars(fedcomp.codecs) if
 }
 
 
-TURNED = ("Domain", "EDEN")
+TURNED = ("Domain", "EDEN", "FFT")
 """Codecs whose coordinates are not those of the update: what they deliver is dense."""
 
 

@@ -11,6 +11,7 @@ from toy import client_app, model, stack
 from fedcomp.clients.compressed import compression
 from fedcomp.codecs import (
     DCT,
+    DFT,
     QSGD,
     Codec,
     Domain,
@@ -34,6 +35,7 @@ from fedcomp.strategies.sinks import WeightedSum
 
 ONE = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1, "fraction_evaluate": 0.0}
 TRANSFORMS = [Rotation(seed=5), Rotation(scope="layer"), DCT(64), DCT(16, scope="global"), DCT(256)]
+TRANSFORMS += [DCT(16, order="HWFD"), DFT(), DFT(scope="global"), DFT(order="HWDF")]
 
 
 @pytest.fixture
@@ -63,11 +65,34 @@ def _inverted(transform: Orthonormal, vector: np.ndarray, layout: Layout) -> np.
                 sign = [1.0 - 2.0 * (int(words[i // 64]) >> i % 64 & 1) for i in range(block.start, block.stop)]
                 values[block] = np.array(sign) * (_hadamard(block.stop - block.start) @ values[block])
             continue
-        while start < values.size:
+        if isinstance(transform, DFT):
+            values[...] = _waves(values.size).T @ values
+        while isinstance(transform, DCT) and start < values.size:
             length = min(transform.chunk, 1 << (values.size - start).bit_length() - 1)
             values[start : start + length] = _cosines(length).T @ values[start : start + length]
             start += length
+        _from_order(values, layout.compressed[layer].shape if transform.scope == "layer" else (), transform.order)
     return out
+
+
+def _from_order(values: np.ndarray, shape: tuple[int, ...], order: str) -> None:
+    """Put elements that were read in another order back, one by one."""
+    if len(shape) != 4 or order == "FDHW":
+        return
+    sizes = dict(zip("FDHW", shape, strict=True))
+    places = np.ndindex(*(sizes[letter] for letter in order))
+    found = {tuple(place[order.index(letter)] for letter in "FDHW"): values[i] for i, place in enumerate(places)}
+    values[...] = [found[place] for place in np.ndindex(*shape)]
+
+
+def _waves(n: int) -> np.ndarray:
+    """Every row a cosine or a sine of unit length, frequencies ascending, the cosine first."""
+    t = 2 * np.pi * np.arange(n) / n
+    rows = [np.ones(n)]
+    for frequency in range(1, n // 2 + 1):
+        rows += [np.cos(frequency * t), -np.sin(frequency * t)]
+    rows = rows[:n]
+    return np.array([row / np.linalg.norm(row) for row in rows])
 
 
 def _hadamard(n: int) -> np.ndarray:
