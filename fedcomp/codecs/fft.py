@@ -86,6 +86,8 @@ class DFT(Orthonormal):
         values[1 : 2 * inner + 1] = pairs
         if n % 2 == 0:
             values[-1] = spectrum[-1].real
+        # The transform of zeros has zeros of both signs, and -0.0 would travel where 0.0 does not.
+        values += np.float32(0.0)
 
 
 @dataclass(frozen=True, repr=False, eq=False)

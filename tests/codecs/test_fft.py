@@ -138,16 +138,19 @@ def spectrum_of(transform: DFT | DCT, x: np.ndarray, shape: tuple[int, ...]) -> 
 
 
 def test_what_varies_slowly_in_an_order_is_compressed_in_that_order() -> None:
-    shape, rng = (12, 10, 5, 5), np.random.default_rng(2)
-    slow = np.cumsum(rng.standard_normal(3000)).astype(np.float32)
+    rng, slow = np.random.default_rng(2), np.zeros(3000, np.float32)
+    for i in range(1, slow.size):
+        slow[i] = 0.97 * slow[i - 1] + rng.standard_normal()
     stored = slow.reshape(5, 5, 10, 12).transpose(3, 2, 0, 1)
-    assert stored.shape == shape
-    errors = {o: energy(sent(FFT(0.05, values="float32", order=o), stored) - stored) for o in ("FDHW", "HWFD", "HWDF")}
-    assert errors["HWDF"] < 0.02 * energy(stored)
-    assert errors["HWFD"] > 2 * errors["HWDF"]
-    assert errors["FDHW"] > 2 * errors["HWDF"]
-    cosines = Domain(DCT(64, order="HWDF"), TopK(0.05, "layer"))
-    assert energy(sent(cosines, stored) - stored) < 0.05 * energy(stored)
+    errors = {
+        order: energy(sent(FFT(0.1, values="float32", order=order), stored) - stored) / energy(stored)
+        for order in ("FDHW", "HWFD", "HWDF")
+    }
+    assert errors["HWDF"] < 0.1
+    assert errors["HWFD"] > 1.5 * errors["HWDF"]
+    assert errors["FDHW"] > 4 * errors["HWDF"]
+    natural, cosines = (Domain(DCT(64, order=order), TopK(0.1, "layer")) for order in ("FDHW", "HWDF"))
+    assert energy(sent(cosines, stored) - stored) < 0.3 * energy(sent(natural, stored) - stored)
     with pytest.raises(ConfigError, match="no axes"):
         DFT(scope="global", order="HWDF")
     with pytest.raises(ConfigError, match="order"):
