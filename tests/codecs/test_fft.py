@@ -138,19 +138,20 @@ def spectrum_of(transform: DFT | DCT, x: np.ndarray, shape: tuple[int, ...]) -> 
 
 
 def test_what_varies_slowly_in_an_order_is_compressed_in_that_order() -> None:
-    rng, slow = np.random.default_rng(2), np.zeros(3000, np.float32)
+    rng, slow = np.random.default_rng(2), np.zeros(9600, np.float32)
     for i in range(1, slow.size):
-        slow[i] = 0.97 * slow[i - 1] + rng.standard_normal()
-    stored = slow.reshape(5, 5, 10, 12).transpose(3, 2, 0, 1)
-    errors = {
-        order: energy(sent(FFT(0.1, values="float32", order=order), stored) - stored) / energy(stored)
-        for order in ("FDHW", "HWFD", "HWDF")
-    }
-    assert errors["HWDF"] < 0.1
-    assert errors["HWFD"] > 1.5 * errors["HWDF"]
-    assert errors["FDHW"] > 4 * errors["HWDF"]
-    natural, cosines = (Domain(DCT(64, order=order), TopK(0.1, "layer")) for order in ("FDHW", "HWDF"))
-    assert energy(sent(cosines, stored) - stored) < 0.3 * energy(sent(natural, stored) - stored)
+        slow[i] = 0.95 * slow[i - 1] + rng.standard_normal()
+    stored = slow.reshape(5, 5, 16, 24).transpose(3, 2, 0, 1)
+    wrong, right = (
+        energy(sent(FFT(0.1, values="float32", order=order), stored) - stored) for order in ("FDHW", "HWDF")
+    )
+    # In another order the same elements are far apart, which only moves their common waves to other frequencies.
+    assert right < 0.75 * wrong
+    # Chunks of 64 see none of what is further apart.
+    wrong, right = (
+        energy(sent(Domain(DCT(64, order=order), TopK(0.1, "layer")), stored) - stored) for order in ("FDHW", "HWDF")
+    )
+    assert right < 0.3 * wrong
     with pytest.raises(ConfigError, match="no axes"):
         DFT(scope="global", order="HWDF")
     with pytest.raises(ConfigError, match="order"):
