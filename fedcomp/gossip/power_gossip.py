@@ -12,8 +12,8 @@ M (m x p) of the model, one factor that both ends hold, and each of its power st
 iteration on the difference of the two models, which goes on while they learn (warm start). There is nothing to tune:
 ``rate`` is 1, or the number :func:`auto_rate` computes from the graph.
 
-Both ends compute from the same bytes by the same arithmetic (sums that are exact or in a fixed order, no BLAS), so that
-what one adds the other subtracts, bit for bit, and the mean of the models stays. Only a step's one new factor has to be
+Both ends compute from the same bytes by the same arithmetic (:mod:`fedcomp.codecs.matrices`), so that what one adds
+the other subtracts, bit for bit, and the mean of the models stays. Only a step's one new factor has to be
 remembered, ``r * m`` or ``r * p`` numbers per matrix and edge; and because it is a difference of two messages, a
 rounding error in it does not live longer than one step.
 
@@ -27,7 +27,6 @@ with the same W. Nothing is skipped at the start: from equal models the first me
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final, Literal
@@ -35,6 +34,7 @@ from typing import Any, ClassVar, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from fedcomp.codecs.matrices import add_product, orthonormal, product
 from fedcomp.errors import ConfigError
 from fedcomp.gossip.base import (
     Algorithm,
@@ -63,12 +63,6 @@ from fedcomp.gossip.steps import (
 )
 from fedcomp.layout import Layout
 from fedcomp.rng import Key
-
-DEAD: Final = 1e-12
-"""A column of a factor this short, or shortened this much by the columns before it, is noise and redrawn."""
-
-_LARGE: Final = 1e100
-"""Factors with larger entries are scaled down before they are squared; their basis is the same."""
 
 _DIGEST_BYTES: Final = 8
 _TURNS: Final = 2**16
@@ -336,9 +330,7 @@ class Matrices:
             shape = (p if turn % 2 else m, self.columns(m, p))
             basis = bases[start : start + shape[0] * shape[1]].reshape(shape)
             start += shape[0] * shape[1]
-            # einsum calls no BLAS here, so the order of its sums does not depend on threads.
-            product = np.einsum("mp,pr->mr", matrix, basis) if turn % 2 else np.einsum("mp,mr->pr", matrix, basis)
-            found.append(product.reshape(-1))
+            found.append(product(matrix if turn % 2 else matrix.T, basis).reshape(-1))
         return np.concatenate(found) if found else np.zeros(0, x.dtype)
 
     def add(self, x: Real, bases: Real, factors: Real, turn: int, scale: float) -> None:
@@ -351,65 +343,7 @@ class Matrices:
             factor = factors[at_factor : at_factor + after * r].reshape(after, r)
             at_basis, at_factor = at_basis + before * r, at_factor + after * r
             u, v = (factor, basis) if turn % 2 else (basis, factor)
-            # Outer products one by one: u @ v.T would leave the order of additions to BLAS, and the ends could differ.
-            change = u[:, :1] * v[:, 0]
-            for column in range(1, r):
-                change += u[:, column : column + 1] * v[:, column]
-            x[offset : offset + m * p] += (scale * change).reshape(-1)
-
-
-def orthonormal(factor: Real, stream: Key) -> NDArray[np.float64]:
-    """Return an orthonormal basis, float64 of ``factor``'s shape, by Gram-Schmidt, twice per column.
-
-    Inner products are summed exactly (``math.fsum``) and columns treated in their order, so that two machines with the
-    same bytes have the same basis. A column of which less than 1e-12 is left, in itself or of what it was, is drawn
-    from ``stream``: it is zero because both ends agree in it, or it is the rounding error of the columns before it.
-    """
-    basis = np.empty(factor.shape, np.float64)
-    for c in range(factor.shape[1]):
-        column = np.ascontiguousarray(factor[:, c], np.float64)
-        top = float(np.abs(column).max(initial=0.0))
-        if top > _LARGE:
-            column = column / top
-        draws = 0
-        while True:
-            length = _norm(column)
-            left = _without(column, basis[:, :c])
-            remains = _norm(left)
-            if remains > max(DEAD, _noise(factor.dtype) * length):
-                basis[:, c] = left / remains
-                break
-            # A stream of its own for every column and every attempt.
-            column = normals(stream.at(layer=c + factor.shape[1] * draws), len(column))
-            draws += 1
-    return basis
-
-
-def _without(column: NDArray[np.float64], basis: NDArray[np.float64]) -> NDArray[np.float64]:
-    # One pass leaves a rest along the earlier columns when most of the column cancels; a second removes it.
-    for _ in range(2):
-        for earlier in basis.T:
-            column = column - math.fsum((earlier * column).tolist()) * earlier
-    return column
-
-
-def _norm(column: NDArray[np.float64]) -> float:
-    return math.sqrt(math.fsum((column * column).tolist()))
-
-
-def _noise(dtype: np.dtype[Any]) -> float:
-    return 16.0 * float(np.finfo(dtype).eps)
-
-
-def normals(stream: Key, count: int) -> NDArray[np.float64]:
-    """Return ``count`` numbers that are nearly Gaussian: sums of four 16-bit uniforms, mean 0, variance 1.
-
-    Integer arithmetic and one product: the same bits on every machine, which logarithms and cosines are not.
-    """
-    # Little-endian before each number is cut in four, so that all machines cut alike.
-    parts = stream.bits(count).astype("<u8").view("<u2").reshape(count, 4).astype(np.int64)
-    # Each 16-bit number u is centred in integers, as 2u - 65535; the sum of four has the variance 4/3 * 2**32.
-    return (2 * parts.sum(axis=1) - 4 * (2**16 - 1)).astype(np.float64) * (math.sqrt(0.75) * 2.0**-16)
+            add_product(x[offset : offset + m * p].reshape(m, p), u, v, scale)
 
 
 def _stream(view: View, j: int) -> Key:

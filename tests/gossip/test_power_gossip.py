@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from gossip_problems import ring_weights, view_of
 
+from fedcomp.codecs.matrices import normals, orthonormal
 from fedcomp.errors import ConfigError
 from fedcomp.gossip.base import State, View, deliver
 from fedcomp.gossip.packet import HEADER_BYTES, MessageFlag, peek
-from fedcomp.gossip.power_gossip import PowerGossip, auto_rate, normals, orthonormal
+from fedcomp.gossip.power_gossip import PowerGossip, auto_rate
 from fedcomp.gossip.topology import Complete, DirectedRing, RandomDigraph, Ring
 from fedcomp.layout import DENSE, Layout
 from fedcomp.rng import Key
