@@ -30,8 +30,8 @@ from fedcomp.codecs.scalecom import (
     open_support,
     support_frame,
     support_id_of,
-    waits,
 )
+from fedcomp.codecs.waiting import waits
 from fedcomp.errors import FedcompError, StateError
 from fedcomp.exact import encode_exact
 from fedcomp.flower.payload import NODE_RECORD, put_frame, take_frame

@@ -28,6 +28,7 @@ from fedcomp.codecs.fixedpoint import FixedPoint as FixedPoint
 from fedcomp.codecs.fixedpoint import fixed_point_of as fixed_point_of
 from fedcomp.codecs.identity import Identity as Identity
 from fedcomp.codecs.keyregion import KeyRegion as KeyRegion
+from fedcomp.codecs.lowrank import LowRank as LowRank
 from fedcomp.codecs.natural import NaturalCompression as NaturalCompression
 from fedcomp.codecs.orthonormal import DCT as DCT
 from fedcomp.codecs.orthonormal import Orthonormal as Orthonormal
@@ -35,6 +36,7 @@ from fedcomp.codecs.orthonormal import Rotation as Rotation
 from fedcomp.codecs.positional import AdaptiveCodec as AdaptiveCodec
 from fedcomp.codecs.positional import PositionalCodec as PositionalCodec
 from fedcomp.codecs.positional import Stretch as Stretch
+from fedcomp.codecs.power_sgd import PowerSGD as PowerSGD
 from fedcomp.codecs.qsgd import QSGD as QSGD
 from fedcomp.codecs.randomblock import RandomBlock as RandomBlock
 from fedcomp.codecs.randomk import RandomK as RandomK

@@ -179,7 +179,7 @@ class ErrorFeedback(Wrapper):
             left += np.float32(1.0 - self.beta) * memory
         if self.norm_guard is not None:
             bound = self.norm_guard * norm(update.vector)
-            _shorten(left, bound)
+            shorten(left, bound)
             # Rollback has no update at hand from which the bound could be taken again.
             after["bound"] = np.asarray(bound)
         after |= kept(left, self.memory)
@@ -210,7 +210,7 @@ class ErrorFeedback(Wrapper):
         self.codec.accumulate(content, self.beta, Update(memory, layout))
         bound = number_of(state, "bound", "f")
         if self.norm_guard is not None and bound is not None:
-            _shorten(memory, bound)
+            shorten(memory, bound)
         back |= kept(memory, self.memory)
         if "masked" in state:
             velocity = vector_of(state, "momentum", layout).copy()
@@ -236,7 +236,7 @@ class ErrorFeedback(Wrapper):
             left *= np.float32(self.beta)
             left += np.float32(1.0 - self.beta) * memory
         if self.norm_guard is not None:
-            _shorten(left, self.norm_guard * norm(update))
+            shorten(left, self.norm_guard * norm(update))
         return left
 
     @property
@@ -342,7 +342,7 @@ def _memory_of(state: State, layout: Layout) -> Vector:
     return vector_of(state if memory is None else {"memory": memory}, "memory", layout)
 
 
-def _shorten(memory: Vector, bound: float) -> None:
+def shorten(memory: Vector, bound: float) -> None:
     """Scale ``memory`` down in place to the norm ``bound`` when it is longer; 0 sets no bound."""
     length = norm(memory)
     if 0.0 < bound < length:

@@ -60,14 +60,22 @@ def product(matrix: Real, basis: Real) -> Real:
 def add_product(matrix: Real, u: Real, v: Real, scale: float = 1.0) -> None:
     """Do ``matrix += scale * u @ v.T`` in place, in the matrix's dtype, the columns of the factors in their order."""
     rows = max(1, _CACHED // v.shape[0])
+    dtype = np.result_type(u, v)
+    # Columns as rows, so that each is contiguous; buffers made once.
+    columns = np.ascontiguousarray(v.T)
+    change, one = (np.empty((min(rows, matrix.shape[0]), v.shape[0]), dtype) for _ in range(2))
     for start in range(0, matrix.shape[0], rows):
-        part = u[start : start + rows]
+        part, into = u[start : start + rows], matrix[start : start + rows]
+        total, single = change[: len(into)], one[: len(into)]
         # Outer products one by one: u @ v.T would leave the order of additions to BLAS, and the ends could differ.
-        change = part[:, :1] * v[:, 0]
-        for column in range(1, u.shape[1]):
-            change += part[:, column : column + 1] * v[:, column]
+        np.multiply(part[:, :1], columns[0], out=total)
+        for c in range(1, u.shape[1]):
+            np.multiply(part[:, c : c + 1], columns[c], out=single)
+            total += single
         # A factor of 1 changes no bit; without it there is no product to form.
-        matrix[start : start + rows] += change if scale == 1.0 else scale * change
+        if scale != 1.0:
+            total *= scale
+        into += total
 
 
 def orthonormal(factor: Real, stream: Key) -> NDArray[np.float64]:

@@ -20,15 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp import params, wire
-from fedcomp.codecs.base import Codec, State, all_finite, require_finite
+from fedcomp.codecs.base import Codec, State
 from fedcomp.codecs.chunk import ChunkTop1
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.codecs.forms import FORMS, ValueForm, rest_form
-from fedcomp.codecs.memory import not_finite, vector_of
 from fedcomp.codecs.positional import SCOPES, PositionalCodec, Stretch, expected_sparse, require_values
 from fedcomp.codecs.randomk import RandomK
 from fedcomp.codecs.topk import TopK
-from fedcomp.codecs.wrapper import Wrapper
+from fedcomp.codecs.waiting import Waiting
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.layout import Layout, Update, Vector
 from fedcomp.rng import Key
@@ -39,7 +38,6 @@ Supports = tuple[NDArray[np.int64], ...]
 
 SELECTORS: Final = ("exact", "chunk")
 
-_WAITING: Final = "update"
 _BLOCK: Final = "support"
 _BLOCK_ID: Final = "support-id"
 # An id on the wire has 64 bits: 43 for the round's support, 20 for the stretch.
@@ -159,7 +157,7 @@ class FixedSupport(PositionalCodec):
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class ScaleCom(Wrapper):
+class ScaleCom(Waiting):
     """Cyclic local top-k with a low-pass memory. Needs two exchanges: the support first, then the values on it.
 
     Each round, with update g::
@@ -210,8 +208,7 @@ class ScaleCom(Wrapper):
     """
 
     codec_id: ClassVar[str] = "scalecom"
-    remembers = True
-    phases = 2
+    passing = frozenset({_BLOCK, _BLOCK_ID})
 
     density: float = 0.01
     beta: float = 1.0
@@ -239,7 +236,7 @@ class ScaleCom(Wrapper):
             raise ConfigError(f"beta={self.beta} filters a memory, but memory=False keeps none; leave beta at 1")
         leader = TopK if self.selector == "exact" else ChunkTop1
         params.assign(self, codec=leader(1.0 if self.dense else self.density, scope=self.scope, values=self.values))
-        self._feedback(self.codec)  # refuses a wrong norm_guard
+        self.feedback  # noqa: B018  # refuses a wrong norm_guard
 
     @property
     def leader(self) -> PositionalCodec:
@@ -252,36 +249,9 @@ class ScaleCom(Wrapper):
         """What samples memories for similarity figures, the same coordinates everywhere; None without ``probe``."""
         return _Sampler(self.probe, scope=self.scope) if self.probe else None
 
-    def init(self, layout: Layout) -> State:
-        """Return a state with empty memory."""
-        return self._feedback(self.codec).init(layout)
-
     def encode(self, update: Update, state: State, key: Key) -> tuple[Frame, State]:
         """Encode as a leader without followers; see :meth:`fedcomp.codecs.base.Codec.encode`."""
-        return self._feedback(self.codec).encode(update, self.settle(state, update.layout), key)
-
-    def begin(self, update: Update, state: State, key: Key) -> State:
-        """Return ``state`` with ``update`` waiting for a support; an update that still waits joins the memory first.
-
-        Raises
-        ------
-        NonFiniteUpdate
-            When the update, or its sum with the memory, holds NaN or infinity.
-        """
-        require_finite(update)
-        settled = self.settle(state, update.layout)
-        with np.errstate(over="ignore", invalid="ignore"):
-            # Formed only to be checked: a sum that overflows has to fail here, before a support is chosen from it.
-            total = settled["memory"] + update.vector
-        if not all_finite(total):
-            raise not_finite(update, {"memory": settled["memory"]})
-        # A copy: the update's buffer is the caller's and may change before the support arrives.
-        return {**settled, "round": np.asarray(key.round, np.int64), _WAITING: update.vector.copy()}
-
-    def total(self, state: State, layout: Layout) -> Vector:
-        """Return p, memory plus waiting update: what is selected from; the memory alone when nothing waits."""
-        memory = vector_of(state, "memory", layout)
-        return memory + vector_of(state, _WAITING, layout) if waits(state) else memory
+        return self.feedback.encode(update, self.settle(state, update.layout), key)
 
     def choose(self, state: State, layout: Layout, key: Key) -> Supports:
         """Return the support a leader with ``state`` chooses; coordinates that are zero are left out."""
@@ -307,34 +277,22 @@ class ScaleCom(Wrapper):
         StateError
             When no update waits, or the supports are not of this layout.
         """
-        if not waits(state):
-            raise StateError("no update waits for a support here; train first")
-        update = Update(vector_of(state, _WAITING, layout), layout)
-        frame, after = self._feedback(self.on(supports, support_id)).encode(update, _kept(state), key)
+        update = self.waiting(state, layout)
+        frame, after = self._feedback(self.on(supports, support_id)).encode(update, self.lasting(state), key)
         # Kept as an index block, which takes a byte or two per index where the array takes eight.
         block = np.frombuffer(support_frame(supports, self, layout), np.uint8)
         return frame, {**after, _BLOCK: block, _BLOCK_ID: np.asarray(support_id, np.int64)}
-
-    def settle(self, state: State, layout: Layout) -> State:
-        """Return ``state`` with a waiting update taken into the memory as one that was not sent."""
-        kept = _kept(state)
-        memory = vector_of(state, "memory", layout)
-        if not waits(state):
-            return kept
-        update = vector_of(state, _WAITING, layout)
-        # With an empty support the dense rest would still be delivered, so this is not a frame of nothing.
-        return {**kept, "memory": self._feedback(self.codec).absorb(memory, update)}
 
     def rollback(self, state: State, frame: Frame, layout: Layout) -> State:
         """Return ``state`` with the frame's mass back in the memory."""
         # The frame was encoded without an exchange, by a leader without followers.
         if _BLOCK not in state:
-            return self._feedback(self.codec).rollback(state, frame, layout)
+            return self.feedback.rollback(state, frame, layout)
         held = held_support(state)
         assert held is not None
         # dense=True lifts the limit on indices: the support may stem from a dense round before compression started.
         supports = open_support(held[1], replace(self, dense=True), layout)
-        return self._feedback(self.on(supports, held[0])).rollback(_kept(state), frame, layout)
+        return self._feedback(self.on(supports, held[0])).rollback(self.lasting(state), frame, layout)
 
     def on(self, supports: Supports, support_id: int) -> FixedSupport:
         """Return the codec of the values on ``supports``."""
@@ -343,6 +301,11 @@ class ScaleCom(Wrapper):
     def mean(self, supports: Supports, support_id: int) -> FixedSupport:
         """Return the codec in which the server sends the mean: the same support, always float32."""
         return FixedSupport(supports, support_id, self.scope)
+
+    @property
+    def feedback(self) -> ErrorFeedback:
+        """The memory of a leader without followers."""
+        return self._feedback(self.codec)
 
     def _feedback(self, codec: Codec) -> ErrorFeedback:
         # A filter of 0 freezes the memory at zero, which is how memory=False needs no code of its own.
@@ -417,18 +380,8 @@ def support_id_of(frame: Frame, codec: ScaleCom, layout: Layout) -> int | None:
     return None
 
 
-def waits(state: State) -> bool:
-    """Whether an update waits in ``state`` for a support."""
-    return _WAITING in state
-
-
 def held_support(state: State) -> tuple[int, Frame] | None:
     """Return id and index block of the support the last frame lies on, None when there is none in ``state``."""
     if _BLOCK not in state or _BLOCK_ID not in state:
         return None
     return int(state[_BLOCK_ID]), state[_BLOCK].tobytes()
-
-
-def _kept(state: State) -> State:
-    """Return what of ``state`` lasts from round to round."""
-    return {name: array for name, array in state.items() if name not in (_WAITING, _BLOCK, _BLOCK_ID)}

@@ -17,7 +17,7 @@ from fedcomp.wire.bits import packed_size, put_varint, unary_size
 from fedcomp.wire.choose import INDEX_BY_NAME, TRIAL_K
 from fedcomp.wire.codebook import codebook_size
 from fedcomp.wire.frame import ALIGN_FROM, FILLER, HEADER, PADDING, Frame
-from fedcomp.wire.limits import DENSE, SPARSE, Expected, Schema
+from fedcomp.wire.limits import COEFFICIENTS, DENSE, SPARSE, Expected, Schema
 from fedcomp.wire.quantised import block_count
 from fedcomp.wire.rice import DEFAULT_BLOCK_LOG2, elias_fano_parameter
 
@@ -43,7 +43,7 @@ def longest(schema: Schema, index: str = "auto", *forms: Mapping[str, int]) -> i
     Parameters
     ----------
     schema : tuple of Expected
-        Of one kind (dense or sparse) and one value codec each.
+        Of one kind (dense, sparse or coefficients) and one value codec each.
     index : str
         The index codec of all sparse tensors: a name as :class:`~fedcomp.wire.Tensor` takes, or "seeded".
     *forms : mapping of str to int
@@ -126,8 +126,11 @@ def _content(room: int) -> int | None:
 def _only(expected: Expected) -> tuple[int, str]:
     kinds, values = expected.kinds or (), expected.value_codecs or ()
     # A bound over several forms would be that of the longest, and every frame would be filled up to it.
-    if len(kinds) != 1 or len(values) != 1 or not set(kinds) <= {DENSE, SPARSE} or not set(values) <= set(_VALUES):
-        raise ConfigError(f"the length of a frame is bounded for dense or sparse tensors of one form, not {expected}")
+    known = set(kinds) <= {DENSE, SPARSE, COEFFICIENTS} and set(values) <= set(_VALUES)
+    if len(kinds) != 1 or len(values) != 1 or not known:
+        raise ConfigError(
+            f"the length of a frame is bounded for tensors of one form, dense, sparse or coefficients, not {expected}"
+        )
     return next(iter(kinds)), next(iter(values))
 
 

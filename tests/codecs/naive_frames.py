@@ -21,6 +21,7 @@ from fedcomp.codecs import (
     FixedPoint,
     Identity,
     NaturalCompression,
+    PowerSGD,
     RandomBlock,
     RandomK,
     ScaleCom,
@@ -161,7 +162,7 @@ def values_of(codec: Any, part: Part, x: np.ndarray, y: np.ndarray, most: bool) 
 
 def inmost(codec: Codec) -> Any:
     """The codec that makes the frame."""
-    while isinstance(codec, ErrorFeedback | Chain | DGC | Domain | FFT | ScaleCom):
+    while isinstance(codec, ErrorFeedback | Chain | DGC | Domain | FFT | PowerSGD | ScaleCom):
         codec = codec.codec
     return codec
 

@@ -11,8 +11,9 @@ from codec_examples import update as an_update
 
 from fedcomp import wire
 from fedcomp.codecs import ScaleCom, TopK, get_codec
-from fedcomp.codecs.scalecom import FixedSupport, held_support, open_support, support_frame, support_id_of, waits
+from fedcomp.codecs.scalecom import FixedSupport, held_support, open_support, support_frame, support_id_of
 from fedcomp.codecs.similarity import similarity
+from fedcomp.codecs.waiting import waits
 from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
 from fedcomp.layout import Layout, SmallDense, Update
 from fedcomp.rng import Key

@@ -78,8 +78,10 @@ from fedcomp.codecs import (
     FixedPoint,
     Identity,
     KeyRegion,
+    LowRank,
     NaturalCompression,
     NormSign,
+    PowerSGD,
     RandomBlock,
     RandomK,
     Rotation,
@@ -140,6 +142,7 @@ INNER: tuple[Codec, ...] = (
     FFT(0.05),
     FixedPoint(RandomK(0.1), clip=2.0, levels=7),
     BoundedFixedPoint(RandomK(0.1), clip=20.0, levels=400, scale=300),
+    LowRank(2),
 )
 WITH_MEMORY: tuple[Codec, ...] = (
     DGC(0.05, momentum=0.0),
@@ -150,6 +153,7 @@ WITH_MEMORY: tuple[Codec, ...] = (
     AdaComp(rest="q8"),
     ScaleCom(0.1, values="q4"),
     chain(Clip(1e9), ErrorFeedback(TopK(0.05))),
+    PowerSGD(2),
 )
 
 
@@ -200,7 +204,7 @@ def test_7_1_1_error_feedback_conserves_around_every_codec(inner: Codec, beta: f
 @pytest.mark.long
 @pytest.mark.parametrize("codec", WITH_MEMORY, ids=repr)
 def test_7_1_1_codecs_with_a_memory_of_their_own_conserve(codec: Codec) -> None:
-    """DGC's velocity at mu = 0, AdaComp's residue, ScaleCom's memory: the same sum."""
+    """DGC's velocity at mu = 0, AdaComp's residue, ScaleCom's and PowerSGD's memory: the same sum."""
     check_conservation(codec)
 
 
@@ -382,15 +386,15 @@ def check_declared(codec: Codec, layout: Layout, declared: Codec | None = None, 
             return
 
 
-ELSEWHERE = (BoundedFixedPoint, TopkSign, EDEN)
+ELSEWHERE = (BoundedFixedPoint, TopkSign, EDEN, LowRank)
 DECLARED = [
     c
     for c in EXAMPLES
     if not isinstance(inmost(c), ELSEWHERE) and not {"Domain", "FFT"} & set(re.findall(r"\w+", repr(c)))
 ]
 """Those with a rule in naive_codecs.py. What a ballot and a bounded sum deliver is declared in tests/privacy: in
-test_topagg_votes.py and test_distributed.py; what EDEN and a domain deliver in test_eden.py and
-test_domain.py."""
+test_topagg_votes.py and test_distributed.py; what EDEN, a domain and low ranks deliver in test_eden.py, test_domain.py
+and test_power_sgd.py."""
 
 
 @pytest.mark.long

@@ -1,0 +1,293 @@
+"""PowerSGD: all clients send matrices in one low-rank basis, which a power iteration improves from round to round.
+
+Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", NeurIPS
+2019, arXiv:1905.13727. The authors' package and the hook of PyTorch were read; the paper's figures are recalled.
+
+In one basis sending is linear, so the factors of N clients add up to the factor of their mean: the server's work per
+client, and what goes down, do not grow with N. This is the mathematics of one client and one basis; how a basis becomes
+common is a matter of messages (``strategies/power_sgd.py``, ``clients/power_sgd.py``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Final
+
+import numpy as np
+
+from fedcomp import params, wire
+from fedcomp.codecs.base import State
+from fedcomp.codecs.feedback import ErrorFeedback, shorten
+from fedcomp.codecs.lowrank import LEFT, RIGHT, VALUES, Basis, LowRank, Part, Projection, Ranks, id_of
+from fedcomp.codecs.memory import number_of, vector_of
+from fedcomp.codecs.positional import expected_dense, stretches
+from fedcomp.codecs.waiting import Waiting
+from fedcomp.errors import StateError
+from fedcomp.layout import Layout, Update
+from fedcomp.rng import Key
+from fedcomp.wire import Frame, SchemaMismatch
+
+FORMS: Final = ("alternating", "two-exchange")
+MEMORIES: Final = ("local", "aggregated")
+
+_BLOCK: Final = "basis"
+_BLOCK_ID: Final = "basis-id"
+_SENT: Final = "sent"
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class PowerSGD(Waiting):
+    """Low-rank updates in a basis that all clients share, with memory. A tensor m x p is a matrix M; each round::
+
+        p = memory + update                                       # of client i: M_i
+        alternating:   V of the last round;  C_i = M_i V;  step (Σ a_i C_i) V';  next V = orthonormal(Σ a_i C_i)
+        two-exchange:  P = orthonormal(Σ a_i M_i Q);  C_i = M_i'P;  step P (Σ a_i C_i)';  next Q = Σ a_i C_i
+        memory = p - C_i V'                                       # "local"
+        memory = p - (Σ a_i C_i) V'                               # "aggregated"
+
+    In the alternating form the basis changes sides every round: half an iteration per exchange, as in the authors'
+    package (read). The two-exchange form is the paper's.
+
+    Both memories conserve the sum over the round's clients. The local one is what a client did not send. The aggregated
+    one (PyTorch's hook, read) also keeps how a client deviates from the mean, which adds up: two clients that always
+    hold A and -A of rank 1 have memories of t‖A‖ after t rounds (measured, tested), and of a bounded length under the
+    local one. Neither is safe where clients differ for good and ranks are full: what cancels in the mean is in no
+    basis, is never sent and stays in the memories. Watch their norm, or set ``norm_guard``.
+
+    :meth:`encode` is what a client without others does: error feedback around :class:`~fedcomp.codecs.LowRank`. With
+    others: :meth:`begin`, then :meth:`send` in a basis.
+
+    Parameters
+    ----------
+    rank : int
+        Columns of a factor; of a matrix m x p at most ``min(m, p)``.
+    form : {"alternating", "two-exchange"}
+    memory : {"local", "aggregated"}
+        Which product is taken from the memory. "aggregated" takes the local one at first and puts the difference right
+        when the mean comes down; a client that is sent a whole model instead keeps the local memory.
+    warm_start : bool
+        Whether a round begins with what the last one found, or with a new draw.
+    min_rate : float
+        At least 0. A matrix is factored when r (m + p) times this is less than m p (2 in the authors' package, read).
+        Vectors, and matrices that are too small, travel whole.
+    values : {"float32", "bf16", "q8", "q4"}
+        How clients send factors; what they round stays in their memory. The server always sends float32.
+    norm_guard : float, optional
+        Bound of ‖memory‖ in multiples of ‖update‖; see :class:`~fedcomp.codecs.feedback.ErrorFeedback`.
+    dense : bool
+        Factor nothing: the rounds before compression starts.
+
+    Notes
+    -----
+    State between rounds: one float32 vector; the basis of the last frame, which is needed to roll it back; with
+    "aggregated" that frame.
+
+    Examples
+    --------
+    >>> PowerSGD(rank=1).preview([0.5, -3.0, 1.0])  # a vector is no matrix
+    array([ 0.5, -3. ,  1. ], dtype=float32)
+    """
+
+    codec_id: ClassVar[str] = "power-sgd"
+    passing = frozenset({_BLOCK, _BLOCK_ID, _SENT})
+
+    rank: int = 2
+    form: str = "alternating"
+    memory: str = "local"
+    warm_start: bool = True
+    min_rate: float = 2.0
+    values: str = "float32"
+    norm_guard: float | None = None
+    dense: bool = False
+
+    def __post_init__(self) -> None:
+        params.assign(
+            self,
+            rank=params.integer("rank", self.rank, low=1),
+            form=params.choice("form", self.form, FORMS),
+            memory=params.choice("memory", self.memory, MEMORIES),
+            warm_start=params.boolean("warm_start", self.warm_start),
+            min_rate=params.number("min_rate", self.min_rate, rule="a number of at least 0", ok=lambda v: v >= 0.0),
+            values=params.choice("values", self.values, VALUES),
+            dense=params.boolean("dense", self.dense),
+        )
+        # Both factors of a client's own travel, which is no gain below a rate of 1.
+        params.assign(self, codec=LowRank(self.rank, max(1.0, self.min_rate)))
+        _ = self.feedback  # refuses a wrong norm_guard
+
+    @property
+    def feedback(self) -> ErrorFeedback:
+        """The memory of a client without others."""
+        return ErrorFeedback(self.codec, norm_guard=self.norm_guard)
+
+    @property
+    def ranks(self) -> Ranks:
+        """Which tensors are factored."""
+        return Ranks(self.rank, math.inf if self.dense else self.min_rate)
+
+    @property
+    def two_exchanges(self) -> bool:
+        """Whether a round asks for projections before it has a basis."""
+        return self.form == "two-exchange" and not self.dense
+
+    def encode(self, update: Update, state: State, key: Key) -> tuple[Frame, State]:
+        """Encode as a client without others; see :meth:`fedcomp.codecs.base.Codec.encode`."""
+        return self.feedback.encode(update, self.settle(state, update.layout), key)
+
+    def start(self, mean: tuple[Basis, Sequence[Part]] | None, layout: Layout, key: Key) -> Basis:
+        """Return what a round begins with: its basis, or in the two-exchange form what is multiplied first.
+
+        The same at all ends that hold the same last step.
+
+        Parameters
+        ----------
+        mean : tuple of Basis and factors, or None
+            Basis and factors of the last step; None where there was none.
+        key : Key
+            What is drawn from: named by the version of the model, which both ends know.
+        """
+        drawn = mean is None or not self.warm_start or not any(part.size for part in mean[1])
+        if drawn or mean is None:
+            return Basis.of(None, RIGHT, self.ranks, layout, key)
+        basis, factors = mean
+        if self.two_exchanges:
+            return Basis(RIGHT, tuple(factors))
+        return Basis.of(factors, 1 - basis.side, self.ranks, layout, key)
+
+    def between(self, factors: Sequence[Part], layout: Layout, key: Key) -> Basis:
+        """Return the basis of the mean of the clients' first projections, for their second."""
+        return Basis.of(factors, LEFT, self.ranks, layout, key)
+
+    def on(self, basis: Basis) -> Projection:
+        """Return the codec of what clients send in ``basis``."""
+        ranks = self._ranks_of(basis)
+        return Projection(basis, ranks.rank, ranks.min_rate, self.values)
+
+    def mean(self, basis: Basis) -> Projection:
+        """Return the codec in which the server sends the mean, and clients their first projections: float32."""
+        ranks = self._ranks_of(basis)
+        return Projection(basis, ranks.rank, ranks.min_rate)
+
+    def _ranks_of(self, basis: Basis) -> Ranks:
+        # A step of a dense round is read after compression has started.
+        return self.ranks if any(part.size for part in basis.parts) else Ranks(self.rank, math.inf)
+
+    def first(self, state: State, basis: Basis, layout: Layout, key: Key) -> Frame:
+        """Return the projection of the waiting update's p, by which the basis is found; the state stays as it is."""
+        return self.mean(basis).encode(Update(self.total(state, layout), layout), {}, key)[0]
+
+    def send(self, state: State, basis: Basis, layout: Layout, key: Key) -> tuple[Frame, State]:
+        """Return the frame of the waiting update's p in ``basis``, and the state after it was sent.
+
+        Raises
+        ------
+        StateError
+            When no update waits.
+        """
+        update = self.waiting(state, layout)
+        frame, after = self._feedback(basis).encode(update, self.lasting(state), key)
+        after |= {_BLOCK: np.frombuffer(basis.frame(), np.uint8), _BLOCK_ID: np.asarray(basis.id, np.int64)}
+        if self.memory == "aggregated":
+            after[_SENT] = np.frombuffer(frame, np.uint8)
+        return frame, after
+
+    def correct(self, state: State, mean: Frame, layout: Layout) -> State:
+        """Return ``state`` with the product of ``mean``, the step that the last frame is part of, in place of its own.
+
+        Of what was factored: tensors that travel whole leave nothing. Changes nothing under the local convention. A
+        guard cuts again.
+
+        Raises
+        ------
+        StateError, WireError
+            When ``mean`` is not of the basis the frame was sent in.
+        """
+        basis = self.held(state, layout)
+        if _SENT not in state or basis is None:
+            return state
+        codec, memory = self.on(basis), vector_of(state, "memory", layout).copy()
+        own = codec.coefficients(state[_SENT].tobytes(), layout)
+        for stretch, sent, came in zip(
+            codec.stretches(layout), own, self.mean(basis).coefficients(mean, layout), strict=True
+        ):
+            matrix = codec.ranks.matrix(stretch)
+            if matrix is not None:
+                values = memory[stretch.slice]
+                codec.add(values, (sent - came).reshape(-1), stretch, matrix)
+        bound = number_of(state, "bound", "f")
+        if self.norm_guard is not None and bound is not None:
+            shorten(memory, bound)
+        return {**self.lasting(state), "memory": memory}
+
+    def rollback(self, state: State, frame: Frame, layout: Layout) -> State:
+        """Return ``state`` with the frame's mass back in the memory."""
+        basis = self.held(state, layout)
+        # The frame was encoded without an exchange, by a client without others.
+        if basis is None:
+            return self.feedback.rollback(state, frame, layout)
+        return self._feedback(basis).rollback(self.lasting(state), frame, layout)
+
+    def held(self, state: State, layout: Layout) -> Basis | None:
+        """Return the basis that the last frame was sent in; None where there is none in ``state``.
+
+        Raises
+        ------
+        StateError
+            When it is damaged.
+        """
+        if _BLOCK not in state or _BLOCK_ID not in state:
+            return None
+        return self.open_basis(state[_BLOCK].tobytes(), int(state[_BLOCK_ID]), layout)
+
+    def open_basis(self, frame: Frame, number: int, layout: Layout) -> Basis:
+        """Return the basis that is called ``number``, of a frame.
+
+        Raises
+        ------
+        WireError
+            When the frame does not hold it.
+        """
+        nothing = nothing_factored(self, layout)
+        return nothing if number == nothing.id else Basis.open(frame, number, self.ranks, layout)
+
+    def _feedback(self, basis: Basis) -> ErrorFeedback:
+        return ErrorFeedback(self.on(basis), norm_guard=self.norm_guard)
+
+
+def basis_key(seed: int, version: int) -> Key:
+    """Return what columns without a direction are drawn from at both ends, by the model's version."""
+    return Key(seed, "power-sgd", version)
+
+
+def nothing_factored(codec: PowerSGD, layout: Layout) -> Basis:
+    """Return the basis of a round in which all travels whole."""
+    return Basis.of(None, RIGHT, Ranks(codec.rank, math.inf), layout, Key(0))
+
+
+def basis_id_of(frame: Frame, layout: Layout) -> int:
+    """Return the id of the basis in which a frame for ``layout`` is.
+
+    Raises
+    ------
+    fedcomp.wire.WireError
+        When it names none, or is larger than any such frame.
+    """
+    whole = [expected_dense(stretch.size, wire.Raw) for stretch in stretches(layout, "layer")]
+    rest = expected_dense(layout.size - layout.compressed_size, wire.Raw)
+    # The basis decides what else to expect.
+    named = id_of(wire.decode(frame, limits=wire.Limits.for_schema((*whole, rest))))
+    if named is None:
+        raise SchemaMismatch("the frame does not name the basis that it is in")
+    return named
+
+
+def basis_of_last_frame(state: State) -> int | None:
+    """Return the id of the basis of a frame whose memory waits for the mean; None where none does."""
+    if _SENT not in state or _BLOCK_ID not in state:
+        return None
+    number = state[_BLOCK_ID]
+    if number.shape != () or number.dtype.kind != "i":
+        raise StateError("the state's basis id is damaged; start from init(layout)")
+    return int(number)
