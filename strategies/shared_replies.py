@@ -1,33 +1,38 @@
-"""One round on a shared support: the leader's choice of coordinates and the clients' values on them, as they come in.
+"""One round of several exchanges: what clients say after training, and the values they send, as they come in.
 
 A client answers several messages of a round, so what is known of it grows from exchange to exchange
-(:class:`Client`); the support, once a leader's choice was accepted, is the same for all (:class:`SupportRound`). The
-exchanges themselves are written in :mod:`fedcomp.strategies.shared_support`.
+(:class:`Client`). What all send on is the same for all: a support, once a leader's choice was accepted
+(:class:`SupportRound`), or a basis (:mod:`fedcomp.strategies.power_sgd`). The exchanges themselves are written in
+:mod:`fedcomp.strategies.waiting`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 from flwr.app import ConfigRecord, Message, RecordDict
 from numpy.typing import NDArray
 
+from fedcomp.codecs.base import Codec
 from fedcomp.codecs.scalecom import FixedSupport, ScaleCom, Supports, everything, open_support, support_frame
 from fedcomp.codecs.similarity import similarity
+from fedcomp.codecs.waiting import Waiting
 from fedcomp.errors import FedcompError
 from fedcomp.exact import check_exact, decode_exact
 from fedcomp.flower.payload import NODE_RECORD, payload_bytes, take_frame, take_node
 from fedcomp.flower.protocol import EXACT, LEADS, LOOKS_AHEAD, NEXT_SUPPORT, PREFIX, PROBE, SUPPORT, UPDATE
 from fedcomp.flower.records import config_in
 from fedcomp.flower.report import Report, shorten
-from fedcomp.layout import Layout, Vector
+from fedcomp.layout import Layout, Update, Vector
 from fedcomp.rng import Key
 from fedcomp.strategies.receiving import Reception
 from fedcomp.strategies.replies import Rejected, SentMessage, integer, strip, text, weight_of
 from fedcomp.wire import Bundle, Frame
+
+C = TypeVar("C", bound=Waiting)
 
 
 @dataclass
@@ -69,11 +74,13 @@ class Client:
 
 
 @dataclass
-class SupportRound:
-    """The moving parts of one round.
+class WaitingRound(Generic[C]):
+    """The moving parts of one round in whose second exchange waiting updates are sent.
 
     Attributes
     ----------
+    half : str
+        The client half that answers.
     reception : Reception
         What is known of the clients; acknowledges what was used.
     weight_key : str
@@ -82,19 +89,16 @@ class SupportRound:
         By node: the partition it said first, which holds for good.
     version : int
         Version of the model in the messages.
-    looks_ahead : bool
-        Whether a leader is asked for the next round's support. A dense round leaves nothing in the memory to choose it
-        from.
-    supports, block
-        The support, and its index block as it travels; None and empty until a leader has chosen.
-    leader : int or None
-        Partition of the client that chose the support.
+    block : bytes
+        What the second exchange brings, as it travels; empty until it is known.
     silent : set of int
-        Nodes that were asked to lead and did not.
+        Nodes that are not asked again in this round.
     """
 
+    half: ClassVar[str]
+
     number: int
-    codec: ScaleCom
+    codec: C
     seed: int
     layout: Layout
     model: Mapping[str, NDArray[Any]]
@@ -103,23 +107,30 @@ class SupportRound:
     weight_key: str
     partitions: dict[int, int]
     version: int
-    looks_ahead: bool = False
     clients: list[Client] = field(default_factory=list)
-    supports: Supports | None = None
     block: Frame = b""
-    leader: int | None = None
     silent: set[int] = field(default_factory=set)
 
     @property
-    def fixed(self) -> FixedSupport:
-        """The codec of the values on the support."""
-        assert self.supports is not None
-        return self.codec.on(self.supports, self.number)
+    def fixed(self) -> Codec:
+        """The codec of the values that clients send."""
+        raise NotImplementedError
 
     @property
-    def asks(self) -> int:
-        """What is asked of the leader: this round's support unless it is known, and the next one's."""
-        return (LEADS if self.supports is None else 0) | (LOOKS_AHEAD if self.looks_ahead else 0)
+    def name_of_block(self) -> int:
+        """What messages call that on which clients send."""
+        raise NotImplementedError
+
+    def step(self, total: Update) -> tuple[Frame, Codec]:
+        """Return the mean as it goes down, with what reads it, and turn ``total``, which was gathered, into it."""
+        raise NotImplementedError
+
+    def note_trained(self, client: Client, reply: Message) -> None:
+        """Take what a reply to training holds beside values."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return figures of the round to be reported with the clients' metrics."""
+        return {}
 
     @property
     def senders(self) -> list[Client]:
@@ -138,8 +149,12 @@ class SupportRound:
         header = config_in(reply.content, NODE_RECORD)
         if any(not name.startswith(PREFIX) for name in reply.content.array_records):
             said = header.get("unsupported")
-            why = said if isinstance(said, str) else "is it the first of its mods, and does it accept 'scalecom'?"
-            raise Rejected(f"the client answered with a model: its app lacks the half shared_support() ({why})")
+            why = (
+                said
+                if isinstance(said, str)
+                else f"is it the first of its mods, and does it accept {self.codec.codec_id!r}?"
+            )
+            raise Rejected(f"the client answered with a model: its app lacks the half {self.half}() ({why})")
         _require_answer(header, sent)
         _, weight = weight_of(reply.content, self.weight_key)
         text(header, "record")
@@ -150,7 +165,7 @@ class SupportRound:
         partition = self.partitions.setdefault(sent.node, partition)
         payload = payload_bytes(reply)
         client = Client(sent, strip(reply.content), weight, integer(header, "generation"), partition, payload=payload)
-        client.sample = self.sample_in(reply)
+        self.note_trained(client, reply)
         self.reception.note_version(sent, reply, self.version)
         self._note_header(client, header)
         if client.generation == sent.sequence:
@@ -189,6 +204,72 @@ class SupportRound:
     def acknowledge(self, clients: Iterable[Client]) -> None:
         """Note what was consumed of some clients."""
         self.reception.acknowledge((c.sent.node, c.sequence, c.generation) for c in clients)
+
+    def take_values(self, client: Client, reply: Message) -> None:
+        """Take a client's values on the round's support, and its exact buffers.
+
+        Raises
+        ------
+        FedcompError
+            When they are not what a client sends on this support.
+        """
+        frame = take_frame(reply.content, UPDATE)
+        if frame is None:
+            raise Rejected("the reply holds no values")
+        values = self.fixed.open(frame, self.layout)
+        received = decode_exact(take_frame(reply.content, EXACT), self.layout)
+        client.exact = {t.name: check_exact(received[t.name], t, self.model[t.name]) for t in self.layout.exact}
+        # Last: a client with values is a sender, whose buffers have been checked by then.
+        client.values = values
+
+
+@dataclass
+class SupportRound(WaitingRound[ScaleCom]):
+    """The moving parts of one round on a shared support.
+
+    Attributes
+    ----------
+    looks_ahead : bool
+        Whether a leader is asked for the next round's support. A dense round leaves nothing in the memory to choose it
+        from.
+    supports : Supports or None
+        The support, None until a leader has chosen; ``block`` is its index block.
+    leader : int or None
+        Partition of the client that chose the support.
+    """
+
+    half = "shared_support"
+
+    looks_ahead: bool = False
+    supports: Supports | None = None
+    leader: int | None = None
+
+    @property
+    def fixed(self) -> FixedSupport:
+        """The codec of the values on the support."""
+        assert self.supports is not None
+        return self.codec.on(self.supports, self.number)
+
+    @property
+    def name_of_block(self) -> int:
+        """The round's number."""
+        return self.number
+
+    @property
+    def asks(self) -> int:
+        """What is asked of the leader: this round's support unless it is known, and the next one's."""
+        return (LEADS if self.supports is None else 0) | (LOOKS_AHEAD if self.looks_ahead else 0)
+
+    def step(self, total: Update) -> tuple[Frame, Codec]:
+        """Return the mean on the support."""
+        assert self.supports is not None
+        # Float32 whatever the values came in: rounding the mean once more would be an error nobody remembers.
+        mean = self.codec.mean(self.supports, self.number)
+        return mean.encode(total, {}, Key(self.seed, "downlink", self.number))[0], mean
+
+    def note_trained(self, client: Client, reply: Message) -> None:
+        """Take the samples that were asked for."""
+        client.sample = self.sample_in(reply)
 
     def take_lead(self, client: Client, reply: Message) -> bool:
         """Take the support a leader chose, unless the round's is known, and its values on it.
@@ -237,23 +318,6 @@ class SupportRound:
             return supports, support_frame(supports, self.codec, self.layout)
         return open_support(block, self.codec, self.layout), block
 
-    def take_values(self, client: Client, reply: Message) -> None:
-        """Take a client's values on the round's support, and its exact buffers.
-
-        Raises
-        ------
-        FedcompError
-            When they are not what a client sends on this support.
-        """
-        frame = take_frame(reply.content, UPDATE)
-        if frame is None:
-            raise Rejected("the reply holds no values")
-        values = self.fixed.open(frame, self.layout)
-        received = decode_exact(take_frame(reply.content, EXACT), self.layout)
-        client.exact = {t.name: check_exact(received[t.name], t, self.model[t.name]) for t in self.layout.exact}
-        # Last: a client with values is a sender, whose buffers have been checked by then.
-        client.values = values
-
     def sample_in(self, reply: Message) -> tuple[Vector, Vector] | None:
         """Return the sampled memory and memory plus update of a client that was asked for them.
 
@@ -277,7 +341,7 @@ class SupportRound:
             found.append(np.concatenate([t.values.decode() for t in parts]) if parts else np.zeros(0, np.float32))
         return found[0], found[1]
 
-    def similarity(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return the similarity figures of the senders by name; none when no samples were asked for."""
         codec = self.codec.sampler
         if codec is None or self.supports is None:
