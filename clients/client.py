@@ -16,6 +16,7 @@ from flwr.clientapp import ClientApp
 from fedcomp.clients.coded.mod import coded
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.half import ClientHalf
+from fedcomp.clients.power_sgd import shared_basis
 from fedcomp.clients.private.local_dp import local_privacy
 from fedcomp.clients.private.lsg import lsg
 from fedcomp.clients.private.mod import private
@@ -27,6 +28,7 @@ HALVES: Final[Mapping[str, Callable[[], ClientHalf]]] = {
     "coded": coded,
     "local_privacy": local_privacy,
     "shared_support": shared_support,
+    "shared_basis": shared_basis,
     "compression": compression,
     "lsg": lsg,
     "private": private,

@@ -50,7 +50,7 @@ def shared_support(accept: Collection[str] | None = None) -> ClientHalf:
     >>> from fedcomp.clients.client import client
     >>> app = client(ClientApp(), only=[shared_support()])
     """
-    return waiting_half("shared_support", ScaleCom, _Exchange, accept)
+    return waiting_half("shared_support", ScaleCom, _Exchange, accept, outside=("shared_basis",))
 
 
 class _Exchange(Exchange[ScaleCom]):

@@ -13,11 +13,12 @@ from toy import client_app
 
 from fedcomp.clients.coded.mod import coded
 from fedcomp.clients.compressed import compression
+from fedcomp.clients.power_sgd import shared_basis
 from fedcomp.clients.private.lsg import lsg
 from fedcomp.clients.private.mod import private
 from fedcomp.clients.private.topagg import votes_only
 from fedcomp.clients.shared_support import shared_support
-from fedcomp.codecs import QSGD, FixedPoint, Identity, RandomK, ScaleCom, SignSGD, TopK
+from fedcomp.codecs import QSGD, FixedPoint, Identity, PowerSGD, RandomK, ScaleCom, SignSGD, TopK
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
@@ -29,6 +30,7 @@ from fedcomp.privacy.local import Privatise
 from fedcomp.privacy.votes import TopkSign
 from fedcomp.strategies.coded.strategy import CodedFedAvg
 from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.power_sgd import SharedBasis
 from fedcomp.strategies.private.distributed_dp import DistributedDp
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 from fedcomp.strategies.private.local_dp import local_dp
@@ -128,6 +130,14 @@ PATHS: dict[str, Path] = {
     "shared support, stale leader": Path(
         lambda: SharedSupport(ScaleCom(density=0.05), stale_leader=True),
         lambda *o: client_app([*o, shared_support(), compression()]),
+    ),
+    "shared basis": Path(
+        lambda: SharedBasis(PowerSGD(rank=2)),
+        lambda *o: client_app([*o, shared_basis(), compression()]),
+    ),
+    "shared basis, two exchanges": Path(
+        lambda: SharedBasis(PowerSGD(rank=2, form="two-exchange", memory="aggregated")),
+        lambda *o: client_app([*o, shared_basis(), compression()]),
     ),
     "relay": Path(lambda: CodedFedAvg(Compressed(quiet(), SPARSE), symbols=2), coded_app),
     "groups": Path(

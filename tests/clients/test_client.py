@@ -17,6 +17,7 @@ from fedcomp.clients.client import HALVES, client, in_order
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.gossip import gossip_node
 from fedcomp.clients.half import ClientHalf
+from fedcomp.clients.power_sgd import shared_basis
 from fedcomp.clients.private.dpsgd import record_dp
 from fedcomp.clients.private.local_dp import local_privacy
 from fedcomp.clients.private.mod import private
@@ -233,7 +234,7 @@ def test_the_generic_app_has_a_handler_for_every_system() -> None:
             assert ("function registered" in reply.error.reason) == (kind == "query.unknown"), kind
 
 
-@pytest.mark.parametrize("half", [compression(), shared_support()], ids=lambda half: half.name)
+@pytest.mark.parametrize("half", [compression(), shared_support(), shared_basis()], ids=lambda half: half.name)
 def test_a_damaged_announcement_is_refused_before_the_app_sees_it(half: ClientHalf) -> None:
     seen: list[str] = []
     app, held = client(ClientApp(), only=[half]), context()

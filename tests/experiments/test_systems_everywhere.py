@@ -28,7 +28,7 @@ EARLY = ["gradient-code"]
 APART = ("identity", *EARLY, *(name for name, system in SYSTEMS.items() if system.needs))
 COMPRESSED = [name for name, system in SYSTEMS.items() if system.defaults and name not in APART and not system.private]
 PRIVATE = [name for name in NAMES if name != "datalens"]
-DEPLOYED = ["adacomp", "scalecom"]
+DEPLOYED = ["adacomp", "scalecom", "power-sgd"]
 DEPLOYED_PRIVATE = "topagg"
 BUDGETS = {"topagg": 2.5}
 """Of the private rows those that a budget ends after the first of two rounds."""
@@ -230,7 +230,8 @@ def test_whoever_answers_first_in_a_deployment_gives_the_same_bits(name: str, de
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DEPLOYED)
 def test_a_deployment_gives_the_same_bits(name: str, deployed: dict[str, RunResult]) -> None:
-    """AdaComp's memory and ScaleCom's waiting update go through a SuperNode's own state, a process per message."""
+    """AdaComp's memory, ScaleCom's waiting update and PowerSGD's basis go through a SuperNode's own state, a process
+    per message."""
     there = deployed[name]
     same(engines.run(spec(name)), there)
     remembers = SYSTEMS[name].build(SYSTEMS[name].resolve({}), 0).codec.remembers

@@ -28,6 +28,8 @@ GOLDEN = {
     "a strategy of one's own": "aa395adff74e55c5",
     "shared support": "c6961b007045d812",
     "shared support, stale leader": "0e9d91d308776572",
+    "shared basis": "09364eac67555cfc",
+    "shared basis, two exchanges": "960eeb413f2e3c1d",
     "relay": "8a686f3e573793d5",
     "groups": "55c0050094545d41",
     "coded sum": "597bbbfa528c3f2a",

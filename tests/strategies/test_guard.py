@@ -17,9 +17,10 @@ from toy import SHAPES, client_app, fedavg, model, stack, update
 from fedcomp.clients.app import app as generic
 from fedcomp.clients.coded.mod import coded as coded_mod
 from fedcomp.clients.compressed import compression
+from fedcomp.clients.power_sgd import shared_basis
 from fedcomp.clients.private.mod import private
 from fedcomp.clients.shared_support import shared_support
-from fedcomp.codecs import QSGD, FixedPoint, Identity, RandomK, ScaleCom, SignSGD, TopK
+from fedcomp.codecs import QSGD, FixedPoint, Identity, PowerSGD, RandomK, ScaleCom, SignSGD, TopK
 from fedcomp.errors import ConfigError, NoUsableReply
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
@@ -36,6 +37,7 @@ from fedcomp.rng import Key
 from fedcomp.strategies.coded.strategy import CodedFedAvg
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.guard import Norms
+from fedcomp.strategies.power_sgd import SharedBasis
 from fedcomp.strategies.private.distributed_dp import NoisyMean
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 from fedcomp.strategies.private.local_dp import LocalMean, local_dp
@@ -101,6 +103,7 @@ FRAMES = {
         [compression()],
     ),
     "shared support": (lambda **o: SharedSupport(ScaleCom(1.0), **o), [shared_support(), compression()]),
+    "shared basis": (lambda **o: SharedBasis(PowerSGD(min_rate=1e9), **o), [shared_basis(), compression()]),
 }
 
 

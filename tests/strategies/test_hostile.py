@@ -13,15 +13,17 @@ from toy import client_app, fedavg, model, stack, update
 
 from fedcomp import wire
 from fedcomp.clients.compressed import compression
+from fedcomp.clients.power_sgd import shared_basis
 from fedcomp.clients.private.mod import private
 from fedcomp.clients.shared_support import shared_support
-from fedcomp.codecs import Identity, RandomK, ScaleCom, TopK
+from fedcomp.codecs import Identity, PowerSGD, RandomK, ScaleCom, TopK
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import put_frame
 from fedcomp.flower.protocol import UPDATE
 from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.power_sgd import SharedBasis
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 from fedcomp.strategies.replies import MAX_ENTRIES, MAX_NUMBERS, MAX_RECORDS, weight_of
 from fedcomp.strategies.shared_support import SharedSupport
@@ -290,13 +292,22 @@ PATHS: dict[str, Callable[[], tuple[Strategy, Client]]] = {
         SharedSupport(ScaleCom(1.0)),
         client_app([shared_support(), compression()]),
     ),
+    "shared basis": lambda: (
+        SharedBasis(PowerSGD(rank=2)),
+        client_app([shared_basis(), compression()]),
+    ),
 }
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("path", "name"),
-    [*(("frames", name) for name in LARGE), ("private", "5,000 settings"), ("shared support", "5,000 metrics")],
+    [
+        *(("frames", name) for name in LARGE),
+        ("private", "5,000 settings"),
+        ("shared support", "5,000 metrics"),
+        ("shared basis", "5,000 metrics"),
+    ],
 )
 def test_d4_a_reply_that_holds_too_much_is_refused_unread(path: str, name: str, monkeypatch) -> None:
     """Before, 2,000 records were accepted without a word, and every metric was compared, or averaged."""

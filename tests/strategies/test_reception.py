@@ -21,7 +21,13 @@ RELEASES = {name for name in PATHS if name.startswith("private ") and "records" 
 SKIPS = {"groups", "coded sum", "distributed noise"}
 """Paths that give up a round whose sum cannot be made."""
 
-SORTED = SKIPS | {"relay", "shared support", "shared support, stale leader"}
+SORTED = SKIPS | {
+    "relay",
+    "shared support",
+    "shared support, stale leader",
+    "shared basis",
+    "shared basis, two exchanges",
+}
 """Paths with a driver of their own, which drops a second reply."""
 
 
