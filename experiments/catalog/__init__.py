@@ -20,6 +20,7 @@ CATALOG: dict[str, str] = {
         "adacomp",
         "sidco",
         "scalecom",
+        "power_sgd",
         "coded_dropout",
         "coded_training",
         "gradient_coding",
