@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 
-from fedcomp.codecs import TopK
+from fedcomp.codecs import PowerSGD, TopK
 from fedcomp.codecs.feedback import ErrorFeedback
+from fedcomp.codecs.lowrank import LEFT, Basis, Projection
 from fedcomp.codecs.orthonormal import rotate
 from fedcomp.errors import why_missing
 from fedcomp.experiments.bench.readpass import LAYERS, Times, Vector, layered, one_thread, read_pass
@@ -25,7 +27,7 @@ from fedcomp.experiments.bench.sparsifiers import sparsifiers
 from fedcomp.experiments.bench.worst import worst
 from fedcomp.experiments.findings import Claim
 from fedcomp.kernels import feedback_step, scatter_add, select_topk, warm
-from fedcomp.layout import Layout, Update
+from fedcomp.layout import Layout, TensorSpec, Update
 from fedcomp.rng import Key
 
 FULL: Final = 25_000_000
@@ -38,6 +40,9 @@ ENCODE_SHARE: Final = 1.5
 GOAL: Final = "our goal, set from measurements of these kernels on a quiet machine"
 ROTATION_GOAL: Final = 6.0
 """Read passes of a rotation, its signs included."""
+LOW_RANK_SMALL: Final = 1_000_000
+LOW_RANK_GOALS: Final = {"PowerSGD, rank 4, to bytes": 6.0, "PowerSGD, rank 4, sum to matrix": 8.0}
+"""Read passes of a projection to bytes, and of what the server does once per round."""
 _WARM_ROUNDS: Final = 6
 _TURN: Final = Key(0, "bench kernels")
 
@@ -69,11 +74,12 @@ def run(*, quick: bool = False, progress: Callable[[str], None] | None = None) -
             rows += found.rows(density=density)
             claims += found.claims(against_limit=not quick)
         turned = rotation(vector, repetitions, say, against_limit=not quick)
+        ranked = low_rank(vector, repetitions, say, against_limit=not quick)
         more = sparsifiers(vector, repetitions, say, against_limit=not quick)
         hard = worst(vector, repetitions, say, claimed=not quick)
     return {
-        "rows": rows + turned["rows"] + more["rows"] + hard["rows"],
-        "claims": claims + turned["claims"] + more["claims"] + hard["claims"],
+        "rows": rows + turned["rows"] + ranked["rows"] + more["rows"] + hard["rows"],
+        "claims": claims + turned["claims"] + ranked["claims"] + more["claims"] + hard["claims"],
     }
 
 
@@ -88,6 +94,45 @@ def rotation(
     times.measure(calls, vector, repetitions)
     claims = [Claim(f"{name}: read passes", times.multiple(name), "<=", ROTATION_GOAL, GOAL) for name in calls]
     return {"rows": times.rows(), "claims": claims if against_limit else []}
+
+
+def low_rank(
+    vector: Vector, repetitions: int, say: Callable[[str], None], *, against_limit: bool
+) -> dict[str, list[Any]]:
+    """Measure square matrices in a common basis of rank 4, there and back, of 1M values and of all; rows and claims."""
+    rows: list[dict[str, Any]] = []
+    claims: list[Claim] = []
+    for side in sorted({math.isqrt(min(LOW_RANK_SMALL, vector.size)), math.isqrt(vector.size)}):
+        size = side * side
+        say(f"PowerSGD, {side} x {side}: {repetitions} interleaved repetitions")
+        part = vector[:size]
+        layout = Layout((TensorSpec("matrix", (side, side), "float32", 0, size),), (), ("matrix",))
+        codec = PowerSGD(4)
+        # Of the side whose projection reads the matrix across.
+        fixed = codec.on(Basis.of(None, LEFT, codec.ranks, layout, _TURN))
+        update = Update(part, layout)
+        frame, _ = fixed.encode(update, {}, _TURN)
+        total = Update(np.zeros(size, np.float32), layout)
+        fixed.gather(frame, 1.0, total)
+        # What is concluded is overwritten: the factors are put back each time, and nothing else is read.
+        factors = total.vector[: 4 * side].copy()
+
+        def back(fixed: Projection = fixed, total: Update = total, factors: Vector = factors) -> None:
+            total.vector[: factors.size] = factors
+            fixed.conclude(total)
+
+        calls: dict[str, Callable[[], object]] = {
+            "PowerSGD, rank 4, to bytes": partial(fixed.encode, update, {}, _TURN),
+            "PowerSGD, rank 4, sum to matrix": back,
+        }
+        times = Times(size)
+        times.measure(calls, part, repetitions)
+        rows += times.rows()
+        if size > LOW_RANK_SMALL:
+            claims += [
+                Claim(f"{name}: read passes", times.multiple(name), "<=", LOW_RANK_GOALS[name], GOAL) for name in calls
+            ]
+    return {"rows": rows, "claims": claims if against_limit else []}
 
 
 class Measured(Times):

@@ -60,6 +60,19 @@ def test_a_slow_rotation_fails_its_claims(monkeypatch: pytest.MonkeyPatch) -> No
     assert not kernels.rotation(vector, 2, lambda _line: None, against_limit=False)["claims"]
 
 
+def test_a_slow_projection_fails_its_claims(monkeypatch: pytest.MonkeyPatch) -> None:
+    vector = layered(30_000)
+    monkeypatch.setattr(kernels, "LOW_RANK_SMALL", 900)
+    for goal, holds in ((1e9, True), (0.0, False)):
+        monkeypatch.setattr(kernels, "LOW_RANK_GOALS", dict.fromkeys(kernels.LOW_RANK_GOALS, goal))
+        found = kernels.low_rank(vector, 2, lambda _line: None, against_limit=True)
+        assert [(row["n"], row["method"]) for row in found["rows"]] == [
+            (n, name) for n in (900, 173 * 173) for name in kernels.LOW_RANK_GOALS
+        ]
+        assert [claim.ok for claim in found["claims"]] == [holds, holds]
+    assert not kernels.low_rank(vector, 2, lambda _line: None, against_limit=False)["claims"]
+
+
 @pytest.mark.long
 def test_without_torch_what_is_compared_with_it_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     # None in sys.modules makes every import of torch fail, as it does where torch is not installed.
