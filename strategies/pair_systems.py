@@ -180,6 +180,15 @@ SYSTEMS: Final = (
         defaults={"feedback": False, **codec_settings("eden", "bits")},
     ),
     _pair(
+        "fft",
+        "FFT sparsification",
+        "Wang et al. 2020, FFT-based gradient sparsification for the distributed training of deep neural networks",
+        "the largest coefficients of each tensor's Fourier transform, as floats of 8 bits whose exponents cover the "
+        "range of the values; nothing is remembered unless asked for",
+        codec="fft",
+        defaults={"feedback": False, "codec.order": "HWDF", **codec_settings("fft", "density", "values")},
+    ),
+    _pair(
         "terngrad",
         "TernGrad",
         "Wen et al. 2017, TernGrad: ternary gradients to reduce communication in distributed deep learning",
