@@ -10,6 +10,7 @@ well, which costs as much again and pays on clustered ones; its claim is reporte
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from fedcomp.codecs import PowerSGD, TopK
+from fedcomp.codecs import FFT, PowerSGD, TopK
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.codecs.lowrank import LEFT, Basis, Projection
 from fedcomp.codecs.orthonormal import rotate
@@ -40,7 +41,9 @@ ENCODE_SHARE: Final = 1.5
 GOAL: Final = "our goal, set from measurements of these kernels on a quiet machine"
 ROTATION_GOAL: Final = 6.0
 """Read passes of a rotation, its signs included."""
-LOW_RANK_SMALL: Final = 1_000_000
+SMALL_MODEL: Final = 1_000_000
+SPECTRUM_GOALS: Final = {"FFT, 1 %, to bytes": 150.0, "FFT, sum of spectra to update": 150.0}
+"""Read passes of what a client does, and of what the server does once per round."""
 LOW_RANK_GOALS: Final = {"PowerSGD, rank 4, to bytes": 6.0, "PowerSGD, rank 4, sum to matrix": 8.0}
 """Read passes of a projection to bytes, and of what the server does once per round."""
 _WARM_ROUNDS: Final = 6
@@ -75,11 +78,12 @@ def run(*, quick: bool = False, progress: Callable[[str], None] | None = None) -
             claims += found.claims(against_limit=not quick)
         turned = rotation(vector, repetitions, say, against_limit=not quick)
         ranked = low_rank(vector, repetitions, say, against_limit=not quick)
+        waves = spectra(vector, repetitions, say, against_limit=not quick)
         more = sparsifiers(vector, repetitions, say, against_limit=not quick)
         hard = worst(vector, repetitions, say, claimed=not quick)
     return {
-        "rows": rows + turned["rows"] + ranked["rows"] + more["rows"] + hard["rows"],
-        "claims": claims + turned["claims"] + ranked["claims"] + more["claims"] + hard["claims"],
+        "rows": rows + turned["rows"] + ranked["rows"] + waves["rows"] + more["rows"] + hard["rows"],
+        "claims": claims + turned["claims"] + ranked["claims"] + waves["claims"] + more["claims"] + hard["claims"],
     }
 
 
@@ -96,13 +100,44 @@ def rotation(
     return {"rows": times.rows(), "claims": claims if against_limit else []}
 
 
+def spectra(
+    vector: Vector, repetitions: int, say: Callable[[str], None], *, against_limit: bool
+) -> dict[str, list[Any]]:
+    """Measure Fourier transforms of all layers, there and back, of 1M values and of all; rows and claims."""
+    rows: list[dict[str, Any]] = []
+    claims: list[Claim] = []
+    for size in sorted({min(SMALL_MODEL, vector.size), vector.size}):
+        say(f"FFT, {size:,} values: {repetitions} interleaved repetitions")
+        part = vector[:size]
+        ends = [int(end) for end in np.linspace(0, size, LAYERS + 1)]
+        tensors = [
+            TensorSpec(f"layer {i}", (end - start,), "float32", start, end - start)
+            for i, (start, end) in enumerate(itertools.pairwise(ends))
+        ]
+        layout = Layout(tuple(tensors), (), tuple(t.name for t in tensors))
+        codec, update, total = FFT(0.01), Update(part, layout), Update(part.copy(), layout)
+        calls: dict[str, Callable[[], object]] = {
+            "FFT, 1 %, to bytes": partial(codec.encode, update, {}, _TURN),
+            # Of an orthonormal transform any vector is as good as any other, however often it was transformed.
+            "FFT, sum of spectra to update": partial(codec.conclude, total),
+        }
+        times = Times(size)
+        times.measure(calls, part, repetitions)
+        rows += times.rows()
+        if size > SMALL_MODEL:
+            claims += [
+                Claim(f"{name}: read passes", times.multiple(name), "<=", SPECTRUM_GOALS[name], GOAL) for name in calls
+            ]
+    return {"rows": rows, "claims": claims if against_limit else []}
+
+
 def low_rank(
     vector: Vector, repetitions: int, say: Callable[[str], None], *, against_limit: bool
 ) -> dict[str, list[Any]]:
     """Measure square matrices in a common basis of rank 4, there and back, of 1M values and of all; rows and claims."""
     rows: list[dict[str, Any]] = []
     claims: list[Claim] = []
-    for side in sorted({math.isqrt(min(LOW_RANK_SMALL, vector.size)), math.isqrt(vector.size)}):
+    for side in sorted({math.isqrt(min(SMALL_MODEL, vector.size)), math.isqrt(vector.size)}):
         size = side * side
         say(f"PowerSGD, {side} x {side}: {repetitions} interleaved repetitions")
         part = vector[:size]
@@ -128,7 +163,7 @@ def low_rank(
         times = Times(size)
         times.measure(calls, part, repetitions)
         rows += times.rows()
-        if size > LOW_RANK_SMALL:
+        if size > SMALL_MODEL:
             claims += [
                 Claim(f"{name}: read passes", times.multiple(name), "<=", LOW_RANK_GOALS[name], GOAL) for name in calls
             ]

@@ -391,9 +391,9 @@ EXPERIMENT = Experiment(
         "transform has real coordinates, cosines and sines, so that each is chosen for itself; complex bins as "
         "published are in the first table. Range floats of 8 bits have the exponents that the values need.\n\n"
         "The rows of 15 % send as many numbers in the same 8 bits, without memory as in the paper, and with error "
-        "feedback. The DCT is of 1024 elements, in torch's order of axes, in "
-        "which it does better. The rising row sends half of the numbers in "
-        "the third quarter of the rounds and all of them in the last, the paper's diminishing θ.\n\n"
+        "feedback. The DCT is of 1024 elements, in torch's order of axes, in which it does better. The rising row "
+        "sends half of the numbers in the third quarter of the rounds and all of them in the last, the paper's "
+        "diminishing θ.\n\n"
         "The CNN of the digits has two convolutions and two layers, 13 706 parameters. Trainings run without messages, "
         "with real frames; the model is the same, bit for bit."
     ),

@@ -20,6 +20,7 @@ from fedcomp.experiments.catalog.fft import (
     GIVEN,
     LAYERS,
     NOISE,
+    ORDERED,
     RISING,
     ROWS,
     STEPS,
@@ -72,7 +73,7 @@ def test_errors_are_of_what_arrives_and_fall_with_the_budget() -> None:
     rng = np.random.default_rng(3)
     smooth = np.cumsum(rng.standard_normal(8 * 8 * 9)).reshape(3, 3, 8, 8).transpose(3, 2, 0, 1)
     found = {budget: errors(np.ascontiguousarray(smooth, np.float32), budget) for budget in BUDGETS}
-    for name in (TOPK, GIVEN, WAVES, COMPLEX, COSINES):
+    for name in (TOPK, GIVEN, WAVES, COMPLEX, COSINES, ORDERED):
         assert found[0.05][name] > found[0.1][name] > found[0.3][name] > 0
     assert found[0.05][WAVES] < 0.1 < 0.5 < found[0.05][TOPK]
     heavy = noise(NOISE[1], 0)
@@ -93,7 +94,7 @@ def test_gradients_are_those_of_every_worker_at_the_step() -> None:
     assert found[3][0]["conv2"].tobytes() != found[3][1]["conv2"].tobytes()
 
 
-GOOD = {TOPK: 0.4, GIVEN: 0.4, WAVES: 0.2, COMPLEX: 0.5, COSINES: 0.3}
+GOOD = {TOPK: 0.4, GIVEN: 0.5, WAVES: 0.2, COMPLEX: 0.5, COSINES: 0.3, ORDERED: 0.3}
 
 
 def made_up() -> dict[str, Any]:

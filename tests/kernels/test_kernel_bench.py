@@ -62,7 +62,7 @@ def test_a_slow_rotation_fails_its_claims(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_slow_projection_fails_its_claims(monkeypatch: pytest.MonkeyPatch) -> None:
     vector = layered(30_000)
-    monkeypatch.setattr(kernels, "LOW_RANK_SMALL", 900)
+    monkeypatch.setattr(kernels, "SMALL_MODEL", 900)
     for goal, holds in ((1e9, True), (0.0, False)):
         monkeypatch.setattr(kernels, "LOW_RANK_GOALS", dict.fromkeys(kernels.LOW_RANK_GOALS, goal))
         found = kernels.low_rank(vector, 2, lambda _line: None, against_limit=True)
@@ -71,6 +71,19 @@ def test_a_slow_projection_fails_its_claims(monkeypatch: pytest.MonkeyPatch) -> 
         ]
         assert [claim.ok for claim in found["claims"]] == [holds, holds]
     assert not kernels.low_rank(vector, 2, lambda _line: None, against_limit=False)["claims"]
+
+
+def test_a_slow_transform_fails_its_claims(monkeypatch: pytest.MonkeyPatch) -> None:
+    vector = layered(30_000)
+    monkeypatch.setattr(kernels, "SMALL_MODEL", 900)
+    for goal, holds in ((1e9, True), (0.0, False)):
+        monkeypatch.setattr(kernels, "SPECTRUM_GOALS", dict.fromkeys(kernels.SPECTRUM_GOALS, goal))
+        found = kernels.spectra(vector, 2, lambda _line: None, against_limit=True)
+        assert [(row["n"], row["method"]) for row in found["rows"]] == [
+            (n, name) for n in (900, 30_000) for name in kernels.SPECTRUM_GOALS
+        ]
+        assert [claim.ok for claim in found["claims"]] == [holds, holds]
+    assert not kernels.spectra(vector, 2, lambda _line: None, against_limit=False)["claims"]
 
 
 @pytest.mark.long
