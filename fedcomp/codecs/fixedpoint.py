@@ -61,7 +61,8 @@ class IntegerGrid:
             np.clip(part, -self.levels, self.levels, out=part)
             # floor(x + u) rounds up with the probability of x's fraction; 53 raw bits make u uniform in [0, 1).
             part += (np.asarray(stream.random_raw(part.size), np.uint64) >> np.uint64(11)) * 2.0**-53
-            out[start : start + _BLOCK] = np.floor(part, out=part)
+            # The sum of the largest integer and the largest draw rounds to the next one, which no receiver takes.
+            out[start : start + _BLOCK] = np.minimum(np.floor(part, out=part), self.levels)
         return out
 
     def saturated(self, integers: NDArray[Any]) -> int:

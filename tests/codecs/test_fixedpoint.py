@@ -23,6 +23,7 @@ from fedcomp.codecs import (
     get_codec,
 )
 from fedcomp.codecs.feedback import ErrorFeedback
+from fedcomp.codecs.fixedpoint import IntegerGrid
 from fedcomp.errors import ConfigError, LayoutError
 from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key
@@ -89,6 +90,25 @@ def test_what_is_on_the_grid_is_not_changed_and_what_is_beyond_is_cut() -> None:
     integers = codec.grid.round(values, KEY)
     np.testing.assert_array_equal(integers, [0, 0, 1, -7, 8, -8, 8, -8, 8])
     assert codec.grid.saturated(integers) == 5
+
+
+def test_the_largest_draw_rounds_no_number_beyond_the_last_level() -> None:
+    """32767 + (1 - 2**-53) is 32768 in float64."""
+
+    class Largest:
+        def generator(self) -> Largest:
+            return self
+
+        @property
+        def bit_generator(self) -> Largest:
+            return self
+
+        def random_raw(self, count: int) -> np.ndarray:
+            return np.full(count, 2**64 - 1, np.uint64)
+
+    grid = IntegerGrid(1.0, 32767)
+    values = np.float32([32767.0, 4e4, 32766.5, 12.5])
+    assert grid.round(values, Largest()).tolist() == [32767, 32767, 32767, 13]
 
 
 def test_draws_differ_between_clients_rounds_and_tensors() -> None:

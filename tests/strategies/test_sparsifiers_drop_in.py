@@ -14,6 +14,7 @@ from fedcomp.codecs import (
     DCT,
     DGC,
     EDEN,
+    FFT,
     STC,
     AdaComp,
     ChunkTop1,
@@ -24,6 +25,7 @@ from fedcomp.codecs import (
     Domain,
     FixedPoint,
     KeyRegion,
+    LowRank,
     NaturalCompression,
     NormSign,
     RandomBlock,
@@ -70,6 +72,8 @@ ROUNDED: tuple[Codec, ...] = (
     EDEN(2, scale="least"),
     Domain(DCT(16), TopK(0.02)),
     Domain(Rotation(), TopK(0.02, values="q4")),
+    FFT(0.05),
+    LowRank(2),
 )
 # Without memory, or with momentum in it, where conservation is not about the updates.
 OTHERS: tuple[Codec, ...] = (
@@ -85,6 +89,7 @@ OTHERS: tuple[Codec, ...] = (
     DGC(0.02, momentum=0.5, nesterov=True, warmup=3, clip=1e4, clients=4),
     EDEN(bits=2),
     Domain(DCT(chunk=64), TernGrad()),
+    FFT(0.1, order="HWDF", schedule=((1, 0.1), (5, 0.5), (15, 1.0))),
 )
 NODES, ROUNDS = 4, 24
 FAULTS = {"lost_reply": 0.12, "duplicate": 0.1, "late": 0.1, "raise": 0.1, "corrupt": 0.05}
@@ -95,7 +100,7 @@ def test_every_new_codec_is_here() -> None:
         return {codec.codec_id, *(ids(codec.codec) if codec.codec_id in ("feedback", "chain") else ())}
 
     here = set().union(*map(ids, (*EXACT, *ROUNDED, *OTHERS)))
-    elsewhere = {"bounded", "chain", "feedback", "identity", "qsgd", "randomk", "scalecom", "topagg"}
+    elsewhere = {"bounded", "chain", "feedback", "identity", "power-sgd", "qsgd", "randomk", "scalecom", "topagg"}
     assert here | elsewhere >= set(known())
 
 
@@ -227,7 +232,7 @@ def test_the_model_is_the_mean_of_what_was_delivered(codec: Codec) -> None:
                 assert strategy.codec.encode(step, {}, Key(3, "uplink", round_, p))[0] == frame
             total += np.float32((p + 1) / sum(q + 1 for q in who)) * strategy.codec.decode(frame, layout)
         # Decoded one by one, frames of a domain have left it already; the server adds first, which rounds otherwise.
-        turned = "Domain" in repr(codec)
+        turned = any(word in repr(codec) for word in ("Domain", "FFT"))
         if who:
             if not turned:
                 strategy.codec.conclude(Update(total, layout))
