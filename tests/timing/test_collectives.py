@@ -1,0 +1,78 @@
+"""All-reduce times: the classic formulas against a simulated ring, and what a summable code gains."""
+
+from __future__ import annotations
+
+import pytest
+
+from fedcomp.errors import ConfigError
+from fedcomp.timing.collectives import Coding, Network
+
+WIRE = {"latency": 50e-6, "per_byte": 8e-10, "add_per_byte": 1e-10}
+SIZE = 244e6
+
+
+def simulated_ring(network: Network, nbytes: float) -> float:
+    """Every worker starts its next hop when its own send and its predecessor's are done."""
+    p, chunk = network.workers, nbytes / network.workers
+    ready = [0.0] * p
+    for hop in range(2 * (p - 1)):
+        sent = [t + network.latency + chunk * network.per_byte for t in ready]
+        add = chunk * network.add_per_byte if hop < p - 1 else 0.0
+        ready = [max(sent[w], sent[w - 1]) + add for w in range(p)]
+    return max(ready) + network.fixed
+
+
+@pytest.mark.parametrize("workers", [2, 4, 8, 16])
+def test_the_ring_formula_is_the_simulation(workers: int) -> None:
+    network = Network(workers, **WIRE, fixed=1e-3)
+    assert network.ring(SIZE) == pytest.approx(simulated_ring(network, SIZE), rel=1e-12)
+    # The same bytes in fewer messages.
+    steps = workers.bit_length() - 1
+    fewer = 2 * (workers - 1 - steps) * network.latency
+    assert network.halving_doubling(SIZE) == pytest.approx(network.ring(SIZE) - fewer, rel=1e-12)
+
+
+def test_the_figures_of_the_example() -> None:
+    network = Network(4, **WIRE)
+    assert network.ring(SIZE) == pytest.approx(0.311, abs=1e-3)
+    assert network.central(SIZE) == pytest.approx(1.659, abs=1e-3)
+    wide = Network(16, **WIRE)
+    assert wide.central(SIZE) / wide.ring(SIZE) == pytest.approx(17, abs=1)
+    assert network.doubling(1e6) == pytest.approx(2 * (50e-6 + 1e6 * 9e-10))
+
+
+def test_without_compression_the_summable_ring_is_the_ring() -> None:
+    network = Network(4, **WIRE)
+    assert network.summable(SIZE, Coding(1.0)) == network.ring(SIZE)
+    assert network.hop_by_hop(SIZE, Coding(1.0)) == pytest.approx(network.ring(SIZE))
+
+
+@pytest.mark.parametrize("workers", [4, 8, 16])
+def test_at_the_same_ratio_a_summable_code_gains_more(workers: int) -> None:
+    network, coding = Network(workers, **WIRE), Coding(8.0, 1e-10, 1e-10)
+    beside = network.summable(SIZE, coding, segments=16)
+    assert beside < network.hop_by_hop(SIZE, coding)
+    assert beside < network.gathered(SIZE, coding)
+    assert network.summable(SIZE, coding, segments=16) < network.summable(SIZE, coding)
+    # Latencies are multiplied: overlap does not pay for a short vector.
+    assert network.summable(1e4, coding, segments=16) > network.summable(1e4, coding)
+
+
+def test_compression_that_costs_more_than_it_saves_is_no_gain() -> None:
+    network = Network(4, **WIRE)
+    assert network.summable(SIZE, Coding(8.0, 1e-8, 1e-8), segments=16) > network.ring(SIZE)
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(ConfigError, match="power of two"):
+        Network(6).doubling(1.0)
+    for wrong in (
+        lambda: Network(1),
+        lambda: Network(2, latency=-1.0),
+        lambda: Coding(0.5),
+        lambda: Coding(2.0, float("nan")),
+        lambda: Network(2).ring(-1.0),
+        lambda: Network(2).summable(1.0, Coding(1.0), segments=0),
+    ):
+        with pytest.raises(ConfigError):
+            wrong()
