@@ -22,6 +22,9 @@ from fedcomp.codecs import FFT, PowerSGD, TopK
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.codecs.lowrank import LEFT, Basis, Projection
 from fedcomp.codecs.orthonormal import rotate
+from fedcomp.codecs.slices import Slices
+from fedcomp.codecs.subspace import Basis as SliceBasis
+from fedcomp.codecs.subspace import Subspace
 from fedcomp.errors import why_missing
 from fedcomp.experiments.bench.readpass import LAYERS, Times, Vector, layered, one_thread, read_pass
 from fedcomp.experiments.bench.sparsifiers import sparsifiers
@@ -79,10 +82,11 @@ def run(*, quick: bool = False, progress: Callable[[str], None] | None = None) -
         turned = rotation(vector, repetitions, say, against_limit=not quick)
         ranked = low_rank(vector, repetitions, say, against_limit=not quick)
         waves = spectra(vector, repetitions, say, against_limit=not quick)
+        fitted = sliced(vector, repetitions, say)
         more = sparsifiers(vector, repetitions, say, against_limit=not quick)
         hard = worst(vector, repetitions, say, claimed=not quick)
     return {
-        "rows": rows + turned["rows"] + ranked["rows"] + waves["rows"] + more["rows"] + hard["rows"],
+        "rows": rows + turned["rows"] + ranked["rows"] + waves["rows"] + fitted + more["rows"] + hard["rows"],
         "claims": claims + turned["claims"] + ranked["claims"] + waves["claims"] + more["claims"] + hard["claims"],
     }
 
@@ -168,6 +172,32 @@ def low_rank(
                 Claim(f"{name}: read passes", times.multiple(name), "<=", LOW_RANK_GOALS[name], GOAL) for name in calls
             ]
     return {"rows": rows, "claims": claims if against_limit else []}
+
+
+def sliced(vector: Vector, repetitions: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Measure a convolution in a basis of its slices, there and back, of 1M values and of all; rows.
+
+    No limit is claimed: slices of 512 in 64 dimensions are 128 operations for every value, far from memory's speed.
+    """
+    rows: list[dict[str, Any]] = []
+    for side in sorted({math.isqrt(min(SMALL_MODEL, vector.size) // 9), math.isqrt(vector.size // 9)}):
+        shape, size = (side, side, 3, 3), 9 * side * side
+        say(f"GradiVeQ, {shape}: {repetitions} interleaved repetitions")
+        part = vector[:size]
+        slices = Slices.of(Layout((TensorSpec("conv", shape, "float32", 0, size),), (), ("conv",)))
+        normal = _TURN.generator().standard_normal((slices.width, 64))
+        carriers = np.ascontiguousarray(np.linalg.qr(normal)[0][None], np.float32)
+        means = [np.zeros((p.count, slices.width), np.float32) for p in slices.parts]
+        basis = SliceBasis(slices, tuple(Subspace(carriers, mean) for mean in means))
+        code = basis.project(part)
+        calls: dict[str, Callable[[], object]] = {
+            "GradiVeQ, 64 of 512, encode": partial(basis.project, part),
+            "GradiVeQ, 64 of 512, decode": partial(basis.reconstruct, code),
+        }
+        times = Times(size)
+        times.measure(calls, part, repetitions)
+        rows += times.rows()
+    return rows
 
 
 class Measured(Times):

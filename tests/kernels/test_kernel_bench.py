@@ -86,6 +86,14 @@ def test_a_slow_transform_fails_its_claims(monkeypatch: pytest.MonkeyPatch) -> N
     assert not kernels.spectra(vector, 2, lambda _line: None, against_limit=False)["claims"]
 
 
+def test_a_basis_of_slices_is_measured_there_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "SMALL_MODEL", 9_000)
+    rows = kernels.sliced(layered(30_000), 2, lambda _line: None)
+    assert [(row["n"], row["method"].rpartition(" ")[2]) for row in rows] == [
+        (n, which) for n in (9 * 31**2, 9 * 57**2) for which in ("encode", "decode")
+    ]
+
+
 @pytest.mark.long
 def test_without_torch_what_is_compared_with_it_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     # None in sys.modules makes every import of torch fail, as it does where torch is not installed.
