@@ -46,7 +46,7 @@ OPTIONS = {
     "workers": workers(),
     "task.partition": Option("dirichlet:0.5", "how examples are spread: iid, dirichlet:ALPHA, shards:COUNT"),
     "steps": Option(
-        "0.1,0.3,0.6",
+        "0.03,0.1,0.3",
         "step sizes of the clients' SGD; each row takes the one that does best on a validation split",
         check=lambda text: numbers(text, each=Option(0.1, "a step size", above=0.0)),
     ),
