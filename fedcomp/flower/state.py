@@ -208,10 +208,14 @@ def lineage(config: Mapping[str, Any]) -> str:
 
     def ids(config: Any) -> Any:
         if isinstance(config, dict):
-            return {k: ids(v) for k, v in sorted(config.items()) if k == "id" or isinstance(v, dict | list)}
+            return {k: ids(v) for k, v in sorted(config.items()) if k == "id" or configured(v)}
         if isinstance(config, list):
             return [ids(v) for v in config if isinstance(v, dict)]
         return config
+
+    # A list of anything else is a parameter, as a schedule of densities is.
+    def configured(value: Any) -> bool:
+        return isinstance(value, dict) or (isinstance(value, list) and any(isinstance(v, dict) for v in value))
 
     own = {name: value for name, value in config.items() if name != "id"}
     return _COMPACT([config["id"], ids(own)])

@@ -127,6 +127,7 @@ def test_memory_survives_a_change_of_density_but_not_of_model_or_algorithm() -> 
     assert Uplink.begin(ctx, say(6), ErrorFeedback(QSGD(levels=4)), LAYOUT).fresh
     same, warm, other = (lineage(codec.to_config()) for codec in (CODEC, warmer, ErrorFeedback(QSGD(levels=4))))
     assert same == warm != other
+    assert lineage(ErrorFeedback(TopK(density=0.1, schedule=((1, 0.2), (5, 0.3)))).to_config()) == same
     assert same == '["feedback",{"codec":{"id":"topk"}}]'
 
 
