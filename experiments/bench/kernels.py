@@ -22,8 +22,7 @@ from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.codecs.lowrank import LEFT, Basis, Projection
 from fedcomp.codecs.orthonormal import rotate
 from fedcomp.codecs.slices import Slices
-from fedcomp.codecs.subspace import Basis as SliceBasis
-from fedcomp.codecs.subspace import Subspace
+from fedcomp.codecs.subspace import SliceBasis, Subspace
 from fedcomp.errors import why_missing
 from fedcomp.experiments.bench.readpass import LAYERS, Times, Vector, layered, one_thread, read_pass
 from fedcomp.experiments.bench.sparsifiers import sparsifiers

@@ -194,7 +194,7 @@ class EDEN(PositionalCodec):
         seed = int.from_bytes(bundle.tlv(SEED) or b"", "little")
         for index, (tensor, where) in enumerate(super().placed(bundle, layout)):
             if isinstance(tensor.values, wire.Codebook):
-                values = tensor.values.take()
+                values = tensor.values.decoded()
                 with np.errstate(over="ignore", invalid="ignore"):  # of a hostile frame; receivers look at their sums
                     rotate(values, _rotation(seed, index), inverse=True, beside=layout.size)
                 # Signs make -0.0 of zeros.

@@ -234,7 +234,7 @@ class Factored(PositionalCodec):
             if matrix is not None:
                 full = np.zeros(tensor.size, np.float32)
                 with np.errstate(over="ignore", invalid="ignore"):  # of a hostile frame; receivers look at their sums
-                    self.add(full, tensor.values.take(), parts[index], matrix)
+                    self.add(full, tensor.values.decoded(), parts[index], matrix)
                 tensor = replace(tensor, values=wire.Raw(full), kind=DENSE)
             yield tensor, where
 
@@ -422,7 +422,7 @@ class Projection(Factored):
         bundle = self.open(frame, total.layout)
         # As one for each stretch and the rest: not those of this class, which are whole matrices.
         for tensor, where in PositionalCodec.placed(self, bundle, total.layout):
-            values = tensor.values.take()
+            values = tensor.values.decoded()
             add_scaled(total.vector[where][: values.size], values, weight)
 
     def conclude(self, total: Update) -> None:

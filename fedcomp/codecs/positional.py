@@ -255,9 +255,9 @@ class PositionalCodec(Packing, Codec):
         """Add ``float32(weight) * decode(frame)`` into ``out.vector``; O(k) for sparse tensors."""
         for tensor, where in self.placed(self.open(frame, out.layout), out.layout):
             if tensor.indices is None:
-                add_scaled(out.vector[where], tensor.values.take(), weight)
+                add_scaled(out.vector[where], tensor.values.decoded(), weight)
             else:
-                scatter_add(out.vector[where], tensor.indices, tensor.values.take(), weight)
+                scatter_add(out.vector[where], tensor.indices, tensor.values.decoded(), weight)
 
     def decode(self, frame: Frame | Bundle, layout: Layout) -> Vector:
         """Return the decoded vector; coordinates that did not travel are +0.0."""
@@ -275,7 +275,7 @@ class PositionalCodec(Packing, Codec):
 
     def norm(self, frame: Frame | Bundle, layout: Layout) -> float:
         """Return the Euclidean norm of ``decode(frame)``; O(k) for sparse tensors."""
-        return math.hypot(*(norm(tensor.values.peek()) for tensor in self.open(frame, layout).tensors))
+        return math.hypot(*(norm(tensor.values.decoded(keep=True)) for tensor in self.open(frame, layout).tensors))
 
     def support(self, frame: Frame | Bundle, layout: Layout) -> NDArray[np.int64]:
         """Return the coordinates to which sparse tensors deliver something other than zero, ascending."""

@@ -57,7 +57,7 @@ class Subspace:
 
 
 @dataclass(frozen=True, eq=False)
-class Basis:
+class SliceBasis:
     """The subspaces of a model, with the linear map into them and back.
 
     Attributes
@@ -70,7 +70,7 @@ class Basis:
     --------
     >>> from fedcomp.layout import Layout
     >>> slices = Slices.of(Layout.of({"w": np.zeros((64, 64), np.float32)}), width=64)
-    >>> basis = Basis(slices, (Subspace(np.eye(64, 8, dtype=np.float32)[None], None),))
+    >>> basis = SliceBasis(slices, (Subspace(np.eye(64, 8, dtype=np.float32)[None], None),))
     >>> basis.size
     512
     >>> basis.reconstruct(basis.project(np.ones(4096, np.float32))).sum()
@@ -106,7 +106,7 @@ class Basis:
     @classmethod
     def read(
         cls, frame: bytes, slices: Slices, dimensions: Sequence[int], *, per_slice: bool, center: bool, expected: str
-    ) -> Basis:
+    ) -> SliceBasis:
         """Return the basis of a frame.
 
         Raises
@@ -213,7 +213,7 @@ def shared_grid(peaks: Sequence[float], levels: int) -> IntegerGrid:
 
 
 @dataclass(frozen=True)
-class Fit:
+class BasisFit:
     """How a basis is fitted.
 
     Parameters
@@ -250,7 +250,7 @@ class Moments(Stateful):
     Parameters
     ----------
     slices : Slices
-    fit : Fit
+    fit : BasisFit
     fitted : int
         Samples before the held-out ones, at least 2.
 
@@ -271,7 +271,7 @@ class Moments(Stateful):
         "_tests": list[NDArray[np.float64]],
     }
 
-    def __init__(self, slices: Slices, fit: Fit, fitted: int) -> None:
+    def __init__(self, slices: Slices, fit: BasisFit, fitted: int) -> None:
         self.slices, self.fit = slices, fit
         self.fitted = params.integer("fitted", fitted, low=2)
         self.count = self.held = self.dropped = 0
@@ -320,7 +320,7 @@ class Moments(Stateful):
                 rows = moved[:1] if self.fit.kind == "shared_first" else moved
                 into[0] += weight * (rows.T @ rows)
 
-    def basis(self) -> Basis:
+    def basis(self) -> SliceBasis:
         """Return the basis of the samples so far.
 
         Raises
@@ -333,7 +333,7 @@ class Moments(Stateful):
         if self.count < self.fitted or not self.held:
             raise StateError(f"{self.count} of {self.fitted} samples and {self.held} held out are too few for a basis")
         found = zip(self.slices.parts, self._means, self._spreads, self._tests, strict=True)
-        return Basis(self.slices, tuple(self._subspace(part.count, *sums) for part, *sums in found))
+        return SliceBasis(self.slices, tuple(self._subspace(part.count, *sums) for part, *sums in found))
 
     def _subspace(self, count: int, mean: Float64, spreads: Float64, tests: Float64) -> Subspace:
         # Ascending eigenvalues; the leading directions are the last columns.

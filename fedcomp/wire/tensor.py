@@ -180,7 +180,7 @@ class Bundle:
     def forget(self) -> None:
         """Keep no decoded values."""
         for tensor in self.tensors:
-            tensor.values.forget()
+            tensor.values.kept = None
 
     def held_bytes(self) -> int:
         """Return the bytes of memory that the tensors hold beside the frame, of which raw values are views."""

@@ -65,23 +65,17 @@ class Values(ABC):
     def decode(self) -> NDArray[Any]:
         """Return the values, shape ``(k,)``, in :attr:`dtype`."""
 
-    _kept: NDArray[Any] | None = None
+    kept: NDArray[Any] | None = None
 
-    def peek(self) -> NDArray[Any]:
-        """Return the values, and keep them for :meth:`take`; not to be written to."""
-        if self._kept is None:
-            self._kept = self.decode()
-        return self._kept
+    def decoded(self, *, keep: bool = False) -> NDArray[Any]:
+        """Return what :meth:`decode` does, or what an earlier call kept of it; ``keep`` it for the next call.
 
-    def take(self) -> NDArray[Any]:
-        """Return the values, those that :meth:`peek` kept where there are any, and keep them no longer."""
-        values = self._kept
-        self.forget()
-        return self.decode() if values is None else values
-
-    def forget(self) -> None:
-        """Keep no decoded values."""
-        self._kept = None
+        What is kept is not to be written to; what is not kept any longer is the caller's. :attr:`kept` may be set to
+        None to give the memory back.
+        """
+        values = self.decode() if self.kept is None else self.kept
+        self.kept = values if keep else None
+        return values
 
     @abstractmethod
     def pack(self, shuffled: bool = False) -> tuple[bytes, Buffer]:

@@ -13,7 +13,7 @@ import pytest
 from fedcomp.codecs.axes import ORDERS
 from fedcomp.codecs.cycle import COMPRESSION, SAMPLING, WARM_UP, Cycle
 from fedcomp.codecs.slices import Slices
-from fedcomp.codecs.subspace import KINDS, Basis, Fit, Moments, Subspace, shared_grid
+from fedcomp.codecs.subspace import KINDS, BasisFit, Moments, SliceBasis, Subspace, shared_grid
 from fedcomp.errors import ConfigError, LayoutError, StateError
 from fedcomp.gossip.ring import ring_sum, sum_bits
 from fedcomp.layout import Layout, SmallDense
@@ -42,20 +42,20 @@ def low_rank(seed: int, rank: int, count: int) -> list[np.ndarray]:
     return list((coefficients @ directions + 3 * mean).astype(np.float32))
 
 
-def basis_of(updates: list[np.ndarray], fit: Fit, fitted: int = 20) -> Basis:
+def basis_of(updates: list[np.ndarray], fit: BasisFit, fitted: int = 20) -> SliceBasis:
     moments = Moments(SLICES, fit, fitted)
     for update in updates:
         moments.add(update)
     return moments.basis()
 
 
-def random_basis(d: int, center: bool = True, slices: Slices = SLICES) -> Basis:
+def random_basis(d: int, center: bool = True, slices: Slices = SLICES) -> SliceBasis:
     subspaces = []
     for part in slices.parts:
         columns = np.linalg.qr(rng(d).standard_normal((slices.width, max(d, 1))))[0][:, :d]
         mean = rng(5).standard_normal((part.count, slices.width)).astype(np.float32) if center else None
         subspaces.append(Subspace(np.ascontiguousarray(columns[None], np.float32), mean))
-    return Basis(slices, tuple(subspaces))
+    return SliceBasis(slices, tuple(subspaces))
 
 
 def off(found: np.ndarray, true: np.ndarray) -> float:
@@ -64,7 +64,7 @@ def off(found: np.ndarray, true: np.ndarray) -> float:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_1_linear_for_every_subset_of_clients(kind: str) -> None:
-    basis = basis_of(low_rank(1, 6, 25), Fit(kind, most=8))
+    basis = basis_of(low_rank(1, 6, 25), BasisFit(kind, most=8))
     clients = [rng(i).standard_normal(LAYOUT.size).astype(np.float32) for i in range(5)]
     sent = [basis.project(g).astype(np.float64) for g in clients]
     for size in range(1, 6):
@@ -129,7 +129,7 @@ def test_4_a_subspace_is_found(kind: str) -> None:
         slices = rng(t).standard_normal((17, rank)) @ shared
         return SLICES.join([slices.astype(np.float32)], rng(t).standard_normal(35).astype(np.float32))
 
-    basis = basis_of([sample(t) for t in range(25)], Fit(kind, loss=1e-9))
+    basis = basis_of([sample(t) for t in range(25)], BasisFit(kind, loss=1e-9))
     assert basis.dimensions == (rank,)
     new = sample(1000)
     assert off(basis.reconstruct(basis.project(new)), new) < 1e-5
@@ -162,7 +162,7 @@ def test_6_only_the_right_order_compresses_what_is_alike_along_the_depth() -> No
     missed = {}
     for order in ("HWFD", "FDHW"):
         slices = Slices.of(layout, 32, order)
-        moments = Moments(slices, Fit(most=1, center=False), 10)
+        moments = Moments(slices, BasisFit(most=1, center=False), 10)
         for t in range(15):
             moments.add(np.einsum("fhw,d->fdhw", rng(t).standard_normal((16, 3, 3)), along).astype(np.float32).ravel())
         new = np.einsum("fhw,d->fdhw", rng(77).standard_normal((16, 3, 3)), along).astype(np.float32).ravel()
@@ -217,16 +217,16 @@ def test_7_a_ring_refuses_what_would_overflow() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("center", [True, False])
 def test_8_a_late_client_reads_the_basis_and_a_stale_one_is_refused(kind: str, center: bool) -> None:
-    basis = basis_of(low_rank(1, 3, 25), Fit(kind, center=center))
+    basis = basis_of(low_rank(1, 3, 25), BasisFit(kind, center=center))
     per_slice = kind == "per_slice"
 
-    def read(frame: bytes, dimensions: tuple[int, ...], expected: str) -> Basis:
-        return Basis.read(frame, SLICES, dimensions, per_slice=per_slice, center=center, expected=expected)
+    def read(frame: bytes, dimensions: tuple[int, ...], expected: str) -> SliceBasis:
+        return SliceBasis.read(frame, SLICES, dimensions, per_slice=per_slice, center=center, expected=expected)
 
     late = read(basis.frame, basis.dimensions, basis.id)
     g = low_rank(50, 3, 1)[0]
     np.testing.assert_array_equal(late.project(g), basis.project(g))
-    other = basis_of(low_rank(2, 3, 25), Fit(kind, center=center))
+    other = basis_of(low_rank(2, 3, 25), BasisFit(kind, center=center))
     assert other.id != basis.id
     with pytest.raises(LayoutError, match="cannot be added"):
         read(other.frame, other.dimensions, basis.id)
@@ -245,15 +245,15 @@ def test_8_ids_differ_by_the_order_of_axes_and_stay_what_they_are() -> None:
     ids = {}
     for order in ("HWFD", "FDHW"):
         slices = Slices.of(LAYOUT, WIDTH, order)
-        ids[order] = Basis(slices, (Subspace(np.eye(WIDTH, 4, dtype=np.float32)[None], None),)).id
+        ids[order] = SliceBasis(slices, (Subspace(np.eye(WIDTH, 4, dtype=np.float32)[None], None),)).id
     assert ids == GOLDEN_IDS
 
 
 def test_8_phases_and_sums_survive_a_restart() -> None:
     updates = low_rank(1, 3, 25)
-    straight, cycle = Moments(SLICES, Fit(), 20), Cycle(2, 3, 4)
+    straight, cycle = Moments(SLICES, BasisFit(), 20), Cycle(2, 3, 4)
     phases = []
-    resumed, again = Moments(SLICES, Fit(), 20), Cycle(2, 3, 4)
+    resumed, again = Moments(SLICES, BasisFit(), 20), Cycle(2, 3, 4)
     for update in updates:
         straight.add(update)
         resumed.add(update)
@@ -262,7 +262,7 @@ def test_8_phases_and_sums_survive_a_restart() -> None:
         cycle.advance()
         again.advance()
         sums, count = resumed.state_dict(), again.state_dict()
-        resumed, again = Moments(SLICES, Fit(), 20), Cycle(2, 3, 4)
+        resumed, again = Moments(SLICES, BasisFit(), 20), Cycle(2, 3, 4)
         resumed.load_state_dict(sums)
         again.load_state_dict(count)
     assert resumed.basis().id == straight.basis().id
@@ -272,9 +272,9 @@ def test_8_phases_and_sums_survive_a_restart() -> None:
     with pytest.raises(StateError):
         Cycle(2, 3, 4).load_state_dict(cycle.state_dict() | {"done": 7})
     with pytest.raises(StateError):
-        Moments(SLICES, Fit("shared_first"), 20).load_state_dict(straight.state_dict())
+        Moments(SLICES, BasisFit("shared_first"), 20).load_state_dict(straight.state_dict())
     with pytest.raises(StateError):
-        Moments(SLICES, Fit(), 20).load_state_dict(straight.state_dict() | {"count": 3})
+        Moments(SLICES, BasisFit(), 20).load_state_dict(straight.state_dict() | {"count": 3})
 
 
 def test_8_an_early_fit_begins_a_cycle_and_only_out_of_compression() -> None:
@@ -294,9 +294,9 @@ def test_9_average_ratio() -> None:
 def test_held_out_samples_choose_the_dimension() -> None:
     """Chosen on the window, four directions of pure noise would look sufficient for half of the energy."""
     noise = [rng(t).standard_normal(LAYOUT.size).astype(np.float32) for t in range(40)]
-    basis = basis_of(noise, Fit("per_slice", loss=0.5), fitted=10)
+    basis = basis_of(noise, BasisFit("per_slice", loss=0.5), fitted=10)
     assert basis.dimensions == (9,)
-    pooled = basis_of(noise, Fit("pooled", loss=0.05), fitted=20)
+    pooled = basis_of(noise, BasisFit("pooled", loss=0.05), fitted=20)
     assert pooled.dimensions[0] > 90
 
 
@@ -304,15 +304,15 @@ def test_samples_that_are_not_finite_are_dropped_and_counted() -> None:
     clean = low_rank(1, 3, 25)
     bad = clean[0].copy()
     bad[-1] = np.inf
-    moments = Moments(SLICES, Fit(), 20)
+    moments = Moments(SLICES, BasisFit(), 20)
     for update in [*clean[:5], bad, np.full_like(bad, np.nan), *clean[5:]]:
         moments.add(update)
     assert (moments.count, moments.held, moments.dropped) == (20, 5, 2)
-    assert moments.basis().id == basis_of(clean, Fit()).id
+    assert moments.basis().id == basis_of(clean, BasisFit()).id
 
 
 def test_too_few_samples_are_refused() -> None:
-    moments = Moments(SLICES, Fit("per_slice", most=10), 10)
+    moments = Moments(SLICES, BasisFit("per_slice", most=10), 10)
     for update in low_rank(1, 3, 10):
         moments.add(update)
     with pytest.raises(StateError, match="held out"):
@@ -324,17 +324,17 @@ def test_too_few_samples_are_refused() -> None:
 
 def test_constant_slices_send_nothing_and_decode_to_their_mean() -> None:
     g = rng(1).standard_normal(LAYOUT.size).astype(np.float32)
-    basis = basis_of([g] * 25, Fit())
+    basis = basis_of([g] * 25, BasisFit())
     assert basis.dimensions == (0,)
     assert basis.size == SLICES.rest_size
     np.testing.assert_array_equal(basis.reconstruct(basis.project(g)), g)
-    late = Basis.read(basis.frame, SLICES, (0,), per_slice=False, center=True, expected=basis.id)
+    late = SliceBasis.read(basis.frame, SLICES, (0,), per_slice=False, center=True, expected=basis.id)
     assert late.id == basis.id
     assert basis.drift(g) == 0.0 == random_basis(3, center=False).drift(np.zeros_like(g))
 
 
 def test_bases_cost_what_the_formulas_say() -> None:
-    per_part = {kind: basis_of(low_rank(1, 3, 25), Fit(kind, loss=0.5)) for kind in KINDS}
+    per_part = {kind: basis_of(low_rank(1, 3, 25), BasisFit(kind, loss=0.5)) for kind in KINDS}
     for kind, basis in per_part.items():
         (d,) = basis.dimensions
         floats = (17 if kind == "per_slice" else 1) * WIDTH * d + 17 * WIDTH
@@ -345,4 +345,4 @@ def test_bases_cost_what_the_formulas_say() -> None:
 @pytest.mark.parametrize("wrong", [{"kind": "other"}, {"loss": 0.0}, {"loss": 1.0}, {"most": 0}, {"center": 1}])
 def test_settings_are_checked(wrong: dict) -> None:
     with pytest.raises(ConfigError):
-        Fit(**wrong)
+        BasisFit(**wrong)
