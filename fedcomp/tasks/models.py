@@ -143,6 +143,65 @@ class CharLstm(nn.Module):
         return self.output(states)
 
 
+class Block(nn.Module):
+    """Causal self-attention and a layer of four times the width, each added to its input after normalising it.
+
+    Parameters
+    ----------
+    width : int
+        Features of every character.
+    heads : int
+        Attention heads, a divisor of ``width``.
+    """
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return features of the same shape, ``(B, T, width)``."""
+        batch, length, width = x.shape
+        # Normalised without gains and offsets, for which the initialisation below has no rule.
+        normal = nn.functional.layer_norm(x, (width,))
+        parts = self.attention(normal).reshape(batch, length, 3, self.heads, width // self.heads)
+        query, key, value = parts.permute(2, 0, 3, 1, 4)
+        seen = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(seen.transpose(1, 2).reshape(batch, length, width))
+        return x + self.down(nn.functional.gelu(self.up(nn.functional.layer_norm(x, (width,)))))
+
+
+class CharTransformer(nn.Module):
+    """Next-character model: embeddings of characters and places, causal blocks, linear read-out.
+
+    Parameters
+    ----------
+    vocabulary : int
+        Number of distinct characters.
+    length : int
+        The most characters of an input.
+    width, layers, heads : int
+        Features of every character; blocks; attention heads of a block, a divisor of ``width``.
+    """
+
+    def __init__(self, vocabulary: int, length: int, width: int, layers: int = 1, heads: int = 4) -> None:
+        super().__init__()
+        self.characters = nn.Embedding(vocabulary, width)
+        self.places = nn.Embedding(length, width)
+        self.blocks = nn.Sequential(*[Block(width, heads) for _ in range(layers)])
+        self.output = nn.Linear(width, vocabulary)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits of shape ``(B, T, vocabulary)`` for characters ``x`` of shape ``(B, T)``, int64."""
+        # Embeddings begin with standard normal values, which would drown what the blocks add.
+        both = (self.characters(x) + self.places.weight[: x.shape[1]]) / math.sqrt(2.0)
+        features = self.blocks(both)
+        return self.output(nn.functional.layer_norm(features, features.shape[-1:]))
+
+
 def build(make: Callable[[], nn.Module], seed: int) -> nn.Module:
     """Return ``make()`` on the CPU, initialised as a pure function of ``seed`` and the tensors' names.
 

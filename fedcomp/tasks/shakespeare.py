@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from fedcomp.errors import ConfigError
 from fedcomp.tasks.base import COMMON_OPTIONS, Task
-from fedcomp.tasks.models import CharLstm
-from fedcomp.tasks.options import TaskOption, integer, optional
+from fedcomp.tasks.models import CharLstm, CharTransformer
+from fedcomp.tasks.options import TaskOption, choice, integer, optional
 from fedcomp.tasks.partition import parse_partitioner
 from fedcomp.tasks.sources import Corpus, load
 
 
 class TinyShakespeare(Task):
-    """Forty thousand lines of Shakespeare by speaker; a character LSTM predicts each next character.
+    """Forty thousand lines of Shakespeare by speaker; an LSTM or a transformer predicts each next character.
 
     An example is a window of ``seq_len`` characters and the same window one later, both int64 ``(N,
     seq_len)``; the last tenth of each speaker's windows is held out. Loss is in nats per character, accuracy
@@ -31,9 +31,11 @@ class TinyShakespeare(Task):
         "seq_len": TaskOption(32, integer(2), "characters per window"),
         "speakers": TaskOption(None, optional(integer(1)), "keep the speakers with the most text"),
         "min_chars": TaskOption(1000, integer(0), "drop speakers with less text"),
-        "embedding": TaskOption(16, integer(1), "size of the character embedding"),
-        "hidden": TaskOption(128, integer(1), "units of each recurrent layer"),
-        "layers": TaskOption(1, integer(1), "recurrent layers"),
+        "model": TaskOption("lstm", choice("lstm", "transformer"), "lstm or transformer"),
+        "embedding": TaskOption(16, integer(1), "size of the lstm's character embedding"),
+        "hidden": TaskOption(128, integer(1), "units of each recurrent layer, or the transformer's width"),
+        "layers": TaskOption(1, integer(1), "recurrent layers, or the transformer's blocks"),
+        "heads": TaskOption(4, integer(1), "attention heads of the transformer, a divisor of its width"),
     }
 
     def __init__(self, options: Mapping[str, Any]) -> None:
@@ -42,6 +44,8 @@ class TinyShakespeare(Task):
                 f"partition={options['partition']!r} splits by class, which text windows do not have; "
                 "use 'natural' or 'iid'"
             )
+        if options["model"] == "transformer" and options["hidden"] % options["heads"]:
+            raise ConfigError(f"heads={options['heads']} does not divide the width, hidden={options['hidden']}")
         corpus, source = load(self.name, options["root"], options["download"])
         assert isinstance(corpus, Corpus)
         # The alphabet is the whole text's, so that dropping speakers leaves the model's shape as it is.
@@ -73,6 +77,8 @@ class TinyShakespeare(Task):
 
     def _make_model(self) -> nn.Module:
         o = self.options
+        if o["model"] == "transformer":
+            return CharTransformer(self.classes, o["seq_len"], o["hidden"], o["layers"], o["heads"])
         return CharLstm(self.classes, o["embedding"], o["hidden"], o["layers"])
 
     def objective(self, model: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:

@@ -150,21 +150,6 @@ def test_updates_are_trained_from_keys() -> None:
         assert first.tobytes() != captured(name, 1, quick=True)[0].tobytes()
 
 
-def test_the_transformer_sees_no_later_character() -> None:
-    import torch
-
-    from fedcomp.experiments.bench.peer_updates import CharTransformer
-    from fedcomp.tasks.models import build
-
-    model = build(lambda: CharTransformer(11, 8, 16), 0)
-    text = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8]])
-    other = text.clone()
-    other[0, 5:] = 9
-    with torch.no_grad():
-        assert torch.equal(model(text)[0, :5], model(other)[0, :5])
-        assert not torch.equal(model(text)[0, 5:], model(other)[0, 5:])
-
-
 @pytest.mark.long
 def test_a_quick_run_measures_everything_and_gates_nothing() -> None:
     lines: list[str] = []

@@ -19,6 +19,7 @@ from fedcomp.rng import Key
 from fedcomp.tasks import TASKS, get_task
 from fedcomp.tasks.arrays import load_arrays, to_arrays
 from fedcomp.tasks.base import EmptyPartition, Split, Task, single_thread
+from fedcomp.tasks.models import CharTransformer, build
 from fedcomp.tasks.partition import dirichlet
 from fedcomp.tasks.registry import task_class
 from fedcomp.tasks.sgd import Sgd
@@ -88,6 +89,26 @@ def test_char_lstm_beats_the_unigram_entropy() -> None:
     share = np.bincount(task.test.y.reshape(-1)) / task.test.y.size
     entropy = -(share[share > 0] * np.log(share[share > 0])).sum()
     assert task.evaluate(model, task.test)["loss"] < 0.9 * entropy
+
+
+@pytest.mark.long
+def test_char_transformer_beats_the_unigram_entropy() -> None:
+    task = _task("tiny-shakespeare", speakers=4, model="transformer", hidden=32)
+    model = task.model(0)
+    task.train(model, task.train_split, lr=0.3, epochs=4, batch_size=16, key=KEY)
+    share = np.bincount(task.test.y.reshape(-1)) / task.test.y.size
+    entropy = -(share[share > 0] * np.log(share[share > 0])).sum()
+    assert task.evaluate(model, task.test)["loss"] < 0.9 * entropy
+
+
+def test_the_transformer_sees_no_later_character() -> None:
+    model = build(lambda: CharTransformer(11, 8, 16), 0)
+    text = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8]])
+    other = text.clone()
+    other[0, 5:] = 9
+    with torch.no_grad():
+        assert torch.equal(model(text)[0, :5], model(other)[0, :5])
+        assert not torch.equal(model(text)[0, 5:], model(other)[0, 5:])
 
 
 def test_logistic_objective_is_the_textbook_one() -> None:
@@ -422,6 +443,8 @@ def test_one_speaker_is_one_client() -> None:
         ("digits", {"root": 10**5000}, "written down"),
         ("tiny-shakespeare", {"seq_len": 1}, r"integer in \[2, "),
         ("tiny-shakespeare", {"min_chars": 10**9}, "lower min_chars"),
+        ("tiny-shakespeare", {"model": "transformer", "hidden": 30}, "heads=4 does not divide"),
+        ("tiny-shakespeare", {"model": "transformers"}, "did you mean 'transformer'"),
     ],
 )
 def test_bad_names_and_values_are_refused(name: str, options: dict[str, Any], match: str) -> None:
