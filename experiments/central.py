@@ -111,11 +111,12 @@ class Clients:
         self.task.train(self.model, self.data[client], key=key, **self.training)
         return Update(self.vector if self.lossless else self.vector - vector, self.layout)
 
-    def evaluate(self, vector: Vector) -> tuple[float, float]:
-        """Return a model's loss on all training examples and its accuracy on the test split."""
+    def evaluate(self, vector: Vector, *, held_out: bool = False) -> tuple[float, float]:
+        """Return a model's loss on all training examples, or on the held-out test split, and its accuracy on that."""
         self.load(vector)
-        loss = self.task.evaluate(self.model, self.task.train_split)["loss"]
-        return float(loss), float(self.task.evaluate(self.model, self.task.test)[self.task.metric])
+        found = self.task.evaluate(self.model, self.task.test)
+        loss = (found if held_out else self.task.evaluate(self.model, self.task.train_split))["loss"]
+        return float(loss), float(found[self.task.metric])
 
     def arrays(self, vector: Vector) -> dict[str, NDArray[Any]]:
         """Return a vector as named arrays."""
@@ -142,6 +143,8 @@ class Plan:
         :mod:`fedcomp.strategies.adaptive`.
     policy : DensityPolicy, optional
         Decides per tensor what travels dense; default :class:`fedcomp.layout.SmallDense`.
+    held_out : bool
+        Report the loss on the held-out test split instead of that on all training examples.
     """
 
     task: Task
@@ -153,6 +156,7 @@ class Plan:
     server: Mapping[str, Any] = field(default_factory=dict)
     everywhere: bool = False
     policy: DensityPolicy | None = None
+    held_out: bool = False
 
     @classmethod
     def of(cls, spec: RunSpec) -> tuple[Plan, RoundScheme]:
@@ -162,11 +166,11 @@ class Plan:
         ------
         ConfigError
             When the spec asks for what only messages can do: cohorts, a compressed downlink, an inner strategy that is
-            neither FedAvg nor one with moments.
+            neither FedAvg nor one with moments, a shared support or basis with a step size or a warm-up.
         """
         system = get_system(spec.system)
         settings = system.resolve(spec.settings)
-        for key, only in (("fraction", 1.0), ("downlink", "")):
+        for key, only in (("fraction", 1.0), ("downlink", ""), ("server_lr", 1.0), ("warmup_rounds", 0)):
             if settings.get(key, only) != only:
                 raise ConfigError(f"without messages {key} is {only!r}, not {settings[key]!r}; run it on an engine")
         server = {key: value for key, value in settings.items() if key.startswith(INNER_PREFIX)}
@@ -188,7 +192,7 @@ class Point:
     round : int
         0 is the initial model.
     loss : float
-        Mean objective on all training examples, in nats for classification.
+        Mean objective on all training examples, in nats for classification; on the test split where the plan says so.
     accuracy : float
         On the held-out test split.
     uplink, downlink : int
@@ -284,7 +288,7 @@ def simulate(plan: Plan, scheme: RoundScheme) -> Outcome:
     def look(number: int, loss: float, accuracy: float) -> None:
         out.points.append(Point(number, loss, accuracy, out.uplink, out.downlink))
 
-    look(0, *clients.evaluate(vector))
+    look(0, *clients.evaluate(vector, held_out=plan.held_out))
     for number in range(1, plan.rounds + 1):
         updates = [clients.update(i, number, vector) for i in range(plan.clients)]
         due = number == plan.rounds or (plan.every > 0 and number % plan.every == 0)
@@ -304,7 +308,7 @@ def simulate(plan: Plan, scheme: RoundScheme) -> Outcome:
         # A vector a round, and the states of all clients, would fill the memory.
         out.exchanges.append(replace(done, mean=done.mean[:0], states=[]))
         if due:
-            look(number, *clients.evaluate(vector))
+            look(number, *clients.evaluate(vector, held_out=plan.held_out))
     else:
         out.steps = server.stale
     out.arrays = clients.arrays(vector)
@@ -324,14 +328,14 @@ def measured(plan: Plan, codec: Mapping[str, Any], *, oracle: bool = False) -> d
     Returns
     -------
     dict
-        ``loss`` (infinite when it diverged) and ``accuracy`` of the final model, on all training examples and on the
-        test split; ``settled``, the mean accuracy over the last five evaluations; ``uplink``, ``downlink``: bytes of
-        all frames; ``kept``, ``union``, ``overlap``: means over rounds (and clients) of the compressible values a
-        client sent, of the coordinates at which the mean is not zero, and of 1 - q/k of the shared support;
-        ``build_up``: the largest, over rounds, of those coordinates over the most values one client sent, at most 1 on
-        a shared support; ``stale``: mean share of the server's step, squared, on coordinates of which nothing arrived;
-        ``diverged``: the round in which updates were not finite, or None; ``points``: round, loss and uplink bytes so
-        far of every evaluation.
+        ``loss`` (infinite when it diverged) and ``accuracy`` of the final model, the loss on all training examples
+        unless the plan says otherwise, the accuracy on the test split; ``settled``, the mean accuracy over the last
+        five evaluations; ``uplink``, ``downlink``: bytes of all frames; ``kept``, ``union``, ``overlap``: means over
+        rounds (and clients) of the compressible values a client sent, of the coordinates at which the mean is not zero,
+        and of 1 - q/k of the shared support; ``build_up``: the largest, over rounds, of those coordinates over the most
+        values one client sent, at most 1 on a shared support; ``stale``: mean share of the server's step, squared, on
+        coordinates of which nothing arrived; ``diverged``: the round in which updates were not finite, or None;
+        ``points``: round, loss and uplink bytes so far of every evaluation.
     """
     made = get_codec(dict(codec))
     scheme = Led(made, oracle=True) if oracle and isinstance(made, ScaleCom) else scheme_of(made)

@@ -1,13 +1,16 @@
-"""How the clients of a round agree on one update: each by itself, or all on the support that one of them chose.
+"""How the clients of a round agree on one update: each by itself, all on the support that one of them chose, or all in
+one low-rank basis.
 
 The arithmetic of a round's exchange without its messages, for :mod:`fedcomp.experiments.central`: what
 :mod:`fedcomp.clients.compressed` and :class:`fedcomp.strategies.compressed.Compressed` do with one update per client,
-and ``clients/shared_support.py`` with ``strategies/shared_support.py`` do on a shared support.
+``clients/shared_support.py`` with ``strategies/shared_support.py`` do on a shared support, and ``clients/power_sgd.py``
+with ``strategies/power_sgd.py`` in a shared basis.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -17,7 +20,9 @@ from numpy.typing import NDArray
 
 from fedcomp import wire
 from fedcomp.codecs import Codec, ErrorFeedback, State
+from fedcomp.codecs.lowrank import Basis, Part
 from fedcomp.codecs.positional import Stretch, stretches
+from fedcomp.codecs.power_sgd import PowerSGD, basis_key
 from fedcomp.codecs.scalecom import ScaleCom, support_frame
 from fedcomp.codecs.similarity import similarity
 from fedcomp.errors import ConfigError
@@ -47,6 +52,8 @@ class RoundExchange:
     overlap : float
         Share of the true top k of the mean of memory plus update that lies in the shared support: 1 - q/k. NaN where
         there is no shared support or nobody looked.
+    seconds : float
+        Processor time of encoding, decoding and adding up; that of the downlink's frames is not in it.
     """
 
     mean: Vector
@@ -56,6 +63,7 @@ class RoundExchange:
     union: int
     kept: list[int]
     overlap: float = math.nan
+    seconds: float = 0.0
 
 
 class RoundScheme(Protocol):
@@ -94,7 +102,9 @@ class Separate:
 
     def __post_init__(self) -> None:
         if self.codec.phases != 1:
-            raise ConfigError(f"{self.codec!r} needs {self.codec.phases} exchanges; use Led for a shared support")
+            raise ConfigError(
+                f"{self.codec!r} needs {self.codec.phases} exchanges; use Led for a shared support, Based for a basis"
+            )
 
     @property
     def lossless(self) -> bool:
@@ -109,6 +119,7 @@ class Separate:
         self, updates: Sequence[Update], weights: Sequence[float], states: Sequence[State], key: Key, *, look: bool
     ) -> RoundExchange:
         """Encode each update with its client's key and state; see :class:`RoundScheme`."""
+        began = time.thread_time()
         layout = updates[0].layout
         total = sum(weights)
         out = _nothing(layout)
@@ -126,7 +137,9 @@ class Separate:
             kept.append(sum(t.values.k for t in content.tensors) - layout.dense_size)
             after.append(state)
         self.codec.conclude(out)
-        return RoundExchange(out.vector, after, uplink, self._downlink(out, key) * len(updates), _union(out), kept)
+        seconds = time.thread_time() - began
+        downlink = self._downlink(out, key) * len(updates)
+        return RoundExchange(out.vector, after, uplink, downlink, _union(out), kept, seconds=seconds)
 
     def _downlink(self, mean: Update, key: Key) -> int:
         inner = self.codec
@@ -170,6 +183,7 @@ class Led:
         self, updates: Sequence[Update], weights: Sequence[float], states: Sequence[State], key: Key, *, look: bool
     ) -> RoundExchange:
         """Choose the support, send on it, add up; see :class:`RoundScheme`."""
+        began = time.thread_time()
         layout = updates[0].layout
         codec, total, clients = self.codec, sum(weights), len(updates)
         leader = (key.round - 1) % clients
@@ -189,6 +203,7 @@ class Led:
             uplink += len(frame)
             on_support.accumulate(frame, weight / total, out)
             after.append(sent)
+        seconds = time.thread_time() - began
         answer, _ = codec.mean(supports, key.round).encode(out, {}, key)
         return RoundExchange(
             out.vector,
@@ -199,6 +214,7 @@ class Led:
             _union(out),
             [sum(s.size for s in supports)] * clients,
             self._overlap(updates, states, weights, supports) if look else math.nan,
+            seconds,
         )
 
     def _overlap(
@@ -219,8 +235,68 @@ class Led:
         return similarity(memories, totals, weights, chosen, [s.slice for s in parts]).overlap
 
 
+@dataclass
+class Based:
+    """All clients send in one low-rank basis, which follows from the last step.
+
+    One object is one run: it keeps the last step, as the server does, until :meth:`start` forgets it.
+
+    Parameters
+    ----------
+    codec : PowerSGD
+        Rank, form and memory.
+    """
+
+    codec: PowerSGD
+    lossless: bool = field(default=False, init=False)
+    _last: tuple[Basis, Sequence[Part]] | None = field(default=None, init=False, repr=False)
+
+    def start(self, layout: Layout, clients: int) -> list[State]:
+        """Return the codec's initial states."""
+        self._last = None
+        return [self.codec.init(layout) for _ in range(clients)]
+
+    def round(
+        self, updates: Sequence[Update], weights: Sequence[float], states: Sequence[State], key: Key, *, look: bool
+    ) -> RoundExchange:
+        """Find the basis, send in it, add up; see :class:`RoundScheme`."""
+        began = time.thread_time()
+        layout = updates[0].layout
+        codec, shares = self.codec, [weight / sum(weights) for weight in weights]
+        keys = [key.at(partition=i) for i in range(len(updates))]
+        waiting = [codec.begin(u, s, k) for u, s, k in zip(updates, states, keys, strict=True)]
+        # Every round makes a version of the model, and the initial one is the first.
+        drawn = basis_key(key.seed, key.round)
+        basis = codec.start(self._last, layout, drawn)
+        uplink = block = 0
+        if codec.two_exchanges:
+            firsts = [codec.first(state, basis, layout, k) for state, k in zip(waiting, keys, strict=True)]
+            found = codec.mean(basis)
+            factors = found.coefficients(found.sum_frame(_summed(found, firsts, shares, layout)), layout)
+            basis = codec.between(factors, layout, drawn)
+            uplink, block = sum(map(len, firsts)), len(basis.frame())
+        sent = [codec.send(state, basis, layout, k) for state, k in zip(waiting, keys, strict=True)]
+        on = codec.on(basis)
+        out = _summed(on, [frame for frame, _ in sent], shares, layout)
+        step = on.sum_frame(out)
+        on.conclude(out)
+        seconds = time.thread_time() - began
+        self._last = basis, codec.mean(basis).coefficients(step, layout)
+        return RoundExchange(
+            out.vector,
+            [codec.correct(state, step, layout) for _, state in sent],
+            uplink + sum(len(frame) for frame, _ in sent),
+            len(updates) * (len(step) + block),
+            _union(out),
+            [sum(t.values.k for t in on.open(frame, layout).tensors) - layout.dense_size for frame, _ in sent],
+            seconds=seconds,
+        )
+
+
 def scheme_of(codec: Codec) -> RoundScheme:
     """Return the scheme in which ``codec`` is used."""
+    if isinstance(codec, PowerSGD):
+        return Based(codec)
     return Led(codec) if isinstance(codec, ScaleCom) else Separate(codec)
 
 
@@ -252,6 +328,13 @@ def _weighted_mean(vectors: Sequence[Vector], weights: Sequence[float]) -> Vecto
     for vector, weight in zip(vectors, weights, strict=True):
         total += weight / sum(weights) * vector
     return total.astype(np.float32)
+
+
+def _summed(codec: Codec, frames: Sequence[wire.Frame], shares: Sequence[float], layout: Layout) -> Update:
+    out = _nothing(layout)
+    for frame, share in zip(frames, shares, strict=True):
+        codec.gather(frame, share, out)
+    return out
 
 
 def _nothing(layout: Layout) -> Update:

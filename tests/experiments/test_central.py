@@ -21,6 +21,7 @@ from fedcomp.experiments.spec import RunSpec
 from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key
 from fedcomp.tasks import get_task
+from fedcomp.tasks.arrays import load_arrays
 
 SMALL = {"task.hidden": "32", "lr": 0.2, "batch_size": 16}
 ONE_STEP = SMALL | {"max_steps": 1}
@@ -46,6 +47,9 @@ def updates(clients: int, round_: int = 1, size: int = 2000) -> list[Update]:
         ("sidco", ONE_STEP),
         ("adacomp", ONE_STEP),
         ("scalecom", ONE_STEP | {"codec.beta": 0.3}),
+        ("power-sgd", ONE_STEP | {"codec.rank": 3}),
+        ("power-sgd", ONE_STEP | {"codec.form": "two-exchange", "codec.memory": "aggregated"}),
+        ("power-sgd", ONE_STEP | {"codec.memory": "aggregated", "codec.values": "q8", "codec.warm_start": False}),
         ("topk", SMALL | {"feedback": True, "inner": "fedadam", "inner.eta": 0.03}),
         ("qsgd", SMALL | {"inner": "fedyogi"}),
     ],
@@ -70,6 +74,30 @@ def test_the_downlink_of_a_shared_support_is_what_its_strategy_sends() -> None:
     assert sum(messages) == pytest.approx(sum(e.downlink for e in out.exchanges[1:]), abs=16)
 
 
+@pytest.mark.long
+def test_a_shared_basis_starts_afresh_with_every_run_and_its_step_is_as_long_as_one_update() -> None:
+    spec = RunSpec("power-sgd", rounds=4, clients=3, settings=ONE_STEP)
+    plan, scheme = Plan.of(spec)
+    first, again = simulate(plan, scheme), simulate(plan, scheme)
+    assert different_bytes(first.arrays, again.arrays) == 0
+    for exchange in first.exchanges:
+        # Factors on either side differ in length, but client's and server's of a round are on the same one.
+        assert exchange.downlink == exchange.uplink
+        assert len(set(exchange.kept)) == 1
+        assert exchange.seconds > 0.0
+
+
+def test_losses_are_those_of_the_test_split_where_the_plan_says_so() -> None:
+    plan, scheme = Plan.of(RunSpec("topk", rounds=2, clients=2, settings=ONE_STEP))
+    seen, held = simulate(plan, scheme), simulate(dataclasses.replace(plan, held_out=True), scheme)
+    assert different_bytes(seen.arrays, held.arrays) == 0
+    assert [p.accuracy for p in seen.points] == [p.accuracy for p in held.points]
+    model = plan.task.model(0)
+    load_arrays(model, held.arrays)
+    for out, split in ((seen, plan.task.train_split), (held, plan.task.test)):
+        assert out.final.loss == plan.task.evaluate(model, split)["loss"]
+
+
 def test_what_only_messages_can_do_is_refused() -> None:
     for settings, word in (
         ({"fraction": 0.5}, "fraction"),
@@ -79,6 +107,9 @@ def test_what_only_messages_can_do_is_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=word):
             simulate(*Plan.of(RunSpec("topk", rounds=1, clients=3, settings=SMALL | settings)))
+    for system, setting, value in (("scalecom", "warmup_rounds", 2), ("power-sgd", "server_lr", 0.5)):
+        with pytest.raises(ConfigError, match=setting):
+            Plan.of(RunSpec(system, rounds=1, clients=3, settings=SMALL | {setting: value}))
     with pytest.raises(ConfigError, match="buffers"):
         simulate(Plan(get_task("digits", model="cnn", batch_norm=True), 2, 1), Separate(Identity()))
 
