@@ -143,6 +143,8 @@ class Plan:
         :mod:`fedcomp.strategies.adaptive`.
     policy : DensityPolicy, optional
         Decides per tensor what travels dense; default :class:`fedcomp.layout.SmallDense`.
+    last : int
+        The last so many rounds are all evaluated, whatever ``every`` says.
     held_out : bool
         Report the loss on the held-out test split instead of that on all training examples.
     """
@@ -156,6 +158,7 @@ class Plan:
     server: Mapping[str, Any] = field(default_factory=dict)
     everywhere: bool = False
     policy: DensityPolicy | None = None
+    last: int = 1
     held_out: bool = False
 
     @classmethod
@@ -291,7 +294,7 @@ def simulate(plan: Plan, scheme: RoundScheme) -> Outcome:
     look(0, *clients.evaluate(vector, held_out=plan.held_out))
     for number in range(1, plan.rounds + 1):
         updates = [clients.update(i, number, vector) for i in range(plan.clients)]
-        due = number == plan.rounds or (plan.every > 0 and number % plan.every == 0)
+        due = number > plan.rounds - max(1, plan.last) or (plan.every > 0 and number % plan.every == 0)
         try:
             # A diverging training overflows, which is found below and reported as a result.
             with np.errstate(over="ignore", invalid="ignore"):

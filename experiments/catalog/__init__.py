@@ -15,6 +15,7 @@ CATALOG: dict[str, str] = {
         "quickstart",
         "compare",
         "bits",
+        "compressors",
         "fft",
         "sparsifiers",
         "sparse_study",

@@ -98,6 +98,13 @@ def test_losses_are_those_of_the_test_split_where_the_plan_says_so() -> None:
         assert out.final.loss == plan.task.evaluate(model, split)["loss"]
 
 
+def test_the_last_rounds_are_evaluated_as_often_as_the_plan_says() -> None:
+    plan, scheme = Plan.of(RunSpec("topk", rounds=6, clients=2, settings=ONE_STEP | {"evaluate_every": 4}))
+    for last, rounds in ((1, [0, 4, 6]), (3, [0, 4, 5, 6]), (9, [0, 1, 2, 3, 4, 5, 6])):
+        out = simulate(dataclasses.replace(plan, last=last), scheme)
+        assert [point.round for point in out.points] == rounds
+
+
 def test_what_only_messages_can_do_is_refused() -> None:
     for settings, word in (
         ({"fraction": 0.5}, "fraction"),

@@ -1,0 +1,377 @@
+"""The experiment ``compressors``: no codec is missing, settings keep their budgets, and nothing sees the test split."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fedcomp.experiments.catalog.compressors as module
+from fedcomp.codecs import get_codec, known
+from fedcomp.experiments.catalog.compressors import (
+    BLOCKS,
+    BUDGETS,
+    DEFAULT_BUDGETS,
+    ELSEWHERE,
+    EXPERIMENT,
+    FEDAVG,
+    MODELS,
+    OWN,
+    POWER,
+    REACH,
+    ROWS,
+    TOPK,
+    cells,
+    fit,
+    front,
+    left_out,
+    plan_of,
+    scheme_for,
+    step_size,
+    task_of,
+    train,
+    tune,
+)
+from fedcomp.experiments.findings import Say
+from fedcomp.experiments.kit import Record
+from fedcomp.experiments.systems import SYSTEMS
+
+RANDOM = "random-k + EF"
+NATURAL = "natural compression"
+THRESHOLD = "threshold + EF"
+
+
+def config(*assignments: str, **sizes: Any) -> Any:
+    sizes = {"rounds": 1, "clients": 2, **sizes}
+    return EXPERIMENT.configure(assignments=("seeds=2", "workers=1", "models=MLP", *assignments), **sizes)
+
+
+def ids(found: Any) -> Iterator[str]:
+    """Yield the ids of a configuration, nested ones as well."""
+    if isinstance(found, Mapping):
+        yield from ([str(found["id"])] if "id" in found else [])
+        for value in found.values():
+            yield from ids(value)
+
+
+def in_the_table() -> set[str]:
+    return {name for row in ROWS.values() for name in ids(row.codec(row.settings[0], 0.1))}
+
+
+def test_every_codec_of_the_registry_is_in_the_table_or_has_a_reason() -> None:
+    """Whoever adds a codec adds a row, or says why there is none."""
+    rows = in_the_table()
+    missing = set(known()) - rows - set(ELSEWHERE)
+    assert not missing, f"no row for {sorted(missing)}: add one to ROWS of the experiment 'compressors'"
+    assert not rows & set(ELSEWHERE)
+    assert set(ELSEWHERE) <= set(known())
+    assert {"rotation", "dct"} <= rows
+
+
+def test_every_system_that_averages_with_a_codec_is_in_the_table() -> None:
+    for system in SYSTEMS.values():
+        settings = system.resolve({})
+        if system.private or "topology" in system.needs or "task" in system.needs:
+            continue
+        strategy = system.build(settings, 0)
+        # Coded rounds and their like say how frames travel, with the codecs of the others.
+        codec = getattr(strategy, "codec", None)
+        if codec is not None:
+            assert set(ids(codec.to_config())) - {"feedback"} <= in_the_table(), system.name
+
+
+def test_every_setting_makes_a_codec_of_its_own() -> None:
+    for label, row in ROWS.items():
+        made = [repr(get_codec(row.codec(setting, 0.1))) for setting in (row.settings[0], row.settings[-1])]
+        assert len(set(made)) == min(2, len(row.settings)), label
+        assert len(set(row.settings)) == len(row.settings)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("row", [TOPK, BLOCKS, POWER, THRESHOLD, "ScaleCom", "AdaComp"])
+def test_settings_are_the_largest_that_keep_the_budgets(row: str) -> None:
+    """Frames decide, not formulas: the next setting would not keep the budget."""
+    asked = config()
+    found, settings = fit("MLP", row, config=asked), ROWS[row].settings
+    rounds, lr = module.captured("MLP", asked.clients, asked.seed), MODELS["MLP"].lr
+    dense, _ = module.exchanged(scheme_for(FEDAVG, "", lr), rounds, asked.seed)
+    for budget in BUDGETS:
+        limit = float(Fraction(budget))
+        if found[budget] is None:
+            assert found["least"][1] > limit
+            continue
+        setting, share = found[budget]
+        assert share <= limit
+        place = settings.index(setting)
+        if place + 1 < len(settings):
+            more, _ = module.exchanged(scheme_for(row, settings[place + 1], lr), rounds, asked.seed)
+            assert more / dense > limit
+
+
+def fitted(row: str, least: float, **shares: Any) -> Record:
+    at = {budget: shares.get(f"b{budget[2:]}") for budget in BUDGETS}
+    return Record({"model": "MLP", "row": row, "least": ("small", least), **at})
+
+
+def test_a_setting_stands_at_the_smallest_budget_that_it_keeps_and_no_row_is_without_a_cell() -> None:
+    fits = [
+        fitted("knob", 0.001, b100=(1, 0.01), b24=(2, 0.04), b13=(3, 0.07), b7=(4, 0.14)),
+        fitted("coarse", 0.005, b100=(1, 0.009), b24=(1, 0.009), b13=(1, 0.009), b7=(2, 0.1)),
+        fitted("large", 0.1, b7=("small", 0.1)),
+        fitted("larger", 0.5),
+    ]
+    made = cells(fits, DEFAULT_BUDGETS)
+    assert [(c["row"], c["budget"], c["setting"]) for c in made] == [
+        ("knob", "1/100", 1),
+        ("knob", "1/24", 2),
+        ("coarse", "1/100", 1),
+        ("large", "1/7", "small"),
+        ("larger", OWN, "small"),
+    ]
+    assert [c["budget"] for c in cells(fits, BUDGETS)] == [*BUDGETS, "1/100", "1/7", "1/7", OWN]
+    why = {r["row"]: [r[budget] for budget in BUDGETS] for r in left_out(fits, made)}
+    assert why == {
+        "knob": ["", "", "only with full=true", "only with full=true"],
+        "coarse": ["", "no setting beyond 1/111", "no setting beyond 1/111", "only with full=true"],
+        "large": ["takes 1/10 at least"] * 3 + [""],
+        "larger": ["takes 1/2 at least"] * 4,
+    }
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_nothing_is_chosen_on_the_test_split(model: str) -> None:
+    tuning, judged = task_of(model, tuning=True), task_of(model)
+    rows = {x.tobytes() + y.tobytes() for x, y in zip(judged.train_split.x, judged.train_split.y, strict=True)}
+    for split in (tuning.train_split, tuning.test):
+        assert all(x.tobytes() + y.tobytes() in rows for x, y in zip(split.x, split.y, strict=True))
+    assert len(tuning.train_split) + len(tuning.test) == len(judged.train_split)
+    chosen, shown = (plan_of(model, 0.1, 0, config(), tuning=tuning) for tuning in (True, False))
+    assert chosen.task is tuning
+    assert shown.task is judged
+    assert chosen.seed != shown.seed
+    assert chosen.held_out
+    assert shown.held_out
+
+
+def test_settings_and_times_are_measured_on_updates_of_the_tuning_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    whole = module.task_of
+    monkeypatch.setattr(
+        module, "task_of", lambda model, *, tuning=False: asked.append(tuning) or whole(model, tuning=True)
+    )
+    module.captured.cache_clear()
+    found = module.captured("MLP", 2, 0)
+    module.captured.cache_clear()
+    assert asked == [True]
+    assert [len(updates) for updates in found] == [module.SENDERS] * module.LOOKED
+    assert np.abs(found[0][0].vector - found[1][0].vector).max() > 0
+
+
+def searched(monkeypatch: pytest.MonkeyPatch, loss: Any) -> tuple[dict[str, Any], list[float]]:
+    tried: list[float] = []
+
+    def made(*args: Any, tuning: bool, config: Any) -> dict[str, Any]:
+        assert tuning
+        tried.append(args[4])
+        return {"loss": loss(round(math.log(args[4] / MODELS["MLP"].lr, 3)))}
+
+    monkeypatch.setattr(module, "train", made)
+    return tune("MLP", TOPK, "1/24", 0.1, config=config()), tried
+
+
+def test_step_sizes_are_searched_by_one_rule_beyond_an_end_that_does_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, tried = searched(monkeypatch, lambda power: (power - 0.2) ** 2)
+    assert (found["lr"], found["end"], len(tried)) == (step_size("MLP", 0), False, 3)
+    found, tried = searched(monkeypatch, lambda power: (power + 2) ** 2)
+    assert (found["lr"], found["end"]) == (step_size("MLP", -2), False)
+    assert tried == [step_size("MLP", power) for power in (-1, 0, 1, -2, -3)]
+    found, tried = searched(monkeypatch, lambda power: -power)
+    assert (found["lr"], found["end"], len(tried)) == (step_size("MLP", REACH), True, 5)
+    # What diverges is worse than anything else.
+    found, _ = searched(monkeypatch, lambda power: math.inf if power > -2 else 1.0)
+    assert found["lr"] == step_size("MLP", -2)
+    assert [lr for lr, _ in found["tried"]] == sorted(lr for lr, _ in found["tried"])
+
+
+def test_a_cell_is_reproducible_and_depends_on_its_seed() -> None:
+    def made(seed: int) -> dict[str, Any]:
+        return train("MLP", RANDOM, "1/24", 0.2, 0.3, seed, config=config())
+
+    first = made(0)
+    assert made(0) == first
+    assert made(1)["loss"] != first["loss"]
+    assert set(first) == {"loss", "accuracy", "uplink", "downlink", "rounds"}
+
+
+def test_the_row_of_fedavg_is_fedavg() -> None:
+    for system in ("fedavg", "topk", "power-sgd"):
+        assert module.check("MLP", system, config=config()) == {"model bytes": 0, "frame bytes": 0}
+
+
+def test_the_front_is_what_nothing_beats_in_both() -> None:
+    @dataclasses.dataclass
+    class Point:
+        loss: float
+        cost: float
+
+    points = [Point(3.0, 1.0), Point(2.0, 2.0), Point(2.0, 1.5), Point(1.0, 9.0), Point(1.5, 9.5), Point(math.nan, 0.0)]
+    found = front(points, lambda p: p.cost)  # type: ignore[arg-type, type-var]
+    assert [(p.loss, p.cost) for p in found] == [(3.0, 1.0), (2.0, 1.5), (1.0, 9.0)]
+
+
+FEW_ROWS = {name: ROWS[name] for name in (FEDAVG, TOPK, THRESHOLD, POWER, NATURAL)}
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the table have few rows, and let times be counted, not measured."""
+    monkeypatch.setattr(module, "ROWS", FEW_ROWS)
+    monkeypatch.setattr(module, "cost", lambda model, row, budget, setting, config: {"times": 1.0 + len(row)})
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("few")
+def test_a_run_that_was_interrupted_ends_as_one_that_was_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole: dict[str, Any] = {}
+    findings = EXPERIMENT.measure(config(), {}, Say(keep=whole.__setitem__))
+    kept: dict[str, Any] = {}
+    count = 0
+
+    def dying(*args: Any, **options: Any) -> dict[str, Any]:
+        nonlocal count
+        count += 1
+        if count > 15:
+            raise KeyboardInterrupt
+        return train(*args, **options)
+
+    monkeypatch.setattr(module, "train", dying)
+    with pytest.raises(KeyboardInterrupt):
+        EXPERIMENT.measure(config(), {}, Say(keep=kept.__setitem__))
+    assert 0 < len(kept) < len(whole)
+    monkeypatch.setattr(module, "train", train)
+    before = dict(kept)
+    resumed = EXPERIMENT.measure(config(), {}, Say(kept=kept, keep=kept.__setitem__))
+    assert kept == whole
+    assert all(kept[name] is before[name] for name in before)
+    assert resumed.to_json() == findings.to_json()
+
+
+UPLINK = {FEDAVG: 340_000.0, TOPK: 14_000.0, THRESHOLD: 12_000.0, POWER: 13_000.0, NATURAL: 46_000.0}
+
+
+def measured(monkeypatch: pytest.MonkeyPatch, changes: Mapping[str, Mapping[str, Any]] = {}, **more: Any) -> Any:
+    """Measure with made-up figures: every row has a setting for 1/24, and natural compression one for 1/7."""
+
+    def made_fit(model: str, row: str, *, config: Any) -> dict[str, Any]:
+        at = {FEDAVG: None, NATURAL: "1/7"}.get(row, "1/24")
+        return {"least": ("x", UPLINK[row] / 340_000), **{b: ("x", 0.01) if b == at else None for b in BUDGETS}}
+
+    def made(
+        model: str, row: str, budget: str, setting: Any, lr: float, seed: int, *, config: Any, tuning: bool = False
+    ) -> dict[str, Any]:
+        sent = {"uplink": 2 * UPLINK[row], "downlink": 2.0, "rounds": 1}
+        return {"loss": 1.0 + len(row) / 1000, "accuracy": 0.9, **sent, **changes.get(row, {})}
+
+    monkeypatch.setattr(module, "ROWS", FEW_ROWS)
+    monkeypatch.setattr(module, "fit", made_fit)
+    monkeypatch.setattr(module, "train", more.get("train", made))
+    monkeypatch.setattr(module, "tune", lambda *a, **o: {"lr": 0.1, "end": more.get("end", False), "tried": []})
+    monkeypatch.setattr(module, "cost", lambda *a, **o: {"times": 2.0})
+    wrong = {"model bytes": more.get("differ", 0), "frame bytes": 0}
+    monkeypatch.setattr(module, "check", lambda *a, **o: wrong)
+    return EXPERIMENT.measure(config(), {}, Say())
+
+
+def failed(findings: Any, *, gate: bool) -> list[str]:
+    return [claim.name for claim in findings.claims if claim.gate == gate and not claim.ok]
+
+
+def test_claims_are_about_budgets_bits_and_repetition(monkeypatch: pytest.MonkeyPatch) -> None:
+    good = measured(monkeypatch)
+    assert not failed(good, gate=True)
+    (over,) = failed(measured(monkeypatch, {POWER: {"uplink": 31_000.0}}), gate=True)
+    assert over == "largest uplink over its budget, codecs whose setting decides the length"
+    # The lengths of others are not theirs to choose: that is a goal.
+    loose = measured(monkeypatch, {THRESHOLD: {"uplink": 50_000.0}})
+    assert not failed(loose, gate=True)
+    assert "largest uplink over its budget, codecs whose data decide the length" in failed(loose, gate=False)
+    assert len(failed(measured(monkeypatch, differ=1), gate=True)) == 3
+    calls = iter(range(1000))
+
+    def drifting(row: str, **others: Any) -> dict[str, Any]:
+        sent = {"uplink": 2 * UPLINK[row], "downlink": 2.0, "rounds": 1}
+        return {"loss": 1.0 + next(calls), "accuracy": 0.9, **sent}
+
+    assert failed(measured(monkeypatch, train=drifting), gate=True) == [
+        "figures of a training that is made again that differ"
+    ]
+
+
+def test_goals_are_shown_as_missed_and_fail_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = failed(measured(monkeypatch), gate=False)
+    # Nothing has a cell at a hundredth here.
+    assert usual == [f"rows with less test loss than {TOPK} at 1/100 on every model"]
+    worse = measured(monkeypatch, {POWER: {"loss": 1.2}})
+    assert f"MLP: test loss of {POWER} at 1/24 over that of {TOPK}" in failed(worse, gate=False)
+    assert not failed(worse, gate=True)
+    assert "cells whose best step size is at an end of those tried" in failed(
+        measured(monkeypatch, end=True), gate=False
+    )
+    lost = measured(monkeypatch, {NATURAL: {"loss": math.inf, "accuracy": math.nan, "rounds": 0, "uplink": 0}})
+    assert "cells of which a training diverged" in failed(lost, gate=False)
+    assert not failed(lost, gate=True)
+    row = next(row for row in lost.tables[1].rows if row[0] == NATURAL)
+    assert row[4] is None
+    both = measured(monkeypatch, {row: {"loss": 1.5} for row in (POWER, TOPK, THRESHOLD)})
+    assert "MLP: least test loss at 1/24 over FedAvg's" in failed(both, gate=False)
+
+
+def test_the_tables_name_the_front_and_what_was_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    findings = measured(monkeypatch, {POWER: {"loss": 0.5}})
+    best, whole, fronts, missing = findings.tables
+    assert best.rows[0][:5] == ("MLP, 1/24", 1.006, 1.014, 0.5, POWER)
+    assert [row[0] for row in whole.rows] == list(FEW_ROWS)
+    power = next(row for row in whole.rows if row[0] == POWER)
+    assert power[1] == "1/24"
+    assert power[-1] == "bytes, time"
+    assert fronts.rows[0] == ("MLP, by uplink bytes", f"{THRESHOLD}, 1/24: 1.014; {POWER}, 1/24: 0.500")
+    assert [row[1] for row in missing.rows] == list(FEW_ROWS)
+    assert "takes 1/1 at least" in missing.rows[0]
+    assert {figure.title for figure in findings.figures} == {
+        "MLP: test loss against uplink bytes",
+        "MLP: test loss against time",
+    }
+    assert all(figure.series[0].name == "Pareto set" for figure in findings.figures)
+    assert "MLP 0.50 at 1/24 (PowerSGD)" in findings.answer
+
+
+@pytest.mark.long
+def test_a_short_run_on_every_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ROWS", FEW_ROWS)
+    monkeypatch.setattr(module, "REPETITIONS", 1)
+    monkeypatch.setattr(module, "LOOKED", 2)
+    asked = EXPERIMENT.configure(assignments=("seeds=1", "workers=1"), rounds=1, clients=2)
+    findings = EXPERIMENT.measure(asked, {}, Say())
+    exact = [claim for claim in findings.claims if claim.op == "<=" and claim.bound == 0.0 and claim.gate]
+    assert len(exact) == 7
+    assert all(claim.ok for claim in exact)
+    assert len(findings.tables) == 3 + len(MODELS)
+    assert len(findings.figures) == 2 * len(MODELS)
+    for table in findings.tables[1 : 1 + len(MODELS)]:
+        assert {row[0] for row in table.rows} == set(FEW_ROWS)
+        times = table.columns.index("time, FedAvg's")
+        assert table.rows[0][times] == pytest.approx(1.0, rel=0.9)
+        assert all(row[times] > 0 for row in table.rows)
+    assert {record["task"] for record in findings.tasks} == {"digits", "mnist", "tiny-shakespeare"}
+
+
+def test_wrong_models_are_refused_with_the_nearest() -> None:
+    from fedcomp.errors import ConfigError
+
+    with pytest.raises(ConfigError, match="did you mean 'LSTM'"):
+        config("models=MLP,LSTN")
