@@ -450,8 +450,8 @@ class Place:
     tuned: Record
     times: float
     dense: float
-    """Bytes of FedAvg's uplink, all clients and rounds."""
-    replies: int
+    """Bytes of a reply of FedAvg."""
+    clients: int
     runs: Records
 
     @property
@@ -467,12 +467,12 @@ class Place:
     @property
     def uplink(self) -> float:
         """Bytes of a reply, mean over seeds, clients and rounds made."""
-        return mean(run.uplink / (run.rounds * self.replies) for run in self.runs if run.rounds)
+        return mean(run.uplink / (run.rounds * self.clients) for run in self.runs if run.rounds)
 
     @property
     def downlink(self) -> float:
         """Bytes to a client in a round, mean likewise."""
-        return mean(run.downlink / (run.rounds * self.replies) for run in self.runs if run.rounds)
+        return mean(run.downlink / (run.rounds * self.clients) for run in self.runs if run.rounds)
 
     @property
     def share(self) -> float:
@@ -520,8 +520,8 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
     by_model: dict[str, list[Place]] = {model: [] for model in models}
     for cell, found, taken in zip(made, tuned, costs, strict=True):
         model, row, budget = (str(cell[axis]) for axis in ("model", "row", "budget"))
-        first = groups[model, FEDAVG, OWN]
-        dense = mean(run.uplink / run.rounds / config.clients for run in first)
+        whole = groups[model, FEDAVG, OWN]
+        dense = mean(run.uplink / (run.rounds * config.clients) for run in whole)
         runs = groups[model, row, budget]
         place = Place(model, row, budget, cell["setting"], found, taken.times, dense, config.clients, runs)
         by_model[model].append(place)
