@@ -294,7 +294,7 @@ def failed(findings: Any, *, gate: bool) -> list[str]:
 def test_claims_are_about_budgets_bits_and_repetition(monkeypatch: pytest.MonkeyPatch) -> None:
     good = measured(monkeypatch)
     assert not failed(good, gate=True)
-    (over,) = failed(measured(monkeypatch, {POWER: {"uplink": 32_000.0}}), gate=True)
+    (over,) = failed(measured(monkeypatch, {POWER: {"uplink": 35_000.0}}), gate=True)
     assert over == "largest uplink over its budget, codecs whose setting decides the length"
     # The lengths of others are not theirs to choose: that is a goal.
     loose = measured(monkeypatch, {THRESHOLD: {"uplink": 50_000.0}})
