@@ -13,8 +13,10 @@ from flwr.app import ArrayRecord, Context, Message, RecordDict
 from fedcomp.clients.half import ClientHalf
 from fedcomp.clients.waiting import Exchange, waiting_half
 from fedcomp.codecs import Codec, State
+from fedcomp.codecs.coefficients import basis_id_of
 from fedcomp.codecs.lowrank import Basis, Part
-from fedcomp.codecs.power_sgd import PowerSGD, basis_id_of, basis_key, basis_of_last_frame, nothing_factored
+from fedcomp.codecs.positional import stretches
+from fedcomp.codecs.power_sgd import PowerSGD, basis_key, basis_of_last_frame, nothing_factored
 from fedcomp.errors import StateError
 from fedcomp.flower.payload import put_frame
 from fedcomp.flower.protocol import PROBE, Announcement
@@ -106,7 +108,7 @@ class _Exchange(Exchange[PowerSGD]):
         corrected_by = basis_of_last_frame(frame_in)
 
         def find(step: Step) -> Codec:
-            number = basis_id_of(step.frame, layout)
+            number = basis_id_of(step.frame, stretches(layout, "layer"), layout)
             basis = self._find(number, step.version - 1, layout, step.support)
             if basis is None:
                 raise StateError(f"this node does not hold the basis {number:x} of step {step.version}")

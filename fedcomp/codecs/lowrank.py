@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Final
 
@@ -17,20 +17,12 @@ from numpy.typing import NDArray
 
 from fedcomp import params, wire
 from fedcomp.codecs.base import all_finite, norm
-from fedcomp.codecs.forms import FORMS, ValueForm, rest_form
+from fedcomp.codecs.coefficients import ID_BYTES, Coefficients, SharedCoefficients
 from fedcomp.codecs.matrices import add_product, orthonormal, product
-from fedcomp.codecs.positional import (
-    PositionalCodec,
-    Stretch,
-    expected_dense,
-    require_values,
-    stretches,
-)
-from fedcomp.errors import ConfigError, NonFiniteUpdate
-from fedcomp.kernels import add_scaled
-from fedcomp.layout import Layout, Update, Vector
+from fedcomp.codecs.positional import Stretch, expected_dense, stretches
+from fedcomp.layout import Layout, Vector
 from fedcomp.rng import Key
-from fedcomp.wire import BASIS_ID, COEFFICIENTS, DENSE, Bundle, Expected, Frame, SchemaMismatch, Tensor
+from fedcomp.wire import Bundle, Frame, SchemaMismatch
 
 Part = NDArray[np.float32]
 """A factor of one matrix, float32 of shape (rows, rank); of shape (0, 0) for a tensor that travels whole."""
@@ -39,10 +31,6 @@ LEFT: Final = 0
 RIGHT: Final = 1
 """On which side of a matrix m x p a basis stands: m rows, which leaves a factor of p rows to send; or p rows."""
 
-VALUES: Final = ("float32", "bf16", "q8", "q4")
-"""How factors may travel. The other forms round so coarsely that what is left of a factor is another basis."""
-
-_ID_BYTES: Final = 8
 _WHOLE: Final = np.zeros((0, 0), np.float32)
 
 
@@ -94,7 +82,7 @@ class Basis:
         for part in self.parts:
             digest.update(repr(part.shape).encode() + part.astype("<f4").tobytes())
         # The lowest bit is the side, which shapes do not tell where a matrix is square.
-        number = int.from_bytes(digest.digest()[:_ID_BYTES], "little") >> 1
+        number = int.from_bytes(digest.digest()[:ID_BYTES], "little") >> 1
         object.__setattr__(self, "id", number & ~1 | self.side)
 
     @classmethod
@@ -139,21 +127,9 @@ class Basis:
         return basis
 
 
-def id_bytes(number: int) -> bytes:
-    """Return the content of the optional field that names a basis."""
-    return number.to_bytes(_ID_BYTES, "little")
+class Factored(Coefficients):
+    """Base of codecs whose coefficients are factors of matrices."""
 
-
-def id_of(bundle: Bundle) -> int | None:
-    """Return the id of the basis that a frame names; None when it names none."""
-    content = bundle.tlv(BASIS_ID)
-    return int.from_bytes(content, "little") if content is not None and len(content) == _ID_BYTES else None
-
-
-class Factored(PositionalCodec):
-    """Base of codecs whose frames hold factors: one tensor of coefficients per matrix, other tensors whole."""
-
-    scope = "layer"
     rank: int
     min_rate: float
 
@@ -162,85 +138,19 @@ class Factored(PositionalCodec):
         """Which tensors are factored."""
         return Ranks(self.rank, self.min_rate)
 
-    @property
-    def value_form(self) -> ValueForm:
-        """How coefficients travel."""
-        return FORMS["float32"]
-
     @abstractmethod
-    def count(self, stretch: Stretch, matrix: tuple[int, int, int]) -> int:
-        """Return how many coefficients stand for a matrix."""
-
-    @abstractmethod
-    def project(self, matrix: Part, stretch: Stretch, rank: int, key: Key) -> Vector:
-        """Return the coefficients of a matrix, flat."""
-
-    @abstractmethod
-    def factors(self, values: Vector, stretch: Stretch, matrix: tuple[int, int, int]) -> tuple[Part, Part]:
+    def factors(self, values: Vector, stretch: Stretch) -> tuple[Part, Part]:
         """Return U and V, m x r and p x r, for which coefficients stand: U V'."""
 
-    def add(self, out: Vector, values: Vector, stretch: Stretch, matrix: tuple[int, int, int]) -> None:
+    def add(self, out: Vector, values: Vector, stretch: Stretch) -> None:
         """Add the matrix for which coefficients stand into ``out``, its flat place."""
-        add_product(out.reshape(matrix[:2]), *self.factors(values, stretch, matrix))
+        add_product(out.reshape(self.matrix(stretch)[:2]), *self.factors(values, stretch))
 
-    def pack(self, values: Vector, stretch: Stretch, key: Key) -> Tensor:
-        """Return the coefficients of a matrix, or a tensor as it is."""
+    def matrix(self, stretch: Stretch) -> tuple[int, int, int]:
+        """Return rows, columns and rank of a stretch that is factored."""
         matrix = self.ranks.matrix(stretch)
-        if matrix is None:
-            return wire.dense(values)
-        m, p, r = matrix
-        # What overflows is refused below, with the tensor's name.
-        with np.errstate(over="ignore", invalid="ignore"):
-            found = self.project(values.reshape(m, p), stretch, r, key)
-        if not all_finite(found):
-            raise NonFiniteUpdate(f"{stretch.name}: the projections of its values overflow float32")
-        return Tensor(self.value_form.code(found), (stretch.size,), kind=COEFFICIENTS)
-
-    def expect(self, stretch: Stretch) -> Expected:
-        """Return as many coefficients as the matrix has, or a dense tensor."""
-        matrix = self.ranks.matrix(stretch)
-        if matrix is None:
-            return expected_dense(stretch.size, wire.Raw)
-        return Expected(
-            "",
-            (stretch.size,),
-            "float32",
-            self.count(stretch, matrix),
-            frozenset({COEFFICIENTS}),
-            value_codecs=frozenset({self.value_form.values.name}),
-        )
-
-    def check(self, tensor: Tensor, stretch: Stretch) -> None:
-        """Require the number and the form of the coefficients."""
-        matrix = self.ranks.matrix(stretch)
-        if matrix is None:
-            require_values(tensor, wire.Raw, sparse=False)
-            return
-        count = self.count(stretch, matrix)
-        if tensor.kind is not COEFFICIENTS or tensor.values.k != count:
-            raise SchemaMismatch(
-                f"{stretch.name}: expected {count} coefficients of a {matrix[0]} x {matrix[1]} matrix, the frame holds "
-                f"{tensor.values.k} values of a {tensor.kind.name.lower()} tensor"
-            )
-        if not isinstance(tensor.values, self.value_form.values):
-            raise SchemaMismatch(f"{stretch.name}: {type(tensor.values).__name__} coefficients were not agreed on")
-        self.value_form.check(tensor.values, stretch.name)
-
-    def placed(self, bundle: Bundle, layout: Layout) -> Iterator[tuple[Tensor, slice]]:
-        """Yield the frame's tensors with their places, every matrix in full."""
-        parts = self.stretches(layout)
-        for index, (tensor, where) in enumerate(super().placed(bundle, layout)):
-            matrix = self.ranks.matrix(parts[index]) if index < len(parts) else None
-            if matrix is not None:
-                full = np.zeros(tensor.size, np.float32)
-                with np.errstate(over="ignore", invalid="ignore"):  # of a hostile frame; receivers look at their sums
-                    self.add(full, tensor.values.decoded(), parts[index], matrix)
-                tensor = replace(tensor, values=wire.Raw(full), kind=DENSE)
-            yield tensor, where
-
-    def support(self, frame: Frame | Bundle, layout: Layout) -> NDArray[np.int64]:
-        """Return no coordinates: none is chosen."""
-        return np.zeros(0, np.int64)
+        assert matrix is not None
+        return matrix
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -287,13 +197,15 @@ class LowRank(Factored):
             min_rate=params.number("min_rate", self.min_rate, rule="a number of at least 1", ok=lambda v: v >= 1.0),
         )
 
-    def count(self, stretch: Stretch, matrix: tuple[int, int, int]) -> int:
+    def count(self, stretch: Stretch) -> int | None:
         """Return r (m + p)."""
-        return matrix[2] * (matrix[0] + matrix[1])
+        matrix = self.ranks.matrix(stretch)
+        return None if matrix is None else matrix[2] * (matrix[0] + matrix[1])
 
-    def project(self, matrix: Part, stretch: Stretch, rank: int, key: Key) -> Vector:
+    def project(self, values: Vector, stretch: Stretch, key: Key) -> Vector:
         """Return P and M'P, one after the other."""
-        start = np.zeros((matrix.shape[1], rank), np.float32)
+        m, p, rank = self.matrix(stretch)
+        matrix, start = values.reshape(m, p), np.zeros((p, rank), np.float32)
         drawn = orthonormal(start, key.at(purpose="low-rank"))
         sketch = product(matrix, drawn.astype(np.float32))
         if not all_finite(sketch.reshape(-1)):
@@ -301,9 +213,9 @@ class LowRank(Factored):
         basis = orthonormal(sketch, key.at(purpose="low-rank/redrawn")).astype(np.float32)
         return np.concatenate([basis.reshape(-1), product(matrix.T, basis).reshape(-1)])
 
-    def factors(self, values: Vector, stretch: Stretch, matrix: tuple[int, int, int]) -> tuple[Part, Part]:
+    def factors(self, values: Vector, stretch: Stretch) -> tuple[Part, Part]:
         """Return P and M'P."""
-        m, p, r = matrix
+        m, p, r = self.matrix(stretch)
         return values[: m * r].reshape(m, r), values[m * r :].reshape(p, r)
 
     def norm(self, frame: Frame | Bundle, layout: Layout) -> float:
@@ -323,12 +235,10 @@ class LowRank(Factored):
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Projection(Factored):
+class Projection(Factored, SharedCoefficients):
     """Send every matrix in a basis that both ends hold; only one factor travels, and the id of the basis.
 
-    For one basis it is linear: M V of a weighted sum is the weighted sum of what the clients send, so a receiver adds
-    up factors (:meth:`gather`) and forms a matrix once (:meth:`conclude`), whatever the number of clients. A frame of
-    another basis is refused. It is made per round and does not travel itself.
+    For one basis it is linear: M V of a weighted sum is the weighted sum of what the clients send.
 
     Parameters
     ----------
@@ -347,56 +257,27 @@ class Projection(Factored):
     values: str = "float32"
 
     @property
-    def linear(self) -> bool:  # type: ignore[override]  # an attribute of most classes, here of the form
-        """Whether factors travel as they are, so that what arrives adds up like what was sent."""
-        return FORMS[self.values].exact
-
-    @property
-    def value_form(self) -> ValueForm:
-        """How factors travel."""
-        return FORMS[self.values]
-
-    @property
-    def rest_form(self) -> ValueForm:
-        """How the dense rest travels: in 8 bits beside values of 8 bits and fewer."""
-        return rest_form(self.values)
-
-    def form(self) -> dict[str, int]:
-        """Return what the lengths of the values depend on."""
-        return dict(self.value_form.form)
-
-    def get_config(self) -> dict[str, object]:
-        """Refused: a basis travels as a frame of its own (:meth:`Basis.frame`)."""
-        raise ConfigError("a projection has no configuration that travels; send its basis")
+    def basis_id(self) -> int:
+        """The id of the basis."""
+        return self.basis.id
 
     def __repr__(self) -> str:
         return f"Projection(rank {self.rank}, basis {self.basis.id:x})"
 
-    def fields(self, key: Key) -> tuple[tuple[int, bytes], ...]:
-        """Return the id of the basis."""
-        return ((BASIS_ID, id_bytes(self.basis.id)),)
-
-    def count(self, stretch: Stretch, matrix: tuple[int, int, int]) -> int:
+    def count(self, stretch: Stretch) -> int | None:
         """Return the rows of the factor that is not the basis, times the rank."""
-        return matrix[1 - self.basis.side] * matrix[2]
+        matrix = self.ranks.matrix(stretch)
+        return None if matrix is None else matrix[1 - self.basis.side] * matrix[2]
 
-    def project(self, matrix: Part, stretch: Stretch, rank: int, key: Key) -> Vector:
+    def project(self, values: Vector, stretch: Stretch, key: Key) -> Vector:
         """Return M V, or M'U."""
-        basis = self.basis.parts[stretch.index]
+        matrix, basis = values.reshape(self.matrix(stretch)[:2]), self.basis.parts[stretch.index]
         return product(matrix if self.basis.side == RIGHT else matrix.T, basis).reshape(-1)
 
-    def factors(self, values: Vector, stretch: Stretch, matrix: tuple[int, int, int]) -> tuple[Part, Part]:
+    def factors(self, values: Vector, stretch: Stretch) -> tuple[Part, Part]:
         """Return the basis and the factor in their order."""
-        basis, sent = self.basis.parts[stretch.index], values.reshape(-1, matrix[2])
+        basis, sent = self.basis.parts[stretch.index], values.reshape(-1, self.matrix(stretch)[2])
         return (basis, sent) if self.basis.side == LEFT else (sent, basis)
-
-    def open(self, frame: Frame | Bundle, layout: Layout) -> Bundle:
-        """Parse and check ``frame``, and require the id of this basis."""
-        bundle = super().open(frame, layout)
-        if (named := id_of(bundle)) != self.basis.id:
-            said = "no basis" if named is None else f"the basis {named:x}"
-            raise SchemaMismatch(f"the frame names {said}, expected {self.basis.id:x}: factors of two bases do not add")
-        return bundle
 
     def coefficients(self, frame: Frame | Bundle, layout: Layout) -> tuple[Part, ...]:
         """Return the factors of a frame, one for every stretch: what the next basis is made of."""
@@ -406,44 +287,3 @@ class Projection(Factored):
             matrix = self.ranks.matrix(stretch)
             found.append(_WHOLE if matrix is None else np.asarray(tensor.values.decode()).reshape(-1, matrix[2]))
         return tuple(found)
-
-    def enter(self, update: Update) -> None:
-        """Put the factors of every matrix in its place, from its beginning on."""
-        for stretch in self.stretches(update.layout):
-            matrix = self.ranks.matrix(stretch)
-            if matrix is not None:
-                values = update.vector[stretch.slice]
-                found = self.project(values.reshape(matrix[:2]), stretch, matrix[2], Key(0))
-                values[: found.size] = found
-                values[found.size :] = 0.0
-
-    def gather(self, frame: Frame | Bundle, weight: float, total: Update) -> None:
-        """Add ``weight`` times the factors, where :meth:`enter` puts them."""
-        bundle = self.open(frame, total.layout)
-        # As one for each stretch and the rest: not those of this class, which are whole matrices.
-        for tensor, where in PositionalCodec.placed(self, bundle, total.layout):
-            values = tensor.values.decoded()
-            add_scaled(total.vector[where][: values.size], values, weight)
-
-    def conclude(self, total: Update) -> None:
-        """Form the matrices of the summed factors."""
-        for stretch in self.stretches(total.layout):
-            matrix = self.ranks.matrix(stretch)
-            if matrix is not None:
-                values = total.vector[stretch.slice]
-                sent = values[: self.count(stretch, matrix)].copy()
-                values[...] = 0.0
-                self.add(values, sent, stretch, matrix)
-
-    def sum_frame(self, total: Update) -> Frame:
-        """Return the frame of what was gathered, before it is concluded: float32, of this basis."""
-        layout, tensors, end = total.layout, [], 0
-        for stretch in self.stretches(layout):
-            matrix, end = self.ranks.matrix(stretch), stretch.stop
-            values = total.vector[stretch.slice]
-            if matrix is None:
-                tensors.append(wire.dense(values))
-            else:
-                sent = wire.Raw(values[: self.count(stretch, matrix)].copy())
-                tensors.append(Tensor(sent, (stretch.size,), kind=COEFFICIENTS))
-        return replace(self, values="float32").frame_of(tensors, total.vector[end:], self.fields(Key(0)))

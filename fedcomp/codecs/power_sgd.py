@@ -17,17 +17,17 @@ from typing import ClassVar, Final
 
 import numpy as np
 
-from fedcomp import params, wire
+from fedcomp import params
 from fedcomp.codecs.base import State
+from fedcomp.codecs.coefficients import VALUES
 from fedcomp.codecs.feedback import ErrorFeedback, shorten
-from fedcomp.codecs.lowrank import LEFT, RIGHT, VALUES, Basis, LowRank, Part, Projection, Ranks, id_of
+from fedcomp.codecs.lowrank import LEFT, RIGHT, Basis, LowRank, Part, Projection, Ranks
 from fedcomp.codecs.memory import number_of, vector_of
-from fedcomp.codecs.positional import expected_dense, stretches
 from fedcomp.codecs.waiting import Waiting
 from fedcomp.errors import StateError
 from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key
-from fedcomp.wire import Frame, SchemaMismatch
+from fedcomp.wire import Frame
 
 FORMS: Final = ("alternating", "two-exchange")
 MEMORIES: Final = ("local", "aggregated")
@@ -212,10 +212,8 @@ class PowerSGD(Waiting):
         for stretch, sent, came in zip(
             codec.stretches(layout), own, self.mean(basis).coefficients(mean, layout), strict=True
         ):
-            matrix = codec.ranks.matrix(stretch)
-            if matrix is not None:
-                values = memory[stretch.slice]
-                codec.add(values, (sent - came).reshape(-1), stretch, matrix)
+            if codec.count(stretch) is not None:
+                codec.add(memory[stretch.slice], (sent - came).reshape(-1), stretch)
         bound = number_of(state, "bound", "f")
         if self.norm_guard is not None and bound is not None:
             shorten(memory, bound)
@@ -264,23 +262,6 @@ def basis_key(seed: int, version: int) -> Key:
 def nothing_factored(codec: PowerSGD, layout: Layout) -> Basis:
     """Return the basis of a round in which all travels whole."""
     return Basis.of(None, RIGHT, Ranks(codec.rank, math.inf), layout, Key(0))
-
-
-def basis_id_of(frame: Frame, layout: Layout) -> int:
-    """Return the id of the basis in which a frame for ``layout`` is.
-
-    Raises
-    ------
-    fedcomp.wire.WireError
-        When it names none, or is larger than any such frame.
-    """
-    whole = [expected_dense(stretch.size, wire.Raw) for stretch in stretches(layout, "layer")]
-    rest = expected_dense(layout.size - layout.compressed_size, wire.Raw)
-    # The basis decides what else to expect.
-    named = id_of(wire.decode(frame, limits=wire.Limits.for_schema((*whole, rest))))
-    if named is None:
-        raise SchemaMismatch("the frame does not name the basis that it is in")
-    return named
 
 
 def basis_of_last_frame(state: State) -> int | None:

@@ -9,9 +9,11 @@ import pytest
 
 from fedcomp import wire
 from fedcomp.codecs import LowRank, PowerSGD, get_codec
+from fedcomp.codecs.coefficients import basis_id_of
 from fedcomp.codecs.lowrank import LEFT, RIGHT, Basis, Projection, Ranks
 from fedcomp.codecs.matrices import add_product, orthonormal, product
-from fedcomp.codecs.power_sgd import basis_id_of, nothing_factored
+from fedcomp.codecs.positional import stretches
+from fedcomp.codecs.power_sgd import nothing_factored
 from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
 from fedcomp.layout import Layout, TensorSpec, Update
 from fedcomp.rng import Key
@@ -271,7 +273,7 @@ def test_frames_of_another_basis_are_refused_and_change_nothing() -> None:
     codec = PowerSGD(2)
     mine, other = (Basis.of(None, RIGHT, codec.ranks, MIXED, KEY.at(partition=p)) for p in (1, 2))
     frame, _ = codec.on(other).encode(drawn(MIXED), {}, KEY)
-    assert basis_id_of(frame, MIXED) == other.id
+    assert basis_id_of(frame, stretches(MIXED, "layer"), MIXED) == other.id
     total = Update(np.zeros(MIXED.size, np.float32), MIXED)
     for use in (codec.on(mine).gather, codec.on(mine).accumulate):
         with pytest.raises(wire.SchemaMismatch, match="two bases do not add"):

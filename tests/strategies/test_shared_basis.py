@@ -17,9 +17,10 @@ from fedcomp.clients.compressed import compression
 from fedcomp.clients.power_sgd import shared_basis
 from fedcomp.clients.shared_support import shared_support
 from fedcomp.codecs import LowRank, PowerSGD, ScaleCom, TopK
+from fedcomp.codecs.coefficients import basis_id_of
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.codecs.lowrank import Basis
-from fedcomp.codecs.power_sgd import basis_id_of
+from fedcomp.codecs.positional import stretches
 from fedcomp.errors import ConfigError
 from fedcomp.flower import checkpoint
 from fedcomp.flower.faults import Delivery, RandomFaults
@@ -466,7 +467,7 @@ def test_steps_name_their_basis() -> None:
     run(strategy, 2, rounds=3)
     assert strategy._last is not None
     frame, block, number = strategy._last
-    assert basis_id_of(frame, LAYOUT) == number == strategy.bases[3].id
+    assert basis_id_of(frame, stretches(LAYOUT, "layer"), LAYOUT) == number == strategy.bases[3].id
     assert strategy.codec.open_basis(block, number, LAYOUT).id == number
     with pytest.raises(wire.WireError):
-        basis_id_of(wire.encode([wire.dense(np.zeros(3, np.float32))]), LAYOUT)
+        basis_id_of(wire.encode([wire.dense(np.zeros(3, np.float32))]), stretches(LAYOUT, "layer"), LAYOUT)
