@@ -26,6 +26,7 @@ from fedcomp.codecs.fft import DFT as DFT
 from fedcomp.codecs.fft import FFT as FFT
 from fedcomp.codecs.fixedpoint import FixedPoint as FixedPoint
 from fedcomp.codecs.fixedpoint import fixed_point_of as fixed_point_of
+from fedcomp.codecs.gradiveq import GradiVeQ as GradiVeQ
 from fedcomp.codecs.identity import Identity as Identity
 from fedcomp.codecs.keyregion import KeyRegion as KeyRegion
 from fedcomp.codecs.lowrank import LowRank as LowRank

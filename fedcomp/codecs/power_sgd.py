@@ -18,13 +18,12 @@ from typing import ClassVar, Final
 import numpy as np
 
 from fedcomp import params
-from fedcomp.codecs.base import State
+from fedcomp.codecs.base import Codec, State
 from fedcomp.codecs.coefficients import VALUES
 from fedcomp.codecs.feedback import ErrorFeedback, shorten
 from fedcomp.codecs.lowrank import LEFT, RIGHT, Basis, LowRank, Part, Projection, Ranks
 from fedcomp.codecs.memory import number_of, vector_of
-from fedcomp.codecs.waiting import Waiting
-from fedcomp.errors import StateError
+from fedcomp.codecs.waiting import InBasis, id_of_basis
 from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key
 from fedcomp.wire import Frame
@@ -32,13 +31,11 @@ from fedcomp.wire import Frame
 FORMS: Final = ("alternating", "two-exchange")
 MEMORIES: Final = ("local", "aggregated")
 
-_BLOCK: Final = "basis"
-_BLOCK_ID: Final = "basis-id"
 _SENT: Final = "sent"
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class PowerSGD(Waiting):
+class PowerSGD(InBasis[Basis]):
     """Low-rank updates in a basis that all clients share, with memory. A tensor m x p is a matrix M; each round::
 
         p = memory + update                                       # of client i: M_i
@@ -91,7 +88,7 @@ class PowerSGD(Waiting):
     """
 
     codec_id: ClassVar[str] = "power-sgd"
-    passing = frozenset({_BLOCK, _BLOCK_ID, _SENT})
+    passing = InBasis.passing | {_SENT}
 
     rank: int = 2
     form: str = "alternating"
@@ -120,7 +117,7 @@ class PowerSGD(Waiting):
     @property
     def feedback(self) -> ErrorFeedback:
         """The memory of a client without others."""
-        return ErrorFeedback(self.codec, norm_guard=self.norm_guard)
+        return self.around(self.codec)
 
     @property
     def ranks(self) -> Ranks:
@@ -186,9 +183,7 @@ class PowerSGD(Waiting):
         StateError
             When no update waits.
         """
-        update = self.waiting(state, layout)
-        frame, after = self._feedback(basis).encode(update, self.lasting(state), key)
-        after |= {_BLOCK: np.frombuffer(basis.frame(), np.uint8), _BLOCK_ID: np.asarray(basis.id, np.int64)}
+        frame, after = self.send_with(self.on(basis), basis, state, layout, key)
         if self.memory == "aggregated":
             after[_SENT] = np.frombuffer(frame, np.uint8)
         return frame, after
@@ -219,39 +214,18 @@ class PowerSGD(Waiting):
             shorten(memory, bound)
         return {**self.lasting(state), "memory": memory}
 
-    def rollback(self, state: State, frame: Frame, layout: Layout) -> State:
-        """Return ``state`` with the frame's mass back in the memory."""
-        basis = self.held(state, layout)
-        # The frame was encoded without an exchange, by a client without others.
-        if basis is None:
-            return self.feedback.rollback(state, frame, layout)
-        return self._feedback(basis).rollback(self.lasting(state), frame, layout)
-
-    def held(self, state: State, layout: Layout) -> Basis | None:
-        """Return the basis that the last frame was sent in; None where there is none in ``state``.
-
-        Raises
-        ------
-        StateError
-            When it is damaged.
-        """
-        if _BLOCK not in state or _BLOCK_ID not in state:
-            return None
-        return self.open_basis(state[_BLOCK].tobytes(), int(state[_BLOCK_ID]), layout)
-
     def open_basis(self, frame: Frame, number: int, layout: Layout) -> Basis:
-        """Return the basis that is called ``number``, of a frame.
-
-        Raises
-        ------
-        WireError
-            When the frame does not hold it.
-        """
+        """Return the basis that is called ``number``; see :meth:`fedcomp.codecs.waiting.InBasis.open_basis`."""
         nothing = nothing_factored(self, layout)
         return nothing if number == nothing.id else Basis.open(frame, number, self.ranks, layout)
 
-    def _feedback(self, basis: Basis) -> ErrorFeedback:
-        return ErrorFeedback(self.on(basis), norm_guard=self.norm_guard)
+    def around(self, codec: Codec) -> ErrorFeedback:
+        """Return the memory around what encodes."""
+        return ErrorFeedback(codec, norm_guard=self.norm_guard)
+
+    def reader(self, basis: Basis, state: State) -> Codec:
+        """Return what wrote the last frame, which was sent in ``basis``."""
+        return self.on(basis)
 
 
 def basis_key(seed: int, version: int) -> Key:
@@ -266,9 +240,4 @@ def nothing_factored(codec: PowerSGD, layout: Layout) -> Basis:
 
 def basis_of_last_frame(state: State) -> int | None:
     """Return the id of the basis of a frame whose memory waits for the mean; None where none does."""
-    if _SENT not in state or _BLOCK_ID not in state:
-        return None
-    number = state[_BLOCK_ID]
-    if number.shape != () or number.dtype.kind != "i":
-        raise StateError("the state's basis id is damaged; start from init(layout)")
-    return int(number)
+    return id_of_basis(state) if _SENT in state else None

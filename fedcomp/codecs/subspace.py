@@ -24,13 +24,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp import params, wire
+from fedcomp.codecs.coefficients import ID_BYTES
 from fedcomp.codecs.fixedpoint import IntegerGrid
 from fedcomp.codecs.slices import Slices
 from fedcomp.errors import ConfigError, LayoutError, StateError
-from fedcomp.layout import Vector
+from fedcomp.layout import Layout, Vector
 from fedcomp.stateful import Stateful
-from fedcomp.wire import Expected
-from fedcomp.wire.limits import DENSE
+from fedcomp.wire import DENSE, Expected, Frame, SchemaMismatch
 from fedcomp.wire.quantised import round_up
 
 KINDS: Final = ("pooled", "per_slice", "shared_first")
@@ -54,6 +54,51 @@ class Subspace:
 
     carriers: Float32
     mean: Float32 | None
+
+    @property
+    def dimension(self) -> int:
+        """Coefficients of a slice (d)."""
+        return self.carriers.shape[2]
+
+    def project(self, values: Float32) -> Vector:
+        """Return the coefficients of slices (M, K), flat."""
+        return (self._centred(values) @ self.carriers).reshape(-1)
+
+    def reconstruct(self, coefficients: Vector, count: int) -> Float32:
+        """Return the slices, (count, K), for which a weighted mean of coefficients stands; the weights sum to 1."""
+        groups, width, d = self.carriers.shape
+        each = coefficients.astype(np.float32, copy=False).reshape(groups, count // groups, d)
+        values = (each @ self._back).reshape(count, width)
+        return values if self.mean is None else values + self.mean
+
+    def missed(self, values: Float32) -> float:
+        """Return the energy of slices (M, K) that the subspace leaves out."""
+        centred = self._centred(values)
+        left = centred - (centred @ self.carriers) @ self._back
+        return float(np.square(left, dtype=np.float64).sum())
+
+    def energy(self, coefficients: Vector) -> float:
+        """Return the energy of what :meth:`reconstruct` makes of coefficients, without making it."""
+        found = coefficients.astype(np.float64)
+        energy = float(found @ found)
+        if self.mean is not None:
+            # |U c + mu|² = |c|² + 2 <U'mu, c> + |mu|²
+            along = self._in_groups(self.mean) @ self.carriers
+            energy += 2.0 * float(along.reshape(-1).astype(np.float64) @ found)
+            energy += float(np.square(self.mean, dtype=np.float64).sum())
+        return max(0.0, energy)
+
+    @property
+    def _back(self) -> Float32:
+        return self.carriers.transpose(0, 2, 1)
+
+    def _centred(self, values: Float32) -> Float32:
+        return self._in_groups(values if self.mean is None else values - self.mean)
+
+    def _in_groups(self, values: Float32) -> Float32:
+        """Return slices grouped by the carriers that multiply them, (groups, M / groups, K)."""
+        # One product of matrices where all slices share their carriers, not one of a vector for each slice.
+        return values.reshape(len(self.carriers), -1, values.shape[1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,10 +125,15 @@ class SliceBasis:
     slices: Slices
     subspaces: tuple[Subspace, ...]
 
+    @classmethod
+    def nothing(cls, layout: Layout) -> SliceBasis:
+        """Return the basis of a round in which everything travels as it is."""
+        return cls(Slices.of(layout, width=max(1, layout.size + 1)), ())
+
     @property
     def dimensions(self) -> tuple[int, ...]:
         """Coefficients of a slice (d), for each part."""
-        return tuple(subspace.carriers.shape[2] for subspace in self.subspaces)
+        return tuple(subspace.dimension for subspace in self.subspaces)
 
     @cached_property
     def size(self) -> int:
@@ -91,57 +141,60 @@ class SliceBasis:
         counts = (part.count for part in self.slices.parts)
         return sum(m * d for m, d in zip(counts, self.dimensions, strict=True)) + self.slices.rest_size
 
+    def frame(self) -> Frame:
+        """Return the basis as it travels: for each part the carriers, then the mean where there is one."""
+        return self._frame
+
     @cached_property
-    def frame(self) -> bytes:
-        """The FCW1 frame in which the basis travels: for each part the carriers, then the mean where there is one."""
+    def _frame(self) -> Frame:
         arrays = [a for s in self.subspaces for a in (s.carriers, s.mean) if a is not None]
         return bytes(wire.encode([wire.dense(array) for array in arrays]))
 
     @cached_property
-    def id(self) -> str:
-        """Sixteen hexadecimal digits of a SHA-256: equal for equal bytes and axes, whoever made them."""
+    def id(self) -> int:
+        """63 bits of a SHA-256: equal for equal bytes and axes, whoever made them."""
         # The order of axes is not in the frame's shapes, and coefficients of two orders must not be added either.
-        return hashlib.sha256(self.slices.order.encode() + self.frame).hexdigest()[:16]
+        digest = hashlib.sha256(self.slices.order.encode() + self._frame).digest()
+        return int.from_bytes(digest[:ID_BYTES], "little") >> 1
 
     @classmethod
-    def read(
-        cls, frame: bytes, slices: Slices, dimensions: Sequence[int], *, per_slice: bool, center: bool, expected: str
-    ) -> SliceBasis:
-        """Return the basis of a frame.
+    def read(cls, frame: Frame, slices: Slices, *, per_slice: bool, center: bool) -> SliceBasis:
+        """Return the basis of a frame; the receiver compares its :attr:`id`.
 
         Raises
         ------
-        LayoutError
-            When there is not a dimension from 0 to K for every part, or the basis is another one than ``expected``.
         WireError
-            When the frame holds anything else than these shapes.
+            When the frame is no basis of these slices. Only dimensions are taken from it.
         """
-        if len(dimensions) != len(slices.parts) or any(not 0 <= d <= slices.width for d in dimensions):
-            raise LayoutError(f"dimensions {list(dimensions)} do not fit {len(slices.parts)} parts of {slices.width}")
-        shapes: list[tuple[int, ...]] = []
-        for part, d in zip(slices.parts, dimensions, strict=True):
-            shapes.append((part.count if per_slice else 1, slices.width, d))
-            if center:
-                shapes.append((part.count, slices.width))
-        # Shapes follow from the receiver's own model, never from the frame.
-        expect = tuple(Expected("", shape, kinds=frozenset({DENSE})) for shape in shapes)
-        found = [np.asarray(t.values.decode(), np.float32).reshape(t.shape) for t in wire.decode(frame, expect).tensors]
+        width, tensors_of = slices.width, (False, True) if center else (False,)
+        shapes = [
+            (part.count, width) if of_mean else (part.count if per_slice else 1, width, width)
+            for part in slices.parts
+            for of_mean in tensors_of
+        ]
+        # Of full dimension: the largest there can be.
+        largest = [Expected("", shape, kinds=frozenset({DENSE})) for shape in shapes]
+        tensors = wire.decode(frame, limits=wire.Limits.for_schema(largest)).tensors
+        if len(tensors) != len(shapes):
+            raise SchemaMismatch(
+                f"a basis of {len(slices.parts)} parts has {len(shapes)} tensors, the frame {len(tensors)}"
+            )
+        found = []
+        for tensor, shape in zip(tensors, shapes, strict=True):
+            # The last dimension of carriers is the one that only the frame knows.
+            fits = len(tensor.shape) == len(shape) and tensor.shape[:2] == shape[:2] and tensor.shape[-1] <= shape[-1]
+            if not fits or tensor.kind is not DENSE or tensor.dtype != "float32":
+                raise SchemaMismatch(f"a tensor of shape {tensor.shape} is no part of a basis, which has {shape}")
+            found.append(np.asarray(tensor.values.decode()).reshape(tensor.shape))
         step = 2 if center else 1
         means: Sequence[Float32 | None] = found[1::2] if center else [None] * len(slices.parts)
-        basis = cls(slices, tuple(Subspace(u, m) for u, m in zip(found[::step], means, strict=True)))
-        basis.check(expected)
-        return basis
-
-    def check(self, basis_id: str) -> None:
-        """Raise LayoutError when ``basis_id`` names another basis: its coefficients must not be added to these."""
-        if basis_id != self.id:
-            raise LayoutError(f"coefficients in basis {basis_id!r} cannot be added to those in {self.id!r}")
+        return cls(slices, tuple(Subspace(u, m) for u, m in zip(found[::step], means, strict=True)))
 
     def project(self, vector: Vector) -> Vector:
         """Return what a client sends of an update, float32 of shape (size,)."""
         slices, rest = self.slices.cut(vector)
-        coefficients = [_centred(values, s) @ s.carriers for values, s in self._pairs(slices)]
-        return np.concatenate([*(c.reshape(-1) for c in coefficients), rest]).astype(np.float32, copy=False)
+        coefficients = [subspace.project(values) for values, subspace in zip(slices, self.subspaces, strict=True)]
+        return np.concatenate([*coefficients, rest]).astype(np.float32, copy=False)
 
     def reconstruct(self, mean: Vector) -> Vector:
         """Return the update that a weighted mean of :meth:`project` stands for, whose weights sum to 1.
@@ -155,33 +208,17 @@ class SliceBasis:
             raise LayoutError(f"expected {self.size} coefficients and uncompressed values, got shape {mean.shape}")
         slices, start = [], 0
         for part, subspace in zip(self.slices.parts, self.subspaces, strict=True):
-            stop = start + part.count * subspace.carriers.shape[2]
-            groups, width, d = subspace.carriers.shape
-            coefficients = mean[start:stop].astype(np.float32, copy=False).reshape(groups, part.count // groups, d)
-            values = (coefficients @ subspace.carriers.transpose(0, 2, 1)).reshape(part.count, width)
-            slices.append(values if subspace.mean is None else values + subspace.mean)
+            stop = start + part.count * subspace.dimension
+            slices.append(subspace.reconstruct(mean[start:stop], part.count))
             start = stop
         return self.slices.join(slices, mean[start:].astype(np.float32, copy=False))
 
     def drift(self, vector: Vector) -> float:
         """Return the share of an update's energy in its slices that the basis misses; 0 for an update of zeros."""
-        missed = total = 0.0
-        for values, subspace in self._pairs(self.slices.cut(vector)[0]):
-            centred = _centred(values, subspace)
-            left = centred - (centred @ subspace.carriers) @ subspace.carriers.transpose(0, 2, 1)
-            missed += float(np.square(left, dtype=np.float64).sum())
-            total += float(np.square(values, dtype=np.float64).sum())
+        slices = self.slices.cut(vector)[0]
+        missed = sum(subspace.missed(values) for values, subspace in zip(slices, self.subspaces, strict=True))
+        total = sum(float(np.square(values, dtype=np.float64).sum()) for values in slices)
         return missed / total if total else 0.0
-
-    def _pairs(self, slices: list[Float32]) -> zip[tuple[Float32, Subspace]]:
-        return zip(slices, self.subspaces, strict=True)
-
-
-def _centred(values: Float32, subspace: Subspace) -> Float32:
-    """Return slices without their mean, grouped by the carriers that multiply them, (groups, M / groups, K)."""
-    centred = values if subspace.mean is None else values - subspace.mean
-    # One product of matrices where all slices share their carriers, not one of a vector for each slice.
-    return centred.reshape(len(subspace.carriers), -1, values.shape[1])
 
 
 def shared_grid(peaks: Sequence[float], levels: int) -> IntegerGrid:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import ClassVar, Final
+from typing import ClassVar, Final, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from fedcomp.codecs.base import State, all_finite, require_finite
+from fedcomp.codecs.base import Codec, State, all_finite, require_finite
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.codecs.memory import not_finite, vector_of
 from fedcomp.codecs.wrapper import Wrapper
 from fedcomp.errors import StateError
 from fedcomp.layout import Layout, Update, Vector
 from fedcomp.rng import Key
+from fedcomp.wire import Frame
 
 _WAITING: Final = "update"
+_BLOCK: Final = "basis"
+_BLOCK_ID: Final = "basis-id"
 
 
 class Waiting(Wrapper):
@@ -90,6 +93,99 @@ class Waiting(Wrapper):
     def lasting(self, state: State) -> State:
         """Return what of ``state`` lasts from round to round."""
         return {name: array for name, array in state.items() if name != _WAITING and name not in self.passing}
+
+
+class Named(Protocol):
+    """A basis that travels as a frame and is called by a number of 63 bits."""
+
+    @property
+    def id(self) -> int:
+        """A digest of all of it."""
+        ...
+
+    def frame(self) -> Frame:
+        """Return it as it travels."""
+        ...
+
+
+B = TypeVar("B", bound=Named)
+
+
+class InBasis(Waiting, Generic[B]):
+    """Base of such codecs whose values are coefficients in a basis that all clients share.
+
+    With the last frame the state keeps the basis it was sent in, by which its mass goes back into the memory.
+    """
+
+    passing: ClassVar[frozenset[str]] = frozenset({_BLOCK, _BLOCK_ID})
+
+    @abstractmethod
+    def open_basis(self, frame: Frame, number: int, layout: Layout) -> B:
+        """Return the basis that is called ``number``, of a frame.
+
+        Raises
+        ------
+        WireError
+            When the frame does not hold it.
+        """
+
+    @abstractmethod
+    def around(self, codec: Codec) -> ErrorFeedback:
+        """Return the memory around what encodes."""
+
+    @abstractmethod
+    def reader(self, basis: B, state: State) -> Codec:
+        """Return what wrote the last frame, which was sent in ``basis`` and left ``state``."""
+
+    def send_with(self, codec: Codec, basis: B, state: State, layout: Layout, key: Key) -> tuple[Frame, State]:
+        """Return the frame of the waiting update's p by ``codec``, and the state after it was sent.
+
+        Raises
+        ------
+        StateError
+            When no update waits.
+        """
+        update = self.waiting(state, layout)
+        frame, after = self.around(codec).encode(update, self.lasting(state), key)
+        block = np.frombuffer(basis.frame(), np.uint8)
+        return frame, {**after, _BLOCK: block, _BLOCK_ID: np.asarray(basis.id, np.int64)}
+
+    def rollback(self, state: State, frame: Frame, layout: Layout) -> State:
+        """Return ``state`` with the frame's mass back in the memory."""
+        basis = self.held(state, layout)
+        # The frame was encoded without an exchange, by a client without others.
+        if basis is None:
+            return self.feedback.rollback(state, frame, layout)
+        return self.around(self.reader(basis, state)).rollback(self.lasting(state), frame, layout)
+
+    def held(self, state: State, layout: Layout) -> B | None:
+        """Return the basis that the last frame was sent in; None where there is none in ``state``.
+
+        Raises
+        ------
+        StateError
+            When it is damaged.
+        """
+        number = id_of_basis(state)
+        if _BLOCK not in state or number is None:
+            return None
+        return self.open_basis(state[_BLOCK].tobytes(), number, layout)
+
+
+def id_of_basis(state: State) -> int | None:
+    """Return the id of the basis that the last frame was sent in; None where it was sent in none.
+
+    Raises
+    ------
+    StateError
+        When it is damaged.
+    """
+    number = state.get(_BLOCK_ID)
+    if number is None:
+        return None
+    if number.shape != () or number.dtype.kind != "i":
+        raise StateError("the state's basis id is damaged; start from init(layout)")
+    return int(number)
 
 
 def waits(state: State) -> bool:
