@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from fedcomp.errors import ConfigError, nearest
 from fedcomp.experiments.spec import RunSpec
-from fedcomp.strategies import pair_systems, power_sgd, shared_support
+from fedcomp.strategies import gradiveq, pair_systems, power_sgd, shared_support
 from fedcomp.strategies.coded import linear
 from fedcomp.strategies.coded import systems as coded
 from fedcomp.strategies.gcn import system as gcn
@@ -29,6 +29,7 @@ _DECLARED: Final = (
     *pair_systems.SYSTEMS,
     shared_support.SYSTEM,
     power_sgd.SYSTEM,
+    gradiveq.SYSTEM,
     *coded.SYSTEMS,
     linear.SYSTEM,
     *gossip.SYSTEMS,

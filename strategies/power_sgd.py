@@ -205,7 +205,7 @@ class SharedBasis(WaitingStrategy[BasisRound]):
             report.notes.append("no projection came of which a basis could be made: the model is unchanged")
             return None, None
         now.block = now.basis.frame()
-        yield from self._gather(now)
+        yield from self._gather(now, {SUPPORT: now.block})
         if not now.codec.two_exchanges:
             # It follows from the step before, or came in a message: with the step it would travel twice.
             now.block = b""
@@ -228,7 +228,7 @@ class SharedBasis(WaitingStrategy[BasisRound]):
             mean = basis, self.codec.mean(basis).coefficients(step, now.layout)
         return now.codec.start(mean, now.layout, basis_key(self.seed, now.version))
 
-    def _beside(self, content: RecordDict, fields: dict[str, Any], now: BasisRound) -> None:
+    def _beside(self, node: int, content: RecordDict, fields: dict[str, Any], now: BasisRound) -> None:
         fields["support"] = now.name_of_block
         # No step leads to a whole model, so that nothing follows from it.
         if self._last is not None and not fields.get("base", 1):

@@ -154,7 +154,7 @@ class SharedSupport(WaitingStrategy[SupportRound]):
             return None, None
         assert now.leader is not None
         self.leaders[server_round] = now.leader
-        yield from self._gather(now)
+        yield from self._gather(now, {SUPPORT: now.block})
         return self._aggregate(now)
 
     def _take_trained(

@@ -18,7 +18,7 @@ from fedcomp import params
 from fedcomp.codecs.base import all_finite
 from fedcomp.codecs.waiting import Waiting
 from fedcomp.flower.payload import put_frame
-from fedcomp.flower.protocol import SUPPORT, Announcement, announce
+from fedcomp.flower.protocol import Announcement, announce
 from fedcomp.flower.records import restore_dtypes, to_arrays, to_record
 from fedcomp.flower.report import Report
 from fedcomp.flower.rounds import Exchanges, ExchangeStrategy
@@ -113,8 +113,8 @@ class WaitingStrategy(Receiving, ExchangeStrategy, Stateful, Generic[R]):
         """Write the exchanges of a training round; return model and metrics, None without a step."""
         raise NotImplementedError
 
-    def _beside(self, content: RecordDict, fields: dict[str, Any], now: R) -> None:
-        """Add to a message, and to what is announced with it, what a strategy needs there."""
+    def _beside(self, node: int, content: RecordDict, fields: dict[str, Any], now: R) -> None:
+        """Add to a message to ``node``, and to what is announced with it, what a strategy needs there."""
 
     def evaluate_round(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -205,7 +205,7 @@ class WaitingStrategy(Receiving, ExchangeStrategy, Stateful, Generic[R]):
                 fields["downlink"] = now.codec.to_config()
             else:
                 fields |= announcer.training_fields(peer, now.codec) | {"support": now.name_of_block, "leader": asked}
-            self._beside(content, fields, now)
+            self._beside(node, content, fields, now)
             for key, frame in (frames or {}).items():
                 put_frame(content, key, frame)
             announce(content, Announcement(record=name, round=now.number, seed=self.seed, **fields))
@@ -213,12 +213,12 @@ class WaitingStrategy(Receiving, ExchangeStrategy, Stateful, Generic[R]):
             sent.append(SentMessage(message, node, fields.get("sequence", 0)))
         return sent
 
-    def _gather(self, now: R) -> Exchanges[None]:
-        """Send the block to those that have not sent their values, and take their answers."""
+    def _gather(self, now: R, frames: Mapping[str, Frame]) -> Exchanges[None]:
+        """Send ``frames`` to those that have not sent their values, and take their answers."""
         waiting = {c.sent.node: c for c in now.clients if c.values is None and c.sent.node not in now.silent}
         if not waiting:
             return
-        asked = self._messages(dict.fromkeys(waiting, 0), now, ConfigRecord(), "query", {SUPPORT: now.block})
+        asked = self._messages(dict.fromkeys(waiting, 0), now, ConfigRecord(), "query", frames)
         replies = yield [each.message for each in asked]
 
         def read(each: SentMessage, reply: Message) -> None:

@@ -13,12 +13,13 @@ from toy import client_app
 
 from fedcomp.clients.coded.mod import coded
 from fedcomp.clients.compressed import compression
+from fedcomp.clients.gradiveq import fitted_basis
 from fedcomp.clients.power_sgd import shared_basis
 from fedcomp.clients.private.lsg import lsg
 from fedcomp.clients.private.mod import private
 from fedcomp.clients.private.topagg import votes_only
 from fedcomp.clients.shared_support import shared_support
-from fedcomp.codecs import QSGD, FixedPoint, Identity, PowerSGD, RandomK, ScaleCom, SignSGD, TopK
+from fedcomp.codecs import QSGD, FixedPoint, GradiVeQ, Identity, PowerSGD, RandomK, ScaleCom, SignSGD, TopK
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
@@ -30,6 +31,7 @@ from fedcomp.privacy.local import Privatise
 from fedcomp.privacy.votes import TopkSign
 from fedcomp.strategies.coded.strategy import CodedFedAvg
 from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.gradiveq import FittedBasis
 from fedcomp.strategies.power_sgd import SharedBasis
 from fedcomp.strategies.private.distributed_dp import DistributedDp
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
@@ -138,6 +140,14 @@ PATHS: dict[str, Path] = {
     "shared basis, two exchanges": Path(
         lambda: SharedBasis(PowerSGD(rank=2, form="two-exchange", memory="aggregated")),
         lambda *o: client_app([*o, shared_basis(), compression()]),
+    ),
+    "fitted basis": Path(
+        lambda: FittedBasis(GradiVeQ(width=40), sampling=3, compression=2),
+        lambda *o: client_app([*o, fitted_basis(), compression()]),
+    ),
+    "fitted basis, shared grids": Path(
+        lambda: FittedBasis(GradiVeQ(width=40, levels=127), sampling=3, compression=2),
+        lambda *o: client_app([*o, fitted_basis(), compression()]),
     ),
     "relay": Path(lambda: CodedFedAvg(Compressed(quiet(), SPARSE), symbols=2), coded_app),
     "groups": Path(

@@ -118,7 +118,8 @@ def coded(max_store_bytes: int = MAX_STORE_BYTES) -> ClientHalf:
                 raise  # the app's own: it ends as it would without this mod
             return refusal(msg, f"{type(error).__name__}: {error}")
 
-    inner = ("local_privacy", "shared_support", "shared_basis", "compression", "lsg", "private", "record_dp")
+    waiting = ("fitted_basis", "shared_support", "shared_basis")
+    inner = ("local_privacy", *waiting, "compression", "lsg", "private", "record_dp")
     return ClientHalf("coded", coded_mod, outside=inner)
 
 

@@ -84,7 +84,7 @@ def local_privacy(policy: LocalPolicy | None = None) -> ClientHalf:
         _Sent(held.count + 1, this, digest).write(context)
         return reply
 
-    inner = ("shared_support", "shared_basis", "compression", "lsg", "private", "record_dp")
+    inner = ("fitted_basis", "shared_support", "shared_basis", "compression", "lsg", "private", "record_dp")
     return ClientHalf("local_privacy", local_privacy_mod, outside=inner, needs=("compression",))
 
 

@@ -33,7 +33,8 @@ def votes_only() -> ClientHalf:
     >>> from fedcomp.clients.client import client
     >>> app = client(ClientApp(), votes_only(), only=["compression", "private"])
     """
-    inner = ("coded", "local_privacy", "shared_support", "shared_basis", "compression", "lsg", "private", "record_dp")
+    waiting = ("fitted_basis", "shared_support", "shared_basis")
+    inner = ("coded", "local_privacy", *waiting, "compression", "lsg", "private", "record_dp")
     return ClientHalf("votes_only", _guard, outside=inner, needs=("compression", "private"))
 
 

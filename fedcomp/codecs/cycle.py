@@ -49,6 +49,9 @@ class Cycle(Stateful):
         if not -self.warm_up <= values["_done"] < self.sampling + self.compression:
             raise StateError(f"round {values['_done']} is none of a cycle of {self.identity()}")
 
+    def __repr__(self) -> str:
+        return f"{self.warm_up} rounds of warm-up; by turns {self.sampling} sampled, {self.compression} compressed"
+
     @property
     def phase(self) -> str:
         """The phase of the next round."""
@@ -62,6 +65,10 @@ class Cycle(Stateful):
         self._done = 0 if early else self._done + 1
         if self._done == self.sampling + self.compression:
             self._done = 0
+
+    def restart(self) -> None:
+        """Begin a new cycle, unless the warm-up is not over."""
+        self._done = min(self._done, 0)
 
     def average_ratio(self, ratio: float) -> float:
         """Return the compression over a cycle whose compressed rounds save a factor of ``ratio``.

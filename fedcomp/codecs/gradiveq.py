@@ -274,10 +274,13 @@ class GradiVeQ(InBasis[SliceBasis]):
 
     def open_basis(self, frame: Frame, number: int, layout: Layout) -> SliceBasis:
         """Return the basis that is called ``number``; see :meth:`fedcomp.codecs.waiting.InBasis.open_basis`."""
-        for basis in (SliceBasis.nothing(layout), self.read_basis(frame, layout) if frame else None):
-            if basis is not None and basis.id == number:
-                return basis
-        raise wire.SchemaMismatch(f"the frame does not hold the basis {number:x}")
+        nothing = SliceBasis.nothing(layout)
+        if number == nothing.id:
+            return nothing
+        basis = self.read_basis(frame, layout)
+        if basis.id != number:
+            raise wire.SchemaMismatch(f"the frame holds the basis {basis.id:x}, expected {number:x}")
+        return basis
 
     def rounds(self, basis: SliceBasis) -> bool:
         """Whether clients that send in ``basis`` need grids."""

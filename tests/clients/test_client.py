@@ -16,6 +16,7 @@ from fedcomp.clients import app as generic
 from fedcomp.clients.client import HALVES, client, in_order
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.gossip import gossip_node
+from fedcomp.clients.gradiveq import fitted_basis
 from fedcomp.clients.half import ClientHalf
 from fedcomp.clients.power_sgd import shared_basis
 from fedcomp.clients.private.dpsgd import record_dp
@@ -234,7 +235,9 @@ def test_the_generic_app_has_a_handler_for_every_system() -> None:
             assert ("function registered" in reply.error.reason) == (kind == "query.unknown"), kind
 
 
-@pytest.mark.parametrize("half", [compression(), shared_support(), shared_basis()], ids=lambda half: half.name)
+@pytest.mark.parametrize(
+    "half", [compression(), shared_support(), shared_basis(), fitted_basis()], ids=lambda half: half.name
+)
 def test_a_damaged_announcement_is_refused_before_the_app_sees_it(half: ClientHalf) -> None:
     seen: list[str] = []
     app, held = client(ClientApp(), only=[half]), context()

@@ -13,16 +13,18 @@ from toy import client_app, fedavg, model, stack, update
 
 from fedcomp import wire
 from fedcomp.clients.compressed import compression
+from fedcomp.clients.gradiveq import fitted_basis
 from fedcomp.clients.power_sgd import shared_basis
 from fedcomp.clients.private.mod import private
 from fedcomp.clients.shared_support import shared_support
-from fedcomp.codecs import Identity, PowerSGD, RandomK, ScaleCom, TopK
+from fedcomp.codecs import GradiVeQ, Identity, PowerSGD, RandomK, ScaleCom, TopK
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import put_frame
 from fedcomp.flower.protocol import UPDATE
 from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.gradiveq import FittedBasis
 from fedcomp.strategies.power_sgd import SharedBasis
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 from fedcomp.strategies.replies import MAX_ENTRIES, MAX_NUMBERS, MAX_RECORDS, weight_of
@@ -296,6 +298,10 @@ PATHS: dict[str, Callable[[], tuple[Strategy, Client]]] = {
         SharedBasis(PowerSGD(rank=2)),
         client_app([shared_basis(), compression()]),
     ),
+    "fitted basis": lambda: (
+        FittedBasis(GradiVeQ(width=40)),
+        client_app([fitted_basis(), compression()]),
+    ),
 }
 
 
@@ -307,6 +313,7 @@ PATHS: dict[str, Callable[[], tuple[Strategy, Client]]] = {
         ("private", "5,000 settings"),
         ("shared support", "5,000 metrics"),
         ("shared basis", "5,000 metrics"),
+        ("fitted basis", "5,000 metrics"),
     ],
 )
 def test_d4_a_reply_that_holds_too_much_is_refused_unread(path: str, name: str, monkeypatch) -> None:

@@ -17,10 +17,11 @@ from private_runs import inner as bare_mean
 from toy import SHAPES, client_app, fedavg, model, update
 
 from fedcomp.clients.compressed import compression
+from fedcomp.clients.gradiveq import fitted_basis
 from fedcomp.clients.power_sgd import shared_basis
 from fedcomp.clients.private.mod import private
 from fedcomp.clients.shared_support import shared_support
-from fedcomp.codecs import FixedPoint, Identity, PowerSGD, RandomK, ScaleCom, TopK
+from fedcomp.codecs import FixedPoint, GradiVeQ, Identity, PowerSGD, RandomK, ScaleCom, TopK
 from fedcomp.errors import NoUsableReply
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
@@ -29,6 +30,7 @@ from fedcomp.flower.report import Report
 from fedcomp.flower.rounds import fit
 from fedcomp.strategies.coded.strategy import CodedFedAvg
 from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.gradiveq import FittedBasis
 from fedcomp.strategies.partitions import Holders, contest
 from fedcomp.strategies.power_sgd import SharedBasis
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
@@ -81,6 +83,10 @@ MEANS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "shared basis": (
         lambda: SharedBasis(PowerSGD(rank=2), fraction_evaluate=1.0),
         lambda: client_app([shared_basis(), compression()]),
+    ),
+    "fitted basis": (
+        lambda: FittedBasis(GradiVeQ(width=40), fraction_evaluate=1.0),
+        lambda: client_app([fitted_basis(), compression()]),
     ),
 }
 

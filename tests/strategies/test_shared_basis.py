@@ -64,9 +64,9 @@ class Watched(SharedBasis):
         self.bases: dict[int, Basis] = {}
         self.again: dict[int, list[int]] = {}
 
-    def _gather(self, now):
+    def _gather(self, now, frames):
         self.again[now.number] = sorted(c.partition for c in now.clients if c.values is None)
-        yield from super()._gather(now)
+        yield from super()._gather(now, frames)
 
     def _aggregate(self, now):
         out = super()._aggregate(now)

@@ -100,7 +100,18 @@ def test_every_new_codec_is_here() -> None:
         return {codec.codec_id, *(ids(codec.codec) if codec.codec_id in ("feedback", "chain") else ())}
 
     here = set().union(*map(ids, (*EXACT, *ROUNDED, *OTHERS)))
-    elsewhere = {"bounded", "chain", "feedback", "identity", "power-sgd", "qsgd", "randomk", "scalecom", "topagg"}
+    elsewhere = {
+        "bounded",
+        "chain",
+        "feedback",
+        "gradiveq",
+        "identity",
+        "power-sgd",
+        "qsgd",
+        "randomk",
+        "scalecom",
+        "topagg",
+    }
     assert here | elsewhere >= set(known())
 
 

@@ -11,12 +11,14 @@ from flwr.clientapp import ClientApp
 from toy import fedavg, with_halves
 
 from fedcomp.clients.compressed import compression
+from fedcomp.clients.gradiveq import fitted_basis
 from fedcomp.clients.power_sgd import shared_basis
 from fedcomp.clients.shared_support import shared_support
-from fedcomp.codecs import PowerSGD, ScaleCom, TopK
+from fedcomp.codecs import GradiVeQ, PowerSGD, ScaleCom, TopK
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.rng import Key
 from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.gradiveq import FittedBasis
 from fedcomp.strategies.power_sgd import SharedBasis
 from fedcomp.strategies.shared_support import SharedSupport
 
@@ -61,6 +63,7 @@ def strategies():
     yield Compressed(fedavg(fraction_evaluate=0.0), TopK(density=0.05)), compression()
     yield SharedSupport(ScaleCom(density=0.05), fraction_evaluate=0.0), shared_support()
     yield SharedBasis(PowerSGD(rank=2), fraction_evaluate=0.0), shared_basis()
+    yield FittedBasis(GradiVeQ(width=40), sampling=3, compression=2, fraction_evaluate=0.0), fitted_basis()
 
 
 def lowest(strategy, mod, initial: ArrayRecord, rounds: int = 8) -> list[float]:
