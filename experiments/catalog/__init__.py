@@ -22,6 +22,7 @@ CATALOG: dict[str, str] = {
         "adacomp",
         "sidco",
         "scalecom",
+        "gradiveq",
         "power_sgd",
         "coded_dropout",
         "coded_training",

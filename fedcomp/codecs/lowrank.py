@@ -175,7 +175,7 @@ class LowRank(Factored):
 
     Examples
     --------
-    >>> from fedcomp.layout import TensorSpec
+    >>> from fedcomp.layout import TensorSpec, Update
     >>> layout = Layout((TensorSpec("w", (8, 9), "float32", 0, 72),), (), ("w",))
     >>> update = Update(np.outer(np.arange(8), np.arange(9)).astype(np.float32).reshape(-1), layout)
     >>> codec = LowRank(rank=1)

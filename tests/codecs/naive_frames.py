@@ -19,6 +19,7 @@ from fedcomp.codecs import (
     Dithering,
     Domain,
     FixedPoint,
+    GradiVeQ,
     Identity,
     NaturalCompression,
     PowerSGD,
@@ -162,7 +163,7 @@ def values_of(codec: Any, part: Part, x: np.ndarray, y: np.ndarray, most: bool) 
 
 def inmost(codec: Codec) -> Any:
     """The codec that makes the frame."""
-    while isinstance(codec, ErrorFeedback | Chain | DGC | Domain | FFT | PowerSGD | ScaleCom):
+    while isinstance(codec, ErrorFeedback | Chain | DGC | Domain | FFT | GradiVeQ | PowerSGD | ScaleCom):
         codec = codec.codec
     return codec
 

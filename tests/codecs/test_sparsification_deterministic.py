@@ -76,6 +76,7 @@ from fedcomp.codecs import (
     Dithering,
     Domain,
     FixedPoint,
+    GradiVeQ,
     Identity,
     KeyRegion,
     LowRank,
@@ -154,6 +155,7 @@ WITH_MEMORY: tuple[Codec, ...] = (
     ScaleCom(0.1, values="q4"),
     chain(Clip(1e9), ErrorFeedback(TopK(0.05))),
     PowerSGD(2),
+    GradiVeQ(memory=True),
 )
 
 

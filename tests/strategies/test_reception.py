@@ -27,6 +27,8 @@ SORTED = SKIPS | {
     "shared support, stale leader",
     "shared basis",
     "shared basis, two exchanges",
+    "fitted basis",
+    "fitted basis, shared grids",
 }
 """Paths with a driver of their own, which drops a second reply."""
 
