@@ -73,7 +73,7 @@ class Training:
         # The test split is the same for all seeds: no row may meet it in its tuning.
         order = torch.from_numpy(Key(0, "convolution gradients/test").generator().permutation(len(labels)))
         fifth = len(labels) // 5
-        parts = {
+        parts: dict[str, tuple[Any, Any]] = {
             "nothing": (slice(None), slice(0)),
             "test": (order[fifth:], order[:fifth]),
             "validation": (order[2 * fifth :], order[fifth : 2 * fifth]),

@@ -376,8 +376,8 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
                 by_fit,
                 list(itertools.product((EARLY, LATE), LAYERS, LAYOUTS)),
                 f"Mean gradients of four workers, conv2 (32, 16, 3, 3) and conv3 (64, 32, 3, 3), slices of {WIDTH}, "
-                f"{MOST} directions, centred; squared error over energy of all later steps, means over seeds. A random basis "
-                "misses .875.",
+                f"{MOST} directions, centred; squared error over energy of all later steps, means over seeds. A "
+                "random basis misses .875.",
             ),
             table(
                 "Training",
@@ -485,8 +485,8 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
             f"{POOLED}: {ratio(POOLED):.1f} times fewer bytes of convolutions, basis, samples and warm-up counted, "
             f"{accuracy(DENSE) - accuracy(POOLED):.1f} points lost against {accuracy(DENSE):.1f} %. "
             + "; ".join(f"{rival}: {ratio(rival):.1f} times, {accuracy(rival):.1f} %" for rival in RIVALS)
-            + f". Of later gradients of conv3 a pooled basis misses {error('conv3', 'HWFD', 'pooled'):.3f} with the depth "
-            f"fastest, {error('conv3', 'FDHW', 'pooled'):.3f} in torch's order."
+            + f". Of later gradients of conv3 a pooled basis misses {error('conv3', 'HWFD', 'pooled'):.3f} with the "
+            f"depth fastest, {error('conv3', 'FDHW', 'pooled'):.3f} in torch's order."
         ),
     )
 

@@ -1,0 +1,192 @@
+"""The experiment ``gradiveq``: its trainings send real frames, and its claims catch what they are about."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fedcomp.experiments.catalog.gradiveq as module
+from fedcomp.codecs import GradiVeQ, get_codec
+from fedcomp.experiments.catalog.gradiveq import (
+    DENSE,
+    EARLY,
+    EXPERIMENT,
+    GRIDS,
+    KINDS,
+    LATE,
+    LAYERS,
+    LAYOUTS,
+    MOST,
+    POOLED,
+    RIVALS,
+    ROWS,
+    Exchange,
+    Row,
+    fits,
+    layout_of,
+    times,
+    train,
+)
+from fedcomp.experiments.conv_gradients import Training, gradients, mean_of
+from fedcomp.experiments.findings import Say
+from fedcomp.rng import Key
+
+
+def config(*assignments: str) -> Any:
+    return EXPERIMENT.configure(assignments=("seeds=2", "workers=1", "rates=0.02", *assignments))
+
+
+def vectors(layout: Any, number: int, count: int = 4) -> list[np.ndarray]:
+    drawn = Key(0, "toy", number).generator().standard_normal((count, layout.size))
+    return list(drawn.astype(np.float32))
+
+
+def toy() -> Any:
+    shapes = {"conv1": (16, 1, 3, 3), "conv2": (32, 16, 3, 3), "conv3": (64, 32, 3, 3)}
+    return layout_of({name: np.zeros(shape, np.float32) for name, shape in shapes.items()})
+
+
+def test_rows_are_codecs_of_their_own_and_rivals_remember() -> None:
+    made = {label: get_codec(dict(row.codec)) for label, row in ROWS.items()}
+    assert len({(repr(codec), row.sampling) for codec, row in zip(made.values(), ROWS.values(), strict=True)}) == len(
+        ROWS
+    )
+    assert all(isinstance(made[label], GradiVeQ) == bool(row.sampling) for label, row in ROWS.items())
+    assert all(made[rival].remembers for rival in RIVALS)
+    # The published eighth, unless a row says otherwise.
+    assert made[POOLED].most * 8 == made[POOLED].width
+
+
+def test_an_exchange_is_the_mean_until_it_compresses_and_counts_real_frames() -> None:
+    layout, row = toy(), Row({"id": "gradiveq", "width": 512, "most": 64, "loss": 1e-6}, 5, 2)
+    exchange = Exchange(row, layout, 4, seed=1, warm_up=1)
+    for number in range(1, 10):
+        sent = vectors(layout, number)
+        arrived = exchange.step(number, sent)
+        exact = np.mean(sent, axis=0, dtype=np.float64)
+        off = np.linalg.norm(arrived - exact) / np.linalg.norm(exact)
+        assert (off > 0.3) == (number in (7, 8)), number
+    dense, short = exchange.sent[0], exchange.sent[6]
+    assert exchange.sent == [dense] * 6 + [short] * 2 + [dense]
+    assert exchange.uplink == 4 * sum(exchange.sent)
+    # 9 and 36 slices of 64 coefficients, and 144 elements of conv1.
+    assert 4 * (45 * 64 + 144) < short < 4 * (45 * 64 + 144) + 200
+    assert 4 * 2 * 512 * 64 * 4 < exchange.basis_bytes < 4 * (2 * 512 * 64 * 4 + 200)
+
+
+def test_grids_are_counted_and_ring_and_star_agree() -> None:
+    layout, row = toy(), Row({"id": "gradiveq", "width": 512, "most": 64, "loss": 1e-6, "levels": 7}, 5, 2)
+    exchange = Exchange(row, layout, 4, seed=1, warm_up=0)
+    for number in range(1, 8):
+        exchange.step(number, vectors(layout, number))
+    assert exchange.grids_agree
+    assert exchange.uplink == 4 * sum(exchange.sent) + 2 * 4 * 2 * 4
+    assert exchange.sent[-1] < exchange.sent[0] / 15
+
+
+@pytest.mark.long
+def test_a_full_basis_is_the_dense_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A7.2, d = K: the same losses to float tolerance, whole trajectory."""
+    full = Row({"id": "gradiveq", "width": 48, "loss": 1e-9, "order": "HWFD"}, 4, 20)
+    monkeypatch.setitem(ROWS, "full", full)  # type: ignore[arg-type]
+    dense, found = (train(label, 0.02, 3, steps=25) for label in (DENSE, "full"))
+    assert found["loss"] == pytest.approx(dense["loss"], rel=1e-3)
+    assert found["compressed"] >= 1
+    assert dense["uplink"] == 25 * 4 * dense["first"]
+
+
+def test_the_training_is_the_one_of_the_gradients_and_splits_do_not_meet() -> None:
+    training, found = Training(3), gradients([1, 3], seed=3)
+    for step in (1, 2, 3):
+        workers = training.workers()
+        if step in found:
+            for ours, theirs in zip(workers, found[step], strict=True):
+                assert all(np.array_equal(ours[name], theirs[name]) for name in ours)
+        training.move(mean_of(workers))
+    assert training.losses[0] == pytest.approx(np.log(10), abs=0.2)
+
+    def held(kind: str, seed: int) -> set[bytes]:
+        images, _ = Training(seed, held_out=kind)._held
+        return {image.numpy().tobytes() for image in images}
+
+    assert held("test", 0) == held("test", 7)
+    assert not held("test", 0) & held("validation", 0)
+    assert len(held("nothing", 0)) == 0
+
+
+def test_bases_are_measured_after_their_window() -> None:
+    found = fits(2, 0, sampled=6, later=5)
+    assert set(found["missed"]) == {f"{o}/{k}/{layer}" for o in LAYOUTS for k in KINDS for layer in LAYERS}
+    assert all(0.0 < share < 3.0 for share in found["missed"].values())
+    assert 0.0 < found["apart"] < 2e-6
+
+
+def test_a_code_that_can_be_added_gains_more_at_the_same_ratio() -> None:
+    for count in (4, 16):
+        at = times(count)
+        assert at["summable"] < min(at["hop by hop"], at["gathered"], at["ring"])
+
+
+def measured(monkeypatch: pytest.MonkeyPatch, changes: Mapping[str, Mapping[str, float]], gain: float = 8.0) -> Any:
+    """Measure with made-up trainings: all alike but for ``changes``."""
+
+    def made(label: str, rate: float, seed: int, *, steps: int, tuning: bool = False) -> dict[str, Any]:
+        short, row = 100 if ROWS[label].sampling else 1000, ROWS[label]
+        compressed = steps * 4 // 5 if row.sampling else steps
+        first = 1000
+        sent = (steps - compressed) * first + compressed * (short if row.sampling else 1000)
+        found = {
+            "accuracy": 97.0,
+            "loss": 0.1,
+            "uplink": 4 * sent,
+            "basis": 0,
+            "dense": 4000 * steps,
+            "first": first,
+            "short": short,
+            "compressed": compressed,
+            "steps": steps,
+            "sent": sent,
+            "ring is star": True,
+        }
+        return {**found, **changes.get(label, {})}
+
+    def fitted(before: int, seed: int, **window: int) -> dict[str, Any]:
+        shares = {
+            f"{order}/{kind}/{layer}": 0.1 * gain if order == "FDHW" else 0.1
+            for order in LAYOUTS
+            for kind in KINDS
+            for layer in LAYERS
+        }
+        return {"missed": shares, "apart": changes.get("apart", {}).get("apart", 1e-7)}
+
+    monkeypatch.setattr(module, "train", made)
+    monkeypatch.setattr(module, "fits", fitted)
+    findings = EXPERIMENT.measure(config(), {}, Say())
+    return findings, [claim.name for claim in findings.claims if claim.gate and not claim.ok]
+
+
+def test_claims_are_about_what_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    findings, failed = measured(monkeypatch, {})
+    assert not failed
+    assert [len(found.rows) for found in findings.tables] == [2 * len(LAYERS) * len(LAYOUTS), len(ROWS), 2]
+    _, failed = measured(monkeypatch, {POOLED: {"accuracy": 95.9}})
+    assert failed == [f"{POOLED}: points of accuracy lost"]
+    _, failed = measured(monkeypatch, {GRIDS: {"ring is star": False}})
+    assert failed == [f"{GRIDS}: sums of integers that differ between ring and star, over all steps"]
+    _, failed = measured(monkeypatch, {POOLED: {"basis": 10**9}})
+    assert failed == [f"{POOLED}: times fewer bytes of convolutions in the training, basis and warm-up counted"]
+    _, failed = measured(monkeypatch, {POOLED: {"sent": 123_456}})
+    assert failed == [f"{POOLED}: bytes sent against the formula of the cycle, relative"]
+    _, failed = measured(monkeypatch, {"apart": {"apart": 1e-5}})
+    assert len(failed) == 1
+    _, failed = measured(monkeypatch, {}, gain=4.0)
+    assert sorted(name.split(",")[0] for name in failed) == ["conv2", "conv3"]
+    assert all(str(LATE + 1) in name for name in failed)
+    findings, failed = measured(monkeypatch, {RIVALS[0]: {"uplink": 1, "accuracy": 98.0}})
+    assert not failed
+    assert any(RIVALS[0] in claim.name and not claim.ok for claim in findings.claims)
+    assert EARLY < LATE
+    assert MOST < 512
