@@ -222,8 +222,8 @@ ROWS: Final[Mapping[str, Row]] = {
 ELSEWHERE: Final[Mapping[str, str]] = {
     "chain": "puts clipping or noise before another codec and sends what that one sends",
     "topagg": "votes that only a private strategy turns into a step, see the experiment 'topagg'",
-    "gradiveq": "samples dense rounds: with four of 24 no cycle gets below a sixth of FedAvg's bytes, which is more than "
-    "any budget; see the experiment 'gradiveq'",
+    "gradiveq": "samples dense rounds: with four of 24 no cycle gets below a sixth of FedAvg's bytes, more than any "
+    "budget; see the experiment 'gradiveq'",
     "bounded": "clips and rounds what a private sum adds up, see the experiment 'topagg'",
 }
 """Registered codecs without a row, and why."""
