@@ -677,6 +677,13 @@ def _claims(by_model: Mapping[str, Sequence[Place]], checks: Records) -> list[Cl
             "measured 1.14: settings are fitted to rounds of FedAvg, and what is remembered takes other codes",
         ),
         claim(
+            "largest uplink over its budget, codecs whose setting decides the length, as was aimed at",
+            over[True],
+            "<= 1.1",
+            "a goal; the bound above is what was reached",
+            gate=False,
+        ),
+        claim(
             "largest uplink over its budget, codecs whose data decide the length",
             over[False],
             "<= 1.5",

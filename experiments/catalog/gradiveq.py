@@ -505,7 +505,7 @@ EXPERIMENT = Experiment(
     options=OPTIONS,
     rounds=1,
     clients=4,
-    minutes=9.0,
+    minutes=10.0,
     quick=("seeds=1", "steps=30", "rates=0.02", "sampled=6", "later=5"),
     notes=(
         "Yu et al. (2018) project slices of a convolution's gradient onto the leading directions of former aggregated "
