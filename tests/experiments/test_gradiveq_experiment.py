@@ -86,7 +86,6 @@ def test_grids_are_counted_and_ring_and_star_agree() -> None:
         exchange.step(number, vectors(layout, number))
     assert exchange.grids_agree
     assert exchange.uplink == 4 * sum(exchange.sent) + 2 * 4 * 2 * 4
-    # Nearly an eighth of an eighth: packed by what they are, a few bytes apart.
     assert exchange.sent[-1] < exchange.sent[0] / 15
 
 
