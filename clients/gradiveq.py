@@ -51,6 +51,8 @@ class _Exchange(Exchange[GradiVeQ]):
         super().__init__(msg, context, announcement, codec)
         self._block = take_frame(msg.content, SUPPORT)
         self._basis: SliceBasis | None = None
+        # Bases that were read, by where they came from: every step that leads to the model asks for one.
+        self._read: dict[str, SliceBasis] = {}
 
     def prepare(self, layout: Layout, block: Frame | None) -> None:
         """Find the round's basis."""
@@ -107,13 +109,18 @@ class _Exchange(Exchange[GradiVeQ]):
     def _candidates(self, layout: Layout) -> Iterator[SliceBasis]:
         yield SliceBasis.nothing(layout)
         if self._block is not None:
-            yield self.codec.read_basis(self._block, layout)
+            yield self._open("message", self._block, layout)
         held = self.context.state.get(_HELD)
         frame = to_arrays(held).get("basis") if isinstance(held, ArrayRecord) else None
         if frame is None:
             return
         try:
-            yield self.codec.read_basis(frame.tobytes(), layout)
+            yield self._open("state", frame.tobytes(), layout)
         except WireError:
             # Damaged where it was kept: as good as none, and the server sends it again.
             return
+
+    def _open(self, source: str, frame: Frame, layout: Layout) -> SliceBasis:
+        if source not in self._read:
+            self._read[source] = self.codec.read_basis(frame, layout)
+        return self._read[source]

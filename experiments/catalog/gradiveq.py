@@ -380,8 +380,8 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
                 by_fit,
                 list(itertools.product((EARLY, LATE), LAYERS, LAYOUTS)),
                 "Letters: axes, the slowest first. Mean gradients of four workers, conv2 (32, 16, 3, 3) and conv3 "
-                f"(64, 32, 3, 3), slices of {WIDTH}, {MOST} directions, centred; squared error over energy of all later "
-                "steps, means over seeds. A random basis misses .875.",
+                f"(64, 32, 3, 3), slices of {WIDTH}, {MOST} directions, centred; squared error over energy of all "
+                "later steps, means over seeds. A random basis misses .875.",
             ),
             table(
                 "Training",
