@@ -130,9 +130,6 @@ class FittedBasis(WaitingStrategy[FittedRound]):
     sampling, compression : int
         Rounds of each phase, at least 3 and 1. The last fifth of the samples, one at least, is held out to choose the
         dimension: chosen on the samples that the basis was fitted to, it is far too small (measured).
-    refresh_tol : float, optional
-        In (0, 1]: sampling begins at once when the basis misses more than this share of the updates. Default: bases
-        last for all of their rounds.
     server_lr : float
         Step size of the server: model += server_lr * mean. 1 where the codec centres: a mean cannot be scaled without
         the constant in it.
@@ -184,7 +181,6 @@ class FittedBasis(WaitingStrategy[FittedRound]):
         *,
         sampling: int = 20,
         compression: int = 130,
-        refresh_tol: float | None = None,
         server_lr: float = 1.0,
         warmup_rounds: int = 0,
         policy: DensityPolicy | None = None,
@@ -211,10 +207,6 @@ class FittedBasis(WaitingStrategy[FittedRound]):
             )
         sampling = params.integer("sampling", sampling, low=3)
         self.cycle = Cycle(self.warmup_rounds, sampling, params.integer("compression", compression, low=1))
-        if refresh_tol is not None:
-            rule = "a number in (0, 1]"
-            refresh_tol = params.number("refresh_tol", refresh_tol, rule=rule, ok=lambda v: 0.0 < v <= 1.0)
-        self.refresh_tol = refresh_tol
         self._moments: Moments | None = None
         # Sums that were restored: what they are of follows from the next model.
         self._restored: Mapping[str, Any] | None = None
@@ -228,10 +220,6 @@ class FittedBasis(WaitingStrategy[FittedRound]):
     def summary(self) -> None:
         """Log the codec and the phases."""
         log.info("\t├──> FittedBasis: %r, %r", self.codec, self.cycle)
-
-    def identity(self) -> str:
-        """Return the codec and the step at which bases are given up, which must not change within a run."""
-        return f"{super().identity()}, refresh_tol={self.refresh_tol}"
 
     def _exchanges(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -329,11 +317,11 @@ class FittedBasis(WaitingStrategy[FittedRound]):
             self._moments.add(now.moved)
         if now.basis.subspaces:
             self._read_until = self.announcer.version
-            drift = now.drift
-            refit = self.refresh_tol is not None and drift is not None and drift > self.refresh_tol
+            drift, most = now.drift, self.codec.refresh_tol
+            refit = most is not None and drift is not None and drift > most
             if refit:
                 now.report.notes.append(
-                    f"the basis misses {drift:.3g} of the updates, more than {self.refresh_tol}: sampling begins again"
+                    f"the basis misses {drift:.3g} of the updates, more than {most}: sampling begins again"
                 )
         self.cycle.advance(refit=refit)
         if phase == SAMPLING and self.cycle.phase == COMPRESSION:
@@ -370,7 +358,7 @@ def _build(settings: Settings, seed: int) -> FittedBasis:
     return FittedBasis(codec.to_config(), fraction_evaluate=evaluated, seed=seed, **own)
 
 
-_OWN: Final = settings_of(FittedBasis, "sampling", "compression", "refresh_tol", "server_lr", "warmup_rounds")
+_OWN: Final = settings_of(FittedBasis, "sampling", "compression", "server_lr", "warmup_rounds")
 
 SYSTEM: Final = System(
     "gradiveq",

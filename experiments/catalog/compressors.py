@@ -65,7 +65,7 @@ CHECK_ROUNDS: Final = 3
 
 
 @dataclass(frozen=True)
-class Learner:
+class Trained:
     """A model and how clients train it: a few steps of SGD a round.
 
     Attributes
@@ -92,16 +92,16 @@ class Learner:
 
 _TEXT: Final = {"seq_len": 16}
 
-MODELS: Final[Mapping[str, Learner]] = {
-    "MLP": Learner("digits", {}, 0.3, 16),
-    "CNN": Learner("mnist", {}, 0.1, 8, 3),
-    "LSTM": Learner("tiny-shakespeare", {"hidden": 96, **_TEXT}, 10.0, 16),
-    "transformer": Learner("tiny-shakespeare", {"model": "transformer", "hidden": 48, "layers": 2, **_TEXT}, 1.0, 8),
+MODELS: Final[Mapping[str, Trained]] = {
+    "MLP": Trained("digits", {}, 0.3, 16),
+    "CNN": Trained("mnist", {}, 0.1, 8, 3),
+    "LSTM": Trained("tiny-shakespeare", {"hidden": 96, **_TEXT}, 10.0, 16),
+    "transformer": Trained("tiny-shakespeare", {"model": "transformer", "hidden": 48, "layers": 2, **_TEXT}, 1.0, 8),
 }
 
 
 @dataclass(frozen=True)
-class Row:
+class Contender:
     """A codec and its knob.
 
     Attributes
@@ -142,14 +142,14 @@ def _with_density(codec_id: str, density: float, **options: Any) -> dict[str, An
     return {"id": codec_id, "density": density, **options}
 
 
-def _sparse(codec_id: str, settings: Sequence[float] = DENSITIES, **options: Any) -> Row:
+def _sparse(codec_id: str, settings: Sequence[float] = DENSITIES, **options: Any) -> Contender:
     """A codec with a density, with error feedback; values in 8 bits unless the options say otherwise."""
-    return Row(lambda d, lr: _feedback(_with_density(codec_id, d, **{"values": "q8", **options})), settings)
+    return Contender(lambda d, lr: _feedback(_with_density(codec_id, d, **{"values": "q8", **options})), settings)
 
 
-def _transformed(transform: Mapping[str, Any]) -> Row:
+def _transformed(transform: Mapping[str, Any]) -> Contender:
     topk = {"values": "q8", "scope": "layer"}
-    return Row(
+    return Contender(
         lambda d, lr: _feedback(
             {"id": "domain", "transform": dict(transform), "codec": _with_density("topk", d, **topk)}
         ),
@@ -157,16 +157,16 @@ def _transformed(transform: Mapping[str, Any]) -> Row:
     )
 
 
-def _plain(codec_id: str, knob: str = "", settings: Sequence[Any] = ("",), **options: Any) -> Row:
+def _plain(codec_id: str, knob: str = "", settings: Sequence[Any] = ("",), **options: Any) -> Contender:
     """A codec without error feedback: unbiased ones, and those with a memory of their own."""
-    return Row(lambda s, lr: {"id": codec_id, **({knob: s} if knob else {}), **options}, settings)
+    return Contender(lambda s, lr: {"id": codec_id, **({knob: s} if knob else {}), **options}, settings)
 
 
-ROWS: Final[Mapping[str, Row]] = {
+ROWS: Final[Mapping[str, Contender]] = {
     FEDAVG: _plain("identity"),
     HALF: _plain("randomk", density=1.0, values="fp16"),
     # All coordinates in levels of the largest of every 256, down to signs with one magnitude: "random" of all is all.
-    BLOCKS: Row(
+    BLOCKS: Contender(
         lambda values, lr: _feedback(_with_density("randomk", 1.0, values=values, scope="layer")),
         ("sign", "q2", "q4", "q8"),
     ),
@@ -178,42 +178,42 @@ ROWS: Final[Mapping[str, Row]] = {
     "chunk top-1 + EF": _sparse("chunk"),
     "chunk top-k + EF": _sparse("chunk-topk"),
     # A level is in units of the update, which are the step size's.
-    "threshold + EF": Row(
+    "threshold + EF": Contender(
         lambda level, lr: _feedback({"id": "threshold", "level": level * lr, "values": "q8"}),
         _geometric(1e-4, 10.0, 1.1)[::-1],
         steady=False,
     ),
-    "SIDCo + EF": Row(lambda d, lr: _feedback(_with_density("sidco", d, values="q8")), DENSITIES, steady=False),
-    "key regions + EF": Row(
+    "SIDCo + EF": Contender(lambda d, lr: _feedback(_with_density("sidco", d, values="q8")), DENSITIES, steady=False),
+    "key regions + EF": Contender(
         # The ratio of the two densities is the codec's own.
         lambda d, lr: _feedback({"id": "keyregion", "key_density": d, "sparse_density": d / 20, "values": "q8"}),
         DENSITIES,
         steady=False,
     ),
-    "AdaComp": Row(
+    "AdaComp": Contender(
         lambda b, lr: {"id": "adacomp", "bin": b, "conv_bin": max(1, b // 10), "rest": "q8"},
         tuple(dict.fromkeys(int(b) for b in _geometric(2, 16_383, 1.1)))[::-1],
         steady=False,
     ),
     "DGC": _plain("dgc", "density", DENSITIES, warmup=0, values="q8"),
     "ScaleCom": _plain("scalecom", "density", DENSITIES, values="q8"),
-    "STC + EF": Row(lambda d, lr: _feedback(_with_density("stc", d, rest="q8")), HALVES),
-    "EF-signSGD": Row(lambda s, lr: _feedback({"id": "scaledsign"})),
-    "norm-scaled signs + EF": Row(lambda s, lr: _feedback({"id": "normsign"})),
+    "STC + EF": Contender(lambda d, lr: _feedback(_with_density("stc", d, rest="q8")), HALVES),
+    "EF-signSGD": Contender(lambda s, lr: _feedback({"id": "scaledsign"})),
+    "norm-scaled signs + EF": Contender(lambda s, lr: _feedback({"id": "normsign"})),
     # Every weight moves by this much in every round: the clients' step size itself would be far too long.
-    "signSGD, majority vote": Row(lambda s, lr: {"id": "signsgd", "step": 0.01 * lr}),
+    "signSGD, majority vote": Contender(lambda s, lr: {"id": "signsgd", "step": 0.01 * lr}),
     "TernGrad": _plain("terngrad"),
     "natural compression": _plain("natural"),
     "QSGD": _plain("qsgd", "levels", LEVELS),
     "dithering": _plain("dithering", "bits", tuple(range(1, 9))),
     "EDEN": _plain("eden", "bits", (1, 2, 3, 4)),
-    "fixed point + EF": Row(
+    "fixed point + EF": Contender(
         lambda d, lr: _feedback({"id": "fixedpoint", "codec": _with_density("randomk", d), "clip": 0.5}), DENSITIES
     ),
     "rotation, top-k + EF": _transformed({"id": "rotation"}),
     "DCT, top-k + EF": _transformed({"id": "dct", "chunk": 256}),
     "FFT, top-k + EF": _sparse("fft", values="range8", order="HWDF"),
-    "low rank + EF": Row(lambda rank, lr: _feedback({"id": "low-rank", "rank": rank}), RANKS),
+    "low rank + EF": Contender(lambda rank, lr: _feedback({"id": "low-rank", "rank": rank}), RANKS),
     POWER: _plain("power-sgd", "rank", RANKS),
     "PowerSGD, two exchanges": _plain("power-sgd", "rank", RANKS, form="two-exchange"),
 }
@@ -445,7 +445,7 @@ def left_out(fits: Iterable[Record], made: Sequence[Mapping[str, Any]]) -> list[
 
 
 @dataclass(frozen=True)
-class Place:
+class Result:
     """One cell of the table with all its seeds."""
 
     model: str
@@ -485,24 +485,24 @@ class Place:
         return self.uplink / self.dense
 
 
-def front(places: Iterable[Place], by: Callable[[Place], float]) -> list[Place]:
+def front(places: Iterable[Result], by: Callable[[Result], float]) -> list[Result]:
     """Return those that no other beats in both loss and ``by``, in ascending order of ``by``."""
-    found: list[Place] = []
+    found: list[Result] = []
     for place in sorted(filter(_converged, places), key=lambda p: (by(p), p.loss)):
         if not found or place.loss < found[-1].loss:
             found.append(place)
     return found
 
 
-def _converged(place: Place) -> bool:
+def _converged(place: Result) -> bool:
     return math.isfinite(place.loss)
 
 
-def _uplink(place: Place) -> float:
+def _uplink(place: Result) -> float:
     return place.uplink
 
 
-def _times(place: Place) -> float:
+def _times(place: Result) -> float:
     return place.times
 
 
@@ -522,13 +522,13 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
     repeated = next(c for c in asked if c["row"] == TOPK)
     again = say.cell("a training again", lambda: train(**repeated, config=config))
     same = groups[repeated["model"], TOPK, repeated["budget"]].one(seed=repeated["seed"])
-    by_model: dict[str, list[Place]] = {model: [] for model in models}
+    by_model: dict[str, list[Result]] = {model: [] for model in models}
     for cell, found, taken in zip(made, tuned, costs, strict=True):
         model, row, budget = (str(cell[axis]) for axis in ("model", "row", "budget"))
         whole = groups[model, FEDAVG, OWN]
         dense = mean(run.uplink / (run.rounds * config.clients) for run in whole)
         runs = groups[model, row, budget]
-        place = Place(model, row, budget, cell["setting"], found, taken.times, dense, config.clients, runs)
+        place = Result(model, row, budget, cell["setting"], found, taken.times, dense, config.clients, runs)
         by_model[model].append(place)
     return Findings(
         tables=[
@@ -553,11 +553,11 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
     )
 
 
-def _at(places: Iterable[Place], row: str, budget: str) -> Place | None:
+def _at(places: Iterable[Result], row: str, budget: str) -> Result | None:
     return next((p for p in places if (p.row, p.budget) == (row, budget)), None)
 
 
-def _least(places: Iterable[Place], budget: str) -> list[Place]:
+def _least(places: Iterable[Result], budget: str) -> list[Result]:
     """Return what keeps a budget, the least loss first."""
     limit = float(Fraction(budget))
     # What indices take changes during a training: a cell that was fitted to a budget belongs to it.
@@ -565,7 +565,7 @@ def _least(places: Iterable[Place], budget: str) -> list[Place]:
     return sorted(kept, key=lambda p: p.loss)
 
 
-def _table(model: str, places: Sequence[Place]) -> Table:
+def _table(model: str, places: Sequence[Result]) -> Table:
     fronts = {"bytes": front(places, _uplink), "time": front(places, _times)}
     columns: dict[str, Any] = {
         "row": lambda p: p.row,
@@ -596,8 +596,8 @@ def _whole(value: float) -> int | None:
     return round(value) if math.isfinite(value) else None
 
 
-def _best(by_model: Mapping[str, Sequence[Place]], budgets: Sequence[str]) -> Table:
-    def loss(place: Place | None) -> float | None:
+def _best(by_model: Mapping[str, Sequence[Result]], budgets: Sequence[str]) -> Table:
+    def loss(place: Result | None) -> float | None:
         return None if place is None else round(place.loss, 3)
 
     rows = []
@@ -618,7 +618,7 @@ def _best(by_model: Mapping[str, Sequence[Place]], budgets: Sequence[str]) -> Ta
     )
 
 
-def _fronts(by_model: Mapping[str, Sequence[Place]]) -> Table:
+def _fronts(by_model: Mapping[str, Sequence[Result]]) -> Table:
     rows = [
         [f"{model}, by {name}", "; ".join(f"{p.name}: {p.loss:.3f}" for p in front(places, by))]
         for name, by in (("uplink bytes", _uplink), ("time", _times))
@@ -634,8 +634,8 @@ def _missing(reasons: Sequence[Mapping[str, str]]) -> Table:
     return table("Rows without a cell at a budget, and why", columns, reasons, caption)
 
 
-def _figures(model: str, places: Sequence[Place]) -> list[Curves]:
-    axes: tuple[tuple[str, Callable[[Place], float], str, bool], ...] = (
+def _figures(model: str, places: Sequence[Result]) -> list[Curves]:
+    axes: tuple[tuple[str, Callable[[Result], float], str, bool], ...] = (
         ("uplink bytes", _uplink, "uplink, bytes per reply", True),
         ("time", _times, "encoding and decoding, in multiples of FedAvg's time", False),
     )
@@ -659,7 +659,7 @@ def _figures(model: str, places: Sequence[Place]) -> list[Curves]:
     return made
 
 
-def _claims(by_model: Mapping[str, Sequence[Place]], checks: Records) -> list[Claim]:
+def _claims(by_model: Mapping[str, Sequence[Result]], checks: Records) -> list[Claim]:
     every = [p for places in by_model.values() for p in places]
     # A training that diverged in its first round sent nothing.
     fitted = [p for p in every if p.budget != OWN and math.isfinite(p.share)]
@@ -704,7 +704,7 @@ def _claims(by_model: Mapping[str, Sequence[Place]], checks: Records) -> list[Cl
     ]
 
 
-def _goals(by_model: Mapping[str, Sequence[Place]]) -> list[Claim]:
+def _goals(by_model: Mapping[str, Sequence[Result]]) -> list[Claim]:
     """Return what a sceptic would ask: goals that fail nothing and are shown when they are missed."""
     every = [p for places in by_model.values() for p in places]
     few, some = DEFAULT_BUDGETS
@@ -762,7 +762,7 @@ def _goals(by_model: Mapping[str, Sequence[Place]]) -> list[Claim]:
     return goals
 
 
-def _answer(by_model: Mapping[str, Sequence[Place]]) -> str:
+def _answer(by_model: Mapping[str, Sequence[Result]]) -> str:
     said = []
     for model, places in by_model.items():
         dense = _at(places, FEDAVG, OWN)

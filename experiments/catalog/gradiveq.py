@@ -63,7 +63,7 @@ GRIDS: Final = "pooled, 20 + 130, 4 bits on a shared scale"
 
 
 @dataclass(frozen=True)
-class Row:
+class Sender:
     """A row of the trainings: a fitted basis with the phases of its cycle, or a codec with error feedback."""
 
     codec: Mapping[str, Any]
@@ -71,18 +71,18 @@ class Row:
     compression: int = 0
 
 
-def _fitted(sampling: int, compression: int, **more: Any) -> Row:
+def _fitted(sampling: int, compression: int, **more: Any) -> Sender:
     # So small a loss that the dimension is the published eighth of a slice.
     config = {"id": "gradiveq", "width": WIDTH, "most": MOST, "loss": 1e-6, **more}
-    return Row(config, sampling, compression)
+    return Sender(config, sampling, compression)
 
 
-def _feedback(**codec: Any) -> Row:
-    return Row({"id": "feedback", "codec": codec})
+def _feedback(**codec: Any) -> Sender:
+    return Sender({"id": "feedback", "codec": codec})
 
 
-ROWS: Final[Mapping[str, Row]] = {
-    DENSE: Row({"id": "identity"}),
+ROWS: Final[Mapping[str, Sender]] = {
+    DENSE: Sender({"id": "identity"}),
     POOLED: _fitted(20, 130),
     "pooled, 50 + 100": _fitted(50, 100),
     "pooled, 20 + 130, centred": _fitted(20, 130, center=True),
@@ -109,7 +109,7 @@ def layout_of(gradient: Gradient) -> Layout:
     return Layout.of({name: gradient[name] for name in CONVOLUTIONS}, SmallDense(min_size=1))
 
 
-class Exchange:
+class Aggregation:
     """What the workers of one training send, by real frames, and what arrives of their mean.
 
     Attributes
@@ -122,7 +122,7 @@ class Exchange:
         Bytes of a worker's frame, by step.
     """
 
-    def __init__(self, row: Row, layout: Layout, count: int, seed: int, warm_up: int) -> None:
+    def __init__(self, row: Sender, layout: Layout, count: int, seed: int, warm_up: int) -> None:
         self.codec: Codec = get_codec(dict(row.codec))
         self.layout, self.count, self.seed = layout, count, seed
         self.uplink = self.basis_bytes = 0
@@ -217,7 +217,7 @@ def train(label: str, rate: float, seed: int, *, steps: int, tuning: bool = Fals
         if exchange is None:
             layout = layout_of(arrived)
             # The first updates resemble none of the later ones.
-            exchange = Exchange(row, layout, WORKERS, seed, min(WARM_UP, steps // 10))
+            exchange = Aggregation(row, layout, WORKERS, seed, min(WARM_UP, steps // 10))
         found = exchange.step(number, [vector_of(gradient, exchange.layout) for gradient in gradients])
         training.move({**arrived, **exchange.layout.unflatten(found)})
         dense += WORKERS * 4 * exchange.layout.size

@@ -187,6 +187,9 @@ class GradiVeQ(InBasis[SliceBasis]):
         Most coefficients of a slice; None is a whole slice.
     center : bool
         Whether the mean of the sampled updates is subtracted. It travels with the basis, as large as the slices.
+    refresh_tol : float, optional
+        In (0, 1]: sampling begins at once when the basis misses more than this share of the updates. Default: bases
+        last for all of their rounds.
     values : {"float32", "bf16", "q8", "q4"}
         How clients send coefficients. The server always sends float32.
     levels : int, optional
@@ -218,6 +221,7 @@ class GradiVeQ(InBasis[SliceBasis]):
     loss: float = 0.05
     most: int | None = None
     center: bool = False
+    refresh_tol: float | None = None
     values: str = "float32"
     levels: int | None = None
     memory: bool = False
@@ -233,6 +237,11 @@ class GradiVeQ(InBasis[SliceBasis]):
             codec=Identity(),
         )
         _ = self.fit, self.feedback  # refuse wrong parameters of theirs
+        if self.refresh_tol is not None:
+            rule = "a number in (0, 1]"
+            params.assign(
+                self, refresh_tol=params.number("refresh_tol", self.refresh_tol, rule=rule, ok=lambda v: 0.0 < v <= 1.0)
+            )
         if self.levels is not None:
             params.assign(self, levels=params.integer("levels", self.levels, low=1, high=32767))
             if self.values != "float32":
@@ -243,19 +252,10 @@ class GradiVeQ(InBasis[SliceBasis]):
         """How the server fits a basis."""
         return BasisFit(self.basis, self.loss, self.most, self.center)
 
-    @property
-    def feedback(self) -> ErrorFeedback:
-        """The memory of a client without others."""
-        return self.around(self.codec)
-
     def around(self, codec: Codec) -> ErrorFeedback:
         """Return the memory around what encodes."""
         # A filter of 0 freezes the memory at zero: no memory, without code of its own.
         return ErrorFeedback(codec, beta=1.0 if self.memory else 0.0, norm_guard=self.norm_guard)
-
-    def encode(self, update: Update, state: State, key: Key) -> tuple[Frame, State]:
-        """Encode as a client without others; see :meth:`fedcomp.codecs.base.Codec.encode`."""
-        return self.feedback.encode(update, self.settle(state, update.layout), key)
 
     def slices(self, layout: Layout) -> Slices:
         """Return how updates of ``layout`` are cut."""

@@ -115,11 +115,6 @@ class PowerSGD(InBasis[Basis]):
         _ = self.feedback  # refuses a wrong norm_guard
 
     @property
-    def feedback(self) -> ErrorFeedback:
-        """The memory of a client without others."""
-        return self.around(self.codec)
-
-    @property
     def ranks(self) -> Ranks:
         """Which tensors are factored."""
         return Ranks(self.rank, math.inf if self.dense else self.min_rate)
@@ -128,10 +123,6 @@ class PowerSGD(InBasis[Basis]):
     def two_exchanges(self) -> bool:
         """Whether a round asks for projections before it has a basis."""
         return self.form == "two-exchange" and not self.dense
-
-    def encode(self, update: Update, state: State, key: Key) -> tuple[Frame, State]:
-        """Encode as a client without others; see :meth:`fedcomp.codecs.base.Codec.encode`."""
-        return self.feedback.encode(update, self.settle(state, update.layout), key)
 
     def start(self, mean: tuple[Basis, Sequence[Part]] | None, layout: Layout, key: Key) -> Basis:
         """Return what a round begins with: its basis, or in the two-exchange form what is multiplied first.

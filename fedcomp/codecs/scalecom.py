@@ -29,7 +29,7 @@ from fedcomp.codecs.randomk import RandomK
 from fedcomp.codecs.topk import TopK
 from fedcomp.codecs.waiting import Waiting
 from fedcomp.errors import ConfigError, StateError
-from fedcomp.layout import Layout, Update, Vector
+from fedcomp.layout import Layout, Vector
 from fedcomp.rng import Key
 from fedcomp.wire import SHARED, Bundle, Expected, Frame, SchemaMismatch, SharedSupport, Tensor
 
@@ -248,10 +248,6 @@ class ScaleCom(Waiting):
     def sampler(self) -> RandomK | None:
         """What samples memories for similarity figures, the same coordinates everywhere; None without ``probe``."""
         return _Sampler(self.probe, scope=self.scope) if self.probe else None
-
-    def encode(self, update: Update, state: State, key: Key) -> tuple[Frame, State]:
-        """Encode as a leader without followers; see :meth:`fedcomp.codecs.base.Codec.encode`."""
-        return self.feedback.encode(update, self.settle(state, update.layout), key)
 
     def choose(self, state: State, layout: Layout, key: Key) -> Supports:
         """Return the support a leader with ``state`` chooses; coordinates that are zero are left out."""

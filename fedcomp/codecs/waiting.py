@@ -45,6 +45,10 @@ class Waiting(Wrapper):
         """Return a state with empty memory."""
         return self.feedback.init(layout)
 
+    def encode(self, update: Update, state: State, key: Key) -> tuple[Frame, State]:
+        """Encode as a client without others; see :meth:`fedcomp.codecs.base.Codec.encode`."""
+        return self.feedback.encode(update, self.settle(state, update.layout), key)
+
     def begin(self, update: Update, state: State, key: Key) -> State:
         """Return ``state`` with ``update`` waiting; an update that still waits joins the memory first.
 
@@ -95,7 +99,7 @@ class Waiting(Wrapper):
         return {name: array for name, array in state.items() if name != _WAITING and name not in self.passing}
 
 
-class Named(Protocol):
+class NamedBasis(Protocol):
     """A basis that travels as a frame and is called by a number of 63 bits."""
 
     @property
@@ -108,7 +112,7 @@ class Named(Protocol):
         ...
 
 
-B = TypeVar("B", bound=Named)
+B = TypeVar("B", bound=NamedBasis)
 
 
 class InBasis(Waiting, Generic[B]):
@@ -128,6 +132,11 @@ class InBasis(Waiting, Generic[B]):
         WireError
             When the frame does not hold it.
         """
+
+    @property
+    def feedback(self) -> ErrorFeedback:
+        """The memory of a client without others."""
+        return self.around(self.codec)
 
     @abstractmethod
     def around(self, codec: Codec) -> ErrorFeedback:

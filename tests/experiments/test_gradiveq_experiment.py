@@ -23,8 +23,8 @@ from fedcomp.experiments.catalog.gradiveq import (
     POOLED,
     RIVALS,
     ROWS,
-    Exchange,
-    Row,
+    Aggregation,
+    Sender,
     fits,
     layout_of,
     times,
@@ -59,8 +59,8 @@ def test_rows_are_codecs_of_their_own_and_rivals_remember() -> None:
 
 
 def test_an_exchange_is_the_mean_until_it_compresses_and_counts_real_frames() -> None:
-    layout, row = toy(), Row({"id": "gradiveq", "width": 512, "most": 64, "loss": 1e-6}, 10, 2)
-    exchange = Exchange(row, layout, 4, seed=1, warm_up=1)
+    layout, row = toy(), Sender({"id": "gradiveq", "width": 512, "most": 64, "loss": 1e-6}, 10, 2)
+    exchange = Aggregation(row, layout, 4, seed=1, warm_up=1)
     for number in range(1, 15):
         sent = vectors(layout, number)
         arrived = exchange.step(number, sent)
@@ -80,8 +80,8 @@ def test_an_exchange_is_the_mean_until_it_compresses_and_counts_real_frames() ->
 
 
 def test_grids_are_counted_and_ring_and_star_agree() -> None:
-    layout, row = toy(), Row({"id": "gradiveq", "width": 512, "most": 64, "loss": 1e-6, "levels": 7}, 10, 2)
-    exchange = Exchange(row, layout, 4, seed=1, warm_up=0)
+    layout, row = toy(), Sender({"id": "gradiveq", "width": 512, "most": 64, "loss": 1e-6, "levels": 7}, 10, 2)
+    exchange = Aggregation(row, layout, 4, seed=1, warm_up=0)
     for number in range(1, 13):
         exchange.step(number, vectors(layout, number))
     assert exchange.grids_agree
@@ -92,7 +92,7 @@ def test_grids_are_counted_and_ring_and_star_agree() -> None:
 @pytest.mark.long
 def test_a_full_basis_is_the_dense_training(monkeypatch: pytest.MonkeyPatch) -> None:
     """A7.2, d = K: the same losses to float tolerance, whole trajectory."""
-    full = Row({"id": "gradiveq", "width": 48, "loss": 1e-9, "order": "HWFD"}, 4, 20)
+    full = Sender({"id": "gradiveq", "width": 48, "loss": 1e-9, "order": "HWFD"}, 4, 20)
     monkeypatch.setitem(ROWS, "full", full)  # type: ignore[arg-type]
     dense, found = (train(label, 0.02, 3, steps=25) for label in (DENSE, "full"))
     assert found["loss"] == pytest.approx(dense["loss"], rel=1e-3)

@@ -317,10 +317,10 @@ def test_9_bytes_of_a_cycle_are_those_of_the_formula() -> None:
 
 
 def test_drift_ends_a_basis_early_and_nobody_s_word_counts_for_more_than_its_weight() -> None:
-    strategy = Watched(codec(), refresh_tol=0.9)
+    strategy = Watched(codec(refresh_tol=0.9))
     run(strategy, rounds=7)
     assert all(not report.notes for report in strategy.reports.values())
-    nervous = Watched(codec(), refresh_tol=1e-6)
+    nervous = Watched(codec(refresh_tol=1e-6))
     result, _ = run(nervous, rounds=10)
     dense = [not basis.subspaces for basis in nervous.bases.values()]
     assert dense == [True] * 4 + [False] + [True] * 4 + [False]
@@ -340,7 +340,7 @@ def test_drift_ends_a_basis_early_and_nobody_s_word_counts_for_more_than_its_wei
         return reply
 
     # One of four, with the smallest weight of all.
-    calm = Watched(codec(), refresh_tol=0.9)
+    calm = Watched(codec(refresh_tol=0.9))
     run(calm, rounds=7, client=loud)
     assert [bool(basis.subspaces) for basis in calm.bases.values()] == [False] * 4 + [True] * 3
 
@@ -527,9 +527,17 @@ def test_what_a_fitted_basis_does_not_take() -> None:
             FittedBasis(wrong)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="2 exchanges"):
         Compressed(fedavg(), GradiVeQ())
-    for options in ({"sampling": 2}, {"compression": 0}, {"refresh_tol": 0.0}, {"refresh_tol": 1.5}):
+    for options in ({"sampling": 2}, {"compression": 0}):
         with pytest.raises(ConfigError):
             FittedBasis(**options)
-    for options in ({"levels": 0}, {"levels": 7, "values": "q8"}, {"order": "ABCD"}, {"basis": "x"}, {"width": 0}):
+    for options in (
+        {"levels": 0},
+        {"levels": 7, "values": "q8"},
+        {"refresh_tol": 0.0},
+        {"refresh_tol": 1.5},
+        {"order": "ABCD"},
+        {"basis": "x"},
+        {"width": 0},
+    ):
         with pytest.raises(ConfigError):
             GradiVeQ(**options)
