@@ -213,6 +213,9 @@ class GradiVeQ(InBasis[SliceBasis]):
     """
 
     codec_id: ClassVar[str] = "gradiveq"
+    # Of a client without others, whose updates travel as they are.
+    linear = True
+    never_enlarges = True
     passing = InBasis.passing | {_STEPS}
 
     width: int = 512

@@ -28,6 +28,7 @@ from fedcomp.codecs import (
     Codec,
     Dithering,
     FixedPoint,
+    GradiVeQ,
     Identity,
     KeyRegion,
     NaturalCompression,
@@ -475,6 +476,8 @@ class Naive:
             leader = TopK if codec.selector == "exact" else ChunkTop1
             selector = leader(codec.density, scope=codec.scope, values=codec.values)
             return self._remember(ErrorFeedback(selector, beta=codec.beta), g, key)
+        if isinstance(codec, GradiVeQ):
+            return self._remember(ErrorFeedback(Identity(), beta=float(codec.memory)), g, key)
         if isinstance(codec, DGC):
             if codec.clip is not None:
                 share = Clip(codec.clip / math.sqrt(codec.clients))
