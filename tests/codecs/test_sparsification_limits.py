@@ -175,8 +175,9 @@ def check_commutes(codec: Codec, clients: int = 5) -> None:
     updates = [an_update(LAYOUT, seed=c) for c in range(clients)]
     mean = Update(np.mean([g.vector for g in updates], axis=0, dtype=np.float64).astype(np.float32), LAYOUT)
     keys = [KEY.at(round=1, partition=c if getattr(codec, "shared", False) else 0) for c in range(clients)]
-    each = [codec.decode(codec.encode(g, {}, key)[0], LAYOUT) for g, key in zip(updates, keys, strict=True)]
-    together = codec.decode(codec.encode(mean, {}, keys[0])[0], LAYOUT)
+    state = codec.init(LAYOUT)
+    each = [codec.decode(codec.encode(g, state, key)[0], LAYOUT) for g, key in zip(updates, keys, strict=True)]
+    together = codec.decode(codec.encode(mean, state, keys[0])[0], LAYOUT)
     np.testing.assert_allclose(np.mean(each, axis=0), together, rtol=1e-5, atol=1e-5, err_msg="does not commute")
 
 
