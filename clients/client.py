@@ -17,6 +17,7 @@ from fedcomp.clients.coded.mod import coded
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.gradiveq import fitted_basis
 from fedcomp.clients.half import ClientHalf
+from fedcomp.clients.lgc import learned_gradients
 from fedcomp.clients.power_sgd import shared_basis
 from fedcomp.clients.private.local_dp import local_privacy
 from fedcomp.clients.private.lsg import lsg
@@ -28,6 +29,7 @@ from fedcomp.flower._private import WrappedApp, mods_of
 HALVES: Final[Mapping[str, Callable[[], ClientHalf]]] = {
     "coded": coded,
     "local_privacy": local_privacy,
+    "learned_gradients": learned_gradients,
     "fitted_basis": fitted_basis,
     "shared_support": shared_support,
     "shared_basis": shared_basis,

@@ -41,7 +41,7 @@ def fitted_basis(accept: Collection[str] | None = None) -> ClientHalf:
     >>> from fedcomp.clients.client import client
     >>> app = client(ClientApp(), only=[fitted_basis()])
     """
-    return waiting_half("fitted_basis", GradiVeQ, _Exchange, accept, outside=("shared_support", "shared_basis"))
+    return waiting_half("fitted_basis", GradiVeQ, _Exchange, accept)
 
 
 class _Exchange(Exchange[GradiVeQ]):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from typing import TypeVar
 
 from flwr.app import RecordDict
 
@@ -14,6 +15,7 @@ from fedcomp.clients.half import ClientHalf
 from fedcomp.clients.waiting import Exchange, waiting_half
 from fedcomp.codecs import Codec, State
 from fedcomp.codecs.scalecom import (
+    LeaderSelected,
     ScaleCom,
     Supports,
     held_support,
@@ -35,6 +37,8 @@ from fedcomp.layout import Layout, Update
 from fedcomp.versions import CodecOf, Step
 from fedcomp.wire import Frame
 
+L = TypeVar("L", bound=LeaderSelected)
+
 
 def shared_support(accept: Collection[str] | None = None) -> ClientHalf:
     """Return the client half of ScaleCom. Messages of servers that do not share supports pass through untouched.
@@ -50,15 +54,15 @@ def shared_support(accept: Collection[str] | None = None) -> ClientHalf:
     >>> from fedcomp.clients.client import client
     >>> app = client(ClientApp(), only=[shared_support()])
     """
-    return waiting_half("shared_support", ScaleCom, _Exchange, accept, outside=("shared_basis",))
+    return waiting_half("shared_support", ScaleCom, SupportExchange, accept)
 
 
-class _Exchange(Exchange[ScaleCom]):
+class SupportExchange(Exchange[L]):
     """One message of a shared-support server."""
 
     def trained(self, state: State, layout: Layout, out: RecordDict, block: Frame | None) -> State:
         """Lead, send on the support of an earlier leader, or wait."""
-        self._probe(state, layout, out)
+        self.probe(state, layout, out)
         if block is not None:
             # The support of an earlier leader: values leave at once, and the next support is chosen from what is left.
             return self._values(state, open_support(block, self.codec, layout), layout, out)
@@ -78,8 +82,12 @@ class _Exchange(Exchange[ScaleCom]):
         put_frame(out, SUPPORT, support_frame(supports, self.codec, layout))
         return self._values(state, supports, layout, out)
 
+    def send(self, state: State, supports: Supports, layout: Layout, out: RecordDict) -> tuple[Frame, State]:
+        """Return the frame of the values on ``supports``, and the state after it; what goes beside it into ``out``."""
+        return self.codec.send(state, supports, self.announcement.support, layout, self.key)
+
     def _values(self, state: State, supports: Supports, layout: Layout, out: RecordDict) -> State:
-        frame, after = self.codec.send(state, supports, self.announcement.support, layout, self.key)
+        frame, after = self.send(state, supports, layout, out)
         self.put_values(frame, state, out)
         if self.announcement.leader & LOOKS_AHEAD:
             # From what sending leaves in the memory, which is what the next round begins with.
@@ -87,7 +95,7 @@ class _Exchange(Exchange[ScaleCom]):
             put_frame(out, NEXT_SUPPORT, support_frame(ahead, self.codec, layout))
         return after
 
-    def _probe(self, state: State, layout: Layout, out: RecordDict) -> None:
+    def probe(self, state: State, layout: Layout, out: RecordDict) -> None:
         """Add the samples of memory and p from which the server computes similarity figures, if it asks for them."""
         codec = self.codec.sampler
         if codec is None:

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 import numpy as np
 from flwr.app import Context, Message, RecordDict
 
-from fedcomp.clients.half import CallNext, ClientHalf
+from fedcomp.clients.half import WAITING, CallNext, ClientHalf
 from fedcomp.clients.messages import (
     choose,
     find_announcement,
@@ -45,8 +45,6 @@ def waiting_half(
     kind: type[C],
     exchange: Callable[[Message, Context, Announcement, C], Exchange[C]],
     accept: Accepted,
-    *,
-    outside: tuple[str, ...] = (),
 ) -> ClientHalf:
     """Return the client half of strategies whose codec is of ``kind``; other messages pass through it untouched.
 
@@ -56,8 +54,6 @@ def waiting_half(
         Returns what answers a message.
     accept : collection of str, optional
         Codec ids this client agrees to use; default all registered ones.
-    outside : tuple of str
-        Which halves of this kind are inside of it: they leave each other's messages alone, but have one order.
     """
 
     def mod(msg: Message, context: Context, call_next: CallNext) -> Message:
@@ -71,6 +67,7 @@ def waiting_half(
             return refusal(msg, f"{STALE}: {error}")
 
     mod.__name__ = f"{name}_mod"
+    outside = WAITING[WAITING.index(name) + 1 :]
     return ClientHalf(name, mod, outside=(*outside, "compression", "lsg", "private", "record_dp"))
 
 

@@ -14,6 +14,8 @@ from fedcomp.codecs import *
 from fedcomp.strategies.shared_support import SharedSupport as SharedSupport
 from fedcomp.strategies.power_sgd import SharedBasis as SharedBasis
 from fedcomp.strategies.gradiveq import FittedBasis as FittedBasis
+from fedcomp.strategies.lgc import LearnedGradients as LearnedGradients
+from fedcomp.layout import EndsDense as EndsDense
 from fedcomp.strategies.coded.strategy import CodedFedAvg as CodedFedAvg
 from fedcomp.strategies.coded.linear import CodedLinearGD as CodedLinearGD
 from fedcomp.strategies.gossip.strategy import GossipRelay as GossipRelay

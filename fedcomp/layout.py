@@ -204,6 +204,46 @@ def _positional_statistics(model: Mapping[str, TensorShape]) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True)
+class EndsDense:
+    """A density policy for models whose first and last layers are better left alone.
+
+    Parameters
+    ----------
+    first, last : int
+        How many tensors at either end of the model travel dense, of those that ``others`` leaves to the codec.
+    others : density policy, optional
+        Decides about all other tensors; default :class:`SmallDense`.
+
+    Examples
+    --------
+    >>> shape = TensorShape((300, 300), "float32")
+    >>> policy = EndsDense(first=1).fit({"first": shape, "second": shape})
+    >>> [policy(name, shape.shape, shape.dtype) for name in ("first", "second")]
+    [1.0, None]
+    """
+
+    first: int = 1
+    last: int = 0
+    others: DensityPolicy | None = None
+
+    def __post_init__(self) -> None:
+        if min(self.first, self.last) < 0:
+            raise ConfigError(f"first and last are numbers of tensors, got {self.first!r} and {self.last!r}")
+
+    def fit(self, model: Mapping[str, TensorShape]) -> TablePolicy:
+        """Return the decisions for this model."""
+        decide = fitted(self.others, model)
+        table = {name: decide(name, t.shape, t.dtype) for name, t in model.items() if np.dtype(t.dtype).kind == "f"}
+        open_ = [name for name, density in table.items() if density is None]
+        last = open_[max(0, len(open_) - self.last) :]
+        return TablePolicy({**table, **dict.fromkeys((*open_[: self.first], *last), DENSE)})
+
+    def __call__(self, name: str, shape: tuple[int, ...], dtype: str) -> Density:
+        """Refused: which tensors are the first is known of the whole model only, see :meth:`fit`."""
+        raise ConfigError("EndsDense decides about whole models; use fit(model)")
+
+
+@dataclass(frozen=True, slots=True)
 class TablePolicy:
     """A density policy spelled out by name: what a custom policy of the server becomes when it travels to clients."""
 

@@ -19,7 +19,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 from flwr.serverapp import Grid
 
 from fedcomp import params
-from fedcomp.codecs import Codec, get_codec
+from fedcomp.codecs import Codec
 from fedcomp.codecs.cycle import COMPRESSION, SAMPLING, Cycle
 from fedcomp.codecs.fixedpoint import IntegerGrid
 from fedcomp.codecs.gradiveq import GradiVeQ, SliceProjection, open_steps, steps_frame
@@ -33,11 +33,10 @@ from fedcomp.flower.rounds import Exchanges
 from fedcomp.layout import DensityPolicy, Layout, Update, Vector
 from fedcomp.stateful import StatePart, nested
 from fedcomp.strategies.guard import Norms
-from fedcomp.strategies.parts import CODEC_PREFIX, TASK_PREFIX, Settings, below
+from fedcomp.strategies.loans import Loans
 from fedcomp.strategies.replies import Rejected, SentMessage
 from fedcomp.strategies.shared_replies import Client, WaitingRound
-from fedcomp.strategies.system import System, arguments, codec_settings, settings_of
-from fedcomp.strategies.waiting import WaitingStrategy
+from fedcomp.strategies.waiting import WaitingStrategy, waiting_system
 from fedcomp.wire import Frame
 
 
@@ -164,6 +163,7 @@ class FittedBasis(WaitingStrategy[FittedRound]):
     >>> strategy = FittedBasis(GradiVeQ(width=256), sampling=10, compression=40, fraction_train=0.5)
     """
 
+    CODEC = GradiVeQ
     ROUND = FittedRound
 
     STATE: ClassVar[Mapping[str, Any]] = {
@@ -171,7 +171,7 @@ class FittedBasis(WaitingStrategy[FittedRound]):
         "cycle": nested("cycle"),
         "_frame": bytes,
         "_read_until": int,
-        "_lent": dict[int, tuple[int, int]],
+        "_loans": nested("_loans"),
         "_samples": StatePart(lambda owner: owner._saved_samples(), lambda owner, state: owner._load_samples(state)),
     }
 
@@ -188,11 +188,8 @@ class FittedBasis(WaitingStrategy[FittedRound]):
         seed: int = 0,
         **cohort: Any,
     ) -> None:
-        chosen = GradiVeQ() if codec is None else get_codec(codec)
-        if not isinstance(chosen, GradiVeQ):
-            raise ConfigError(f"a fitted basis needs a GradiVeQ codec, got {chosen!r}; Compressed takes the others")
         super().__init__(
-            chosen,
+            codec,
             server_lr=server_lr,
             warmup_rounds=warmup_rounds,
             policy=policy,
@@ -200,7 +197,7 @@ class FittedBasis(WaitingStrategy[FittedRound]):
             seed=seed,
             **cohort,
         )
-        if chosen.center and self.server_lr != 1.0:
+        if self.codec.center and self.server_lr != 1.0:
             raise ConfigError(
                 f"server_lr={self.server_lr} would scale coefficients without the mean that they are measured from; "
                 "use 1, or center=False"
@@ -213,8 +210,7 @@ class FittedBasis(WaitingStrategy[FittedRound]):
         # The last basis that was fitted, and the version of the model to which the last step in it leads.
         self._frame: Frame = b""
         self._read_until = 0
-        # By node: the basis that it was sent, and the version of the model in that message.
-        self._lent: dict[int, tuple[int, int]] = {}
+        self._loans = Loans()
         self._opened: SliceBasis | None = None
 
     def summary(self) -> None:
@@ -244,7 +240,7 @@ class FittedBasis(WaitingStrategy[FittedRound]):
             node = client.sent.node
             if client.values is None and node not in now.peaks:
                 # It said nothing in the basis: it has lost it, and is sent it again with the next message.
-                self._lent.pop(node, None)
+                self._loans.forget(node)
                 if rounds:
                     now.silent.add(node)
                     report.refuse(node, "it lacked the basis, and cannot join grids that were made without it")
@@ -302,11 +298,10 @@ class FittedBasis(WaitingStrategy[FittedRound]):
         base = fields.get("base")
         # A node that is sent steps may have to read some in the last basis; one that is sent a model has lost it all.
         reads = bool(now.basis.subspaces) or (base is not None and 0 < base < self._read_until)
-        number, version = self._lent.get(node, (0, 0))
-        has = number == self._basis(now.layout).id and self.reception.peers[node].version >= version and base != 0
-        if reads and not has:
+        number = self._basis(now.layout).id
+        if reads and (base == 0 or not self._loans.holds(node, number, self.reception.peers[node].version)):
             put_frame(content, SUPPORT, self._frame)
-            self._lent[node] = self._basis(now.layout).id, now.version
+            self._loans.lend(node, number, now.version)
 
     def _count(self, now: FittedRound) -> None:
         """Count a round that made a step: sample it, fit a basis after the last sample, give one up that drifts."""
@@ -326,7 +321,7 @@ class FittedBasis(WaitingStrategy[FittedRound]):
         self.cycle.advance(refit=refit)
         if phase == SAMPLING and self.cycle.phase == COMPRESSION:
             basis = self._moments.basis()
-            self._frame, self._opened, self._lent = basis.frame(), basis, {}
+            self._frame, self._opened, self._loans = basis.frame(), basis, Loans()
             self._moments = self._empty(now.layout)
             log.info(
                 "round %d: fitted a basis of %d bytes; of %d numbers %d travel (slices of %d in %s dimensions)",
@@ -345,29 +340,14 @@ class FittedBasis(WaitingStrategy[FittedRound]):
         self._restored, self._moments, self._opened = state, None, None
 
 
-def _build(settings: Settings, seed: int) -> FittedBasis:
-    if settings["inner"] != "fedavg":
-        raise ConfigError(
-            f"inner={settings['inner']!r} does not fit: a fitted basis is averaged by its own strategy; use server_lr, "
-            "or a system of the drop-in pair"
-        )
-    codec = get_codec({"id": GradiVeQ.codec_id, **below(settings, CODEC_PREFIX)})
-    # As for inner strategies, the server draws cohorts.
-    evaluated = 1.0 if settings["fraction_evaluate"] else 0.0
-    own = arguments(FittedBasis, settings, _OWN)
-    return FittedBasis(codec.to_config(), fraction_evaluate=evaluated, seed=seed, **own)
-
-
-_OWN: Final = settings_of(FittedBasis, "sampling", "compression", "server_lr", "warmup_rounds")
-
-SYSTEM: Final = System(
+SYSTEM: Final = waiting_system(
     "gradiveq",
     "GradiVeQ",
     "Yu et al. 2018, GradiVeQ: vector quantization for bandwidth-efficient gradient aggregation in distributed CNN "
     "training",
     "slices of convolutions in a basis that the server fitted to former averages, so that the sum is as short as one "
     "update",
-    _build,
-    {**codec_settings(GradiVeQ.codec_id, "width", "loss"), **_OWN},
-    (TASK_PREFIX, CODEC_PREFIX),
+    FittedBasis,
+    ("width", "loss"),
+    ("sampling", "compression"),
 )

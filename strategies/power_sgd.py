@@ -19,7 +19,7 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 
-from fedcomp.codecs import Codec, get_codec
+from fedcomp.codecs import Codec
 from fedcomp.codecs.lowrank import Basis, Projection
 from fedcomp.codecs.power_sgd import PowerSGD, basis_key
 from fedcomp.errors import ConfigError
@@ -29,11 +29,9 @@ from fedcomp.flower.protocol import PROBE, SUPPORT, UPDATE
 from fedcomp.flower.rounds import Exchanges
 from fedcomp.layout import DensityPolicy, Update
 from fedcomp.strategies.guard import Norms
-from fedcomp.strategies.parts import CODEC_PREFIX, TASK_PREFIX, Settings, below
 from fedcomp.strategies.replies import SentMessage
 from fedcomp.strategies.shared_replies import Client, WaitingRound
-from fedcomp.strategies.system import System, arguments, codec_settings, settings_of
-from fedcomp.strategies.waiting import WaitingStrategy
+from fedcomp.strategies.waiting import WaitingStrategy, waiting_system
 from fedcomp.wire import Bundle, Frame
 
 
@@ -140,6 +138,7 @@ class SharedBasis(WaitingStrategy[BasisRound]):
     >>> strategy = SharedBasis(PowerSGD(rank=4), warmup_rounds=1, fraction_train=0.5)
     """
 
+    CODEC = PowerSGD
     ROUND = BasisRound
 
     STATE: ClassVar[Mapping[str, Any]] = {**WaitingStrategy.STATE, "_last": tuple[bytes, bytes, int] | None}
@@ -155,11 +154,8 @@ class SharedBasis(WaitingStrategy[BasisRound]):
         seed: int = 0,
         **cohort: Any,
     ) -> None:
-        chosen = PowerSGD() if codec is None else get_codec(codec)
-        if not isinstance(chosen, PowerSGD):
-            raise ConfigError(f"a shared basis needs a PowerSGD codec, got {chosen!r}; Compressed takes the others")
         super().__init__(
-            chosen,
+            codec,
             server_lr=server_lr,
             warmup_rounds=warmup_rounds,
             policy=policy,
@@ -167,7 +163,7 @@ class SharedBasis(WaitingStrategy[BasisRound]):
             seed=seed,
             **cohort,
         )
-        if chosen.memory == "aggregated" and self.server_lr != 1.0:
+        if self.codec.memory == "aggregated" and self.server_lr != 1.0:
             raise ConfigError(
                 f"server_lr={self.server_lr} makes another step than the mean, which memory='aggregated' subtracts; "
                 "use 1, or memory='local'"
@@ -235,28 +231,12 @@ class SharedBasis(WaitingStrategy[BasisRound]):
             put_frame(content, SUPPORT, now.start.frame())
 
 
-def _build(settings: Settings, seed: int) -> SharedBasis:
-    if settings["inner"] != "fedavg":
-        raise ConfigError(
-            f"inner={settings['inner']!r} does not fit: a shared basis is averaged by its own strategy; use server_lr, "
-            "or a system of the drop-in pair"
-        )
-    codec = get_codec({"id": PowerSGD.codec_id, **below(settings, CODEC_PREFIX)})
-    # As for inner strategies, the server draws cohorts.
-    evaluated = 1.0 if settings["fraction_evaluate"] else 0.0
-    own = arguments(SharedBasis, settings, _OWN)
-    return SharedBasis(codec.to_config(), fraction_evaluate=evaluated, seed=seed, **own)
-
-
-_OWN: Final = settings_of(SharedBasis, "server_lr", "warmup_rounds")
-
-SYSTEM: Final = System(
+SYSTEM: Final = waiting_system(
     "power-sgd",
     "PowerSGD",
     "Vogels et al. 2019, PowerSGD: practical low-rank gradient compression for distributed optimization",
     "one low-rank factor per matrix, in a basis that all clients share and a power iteration improves, so that the sum "
     "is as short as one update; the rest is remembered",
-    _build,
-    {**codec_settings(PowerSGD.codec_id, "rank", "form"), **_OWN},
-    (TASK_PREFIX, CODEC_PREFIX),
+    SharedBasis,
+    ("rank", "form"),
 )

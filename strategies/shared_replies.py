@@ -17,7 +17,7 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from numpy.typing import NDArray
 
 from fedcomp.codecs.base import Codec
-from fedcomp.codecs.scalecom import FixedSupport, ScaleCom, Supports, everything, open_support, support_frame
+from fedcomp.codecs.scalecom import FixedSupport, LeaderSelected, Supports, everything, open_support, support_frame
 from fedcomp.codecs.similarity import similarity
 from fedcomp.codecs.waiting import Waiting
 from fedcomp.errors import FedcompError
@@ -33,6 +33,7 @@ from fedcomp.strategies.replies import Rejected, SentMessage, integer, strip, te
 from fedcomp.wire import Bundle, Frame
 
 C = TypeVar("C", bound=Waiting)
+L = TypeVar("L", bound=LeaderSelected)
 
 
 @dataclass
@@ -93,6 +94,10 @@ class WaitingRound(Generic[C]):
         What the second exchange brings, as it travels; empty until it is known.
     silent : set of int
         Nodes that are not asked again in this round.
+    lacking : set of int
+        Nodes that say they lack what messages named by a number.
+    senders_hold : bool
+        Whether those that sent hold the block that goes down with the step.
     """
 
     half: ClassVar[str]
@@ -110,6 +115,8 @@ class WaitingRound(Generic[C]):
     clients: list[Client] = field(default_factory=list)
     block: Frame = b""
     silent: set[int] = field(default_factory=set)
+    lacking: set[int] = field(default_factory=set)
+    senders_hold: bool = True
 
     @property
     def fixed(self) -> Codec:
@@ -124,6 +131,13 @@ class WaitingRound(Generic[C]):
     def step(self, total: Update) -> tuple[Frame, Codec]:
         """Return the mean as it goes down, with what reads it, and turn ``total``, which was gathered, into it."""
         raise NotImplementedError
+
+    def usable(self, senders: list[Client]) -> list[Client]:
+        """Return those of ``senders`` whose values can be summed; who is left out keeps what it sent."""
+        return senders
+
+    def gathered(self, total: Update, shares: Mapping[int, float]) -> None:
+        """Turn a sum into values where it is not one of values, before it is scaled; ``shares`` are nodes' weights."""
 
     def note_trained(self, client: Client, reply: Message) -> None:
         """Take what a reply to training holds beside values."""
@@ -197,6 +211,8 @@ class WaitingRound(Generic[C]):
         node = client.sent.node
         if header.get("rolled-back") is True and node not in self.report.rolled_back:
             self.report.rolled_back.append(node)
+        if header.get("lacks") is True:
+            self.lacking.add(node)
         ratio = header.get("memory")
         if isinstance(ratio, float) and 0.0 <= ratio < float("inf"):
             self.report.memory[node] = ratio
@@ -224,7 +240,7 @@ class WaitingRound(Generic[C]):
 
 
 @dataclass
-class SupportRound(WaitingRound[ScaleCom]):
+class SupportRound(WaitingRound[L]):
     """The moving parts of one round on a shared support.
 
     Attributes
@@ -245,7 +261,7 @@ class SupportRound(WaitingRound[ScaleCom]):
     leader: int | None = None
 
     @property
-    def fixed(self) -> FixedSupport:
+    def fixed(self) -> Codec:
         """The codec of the values on the support."""
         assert self.supports is not None
         return self.codec.on(self.supports, self.number)
@@ -277,18 +293,35 @@ class SupportRound(WaitingRound[ScaleCom]):
         Return whether they can be used; what cannot is reported.
         """
         # Known from the round before (stale_leader): the leader's values are taken like everybody's.
-        if self.supports is not None:
-            return True
+        known = self.supports is not None
         try:
-            self.supports, self.block = self.support_in(reply, SUPPORT)
-            self.take_values(client, reply)
+            if not known:
+                self.supports, self.block = self.support_in(reply, SUPPORT)
+            self.note_lead(client, reply, known=known)
+            if not known:
+                self.take_values(client, reply)
         except FedcompError as reason:
             # Back to nobody: the next candidate is asked, and its support is the one that all will use.
-            self.supports = None
+            self.supports = self.supports if known else None
             self.report.refuse(client.sent.node, f"as leader: {reason}")
             return False
-        self.leader = client.partition
+        if not known:
+            self.leader = client.partition
         return True
+
+    def note_lead(self, client: Client, reply: Message, *, known: bool) -> None:
+        """Take what a leader sends beside support and values; ``known``: the support is that of the round before.
+
+        Raises
+        ------
+        FedcompError
+            When it cannot be used.
+        """
+
+    @property
+    def frames(self) -> dict[str, Frame]:
+        """What those that wait are sent."""
+        return {SUPPORT: self.block}
 
     def next_support(self, reply: Message) -> Frame | None:
         """Return the index block a leader chose for the next round; None, with a note, when it cannot be used."""

@@ -14,32 +14,178 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, TypeVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 
-from fedcomp.codecs import get_codec
-from fedcomp.codecs.scalecom import ScaleCom, open_support
-from fedcomp.errors import ConfigError, FedcompError
+from fedcomp.codecs.scalecom import LeaderSelected, ScaleCom, open_support
+from fedcomp.errors import FedcompError
 from fedcomp.flower.logs import log
 from fedcomp.flower.protocol import SUPPORT
 from fedcomp.flower.report import shorten
 from fedcomp.flower.rounds import Exchanges
 from fedcomp.layout import DensityPolicy
 from fedcomp.strategies.guard import Norms
-from fedcomp.strategies.parts import CODEC_PREFIX, TASK_PREFIX, Settings, below
 from fedcomp.strategies.replies import SentMessage
 from fedcomp.strategies.shared_replies import Client, SupportRound
-from fedcomp.strategies.system import System, arguments, codec_settings, settings_of
-from fedcomp.strategies.waiting import WaitingStrategy
+from fedcomp.strategies.waiting import WaitingStrategy, waiting_system
 from fedcomp.wire import Frame
 
 _CANDIDATES: Final = 4
 """How many clients are asked to lead in one round before it is given up."""
 
 
-class SharedSupport(WaitingStrategy[SupportRound]):
+S = TypeVar("S", bound="SupportRound[Any]")
+
+
+class LeaderStrategy(WaitingStrategy[S]):
+    """Base of strategies in which one client selects the support of all.
+
+    Parameters
+    ----------
+    codec : LeaderSelected or dict, optional
+        Of the class :attr:`CODEC`; default one with its own defaults.
+    server_lr, warmup_rounds, stale_leader, policy, guard, seed, **cohort
+        As of :class:`SharedSupport`.
+
+    Attributes
+    ----------
+    leaders : dict of int to int
+        Partition of the client whose support each round used (of the client that chose it, with ``stale_leader``).
+    """
+
+    STATE: ClassVar[Mapping[str, Any]] = {
+        **WaitingStrategy.STATE,
+        "leaders": dict[int, int],
+        "_ahead": tuple[bytes, int] | None,
+    }
+
+    def __init__(
+        self,
+        codec: LeaderSelected | Mapping[str, Any] | None = None,
+        *,
+        server_lr: float = 1.0,
+        warmup_rounds: int = 0,
+        stale_leader: bool = False,
+        policy: DensityPolicy | None = None,
+        guard: Norms | None = None,
+        seed: int = 0,
+        **cohort: Any,
+    ) -> None:
+        super().__init__(
+            codec,
+            server_lr=server_lr,
+            warmup_rounds=warmup_rounds,
+            policy=policy,
+            guard=guard,
+            seed=seed,
+            **cohort,
+        )
+        self.stale_leader = stale_leader
+        self.leaders: dict[int, int] = {}
+        self._ahead: tuple[Frame, int] | None = None
+
+    def summary(self) -> None:
+        """Log the codec and the variant."""
+        super().summary()
+        if self.stale_leader:
+            log.info("\t│\t└──> on the support of the last leader")
+
+    def _exchanges(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Exchanges[tuple[ArrayRecord | None, MetricRecord | None]]:
+        report = self.reports.begin(server_round)
+        now, nodes = self._begin("train", report, arrays, config, grid)
+        now.codec = self._stage(now)
+        now.looks_ahead = self.stale_leader and not now.codec.dense
+        # A warm-up round is dense and needs no choice.
+        ahead = self._ahead if self.stale_leader and server_round > self.warmup_rounds else None
+        # Used up, whatever becomes of this round: the next one needs a newer choice.
+        self._ahead = None
+        if ahead is not None:
+            try:
+                now.supports = open_support(ahead[0], now.codec, now.layout)
+                now.block, now.leader = ahead
+            except FedcompError as reason:  # the model or the codec was changed since
+                report.notes.append(shorten(f"the last leader's support does not fit this round: {reason}"))
+        # The turn goes by partition, since node ids are redrawn in every run. Replies say which partition a node holds,
+        # so in the first round nobody is appointed, on any engine, and the leader is chosen after training.
+        known = [node for node in nodes if node in self._partitions]
+        appointed = known[self._turn(now, len(known))] if known else None
+        extra = {SUPPORT: now.block} if now.supports is not None else {}
+        asks = {node: now.asks if node == appointed else 0 for node in nodes}
+        sent = self._messages(asks, now, config, "train", extra)
+        replies = yield [s.message for s in sent]
+        self._take_trained(sent, replies, now, appointed)
+        if now.supports is None:
+            yield from self._elect(now)
+        if now.supports is None:
+            report.notes.append("no client could choose a support: the model is unchanged")
+            return None, None
+        assert now.leader is not None
+        self.leaders[server_round] = now.leader
+        yield from self._gather(now, now.frames)
+        return self._aggregate(now)
+
+    def _stage(self, now: S) -> Any:
+        """Return the codec of the round."""
+        return replace(self.codec, dense=True) if now.number <= self.warmup_rounds else self.codec
+
+    def _turn(self, now: S, candidates: int) -> int:
+        """Return which of the candidates, in the order of their partitions, is the first to be asked."""
+        return (now.number - 1) % candidates
+
+    def _take_trained(self, sent: list[SentMessage], replies: Iterable[Message], now: S, appointed: int | None) -> None:
+        """Check the answers to training; take the leader's support, or everybody's values where it was known before."""
+        known = now.supports is not None
+
+        def read(each: SentMessage, reply: Message) -> tuple[Client, Message]:
+            client = now.trained(each, reply)
+            if known and client.sent.node not in now.lacking:
+                now.take_values(client, reply)
+            return client, reply
+
+        arrived: list[tuple[Client, str, RecordDict]] = []
+        for client, reply in self.reception.received(sent, replies, now.report, read):
+            # What a leader sent that cannot be used goes back into its memory: it is not acknowledged.
+            # One that lacks what it needs waits like the others, and is sent it when it is asked again.
+            leads = client.sent.node == appointed and appointed not in now.lacking
+            if not leads or self._take_lead(client, reply, now):
+                arrived.append((client, "", client.content))
+        now.clients = self.reception.agreeing(arrived, now.report, lambda client: client.sent.node, "train")
+
+    def _take_lead(self, client: Client, reply: Message, now: S) -> bool:
+        """Take the supports a leader chose; return whether its own values can be used."""
+        taken = now.take_lead(client, reply)
+        if taken and now.looks_ahead and (block := now.next_support(reply)) is not None:
+            self._ahead = (block, client.partition)
+        return taken
+
+    def _elect(self, now: S) -> Exchanges[None]:
+        """Ask a few of those that trained, one after the other from the turn on, to lead until one does.
+
+        Each that stays silent costs a timeout; a round in which several in a row do is better given up.
+        """
+        waiting = [client for client in now.clients if client.values is None]
+        waiting.sort(key=lambda client: (client.partition, client.sent.node))
+        turn = self._turn(now, len(waiting)) if waiting else 0
+        for client in [*waiting[turn:], *waiting[:turn]][:_CANDIDATES]:
+            asked = self._messages({client.sent.node: now.asks}, now, ConfigRecord(), "query")
+            # Before the answer: who does not lead now is not asked for values either, which could cost another timeout.
+            now.silent.add(client.sent.node)
+            replies = yield [each.message for each in asked]
+
+            def check(each: SentMessage, reply: Message, client: Client = client) -> tuple[Client, Message]:
+                return now.answered(client, each, reply), reply
+
+            for _, reply in self.reception.received(asked, replies, now.report, check, role="as leader: "):
+                self._take_lead(client, reply, now)
+            if now.supports is not None:
+                return
+
+
+class SharedSupport(LeaderStrategy[SupportRound[ScaleCom]]):
     """Average updates on a support that one client chooses for all.
 
     Parameters
@@ -78,157 +224,18 @@ class SharedSupport(WaitingStrategy[SupportRound]):
     >>> strategy = SharedSupport(ScaleCom(density=0.01), warmup_rounds=3, fraction_train=0.5)
     """
 
-    ROUND = SupportRound
-
-    STATE: ClassVar[Mapping[str, Any]] = {
-        **WaitingStrategy.STATE,
-        "leaders": dict[int, int],
-        "_ahead": tuple[bytes, int] | None,
-    }
-
-    def __init__(
-        self,
-        codec: ScaleCom | dict[str, Any] | None = None,
-        *,
-        server_lr: float = 1.0,
-        warmup_rounds: int = 0,
-        stale_leader: bool = False,
-        policy: DensityPolicy | None = None,
-        guard: Norms | None = None,
-        seed: int = 0,
-        **cohort: Any,
-    ) -> None:
-        chosen = ScaleCom() if codec is None else get_codec(codec)
-        if not isinstance(chosen, ScaleCom):
-            raise ConfigError(f"a shared support needs a ScaleCom codec, got {chosen!r}; Compressed takes the others")
-        super().__init__(
-            chosen,
-            server_lr=server_lr,
-            warmup_rounds=warmup_rounds,
-            policy=policy,
-            guard=guard,
-            seed=seed,
-            **cohort,
-        )
-        self.stale_leader = stale_leader
-        self.leaders: dict[int, int] = {}
-        self._ahead: tuple[Frame, int] | None = None
-
-    def summary(self) -> None:
-        """Log the codec and the variant."""
-        variant = ", support of the last leader" if self.stale_leader else ""
-        log.info("\t├──> SharedSupport: %r%s", self.codec, variant)
-
-    def _exchanges(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Exchanges[tuple[ArrayRecord | None, MetricRecord | None]]:
-        warm = server_round > self.warmup_rounds
-        report = self.reports.begin(server_round)
-        now, nodes = self._begin("train", report, arrays, config, grid)
-        if not warm:
-            now.codec = replace(self.codec, dense=True)
-        now.looks_ahead = self.stale_leader and not now.codec.dense
-        # A warm-up round is dense and needs no choice.
-        ahead = self._ahead if self.stale_leader and warm else None
-        # Used up, whatever becomes of this round: the next one needs a newer choice.
-        self._ahead = None
-        if ahead is not None:
-            try:
-                now.supports = open_support(ahead[0], now.codec, now.layout)
-                now.block, now.leader = ahead
-            except FedcompError as reason:  # the model or the codec was changed since
-                report.notes.append(shorten(f"the last leader's support does not fit this round: {reason}"))
-        # The turn goes by partition, since node ids are redrawn in every run. Replies say which partition a node holds,
-        # so in the first round nobody is appointed, on any engine, and the leader is chosen after training.
-        known = [node for node in nodes if node in self._partitions]
-        appointed = known[(server_round - 1) % len(known)] if known else None
-        extra = {SUPPORT: now.block} if now.supports is not None else {}
-        asks = {node: now.asks if node == appointed else 0 for node in nodes}
-        sent = self._messages(asks, now, config, "train", extra)
-        replies = yield [s.message for s in sent]
-        self._take_trained(sent, replies, now, appointed)
-        if now.supports is None:
-            yield from self._elect(now)
-        if now.supports is None:
-            report.notes.append("no client could choose a support: the model is unchanged")
-            return None, None
-        assert now.leader is not None
-        self.leaders[server_round] = now.leader
-        yield from self._gather(now, {SUPPORT: now.block})
-        return self._aggregate(now)
-
-    def _take_trained(
-        self, sent: list[SentMessage], replies: Iterable[Message], now: SupportRound, appointed: int | None
-    ) -> None:
-        """Check the answers to training; take the leader's support, or everybody's values where it was known before."""
-        known = now.supports is not None
-
-        def read(each: SentMessage, reply: Message) -> tuple[Client, Message]:
-            client = now.trained(each, reply)
-            if known:
-                now.take_values(client, reply)
-            return client, reply
-
-        arrived: list[tuple[Client, str, RecordDict]] = []
-        for client, reply in self.reception.received(sent, replies, now.report, read):
-            # What a leader sent that cannot be used goes back into its memory: it is not acknowledged.
-            if client.sent.node != appointed or self._take_lead(client, reply, now):
-                arrived.append((client, "", client.content))
-        now.clients = self.reception.agreeing(arrived, now.report, lambda client: client.sent.node, "train")
-
-    def _take_lead(self, client: Client, reply: Message, now: SupportRound) -> bool:
-        """Take the supports a leader chose; return whether its own values can be used."""
-        taken = now.take_lead(client, reply)
-        if taken and now.looks_ahead and (block := now.next_support(reply)) is not None:
-            self._ahead = (block, client.partition)
-        return taken
-
-    def _elect(self, now: SupportRound) -> Exchanges[None]:
-        """Ask a few of those that trained, one after the other from the turn on, to lead until one does.
-
-        Each that stays silent costs a timeout; a round in which several in a row do is better given up.
-        """
-        waiting = [client for client in now.clients if client.values is None]
-        waiting.sort(key=lambda client: (client.partition, client.sent.node))
-        turn = (now.number - 1) % len(waiting) if waiting else 0
-        for client in [*waiting[turn:], *waiting[:turn]][:_CANDIDATES]:
-            asked = self._messages({client.sent.node: now.asks}, now, ConfigRecord(), "query")
-            # Before the answer: who does not lead now is not asked for values either, which could cost another timeout.
-            now.silent.add(client.sent.node)
-            replies = yield [each.message for each in asked]
-
-            def check(each: SentMessage, reply: Message, client: Client = client) -> tuple[Client, Message]:
-                return now.answered(client, each, reply), reply
-
-            for _, reply in self.reception.received(asked, replies, now.report, check, role="as leader: "):
-                self._take_lead(client, reply, now)
-            if now.supports is not None:
-                return
+    CODEC = ScaleCom
+    ROUND = SupportRound[ScaleCom]
 
 
-def _build(settings: Settings, seed: int) -> SharedSupport:
-    if settings["inner"] != "fedavg":
-        raise ConfigError(
-            f"inner={settings['inner']!r} does not fit: a shared support is averaged by its own strategy; "
-            "use server_lr, or a system of the drop-in pair"
-        )
-    codec = get_codec({"id": ScaleCom.codec_id, **below(settings, CODEC_PREFIX)})
-    # As for inner strategies, the server draws cohorts.
-    evaluated = 1.0 if settings["fraction_evaluate"] else 0.0
-    own = arguments(SharedSupport, settings, _OWN)
-    return SharedSupport(codec.to_config(), fraction_evaluate=evaluated, seed=seed, **own)
-
-
-_OWN: Final = settings_of(SharedSupport, "server_lr", "warmup_rounds", "stale_leader")
-
-SYSTEM: Final = System(
+SYSTEM: Final = waiting_system(
     "scalecom",
     "ScaleCom",
     "Chen et al. 2020, ScaleCom: scalable sparsified gradient compression for communication-efficient distributed "
     "training",
     "entries that the round's leader chose, the same for all clients, so that their sum is as short as one update; "
     "the rest is remembered",
-    _build,
-    {**codec_settings(ScaleCom.codec_id, "density", "beta"), **_OWN},
-    (TASK_PREFIX, CODEC_PREFIX),
+    SharedSupport,
+    ("density", "beta"),
+    ("stale_leader",),
 )

@@ -7,7 +7,7 @@ the step that the next round's messages carry.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import numpy as np
@@ -15,8 +15,11 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 from flwr.serverapp import Grid
 
 from fedcomp import params
+from fedcomp.codecs import get_codec
 from fedcomp.codecs.base import all_finite
 from fedcomp.codecs.waiting import Waiting
+from fedcomp.errors import ConfigError
+from fedcomp.flower.logs import log
 from fedcomp.flower.payload import put_frame
 from fedcomp.flower.protocol import Announcement, announce
 from fedcomp.flower.records import restore_dtypes, to_arrays, to_record
@@ -29,11 +32,13 @@ from fedcomp.strategies.announcing import Announcer
 from fedcomp.strategies.cohort import CohortSettings
 from fedcomp.strategies.guard import Norms
 from fedcomp.strategies.intake import mean_of_constants
+from fedcomp.strategies.parts import CODEC_PREFIX, TASK_PREFIX, Settings, below
 from fedcomp.strategies.receiving import Receiving, Reception
 from fedcomp.strategies.replies import NOT_FINITE, Peer, SentMessage, strip, weight_of
 from fedcomp.strategies.shared_replies import WaitingRound
 from fedcomp.strategies.sinks import WeightedSum
 from fedcomp.strategies.statistics import hold_in_step
+from fedcomp.strategies.system import System, arguments, codec_settings, settings_of
 from fedcomp.wire import Frame
 
 R = TypeVar("R", bound=WaitingRound)
@@ -44,7 +49,8 @@ class WaitingStrategy(Receiving, ExchangeStrategy, Stateful, Generic[R]):
 
     Parameters
     ----------
-    codec : Waiting
+    codec : Waiting or dict, optional
+        Of the class :attr:`CODEC`; default one with its own defaults.
     server_lr : float
         Step size of the server: model += server_lr * mean.
     warmup_rounds : int
@@ -58,9 +64,16 @@ class WaitingStrategy(Receiving, ExchangeStrategy, Stateful, Generic[R]):
         What is known of the clients.
     announcer : Announcer
         The session, and the versions of the model.
+
+    Raises
+    ------
+    ConfigError
+        For a codec of another class.
     """
 
     ROUND: type[R]
+
+    CODEC: ClassVar[type[Waiting]]
 
     STATE: ClassVar[Mapping[str, Any]] = {
         "reception": nested("reception"),
@@ -71,7 +84,7 @@ class WaitingStrategy(Receiving, ExchangeStrategy, Stateful, Generic[R]):
 
     def __init__(
         self,
-        codec: Waiting,
+        codec: Waiting | Mapping[str, Any] | None = None,
         *,
         server_lr: float = 1.0,
         warmup_rounds: int = 0,
@@ -80,15 +93,25 @@ class WaitingStrategy(Receiving, ExchangeStrategy, Stateful, Generic[R]):
         seed: int = 0,
         **cohort: Any,
     ) -> None:
-        self.codec: Any = codec
+        chosen = self.CODEC() if codec is None else get_codec(codec)
+        if not isinstance(chosen, self.CODEC):
+            raise ConfigError(
+                f"{type(self).__name__} needs a codec of the class {self.CODEC.__name__}, got {chosen!r}; Compressed "
+                "takes the others"
+            )
+        self.codec: Any = chosen
         self.cohort = CohortSettings(**cohort)
         self.server_lr = params.positive("server_lr", server_lr)
         self.warmup_rounds = params.integer("warmup_rounds", warmup_rounds, low=0)
         self.seed = seed
         self.reception = Reception(type(self).__name__, guard=guard)
-        self.announcer = Announcer(codec, policy, self.cohort.arrayrecord_key, seed)
+        self.announcer = Announcer(chosen, policy, self.cohort.arrayrecord_key, seed)
         self._partitions: dict[int, int] = {}
         self._holds: dict[int, int] = {}
+
+    def summary(self) -> None:
+        """Log the codec."""
+        log.info("\t├──> %s: %r", type(self).__name__, self.codec)
 
     def identity(self) -> str:
         """Return the codec, which must not change within a run."""
@@ -235,7 +258,7 @@ class WaitingStrategy(Receiving, ExchangeStrategy, Stateful, Generic[R]):
             assert client.values is not None
             # The norm of the values on the support: a client sends nothing else of its update.
             client.norm = now.fixed.norm(client.values, now.layout)
-        senders = self.reception.ordinary(arrived, report)
+        senders = now.usable(self.reception.ordinary(arrived, report))
         total = sum(client.weight for client in senders)
         if total <= 0:
             if senders:
@@ -250,6 +273,7 @@ class WaitingStrategy(Receiving, ExchangeStrategy, Stateful, Generic[R]):
                 assert client.values is not None
                 # Divided before it is added, as in Flower's mean: weights may be large, and the sum stays in range.
                 added.add(now.fixed, client.values, client.weight / total, client.exact)
+            now.gathered(out, {client.sent.node: client.weight / total for client in senders})
             # A product with 1 changes nothing, but takes a pass over the model.
             if self.server_lr != 1.0:
                 out.vector[...] *= np.float32(self.server_lr)
@@ -271,7 +295,7 @@ class WaitingStrategy(Receiving, ExchangeStrategy, Stateful, Generic[R]):
         version = broadcast.push(frame, mean, exact, layout, now.block or None)
         # Only now that their values are in a version of the model.
         now.acknowledge(senders)
-        for client in senders:
+        for client in senders if now.senders_hold else ():
             self._holds[client.sent.node] = version
         report.used = report.compressed = len(senders)
         report.payload_bytes = sum(client.payload for client in senders)
@@ -283,3 +307,48 @@ class WaitingStrategy(Receiving, ExchangeStrategy, Stateful, Generic[R]):
         record = to_record(layout.unflatten(broadcast.reference, broadcast.exact))
         metrics = self.cohort.train_metrics_aggr_fn([client.content for client in senders], self.cohort.weighted_by_key)
         return record, MetricRecord({**metrics, **now.metrics()})
+
+
+def waiting_system(
+    name: str,
+    title: str,
+    paper: str,
+    summary: str,
+    strategy: type[WaitingStrategy[Any]],
+    codec: Sequence[str],
+    own: Sequence[str] = (),
+) -> System:
+    """Return the declaration of a system that such a strategy makes whole.
+
+    Parameters
+    ----------
+    name, title, paper, summary
+        As of :class:`fedcomp.strategies.system.System`.
+    codec : sequence of str
+        Parameters of the codec that are settings by name; all others can be set below its prefix.
+    own : sequence of str
+        The strategy's, beside the step size and the rounds before compression starts.
+    """
+    codec_id = strategy.CODEC.codec_id
+    defaults = settings_of(strategy, "server_lr", "warmup_rounds", *own)
+
+    def build(settings: Settings, seed: int) -> WaitingStrategy[Any]:
+        if settings["inner"] != "fedavg":
+            raise ConfigError(
+                f"inner={settings['inner']!r} does not fit: {strategy.__name__} averages by itself; use server_lr, or "
+                "a system of the drop-in pair"
+            )
+        # As for inner strategies, the server draws cohorts.
+        evaluated = 1.0 if settings["fraction_evaluate"] else 0.0
+        chosen = {"id": codec_id, **below(settings, CODEC_PREFIX)}
+        return strategy(chosen, fraction_evaluate=evaluated, seed=seed, **arguments(strategy, settings, defaults))
+
+    return System(
+        name,
+        title,
+        paper,
+        summary,
+        build,
+        {**codec_settings(codec_id, *codec), **defaults},
+        (TASK_PREFIX, CODEC_PREFIX),
+    )

@@ -21,7 +21,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordD
 from numpy.typing import NDArray
 
 from fedcomp.clients.edge import PEER_ADDRESS
-from fedcomp.clients.half import CallNext, ClientHalf
+from fedcomp.clients.half import WAITING, CallNext, ClientHalf
 from fedcomp.clients.messages import find_announcement, partition_of
 from fedcomp.clients.peers import peer_link
 from fedcomp.clients.private.mod import discreet, wants_private
@@ -118,8 +118,7 @@ def coded(max_store_bytes: int = MAX_STORE_BYTES) -> ClientHalf:
                 raise  # the app's own: it ends as it would without this mod
             return refusal(msg, f"{type(error).__name__}: {error}")
 
-    waiting = ("fitted_basis", "shared_support", "shared_basis")
-    inner = ("local_privacy", *waiting, "compression", "lsg", "private", "record_dp")
+    inner = ("local_privacy", *WAITING, "compression", "lsg", "private", "record_dp")
     return ClientHalf("coded", coded_mod, outside=inner)
 
 

@@ -16,7 +16,7 @@ from typing import Final
 
 from flwr.app import ConfigRecord, Context, Message
 
-from fedcomp.clients.half import CallNext, ClientHalf
+from fedcomp.clients.half import WAITING, CallNext, ClientHalf
 from fedcomp.clients.messages import NOT_WITHOUT_NOISE, choose, find_announcement
 from fedcomp.clients.private.mod import discreet
 from fedcomp.errors import StateError
@@ -84,7 +84,7 @@ def local_privacy(policy: LocalPolicy | None = None) -> ClientHalf:
         _Sent(held.count + 1, this, digest).write(context)
         return reply
 
-    inner = ("fitted_basis", "shared_support", "shared_basis", "compression", "lsg", "private", "record_dp")
+    inner = (*WAITING, "compression", "lsg", "private", "record_dp")
     return ClientHalf("local_privacy", local_privacy_mod, outside=inner, needs=("compression",))
 
 

@@ -29,6 +29,7 @@ from fedcomp.codecs.fixedpoint import fixed_point_of as fixed_point_of
 from fedcomp.codecs.gradiveq import GradiVeQ as GradiVeQ
 from fedcomp.codecs.identity import Identity as Identity
 from fedcomp.codecs.keyregion import KeyRegion as KeyRegion
+from fedcomp.codecs.lgc import LGC as LGC
 from fedcomp.codecs.lowrank import LowRank as LowRank
 from fedcomp.codecs.natural import NaturalCompression as NaturalCompression
 from fedcomp.codecs.orthonormal import DCT as DCT

@@ -100,6 +100,10 @@ class FixedSupport(PositionalCodec):
         # A frame's supports are looked up by id alone, so every stretch needs one of its own.
         return self.support_id << _STRETCH_BITS | stretch.index
 
+    def parts(self, layout: Layout) -> tuple[Stretch, ...]:
+        """Return the parts of ``layout`` that have supports."""
+        return super().stretches(layout)
+
     def stretches(self, layout: Layout) -> tuple[Stretch, ...]:
         """Return the stretches of ``layout``.
 
@@ -108,7 +112,7 @@ class FixedSupport(PositionalCodec):
         StateError
             When the supports are those of another layout.
         """
-        parts = super().stretches(layout)
+        parts = self.parts(layout)
         fits = len(parts) == len(self.supports)
         if not fits or any(i.size and i[-1] >= s.size for s, i in zip(parts, self.supports, strict=True)):
             raise StateError(
@@ -157,57 +161,15 @@ class FixedSupport(PositionalCodec):
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class ScaleCom(Waiting):
-    """Cyclic local top-k with a low-pass memory. Needs two exchanges: the support first, then the values on it.
-
-    Each round, with update g::
-
-        p = memory + g
-        q = the decoded values of p on the leader's support, 0 elsewhere
-        memory = (1 - beta) * memory + beta * (p - q)
-
-    A client that does not learn the support in time has q = 0. For every client Σ q + memory / beta = Σ g, elementwise
-    (derived). For ``beta < 1`` the memory of a sent coordinate becomes (1 - beta) of what it was, not zero.
-
-    :meth:`encode` is what a leader without followers does: error feedback around the selector. The two exchanges are
-    :meth:`begin`, :meth:`choose` (the leader) and :meth:`send`.
+class LeaderSelected(Waiting):
+    """Base of codecs that send on a support which one client, the leader, selects for all; see :class:`ScaleCom`.
 
     Parameters
     ----------
-    density : float
-        k/n, in (0, 1]. With ``scope="layer"`` the layout's policy may set another one per tensor, as the paper
-        recommends.
-    beta : float
-        In (0, 1]; 1 is classical error feedback. The paper uses 0.1 for large batches (recalled).
-    selector : {"exact", "chunk"}
-        How the leader selects: its exact top k, or the largest magnitude of each chunk of 1/density coordinates (the
-        paper's chunk-wise quasi-sort).
-    scope : {"global", "layer"}
-        Rank the whole model, or every tensor by itself.
-    values : str
-        How values travel, as for :class:`~fedcomp.codecs.TopK`; beside 8 bits and fewer the dense rest takes 8.
-    memory : bool
-        False keeps no memory at all: what is not sent is lost. For comparison.
-    norm_guard : float, optional
-        Bound of ‖memory‖ in multiples of ‖g‖; see :class:`~fedcomp.codecs.feedback.ErrorFeedback`.
-    dense : bool
-        Share the support of all coordinates, whatever ``density`` says: the rounds before compression starts.
-    probe : float
-        Share of the coordinates, in [0, 1], of which clients also send memory and p so that the server can report how
-        similar they are. It costs 8 bytes per probed coordinate, client and round; 0 sends nothing.
-
-    Notes
-    -----
-    State between rounds: one float32 vector. Between the two exchanges the update is kept as well. After a frame left:
-    the index block it lies on, which is needed to roll it back and to read the server's mean.
-
-    Examples
-    --------
-    >>> ScaleCom(density=0.5).preview([0.5, -3.0, 1.0, 0.25])
-    array([ 0., -3.,  1.,  0.], dtype=float32)
+    density, beta, selector, scope, values, memory, norm_guard, dense, probe
+        As of :class:`ScaleCom`.
     """
 
-    codec_id: ClassVar[str] = "scalecom"
     passing = frozenset({_BLOCK, _BLOCK_ID})
 
     density: float = 0.01
@@ -274,10 +236,14 @@ class ScaleCom(Waiting):
             When no update waits, or the supports are not of this layout.
         """
         update = self.waiting(state, layout)
-        frame, after = self._feedback(self.on(supports, support_id)).encode(update, self.lasting(state), key)
+        frame, after = self.around(self.on(supports, support_id)).encode(update, self.lasting(state), key)
+        return frame, {**after, **self.block_of(supports, support_id, layout)}
+
+    def block_of(self, supports: Supports, support_id: int, layout: Layout) -> State:
+        """Return what the state holds of the support that the last frame lies on."""
         # Kept as an index block, which takes a byte or two per index where the array takes eight.
         block = np.frombuffer(support_frame(supports, self, layout), np.uint8)
-        return frame, {**after, _BLOCK: block, _BLOCK_ID: np.asarray(support_id, np.int64)}
+        return {_BLOCK: block, _BLOCK_ID: np.asarray(support_id, np.int64)}
 
     def rollback(self, state: State, frame: Frame, layout: Layout) -> State:
         """Return ``state`` with the frame's mass back in the memory."""
@@ -288,7 +254,7 @@ class ScaleCom(Waiting):
         assert held is not None
         # dense=True lifts the limit on indices: the support may stem from a dense round before compression started.
         supports = open_support(held[1], replace(self, dense=True), layout)
-        return self._feedback(self.on(supports, held[0])).rollback(self.lasting(state), frame, layout)
+        return self.around(self.on(supports, held[0])).rollback(self.lasting(state), frame, layout)
 
     def on(self, supports: Supports, support_id: int) -> FixedSupport:
         """Return the codec of the values on ``supports``."""
@@ -301,11 +267,66 @@ class ScaleCom(Waiting):
     @property
     def feedback(self) -> ErrorFeedback:
         """The memory of a leader without followers."""
-        return self._feedback(self.codec)
+        return self.around(self.codec)
 
-    def _feedback(self, codec: Codec) -> ErrorFeedback:
+    def around(self, codec: Codec) -> ErrorFeedback:
+        """Return the memory around what encodes."""
         # A filter of 0 freezes the memory at zero, which is how memory=False needs no code of its own.
         return ErrorFeedback(codec, beta=self.beta if self.memory else 0.0, norm_guard=self.norm_guard)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class ScaleCom(LeaderSelected):
+    """Cyclic local top-k with a low-pass memory. Needs two exchanges: the support first, then the values on it.
+
+    Each round, with update g::
+
+        p = memory + g
+        q = the decoded values of p on the leader's support, 0 elsewhere
+        memory = (1 - beta) * memory + beta * (p - q)
+
+    A client that does not learn the support in time has q = 0. For every client Σ q + memory / beta = Σ g, elementwise
+    (derived). For ``beta < 1`` the memory of a sent coordinate becomes (1 - beta) of what it was, not zero.
+
+    :meth:`encode` is what a leader without followers does: error feedback around the selector. The two exchanges are
+    :meth:`begin`, :meth:`choose` (the leader) and :meth:`send`.
+
+    Parameters
+    ----------
+    density : float
+        k/n, in (0, 1]. With ``scope="layer"`` the layout's policy may set another one per tensor, as the paper
+        recommends.
+    beta : float
+        In (0, 1]; 1 is classical error feedback. The paper uses 0.1 for large batches (recalled).
+    selector : {"exact", "chunk"}
+        How the leader selects: its exact top k, or the largest magnitude of each chunk of 1/density coordinates (the
+        paper's chunk-wise quasi-sort).
+    scope : {"global", "layer"}
+        Rank the whole model, or every tensor by itself.
+    values : str
+        How values travel, as for :class:`~fedcomp.codecs.TopK`; beside 8 bits and fewer the dense rest takes 8.
+    memory : bool
+        False keeps no memory at all: what is not sent is lost. For comparison.
+    norm_guard : float, optional
+        Bound of ‖memory‖ in multiples of ‖g‖; see :class:`~fedcomp.codecs.feedback.ErrorFeedback`.
+    dense : bool
+        Share the support of all coordinates, whatever ``density`` says: the rounds before compression starts.
+    probe : float
+        Share of the coordinates, in [0, 1], of which clients also send memory and p so that the server can report how
+        similar they are. It costs 8 bytes per probed coordinate, client and round; 0 sends nothing.
+
+    Notes
+    -----
+    State between rounds: one float32 vector. Between the two exchanges the update is kept as well. After a frame left:
+    the index block it lies on, which is needed to roll it back and to read the server's mean.
+
+    Examples
+    --------
+    >>> ScaleCom(density=0.5).preview([0.5, -3.0, 1.0, 0.25])
+    array([ 0., -3.,  1.,  0.], dtype=float32)
+    """
+
+    codec_id: ClassVar[str] = "scalecom"
 
 
 class _Sampler(RandomK):
@@ -321,7 +342,7 @@ def everything(leader: PositionalCodec, layout: Layout) -> Supports:
     return tuple(np.arange(stretch.size) for stretch in leader.stretches(layout))
 
 
-def support_frame(supports: Sequence[NDArray[np.int64]], codec: ScaleCom, layout: Layout) -> Frame:
+def support_frame(supports: Sequence[NDArray[np.int64]], codec: LeaderSelected, layout: Layout) -> Frame:
     """Return the index block of ``supports``: a frame of ones, whose values take no bytes."""
     parts = codec.leader.stretches(layout)
     return wire.encode(
@@ -332,7 +353,7 @@ def support_frame(supports: Sequence[NDArray[np.int64]], codec: ScaleCom, layout
     )
 
 
-def open_support(frame: Frame, codec: ScaleCom, layout: Layout) -> Supports:
+def open_support(frame: Frame, codec: LeaderSelected, layout: Layout) -> Supports:
     """Return the supports of an index block.
 
     Raises
@@ -359,7 +380,7 @@ def _index(leader: PositionalCodec, stretch: Stretch) -> str:
     return f"auto+bins:{leader.chunk(stretch)}" if isinstance(leader, ChunkTop1) else "auto"
 
 
-def support_id_of(frame: Frame, codec: ScaleCom, layout: Layout) -> int | None:
+def support_id_of(frame: Frame, codec: LeaderSelected, layout: Layout) -> int | None:
     """Return the id of the support on which the server's mean lies, None for a model without compressible tensors.
 
     Raises

@@ -25,10 +25,13 @@ STEP: Final = "fedcomp.step"
 SUPPORT: Final = "fedcomp.support"
 NEXT_SUPPORT: Final = "fedcomp.next-support"
 PROBE: Final = "fedcomp.probe"
+ENCODER: Final = "fedcomp.encoder"
+DECODER: Final = "fedcomp.decoder"
 """Keys of frames: a client's update, its exact buffers, the downlink's steps (``fedcomp.step.<version>``), the index
-block of a support all clients share, and samples of a client's memory for similarity figures."""
+block of a support all clients share, what a client says beside its values (samples of its memory, peaks, latents), and
+the weights of an autoencoder."""
 
-OWN_FRAMES: Final = (UPDATE, EXACT, STEP, SUPPORT, NEXT_SUPPORT, PROBE)
+OWN_FRAMES: Final = (UPDATE, EXACT, STEP, SUPPORT, NEXT_SUPPORT, PROBE, ENCODER, DECODER)
 """All of them; a dot and more may follow."""
 
 LEADS: Final = 1

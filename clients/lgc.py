@@ -1,0 +1,160 @@
+"""The client half of LGC: ScaleCom's, and in the last stage latents of the encoder that the server names.
+
+Messages of servers that train no autoencoder pass on to ``compression()``, so one app serves both kinds. A client needs
+numpy only: training is the server's matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import TypeVar
+
+import numpy as np
+from flwr.app import ArrayRecord, Context, Message, RecordDict
+
+from fedcomp.clients.half import ClientHalf
+from fedcomp.clients.shared_support import SupportExchange
+from fedcomp.clients.waiting import waiting_half
+from fedcomp.codecs import State
+from fedcomp.codecs.autoencoder import ConvDecoder, ConvEncoder, Decoder, Encoder, IdentityDecoder, IdentityEncoder
+from fedcomp.codecs.lgc import LGC
+from fedcomp.codecs.scalecom import Supports
+from fedcomp.errors import StateError
+from fedcomp.flower.payload import NODE_RECORD, put_frame, take_frame
+from fedcomp.flower.protocol import DECODER, ENCODER, LEADS, PROBE, Announcement
+from fedcomp.flower.records import to_arrays, to_record
+from fedcomp.layout import Layout, Vector
+from fedcomp.wire import Frame, WireError
+
+_HELD = "fedcomp.lgc"
+
+H = TypeVar("H", Encoder, Decoder)
+
+
+def learned_gradients(accept: Collection[str] | None = None) -> ClientHalf:
+    """Return the client half of LGC. Messages of servers that train no autoencoder pass through untouched.
+
+    Parameters
+    ----------
+    accept : collection of str, optional
+        Codec ids this client agrees to use; default all registered ones.
+
+    Examples
+    --------
+    >>> from flwr.clientapp import ClientApp
+    >>> from fedcomp.clients.client import client
+    >>> app = client(ClientApp(), only=[learned_gradients()])
+    """
+    return waiting_half("learned_gradients", LGC, _Exchange, accept)
+
+
+class _Exchange(SupportExchange[LGC]):
+    """One message of such a server. The node keeps the weights that it was sent last, as they came."""
+
+    def __init__(self, msg: Message, context: Context, announcement: Announcement, codec: LGC) -> None:
+        super().__init__(msg, context, announcement, codec)
+        self._came = {key: frame for key in (ENCODER, DECODER) if (frame := take_frame(msg.content, key)) is not None}
+        self._encoder: Encoder | None = None
+        self._decoder: Decoder | None = None
+
+    def prepare(self, layout: Layout, block: Frame | None) -> None:
+        """Find the weights that the message names."""
+        codec = self.codec
+        if codec.sends_latents:
+            self._encoder = self._find(ENCODER, codec.encoder, IdentityEncoder(), ConvEncoder.read)
+            self._decoder = self._find(DECODER, codec.decoder, IdentityDecoder(), ConvDecoder.read)
+
+    @property
+    def _common(self) -> bool:
+        """Whether this node's latents are the ones that all are decoded from."""
+        return self.announcement.leader != 0
+
+    @property
+    def _lacks(self) -> bool:
+        if not self.codec.sends_latents:
+            return False
+        encodes = self.codec.instance == "ring" or self._common
+        return (encodes and self._encoder is None) or (self.codec.ef == "decoded" and self._decoder is None)
+
+    def trained(self, state: State, layout: Layout, out: RecordDict, block: Frame | None) -> State:
+        """Lead, send or wait as for ScaleCom; wait where this node lacks what the server named."""
+        if self._lacks:
+            out.config_records[NODE_RECORD]["lacks"] = True
+            self.probe(state, layout, out)
+            return state
+        return super().trained(state, layout, out, block)
+
+    def queried(self, state: State, layout: Layout, out: RecordDict, block: Frame | None) -> State:
+        """Send on the support of the message, or on this node's own choice."""
+        self.prepare(layout, block)
+        if self._lacks:
+            raise StateError("this node does not hold the weights that the message names")
+        after = super().queried(state, layout, out, block)
+        self.keep()
+        return after
+
+    def send(self, state: State, supports: Supports, layout: Layout, out: RecordDict) -> tuple[Frame, State]:
+        """Return the frame of values, of latents or of an innovation; a common node's latents go beside it."""
+        codec, number = self.codec, self.announcement.support
+        if codec.dense:
+            return super().send(state, supports, layout, out)
+        values = codec.total(state, layout)[codec.coded_support(supports, layout)]
+        scale = codec.scale_of(values)
+        by_node = codec.sends_latents and codec.instance == "server"
+        if self._common or by_node:
+            out.config_records[NODE_RECORD]["scale"] = scale
+        # On a support of its own a leader divides by a scale of its own, which all others will be told.
+        if self.announcement.leader & LEADS:
+            codec = replace(codec, scale=scale)
+        if by_node:
+            return self._send_innovation(values, state, supports, layout, out)
+        if codec.sends_latents:
+            assert self._encoder is not None
+            return codec.send_latents(state, supports, number, layout, self.key, self._encoder, self._decoder)
+        return super().send(state, supports, layout, out)
+
+    def _send_innovation(
+        self, values: Vector, state: State, supports: Supports, layout: Layout, out: RecordDict
+    ) -> tuple[Frame, State]:
+        codec = self.codec
+        count = codec.shared_positions(supports, layout).size
+        frame: Frame | None
+        if self._common:
+            assert self._encoder is not None
+            own = frame = codec.latents_frame(values[:count], self._encoder)
+            put_frame(out, PROBE, own)
+        else:
+            frame = take_frame(self.msg.content, PROBE)
+        # As the server reads them: in the form in which they travel.
+        latents = None if frame is None else codec.open_latents(frame, count)
+        return codec.send_innovation(
+            state, supports, self.announcement.support, layout, self.key, latents, self._decoder
+        )
+
+    def keep(self) -> None:
+        """Write the weights that came."""
+        if self._came:
+            held = self.context.state.get(_HELD)
+            kept = to_arrays(held) if isinstance(held, ArrayRecord) else {}
+            came = {key: np.frombuffer(frame, np.uint8) for key, frame in self._came.items()}
+            self.context.state[_HELD] = to_record({**kept, **came})
+
+    def _find(self, key: str, number: int, identity: H, read: Callable[[Frame], H]) -> H | None:
+        """Return the weights that are called ``number``; None where this node does not have them."""
+        if number == identity.id:
+            return identity
+        if key in self._came:
+            found = read(self._came[key])
+            if found.id == number:
+                return found
+        held = self.context.state.get(_HELD)
+        frame = to_arrays(held).get(key) if isinstance(held, ArrayRecord) else None
+        if frame is None:
+            return None
+        try:
+            found = read(frame.tobytes())
+        except WireError:
+            # Damaged where they were kept: as good as none, and the server sends them again.
+            return None
+        return found if found.id == number else None

@@ -1,0 +1,425 @@
+"""The server half of LGC: values on shared supports train an autoencoder, and then its latents take their place.
+
+Rounds are those of ScaleCom: a leader selects the support, everybody sends on it. In the first rounds everything
+travels. In the next ones the server trains an autoencoder on the values that come; its weights stay here. From then on
+clients send latents (the ring instance), or the leader alone does and all send innovations (the server instance), and
+the mean is what the decoder makes of them.
+
+Weights travel as frames, with the next message to every node that needs them and does not have them; messages name
+them by their ids, and latents of another encoder are refused. What goes down is the decoded mean, not latents: models
+have to be the same bit for bit, and two machines may not decode alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Final
+
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+
+from fedcomp import params
+from fedcomp.codecs import Codec
+from fedcomp.codecs.autoencoder import Decoder, Encoder, IdentityDecoder, IdentityEncoder
+from fedcomp.codecs.lgc import FEWEST, LGC, Innovation, decoded_at_node, side_of
+from fedcomp.codecs.scalecom import Supports, support_frame
+from fedcomp.errors import ConfigError
+from fedcomp.flower.logs import log
+from fedcomp.flower.payload import put_frame, take_frame
+from fedcomp.flower.protocol import DECODER, ENCODER, PROBE
+from fedcomp.kernels import select_topk
+from fedcomp.layout import DensityPolicy, EndsDense, Update, Vector
+from fedcomp.stateful import nested
+from fedcomp.strategies.autoencoder_training import AutoencoderTraining
+from fedcomp.strategies.guard import Norms
+from fedcomp.strategies.loans import Loans
+from fedcomp.strategies.replies import Rejected, SentMessage
+from fedcomp.strategies.shared_replies import Client, SupportRound
+from fedcomp.strategies.shared_support import LeaderStrategy
+from fedcomp.strategies.waiting import waiting_system
+from fedcomp.wire import Frame
+
+CODERS: Final = ("convolutions", "identity")
+
+PUBLISHED: Final[Mapping[str, Any]] = {
+    "codec": {"id": LGC.codec_id, "density": 0.001, "innovation": 0.00001, "instance": "server", "raw": 0},
+    "policy": EndsDense(first=1, last=2),
+    "warmup_rounds": 200,
+    "training_rounds": 300,
+    "coder_optimizer": "sgd",
+    "coder_lr": 0.001,
+}
+"""Arguments of :class:`LearnedGradients` with the values of the third party's implementation (read). It does not
+normalise, which does not work (measured) and cannot be selected."""
+
+
+@dataclass
+class LatentRound(SupportRound[LGC]):
+    """The moving parts of one round of LGC, in any of its stages.
+
+    Attributes
+    ----------
+    encoder : Encoder
+        Of the last stage.
+    decoders : mapping of int to Decoder
+        By node; that of 0 for all others.
+    latents : float32 array or None
+        The common node's, in the server instance, once they are here.
+    latents_frame : bytes
+        As they came.
+    scales : dict of int to float
+        By node: the root mean square of its values on the support, as it says itself.
+    source : int or None
+        The node whose latents they are.
+    lent : int
+        Bytes of weights in the messages of the round.
+    """
+
+    half = "learned_gradients"
+
+    encoder: Encoder = field(default_factory=IdentityEncoder)
+    decoders: Mapping[int, Decoder] = field(default_factory=dict)
+    latents: Vector | None = None
+    latents_frame: Frame = b""
+    scales: dict[int, float] = field(default_factory=dict)
+    source: int | None = None
+    lent: int = 0
+
+    @property
+    def by_node(self) -> bool:
+        """Whether this is a round in which one client sends latents, and all innovations."""
+        return self.codec.sends_latents and self.codec.instance == "server"
+
+    @property
+    def fixed(self) -> Codec:
+        """The codec of what clients send."""
+        if not self.codec.sends_latents:
+            return super().fixed
+        if self.by_node:
+            return self.codec.innovations(self.layout)
+        assert self.supports is not None
+        return self.codec.latents_on(self.supports, self.number, self.layout, self.encoder, self.decoder(0))
+
+    @property
+    def frames(self) -> dict[str, Frame]:
+        """The support; with it the common node's latents where clients decode."""
+        with_latents = self.by_node and self.codec.ef == "decoded"
+        return {**super().frames, **({PROBE: self.latents_frame} if with_latents else {})}
+
+    def decoder(self, node: int) -> Decoder:
+        """Return the decoder of a node."""
+        return self.decoders[node] if node in self.decoders else self.decoders[0]
+
+    def note_lead(self, client: Client, reply: Message, *, known: bool) -> None:
+        """Take the leader's scale, and its latents where it is the common node."""
+        if self.codec.dense:
+            return
+        scale = self.scales.get(client.sent.node)
+        if scale is None:
+            raise Rejected("the reply does not say by what its values are divided")
+        if not known:
+            self.codec = replace(self.codec, scale=scale)
+        if not self.by_node:
+            return
+        frame = take_frame(reply.content, PROBE)
+        if frame is None:
+            raise Rejected("the reply of the common node holds no latents")
+        assert self.supports is not None
+        where = self.codec.shared_positions(self.supports, self.layout)
+        self.latents = self.codec.open_latents(frame, where.size)
+        self.latents_frame, self.source = frame, client.sent.node
+
+    def _note_header(self, client: Client, header: ConfigRecord) -> None:
+        super()._note_header(client, header)
+        scale, node = header.get("scale"), client.sent.node
+        # Inf or a negative number would be a model of NaN, or one that moves the other way.
+        if isinstance(scale, float) and 0.0 < scale < float("inf"):
+            self.scales[node] = scale
+
+    def usable(self, senders: list[Client]) -> list[Client]:
+        """Return nobody where the common node's latents are missing: clients have taken them for delivered."""
+        senders = super().usable(senders)
+        if not self.by_node or not senders:
+            return senders
+        if self.source not in {client.sent.node for client in senders}:
+            self.report.notes.append("the common node's latents cannot be used: nobody's values can be decoded")
+            return []
+        return senders
+
+    def gathered(self, total: Update, shares: Mapping[int, float]) -> None:
+        """Decode what was summed (ring), or add what the server makes of each client's innovation (server)."""
+        if not self.codec.sends_latents:
+            return
+        codec = self.fixed
+        if not isinstance(codec, Innovation):
+            codec.conclude(total)
+            return
+        assert self.supports is not None
+        assert self.latents is not None
+        where = self.codec.shared_positions(self.supports, self.layout)
+        reached = [np.zeros(0, np.int64)] * len(self.supports)
+        for client in self.senders:
+            share = shares.get(client.sent.node)
+            if share is None:
+                continue
+            assert client.values is not None
+            side, sent = side_of(codec, client.values, where, self.layout)
+            node = client.sent.node
+            found = decoded_at_node(self.decoder(node), self.latents, side, self.scales.get(node, 1.0))
+            # Of what was sent the server needs no decoder.
+            found[sent] = 0.0
+            total.vector[where] += np.float32(share) * found
+            for index, tensor in enumerate(client.values.tensors[: len(reached)]):
+                assert tensor.indices is not None
+                reached[index] = np.union1d(reached[index], tensor.indices)
+        self._grow(tuple(reached), where.size > 0)
+
+    def _grow(self, reached: Supports, coded: bool) -> None:
+        """Make the support that goes down the one on which anything arrived."""
+        assert self.supports is not None
+        number = self.codec.coded(self.layout) if coded else 0
+        self.supports = tuple(
+            np.union1d(common, own) if index < number else own
+            for index, (common, own) in enumerate(zip(self.supports, reached, strict=True))
+        )
+        self.block = support_frame(self.supports, self.codec, self.layout)
+        self.senders_hold = False
+
+    def metrics(self) -> dict[str, float]:
+        """Return the bytes of weights that went out, and how large the values are that are coded."""
+        found = super().metrics()
+        if self.codec.sends_latents:
+            found["autoencoder-bytes"] = float(self.lent)
+        return found
+
+
+class LearnedGradients(LeaderStrategy[LatentRound]):
+    """Average updates that travel as latents of an autoencoder, trained on the updates of earlier rounds.
+
+    Parameters
+    ----------
+    codec : LGC or dict, optional
+        Instance, densities, error feedback.
+    warmup_rounds : int
+        Rounds of the first stage, in which everything travels.
+    training_rounds : int
+        Rounds of the second, in which the autoencoder is trained on values that travel as ScaleCom's do. Its last
+        stage follows; it waits for a first step of training, which a round without usable replies does not bring.
+    coder : {"convolutions", "identity"}
+        The identity makes ScaleCom of the ring instance, bit for bit.
+    common : {"turn", "first"}
+        Who leads in the last stage: the turn goes round those present, or it is the first partition that is there, so
+        that a single node needs the encoder in the server instance. When the leader is lost, the next one stands by.
+    coder_optimizer : {"adam", "sgd"}
+    coder_lr : float
+        Of the autoencoder's training.
+    coder_passes : int
+        Steps of training in each round.
+    reconstruction, similarity : float
+        Weights of the two losses, of which the ring instance has the first only.
+    decoders : int
+        Nodes that have a decoder of their own, at most, in the server instance; others share one.
+    server_lr, stale_leader, policy, guard, seed, **cohort
+        As of :class:`~fedcomp.strategies.shared_support.SharedSupport`; the policy's default is
+        :class:`fedcomp.layout.EndsDense`, with which the first layer travels dense.
+
+    Raises
+    ------
+    ConfigError
+        For another codec, and for a stale leader where clients need the common node's latents before they send.
+
+    Notes
+    -----
+    Clients need numpy only; the server needs torch for the training.
+
+    Examples
+    --------
+    >>> from fedcomp.codecs import LGC
+    >>> strategy = LearnedGradients(LGC(density=0.01), warmup_rounds=5, training_rounds=50)
+    >>> published = LearnedGradients(**PUBLISHED)
+    """
+
+    CODEC = LGC
+    ROUND = LatentRound
+
+    STATE: ClassVar[Mapping[str, Any]] = {
+        **LeaderStrategy.STATE,
+        "training": nested("training"),
+        "_encoders": nested("_encoders"),
+        "_decoders": nested("_decoders"),
+        "_scale": float,
+    }
+
+    def __init__(
+        self,
+        codec: LGC | dict[str, Any] | None = None,
+        *,
+        server_lr: float = 1.0,
+        warmup_rounds: int = 5,
+        training_rounds: int = 50,
+        coder: str = "convolutions",
+        common: str = "turn",
+        coder_optimizer: str = "adam",
+        coder_lr: float = 0.001,
+        coder_passes: int = 1,
+        reconstruction: float = 0.5,
+        similarity: float = 0.5,
+        decoders: int = 64,
+        stale_leader: bool = False,
+        policy: DensityPolicy | None = None,
+        guard: Norms | None = None,
+        seed: int = 0,
+        **cohort: Any,
+    ) -> None:
+        super().__init__(
+            codec,
+            server_lr=server_lr,
+            warmup_rounds=warmup_rounds,
+            stale_leader=stale_leader,
+            policy=EndsDense() if policy is None else policy,
+            guard=guard,
+            seed=seed,
+            **cohort,
+        )
+        if self.codec.sends_latents:
+            raise ConfigError("the ids of the autoencoder are set by the server; leave encoder and decoder at 0")
+        if self.stale_leader and self.codec.instance == "server" and self.codec.ef == "decoded":
+            raise ConfigError(
+                "with stale_leader=True clients send before they have the common node's latents, which ef='decoded' "
+                "needs; use ef='mask'"
+            )
+        self.training_rounds = params.integer("training_rounds", training_rounds, low=0)
+        self.coder = params.choice("coder", coder, CODERS)
+        self.common = params.choice("common", common, ("turn", "first"))
+        self.training = AutoencoderTraining(
+            optimizer=coder_optimizer,
+            lr=coder_lr,
+            passes=coder_passes,
+            reconstruction=reconstruction,
+            similarity=similarity,
+            decoders=decoders,
+            seed=seed,
+        )
+        self._encoders = Loans()
+        self._decoders = Loans()
+        self._scale = 1.0
+
+    def summary(self) -> None:
+        """Log the codec and the stages."""
+        super().summary()
+        until = self.warmup_rounds + self.training_rounds
+        log.info("\t│\t└──> all until round %d, values until %d, then latents", self.warmup_rounds, until)
+
+    def _stage(self, now: LatentRound) -> LGC:
+        codec = replace(super()._stage(now), scale=self._scale)
+        if now.number <= self.warmup_rounds + self.training_rounds:
+            return codec
+        if self.coder == "identity":
+            now.encoder, now.decoders = IdentityEncoder(), {0: IdentityDecoder()}
+        elif self.training.steps:
+            now.encoder = self.training.encoder
+            now.decoders = {node: self.training.decoder(node) for node in self.training.known}
+            now.decoders[0] = self.training.decoder(None)
+        else:
+            now.report.notes.append("the autoencoder was not trained in a single round: values travel instead")
+            return codec
+        return replace(codec, encoder=now.encoder.id, decoder=now.decoder(0).id)
+
+    def _turn(self, now: LatentRound, candidates: int) -> int:
+        first = self.common == "first" and now.codec.sends_latents
+        return 0 if first else super()._turn(now, candidates)
+
+    def _beside(self, node: int, content: RecordDict, fields: dict[str, Any], now: LatentRound) -> None:
+        codec = now.codec
+        # An evaluation announces none: it needs no weights.
+        if "codec" not in fields or not codec.sends_latents:
+            return
+        if codec.instance == "ring" or fields["leader"]:
+            self._lend(self._encoders, ENCODER, now.encoder, node, content, now)
+        if codec.ef == "decoded":
+            decoder = now.decoder(node)
+            fields["codec"] = {**fields["codec"], "decoder": decoder.id}
+            self._lend(self._decoders, DECODER, decoder, node, content, now)
+
+    def _lend(
+        self, loans: Loans, key: str, half: Encoder | Decoder, node: int, content: RecordDict, now: LatentRound
+    ) -> None:
+        frame = half.frame()
+        # The identity has no weights.
+        if frame and not loans.holds(node, half.id, self.reception.peers[node].version):
+            put_frame(content, key, frame)
+            loans.lend(node, half.id, now.version)
+            now.lent += len(frame)
+
+    def _take_trained(
+        self,
+        sent: list[SentMessage],
+        replies: Iterable[Message],
+        now: LatentRound,
+        appointed: int | None,
+    ) -> None:
+        super()._take_trained(sent, replies, now, appointed)
+        # What they lost comes with the next message, which for those that wait is this round's query.
+        for node in now.lacking:
+            self._encoders.forget(node)
+            self._decoders.forget(node)
+
+    def _aggregate(self, now: LatentRound) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        if now.lent:
+            log.info("round %d: %d bytes of the autoencoder's weights went out", now.number, now.lent)
+        model, metrics = super()._aggregate(now)
+        self._scale = now.codec.scale
+        if model is None or metrics is None or now.codec.sends_latents or now.codec.dense or self.coder == "identity":
+            return model, metrics
+        return model, MetricRecord({**metrics, **self._learn(now)})
+
+    def _learn(self, now: LatentRound) -> dict[str, float]:
+        """Train the autoencoder on the round's values; return its losses."""
+        coded, codec = now.codec.coded(now.layout), now.codec
+        vectors: dict[int, Vector] = {}
+        for client in now.senders:
+            if not client.outlier and client.values is not None:
+                found = [tensor.values.decoded() for tensor in client.values.tensors[:coded]]
+                vectors[client.sent.node] = np.concatenate(found) if found else np.zeros(0, np.float32)
+        if min(vector.size for vector in vectors.values()) < FEWEST:
+            now.report.notes.append("too few values travel for an autoencoder: raise density, or lower raw")
+            return {}
+        if codec.instance == "ring":
+            shares = [client.weight for client in now.senders if client.sent.node in vectors]
+            loss = self.training.learn_ring([v / np.float32(codec.scale) for v in vectors.values()], shares)
+            losses = {} if loss is None else {"autoencoder-loss": loss}
+        else:
+            unit = {node: v / np.float32(codec.scale_of(v)) for node, v in vectors.items()}
+            sides = {node: self._side(v, now) for node, v in unit.items()}
+            both = self.training.learn_nodes(unit, sides, now.number)
+            losses = (
+                {} if both is None else {"autoencoder-loss": both.reconstruction, "latent-distance": both.similarity}
+            )
+        if not losses:
+            now.report.notes.append("the autoencoder's loss is not finite: this round does not train it")
+        return losses
+
+    def _side(self, values: Vector, now: LatentRound) -> Vector:
+        """Return what a node's innovation would be on the support: its largest values of each tensor."""
+        side, start = np.zeros_like(values), 0
+        assert now.supports is not None
+        codec = now.codec.innovations(now.layout)
+        for part, support in zip(codec.stretches(now.layout)[: codec.tensors], now.supports, strict=False):
+            own = values[start : start + support.size]
+            kept = select_topk(own, min(own.size, codec.count(part)))
+            side[start + kept] = own[kept]
+            start += support.size
+        return side
+
+
+SYSTEM: Final = waiting_system(
+    "lgc",
+    "LGC",
+    "Abrahamyan et al. 2022, Learned gradient compression for distributed deep learning",
+    "entries that a leader chose, as latents of an autoencoder that the server trained on the first rounds; or one "
+    "client's latents, and of all others a few values",
+    LearnedGradients,
+    ("density", "innovation", "instance", "ef"),
+    ("training_rounds", "coder", "common", "coder_optimizer", "coder_lr", "stale_leader"),
+)
