@@ -115,9 +115,7 @@ class LatentRound(SupportRound[LGC]):
         """Take the leader's scale, and its latents where it is the common node."""
         if self.codec.dense:
             return
-        scale = self.scales.get(client.sent.node)
-        if scale is None:
-            raise Rejected("the reply does not say by what its values are divided")
+        scale = self._scale_of(client)
         if not known:
             self.codec = replace(self.codec, scale=scale)
         if not self.by_node:
@@ -136,6 +134,18 @@ class LatentRound(SupportRound[LGC]):
         # Inf or a negative number would be a model of NaN, or one that moves the other way.
         if isinstance(scale, float) and 0.0 < scale < float("inf"):
             self.scales[node] = scale
+
+    def take_values(self, client: Client, reply: Message) -> None:
+        """Take a client's values; in the server instance they need a scale of their own."""
+        if self.by_node:
+            self._scale_of(client)
+        super().take_values(client, reply)
+
+    def _scale_of(self, client: Client) -> float:
+        scale = self.scales.get(client.sent.node)
+        if scale is None:
+            raise Rejected("the reply does not say by what its values are divided")
+        return scale
 
     def usable(self, senders: list[Client]) -> list[Client]:
         """Return nobody where the common node's latents are missing: clients have taken them for delivered."""
@@ -166,7 +176,7 @@ class LatentRound(SupportRound[LGC]):
             assert client.values is not None
             side, sent = side_of(codec, client.values, where, self.layout)
             node = client.sent.node
-            found = decoded_at_node(self.decoder(node), self.latents, side, self.scales.get(node, 1.0))
+            found = decoded_at_node(self.decoder(node), self.latents, side, self.scales[node])
             # Of what was sent the server needs no decoder.
             found[sent] = 0.0
             total.vector[where] += np.float32(share) * found
