@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from fedcomp import params
 from fedcomp.codecs.autoencoder import CHANNELS, SLOPE, STEP, ConvDecoder, ConvEncoder
-from fedcomp.errors import optional
+from fedcomp.errors import StateError, optional
 from fedcomp.layout import Vector
 from fedcomp.rng import Key
 from fedcomp.stateful import Stateful, each, nested
@@ -62,10 +62,14 @@ class _Half(Stateful):
         self.moments: dict[str, NDArray[np.float32]] = {}
         self._made: ConvEncoder | ConvDecoder | None = None
 
+    def check_state(self, values: Mapping[str, Any]) -> None:
+        """Refuse weights of another architecture."""
+        size = values["weights"].size
+        if values["weights"].shape != self.weights.shape:
+            raise StateError(f"{size} weights are not those of {self.kind.__name__}, which has {self.weights.size}")
+
     def restored(self) -> None:
-        """Check the size, and forget what was made of other weights."""
-        if self.weights.size != sum(math.prod(shape) for shape in self.kind.SHAPES):
-            raise ValueError
+        """Forget what was made of other weights."""
         self._made = None
 
     def take(self, weights: Vector, moments: Mapping[str, NDArray[np.float32]]) -> None:

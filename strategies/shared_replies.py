@@ -17,7 +17,7 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from numpy.typing import NDArray
 
 from fedcomp.codecs.base import Codec
-from fedcomp.codecs.scalecom import FixedSupport, LeaderSelected, Supports, everything, open_support, support_frame
+from fedcomp.codecs.scalecom import LeaderSelected, Supports, everything, open_support, support_frame
 from fedcomp.codecs.similarity import similarity
 from fedcomp.codecs.waiting import Waiting
 from fedcomp.errors import FedcompError

@@ -1,0 +1,312 @@
+"""Training of the autoencoder on the server (test list B7 of the transform compressors, where it is about learning)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from fedcomp.codecs.autoencoder import ConvDecoder
+from fedcomp.codecs.lgc import decoded_at_node
+from fedcomp.errors import ConfigError, StateError
+from fedcomp.rng import Key
+from fedcomp.strategies.autoencoder_training import AutoencoderTraining, Losses
+
+pytest.importorskip("torch")
+
+SIZE = 256
+NODES = 4
+
+
+def noise(size: int, *place: int) -> np.ndarray:
+    return Key(7, "noise/" + "/".join(map(str, place))).generator().normal(size=size).astype(np.float32)
+
+
+BASIS = np.cos(np.pi / SIZE * np.outer(np.arange(SIZE) + 0.5, [3, 5, 8, 13, 21, 34])).astype(np.float32)
+"""What all vectors have in common lies in six dimensions, and is smooth: convolutions know no positions."""
+
+
+def vectors(step: int, nodes: int = NODES, scale: float = 1.0) -> dict[int, np.ndarray]:
+    """Return one vector a node: a common part of mean square 1, and a tenth of it of noise, all times ``scale``."""
+    common = BASIS @ noise(6, 1, step)
+    common *= np.sqrt(SIZE) / np.linalg.norm(common)
+    made = {node: common + np.float32(0.1) * noise(SIZE, 2, step, node) for node in range(nodes)}
+    return {node: (scale * vector).astype(np.float32) for node, vector in made.items()}
+
+
+def unit(vector: np.ndarray) -> np.ndarray:
+    return (vector / np.float32(np.sqrt(np.mean(np.square(vector, dtype=np.float64))))).astype(np.float32)
+
+
+def side_of(vector: np.ndarray, count: int = 8) -> np.ndarray:
+    side = np.zeros_like(vector)
+    kept = np.argsort(np.abs(vector))[-count:]
+    side[kept] = vector[kept]
+    return side
+
+
+def ring_error(training: AutoencoderTraining, steps: range, scale: float = 1.0) -> float:
+    """Return squared error over energy of the decoded mean, over vectors that were not trained with."""
+    missed = energy = 0.0
+    for step in steps:
+        found = vectors(step, scale=scale)
+        mean = sum(found.values()) / len(found)
+        latents = sum(training.encoder.encode(v) for v in found.values()) / np.float32(len(found))
+        missed += float(np.square(training.decoder(None).decode(latents, SIZE) - mean).sum())
+        energy += float(np.square(mean).sum())
+    return missed / energy
+
+
+@pytest.fixture(scope="module")
+def ring() -> AutoencoderTraining:
+    training = AutoencoderTraining(seed=1)
+    for step in range(400):
+        training.learn_ring(list(vectors(step).values()), [1.0] * NODES)
+    return training
+
+
+@pytest.fixture(scope="module")
+def nodes() -> tuple[AutoencoderTraining, list[Losses]]:
+    training, losses = AutoencoderTraining(seed=1), []
+    for step in range(400):
+        found = vectors(step)
+        lost = training.learn_nodes(found, {n: side_of(v) for n, v in found.items()}, step)
+        assert lost is not None
+        losses.append(lost)
+    return training, losses
+
+
+@pytest.mark.long
+def test_a_ring_learns_vectors_that_resemble_each_other(ring: AutoencoderTraining) -> None:
+    """Held-out error below .1; what the decoder makes of the mean of latents is the mean."""
+    assert ring.steps == 400
+    assert ring_error(ring, range(1000, 1020)) < 0.1
+    # A mean of vectors is not what one of them decodes to: the latents were averaged.
+    assert ring_error(AutoencoderTraining(seed=1), range(1000, 1020)) > 0.9
+
+
+@pytest.mark.long
+def test_raw_gradients_train_nothing() -> None:
+    """The measured mistake: values of 1e-4 as they are. Their squared error has no gradient worth its name for SGD, and
+    what is decoded is far from them for Adam; divided by their root mean square they are the vectors above."""
+    raw = AutoencoderTraining(seed=1, optimizer="sgd")
+    for step in range(150):
+        raw.learn_ring(list(vectors(step, scale=1e-4).values()), [1.0] * NODES)
+    assert ring_error(raw, range(1000, 1010), scale=1e-4) > 0.99
+    scaled = AutoencoderTraining(seed=1)
+    for step in range(3):
+        found = list(vectors(step, scale=2.0**-13).values())
+        scaled.learn_ring([unit(v) for v in found], [1.0] * NODES)
+    same = AutoencoderTraining(seed=1)
+    for step in range(3):
+        same.learn_ring([unit(v) for v in vectors(step).values()], [1.0] * NODES)
+    assert scaled.encoder.id == same.encoder.id
+
+
+@pytest.mark.long
+def test_nodes_learn_their_vectors_from_one_node_s_latents(nodes) -> None:
+    """Held-out error below .1 for every pair of a common node and another one."""
+    training, losses = nodes
+    missed = energy = 0.0
+    for step in range(1000, 1010):
+        found = vectors(step)
+        for common in range(NODES):
+            latents = training.encoder.encode(found[common])
+            for node, vector in found.items():
+                decoded = training.decoder(node).decode(latents, SIZE, side_of(vector))
+                missed += float(np.square(decoded - vector).sum())
+                energy += float(np.square(vector).sum())
+    assert missed / energy < 0.1
+    assert losses[-1].reconstruction < 0.2 < losses[0].reconstruction
+
+
+@pytest.mark.long
+def test_an_innovation_lowers_the_error_where_it_is(nodes) -> None:
+    """At its own positions, by the decoder alone: what is known there replaces nothing yet."""
+    training, _ = nodes
+    with_side = without = 0.0
+    for step in range(1000, 1020):
+        found = vectors(step)
+        latents = training.encoder.encode(found[0])
+        vector = found[1]
+        side = side_of(vector)
+        where = side != 0.0
+        decoder = training.decoder(1)
+        with_side += float(np.square(decoder.decode(latents, SIZE, side) - vector)[where].sum())
+        without += float(np.square(decoder.decode(latents, SIZE) - vector)[where].sum())
+    assert with_side < 0.9 * without
+
+
+@pytest.mark.long
+def test_latents_of_different_nodes_converge(nodes) -> None:
+    """The similarity loss falls against a training without it, and with it the distance of held-out latents."""
+    training, losses = nodes
+    alone = AutoencoderTraining(seed=1, similarity=0.0)
+    for step in range(100):
+        found = vectors(step)
+        alone.learn_nodes(found, {n: side_of(v) for n, v in found.items()}, step)
+
+    def apart(trained: AutoencoderTraining) -> float:
+        distance = energy = 0.0
+        for step in range(1000, 1010):
+            coded = np.stack([trained.encoder.encode(v) for v in vectors(step).values()])
+            distance += float(np.square(coded - coded.mean(0)).sum())
+            energy += float(np.square(coded).sum())
+        return distance / energy
+
+    assert apart(training) < 0.8 * apart(alone)
+    assert apart(training) < 0.3 * apart(AutoencoderTraining(seed=1))
+    ratio = [loss.similarity for loss in losses]
+    assert max(ratio[-20:]) < max(ratio)
+
+
+def test_the_order_of_nodes_is_no_part_of_a_ring() -> None:
+    found, weights = list(vectors(0).values()), [1.0, 2.0, 3.0, 4.0]
+    one, other = AutoencoderTraining(), AutoencoderTraining()
+    one.learn_ring(found, weights)
+    other.learn_ring(found[::-1], weights[::-1])
+    for ours, theirs in zip(one.encoder.weights, other.encoder.weights, strict=True):
+        # Adam's first step is ±lr, whose sign a rounding can turn where a gradient is nothing.
+        assert np.mean(np.abs(ours - theirs) > 1e-6) < 0.01
+    assert one.learn_ring(found, weights) == pytest.approx(other.learn_ring(found[::-1], weights[::-1]), rel=1e-3)
+
+
+def test_weights_of_clients_count() -> None:
+    found = list(vectors(0).values())
+    one, other, third = AutoencoderTraining(), AutoencoderTraining(), AutoencoderTraining()
+    assert one.learn_ring(found, [1.0, 1.0, 1.0, 1.0]) == other.learn_ring(found, [10.0, 10.0, 10.0, 10.0])
+    assert third.learn_ring(found, [1.0, 0.0, 0.0, 0.0]) != one.learn_ring(found, [1.0, 1.0, 1.0, 1.0])
+
+
+def test_one_node_resembles_itself() -> None:
+    training = AutoencoderTraining()
+    found = vectors(0, nodes=1)
+    losses = training.learn_nodes(found, {0: side_of(found[0])}, 1)
+    assert losses is not None
+    assert losses.similarity == 0.0
+    assert losses.reconstruction > 0.1
+
+
+def test_the_first_loss_is_the_one_that_numpy_computes() -> None:
+    """Both losses before the first step, by definition: over ordered pairs, and from the drawn node's latents."""
+    found = vectors(0, nodes=3)
+    sides = {n: side_of(v) for n, v in found.items()}
+    training = AutoencoderTraining(seed=5)
+    encoder, decoder = training.encoder, training.decoder(None)
+    coded = [encoder.encode(v) for v in found.values()]
+    pairs = [np.square(a - b).mean() for a in coded for b in coded if a is not b]
+    common = coded[int(Key(5, "autoencoder/common", 9).uniform(1)[0] * 3)]
+    errors = [np.square(decoder.decode(common, SIZE, sides[n]) - v).mean() for n, v in found.items()]
+    losses = training.learn_nodes(found, sides, 9)
+    assert losses is not None
+    assert losses.similarity == pytest.approx(float(np.mean(pairs)), rel=1e-4)
+    assert losses.reconstruction == pytest.approx(float(np.mean(errors)), rel=1e-4)
+    ring = AutoencoderTraining(seed=5)
+    mean = sum(found.values()) / 3
+    decoded = decoder.decode(sum(coded) / np.float32(3), SIZE)
+    wanted = float(np.square(decoded - mean).mean())
+    assert ring.learn_ring(list(found.values()), [1.0] * 3) == pytest.approx(wanted, rel=1e-4)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+def test_a_step_that_is_not_finite_changes_nothing(optimizer: str) -> None:
+    training = AutoencoderTraining(optimizer=optimizer)
+    found = list(vectors(0).values())
+    training.learn_ring(found, [1.0] * NODES)
+    before = training.state_dict()
+    bad = [*found[:-1], np.full(SIZE, np.float32(3e38))]
+    assert training.learn_ring(bad, [1.0] * NODES) is None
+    assert training.steps == 1
+    assert all(np.isfinite(array).all() for array in training.encoder.weights)
+    other = AutoencoderTraining(optimizer=optimizer)
+    other.load_state_dict(before)
+    assert other.encoder.id == training.encoder.id
+    assert training.learn_ring(found, [1.0] * NODES) == other.learn_ring(found, [1.0] * NODES)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+def test_a_state_that_was_saved_goes_on_bit_for_bit(optimizer: str) -> None:
+    """Weights, moments, steps, and the order in which decoders are given up."""
+
+    def step(training: AutoencoderTraining, number: int, nodes: tuple[int, ...]) -> None:
+        found = {node: vector for node, vector in vectors(number, nodes=6).items() if node in nodes}
+        training.learn_nodes(found, {n: side_of(v) for n, v in found.items()}, number)
+
+    whole = AutoencoderTraining(optimizer=optimizer, decoders=3, passes=2)
+    step(whole, 1, (0, 1))
+    step(whole, 2, (1, 2))
+    other = AutoencoderTraining(optimizer=optimizer, decoders=3, passes=2)
+    other.load_state_dict(whole.state_dict())
+    for training in (whole, other):
+        # 0 was used longest ago.
+        step(training, 3, (3, 1))
+    assert whole.known == other.known == [2, 1, 3]
+    assert whole.steps == other.steps == 6
+    assert whole.encoder.id == other.encoder.id
+    for node in (0, 1, 2, 3, None):
+        assert whole.decoder(node).id == other.decoder(node).id
+    assert whole.decoder(0).id == whole.decoder(None).id != whole.decoder(1).id
+
+
+def test_a_damaged_state_is_refused() -> None:
+    training = AutoencoderTraining()
+    state = training.state_dict()
+    state["encoder"] = {**state["encoder"], "weights": np.zeros(5, np.float32)}
+    before = training.encoder.id
+    with pytest.raises(StateError, match="5 weights"):
+        training.load_state_dict(state)
+    assert training.encoder.id == before
+
+
+def test_torch_has_as_many_threads_as_before() -> None:
+    """And the same bits whatever their number is."""
+    import torch
+
+    before, ids = torch.get_num_threads(), set()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            training = AutoencoderTraining()
+            training.learn_ring(list(vectors(0).values()), [1.0] * NODES)
+            ids.add(training.encoder.id)
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert len(ids) == 1
+
+
+def test_a_node_s_values_are_scaled_back() -> None:
+    """Scale equivariance: times 1e-4, decoded values are 1e-4 of what they were; a power of two to the last bit."""
+    decoder = ConvDecoder.draw(Key(1))
+    latents, side = noise(64, 5), side_of(noise(SIZE, 6))
+    one = decoded_at_node(decoder, latents, side, 1.0)
+    small = decoded_at_node(decoder, latents, side * np.float32(2.0**-13), 2.0**-13)
+    np.testing.assert_array_equal(small * np.float32(2.0**13), one)
+
+
+def test_wrong_settings_are_refused() -> None:
+    for wrong in (
+        {"optimizer": "lbfgs"},
+        {"lr": 0.0},
+        {"passes": 0},
+        {"reconstruction": -1.0},
+        {"similarity": float("nan")},
+        {"decoders": -1},
+    ):
+        with pytest.raises(ConfigError):
+            AutoencoderTraining(**wrong)
+
+
+@pytest.mark.long
+def test_torch_comes_with_the_first_step_only() -> None:
+    code = """
+import sys
+from fedcomp.strategies.lgc import LearnedGradients
+from fedcomp.clients.lgc import learned_gradients
+LearnedGradients(), learned_gradients()
+assert "torch" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
