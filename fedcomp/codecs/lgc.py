@@ -85,7 +85,8 @@ class LatentSupport(FixedSupport):
     def parts(self, layout: Layout) -> tuple[Stretch, ...]:
         """Return the coded tensors as one stretch, and the others."""
         parts = stretches(layout, self.scope)
-        if not self.coded:
+        # Of a smaller model the supports will be refused.
+        if not 0 < self.coded <= len(parts):
             return parts
         stop = parts[self.coded - 1].stop
         whole = Stretch(0, "the coded tensors", 0, stop, shape=(stop,))
@@ -413,6 +414,7 @@ class LGC(LeaderSelected):
         StateError
             When no update waits, or what is needed is missing.
         """
+        self.waiting(state, layout)  # refused before anything is encoded
         total, codec = self.total(state, layout), self.innovations(layout)
         frame, _ = codec.encode(Update(total, layout), {}, key)
         bundle, where = codec.open(frame, layout), self.shared_positions(supports, layout)

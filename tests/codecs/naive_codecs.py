@@ -18,6 +18,7 @@ import numpy as np
 
 from fedcomp.codecs import (
     DGC,
+    LGC,
     QSGD,
     STC,
     AdaComp,
@@ -472,7 +473,7 @@ class Naive:
             for transform in codec.transforms:
                 g = transform.apply(Update(g, self.layout), {}, key)[0].vector
             return self._send(codec.codec, g, key)
-        if isinstance(codec, ScaleCom):
+        if isinstance(codec, ScaleCom | LGC):
             leader = TopK if codec.selector == "exact" else ChunkTop1
             selector = leader(codec.density, scope=codec.scope, values=codec.values)
             return self._remember(ErrorFeedback(selector, beta=codec.beta), g, key)

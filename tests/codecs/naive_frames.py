@@ -11,6 +11,7 @@ from naive_codecs import Part, largest, length_of_chunk, parts_of, wanted
 from fedcomp.codecs import (
     DGC,
     FFT,
+    LGC,
     QSGD,
     AdaComp,
     Chain,
@@ -163,7 +164,7 @@ def values_of(codec: Any, part: Part, x: np.ndarray, y: np.ndarray, most: bool) 
 
 def inmost(codec: Codec) -> Any:
     """The codec that makes the frame."""
-    while isinstance(codec, ErrorFeedback | Chain | DGC | Domain | FFT | GradiVeQ | PowerSGD | ScaleCom):
+    while isinstance(codec, ErrorFeedback | Chain | DGC | Domain | FFT | GradiVeQ | LGC | PowerSGD | ScaleCom):
         codec = codec.codec
     return codec
 

@@ -66,6 +66,7 @@ from fedcomp.codecs import (
     DGC,
     EDEN,
     FFT,
+    LGC,
     QSGD,
     STC,
     AdaComp,
@@ -156,6 +157,7 @@ WITH_MEMORY: tuple[Codec, ...] = (
     chain(Clip(1e9), ErrorFeedback(TopK(0.05))),
     PowerSGD(2),
     GradiVeQ(memory=True),
+    LGC(0.05),
 )
 
 

@@ -67,7 +67,7 @@ class AddsInPlace(ErrorFeedback):
 class ScaleComClearsSent(ScaleCom):
     """ScaleCom around :class:`ClearsSent`."""
 
-    def _feedback(self, codec: Any) -> ErrorFeedback:
+    def around(self, codec: Any) -> ErrorFeedback:
         return ClearsSent(codec, beta=self.beta)
 
 

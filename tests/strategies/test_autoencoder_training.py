@@ -157,7 +157,6 @@ def test_latents_of_different_nodes_converge(nodes) -> None:
         return distance / energy
 
     assert apart(training) < 0.8 * apart(alone)
-    assert apart(training) < 0.3 * apart(AutoencoderTraining(seed=1))
     ratio = [loss.similarity for loss in losses]
     assert max(ratio[-20:]) < max(ratio)
 
