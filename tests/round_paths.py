@@ -14,24 +14,27 @@ from toy import client_app
 from fedcomp.clients.coded.mod import coded
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.gradiveq import fitted_basis
+from fedcomp.clients.lgc import learned_gradients
 from fedcomp.clients.power_sgd import shared_basis
 from fedcomp.clients.private.lsg import lsg
 from fedcomp.clients.private.mod import private
 from fedcomp.clients.private.topagg import votes_only
 from fedcomp.clients.shared_support import shared_support
-from fedcomp.codecs import QSGD, FixedPoint, GradiVeQ, Identity, PowerSGD, RandomK, ScaleCom, SignSGD, TopK
+from fedcomp.codecs import LGC, QSGD, FixedPoint, GradiVeQ, Identity, PowerSGD, RandomK, ScaleCom, SignSGD, TopK
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.record_dp import Account, DpSgdPlan
 from fedcomp.flower.rounds import fit
+from fedcomp.layout import SmallDense
 from fedcomp.privacy.adaptive import AdaptiveClip
 from fedcomp.privacy.local import Privatise
 from fedcomp.privacy.votes import TopkSign
 from fedcomp.strategies.coded.strategy import CodedFedAvg
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.gradiveq import FittedBasis
+from fedcomp.strategies.lgc import LearnedGradients
 from fedcomp.strategies.power_sgd import SharedBasis
 from fedcomp.strategies.private.distributed_dp import DistributedDp
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
@@ -111,6 +114,11 @@ def pair(inner: Callable[[], Strategy], codec: Any, **options: Any) -> Callable[
     return lambda: Compressed(inner(), codec, **options)
 
 
+def latents(codec: LGC) -> LearnedGradients:
+    """Return LGC whose last stage begins with the second round, with the toy's one matrix coded."""
+    return LearnedGradients(codec, warmup_rounds=0, training_rounds=1, policy=SmallDense())
+
+
 COMPRESSED, PRIVATE = plain(compression()), plain(compression(), private())
 SPARSE = ErrorFeedback(TopK(density=0.1))
 
@@ -148,6 +156,14 @@ PATHS: dict[str, Path] = {
     "fitted basis, shared grids": Path(
         lambda: FittedBasis(GradiVeQ(width=40, levels=127), sampling=3, compression=2),
         lambda *o: client_app([*o, fitted_basis(), compression()]),
+    ),
+    "latents in a ring": Path(
+        lambda: latents(LGC(0.05, raw=0, ef="decoded")),
+        lambda *o: client_app([*o, learned_gradients(), compression()]),
+    ),
+    "latents of a common node": Path(
+        lambda: latents(LGC(0.05, raw=0, innovation=0.005, instance="server")),
+        lambda *o: client_app([*o, learned_gradients(), compression()]),
     ),
     "relay": Path(lambda: CodedFedAvg(Compressed(quiet(), SPARSE), symbols=2), coded_app),
     "groups": Path(

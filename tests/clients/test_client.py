@@ -18,6 +18,7 @@ from fedcomp.clients.compressed import compression
 from fedcomp.clients.gossip import gossip_node
 from fedcomp.clients.gradiveq import fitted_basis
 from fedcomp.clients.half import ClientHalf
+from fedcomp.clients.lgc import learned_gradients
 from fedcomp.clients.power_sgd import shared_basis
 from fedcomp.clients.private.dpsgd import record_dp
 from fedcomp.clients.private.local_dp import local_privacy
@@ -236,7 +237,9 @@ def test_the_generic_app_has_a_handler_for_every_system() -> None:
 
 
 @pytest.mark.parametrize(
-    "half", [compression(), shared_support(), shared_basis(), fitted_basis()], ids=lambda half: half.name
+    "half",
+    [compression(), shared_support(), shared_basis(), fitted_basis(), learned_gradients()],
+    ids=lambda half: half.name,
 )
 def test_a_damaged_announcement_is_refused_before_the_app_sees_it(half: ClientHalf) -> None:
     seen: list[str] = []

@@ -28,9 +28,13 @@ EARLY = ["gradient-code"]
 APART = ("identity", *EARLY, *(name for name, system in SYSTEMS.items() if system.needs))
 COMPRESSED = [name for name, system in SYSTEMS.items() if system.defaults and name not in APART and not system.private]
 PRIVATE = [name for name in NAMES if name != "datalens"]
-DEPLOYED = ["adacomp", "scalecom", "power-sgd", "gradiveq"]
-PHASES: dict[str, tuple[int, dict[str, Any]]] = {"gradiveq": (5, {"sampling": 3, "compression": 2, "codec.width": 64})}
-"""Rounds and settings of systems whose first rounds are all alike: the last two of these are in the fitted basis."""
+DEPLOYED = ["adacomp", "scalecom", "power-sgd", "gradiveq", "lgc"]
+PHASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "gradiveq": (5, {"sampling": 3, "compression": 2, "codec.width": 64}),
+    "lgc": (5, {"warmup_rounds": 1, "training_rounds": 2, "codec.raw": 0, "codec.density": 0.1}),
+}
+"""Rounds and settings of systems whose first rounds are all alike: the last two of these are in the fitted basis, and
+send latents."""
 
 DEPLOYED_PRIVATE = "topagg"
 BUDGETS = {"topagg": 2.5}
@@ -234,7 +238,7 @@ def test_whoever_answers_first_in_a_deployment_gives_the_same_bits(name: str, de
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DEPLOYED)
 def test_a_deployment_gives_the_same_bits(name: str, deployed: dict[str, RunResult]) -> None:
-    """AdaComp's memory, ScaleCom's waiting update, PowerSGD's and GradiVeQ's bases go through a SuperNode's own state,
+    """AdaComp's memory, ScaleCom's waiting update, PowerSGD's and GradiVeQ's bases, LGC's weights go through a SuperNode's own state,
     a process per message."""
     there = deployed[name]
     same(engines.run(spec(name)), there)

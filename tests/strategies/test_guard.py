@@ -18,10 +18,11 @@ from fedcomp.clients.app import app as generic
 from fedcomp.clients.coded.mod import coded as coded_mod
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.gradiveq import fitted_basis
+from fedcomp.clients.lgc import learned_gradients
 from fedcomp.clients.power_sgd import shared_basis
 from fedcomp.clients.private.mod import private
 from fedcomp.clients.shared_support import shared_support
-from fedcomp.codecs import QSGD, FixedPoint, GradiVeQ, Identity, PowerSGD, RandomK, ScaleCom, SignSGD, TopK
+from fedcomp.codecs import LGC, QSGD, FixedPoint, GradiVeQ, Identity, PowerSGD, RandomK, ScaleCom, SignSGD, TopK
 from fedcomp.errors import ConfigError, NoUsableReply
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
@@ -39,6 +40,7 @@ from fedcomp.strategies.coded.strategy import CodedFedAvg
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.gradiveq import FittedBasis
 from fedcomp.strategies.guard import Norms
+from fedcomp.strategies.lgc import LearnedGradients
 from fedcomp.strategies.power_sgd import SharedBasis
 from fedcomp.strategies.private.distributed_dp import NoisyMean
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
@@ -107,6 +109,7 @@ FRAMES = {
     "shared support": (lambda **o: SharedSupport(ScaleCom(1.0), **o), [shared_support(), compression()]),
     "shared basis": (lambda **o: SharedBasis(PowerSGD(min_rate=1e9), **o), [shared_basis(), compression()]),
     "fitted basis": (lambda **o: FittedBasis(GradiVeQ(width=40), **o), [fitted_basis(), compression()]),
+    "learned gradients": (lambda **o: LearnedGradients(LGC(1.0), **o), [learned_gradients(), compression()]),
 }
 
 

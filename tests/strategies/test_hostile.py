@@ -14,10 +14,11 @@ from toy import client_app, fedavg, model, stack, update
 from fedcomp import wire
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.gradiveq import fitted_basis
+from fedcomp.clients.lgc import learned_gradients
 from fedcomp.clients.power_sgd import shared_basis
 from fedcomp.clients.private.mod import private
 from fedcomp.clients.shared_support import shared_support
-from fedcomp.codecs import GradiVeQ, Identity, PowerSGD, RandomK, ScaleCom, TopK
+from fedcomp.codecs import LGC, GradiVeQ, Identity, PowerSGD, RandomK, ScaleCom, TopK
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
@@ -25,6 +26,7 @@ from fedcomp.flower.payload import put_frame
 from fedcomp.flower.protocol import UPDATE
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.gradiveq import FittedBasis
+from fedcomp.strategies.lgc import LearnedGradients
 from fedcomp.strategies.power_sgd import SharedBasis
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 from fedcomp.strategies.replies import MAX_ENTRIES, MAX_NUMBERS, MAX_RECORDS, weight_of
@@ -301,6 +303,10 @@ PATHS: dict[str, Callable[[], tuple[Strategy, Client]]] = {
     "fitted basis": lambda: (
         FittedBasis(GradiVeQ(width=40)),
         client_app([fitted_basis(), compression()]),
+    ),
+    "learned gradients": lambda: (
+        LearnedGradients(LGC(1.0)),
+        client_app([learned_gradients(), compression()]),
     ),
 }
 

@@ -18,10 +18,11 @@ from toy import SHAPES, client_app, fedavg, model, update
 
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.gradiveq import fitted_basis
+from fedcomp.clients.lgc import learned_gradients
 from fedcomp.clients.power_sgd import shared_basis
 from fedcomp.clients.private.mod import private
 from fedcomp.clients.shared_support import shared_support
-from fedcomp.codecs import FixedPoint, GradiVeQ, Identity, PowerSGD, RandomK, ScaleCom, TopK
+from fedcomp.codecs import LGC, FixedPoint, GradiVeQ, Identity, PowerSGD, RandomK, ScaleCom, TopK
 from fedcomp.errors import NoUsableReply
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
@@ -31,6 +32,7 @@ from fedcomp.flower.rounds import fit
 from fedcomp.strategies.coded.strategy import CodedFedAvg
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.gradiveq import FittedBasis
+from fedcomp.strategies.lgc import LearnedGradients
 from fedcomp.strategies.partitions import Holders, contest
 from fedcomp.strategies.power_sgd import SharedBasis
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
@@ -87,6 +89,10 @@ MEANS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "fitted basis": (
         lambda: FittedBasis(GradiVeQ(width=40), fraction_evaluate=1.0),
         lambda: client_app([fitted_basis(), compression()]),
+    ),
+    "learned gradients": (
+        lambda: LearnedGradients(LGC(density=1.0), fraction_evaluate=1.0),
+        lambda: client_app([learned_gradients(), compression()]),
     ),
 }
 

@@ -29,6 +29,8 @@ SORTED = SKIPS | {
     "shared basis, two exchanges",
     "fitted basis",
     "fitted basis, shared grids",
+    "latents in a ring",
+    "latents of a common node",
 }
 """Paths with a driver of their own, which drops a second reply."""
 

@@ -106,6 +106,7 @@ def test_every_new_codec_is_here() -> None:
         "feedback",
         "gradiveq",
         "identity",
+        "lgc",
         "power-sgd",
         "qsgd",
         "randomk",

@@ -12,13 +12,15 @@ from toy import fedavg, with_halves
 
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.gradiveq import fitted_basis
+from fedcomp.clients.lgc import learned_gradients
 from fedcomp.clients.power_sgd import shared_basis
 from fedcomp.clients.shared_support import shared_support
-from fedcomp.codecs import GradiVeQ, PowerSGD, ScaleCom, TopK
+from fedcomp.codecs import LGC, GradiVeQ, PowerSGD, ScaleCom, TopK
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.rng import Key
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.gradiveq import FittedBasis
+from fedcomp.strategies.lgc import LearnedGradients
 from fedcomp.strategies.power_sgd import SharedBasis
 from fedcomp.strategies.shared_support import SharedSupport
 
@@ -64,6 +66,8 @@ def strategies():
     yield SharedSupport(ScaleCom(density=0.05), fraction_evaluate=0.0), shared_support()
     yield SharedBasis(PowerSGD(rank=2), fraction_evaluate=0.0), shared_basis()
     yield FittedBasis(GradiVeQ(width=40), sampling=3, compression=2, fraction_evaluate=0.0), fitted_basis()
+    coded = LGC(density=0.05, raw=0)
+    yield LearnedGradients(coded, warmup_rounds=1, training_rounds=2, fraction_evaluate=0.0), learned_gradients()
 
 
 def lowest(strategy, mod, initial: ArrayRecord, rounds: int = 8) -> list[float]:
