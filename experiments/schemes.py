@@ -1,33 +1,36 @@
-"""How the clients of a round agree on one update: each by itself, all on the support that one of them chose, or all in
-one low-rank basis.
+"""How the clients of a round agree on one update: each by itself, all on the support that one of them chose, as values
+or as latents, or all in one low-rank basis.
 
 The arithmetic of a round's exchange without its messages, for :mod:`fedcomp.experiments.central`: what
 :mod:`fedcomp.clients.compressed` and :class:`fedcomp.strategies.compressed.Compressed` do with one update per client,
-``clients/shared_support.py`` with ``strategies/shared_support.py`` do on a shared support, and ``clients/power_sgd.py``
-with ``strategies/power_sgd.py`` in a shared basis.
+``clients/shared_support.py`` with ``strategies/shared_support.py`` do on a shared support, ``clients/lgc.py`` with
+``strategies/lgc.py`` by latents, and ``clients/power_sgd.py`` with ``strategies/power_sgd.py`` in a shared basis.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp import wire
 from fedcomp.codecs import Codec, ErrorFeedback, State
+from fedcomp.codecs.lgc import FEWEST, LGC, Estimate
 from fedcomp.codecs.lowrank import Basis, Part
 from fedcomp.codecs.positional import Stretch, stretches
 from fedcomp.codecs.power_sgd import PowerSGD, basis_key
-from fedcomp.codecs.scalecom import ScaleCom, support_frame
+from fedcomp.codecs.scalecom import ScaleCom, Supports, support_frame
 from fedcomp.codecs.similarity import similarity
 from fedcomp.errors import ConfigError
 from fedcomp.layout import Layout, Update, Vector
 from fedcomp.rng import Key
+from fedcomp.strategies.autoencoder_training import AutoencoderTraining
+from fedcomp.strategies.lgc import learn
 
 
 @dataclass(frozen=True)
@@ -293,10 +296,147 @@ class Based:
         )
 
 
+@dataclass
+class Learned:
+    """All clients send on the support of the round's leader: values, then latents of what was trained on these.
+
+    One object is one run: it trains, as the server does, until :meth:`start` forgets it.
+
+    Parameters
+    ----------
+    codec : LGC
+        Instance, densities and memory.
+    stages : tuple of int
+        The last round in which everything travels, and the last one in which values do.
+    training : mapping
+        Arguments of :class:`~fedcomp.strategies.autoencoder_training.AutoencoderTraining`.
+
+    Attributes
+    ----------
+    weights : int
+        Bytes of the autoencoder's weights that the clients were sent so far; rounds count them as downlink.
+    """
+
+    codec: LGC
+    stages: tuple[int, int] = (5, 55)
+    training: Mapping[str, Any] = field(default_factory=dict)
+    lossless: bool = field(default=False, init=False)
+    weights: int = field(default=0, init=False)
+    losses: list[float] = field(default_factory=list, init=False)
+    _coder: AutoencoderTraining = field(init=False, repr=False)
+    _lent: set[tuple[int, int]] = field(default_factory=set, init=False, repr=False)
+
+    def start(self, layout: Layout, clients: int) -> list[State]:
+        """Return the codec's initial states."""
+        self._coder, self.weights, self.losses, self._lent = AutoencoderTraining(**self.training), 0, [], set()
+        return [self.codec.init(layout) for _ in range(clients)]
+
+    def round(
+        self, updates: Sequence[Update], weights: Sequence[float], states: Sequence[State], key: Key, *, look: bool
+    ) -> RoundExchange:
+        """Choose the support, send on it, decode; see :class:`RoundScheme`."""
+        began = time.thread_time()
+        layout, clients = updates[0].layout, len(updates)
+        codec, shares = self._stage(key.round), [weight / sum(weights) for weight in weights]
+        keys, leader = [key.at(partition=i) for i in range(clients)], (key.round - 1) % clients
+        waiting = [codec.begin(u, s, k) for u, s, k in zip(updates, states, keys, strict=True)]
+        supports = codec.choose(waiting[leader], layout, keys[leader])
+        block, out = len(support_frame(supports, codec, layout)), _nothing(layout)
+        where = codec.coded_support(supports, layout)
+        own = [codec.total(state, layout)[where] for state in waiting]
+        codec = replace(codec, scale=codec.scale_of(own[leader]))
+        if codec.sends_latents and codec.instance == "server":
+            sent, uplink, supports = self._by_node(codec, waiting, own, shares, supports, keys, leader, out)
+        else:
+            sent, uplink = self._on_support(codec, waiting, shares, supports, keys, out)
+            if not codec.dense and not codec.sends_latents and where.size >= FEWEST:
+                vectors = dict(enumerate(own))
+                found = learn(self._coder, codec, layout, supports, vectors, weights, key.round)
+                self.losses += [found["autoencoder-loss"]] if found else []
+        seconds = time.thread_time() - began
+        answer, _ = codec.mean(supports, key.round).encode(out, {}, key)
+        sizes = [sum(s.size for s in supports)] * clients
+        lent = self._lend(codec, leader, clients)
+        downlink = (clients - 1) * block + clients * len(answer) + lent
+        return RoundExchange(out.vector, sent, uplink + block, downlink, _union(out), sizes, seconds=seconds)
+
+    def _stage(self, number: int) -> LGC:
+        if number <= self.stages[0]:
+            return replace(self.codec, dense=True)
+        if number <= self.stages[1] or not self._coder.steps:
+            return self.codec
+        return replace(self.codec, encoder=self._coder.encoder.id, decoder=self._coder.decoder(None).id)
+
+    def _on_support(
+        self, codec: LGC, waiting: list[State], shares: list[float], supports: Supports, keys: list[Key], out: Update
+    ) -> tuple[list[State], int]:
+        """Send values or latents; return states and bytes."""
+        layout, number = out.layout, keys[0].round
+        encoder, decoder = self._coder.encoder, self._coder.decoder(None)
+        fixed: Codec = codec.on(supports, number)
+        if codec.sends_latents:
+            fixed = codec.latents_on(supports, number, layout, encoder, decoder)
+        after, uplink = [], 0
+        for state, share, key in zip(waiting, shares, keys, strict=True):
+            if codec.sends_latents:
+                frame, state = codec.send_latents(state, supports, number, layout, key, encoder, decoder)
+            else:
+                frame, state = codec.send(state, supports, number, layout, key)
+            fixed.gather(frame, share, out)
+            after.append(state)
+            uplink += len(frame)
+        fixed.conclude(out)
+        return after, uplink
+
+    def _by_node(
+        self,
+        codec: LGC,
+        waiting: list[State],
+        own: list[Vector],
+        shares: list[float],
+        supports: Supports,
+        keys: list[Key],
+        leader: int,
+        out: Update,
+    ) -> tuple[list[State], int, Supports]:
+        """Send innovations and the leader's latents; return states, bytes, and the support of what arrived."""
+        layout, number, innovations = out.layout, keys[0].round, codec.innovations(out.layout)
+        where = codec.shared_positions(supports, layout)
+        common = codec.latents_frame(own[leader][: where.size], self._coder.encoder)
+        latents = codec.open_latents(common, where.size)
+        after, bundles, uplink = [], [], len(common)
+        for i, (state, share, key) in enumerate(zip(waiting, shares, keys, strict=True)):
+            decoder = self._coder.decoder(i)
+            frame, state = codec.send_innovation(state, supports, number, layout, key, latents, decoder)
+            bundles.append(innovations.open(frame, layout))
+            innovations.gather(bundles[-1], share, out)
+            after.append(state)
+            uplink += len(frame)
+        for i, (bundle, share) in enumerate(zip(bundles, shares, strict=True)):
+            estimate = Estimate(latents, self._coder.decoder(i), codec.scale_of(own[i]))
+            estimate.add(innovations, bundle, where, share, out)
+        return after, uplink, codec.reached(supports, bundles, layout)
+
+    def _lend(self, codec: LGC, leader: int, clients: int) -> int:
+        """Return the bytes of weights that go out in a round: once to each client that needs them."""
+        if not codec.sends_latents:
+            return 0
+        needs = {(i, 0) for i in range(clients) if codec.instance == "ring" or i == leader}
+        if codec.ef == "decoded":
+            needs |= {(i, 1) for i in range(clients)}
+        sizes = len(self._coder.encoder.frame()), len(self._coder.decoder(None).frame())
+        lent = sum(sizes[half] for _, half in needs - self._lent)
+        self._lent |= needs
+        self.weights += lent
+        return lent
+
+
 def scheme_of(codec: Codec) -> RoundScheme:
     """Return the scheme in which ``codec`` is used."""
     if isinstance(codec, PowerSGD):
         return Based(codec)
+    if isinstance(codec, LGC):
+        return Learned(codec)
     return Led(codec) if isinstance(codec, ScaleCom) else Separate(codec)
 
 

@@ -210,7 +210,8 @@ class AutoencoderTraining(Stateful):
         Losses or None
             As for :meth:`learn_ring`.
         """
-        nodes = sorted(vectors)
+        # In the order given, which is that of partitions: ids of nodes are redrawn in every run.
+        nodes = list(vectors)
         own = {node: half for node in nodes if (half := self._use(node)) is not None}
         batch_of, sides_of = [vectors[n] for n in nodes], [sides[n] for n in nodes]
         size, count = batch_of[0].size, len(nodes)

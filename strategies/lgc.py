@@ -12,7 +12,7 @@ have to be the same bit for bit, and two machines may not decode alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Final
 
@@ -22,14 +22,13 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 from fedcomp import params
 from fedcomp.codecs import Codec
 from fedcomp.codecs.autoencoder import Decoder, Encoder, IdentityDecoder, IdentityEncoder
-from fedcomp.codecs.lgc import FEWEST, LGC, Innovation, decoded_at_node, side_of
+from fedcomp.codecs.lgc import FEWEST, LGC, Estimate, Innovation
 from fedcomp.codecs.scalecom import Supports, support_frame
 from fedcomp.errors import ConfigError
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import put_frame, take_frame
 from fedcomp.flower.protocol import DECODER, ENCODER, PROBE
-from fedcomp.kernels import select_topk
-from fedcomp.layout import DensityPolicy, EndsDense, Update, Vector
+from fedcomp.layout import DensityPolicy, EndsDense, Layout, Update, Vector
 from fedcomp.stateful import nested
 from fedcomp.strategies.autoencoder_training import AutoencoderTraining
 from fedcomp.strategies.guard import Norms
@@ -167,32 +166,16 @@ class LatentRound(SupportRound[LGC]):
             return
         assert self.supports is not None
         assert self.latents is not None
-        where = self.codec.shared_positions(self.supports, self.layout)
-        reached = [np.zeros(0, np.int64)] * len(self.supports)
+        where, used = self.codec.shared_positions(self.supports, self.layout), []
         for client in self.senders:
-            share = shares.get(client.sent.node)
-            if share is None:
-                continue
-            assert client.values is not None
-            side, sent = side_of(codec, client.values, where, self.layout)
             node = client.sent.node
-            found = decoded_at_node(self.decoder(node), self.latents, side, self.scales[node])
-            # Of what was sent the server needs no decoder.
-            found[sent] = 0.0
-            total.vector[where] += np.float32(share) * found
-            for index, tensor in enumerate(client.values.tensors[: len(reached)]):
-                assert tensor.indices is not None
-                reached[index] = np.union1d(reached[index], tensor.indices)
-        self._grow(tuple(reached), where.size > 0)
-
-    def _grow(self, reached: Supports, coded: bool) -> None:
-        """Make the support that goes down the one on which anything arrived."""
-        assert self.supports is not None
-        number = self.codec.coded(self.layout) if coded else 0
-        self.supports = tuple(
-            np.union1d(common, own) if index < number else own
-            for index, (common, own) in enumerate(zip(self.supports, reached, strict=True))
-        )
+            if node in shares:
+                assert client.values is not None
+                estimate = Estimate(self.latents, self.decoder(node), self.scales[node])
+                estimate.add(codec, client.values, where, shares[node], total)
+                used.append(client.values)
+        # What goes down lies where anything arrived.
+        self.supports = self.codec.reached(self.supports, used, self.layout)
         self.block = support_frame(self.supports, self.codec, self.layout)
         self.senders_hold = False
 
@@ -386,41 +369,49 @@ class LearnedGradients(LeaderStrategy[LatentRound]):
 
     def _learn(self, now: LatentRound) -> dict[str, float]:
         """Train the autoencoder on the round's values; return its losses."""
-        coded, codec = now.codec.coded(now.layout), now.codec
+        coded = now.codec.coded(now.layout)
+        senders = [client for client in now.senders if not client.outlier and client.values is not None]
         vectors: dict[int, Vector] = {}
-        for client in now.senders:
-            if not client.outlier and client.values is not None:
-                found = [tensor.values.decoded() for tensor in client.values.tensors[:coded]]
-                vectors[client.sent.node] = np.concatenate(found) if found else np.zeros(0, np.float32)
-        if min(vector.size for vector in vectors.values()) < FEWEST:
+        for client in senders:
+            assert client.values is not None
+            found = [tensor.values.decoded() for tensor in client.values.tensors[:coded]]
+            vectors[client.sent.node] = np.concatenate(found) if found else np.zeros(0, np.float32)
+        assert now.supports is not None
+        if now.codec.coded_support(now.supports, now.layout).size < FEWEST:
             now.report.notes.append("too few values travel for an autoencoder: raise density, or lower raw")
             return {}
-        if codec.instance == "ring":
-            shares = [client.weight for client in now.senders if client.sent.node in vectors]
-            loss = self.training.learn_ring([v / np.float32(codec.scale) for v in vectors.values()], shares)
-            losses = {} if loss is None else {"autoencoder-loss": loss}
-        else:
-            unit = {node: v / np.float32(codec.scale_of(v)) for node, v in vectors.items()}
-            sides = {node: self._side(v, now) for node, v in unit.items()}
-            both = self.training.learn_nodes(unit, sides, now.number)
-            losses = (
-                {} if both is None else {"autoencoder-loss": both.reconstruction, "latent-distance": both.similarity}
-            )
+        weights = [client.weight for client in senders]
+        losses = learn(self.training, now.codec, now.layout, now.supports, vectors, weights, now.number)
         if not losses:
             now.report.notes.append("the autoencoder's loss is not finite: this round does not train it")
         return losses
 
-    def _side(self, values: Vector, now: LatentRound) -> Vector:
-        """Return what a node's innovation would be on the support: its largest values of each tensor."""
-        side, start = np.zeros_like(values), 0
-        assert now.supports is not None
-        codec = now.codec.innovations(now.layout)
-        for part, support in zip(codec.stretches(now.layout)[: codec.tensors], now.supports, strict=False):
-            own = values[start : start + support.size]
-            kept = select_topk(own, min(own.size, codec.count(part)))
-            side[start + kept] = own[kept]
-            start += support.size
-        return side
+
+def learn(
+    training: AutoencoderTraining,
+    codec: LGC,
+    layout: Layout,
+    supports: Supports,
+    vectors: Mapping[int, Vector],
+    weights: Sequence[float],
+    number: int,
+) -> dict[str, float]:
+    """Train on what the nodes of round ``number`` sent of their coded tensors; return the losses, none if not finite.
+
+    Parameters
+    ----------
+    codec : LGC
+        Of the round, with its scale.
+    vectors : mapping of int to float32 array
+        By node, in the order of partitions.
+    """
+    if codec.instance == "ring":
+        loss = training.learn_ring([v / np.float32(codec.scale) for v in vectors.values()], weights)
+        return {} if loss is None else {"autoencoder-loss": loss}
+    unit = {node: v / np.float32(codec.scale_of(v)) for node, v in vectors.items()}
+    sides = {node: codec.side_in_training(v, supports, layout) for node, v in unit.items()}
+    both = training.learn_nodes(unit, sides, number)
+    return {} if both is None else {"autoencoder-loss": both.reconstruction, "latent-distance": both.similarity}
 
 
 SYSTEM: Final = waiting_system(

@@ -16,6 +16,7 @@ autoencoder is trained, is a matter of messages (``strategies/lgc.py``, ``client
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Final
 
@@ -31,7 +32,7 @@ from fedcomp.codecs.positional import PositionalCodec, Stretch, expected_dense, 
 from fedcomp.codecs.scalecom import FixedSupport, LeaderSelected, Supports
 from fedcomp.codecs.topk import TopK
 from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
-from fedcomp.kernels import add_scaled, scatter_add
+from fedcomp.kernels import add_scaled, scatter_add, select_topk
 from fedcomp.layout import Layout, Update, Vector
 from fedcomp.rng import Key
 from fedcomp.wire import BASIS_ID, COEFFICIENTS, SPARSE, Bundle, Expected, Frame, SchemaMismatch, Tensor
@@ -425,7 +426,7 @@ class LGC(LeaderSelected):
         elif latents is None or decoder is None:
             raise StateError("the common node's values cannot be decoded here: latents or decoder are missing")
         else:
-            found = decoded_at_node(decoder, latents, side, self.scale_of(total[where]))
+            found = Estimate(latents, decoder, self.scale_of(total[where])).of(side)
         given[where[~sent]] = found[~sent]
         delivered = []
         for part, common, own in zip(codec.stretches(layout), supports, bundle.tensors, strict=False):
@@ -438,6 +439,32 @@ class LGC(LeaderSelected):
         """Return where in the vector the server instance decodes: nowhere, if there are too few positions."""
         where = self.coded_support(supports, layout)
         return where if where.size >= FEWEST else where[:0]
+
+    def reached(self, supports: Supports, bundles: Iterable[Bundle], layout: Layout) -> Supports:
+        """Return where anything arrives in the server instance: the common node's support, and all innovations."""
+        number = self.coded(layout) if self.shared_positions(supports, layout).size else 0
+        found = [common if index < number else common[:0] for index, common in enumerate(supports)]
+        for bundle in bundles:
+            for index, tensor in enumerate(bundle.tensors[: len(found)]):
+                assert tensor.indices is not None  # top-k lists them
+                found[index] = np.union1d(found[index], tensor.indices)
+        return tuple(found)
+
+    def side_in_training(self, values: Vector, supports: Supports, layout: Layout) -> Vector:
+        """Return what would be a node's innovation on the support: of each tensor the largest of its values there.
+
+        Parameters
+        ----------
+        values : float32 array, shape (k,)
+            The node's, of the coded tensors.
+        """
+        side, start, codec = np.zeros_like(values), 0, self.innovations(layout)
+        for part, support in zip(codec.stretches(layout)[: codec.tensors], supports, strict=False):
+            own = values[start : start + support.size]
+            kept = select_topk(own, min(own.size, codec.count(part)))
+            side[start + kept] = own[kept]
+            start += support.size
+        return side
 
     def latents_frame(self, values: Vector, encoder: Encoder) -> Frame:
         """Return the frame of the common node's latents, of its values on the support.
@@ -505,21 +532,35 @@ def side_of(
     return side, sent
 
 
-def decoded_at_node(decoder: Decoder, latents: Vector, side: Vector, scale: float) -> Vector:
-    """Return what the server takes a node's values to be on the support, float32 of shape (k,).
+@dataclass(frozen=True)
+class Estimate:
+    """What the server takes a node's values to be on the common node's support.
 
     Parameters
     ----------
-    decoder : Decoder
-        The node's own, or the one that all unknown nodes share.
     latents : float32 array
         The common node's.
-    side : float32 array, shape (k,)
-        The node's innovation on the support.
+    decoder : Decoder
+        The node's own, or the one that all unknown nodes share.
     scale : float
-        The root mean square of the node's values there.
+        The root mean square of the node's values on the support.
     """
-    one = np.float32(1.0 if isinstance(decoder, IdentityDecoder) else scale)
-    # Of hostile latents: receivers look at their sums.
-    with np.errstate(over="ignore", invalid="ignore"):
-        return decoder.decode(latents, side.size, side / one) * one
+
+    latents: Vector
+    decoder: Decoder
+    scale: float
+
+    def of(self, side: Vector) -> Vector:
+        """Return the values, float32 of shape (k,), of the node's innovation on the support."""
+        one = np.float32(1.0 if isinstance(self.decoder, IdentityDecoder) else self.scale)
+        # Of hostile latents: receivers look at their sums.
+        with np.errstate(over="ignore", invalid="ignore"):
+            return self.decoder.decode(self.latents, side.size, side / one) * one
+
+    def add(self, codec: Innovation, bundle: Bundle, where: NDArray[np.int64], share: float, total: Update) -> None:
+        """Add ``share`` times what is estimated; ``where`` is the support, in the vector, and ``bundle`` was added."""
+        side, sent = side_of(codec, bundle, where, total.layout)
+        found = self.of(side)
+        # What was sent arrives without a decoder.
+        found[sent] = 0.0
+        total.vector[where] += np.float32(share) * found

@@ -11,7 +11,7 @@ import pytest
 from fedcomp import wire
 from fedcomp.codecs import LGC, ErrorFeedback, ScaleCom, TopK, get_codec
 from fedcomp.codecs.autoencoder import ConvDecoder, ConvEncoder, IdentityDecoder, IdentityEncoder, latents
-from fedcomp.codecs.lgc import LatentSupport, decoded_at_node, side_of
+from fedcomp.codecs.lgc import Estimate, LatentSupport, side_of
 from fedcomp.codecs.scalecom import support_frame
 from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
 from fedcomp.layout import Layout, Update
@@ -235,7 +235,7 @@ def test_what_leaves_and_what_stays_add_up_at_a_server(ef: str, values: str) -> 
     side, known = side_of(innovations, innovations.open(frame, LAYOUT), where, LAYOUT)
     np.testing.assert_array_equal(side, sent[where])
     np.testing.assert_array_equal(known, sent[where] != 0)
-    decoded = decoded_at_node(DECODER, common, side, own.scale_of(update.vector[where]))
+    decoded = Estimate(common, DECODER, own.scale_of(update.vector[where])).of(side)
     wanted = update.vector[where] if ef == "mask" else decoded
     np.testing.assert_array_equal(found[where[~known]], wanted[~known])
     elsewhere = np.setdiff1d(np.arange(CODED), np.union1d(where, np.flatnonzero(sent)))

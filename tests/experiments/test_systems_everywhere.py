@@ -238,8 +238,8 @@ def test_whoever_answers_first_in_a_deployment_gives_the_same_bits(name: str, de
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DEPLOYED)
 def test_a_deployment_gives_the_same_bits(name: str, deployed: dict[str, RunResult]) -> None:
-    """AdaComp's memory, ScaleCom's waiting update, PowerSGD's and GradiVeQ's bases, LGC's weights go through a SuperNode's own state,
-    a process per message."""
+    """AdaComp's memory, ScaleCom's waiting update, bases of PowerSGD and GradiVeQ, weights of LGC: all go through a
+    SuperNode's own state, a process per message."""
     there = deployed[name]
     same(engines.run(spec(name)), there)
     remembers = SYSTEMS[name].build(SYSTEMS[name].resolve({}), 0).codec.remembers

@@ -16,7 +16,7 @@ from fedcomp.clients.lgc import learned_gradients
 from fedcomp.clients.shared_support import shared_support
 from fedcomp.codecs import LGC, ErrorFeedback, ScaleCom, TopK
 from fedcomp.codecs.autoencoder import ConvEncoder, latents
-from fedcomp.codecs.lgc import decoded_at_node, side_of
+from fedcomp.codecs.lgc import Estimate, side_of
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.flower import checkpoint
 from fedcomp.flower.faults import Delivery, RandomFaults
@@ -129,7 +129,7 @@ class Watched(LearnedGradients):
         where = now.codec.shared_positions(supports, LAYOUT)
         side, sent = side_of(fixed, client.values, where, LAYOUT)
         node = client.sent.node
-        found = decoded_at_node(now.decoder(node), now.latents, side, now.scales[node])
+        found = Estimate(now.latents, now.decoder(node), now.scales[node]).of(side)
         vector[where[~sent]] = found[~sent]
         return vector
 
