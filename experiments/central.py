@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from flwr.app import ConfigRecord, Context, Message, RecordDict
@@ -28,16 +28,17 @@ from fedcomp.codecs import Codec, Identity, get_codec
 from fedcomp.codecs.scalecom import ScaleCom
 from fedcomp.errors import ConfigError, NonFiniteUpdate
 from fedcomp.experiments.findings import Table, different_bytes
-from fedcomp.experiments.schemes import Led, RoundExchange, RoundScheme, scheme_of
+from fedcomp.experiments.schemes import Learned, Led, RoundExchange, RoundScheme, scheme_of
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.experiments.systems import get_system
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.logs import quiet
 from fedcomp.flower.records import restore_dtypes, to_arrays, to_record
-from fedcomp.layout import DensityPolicy, Layout, Update, Vector
+from fedcomp.layout import DensityPolicy, EndsDense, Layout, Update, Vector
 from fedcomp.rng import Key
 from fedcomp.strategies.adaptive import has_moments
 from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.lgc import LearnedGradients
 from fedcomp.strategies.means import aggregate_once
 from fedcomp.strategies.parts import INNER_PREFIX, TASK_PREFIX, below, make_inner, policy
 from fedcomp.strategies.private.strategy import PrivateStrategy
@@ -123,6 +124,18 @@ class Clients:
         return {name: array.copy() for name, array in self.layout.unflatten(vector).items()}
 
 
+_WITHOUT_MESSAGES: Final[Mapping[str, Any]] = {
+    "fraction": 1.0,
+    "downlink": "",
+    "server_lr": 1.0,
+    "warmup_rounds": 0,
+    "stale_leader": False,
+    "common": "turn",
+    "coder": "convolutions",
+}
+"""The one value that settings of a system may have here."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """What is trained, by whom and for how long.
@@ -169,21 +182,28 @@ class Plan:
         ------
         ConfigError
             When the spec asks for what only messages can do: cohorts, a compressed downlink, an inner strategy that is
-            neither FedAvg nor one with moments, a shared support or basis with a step size or a warm-up.
+            neither FedAvg nor one with moments, a shared support or basis with a step size or a warm-up, the support of
+            the round before.
         """
         system = get_system(spec.system)
         settings = system.resolve(spec.settings)
-        for key, only in (("fraction", 1.0), ("downlink", ""), ("server_lr", 1.0), ("warmup_rounds", 0)):
-            if settings.get(key, only) != only:
+        strategy = system.build(settings, spec.seed)
+        stages = isinstance(strategy, LearnedGradients)
+        for key, only in _WITHOUT_MESSAGES.items():
+            if settings.get(key, only) != only and not (stages and key == "warmup_rounds"):
                 raise ConfigError(f"without messages {key} is {only!r}, not {settings[key]!r}; run it on an engine")
         server = {key: value for key, value in settings.items() if key.startswith(INNER_PREFIX)}
         if settings["inner"] != "fedavg" or server:
             server = {"inner": settings["inner"], **server}
-        codec = getattr(system.build(settings, spec.seed), "codec", Identity())
+        codec = getattr(strategy, "codec", Identity())
         every = int(settings["evaluate_every"])
         task, dense = get_task(spec.task, **below(settings, TASK_PREFIX)), policy(settings)
+        scheme = scheme_of(codec)
+        if isinstance(strategy, LearnedGradients):
+            until = strategy.warmup_rounds + strategy.training_rounds
+            scheme, dense = Learned(strategy.codec, (strategy.warmup_rounds, until), strategy.training), EndsDense()
         plan = cls(task, spec.clients, spec.rounds, spec.seed, _training(settings), every, server, policy=dense)
-        return plan, scheme_of(codec)
+        return plan, scheme
 
 
 @dataclass(frozen=True)

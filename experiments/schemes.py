@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,7 @@ from fedcomp.layout import Layout, Update, Vector
 from fedcomp.rng import Key
 from fedcomp.strategies.autoencoder_training import AutoencoderTraining
 from fedcomp.strategies.lgc import learn
+from fedcomp.wire import Bundle
 
 
 @dataclass(frozen=True)
@@ -308,8 +309,8 @@ class Learned:
         Instance, densities and memory.
     stages : tuple of int
         The last round in which everything travels, and the last one in which values do.
-    training : mapping
-        Arguments of :class:`~fedcomp.strategies.autoencoder_training.AutoencoderTraining`.
+    training : AutoencoderTraining
+        What every run begins with, a copy of its settings.
 
     Attributes
     ----------
@@ -319,7 +320,7 @@ class Learned:
 
     codec: LGC
     stages: tuple[int, int] = (5, 55)
-    training: Mapping[str, Any] = field(default_factory=dict)
+    training: AutoencoderTraining = field(default_factory=AutoencoderTraining)
     lossless: bool = field(default=False, init=False)
     weights: int = field(default=0, init=False)
     losses: list[float] = field(default_factory=list, init=False)
@@ -328,7 +329,7 @@ class Learned:
 
     def start(self, layout: Layout, clients: int) -> list[State]:
         """Return the codec's initial states."""
-        self._coder, self.weights, self.losses, self._lent = AutoencoderTraining(**self.training), 0, [], set()
+        self._coder, self.weights, self.losses, self._lent = self.training.afresh(), 0, [], set()
         return [self.codec.init(layout) for _ in range(clients)]
 
     def round(
@@ -348,9 +349,11 @@ class Learned:
         if codec.sends_latents and codec.instance == "server":
             sent, uplink, supports = self._by_node(codec, waiting, own, shares, supports, keys, leader, out)
         else:
-            sent, uplink = self._on_support(codec, waiting, shares, supports, keys, out)
+            sent, uplink, bundles = self._on_support(codec, waiting, shares, supports, keys, out)
             if not codec.dense and not codec.sends_latents and where.size >= FEWEST:
-                vectors = dict(enumerate(own))
+                # As they arrive: rounded, where they travel in fewer bits.
+                coded = codec.coded(layout)
+                vectors = {i: np.concatenate([t.values.decoded() for t in b.tensors[:coded]]) for i, b in bundles}
                 found = learn(self._coder, codec, layout, supports, vectors, weights, key.round)
                 self.losses += [found["autoencoder-loss"]] if found else []
         seconds = time.thread_time() - began
@@ -369,24 +372,25 @@ class Learned:
 
     def _on_support(
         self, codec: LGC, waiting: list[State], shares: list[float], supports: Supports, keys: list[Key], out: Update
-    ) -> tuple[list[State], int]:
-        """Send values or latents; return states and bytes."""
+    ) -> tuple[list[State], int, list[tuple[int, Bundle]]]:
+        """Send values or latents; return states, bytes and opened frames by client."""
         layout, number = out.layout, keys[0].round
         encoder, decoder = self._coder.encoder, self._coder.decoder(None)
         fixed: Codec = codec.on(supports, number)
         if codec.sends_latents:
             fixed = codec.latents_on(supports, number, layout, encoder, decoder)
-        after, uplink = [], 0
-        for state, share, key in zip(waiting, shares, keys, strict=True):
+        after, uplink, bundles = [], 0, []
+        for i, (state, share, key) in enumerate(zip(waiting, shares, keys, strict=True)):
             if codec.sends_latents:
                 frame, state = codec.send_latents(state, supports, number, layout, key, encoder, decoder)
             else:
                 frame, state = codec.send(state, supports, number, layout, key)
-            fixed.gather(frame, share, out)
+            bundles.append((i, fixed.open(frame, layout)))
+            fixed.gather(bundles[-1][1], share, out)
             after.append(state)
             uplink += len(frame)
         fixed.conclude(out)
-        return after, uplink
+        return after, uplink, bundles
 
     def _by_node(
         self,

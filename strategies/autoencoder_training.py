@@ -147,6 +147,18 @@ class AutoencoderTraining(Stateful):
         self._own: dict[int, _Half] = {}
         self.steps = 0
 
+    def afresh(self) -> AutoencoderTraining:
+        """Return a training with these settings that has taken no step."""
+        return AutoencoderTraining(
+            optimizer=self.optimizer,
+            lr=self.lr,
+            passes=self.passes,
+            reconstruction=self.reconstruction,
+            similarity=self.similarity,
+            decoders=self.decoders,
+            seed=self.seed,
+        )
+
     @property
     def encoder(self) -> ConvEncoder:
         """The encoder as it is now."""

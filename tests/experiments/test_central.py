@@ -28,6 +28,10 @@ ONE_STEP = SMALL | {"max_steps": 1}
 LAYOUT = Layout.flat(2000)
 
 
+LATENTS = ONE_STEP | {"warmup_rounds": 1, "training_rounds": 1, "codec.density": 0.05, "codec.raw": 0}
+"""Everything travels in round 1, values in round 2, latents in rounds 3 and 4."""
+
+
 def updates(clients: int, round_: int = 1, size: int = 2000) -> list[Update]:
     drawn = [Key(5, "central", round_, i).uniform(size) - 0.5 for i in range(clients)]
     return [Update(values.astype(np.float32), Layout.flat(size)) for values in drawn]
@@ -50,6 +54,9 @@ def updates(clients: int, round_: int = 1, size: int = 2000) -> list[Update]:
         ("power-sgd", ONE_STEP | {"codec.rank": 3}),
         ("power-sgd", ONE_STEP | {"codec.form": "two-exchange", "codec.memory": "aggregated"}),
         ("power-sgd", ONE_STEP | {"codec.memory": "aggregated", "codec.values": "q8", "codec.warm_start": False}),
+        ("lgc", LATENTS | {"codec.ef": "decoded"}),
+        ("lgc", LATENTS | {"codec.instance": "server", "codec.ef": "decoded", "codec.values": "q8"}),
+        ("lgc", LATENTS | {"codec.instance": "server", "coder_optimizer": "sgd", "warmup_rounds": 0}),
         ("topk", SMALL | {"feedback": True, "inner": "fedadam", "inner.eta": 0.03}),
         ("qsgd", SMALL | {"inner": "fedyogi"}),
     ],
@@ -114,7 +121,13 @@ def test_what_only_messages_can_do_is_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=word):
             simulate(*Plan.of(RunSpec("topk", rounds=1, clients=3, settings=SMALL | settings)))
-    for system, setting, value in (("scalecom", "warmup_rounds", 2), ("power-sgd", "server_lr", 0.5)):
+    for system, setting, value in (
+        ("scalecom", "warmup_rounds", 2),
+        ("scalecom", "stale_leader", True),
+        ("power-sgd", "server_lr", 0.5),
+        ("lgc", "common", "first"),
+        ("lgc", "coder", "identity"),
+    ):
         with pytest.raises(ConfigError, match=setting):
             Plan.of(RunSpec(system, rounds=1, clients=3, settings=SMALL | {setting: value}))
     with pytest.raises(ConfigError, match="buffers"):
