@@ -23,6 +23,7 @@ CATALOG: dict[str, str] = {
         "sidco",
         "scalecom",
         "gradiveq",
+        "lgc",
         "power_sgd",
         "coded_dropout",
         "coded_training",
