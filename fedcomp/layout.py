@@ -210,7 +210,8 @@ class EndsDense:
     Parameters
     ----------
     first, last : int
-        How many tensors at either end of the model travel dense, of those that ``others`` leaves to the codec.
+        How many tensors at either end of the model travel dense, statistics not counted. A layer's weights and its bias
+        are two.
     others : density policy, optional
         Decides about all other tensors; default :class:`SmallDense`.
 
@@ -234,9 +235,9 @@ class EndsDense:
         """Return the decisions for this model."""
         decide = fitted(self.others, model)
         table = {name: decide(name, t.shape, t.dtype) for name, t in model.items() if np.dtype(t.dtype).kind == "f"}
-        open_ = [name for name, density in table.items() if density is None]
-        last = open_[max(0, len(open_) - self.last) :]
-        return TablePolicy({**table, **dict.fromkeys((*open_[: self.first], *last), DENSE)})
+        weights = [name for name, density in table.items() if density != EXACT]
+        last = weights[max(0, len(weights) - self.last) :]
+        return TablePolicy({**table, **dict.fromkeys((*weights[: self.first], *last), DENSE)})
 
     def __call__(self, name: str, shape: tuple[int, ...], dtype: str) -> Density:
         """Refused: which tensors are the first is known of the whole model only, see :meth:`fit`."""

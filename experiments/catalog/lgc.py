@@ -108,6 +108,7 @@ SERVER_EXACT: Final = "LGC, server, decoded memory"
 FULL: Final = "shared support, float32 (ScaleCom)"
 EIGHT: Final = "shared support, 8 bits"
 FOUR: Final = "shared support, 4 bits"
+TWO: Final = "shared support, 2 bits"
 ALONE: Final = "the common node's top-k only, 8 bits"
 
 ROWS: Final[Mapping[str, Callable[[int, int], RoundScheme]]] = {
@@ -120,6 +121,7 @@ ROWS: Final[Mapping[str, Callable[[int, int], RoundScheme]]] = {
     FULL: _led("float32"),
     EIGHT: _led("q8"),
     FOUR: _led("q4"),
+    TWO: _led("q2"),
     ALONE: lambda steps, seed: Common(ScaleCom(DENSITY, values="q8")),
     "top-k of its own, 8 bits, + EF": lambda steps, seed: Separate(
         ErrorFeedback(TopK(DENSITY, scope="layer", values="q8"))
@@ -128,7 +130,7 @@ ROWS: Final[Mapping[str, Callable[[int, int], RoundScheme]]] = {
 """What the workers send, by label, in order."""
 
 OURS: Final = (RING, EXACT, SHORT, SERVER, SERVER_EXACT)
-RIVALS: Final = {RING: EIGHT, EXACT: EIGHT, SHORT: FOUR, SERVER: ALONE, SERVER_EXACT: ALONE}
+RIVALS: Final = {RING: EIGHT, EXACT: EIGHT, SHORT: TWO, SERVER: ALONE, SERVER_EXACT: ALONE}
 """Of each row of ours the simple one that sends as many bytes in the last stage, or fewer."""
 
 
@@ -340,8 +342,8 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
                 by_row,
                 ROWS,
                 "Means over seeds, ± half the range. LGC: a twentieth of the steps dense, values until half of them, "
-                "then latents. Bytes of whole frames, the dense first layer and biases included: in rows of 8 and 4 "
-                "bits these travel in 8 bits, too. Weights of the autoencoder come on top, once for each worker that "
+                "then latents. Bytes of whole frames, the dense first layer and biases included: in rows of 8 bits "
+                "and fewer these travel in 8 bits, too. Weights of the autoencoder come on top, once for each worker that "
                 "needs them. The step size is the one of the grid that did best on a validation split.",
             ),
         ],

@@ -765,5 +765,11 @@ def test_the_policy_leaves_the_ends_dense() -> None:
     found = EndsDense(first=1, last=2, others=SmallDense(share=0.0)).fit(shapes)
     decided = {name: found(name, t.shape, t.dtype) for name, t in shapes.items()}
     assert decided == {"first": 1.0, "second": None, "third": None, "last": 1.0, "bias": 1.0}
+    # A first layer that is small anyway is the first one still; statistics are no weights.
+    small = {"mean.running_mean": TensorShape((9,), "float32"), "tiny": TensorShape((2, 2), "float32"), **shapes}
+    found = EndsDense().fit(small)
+    decided = {name: found(name, t.shape, t.dtype) for name, t in small.items()}
+    assert decided["mean.running_mean"] == "exact"
+    assert [name for name, density in decided.items() if density is None] == ["first", "second", "third", "last"]
     with pytest.raises(ConfigError):
         EndsDense(first=-1)

@@ -1,0 +1,177 @@
+"""The experiment ``lgc``: its trainings send real frames, and its claims catch what they are about."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fedcomp.experiments.catalog.lgc as module
+from fedcomp.codecs import LGC, ScaleCom
+from fedcomp.experiments.catalog.lgc import (
+    ALONE,
+    BEST,
+    COPY,
+    DENSE,
+    DENSITY,
+    EIGHT,
+    EXACT,
+    EXPERIMENT,
+    FULL,
+    INNOVATION,
+    INT8,
+    OURS,
+    OWN,
+    RAW,
+    RING_BYTES,
+    RIVALS,
+    ROWS,
+    SERVER,
+    SERVER_EXACT,
+    SHARED,
+    SHORT,
+    THIRD,
+    TOP_QUARTER,
+    Common,
+    codings,
+    train,
+)
+from fedcomp.experiments.findings import Say
+from fedcomp.experiments.schemes import Learned, Led
+from fedcomp.layout import EndsDense, Layout, Update
+from fedcomp.rng import Key
+
+SHAPES = {"conv1": (16, 1, 3, 3), "conv2": (32, 16, 3, 3), "conv3": (64, 32, 3, 3), "linear": (10, 576)}
+LAYOUT = Layout.of({name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}, EndsDense())
+
+
+def config(*assignments: str) -> Any:
+    return EXPERIMENT.configure(assignments=("seeds=2", "workers=1", "rates=0.02", *assignments))
+
+
+def updates(number: int, count: int = 4) -> list[Update]:
+    drawn = Key(0, "toy", number).generator().standard_normal((count, LAYOUT.size))
+    return [Update(vector, LAYOUT) for vector in drawn.astype(np.float32)]
+
+
+def test_rows_are_schemes_of_their_own_and_every_row_of_ours_has_a_rival() -> None:
+    made = {label: row(100, 0) for label, row in ROWS.items()}
+    assert len({repr(scheme.codec) + type(scheme).__name__ for scheme in made.values()}) == len(ROWS)
+    assert {label for label, scheme in made.items() if isinstance(scheme, Learned)} == set(OURS) == set(RIVALS)
+    for label in OURS:
+        codec = made[label].codec
+        assert isinstance(codec, LGC)
+        assert (codec.density, codec.innovation) == (DENSITY, INNOVATION)
+        assert made[label].stages == (5, 50)  # type: ignore[attr-defined]
+
+
+def test_rivals_send_no_more_in_the_last_stage() -> None:
+    """From real frames, all parts counted: latents beside 8 bits, innovations and latents beside one node's values."""
+    last: dict[str, int] = {}
+    for label in {*OURS, *RIVALS.values(), FULL}:
+        scheme = ROWS[label](8, 0)
+        states = scheme.start(LAYOUT, 4)
+        for number in range(1, 9):
+            done = scheme.round(updates(number), [1.0] * 4, states, Key(0, "uplink", number), look=False)
+            states = done.states
+        last[label] = done.uplink
+    for label, rival in RIVALS.items():
+        assert last[rival] <= 1.02 * last[label], (label, rival)
+    assert last[EXACT] < 0.75 * last[FULL]
+    assert last[SHORT] < last[EXACT]
+
+
+def test_one_node_speaks_for_all() -> None:
+    scheme = Common(ScaleCom(DENSITY))
+    sent = updates(1)
+    done = scheme.round(sent, [1.0, 1.0, 2.0, 4.0], scheme.start(LAYOUT, 4), Key(0, "uplink", 3), look=False)
+    end = LAYOUT.compressed_size
+    chosen = np.flatnonzero(done.mean[:end])
+    np.testing.assert_array_equal(done.mean[chosen], sent[2].vector[chosen])
+    assert chosen.size == sum(-(-t.size * 5 // 100) for t in LAYOUT.compressed)
+    mean = np.average([u.vector[end:] for u in sent], axis=0, weights=[1, 1, 2, 4])
+    np.testing.assert_allclose(done.mean[end:], mean, rtol=1e-5, atol=1e-6)
+    for update, state in zip(sent, done.states, strict=True):
+        assert not state["memory"][chosen].any()
+        rest = np.setdiff1d(np.arange(end), chosen)
+        np.testing.assert_array_equal(state["memory"][rest], update.vector[rest])
+    whole = Led(ScaleCom(DENSITY))
+    all_send = whole.round(sent, [1.0] * 4, whole.start(LAYOUT, 4), Key(0, "uplink", 3), look=False)
+    assert done.uplink < 0.5 * all_send.uplink
+
+
+@pytest.mark.long
+def test_a_training_has_three_stages_and_counts_weights_apart() -> None:
+    plain, ours = train(FULL, 0.02, 3, steps=20), train(SERVER, 0.02, 3, steps=20)
+    dense = train(DENSE, 0.02, 3, steps=20)
+    assert ours["last"] < plain["last"] < dense["last"]
+    assert ours["weights"] == 4 * 692_172
+    assert plain["weights"] == 0
+    assert ours["dense"] == plain["dense"] == 20 * 4 * 4 * 29_066
+    # One dense step, nine of values and ten of latents.
+    assert ours["uplink"] > 10 * ours["last"] + dense["last"]
+    assert train(EXACT, 0.02, 3, steps=20)["weights"] == 4 * 692_172 + 4 * 174_908
+
+
+@pytest.mark.long
+def test_codings_are_measured_on_steps_that_were_not_trained_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "HELD_OUT", 3)
+    found = codings(0, trained=2)["missed"]
+    assert set(found) == {*RING_BYTES, *(f"node/{name}" for name in (SHARED, OWN, COPY, "innovation alone"))}
+    assert 0.0 < found[INT8] < 1e-3 < found[TOP_QUARTER] < 1.0
+    # Two steps have taught nothing.
+    assert found[BEST] > 0.5
+    assert found[RAW] > 10.0
+    assert 0.0 < found["node/innovation alone"] < 1.0
+
+
+def measured(monkeypatch: pytest.MonkeyPatch, changes: Mapping[str, Any]) -> Any:
+    """Measure with made-up trainings: all alike but for ``changes``."""
+
+    def made(label: str, rate: float, seed: int, *, steps: int, tuning: bool = False) -> dict[str, Any]:
+        last = 4000 if label == FULL else 2000
+        found = {
+            "accuracy": 97.0,
+            "loss": 0.1,
+            "uplink": steps * last,
+            "last": last,
+            "weights": 0,
+            "dense": 40_000 * steps,
+        }
+        return {**found, **changes.get(label, {})}
+
+    def coded(seed: int, *, trained: int) -> dict[str, Any]:
+        missed = {**dict.fromkeys(RING_BYTES, 0.3), THIRD: 0.99, RAW: 700.0, INT8: 1e-5, TOP_QUARTER: 0.2}
+        missed |= {f"node/{SHARED}": 0.6, f"node/{OWN}": 0.9, f"node/{COPY}": 1.5, "node/innovation alone": 0.8}
+        return {"missed": {**missed, **changes.get("missed", {})}}
+
+    monkeypatch.setattr(module, "train", made)
+    monkeypatch.setattr(module, "codings", coded)
+    findings = EXPERIMENT.measure(config(), {}, Say())
+    return findings, [claim.name for claim in findings.claims if claim.gate and not claim.ok]
+
+
+def test_claims_are_about_what_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    findings, failed = measured(monkeypatch, {})
+    assert not failed
+    assert [len(found.rows) for found in findings.tables] == [len(RING_BYTES), 4, len(ROWS)]
+    missed = {claim.name for claim in findings.claims if not claim.ok}
+    assert missed == {
+        "autoencoder of a ring: error over that of 8 bits in the same bytes",
+        "autoencoder of a ring: error over that of the largest quarter of the values",
+    }
+    for name, value in ((BEST, 0.7), (THIRD, 0.5), (RAW, 0.5), (INT8, 0.2), (f"node/{SHARED}", 0.95)):
+        _, failed = measured(monkeypatch, {"missed": {name: value}})
+        assert len(failed) == 1, name
+    for label in (EXACT, SERVER):
+        _, failed = measured(monkeypatch, {label: {"last": 3500}})
+        assert failed == [f"{label}: bytes a worker in the last stage over those of {FULL}"]
+    findings, failed = measured(monkeypatch, {EIGHT: {"accuracy": 98.0}, ALONE: {"accuracy": 97.5}})
+    assert not failed
+    below = [c.name for c in findings.claims if "below" in c.name and not c.ok]
+    assert len(below) == 4
+    findings, _ = measured(monkeypatch, {DENSE: {"accuracy": 99.0}})
+    lost = [c.name for c in findings.claims if "points of accuracy lost" in c.name and not c.ok]
+    assert lost == [f"{EXACT}: points of accuracy lost", f"{SERVER_EXACT}: points of accuracy lost"]
