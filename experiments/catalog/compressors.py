@@ -224,7 +224,7 @@ ELSEWHERE: Final[Mapping[str, str]] = {
     "topagg": "votes that only a private strategy turns into a step, see the experiment 'topagg'",
     "gradiveq": "samples dense rounds: with four of 24 no cycle gets below a sixth of FedAvg's bytes, more than any "
     "budget; see the experiment 'gradiveq'",
-    "lgc": "trains its autoencoder on a few hundred rounds before it sends latents: 24 rounds are over by then; see the "
+    "lgc": "trains its autoencoder on hundreds of rounds before it sends latents: 24 rounds are over by then; see the "
     "experiment 'lgc'",
     "bounded": "clips and rounds what a private sum adds up, see the experiment 'topagg'",
 }

@@ -343,8 +343,8 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
                 ROWS,
                 "Means over seeds, ± half the range. LGC: a twentieth of the steps dense, values until half of them, "
                 "then latents. Bytes of whole frames, the dense first layer and biases included: in rows of 8 bits "
-                "and fewer these travel in 8 bits, too. Weights of the autoencoder come on top, once for each worker that "
-                "needs them. The step size is the one of the grid that did best on a validation split.",
+                "and fewer these travel in 8 bits, too. Weights of the autoencoder come on top, once for each worker "
+                "that needs them. The step size is the one of the grid that did best on a validation split.",
             ),
         ],
         claims=[
