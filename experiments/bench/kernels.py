@@ -17,7 +17,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from fedcomp.codecs import FFT, PowerSGD, TopK
+from fedcomp.codecs import FFT, LGC, PowerSGD, TopK
+from fedcomp.codecs.autoencoder import ConvDecoder, ConvEncoder
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.codecs.lowrank import LEFT, Basis, Projection
 from fedcomp.codecs.orthonormal import rotate
@@ -82,7 +83,7 @@ def run(*, quick: bool = False, progress: Callable[[str], None] | None = None) -
         turned = rotation(vector, repetitions, say, against_limit=not quick)
         ranked = low_rank(vector, repetitions, say, against_limit=not quick)
         waves = spectra(vector, repetitions, say, against_limit=not quick)
-        fitted = sliced(vector, repetitions, say)
+        fitted = sliced(vector, repetitions, say) + latents(vector, repetitions, say)
         more = sparsifiers(vector, repetitions, say, against_limit=not quick)
         hard = worst(vector, repetitions, say, claimed=not quick)
     return {
@@ -199,6 +200,33 @@ def sliced(vector: Vector, repetitions: int, say: Callable[[str], None]) -> list
         }
         times = Times(size)
         times.measure(calls, part, repetitions)
+        rows += times.rows()
+    return rows
+
+
+def latents(vector: Vector, repetitions: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Measure the autoencoder on a support of .1 %, there and back, of 1M values and of all; rows.
+
+    No limit is claimed: its convolutions are 21 000 multiplications for every value on the support.
+    """
+    rows: list[dict[str, Any]] = []
+    encoder, decoder = ConvEncoder.draw(_TURN), ConvDecoder.draw(_TURN)
+    for size in sorted({min(SMALL_MODEL, vector.size), vector.size}):
+        say(f"LGC, {size:,} values: {repetitions} interleaved repetitions")
+        layout = Layout.flat(size)
+        codec = LGC(0.001, raw=0, encoder=encoder.id)
+        support = np.arange(0, size, 1000)
+        fixed = codec.latents_on((support,), 1, layout, encoder, decoder)
+        update, total = Update(vector[:size], layout), Update(np.zeros(size, np.float32), layout)
+        frame, _ = fixed.encode(update, {}, _TURN)
+        fixed.gather(frame, 1.0, total)
+        calls: dict[str, Callable[[], object]] = {
+            "LGC, latents of .1 %, to bytes": partial(fixed.encode, update, {}, _TURN),
+            # What is summed is overwritten by what it decodes to: any numbers take as long.
+            "LGC, latents of .1 %, sum to values": partial(fixed.conclude, total),
+        }
+        times = Times(size)
+        times.measure(calls, update.vector, repetitions)
         rows += times.rows()
     return rows
 

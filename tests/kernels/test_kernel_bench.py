@@ -93,6 +93,14 @@ def test_a_basis_of_slices_is_measured_there_and_back(monkeypatch: pytest.Monkey
     ]
 
 
+def test_latents_are_measured_there_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "SMALL_MODEL", 20_000)
+    rows = kernels.latents(layered(50_000), 2, lambda _line: None)
+    assert [(row["n"], row["method"].rpartition(" to ")[2]) for row in rows] == [
+        (n, which) for n in (20_000, 50_000) for which in ("bytes", "values")
+    ]
+
+
 @pytest.mark.long
 def test_without_torch_what_is_compared_with_it_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     # None in sys.modules makes every import of torch fail, as it does where torch is not installed.
