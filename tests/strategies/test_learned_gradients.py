@@ -189,6 +189,7 @@ def test_one_client_in_the_second_stage_is_top_k_with_error_feedback() -> None:
     np.testing.assert_array_equal(flat(run(strategy, 1)[0].arrays), flat(run(alone, 1)[0].arrays))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stale", [False, True])
 @pytest.mark.parametrize("ef", ["mask", "decoded"])
 @pytest.mark.parametrize("values", ["float32", "bf16"])
@@ -228,6 +229,7 @@ def test_a_server_whose_innovations_are_all_of_top_k_is_top_k() -> None:
 # What arrives.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stale", [False, True])
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
 def test_the_model_moves_by_what_is_decoded_and_all_hold_it(options: dict, stale: bool) -> None:
@@ -288,6 +290,7 @@ def scaled(factor: float) -> ClientApp:
     return learns
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
 def test_updates_of_another_scale_give_a_model_of_that_scale(options: dict) -> None:
     """Times 2⁻¹³, about 1e-4, every number of a run is 2⁻¹³ of what it was: exactly, since values are divided by their
@@ -299,6 +302,7 @@ def test_updates_of_another_scale_give_a_model_of_that_scale(options: dict) -> N
     assert np.abs(flat(large.arrays)).max() > 1000
 
 
+@pytest.mark.long
 def test_the_order_in_which_replies_come_does_not_matter() -> None:
     class Turned(GridWrapper):
         def send_and_receive(self, messages, *, timeout=None):
@@ -309,6 +313,7 @@ def test_the_order_in_which_replies_come_does_not_matter() -> None:
     np.testing.assert_array_equal(flat(result.arrays), flat(turned.arrays))
 
 
+@pytest.mark.long
 def test_a_server_step_scales_what_is_decoded() -> None:
     """Not latents: a decoder of half the latents is not half of what is decoded."""
     whole, half = Watched(codec()), Watched(codec(), server_lr=0.5)
@@ -330,6 +335,7 @@ def test_layers_that_are_not_coded_travel_as_values() -> None:
 # Bytes.
 
 
+@pytest.mark.long
 def test_bytes_of_latents_innovations_and_weights() -> None:
     """A quarter of the values' floats in the ring; in the server instance one client sends latents and positions."""
     ring, server = Watched(codec(raw=0)), Watched(codec(raw=0, instance="server"), common="first")
@@ -347,6 +353,7 @@ def test_bytes_of_latents_innovations_and_weights() -> None:
     assert other.latents.size == 4 * -(-sum(s.size for s in server.before[9]) // 16)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "common", "encoders", "decoders"),
     [
@@ -374,6 +381,7 @@ def test_weights_go_once_to_each_node_that_needs_them_and_are_counted(
     assert max(down[2:5]) < e
 
 
+@pytest.mark.long
 def test_per_node_decoders_are_of_their_nodes() -> None:
     strategy = Watched(codec(instance="server", ef="decoded"), decoders=2)
     _, grid = run(strategy, 4, rounds=8)
@@ -387,8 +395,12 @@ def test_per_node_decoders_are_of_their_nodes() -> None:
 # Who is lost, and what.
 
 
-@pytest.mark.parametrize("kind", ["lost_reply", "offline", "raise", "corrupt"])
-@pytest.mark.parametrize("options", VARIANTS, ids=str)
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [*((options, "lost_reply") for options in VARIANTS), *((VARIANTS[-1], k) for k in ("offline", "raise", "corrupt"))],
+    ids=str,
+)
 def test_another_client_stands_by_for_a_lost_leader(options: dict, kind: str) -> None:
     """Round 7 is led by the third of four; a lost one is replaced by the next, which is sent the encoder if it must."""
 
@@ -498,6 +510,7 @@ def test_conservation_under_faults(options: dict, stale: bool) -> None:
         assert np.abs(made[p]).max() > 1000
 
 
+@pytest.mark.long
 def test_without_what_was_delivered_mass_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same check fails for a client that rolls nothing back."""
     monkeypatch.setattr(LGC, "rollback", lambda self, state, frame, layout: state)
@@ -513,8 +526,12 @@ def test_without_what_was_delivered_mass_is_lost(monkeypatch: pytest.MonkeyPatch
     assert missing > 1
 
 
-@pytest.mark.parametrize("damage", ["gone", "bytes", "other"])
-@pytest.mark.parametrize("options", VARIANTS, ids=str)
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("options", "damage"),
+    [*((options, "gone") for options in VARIANTS), *((VARIANTS[1], kind) for kind in ("bytes", "other"))],
+    ids=str,
+)
 def test_a_node_that_lost_its_weights_is_sent_them_in_the_same_round(options: dict, damage: str) -> None:
     def spoil(context: Context) -> None:
         held = context.state.array_records.get("fedcomp.lgc")
@@ -559,6 +576,7 @@ def changed(change) -> ClientApp:
     return client
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf"), "large", None])
 @pytest.mark.parametrize("instance", ["ring", "server"])
 def test_a_leader_that_names_no_scale_is_replaced(instance: str, scale: object) -> None:
@@ -577,6 +595,7 @@ def test_a_leader_that_names_no_scale_is_replaced(instance: str, scale: object) 
     assert np.isfinite(flat(result.arrays)).all()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("forged", ["another encoder", "too few", "none", "bytes", "nan"])
 def test_forged_latents_of_a_common_node_are_refused_and_another_stands_by(forged: str) -> None:
     def change(reply, msg, context) -> None:
@@ -606,6 +625,7 @@ def test_forged_latents_of_a_common_node_are_refused_and_another_stands_by(forge
     assert any("as leader" in reason for reason in strategy.reports[7].refused.values())
 
 
+@pytest.mark.long
 def test_latents_of_a_client_that_does_not_lead_are_not_looked_at() -> None:
     def change(reply, msg, context) -> None:
         if partition(context) == 3 and number_of(msg) != 8 and UPDATE in reply.content:
@@ -620,6 +640,7 @@ def test_latents_of_a_client_that_does_not_lead_are_not_looked_at() -> None:
     np.testing.assert_array_equal(flat(ours.arrays), flat(theirs.arrays))
 
 
+@pytest.mark.long
 def test_latents_of_another_encoder_are_refused_and_go_back_into_the_memory() -> None:
     """A frame names the encoder; one that was made by another is refused, and only its sender is left out."""
     stale = ConvEncoder.draw(Key(8))
@@ -658,6 +679,7 @@ def _resealed(frame: bytes) -> bytes:
 # Rounds that go on, and those that do not.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("at", [2, 4, 5, 6])
 @pytest.mark.parametrize(
     "options",
@@ -684,6 +706,7 @@ def test_a_resumed_run_goes_on_bit_for_bit_in_every_stage(at: int, options: dict
         Watched(codec(density=0.06)).load_state_dict(first.state_dict())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
 def test_a_node_that_joins_in_the_last_stage_works_in_its_first_round(options: dict) -> None:
     away = lambda d: "offline" if d.partition == 3 and d.round < 8 else None  # noqa: E731
@@ -693,6 +716,7 @@ def test_a_node_that_joins_in_the_last_stage_works_in_its_first_round(options: d
     assert [sorted(strategy.taken[n]) for n in (8, 9)] == [[0, 1, 2, 3]] * 2
 
 
+@pytest.mark.long
 def test_partial_participation() -> None:
     strategy = Watched(codec(instance="server", ef="decoded"), fraction_train=0.5)
     run(strategy, 6, rounds=12)
@@ -714,6 +738,7 @@ def test_too_few_values_are_never_coded_and_it_is_said() -> None:
     assert not any(now.codec.sends_latents for now in strategy.rounds.values())
 
 
+@pytest.mark.long
 def test_too_few_values_in_the_last_stage_travel_as_they_are() -> None:
     """A support of fewer than 16 coded values, after training on more."""
 
@@ -737,6 +762,7 @@ def _fields(codec: LGC) -> dict:
     return {k: v for k, v in codec.to_config().items() if k != "id"}
 
 
+@pytest.mark.long
 def test_clients_of_other_systems_are_served_beside_it() -> None:
     one = client_app([learned_gradients(), shared_support(), compression()])
     plain, _ = run(SharedSupport(ScaleCom(0.05), policy=EndsDense()), client=one)
