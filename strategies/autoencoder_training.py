@@ -147,6 +147,10 @@ class AutoencoderTraining(Stateful):
         self._own: dict[int, _Half] = {}
         self.steps = 0
 
+    def identity(self) -> list[Any]:
+        """Return the settings: moments of another optimiser, or weights of another loss, are not continued."""
+        return [self.optimizer, self.lr, self.passes, self.reconstruction, self.similarity, self.decoders]
+
     def afresh(self) -> AutoencoderTraining:
         """Return a training with these settings that has taken no step."""
         return AutoencoderTraining(

@@ -12,6 +12,7 @@ have to be the same bit for bit, and two machines may not decode alike.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Final
@@ -40,6 +41,8 @@ from fedcomp.strategies.waiting import waiting_system
 from fedcomp.wire import Frame
 
 CODERS: Final = ("convolutions", "identity")
+
+_LARGEST: Final = float(np.finfo(np.float32).max)
 
 PUBLISHED: Final[Mapping[str, Any]] = {
     "codec": {"id": LGC.codec_id, "density": 0.001, "innovation": 0.00001, "instance": "server", "raw": 0},
@@ -130,8 +133,8 @@ class LatentRound(SupportRound[LGC]):
     def _note_header(self, client: Client, header: ConfigRecord) -> None:
         super()._note_header(client, header)
         scale, node = header.get("scale"), client.sent.node
-        # Inf or a negative number would be a model of NaN, or one that moves the other way.
-        if isinstance(scale, float) and 0.0 < scale < float("inf"):
+        # As it is used: infinite as a float32 it would be a model of NaN, and negative one that moves the other way.
+        if isinstance(scale, float) and 0.0 < scale <= _LARGEST:
             self.scales[node] = scale
 
     def take_values(self, client: Client, reply: Message) -> None:
@@ -145,6 +148,15 @@ class LatentRound(SupportRound[LGC]):
         if scale is None:
             raise Rejected("the reply does not say by what its values are divided")
         return scale
+
+    def norm_of(self, client: Client) -> float:
+        """Return the norm of what a client adds: in the server instance with what is decoded, as it says itself."""
+        found = super().norm_of(client)
+        if not self.by_node or self.supports is None:
+            return found
+        # A decoded value has a mean square of about 1, and is multiplied by the client's own scale.
+        count = self.codec.shared_positions(self.supports, self.layout).size
+        return math.hypot(found, self.scales[client.sent.node] * math.sqrt(count))
 
     def usable(self, senders: list[Client]) -> list[Client]:
         """Return nobody where the common node's latents are missing: clients have taken them for delivered."""
@@ -180,7 +192,7 @@ class LatentRound(SupportRound[LGC]):
         self.senders_hold = False
 
     def metrics(self) -> dict[str, float]:
-        """Return the bytes of weights that went out, and how large the values are that are coded."""
+        """Return the bytes of weights that went out."""
         found = super().metrics()
         if self.codec.sends_latents:
             found["autoencoder-bytes"] = float(self.lent)

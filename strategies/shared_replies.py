@@ -132,6 +132,12 @@ class WaitingRound(Generic[C]):
         """Return the mean as it goes down, with what reads it, and turn ``total``, which was gathered, into it."""
         raise NotImplementedError
 
+    def norm_of(self, client: Client) -> float:
+        """Return the norm of what a client adds to the sum, by which a guard judges it."""
+        assert client.values is not None
+        # Of the values on the support: it sends nothing else of its update.
+        return self.fixed.norm(client.values, self.layout)
+
     def usable(self, senders: list[Client]) -> list[Client]:
         """Return those of ``senders`` whose values can be summed; who is left out keeps what it sent."""
         return senders

@@ -255,9 +255,7 @@ class WaitingStrategy(Receiving, ExchangeStrategy, Stateful, Generic[R]):
         report = now.report
         arrived = now.senders
         for client in arrived:
-            assert client.values is not None
-            # The norm of the values on the support: a client sends nothing else of its update.
-            client.norm = now.fixed.norm(client.values, now.layout)
+            client.norm = now.norm_of(client)
         senders = now.usable(self.reception.ordinary(arrived, report))
         total = sum(client.weight for client in senders)
         if total <= 0:

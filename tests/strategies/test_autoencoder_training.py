@@ -259,6 +259,13 @@ def test_a_damaged_state_is_refused() -> None:
     assert training.encoder.id == before
 
 
+def test_a_state_of_other_settings_is_refused() -> None:
+    state = AutoencoderTraining().state_dict()
+    for other in ({"optimizer": "sgd"}, {"lr": 0.01}, {"decoders": 3}):
+        with pytest.raises(StateError):
+            AutoencoderTraining(**other).load_state_dict(state)
+
+
 def test_torch_has_as_many_threads_as_before() -> None:
     """And the same bits whatever their number is."""
     import torch

@@ -30,6 +30,7 @@ from fedcomp.flower.wrapper import GridWrapper
 from fedcomp.layout import EndsDense, Layout, SmallDense, TensorShape
 from fedcomp.rng import Key
 from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.guard import Norms
 from fedcomp.strategies.lgc import PUBLISHED, LearnedGradients
 from fedcomp.strategies.shared_support import SharedSupport
 
@@ -577,7 +578,7 @@ def changed(change) -> ClientApp:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf"), "large", None])
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf"), 1e39, "large", None])
 @pytest.mark.parametrize("instance", ["ring", "server"])
 def test_a_leader_that_names_no_scale_is_replaced(instance: str, scale: object) -> None:
     def change(reply, msg, context) -> None:
@@ -593,6 +594,24 @@ def test_a_leader_that_names_no_scale_is_replaced(instance: str, scale: object) 
     assert sorted(strategy.taken) == list(range(1, 9))
     assert any("divided" in reason for r in strategy.reports.values() for reason in r.refused.values())
     assert np.isfinite(flat(result.arrays)).all()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("loud", [1, 2])
+def test_a_guard_sees_the_scale_that_a_client_names(loud: int) -> None:
+    """In the server instance a scale multiplies what is decoded: ten times the usual one is an outlier, of the common
+    node (2, which leads round 7) as of others. Without a guard it moves the model."""
+
+    def change(reply, msg, context) -> None:
+        header = reply.content.config_records[NODE_RECORD]
+        if partition(context) == loud and number_of(msg) in (0, 7) and isinstance(header.get("scale"), float):
+            header["scale"] *= 1e4
+
+    guarded = Watched(codec(instance="server"), guard=Norms(times_median=10), common="turn")
+    run(guarded, 4, rounds=7, client=changed(change))
+    outliers = [reason for reason in guarded.reports[7].refused.values() if "norm" in reason]
+    assert len(outliers) == 1
+    assert np.isfinite(guarded.taken[6][0]).all()
 
 
 @pytest.mark.long
