@@ -17,8 +17,15 @@ from fedcomp.clients.half import ClientHalf
 from fedcomp.clients.shared_support import SupportExchange
 from fedcomp.clients.waiting import waiting_half
 from fedcomp.codecs import State
-from fedcomp.codecs.autoencoder import ConvDecoder, ConvEncoder, Decoder, Encoder, IdentityDecoder, IdentityEncoder
-from fedcomp.codecs.lgc import LGC
+from fedcomp.codecs.autoencoder import (
+    ConvDecoder,
+    ConvEncoder,
+    IdentityDecoder,
+    IdentityEncoder,
+    LatentDecoder,
+    LatentEncoder,
+)
+from fedcomp.codecs.lgc import LGC, scale_of
 from fedcomp.codecs.scalecom import Supports
 from fedcomp.errors import StateError
 from fedcomp.flower.payload import NODE_RECORD, put_frame, take_frame
@@ -29,7 +36,7 @@ from fedcomp.wire import Frame, WireError
 
 _HELD = "fedcomp.lgc"
 
-H = TypeVar("H", Encoder, Decoder)
+H = TypeVar("H", LatentEncoder, LatentDecoder)
 
 
 def learned_gradients(accept: Collection[str] | None = None) -> ClientHalf:
@@ -55,8 +62,8 @@ class _Exchange(SupportExchange[LGC]):
     def __init__(self, msg: Message, context: Context, announcement: Announcement, codec: LGC) -> None:
         super().__init__(msg, context, announcement, codec)
         self._came = {key: frame for key in (ENCODER, DECODER) if (frame := take_frame(msg.content, key)) is not None}
-        self._encoder: Encoder | None = None
-        self._decoder: Decoder | None = None
+        self._encoder: LatentEncoder | None = None
+        self._decoder: LatentDecoder | None = None
 
     def prepare(self, layout: Layout, block: Frame | None) -> None:
         """Find the weights that the message names."""
@@ -100,7 +107,7 @@ class _Exchange(SupportExchange[LGC]):
         if codec.dense:
             return super().send(state, supports, layout, out)
         values = codec.total(state, layout)[codec.coded_support(supports, layout)]
-        scale = codec.scale_of(values)
+        scale = scale_of(values)
         by_node = codec.sends_latents and codec.instance == "server"
         if self._common or by_node:
             out.config_records[NODE_RECORD]["scale"] = scale

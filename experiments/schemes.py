@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from fedcomp import wire
 from fedcomp.codecs import Codec, ErrorFeedback, State
-from fedcomp.codecs.lgc import FEWEST, LGC, Estimate
+from fedcomp.codecs.lgc import FEWEST, LGC, NodeEstimate, scale_of
 from fedcomp.codecs.lowrank import Basis, Part
 from fedcomp.codecs.positional import Stretch, stretches
 from fedcomp.codecs.power_sgd import PowerSGD, basis_key
@@ -329,7 +329,7 @@ class Learned:
 
     def start(self, layout: Layout, clients: int) -> list[State]:
         """Return the codec's initial states."""
-        self._coder, self.weights, self.losses, self._lent = self.training.afresh(), 0, [], set()
+        self._coder, self.weights, self.losses, self._lent = self.training.afresh(self.training.seed), 0, [], set()
         return [self.codec.init(layout) for _ in range(clients)]
 
     def round(
@@ -345,7 +345,7 @@ class Learned:
         block, out = len(support_frame(supports, codec, layout)), _nothing(layout)
         where = codec.coded_support(supports, layout)
         own = [codec.total(state, layout)[where] for state in waiting]
-        codec = replace(codec, scale=codec.scale_of(own[leader]))
+        codec = replace(codec, scale=scale_of(own[leader]))
         if codec.sends_latents and codec.instance == "server":
             sent, uplink, supports = self._by_node(codec, waiting, own, shares, supports, keys, leader, out)
         else:
@@ -417,7 +417,7 @@ class Learned:
             after.append(state)
             uplink += len(frame)
         for i, (bundle, share) in enumerate(zip(bundles, shares, strict=True)):
-            estimate = Estimate(latents, self._coder.decoder(i), codec.scale_of(own[i]))
+            estimate = NodeEstimate(latents, self._coder.decoder(i), scale_of(own[i]))
             estimate.add(innovations, bundle, where, share, out)
         return after, uplink, codec.reached(supports, bundles, layout)
 

@@ -151,8 +151,8 @@ class AutoencoderTraining(Stateful):
         """Return the settings: moments of another optimiser, or weights of another loss, are not continued."""
         return [self.optimizer, self.lr, self.passes, self.reconstruction, self.similarity, self.decoders]
 
-    def afresh(self) -> AutoencoderTraining:
-        """Return a training with these settings that has taken no step."""
+    def afresh(self, seed: int) -> AutoencoderTraining:
+        """Return a training with these settings and another seed that has taken no step."""
         return AutoencoderTraining(
             optimizer=self.optimizer,
             lr=self.lr,
@@ -160,7 +160,7 @@ class AutoencoderTraining(Stateful):
             reconstruction=self.reconstruction,
             similarity=self.similarity,
             decoders=self.decoders,
-            seed=self.seed,
+            seed=seed,
         )
 
     @property

@@ -22,17 +22,16 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 
 from fedcomp import params
 from fedcomp.codecs import Codec
-from fedcomp.codecs.autoencoder import Decoder, Encoder, IdentityDecoder, IdentityEncoder
-from fedcomp.codecs.lgc import FEWEST, LGC, Estimate, Innovation
+from fedcomp.codecs.autoencoder import IdentityDecoder, IdentityEncoder, LatentDecoder, LatentEncoder
+from fedcomp.codecs.lgc import FEWEST, LGC, Innovation, NodeEstimate, scale_of
 from fedcomp.codecs.scalecom import Supports, support_frame
 from fedcomp.errors import ConfigError
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import put_frame, take_frame
 from fedcomp.flower.protocol import DECODER, ENCODER, PROBE
-from fedcomp.layout import DensityPolicy, EndsDense, Layout, Update, Vector
+from fedcomp.layout import EndsDense, Layout, Update, Vector
 from fedcomp.stateful import nested
 from fedcomp.strategies.autoencoder_training import AutoencoderTraining
-from fedcomp.strategies.guard import Norms
 from fedcomp.strategies.loans import Loans
 from fedcomp.strategies.replies import Rejected, SentMessage
 from fedcomp.strategies.shared_replies import Client, SupportRound
@@ -49,8 +48,7 @@ PUBLISHED: Final[Mapping[str, Any]] = {
     "policy": EndsDense(first=1, last=2),
     "warmup_rounds": 200,
     "training_rounds": 300,
-    "coder_optimizer": "sgd",
-    "coder_lr": 0.001,
+    "training": AutoencoderTraining(optimizer="sgd", lr=0.001),
 }
 """Arguments of :class:`LearnedGradients` with the values of the third party's implementation (read). It does not
 normalise, which does not work (measured) and cannot be selected."""
@@ -62,9 +60,9 @@ class LatentRound(SupportRound[LGC]):
 
     Attributes
     ----------
-    encoder : Encoder
+    encoder : LatentEncoder
         Of the last stage.
-    decoders : mapping of int to Decoder
+    decoders : mapping of int to LatentDecoder
         By node; that of 0 for all others.
     latents : float32 array or None
         The common node's, in the server instance, once they are here.
@@ -80,8 +78,8 @@ class LatentRound(SupportRound[LGC]):
 
     half = "learned_gradients"
 
-    encoder: Encoder = field(default_factory=IdentityEncoder)
-    decoders: Mapping[int, Decoder] = field(default_factory=dict)
+    encoder: LatentEncoder = field(default_factory=IdentityEncoder)
+    decoders: Mapping[int, LatentDecoder] = field(default_factory=dict)
     latents: Vector | None = None
     latents_frame: Frame = b""
     scales: dict[int, float] = field(default_factory=dict)
@@ -109,7 +107,7 @@ class LatentRound(SupportRound[LGC]):
         with_latents = self.by_node and self.codec.ef == "decoded"
         return {**super().frames, **({PROBE: self.latents_frame} if with_latents else {})}
 
-    def decoder(self, node: int) -> Decoder:
+    def decoder(self, node: int) -> LatentDecoder:
         """Return the decoder of a node."""
         return self.decoders[node] if node in self.decoders else self.decoders[0]
 
@@ -183,7 +181,7 @@ class LatentRound(SupportRound[LGC]):
             node = client.sent.node
             if node in shares:
                 assert client.values is not None
-                estimate = Estimate(self.latents, self.decoder(node), self.scales[node])
+                estimate = NodeEstimate(self.latents, self.decoder(node), self.scales[node])
                 estimate.add(codec, client.values, where, shares[node], total)
                 used.append(client.values)
         # What goes down lies where anything arrived.
@@ -216,18 +214,12 @@ class LearnedGradients(LeaderStrategy[LatentRound]):
     common : {"turn", "first"}
         Who leads in the last stage: the turn goes round those present, or it is the first partition that is there, so
         that a single node needs the encoder in the server instance. When the leader is lost, the next one stands by.
-    coder_optimizer : {"adam", "sgd"}
-    coder_lr : float
-        Of the autoencoder's training.
-    coder_passes : int
-        Steps of training in each round.
-    reconstruction, similarity : float
-        Weights of the two losses, of which the ring instance has the first only.
-    decoders : int
-        Nodes that have a decoder of their own, at most, in the server instance; others share one.
-    server_lr, stale_leader, policy, guard, seed, **cohort
-        As of :class:`~fedcomp.strategies.shared_support.SharedSupport`; the policy's default is
-        :class:`fedcomp.layout.EndsDense`, with which the first layer travels dense.
+    training : AutoencoderTraining, optional
+        With which settings it is trained; default Adam, a step in each round. It begins afresh, with ``seed``.
+    **options
+        ``server_lr``, ``stale_leader``, ``policy``, ``guard``, ``seed`` and who takes part, as of
+        :class:`~fedcomp.strategies.shared_support.SharedSupport`; the policy's default is
+        :class:`fedcomp.layout.EndsDense`, with which the first tensor travels dense.
 
     Raises
     ------
@@ -260,33 +252,14 @@ class LearnedGradients(LeaderStrategy[LatentRound]):
         self,
         codec: LGC | dict[str, Any] | None = None,
         *,
-        server_lr: float = 1.0,
         warmup_rounds: int = 5,
         training_rounds: int = 50,
+        training: AutoencoderTraining | None = None,
         coder: str = "convolutions",
         common: str = "turn",
-        coder_optimizer: str = "adam",
-        coder_lr: float = 0.001,
-        coder_passes: int = 1,
-        reconstruction: float = 0.5,
-        similarity: float = 0.5,
-        decoders: int = 64,
-        stale_leader: bool = False,
-        policy: DensityPolicy | None = None,
-        guard: Norms | None = None,
-        seed: int = 0,
-        **cohort: Any,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            codec,
-            server_lr=server_lr,
-            warmup_rounds=warmup_rounds,
-            stale_leader=stale_leader,
-            policy=EndsDense() if policy is None else policy,
-            guard=guard,
-            seed=seed,
-            **cohort,
-        )
+        super().__init__(codec, warmup_rounds=warmup_rounds, **{"policy": EndsDense(), **options})
         if self.codec.sends_latents:
             raise ConfigError("the ids of the autoencoder are set by the server; leave encoder and decoder at 0")
         if self.stale_leader and self.codec.instance == "server" and self.codec.ef == "decoded":
@@ -297,15 +270,7 @@ class LearnedGradients(LeaderStrategy[LatentRound]):
         self.training_rounds = params.integer("training_rounds", training_rounds, low=0)
         self.coder = params.choice("coder", coder, CODERS)
         self.common = params.choice("common", common, ("turn", "first"))
-        self.training = AutoencoderTraining(
-            optimizer=coder_optimizer,
-            lr=coder_lr,
-            passes=coder_passes,
-            reconstruction=reconstruction,
-            similarity=similarity,
-            decoders=decoders,
-            seed=seed,
-        )
+        self.training = (AutoencoderTraining() if training is None else training).afresh(self.seed)
         self._encoders = Loans()
         self._decoders = Loans()
         self._scale = 1.0
@@ -348,7 +313,13 @@ class LearnedGradients(LeaderStrategy[LatentRound]):
             self._lend(self._decoders, DECODER, decoder, node, content, now)
 
     def _lend(
-        self, loans: Loans, key: str, half: Encoder | Decoder, node: int, content: RecordDict, now: LatentRound
+        self,
+        loans: Loans,
+        key: str,
+        half: LatentEncoder | LatentDecoder,
+        node: int,
+        content: RecordDict,
+        now: LatentRound,
     ) -> None:
         frame = half.frame()
         # The identity has no weights.
@@ -420,8 +391,9 @@ def learn(
     if codec.instance == "ring":
         loss = training.learn_ring([v / np.float32(codec.scale) for v in vectors.values()], weights)
         return {} if loss is None else {"autoencoder-loss": loss}
-    unit = {node: v / np.float32(codec.scale_of(v)) for node, v in vectors.items()}
-    sides = {node: codec.side_in_training(v, supports, layout) for node, v in unit.items()}
+    innovations = codec.innovations(layout)
+    unit = {node: v / np.float32(scale_of(v)) for node, v in vectors.items()}
+    sides = {node: innovations.on_support(v, supports, layout) for node, v in unit.items()}
     both = training.learn_nodes(unit, sides, number)
     return {} if both is None else {"autoencoder-loss": both.reconstruction, "latent-distance": both.similarity}
 
@@ -434,5 +406,5 @@ SYSTEM: Final = waiting_system(
     "client's latents, and of all others a few values",
     LearnedGradients,
     ("density", "innovation", "instance", "ef"),
-    ("training_rounds", "coder", "common", "coder_optimizer", "coder_lr", "stale_leader"),
+    ("training_rounds", "coder", "common", "stale_leader"),
 )

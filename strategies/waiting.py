@@ -7,6 +7,7 @@ the step that the next round's messages carry.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
@@ -328,7 +329,12 @@ def waiting_system(
         The strategy's, beside the step size and the rounds before compression starts.
     """
     codec_id = strategy.CODEC.codec_id
-    defaults = settings_of(strategy, "server_lr", "warmup_rounds", *own)
+    # Of a constructor that passes on what it does not name, the next one names it.
+    makers = {
+        name: next(kind for kind in strategy.__mro__ if name in inspect.signature(kind).parameters)
+        for name in ("server_lr", "warmup_rounds", *own)
+    }
+    defaults = {name: value for name, kind in makers.items() for value in settings_of(kind, name).values()}
 
     def build(settings: Settings, seed: int) -> WaitingStrategy[Any]:
         if settings["inner"] != "fedavg":
@@ -339,7 +345,8 @@ def waiting_system(
         # As for inner strategies, the server draws cohorts.
         evaluated = 1.0 if settings["fraction_evaluate"] else 0.0
         chosen = {"id": codec_id, **below(settings, CODEC_PREFIX)}
-        return strategy(chosen, fraction_evaluate=evaluated, seed=seed, **arguments(strategy, settings, defaults))
+        given = {name: arguments(kind, settings, (name,))[name] for name, kind in makers.items()}
+        return strategy(chosen, fraction_evaluate=evaluated, seed=seed, **given)
 
     return System(
         name,

@@ -50,7 +50,7 @@ OPTIONS = {
 
 
 @dataclass(frozen=True)
-class Common:
+class OneForAll:
     """The strongest simple rival of one node that speaks for all: its own values on its own support, and nothing else.
 
     All other clients clear what they have there, as with ``ef="mask"``.
@@ -122,7 +122,7 @@ ROWS: Final[Mapping[str, Callable[[int, int], RoundScheme]]] = {
     EIGHT: _led("q8"),
     FOUR: _led("q4"),
     TWO: _led("q2"),
-    ALONE: lambda steps, seed: Common(ScaleCom(DENSITY, values="q8")),
+    ALONE: lambda steps, seed: OneForAll(ScaleCom(DENSITY, values="q8")),
     "top-k of its own, 8 bits, + EF": lambda steps, seed: Separate(
         ErrorFeedback(TopK(DENSITY, scope="layer", values="q8"))
     ),

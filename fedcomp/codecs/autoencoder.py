@@ -53,7 +53,7 @@ def latents(size: int) -> int:
     return CHANNELS * math.ceil(size / STEP)
 
 
-class Encoder(Protocol):
+class LatentEncoder(Protocol):
     """What makes latents of values."""
 
     @property
@@ -74,7 +74,7 @@ class Encoder(Protocol):
         ...
 
 
-class Decoder(Protocol):
+class LatentDecoder(Protocol):
     """What makes values of latents."""
 
     @property

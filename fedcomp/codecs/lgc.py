@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp import params, wire
-from fedcomp.codecs.autoencoder import IDENTITY, Decoder, Encoder, IdentityDecoder, IdentityEncoder, latents
+from fedcomp.codecs.autoencoder import IDENTITY, IdentityDecoder, IdentityEncoder, LatentDecoder, LatentEncoder, latents
 from fedcomp.codecs.base import State, all_finite, norm
 from fedcomp.codecs.coefficients import id_bytes, id_of
 from fedcomp.codecs.forms import FORMS
@@ -63,8 +63,8 @@ class LatentSupport(FixedSupport):
         How many tensors are coded, from the first.
     scale : float
         By which coded values are divided before they are encoded. The same for all clients.
-    encoder : Encoder
-    decoder : Decoder, optional
+    encoder : LatentEncoder
+    decoder : LatentDecoder, optional
         Needed by who reads.
     """
 
@@ -72,16 +72,13 @@ class LatentSupport(FixedSupport):
 
     coded: int = 0
     scale: float = 1.0
-    encoder: Encoder = field(default_factory=IdentityEncoder)
-    decoder: Decoder | None = None
+    encoder: LatentEncoder = field(default_factory=IdentityEncoder)
+    decoder: LatentDecoder | None = None
 
     @property
     def linear(self) -> bool:  # type: ignore[override]  # an attribute of most classes, here of the encoder
         """Whether what arrives adds up like what was sent."""
         return isinstance(self.encoder, IdentityEncoder) and FORMS[self.values].exact
-
-    def __repr__(self) -> str:
-        return f"LatentSupport({sum(s.size for s in self.supports)} coordinates, encoder {self.encoder.id:x})"
 
     def parts(self, layout: Layout) -> tuple[Stretch, ...]:
         """Return the coded tensors as one stretch, and the others."""
@@ -195,7 +192,14 @@ class LatentSupport(FixedSupport):
         return self.decoder.decode(latents, self.supports[0].size) * np.float32(self.scale)
 
 
-def encoded(encoder: Encoder, values: Vector, scale: float) -> Vector:
+def scale_of(values: Vector) -> float:
+    """Return the root mean square of ``values``, 1 of zeros: what they are divided by before they are encoded."""
+    wide = values.astype(np.float64)
+    # Rounded as it is used: the division is one in float32.
+    return float(np.float32(math.sqrt(float(wide @ wide) / max(1, wide.size)))) or 1.0
+
+
+def encoded(encoder: LatentEncoder, values: Vector, scale: float) -> Vector:
     """Return the latents of ``values`` divided by ``scale``.
 
     Raises
@@ -233,6 +237,22 @@ class Innovation(TopK):
             replace(part, density=self.innovation) if part.index < self.tensors else part
             for part in super().stretches(layout)
         )
+
+    def on_support(self, values: Vector, supports: Supports, layout: Layout) -> Vector:
+        """Return what would be sent of a node's values on a support: of each coded tensor the largest, zeros elsewhere.
+
+        Parameters
+        ----------
+        values : float32 array, shape (k,)
+            Those of the coded tensors.
+        """
+        side, start = np.zeros_like(values), 0
+        for part, support in zip(self.stretches(layout)[: self.tensors], supports, strict=False):
+            own = values[start : start + support.size]
+            kept = select_topk(own, min(own.size, self.count(part)))
+            side[start + kept] = own[kept]
+            start += support.size
+        return side
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -339,14 +359,8 @@ class LGC(LeaderSelected):
         found = [indices + part.start for part, indices in zip(parts, supports, strict=False)]
         return np.concatenate(found) if found else np.zeros(0, np.int64)
 
-    def scale_of(self, values: Vector) -> float:
-        """Return the root mean square of ``values``, 1 of zeros: what they are divided by."""
-        wide = values.astype(np.float64)
-        # Rounded as it is used: the division is one in float32.
-        return float(np.float32(math.sqrt(float(wide @ wide) / max(1, wide.size)))) or 1.0
-
     def latents_on(
-        self, supports: Supports, support_id: int, layout: Layout, encoder: Encoder, decoder: Decoder | None
+        self, supports: Supports, support_id: int, layout: Layout, encoder: LatentEncoder, decoder: LatentDecoder | None
     ) -> LatentSupport:
         """Return the codec of latents on ``supports``, of the ring instance."""
         coded, where, scale = self.coded(layout), self.coded_support(supports, layout), self.scale
@@ -368,8 +382,8 @@ class LGC(LeaderSelected):
         support_id: int,
         layout: Layout,
         key: Key,
-        encoder: Encoder,
-        decoder: Decoder | None = None,
+        encoder: LatentEncoder,
+        decoder: LatentDecoder | None = None,
     ) -> tuple[Frame, State]:
         """Return the frame of latents of the waiting update's p on ``supports``, and the state after it was sent.
 
@@ -399,7 +413,7 @@ class LGC(LeaderSelected):
         layout: Layout,
         key: Key,
         latents: Vector | None = None,
-        decoder: Decoder | None = None,
+        decoder: LatentDecoder | None = None,
     ) -> tuple[Frame, State]:
         """Return the frame of the innovation of the waiting update's p, and the state after it was sent.
 
@@ -426,7 +440,7 @@ class LGC(LeaderSelected):
         elif latents is None or decoder is None:
             raise StateError("the common node's values cannot be decoded here: latents or decoder are missing")
         else:
-            found = Estimate(latents, decoder, self.scale_of(total[where])).of(side)
+            found = NodeEstimate(latents, decoder, scale_of(total[where])).of(side)
         given[where[~sent]] = found[~sent]
         delivered = []
         for part, common, own in zip(codec.stretches(layout), supports, bundle.tensors, strict=False):
@@ -450,23 +464,7 @@ class LGC(LeaderSelected):
                 found[index] = np.union1d(found[index], tensor.indices)
         return tuple(found)
 
-    def side_in_training(self, values: Vector, supports: Supports, layout: Layout) -> Vector:
-        """Return what would be a node's innovation on the support: of each tensor the largest of its values there.
-
-        Parameters
-        ----------
-        values : float32 array, shape (k,)
-            The node's, of the coded tensors.
-        """
-        side, start, codec = np.zeros_like(values), 0, self.innovations(layout)
-        for part, support in zip(codec.stretches(layout)[: codec.tensors], supports, strict=False):
-            own = values[start : start + support.size]
-            kept = select_topk(own, min(own.size, codec.count(part)))
-            side[start + kept] = own[kept]
-            start += support.size
-        return side
-
-    def latents_frame(self, values: Vector, encoder: Encoder) -> Frame:
+    def latents_frame(self, values: Vector, encoder: LatentEncoder) -> Frame:
         """Return the frame of the common node's latents, of its values on the support.
 
         Raises
@@ -474,7 +472,7 @@ class LGC(LeaderSelected):
         NonFiniteUpdate
             When they overflow.
         """
-        scale = 1.0 if isinstance(encoder, IdentityEncoder) else self.scale_of(values)
+        scale = 1.0 if isinstance(encoder, IdentityEncoder) else scale_of(values)
         form = FORMS[self.values].code(encoded(encoder, values, scale))
         return wire.encode([Tensor(form, (form.k,))], tlvs=((BASIS_ID, id_bytes(encoder.id)),))
 
@@ -533,21 +531,21 @@ def side_of(
 
 
 @dataclass(frozen=True)
-class Estimate:
+class NodeEstimate:
     """What the server takes a node's values to be on the common node's support.
 
     Parameters
     ----------
     latents : float32 array
         The common node's.
-    decoder : Decoder
+    decoder : LatentDecoder
         The node's own, or the one that all unknown nodes share.
     scale : float
         The root mean square of the node's values on the support.
     """
 
     latents: Vector
-    decoder: Decoder
+    decoder: LatentDecoder
     scale: float
 
     def of(self, side: Vector) -> Vector:

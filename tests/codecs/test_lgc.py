@@ -11,7 +11,7 @@ import pytest
 from fedcomp import wire
 from fedcomp.codecs import LGC, ErrorFeedback, ScaleCom, TopK, get_codec
 from fedcomp.codecs.autoencoder import ConvDecoder, ConvEncoder, IdentityDecoder, IdentityEncoder, latents
-from fedcomp.codecs.lgc import Estimate, LatentSupport, side_of
+from fedcomp.codecs.lgc import LatentSupport, NodeEstimate, scale_of, side_of
 from fedcomp.codecs.scalecom import support_frame
 from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
 from fedcomp.layout import Layout, Update
@@ -150,7 +150,7 @@ def test_an_update_of_zeros_has_nothing_to_send() -> None:
     own, nothing = codec(), Update(np.zeros(SIZE, np.float32), LAYOUT)
     supports = own.choose(waiting(own, nothing), LAYOUT, KEY)
     assert sum(s.size for s in supports) == 0
-    assert own.scale_of(np.zeros(0, np.float32)) == own.scale_of(np.zeros(5, np.float32)) == 1.0
+    assert scale_of(np.zeros(0, np.float32)) == scale_of(np.zeros(5, np.float32)) == 1.0
     for send in (
         lambda: own.send_latents(waiting(own, nothing), supports, 9, LAYOUT, KEY, ENCODER, DECODER),
         lambda: codec(instance="server").send_innovation(waiting(own, nothing), supports, 9, LAYOUT, KEY),
@@ -235,7 +235,7 @@ def test_what_leaves_and_what_stays_add_up_at_a_server(ef: str, values: str) -> 
     side, known = side_of(innovations, innovations.open(frame, LAYOUT), where, LAYOUT)
     np.testing.assert_array_equal(side, sent[where])
     np.testing.assert_array_equal(known, sent[where] != 0)
-    decoded = Estimate(common, DECODER, own.scale_of(update.vector[where])).of(side)
+    decoded = NodeEstimate(common, DECODER, scale_of(update.vector[where])).of(side)
     wanted = update.vector[where] if ef == "mask" else decoded
     np.testing.assert_array_equal(found[where[~known]], wanted[~known])
     elsewhere = np.setdiff1d(np.arange(CODED), np.union1d(where, np.flatnonzero(sent)))
@@ -378,4 +378,3 @@ def test_it_is_no_support_of_its_own_class() -> None:
     fixed = own.latents_on(own.choose(waiting(own, drawn()), LAYOUT, KEY), 9, LAYOUT, ENCODER, None)
     assert isinstance(fixed, LatentSupport)
     assert fixed.tensor_names(LAYOUT) == ("the coded tensors", "out", "the dense rest")
-    assert "encoder" in repr(fixed)

@@ -56,7 +56,7 @@ def updates(clients: int, round_: int = 1, size: int = 2000) -> list[Update]:
         ("power-sgd", ONE_STEP | {"codec.memory": "aggregated", "codec.values": "q8", "codec.warm_start": False}),
         ("lgc", LATENTS | {"codec.ef": "decoded"}),
         ("lgc", LATENTS | {"codec.instance": "server", "codec.ef": "decoded", "codec.values": "q8"}),
-        ("lgc", LATENTS | {"codec.instance": "server", "coder_optimizer": "sgd", "warmup_rounds": 0}),
+        ("lgc", LATENTS | {"codec.instance": "server", "warmup_rounds": 0}),
         ("topk", SMALL | {"feedback": True, "inner": "fedadam", "inner.eta": 0.03}),
         ("qsgd", SMALL | {"inner": "fedyogi"}),
     ],

@@ -34,7 +34,7 @@ from fedcomp.experiments.catalog.lgc import (
     SHORT,
     THIRD,
     TOP_QUARTER,
-    Common,
+    OneForAll,
     codings,
     train,
 )
@@ -84,7 +84,7 @@ def test_rivals_send_no_more_in_the_last_stage() -> None:
 
 
 def test_one_node_speaks_for_all() -> None:
-    scheme = Common(ScaleCom(DENSITY))
+    scheme = OneForAll(ScaleCom(DENSITY))
     sent = updates(1)
     done = scheme.round(sent, [1.0, 1.0, 2.0, 4.0], scheme.start(LAYOUT, 4), Key(0, "uplink", 3), look=False)
     end = LAYOUT.compressed_size

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fedcomp.codecs.autoencoder import ConvDecoder
-from fedcomp.codecs.lgc import Estimate
+from fedcomp.codecs.lgc import NodeEstimate
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.rng import Key
 from fedcomp.strategies.autoencoder_training import AutoencoderTraining, Losses
@@ -287,8 +287,8 @@ def test_a_node_s_values_are_scaled_back() -> None:
     """Scale equivariance: times 1e-4, decoded values are 1e-4 of what they were; a power of two to the last bit."""
     decoder = ConvDecoder.draw(Key(1))
     latents, side = noise(64, 5), side_of(noise(SIZE, 6))
-    one = Estimate(latents, decoder, 1.0).of(side)
-    small = Estimate(latents, decoder, 2.0**-13).of(side * np.float32(2.0**-13))
+    one = NodeEstimate(latents, decoder, 1.0).of(side)
+    small = NodeEstimate(latents, decoder, 2.0**-13).of(side * np.float32(2.0**-13))
     np.testing.assert_array_equal(small * np.float32(2.0**13), one)
 
 

@@ -16,7 +16,7 @@ from fedcomp.clients.lgc import learned_gradients
 from fedcomp.clients.shared_support import shared_support
 from fedcomp.codecs import LGC, ErrorFeedback, ScaleCom, TopK
 from fedcomp.codecs.autoencoder import ConvEncoder, latents
-from fedcomp.codecs.lgc import Estimate, side_of
+from fedcomp.codecs.lgc import NodeEstimate, side_of
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.flower import checkpoint
 from fedcomp.flower.faults import Delivery, RandomFaults
@@ -29,6 +29,7 @@ from fedcomp.flower.rounds import drive, fit
 from fedcomp.flower.wrapper import GridWrapper
 from fedcomp.layout import EndsDense, Layout, SmallDense, TensorShape
 from fedcomp.rng import Key
+from fedcomp.strategies.autoencoder_training import AutoencoderTraining
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.guard import Norms
 from fedcomp.strategies.lgc import PUBLISHED, LearnedGradients
@@ -130,7 +131,7 @@ class Watched(LearnedGradients):
         where = now.codec.shared_positions(supports, LAYOUT)
         side, sent = side_of(fixed, client.values, where, LAYOUT)
         node = client.sent.node
-        found = Estimate(now.latents, now.decoder(node), now.scales[node]).of(side)
+        found = NodeEstimate(now.latents, now.decoder(node), now.scales[node]).of(side)
         vector[where[~sent]] = found[~sent]
         return vector
 
@@ -384,7 +385,7 @@ def test_weights_go_once_to_each_node_that_needs_them_and_are_counted(
 
 @pytest.mark.long
 def test_per_node_decoders_are_of_their_nodes() -> None:
-    strategy = Watched(codec(instance="server", ef="decoded"), decoders=2)
+    strategy = Watched(codec(instance="server", ef="decoded"), training=AutoencoderTraining(decoders=2))
     _, grid = run(strategy, 4, rounds=8)
     assert len(strategy.training.known) == 2
     now = strategy.rounds[8]
@@ -702,12 +703,17 @@ def _resealed(frame: bytes) -> bytes:
 @pytest.mark.parametrize("at", [2, 4, 5, 6])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"instance": "server", "ef": "decoded"}, {"stale_leader": True}, {"coder_optimizer": "sgd"}],
+    [
+        {},
+        {"instance": "server", "ef": "decoded"},
+        {"stale_leader": True},
+        {"training": AutoencoderTraining(optimizer="sgd")},
+    ],
     ids=str,
 )
 def test_a_resumed_run_goes_on_bit_for_bit_in_every_stage(at: int, options: dict, tmp_path: Path) -> None:
     """Weights, moments, decoders, loans and the last leader's scale are in the checkpoint."""
-    own = {k: v for k, v in options.items() if k in ("stale_leader", "coder_optimizer")}
+    own = {k: v for k, v in options.items() if k in ("stale_leader", "training")}
     made = codec(**{k: v for k, v in options.items() if k not in own})
     result, _ = run(Watched(made, **own), 3)
     first, grid = Watched(made, **own), metered(3)
@@ -796,7 +802,7 @@ def test_what_it_does_not_take() -> None:
         LearnedGradients(ScaleCom(0.1))
     with pytest.raises(ConfigError, match="set by the server"):
         LearnedGradients(LGC(encoder=5))
-    for options in ({"coder": "linear"}, {"common": "last"}, {"training_rounds": -1}, {"coder_optimizer": "lbfgs"}):
+    for options in ({"coder": "linear"}, {"common": "last"}, {"training_rounds": -1}):
         with pytest.raises(ConfigError):
             LearnedGradients(**options)
     published = LearnedGradients(**PUBLISHED)
