@@ -709,7 +709,7 @@ def _resealed(frame: bytes) -> bytes:
         {"stale_leader": True},
         {"training": AutoencoderTraining(optimizer="sgd")},
     ],
-    ids=str,
+    ids=["ring", "server", "stale", "sgd"],
 )
 def test_a_resumed_run_goes_on_bit_for_bit_in_every_stage(at: int, options: dict, tmp_path: Path) -> None:
     """Weights, moments, decoders, loans and the last leader's scale are in the checkpoint."""
