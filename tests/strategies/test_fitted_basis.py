@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message
 from flwr.clientapp import ClientApp
 from toy import client_app, fedavg, fingerprint, model, stack
+from waiting_runs import Sent, number_of, owed
 
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.gradiveq import fitted_basis
@@ -28,7 +29,6 @@ from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import NODE_RECORD, put_frame, take_frame
 from fedcomp.flower.protocol import PROBE, SUPPORT, UPDATE
 from fedcomp.flower.rounds import drive, fit
-from fedcomp.flower.wrapper import GridWrapper
 from fedcomp.layout import Layout
 from fedcomp.rng import Key
 from fedcomp.strategies.compressed import Compressed
@@ -79,30 +79,9 @@ class Watched(FittedBasis):
         return out
 
 
-class Sent(GridWrapper):
-    """Keeps the keys of the frames in every message, by round, kind and node."""
-
-    def __init__(self, inner) -> None:
-        super().__init__(inner)
-        self.messages: list[tuple[int, str, int, set[str]]] = []
-
-    def send_and_receive(self, messages, *, timeout=None):
-        for m in messages:
-            keys = {k for k in m.content if k in (SUPPORT, PROBE, UPDATE, "arrays") or k.startswith("fedcomp.step")}
-            self.messages.append((int(m.metadata.group_id), m.metadata.message_type, m.metadata.dst_node_id, keys))
-        return super().send_and_receive(messages, timeout=timeout)
-
-    def holding(self, key: str) -> list[tuple[int, str]]:
-        return [(number, kind) for number, kind, _, keys in self.messages if key in keys]
-
-
 def run(strategy: FittedBasis, nodes: int = 4, rounds: int = 9, **options):
     grid = metered(nodes, **options)
     return strategy.start(grid, model(), num_rounds=rounds, timeout=9), grid
-
-
-def number_of(msg: Message) -> int:
-    return int(msg.content.config_records.get("config", {}).get("server-round", 0))
 
 
 VARIANTS = [
@@ -415,21 +394,6 @@ def test_a_model_that_was_changed_between_rounds_and_one_of_other_tensors() -> N
     assert np.abs(stack(result.arrays)).max() > 0
 
 
-def owed(context: Context, strategy: FittedBasis, node: int) -> np.ndarray:
-    """Return what a client still owes: memory, an update that waits, and a frame the server never consumed."""
-    meta = context.state.config_records.get("fedcomp.uplink")
-    if meta is None:
-        return np.zeros(SIZE)
-    state = {k: v.numpy() for k, v in context.state.array_records["fedcomp.uplink.memory"].items()}
-    peer = strategy.reception.peers[node]
-    if (peer.acknowledged, peer.generation) != (meta["pending"], meta["generation"]):
-        reply = {k.removeprefix("fedcomp.uplink.reply/"): v for k, v in context.state.items()}
-        frame = take_frame(RecordDict({UPDATE: reply[UPDATE]}), UPDATE) if UPDATE in reply else None
-        if frame is not None:
-            state = strategy.codec.rollback(state, frame, LAYOUT)
-    return strategy.codec.settle(state, LAYOUT)["memory"].astype(np.float64)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("options", [{}, {"levels": 127}, {"center": True}], ids=str)
 @pytest.mark.parametrize("error_state", ["discard", "keep"])
@@ -451,7 +415,7 @@ def test_conservation_under_faults(options: dict, error_state: str) -> None:
         context = grid.context(node)
         if "toy.sum" in context.state:
             made[partition[node]] += context.state.array_records["toy.sum"]["sum"].numpy()
-        left[partition[node]] += owed(context, strategy, node)
+        left[partition[node]] += owed(context, strategy, node, LAYOUT)
 
     for round_ in range(1, 51):
         new, _ = drive(strategy.round(round_, arrays, ConfigRecord(), grid), grid, timeout=9)

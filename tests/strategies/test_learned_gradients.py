@@ -10,6 +10,7 @@ import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from toy import client_app, fedavg, fingerprint, update, with_halves
+from waiting_runs import Sent, number_of, owed
 
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.lgc import learned_gradients
@@ -134,27 +135,6 @@ class Watched(LearnedGradients):
         found = NodeEstimate(now.latents, now.decoder(node), now.scales[node]).of(side)
         vector[where[~sent]] = found[~sent]
         return vector
-
-
-class Sent(GridWrapper):
-    """Keeps which weights were in which messages."""
-
-    def __init__(self, inner) -> None:
-        super().__init__(inner)
-        self.messages: list[tuple[int, str, int, tuple[str, ...]]] = []
-
-    def send_and_receive(self, messages, *, timeout=None):
-        for m in messages:
-            keys = tuple(key for key in (ENCODER, DECODER) if key in m.content)
-            self.messages.append((int(m.metadata.group_id), m.metadata.message_type, m.metadata.dst_node_id, keys))
-        return super().send_and_receive(messages, timeout=timeout)
-
-    def holding(self, key: str) -> list[tuple[int, str]]:
-        return [(number, kind) for number, kind, _, keys in self.messages if key in keys]
-
-
-def number_of(msg: Message) -> int:
-    return int(msg.content.config_records.get("config", {}).get("server-round", 0))
 
 
 def partition(context: Context) -> int:
@@ -440,21 +420,6 @@ class Accounted(Watched):
         return out
 
 
-def owed(context: Context, strategy: LearnedGradients, node: int) -> np.ndarray:
-    """Return what a client still owes: memory, an update that waits, and what a frame nobody consumed gave away."""
-    meta = context.state.config_records.get("fedcomp.uplink")
-    if meta is None:
-        return np.zeros(SIZE)
-    state = {k: v.numpy() for k, v in context.state.array_records["fedcomp.uplink.memory"].items()}
-    peer = strategy.reception.peers[node]
-    if (peer.acknowledged, peer.generation) != (meta["pending"], meta["generation"]):
-        reply = {k.removeprefix("fedcomp.uplink.reply/"): v for k, v in context.state.items()}
-        frame = take_frame(RecordDict({UPDATE: reply[UPDATE]}), UPDATE) if UPDATE in reply else None
-        if frame is not None:
-            state = strategy.codec.rollback(state, frame, LAYOUT)
-    return strategy.codec.settle(state, LAYOUT)["memory"].astype(np.float64)
-
-
 def test_a_stale_common_node_that_is_lost_leaves_the_round_without_a_step_and_nothing_is_lost() -> None:
     def fault(delivery: Delivery):
         return "lost_reply" if delivery.round == 7 and delivery.partition == 2 else None
@@ -467,7 +432,7 @@ def test_a_stale_common_node_that_is_lost_leaves_the_round_without_a_step_and_no
     for node in grid.get_node_ids():
         context = grid.context(node)
         made = made_by(context)
-        assert np.abs(strategy.given[partition(context)] + owed(context, strategy, node) - made).max() < 0.5
+        assert np.abs(strategy.given[partition(context)] + owed(context, strategy, node, LAYOUT) - made).max() < 0.5
 
 
 @pytest.mark.long
@@ -490,7 +455,7 @@ def test_conservation_under_faults(options: dict, stale: bool) -> None:
     def settle(node: int) -> None:
         context = grid.context(node)
         made[partition(context)] += made_by(context)
-        left[partition(context)] += owed(context, strategy, node)
+        left[partition(context)] += owed(context, strategy, node, LAYOUT)
 
     wipes = 0
     for number in range(1, 41):
@@ -523,7 +488,7 @@ def test_without_what_was_delivered_mass_is_lost(monkeypatch: pytest.MonkeyPatch
     for node in grid.get_node_ids():
         context = grid.context(node)
         made = made_by(context)
-        found = strategy.given[partition(context)] + owed(context, strategy, node)
+        found = strategy.given[partition(context)] + owed(context, strategy, node, LAYOUT)
         missing = max(missing, float(np.abs(found - made).max()))
     assert missing > 1
 
@@ -560,7 +525,7 @@ def test_a_node_that_lost_its_weights_is_sent_them_in_the_same_round(options: di
     assert all(sorted(strategy.taken[number]) == [0, 1, 2, 3] for number in (8, 9))
     assert not any(report.refused for report in strategy.reports.values())
     needing = 4 if options["instance"] == "ring" or options["ef"] == "decoded" else 1
-    again = [kind for number, kind, _, keys in grid.messages if number > 7 and keys]
+    again = [kind for number, kind, _, keys in grid.messages if number > 7 and keys & {ENCODER, DECODER}]
     assert again == ["query"] * needing
 
 

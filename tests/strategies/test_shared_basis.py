@@ -11,6 +11,7 @@ import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from toy import client_app, fedavg, fingerprint, model, stack
+from waiting_runs import Sent, owed
 
 from fedcomp import wire
 from fedcomp.clients.compressed import compression
@@ -28,9 +29,8 @@ from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import put_frame, take_frame
-from fedcomp.flower.protocol import PROBE, SUPPORT, UPDATE
+from fedcomp.flower.protocol import SUPPORT, UPDATE
 from fedcomp.flower.rounds import drive, fit
-from fedcomp.flower.wrapper import GridWrapper
 from fedcomp.layout import Layout
 from fedcomp.rng import Key
 from fedcomp.strategies.compressed import Compressed
@@ -78,35 +78,6 @@ class Watched(SharedBasis):
             total = sum(weight for weight, _ in found.values())
             self.means[now.number] = sum(weight / total * vector for weight, vector in found.values())
         return out
-
-
-class Sent(GridWrapper):
-    """Keeps the keys of the frames in every message, by round, kind and node."""
-
-    def __init__(self, inner) -> None:
-        super().__init__(inner)
-        self.messages: list[tuple[int, str, int, set[str]]] = []
-
-    def send_and_receive(self, messages, *, timeout=None):
-        for m in messages:
-            keys = {k for k in m.content if k in (SUPPORT, PROBE, UPDATE, "arrays") or k.startswith("fedcomp.step")}
-            self.messages.append((int(m.metadata.group_id), m.metadata.message_type, m.metadata.dst_node_id, keys))
-        return super().send_and_receive(messages, timeout=timeout)
-
-
-def owed(context: Context, strategy: SharedBasis, node: int) -> np.ndarray:
-    """Return what a client still owes: memory, an update that waits, and a frame the server never consumed."""
-    meta = context.state.config_records.get("fedcomp.uplink")
-    if meta is None:
-        return np.zeros(SIZE)
-    state = {k: v.numpy() for k, v in context.state.array_records["fedcomp.uplink.memory"].items()}
-    peer = strategy.reception.peers[node]
-    if (peer.acknowledged, peer.generation) != (meta["pending"], meta["generation"]):
-        reply = {k.removeprefix("fedcomp.uplink.reply/"): v for k, v in context.state.items()}
-        frame = take_frame(RecordDict({UPDATE: reply[UPDATE]}), UPDATE) if UPDATE in reply else None
-        if frame is not None:
-            state = strategy.codec.rollback(state, frame, LAYOUT)
-    return strategy.codec.settle(state, LAYOUT)["memory"].astype(np.float64)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -310,7 +281,7 @@ def test_conservation_under_faults(form: str, error_state: str) -> None:
         context = grid.context(node)
         if "toy.sum" in context.state:
             made[partition[node]] += context.state.array_records["toy.sum"]["sum"].numpy()
-        left[partition[node]] += owed(context, strategy, node)
+        left[partition[node]] += owed(context, strategy, node, LAYOUT)
 
     wipes = 0
     for round_ in range(1, 61):
@@ -346,7 +317,7 @@ def test_without_rolling_back_mass_is_lost(monkeypatch: pytest.MonkeyPatch) -> N
         context = grid.context(node)
         made = context.state.array_records["toy.sum"]["sum"].numpy()
         p = int(context.node_config["partition-id"])
-        missing += float(np.abs(strategy.delivered[p] + owed(context, strategy, node) - made).max())
+        missing += float(np.abs(strategy.delivered[p] + owed(context, strategy, node, LAYOUT) - made).max())
     assert missing > 1
 
 

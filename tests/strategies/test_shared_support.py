@@ -10,6 +10,7 @@ import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from toy import client_app, fedavg, fingerprint, model, stack, update, with_halves
+from waiting_runs import owed
 
 from fedcomp import wire
 from fedcomp.clients.compressed import compression
@@ -23,7 +24,7 @@ from fedcomp.flower.faults import Delivery, RandomFaults
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
-from fedcomp.flower.payload import put_frame, take_frame
+from fedcomp.flower.payload import put_frame
 from fedcomp.flower.protocol import SUPPORT, UPDATE
 from fedcomp.flower.rounds import drive, fit
 from fedcomp.flower.wrapper import GridWrapper
@@ -68,21 +69,6 @@ class Watched(SharedSupport):
             for partition, vector in self.values[now.number].items():
                 self.delivered[partition] += vector
         return out
-
-
-def owed(context: Context, strategy: SharedSupport, node: int) -> np.ndarray:
-    """Return what a client still owes: memory, an update that waits, and a frame the server never consumed."""
-    meta = context.state.config_records.get("fedcomp.uplink")
-    if meta is None:
-        return np.zeros(SIZE)
-    state = {k: v.numpy() for k, v in context.state.array_records["fedcomp.uplink.memory"].items()}
-    peer = strategy.reception.peers[node]
-    if (peer.acknowledged, peer.generation) != (meta["pending"], meta["generation"]):
-        reply = {k.removeprefix("fedcomp.uplink.reply/"): v for k, v in context.state.items()}
-        frame = take_frame(RecordDict({UPDATE: reply[UPDATE]}), UPDATE) if UPDATE in reply else None
-        if frame is not None:
-            state = strategy.codec.rollback(state, frame, LAYOUT)
-    return strategy.codec.settle(state, LAYOUT)["memory"].astype(np.float64)
 
 
 def mean_of(values: dict[int, np.ndarray]) -> np.ndarray:
@@ -207,7 +193,7 @@ def test_conservation_under_faults(error_state: str, stale: bool) -> None:
         context = grid.context(node)
         if "toy.sum" in context.state:
             made[partition[node]] += context.state.array_records["toy.sum"]["sum"].numpy()
-        left[partition[node]] += owed(context, strategy, node)
+        left[partition[node]] += owed(context, strategy, node, LAYOUT)
 
     wipes = 0
     for round_ in range(1, 81):
@@ -244,7 +230,7 @@ def test_without_rolling_back_mass_is_lost(monkeypatch: pytest.MonkeyPatch) -> N
         context = grid.context(node)
         made = context.state.array_records["toy.sum"]["sum"].numpy()
         p = int(context.node_config["partition-id"])
-        missing += float(np.abs(strategy.delivered[p] + owed(context, strategy, node) - made).max())
+        missing += float(np.abs(strategy.delivered[p] + owed(context, strategy, node, LAYOUT) - made).max())
     assert missing > 1
 
 
