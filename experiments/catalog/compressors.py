@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fedcomp.tasks.base import Task
 
 FEDAVG: Final = "FedAvg"
+MOMENTUM: Final = "FedAvg, momentum 0.9"
 HALF: Final = "FedAvg, fp16"
 TOPK: Final = "top-k, q8 + EF"
 BLOCKS: Final = "levels per block + EF"
@@ -164,6 +165,8 @@ def _plain(codec_id: str, knob: str = "", settings: Sequence[Any] = ("",), **opt
 
 ROWS: Final[Mapping[str, Contender]] = {
     FEDAVG: _plain("identity"),
+    # Nothing is left out and remembered: the clients' momentum alone, which is the server's.
+    MOMENTUM: _plain("feedback", codec={"id": "identity"}, momentum=0.9),
     HALF: _plain("randomk", density=1.0, values="fp16"),
     # All coordinates in levels of the largest of every 256, down to signs with one magnitude: "random" of all is all.
     BLOCKS: Contender(
@@ -194,6 +197,9 @@ ROWS: Final[Mapping[str, Contender]] = {
         lambda b, lr: {"id": "adacomp", "bin": b, "conv_bin": max(1, b // 10), "rest": "q8"},
         tuple(dict.fromkeys(int(b) for b in _geometric(2, 16_383, 1.1)))[::-1],
         steady=False,
+    ),
+    "top-k, momentum 0.9 + EF": Contender(
+        lambda d, lr: {**_feedback(_with_density("topk", d, values="q8")), "momentum": 0.9, "masking": False}, DENSITIES
     ),
     "DGC": _plain("dgc", "density", DENSITIES, warmup=0, values="q8"),
     "ScaleCom": _plain("scalecom", "density", DENSITIES, values="q8"),
@@ -608,9 +614,10 @@ def _best(by_model: Mapping[str, Sequence[Result]], budgets: Sequence[str]) -> T
             kept = _least(places, budget)
             names = [p.row for p in kept[:3]] + [""] * 3
             first = kept[0] if kept else None
-            dense, rival = _at(places, FEDAVG, OWN), _at(places, TOPK, budget)
-            rows.append([f"{model}, {budget}", loss(dense), loss(rival), loss(first), *names[:3]])
-    columns = ("model, budget", "FedAvg", TOPK, "least loss", "by", "second", "third")
+            dense, faster = (_at(places, row, OWN) for row in (FEDAVG, MOMENTUM))
+            rival = _at(places, TOPK, budget)
+            rows.append([f"{model}, {budget}", loss(dense), loss(faster), loss(rival), loss(first), *names[:3]])
+    columns = ("model, budget", FEDAVG, MOMENTUM, TOPK, "least loss", "by", "second", "third")
     return Table(
         "Least test loss within a budget",
         columns,
@@ -739,13 +746,14 @@ def _goals(by_model: Mapping[str, Sequence[Result]]) -> list[Claim]:
         ),
     ]
     for model, places in by_model.items():
-        dense, rival, power = _at(places, FEDAVG, OWN), _at(places, TOPK, some), _at(places, POWER, some)
+        rival, power = _at(places, TOPK, some), _at(places, POWER, some)
         best = _least(places, some)
-        assert dense is not None  # it has no setting but its own
+        # Some rows have momentum: beside FedAvg without it they would only show what that is worth.
+        dense = [place.loss for row in (FEDAVG, MOMENTUM) if (place := _at(places, row, OWN)) is not None]
         goals.append(
             claim(
-                f"{model}: least test loss at {some} over FedAvg's",
-                best[0].loss / dense.loss if best else math.nan,
+                f"{model}: least test loss at {some} over FedAvg's, with momentum where that is less",
+                best[0].loss / min(dense) if best else math.nan,
                 "<= 1.05",
                 "a goal: one bit per weight costs next to nothing",
                 gate=False,
@@ -796,8 +804,8 @@ EXPERIMENT = Experiment(
         "every cell by itself, by one rule, and with draws of their own; nothing is chosen on the test split.\n\n"
         "Codecs that choose coordinates send them in 8 bits where the label says nothing else, and biases in 8 bits "
         "beside them where the codec can. EF is error feedback. DGC, AdaComp, ScaleCom and PowerSGD have memories of "
-        "their own; codecs without EF are unbiased, but for votes of signs. DGC's memory has momentum 0.9, which no "
-        "other row has: where it beats FedAvg, momentum does. Trainings send no messages, which changes "
+        "their own; codecs without EF are unbiased, but for votes of signs. DGC's memory has momentum 0.9, as have "
+        "a row of top-k and one of FedAvg, by which they are to be judged. Trainings send no messages, which changes "
         "neither models nor frames: the claims compare. With the files of MNIST and of Shakespeare, whose test splits "
         "are larger, a run takes several times as long."
     ),
