@@ -233,10 +233,14 @@ def codings(seed: int, *, trained: int) -> dict[str, Any]:
             for node, values in enumerate(on):
                 true = values / _rms(values)
                 side = _side(true, few)
-                found = {name: coder.decoder(node).decode(latents, VALUES, side), COPY: on[leader] / scale, ZEROS: side}
-                for how, decoded_there in found.items():
+                guesses = {
+                    name: coder.decoder(node).decode(latents, VALUES, side),
+                    COPY: on[leader] / scale,
+                    ZEROS: side,
+                }
+                for how, values_there in guesses.items():
                     # Where the innovation has a value the server takes that one.
-                    _note(sums, f"node/{how}", np.where(side != 0.0, side, decoded_there), true)
+                    _note(sums, f"node/{how}", np.where(side != 0.0, side, values_there), true)
     return {"missed": {name: missed / energy for name, (missed, energy) in sums.items()}}
 
 
