@@ -456,7 +456,7 @@ EXPERIMENT = Experiment(
     options=OPTIONS,
     rounds=1,
     clients=4,
-    minutes=12.0,
+    minutes=15.0,
     quick=("seeds=1", "steps=20", "rates=0.02", "trained=10"),
     notes=(
         "Abrahamyan et al. (2022) send gradients as latents of a small autoencoder that is trained on the gradients of "
