@@ -318,17 +318,26 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
     }
     by_row: dict[str, Any] = {
         "row": str,
+        "times fewer, all stages": lambda label: round(ratio(label), 2),
         "step size": lambda label: best[label],
         "test, %": lambda label: round(accuracy(label), 1),
         "±": lambda label: round(spread(groups[label].each("accuracy")), 1),
         "training loss": lambda label: f"{mean(groups[label].each('loss')):.3g}",
         "bytes a worker, last step": lambda label: round(last(label)),
-        "times fewer, all stages": lambda label: round(ratio(label), 2),
         "bytes of weights": lambda label: round(mean(groups[label].each("weights"))),
     }
     spared = {label: last(FULL) - last(label) for label in (EXACT, SERVER)}
     return Findings(
         tables=[
+            table(
+                "Training",
+                by_row,
+                ROWS,
+                "Means over seeds, ± half the range. LGC: a twentieth of the steps dense, values until half of them, "
+                "then latents. Bytes of whole frames, the dense first layer and biases included: in rows of 8 bits "
+                "and fewer these travel in 8 bits, too. Weights of the autoencoder come on top, once for each worker "
+                "that needs them. The step size is the one of the grid that did best on a validation split.",
+            ),
             table(
                 f"One layer's gradients, {VALUES} values on a shared support: error of the decoded mean",
                 by_coding,
@@ -343,15 +352,6 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
                 (SHARED, OWN, COPY, ZEROS),
                 "On the common node's support, values divided by their root mean square; in every row an innovation's "
                 "values are taken as they are.",
-            ),
-            table(
-                "Training",
-                by_row,
-                ROWS,
-                "Means over seeds, ± half the range. LGC: a twentieth of the steps dense, values until half of them, "
-                "then latents. Bytes of whole frames, the dense first layer and biases included: in rows of 8 bits "
-                "and fewer these travel in 8 bits, too. Weights of the autoencoder come on top, once for each worker "
-                "that needs them. The step size is the one of the grid that did best on a validation split.",
             ),
         ],
         claims=[
@@ -440,7 +440,10 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
         answer=(
             f"In the bytes of the latents 8 bits have {error(BEST) / error(INT8):.0f} times less error than the "
             f"autoencoder ({error(BEST):.3g} against {error(INT8):.2g}). "
-            + "; ".join(f"{label}: {accuracy(label):.1f} %, {ratio(label):.1f} times fewer bytes" for label in ROWS)
+            + "; ".join(
+                f"{label}: {accuracy(label):.1f} %, {ratio(label):.0f} times fewer bytes"
+                for label in (DENSE, EXACT, SERVER_EXACT, EIGHT, ALONE)
+            )
             + f". The weights of an encoder are paid back after {692_172 / max(1.0, spared[EXACT]):.0f} rounds of "
             "latents in place of float32 values here."
         ),
