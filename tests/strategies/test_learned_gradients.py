@@ -1,4 +1,14 @@
-"""LGC over messages (test list B7 of the transform compressors, where a server is needed)."""
+"""LGC over messages. The test list B7 of the transform compressors, by number:
+
+1. stages switch at their rounds, the first is FedAvg and the second top-k with error feedback:
+   ``test_stages_switch_...``, ``test_the_first_stage_is_fedavg_...``, ``test_one_client_in_the_second_stage_...``;
+2. identities: ``test_a_ring_with_an_identity_...``, ``test_a_server_whose_innovations_...``;
+3. held-out error, the side channel: ``test_autoencoder_training.py``;
+4. scale: ``test_updates_of_another_scale_...``, and ``test_raw_gradients_train_nothing`` there;
+5. conservation of mass: ``test_conservation_under_faults``, and ``tests/codecs/test_lgc.py`` for one client;
+6. bytes: ``test_bytes_of_latents_...``, ``test_weights_go_once_...``, and ``test_b4_...`` of the codec;
+7. similarity, order of nodes: ``test_autoencoder_training.py``, ``test_the_order_in_which_replies_come_...``.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +33,7 @@ from fedcomp.flower import checkpoint
 from fedcomp.flower.faults import Delivery, RandomFaults
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
+from fedcomp.flower.logs import log
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import NODE_RECORD, put_frame, take_frame
 from fedcomp.flower.protocol import DECODER, ENCODER, PROBE, UPDATE
@@ -347,16 +358,21 @@ def test_bytes_of_latents_innovations_and_weights() -> None:
     ],
 )
 def test_weights_go_once_to_each_node_that_needs_them_and_are_counted(
-    options: dict, common: str, encoders: int, decoders: int
+    options: dict, common: str, encoders: int, decoders: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    said: list[int] = []
+    monkeypatch.setattr(
+        log, "info", lambda text, *values: said.append(values[1]) if "weights went out" in text else None
+    )
     strategy = Watched(codec(**options), common=common)
     grid = Sent(metered(4))
     result = fit(strategy, grid, model(), 8, timeout=9)
+    monkeypatch.undo()
     assert [len(grid.holding(key)) for key in (ENCODER, DECODER)] == [encoders, decoders]
     assert all(number >= 6 for number, _ in grid.holding(ENCODER) + grid.holding(DECODER))
     e, d = 692_172, 174_908
     sent = sum(metrics.get("autoencoder-bytes", 0.0) for metrics in result.train_metrics_clientapp.values())
-    assert sent == encoders * e + decoders * d
+    assert sent == sum(said) == encoders * e + decoders * d
     ledger = grid.inner.ledger
     down = [ledger.total("payload", round=n, direction="down") for n in range(1, 9)]
     assert sum(down[5:]) > encoders * e + decoders * d
