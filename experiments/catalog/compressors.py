@@ -791,7 +791,7 @@ EXPERIMENT = Experiment(
     options=OPTIONS,
     rounds=24,
     clients=4,
-    minutes=14.0,
+    minutes=15.0,
     quick=("rounds=1", "clients=2", "seeds=1", "models=MLP", "workers=1"),
     notes=(
         "An MLP on 8x8 digits (85 002 parameters) and a CNN on MNIST or, without its files, on digits enlarged to its "
