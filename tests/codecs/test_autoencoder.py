@@ -121,7 +121,7 @@ def test_frames_of_anything_else_are_refused() -> None:
         with pytest.raises(wire.WireError):
             ConvDecoder.read(damaged)
     wrong = [np.full(array.size, np.nan if i == 3 else 1.0, np.float32) for i, array in enumerate(decoder.weights)]
-    with pytest.raises((wire.WireError, ConfigError)):
+    with pytest.raises(wire.WireError):
         ConvDecoder.read(wire.encode([wire.dense(array) for array in wrong]))
     with pytest.raises(ConfigError, match="shapes"):
         ConvEncoder(decoder.weights)
