@@ -63,10 +63,14 @@ class _Half(Stateful):
         self._made: ConvEncoder | ConvDecoder | None = None
 
     def check_state(self, values: Mapping[str, Any]) -> None:
-        """Refuse weights of another architecture."""
-        size = values["weights"].size
-        if values["weights"].shape != self.weights.shape:
+        """Refuse weights of another architecture, and moments of other weights."""
+        size, shape = values["weights"].size, self.weights.shape
+        if values["weights"].shape != shape:
             raise StateError(f"{size} weights are not those of {self.kind.__name__}, which has {self.weights.size}")
+        # None before the first step, and with SGD always.
+        shapes = {name: moment.shape for name, moment in values["moments"].items()}
+        if shapes not in ({}, {"step": (1,), "exp_avg": shape, "exp_avg_sq": shape}):
+            raise StateError(f"moments of shapes {shapes} are not those of {self.weights.size} weights")
 
     def restored(self) -> None:
         """Forget what was made of other weights."""

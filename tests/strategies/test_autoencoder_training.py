@@ -270,6 +270,13 @@ def test_a_damaged_state_is_refused() -> None:
     with pytest.raises(StateError, match="5 weights"):
         training.load_state_dict(state)
     assert training.encoder.id == before
+    learn(training, vectors(0), 0)
+    state = training.state_dict()
+    moments = state["encoder"]["moments"]
+    for wrong in ({**moments, "exp_avg": np.zeros(5, np.float32)}, {"step": moments["step"]}):
+        state["encoder"] = {**state["encoder"], "moments": wrong}
+        with pytest.raises(StateError, match="moments"):
+            AutoencoderTraining().load_state_dict(state)
 
 
 def test_a_state_of_other_settings_is_refused() -> None:
