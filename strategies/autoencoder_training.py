@@ -101,7 +101,8 @@ class AutoencoderTraining(Stateful):
     reconstruction, similarity : float
         Weights of the losses, at least 0.
     decoders : int
-        Nodes that have a decoder of their own, at most; the one that was used longest ago is given up.
+        Nodes that have a decoder of their own, at most. The one that was used longest ago is given up for a node of a
+        later round; when a round has more nodes than that, the rest of them use the shared decoder.
     seed : int
         Of the first weights, and of the node whose latents all are decoded from.
 
@@ -122,7 +123,7 @@ class AutoencoderTraining(Stateful):
     STATE: ClassVar[Mapping[str, Any]] = {
         "_encoder": nested("_encoder"),
         "_shared": nested("_shared"),
-        "_own": each("_own", lambda owner, node: owner._begin(node)),
+        "_own": each("_own", lambda owner, node: owner._own.setdefault(node, owner._copy())),
         "steps": int,
     }
 
@@ -232,7 +233,7 @@ class AutoencoderTraining(Stateful):
         """
         # In the order given, which is that of partitions: ids of nodes are redrawn in every run.
         nodes = list(vectors)
-        own = {node: half for node in nodes if (half := self._use(node)) is not None}
+        own = self._halves(nodes)
         batch_of, sides_of = [vectors[n] for n in nodes], [sides[n] for n in nodes]
         size, count = batch_of[0].size, len(nodes)
         draws = Key(self.seed, "autoencoder/common", number).uniform(self.passes)
@@ -257,22 +258,21 @@ class AutoencoderTraining(Stateful):
             return total, error / count, distance / max(1, count * (count - 1))
 
         found = self._train([self._encoder, self._shared, *own.values()], losses)
-        return None if found is None else Losses(*found)
-
-    def _begin(self, node: int) -> _Half:
-        """Give a node a decoder of its own: what unknown nodes share, as it is now."""
-        half = self._own[node] = _Half(ConvDecoder, [self._shared.weights])
-        return half
-
-    def _use(self, node: int) -> _Half | None:
-        """Return a node's own decoder, which is now the one that was used last; None where nobody has one."""
-        if not self.decoders:
+        if found is None:
             return None
-        half = self._own.pop(node, None) or self._begin(node)
-        self._own[node] = half
-        while len(self._own) > self.decoders:
-            del self._own[next(iter(self._own))]
-        return half
+        kept = [(node, half) for node, half in self._own.items() if node not in own] + list(own.items())
+        self._own = dict(kept[max(0, len(kept) - self.decoders) :])
+        return Losses(*found)
+
+    def _copy(self) -> _Half:
+        """Return what a node's own decoder begins as: the one that unknown nodes share, as it is now."""
+        return _Half(ConvDecoder, [self._shared.weights])
+
+    def _halves(self, nodes: Sequence[int]) -> dict[int, _Half]:
+        """Return the decoders that nodes of a round train, in their order; new ones are not kept yet."""
+        # Known nodes come first: if nodes of one round gave up each other's decoders, none would be trained twice.
+        ranked = sorted(nodes, key=lambda node: node not in self._own)[: self.decoders]
+        return {node: self._own.get(node) or self._copy() for node in nodes if node in ranked}
 
     def _train(
         self, halves: Sequence[_Half], losses: Callable[..., tuple[torch.Tensor, ...]]

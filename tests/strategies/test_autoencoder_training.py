@@ -262,6 +262,45 @@ def test_a_state_that_was_saved_goes_on_bit_for_bit(optimizer: str) -> None:
     assert whole.decoder(0).id == whole.decoder(None).id != whole.decoder(1).id
 
 
+def test_a_round_that_trains_nothing_gives_up_no_decoder() -> None:
+    """Nodes whose values are not finite take no decoder from those that have one."""
+    training = AutoencoderTraining(decoders=2)
+    learn(training, vectors(1, nodes=2), 1)
+    before = training.state_dict()
+    assert learn(training, {7: np.full(SIZE, np.float32(np.nan)), 0: vectors(2)[0]}, 2) is None
+    after = training.state_dict()
+    assert training.known == [0, 1]
+    other = AutoencoderTraining(decoders=2)
+    other.load_state_dict(before)
+    for trained in (training, other):
+        learn(trained, vectors(3, nodes=2), 3)
+    assert list(before["own"]) == list(after["own"])
+    assert training.encoder.id == other.encoder.id
+    for node in (0, 1, None):
+        assert training.decoder(node).id == other.decoder(node).id
+
+
+def test_nodes_of_one_round_do_not_give_up_each_other_s_decoders() -> None:
+    """More nodes than decoders: those that have one train it in every round, and the rest use the shared one."""
+    training = AutoencoderTraining(decoders=3)
+    for step in range(3):
+        before = {node: training.decoder(node).id for node in range(5)}
+        learn(training, vectors(step, nodes=5), step)
+        assert training.known == [0, 1, 2]
+        assert all(training.decoder(node).id != before[node] for node in range(5))
+        assert training.decoder(3).id == training.decoder(4).id == training.decoder(None).id
+    trained = training.decoder(1)
+    # 0 and 2 were used longest ago; 0 before 2.
+    learn(training, {node: vectors(3, nodes=6)[node] for node in (5, 1)}, 3)
+    assert training.known == [2, 5, 1]
+    moments = training.state_dict()["own"]["1"]["moments"]
+    assert moments["step"] == 4.0
+    assert training.decoder(1).id != trained.id
+    none = AutoencoderTraining(decoders=0)
+    assert learn(none, vectors(0), 0) is not None
+    assert none.known == []
+
+
 def test_a_damaged_state_is_refused() -> None:
     training = AutoencoderTraining()
     state = training.state_dict()
