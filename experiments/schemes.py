@@ -29,8 +29,7 @@ from fedcomp.codecs.similarity import similarity
 from fedcomp.errors import ConfigError
 from fedcomp.layout import Layout, Update, Vector
 from fedcomp.rng import Key
-from fedcomp.strategies.autoencoder_training import AutoencoderTraining
-from fedcomp.strategies.lgc import learn
+from fedcomp.strategies.autoencoder_training import AutoencoderTraining, learn
 from fedcomp.wire import Bundle
 
 

@@ -19,8 +19,10 @@ from numpy.typing import NDArray
 
 from fedcomp import params
 from fedcomp.codecs.autoencoder import CHANNELS, SLOPE, STEP, ConvDecoder, ConvEncoder
+from fedcomp.codecs.lgc import LGC, scale_of
+from fedcomp.codecs.scalecom import Supports
 from fedcomp.errors import StateError, optional
-from fedcomp.layout import Vector
+from fedcomp.layout import Layout, Vector
 from fedcomp.rng import Key
 from fedcomp.stateful import Stateful, each, nested
 
@@ -319,6 +321,34 @@ class AutoencoderTraining(Stateful):
         }
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
         return optimizer
+
+
+def learn(
+    training: AutoencoderTraining,
+    codec: LGC,
+    layout: Layout,
+    supports: Supports,
+    vectors: Mapping[int, Vector],
+    weights: Sequence[float],
+    number: int,
+) -> dict[str, float]:
+    """Train on what the nodes of round ``number`` sent of their coded tensors; return the losses, none if not finite.
+
+    Parameters
+    ----------
+    codec : LGC
+        Of the round, with its scale.
+    vectors : mapping of int to float32 array
+        By node, in the order of partitions.
+    """
+    if codec.instance == "ring":
+        loss = training.learn_ring([v / np.float32(codec.scale) for v in vectors.values()], weights)
+        return {} if loss is None else {"autoencoder-loss": loss}
+    innovations = codec.innovations(layout)
+    unit = {node: v / np.float32(scale_of(v)) for node, v in vectors.items()}
+    sides = {node: innovations.on_support(v, supports, layout) for node, v in unit.items()}
+    both = training.learn_nodes(unit, sides, number)
+    return {} if both is None else {"autoencoder-loss": both.reconstruction, "latent-distance": both.similarity}
 
 
 def _weight(name: str, value: float) -> float:

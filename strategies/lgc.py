@@ -13,7 +13,7 @@ have to be the same bit for bit, and two machines may not decode alike.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Final
 
@@ -23,15 +23,15 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 from fedcomp import params
 from fedcomp.codecs import Codec
 from fedcomp.codecs.autoencoder import IdentityDecoder, IdentityEncoder, LatentDecoder, LatentEncoder
-from fedcomp.codecs.lgc import FEWEST, LGC, Innovation, NodeEstimate, scale_of
-from fedcomp.codecs.scalecom import Supports, support_frame
+from fedcomp.codecs.lgc import FEWEST, LGC, Innovation, NodeEstimate
+from fedcomp.codecs.scalecom import support_frame
 from fedcomp.errors import ConfigError
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import put_frame, take_frame
 from fedcomp.flower.protocol import DECODER, ENCODER, PROBE
-from fedcomp.layout import EndsDense, Layout, Update, Vector
+from fedcomp.layout import EndsDense, Update, Vector
 from fedcomp.stateful import nested
-from fedcomp.strategies.autoencoder_training import AutoencoderTraining
+from fedcomp.strategies.autoencoder_training import AutoencoderTraining, learn
 from fedcomp.strategies.loans import Loans
 from fedcomp.strategies.replies import Rejected, SentMessage
 from fedcomp.strategies.shared_replies import Client, SupportRound
@@ -368,34 +368,6 @@ class LearnedGradients(LeaderStrategy[LatentRound]):
         if not losses:
             now.report.notes.append("the autoencoder's loss is not finite: this round does not train it")
         return losses
-
-
-def learn(
-    training: AutoencoderTraining,
-    codec: LGC,
-    layout: Layout,
-    supports: Supports,
-    vectors: Mapping[int, Vector],
-    weights: Sequence[float],
-    number: int,
-) -> dict[str, float]:
-    """Train on what the nodes of round ``number`` sent of their coded tensors; return the losses, none if not finite.
-
-    Parameters
-    ----------
-    codec : LGC
-        Of the round, with its scale.
-    vectors : mapping of int to float32 array
-        By node, in the order of partitions.
-    """
-    if codec.instance == "ring":
-        loss = training.learn_ring([v / np.float32(codec.scale) for v in vectors.values()], weights)
-        return {} if loss is None else {"autoencoder-loss": loss}
-    innovations = codec.innovations(layout)
-    unit = {node: v / np.float32(scale_of(v)) for node, v in vectors.items()}
-    sides = {node: innovations.on_support(v, supports, layout) for node, v in unit.items()}
-    both = training.learn_nodes(unit, sides, number)
-    return {} if both is None else {"autoencoder-loss": both.reconstruction, "latent-distance": both.similarity}
 
 
 SYSTEM: Final = waiting_system(
