@@ -30,17 +30,19 @@ from fedcomp.clients.messages import (
 from fedcomp.clients.private.mod import discreet, only_update, wants_padding, wants_private
 from fedcomp.errors import FedcompError
 from fedcomp.exact import encode_exact
+from fedcomp.factors.collect import Collected, collecting
+from fedcomp.flower.logs import log
 from fedcomp.flower.payload import NODE_RECORD, put_frame
 from fedcomp.flower.protocol import EXACT, RESYNC, STALE, UPDATE, refusal
 from fedcomp.flower.records import to_arrays
 from fedcomp.flower.state import StaleMessage, Uplink
-from fedcomp.layout import Layout, policy_from_config
+from fedcomp.layout import Layout, Update, policy_from_config
 from fedcomp.privacy.local import asks_for_noise, privatised
 from fedcomp.rng import Key
 
 
 @drop_in
-def compression(accept: Collection[str] | None = None) -> ClientHalf:
+def compression(accept: Collection[str] | None = None, *, i_know_inputs_are_visible: bool = False) -> ClientHalf:
     """Return the client half of compression, which may stand in a list of mods.
 
     Parameters
@@ -49,6 +51,9 @@ def compression(accept: Collection[str] | None = None) -> ClientHalf:
         Codec ids this client agrees to use, wrappers ("feedback", "chain") included; default all registered ones. A
         codec outside of it is answered densely and reported to the server, never silently; one that privatises is not
         answered at all.
+    i_know_inputs_are_visible : bool
+        Agree to codecs whose frames show the server single examples (:class:`fedcomp.codecs.Factors` in the modes "dad"
+        and "edad"); without it they, too, are answered densely. Agree only where the server may see the data.
 
     Examples
     --------
@@ -57,12 +62,14 @@ def compression(accept: Collection[str] | None = None) -> ClientHalf:
     """
 
     def compression_mod(msg: Message, context: Context, call_next: CallNext) -> Message:
-        return _handle(msg, context, call_next, accept)
+        return _handle(msg, context, call_next, accept, i_know_inputs_are_visible)
 
     return ClientHalf("compression", compression_mod, outside=("lsg", "private", "record_dp"), drop_in=True)
 
 
-def _handle(msg: Message, context: Context, call_next: CallNext, accept: Collection[str] | None) -> Message:
+def _handle(
+    msg: Message, context: Context, call_next: CallNext, accept: Collection[str] | None, visible: bool
+) -> Message:
     announcement = find_announcement(msg.content)
     if announcement is None:
         return call_next(msg, context)
@@ -71,6 +78,8 @@ def _handle(msg: Message, context: Context, call_next: CallNext, accept: Collect
     downlink, no_downlink = choose(announcement, announcement.downlink, accept)
     if codec is None and asks_for_noise(announcement.codec):
         return refusal(msg, f"{NOT_WITHOUT_NOISE} ({unsupported})")
+    if codec is not None and codec.exposes and not visible:
+        codec, unsupported = None, f"{codec!r} shows the server {codec.exposes}; this client has not agreed to it"
     unsupported = unsupported or no_downlink
     try:
         record, replica = receive(msg.content, announcement, downlink, context)
@@ -104,7 +113,8 @@ def _handle(msg: Message, context: Context, call_next: CallNext, accept: Collect
     msg.content = plain_content(msg.content, announcement, record)
 
     def answer() -> Message:
-        reply = call_next(msg, context)
+        with collecting(_nothing if codec is None else codec.takes_outer) as collected:
+            reply = call_next(msg, context)
         if reply.has_error():
             return reply
         if private and layout is not None:
@@ -120,7 +130,12 @@ def _handle(msg: Message, context: Context, call_next: CallNext, accept: Collect
             )
             # The server makes the same key to verify the frame, so it holds only what both sides know.
             key = Key(announcement.seed, "uplink", announcement.round, partition_of(context))
-            frame, state = codec.encode(update, uplink.state if uplink else codec.init(layout), key)
+            update = _with_outer(update, collected, before)
+            for note in collected.notes:
+                log.info("round %d: %s", announcement.round, note)
+            if collected.notes and not private:
+                header["remark"] = "; ".join(collected.notes)
+            frame, state = codec.at_model(before).encode(update, uplink.state if uplink else codec.init(layout), key)
             if padded:
                 frame = equally_long(frame, codec, layout, key)
             header["record"] = name
@@ -146,3 +161,15 @@ def _handle(msg: Message, context: Context, call_next: CallNext, accept: Collect
         return reply
 
     return discreet(msg, answer) if private else answer()
+
+
+def _nothing(count: int, rows: int, columns: int) -> bool:
+    return False
+
+
+def _with_outer(update: Update, collected: Collected, before: dict[str, NDArray[Any]]) -> Update:
+    """Return the update with what training captured of it."""
+    if not collected.outer:
+        return update
+    changes = {t.name: update.vector[t.slice] for t in update.layout.tensors}
+    return Update(update.vector, update.layout, collected.explaining(changes, before))

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp.errors import ConfigError, LayoutError, nearest
+from fedcomp.factors.outer import OuterProducts
 from fedcomp.wire import DTYPES
 
 Vector = NDArray[np.float32]
@@ -523,10 +524,20 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One flat float32 vector plus its layout. The vector is owned by whoever made it; codecs never write to it."""
+    """One flat float32 vector plus its layout. The vector is owned by whoever made it; codecs never write to it.
+
+    Attributes
+    ----------
+    vector : float32 array, shape (layout size,)
+    layout : Layout
+    outer : mapping of name to OuterProducts
+        Of matrices of which it is known: what they are the sum of, up to the rounding of float32. Whoever changes the
+        vector leaves it out.
+    """
 
     vector: Vector
     layout: Layout
+    outer: Mapping[str, OuterProducts] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.vector.dtype != np.float32 or self.vector.shape != (self.layout.size,):

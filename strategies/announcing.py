@@ -217,17 +217,19 @@ class Announcer(Stateful):
     def intake(self, report: Report, codec: Codec, weight_key: str | None, *, updates_only: bool) -> Intake:
         """Return the current training exchange as it is to be received, with the report of its round."""
         report.asked = len(self.sent)
+        reference = self._reference()
+        trained = self._model if reference is None else self.layout.unflatten(reference)
         return Intake(
             report,
             self.sent,
             self.layout,
             self._model,
-            codec,
+            codec.at_model(trained),
             # The stream that clients encode with; each reply adds its partition.
             Key(self._seed, "uplink", report.round),
             weight_key=weight_key,
             record=self._record_name,
-            trained_from=self._reference(),
+            trained_from=reference,
             version=self.version,
             updates_only=updates_only,
         )

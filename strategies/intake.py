@@ -215,6 +215,8 @@ class Intake:
             # From the parsed frame: most codecs need no vector for it.
             if measured and not codec.lossless:
                 arrival.norm = codec.norm(bundle, layout)
+            if measured:
+                arrival.figures = codec.figures(bundle, layout)
         if measured and arrival.norm is None:
             # Whole models arrived: the update is what they changed.
             whole = layout.flatten(arrival.plain) if arrival.plain is not None else codec.decode(bundle, layout)
@@ -226,8 +228,9 @@ class Intake:
         arrival.metrics_name, arrival.weight = metrics_name, weight
         # Of any other type it says nothing: what is only reported refuses no update.
         arrival.rolled_back = header.get("rolled-back") is True
-        unsupported = header.get("unsupported")
+        unsupported, said = header.get("unsupported"), header.get("remark")
         arrival.unsupported = unsupported if isinstance(unsupported, str) else ""
+        arrival.said = said if isinstance(said, str) and not self.updates_only else ""
         return arrival
 
     def _whole_model(self, sent: SentMessage, reply: Message, rest: RecordDict) -> Arrival:

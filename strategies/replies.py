@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, TypeVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -104,7 +104,8 @@ class Arrival:
 
     The frame is kept as bytes, which are in the message anyway. What was parsed of it is kept until it is added, or
     until :meth:`~fedcomp.strategies.intake.Intake.keep` drops it. ``sizes`` are those of a frame that travelled.
-    ``norm`` is that of the update, None where nobody may know it; an ``outlier`` is one that a guard refused.
+    ``figures`` are what the codec shows of the frame, ``said`` what the client says of its update. ``norm`` is that of
+    the update, None where nobody may know it; an ``outlier`` is one that a guard refused.
     """
 
     sent: SentMessage
@@ -124,6 +125,8 @@ class Arrival:
     unsupported: str = ""
     memory: float | None = None
     remark: str = ""
+    said: str = ""
+    figures: Mapping[str, float] = field(default_factory=dict)
     norm: float | None = None
     outlier: bool = False
 
@@ -245,6 +248,10 @@ def note_arrivals(arrivals: Iterable[Arrival], report: Report, *, models_asked: 
             report.memory[node] = arrival.memory
         if arrival.remark:
             report.notes.append(arrival.remark)
+        if arrival.said:
+            report.remarks[node] = shorten(arrival.said)
+        for name, value in arrival.figures.items():
+            report.frames.setdefault(name, {})[node] = value
 
 
 def ordinary(arrivals: list[M], report: Report, guard: Norms | None = None, past: Sequence[Report] = ()) -> list[M]:

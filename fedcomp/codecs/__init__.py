@@ -21,6 +21,7 @@ from fedcomp.codecs.dgc import DGC as DGC
 from fedcomp.codecs.dithering import Dithering as Dithering
 from fedcomp.codecs.domain import Domain as Domain
 from fedcomp.codecs.eden import EDEN as EDEN
+from fedcomp.codecs.factors import Factors as Factors
 from fedcomp.codecs.feedback import ErrorFeedback as ErrorFeedback
 from fedcomp.codecs.fft import DFT as DFT
 from fedcomp.codecs.fft import FFT as FFT

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any, ClassVar, Final
 
 import numpy as np
@@ -119,6 +120,10 @@ class Receiver(ABC):
         """
         return norm(self.decode(frame, layout))
 
+    def figures(self, frame: Frame | Bundle, layout: Layout) -> Mapping[str, float]:
+        """Return what a report shows of ``frame`` beside its length, by name, such as the ranks of its matrices."""
+        return {}
+
     def support(self, frame: Frame | Bundle, layout: Layout) -> NDArray[np.int64]:
         """Return the coordinates to which ``frame`` delivers something other than zero in sparse form, ascending.
 
@@ -155,6 +160,9 @@ class Codec(Receiver, Configured):
     gain : float
         How many times the sum of what is sent may exceed the sum of the updates in the long run: 1/(1 - momentum) with
         momentum correction.
+    exposes : str
+        What a frame shows of single examples that a sum over them does not, as a clause; empty for nothing. A client
+        sends no such frame unless its author has agreed to it.
     """
 
     codec_id: ClassVar[str]
@@ -166,6 +174,18 @@ class Codec(Receiver, Configured):
     phases: int = 1
     votes: bool = False
     gain: float = 1.0
+    exposes: str = ""
+
+    def at_model(self, model: Mapping[str, NDArray[Any]]) -> Codec:
+        """Return the codec for updates of ``model``, from which senders train: for most codecs, this one."""
+        return self
+
+    def takes_outer(self, count: int, rows: int, columns: int) -> bool:
+        """Whether :meth:`encode` makes use of a matrix that is known as ``count`` outer products.
+
+        What nobody takes is not captured while a client trains.
+        """
+        return False
 
     def contraction(self, layout: Layout) -> float | None:
         """Return δ with ``‖x - C(x)‖² <= (1-δ)‖x‖²`` for every x, or None when no such bound holds.

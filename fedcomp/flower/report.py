@@ -31,7 +31,7 @@ MAX_REASONS: Final = 100
 WITHHELD: Final = "private, who took part is withheld: the stated epsilon assumes that nobody knows"
 """What log and report say of a round whose participants are secret."""
 
-Show = Literal["value", "count", "reasons", "texts", "spread", "table", "total", "flat", "seconds", "none"]
+Show = Literal["value", "count", "reasons", "texts", "spread", "means", "table", "total", "flat", "seconds", "none"]
 
 
 def figure(default: Any = 0, *, unit: str = "", public: bool = False, show: Show = "value") -> Any:
@@ -49,7 +49,8 @@ def figure(default: Any = 0, *, unit: str = "", public: bool = False, show: Show
     show : str
         How a run's record holds it. "value": as it is; "count": its length; "reasons": its length, and beside it, where
         there are any, the distinct texts, under the name with ``_because``, which no private run shows; "texts": the
-        texts alone, in order; "spread": mean and largest of its values; "table": the mapping, where it is not empty;
+        texts alone, in order; "spread": mean and largest of its values; "means": of figures by name and node, an entry
+        for each name, the mean over nodes; "table": the mapping, where it is not empty;
         "total": the sum of its values; "flat": one entry for each of its keys, a number as its value and a list as
         reasons; "seconds": not there, but in the run's notes, since times never repeat; "none": not at all, as for all
         that names nodes, whose ids mean nothing after a run.
@@ -85,6 +86,9 @@ def _shown(name: str, value: Any, show: Show) -> Iterator[tuple[str, Any]]:
         # Divided first: clients may claim any finite ratio, and the sum of such ratios might not be finite.
         yield f"{name}_mean", sum(each / len(values) for each in values)
         yield f"{name}_max", max(values)
+    elif show == "means":
+        for key in sorted(value):
+            yield f"{name}.{key}", sum(each / len(value[key]) for each in value[key].values())
     elif show == "table" and value:
         yield name, dict(value)
     elif show == "total":
@@ -222,6 +226,10 @@ class Report(_Figures):
         updates make them.
     memory : dict
         ‖memory‖ / ‖update‖ of the clients that report it: it stays bounded while what is not sent is sent later.
+    frames : dict of str to dict
+        What a codec shows of its frames, by name and node, such as the ranks of their matrices.
+    remarks : dict
+        What clients say of updates that travel in another form than their codec could use, and why.
     payload_bytes, model_bytes : int
         Payload of the replies that passed all checks, and what as many full models take.
     frame_bytes, dense_bytes : int
@@ -256,6 +264,8 @@ class Report(_Figures):
     tensor_bytes: dict[str, int] = figure(dict, unit="bytes", show="table")
     padded_bytes: int = figure(unit="bytes", show="none")
     memory: dict[int, float] = figure(dict, show="spread")
+    frames: dict[str, dict[int, float]] = figure(dict, show="means")
+    remarks: dict[int, str] = figure(dict, unit="nodes", show="reasons")
     payload_bytes: int = figure(unit="bytes", show="none")
     model_bytes: int = figure(unit="bytes", show="none")
     frame_bytes: int = figure(unit="bytes", show="none")

@@ -1,0 +1,506 @@
+"""Factors instead of gradients: what a layer saw and what came back to it travel in place of their product.
+
+Baker, Khanal, Calhoun, Pearlmutter, Plis, "Peering Beyond the Gradient Veil with Distributed Auto Differentiation"
+(first version: "Efficient Distributed Auto-Differentiation"), arXiv:2102.09631. Abstracts and the authors' code were
+read, the body was not. Weights by the number of examples, the bias rule, the choice per layer, and what is refused are
+derived here: the authors' code adds gradients of mean losses without dividing (read).
+
+A gradient of n rows is the sum of n outer products, so a layer of h outputs and p inputs needs n (h + p) numbers in
+place of h p. *dAD* sends these, *edAD* the inputs of all layers and what came back to the last one, from which the
+server works out the rest, *rank-dAD* the nearest sum of fewer outer products.
+
+What a layer saw is in :attr:`fedcomp.layout.Update.outer`; :mod:`fedcomp.factors.capture` finds it during training.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedcomp import params, wire
+from fedcomp.codecs.base import Codec, State, norm, require_finite
+from fedcomp.codecs.forms import FORMS, ValueForm, rest_form
+from fedcomp.errors import ConfigError
+from fedcomp.factors.backprop import Layer, explained, lefts, parse_chain
+from fedcomp.factors.outer import OuterProducts, Reduction, add_outer, inner
+from fedcomp.kernels import add_scaled, scatter_add
+from fedcomp.layout import Layout, TensorSpec, Update, Vector
+from fedcomp.logs import log
+from fedcomp.rng import Key
+from fedcomp.wire import DENSE, SPARSE, Bundle, Expected, Frame, LimitExceeded, Schema, SchemaMismatch, Tensor
+
+MODES: Final = ("dad", "edad", "rank")
+
+PER_LAYER: Final = ("auto", "factors")
+
+FIRST: Final = ("factors", "gradient")
+
+VALUES: Final = ("float32", "fp16", "bf16", "q8")
+"""How factors may travel."""
+
+EXPOSED: Final = (
+    "the inputs of every layer for every example, of the first layer the examples themselves, and from what came back "
+    "to the last one their labels"
+)
+"""What dAD and edAD show a server. Rank-dAD sends a function of the gradient, and shows no more than the gradient."""
+
+_BYTES: Final = {"float32": 4.0, "fp16": 2.0, "bf16": 2.0, "q8": 1.02}
+_INDEX_BYTES: Final = 0.2
+"""Of a listed index where whole rows are listed, in which most gaps are 0."""
+
+_BIAS = "bias"
+_WEIGHT = "weight"
+
+
+class _Change(NamedTuple):
+    """What a tensor of a frame adds to its place."""
+
+    tensor: TensorSpec
+    values: Vector | None = None
+    indices: NDArray[np.int64] | None = None
+    outer: OuterProducts | None = None
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Factors(Codec):
+    """Send matrices of an update as outer products: as they were captured ("dad"), so that the server finishes
+    back-propagation ("edad"), or as the nearest sum of few ("rank").
+
+    Each tensor travels in the form that is shortest, and a frame is never longer than the model: whole; its rows that
+    are not zero (embeddings); as factors; a bias not at all, where it follows from its layer's factors. Which one it
+    is, the shape in the frame says. What was not captured (attention in one fused layer, fused recurrent cells, kernels
+    of many positions) travels whole, or reduced.
+
+    "dad" and "edad" are exact, up to the rounding of float32; with weights in proportion to the number of examples the
+    mean of the clients' updates is that of one batch of all examples (tested, with batches of unequal sizes). They show
+    the server every example, see :data:`EXPOSED`: they save bytes among those who trust it, and keep nothing private.
+    Rank-dAD has no memory of what it leaves out, in the authors' code as here; error feedback around it works on whole
+    matrices, of which nothing needs to be captured.
+
+    Parameters
+    ----------
+    mode : {"dad", "edad", "rank"}
+    rank : int
+        Of "rank": the most outer products of a matrix.
+    iterations, theta, solver, stop
+        As of :class:`fedcomp.factors.outer.Reduction`.
+    per_layer : {"auto", "factors"}
+        "factors": as factors also what is shorter whole, as long as the frame is shorter than the model.
+    first_layer : {"factors", "gradient"}
+        "gradient": of layers that see the examples themselves only the sum over all rows travels. Labels, and what
+        the other layers saw, are shown all the same.
+    values : {"float32", "fp16", "bf16", "q8"}
+        How factors travel; "q8" also what is whole.
+    chain : sequence of str, or str
+        Of "edad", with commas where it is one text: the layers from the input on, ``"name of the weight:activation"``
+        each, as :func:`fedcomp.factors.capture.chain_of` finds them. A client for which they do not explain what came
+        back sends factors instead, and says so in its log.
+    i_know_inputs_are_visible : bool
+        Must be True for "dad" and "edad": whoever writes it has read :data:`EXPOSED`.
+
+    Raises
+    ------
+    ConfigError
+        For parameters out of range, a chain without "edad" or "edad" without one, and where nobody has acknowledged
+        what is shown.
+
+    Notes
+    -----
+    Weights of clients must be the numbers of the examples their factors come from. Where a client takes several steps
+    of plain SGD its factors are those of all steps, and the update is their sum (derived); after steps with momentum,
+    weight decay or clipping it is not, which is noticed at the client: such an update travels whole, or reduced.
+
+    Examples
+    --------
+    >>> from fedcomp.layout import TensorSpec, Update
+    >>> layout = Layout((TensorSpec("w", (8, 9), "float32", 0, 72),), (), ("w",))
+    >>> outer = OuterProducts(np.ones((1, 8), np.float32), np.arange(9, dtype=np.float32)[None])
+    >>> update = Update(outer.matrix().reshape(-1), layout, {"w": outer})
+    >>> codec = Factors(mode="dad", i_know_inputs_are_visible=True)
+    >>> bundle = codec.open(codec.encode(update, {}, Key(0))[0], layout)
+    >>> bundle.tensors[0].shape, bool(np.array_equal(codec.decode(bundle, layout), update.vector))
+    ((1, 17), True)
+    """
+
+    codec_id: ClassVar[str] = "factors"
+
+    mode: str = "rank"
+    rank: int = 10
+    iterations: int = 3
+    theta: float = 1e-3
+    solver: str = "auto"
+    stop: str = "sigma"
+    per_layer: str = "auto"
+    first_layer: str = "factors"
+    values: str = "float32"
+    chain: Sequence[str] | str = ()
+    i_know_inputs_are_visible: bool = False
+    # Weights of the chain, of a codec that :meth:`at_model` has made.
+    _model: ClassVar[Mapping[str, NDArray[Any]] | None] = None
+
+    def __post_init__(self) -> None:
+        params.choice("mode", self.mode, MODES)
+        params.choice("per_layer", self.per_layer, PER_LAYER)
+        params.choice("first_layer", self.first_layer, FIRST)
+        params.choice("values", self.values, VALUES)
+        params.boolean("i_know_inputs_are_visible", self.i_know_inputs_are_visible)
+        named = self.chain.split(",") if isinstance(self.chain, str) else self.chain
+        params.assign(self, chain=tuple(str(name).strip() for name in named if str(name).strip()))
+        _ = self.reduction
+        if bool(self.chain) != (self.mode == "edad"):
+            raise ConfigError(
+                f"mode={self.mode!r} with chain={list(self.chain)!r}: edad needs a chain, others have none"
+            )
+        _ = self.layers
+        if self.exposes and not self.i_know_inputs_are_visible:
+            raise ConfigError(
+                f"mode={self.mode!r} shows the server {EXPOSED}. If all who train have agreed to that, say "
+                "i_know_inputs_are_visible=True; if not, mode='rank' shows no more than a gradient does"
+            )
+
+    @property
+    def reduction(self) -> Reduction:
+        """How matrices are reduced."""
+        return Reduction(self.rank, self.iterations, self.theta, self.solver, self.stop)
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """The layers of the chain; none without one."""
+        return parse_chain(self.chain) if isinstance(self.chain, tuple) and self.chain else ()
+
+    @property
+    def exposes(self) -> str:  # type: ignore[override]  # an attribute of most classes, here of the mode
+        """What frames show of single examples; nothing for "rank"."""
+        return "" if self.mode == "rank" else EXPOSED
+
+    @property
+    def unbiased(self) -> bool:  # type: ignore[override]
+        """Whether nothing is left out."""
+        return self.mode != "rank" and FORMS[self.values].exact
+
+    @property
+    def never_enlarges(self) -> bool:  # type: ignore[override]
+        """Whether what arrives is never longer: a reduction is a projection."""
+        return FORMS[self.values].exact
+
+    def variance(self, layout: Layout) -> float | None:
+        """Return 0 where nothing is left out."""
+        return 0.0 if self.unbiased else None
+
+    def contraction(self, layout: Layout) -> float | None:
+        """Return nearly 1 where nothing is reduced; else ``1 / min(h, p)`` of the matrix where it is smallest, on
+        average over the draw: one direction of a power iteration keeps no less than the mean of the squared singular
+        values (derived, as for :class:`~fedcomp.codecs.LowRank`). None where factors are rounded.
+        """
+        if not FORMS[self.values].exact:
+            return None
+        sides = [min(_sides(t)) for t in layout.tensors if self.mode == "rank" and self._is_matrix(t)]
+        return min((1.0 / side for side in sides), default=1.0) * (1.0 - 2.0**-20)
+
+    def at_model(self, model: Mapping[str, NDArray[Any]]) -> Factors:
+        """Return the codec with the weights through which the server back-propagates."""
+        if not self.chain:
+            return self
+        bound = replace(self)
+        params.assign(
+            bound,
+            _model={layer.weight: np.asarray(model[layer.weight]) for layer in self.layers if layer.weight in model},
+        )
+        return bound
+
+    def takes_outer(self, count: int, rows: int, columns: int) -> bool:
+        """Whether they are shorter than the matrix, or thinner for the one that reduces them."""
+        if self.mode == "rank":
+            return count < min(rows, columns)
+        # For back-propagation a layer's inputs are needed whatever they cost.
+        forced = self.per_layer == "factors" or self.mode == "edad"
+        return forced or count * (rows + columns) < rows * columns + rows
+
+    def schema(self, layout: Layout) -> Schema:
+        """Return every tensor whole: what no frame exceeds. :meth:`open` says which other forms there are."""
+        names = frozenset({wire.Raw.name, self._whole.values.name})
+        kinds = frozenset({DENSE, SPARSE})
+        return tuple(Expected("", (t.size,), "float32", t.size, kinds, value_codecs=names) for t in layout.tensors)
+
+    def tensor_names(self, layout: Layout) -> tuple[str, ...]:
+        """Return the tensors' own names."""
+        return tuple(t.name for t in layout.tensors)
+
+    def encode(self, update: Update, state: State, key: Key) -> tuple[Frame, State]:
+        """Encode ``update``; see :meth:`fedcomp.codecs.base.Codec.encode`."""
+        require_finite(update)
+        given = {
+            name: outer
+            for name, outer in update.outer.items()
+            if not (outer.at_input and self.first_layer == "gradient")
+        }
+        forms = self._forms(update, given, key, self.per_layer)
+        # What receivers are ready for is the size of the model: in 16 bits more numbers could still be fewer bytes.
+        if sum(tensor.size for tensor in forms.values()) > update.layout.size:
+            forms = self._forms(update, given, key, "auto") if self.per_layer == "factors" else forms
+        if sum(tensor.size for tensor in forms.values()) > update.layout.size:
+            forms = {t.name: self._undivided(update, t) for t in update.layout.tensors}
+        return wire.encode([forms[t.name] for t in update.layout.tensors]), state
+
+    def open(self, frame: Frame | Bundle, layout: Layout) -> Bundle:
+        """Parse ``frame``, and require a form of this codec of every tensor.
+
+        Raises
+        ------
+        fedcomp.wire.WireError
+            For any other frame, one that is larger than the model included.
+        """
+        bundle = frame if isinstance(frame, Bundle) else wire.decode(frame, limits=self.limits(layout))
+        if len(bundle) != len(layout.tensors):
+            raise SchemaMismatch(f"the codec expects {len(layout.tensors)} tensors, the frame holds {len(bundle)}")
+        if sum(tensor.size for tensor in bundle.tensors) > layout.size:
+            raise LimitExceeded(f"the frame holds more than the {layout.size} values of the model")
+        whole, thin = self._whole, FORMS[self.values]
+        found = dict(zip((t.name for t in layout.tensors), bundle.tensors, strict=True))
+        for spec in layout.tensors:
+            tensor = found[spec.name]
+            if tensor.name or tensor.dtype != "float32":
+                raise SchemaMismatch(f"{spec.name}: expected a float32 tensor without a name")
+            form = thin if len(tensor.shape) == 2 else whole
+            if not isinstance(tensor.values, form.values):
+                raise SchemaMismatch(f"{spec.name}: {type(tensor.values).__name__} values were not agreed on")
+            form.check(tensor.values, spec.name)
+            if not self._fits(spec, tensor, found):
+                raise SchemaMismatch(
+                    f"{spec.name}: a {tensor.kind.name.lower()} tensor of shape {tensor.shape} is no form of shape "
+                    f"{spec.shape} in mode {self.mode!r}"
+                )
+        self._require_chain(found, layout)
+        return bundle
+
+    def accumulate(self, frame: Frame | Bundle, weight: float, out: Update) -> None:
+        """Add ``weight`` times the update into ``out.vector``; products of factors are summed in float64."""
+        for change in self._changes(self.open(frame, out.layout), out.layout):
+            into = out.vector[change.tensor.slice]
+            if change.outer is not None:
+                add_outer(into.reshape(_sides(change.tensor)), change.outer.left, change.outer.right, weight)
+            elif change.indices is not None:
+                assert change.values is not None
+                scatter_add(into, change.indices, change.values, weight)
+            elif change.values is not None:
+                add_scaled(into, change.values, weight)
+
+    def decode(self, frame: Frame | Bundle, layout: Layout) -> Vector:
+        """Return the decoded vector; what did not travel is +0.0."""
+        out = Update(np.zeros(layout.size, np.float32), layout)
+        self.accumulate(frame, 1.0, out)
+        return out.vector
+
+    def norm(self, frame: Frame | Bundle, layout: Layout) -> float:
+        """Return the norm of the update; no matrix is formed."""
+        squares = 0.0
+        for change in self._changes(self.open(frame, layout), layout):
+            if change.outer is not None:
+                squares += max(0.0, inner(change.outer, change.outer))
+            elif change.values is not None:
+                squares += norm(change.values) ** 2
+        return math.sqrt(squares)
+
+    def support(self, frame: Frame | Bundle, layout: Layout) -> NDArray[np.int64]:
+        """Return the coordinates of the rows that were listed."""
+        listed = [
+            t.slice.start + tensor.indices
+            for t, tensor in zip(layout.tensors, self.open(frame, layout).tensors, strict=True)
+            if tensor.indices is not None
+        ]
+        return np.sort(np.concatenate(listed)) if listed else np.zeros(0, np.int64)
+
+    def figures(self, frame: Frame | Bundle, layout: Layout) -> Mapping[str, float]:
+        """Return the number of outer products of each matrix, in mode "rank" its effective rank, and how many matrices
+        travelled whole."""
+        found: dict[str, float] = {"matrices whole": 0.0}
+        word = "rank" if self.mode == "rank" else "rows"
+        for spec, tensor in zip(layout.tensors, self.open(frame, layout).tensors, strict=True):
+            if len(tensor.shape) == 2:
+                found[f"{word} of {spec.name}"] = float(tensor.shape[0])
+            elif self._is_matrix(spec) and tensor.kind is DENSE:
+                found["matrices whole"] += 1.0
+        return found
+
+    # --- the client's half
+
+    @property
+    def _whole(self) -> ValueForm:
+        return rest_form(self.values)
+
+    def _forms(self, update: Update, given: Mapping[str, OuterProducts], key: Key, per_layer: str) -> dict[str, Tensor]:
+        """Return every tensor of the frame by name."""
+        forms = {t.name: self._undivided(update, t) for t in update.layout.tensors}
+        for index, spec in enumerate(update.layout.tensors):
+            if not self._is_matrix(spec):
+                continue
+            bias = update.layout.by_name.get(_bias_name(spec.name))
+            saved = 0 if bias is None else bias.size
+            if self.mode == "rank":
+                outer = self._reduced(update, spec, given.get(spec.name), key.at(layer=index))
+                saved = 0
+            elif spec.name in given:
+                outer = given[spec.name]
+            else:
+                continue
+            tensor = self._thin(outer.left, outer.right)
+            if per_layer == "factors" or self._cost(tensor) < self._cost(forms[spec.name]) + _BYTES["float32"] * saved:
+                forms[spec.name] = tensor
+                if self.mode != "rank" and bias is not None:
+                    forms[bias.name] = _absent()
+        if self._model is not None:
+            self._shorten_chain(update, given, forms, per_layer)
+        return forms
+
+    def _shorten_chain(
+        self, update: Update, given: Mapping[str, OuterProducts], forms: dict[str, Tensor], per_layer: str
+    ) -> None:
+        """Let inputs alone travel of the layers of the chain, where that is shorter and the server can do the rest."""
+        assert self._model is not None
+        layers = [layer for layer in self.layers if not self._left_out(layer, given, update)]
+        if reason := "fewer than two layers are left" if len(layers) < 2 else explained(layers, self._model, given):
+            log.warning("edAD sends factors of every layer: %s", reason)
+            return
+        last = layers[-1].weight
+        chain = {layer.weight: self._coded(given[layer.weight].right) for layer in layers[:-1]}
+        chain[last] = self._thin(given[last].left, given[last].right)
+        biases = [name for layer in layers if (name := _bias_name(layer.weight)) in update.layout.by_name]
+        before = sum(self._cost(forms[name]) for name in (*chain, *biases))
+        if per_layer == "factors" or sum(map(self._cost, chain.values())) < before:
+            forms |= chain | {name: _absent() for name in biases}
+
+    def _left_out(self, layer: Layer, given: Mapping[str, OuterProducts], update: Update) -> bool:
+        # The first layers of a chain may travel as gradients: nothing is worked out from what they saw.
+        return self.first_layer == "gradient" and layer.weight in update.outer and layer.weight not in given
+
+    def _undivided(self, update: Update, spec: TensorSpec) -> Tensor:
+        """Return a tensor whole, or the rows of it that are not zero."""
+        values = update.vector[spec.slice]
+        whole = Tensor(self._whole.code(values), values.shape)
+        if not self._is_matrix(spec):
+            return whole
+        rows, columns = _sides(spec)
+        used = np.flatnonzero(values.reshape(rows, columns).any(axis=1))
+        if used.size * columns * (_BYTES["float32"] + _INDEX_BYTES) >= self._cost(whole):
+            return whole
+        indices = (used[:, None] * columns + np.arange(columns)).reshape(-1)
+        return Tensor(self._whole.code(values[indices]), values.shape, kind=SPARSE, indices=indices)
+
+    def _reduced(self, update: Update, spec: TensorSpec, outer: OuterProducts | None, key: Key) -> OuterProducts:
+        if outer is not None:
+            return self.reduction.of(outer, key)
+        return self.reduction.of_matrix(update.vector[spec.slice].reshape(_sides(spec)), key)
+
+    def _thin(self, left: NDArray[Any], right: NDArray[Any]) -> Tensor:
+        return self._coded(np.concatenate([left, right], axis=1))
+
+    def _coded(self, array: NDArray[Any]) -> Tensor:
+        return Tensor(FORMS[self.values].code(np.ascontiguousarray(array).reshape(-1)), array.shape)
+
+    def _cost(self, tensor: Tensor) -> float:
+        """Return about how many bytes a tensor takes."""
+        if len(tensor.shape) == 2:
+            return tensor.values.k * _BYTES[self.values]
+        index = _INDEX_BYTES if tensor.indices is not None else 0.0
+        return tensor.values.k * (_BYTES["q8" if self.values == "q8" else "float32"] + index)
+
+    # --- the server's half
+
+    def _fits(self, spec: TensorSpec, tensor: Tensor, found: Mapping[str, Tensor]) -> bool:
+        """Whether a tensor of a frame is in one of the forms of ``spec``."""
+        if tensor.kind is SPARSE:
+            return self._is_matrix(spec) and tensor.shape == (spec.size,) and tensor.indices is not None
+        if tensor.kind is not DENSE:
+            return False
+        if len(tensor.shape) == 2 and self._is_matrix(spec):
+            rows, columns = _sides(spec)
+            inputs = self._model is not None and spec.name in [layer.weight for layer in self.layers[:-1]]
+            return tensor.shape[1] == rows + columns or (inputs and tensor.shape[1] == columns)
+        if tensor.shape == (0,) and spec.size:
+            weight = found.get(_weight_name(spec.name))
+            return self.mode != "rank" and weight is not None and len(weight.shape) == 2
+        return tensor.shape == (spec.size,)
+
+    def _require_chain(self, found: Mapping[str, Tensor], layout: Layout) -> None:
+        """Require that layers of which the inputs alone came are followed by others up to the last one."""
+        if self._model is None:
+            return
+        sent = [layer for layer in self.layers if self._inputs_alone(found.get(layer.weight), layer, layout)]
+        if not sent:
+            return
+        last = self.layers[-1].weight
+        part = self.layers[-1 - len(sent) : -1]
+        rows = {
+            found[layer.weight].shape[0] for layer in (*part, self.layers[-1]) if len(found[layer.weight].shape) == 2
+        }
+        if tuple(sent) != part or len(found[last].shape) != 2 or len(rows) != 1:
+            raise SchemaMismatch("the frame holds inputs of layers that no chain to the last one connects")
+
+    def _inputs_alone(self, tensor: Tensor | None, layer: Layer, layout: Layout) -> bool:
+        if tensor is None or len(tensor.shape) != 2:
+            return False
+        return tensor.shape[1] == _sides(layout.by_name[layer.weight])[1]
+
+    def _changes(self, bundle: Bundle, layout: Layout) -> Iterator[_Change]:
+        """Yield what every tensor of an opened frame adds."""
+        found = dict(zip((t.name for t in layout.tensors), bundle.tensors, strict=True))
+        outer: dict[str, OuterProducts] = {}
+        chain: list[Layer] = []
+        for spec in layout.tensors:
+            tensor = found[spec.name]
+            if len(tensor.shape) == 2 and tensor.shape[1] != _sides(spec)[1]:
+                array = tensor.values.decoded().reshape(tensor.shape)
+                rows = _sides(spec)[0]
+                outer[spec.name] = OuterProducts(array[:, :rows], array[:, rows:])
+        if self._model is not None:
+            chain = [layer for layer in self.layers if self._inputs_alone(found.get(layer.weight), layer, layout)]
+        if chain:
+            outer |= self._propagated([*chain, self.layers[-1]], found, outer)
+        for spec in layout.tensors:
+            tensor = found[spec.name]
+            if spec.name in outer:
+                yield _Change(spec, outer=outer[spec.name])
+            elif tensor.shape == (0,) and spec.size:
+                yield _Change(
+                    spec, outer[_weight_name(spec.name)].left.sum(axis=0, dtype=np.float64).astype(np.float32)
+                )
+            else:
+                yield _Change(spec, tensor.values.decoded(), tensor.indices)
+
+    def _propagated(
+        self, layers: Sequence[Layer], found: Mapping[str, Tensor], outer: Mapping[str, OuterProducts]
+    ) -> dict[str, OuterProducts]:
+        assert self._model is not None
+        last = outer[layers[-1].weight]
+        inputs = [found[layer.weight].values.decoded().reshape(found[layer.weight].shape) for layer in layers[:-1]]
+        inputs.append(last.right)
+        with np.errstate(over="ignore", invalid="ignore"):  # of a hostile frame; receivers look at their sums
+            back = lefts(layers, self._model, inputs, last.left)
+        return {layer.weight: OuterProducts(b, a) for layer, b, a in zip(layers, back, inputs, strict=True)}
+
+    def _is_matrix(self, spec: TensorSpec) -> bool:
+        # What a policy leaves whole is meant to lose nothing, and factors that are not reduced lose nothing.
+        return len(spec.shape) >= 2 and spec.size > 0 and not (spec.is_dense and self.mode == "rank")
+
+
+def _sides(spec: TensorSpec) -> tuple[int, int]:
+    """Return rows and columns of a tensor as a matrix: its first dimension, and all others."""
+    return spec.shape[0], spec.size // spec.shape[0]
+
+
+def _absent() -> Tensor:
+    """Return what stands for a bias that follows from its layer's factors."""
+    return Tensor(wire.Raw(np.zeros(0, np.float32)), (0,))
+
+
+def _bias_name(weight: str) -> str:
+    return f"{weight.removesuffix(_WEIGHT)}{_BIAS}" if weight.endswith(_WEIGHT) else ""
+
+
+def _weight_name(bias: str) -> str:
+    return f"{bias.removesuffix(_BIAS)}{_WEIGHT}" if bias.endswith(_BIAS) else ""

@@ -1,0 +1,110 @@
+"""Where what training captured goes: a place that the client's half opens around an app, and training finds by itself.
+
+So an app that captures works with every strategy: where nobody has opened such a place nothing is captured, and what is
+captured leaves in no other way than through the half that asked for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedcomp.factors.outer import OuterProducts, inner
+
+Wanted = Callable[[int, int, int], bool]
+"""``wanted(count, rows, columns)``: whether so many outer products of a matrix are of use."""
+
+_CLOSE: Final = 1e-4
+"""Relative difference up to which what was captured is what changed."""
+
+_ROUNDED: Final = 4.0 * float(np.finfo(np.float32).eps)
+"""Of the weights themselves: what float32 leaves uncertain in the difference of two of them."""
+
+
+class Collected:
+    """What one training captured.
+
+    Parameters
+    ----------
+    wanted : callable
+
+    Attributes
+    ----------
+    wanted : callable
+    outer : dict of name to OuterProducts
+        By name of the parameter.
+    notes : list of str
+        What was not captured, and why.
+    """
+
+    def __init__(self, wanted: Wanted) -> None:
+        self.wanted = wanted
+        self.outer: dict[str, OuterProducts] = {}
+        self.notes: list[str] = []
+
+    def explaining(
+        self, changes: Mapping[str, NDArray[Any]], before: Mapping[str, NDArray[Any]]
+    ) -> dict[str, OuterProducts]:
+        """Return the outer products whose sum is what changed; note the others.
+
+        Parameters
+        ----------
+        changes, before : mapping of name to array
+            What training changed of the model's tensors, and what they were; of the parameters' own shapes.
+        """
+        found: dict[str, OuterProducts] = {}
+        for name, outer in self.outer.items():
+            if name not in changes:
+                self.notes.append(f"{name} is no tensor of the model that is sent")
+                continue
+            rows, columns = outer.left.shape[1], outer.right.shape[1]
+            change = changes[name].reshape(rows, columns)
+            noise = _ROUNDED * float(np.linalg.norm(before[name].astype(np.float64)))
+            fitted = _fitted(outer, change, noise)
+            if fitted is None:
+                self.notes.append(
+                    f"{name} did not change by what came back to it: momentum, weight decay, clipping, or another "
+                    "use of it"
+                )
+            else:
+                found[name] = fitted
+        return found
+
+
+def _fitted(outer: OuterProducts, change: NDArray[Any], noise: float) -> OuterProducts | None:
+    """Return the outer products, or a multiple of them, that are ``change``; None where no multiple is."""
+    formed = outer.matrix()
+    allowed = _CLOSE * float(np.linalg.norm(change)) + noise
+    if float(np.linalg.norm(change - formed)) <= allowed:
+        return outer
+    # Whoever writes out the steps, or clips the gradient of a single one, has a step size that nobody told us.
+    energy = inner(outer, outer)
+    factor = float((change.astype(np.float64) * formed).sum()) / energy if energy > 0.0 else 0.0
+    if factor == 0.0 or not float(np.linalg.norm(change - np.float32(factor) * formed)) <= allowed:
+        return None
+    return outer.scaled(factor)
+
+
+_current: ContextVar[Collected | None] = ContextVar("fedcomp_factors", default=None)
+
+
+def current() -> Collected | None:
+    """Return the place that was opened around the caller, or None."""
+    return _current.get()
+
+
+@contextmanager
+def collecting(wanted: Wanted) -> Iterator[Collected]:
+    """Open a place for what the body captures."""
+    token = _current.set(Collected(wanted))
+    try:
+        found = _current.get()
+        assert found is not None
+        yield found
+    finally:
+        _current.reset(token)
