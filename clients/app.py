@@ -17,6 +17,7 @@ from flwr.clientapp import ClientApp
 
 from fedcomp.clients.client import client
 from fedcomp.clients.coded.linear import LinearRows, linear_device
+from fedcomp.clients.compressed import compression
 from fedcomp.clients.edge import OWN_BUDGET
 from fedcomp.clients.gcn import Learner, graph_owner
 from fedcomp.clients.gossip import gossip_node
@@ -54,7 +55,11 @@ def train(msg: Message, context: Context) -> Message:
     task = job.task()
     data = task.client(job.partition, job.clients)
     name, model = job.model(task, msg)
-    metrics = task.train(model, data, key=job.key("batches"), **job.training())
+    # torch, which a node that only answers a roll call does without
+    from fedcomp.factors.capture import capture
+
+    with capture(model):
+        metrics = task.train(model, data, key=job.key("batches"), **job.training())
     reply = RecordDict({name: _to_record(model), "metrics": _metrics(metrics)})
     put_node(reply, job.partition)
     return Message(reply, reply_to=msg)
@@ -165,6 +170,8 @@ def trainee(msg: Message, context: Context) -> Trainee:
 
 app = client(
     _app,
+    # What it learns is what a run's settings name.
+    compression(i_know_inputs_are_visible=True),
     record_dp(trainee),
     linear_device(rows_of_task),
     gossip_node(local_objective),

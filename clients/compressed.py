@@ -79,7 +79,7 @@ def _handle(
     if codec is None and asks_for_noise(announcement.codec):
         return refusal(msg, f"{NOT_WITHOUT_NOISE} ({unsupported})")
     if codec is not None and codec.exposes and not visible:
-        codec, unsupported = None, f"{codec!r} shows the server {codec.exposes}; this client has not agreed to it"
+        codec, unsupported = None, f"this client has not agreed to show the server {codec.exposes}, as {codec!r} does"
     unsupported = unsupported or no_downlink
     try:
         record, replica = receive(msg.content, announcement, downlink, context)

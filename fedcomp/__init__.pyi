@@ -16,6 +16,8 @@ from fedcomp.strategies.power_sgd import SharedBasis as SharedBasis
 from fedcomp.strategies.gradiveq import FittedBasis as FittedBasis
 from fedcomp.strategies.lgc import LearnedGradients as LearnedGradients
 from fedcomp.layout import EndsDense as EndsDense
+from fedcomp.factors.capture import capture as capture
+from fedcomp.factors.capture import chain_of as chain_of
 from fedcomp.strategies.coded.strategy import CodedFedAvg as CodedFedAvg
 from fedcomp.strategies.coded.linear import CodedLinearGD as CodedLinearGD
 from fedcomp.strategies.gossip.strategy import GossipRelay as GossipRelay

@@ -189,6 +189,15 @@ SYSTEMS: Final = (
         defaults={"feedback": False, "codec.order": "HWDF", **codec_settings("fft", "density", "values")},
     ),
     _pair(
+        "factors",
+        "dAD, edAD, rank-dAD",
+        "Baker, Calhoun, Pearlmutter, Plis 2022, Peering beyond the gradient veil with distributed auto "
+        "differentiation",
+        "of every matrix few outer products near the update's (rank-dAD), or those it is the sum of (dAD, edAD)",
+        codec="factors",
+        defaults={"feedback": False, **codec_settings("factors", "mode", "rank")},
+    ),
+    _pair(
         "terngrad",
         "TernGrad",
         "Wen et al. 2017, TernGrad: ternary gradients to reduce communication in distributed deep learning",

@@ -31,6 +31,10 @@ FORBIDDEN = {
     "fedcomp/wire": {"flwr", "torch", "numba", "fedcomp.layout", "fedcomp.codecs", "fedcomp.flower"},
     "fedcomp/kernels": {"flwr", "torch", "fedcomp.codecs", "fedcomp.wire", "fedcomp.flower"},
     "fedcomp/codecs": {"flwr", "torch", "fedcomp.flower", "fedcomp.tasks", "fedcomp.gossip"},
+    "fedcomp/factors": {
+        *("flwr", "numba", "fedcomp.flower", "fedcomp.tasks", "fedcomp.gossip", "fedcomp.codecs", "fedcomp.kernels"),
+        *("fedcomp.layout", "fedcomp.wire", "fedcomp.timing", "fedcomp.privacy"),
+    },
     "fedcomp/gossip": {"flwr", "torch", "fedcomp.flower", "fedcomp.tasks", "fedcomp.timing"},
     "fedcomp/graphs": {
         *("flwr", "numba", "fedcomp.flower", "fedcomp.tasks", "fedcomp.gossip", "fedcomp.codecs", "fedcomp.kernels"),

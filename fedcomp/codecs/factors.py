@@ -352,7 +352,7 @@ class Factors(Codec):
             if per_layer == "factors" or self._cost(tensor) < self._cost(forms[spec.name]) + _BYTES["float32"] * saved:
                 forms[spec.name] = tensor
                 if self.mode != "rank" and bias is not None:
-                    forms[bias.name] = _absent()
+                    forms[bias.name] = self._absent()
         if self._model is not None:
             self._shorten_chain(update, given, forms, per_layer)
         return forms
@@ -372,7 +372,7 @@ class Factors(Codec):
         biases = [name for layer in layers if (name := _bias_name(layer.weight)) in update.layout.by_name]
         before = sum(self._cost(forms[name]) for name in (*chain, *biases))
         if per_layer == "factors" or sum(map(self._cost, chain.values())) < before:
-            forms |= chain | {name: _absent() for name in biases}
+            forms |= chain | {name: self._absent() for name in biases}
 
     def _left_out(self, layer: Layer, given: Mapping[str, OuterProducts], update: Update) -> bool:
         # The first layers of a chain may travel as gradients: nothing is worked out from what they saw.
@@ -401,6 +401,10 @@ class Factors(Codec):
 
     def _coded(self, array: NDArray[Any]) -> Tensor:
         return Tensor(FORMS[self.values].code(np.ascontiguousarray(array).reshape(-1)), array.shape)
+
+    def _absent(self) -> Tensor:
+        """Return what stands for a bias that follows from its layer's factors."""
+        return Tensor(self._whole.code(np.zeros(0, np.float32)), (0,))
 
     def _cost(self, tensor: Tensor) -> float:
         """Return about how many bytes a tensor takes."""
@@ -491,11 +495,6 @@ class Factors(Codec):
 def _sides(spec: TensorSpec) -> tuple[int, int]:
     """Return rows and columns of a tensor as a matrix: its first dimension, and all others."""
     return spec.shape[0], spec.size // spec.shape[0]
-
-
-def _absent() -> Tensor:
-    """Return what stands for a bias that follows from its layer's factors."""
-    return Tensor(wire.Raw(np.zeros(0, np.float32)), (0,))
 
 
 def _bias_name(weight: str) -> str:

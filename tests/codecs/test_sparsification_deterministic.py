@@ -76,6 +76,7 @@ from fedcomp.codecs import (
     Codec,
     Dithering,
     Domain,
+    Factors,
     FixedPoint,
     GradiVeQ,
     Identity,
@@ -145,6 +146,7 @@ INNER: tuple[Codec, ...] = (
     FixedPoint(RandomK(0.1), clip=2.0, levels=7),
     BoundedFixedPoint(RandomK(0.1), clip=20.0, levels=400, scale=300),
     LowRank(2),
+    Factors(rank=2),
 )
 WITH_MEMORY: tuple[Codec, ...] = (
     DGC(0.05, momentum=0.0),
@@ -390,7 +392,7 @@ def check_declared(codec: Codec, layout: Layout, declared: Codec | None = None, 
             return
 
 
-ELSEWHERE = (BoundedFixedPoint, TopkSign, EDEN, LowRank)
+ELSEWHERE = (BoundedFixedPoint, TopkSign, EDEN, LowRank, Factors)
 DECLARED = [
     c
     for c in EXAMPLES

@@ -23,6 +23,7 @@ from fedcomp.codecs import (
     Codec,
     Dithering,
     Domain,
+    Factors,
     FixedPoint,
     KeyRegion,
     LowRank,
@@ -74,6 +75,7 @@ ROUNDED: tuple[Codec, ...] = (
     Domain(Rotation(), TopK(0.02, values="q4")),
     FFT(0.05),
     LowRank(2),
+    Factors(rank=2),
 )
 # Without memory, or with momentum in it, where conservation is not about the updates.
 OTHERS: tuple[Codec, ...] = (

@@ -1,0 +1,213 @@
+"""Factors over messages: rounds as pooled training, consent, and what a server is told (the spec's B7: 1, 2, 10)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import FedAdam, FedMedian, Strategy
+from torch import nn
+from toy import fedavg, stack
+
+from fedcomp.clients.client import client
+from fedcomp.clients.compressed import compression
+from fedcomp.codecs import Factors
+from fedcomp.factors.capture import capture, chain_of
+from fedcomp.flower.faults import RandomFaults
+from fedcomp.flower.grid import InProcessGrid
+from fedcomp.flower.ledger import TrafficLedger
+from fedcomp.flower.metered import MeteredGrid
+from fedcomp.rng import Key
+from fedcomp.strategies.compressed import Compressed
+
+SIZES = (5, 12, 9)
+RATE = 0.2
+KNOWN = {"i_know_inputs_are_visible": True}
+
+
+def network() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 24), nn.ReLU(), nn.Linear(24, 4))
+
+
+def examples(partition: int, round_: int) -> tuple[torch.Tensor, torch.Tensor]:
+    drawn = Key(9, "factors/examples", round_, partition).generator()
+    n = SIZES[partition]
+    x = drawn.normal(size=(n, 40)).astype(np.float32)
+    return torch.from_numpy(x), torch.from_numpy(drawn.integers(0, 4, n))
+
+
+def record_of(model: nn.Module) -> ArrayRecord:
+    return ArrayRecord({name: Array(value.numpy()) for name, value in model.state_dict().items()})
+
+
+def descend(model: nn.Module, x: torch.Tensor, y: torch.Tensor, momentum: dict | None = None) -> None:
+    gradients = torch.autograd.grad(nn.functional.cross_entropy(model(x), y), list(model.parameters()))
+    with torch.no_grad():
+        for number, (parameter, gradient) in enumerate(zip(model.parameters(), gradients, strict=True)):
+            if momentum is not None:
+                momentum[number] = gradient = 0.9 * momentum.get(number, 0.0) + gradient
+            parameter.add_(gradient, alpha=-RATE)
+
+
+def app(*, visible: bool = True, steps: int = 1, momentum: bool = False, captured: bool = True) -> ClientApp:
+    inner = ClientApp()
+
+    @inner.train()
+    def train(msg: Message, context: Context) -> Message:
+        (name, arrays), config = next(iter(msg.content.array_records.items())), msg.content["config"]
+        partition = int(context.node_config["partition-id"])
+        model = network()
+        model.load_state_dict({n: torch.from_numpy(a.numpy().copy()) for n, a in arrays.items()})
+        x, y = examples(partition, int(config["server-round"]))
+        with capture(model) if captured else torch.enable_grad():
+            velocity: dict | None = {} if momentum else None
+            for _ in range(steps):
+                descend(model, x, y, velocity)
+        metrics = MetricRecord({"num-examples": len(y)})
+        return Message(RecordDict({name: record_of(model), "metrics": metrics}), reply_to=msg)
+
+    return client(inner, compression(i_know_inputs_are_visible=visible))
+
+
+def pooled(rounds: int, clients: int = 3) -> np.ndarray:
+    model = network()
+    for round_ in range(1, rounds + 1):
+        parts = [examples(partition, round_) for partition in range(clients)]
+        descend(model, *(torch.cat([part[i] for part in parts]) for i in (0, 1)))
+    return stack(record_of(model))
+
+
+def run(strategy: Strategy, *, rounds: int = 8, client_app: ClientApp | None = None, **options) -> np.ndarray:
+    grid = InProcessGrid(client_app or app(), 3, seed=4, **options)
+    metered = MeteredGrid(grid, TrafficLedger())
+    result = strategy.start(metered, record_of(network()), num_rounds=rounds, timeout=9)
+    return stack(result.arrays)
+
+
+def codec(mode: str, **options) -> Factors:
+    if mode == "rank":
+        return Factors(mode="rank", rank=40, theta=0.0, **options)
+    chain = chain_of(network(), examples(1, 1)[0]) if mode == "edad" else ()
+    return Factors(mode=mode, chain=chain, per_layer="factors", **KNOWN, **options)
+
+
+def pair(inner: Strategy | None = None, mode: str = "dad", **options) -> Compressed:
+    return Compressed(inner or fedavg(fraction_evaluate=0.0), codec(mode), feedback=False, **options)
+
+
+@pytest.mark.parametrize("mode", ["dad", "edad", "rank"])
+def test_2_rounds_are_steps_of_sgd_on_all_batches_together(mode: str) -> None:
+    """Plain SGD, in which a wrong scale shows; batches of unequal sizes."""
+    expected = pooled(8)
+    found = run(strategy := pair(mode=mode))
+    assert np.linalg.norm(found - expected) <= 1e-5 * np.linalg.norm(expected)
+    report = strategy.reports[8]
+    assert report.compressed == 3
+    assert not report.remarks
+    assert not report.unsupported
+    assert report.frames["matrices whole"] == dict.fromkeys(report.frames["matrices whole"], 0.0)
+
+
+def test_2_weights_that_are_not_the_numbers_of_examples_are_another_training() -> None:
+    expected = pooled(8)
+    even = pair(fedavg(fraction_evaluate=0.0, weighted_by_key="one"))
+
+    def alike(msg: Message, context: Context, call_next: Callable) -> Message:
+        reply = call_next(msg, context)
+        reply.content["metrics"]["one"] = 1
+        return reply
+
+    from fedcomp.clients.half import ClientHalf
+
+    inner = app()
+    wrapped = client(ClientApp(), ClientHalf("alike", alike, inside=("compression",)), compression(**KNOWN))
+    wrapped.train()(lambda msg, context: inner(msg, context))
+    assert np.linalg.norm(run(even, client_app=wrapped) - expected) > 1e-3 * np.linalg.norm(expected)
+
+
+def test_a_round_is_a_pooled_step_of_those_that_answered() -> None:
+    """Whoever is lost is left out with its examples, and nobody else's weight is wrong."""
+    strategy = pair()
+    found = run(strategy, rounds=1, fault=RandomFaults(Key(2, "faults"), {"lost_reply": 0.4}))
+    present = [SIZES.index(int(weight)) for weight in strategy.reports[1].weights.values()]
+    assert 0 < len(present) < 3
+    expected = network()
+    parts = [examples(partition, 1) for partition in present]
+    descend(expected, *(torch.cat([part[i] for part in parts]) for i in (0, 1)))
+    wanted = stack(record_of(expected))
+    assert np.linalg.norm(found - wanted) <= 1e-5 * np.linalg.norm(wanted - stack(record_of(network())))
+
+
+@pytest.mark.parametrize("mode", ["dad", "edad"])
+def test_a_client_that_has_not_agreed_shows_nothing(mode: str) -> None:
+    found = run(strategy := pair(mode=mode), client_app=app(visible=False))
+    expected = pooled(8)
+    assert np.linalg.norm(found - expected) <= 1e-5 * np.linalg.norm(expected)
+    report = strategy.reports[1]
+    assert report.plain == 3
+    assert all("has not agreed" in why for why in report.unsupported.values())
+    # Reduced factors are a function of the gradient, for which nobody has to be asked.
+    run(reduced := pair(mode="rank"), client_app=app(visible=False))
+    assert reduced.reports[1].compressed == 3
+
+
+def test_several_steps_of_plain_sgd_are_one_sum_and_edad_falls_back_to_factors() -> None:
+    expected = run(fedavg(fraction_evaluate=0.0), client_app=app(steps=2))
+    for mode in ("dad", "edad"):
+        found = run(strategy := pair(mode=mode), client_app=app(steps=2))
+        assert np.linalg.norm(found - expected) <= 1e-5 * np.linalg.norm(expected)
+        ranks = strategy.reports[1].frames["rows of 2.weight"]
+        assert min(ranks.values()) == 2.0 * min(SIZES)
+
+
+@pytest.mark.parametrize("options", [{"momentum": True, "steps": 2}, {"captured": False}])
+def test_what_cannot_be_sent_as_factors_is_sent_whole_and_said(options: dict) -> None:
+    expected = run(fedavg(fraction_evaluate=0.0), client_app=app(**options))
+    found = run(strategy := pair(), client_app=app(**options))
+    assert np.linalg.norm(found - expected) <= 1e-5 * np.linalg.norm(expected)
+    report = strategy.reports[1]
+    assert set(report.frames) == {"matrices whole"}
+    if options.get("momentum"):
+        assert len(report.remarks) == 3
+        assert all("momentum" in said for said in report.remarks.values())
+        assert report.figures()["report.remarks"] == 3
+
+
+@pytest.mark.parametrize("inner", [FedAdam, FedMedian])
+def test_any_strategy_may_be_inside(inner: type[Strategy]) -> None:
+    options = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1, "fraction_evaluate": 0.0}
+    expected = run(inner(**options))
+    found = run(pair(inner(**options)))
+    # FedAdam divides by moments near zero, which enlarges what float32 rounds.
+    assert np.linalg.norm(found - expected) <= 1e-3 * np.linalg.norm(expected)
+
+
+def test_what_goes_down_may_be_reduced_and_replicas_stay_equal() -> None:
+    """The server compresses what its model changed, whatever made the step; digests prove the replicas."""
+    options = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1, "fraction_evaluate": 0.0}
+    for inner in (fedavg(fraction_evaluate=0.0), FedAdam(**options)):
+        strategy = pair(inner, downlink=Factors(rank=4))
+        run(strategy, rounds=12)
+        last = strategy.reports[12]
+        assert last.used == 3
+        assert not last.refused
+        known = strategy.announcer.broadcast
+        assert known is not None
+        assert {peer.version for peer in strategy.reception.peers.values()} == {known.version}
+        assert len(known._steps[-1].frame) < 0.7 * 4 * strategy.layout.size
+
+
+def test_the_ranks_of_rounds_are_in_the_report() -> None:
+    strategy = Compressed(fedavg(fraction_evaluate=0.0), Factors(rank=3), feedback=False)
+    run(strategy, rounds=2)
+    ranks = strategy.reports[2].frames["rank of 0.weight"]
+    assert len(ranks) == 3
+    assert set(ranks.values()) <= {1.0, 2.0, 3.0}
+    assert strategy.reports[2].figures()["report.frames.rank of 0.weight"] == sum(ranks.values()) / 3
+    restored = type(strategy.reports[2]).from_json(strategy.reports[2].to_json())
+    assert restored == strategy.reports[2]
