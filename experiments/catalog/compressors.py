@@ -232,6 +232,8 @@ ELSEWHERE: Final[Mapping[str, str]] = {
     "budget; see the experiment 'gradiveq'",
     "lgc": "trains its autoencoder on hundreds of rounds before it sends latents: 24 rounds are over by then; see the "
     "experiment 'lgc'",
+    "factors": "for one batch a round, of which few outer products are all there is; the changes of whole epochs it "
+    "reduces as 'low-rank' does, with more iterations",
     "bounded": "clips and rounds what a private sum adds up, see the experiment 'topagg'",
 }
 """Registered codecs without a row, and why."""
