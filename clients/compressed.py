@@ -79,7 +79,8 @@ def _handle(
     if codec is None and asks_for_noise(announcement.codec):
         return refusal(msg, f"{NOT_WITHOUT_NOISE} ({unsupported})")
     if codec is not None and codec.exposes and not visible:
-        codec, unsupported = None, f"this client has not agreed to show the server {codec.exposes}, as {codec!r} does"
+        unsupported = f"this client has not agreed to show the server {codec.exposes}, as {codec!r} does"
+        codec = None
     unsupported = unsupported or no_downlink
     try:
         record, replica = receive(msg.content, announcement, downlink, context)
