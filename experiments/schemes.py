@@ -435,7 +435,15 @@ class Learned:
 
 
 def scheme_of(codec: Codec) -> RoundScheme:
-    """Return the scheme in which ``codec`` is used."""
+    """Return the scheme in which ``codec`` is used.
+
+    Raises
+    ------
+    ConfigError
+        For a codec of what is captured while a client trains, which nobody does here.
+    """
+    if codec.exposes:
+        raise ConfigError(f"without messages nothing is captured that {codec!r} could send; run it on an engine")
     if isinstance(codec, PowerSGD):
         return Based(codec)
     if isinstance(codec, LGC):

@@ -130,6 +130,9 @@ def test_what_only_messages_can_do_is_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=setting):
             Plan.of(RunSpec(system, rounds=1, clients=3, settings=SMALL | {setting: value}))
+    shown = {"codec.mode": "dad", "codec.i_know_inputs_are_visible": True}
+    with pytest.raises(ConfigError, match="captured"):
+        Plan.of(RunSpec("factors", rounds=1, clients=3, settings=SMALL | shown))
     with pytest.raises(ConfigError, match="buffers"):
         simulate(Plan(get_task("digits", model="cnn", batch_norm=True), 2, 1), Separate(Identity()))
 
