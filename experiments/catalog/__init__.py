@@ -25,6 +25,7 @@ CATALOG: dict[str, str] = {
         "gradiveq",
         "lgc",
         "power_sgd",
+        "factors",
         "coded_dropout",
         "coded_training",
         "gradient_coding",
