@@ -26,6 +26,10 @@ _ROUNDED: Final = 4.0 * float(np.finfo(np.float32).eps)
 """Of the weights themselves: what float32 leaves uncertain in the difference of two of them."""
 
 
+_LARGE: Final = 1 << 31
+"""Whoever cannot use a single outer product in place of so large a matrix can use none."""
+
+
 class Collected:
     """What one training captured.
 
@@ -100,11 +104,10 @@ def current() -> Collected | None:
 
 @contextmanager
 def collecting(wanted: Wanted) -> Iterator[Collected]:
-    """Open a place for what the body captures."""
-    token = _current.set(Collected(wanted))
+    """Open a place for what the body captures; where ``wanted`` has no use for anything, training captures nothing."""
+    found = Collected(wanted)
+    token = _current.set(found if wanted(1, _LARGE, _LARGE) else None)
     try:
-        found = _current.get()
-        assert found is not None
         yield found
     finally:
         _current.reset(token)

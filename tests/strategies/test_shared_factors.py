@@ -15,8 +15,10 @@ from toy import fedavg, stack
 
 from fedcomp.clients.client import client
 from fedcomp.clients.compressed import compression
-from fedcomp.codecs import Factors
+from fedcomp.clients.half import ClientHalf
+from fedcomp.codecs import Codec, Factors, TopK
 from fedcomp.factors.capture import capture, chain_of
+from fedcomp.factors.collect import current
 from fedcomp.flower.faults import RandomFaults
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
@@ -122,8 +124,6 @@ def test_2_weights_that_are_not_the_numbers_of_examples_are_another_training() -
         reply.content["metrics"]["one"] = 1
         return reply
 
-    from fedcomp.clients.half import ClientHalf
-
     inner = app()
     wrapped = client(ClientApp(), ClientHalf("alike", alike, inside=("compression",)), compression(**KNOWN))
     wrapped.train()(lambda msg, context: inner(msg, context))
@@ -176,6 +176,22 @@ def test_what_cannot_be_sent_as_factors_is_sent_whole_and_said(options: dict) ->
         assert len(report.remarks) == 3
         assert all("momentum" in said for said in report.remarks.values())
         assert report.figures()["report.remarks"] == 3
+
+
+@pytest.mark.parametrize("codec", [TopK(0.1), Factors(mode="dad", **KNOWN)])
+def test_other_codecs_have_nothing_captured(codec: Codec) -> None:
+    """Inputs of every layer are much to hold for nothing."""
+    seen = []
+
+    def look(msg: Message, context: Context, call_next: Callable) -> Message:
+        seen.append(current() is not None)
+        return call_next(msg, context)
+
+    inner = app(captured=False)
+    watched = client(ClientApp(), ClientHalf("look", look, inside=("compression",)), compression(**KNOWN))
+    watched.train()(lambda msg, context: inner(msg, context))
+    run(Compressed(fedavg(fraction_evaluate=0.0), codec), rounds=1, client_app=watched)
+    assert seen == [isinstance(codec, Factors)] * 3
 
 
 @pytest.mark.parametrize("inner", [FedAdam, FedMedian])
