@@ -32,7 +32,7 @@ OPTIONS = {
     "task.partition": Option("iid", "how examples are spread: iid, dirichlet:ALPHA, shards:COUNT"),
     "task.hidden": Option("256,128", "widths of the model's two hidden layers"),
     "steps": Option(
-        "0.2,0.4,0.8",
+        "0.4,0.8,1.6",
         "step sizes of the clients' SGD; each row takes the one that does best on a validation split",
         check=lambda text: numbers(text, each=Option(0.3, "a step size", above=0.0)),
     ),
@@ -53,8 +53,8 @@ DAD: Final = "dAD"
 EDAD: Final = "edAD"
 RANK_2: Final = "rank-dAD, 2"
 RANK_4: Final = "rank-dAD, 4"
-POWER: Final = {RANK_2: "PowerSGD, 5", RANK_4: "PowerSGD, 9"}
-SPARSE: Final = {RANK_2: "top-k 10 %, q8 + EF", RANK_4: "top-k 19 %, q8 + EF"}
+POWER: Final = {RANK_2: "PowerSGD, 2", RANK_4: "PowerSGD, 6"}
+SPARSE: Final = {RANK_2: "top-k 12 %, q8 + EF", RANK_4: "top-k 24 %, q8 + EF"}
 """By row: rivals of as many uplink bytes at least."""
 
 ROWS: Final[Mapping[str, tuple[str, dict[str, Any]]]] = {
@@ -66,10 +66,10 @@ ROWS: Final[Mapping[str, tuple[str, dict[str, Any]]]] = {
     RANK_2: _factors("rank", rank=2),
     RANK_4: _factors("rank", rank=4),
     "rank-dAD, 2 + EF": _factors("rank", feedback=True, rank=2),
-    POWER[RANK_2]: ("power-sgd", {"codec.rank": 5}),
-    POWER[RANK_4]: ("power-sgd", {"codec.rank": 9}),
-    SPARSE[RANK_2]: _topk(0.10),
-    SPARSE[RANK_4]: _topk(0.19),
+    POWER[RANK_2]: ("power-sgd", {"codec.rank": 2}),
+    POWER[RANK_4]: ("power-sgd", {"codec.rank": 6}),
+    SPARSE[RANK_2]: _topk(0.12),
+    SPARSE[RANK_4]: _topk(0.24),
     "8 bits": ("qsgd", {"feedback": False, "codec.levels": 127}),
 }
 """System and settings by label, in order."""

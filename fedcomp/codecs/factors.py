@@ -53,6 +53,9 @@ _BYTES: Final = {"float32": 4.0, "fp16": 2.0, "bf16": 2.0, "q8": 1.02}
 _INDEX_BYTES: Final = 0.2
 """Of a listed index where whole rows are listed, in which most gaps are 0."""
 
+_ENTRY: Final = 64
+"""Bytes by which the entry of a tensor in parts exceeds that of a whole one at most: a dimension, a scale, an index."""
+
 _BIAS = "bias"
 _WEIGHT = "weight"
 
@@ -184,6 +187,16 @@ class Factors(Codec):
         return self.mode != "rank" and FORMS[self.values].exact
 
     @property
+    def linear(self) -> bool:  # type: ignore[override]
+        """Whether what arrives adds up like what was sent: where nothing is left out."""
+        return self.unbiased
+
+    @property
+    def rest_form(self) -> ValueForm:
+        """How what is whole travels: in 8 bits beside factors of 8 bits."""
+        return rest_form(self.values)
+
+    @property
     def never_enlarges(self) -> bool:  # type: ignore[override]
         """Whether what arrives is never longer: a reduction is a projection."""
         return FORMS[self.values].exact
@@ -223,9 +236,15 @@ class Factors(Codec):
 
     def schema(self, layout: Layout) -> Schema:
         """Return every tensor whole: what no frame exceeds. :meth:`open` says which other forms there are."""
-        names = frozenset({wire.Raw.name, self._whole.values.name})
+        names = frozenset({self.rest_form.values.name})
         kinds = frozenset({DENSE, SPARSE})
         return tuple(Expected("", (t.size,), "float32", t.size, kinds, value_codecs=names) for t in layout.tensors)
+
+    def longest(self, layout: Layout) -> int:
+        """Return the length of a frame in which all is whole, and what entries of other forms may take beside it."""
+        whole = [replace(expected, kinds=frozenset({DENSE})) for expected in self.schema(layout)]
+        forms = [self.rest_form.form for _ in whole]
+        return wire.longest(tuple(whole), "auto", *forms) + _ENTRY * len(whole)
 
     def tensor_names(self, layout: Layout) -> tuple[str, ...]:
         """Return the tensors' own names."""
@@ -257,10 +276,10 @@ class Factors(Codec):
         """
         bundle = frame if isinstance(frame, Bundle) else wire.decode(frame, limits=self.limits(layout))
         if len(bundle) != len(layout.tensors):
-            raise SchemaMismatch(f"the codec expects {len(layout.tensors)} tensors, the frame holds {len(bundle)}")
+            raise SchemaMismatch(f"the codec expects {len(layout.tensors)} tensors, the bundle holds {len(bundle)}")
         if sum(tensor.size for tensor in bundle.tensors) > layout.size:
             raise LimitExceeded(f"the frame holds more than the {layout.size} values of the model")
-        whole, thin = self._whole, FORMS[self.values]
+        whole, thin = self.rest_form, FORMS[self.values]
         found = dict(zip((t.name for t in layout.tensors), bundle.tensors, strict=True))
         for spec in layout.tensors:
             tensor = found[spec.name]
@@ -329,10 +348,6 @@ class Factors(Codec):
 
     # --- the client's half
 
-    @property
-    def _whole(self) -> ValueForm:
-        return rest_form(self.values)
-
     def _forms(self, update: Update, given: Mapping[str, OuterProducts], key: Key, per_layer: str) -> dict[str, Tensor]:
         """Return every tensor of the frame by name."""
         forms = {t.name: self._undivided(update, t) for t in update.layout.tensors}
@@ -381,7 +396,7 @@ class Factors(Codec):
     def _undivided(self, update: Update, spec: TensorSpec) -> Tensor:
         """Return a tensor whole, or the rows of it that are not zero."""
         values = update.vector[spec.slice]
-        whole = Tensor(self._whole.code(values), values.shape)
+        whole = Tensor(self.rest_form.code(values), values.shape)
         if not self._is_matrix(spec):
             return whole
         rows, columns = _sides(spec)
@@ -389,7 +404,7 @@ class Factors(Codec):
         if used.size * columns * (_BYTES["float32"] + _INDEX_BYTES) >= self._cost(whole):
             return whole
         indices = (used[:, None] * columns + np.arange(columns)).reshape(-1)
-        return Tensor(self._whole.code(values[indices]), values.shape, kind=SPARSE, indices=indices)
+        return Tensor(self.rest_form.code(values[indices]), values.shape, kind=SPARSE, indices=indices)
 
     def _reduced(self, update: Update, spec: TensorSpec, outer: OuterProducts | None, key: Key) -> OuterProducts:
         if outer is not None:
@@ -404,7 +419,7 @@ class Factors(Codec):
 
     def _absent(self) -> Tensor:
         """Return what stands for a bias that follows from its layer's factors."""
-        return Tensor(self._whole.code(np.zeros(0, np.float32)), (0,))
+        return Tensor(self.rest_form.code(np.zeros(0, np.float32)), (0,))
 
     def _cost(self, tensor: Tensor) -> float:
         """Return about how many bytes a tensor takes."""
@@ -418,7 +433,7 @@ class Factors(Codec):
     def _fits(self, spec: TensorSpec, tensor: Tensor, found: Mapping[str, Tensor]) -> bool:
         """Whether a tensor of a frame is in one of the forms of ``spec``."""
         if tensor.kind is SPARSE:
-            return self._is_matrix(spec) and tensor.shape == (spec.size,) and tensor.indices is not None
+            return self._is_matrix(spec) and tensor.shape == (spec.size,) and _whole_rows(tensor, _sides(spec)[1])
         if tensor.kind is not DENSE:
             return False
         if len(tensor.shape) == 2 and self._is_matrix(spec):
@@ -495,6 +510,15 @@ class Factors(Codec):
 def _sides(spec: TensorSpec) -> tuple[int, int]:
     """Return rows and columns of a tensor as a matrix: its first dimension, and all others."""
     return spec.shape[0], spec.size // spec.shape[0]
+
+
+def _whole_rows(tensor: Tensor, columns: int) -> bool:
+    """Whether a sparse tensor lists all columns of every row of which it lists one."""
+    found = tensor.indices
+    if found is None or found.size % columns:
+        return False
+    rows = found.reshape(-1, columns)
+    return not (rows[:, 0] % columns).any() and bool((rows[:, -1] - rows[:, 0] == columns - 1).all())
 
 
 def _bias_name(weight: str) -> str:

@@ -87,7 +87,7 @@ def inner(a: OuterProducts, b: OuterProducts) -> float:
 
 
 def add_outer(out: NDArray[Any], left: NDArray[Any], right: NDArray[Any], scale: float = 1.0) -> None:
-    """Do ``out += scale * left.T @ right`` in place: summed in float64, rounded once, then added.
+    """Do ``out += scale * left.T @ right`` in place: summed in float64, rounded, then scaled and added in out's dtype.
 
     Parameters
     ----------
@@ -98,10 +98,10 @@ def add_outer(out: NDArray[Any], left: NDArray[Any], right: NDArray[Any], scale:
     across = max(1, _ONE_THREAD // (_TILE * max(1, len(left))))
     wide = np.asarray(right, np.float64)
     for top in range(0, m, _TILE):
-        tall = np.asarray(left[:, top : top + _TILE], np.float64).T * scale
+        tall = np.asarray(left[:, top : top + _TILE], np.float64).T
         for start in range(0, p, across):
             into = out[top : top + _TILE, start : start + across]
-            into += (tall @ wide[:, start : start + across]).astype(out.dtype)
+            into += out.dtype.type(scale) * (tall @ wide[:, start : start + across]).astype(out.dtype)
 
 
 @dataclass(frozen=True, slots=True)
