@@ -10,7 +10,18 @@ from typing import Any, Final
 from fedcomp.experiments.catalog.quickstart import points
 from fedcomp.experiments.experiment import Config, Experiment, Option, no_rows
 from fedcomp.experiments.findings import Findings, Say, mean, spread
-from fedcomp.experiments.kit import Records, Sweep, claim, curves, numbers, over_seeds, repetitions, table, workers
+from fedcomp.experiments.kit import (
+    Records,
+    Sweep,
+    claim,
+    curves,
+    numbers,
+    over_seeds,
+    repetitions,
+    running_mean,
+    table,
+    workers,
+)
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.rng import Key
 
@@ -77,6 +88,11 @@ ROWS: Final[Mapping[str, tuple[str, dict[str, Any]]]] = {
 EXACT: Final = (DAD, EDAD)
 
 LAYERS: Final = ("layers.0.weight", "layers.1.weight", "layers.2.weight")
+
+CURVES: Final = (FEDAVG, DAD, EDAD, RANK_2, "rank-dAD, 2 + EF", RANK_4, POWER[RANK_4], SPARSE[RANK_4])
+
+WIDTH: Final = 10
+"""Rounds over which the ranks of the curves are means: single batches differ."""
 
 THETA: Final = 0.1
 """Part of the largest singular value above which one counts for the effective rank that is shown."""
@@ -188,6 +204,10 @@ def lengths(seed: int) -> dict[str, int]:
     return found
 
 
+def _smooth(line: list[float]) -> tuple[list[float], list[float]]:
+    return running_mean([float(r + 1) for r in range(len(line))], line, WIDTH)
+
+
 def _error(found: Mapping[str, Mapping[str, float]], row: str, name: str) -> str:
     return f"{found[name][row]:.1e}" if row in found[name] else ""
 
@@ -252,15 +272,15 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
             curves(
                 "Effective rank over training",
                 fading.items(),
-                lambda line: [float(r + 1) for r in range(len(line[1]))],
-                lambda line: line[1],
+                lambda line: _smooth(line[1])[0],
+                lambda line: _smooth(line[1])[1],
                 lambda line: line[0],
-                x_label="round",
-                y_label=f"singular values above {THETA} of the largest, mean over clients",
+                x_label=f"round (running means over {WIDTH})",
+                y_label=f"singular values above {THETA}, mean",
             ),
             curves(
                 "Test accuracy against uplink bytes",
-                list(groups.values()),
+                [groups[label] for label in CURVES],
                 lambda group: over_seeds(group, 2),
                 lambda group: over_seeds(group, 1),
                 lambda group: group[0].label,
