@@ -30,7 +30,7 @@ from fedcomp.clients.messages import (
 from fedcomp.clients.private.mod import discreet, only_update, wants_padding, wants_private
 from fedcomp.errors import FedcompError
 from fedcomp.exact import encode_exact
-from fedcomp.factors.collect import Collected, collecting
+from fedcomp.factors.collect import Captured, collecting
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import NODE_RECORD, put_frame
 from fedcomp.flower.protocol import EXACT, RESYNC, STALE, UPDATE, refusal
@@ -168,7 +168,7 @@ def _nothing(count: int, rows: int, columns: int) -> bool:
     return False
 
 
-def _with_outer(update: Update, collected: Collected, before: dict[str, NDArray[Any]]) -> Update:
+def _with_outer(update: Update, collected: Captured, before: dict[str, NDArray[Any]]) -> Update:
     """Return the update with what training captured of it."""
     if not collected.outer:
         return update

@@ -26,7 +26,7 @@ from fedcomp import params, wire
 from fedcomp.codecs.base import Codec, State, norm, require_finite
 from fedcomp.codecs.forms import FORMS, ValueForm, rest_form
 from fedcomp.errors import ConfigError
-from fedcomp.factors.backprop import Layer, explained, lefts, parse_chain
+from fedcomp.factors.backprop import ChainLayer, explained, lefts, parse_chain
 from fedcomp.factors.outer import OuterProducts, Reduction, add_outer, inner
 from fedcomp.kernels import add_scaled, scatter_add
 from fedcomp.layout import Layout, TensorSpec, Update, Vector
@@ -144,7 +144,7 @@ class Factors(Codec):
     chain: Sequence[str] | str = ()
     i_know_inputs_are_visible: bool = False
     # Weights of the chain, of a codec that :meth:`at_model` has made.
-    _model: ClassVar[Mapping[str, NDArray[Any]] | None] = None
+    model: ClassVar[Mapping[str, NDArray[Any]] | None] = None
 
     def __post_init__(self) -> None:
         params.choice("mode", self.mode, MODES)
@@ -172,7 +172,7 @@ class Factors(Codec):
         return Reduction(self.rank, self.iterations, self.theta, self.solver, self.stop)
 
     @property
-    def layers(self) -> tuple[Layer, ...]:
+    def layers(self) -> tuple[ChainLayer, ...]:
         """The layers of the chain; none without one."""
         return parse_chain(self.chain) if isinstance(self.chain, tuple) and self.chain else ()
 
@@ -212,7 +212,7 @@ class Factors(Codec):
         """
         if not FORMS[self.values].exact:
             return None
-        sides = [min(_sides(t)) for t in layout.tensors if self.mode == "rank" and self._is_matrix(t)]
+        sides = [min(_sides(t)) for t in layout.tensors if self.mode == "rank" and self.is_matrix(t)]
         return min((1.0 / side for side in sides), default=1.0) * (1.0 - 2.0**-20)
 
     def at_model(self, model: Mapping[str, NDArray[Any]]) -> Factors:
@@ -222,7 +222,7 @@ class Factors(Codec):
         bound = replace(self)
         params.assign(
             bound,
-            _model={layer.weight: np.asarray(model[layer.weight]) for layer in self.layers if layer.weight in model},
+            model={layer.weight: np.asarray(model[layer.weight]) for layer in self.layers if layer.weight in model},
         )
         return bound
 
@@ -253,17 +253,13 @@ class Factors(Codec):
     def encode(self, update: Update, state: State, key: Key) -> tuple[Frame, State]:
         """Encode ``update``; see :meth:`fedcomp.codecs.base.Codec.encode`."""
         require_finite(update)
-        given = {
-            name: outer
-            for name, outer in update.outer.items()
-            if not (outer.at_input and self.first_layer == "gradient")
-        }
-        forms = self._forms(update, given, key, self.per_layer)
+        sender = _Sender(self, update, key)
+        forms = sender.forms(self.per_layer)
         # What receivers are ready for is the size of the model: in 16 bits more numbers could still be fewer bytes.
         if sum(tensor.size for tensor in forms.values()) > update.layout.size:
-            forms = self._forms(update, given, key, "auto") if self.per_layer == "factors" else forms
+            forms = sender.forms("auto") if self.per_layer == "factors" else forms
         if sum(tensor.size for tensor in forms.values()) > update.layout.size:
-            forms = {t.name: self._undivided(update, t) for t in update.layout.tensors}
+            forms = sender.undivided()
         return wire.encode([forms[t.name] for t in update.layout.tensors]), state
 
     def open(self, frame: Frame | Bundle, layout: Layout) -> Bundle:
@@ -280,26 +276,25 @@ class Factors(Codec):
         if sum(tensor.size for tensor in bundle.tensors) > layout.size:
             raise LimitExceeded(f"the frame holds more than the {layout.size} values of the model")
         whole, thin = self.rest_form, FORMS[self.values]
-        found = dict(zip((t.name for t in layout.tensors), bundle.tensors, strict=True))
-        for spec in layout.tensors:
-            tensor = found[spec.name]
+        received = _Received.of(self, bundle, layout)
+        for spec, tensor in zip(layout.tensors, bundle.tensors, strict=True):
             if tensor.name or tensor.dtype != "float32":
                 raise SchemaMismatch(f"{spec.name}: expected a float32 tensor without a name")
             form = thin if len(tensor.shape) == 2 else whole
             if not isinstance(tensor.values, form.values):
                 raise SchemaMismatch(f"{spec.name}: {type(tensor.values).__name__} values were not agreed on")
             form.check(tensor.values, spec.name)
-            if not self._fits(spec, tensor, found):
+            if not received.fits(spec):
                 raise SchemaMismatch(
                     f"{spec.name}: a {tensor.kind.name.lower()} tensor of shape {tensor.shape} is no form of shape "
                     f"{spec.shape} in mode {self.mode!r}"
                 )
-        self._require_chain(found, layout)
+        received.require_chain()
         return bundle
 
     def accumulate(self, frame: Frame | Bundle, weight: float, out: Update) -> None:
         """Add ``weight`` times the update into ``out.vector``; products of factors are summed in float64."""
-        for change in self._changes(self.open(frame, out.layout), out.layout):
+        for change in _Received.of(self, self.open(frame, out.layout), out.layout).changes():
             into = out.vector[change.tensor.slice]
             if change.outer is not None:
                 add_outer(into.reshape(_sides(change.tensor)), change.outer.left, change.outer.right, weight)
@@ -318,7 +313,7 @@ class Factors(Codec):
     def norm(self, frame: Frame | Bundle, layout: Layout) -> float:
         """Return the norm of the update; no matrix is formed."""
         squares = 0.0
-        for change in self._changes(self.open(frame, layout), layout):
+        for change in _Received.of(self, self.open(frame, layout), layout).changes():
             if change.outer is not None:
                 squares += max(0.0, inner(change.outer, change.outer))
             elif change.values is not None:
@@ -342,22 +337,41 @@ class Factors(Codec):
         for spec, tensor in zip(layout.tensors, self.open(frame, layout).tensors, strict=True):
             if len(tensor.shape) == 2:
                 found[f"{word} of {spec.name}"] = float(tensor.shape[0])
-            elif self._is_matrix(spec) and tensor.kind is DENSE:
+            elif self.is_matrix(spec) and tensor.kind is DENSE:
                 found["matrices whole"] += 1.0
         return found
 
-    # --- the client's half
+    def is_matrix(self, spec: TensorSpec) -> bool:
+        """Whether a tensor may travel in parts: its first dimension times the rest."""
+        # What a policy leaves whole is meant to lose nothing, and factors that are not reduced lose nothing.
+        return len(spec.shape) >= 2 and spec.size > 0 and not (spec.is_dense and self.mode == "rank")
 
-    def _forms(self, update: Update, given: Mapping[str, OuterProducts], key: Key, per_layer: str) -> dict[str, Tensor]:
+
+@dataclass(frozen=True, slots=True)
+class _Sender:
+    """The forms in which one update's tensors travel."""
+
+    codec: Factors
+    update: Update
+    key: Key
+
+    @property
+    def given(self) -> dict[str, OuterProducts]:
+        """What may be used of what was captured."""
+        hidden = self.codec.first_layer == "gradient"
+        return {name: outer for name, outer in self.update.outer.items() if not (outer.at_input and hidden)}
+
+    def forms(self, per_layer: str) -> dict[str, Tensor]:
         """Return every tensor of the frame by name."""
-        forms = {t.name: self._undivided(update, t) for t in update.layout.tensors}
-        for index, spec in enumerate(update.layout.tensors):
-            if not self._is_matrix(spec):
+        codec, layout, given = self.codec, self.update.layout, self.given
+        forms = self.undivided()
+        for index, spec in enumerate(layout.tensors):
+            if not codec.is_matrix(spec):
                 continue
-            bias = update.layout.by_name.get(_bias_name(spec.name))
+            bias = layout.by_name.get(_bias_name(spec.name))
             saved = 0 if bias is None else bias.size
-            if self.mode == "rank":
-                outer = self._reduced(update, spec, given.get(spec.name), key.at(layer=index))
+            if codec.mode == "rank":
+                outer = self._reduced(spec, self.key.at(layer=index))
                 saved = 0
             elif spec.name in given:
                 outer = given[spec.name]
@@ -366,120 +380,135 @@ class Factors(Codec):
             tensor = self._thin(outer.left, outer.right)
             if per_layer == "factors" or self._cost(tensor) < self._cost(forms[spec.name]) + _BYTES["float32"] * saved:
                 forms[spec.name] = tensor
-                if self.mode != "rank" and bias is not None:
+                if codec.mode != "rank" and bias is not None:
                     forms[bias.name] = self._absent()
-        if self._model is not None:
-            self._shorten_chain(update, given, forms, per_layer)
+        if codec.model is not None:
+            self._shorten_chain(codec.model, forms, per_layer)
         return forms
 
-    def _shorten_chain(
-        self, update: Update, given: Mapping[str, OuterProducts], forms: dict[str, Tensor], per_layer: str
-    ) -> None:
+    def undivided(self) -> dict[str, Tensor]:
+        """Return every tensor whole, or the rows of it that are not zero."""
+        return {t.name: self._undivided(t) for t in self.update.layout.tensors}
+
+    def _shorten_chain(self, model: Mapping[str, NDArray[Any]], forms: dict[str, Tensor], per_layer: str) -> None:
         """Let inputs alone travel of the layers of the chain, where that is shorter and the server can do the rest."""
-        assert self._model is not None
-        layers = [layer for layer in self.layers if not self._left_out(layer, given, update)]
-        if reason := "fewer than two layers are left" if len(layers) < 2 else explained(layers, self._model, given):
+        given, layout = self.given, self.update.layout
+        layers = [layer for layer in self.codec.layers if not self._left_out(layer)]
+        if reason := "fewer than two layers are left" if len(layers) < 2 else explained(layers, model, given):
             log.warning("edAD sends factors of every layer: %s", reason)
             return
         last = layers[-1].weight
         chain = {layer.weight: self._coded(given[layer.weight].right) for layer in layers[:-1]}
         chain[last] = self._thin(given[last].left, given[last].right)
-        biases = [name for layer in layers if (name := _bias_name(layer.weight)) in update.layout.by_name]
+        biases = [name for layer in layers if (name := _bias_name(layer.weight)) in layout.by_name]
         before = sum(self._cost(forms[name]) for name in (*chain, *biases))
         if per_layer == "factors" or sum(map(self._cost, chain.values())) < before:
             forms |= chain | {name: self._absent() for name in biases}
 
-    def _left_out(self, layer: Layer, given: Mapping[str, OuterProducts], update: Update) -> bool:
+    def _left_out(self, layer: ChainLayer) -> bool:
         # The first layers of a chain may travel as gradients: nothing is worked out from what they saw.
-        return self.first_layer == "gradient" and layer.weight in update.outer and layer.weight not in given
+        return layer.weight in self.update.outer and layer.weight not in self.given
 
-    def _undivided(self, update: Update, spec: TensorSpec) -> Tensor:
-        """Return a tensor whole, or the rows of it that are not zero."""
-        values = update.vector[spec.slice]
-        whole = Tensor(self.rest_form.code(values), values.shape)
-        if not self._is_matrix(spec):
+    def _undivided(self, spec: TensorSpec) -> Tensor:
+        values = self.update.vector[spec.slice]
+        whole = Tensor(self.codec.rest_form.code(values), values.shape)
+        if not self.codec.is_matrix(spec):
             return whole
         rows, columns = _sides(spec)
         used = np.flatnonzero(values.reshape(rows, columns).any(axis=1))
         if used.size * columns * (_BYTES["float32"] + _INDEX_BYTES) >= self._cost(whole):
             return whole
         indices = (used[:, None] * columns + np.arange(columns)).reshape(-1)
-        return Tensor(self.rest_form.code(values[indices]), values.shape, kind=SPARSE, indices=indices)
+        return Tensor(self.codec.rest_form.code(values[indices]), values.shape, kind=SPARSE, indices=indices)
 
-    def _reduced(self, update: Update, spec: TensorSpec, outer: OuterProducts | None, key: Key) -> OuterProducts:
-        if outer is not None:
-            return self.reduction.of(outer, key)
-        return self.reduction.of_matrix(update.vector[spec.slice].reshape(_sides(spec)), key)
+    def _reduced(self, spec: TensorSpec, key: Key) -> OuterProducts:
+        reduction = self.codec.reduction
+        if (outer := self.given.get(spec.name)) is not None:
+            return reduction.of(outer, key)
+        return reduction.of_matrix(self.update.vector[spec.slice].reshape(_sides(spec)), key)
 
     def _thin(self, left: NDArray[Any], right: NDArray[Any]) -> Tensor:
         return self._coded(np.concatenate([left, right], axis=1))
 
     def _coded(self, array: NDArray[Any]) -> Tensor:
-        return Tensor(FORMS[self.values].code(np.ascontiguousarray(array).reshape(-1)), array.shape)
+        return Tensor(FORMS[self.codec.values].code(np.ascontiguousarray(array).reshape(-1)), array.shape)
 
     def _absent(self) -> Tensor:
         """Return what stands for a bias that follows from its layer's factors."""
-        return Tensor(self.rest_form.code(np.zeros(0, np.float32)), (0,))
+        return Tensor(self.codec.rest_form.code(np.zeros(0, np.float32)), (0,))
 
     def _cost(self, tensor: Tensor) -> float:
         """Return about how many bytes a tensor takes."""
         if len(tensor.shape) == 2:
-            return tensor.values.k * _BYTES[self.values]
+            return tensor.values.k * _BYTES[self.codec.values]
         index = _INDEX_BYTES if tensor.indices is not None else 0.0
-        return tensor.values.k * (_BYTES["q8" if self.values == "q8" else "float32"] + index)
+        return tensor.values.k * (_BYTES["q8" if self.codec.values == "q8" else "float32"] + index)
 
-    # --- the server's half
 
-    def _fits(self, spec: TensorSpec, tensor: Tensor, found: Mapping[str, Tensor]) -> bool:
-        """Whether a tensor of a frame is in one of the forms of ``spec``."""
+@dataclass(frozen=True, slots=True)
+class _Received:
+    """The tensors of one frame by the names of those they stand for."""
+
+    codec: Factors
+    layout: Layout
+    found: Mapping[str, Tensor]
+
+    @classmethod
+    def of(cls, codec: Factors, bundle: Bundle, layout: Layout) -> _Received:
+        """Return the tensors of a bundle that has as many as the layout."""
+        return cls(codec, layout, dict(zip((t.name for t in layout.tensors), bundle.tensors, strict=True)))
+
+    def fits(self, spec: TensorSpec) -> bool:
+        """Whether the tensor of ``spec`` is in one of its forms."""
+        codec, tensor = self.codec, self.found[spec.name]
         if tensor.kind is SPARSE:
-            return self._is_matrix(spec) and tensor.shape == (spec.size,) and _whole_rows(tensor, _sides(spec)[1])
+            return codec.is_matrix(spec) and tensor.shape == (spec.size,) and _whole_rows(tensor, _sides(spec)[1])
         if tensor.kind is not DENSE:
             return False
-        if len(tensor.shape) == 2 and self._is_matrix(spec):
+        if len(tensor.shape) == 2 and codec.is_matrix(spec):
             rows, columns = _sides(spec)
-            inputs = self._model is not None and spec.name in [layer.weight for layer in self.layers[:-1]]
+            inputs = codec.model is not None and spec.name in [layer.weight for layer in codec.layers[:-1]]
             return tensor.shape[1] == rows + columns or (inputs and tensor.shape[1] == columns)
         if tensor.shape == (0,) and spec.size:
-            weight = found.get(_weight_name(spec.name))
-            return self.mode != "rank" and weight is not None and len(weight.shape) == 2
+            weight = self.found.get(_weight_name(spec.name))
+            return codec.mode != "rank" and weight is not None and len(weight.shape) == 2
         return tensor.shape == (spec.size,)
 
-    def _require_chain(self, found: Mapping[str, Tensor], layout: Layout) -> None:
+    @property
+    def chain(self) -> list[ChainLayer]:
+        """The layers of which the inputs came alone."""
+        if self.codec.model is None:
+            return []
+        return [layer for layer in self.codec.layers if self._inputs_alone(layer)]
+
+    def require_chain(self) -> None:
         """Require that layers of which the inputs alone came are followed by others up to the last one."""
-        if self._model is None:
+        if not (sent := self.chain):
             return
-        sent = [layer for layer in self.layers if self._inputs_alone(found.get(layer.weight), layer, layout)]
-        if not sent:
-            return
-        last = self.layers[-1].weight
-        part = self.layers[-1 - len(sent) : -1]
-        rows = {
-            found[layer.weight].shape[0] for layer in (*part, self.layers[-1]) if len(found[layer.weight].shape) == 2
-        }
-        if tuple(sent) != part or len(found[last].shape) != 2 or len(rows) != 1:
+        layers, found = self.codec.layers, self.found
+        part, last = layers[-1 - len(sent) : -1], found[layers[-1].weight]
+        rows = {tensor.shape[:1] for tensor in (last, *(found[layer.weight] for layer in sent))}
+        if tuple(sent) != part or len(last.shape) != 2 or len(rows) != 1:
             raise SchemaMismatch("the frame holds inputs of layers that no chain to the last one connects")
 
-    def _inputs_alone(self, tensor: Tensor | None, layer: Layer, layout: Layout) -> bool:
+    def _inputs_alone(self, layer: ChainLayer) -> bool:
+        tensor = self.found.get(layer.weight)
         if tensor is None or len(tensor.shape) != 2:
             return False
-        return tensor.shape[1] == _sides(layout.by_name[layer.weight])[1]
+        return tensor.shape[1] == _sides(self.layout.by_name[layer.weight])[1]
 
-    def _changes(self, bundle: Bundle, layout: Layout) -> Iterator[_Change]:
-        """Yield what every tensor of an opened frame adds."""
-        found = dict(zip((t.name for t in layout.tensors), bundle.tensors, strict=True))
+    def changes(self) -> Iterator[_Change]:
+        """Yield what every tensor adds; the frame was checked."""
+        found, layout = self.found, self.layout
         outer: dict[str, OuterProducts] = {}
-        chain: list[Layer] = []
         for spec in layout.tensors:
             tensor = found[spec.name]
             if len(tensor.shape) == 2 and tensor.shape[1] != _sides(spec)[1]:
                 array = tensor.values.decoded().reshape(tensor.shape)
                 rows = _sides(spec)[0]
                 outer[spec.name] = OuterProducts(array[:, :rows], array[:, rows:])
-        if self._model is not None:
-            chain = [layer for layer in self.layers if self._inputs_alone(found.get(layer.weight), layer, layout)]
-        if chain:
-            outer |= self._propagated([*chain, self.layers[-1]], found, outer)
+        if chain := self.chain:
+            outer |= self._propagated([*chain, self.codec.layers[-1]], outer)
         for spec in layout.tensors:
             tensor = found[spec.name]
             if spec.name in outer:
@@ -491,20 +520,15 @@ class Factors(Codec):
             else:
                 yield _Change(spec, tensor.values.decoded(), tensor.indices)
 
-    def _propagated(
-        self, layers: Sequence[Layer], found: Mapping[str, Tensor], outer: Mapping[str, OuterProducts]
-    ) -> dict[str, OuterProducts]:
-        assert self._model is not None
+    def _propagated(self, layers: Sequence[ChainLayer], outer: Mapping[str, OuterProducts]) -> dict[str, OuterProducts]:
+        model, found = self.codec.model, self.found
+        assert model is not None
         last = outer[layers[-1].weight]
         inputs = [found[layer.weight].values.decoded().reshape(found[layer.weight].shape) for layer in layers[:-1]]
         inputs.append(last.right)
         with np.errstate(over="ignore", invalid="ignore"):  # of a hostile frame; receivers look at their sums
-            back = lefts(layers, self._model, inputs, last.left)
+            back = lefts(layers, model, inputs, last.left)
         return {layer.weight: OuterProducts(b, a) for layer, b, a in zip(layers, back, inputs, strict=True)}
-
-    def _is_matrix(self, spec: TensorSpec) -> bool:
-        # What a policy leaves whole is meant to lose nothing, and factors that are not reduced lose nothing.
-        return len(spec.shape) >= 2 and spec.size > 0 and not (spec.is_dense and self.mode == "rank")
 
 
 def _sides(spec: TensorSpec) -> tuple[int, int]:

@@ -33,7 +33,7 @@ ALIKE: Final = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class ChainLayer:
     """One layer of a chain.
 
     Attributes
@@ -51,7 +51,7 @@ class Layer:
         params.choice("activation", self.activation, DERIVATIVES)
 
 
-def parse_chain(described: Sequence[str]) -> tuple[Layer, ...]:
+def parse_chain(described: Sequence[str]) -> tuple[ChainLayer, ...]:
     """Return the layers of ``"name:activation"`` each, from the input on; no activation is the identity.
 
     Raises
@@ -65,7 +65,7 @@ def parse_chain(described: Sequence[str]) -> tuple[Layer, ...]:
     ['relu', 'tanh', 'identity']
     """
     layers = tuple(
-        Layer(name, activation or "identity") for name, _, activation in (d.partition(":") for d in described)
+        ChainLayer(name, activation or "identity") for name, _, activation in (d.partition(":") for d in described)
     )
     if len(layers) < 2 or len({layer.weight for layer in layers}) < len(layers):
         raise ConfigError(
@@ -76,7 +76,7 @@ def parse_chain(described: Sequence[str]) -> tuple[Layer, ...]:
 
 
 def lefts(
-    layers: Sequence[Layer], weights: Mapping[str, NDArray[Any]], inputs: Sequence[Rows], last: Rows
+    layers: Sequence[ChainLayer], weights: Mapping[str, NDArray[Any]], inputs: Sequence[Rows], last: Rows
 ) -> list[Rows]:
     """Return what came back to every layer of a chain, float32 of shape (n, outputs) each.
 
@@ -95,7 +95,9 @@ def lefts(
     return found[::-1]
 
 
-def explained(layers: Sequence[Layer], weights: Mapping[str, NDArray[Any]], given: Mapping[str, OuterProducts]) -> str:
+def explained(
+    layers: Sequence[ChainLayer], weights: Mapping[str, NDArray[Any]], given: Mapping[str, OuterProducts]
+) -> str:
     """Return why what came back to the layers cannot be worked out by :func:`lefts`; empty where it can."""
     missing = [layer.weight for layer in layers if layer.weight not in given]
     if missing:

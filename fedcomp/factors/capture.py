@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fedcomp.errors import ConfigError
 from fedcomp.factors.backprop import DERIVATIVES
-from fedcomp.factors.collect import Collected, collecting, current
+from fedcomp.factors.collect import Captured, collecting, current
 from fedcomp.factors.outer import OuterProducts
 from fedcomp.logs import log
 
@@ -173,7 +173,7 @@ def _renormalised(module: nn.Module) -> bool:
     return getattr(module, "max_norm", None) is not None or bool(getattr(module, "scale_grad_by_freq", False))
 
 
-def _watch(model: nn.Module, collected: Collected, hooks: ExitStack) -> list[_Layer]:
+def _watch(model: nn.Module, collected: Captured, hooks: ExitStack) -> list[_Layer]:
     """Put hooks on every layer that can be captured; return their weights."""
     names: dict[nn.Parameter, list[str]] = {}
     # A weight of two layers has two names, and is sent under both.
@@ -213,7 +213,7 @@ def _watch(model: nn.Module, collected: Collected, hooks: ExitStack) -> list[_La
     return list(layers.values())
 
 
-def _scale(optimizer: torch.optim.Optimizer, layers: list[_Layer], collected: Collected) -> None:
+def _scale(optimizer: torch.optim.Optimizer, layers: list[_Layer], collected: Captured) -> None:
     """Multiply what came back since the last step by minus the rate of this one."""
     rates: dict[Any, float] = {}
     for group in optimizer.param_groups:
@@ -231,7 +231,7 @@ def _scale(optimizer: torch.optim.Optimizer, layers: list[_Layer], collected: Co
             collected.notes.append(note)
 
 
-def _gather(layer: _Layer, collected: Collected) -> None:
+def _gather(layer: _Layer, collected: Captured) -> None:
     """Put the calls of one parameter together, where they are of use."""
     calls = [(module, call) for module, call in layer.calls if call.back is not None and call.scale]
     # Of an embedding alone the rows that changed are all there is to send.
@@ -281,7 +281,7 @@ def _rows(tensor: Tensor) -> NDArray[np.float32]:
     return np.ascontiguousarray(tensor.reshape(-1, tensor.shape[-1]).cpu().numpy())
 
 
-def _note_others(model: nn.Module, layers: list[_Layer], collected: Collected) -> None:
+def _note_others(model: nn.Module, layers: list[_Layer], collected: Captured) -> None:
     """Note which layers with matrices train and show nothing of what comes back to them."""
     silent = [layer.names[0] for layer in layers if not layer.calls]
     fused: Sequence[str] = [name for name, module in model.named_modules() if isinstance(module, _FUSED)]

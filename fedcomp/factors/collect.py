@@ -30,7 +30,7 @@ _LARGE: Final = 1 << 31
 """Whoever cannot use a single outer product in place of so large a matrix can use none."""
 
 
-class Collected:
+class Captured:
     """What one training captured.
 
     Parameters
@@ -94,18 +94,18 @@ def _fitted(outer: OuterProducts, change: NDArray[Any], noise: float) -> OuterPr
     return outer.scaled(factor)
 
 
-_current: ContextVar[Collected | None] = ContextVar("fedcomp_factors", default=None)
+_current: ContextVar[Captured | None] = ContextVar("fedcomp_factors", default=None)
 
 
-def current() -> Collected | None:
+def current() -> Captured | None:
     """Return the place that was opened around the caller, or None."""
     return _current.get()
 
 
 @contextmanager
-def collecting(wanted: Wanted) -> Iterator[Collected]:
+def collecting(wanted: Wanted) -> Iterator[Captured]:
     """Open a place for what the body captures; where ``wanted`` has no use for anything, training captures nothing."""
-    found = Collected(wanted)
+    found = Captured(wanted)
     token = _current.set(found if wanted(1, _LARGE, _LARGE) else None)
     try:
         yield found

@@ -11,7 +11,7 @@ from torch import nn
 
 from fedcomp.errors import ConfigError
 from fedcomp.factors.capture import capture, chain_of
-from fedcomp.factors.collect import Collected, collecting, current
+from fedcomp.factors.collect import Captured, collecting, current
 
 RATE = 0.1
 
@@ -263,7 +263,7 @@ def test_hooks_are_gone_when_training_fails() -> None:
 
 
 def test_a_name_the_model_does_not_have_is_said() -> None:
-    collected = Collected(everything)
+    collected = Captured(everything)
     _, found, changes, before = trained(made("mlp"), [batch("mlp", 4, 0)])
     collected.outer = {"module.0.weight": found["0.weight"]}
     assert not collected.explaining(changes, before)
