@@ -13,15 +13,13 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from fedcomp.factors.outer import ONE_THREAD
 from fedcomp.rng import Key
 
 Real = NDArray[Any]
 
 DEAD: Final = 1e-12
 """A column of a factor this short, or shortened this much by the columns before it, is noise and redrawn."""
-
-_ONE_THREAD: Final = 1 << 18
-"""Multiplications in a product of matrices up to which OpenBLAS uses one thread."""
 
 _LONG: Final = 2048
 """Elements of a block in the direction in which the matrix lies in memory."""
@@ -46,7 +44,7 @@ def product(matrix: Real, basis: Real) -> Real:
     wide = np.zeros((p, max(2, r)))
     wide[:, :r] = basis
     # Long in the direction in which memory is: a transposed view has its columns there.
-    long, across = min(_LONG, m if matrix.flags.f_contiguous else p), _ONE_THREAD // wide.shape[1]
+    long, across = min(_LONG, m if matrix.flags.f_contiguous else p), ONE_THREAD // wide.shape[1]
     across = max(1, across // max(1, long))
     rows, columns = (long, across) if matrix.flags.f_contiguous else (across, long)
     out = np.zeros((m, wide.shape[1]))

@@ -35,7 +35,7 @@ FEW: Final = 128
 _NOISE: Final = 16.0 * float(np.finfo(np.float32).eps)
 """A singular value this small beside the largest is what float32 leaves of a zero."""
 
-_ONE_THREAD: Final = 1 << 18
+ONE_THREAD: Final = 1 << 18
 """Multiplications in a product of matrices up to which OpenBLAS uses one thread."""
 
 _TILE: Final = 64
@@ -95,7 +95,7 @@ def add_outer(out: NDArray[Any], left: NDArray[Any], right: NDArray[Any], scale:
     left, right : float arrays, shapes (n, m) and (n, p)
     """
     m, p = out.shape
-    across = max(1, _ONE_THREAD // (_TILE * max(1, len(left))))
+    across = max(1, ONE_THREAD // (_TILE * max(1, len(left))))
     wide = np.asarray(right, np.float64)
     for top in range(0, m, _TILE):
         tall = np.asarray(left[:, top : top + _TILE], np.float64).T
