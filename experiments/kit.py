@@ -45,6 +45,7 @@ __all__ = [
     "Sweep",
     "claim",
     "curves",
+    "learning_line",
     "named",
     "numbers",
     "over_seeds",
@@ -400,6 +401,14 @@ def running_mean(x: Sequence[float], y: Sequence[float], width: int) -> tuple[li
     width = min(width, len(known))
     means = [mean(b for _, b in known[i : i + width]) for i in range(len(known) - width + 1)] if known else []
     return [a for a, _ in known[max(0, width - 1) :]], means
+
+
+def learning_line(result: RunResult, *, down: bool = False) -> list[tuple[float, float, float]]:
+    """Return for every round its number, the test accuracy in percent, and the payload bytes sent so far: those of the
+    uplinks, and those of the downlinks, too, if ``down``."""
+    each = (r.uplink_payload_bytes + down * r.downlink_payload_bytes for r in result.rounds)
+    so_far = itertools.accumulate(each)
+    return [(float(r.round), 100 * r.accuracy, float(sent)) for r, sent in zip(result.rounds, so_far, strict=True)]
 
 
 def over_seeds(runs: Records, column: int, factor: float = 1.0) -> list[float]:

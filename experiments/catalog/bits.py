@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Any, Final
 from fedcomp.experiments.catalog.quickstart import points
 from fedcomp.experiments.experiment import Config, Experiment, Option, no_rows
 from fedcomp.experiments.findings import Findings, Say, mean, spread
-from fedcomp.experiments.kit import Records, Sweep, claim, curves, numbers, over_seeds, repetitions, table, workers
+from fedcomp.experiments.kit import (
+    Records,
+    Sweep,
+    claim,
+    curves,
+    learning_line,
+    numbers,
+    over_seeds,
+    repetitions,
+    table,
+    workers,
+)
 from fedcomp.experiments.spec import RunResult, RunSpec
 
 if TYPE_CHECKING:
@@ -125,13 +136,8 @@ def train(label: str, lr: float, seed: int, *, config: Config) -> dict[str, Any]
 
     with quiet():
         result = inprocess.run(spec_of(label, lr, seed, config))
-    sent = 0
-    line = []
-    for record in result.rounds:
-        sent += record.uplink_payload_bytes
-        line.append((float(record.round), 100 * record.accuracy, float(sent)))
     return {
-        "points": line,
+        "points": learning_line(result),
         "settled": points(result),
         "uplink": result.uplink_payload_bytes,
         "downlink": result.downlink_payload_bytes,

@@ -15,6 +15,7 @@ from fedcomp.experiments.kit import (
     Sweep,
     claim,
     curves,
+    learning_line,
     numbers,
     over_seeds,
     repetitions,
@@ -113,11 +114,7 @@ def train(label: str, lr: float, seed: int, *, config: Config, tuning: bool = Fa
 
     with quiet():
         result = inprocess.run(spec_of(label, lr, seed, config, tuning=tuning))
-    sent, line = 0, []
-    for record in result.rounds:
-        sent += record.uplink_payload_bytes
-        line.append((float(record.round), 100 * record.accuracy, float(sent)))
-    return {"points": line, "settled": points(result), "uplink": result.uplink_payload_bytes}
+    return {"points": learning_line(result), "settled": points(result), "uplink": result.uplink_payload_bytes}
 
 
 def ranks(lr: float, seed: int, *, config: Config) -> dict[str, Any]:

@@ -15,7 +15,18 @@ from fedcomp.codecs.power_sgd import FORMS, MEMORIES
 from fedcomp.experiments.catalog.quickstart import points
 from fedcomp.experiments.experiment import Config, Experiment, Option, no_rows
 from fedcomp.experiments.findings import Findings, Say, mean, spread
-from fedcomp.experiments.kit import Records, Sweep, claim, curves, numbers, over_seeds, repetitions, table, workers
+from fedcomp.experiments.kit import (
+    Records,
+    Sweep,
+    claim,
+    curves,
+    learning_line,
+    numbers,
+    over_seeds,
+    repetitions,
+    table,
+    workers,
+)
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.layout import Layout, TensorSpec, Update
 from fedcomp.rng import Key
@@ -94,14 +105,10 @@ def train(label: str, lr: float, seed: int, *, config: Config, tuning: bool = Fa
 
     with quiet():
         result = inprocess.run(spec_of(label, lr, seed, config, tuning=tuning))
-    sent, line = 0, []
-    for record in result.rounds:
-        sent += record.uplink_payload_bytes + record.downlink_payload_bytes
-        line.append((float(record.round), 100 * record.accuracy, float(sent)))
     # What a round takes once every node holds a model.
     late = result.rounds[-1] if result.rounds else None
     return {
-        "points": line,
+        "points": learning_line(result, down=True),
         "settled": points(result),
         "uplink": result.uplink_payload_bytes,
         "downlink": result.downlink_payload_bytes,
