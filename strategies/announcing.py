@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
-from flwr.app import ArrayRecord, Message, RecordDict
+from flwr.app import Array, ArrayRecord, Message, RecordDict
 from numpy.typing import NDArray
 
 from fedcomp.codecs import Codec
 from fedcomp.errors import ConfigError
+from fedcomp.flower.logs import log
 from fedcomp.flower.payload import put_frame
 from fedcomp.flower.protocol import STEP, Announcement, announce
 from fedcomp.flower.records import same_model, to_arrays, to_record
@@ -21,9 +22,12 @@ from fedcomp.plain import Count
 from fedcomp.rng import Key
 from fedcomp.stateful import Stateful, nested
 from fedcomp.strategies.intake import Intake
-from fedcomp.strategies.replies import Peer, SentMessage
+from fedcomp.strategies.replies import Origin, Peer, SentMessage
 from fedcomp.strategies.statistics import warn_of_missing_names
 from fedcomp.versions import Broadcast
+
+MAX_WAITING: Final = 64
+"""Training exchanges that may wait for their replies at a time."""
 
 
 class Announcer(Stateful):
@@ -43,7 +47,11 @@ class Announcer(Stateful):
     layout : Layout
         That of the model the last messages were made from.
     sent : list of SentMessage
-        The messages of the current exchange.
+        The messages of the last exchange.
+    waiting : dict of int to list of SentMessage
+        Those of training exchanges by their rounds, until a round is configured after their replies were aggregated.
+    answered : set of int
+        Rounds of which that was done.
     broadcast : Broadcast or None
         The versions of the model that were sent; None without a downlink.
     sequence : int
@@ -55,6 +63,8 @@ class Announcer(Stateful):
     def __init__(self, downlink: Codec | None, policy: DensityPolicy | None, record: str | None, seed: int) -> None:
         self.layout = Layout(())
         self.sent: list[SentMessage] = []
+        self.waiting: dict[int, list[SentMessage]] = {}
+        self.answered: set[int] = set()
         self._downlink = downlink
         self._policy = policy
         self._record = record
@@ -63,7 +73,7 @@ class Announcer(Stateful):
         self._session = secrets.token_bytes(8)
         self.sequence = 0
         self.broadcast = None if downlink is None else Broadcast(downlink)
-        self._record_name = "arrays"
+        self._adopted: list[Array] = []
         self._model: dict[str, NDArray[Any]] = {}
 
     @property
@@ -78,7 +88,7 @@ class Announcer(Stateful):
 
     def restored(self) -> None:
         """Take the layout from the next model."""
-        self.layout = Layout(())
+        self.layout, self._adopted = Layout(()), []
 
     def layout_of(self, arrays: ArrayRecord, codec: Codec, *, updates_only: bool) -> Layout:
         """Return the layout of updates of a model.
@@ -88,8 +98,12 @@ class Announcer(Stateful):
         return Layout.of(to_arrays(arrays), self._policy, cast_floats=updates_only or not codec.lossless)
 
     def adopt(self, arrays: ArrayRecord, codec: Codec, *, updates_only: bool) -> None:
-        """Take the model of the messages to come."""
-        self._model = to_arrays(arrays)
+        """Take the model of the messages to come, and of the updates that are added next."""
+        # The same arrays are the same model: exchanges that share it are then known to.
+        given = list(arrays.values())
+        if self._adopted and list(map(id, given)) == list(map(id, self._adopted)) and list(arrays) == [*self._model]:
+            return
+        self._adopted, self._model = given, to_arrays(arrays)
         layout = Layout.of(self._model, self._policy, cast_floats=updates_only or not codec.lossless)
         # Once per model, not once per round.
         if layout.order != self.layout.order:
@@ -143,11 +157,11 @@ class Announcer(Stateful):
             # One number for all: what counted messages would tell every client how many others were asked.
             self.sequence += 1
         self.sent = []
+        origins: dict[str, Origin] = {}
         for message in messages:
             node = message.metadata.dst_node_id
             peer = peers.setdefault(node, Peer())
             name, record = self._model_in(message)
-            self._record_name = name
             # Strategies put the same records into all messages; what is added here is this node's alone.
             content = message.content.copy()
             fields: dict[str, Any] = {}
@@ -166,8 +180,46 @@ class Announcer(Stateful):
             )
             # Kept to subtract from what this node sends back; for the others the model itself serves.
             base = to_arrays(record) if id(record) in own else None
-            self.sent.append(SentMessage(addressed, node, fields.get("sequence", 0), base, name))
+            if codec is not None and name not in origins:
+                origins[name] = self.origin(server_round, codec, name)
+            self.sent.append(SentMessage(addressed, node, fields.get("sequence", 0), base, name, origins.get(name)))
         return [sent.message for sent in self.sent]
+
+    def origin(self, server_round: int, codec: Codec, record: str) -> Origin:
+        """Return what the clients of an exchange train from and encode with, now that the model is published."""
+        reference = self._reference()
+        trained = self._model if reference is None else self.layout.unflatten(reference)
+        return Origin(server_round, self._model, reference, self.version, self.layout, codec.at_model(trained), record)
+
+    def hold(self, server_round: int, sent: list[SentMessage]) -> None:
+        """Keep a round's training messages until its replies are aggregated."""
+        for former in self.answered:
+            self.waiting.pop(former, None)
+        self.answered = set()
+        self.waiting[server_round] = sent
+        for former in list(self.waiting)[:-MAX_WAITING]:
+            # Each holds a model; a loop that never aggregates would fill the memory.
+            del self.waiting[former]
+            log.warning(
+                "round %d: %d later rounds were configured before it was aggregated: it is given up",
+                former,
+                MAX_WAITING,
+            )
+
+    def awaited(self, server_round: int) -> list[SentMessage]:
+        """Return the messages of a round's training exchange.
+
+        Raises
+        ------
+        ConfigError
+            When there are none: the round was not configured, or another one was after its replies were aggregated.
+        """
+        if server_round not in self.waiting:
+            raise ConfigError(
+                f"round {server_round} was not configured, or was aggregated before the last one was; rounds that wait "
+                f"for replies: {sorted(self.waiting)}"
+            )
+        return self.waiting[server_round]
 
     def policy_fields(self) -> dict[str, Any]:
         """Return what tells a client which tensors travel dense."""
@@ -214,23 +266,21 @@ class Announcer(Stateful):
             "digest": broadcast.digest,
         }
 
-    def intake(self, report: Report, codec: Codec, weight_key: str | None, *, updates_only: bool) -> Intake:
-        """Return the current training exchange as it is to be received, with the report of its round."""
-        report.asked = len(self.sent)
-        reference = self._reference()
-        trained = self._model if reference is None else self.layout.unflatten(reference)
+    def intake(
+        self, report: Report, sent: Sequence[SentMessage], codec: Codec, weight_key: str | None, *, updates_only: bool
+    ) -> Intake:
+        """Return messages as their replies are to be received: updates will be added to the model adopted last."""
+        report.asked = len(sent)
         return Intake(
             report,
-            self.sent,
+            sent,
             self.layout,
             self._model,
-            codec.at_model(trained),
+            codec,
             # The stream that clients encode with; each reply adds its partition.
             Key(self._seed, "uplink", report.round),
             weight_key=weight_key,
-            record=self._record_name,
-            trained_from=reference,
-            version=self.version,
+            record=sent[0].record if sent else "arrays",
             updates_only=updates_only,
         )
 

@@ -7,7 +7,7 @@ that aggregation memory is one model whatever the number of clients; any other s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -29,6 +29,7 @@ from fedcomp.strategies.intake import Intake
 from fedcomp.strategies.means import weight_key_of
 from fedcomp.strategies.private.flower_dp import require_clip_holds, require_clip_is_seen
 from fedcomp.strategies.receiving import Receiving, Reception
+from fedcomp.strategies.replies import SentMessage
 from fedcomp.strategies.sinks import rule_of
 from fedcomp.strategies.wrapping import held, loop_of, require_inner
 
@@ -215,11 +216,40 @@ class Compressed(Receiving, Strategy, Stateful):
         """
         # Here and not in the constructor: only now is the wrapper around this strategy among the callers.
         require_clip_is_seen(self, self.codec)
+        sent = self.ask(server_round, arrays, config, grid)
+        self.announcer.hold(server_round, sent)
+        return [each.message for each in sent]
+
+    def ask(
+        self,
+        server_round: int,
+        arrays: ArrayRecord,
+        config: ConfigRecord,
+        grid: Grid,
+        among: Callable[[list[Message]], list[Message]] | None = None,
+    ) -> list[SentMessage]:
+        """Return the messages of a training exchange, which its caller keeps and :meth:`aggregate_exchange` takes.
+
+        Parameters
+        ----------
+        among : callable, optional
+            Chooses which of the inner strategy's messages are sent; default all.
+        """
         self.reception.meet(grid, afresh=self._rule.updates_only)
         # Flower allows a generator here, and the messages are walked through more than once.
         messages = list(self.inner.configure_train(server_round, arrays, config, grid))
+        messages = messages if among is None else among(messages)
         self.announcer.adopt(arrays, self.codec, updates_only=self._rule.updates_only)
-        return self.announcer.address(messages, arrays, server_round, self.reception.peers, self.codec)
+        self.announcer.address(messages, arrays, server_round, self.reception.peers, self.codec)
+        return self.announcer.sent
+
+    def follow(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> None:
+        """Take another model as the one that updates are added to, where it has changed since messages were made.
+
+        The inner strategy is shown it the one way there is, as the model of a round; those messages are not sent.
+        """
+        list(self.inner.configure_train(server_round, arrays, config, grid))
+        self.announcer.adopt(arrays, self.codec, updates_only=self._rule.updates_only)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -239,10 +269,10 @@ class Compressed(Receiving, Strategy, Stateful):
         # Noise is added on the common support alone: the rest of an update is never released.
         return layout if support is None else Layout.flat(int(support.size))
 
-    def _intake(self, server_round: int) -> Intake:
+    def _intake(self, server_round: int, sent: Sequence[SentMessage]) -> Intake:
         key, updates_only = weight_key_of(self.inner), self._rule.updates_only
         report = self.reports.join(server_round)
-        return self.announcer.intake(report, self.codec, key, updates_only=updates_only)
+        return self.announcer.intake(report, sent, self.codec, key, updates_only=updates_only)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -257,7 +287,36 @@ class Compressed(Receiving, Strategy, Stateful):
         NoUsableReply
             When clients were asked, no reply of theirs can be used, and no earlier round brought an update either.
         """
-        return self.reception.aggregate(self._intake(server_round), replies, self._rule)
+        outcome = self.aggregate_exchange(server_round, self.announcer.awaited(server_round), replies)
+        self.announcer.answered.add(server_round)
+        return outcome
+
+    def aggregate_exchange(
+        self,
+        server_round: int,
+        sent: Sequence[SentMessage],
+        replies: Iterable[Message],
+        *,
+        scales: Mapping[int, float] | None = None,
+        compensation: float = 0.0,
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Aggregate replies to messages of one exchange or several, as :meth:`aggregate_train` does.
+
+        Updates are what clients made of the models they were sent, and are added to the model that the server has now.
+
+        Parameters
+        ----------
+        sent : sequence of SentMessage
+            One for each node.
+        scales : mapping of node to float, optional
+            Factors of updates beside their weights; default 1.
+        compensation : float
+            λ of delay compensation, see :class:`fedcomp.strategies.intake.Intake`; only where the inner strategy is a
+            weighted mean.
+        """
+        intake = self._intake(server_round, sent)
+        intake.scales, intake.compensation = scales or {}, compensation
+        return self.reception.aggregate(intake, replies, self._rule)
 
     def aggregate_sum(
         self,
@@ -290,11 +349,13 @@ class Compressed(Receiving, Strategy, Stateful):
         LayoutError
             When ``mean`` does not have the layout's size and dtype.
         """
-        intake, consumed = self._intake(server_round), list(members)
+        intake, consumed = self._intake(server_round, self.announcer.awaited(server_round)), list(members)
         if mean is not None and (not consumed or weight <= 0):
             intake.report.notes.append("all replies have weight 0: nothing to average, the model is unchanged")
             mean = None
-        return self.reception.aggregate_mean(intake, mean, consumed, contents, self._rule)
+        outcome = self.reception.aggregate_mean(intake, mean, consumed, contents, self._rule)
+        self.announcer.answered.add(server_round)
+        return outcome
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Note which versions the nodes hold, leave out replies that cannot be averaged, and let inner aggregate."""

@@ -59,10 +59,11 @@ class Intake:
         The metric that weighs an update; None when the inner strategy has no such notion.
     record : str
         Name of the model in the messages.
-    trained_from : float32 array, shape (layout size,), optional
-        What clients trained from, where it is not ``model`` itself.
-    version : int
-        That of the model in the messages; 0 where models have none.
+    scales : mapping of node to float
+        What an update is multiplied by beside its weight: an old one counts less. 1 for a node that is not named.
+    compensation : float
+        λ of delay compensation: ``u - λ u² (now - then)`` takes the place of the mean update ``u`` of clients whose
+        model, ``then``, is no longer the server's.
     updates_only : bool
         Read the update alone, as a private round does: neither weights nor metrics, and buffers keep the values of
         ``model``, whatever a reply holds.
@@ -82,8 +83,8 @@ class Intake:
     key: Key
     weight_key: str | None = None
     record: str = "arrays"
-    trained_from: Vector | None = None
-    version: int = 0
+    scales: Mapping[int, float] = field(default_factory=dict)
+    compensation: float = 0.0
     updates_only: bool = False
     models_asked: bool = False
     errors: list[Message] = field(default_factory=list)
@@ -94,10 +95,47 @@ class Intake:
         """The server's model as one vector."""
         return self.layout.flatten(self.model)
 
-    @property
+    @cached_property
     def start(self) -> Vector:
-        """What clients trained from; :attr:`vector` itself unless a lossy downlink brought them something else."""
-        return self.vector if self.trained_from is None else self.trained_from
+        """What clients trained from, where that is one model; else :attr:`vector`, as if they had trained from it.
+
+        It is :attr:`vector` itself unless a lossy downlink brought them something else, or the server's model changed.
+        """
+        origins = {id(sent.origin) for sent in self.sent}
+        return self.start_of(self.sent[0]) if len(origins) == 1 else self.vector
+
+    def start_of(self, sent: SentMessage) -> Vector:
+        """Return what the client of a message trained from."""
+        origin = sent.origin
+        if origin is None or (origin.reference is None and origin.model is self.model):
+            return self.vector
+        return origin.start
+
+    def codec_of(self, sent: SentMessage) -> Codec:
+        """Return what the client of a message encodes with."""
+        return self.codec if sent.origin is None else sent.origin.codec
+
+    def key_of(self, sent: SentMessage, partition: int | None) -> Key:
+        """Return the random stream of the client of a message."""
+        key = self.key.at(partition=partition or 0)
+        return key if sent.origin is None else key.at(round=sent.origin.round)
+
+    def scale_of(self, sent: SentMessage) -> float:
+        """Return what an update is multiplied by beside its weight."""
+        return self.scales.get(sent.node, 1.0)
+
+    def moves(self, sent: SentMessage) -> bool:
+        """Whether a client's whole model has to be :meth:`placed`."""
+        return self.start_of(sent) is not self.start or self.scale_of(sent) != 1.0
+
+    def placed(self, sent: SentMessage, trained: Vector) -> Vector:
+        """Return a model that a client trained as it were from :attr:`start`, its change scaled; may overwrite it."""
+        if not self.moves(sent):
+            return trained
+        trained -= self.start_of(sent)
+        trained *= np.float32(self.scale_of(sent))
+        trained += self.start
+        return trained
 
     @property
     def buffers(self) -> dict[str, NDArray[Any]]:
@@ -135,7 +173,7 @@ class Intake:
                 raise Rejected("an update that its client did not privatise; its app lacks the mod")
             if arrival.plain is not None and (self.codec.votes or (self.updates_only and self.support is not None)):
                 # A plain update among votes, or on a support shared by all, is made what the others' are.
-                arrival.frame = self._encoded(arrival.plain, self.key.at(partition=take_node(reply) or 0))
+                arrival.frame = self._encoded(arrival.plain, self.key_of(sent, take_node(reply)))
         except Rejected:
             raise
         except FedcompError as error:
@@ -165,11 +203,11 @@ class Intake:
 
         Plain arrays, and frames of a lossless codec, hold whole models; the update is what they changed.
         """
-        base = self.start if arrival.sent.base is None else self.layout.flatten(arrival.sent.base)
+        base = self.start_of(arrival.sent) if arrival.sent.base is None else self.layout.flatten(arrival.sent.base)
         # Finite models may differ by more than float32 holds; the aggregate is checked before it is taken.
         with np.errstate(over="ignore", invalid="ignore"):
             if arrival.opened is not None:
-                vector = self.codec.decode(arrival.opened, self.layout)
+                vector = self.codec_of(arrival.sent).decode(arrival.opened, self.layout)
                 return vector - base if self.codec.lossless else vector
             assert arrival.plain is not None
             return self.layout.flatten(arrival.plain) - base
@@ -189,7 +227,7 @@ class Intake:
         )
 
     def _opened(self, sent: SentMessage, reply: Message, measured: bool) -> Arrival:
-        content, codec, layout = reply.content, self.codec, self.layout
+        content, codec, layout = reply.content, self.codec_of(sent), self.layout
         header = config_in(content, NODE_RECORD)
         metrics_name, weight = weight_of(content, self.weight_key)
         frame = take_frame(content, UPDATE)
@@ -204,7 +242,7 @@ class Intake:
             if sequence != sent.sequence:
                 raise Rejected(f"update answers message {sequence}, expected {sent.sequence}: a stale reply")
             # With the key, so that random coordinates are compared with those that this round and partition draw.
-            bundle = codec.verify(frame, layout, self.key.at(partition=take_node(reply) or 0))
+            bundle = codec.verify(frame, layout, self.key_of(sent, take_node(reply)))
             # A private round keeps the server's buffers: they would be a release that no ledger accounts for.
             received = self.model if self.updates_only else decode_exact(take_frame(content, EXACT), layout)
             exact = {t.name: check_exact(received[t.name], t, self.model[t.name]) for t in layout.exact}
@@ -221,7 +259,7 @@ class Intake:
             # Whole models arrived: the update is what they changed.
             whole = layout.flatten(arrival.plain) if arrival.plain is not None else codec.decode(bundle, layout)
             with np.errstate(over="ignore"):
-                arrival.norm = norm(whole, self.start if sent.base is None else layout.flatten(sent.base))
+                arrival.norm = norm(whole, self.start_of(sent) if sent.base is None else layout.flatten(sent.base))
         # The decoded model will stand under this name, and must replace nothing.
         if arrival.record in rest or arrival.record.startswith(PREFIX):
             raise Rejected(f"the update's record is named {arrival.record!r}, like another record of the reply")

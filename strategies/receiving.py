@@ -200,7 +200,7 @@ class Reception(Stateful):
         def read(sent: SentMessage, reply: Message) -> Arrival:
             nonlocal ahead
             arrival = intake.read(sent, reply, measured=rule.measured, takes_plain=rule.takes_plain)
-            self.note_version(sent, reply, intake.version)
+            self.note_version(sent, reply, 0 if sent.origin is None else sent.origin.version)
             if ahead is not None:
                 parsed = arrival.parsed
                 try:

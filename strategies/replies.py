@@ -10,16 +10,19 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Final, Protocol, TypeVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from numpy.typing import NDArray
 
+from fedcomp.codecs import Codec
 from fedcomp.errors import FedcompError
 from fedcomp.flower.metered import addressed
 from fedcomp.flower.payload import models, take_node
 from fedcomp.flower.protocol import PREFIX
 from fedcomp.flower.report import Report, shorten
+from fedcomp.layout import Layout, Vector
 from fedcomp.strategies.guard import Norms
 from fedcomp.strategies.partitions import Holders
 from fedcomp.wire import Bundle, Frame, FrameSizes
@@ -76,10 +79,49 @@ class Peer:
 
 
 @dataclass(frozen=True)
-class SentMessage:
-    """One message of the current exchange.
+class Origin:
+    """What all messages of one exchange have in common, kept until their replies are aggregated.
 
-    ``base`` is set when the node got a model of its own; ``record`` is the name of the model in the message.
+    Between two of its exchanges a node's model stands still, the server's may not: an update is what a client made of
+    the model that it was sent, and is added to the one that the server has by then.
+
+    Attributes
+    ----------
+    round : int
+        Coordinate of the clients' random streams.
+    model : mapping of name to ndarray
+        The server's model when the messages were made.
+    reference : float32 array, shape (layout size,), or None
+        What a lossy downlink made of it; None where clients got the model itself.
+    version : int
+        That of the model in the messages; 0 where models have none.
+    layout : Layout
+    codec : Codec
+        What clients encode with, bound to the model where it needs one.
+    record : str
+        Name of the model in the messages.
+    """
+
+    round: int
+    model: Arrays
+    reference: Vector | None
+    version: int
+    layout: Layout
+    codec: Codec
+    record: str
+
+    @cached_property
+    def start(self) -> Vector:
+        """What clients trained from."""
+        return self.layout.flatten(self.model) if self.reference is None else self.reference
+
+
+@dataclass(frozen=True)
+class SentMessage:
+    """One message of an exchange.
+
+    ``base`` is set when the node got a model of its own; ``record`` is the name of the model in the message. ``origin``
+    is None where an exchange is over before the model can change.
     """
 
     message: Message
@@ -87,6 +129,7 @@ class SentMessage:
     sequence: int
     base: Arrays | None = None
     record: str = ""
+    origin: Origin | None = None
 
 
 class Weighed(Protocol):

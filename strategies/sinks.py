@@ -265,16 +265,20 @@ class MeanSink(Sink):
         if self._weight <= 0:
             return
         intake = self._intake
+        codec, factor = intake.codec_of(arrival.sent), arrival.weight / self._weight
         update: Frame | Bundle | Vector
-        if arrival.opened is not None:
-            update = arrival.opened
-        else:
+        if arrival.opened is None:
             assert arrival.plain is not None
-            update = intake.layout.flatten(arrival.plain)
+            update = intake.placed(arrival.sent, intake.layout.flatten(arrival.plain))
             # A lossless codec sums whole models, plain ones as they are.
-            if not intake.codec.lossless:
+            if not codec.lossless:
                 update -= intake.start
-        self._sum.add(intake.codec, update, arrival.weight / self._weight, arrival.exact)
+        elif codec.lossless and intake.moves(arrival.sent):
+            update = intake.placed(arrival.sent, codec.decode(arrival.opened, intake.layout))
+        else:
+            update = arrival.opened
+            factor *= intake.scale_of(arrival.sent) if not codec.lossless else 1.0
+        self._sum.add(codec, update, factor, arrival.exact)
         arrival.parsed = None
 
     def holds(self, arrivals: Sequence[Arrival]) -> bool:
@@ -307,6 +311,10 @@ class MeanSink(Sink):
         elif intake.start is not intake.vector:
             # Clients sent whole models grown from the reference: add what the reference lacks of the true model.
             np.add(out.vector, intake.vector - intake.start, out=out.vector)
+        if intake.compensation:
+            step = out.vector - intake.vector
+            step *= np.float32(intake.compensation) * step
+            np.subtract(out.vector, step * (intake.vector - intake.start), out=out.vector)
         first = arrivals[0]
         exact = mean_of_constants(self._sum.exact, intake.model)
         return aggregate_once(
@@ -340,13 +348,17 @@ class RepliesSink(Sink):
             vector = layout.flatten(arrival.plain)
         else:
             assert arrival.opened is not None
-            vector = intake.codec.decode(arrival.opened, layout)
+            vector = intake.codec_of(arrival.sent).decode(arrival.opened, layout)
             arrival.parsed = None
         if arrival.plain is None and not intake.codec.lossless:
             # Before the base is added, as above.
             self._changed |= vector != 0.0
+            if (scale := intake.scale_of(arrival.sent)) != 1.0:
+                vector *= np.float32(scale)
             vector += base
         else:
+            if own is None:
+                vector = intake.placed(arrival.sent, vector)
             self._changed |= vector != (intake.start if own is None else base)
             if intake.start is not intake.vector and own is None:
                 # A lossy downlink brought clients another model: what they changed is put on top of the server's own.

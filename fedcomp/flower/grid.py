@@ -9,7 +9,7 @@ expose code that depends on their order, and a virtual clock turns byte counts i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, cast
 from weakref import WeakKeyDictionary
@@ -130,6 +130,7 @@ class InProcessGrid(GridNodes, Grid):
         self._pulls = 0
         # Weak: a figure goes when its message does, or a long run would keep all its messages alive.
         self._sizes: WeakKeyDictionary[Message, int] = WeakKeyDictionary()
+        self._arrivals: WeakKeyDictionary[Message, float] = WeakKeyDictionary()
         self._claim: IdentityClaim | None = None
         self._identify(self.run_id)
 
@@ -233,14 +234,29 @@ class InProcessGrid(GridNodes, Grid):
         ``enough`` is asked after every reply, in the order of their arrival: when it says so the exchange is over, and
         slower replies are not returned.
         """
+        return self.receive(self.push_messages(messages), timeout=timeout, enough=enough)
+
+    def receive(
+        self,
+        message_ids: Collection[str],
+        *,
+        timeout: float | None = None,
+        enough: Callable[[Sequence[Message]], bool] | None = None,
+    ) -> list[Message]:
+        """Wait for replies to messages that were pushed before; arguments and result of :meth:`send_and_receive`."""
         deadline = float("inf") if timeout is None else self.clock + timeout
-        ids = self.push_messages(messages)
-        satisfied = None if enough is None else self._flights.enough_at(ids, self.exchange, deadline, enough)
-        replies = self._collect(ids, deadline if satisfied is None else satisfied)
+        satisfied = None if enough is None else self._flights.enough_at(message_ids, self.exchange, deadline, enough)
+        # What arrived while the server was busy is there now, however little would be enough.
+        until = deadline if satisfied is None else max(satisfied, self.clock)
+        replies = self._collect(message_ids, until)
         # Whatever is still in flight did not come in time, and a server waits for it to the end.
-        if satisfied is None and timeout is not None and any(message_id in self._flights for message_id in ids):
+        if satisfied is None and timeout is not None and any(message_id in self._flights for message_id in message_ids):
             self.clock = deadline
         return replies
+
+    def arrived(self, reply: Message) -> float:
+        """Return the simulated second in which a reply that was handed out had arrived."""
+        return self._arrivals.get(reply, self.clock)
 
     def _collect(self, message_ids: Iterable[str], deadline: float) -> list[Message]:
         replies: list[Message] = []
@@ -254,6 +270,7 @@ class InProcessGrid(GridNodes, Grid):
             for reply in there:
                 message = unpack(reply.packed)
                 self._sizes[message] = reply.packed.wire
+                self._arrivals[message] = reply.arrival
                 replies.append(message)
                 # Never back: a reply may be pulled long after it arrived.
                 self.clock = max(self.clock, reply.arrival)

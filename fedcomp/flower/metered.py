@@ -11,9 +11,10 @@ and never moves or merges what another node online is known by.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, cast
+from weakref import WeakKeyDictionary
 
 from flwr.app import Message
 from flwr.serverapp import Grid
@@ -27,6 +28,9 @@ from fedcomp.flower.privacy import is_secret
 from fedcomp.flower.wrapper import GridWrapper, as_batch
 from fedcomp.logs import log
 from fedcomp.stateful import Stateful
+
+POLL_SECONDS: Final = 0.1
+"""Between two looks for replies on an engine that runs by itself; Flower's own deployment grid waits 3 s."""
 
 PartitionOf = Callable[[int], "int | None"]
 Addressed = tuple[str, int]
@@ -65,6 +69,45 @@ def join(sent: Sequence[Addressed], replies: Iterable[Message], partition_of: Pa
 
     # Sums of floats depend on the order of their terms: in partition order a run gives the same bits on every engine.
     return [first[index] for index in sorted(first, key=place)]
+
+
+def poll(
+    grid: Grid,
+    missing: set[str],
+    timeout: float | None,
+    enough: Callable[[Sequence[Message]], bool] | None = None,
+    *,
+    seconds: float = POLL_SECONDS,
+    arrive: Callable[[Message], None] | None = None,
+) -> list[Message]:
+    """Look for replies until none of ``missing`` is left, ``timeout`` real seconds are over, or it is enough.
+
+    Parameters
+    ----------
+    missing : set of str
+        Ids of messages.
+    seconds : float
+        Between two looks.
+    arrive : callable, optional
+        Is shown each reply when it is found.
+    """
+    end = None if timeout is None else time.monotonic() + timeout
+    replies: list[Message] = []
+    while missing:
+        found = list(grid.pull_messages(missing))
+        if arrive is not None:
+            for reply in found:
+                arrive(reply)
+        replies.extend(found)
+        missing = missing - {reply.metadata.reply_to_message_id for reply in found}
+        # After the pull: however short the timeout, there is one look.
+        if not missing or (end is not None and time.monotonic() >= end):
+            break
+        # Nothing new, nothing to ask: ``enough`` may be costly.
+        if enough is not None and found and enough(replies):
+            break
+        time.sleep(seconds)
+    return replies
 
 
 def partition_lookup(grid: Grid) -> PartitionOf:
@@ -221,8 +264,7 @@ class MeteredGrid(GridWrapper):
     ledger : TrafficLedger, optional
         Where the rows go; a new one by default.
     poll_seconds : float
-        How long to wait between two looks for replies on an engine that runs by itself. Flower's own deployment grid
-        waits 3 s.
+        How long to wait between two looks for replies on an engine that runs by itself.
 
     Attributes
     ----------
@@ -251,11 +293,13 @@ class MeteredGrid(GridWrapper):
     0
     """
 
-    def __init__(self, inner: Grid, ledger: TrafficLedger | None = None, poll_seconds: float = 0.1) -> None:
+    def __init__(self, inner: Grid, ledger: TrafficLedger | None = None, poll_seconds: float = POLL_SECONDS) -> None:
         super().__init__(inner)
         self.poll_seconds = poll_seconds
         self.meter = Meter(inner, TrafficLedger() if ledger is None else ledger)
         self._round: int | None = None
+        # Weak: a time goes when its message does, or a long run would keep all its messages alive.
+        self._arrivals: WeakKeyDictionary[Message, float] = WeakKeyDictionary()
 
     @property
     def ledger(self) -> TrafficLedger:
@@ -344,28 +388,38 @@ class MeteredGrid(GridWrapper):
             sizes = self._weighed(batch)
             ids = list(self.inner.push_messages(batch))
             self.meter.count_down(batch, sizes, set(ids), self._round)
-            replies = self._await({message_id for message_id in ids if message_id}, timeout, enough)
+            replies = self._poll({message_id for message_id in ids if message_id}, timeout, enough)
         self.meter.count_up(replies)
         return join(addressed(batch), replies, self.partition_of)
 
-    def _await(
-        self, missing: set[str], timeout: float | None, enough: Callable[[Sequence[Message]], bool] | None = None
+    def receive(
+        self,
+        message_ids: Collection[str],
+        *,
+        timeout: float | None = None,
+        enough: Callable[[Sequence[Message]], bool] | None = None,
     ) -> list[Message]:
-        """Look for replies until none of ``missing`` is left, ``timeout`` real seconds are over, or it is enough."""
-        end = None if timeout is None else time.monotonic() + timeout
-        replies: list[Message] = []
-        while missing:
-            arrived = list(self.inner.pull_messages(missing))
-            replies.extend(arrived)
-            missing = missing - {reply.metadata.reply_to_message_id for reply in arrived}
-            # After the pull: however short the timeout, there is one look.
-            if not missing or (end is not None and time.monotonic() >= end):
-                break
-            # Nothing new, nothing to ask: ``enough`` may be costly.
-            if enough is not None and arrived and enough(replies):
-                break
-            time.sleep(self.poll_seconds)
+        """Wait for replies to messages that were pushed before; return those that came, each counted."""
+        if hasattr(self.inner, "receive"):
+            replies = list(self.inner.receive(message_ids, timeout=timeout, enough=enough))
+        else:
+            replies = self._poll(set(message_ids), timeout, enough)
+        self.meter.count_up(replies)
         return replies
+
+    def arrived(self, reply: Message) -> float:
+        """Return the second in which a reply arrived, on the clock of the engine."""
+        if hasattr(self.inner, "arrived"):
+            return float(self.inner.arrived(reply))
+        return self._arrivals.get(reply, time.monotonic())
+
+    def _poll(
+        self, missing: set[str], timeout: float | None, enough: Callable[[Sequence[Message]], bool] | None
+    ) -> list[Message]:
+        def arrive(reply: Message) -> None:
+            self._arrivals[reply] = time.monotonic()
+
+        return poll(self.inner, missing, timeout, enough, seconds=self.poll_seconds, arrive=arrive)
 
     def record_peer(self, round: int, node_id: int, message_type: str, payload: int, wire: int) -> None:
         """Count bytes that a client handed to another one without the server; they crossed no link seen here.

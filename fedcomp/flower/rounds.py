@@ -2,6 +2,7 @@
 
     replies = yield messages
     replies = yield Push(messages, timeout=5.0)
+    yield Send(messages); ...; replies = yield Collect(messages)
 
 An exchange is one push of messages and the replies that came back. A strategy that needs several per round (gossip,
 PowerSGD, support agreement) reads as straight-line code, and one driver sends, joins, times out and counts for all
@@ -24,11 +25,12 @@ from flwr.serverapp.strategy import Result, Strategy
 from fedcomp.errors import ConfigError
 from fedcomp.flower.logs import log
 from fedcomp.flower.metered import addressed, join, partition_lookup
+from fedcomp.flower.pipeline import Collect, Send, collect
 from fedcomp.flower.privacy import find_private
 
 T = TypeVar("T")
 
-Exchanges = Generator[Iterable[Message], list[Message], T]
+Exchanges = Generator[Iterable[Message] | Send | Collect, list[Message], T]
 """Yields the messages of an exchange, receives its replies in partition order, returns what the round came to."""
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
@@ -126,6 +128,7 @@ def drive_many(rounds: Sequence[Exchanges[T]], grid: Grid, *, timeout: float | N
     partition_of = partition_lookup(grid)
     values: dict[int, T] = {}
     waiting: dict[int, list[Message]] = {}
+    collecting: dict[int, Collect] = {}
     limits: dict[int, float | None] = {}
     enough: dict[int, Enough | None] = {}
 
@@ -133,18 +136,32 @@ def drive_many(rounds: Sequence[Exchanges[T]], grid: Grid, *, timeout: float | N
         try:
             # send(None) starts a generator; after that every send carries the replies.
             pushed = rounds[index].send(cast(Any, replies))
+            while isinstance(pushed, Send):
+                if batch := _as_messages(pushed.messages):
+                    grid.push_messages(batch)
+                pushed = rounds[index].send([])
+            collecting.pop(index, None)
+            if isinstance(pushed, Collect):
+                waiting.pop(index, None)
+                collecting[index] = pushed
+                return
             waiting[index] = _as_messages(pushed)
             limits[index] = _shorter(timeout, pushed.timeout if isinstance(pushed, Push) else None)
             enough[index] = pushed.enough if isinstance(pushed, Push) else None
         except StopIteration as stop:
             waiting.pop(index, None)
+            collecting.pop(index, None)
             # A generator's return value arrives as the value of the exception that ends it.
             values[index] = stop.value
 
     try:
         for index in range(len(rounds)):
             advance(index, None)
-        while waiting:
+        while waiting or collecting:
+            for index, wanted in list(collecting.items()):
+                advance(index, collect(grid, wanted, timeout))
+            if not waiting:
+                continue
             _refuse_shared_nodes(waiting.values())
             batch = [message for messages in waiting.values() for message in messages]
             # An exchange without messages waits for nobody, so its limit does not count.

@@ -50,7 +50,7 @@ def test_error_feedback_of_the_downlink_catches_up() -> None:
     strategy = Compressed(Still(), TopK(density=1.0), downlink=TopK(density=0.1))
     _, _, _ = start(strategy, rounds=40)
     assert strategy.announcer.broadcast is not None
-    target = strategy.announcer.intake(Report(40), strategy.codec, None, updates_only=False).vector
+    target = strategy.announcer.intake(Report(40), [], strategy.codec, None, updates_only=False).vector
     assert np.abs(target).max() > 100
     np.testing.assert_array_equal(strategy.announcer.broadcast.reference, target)
 
