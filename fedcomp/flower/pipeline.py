@@ -1,7 +1,7 @@
 """Messages that are not waited for at once, so that several exchanges are on their way at a time.
 
 A round (:mod:`fedcomp.flower.rounds`) says ``yield Send(messages)`` and goes on; it, or a later round of the same
-strategy, says ``replies = yield Collect(messages, ...)``. What happens in between, on nodes, links and server, overlaps.
+strategy, says ``replies = yield Collect(messages, ...)``. What nodes, links and server do in between overlaps.
 Flower's own loop cannot do that: it waits for every exchange, three seconds at a look.
 
 Seconds are the grid's: simulated ones on the in-process engine, a monotonic clock's elsewhere.

@@ -1,0 +1,66 @@
+"""How long a server waits for a round, by what its clients took before."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+
+from fedcomp import params
+from fedcomp.stateful import Stateful
+
+
+class Deadline(Stateful):
+    """A quantile of the asked clients' own past times, with some slack.
+
+    A client counts with the median of its last times. Replies that come too late to be used are timed, too, or a client
+    that got slower would stay unknown.
+
+    Parameters
+    ----------
+    quantile : float
+        Share of the asked clients that is expected in time, in (0, 1].
+    slack : float
+        Factor on that time, at least 1: times vary from round to round.
+    history : int
+        Times of a client that are remembered.
+
+    Raises
+    ------
+    ConfigError
+        For other values.
+
+    Examples
+    --------
+    >>> deadline = Deadline(quantile=0.5, slack=2.0)
+    >>> deadline.seconds([1, 2], most=60.0)
+    60.0
+    >>> for node, took in ((1, 3.0), (2, 5.0)):
+    ...     deadline.note(node, took)
+    >>> deadline.seconds([1, 2], most=60.0)
+    8.0
+    """
+
+    STATE: ClassVar[Mapping[str, Any]] = {"_times": dict[int, list[float]]}
+
+    def __init__(self, quantile: float = 0.8, slack: float = 1.5, history: int = 8) -> None:
+        self.quantile = params.density(quantile)
+        self.slack = params.number("slack", slack, rule="a finite number >= 1", ok=lambda v: 1.0 <= v < float("inf"))
+        self.history = params.integer("history", history, low=1)
+        self._times: dict[int, list[float]] = {}
+
+    def note(self, node: int, seconds: float) -> None:
+        """Remember what a client took, from the message being sent to the reply being there."""
+        self._times[node] = [*self._times.get(node, []), seconds][-self.history :]
+
+    def seconds(self, nodes: Collection[int], most: float) -> float:
+        """Return how long to wait for ``nodes``: ``most`` as long as half of them are unknown, and never more."""
+        known = [float(np.median(self._times[node])) for node in nodes if node in self._times]
+        if 2 * len(known) <= len(nodes):
+            return most
+        return min(most, self.slack * float(np.quantile(known, self.quantile)))
+
+    def identity(self) -> dict[str, Any]:
+        """Return the settings, which must not change within a run."""
+        return {"quantile": self.quantile, "slack": self.slack, "history": self.history}
