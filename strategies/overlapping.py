@@ -67,7 +67,7 @@ class InFlight(ReportSection, name="flight"):
         """Return staleness, and what is under way, late or held back."""
         said = [f"{self.under_way} under way"]
         if self.staleness:
-            said.insert(0, f"up to {max(self.staleness.values())} steps old")
+            said.insert(0, f"staleness up to {max(self.staleness.values())}")
         said += [f"{count} {name}" for name, count in (("late", self.late), ("held back", self.held_back)) if count]
         return ", ".join(said)
 

@@ -355,7 +355,7 @@ app = squares([compression()])
 def dying(message, context):
     reply = app(message, context)
     number = int(next(iter(message.content.config_records.values()))["server-round"])
-    if number == 6 and context.node_config["partition-id"] == 2:
+    if number == 6 and context.node_config["partition-id"] == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     return reply
 
@@ -428,7 +428,7 @@ def test_an_engine_that_cannot_be_stored_has_the_rounds_in_flight_sent_again(tmp
         ),
         (lambda: PipelinedStrategy(quiet(FedMedian), compensation=0.1), "looks at single ones"),
         (lambda: PipelinedStrategy(SharedSupport()), "exchanges of its own"),
-        (lambda: PipelinedStrategy(topagg(quiet(), BALLOT, **NOISY)), "promise"),
+        (lambda: PipelinedStrategy(topagg(quiet(), BALLOT, server_lr=0.25, **NOISY)), "promise"),
         (lambda: PipelinedStrategy(pipe()), "exchanges of its own"),
         (lambda: PipelinedStrategy(quiet(), mode="nodes"), "mode"),
     ],
