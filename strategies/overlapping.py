@@ -19,7 +19,7 @@ from fedcomp import params
 from fedcomp.codecs import Identity
 from fedcomp.errors import ConfigError
 from fedcomp.flower._private import set_message_id
-from fedcomp.flower.logs import log
+from fedcomp.flower.logs import log, unsampled
 from fedcomp.flower.pipeline import Collect, NodesShown, arrived, now
 from fedcomp.flower.privacy import find_private
 from fedcomp.flower.records import to_record
@@ -289,12 +289,10 @@ class Overlapping(ExchangeStrategy, Receiving, Stateful):
         self.pending += pending
         return pending
 
-    def _idle_only(self, server_round: int, messages: list[Message]) -> list[Message]:
-        """Return the messages to nodes that have no other one; count the rest."""
-        busy = {each.sent.node for each in (*self.pending, *self.given_up)}
-        kept = [message for message in messages if message.metadata.dst_node_id not in busy]
-        self.reports.join(server_round).section(InFlight).held_back += len(messages) - len(kept)
-        return kept
+    @property
+    def busy(self) -> set[int]:
+        """Nodes that have a message already."""
+        return {each.sent.node for each in (*self.pending, *self.given_up)}
 
     def _collect(
         self, waited: Sequence[Pending], until: float, grid: Grid, enough: Callable[[Sequence[Message]], bool] | None
@@ -341,7 +339,8 @@ class Overlapping(ExchangeStrategy, Receiving, Stateful):
     ) -> Outcome:
         """Let the inner strategy make a step from replies to ``arrivals``, on top of ``arrays``."""
         if self._shown is not arrays:
-            self.inner.follow(server_round, arrays, ConfigRecord(self._config), NodesShown(grid, self._seen))
+            with unsampled():
+                self.inner.follow(server_round, arrays, ConfigRecord(self._config), NodesShown(grid, self._seen))
             self._shown = arrays
         self._note(self.reports.join(server_round), arrivals, grid)
         model, metrics = self.inner.aggregate_exchange(

@@ -23,7 +23,7 @@ from fedcomp.flower.records import to_record
 from fedcomp.flower.rounds import Exchanges
 from fedcomp.strategies.deadlines import Deadline
 from fedcomp.strategies.means import MEANS, is_mean
-from fedcomp.strategies.overlapping import Outcome, Overlapping
+from fedcomp.strategies.overlapping import InFlight, Outcome, Overlapping
 
 MODES: Final = ("cohort", "node")
 
@@ -176,8 +176,11 @@ class PipelinedStrategy(Overlapping):
 
     def _send(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Exchanges[None]:
         def choose(messages: list[Message]) -> list[Message]:
-            # Two at a time are what the mode is for, unless a node is behind anyway.
-            return messages if self.mode == "node" else self._idle_only(server_round, messages)
+            # Two at a time are what the other mode is for.
+            busy = set() if self.mode == "node" else self.busy
+            kept = [message for message in messages if message.metadata.dst_node_id not in busy]
+            self.reports.join(server_round).section(InFlight).held_back += len(messages) - len(kept)
+            return kept
 
         nodes = self._turn(server_round, grid)
         pending = self._ask(server_round, arrays, config, grid, nodes, choose)

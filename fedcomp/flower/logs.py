@@ -10,12 +10,16 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
+from threading import get_ident
 from typing import Final
 
 from fedcomp.logs import log
 
 flowers: Final = logging.getLogger("flwr")
-__all__ = ["flowers", "log", "quiet"]
+__all__ = ["flowers", "log", "quiet", "unsampled"]
+
+_SAMPLED: Final = "configure_train: Sampled"
+"""How Flower's line begins that says how many nodes a strategy sampled."""
 
 
 @contextlib.contextmanager
@@ -29,3 +33,19 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         flowers.setLevel(before)
+
+
+@contextlib.contextmanager
+def unsampled() -> Iterator[None]:
+    """Keep Flower's line of how many nodes were sampled out of the log, where other nodes are asked than these."""
+    # The logger is the whole process's: lines of a strategy in another thread stay.
+    thread = get_ident()
+
+    def other(record: logging.LogRecord) -> bool:
+        return record.thread != thread or not str(record.msg).startswith(_SAMPLED)
+
+    flowers.addFilter(other)
+    try:
+        yield
+    finally:
+        flowers.removeFilter(other)
