@@ -45,7 +45,7 @@ class InFlight(ReportSection, name="flight"):
     Attributes
     ----------
     staleness : dict of int to int
-        Steps that the server's model had made, when an update was added, since its client was sent the model.
+        Steps that the server's model had made, when an answer was taken, since its client was sent the model.
     under_way : int
         Messages that were still waited for when the step was made.
     late : int
@@ -342,7 +342,9 @@ class Overlapping(ExchangeStrategy, Receiving, Stateful):
             with unsampled():
                 self.inner.follow(server_round, arrays, ConfigRecord(self._config), NodesShown(grid, self._seen))
             self._shown = arrays
-        self._note(self.reports.join(server_round), arrivals, grid)
+        answered = {reply.metadata.reply_to_message_id for reply in replies}
+        came = [each for each in arrivals if each.sent.message.metadata.message_id in answered]
+        self._note(self.reports.join(server_round), came, grid)
         model, metrics = self.inner.aggregate_exchange(
             server_round, [each.sent for each in arrivals], replies, **options
         )

@@ -1,0 +1,140 @@
+"""Trainings on the virtual clock whose clients have a pace each: seconds, accuracy, bytes, and whose updates were used.
+
+A client's pace is log-normal over the clients and, less so, over its messages. The seconds are the clock's of the
+in-process engine, which the strategies themselves wait by; training and bytes are real.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from fedcomp.rng import Key
+
+if TYPE_CHECKING:
+    from fedcomp.experiments.spec import RunSpec
+    from fedcomp.flower.faults import Delivery
+    from fedcomp.strategies.overlapping import Overlapping
+
+POINTS: Final = 120
+"""Evaluations of a training, spread evenly over its seconds."""
+
+ROUNDS: Final = 1_000_000
+"""More than any training has: seconds end it."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Seconds per training message.
+
+    Attributes
+    ----------
+    seed : int
+    clients : int
+    mean : float
+        Over clients and messages.
+    variation, jitter : float
+        Coefficients of variation over clients, and over the messages of one client.
+    """
+
+    seed: int
+    clients: int
+    mean: float = 1.0
+    variation: float = 1.0
+    jitter: float = 0.3
+
+    def of(self, partition: int) -> float:
+        """Return a client's mean seconds."""
+        from fedcomp.timing.pipeline import log_normal
+
+        drawn = log_normal(self.mean, self.variation, self.clients, Key(self.seed, "pace/clients"))
+        return float(drawn[partition])
+
+    def __call__(self, delivery: Delivery) -> float:
+        """Return the seconds of one message."""
+        from fedcomp.timing.pipeline import log_normal
+
+        if not delivery.message_type.startswith("train"):
+            return 0.0
+        key = Key(self.seed, "pace/messages", delivery.exchange, delivery.partition)
+        return self.of(delivery.partition) * float(log_normal(1.0, self.jitter, 1, key)[0])
+
+
+class _TimeIsUp(Exception):
+    """Ends a training."""
+
+
+def train(strategy: Overlapping, spec: RunSpec, pace: Callable[[Delivery], float], seconds: float) -> dict[str, Any]:
+    """Train for so many simulated seconds.
+
+    Parameters
+    ----------
+    strategy : Overlapping
+    spec : RunSpec
+        Task, clients, seed and how clients train; its system and rounds count for nothing.
+    pace : callable
+        Seconds of a message.
+    seconds : float
+
+    Returns
+    -------
+    dict
+        ``line`` of (second, test accuracy in percent), ``uplink`` bytes of payload, ``steps`` of the model, and
+        ``shares``: updates used of each client, by partition.
+    """
+    from flwr.app import Array, ArrayRecord
+
+    from fedcomp.clients.app import app
+    from fedcomp.experiments.serve import client_config
+    from fedcomp.experiments.systems import get_system
+    from fedcomp.flower.grid import InProcessGrid
+    from fedcomp.flower.logs import quiet
+    from fedcomp.flower.metered import MeteredGrid
+    from fedcomp.flower.rounds import RoundOutcome, fit
+    from fedcomp.strategies.parts import TASK_PREFIX, below
+    from fedcomp.tasks import get_task
+    from fedcomp.tasks.arrays import load_arrays, to_arrays
+
+    settings = get_system("fedavg").resolve(spec.settings)
+    task = get_task(spec.task, **below(settings, TASK_PREFIX))
+    model = task.model(spec.seed)
+    start = ArrayRecord({name: Array(array) for name, array in to_arrays(model).items()})
+    line: list[tuple[float, float]] = []
+    with quiet(), InProcessGrid(app, spec.clients, seed=spec.seed, compute_seconds=pace) as inner:
+        grid = MeteredGrid(inner)
+
+        def keep(server_round: int, arrays: ArrayRecord, outcome: RoundOutcome) -> None:
+            if not line or inner.clock >= line[-1][0] + seconds / POINTS or inner.clock >= seconds:
+                load_arrays(model, {name: array.numpy() for name, array in arrays.items()}, cast=True)
+                line.append((inner.clock, 100.0 * float(task.evaluate(model, task.test)[task.metric])))
+            if inner.clock >= seconds:
+                raise _TimeIsUp
+
+        config = client_config(spec, settings)
+        try:
+            fit(strategy, grid, start, ROUNDS, timeout=None, train_config=config, on_round=keep)
+        except _TimeIsUp:
+            pass
+        used: Counter[int] = Counter()
+        for report in strategy.reports.values():
+            if "flight" in report.sections:
+                used.update(node for node in report.flight.staleness if node not in report.refused)  # type: ignore[attr-defined]
+        shares = [used[node] for node in grid.get_node_ids()]
+        uplink = grid.ledger.total("payload", direction="up")
+    return {"line": line, "uplink": uplink, "steps": strategy.steps, "shares": shares}
+
+
+def seconds_to(line: Sequence[Sequence[float]], target: float, width: int = 3) -> float:
+    """Return when the running mean of the accuracies of ``width`` points reaches ``target``; infinity when never."""
+    for i in range(width - 1, len(line)):
+        if sum(point[1] for point in line[i - width + 1 : i + 1]) / width >= target:
+            return float(line[i][0])
+    return float("inf")
+
+
+def evenness(shares: Sequence[int]) -> float:
+    """Return Jain's index of what clients contribute: 1 where all contribute alike, 1/n where one does alone."""
+    total = sum(shares)
+    return total**2 / (len(shares) * sum(share**2 for share in shares)) if total else 0.0
