@@ -6,6 +6,7 @@ in-process engine, which the strategies themselves wait by; training and bytes a
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -93,6 +94,7 @@ def train(strategy: Overlapping, spec: RunSpec, pace: Callable[[Delivery], float
     from fedcomp.flower.logs import quiet
     from fedcomp.flower.metered import MeteredGrid
     from fedcomp.flower.rounds import RoundOutcome, fit
+    from fedcomp.strategies.overlapping import InFlight
     from fedcomp.strategies.parts import TASK_PREFIX, below
     from fedcomp.tasks import get_task
     from fedcomp.tasks.arrays import load_arrays, to_arrays
@@ -113,14 +115,11 @@ def train(strategy: Overlapping, spec: RunSpec, pace: Callable[[Delivery], float
                 raise _TimeIsUp
 
         config = client_config(spec, settings)
-        try:
+        with contextlib.suppress(_TimeIsUp):
             fit(strategy, grid, start, ROUNDS, timeout=None, train_config=config, on_round=keep)
-        except _TimeIsUp:
-            pass
         used: Counter[int] = Counter()
         for report in strategy.reports.values():
-            if "flight" in report.sections:
-                used.update(node for node in report.flight.staleness if node not in report.refused)  # type: ignore[attr-defined]
+            used.update(node for node in report.section(InFlight).staleness if node not in report.refused)
         shares = [used[node] for node in grid.get_node_ids()]
         uplink = grid.ledger.total("payload", direction="up")
     return {"line": line, "uplink": uplink, "steps": strategy.steps, "shares": shares}

@@ -1,5 +1,4 @@
-"""Least squares in a real deployment whose clients sleep: what overlapping exchanges gain in seconds of the clock on the
-wall.
+"""Least squares in a real deployment whose clients sleep: what overlapping exchanges gain on the clock on the wall.
 
 Each SuperNode runs one message at a time, in a process of its own; the server works, too, for a while each round. The
 problem is small and needs no torch, so that what costs time is the sleeping, and Flower itself.
@@ -26,7 +25,7 @@ from fedcomp.flower.rounds import fit
 from fedcomp.rng import Key
 from fedcomp.strategies.buffered import Buffered
 from fedcomp.strategies.deadlines import Deadline
-from fedcomp.strategies.overlapping import Overlapping
+from fedcomp.strategies.overlapping import InFlight, Overlapping
 from fedcomp.strategies.pipelined import PipelinedStrategy
 from fedcomp.timing.pipeline import log_normal
 
@@ -120,7 +119,7 @@ def _trained(grid: Grid, row: Mapping[str, Any], asked: Mapping[str, Any]) -> di
         "weights": result.arrays["w"].numpy().astype(float).tolist(),
         "steps": strategy.steps,
         "used": sum(report.used for report in reports),
-        "late": sum(report.flight.late + report.lost for report in reports if "flight" in report.sections),
+        "late": sum(report.section(InFlight).late + report.lost for report in reports),
     }
 
 
@@ -131,7 +130,7 @@ def recursion(seed: int, nodes: int, rounds: int, width: int) -> NDArray[np.floa
 
     def step(at: NDArray[np.float64]) -> NDArray[np.float64]:
         gradients = [m.T.astype(float) @ (m.astype(float) @ at - r) for m, r in parts]
-        return RATE * np.mean(gradients, axis=0)  # type: ignore[no-any-return]
+        return RATE * np.mean(gradients, axis=0)
 
     for number in range(rounds + width - 1):
         if number < rounds:

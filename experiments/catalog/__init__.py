@@ -26,6 +26,7 @@ CATALOG: dict[str, str] = {
         "lgc",
         "power_sgd",
         "factors",
+        "pipe_sgd",
         "coded_dropout",
         "coded_training",
         "gradient_coding",
@@ -41,7 +42,7 @@ CATALOG: dict[str, str] = {
         "datalens_mnist",
         "gcn",
     )
-}
+} | {"async": f"{__name__}.asynchronous"}  # a word of Python's cannot be a module's name
 
 
 def get_experiment(name: str, catalog: Mapping[str, str | Experiment] = CATALOG) -> Experiment:
