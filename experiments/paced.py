@@ -133,6 +133,11 @@ def seconds_to(line: Sequence[Sequence[float]], target: float, width: int = 3) -
     return float("inf")
 
 
+def median_seconds(lines: Sequence[Sequence[Sequence[float]]], target: float) -> float:
+    """Return the median over trainings of :func:`seconds_to`: infinity where most never get there."""
+    return sorted(seconds_to(line, target) for line in lines)[len(lines) // 2]
+
+
 def evenness(shares: Sequence[int]) -> float:
     """Return Jain's index of what clients contribute: 1 where all contribute alike, 1/n where one does alone."""
     total = sum(shares)

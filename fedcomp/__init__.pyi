@@ -5,6 +5,9 @@
 from fedcomp.clients.compressed import compression as compression
 from fedcomp.strategies.compressed import Compressed as Compressed
 from fedcomp.strategies.guard import Norms as Norms
+from fedcomp.strategies.pipelined import PipelinedStrategy as PipelinedStrategy
+from fedcomp.strategies.buffered import Buffered as Buffered
+from fedcomp.strategies.deadlines import Deadline as Deadline
 from fedcomp.layout import SmallDense as SmallDense
 
 # Every codec, and how they are combined.

@@ -194,7 +194,7 @@ class Buffered(Overlapping):
 
         # Flower's line would tell of all nodes, of which one or two are asked.
         with unsampled():
-            pending = self._ask(server_round, arrays, config, grid, list(grid.get_node_ids()), draw)
+            pending = self._ask(server_round, arrays, config, grid, grid.get_node_ids, draw)
         if pending:
             yield Send([each.sent.message for each in pending])
 

@@ -6,7 +6,7 @@ Averaging whole models instead would split a pipeline of width two into two trai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -274,12 +274,13 @@ class Overlapping(ExchangeStrategy, Receiving, Stateful):
         arrays: ArrayRecord,
         config: ConfigRecord,
         grid: Grid,
-        nodes: Collection[int],
+        nodes: Callable[[], Iterable[int]],
         among: Callable[[list[Message]], list[Message]],
     ) -> list[Pending]:
-        """Return messages to some of ``nodes``, which are under way from now on."""
-        self._seen = list(nodes)
-        sent = self.inner.ask(server_round, arrays, config, NodesShown(grid, self._seen), among)
+        """Return messages to some of ``nodes()``, which are under way from now on."""
+        view = NodesShown(grid, nodes)
+        sent = self.inner.ask(server_round, arrays, config, view, among)
+        self._seen = view.shown
         self._shown, self._config = arrays, dict(config)
         began = now(grid)
         limit = self.timeout
@@ -339,8 +340,10 @@ class Overlapping(ExchangeStrategy, Receiving, Stateful):
     ) -> Outcome:
         """Let the inner strategy make a step from replies to ``arrivals``, on top of ``arrays``."""
         if self._shown is not arrays:
+            # The nodes that the strategy saw last: what it makes for them is not sent.
+            view = NodesShown(grid, lambda: self._seen)
             with unsampled():
-                self.inner.follow(server_round, arrays, ConfigRecord(self._config), NodesShown(grid, self._seen))
+                self.inner.follow(server_round, arrays, ConfigRecord(self._config), view)
             self._shown = arrays
         answered = {reply.metadata.reply_to_message_id for reply in replies}
         came = [each for each in arrivals if each.sent.message.metadata.message_id in answered]

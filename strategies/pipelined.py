@@ -182,8 +182,18 @@ class PipelinedStrategy(Overlapping):
             self.reports.join(server_round).section(InFlight).held_back += len(messages) - len(kept)
             return kept
 
-        nodes = self._turn(server_round, grid)
-        pending = self._ask(server_round, arrays, config, grid, nodes, choose)
+        there = len(self._turn(server_round, grid))
+        if there < (least := getattr(self.inner.inner, "min_available_nodes", 0)):
+            log.warning(
+                "round %d: %d nodes are online whose turn it is, and %s waits for %d; with width=%d as many have to be "
+                "in every cohort: start more nodes, or lower its min_available_nodes",
+                server_round,
+                there,
+                type(self.inner.inner).__name__,
+                least,
+                self.width,
+            )
+        pending = self._ask(server_round, arrays, config, grid, lambda: self._turn(server_round, grid), choose)
         if self.mode == "node" and pending and self.inner.codec.init(self.inner.layout):
             raise ConfigError(f'{self.inner.codec!r} keeps memory on the clients; use mode="cohort"')
         self.rounds.append(server_round)
@@ -202,20 +212,7 @@ class PipelinedStrategy(Overlapping):
             if node not in self.cohorts:
                 self.cohorts[node] = sizes.index(min(sizes))
                 sizes[self.cohorts[node]] += 1
-        turn = (server_round - 1) % self.width
-        least = getattr(self.inner.inner, "min_available_nodes", 0)
-        if sizes[turn] < least:
-            log.warning(
-                "round %d: cohort %d of %d has %d nodes online, and %s waits for %d of them for ever; lower its "
-                "min_available_nodes, or start more nodes",
-                server_round,
-                turn + 1,
-                self.width,
-                sizes[turn],
-                type(self.inner.inner).__name__,
-                least,
-            )
-        return [node for node in online if self.cohorts[node] == turn]
+        return [node for node in online if self.cohorts[node] == (server_round - 1) % self.width]
 
     def _apply_oldest(self, arrays: ArrayRecord, grid: Grid) -> Exchanges[Outcome]:
         """Wait for the oldest round, and make its step on top of ``arrays``."""

@@ -121,7 +121,7 @@ def _seconds(value: float) -> str:
 def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findings:
     """Choose step sizes on a validation split, train against the simulated clock, and time three rows for real."""
     from fedcomp.experiments import slept
-    from fedcomp.experiments.paced import seconds_to
+    from fedcomp.experiments.paced import median_seconds, seconds_to
 
     processes, shared = int(config.settings["workers"]), {"config": config}
     steps = numbers(str(config.settings["steps"]), each=Option(0.3, "a step size", above=0.0))
@@ -136,7 +136,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
     best = {row: min(group, key=merit).lr for row, group in tried.groups("row").items()}
     cells = [{"row": row, "lr": best[row], "seed": seed} for row in ROWS for seed in repetitions(config)]
     groups: dict[str, Records] = Sweep(paced, cells, "clock", shared)(say, processes).groups("row")
-    sooner = {row: mean(seconds_to(r.line, target) for r in group) for row, group in groups.items()}
+    sooner = {row: median_seconds(group.each("line"), target) for row, group in groups.items()}
     even = {row: mean(group.each("even")) for row, group in groups.items()}
     quarter = max(1, config.clients // 4)
 
@@ -169,7 +169,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
                 {
                     "row": lambda row: row,
                     "step size": lambda row: best[row],
-                    f"seconds to {target:g} %": lambda row: _seconds(sooner[row]),
+                    f"seconds to {target:g} %, median": lambda row: _seconds(sooner[row]),
                     "test, %": lambda row: round(mean(groups[row].each("settled")), 1),
                     "steps": lambda row: round(mean(groups[row].each("steps"))),
                     "uplink to there, MB": lambda row: round(bytes_to(row) / 1e6, 2),

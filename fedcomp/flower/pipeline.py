@@ -10,7 +10,7 @@ Seconds are the grid's: simulated ones on the in-process engine, a monotonic clo
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from flwr.app import Message
@@ -52,17 +52,25 @@ class NodesShown(GridWrapper):
     Parameters
     ----------
     inner : Grid
-    nodes : collection of int
-        In the order in which they are shown.
+    nodes : callable
+        ``() -> node ids``, in the order in which they are shown. It is asked each time, since strategies wait here for
+        nodes to connect.
+
+    Attributes
+    ----------
+    shown : list of int
+        What was shown last.
     """
 
-    def __init__(self, inner: Grid, nodes: Collection[int]) -> None:
+    def __init__(self, inner: Grid, nodes: Callable[[], Iterable[int]]) -> None:
         super().__init__(inner)
-        self._nodes = list(nodes)
+        self._nodes = nodes
+        self.shown: list[int] = []
 
     def get_node_ids(self) -> Iterable[int]:
         """Return the nodes that may be addressed."""
-        return list(self._nodes)
+        self.shown = list(self._nodes())
+        return self.shown
 
 
 def now(grid: Grid) -> float:

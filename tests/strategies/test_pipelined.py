@@ -445,3 +445,23 @@ def test_votes_may_be_in_a_pipe() -> None:
     # Cohorts of two vote; each step is one of the codec's size at most.
     assert 0 < np.abs(end - start()["w"].numpy()).max() <= 6 * 0.01 + 1e-6
     assert stack(ArrayRecord({"w": Array(end)})).size == SIZE
+
+
+def test_a_cohort_that_is_too_small_for_its_strategy_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    strategy = PipelinedStrategy(FedAvg(min_train_nodes=1, min_available_nodes=2, fraction_evaluate=0.0), width=2)
+    with InProcessGrid(squares(), 3, seed=3) as inner:
+        grid = MeteredGrid(inner)
+        # The third node is in the first cohort; one joins the second while the strategy waits there.
+        node_ids, looks = inner.get_node_ids, []
+
+        def joining() -> Any:
+            looks.append(1)
+            if len(looks) == 8:
+                inner.add_node(3)
+            return node_ids()
+
+        inner.get_node_ids = joining  # type: ignore[method-assign]
+        fit(strategy, grid, start(), 2)
+    assert "start more nodes" in caplog.text
+    # Flower's sample size is that of the nodes there were before it waited.
+    assert [strategy.reports[r].used for r in (1, 2)] == [2, 1]
