@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from fedcomp.codecs.base import Codec, State, require_finite
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.exact import decode_exact, encode_exact
+from fedcomp.factors.outer import OuterProducts
 from fedcomp.layout import Layout, Update, Vector
 from fedcomp.plain import Count
 from fedcomp.rng import Key
@@ -54,6 +55,9 @@ class Step:
         """Bytes that travel for this step at most."""
         return len(self.frame) + len(self.exact or b"") + len(self.support or b"")
 
+
+Explain = Callable[[Update], Mapping[str, OuterProducts]]
+"""The outer products of which matrices of a change are the sum, by name."""
 
 CodecOf = Callable[[Step], Codec]
 """Which codec reads a step; steps on a shared support have one each."""
@@ -112,10 +116,13 @@ class Broadcast(Stateful):
         self._state: State = {}
         self._steps: list[Step] = []
 
-    def publish(self, target: Vector, exact: Arrays, layout: Layout, key: Key) -> int:
+    def publish(
+        self, target: Vector, exact: Arrays, layout: Layout, key: Key, explain: Explain = lambda change: {}
+    ) -> int:
         """Make ``target`` the current model; return its version.
 
-        The version changes only when the model did: a node that already holds it needs no bytes at all.
+        The version changes only when the model did: a node that already holds it needs no bytes at all. ``explain``
+        says of which outer products a step's matrices are the sum, for a codec that has a use for them.
 
         Raises
         ------
@@ -131,7 +138,8 @@ class Broadcast(Stateful):
         if self.is_current(target, exact, self._target):
             return self.version
         sent = target if self.codec.lossless else target - self.reference
-        frame, self._state = self.codec.encode(Update(sent, layout), self._state, key)
+        change = Update(sent, layout)
+        frame, self._state = self.codec.encode(Update(sent, layout, explain(change)), self._state, key)
         version = self.push(frame, self.codec, exact, layout)
         self._target = target.copy()
         return version

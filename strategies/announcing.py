@@ -12,12 +12,14 @@ from numpy.typing import NDArray
 
 from fedcomp.codecs import Codec
 from fedcomp.errors import ConfigError
+from fedcomp.factors.collect import Captured
+from fedcomp.factors.outer import OuterProducts
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import put_frame
 from fedcomp.flower.protocol import STEP, Announcement, announce
 from fedcomp.flower.records import same_model, to_arrays, to_record
 from fedcomp.flower.report import Report
-from fedcomp.layout import DensityPolicy, Layout, Vector, policy_config
+from fedcomp.layout import DensityPolicy, Layout, Update, Vector, policy_config
 from fedcomp.plain import Count
 from fedcomp.rng import Key
 from fedcomp.stateful import Stateful, nested
@@ -52,6 +54,8 @@ class Announcer(Stateful):
         Those of training exchanges by their rounds, until a round is configured after their replies were aggregated.
     answered : set of int
         Rounds of which that was done.
+    captured : Captured or None
+        The outer products of which the last aggregate is the sum, for a downlink that has a use for them.
     broadcast : Broadcast or None
         The versions of the model that were sent; None without a downlink.
     sequence : int
@@ -65,6 +69,7 @@ class Announcer(Stateful):
         self.sent: list[SentMessage] = []
         self.waiting: dict[int, list[SentMessage]] = {}
         self.answered: set[int] = set()
+        self.captured: Captured | None = None
         self._downlink = downlink
         self._policy = policy
         self._record = record
@@ -305,8 +310,22 @@ class Announcer(Stateful):
         exact = {t.name: self._model[t.name] for t in layout.exact}
         # By version, not by round: evaluation publishes a model too, and an unchanged one not at all.
         key = Key(self._seed, "downlink", self.broadcast.version + 1)
-        self.broadcast.publish(layout.flatten(self._model), exact, layout, key)
+        self.broadcast.publish(layout.flatten(self._model), exact, layout, key, self._explained)
         return layout
+
+    def _explained(self, change: Update) -> dict[str, OuterProducts]:
+        """Return the outer products of which a step is the sum, where the last aggregate brought such."""
+        captured, self.captured = self.captured, None
+        if captured is None or self.broadcast is None:
+            return {}
+        reference = self.broadcast.reference
+        tensors = change.layout.tensors
+        found = captured.explaining(
+            {t.name: change.vector[t.slice] for t in tensors}, {t.name: reference[t.slice] for t in tensors}
+        )
+        for note in captured.notes:
+            log.info("what goes down is not made of factors: %s", note)
+        return found
 
     def _reference(self) -> Vector | None:
         """Return the vector clients trained from, in the uplink's layout; None where it is the model itself."""

@@ -17,6 +17,7 @@ from flwr.serverapp.strategy import Result, Strategy
 from fedcomp.codecs import Codec, get_codec
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.errors import ConfigError
+from fedcomp.factors.collect import Captured
 from fedcomp.flower.checkpoint import INNER
 from fedcomp.flower.logs import log
 from fedcomp.flower.rounds import own_loop
@@ -316,6 +317,8 @@ class Compressed(Receiving, Strategy, Stateful):
         """
         intake = self._intake(server_round, sent)
         intake.scales, intake.compensation = scales or {}, compensation
+        if self.downlink is not None and (captured := Captured(self.downlink.takes_outer)).useful:
+            intake.captured = self.announcer.captured = captured
         return self.reception.aggregate(intake, replies, self._rule)
 
     def aggregate_sum(

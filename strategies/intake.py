@@ -21,6 +21,7 @@ from fedcomp.codecs import Codec
 from fedcomp.codecs.base import norm
 from fedcomp.errors import FedcompError, LayoutError
 from fedcomp.exact import check_exact, decode_exact
+from fedcomp.factors.collect import Captured
 from fedcomp.flower.payload import NODE_RECORD, models, payload_bytes, take_frame, take_node
 from fedcomp.flower.protocol import EXACT, PREFIX, UPDATE
 from fedcomp.flower.records import config_in, read_array
@@ -64,6 +65,8 @@ class Intake:
     compensation : float
         λ of delay compensation: ``u - λ u² (now - then)`` takes the place of the mean update ``u`` of clients whose
         model, ``then``, is no longer the server's.
+    captured : Captured, optional
+        Gets the outer products of which the mean update is the sum, where what goes down has a use for them.
     updates_only : bool
         Read the update alone, as a private round does: neither weights nor metrics, and buffers keep the values of
         ``model``, whatever a reply holds.
@@ -85,6 +88,7 @@ class Intake:
     record: str = "arrays"
     scales: Mapping[int, float] = field(default_factory=dict)
     compensation: float = 0.0
+    captured: Captured | None = None
     updates_only: bool = False
     models_asked: bool = False
     errors: list[Message] = field(default_factory=list)

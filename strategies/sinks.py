@@ -278,6 +278,9 @@ class MeanSink(Sink):
         else:
             update = arrival.opened
             factor *= intake.scale_of(arrival.sent) if not codec.lossless else 1.0
+            if intake.captured is not None:
+                for name, outer in codec.outer(update, intake.layout).items():
+                    intake.captured.stack(name, outer.scaled(factor))
         self._sum.add(codec, update, factor, arrival.exact)
         arrival.parsed = None
 

@@ -82,13 +82,15 @@ def strategy_of(row: str, clients: int) -> Any:
 def paced(row: str, lr: float, seed: int, *, config: Config, tuning: bool = False) -> dict[str, Any]:
     """Train a row on the virtual clock."""
     from fedcomp.experiments.paced import Pace, evenness, train
+    from fedcomp.flower.logs import quiet
 
     settings: dict[str, Any] = {"task.hidden": "64", "task.validation": tuning, "lr": lr, "batch_size": 16, "epochs": 1}
     settings["task.partition"] = config.settings["task.partition"]
     seed += tuning * TUNING_SEED
     spec = RunSpec("fedavg", task="digits", clients=config.clients, seed=seed, settings=settings)
     pace = Pace(seed, config.clients, variation=float(config.settings["variation"]))
-    found = train(strategy_of(row, config.clients), spec, pace, float(config.settings["seconds"]))
+    with quiet():
+        found = train(strategy_of(row, config.clients), spec, pace, float(config.settings["seconds"]))
     # From the quickest client to the slowest, whatever partition they hold.
     order = sorted(range(config.clients), key=pace.of)
     shares = [found["shares"][partition] for partition in order]

@@ -51,7 +51,7 @@ OPTIONS = {
     "seeds": Option(3, "trainings per cell, with the seeds from --seed on", least=1, most=100),
     "workers": workers(2),
     "steps": Option(
-        "0.15,0.3,0.6,1.2",
+        "0.08,0.15,0.3,0.6,1.2",
         "step sizes of the clients on the virtual clock; each row takes the one that does best on a validation split",
         check=lambda text: numbers(text, each=Option(0.3, "a step size", above=0.0)),
     ),
@@ -80,6 +80,7 @@ def strategy_of(row: str, clients: int) -> Any:
 def paced(row: str, lr: float, seed: int, *, config: Config, tuning: bool = False) -> dict[str, Any]:
     """Train a row on the virtual clock."""
     from fedcomp.experiments.paced import Pace, train
+    from fedcomp.flower.logs import quiet
 
     settings: dict[str, Any] = {
         "task.hidden": "64",
@@ -91,7 +92,8 @@ def paced(row: str, lr: float, seed: int, *, config: Config, tuning: bool = Fals
     seed += tuning * TUNING_SEED
     spec = RunSpec("fedavg", task="digits", clients=config.clients, seed=seed, settings=settings)
     pace = Pace(seed, config.clients, variation=float(config.settings["variation"]), jitter=0.2)
-    found = train(strategy_of(row, config.clients), spec, pace, float(config.settings["seconds"]))
+    with quiet():
+        found = train(strategy_of(row, config.clients), spec, pace, float(config.settings["seconds"]))
     line = found["line"]
     return {**found, "settled": mean(point[1] for point in line[-5:])}
 

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fedcomp.errors import LayoutError, NonFiniteUpdate
+from fedcomp.factors.outer import OuterProducts
 from fedcomp.kernels import tiers
 from fedcomp.layout import Layout, Update, Vector
 from fedcomp.params import Configured
@@ -119,6 +120,10 @@ class Receiver(ABC):
             As :meth:`open`.
         """
         return norm(self.decode(frame, layout))
+
+    def outer(self, frame: Frame | Bundle, layout: Layout) -> Mapping[str, OuterProducts]:
+        """Return of which outer products matrices are the sum, where ``frame`` says so; of most codecs none does."""
+        return {}
 
     def figures(self, frame: Frame | Bundle, layout: Layout) -> Mapping[str, float]:
         """Return what a report shows of ``frame`` beside its length, by name, such as the ranks of its matrices."""

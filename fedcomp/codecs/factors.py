@@ -56,6 +56,9 @@ _INDEX_BYTES: Final = 0.2
 _ENTRY: Final = 64
 """Bytes by which the entry of a tensor in parts exceeds that of a whole one at most: a dimension, a scale, an index."""
 
+_CLOSE: Final = 1e-3
+"""Relative difference up to which a bias changed by what its layer's factors say. Otherwise it travels."""
+
 _BIAS = "bias"
 _WEIGHT = "weight"
 
@@ -329,6 +332,11 @@ class Factors(Codec):
         ]
         return np.sort(np.concatenate(listed)) if listed else np.zeros(0, np.int64)
 
+    def outer(self, frame: Frame | Bundle, layout: Layout) -> Mapping[str, OuterProducts]:
+        """Return the outer products that travelled, those that the server worked out included."""
+        changes = _Received.of(self, self.open(frame, layout), layout).changes()
+        return {change.tensor.name: change.outer for change in changes if change.outer is not None}
+
     def figures(self, frame: Frame | Bundle, layout: Layout) -> Mapping[str, float]:
         """Return the number of outer products of each matrix, in mode "rank" its effective rank, and how many matrices
         travelled whole."""
@@ -380,7 +388,7 @@ class _Sender:
             tensor = self._thin(outer.left, outer.right)
             if per_layer == "factors" or self._cost(tensor) < self._cost(forms[spec.name]) + _BYTES["float32"] * saved:
                 forms[spec.name] = tensor
-                if codec.mode != "rank" and bias is not None:
+                if codec.mode != "rank" and bias is not None and self._follows(bias, outer):
                     forms[bias.name] = self._absent()
         if codec.model is not None:
             self._shorten_chain(codec.model, forms, per_layer)
@@ -397,13 +405,23 @@ class _Sender:
         if reason := "fewer than two layers are left" if len(layers) < 2 else explained(layers, model, given):
             log.warning("edAD sends factors of every layer: %s", reason)
             return
+        pairs = [(layout.by_name.get(_bias_name(layer.weight)), given[layer.weight]) for layer in layers]
         last = layers[-1].weight
         chain = {layer.weight: self._coded(given[layer.weight].right) for layer in layers[:-1]}
         chain[last] = self._thin(given[last].left, given[last].right)
-        biases = [name for layer in layers if (name := _bias_name(layer.weight)) in layout.by_name]
+        biases = [bias.name for bias, outer in pairs if bias is not None and self._follows(bias, outer)]
         before = sum(self._cost(forms[name]) for name in (*chain, *biases))
         if per_layer == "factors" or sum(map(self._cost, chain.values())) < before:
             forms |= chain | {name: self._absent() for name in biases}
+
+    def _follows(self, bias: TensorSpec, outer: OuterProducts) -> bool:
+        """Whether a bias changed by the sum of its layer's left sides: one that is frozen, or shared, does not."""
+        change = self.update.vector[bias.slice]
+        sums = outer.left.sum(axis=0, dtype=np.float64)
+        if sums.shape != change.shape:
+            return False
+        allowed = _CLOSE * max(float(np.linalg.norm(sums)), float(np.linalg.norm(change)))
+        return float(np.linalg.norm(change - sums)) <= allowed
 
     def _left_out(self, layer: ChainLayer) -> bool:
         # The first layers of a chain may travel as gradients: nothing is worked out from what they saw.

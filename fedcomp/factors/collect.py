@@ -50,6 +50,25 @@ class Captured:
         self.wanted = wanted
         self.outer: dict[str, OuterProducts] = {}
         self.notes: list[str] = []
+        self._too_many: set[str] = set()
+
+    def stack(self, name: str, outer: OuterProducts) -> None:
+        """Add outer products to those of a matrix; more than are of use are none."""
+        known = self.outer.get(name)
+        if known is not None:
+            sides = ((known.left, outer.left), (known.right, outer.right))
+            left, right = (np.concatenate(pair) for pair in sides)
+            outer = OuterProducts(left, right, known.at_input or outer.at_input)
+        if name in self._too_many or not self.wanted(outer.count, outer.left.shape[1], outer.right.shape[1]):
+            self._too_many.add(name)
+            self.outer.pop(name, None)
+        else:
+            self.outer[name] = outer
+
+    @property
+    def useful(self) -> bool:
+        """Whether any outer products are of use."""
+        return self.wanted(1, _LARGE, _LARGE)
 
     def explaining(
         self, changes: Mapping[str, NDArray[Any]], before: Mapping[str, NDArray[Any]]
@@ -106,7 +125,7 @@ def current() -> Captured | None:
 def collecting(wanted: Wanted) -> Iterator[Captured]:
     """Open a place for what the body captures; where ``wanted`` has no use for anything, training captures nothing."""
     found = Captured(wanted)
-    token = _current.set(found if wanted(1, _LARGE, _LARGE) else None)
+    token = _current.set(found if found.useful else None)
     try:
         yield found
     finally:

@@ -218,6 +218,83 @@ def test_what_goes_down_may_be_reduced_and_replicas_stay_equal() -> None:
         assert len(known._steps[-1].frame) < 0.7 * 4 * strategy.layout.size
 
 
+@pytest.fixture
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers so wide that the rows of all clients together are shorter than they."""
+
+    def network() -> nn.Module:
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(40, 150), nn.Tanh(), nn.Linear(150, 120), nn.ReLU(), nn.Linear(120, 4))
+
+    monkeypatch.setitem(globals(), "network", network)
+
+
+def last_step(strategy: Compressed) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors that went down last, by name."""
+    known, layout = strategy.announcer.broadcast, strategy.layout
+    assert known is not None
+    assert {peer.version for peer in strategy.reception.peers.values()} == {known.version}
+    bundle = codec("dad").open(known._steps[-1].frame, layout)
+    return {t.name: tensor.shape for t, tensor in zip(layout.tensors, bundle.tensors, strict=True)}
+
+
+@pytest.mark.usefixtures("wide")
+def test_what_goes_down_may_be_the_factors_of_all_clients_put_beside_each_other() -> None:
+    """As exact as whole models, in fewer bytes; a bias follows from its layer's."""
+    whole = run(pair())
+    strategy = pair(downlink=Factors(mode="dad", **KNOWN))
+    found = run(strategy)
+    assert np.linalg.norm(found - whole) <= 1e-6 * np.linalg.norm(whole)
+    shapes = last_step(strategy)
+    assert shapes["2.weight"] == (sum(SIZES), 270)
+    assert shapes["2.bias"] == (0,)
+    # Of the last layer the matrix is shorter, and travels whole.
+    assert shapes["4.weight"] == (480,)
+
+
+@pytest.mark.usefixtures("wide")
+def test_factors_go_down_only_as_long_as_they_are_the_step(caplog: pytest.LogCaptureFixture) -> None:
+    options = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1, "fraction_evaluate": 0.0}
+    caplog.set_level("INFO")
+    strategy = pair(FedAdam(**options), downlink=Factors(mode="dad", **KNOWN))
+    found = run(strategy, rounds=4)
+    expected = run(pair(FedAdam(**options)), rounds=4)
+    assert np.linalg.norm(found - expected) <= 1e-3 * np.linalg.norm(expected)
+    # A step as long as the model is not kept: whoever lacks it gets the model.
+    assert strategy.announcer.broadcast is not None
+    assert strategy.announcer.broadcast._steps == []
+    assert "not made of factors: 2.weight" in caplog.text
+
+
+@pytest.mark.parametrize("mode", ["dad", "edad"])
+def test_a_bias_that_is_frozen_stays_where_it_is(mode: str) -> None:
+    """What came back to a layer says how its bias would change, which is not how it did."""
+    inner = ClientApp()
+
+    @inner.train()
+    def train(msg: Message, context: Context) -> Message:
+        (name, arrays), config = next(iter(msg.content.array_records.items())), msg.content["config"]
+        model = network()
+        model.load_state_dict({n: torch.from_numpy(a.numpy().copy()) for n, a in arrays.items()})
+        free = [p for n, p in model.named_parameters() if n != "2.bias"]
+        x, y = examples(int(context.node_config["partition-id"]), int(config["server-round"]))
+        with capture(model):
+            gradients = torch.autograd.grad(nn.functional.cross_entropy(model(x), y), free)
+            with torch.no_grad():
+                for parameter, gradient in zip(free, gradients, strict=True):
+                    parameter.add_(gradient, alpha=-RATE)
+        return Message(
+            RecordDict({name: record_of(model), "metrics": MetricRecord({"num-examples": len(y)})}), reply_to=msg
+        )
+
+    frozen = client(inner, compression(i_know_inputs_are_visible=True))
+    strategy = pair(mode=mode)
+    found = run(strategy, client_app=frozen)
+    start = 30 * 40 + 30 + 24 * 30
+    np.testing.assert_array_equal(found[start : start + 24], network()[2].bias.detach().numpy())
+    assert strategy.reports[8].used == 3
+
+
 def test_the_ranks_of_rounds_are_in_the_report() -> None:
     strategy = Compressed(fedavg(fraction_evaluate=0.0), Factors(rank=3), feedback=False)
     run(strategy, rounds=2)
