@@ -18,6 +18,7 @@ from fedcomp.clients.compressed import compression
 from fedcomp.clients.gradiveq import fitted_basis
 from fedcomp.clients.half import ClientHalf
 from fedcomp.clients.lgc import learned_gradients
+from fedcomp.clients.parts import by_layer
 from fedcomp.clients.power_sgd import shared_basis
 from fedcomp.clients.private.local_dp import local_privacy
 from fedcomp.clients.private.lsg import lsg
@@ -33,6 +34,7 @@ HALVES: Final[Mapping[str, Callable[[], ClientHalf]]] = {
     "fitted_basis": fitted_basis,
     "shared_support": shared_support,
     "shared_basis": shared_basis,
+    "by_layer": by_layer,
     "compression": compression,
     "lsg": lsg,
     "private": private,

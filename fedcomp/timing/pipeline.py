@@ -19,7 +19,7 @@ from fedcomp.errors import ConfigError
 from fedcomp.rng import Key
 from fedcomp.timing.collectives import Coding, Network
 
-__all__ = ["Pipeline", "log_normal", "ring_events", "simulate", "stable_step", "star"]
+__all__ = ["Pipeline", "layered", "log_normal", "ring_events", "simulate", "stable_step", "star"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +114,41 @@ def simulate(compute: ArrayLike, communicate: ArrayLike, width: int) -> NDArray[
         worked = max(worked, ends[t - width] if t >= width else 0.0) + work
         ends[t] = max(worked, ends[t - 1] if t else 0.0) + transfer
     return ends
+
+
+def layered(work: ArrayLike, transfer: ArrayLike, latency: float, *, during: bool = False) -> tuple[float, float]:
+    """Return the seconds until all layers of a gradient are at the server: one exchange for each, and one for all.
+
+    Each exchange is a question and an answer, which arrives when its bytes do. (derived)
+
+    Parameters
+    ----------
+    work : array_like, shape (layers,)
+        Seconds of back-propagation through each layer, the last layer first.
+    transfer : array_like, shape (layers,)
+        Seconds of each layer's bytes.
+    latency : float
+        Seconds of a message in one direction.
+    during : bool
+        Whether a layer leaves while the others are still computed, as where a client answers several questions at a
+        time. A Flower client answers the first question when all of its work is done.
+
+    Examples
+    --------
+    >>> layered([1.0, 1.0], [1.0, 1.0], 0.1), layered([1.0, 1.0], [1.0, 1.0], 0.1, during=True)
+    ((4.4, 4.2), (3.4, 4.2))
+    """
+    works, transfers = np.asarray(work, float), np.asarray(transfer, float)
+    if works.shape != transfers.shape or works.ndim != 1:
+        raise ConfigError(f"{works.shape} times of work and {transfers.shape} of transfers; expected as many of both")
+    total = float(works.sum())
+    worked, end = 0.0, 0.0
+    for seconds, sending in zip(works, transfers, strict=True):
+        worked += float(seconds)
+        # The question leaves when the answer before it has come.
+        ready = max(end + latency, latency + (worked if during else total))
+        end = ready + latency + float(sending)
+    return round(end, 12), round(2 * latency + total + float(transfers.sum()), 12)
 
 
 def log_normal(mean: float, variation: float, count: int, key: Key) -> NDArray[np.float64]:
