@@ -26,6 +26,7 @@ from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.logs import quiet
 from fedcomp.flower.records import to_arrays, to_record
 from fedcomp.rng import Key
+from fedcomp.strategies.by_layer import LayerByLayer
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.tasks.base import single_thread
 
@@ -139,9 +140,11 @@ def pooled(name: str, rounds: int, seed: int) -> dict[str, NDArray[Any]]:
     return arrays_of(model)
 
 
-def over_messages(name: str, codec: Codec, rounds: int, seed: int, rule: str = "examples") -> dict[str, NDArray[Any]]:
-    """Return the model after as many rounds over messages, with frames of ``codec`` and clients put together by
-    ``rule``."""
+def over_messages(
+    name: str, codec: Codec, rounds: int, seed: int, rule: str = "examples", *, by_layer: bool = False
+) -> dict[str, NDArray[Any]]:
+    """Return the model after as many rounds over messages, with frames of ``codec``, clients put together by ``rule``,
+    and if ``by_layer`` an exchange for each layer."""
     inner = ClientApp()
 
     @inner.train()
@@ -164,7 +167,8 @@ def over_messages(name: str, codec: Codec, rounds: int, seed: int, rule: str = "
         "min_available_nodes": 1,
         "fraction_evaluate": 0.0,
     }
-    strategy = Compressed(FedAvg(**least), codec, feedback=False, seed=seed)
+    pair = Compressed(FedAvg(**least), codec, feedback=False, seed=seed)
+    strategy = LayerByLayer(pair) if by_layer else pair
     with quiet():
         grid = InProcessGrid(app, len(SIZES), seed=seed)
         result = strategy.start(grid, to_record(arrays_of(model_of(name, seed))), num_rounds=rounds, timeout=60)

@@ -68,9 +68,10 @@ def measured(monkeypatch: pytest.MonkeyPatch, changes: dict[str, dict[str, float
     monkeypatch.setattr(module, "train", train)
     monkeypatch.setattr(module, "equalities", lambda rounds, seed: {"model": right | other.get("equal", {})})
     monkeypatch.setattr(module, "lengths", lambda seed: whole | other.get("lengths", {}))
+    monkeypatch.setattr(module, "layer_by_layer", lambda rounds, seed: other.get("parted", 0.0))
     monkeypatch.setattr(module, "ranks", lambda lr, seed, config: {layer: [10.0, 4.0] for layer in LAYERS})
     findings = EXPERIMENT.measure(config("steps=0.3"), {}, Say())
-    assert len(findings.tables[1].rows) == len(ROWS)
+    assert len(findings.tables[2].rows) == len(ROWS)
     return [claim.name for claim in findings.claims if claim.gate and not claim.ok]
 
 
@@ -90,3 +91,11 @@ def test_claims_catch_what_they_are_about(monkeypatch: pytest.MonkeyPatch) -> No
         f"{RANK_2}: its uplink bytes over those of {SPARSE[RANK_2]}"
     ]
     assert measured(monkeypatch, {RANK_4: {"settled": 90.0}}) == []
+
+
+def test_an_exchange_for_each_layer_changes_nothing_but_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert module.layer_by_layer(2, 3) == 0.0
+    assert measured(monkeypatch, {}, parted=1e-9) == ["layer by layer: relative difference from one exchange"]
+    for at_once, by_layer, during in module.prices().values():
+        assert by_layer > during > 0
+        assert by_layer > at_once
