@@ -72,7 +72,7 @@ class InFlight(ReportSection, name="flight"):
         return ", ".join(said)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Pending:
     """One message under way.
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from flwr.app import ConfigRecord, RecordDict
 
 from fedcomp.errors import ConfigError
-from fedcomp.flower import coded, datalens, gcn, gossip, gradients, linear, lsg, protocol, record_dp, state
+from fedcomp.flower import coded, datalens, gcn, gossip, gradients, linear, lsg, parts, protocol, record_dp, state
 from fedcomp.flower.payload import put_frame
 from fedcomp.flower.schema import (
     LARGEST,
@@ -102,6 +102,9 @@ EXAMPLES: dict[str, Schema] = {
         "s", 1, -5, 2, 3, 4, 1, 0.5, True, 3, 2, 8, 0.1, 0.2, -7, False
     ),
     "datalens.Answered": datalens.Answered("s", 3),
+    "parts.PartRequest": parts.PartRequest(0, 7, (2, 1, 2)),
+    "parts.PartRequest/next": parts.PartRequest(2, 7),
+    "parts.PartAnswer": parts.PartAnswer(2, 3, 7),
     "lsg.LsgRequest": lsg.LsgRequest(2, "fc.*", 0.25, -9, 1.5, True),
     "lsg.LsgRequest/all": lsg.LsgRequest(0, "", 1.0, 9, 1.5, False),
     "record_dp.DpSgdPlan": record_dp.DpSgdPlan(
@@ -251,6 +254,8 @@ CONFLICTS: list[Schema] = [
     replace(_ASK, scale=0.5),
     gcn.Fetch("s", "rows"),
     record_dp.Account("a", 10, 9),
+    parts.PartAnswer(3, 3, 7),
+    parts.PartRequest(1, 7, (2,)),
     linear.Targets((0, 4), ("a",)),
     coded.Introduced(round=3, public=b"short"),
     coded.SumShared(round=3, public=b"short", tag=bytes(24)),

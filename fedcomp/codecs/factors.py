@@ -225,7 +225,12 @@ class Factors(Codec):
         bound = replace(self)
         params.assign(
             bound,
-            model={layer.weight: np.asarray(model[layer.weight]) for layer in self.layers if layer.weight in model},
+            model={
+                name: np.asarray(model[name])
+                for layer in self.layers
+                for name in (layer.weight, layer.bias)
+                if name in model
+            },
         )
         return bound
 

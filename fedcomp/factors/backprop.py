@@ -1,13 +1,15 @@
 """What came back to every layer, worked out from the layers' inputs and from what came back to the last one alone.
 
 In a chain of linear maps with pointwise functions between them, back-propagation needs nothing else: the derivative of
-each function is taken from its output, which is the next layer's input (edAD; the authors' code was read). Functions
-whose derivative does not follow from their output (GELU, SiLU) are not in the list, and residual connections, attention
-and dropout are not chains; :func:`explained` finds out.
+each function is taken from its output, which is the next layer's input (edAD; the authors' code was read). Where it
+does not follow from the output (GELU, SiLU) it is taken from the sum before it, which the layer's own inputs, weights
+and biases give: nothing more has to travel (derived). Residual connections, attention and dropout are not chains;
+:func:`explained` finds out.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -28,6 +30,37 @@ DERIVATIVES: Final[Mapping[str, Callable[[Rows], NDArray[Any]]]] = {
 }
 """Of pointwise functions, in terms of what they return."""
 
+
+def _gelu(z: NDArray[Any]) -> NDArray[Any]:
+    wide = np.asarray(z, np.float64)
+    below = 0.5 * (1.0 + np.asarray(_erf(wide / math.sqrt(2.0)), np.float64))
+    return below + wide * np.exp(-0.5 * wide * wide) / math.sqrt(2.0 * math.pi)
+
+
+def _gelu_tanh(z: NDArray[Any]) -> NDArray[Any]:
+    wide = np.asarray(z, np.float64)
+    scale = math.sqrt(2.0 / math.pi)
+    bent = np.tanh(scale * (wide + 0.044715 * wide**3))
+    return 0.5 * (1.0 + bent) + 0.5 * wide * (1.0 - bent * bent) * scale * (1.0 + 3 * 0.044715 * wide * wide)
+
+
+def _silu(z: NDArray[Any]) -> NDArray[Any]:
+    wide = np.asarray(z, np.float64)
+    gate = 0.5 * (1.0 + np.tanh(0.5 * wide))
+    return gate * (1.0 + wide * (1.0 - gate))
+
+
+_erf: Final = np.frompyfunc(math.erf, 1, 1)
+
+OF_SUMS: Final[Mapping[str, Callable[[NDArray[Any]], NDArray[Any]]]] = {
+    "gelu": _gelu,
+    "gelu-tanh": _gelu_tanh,
+    "silu": _silu,
+}
+"""Of pointwise functions, in terms of what they are given."""
+
+ACTIVATIONS: Final = (*DERIVATIVES, *OF_SUMS)
+
 ALIKE: Final = 1e-3
 """Relative difference up to which what was worked out is what came back: float32 through a few layers, and no more."""
 
@@ -41,14 +74,19 @@ class ChainLayer:
     weight : str
         Name of its matrix, outputs x inputs.
     activation : str
-        The function after it, one of :data:`DERIVATIVES`; of the last layer it does not matter.
+        The function after it, one of :data:`ACTIVATIONS`; of the last layer it does not matter.
     """
 
     weight: str
     activation: str
 
     def __post_init__(self) -> None:
-        params.choice("activation", self.activation, DERIVATIVES)
+        params.choice("activation", self.activation, ACTIVATIONS)
+
+    @property
+    def bias(self) -> str:
+        """Name of its bias, which a layer need not have."""
+        return f"{self.weight.removesuffix('weight')}bias"
 
 
 def parse_chain(described: Sequence[str]) -> tuple[ChainLayer, ...]:
@@ -82,16 +120,23 @@ def lefts(
 
     Parameters
     ----------
-    weights : mapping of name to array, shape (outputs, inputs)
+    weights : mapping of name to array
+        Matrices of shape (outputs, inputs), and biases where layers have them.
     inputs : sequence of float32 arrays, shape (n, inputs)
         Of every layer.
     last : float32 array, shape (n, outputs of the last layer)
         What came back to the last one.
     """
     found = [last]
-    for before, layer, entered in zip(reversed(layers[:-1]), reversed(layers[1:]), reversed(inputs[1:]), strict=True):
+    for place in range(len(layers) - 1, 0, -1):
+        before, layer = layers[place - 1], layers[place]
         back = found[-1] @ np.asarray(weights[layer.weight], np.float32)
-        found.append(back * DERIVATIVES[before.activation](entered))
+        if before.activation in DERIVATIVES:
+            slope = DERIVATIVES[before.activation](inputs[place])
+        else:
+            sums = inputs[place - 1] @ np.asarray(weights[before.weight], np.float32).T + weights.get(before.bias, 0.0)
+            slope = np.asarray(OF_SUMS[before.activation](sums), np.float32)
+        found.append(back * slope)
     return found[::-1]
 
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedcomp.errors import ConfigError
-from fedcomp.factors.backprop import DERIVATIVES
+from fedcomp.factors.backprop import ACTIVATIONS
 from fedcomp.factors.collect import Captured, collecting, current
 from fedcomp.factors.outer import OuterProducts
 from fedcomp.logs import log
@@ -137,7 +137,7 @@ def chain_of(model: nn.Module, example: Tensor) -> tuple[str, ...]:
         found = [known for known, function in _FUNCTIONS.items() if _same(function(left), entered)]
         if not found:
             raise ConfigError(
-                f"between {name} and {following} there is something else than one of {', '.join(DERIVATIVES)}; use "
+                f"between {name} and {following} there is something else than one of {', '.join(ACTIVATIONS)}; use "
                 "mode='dad'"
             )
         chain.append(name if found[0] == "identity" else f"{name}:{found[0]}")
@@ -149,8 +149,11 @@ _FUNCTIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
     "relu": torch.relu,
     "sigmoid": torch.sigmoid,
     "tanh": torch.tanh,
+    "gelu": nn.functional.gelu,
+    "gelu-tanh": lambda z: nn.functional.gelu(z, approximate="tanh"),
+    "silu": nn.functional.silu,
 }
-assert _FUNCTIONS.keys() == DERIVATIVES.keys()
+assert tuple(_FUNCTIONS) == ACTIVATIONS
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -224,13 +224,17 @@ class Flights:
                 return reply.arrival
         return None
 
-    def expire(self, exchange: int) -> None:
-        """Forget messages whose replies have been there, unpulled, for too long; the oldest come first."""
+    def expire(self, exchange: int, now: float) -> None:
+        """Forget messages whose replies have been there, unpulled, for too long; the oldest come first.
+
+        What arrives only after second ``now`` has not been there yet, however many messages were pushed since.
+        """
         for message_id, flight in list(self._by_message.items()):
             # Counted from when the last reply could be pulled: one that is late has waited for nobody before that.
             if max([flight.pushed, *(reply.available for reply in flight.replies)]) + self._expiry >= exchange:
                 break
-            del self._by_message[message_id]
+            if all(reply.arrival <= now for reply in flight.replies):
+                del self._by_message[message_id]
 
     def dump(self) -> list[Any]:
         """Return everything as plain data."""

@@ -182,7 +182,7 @@ class InProcessGrid(GridNodes, Grid):
         if not batch:
             return []
         exchange, self.exchange = self.exchange, self.exchange + 1
-        self._flights.expire(self.exchange)
+        self._flights.expire(self.exchange, self.clock)
         # For this batch only: the packer goes by object identity, and the unpacker keeps all array data it has seen.
         packer, unpacker = Packer(), Unpacker()
         slots: Counter[int] = Counter()

@@ -41,6 +41,10 @@ class PartRequest(Schema, key=HEADER):
     sequence: Annotated[int, Int()]
     tensors: Annotated[tuple[int, ...], Many(Int(most=MAX_LAYERS), MAX_LAYERS)] = ()
 
+    def conflict(self) -> str:
+        """Return what contradicts what: layers beside another part than the first."""
+        return f"{len(self.tensors)} tensors beside part={self.part}" if self.part and self.tensors else ""
+
 
 @dataclass(frozen=True)
 class PartAnswer(Schema, key=HEADER):
@@ -49,6 +53,10 @@ class PartAnswer(Schema, key=HEADER):
     part: Annotated[int, Int(most=MAX_LAYERS)]
     parts: Annotated[int, Int(least=1, most=MAX_LAYERS)]
     sequence: Annotated[int, Int()]
+
+    def conflict(self) -> str:
+        """Return what contradicts what: a number of a part that there is not."""
+        return f"part={self.part} of parts={self.parts}" if self.part >= self.parts else ""
 
 
 def layers(layout: Layout) -> tuple[int, ...]:

@@ -333,7 +333,7 @@ def test_what_inputs_show_has_to_be_acknowledged() -> None:
         {"first_layer": "hidden"},
         {"mode": "edad", **KNOWN},
         {"chain": CHAIN},
-        {"mode": "edad", "chain": ("a.weight:gelu", "b.weight"), **KNOWN},
+        {"mode": "edad", "chain": ("a.weight:softsign", "b.weight"), **KNOWN},
         {"mode": "edad", "chain": ("a.weight", "a.weight"), **KNOWN},
         {"i_know_inputs_are_visible": 1},
     ],

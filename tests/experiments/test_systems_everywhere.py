@@ -36,6 +36,12 @@ PHASES: dict[str, tuple[int, dict[str, Any]]] = {
 """Rounds and settings of systems whose first rounds are all alike: the last two of these are in the fitted basis, and
 send latents."""
 
+SEEN = {
+    "dad": {"codec.mode": "dad"},
+    "edad": {"codec.mode": "edad", "codec.chain": "layers.0.weight:relu,layers.1.weight"},
+}
+"""Modes of the system "factors" in which the server sees single examples; its default one is among the others."""
+
 DEPLOYED_PRIVATE = "topagg"
 BUDGETS = {"topagg": 2.5}
 """Of the private rows those that a budget ends after the first of two rounds."""
@@ -53,6 +59,12 @@ of the run without messages (test_gossip_systems.py)."""
 def spec(name: str, engine: str = "inprocess", clients: int = 2) -> RunSpec:
     rounds, own = PHASES.get(name, (2, {}))
     return RunSpec(name, rounds=rounds, clients=clients, seed=3, engine=engine, settings={**SETTINGS, **own})
+
+
+def seen(mode: str, engine: str = "inprocess") -> RunSpec:
+    """One batch a round: captured in torch on the node, in a process of its own, and put together on the server."""
+    settings = {**SETTINGS, **SEEN[mode], "codec.i_know_inputs_are_visible": True, "max_steps": 1, "batch_size": 8}
+    return RunSpec("factors", rounds=2, clients=2, seed=3, engine=engine, settings=settings)
 
 
 def linear(engine: str = "inprocess") -> RunSpec:
@@ -116,6 +128,8 @@ def on_ray(ledgers: Path) -> dict[str, RunResult]:
         def main(grid: Grid, context: Context) -> None:
             for name in ("fedavg", *COMPRESSED[1:], *EARLY):
                 results[name] = serve(spec(name, "ray"), grid)
+            for mode in SEEN:
+                results[mode] = serve(seen(mode, "ray"), grid)
             for name in GOSSIP:
                 results[name] = serve(gossip(name, "ray"), grid)
             for name in PRIVATE:
@@ -153,6 +167,16 @@ def test_ray_gives_the_same_bits(name: str, on_ray: dict[str, RunResult]) -> Non
     here = engines.run(spec(name))
     same(here, on_ray[name])
     assert on_ray[name].final.metrics["report.compressed"] == 2
+    assert here.rounds[0].loss != here.final.loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", SEEN)
+def test_factors_of_single_examples_give_the_same_bits_on_ray(mode: str, on_ray: dict[str, RunResult]) -> None:
+    here = engines.run(seen(mode))
+    same(here, on_ray[mode])
+    # Rows of batches, so that it was factors that travelled, and no whole matrix.
+    assert here.final.metrics["report.frames.rows of layers.0.weight"] == 8
     assert here.rounds[0].loss != here.final.loss
 
 
@@ -210,7 +234,7 @@ def test_whoever_answers_first_on_ray_gives_the_same_bits(name: str, on_ray: dic
 @pytest.fixture(scope="module")
 def deployed(tmp_path_factory: pytest.TempPathFactory, ledgers: Path) -> dict[str, RunResult]:
     """Systems one after the other in one run: each message costs a process, the start of a run five of them."""
-    asked = [*(spec(name, "superlink") for name in DEPLOYED), linear("superlink")]
+    asked = [*(spec(name, "superlink") for name in DEPLOYED), linear("superlink"), seen("edad", "superlink")]
     asked += [small(DEPLOYED_PRIVATE, engine="superlink", clients=2, budget=BUDGETS[DEPLOYED_PRIVATE])]
     # Last: whoever was not waited for is busy with it for a while.
     asked += [spec(name, "superlink") for name in EARLY]
@@ -233,6 +257,13 @@ def test_whoever_answers_first_in_a_deployment_gives_the_same_bits(name: str, de
     assert {k: v.tobytes() for k, v in here.arrays.items()} == {k: v.tobytes() for k, v in there.arrays.items()}
     assert here.rounds[0].loss != there.final.loss
     assert there.final.metrics["coded.received"] >= 1
+
+
+@pytest.mark.slow
+def test_a_deployment_gives_the_same_bits_where_the_server_finishes_back_propagation(
+    deployed: dict[str, RunResult],
+) -> None:
+    same(engines.run(seen("edad")), deployed["factors"])
 
 
 @pytest.mark.slow

@@ -223,3 +223,13 @@ def test_the_log_tells_of_what_is_asked_and_not_of_all_nodes(caplog: pytest.LogC
 def test_what_cannot_be_buffered_is_refused(make: Callable[[], Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         make()
+
+
+def test_a_slow_reply_is_not_lost_however_many_quick_ones_pass_it() -> None:
+    """A hundred messages are pushed while one client works."""
+    strategy = Buffered(quiet(), concurrency=2, buffer=1, max_staleness=1000)
+    pace = {0: 1.0, 1: 1.0, 2: 101.5}
+    with InProcessGrid(squares(), 3, seed=3, compute_seconds=lambda d: pace[d.partition]) as grid:
+        fit(strategy, MeteredGrid(grid), start(), 104)
+    assert max(max(flight(strategy, r).staleness.values()) for r in range(1, 105)) >= 100
+    assert all(not strategy.reports[r].refused for r in range(1, 105))
