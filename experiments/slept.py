@@ -118,6 +118,9 @@ def _trained(grid: Grid, row: Mapping[str, Any], asked: Mapping[str, Any]) -> di
         "line": [*line, (time.monotonic() - began, loss(result.arrays["w"].numpy(), seed, nodes))],
         "weights": result.arrays["w"].numpy().astype(float).tolist(),
         "steps": strategy.steps,
+        # Of the first step nobody knows how long it took since the one before.
+        "idle": float(np.mean([report.section(InFlight).idle for report in reports[1:]])),
+        "period": float(np.mean([report.section(InFlight).period for report in reports[1:]])),
         "used": sum(report.used for report in reports),
         "late": sum(report.section(InFlight).late + report.lost for report in reports),
     }

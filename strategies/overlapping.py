@@ -46,6 +46,8 @@ class InFlight(ReportSection, name="flight"):
     ----------
     staleness : dict of int to int
         Steps that the server's model had made, when an answer was taken, since its client was sent the model.
+    step : int
+        How many steps the model had made before this one; less the staleness, those it had made when it was sent.
     under_way : int
         Messages that were still waited for when the step was made.
     late : int
@@ -57,6 +59,7 @@ class InFlight(ReportSection, name="flight"):
     """
 
     staleness: dict[int, int] = figure(dict, unit="steps", show="spread")
+    step: int = figure(unit="steps")
     under_way: int = figure(unit="messages")
     late: int = figure(unit="messages")
     held_back: int = figure(unit="nodes")
@@ -357,7 +360,7 @@ class Overlapping(ExchangeStrategy, Receiving, Stateful):
     def _note(self, report: Report, arrivals: Sequence[Pending], grid: Grid) -> None:
         said, at = report.section(InFlight), now(grid)
         said.staleness = {each.sent.node: self.steps - each.step for each in arrivals}
-        said.under_way, said.late = len(self.pending), self._late
+        said.step, said.under_way, said.late = self.steps, len(self.pending), self._late
         said.idle, said.period = self._idle, 0.0 if self._stepped is None else at - self._stepped
         self._late = 0
         self._idle, self._stepped = 0.0, at

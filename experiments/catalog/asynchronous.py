@@ -22,14 +22,20 @@ from fedcomp.experiments.kit import (
 from fedcomp.experiments.spec import RunResult, RunSpec
 
 SYNCHRONOUS: Final = "synchronous"
-DEADLINE: Final = "deadline"
+DEADLINES: Final[Mapping[str, float]] = {f"deadline, {share} %": share / 100 for share in (50, 70, 90)}
+"""Quantile of the clients' own past times by row: the best of them is the rival."""
+
+DEADLINE: Final = "deadline, 70 %"
 BUFFERED: Final = "buffered"
 SPARSE: Final = "buffered, top-k 5 % + EF"
 SINGLE: Final = "asynchronous"
 
 ROWS: Final[Mapping[str, str]] = {
     SYNCHRONOUS: "every round waits for all",
-    DEADLINE: "a round ends at 1.2 times the 70 % quantile of the clients' own past times",
+    **{
+        row: f"a round ends at 1.2 times the {100 * q:g} % quantile of the clients' own past times"
+        for row, q in DEADLINES.items()
+    },
     BUFFERED: "half of the clients busy, a step for every quarter of them",
     "buffered, constant weights": "the same, without less weight for old updates",
     SPARSE: "the same as buffered, of every update the largest twentieth",
@@ -67,8 +73,8 @@ def strategy_of(row: str, clients: int) -> Any:
     inner: Any = FedAvg(min_train_nodes=1, min_available_nodes=1, fraction_evaluate=0.0)
     if row == SYNCHRONOUS:
         return PipelinedStrategy(inner, 1)
-    if row == DEADLINE:
-        return PipelinedStrategy(inner, 1, deadline=Deadline(0.7, slack=1.2))
+    if row in DEADLINES:
+        return PipelinedStrategy(inner, 1, deadline=Deadline(DEADLINES[row], slack=1.2))
     if row == SPARSE:
         inner = Compressed(inner, TopK(density=0.05))
     busy, buffer = max(1, clients // 2), max(1, clients // 4)
@@ -109,15 +115,15 @@ def deployed(rounds: int, seed: int) -> dict[str, dict[str, Any]]:
     nodes = 4
     rows: dict[str, dict[str, Any]] = {
         SYNCHRONOUS: {"kind": "pipelined", "options": {"width": 1}, "rounds": rounds},
-        DEADLINE: {"kind": "pipelined", "options": {"width": 1, "quantile": 0.7}, "rounds": rounds},
+        DEADLINE: {"kind": "pipelined", "options": {"width": 1, "quantile": DEADLINES[DEADLINE]}, "rounds": rounds},
         # As many updates as synchronous rounds have.
         BUFFERED: {"kind": "buffered", "options": {"concurrency": nodes, "buffer": 2}, "rounds": 2 * rounds},
     }
     return slept.deployed(rows, nodes=nodes, seed=seed, sleep=2.0, variation=1.0, work=0.0)
 
 
-def _seconds(value: float) -> str:
-    return "never" if value == float("inf") else f"{value:.1f}"
+def _seconds(value: float) -> str | float:
+    return "never" if value == float("inf") else round(value, 1)
 
 
 def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findings:
@@ -140,6 +146,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
     groups: dict[str, Records] = Sweep(paced, cells, "clock", shared)(say, processes).groups("row")
     sooner = {row: median_seconds(group.each("line"), target) for row, group in groups.items()}
     even = {row: mean(group.each("even")) for row, group in groups.items()}
+    rival = min(DEADLINES, key=lambda row: sooner[row])
     quarter = max(1, config.clients // 4)
 
     def slow(row: str) -> float:
@@ -240,8 +247,8 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
                 skipped="" if known else "synchronous rounds do not reach the target",
             ),
             claim(
-                "buffered: seconds to the target over rounds with a deadline",
-                sooner[BUFFERED] / sooner[DEADLINE],
+                "buffered: seconds to the target over rounds with the best deadline",
+                sooner[BUFFERED] / sooner[rival],
                 "<= 1.0",
                 "a goal: the strongest simple rival",
                 gate=False,
@@ -263,8 +270,8 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
                 "synchronous rounds: evenness of the clients' updates", even[SYNCHRONOUS], ">= 0.999", "all take part"
             ),
             claim(
-                "buffered: evenness over that of rounds with a deadline",
-                even[BUFFERED] / even[DEADLINE],
+                "buffered: evenness over that of rounds with the best deadline",
+                even[BUFFERED] / even[rival],
                 ">= 1.0",
                 "a goal: the slow are late, not left out",
                 gate=False,
@@ -279,9 +286,9 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
             ),
         ],
         answer=f"Steps of buffered updates reach {target:g} % after {_seconds(sooner[BUFFERED])} simulated seconds, "
-        f"synchronous rounds after {_seconds(sooner[SYNCHRONOUS])}, rounds with an adaptive deadline after "
-        f"{_seconds(sooner[DEADLINE])}; of the updates the slowest quarter of the clients makes "
-        f"{100 * slow(BUFFERED):.0f}, {100 * slow(SYNCHRONOUS):.0f} and {100 * slow(DEADLINE):.0f} %.",
+        f"synchronous rounds after {_seconds(sooner[SYNCHRONOUS])}, rounds with the best deadline after "
+        f"{_seconds(sooner[rival])}; of the updates the slowest quarter of the clients makes "
+        f"{100 * slow(BUFFERED):.0f}, {100 * slow(SYNCHRONOUS):.0f} and {100 * slow(rival):.0f} %.",
     )
 
 

@@ -209,14 +209,15 @@ def deployed(rounds: int, seed: int) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _seconds(value: float) -> str:
-    return "never" if value == float("inf") else f"{value:.1f}"
+def _seconds(value: float) -> str | float:
+    return "never" if value == float("inf") else round(value, 1)
 
 
 def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findings:
     """Compare with the recursion and the laws, train with delays, then against the clock, simulated and real."""
     from fedcomp.experiments import delayed
     from fedcomp.experiments.paced import median_seconds, seconds_to
+    from fedcomp.timing.pipeline import Pipeline
 
     processes = int(config.settings["workers"])
     exact = say.cell("recursion", lambda: recursions(config.rounds // 10 + 4, config.seed))
@@ -259,6 +260,14 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
         else dict.fromkeys(("width 1", "width 2", ASYNCHRONOUS), nothing)
     )
     ratio = real["width 2"]["seconds"] / real["width 1"]["seconds"]
+
+    def by_law(row: str) -> float | None:
+        """Return the seconds per round that the law has for a width, from what width one worked and waited."""
+        if row == ASYNCHRONOUS:
+            return None
+        alone = real["width 1"]
+        return round(Pipeline(alone["period"] - alone["idle"], alone["idle"], int(row[-1])).period, 2)
+
     return Findings(
         tables=[
             table(
@@ -323,12 +332,17 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
                             "row": lambda row: row,
                             "seconds": lambda row: round(real[row]["seconds"], 1),
                             "steps": lambda row: real[row]["steps"],
+                            "seconds per step": lambda row: round(real[row]["period"], 2),
+                            "by the law": by_law,
+                            "of these idle, %": lambda row: round(100 * real[row]["idle"] / real[row]["period"]),
                             "last loss": lambda row: f"{real[row]['line'][-1][1]:.3g}",
                         },
                         real,
                         "Two SuperNodes on loopback, least squares, clients that sleep half a second, a server that "
-                        "works 1.5 s after every step. The asynchronous row has as many updates, each a step of half "
-                        "the size, and so twice the server's work.",
+                        "works 1.5 s after every step. The law is max(a, b, (a + b)/K), where a is what the server "
+                        "worked and b what it waited in a round of width one; b has gaps in it in which nobody has a "
+                        "message, and more rounds in flight have fewer of them. The asynchronous row has as many "
+                        "updates, each a step of half the size, and so twice the server's work.",
                     )
                 ]
                 if asked
@@ -415,7 +429,13 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
                 "a goal: the paper's abstract claims to be faster than both",
                 gate=False,
             ),
-            claim("deployment: seconds of width 2 over width 1", ratio, "<= 0.8", "the issue's bound", skipped=skipped),
+            claim(
+                "deployment: seconds of width 2 over width 1",
+                ratio,
+                "<= 0.8",
+                "chosen: what is hidden is worth its complexity",
+                skipped=skipped,
+            ),
             *(
                 claim(
                     f"deployment: largest distance of a weight from the recursion, width {w}",

@@ -92,15 +92,16 @@ def measured(monkeypatch: pytest.MonkeyPatch, *assignments: str, **changes: Any)
 
     exact = {f"width {w}": 1e-7 for w in (1, 2, 3)}
     exact |= {"width 2 against no delay": 0.1, "averaged models against width 2": 0.1, **changes.get("exact", {})}
-    real = {
-        name: {"seconds": 10.0, "off": 1e-7, "line": [[10.0, 0.1]], "steps": 8} for name in ("width 1", ASYNCHRONOUS)
-    }
-    real["width 2"] = {**real["width 1"], "seconds": changes.get("real", 6.0)}
+    row = {"seconds": 10.0, "off": 1e-7, "line": [[10.0, 0.1]], "steps": 8, "idle": 2.0, "period": 3.0}
+    real = {"width 1": row, "width 2": {**row, "seconds": changes.get("real", 6.0)}, ASYNCHRONOUS: row}
     monkeypatch.setattr(delayed, "train", train)
     monkeypatch.setattr(module, "paced", paced)
     monkeypatch.setattr(module, "recursions", lambda rounds, seed: exact)
     monkeypatch.setattr(module, "deployed", lambda rounds, seed: real)
     findings = EXPERIMENT.measure(config(*assignments), {}, Say())
+    if "deployment=false" not in assignments:
+        # One second of work and two of waiting: in a pipe of two the longer of both.
+        assert [row[4] for row in findings.tables[-1].rows] == [3.0, 2.0, None]
     assert [len(t.rows) for t in findings.tables if t.title == "Against the simulated clock"] == [len(ROWS)]
     return [c.name for c in sorted(findings.claims, key=lambda c: not c.gate) if c.ok is False]
 

@@ -53,12 +53,24 @@ def test_ray_gives_the_bits_of_this_process() -> None:
     @server.main()
     def main(grid: Grid, context: Context) -> None:
         found["ray"] = train(grid)
+        strategy = slept.build("buffered", {"concurrency": 2, "buffer": 1})
+        start = ArrayRecord({"w": Array(np.zeros(slept.SIZE, np.float32))})
+        fit(
+            strategy,
+            MeteredGrid(grid),
+            start,
+            ROUNDS,
+            train_config=ConfigRecord({"seed": 3, "sleep": 0.01, "variation": 0.0}),
+        )
+        # Whose updates come first is Ray's matter; that each step has one, and every client its turn, is not.
+        found["steps"] = np.array(strategy.steps)
 
     resources = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}, "init_args": {"include_dashboard": False}}
     run_simulation(server, slept.client, num_supernodes=2, backend_config=resources)
     with InProcessGrid(slept.client, 2, seed=3) as grid:
         here = train(grid)
     # Which node is in which cohort is the engine's order; the two recursions it may give are known.
+    assert found["steps"] == ROUNDS
     other = _swapped()
     assert any(np.array_equal(found["ray"], known) for known in (here, other))
 
