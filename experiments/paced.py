@@ -94,7 +94,7 @@ def train(strategy: Overlapping, spec: RunSpec, pace: Callable[[Delivery], float
     from fedcomp.flower.logs import quiet
     from fedcomp.flower.metered import MeteredGrid
     from fedcomp.flower.rounds import RoundOutcome, fit
-    from fedcomp.strategies.overlapping import InFlight
+    from fedcomp.strategies.overlapping import Overlap
     from fedcomp.strategies.parts import TASK_PREFIX, below
     from fedcomp.tasks import get_task
     from fedcomp.tasks.arrays import load_arrays, to_arrays
@@ -119,7 +119,7 @@ def train(strategy: Overlapping, spec: RunSpec, pace: Callable[[Delivery], float
             fit(strategy, grid, start, ROUNDS, timeout=None, train_config=config, on_round=keep)
         used: Counter[int] = Counter()
         for report in strategy.reports.values():
-            used.update(node for node in report.section(InFlight).staleness if node not in report.refused)
+            used.update(node for node in report.section(Overlap).staleness if node not in report.refused)
         shares = [used[node] for node in grid.get_node_ids()]
         uplink = grid.ledger.total("payload", direction="up")
     return {"line": line, "uplink": uplink, "steps": strategy.steps, "shares": shares}

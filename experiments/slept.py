@@ -25,7 +25,7 @@ from fedcomp.flower.rounds import fit
 from fedcomp.rng import Key
 from fedcomp.strategies.buffered import Buffered
 from fedcomp.strategies.deadlines import Deadline
-from fedcomp.strategies.overlapping import InFlight, Overlapping
+from fedcomp.strategies.overlapping import Overlap, Overlapping
 from fedcomp.strategies.pipelined import PipelinedStrategy
 from fedcomp.timing.pipeline import log_normal
 
@@ -119,10 +119,10 @@ def _trained(grid: Grid, row: Mapping[str, Any], asked: Mapping[str, Any]) -> di
         "weights": result.arrays["w"].numpy().astype(float).tolist(),
         "steps": strategy.steps,
         # Of the first step nobody knows how long it took since the one before.
-        "idle": float(np.mean([report.section(InFlight).idle for report in reports[1:]])),
-        "period": float(np.mean([report.section(InFlight).period for report in reports[1:]])),
+        "idle": float(np.mean([report.section(Overlap).idle for report in reports[1:]])),
+        "period": float(np.mean([report.section(Overlap).period for report in reports[1:]])),
         "used": sum(report.used for report in reports),
-        "late": sum(report.section(InFlight).late + report.lost for report in reports),
+        "late": sum(report.section(Overlap).late + report.lost for report in reports),
     }
 
 

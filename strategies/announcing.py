@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Final
 
@@ -32,6 +32,51 @@ MAX_WAITING: Final = 64
 """Training exchanges that may wait for their replies at a time."""
 
 
+class OpenExchanges:
+    """The messages of training exchanges by their rounds, until a round is configured after they were answered."""
+
+    def __init__(self) -> None:
+        self._sent: dict[int, list[SentMessage]] = {}
+        self._answered: set[int] = set()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._sent)
+
+    def hold(self, server_round: int, sent: list[SentMessage]) -> None:
+        """Keep a round's messages until its replies are aggregated."""
+        for former in self._answered:
+            self._sent.pop(former, None)
+        self._answered = set()
+        self._sent[server_round] = sent
+        for former in list(self._sent)[:-MAX_WAITING]:
+            # Each holds a model; a loop that never aggregates would fill the memory.
+            del self._sent[former]
+            log.warning(
+                "round %d: %d later rounds were configured before it was aggregated: it is given up",
+                former,
+                MAX_WAITING,
+            )
+
+    def of(self, server_round: int) -> list[SentMessage]:
+        """Return the messages of a round.
+
+        Raises
+        ------
+        ConfigError
+            When there are none: the round was not configured, or another one was after its replies were aggregated.
+        """
+        if server_round not in self._sent:
+            raise ConfigError(
+                f"round {server_round} was not configured, or was aggregated before the last one was; rounds that wait "
+                f"for replies: {sorted(self._sent)}"
+            )
+        return self._sent[server_round]
+
+    def answer(self, server_round: int) -> None:
+        """Note that a round's replies were aggregated."""
+        self._answered.add(server_round)
+
+
 class Announcer(Stateful):
     """Keeps the session, the versions of the model, and the messages of the current exchange.
 
@@ -50,10 +95,8 @@ class Announcer(Stateful):
         That of the model the last messages were made from.
     sent : list of SentMessage
         The messages of the last exchange.
-    waiting : dict of int to list of SentMessage
-        Those of training exchanges by their rounds, until a round is configured after their replies were aggregated.
-    answered : set of int
-        Rounds of which that was done.
+    waiting : OpenExchanges
+        Those of training exchanges by their rounds.
     captured : Captured or None
         The outer products of which the last aggregate is the sum, for a downlink that has a use for them.
     broadcast : Broadcast or None
@@ -67,8 +110,7 @@ class Announcer(Stateful):
     def __init__(self, downlink: Codec | None, policy: DensityPolicy | None, record: str | None, seed: int) -> None:
         self.layout = Layout(())
         self.sent: list[SentMessage] = []
-        self.waiting: dict[int, list[SentMessage]] = {}
-        self.answered: set[int] = set()
+        self.waiting = OpenExchanges()
         self.captured: Captured | None = None
         self._downlink = downlink
         self._policy = policy
@@ -162,7 +204,10 @@ class Announcer(Stateful):
             # One number for all: what counted messages would tell every client how many others were asked.
             self.sequence += 1
         self.sent = []
-        origins: dict[str, Origin] = {}
+        origin = None
+        if codec is not None and messages:
+            # Now that the model is published: what a lossy downlink makes of it is what clients train from.
+            origin = Origin.of(server_round, self._model, self._reference(), self.version, self.layout, codec)
         for message in messages:
             node = message.metadata.dst_node_id
             peer = peers.setdefault(node, Peer())
@@ -185,46 +230,8 @@ class Announcer(Stateful):
             )
             # Kept to subtract from what this node sends back; for the others the model itself serves.
             base = to_arrays(record) if id(record) in own else None
-            if codec is not None and name not in origins:
-                origins[name] = self.origin(server_round, codec, name)
-            self.sent.append(SentMessage(addressed, node, fields.get("sequence", 0), base, name, origins.get(name)))
+            self.sent.append(SentMessage(addressed, node, fields.get("sequence", 0), base, name, origin))
         return [sent.message for sent in self.sent]
-
-    def origin(self, server_round: int, codec: Codec, record: str) -> Origin:
-        """Return what the clients of an exchange train from and encode with, now that the model is published."""
-        reference = self._reference()
-        trained = self._model if reference is None else self.layout.unflatten(reference)
-        return Origin(server_round, self._model, reference, self.version, self.layout, codec.at_model(trained), record)
-
-    def hold(self, server_round: int, sent: list[SentMessage]) -> None:
-        """Keep a round's training messages until its replies are aggregated."""
-        for former in self.answered:
-            self.waiting.pop(former, None)
-        self.answered = set()
-        self.waiting[server_round] = sent
-        for former in list(self.waiting)[:-MAX_WAITING]:
-            # Each holds a model; a loop that never aggregates would fill the memory.
-            del self.waiting[former]
-            log.warning(
-                "round %d: %d later rounds were configured before it was aggregated: it is given up",
-                former,
-                MAX_WAITING,
-            )
-
-    def awaited(self, server_round: int) -> list[SentMessage]:
-        """Return the messages of a round's training exchange.
-
-        Raises
-        ------
-        ConfigError
-            When there are none: the round was not configured, or another one was after its replies were aggregated.
-        """
-        if server_round not in self.waiting:
-            raise ConfigError(
-                f"round {server_round} was not configured, or was aggregated before the last one was; rounds that wait "
-                f"for replies: {sorted(self.waiting)}"
-            )
-        return self.waiting[server_round]
 
     def policy_fields(self) -> dict[str, Any]:
         """Return what tells a client which tensors travel dense."""

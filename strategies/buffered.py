@@ -24,7 +24,7 @@ from fedcomp.flower.protocol import app_failure
 from fedcomp.flower.rounds import Exchanges
 from fedcomp.plain import Count
 from fedcomp.rng import Key
-from fedcomp.strategies.overlapping import Outcome, Overlapping, Pending
+from fedcomp.strategies.overlapping import Outcome, Overlapping, UnderWay
 
 WEIGHTS: Final[Mapping[str, Callable[[int], float]]] = MappingProxyType(
     {"1/sqrt": lambda staleness: 1.0 / math.sqrt(1.0 + staleness), "constant": lambda staleness: 1.0}
@@ -71,7 +71,7 @@ class Buffered(Overlapping):
     not evaluate, which would have them do two things at a time. What is under way when the run ends is not waited for.
 
     Fast clients are in more updates than slow ones: the model leans towards their data. The reports name the nodes of
-    every step (``report.flight.staleness``).
+    every step (``report.overlap.staleness``).
 
     Examples
     --------
@@ -128,7 +128,7 @@ class Buffered(Overlapping):
         return {**super().identity(), **{name: getattr(self, name) for name in own}}
 
     def round(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Exchanges[Outcome]:
-        """Collect updates until there are enough, asking another client for every reply; then step.
+        """Await updates until there are enough, asking another client for every reply; then step.
 
         Raises
         ------
@@ -138,7 +138,7 @@ class Buffered(Overlapping):
         if lost := self._resumed(grid):
             self.reports.join(server_round).notes.append(f"{len(lost)} updates were under way when the run stopped")
         yield from self._drop_late(grid)
-        filled: dict[int, tuple[Pending, Message | None]] = {}
+        filled: dict[int, tuple[UnderWay, Message | None]] = {}
         updates = 0
         while updates < self.buffer:
             yield from self._fill(server_round, arrays, config, grid, set(filled))
@@ -198,7 +198,7 @@ class Buffered(Overlapping):
         if pending:
             yield Send([each.sent.message for each in pending])
 
-    def _aged(self, pending: Pending, reply: Message) -> Message:
+    def _aged(self, pending: UnderWay, reply: Message) -> Message:
         """Return a reply, or in place of one that is too old what stands for it."""
         staleness = self.steps - pending.step
         if reply.has_error() or staleness <= self.max_staleness:
@@ -213,6 +213,6 @@ class Buffered(Overlapping):
         self.reports.join(server_round).notes.append(f"a step of {updates} instead of {self.buffer} updates: {reason}")
 
 
-def _asked(waited: list[Pending], reply: Message) -> Pending:
+def _asked(waited: list[UnderWay], reply: Message) -> UnderWay:
     """Return the message that a reply answers."""
     return next(each for each in waited if each.sent.message.metadata.message_id == reply.metadata.reply_to_message_id)

@@ -218,7 +218,7 @@ class Compressed(Receiving, Strategy, Stateful):
         # Here and not in the constructor: only now is the wrapper around this strategy among the callers.
         require_clip_is_seen(self, self.codec)
         sent = self.ask(server_round, arrays, config, grid)
-        self.announcer.hold(server_round, sent)
+        self.announcer.waiting.hold(server_round, sent)
         return [each.message for each in sent]
 
     def ask(
@@ -288,8 +288,8 @@ class Compressed(Receiving, Strategy, Stateful):
         NoUsableReply
             When clients were asked, no reply of theirs can be used, and no earlier round brought an update either.
         """
-        outcome = self.aggregate_exchange(server_round, self.announcer.awaited(server_round), replies)
-        self.announcer.answered.add(server_round)
+        outcome = self.aggregate_exchange(server_round, self.announcer.waiting.of(server_round), replies)
+        self.announcer.waiting.answer(server_round)
         return outcome
 
     def aggregate_exchange(
@@ -352,12 +352,12 @@ class Compressed(Receiving, Strategy, Stateful):
         LayoutError
             When ``mean`` does not have the layout's size and dtype.
         """
-        intake, consumed = self._intake(server_round, self.announcer.awaited(server_round)), list(members)
+        intake, consumed = self._intake(server_round, self.announcer.waiting.of(server_round)), list(members)
         if mean is not None and (not consumed or weight <= 0):
             intake.report.notes.append("all replies have weight 0: nothing to average, the model is unchanged")
             mean = None
         outcome = self.reception.aggregate_mean(intake, mean, consumed, contents, self._rule)
-        self.announcer.answered.add(server_round)
+        self.announcer.waiting.answer(server_round)
         return outcome
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:

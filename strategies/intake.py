@@ -115,15 +115,6 @@ class Intake:
             return self.vector
         return origin.start
 
-    def codec_of(self, sent: SentMessage) -> Codec:
-        """Return what the client of a message encodes with."""
-        return self.codec if sent.origin is None else sent.origin.codec
-
-    def key_of(self, sent: SentMessage, partition: int | None) -> Key:
-        """Return the random stream of the client of a message."""
-        key = self.key.at(partition=partition or 0)
-        return key if sent.origin is None else key.at(round=sent.origin.round)
-
     def scale_of(self, sent: SentMessage) -> float:
         """Return what an update is multiplied by beside its weight."""
         return self.scales.get(sent.node, 1.0)
@@ -177,7 +168,7 @@ class Intake:
                 raise Rejected("an update that its client did not privatise; its app lacks the mod")
             if arrival.plain is not None and (self.codec.votes or (self.updates_only and self.support is not None)):
                 # A plain update among votes, or on a support shared by all, is made what the others' are.
-                arrival.frame = self._encoded(arrival.plain, self.key_of(sent, take_node(reply)))
+                arrival.frame = self._encoded(arrival.plain, sent.key(self.key, take_node(reply)))
         except Rejected:
             raise
         except FedcompError as error:
@@ -211,7 +202,7 @@ class Intake:
         # Finite models may differ by more than float32 holds; the aggregate is checked before it is taken.
         with np.errstate(over="ignore", invalid="ignore"):
             if arrival.opened is not None:
-                vector = self.codec_of(arrival.sent).decode(arrival.opened, self.layout)
+                vector = arrival.sent.codec(self.codec).decode(arrival.opened, self.layout)
                 return vector - base if self.codec.lossless else vector
             assert arrival.plain is not None
             return self.layout.flatten(arrival.plain) - base
@@ -231,7 +222,7 @@ class Intake:
         )
 
     def _opened(self, sent: SentMessage, reply: Message, measured: bool) -> Arrival:
-        content, codec, layout = reply.content, self.codec_of(sent), self.layout
+        content, codec, layout = reply.content, sent.codec(self.codec), self.layout
         header = config_in(content, NODE_RECORD)
         metrics_name, weight = weight_of(content, self.weight_key)
         frame = take_frame(content, UPDATE)
@@ -246,7 +237,7 @@ class Intake:
             if sequence != sent.sequence:
                 raise Rejected(f"update answers message {sequence}, expected {sent.sequence}: a stale reply")
             # With the key, so that random coordinates are compared with those that this round and partition draw.
-            bundle = codec.verify(frame, layout, self.key_of(sent, take_node(reply)))
+            bundle = codec.verify(frame, layout, sent.key(self.key, take_node(reply)))
             # A private round keeps the server's buffers: they would be a release that no ledger accounts for.
             received = self.model if self.updates_only else decode_exact(take_frame(content, EXACT), layout)
             exact = {t.name: check_exact(received[t.name], t, self.model[t.name]) for t in layout.exact}

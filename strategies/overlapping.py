@@ -20,7 +20,7 @@ from fedcomp.codecs import Identity
 from fedcomp.errors import ConfigError
 from fedcomp.flower._private import set_message_id
 from fedcomp.flower.logs import log, unsampled
-from fedcomp.flower.pipeline import Collect, NodesShown, arrived, now
+from fedcomp.flower.pipeline import Await, NodesShown, arrived, now
 from fedcomp.flower.privacy import find_private
 from fedcomp.flower.records import to_record
 from fedcomp.flower.report import Report, ReportSection, figure
@@ -39,7 +39,7 @@ Outcome = tuple[ArrayRecord | None, MetricRecord | None]
 
 
 @dataclass
-class InFlight(ReportSection, name="flight"):
+class Overlap(ReportSection, name="overlap"):
     """What overlapping exchanges add to a report.
 
     Attributes
@@ -76,7 +76,7 @@ class InFlight(ReportSection, name="flight"):
 
 
 @dataclass(frozen=True, eq=False)
-class Pending:
+class UnderWay:
     """One message under way.
 
     Attributes
@@ -101,14 +101,13 @@ class SavedOrigin:
 
     round: int
     version: int
-    record: str
     model: dict[str, NDArray[Any]]
     reference: Vector | None
 
 
 @dataclass(frozen=True)
 class SavedMessage:
-    """A :class:`Pending` as a checkpoint keeps it: its origin by number, of the message what a reply is joined by."""
+    """A :class:`UnderWay` as a checkpoint keeps it: its origin by number, of the message what a reply is joined by."""
 
     origin: Count
     node: int
@@ -123,7 +122,7 @@ class SavedMessage:
 
 
 @dataclass(frozen=True)
-class SavedPending:
+class SavedUnderWay:
     """All messages under way; those of one exchange share their origin."""
 
     origins: list[SavedOrigin]
@@ -153,19 +152,19 @@ def _save(owner: Overlapping) -> Any:
                 each.deadline,
             )
         )
-    kept = [SavedOrigin(o.round, o.version, o.record, dict(o.model), o.reference) for o in origins]
-    return to_plain(SavedPending(kept, messages))
+    kept = [SavedOrigin(o.round, o.version, dict(o.model), o.reference) for o in origins]
+    return to_plain(SavedUnderWay(kept, messages))
 
 
 def _load(owner: Overlapping, state: Any) -> None:
-    saved = from_plain(SavedPending, state, "pending")
+    saved = from_plain(SavedUnderWay, state, "pending")
     origins = [owner.origin(each) for each in saved.origins]
     owner.pending = []
     for each in saved.messages:
         message = Message(RecordDict(), each.node, each.message_type)
         set_message_id(message, each.message_id)
         sent = SentMessage(message, each.node, each.sequence, None, each.record, origins[each.origin])
-        owner.pending.append(Pending(sent, each.round, each.step, each.began, each.deadline))
+        owner.pending.append(UnderWay(sent, each.round, each.step, each.began, each.deadline))
 
 
 class Overlapping(ExchangeStrategy, Receiving, Stateful):
@@ -182,9 +181,9 @@ class Overlapping(ExchangeStrategy, Receiving, Stateful):
 
     Attributes
     ----------
-    pending : list of Pending
+    pending : list of UnderWay
         Messages under way, the oldest first.
-    given_up : list of Pending
+    given_up : list of UnderWay
         Those whose replies came too late, or have not come yet. Their nodes are sent no other message until the reply
         is there or ``timeout`` has passed once more: a node that is slow is not given two at a time.
     steps : int
@@ -220,8 +219,8 @@ class Overlapping(ExchangeStrategy, Receiving, Stateful):
         self.inner = inner if isinstance(inner, Compressed) else Compressed(inner, Identity())
         self.timeout = params.positive("timeout", timeout)
         self.deadline = deadline
-        self.pending: list[Pending] = []
-        self.given_up: list[Pending] = []
+        self.pending: list[UnderWay] = []
+        self.given_up: list[UnderWay] = []
         self.steps = 0
         self._seen: list[int] = []
         self._run = 0
@@ -253,12 +252,9 @@ class Overlapping(ExchangeStrategy, Receiving, Stateful):
         """Return an exchange's origin as it was before it was saved."""
         codec, announcer = self.inner.codec, self.inner.announcer
         layout = announcer.layout_of(to_record(saved.model), codec, updates_only=False)
-        trained = saved.model if saved.reference is None else layout.unflatten(saved.reference)
-        return Origin(
-            saved.round, saved.model, saved.reference, saved.version, layout, codec.at_model(trained), saved.record
-        )
+        return Origin.of(saved.round, saved.model, saved.reference, saved.version, layout, codec)
 
-    def _resumed(self, grid: Grid) -> list[Pending]:
+    def _resumed(self, grid: Grid) -> list[UnderWay]:
         """Return the messages that an earlier run had under way: its nodes' replies cannot be had in this one."""
         run, self._run = self._run, grid.run.run_id
         if run in (0, self._run) or not self.pending:
@@ -279,7 +275,7 @@ class Overlapping(ExchangeStrategy, Receiving, Stateful):
         grid: Grid,
         nodes: Callable[[], Iterable[int]],
         among: Callable[[list[Message]], list[Message]],
-    ) -> list[Pending]:
+    ) -> list[UnderWay]:
         """Return messages to some of ``nodes()``, which are under way from now on."""
         view = NodesShown(grid, nodes)
         sent = self.inner.ask(server_round, arrays, config, view, among)
@@ -289,7 +285,7 @@ class Overlapping(ExchangeStrategy, Receiving, Stateful):
         limit = self.timeout
         if self.deadline is not None:
             limit = self.deadline.seconds([each.node for each in sent], self.timeout)
-        pending = [Pending(each, server_round, self.steps, began, began + limit) for each in sent]
+        pending = [UnderWay(each, server_round, self.steps, began, began + limit) for each in sent]
         self.pending += pending
         return pending
 
@@ -299,11 +295,11 @@ class Overlapping(ExchangeStrategy, Receiving, Stateful):
         return {each.sent.node for each in (*self.pending, *self.given_up)}
 
     def _collect(
-        self, waited: Sequence[Pending], until: float, grid: Grid, enough: Callable[[Sequence[Message]], bool] | None
+        self, waited: Sequence[UnderWay], until: float, grid: Grid, enough: Callable[[Sequence[Message]], bool] | None
     ) -> Exchanges[list[Message]]:
         """Wait for replies; take those messages off the list that were answered, and give up those that are too old."""
         began = now(grid)
-        replies = yield Collect([each.sent.message for each in waited], until, enough)
+        replies = yield Await([each.sent.message for each in waited], until, enough)
         self._idle += now(grid) - began
         by_id = {each.sent.message.metadata.message_id: each for each in waited}
         answered = {reply.metadata.reply_to_message_id for reply in replies}
@@ -312,12 +308,12 @@ class Overlapping(ExchangeStrategy, Receiving, Stateful):
         self.pending = [each for each in self.pending if each.sent.message.metadata.message_id not in answered]
         return replies
 
-    def _time(self, pending: Pending, reply: Message, grid: Grid) -> None:
+    def _time(self, pending: UnderWay, reply: Message, grid: Grid) -> None:
         # An error may come at once, and says nothing of how long training takes.
         if self.deadline is not None and not reply.has_error():
             self.deadline.note(pending.sent.node, arrived(grid, reply) - pending.began)
 
-    def _give_up(self, lost: Collection[Pending]) -> None:
+    def _give_up(self, lost: Collection[UnderWay]) -> None:
         self.pending = [each for each in self.pending if each not in lost]
         self.given_up += lost
 
@@ -326,7 +322,7 @@ class Overlapping(ExchangeStrategy, Receiving, Stateful):
         if not self.given_up:
             return
         by_id = {each.sent.message.metadata.message_id: each for each in self.given_up}
-        for reply in (yield Collect([each.sent.message for each in self.given_up], until=now(grid))):
+        for reply in (yield Await([each.sent.message for each in self.given_up], until=now(grid))):
             found = by_id.pop(reply.metadata.reply_to_message_id)
             self._time(found, reply, grid)
             self._late += 1
@@ -337,7 +333,7 @@ class Overlapping(ExchangeStrategy, Receiving, Stateful):
         server_round: int,
         arrays: ArrayRecord,
         grid: Grid,
-        arrivals: Sequence[Pending],
+        arrivals: Sequence[UnderWay],
         replies: Sequence[Message],
         **options: Any,
     ) -> Outcome:
@@ -357,8 +353,8 @@ class Overlapping(ExchangeStrategy, Receiving, Stateful):
         self.steps += model is not None
         return model, metrics
 
-    def _note(self, report: Report, arrivals: Sequence[Pending], grid: Grid) -> None:
-        said, at = report.section(InFlight), now(grid)
+    def _note(self, report: Report, arrivals: Sequence[UnderWay], grid: Grid) -> None:
+        said, at = report.section(Overlap), now(grid)
         said.staleness = {each.sent.node: self.steps - each.step for each in arrivals}
         said.step, said.under_way, said.late = self.steps, len(self.pending), self._late
         said.idle, said.period = self._idle, 0.0 if self._stepped is None else at - self._stepped

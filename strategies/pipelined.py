@@ -23,7 +23,7 @@ from fedcomp.flower.records import to_record
 from fedcomp.flower.rounds import Exchanges
 from fedcomp.strategies.deadlines import Deadline
 from fedcomp.strategies.means import MEANS, is_mean
-from fedcomp.strategies.overlapping import InFlight, Outcome, Overlapping
+from fedcomp.strategies.overlapping import Outcome, Overlap, Overlapping
 
 MODES: Final = ("cohort", "node")
 
@@ -72,7 +72,7 @@ class PipelinedStrategy(Overlapping):
     -----
     Client evaluation would stall the pipe, hence ``evaluate_every``; evaluate on the server, which is hidden. Metrics
     of a round are those of the exchange that it applied; :attr:`reports` are by the round that sent it, with the
-    staleness of each update in ``report.flight``. Private strategies are refused.
+    staleness of each update in ``report.overlap``. Private strategies are refused.
 
     Examples
     --------
@@ -179,7 +179,7 @@ class PipelinedStrategy(Overlapping):
             # Two at a time are what the other mode is for.
             busy = set() if self.mode == "node" else self.busy
             kept = [message for message in messages if message.metadata.dst_node_id not in busy]
-            self.reports.join(server_round).section(InFlight).held_back += len(messages) - len(kept)
+            self.reports.join(server_round).section(Overlap).held_back += len(messages) - len(kept)
             return kept
 
         there = len(self._turn(server_round, grid))

@@ -23,6 +23,7 @@ from fedcomp.flower.payload import models, take_node
 from fedcomp.flower.protocol import PREFIX
 from fedcomp.flower.report import Report, shorten
 from fedcomp.layout import Layout, Vector
+from fedcomp.rng import Key
 from fedcomp.strategies.guard import Norms
 from fedcomp.strategies.partitions import Holders
 from fedcomp.wire import Bundle, Frame, FrameSizes
@@ -98,8 +99,6 @@ class Origin:
     layout : Layout
     codec : Codec
         What clients encode with, bound to the model where it needs one.
-    record : str
-        Name of the model in the messages.
     """
 
     round: int
@@ -108,7 +107,14 @@ class Origin:
     version: int
     layout: Layout
     codec: Codec
-    record: str
+
+    @classmethod
+    def of(
+        cls, server_round: int, model: Arrays, reference: Vector | None, version: int, layout: Layout, codec: Codec
+    ) -> Origin:
+        """Return the origin of an exchange whose clients encode with ``codec``."""
+        trained = model if reference is None else layout.unflatten(reference)
+        return cls(server_round, model, reference, version, layout, codec.at_model(trained))
 
     @cached_property
     def start(self) -> Vector:
@@ -130,6 +136,15 @@ class SentMessage:
     base: Arrays | None = None
     record: str = ""
     origin: Origin | None = None
+
+    def codec(self, own: Codec) -> Codec:
+        """Return what the client encodes with; ``own`` where there is no origin."""
+        return own if self.origin is None else self.origin.codec
+
+    def key(self, own: Key, partition: int | None) -> Key:
+        """Return the client's random stream, made of its round's."""
+        key = own.at(partition=partition or 0)
+        return key if self.origin is None else key.at(round=self.origin.round)
 
 
 class Weighed(Protocol):

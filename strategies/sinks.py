@@ -265,7 +265,7 @@ class MeanSink(Sink):
         if self._weight <= 0:
             return
         intake = self._intake
-        codec, factor = intake.codec_of(arrival.sent), arrival.weight / self._weight
+        codec, factor = arrival.sent.codec(intake.codec), arrival.weight / self._weight
         update: Frame | Bundle | Vector
         if arrival.opened is None:
             assert arrival.plain is not None
@@ -351,7 +351,7 @@ class RepliesSink(Sink):
             vector = layout.flatten(arrival.plain)
         else:
             assert arrival.opened is not None
-            vector = intake.codec_of(arrival.sent).decode(arrival.opened, layout)
+            vector = arrival.sent.codec(intake.codec).decode(arrival.opened, layout)
             arrival.parsed = None
         if arrival.plain is None and not intake.codec.lossless:
             # Before the base is added, as above.

@@ -1,7 +1,7 @@
 """Messages that are not waited for at once, so that several exchanges are on their way at a time.
 
 A round (:mod:`fedcomp.flower.rounds`) says ``yield Send(messages)`` and goes on; it, or a later round of the same
-strategy, says ``replies = yield Collect(messages, ...)``. What nodes, links and server do in between overlaps.
+strategy, says ``replies = yield Await(messages, ...)``. What nodes, links and server do in between overlaps.
 Flower's own loop cannot do that: it waits for every exchange, three seconds at a look.
 
 Seconds are the grid's: simulated ones on the in-process engine, a monotonic clock's elsewhere.
@@ -28,7 +28,7 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
-class Collect:
+class Await:
     """A wait for replies to messages that were pushed, and not answered, before.
 
     Parameters
@@ -85,7 +85,7 @@ def arrived(grid: Grid, reply: Message) -> float:
     return known(reply) if callable(known) else now(grid)
 
 
-def collect(grid: Grid, wanted: Collect, timeout: float | None) -> list[Message]:
+def collect(grid: Grid, wanted: Await, timeout: float | None) -> list[Message]:
     """Return at most one reply for each message, in partition order.
 
     Parameters

@@ -2,7 +2,7 @@
 
     replies = yield messages
     replies = yield Push(messages, timeout=5.0)
-    yield Send(messages); ...; replies = yield Collect(messages)
+    yield Send(messages); ...; replies = yield Await(messages)
 
 An exchange is one push of messages and the replies that came back. A strategy that needs several per round (gossip,
 PowerSGD, support agreement) reads as straight-line code, and one driver sends, joins, times out and counts for all
@@ -25,12 +25,12 @@ from flwr.serverapp.strategy import Result, Strategy
 from fedcomp.errors import ConfigError
 from fedcomp.flower.logs import log
 from fedcomp.flower.metered import addressed, join, partition_lookup
-from fedcomp.flower.pipeline import Collect, Send, collect
+from fedcomp.flower.pipeline import Await, Send, collect
 from fedcomp.flower.privacy import find_private
 
 T = TypeVar("T")
 
-Exchanges = Generator[Iterable[Message] | Send | Collect, list[Message], T]
+Exchanges = Generator[Iterable[Message] | Send | Await, list[Message], T]
 """Yields the messages of an exchange, receives its replies in partition order, returns what the round came to."""
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
@@ -128,7 +128,7 @@ def drive_many(rounds: Sequence[Exchanges[T]], grid: Grid, *, timeout: float | N
     partition_of = partition_lookup(grid)
     values: dict[int, T] = {}
     waiting: dict[int, list[Message]] = {}
-    collecting: dict[int, Collect] = {}
+    collecting: dict[int, Await] = {}
     limits: dict[int, float | None] = {}
     enough: dict[int, Enough | None] = {}
 
@@ -141,7 +141,7 @@ def drive_many(rounds: Sequence[Exchanges[T]], grid: Grid, *, timeout: float | N
                     grid.push_messages(batch)
                 pushed = rounds[index].send([])
             collecting.pop(index, None)
-            if isinstance(pushed, Collect):
+            if isinstance(pushed, Await):
                 waiting.pop(index, None)
                 collecting[index] = pushed
                 return

@@ -26,7 +26,7 @@ from fedcomp.flower.rounds import fit
 from fedcomp.rng import Key
 from fedcomp.strategies.buffered import Buffered
 from fedcomp.strategies.compressed import Compressed
-from fedcomp.strategies.overlapping import InFlight
+from fedcomp.strategies.overlapping import Overlap
 
 PACES = (1.0, 1.37, 2.11, 3.3, 5.71)
 """Seconds that each client takes; no two ever finish at once."""
@@ -34,8 +34,8 @@ PACES = (1.0, 1.37, 2.11, 3.3, 5.71)
 NODES = len(PACES)
 
 
-def flight(strategy: Buffered, number: int) -> InFlight:
-    return strategy.reports[number].section(InFlight)
+def flight(strategy: Buffered, number: int) -> Overlap:
+    return strategy.reports[number].section(Overlap)
 
 
 def seconds(delivery: Delivery) -> float:

@@ -21,7 +21,7 @@ from fedcomp.flower.rounds import fit
 from fedcomp.rng import Key
 from fedcomp.strategies.buffered import Buffered
 from fedcomp.strategies.compressed import Compressed
-from fedcomp.strategies.overlapping import InFlight, Overlapping
+from fedcomp.strategies.overlapping import Overlap, Overlapping
 from fedcomp.strategies.pipelined import PipelinedStrategy
 
 NODES, ROUNDS = 8, 120
@@ -76,7 +76,7 @@ def test_updates_made_are_delivered_or_owed(name: str, downlink: TopK | None) ->
     assert sum(report.used for report in reports) > ROUNDS
     assert sum(len(report.refused) for report in reports) > 10
     assert sum(len(report.rolled_back) for report in reports) > 10
-    assert sum(report.lost for report in reports) + sum(r.section(InFlight).late for r in reports) > 10
+    assert sum(report.lost for report in reports) + sum(r.section(Overlap).late for r in reports) > 10
     for p in range(NODES):
         np.testing.assert_array_equal(inner.delivered[p] + owed[p], made[p])
     if downlink is None:

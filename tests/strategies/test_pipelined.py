@@ -139,7 +139,7 @@ def test_2_wider_ones_are_the_closed_recursion_from_the_first_step_to_the_drain(
         np.testing.assert_allclose(seen[number - 1], wanted[max(0, number - width + 1)], atol=2e-6)
     np.testing.assert_allclose(seen[-1], wanted[-1], atol=2e-6)
     assert strategy.steps == rounds
-    delays = [max(strategy.reports[r].flight.staleness.values()) for r in range(1, rounds + 1)]  # type: ignore[attr-defined]
+    delays = [max(strategy.reports[r].overlap.staleness.values()) for r in range(1, rounds + 1)]  # type: ignore[attr-defined]
     assert delays == [min(r - 1, width - 1) for r in range(1, rounds + 1)]
 
 
@@ -226,7 +226,7 @@ def test_8_a_node_that_never_answers_costs_one_timeout_and_blocks_no_other_round
     # Eight rounds of one second, of which two always overlap, and once the timeout.
     assert 4.0 <= took <= 4.0 + 10.0 + 1.0
     # It may be at work still, and is not given a second message before that time has passed once more.
-    assert [strategy.reports[r].flight.held_back for r in (5, 7)] == [1, 1]  # type: ignore[attr-defined]
+    assert [strategy.reports[r].overlap.held_back for r in (5, 7)] == [1, 1]  # type: ignore[attr-defined]
 
 
 def test_8_a_late_reply_is_dropped_said_and_put_back_by_its_client() -> None:
@@ -238,7 +238,7 @@ def test_8_a_late_reply_is_dropped_said_and_put_back_by_its_client() -> None:
     with InProcessGrid(app, 4, seed=3, compute_seconds=slow) as inner:
         fit(strategy, MeteredGrid(inner), start(), 12)
     reports = [strategy.reports[r] for r in range(1, 13)]
-    assert sum(report.flight.late for report in reports) == 1  # type: ignore[attr-defined]
+    assert sum(report.overlap.late for report in reports) == 1  # type: ignore[attr-defined]
     assert [report.round for report in reports if report.rolled_back] != []
     assert reports[2].lost == 1
     assert reports[-1].used == 2, "the node is back"
@@ -248,7 +248,7 @@ def test_a_reply_that_waits_for_later_pushes_is_late_too() -> None:
     strategy = pipe(width=1, timeout=5.0)
     run(strategy, 4, fault=ScriptedFaults({(2, 1): late(1)}))
     assert strategy.reports[2].lost == 1
-    assert sum(strategy.reports[r].flight.late for r in (1, 2, 3, 4)) == 1  # type: ignore[attr-defined]
+    assert sum(strategy.reports[r].overlap.late for r in (1, 2, 3, 4)) == 1  # type: ignore[attr-defined]
 
 
 def test_all_replies_lost_leave_the_model_and_the_version() -> None:
@@ -275,7 +275,7 @@ def test_clients_evaluate_on_a_drained_pipe() -> None:
     assert list(result.evaluate_metrics_clientapp) == [3, 6]
     assert strategy.steps == 7
     # In the round after a drain the pipe fills again.
-    assert [max(strategy.reports[r].flight.staleness.values()) for r in range(1, 8)] == [0, 1, 1, 0, 1, 1, 0]  # type: ignore[attr-defined]
+    assert [max(strategy.reports[r].overlap.staleness.values()) for r in range(1, 8)] == [0, 1, 1, 0, 1, 1, 0]  # type: ignore[attr-defined]
 
 
 def test_delay_compensation_corrects_the_mean_update_by_what_the_model_has_moved() -> None:
@@ -310,7 +310,7 @@ def test_an_adaptive_deadline_leaves_the_slow_out_and_asks_them_again() -> None:
     assert used[0] == 5, "nobody is known yet, so all are waited for"
     assert set(used[1:]) == {4}
     assert took < 30.0 + 39 * 3.0
-    assert sum(strategy.reports[r].flight.late for r in range(1, 41)) >= 1  # type: ignore[attr-defined]
+    assert sum(strategy.reports[r].overlap.late for r in range(1, 41)) >= 1  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("width", [2, 3])
