@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from fedcomp import params
 from fedcomp.codecs import Identity
-from fedcomp.errors import ConfigError
+from fedcomp.errors import ConfigError, StateError
 from fedcomp.flower._private import set_message_id
 from fedcomp.flower.logs import log, unsampled
 from fedcomp.flower.pipeline import Await, NodesShown, arrived, now
@@ -135,6 +135,8 @@ def _save(owner: Overlapping) -> Any:
     for each in owner.pending:
         origin, message = each.sent.origin, each.sent.message.metadata
         assert origin is not None
+        if each.sent.base is not None:
+            raise StateError("a message under way holds a model of its node's own, which a checkpoint does not keep")
         place = next((i for i, known in enumerate(origins) if known is origin), len(origins))
         if place == len(origins):
             origins.append(origin)
