@@ -91,8 +91,12 @@ def pipe(inner: FedAvg | None = None, width: int = 2, **options: Any) -> Pipelin
     return PipelinedStrategy(inner or quiet(), width, **options)
 
 
-def recursion(rounds: int, width: int, warmup: int, members: Callable[[int], list[int]]) -> np.ndarray:
-    """Return the weights after each applied update, in float64 but for the clients' own float32 steps."""
+def recursion(rounds: int, width: int, warmup: int, members: Callable[[int], list[int]], wrong: str = "") -> np.ndarray:
+    """Return the weights after each applied update, in float64 but for the clients' own float32 steps.
+
+    ``wrong`` is a mistake at the switch from warm-up to the pipe: its first update is "twice" applied, or "dropped"; or
+    it is one in the end: those that are left are "not drained".
+    """
     weights = [start()["w"].numpy().astype(np.float64)]
     sent: dict[int, np.ndarray] = {}
 
@@ -105,8 +109,12 @@ def recursion(rounds: int, width: int, warmup: int, members: Callable[[int], lis
         sent[number] = weights[-1].astype(np.float32)
         queue.append(number)
         while len(queue) >= (1 if number <= warmup else width):
-            apply(queue.pop(0))
-    while queue:
+            apply(oldest := queue.pop(0))
+            if oldest == warmup + 1 and wrong == "twice":
+                apply(oldest)
+            if oldest == warmup + 1 and wrong == "dropped":
+                weights.append(weights[-2])
+    while queue and wrong != "not drained":
         apply(queue.pop(0))
     return np.array(weights)
 
@@ -157,6 +165,9 @@ def test_3_the_switch_after_warm_up_neither_drops_nor_doubles_a_gradient(warmup:
     wanted = recursion(9, 2, warmup, lambda _: [0, 1, 2, 3])
     np.testing.assert_allclose(end, wanted[-1], atol=2e-6)
     assert Counter(strategy.reports[r].used for r in range(1, 10)) == {4: 9}
+    for wrong in ("twice", "dropped", "not drained") if warmup < 8 else ():
+        mistaken = recursion(9, 2, warmup, lambda _: [0, 1, 2, 3], wrong)
+        assert np.abs(end - mistaken[-1]).max() > 1e-3, wrong
 
 
 def test_4_what_even_rounds_learn_shows_in_odd_ones() -> None:
