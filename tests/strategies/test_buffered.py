@@ -16,7 +16,7 @@ from test_pipelined import STEP, gradient, problem, squares, start
 from toy import client_app, model
 
 from fedcomp.clients.compressed import compression
-from fedcomp.codecs import Codec, Identity, SignSGD, TopK
+from fedcomp.codecs import Codec, Identity, RandomK, SignSGD, TopK
 from fedcomp.errors import ConfigError, NoUsableReply
 from fedcomp.flower import checkpoint
 from fedcomp.flower.faults import Delivery, RandomFaults
@@ -233,3 +233,12 @@ def test_a_slow_reply_is_not_lost_however_many_quick_ones_pass_it() -> None:
         fit(strategy, MeteredGrid(grid), start(), 104)
     assert max(max(flight(strategy, r).staleness.values()) for r in range(1, 105)) >= 100
     assert all(not strategy.reports[r].refused for r in range(1, 105))
+
+
+def test_random_coordinates_are_those_of_the_round_that_sent_the_message() -> None:
+    """Which a server checks: with the stream of the round that makes the step old updates would be refused."""
+    strategy = Buffered(Compressed(quiet(), RandomK(density=0.5)), concurrency=NODES, buffer=2)
+    with InProcessGrid(squares([compression()]), NODES, seed=3, compute_seconds=seconds) as grid:
+        fit(strategy, MeteredGrid(grid), start(), 20)
+    assert max(max(flight(strategy, r).staleness.values()) for r in range(1, 21)) >= 3
+    assert [strategy.reports[r].refused for r in range(1, 21)] == [{}] * 20
