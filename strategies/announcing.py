@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, Final
 
 from flwr.app import Array, ArrayRecord, Message, RecordDict
@@ -317,22 +318,10 @@ class Announcer(Stateful):
         exact = {t.name: self._model[t.name] for t in layout.exact}
         # By version, not by round: evaluation publishes a model too, and an unchanged one not at all.
         key = Key(self._seed, "downlink", self.broadcast.version + 1)
-        self.broadcast.publish(layout.flatten(self._model), exact, layout, key, self._explained)
-        return layout
-
-    def _explained(self, change: Update) -> dict[str, OuterProducts]:
-        """Return the outer products of which a step is the sum, where the last aggregate brought such."""
         captured, self.captured = self.captured, None
-        if captured is None or self.broadcast is None:
-            return {}
-        reference = self.broadcast.reference
-        tensors = change.layout.tensors
-        found = captured.explaining(
-            {t.name: change.vector[t.slice] for t in tensors}, {t.name: reference[t.slice] for t in tensors}
-        )
-        for note in captured.notes:
-            log.info("what goes down is not made of factors: %s", note)
-        return found
+        explain = partial(_explained, captured, self.broadcast.reference)
+        self.broadcast.publish(layout.flatten(self._model), exact, layout, key, explain)
+        return layout
 
     def _reference(self) -> Vector | None:
         """Return the vector clients trained from, in the uplink's layout; None where it is the model itself."""
@@ -342,3 +331,16 @@ class Announcer(Stateful):
         layout = Layout.of(self._model, self._policy, cast_floats=True)
         # By way of the tensors: the two layouts may differ in which of them are in the vector.
         return self.layout.flatten(layout.unflatten(self.broadcast.reference, self.broadcast.exact))
+
+
+def _explained(captured: Captured | None, reference: Vector, change: Update) -> dict[str, OuterProducts]:
+    """Return the outer products of which a step is the sum, where the last aggregate brought such."""
+    if captured is None:
+        return {}
+    tensors = change.layout.tensors
+    found = captured.explaining(
+        {t.name: change.vector[t.slice] for t in tensors}, {t.name: reference[t.slice] for t in tensors}
+    )
+    for note in captured.notes:
+        log.info("what goes down is not made of factors: %s", note)
+    return found

@@ -40,7 +40,7 @@ ROWS_OF_A_BATCH: Final = 32
 
 OPTIONS = {
     "seeds": Option(3, "trainings per row, with the seeds from --seed on", least=1, most=100),
-    "workers": workers(),
+    "workers": workers(2),
     "task.partition": Option("iid", "how examples are spread: iid, dirichlet:ALPHA, shards:COUNT"),
     "task.hidden": Option("256,128", "widths of the model's two hidden layers"),
     "steps": Option(
@@ -410,7 +410,7 @@ EXPERIMENT = Experiment(
     options=OPTIONS,
     rounds=150,
     clients=4,
-    minutes=5.0,
+    minutes=3.0,
     quick=(
         "rounds=2",
         "clients=2",

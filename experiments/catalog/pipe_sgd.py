@@ -476,7 +476,7 @@ EXPERIMENT = Experiment(
     options=OPTIONS,
     rounds=400,
     clients=8,
-    minutes=5.0,
+    minutes=3.0,
     quick=("rounds=4", "clients=4", "seeds=1", "steps=0.3", "seconds=3", "deployment=false"),
     notes=(
         "The recursion with a delay of width - 1 steps, the warm-up and the drain are tested one by one; here "
