@@ -257,6 +257,9 @@ class MeanSink(Sink):
         self._arrivals: list[Arrival] = []
         self._weight = weight
         self._sum = WeightedSum(intake.layout)
+        # Of a sum that was begun and thrown away some would be left.
+        if intake.captured is not None:
+            intake.captured.clear()
 
     def add(self, arrival: Arrival) -> None:
         """Add one update."""

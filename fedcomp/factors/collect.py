@@ -65,6 +65,10 @@ class Captured:
         else:
             self.outer[name] = outer
 
+    def clear(self) -> None:
+        """Forget what was captured."""
+        self.outer, self._too_many = {}, set()
+
     @property
     def useful(self) -> bool:
         """Whether any outer products are of use."""

@@ -253,6 +253,26 @@ def test_what_goes_down_may_be_the_factors_of_all_clients_put_beside_each_other(
 
 
 @pytest.mark.usefixtures("wide")
+def test_factors_of_those_who_are_in_the_sum_go_down_and_of_nobody_else() -> None:
+    """A reply whose metrics are not the others' is refused when it was added already: the sum is begun anew."""
+    inner = app()
+
+    def odd(message: Message, context: Context) -> Message:
+        number = int(message.content["config"]["server-round"])
+        reply = inner(message, context)
+        if (number, context.node_config["partition-id"]) == (3, 1):
+            reply.content["metrics"]["more"] = 1
+        return reply
+
+    strategy, whole = pair(downlink=Factors(mode="dad", **KNOWN)), pair()
+    found, expected = (run(each, rounds=4, client_app=odd) for each in (strategy, whole))  # type: ignore[arg-type]
+    assert len(strategy.reports[3].refused) == 1
+    assert np.linalg.norm(found - expected) <= 1e-6 * np.linalg.norm(expected)
+    # What the fourth round was sent: two clients' rows.
+    assert last_step(strategy)["2.weight"] == (SIZES[0] + SIZES[2], 270)
+
+
+@pytest.mark.usefixtures("wide")
 def test_factors_go_down_only_as_long_as_they_are_the_step(caplog: pytest.LogCaptureFixture) -> None:
     options = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1, "fraction_evaluate": 0.0}
     caplog.set_level("INFO")
