@@ -142,6 +142,10 @@ class Buffered(Overlapping):
         updates = 0
         while updates < self.buffer:
             yield from self._fill(server_round, arrays, config, grid, set(filled))
+            # A node that left before it could be sent anything has no message that could be waited for.
+            unsent = [each for each in self.pending if not each.sent.message.metadata.message_id]
+            self.pending = [each for each in self.pending if each not in unsent]
+            filled |= {each.sent.node: (each, None) for each in unsent}
             if not self.pending:
                 self._note_short(server_round, updates, "no other client is there to be asked")
                 break

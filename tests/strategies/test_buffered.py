@@ -27,6 +27,7 @@ from fedcomp.rng import Key
 from fedcomp.strategies.buffered import Buffered
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.overlapping import Overlap
+from fedcomp.strategies.pipelined import PipelinedStrategy
 
 PACES = (1.0, 1.37, 2.11, 3.3, 5.71)
 """Seconds that each client takes; no two ever finish at once."""
@@ -242,3 +243,22 @@ def test_random_coordinates_are_those_of_the_round_that_sent_the_message() -> No
         fit(strategy, MeteredGrid(grid), start(), 20)
     assert max(max(flight(strategy, r).staleness.values()) for r in range(1, 21)) >= 3
     assert [strategy.reports[r].refused for r in range(1, 21)] == [{}] * 20
+
+
+class Haunted(MeteredGrid):
+    """Shows a node that is not there any more."""
+
+    def get_node_ids(self) -> list[int]:
+        return [*super().get_node_ids(), 12345]
+
+
+def test_a_node_that_has_left_is_not_waited_for() -> None:
+    for strategy in (
+        Buffered(quiet(), concurrency=4, buffer=2, timeout=50.0),
+        PipelinedStrategy(quiet(), timeout=50.0),
+    ):
+        with InProcessGrid(squares(), 3, seed=3, compute_seconds=1.0) as grid:
+            fit(strategy, Haunted(grid), start(), 12)
+            assert grid.clock < 20.0, "nobody waited for a timeout"
+        assert strategy.steps == 12
+        assert sum(strategy.reports[r].lost for r in range(1, 13)) >= 1
