@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from fedcomp.experiments.experiment import Config, Option
+from fedcomp.experiments.findings import Say
+from fedcomp.experiments.kit import Record, Records, Sweep, numbers, repetitions
 from fedcomp.rng import Key
 
 if TYPE_CHECKING:
@@ -136,6 +139,53 @@ def seconds_to(line: Sequence[Sequence[float]], target: float, width: int = 3) -
 def median_seconds(lines: Sequence[Sequence[Sequence[float]]], target: float) -> float:
     """Return the median over trainings of :func:`seconds_to`: infinity where most never get there."""
     return sorted(seconds_to(line, target) for line in lines)[len(lines) // 2]
+
+
+def shown_seconds(value: float) -> str | float:
+    """Return seconds as a table shows them."""
+    return "never" if value == float("inf") else round(value, 1)
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Trainings of some rows against the clock, by row.
+
+    Attributes
+    ----------
+    best : dict of str to float
+        The step size with which a row was soonest at the target on the validation split.
+    groups : dict of str to Records
+        Its trainings at that one.
+    sooner : dict of str to float
+        Median seconds of these to the target.
+    """
+
+    best: dict[str, float]
+    groups: dict[str, Records]
+    sooner: dict[str, float]
+
+
+def timed(run: Callable[..., Mapping[str, Any]], rows: Iterable[str], config: Config, say: Say) -> Timed:
+    """Choose each row's step size of the setting ``steps`` on a validation split, and train with it.
+
+    Parameters
+    ----------
+    run : callable
+        ``(row, lr, seed, config=, tuning=)``, a function of a module, returns a training's ``line`` and ``settled``.
+    """
+    processes, target = int(config.settings["workers"]), float(config.settings["target"])
+    steps = numbers(str(config.settings["steps"]), each=Option(0.3, "a step size", above=0.0))
+    tuned: dict[str, Any] = {"row": list(rows), "lr": list(steps), "seed": [config.seed]}
+    tried = Sweep(run, tuned, "tuning", {"config": config, "tuning": True})(say, processes)
+
+    def merit(record: Record) -> tuple[float, float]:
+        # Soonest at the target; among those that never are, the most accurate.
+        return seconds_to(record.line, target), -record.settled
+
+    best = {row: min(group, key=merit).lr for row, group in tried.groups("row").items()}
+    cells = [{"row": row, "lr": best[row], "seed": seed} for row in best for seed in repetitions(config)]
+    groups: dict[str, Records] = Sweep(run, cells, "clock", {"config": config})(say, processes).groups("row")
+    return Timed(best, groups, {row: median_seconds(group.each("line"), target) for row, group in groups.items()})
 
 
 def evenness(shares: Sequence[int]) -> float:

@@ -9,13 +9,9 @@ from fedcomp.experiments.catalog.factors import TUNING_SEED
 from fedcomp.experiments.experiment import Config, Experiment, Option, no_rows
 from fedcomp.experiments.findings import Findings, Say, mean
 from fedcomp.experiments.kit import (
-    Record,
-    Records,
-    Sweep,
     claim,
     curves,
     numbers,
-    repetitions,
     table,
     workers,
 )
@@ -122,29 +118,14 @@ def deployed(rounds: int, seed: int) -> dict[str, dict[str, Any]]:
     return slept.deployed(rows, nodes=nodes, seed=seed, sleep=2.0, variation=1.0, work=0.0)
 
 
-def _seconds(value: float) -> str | float:
-    return "never" if value == float("inf") else round(value, 1)
-
-
 def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findings:
     """Choose step sizes on a validation split, train against the simulated clock, and time three rows for real."""
     from fedcomp.experiments import slept
-    from fedcomp.experiments.paced import median_seconds, seconds_to
+    from fedcomp.experiments.paced import seconds_to, shown_seconds, timed
 
-    processes, shared = int(config.settings["workers"]), {"config": config}
-    steps = numbers(str(config.settings["steps"]), each=Option(0.3, "a step size", above=0.0))
-    tuned: dict[str, Any] = {"row": list(ROWS), "lr": list(steps), "seed": [config.seed]}
-    tried = Sweep(paced, tuned, "tuning", {**shared, "tuning": True})(say, processes)
     target = float(config.settings["target"])
-
-    def merit(record: Record) -> tuple[float, float]:
-        # Soonest at the target; among those that never are, the most accurate.
-        return seconds_to(record.line, target), -record.settled
-
-    best = {row: min(group, key=merit).lr for row, group in tried.groups("row").items()}
-    cells = [{"row": row, "lr": best[row], "seed": seed} for row in ROWS for seed in repetitions(config)]
-    groups: dict[str, Records] = Sweep(paced, cells, "clock", shared)(say, processes).groups("row")
-    sooner = {row: median_seconds(group.each("line"), target) for row, group in groups.items()}
+    against = timed(paced, ROWS, config, say)
+    best, groups, sooner = against.best, against.groups, against.sooner
     even = {row: mean(group.each("even")) for row, group in groups.items()}
     rival = min(DEADLINES, key=lambda row: sooner[row])
     quarter = max(1, config.clients // 4)
@@ -178,7 +159,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
                 {
                     "row": lambda row: row,
                     "step size": lambda row: best[row],
-                    f"seconds to {target:g} %, median": lambda row: _seconds(sooner[row]),
+                    f"seconds to {target:g} %, median": lambda row: shown_seconds(sooner[row]),
                     "test, %": lambda row: round(mean(groups[row].each("settled")), 1),
                     "steps": lambda row: round(mean(groups[row].each("steps"))),
                     "uplink to there, MB": lambda row: round(bytes_to(row) / 1e6, 2),
@@ -203,7 +184,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
                         "In a real deployment",
                         {
                             "row": lambda row: row,
-                            "seconds to the common loss": lambda row: _seconds(real[row]["to"]),
+                            "seconds to the common loss": lambda row: shown_seconds(real[row]["to"]),
                             "seconds in all": lambda row: round(real[row]["seconds"], 1),
                             "updates used": lambda row: real[row]["used"],
                             "late": lambda row: real[row]["late"],
@@ -285,9 +266,10 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
                 skipped=skipped,
             ),
         ],
-        answer=f"Steps of buffered updates reach {target:g} % after {_seconds(sooner[BUFFERED])} simulated seconds, "
-        f"synchronous rounds after {_seconds(sooner[SYNCHRONOUS])}, rounds with the best deadline after "
-        f"{_seconds(sooner[rival])}; of the updates the slowest quarter of the clients makes "
+        answer=f"Steps of buffered updates reach {target:g} % after {shown_seconds(sooner[BUFFERED])} simulated "
+        "seconds, "
+        f"synchronous rounds after {shown_seconds(sooner[SYNCHRONOUS])}, rounds with the best deadline after "
+        f"{shown_seconds(sooner[rival])}; of the updates the slowest quarter of the clients makes "
         f"{100 * slow(BUFFERED):.0f}, {100 * slow(SYNCHRONOUS):.0f} and {100 * slow(rival):.0f} %.",
     )
 

@@ -10,8 +10,6 @@ from fedcomp.experiments.catalog.factors import TUNING_SEED
 from fedcomp.experiments.experiment import Config, Experiment, Option, no_rows
 from fedcomp.experiments.findings import Findings, Say, mean
 from fedcomp.experiments.kit import (
-    Record,
-    Records,
     Sweep,
     claim,
     curves,
@@ -209,14 +207,10 @@ def deployed(rounds: int, seed: int) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _seconds(value: float) -> str | float:
-    return "never" if value == float("inf") else round(value, 1)
-
-
 def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findings:
     """Compare with the recursion and the laws, train with delays, then against the clock, simulated and real."""
     from fedcomp.experiments import delayed
-    from fedcomp.experiments.paced import median_seconds, seconds_to
+    from fedcomp.experiments.paced import shown_seconds, timed
     from fedcomp.timing.pipeline import Pipeline
 
     processes = int(config.settings["workers"])
@@ -237,20 +231,9 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
         chosen = found.where(rate=rate, momentum=momentum, delay=delay, warmup=warmup, code=code).each("accuracy")
         return float(sorted(chosen)[len(chosen) // 2])
 
-    grid = numbers(str(config.settings["steps"]), each=Option(0.3, "a step size", above=0.0))
-    shared = {"config": config}
-    tuned: dict[str, Any] = {"row": list(ROWS), "lr": list(grid), "seed": [config.seed]}
-    tried = Sweep(paced, tuned, "tuning", {**shared, "tuning": True})(say, processes)
     target = float(config.settings["target"])
-
-    def merit(record: Record) -> tuple[float, float]:
-        # Soonest at the target; among those that never are, the most accurate.
-        return seconds_to(record.line, target), -record.settled
-
-    best = {row: min(group, key=merit).lr for row, group in tried.groups("row").items()}
-    runs = [{"row": row, "lr": best[row], "seed": seed} for row in ROWS for seed in repetitions(config)]
-    groups: dict[str, Records] = Sweep(paced, runs, "clock", shared)(say, processes).groups("row")
-    sooner = {row: median_seconds(group.each("line"), target) for row, group in groups.items()}
+    against = timed(paced, ROWS, config, say)
+    best, groups, sooner = against.best, against.groups, against.sooner
     asked = bool(config.settings["deployment"])
     skipped = "" if asked else "set deployment=true"
     nothing = {"seconds": float("nan"), "off": float("nan"), "line": [[0.0, float("nan")]], "steps": 0}
@@ -313,7 +296,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
                 {
                     "row": lambda row: row,
                     "step size": lambda row: best[row],
-                    f"seconds to {target:g} %, median": lambda row: _seconds(sooner[row]),
+                    f"seconds to {target:g} %, median": lambda row: shown_seconds(sooner[row]),
                     "test, %": lambda row: round(mean(groups[row].each("settled")), 1),
                     "steps of the model": lambda row: round(mean(groups[row].each("steps"))),
                     "uplink, MB": lambda row: round(mean(groups[row].each("uplink")) / 1e6, 2),
@@ -453,9 +436,10 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
             if asked
             else "On the simulated clock "
         )
-        + f"two cohorts reach {target:g} % after {_seconds(sooner[PIPED])} s, synchronous rounds after "
-        f"{_seconds(sooner[SYNCHRONOUS])} s, an asynchronous server after {_seconds(sooner[ASYNCHRONOUS])} s. One step "
-        "of delay halves the largest stable step size.",
+        + f"two cohorts reach {target:g} % after {shown_seconds(sooner[PIPED])} s, synchronous rounds after "
+        f"{shown_seconds(sooner[SYNCHRONOUS])} s, an asynchronous server after "
+        f"{shown_seconds(sooner[ASYNCHRONOUS])} s. "
+        "One step of delay halves the largest stable step size.",
     )
 
 
