@@ -57,7 +57,8 @@ def client(app: ClientApp, *halves: ClientHalf, only: Iterable[str | ClientHalf]
         Halves that need something from the app's author (:func:`fedcomp.clients.gossip.gossip_node`,
         :func:`fedcomp.clients.gcn.graph_owner`, :func:`fedcomp.clients.private.datalens.datalens_teachers`,
         :func:`fedcomp.clients.coded.linear.linear_device`, :func:`fedcomp.clients.private.dpsgd.record_dp`,
-        :func:`fedcomp.clients.private.topagg.votes_only`), and those that replace one of :data:`HALVES`.
+        :func:`fedcomp.clients.private.topagg.votes_only`, :func:`fedcomp.clients.conditional.conditional`), and those
+        that replace one of :data:`HALVES`.
     only : iterable of str or ClientHalf, optional
         Which of :data:`HALVES`, by name or as an object; default all.
 

@@ -31,6 +31,7 @@ from fedcomp.clients.private.mod import discreet, only_update, wants_padding, wa
 from fedcomp.errors import FedcompError
 from fedcomp.exact import encode_exact
 from fedcomp.factors.collect import Captured, collecting
+from fedcomp.flower.conditional import Status
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import NODE_RECORD, put_frame
 from fedcomp.flower.protocol import EXACT, RESYNC, STALE, UPDATE, refusal
@@ -125,7 +126,8 @@ def _handle(
         content = RecordDict({k: v for k, v in reply.content.items() if k != NODE_RECORD})
         content[NODE_RECORD] = header
 
-        if codec is not None and layout is not None:
+        # A node that has nothing to send keeps the model that came, and its memory as it was.
+        if codec is not None and layout is not None and Status.read(content) is None:
             name, update, exact_arrays = learnt(
                 content, before, layout, lossless=codec.lossless, record=announcement.record
             )

@@ -100,7 +100,7 @@ class LayerByLayer(ExchangeStrategy, Receiving, Stateful):
         NoUsableReply
             When clients were asked, no reply of theirs can be used, and no earlier round brought an update either.
         """
-        sent = self.inner.ask(server_round, arrays, config, grid)
+        sent = self.inner.ask(server_round, arrays, self.inner.chosen(server_round, arrays, config, grid))
         tensors = layers(self.inner.layout)
         for each in sent:
             PartRequest(0, each.sequence, tensors).put(each.message.content)

@@ -7,7 +7,7 @@ that aggregation memory is one model whatever the number of clients; any other s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -217,29 +217,18 @@ class Compressed(Receiving, Strategy, Stateful):
         """
         # Here and not in the constructor: only now is the wrapper around this strategy among the callers.
         require_clip_is_seen(self, self.codec)
-        sent = self.ask(server_round, arrays, config, grid)
+        sent = self.ask(server_round, arrays, self.chosen(server_round, arrays, config, grid))
         self.announcer.waiting.hold(server_round, sent)
         return [each.message for each in sent]
 
-    def ask(
-        self,
-        server_round: int,
-        arrays: ArrayRecord,
-        config: ConfigRecord,
-        grid: Grid,
-        among: Callable[[list[Message]], list[Message]] | None = None,
-    ) -> list[SentMessage]:
-        """Return the messages of a training exchange, which its caller keeps and :meth:`aggregate_exchange` takes.
-
-        Parameters
-        ----------
-        among : callable, optional
-            Chooses which of the inner strategy's messages are sent; default all.
-        """
+    def chosen(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> list[Message]:
+        """Return the messages that the inner strategy would send; some or all of them go into :meth:`ask`."""
         self.reception.meet(grid, afresh=self._rule.updates_only)
         # Flower allows a generator here, and the messages are walked through more than once.
-        messages = list(self.inner.configure_train(server_round, arrays, config, grid))
-        messages = messages if among is None else among(messages)
+        return list(self.inner.configure_train(server_round, arrays, config, grid))
+
+    def ask(self, server_round: int, arrays: ArrayRecord, messages: list[Message]) -> list[SentMessage]:
+        """Return the messages of a training exchange, which its caller keeps and :meth:`aggregate_exchange` takes."""
         self.announcer.adopt(arrays, self.codec, updates_only=self._rule.updates_only)
         self.announcer.address(messages, arrays, server_round, self.reception.peers, self.codec)
         return self.announcer.sent

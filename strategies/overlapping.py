@@ -280,7 +280,8 @@ class Overlapping(ExchangeStrategy, Receiving, Stateful):
     ) -> list[UnderWay]:
         """Return messages to some of ``nodes()``, which are under way from now on."""
         view = NodesShown(grid, nodes)
-        sent = self.inner.ask(server_round, arrays, config, view, among)
+        messages = among(self.inner.chosen(server_round, arrays, config, view))
+        sent = self.inner.ask(server_round, arrays, messages)
         self._seen = view.shown
         self._shown, self._config = arrays, dict(config)
         began = now(grid)

@@ -12,7 +12,20 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from flwr.app import ConfigRecord, RecordDict
 
 from fedcomp.errors import ConfigError
-from fedcomp.flower import coded, datalens, gcn, gossip, gradients, linear, lsg, parts, protocol, record_dp, state
+from fedcomp.flower import (
+    coded,
+    conditional,
+    datalens,
+    gcn,
+    gossip,
+    gradients,
+    linear,
+    lsg,
+    parts,
+    protocol,
+    record_dp,
+    state,
+)
 from fedcomp.flower.payload import put_frame
 from fedcomp.flower.schema import (
     LARGEST,
@@ -105,6 +118,9 @@ EXAMPLES: dict[str, Schema] = {
     "parts.PartRequest": parts.PartRequest(0, 7, (2, 1, 2)),
     "parts.PartRequest/next": parts.PartRequest(2, 7),
     "parts.PartAnswer": parts.PartAnswer(2, 3, 7),
+    "conditional.Offer": conditional.Offer(3),
+    "conditional.Offer/must": conditional.Offer(3, must=True),
+    "conditional.Status": conditional.Status(3, quiet=True),
     "lsg.LsgRequest": lsg.LsgRequest(2, "fc.*", 0.25, -9, 1.5, True),
     "lsg.LsgRequest/all": lsg.LsgRequest(0, "", 1.0, 9, 1.5, False),
     "record_dp.DpSgdPlan": record_dp.DpSgdPlan(

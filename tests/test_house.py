@@ -40,6 +40,10 @@ FORBIDDEN = {
         *("flwr", "numba", "fedcomp.flower", "fedcomp.tasks", "fedcomp.gossip", "fedcomp.codecs", "fedcomp.kernels"),
         *("fedcomp.privacy", "fedcomp.layout", "fedcomp.timing"),
     },
+    "fedcomp/drift": {
+        *("flwr", "torch", "numba", "fedcomp.flower", "fedcomp.tasks", "fedcomp.gossip", "fedcomp.privacy"),
+        *("fedcomp.timing", "fedcomp.graphs"),
+    },
     "fedcomp/tasks": {"flwr", "fedcomp.flower", "fedcomp.gossip", "fedcomp.codecs", "fedcomp.kernels", "fedcomp.wire"},
     "fedcomp/privacy": {"flwr", "fedcomp.flower", "fedcomp.tasks", "fedcomp.gossip", "fedcomp.timing", "numba"},
     "fedcomp/timing": {"flwr", "torch", "fedcomp.flower"},

@@ -1,0 +1,146 @@
+"""When an edge gives a model to its sensors, and whether it has anything to say to the server.
+
+Both follow from the losses that the models of the rounds have on the edge's own held-out data (FLARE, see
+:mod:`fedcomp.drift.distance`: that the loss has to be stable is recalled, the rule and its constants are derived).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
+
+import numpy as np
+
+from fedcomp import params
+from fedcomp.params import Configured
+from fedcomp.plain import Count
+from fedcomp.stateful import Stateful
+
+_EPSILON: Final = 1e-12
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class ScheduleSettings(Configured):
+    """What counts as stable.
+
+    Parameters
+    ----------
+    window : int
+        Losses that are looked at, at least 2.
+    low : float
+        Relative spread (standard deviation over mean) at or below which losses are stable.
+    high : float, optional
+        Spread at or above which they no longer are; default twice ``low``. Between the two nothing changes.
+    consecutive : int
+        Losses in a row whose window has to be stable.
+    tolerance : float
+        How much larger the loss of a model may be than that of the deployed one.
+
+    Raises
+    ------
+    ConfigError
+        For a value out of range, or ``high`` below ``low``.
+    """
+
+    window: int = 5
+    low: float = 0.02
+    high: float | None = None
+    consecutive: int = 2
+    tolerance: float = 0.0
+
+    def __post_init__(self) -> None:
+        params.integer("window", self.window, low=2)
+        params.integer("consecutive", self.consecutive, low=1)
+        low = params.positive("low", self.low)
+        if self.high is not None:
+            params.number("high", self.high, rule=f"a number >= low={low:g}", ok=lambda v: low <= v < math.inf)
+        params.number("tolerance", self.tolerance, rule="a finite number >= 0", ok=lambda v: 0.0 <= v < math.inf)
+
+
+class DeploymentScheduler(Stateful):
+    """Decides by the losses of successive models whether the present one is deployed.
+
+    The first one is, whatever its loss. After that a model is deployed when losses become stable, unless its own is
+    worse than the deployed one's.
+
+    Parameters
+    ----------
+    settings : ScheduleSettings, optional
+
+    Attributes
+    ----------
+    stable : bool
+        Whether losses have settled, and no drift was reported since.
+    spread : float
+        Relative spread of the last window of losses; NaN before there is one.
+
+    Examples
+    --------
+    >>> scheduler = DeploymentScheduler(ScheduleSettings(window=2, low=0.05, consecutive=1))
+    >>> [scheduler.note(loss) for loss in (2.0, 1.0, 0.5, 0.49, 0.49)]
+    [True, False, False, True, False]
+    >>> scheduler.stable
+    True
+    >>> scheduler.drifted()
+    >>> scheduler.stable
+    False
+    """
+
+    STATE: ClassVar[Mapping[str, Any]] = {
+        "stable": bool,
+        "_losses": list[float],
+        "_settled": Count,
+        "_begun": bool,
+        "_deployed": float | None,
+    }
+
+    def __init__(self, settings: ScheduleSettings | None = None) -> None:
+        self.settings = ScheduleSettings() if settings is None else settings
+        self.stable = False
+        self.spread = math.nan
+        self._losses: list[float] = []
+        self._settled = 0
+        self._begun = False
+        self._deployed: float | None = None
+
+    def identity(self) -> dict[str, Any]:
+        """Return the settings, which a state belongs to."""
+        return self.settings.get_config()
+
+    def note(self, loss: float) -> bool:
+        """Take the loss of a round's model on the edge's held-out data; return whether to deploy that model.
+
+        A loss that is NaN or infinite is the opposite of stable, and such a model is never deployed.
+        """
+        if not math.isfinite(loss):
+            self.stable, self._settled, self._losses = False, 0, []
+            return False
+        s = self.settings
+        self._losses = [*self._losses, float(loss)][-s.window :]
+        turned = self._turn(s) if len(self._losses) == s.window else False
+        first, self._begun = not self._begun, True
+        worse = self._deployed is not None and loss > self._deployed + s.tolerance
+        if not first and (not turned or worse):
+            return False
+        self._deployed = float(loss)
+        return True
+
+    def drifted(self) -> None:
+        """Learn that sensors saw something new: losses have to settle again, on data that include it.
+
+        The deployed model's loss is forgotten. It was measured on data without the drift, and no model could beat it on
+        data that have it; the sensors would keep the old model for good.
+        """
+        self.stable, self._settled, self._losses, self._deployed = False, 0, [], None
+
+    def _turn(self, s: ScheduleSettings) -> bool:
+        """Take the last window into account; return whether losses became stable with it."""
+        self.spread = float(np.std(self._losses) / (abs(np.mean(self._losses)) + _EPSILON))
+        self._settled = self._settled + 1 if self.spread <= s.low else 0
+        if self.stable:
+            self.stable = self.spread < (2.0 * s.low if s.high is None else s.high)
+            return False
+        self.stable = self._settled >= s.consecutive
+        return self.stable

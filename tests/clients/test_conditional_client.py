@@ -1,0 +1,153 @@
+"""A node's half of conditional rounds with sensors below it: windows, deployments, and what a failure leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Context, Message, RecordDict
+from toy import client_app, fedavg, model
+
+from fedcomp.clients.compressed import compression
+from fedcomp.clients.conditional import Sensors, conditional
+from fedcomp.clients.sensors import StoredEdge
+from fedcomp.codecs import TopK
+from fedcomp.drift.edge import Arrays, Deployments, SensorEndpoint, local_link
+from fedcomp.drift.schedule import ScheduleSettings
+from fedcomp.drift.sensor import SensorSettings, Upload
+from fedcomp.drift.statistics import confidence
+from fedcomp.flower.conditional import HEADER, QUERY_TYPE, Offer, Status
+from fedcomp.flower.faults import Delivery
+from fedcomp.flower.grid import InProcessGrid
+from fedcomp.flower.metered import MeteredGrid
+from fedcomp.flower.rounds import fit
+from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.conditional import Conditional, Quietness
+
+SETTLED = ScheduleSettings(window=2, low=0.1, consecutive=1)
+WINDOW = 20
+SURE = [10.0, 0.0, 0.0, 0.0]
+
+
+class Site:
+    """A node with one sensor: what it absorbed, and its loss, which rises with what it absorbed."""
+
+    def __init__(self, folder: Path, partition: int) -> None:
+        self.folder = folder / str(partition)
+        self.absorbed: list[float] = []
+        shapes = {name: array.numpy() for name, array in model().items()}
+        self.shapes = shapes
+        self.here, there = local_link()
+        settings = SensorSettings(window=WINDOW, consecutive=1)
+        self.sensor = SensorEndpoint(partition, shapes, there, codec=TopK(density=0.1), settings=settings)
+
+    def edge(self) -> StoredEdge:
+        return StoredEdge(self.folder, Deployments(self.shapes, TopK(density=0.1), window=WINDOW))
+
+    def tick(self, odd: bool) -> None:
+        """Let the sensor infer, and its edge hear of it."""
+        edge = self.edge()
+        self.sensor.heartbeat()
+        edge.serve(self.here)
+        self.sensor.update()
+        logits = np.zeros((WINDOW, 4)) if odd else np.repeat([SURE], WINDOW, axis=0)
+        self.sensor.observe(logits, np.full((WINDOW, 3), float(odd), np.float32), np.zeros(WINDOW, np.int64))
+        edge.serve(self.here)
+
+
+def run(tmp_path: Path, rounds: int, odd_at: int = 0, fault: Any = None, query: bool = True) -> Any:
+    sites = [Site(tmp_path, partition) for partition in range(3)]
+
+    def site(context: Context) -> Site:
+        return sites[int(context.node_config["partition-id"])]
+
+    def watch(msg: Message, context: Context) -> float:
+        return 1.0 + len(site(context).absorbed)
+
+    def absorb(msg: Message, context: Context, windows: Sequence[Upload]) -> None:
+        site(context).absorbed += [float(window.samples.mean()) for window in windows]
+
+    def measure(msg: Message, context: Context, arrays: Arrays) -> np.ndarray:
+        return np.repeat(confidence([SURE]), 100)
+
+    sensors = Sensors(lambda context: site(context).edge(), measure, absorb)
+    app = client_app([compression(), conditional(watch, sensors=sensors, settings=SETTLED)])
+    strategy = Conditional(Compressed(fedavg(fraction_evaluate=0.0), TopK(density=0.2)), max_skip=50, query=query)
+
+    def after(number: int, arrays: Any, outcome: Any) -> None:
+        for partition, each in enumerate(sites):
+            each.tick(odd=number == odd_at and partition == 1)
+
+    with InProcessGrid(app, 3, seed=4, fault=fault) as inner:
+        fit(strategy, MeteredGrid(inner), model(), rounds, on_round=after)
+    return strategy, sites
+
+
+def quiet(strategy: Conditional) -> list[int]:
+    return [len(strategy.reports[number].section(Quietness).quiet) for number in sorted(strategy.reports)]
+
+
+@pytest.mark.parametrize("query", [True, False])
+def test_drift_below_a_node_makes_it_speak_until_it_has_settled_again(tmp_path: Path, query: bool) -> None:
+    strategy, sites = run(tmp_path, 12, odd_at=6, query=query)
+    found = quiet(strategy)
+    assert found[5] == 3
+    # The node takes its sensor's window in round 7, and losses have to settle again; the others stay quiet.
+    assert found[6:] == ([2, 2, 3, 3, 3, 3] if query else [2, 3, 3, 3, 3, 3])
+    assert [site.absorbed for site in sites] == [[], [1.0], []]
+    # The first model, that of settled losses, and for the one site that of losses that settled again.
+    assert [site.edge().version for site in sites] == [2, 3, 2]
+    assert [site.sensor.sensor.version for site in sites] == [2, 3, 2]
+    assert not any(site.edge().windows() for site in sites)
+
+
+def test_windows_of_a_round_that_failed_are_taken_again(tmp_path: Path) -> None:
+    """The app raises after it absorbed: the window is still there, and so is the node's reason to speak."""
+
+    def fault(delivery: Delivery) -> str | None:
+        return "raise" if delivery.round == 7 and delivery.message_type == "train" else None
+
+    strategy, sites = run(tmp_path, 9, odd_at=6, fault=fault)
+    assert strategy.reports[7].used == 0
+    assert strategy.reports[8].used == 1
+    assert sites[1].absorbed == [1.0, 1.0]
+
+
+def test_a_query_changes_nothing_on_the_node_and_loads_nothing() -> None:
+    def never(msg: Message, context: Context) -> float:
+        raise AssertionError("a query needs no loss")
+
+    app = client_app([compression(), conditional(never)])
+    with InProcessGrid(app, 1, seed=4) as grid:
+        (node,) = grid.get_node_ids()
+        content = RecordDict()
+        Offer(3).put(content)
+        (reply,) = grid.send_and_receive([Message(content, node, QUERY_TYPE)])
+        assert Status.read(reply.content) == Status(3, quiet=False)
+        assert not grid.context(node).state
+
+
+@pytest.mark.parametrize("kind", [QUERY_TYPE, "train"])
+def test_a_damaged_offer_is_answered_with_an_error(kind: str) -> None:
+    app = client_app([compression(), conditional(lambda msg, context: 1.0)])
+    with InProcessGrid(app, 1, seed=4) as grid:
+        (node,) = grid.get_node_ids()
+        content = RecordDict({"arrays": model()})
+        Offer(3).put(content)
+        content[HEADER]["round"] = -1  # type: ignore[index]
+        (reply,) = grid.send_and_receive([Message(content, node, kind)])
+        assert "round" in reply.error.reason
+
+
+def test_damaged_memory_is_an_error_that_says_so() -> None:
+    from fedcomp.flower.conditional import MEMORY, NodeMemory
+    from fedcomp.flower.payload import put_frame
+    from fedcomp.flower.store import StoreError
+
+    state = RecordDict()
+    put_frame(state, MEMORY, b"damage")
+    with pytest.raises(StoreError, match="damaged"):
+        NodeMemory.load(state, SETTLED)

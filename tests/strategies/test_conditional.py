@@ -1,0 +1,398 @@
+"""Conditional rounds: who is quiet is not averaged, keeps memory and model, and costs little; and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import FedAdam, FedAvg, FedMedian
+from test_conservation import Sum, residual
+from toy import client_app, fedavg, model, stack, update
+
+from fedcomp.clients.compressed import compression
+from fedcomp.clients.conditional import conditional
+from fedcomp.codecs import Identity, TopK, chain
+from fedcomp.drift.schedule import ScheduleSettings
+from fedcomp.errors import ConfigError, NoUsableReply
+from fedcomp.flower.conditional import MEMORY, QUERY_TYPE, Offer, Status
+from fedcomp.flower.faults import Delivery, RandomFaults
+from fedcomp.flower.grid import InProcessGrid
+from fedcomp.flower.metered import MeteredGrid
+from fedcomp.flower.payload import NODE_RECORD
+from fedcomp.flower.rounds import fit
+from fedcomp.gossip import get_algorithm
+from fedcomp.privacy.local import Privatise
+from fedcomp.rng import Key
+from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.conditional import Conditional, Quietness
+from fedcomp.strategies.gossip.strategy import GossipRelay
+from fedcomp.strategies.private.dp_fedavg import DpFedAvg
+
+SETTLED = ScheduleSettings(window=2, low=0.1, consecutive=1)
+"""Losses that are alike twice are stable: a constant loss is from the second round on."""
+
+EMPTY = 560
+"""Bytes of a reply of this type without a record, on a deployment's connection: ids, metadata, the tree of objects."""
+
+TRAINS = fedavg(fraction_evaluate=0.0)
+
+Loss = Callable[[int, int], float]
+
+
+def app(loss: Loss, *, settings: ScheduleSettings = SETTLED) -> ClientApp:
+    """Return the toy app with a loss of each partition and round."""
+
+    def watch(msg: Message, context: Context) -> float:
+        number = int(msg.content.config_records["config"]["server-round"])  # type: ignore[arg-type]
+        return loss(int(context.node_config["partition-id"]), number)
+
+    return client_app([compression(), conditional(watch, settings=settings)])
+
+
+def still(partition: int, number: int) -> float:
+    return 1.0
+
+
+def moving(partition: int, number: int) -> float:
+    return 2.0**-number
+
+
+def odd_move(partition: int, number: int) -> float:
+    """Partitions 0, 2, ... settle at once; the others do not."""
+    return moving(partition, number) if partition % 2 else 1.0
+
+
+def made(inner: Any = None, **options: Any) -> Conditional:
+    return Conditional(inner or Compressed(fedavg(fraction_evaluate=0.0), TopK(density=0.2)), **options)
+
+
+def run(
+    strategy: Any, client: Any, rounds: int = 4, nodes: int = 3, fault: Any = None
+) -> tuple[np.ndarray, MeteredGrid]:
+    with InProcessGrid(client, nodes, seed=4, fault=fault) as inner:
+        grid = MeteredGrid(inner)
+        found = stack(fit(strategy, grid, model(), rounds).arrays)
+    return found, grid
+
+
+def said(strategy: Conditional, number: int) -> Quietness:
+    return strategy.reports[number].section(Quietness)
+
+
+@pytest.mark.parametrize("query", [True, False])
+def test_nodes_that_are_never_quiet_give_what_the_inner_strategy_gives_bit_for_bit(query: bool) -> None:
+    plain, _ = run(Compressed(fedavg(fraction_evaluate=0.0), TopK(density=0.2)), app(moving))
+    found, _ = run(made(query=query), app(moving))
+    assert found.tobytes() == plain.tobytes()
+
+
+@pytest.mark.parametrize("query", [True, False])
+def test_quiet_nodes_are_left_out_of_the_mean_not_averaged_as_zero(query: bool) -> None:
+    """1.7, sixth: the average is that of the others. A mean over all would be three halves of it, or less."""
+    strategy = made(Compressed(fedavg(fraction_evaluate=0.0), Identity()), query=query)
+    # The second round settles partitions 0 and 2: in the third they are quiet, without a query in the second already.
+    first = 3 if query else 2
+    found, _ = run(strategy, app(odd_move), rounds=first)
+    before, _ = run(made(Compressed(fedavg(fraction_evaluate=0.0), Identity()), query=query), app(odd_move), first - 1)
+    own = np.concatenate([update(first, 1, shape, i).reshape(-1) for i, shape in enumerate([(40, 30), (12,)])])
+    assert np.allclose(found - before, own)
+    report = strategy.reports[first]
+    assert len(said(strategy, first).quiet) == 2
+    assert (report.asked, report.used, report.lost, report.refused) == (1, 1, 0, {})
+
+
+@pytest.mark.parametrize("query", [True, False])
+def test_memory_keeps_its_mass_while_a_node_is_quiet(query: bool) -> None:
+    """What was not sent is sent when the node speaks again: nothing is rolled back, nothing begins afresh."""
+
+    def loss(partition: int, number: int) -> float:
+        return moving(partition, number) if partition or number > 6 else 1.0
+
+    strategy = made(max_skip=2, query=query)
+    run(strategy, app(loss), rounds=9)
+    quiet = [number for number in strategy.reports if said(strategy, number).quiet]
+    assert quiet
+    assert all(strategy.reports[number].rolled_back == [] for number in strategy.reports)
+    assert [number for number in strategy.reports if strategy.reports[number].fresh] == [1]
+    assert any(said(strategy, number).due for number in strategy.reports)
+
+
+@pytest.mark.parametrize("query", [True, False])
+def test_a_quiet_answer_takes_less_than_300_bytes(query: bool) -> None:
+    """1.7, fourth: the real serialised size, as the ledger counts it."""
+    strategy = made(query=query)
+    _, grid = run(strategy, app(still), rounds=6)
+    kind = QUERY_TYPE if query else "train"
+    assert len(said(strategy, 6).quiet) == 3
+    assert grid.ledger.total("messages", round=6, direction="up") == 3
+    # Flower's own frame around an empty message takes EMPTY bytes; what stands in it is the node's.
+    assert 0 < grid.ledger.total("wire", round=6, direction="up", message_type=kind) < 3 * (EMPTY + 300)
+
+
+def test_a_query_spares_the_model_too() -> None:
+    _, grid = run(made(query=True), app(still), rounds=6)
+    assert grid.ledger.total("payload", round=6, direction="down") == 0
+    assert 0 < grid.ledger.total("wire", round=6, direction="down") < 3 * (EMPTY + 300)
+
+
+@pytest.mark.parametrize("query", [True, False])
+def test_a_round_in_which_all_are_quiet_keeps_the_model_and_is_no_failure(query: bool, caplog: Any) -> None:
+    strategy = made(query=query)
+    long, _ = run(strategy, app(still), rounds=6)
+    short, _ = run(made(query=query), app(still), rounds=2 if query else 1)
+    assert long.tobytes() == short.tobytes()
+    assert not [record for record in caplog.records if record.levelname == "WARNING" and "round 6" in record.message]
+    assert strategy.reports[6].asked == 0
+    assert len(said(strategy, 6).quiet) == 3
+
+
+@pytest.mark.parametrize("query", [True, False])
+def test_nobody_is_quiet_for_longer_than_allowed(query: bool) -> None:
+    strategy = made(max_skip=2, query=query)
+    run(strategy, app(still), rounds=9)
+    first = 3 if query else 2
+    counts = [strategy.reports[number].used for number in range(first, 9)]
+    assert counts == ([0, 0, 3] * 3)[: len(counts)]
+    assert all(len(said(strategy, number).due) == 3 for number in (first + 2, first + 5) if number <= 9)
+
+
+def test_max_skip_zero_asks_everybody_always() -> None:
+    strategy = made(max_skip=0)
+    run(strategy, app(still), rounds=4)
+    assert [strategy.reports[number].used for number in range(1, 5)] == [3] * 4
+    assert [said(strategy, number).queried for number in range(1, 5)] == [0] * 4
+
+
+@pytest.mark.parametrize("query", [True, False])
+def test_a_compressed_downlink_stays_in_step(query: bool) -> None:
+    """Quiet nodes that were sent the model keep it; those that were not are brought up to date when they speak."""
+
+    def loss(partition: int, number: int) -> float:
+        return moving(partition, number) if partition == 1 or number > 5 else 1.0
+
+    strategy = made(
+        Compressed(fedavg(fraction_evaluate=0.0), TopK(density=0.2), downlink=TopK(density=0.3)),
+        max_skip=20,
+        query=query,
+    )
+    run(strategy, app(loss), rounds=9)
+    assert all(strategy.reports[number].refused == {} for number in strategy.reports)
+    assert len(said(strategy, 5).quiet) == 2
+
+
+@pytest.mark.parametrize("inner", [FedAdam, FedMedian, FedAvg])
+def test_any_strategy_with_hooks_can_be_inside(inner: type[Any]) -> None:
+    options = {"min_train_nodes": 1, "min_available_nodes": 1, "fraction_evaluate": 0.0}
+    strategy = made(inner(**options))
+    found, _ = run(strategy, app(odd_move), rounds=4)
+    assert np.abs(found).max() > 0
+    assert strategy.reports[4].used == 1
+
+
+def test_clients_without_the_half_train_in_every_round_and_are_named() -> None:
+    """They see ordinary messages: no record of ours is among what their app gets."""
+    seen: list[list[str]] = []
+    inner = client_app([compression()])
+
+    def watching(message: Message, context: Context) -> Message:
+        if message.metadata.message_type == "train":
+            seen.append([name for name in message.content if name.startswith("fedcomp.cond")])
+        return inner(message, context)
+
+    strategy = made()
+    run(strategy, watching, rounds=3)
+    assert [strategy.reports[number].used for number in (1, 2, 3)] == [3, 3, 3]
+    assert len(said(strategy, 3).unaware) == 3
+    assert "error 2" in next(iter(said(strategy, 3).unaware.values()))
+    assert seen == [[]] * 9
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"), [("lost_reply", "query"), ("silent", "query"), ("duplicate", "query"), ("late", "query")]
+)
+def test_faults_of_queries_cost_one_node_one_round(fault: str, kind: str) -> None:
+    def hit(delivery: Delivery) -> str | None:
+        wanted = delivery.message_type.startswith(kind) and delivery.round == 2 and delivery.partition == 1
+        return fault if wanted else None
+
+    strategy = made()
+    run(strategy, app(moving), rounds=4, fault=hit)
+    away = 0 if fault == "duplicate" else 1
+    assert len(said(strategy, 2).unanswered) == away
+    assert [strategy.reports[number].used for number in (1, 2, 3, 4)] == [3, 3 - away, 3, 3]
+    assert all(not strategy.reports[number].fresh for number in (2, 3, 4))
+
+
+@pytest.mark.parametrize("query", [True, False])
+@pytest.mark.parametrize("downlink", [None, TopK(density=0.3)], ids=["plain", "downlink"])
+def test_any_faults_leave_made_equal_to_delivered_plus_owed(downlink: TopK | None, query: bool) -> None:
+    """Losses, crashes, duplicates, damage on two fifths of all messages, and quiet rounds between."""
+
+    def loss(partition: int, number: int) -> float:
+        return moving(partition, number) if (partition + number // 4) % 3 else 1.0
+
+    faults = {"lost_reply": 0.08, "duplicate": 0.08, "late": 0.08, "raise": 0.08, "silent": 0.04, "corrupt": 0.02}
+    inner = Sum()
+    strategy = made(Compressed(inner, TopK(density=0.1), downlink), max_skip=2, query=query)
+    plan = RandomFaults(Key(11, "faults"), faults, pushes=3)  # type: ignore[arg-type]
+    with InProcessGrid(app(loss), 6, seed=4, fault=plan) as grid:
+        fit(strategy, MeteredGrid(grid), model(), 60)
+        for node in grid.get_node_ids():
+            context = grid.context(node)
+            done = context.state.array_records["toy.sum"]["sum"].numpy()
+            owed = residual(context, strategy.inner, node)
+            np.testing.assert_array_equal(inner.delivered[int(context.node_config["partition-id"])] + owed, done)
+    reports = strategy.reports.values()
+    assert sum(len(report.section(Quietness).quiet) for report in reports) > 50
+    assert sum(len(report.rolled_back) for report in reports) > 10
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda content: Status(99, True).write(content, 2), "of round 99"),
+        (lambda content: content[NODE_RECORD].pop("conditional-quiet"), "quiet"),
+        (lambda content: content[NODE_RECORD].update({"conditional-quiet": 1}), "quiet"),
+        (lambda content: content.update({NODE_RECORD: ConfigRecord({"partition-id": 2})}), "nothing"),
+    ],
+)
+@pytest.mark.parametrize("query", [True, False])
+def test_a_wrong_answer_costs_its_sender_alone(change: Any, match: str, query: bool) -> None:
+    inner = app(lambda partition, number: 1.0 if partition == 2 else moving(partition, number))
+
+    def hostile(message: Message, context: Context) -> Message:
+        reply = inner(message, context)
+        if context.node_config["partition-id"] == 2 and not reply.has_error() and Status.read(reply.content):
+            change(reply.content)
+        return reply
+
+    strategy = made(query=query)
+    run(strategy, hostile, rounds=3)
+    assert strategy.reports[3].used == 2
+    found = said(strategy, 3).unanswered if query else strategy.reports[3].refused
+    (reason,) = found.values()
+    assert match in reason or (match == "nothing" and "0 MetricRecords" in reason), reason
+
+
+def test_a_node_that_must_send_and_does_not_is_refused() -> None:
+    inner = app(still)
+
+    def stubborn(message: Message, context: Context) -> Message:
+        if Offer.KEY in message.content and message.metadata.message_type == "train":
+            number = Offer.take(message.content).round
+            Offer(number).put(message.content)
+        return inner(message, context)
+
+    strategy = made(max_skip=1, query=False)
+    run(strategy, stubborn, rounds=3)
+    assert {reason.split(",")[0] for reason in strategy.reports[3].refused.values()} == {
+        "error 2: it has nothing to send"
+    }
+
+
+def test_a_run_whose_first_answers_are_all_unusable_ends() -> None:
+    inner = app(still)
+
+    def broken(message: Message, context: Context) -> Message:
+        reply = inner(message, context)
+        if message.metadata.message_type == "train":
+            reply.content = RecordDict()
+        return reply
+
+    with pytest.raises(NoUsableReply):
+        run(made(), broken, rounds=1)
+
+
+def test_a_message_that_comes_twice_counts_its_loss_once() -> None:
+    """A redelivered message must not make a window of losses of one loss."""
+
+    def hit(delivery: Delivery) -> str | None:
+        return "duplicate" if delivery.round == 1 else None
+
+    strategy = made(query=False)
+    run(strategy, app(still), rounds=1, fault=hit)
+    assert strategy.reports[1].used == 3
+    assert not said(strategy, 1).quiet
+
+
+def test_what_a_node_decides_by_survives_its_process() -> None:
+    """A deployment starts a process for each message: the only memory is the state."""
+    seen: list[int] = []
+
+    def fresh(message: Message, context: Context) -> Message:
+        seen.append(MEMORY in context.state)
+        return app(still)(message, context)
+
+    strategy = made(query=False)
+    run(strategy, fresh, rounds=3)
+    assert len(said(strategy, 3).quiet) == 3
+    assert seen == [0, 0, 0, 1, 1, 1, 1, 1, 1]
+
+
+def test_settings_that_changed_start_anew() -> None:
+    apps = [app(still), app(still, settings=ScheduleSettings(window=3))]
+
+    def replaced(message: Message, context: Context) -> Message:
+        number = int(message.content["config"]["server-round"]) if "config" in message.content else 9  # type: ignore
+        return apps[number > 2](message, context)
+
+    strategy = made(query=False)
+    run(strategy, replaced, rounds=3)
+    assert len(said(strategy, 2).quiet) == 3
+    assert strategy.reports[3].used == 3
+
+
+def test_a_checkpoint_goes_on_bit_for_bit(tmp_path: Any) -> None:
+    from fedcomp.flower import checkpoint
+
+    whole, _ = run(made(max_skip=2), app(odd_move), rounds=8)
+    path = tmp_path / "run.ckpt"
+    with InProcessGrid(app(odd_move), 3, seed=4) as grid:
+        strategy = made(max_skip=2)
+        result = fit(strategy, grid, model(), 4)
+        checkpoint.save(path, server_round=4, arrays=result.arrays, strategy=strategy, grid=grid)
+    with InProcessGrid(app(odd_move), 3, seed=4) as grid:
+        strategy, saved = made(max_skip=2), checkpoint.load(path)
+        saved.apply(strategy, grid)
+        found = stack(fit(strategy, grid, saved.arrays, 8, start_round=5).arrays)
+    assert found.tobytes() == whole.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("inner", "match"),
+    [
+        (
+            lambda: DpFedAvg(fedavg(fraction_evaluate=0.0), noise_multiplier=1.0, clip=1.0, delta=1e-5, population=3),
+            "follow from its data",
+        ),
+        (lambda: Compressed(fedavg(), chain(Privatise(1.0, 2.0), TopK(density=0.2)), feedback=False), "from its data"),
+        (lambda: GossipRelay(get_algorithm({"name": "dpsgd", "lr": 0.1}), "ring", nodes=3), "neighbours waiting"),
+        (lambda: object(), "Flower Strategy"),
+    ],
+)
+def test_what_cannot_be_conditional_is_refused_with_the_reason(inner: Any, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        made(inner())
+
+
+@pytest.mark.parametrize(("options", "match"), [({"max_skip": -1}, "max_skip"), ({"query": 1}, "query")])
+def test_settings_out_of_range_are_refused(options: Any, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        made(**options)
+
+
+def test_a_private_round_that_offers_to_be_quiet_is_refused_by_the_client(caplog: Any) -> None:
+    inner = app(still)
+
+    def asked(message: Message, context: Context) -> Message:
+        if "config" in message.content:
+            message.content["config"]["private"] = True  # type: ignore[index]
+        return inner(message, context)
+
+    with pytest.raises(NoUsableReply, match="its reason stays on the node"):
+        run(made(query=False), asked, rounds=1)
+    assert "would follow from its data" in caplog.text
