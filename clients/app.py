@@ -18,6 +18,7 @@ from flwr.clientapp import ClientApp
 from fedcomp.clients.client import client
 from fedcomp.clients.coded.linear import LinearRows, linear_device
 from fedcomp.clients.compressed import compression
+from fedcomp.clients.conditional import conditional
 from fedcomp.clients.edge import OWN_BUDGET
 from fedcomp.clients.gcn import Learner, graph_owner
 from fedcomp.clients.gossip import gossip_node
@@ -83,6 +84,14 @@ def query(msg: Message, context: Context) -> Message:
     reply = RecordDict()
     put_node(reply, NodeJob.read(msg, context).partition)
     return Message(reply, reply_to=msg)
+
+
+def own_loss(msg: Message, context: Context) -> float:
+    """Return the loss of the message's model on this node's own examples, for conditional rounds."""
+    job = NodeJob.read(msg, context)
+    task = job.task()
+    _, model = job.model(task, msg)
+    return float(task.evaluate(model, task.client(job.partition, job.clients))["loss"])
 
 
 def rows_of_task(msg: Message, context: Context, partitions: int) -> LinearRows:
@@ -172,6 +181,7 @@ app = client(
     _app,
     # What it learns is what a run's settings name.
     compression(i_know_inputs_are_visible=True),
+    conditional(own_loss),
     record_dp(trainee),
     linear_device(rows_of_task),
     gossip_node(local_objective),

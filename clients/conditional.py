@@ -40,14 +40,15 @@ class Sensors:
     edge : callable
         ``edge(context) -> Edge``: where their windows are, and models are deployed to them.
     measure : callable
-        ``measure(message, context, arrays) -> figures``: the sensors' statistic of a model on held-out data.
+        ``measure(message, context, arrays) -> figures``: the sensors' statistic of a model on held-out data; None where
+        there are too few of them, see :meth:`fedcomp.drift.edge.Deployments.deploy`.
     absorb : callable
         ``absorb(message, context, windows)``: add what sensors sent to the data that is trained on. It may be called
         again with the same windows, when the round failed after it.
     """
 
     edge: Callable[[Context], Edge]
-    measure: Callable[[Message, Context, Arrays], ArrayLike]
+    measure: Callable[[Message, Context, Arrays], ArrayLike | None]
     absorb: Callable[[Message, Context, Sequence[Upload]], None]
 
 
@@ -86,18 +87,18 @@ class _Half:
     sensors: Sensors | None
     settings: ScheduleSettings
 
-    def memory(self, context: Context) -> NodeMemory:
+    def memory(self, context: Context, offer: Offer) -> NodeMemory:
         try:
-            return NodeMemory.load(context.state, self.settings)
+            return NodeMemory.load(context.state, offer.session, self.settings)
         except StateError as error:
             # Settings are the app's, and an app may be replaced between two rounds; the node then starts again.
             log.warning("what this node decided by is of an app with other settings, and starts anew: %s", error)
-            return NodeMemory(self.settings)
+            return NodeMemory(offer.session, self.settings)
 
     def answer(self, msg: Message, context: Context) -> Message:
         """Say whether there is something to send; nothing is loaded, and nothing changes."""
         offer = Offer.take(msg.content)
-        memory = self.memory(context)
+        memory = self.memory(context, offer)
         waits = self.sensors is not None and not self.sensors.edge(context).windows().keys() <= {*memory.used}
         content = RecordDict()
         status = Status(offer.round, memory.scheduler.stable and not waits)
@@ -115,7 +116,7 @@ class _Half:
         if wants_private(msg.content):
             return refusal(msg, f"a private round offers nodes to be quiet, and this one refuses: {PRIVATE_REASON}")
         del msg.content[Offer.KEY]
-        memory = self.memory(context)
+        memory = self.memory(context, offer)
         edge = None if self.sensors is None else self.sensors.edge(context)
         if edge is not None:
             edge.forget(memory.used)

@@ -21,16 +21,16 @@ import struct
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from fedcomp import params
 from fedcomp.coding.transport import parse_tcp
-from fedcomp.drift.edge import Arrays, Deployments, Edge, LinkTraffic
+from fedcomp.drift.edge import Arrays, Deployments, Edge, LinkTraffic, Measure
 from fedcomp.drift.messages import MAX_BYTES, LinkError, SensorMessage
 from fedcomp.drift.sensor import Upload
 from fedcomp.errors import ConfigError, FedcompError
@@ -116,7 +116,7 @@ class StoredEdge(Edge):
         self._seen = stamp
         return True
 
-    def deploy(self, arrays: Arrays, measure: Callable[[Arrays], ArrayLike]) -> int:
+    def deploy(self, arrays: Arrays, measure: Measure) -> int:
         """Deploy a model, see :meth:`fedcomp.drift.edge.Deployments.deploy`, and leave it in the folder."""
         if not self._deploys:
             raise ConfigError("this StoredEdge serves what others deploy; give it deployments=Deployments(model)")

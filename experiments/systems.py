@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from fedcomp.errors import ConfigError, nearest
 from fedcomp.experiments.spec import RunSpec
-from fedcomp.strategies import gradiveq, lgc, pair_systems, power_sgd, shared_support
+from fedcomp.strategies import conditional, gradiveq, lgc, pair_systems, power_sgd, shared_support
 from fedcomp.strategies.coded import linear
 from fedcomp.strategies.coded import systems as coded
 from fedcomp.strategies.gcn import system as gcn
@@ -31,6 +31,7 @@ _DECLARED: Final = (
     power_sgd.SYSTEM,
     gradiveq.SYSTEM,
     lgc.SYSTEM,
+    conditional.SYSTEM,
     *coded.SYSTEMS,
     linear.SYSTEM,
     *gossip.SYSTEMS,

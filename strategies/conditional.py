@@ -7,9 +7,10 @@ exchange, ``max_skip`` and the query are derived; see :mod:`fedcomp.drift` for w
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
@@ -31,9 +32,12 @@ from fedcomp.stateful import Stateful, nested
 from fedcomp.strategies.adaptive import Outcome
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.gossip.strategy import GossipRelay
+from fedcomp.strategies.pair_systems import build_pair
+from fedcomp.strategies.parts import PAIR_PREFIXES, Settings
 from fedcomp.strategies.private.flower_dp import promises
 from fedcomp.strategies.receiving import Receiving, Reception
 from fedcomp.strategies.replies import SentMessage, first_replies
+from fedcomp.strategies.system import System, settings_of
 from fedcomp.strategies.wrapping import require_inner
 
 
@@ -101,7 +105,7 @@ class Conditional(ExchangeStrategy, Receiving, Stateful):
     >>> strategy = Conditional(Compressed(FedAvg(), TopK(density=0.01)), max_skip=10)
     """
 
-    STATE: ClassVar[Mapping[str, Any]] = {"inner": nested("inner"), "_skipped": dict[int, Count]}
+    STATE: ClassVar[Mapping[str, Any]] = {"inner": nested("inner"), "_skipped": dict[int, Count], "_session": bytes}
 
     def __init__(self, inner: Strategy, max_skip: int = 10, query: bool = True) -> None:
         if isinstance(inner, GossipRelay):
@@ -122,6 +126,8 @@ class Conditional(ExchangeStrategy, Receiving, Stateful):
         self.max_skip = params.integer("max_skip", max_skip, low=0)
         self.query = params.boolean("query", query)
         self._skipped: dict[int, int] = {}
+        # Not from the seed: a second run with the same one must not go on with the nodes' losses of the first.
+        self._session = secrets.token_bytes(8)
 
     @property
     def reception(self) -> Reception:  # type: ignore[override]
@@ -150,7 +156,7 @@ class Conditional(ExchangeStrategy, Receiving, Stateful):
         nodes = [message.metadata.dst_node_id for message in messages]
         said.due = [node for node in nodes if self._skipped.get(node, 0) >= self.max_skip]
         if self.query:
-            asked = [_query(message, server_round) for message in messages]
+            asked = [self._question(message, server_round) for message in messages]
             asked = [query for query in asked if query.metadata.dst_node_id not in said.due]
             # An exchange of no messages would wait for nothing.
             replies = (yield asked) if asked else []
@@ -162,7 +168,8 @@ class Conditional(ExchangeStrategy, Receiving, Stateful):
         for each in sent:
             # An app without the half sees an ordinary message.
             if each.node not in said.unaware:
-                Offer(server_round, must=self.query or each.node in said.due).put(each.message.content)
+                must = self.query or each.node in said.due
+                Offer(self._session, server_round, must).put(each.message.content)
         replies = (yield [each.message for each in sent]) if sent else []
         if not self.query:
             sent, replies = self._without_quiet(sent, replies, server_round, said)
@@ -180,6 +187,11 @@ class Conditional(ExchangeStrategy, Receiving, Stateful):
         """Evaluate as the inner strategy does."""
         replies = yield list(self.inner.configure_evaluate(server_round, arrays, config, grid))
         return self.inner.aggregate_evaluate(server_round, replies)
+
+    def _question(self, message: Message, server_round: int) -> Message:
+        content, node = RecordDict(), message.metadata.dst_node_id
+        Offer(self._session, server_round).put(content)
+        return Message(content, node, QUERY_TYPE, group_id=message.metadata.group_id or None)
 
     def _sort(self, asked: list[Message], replies: list[Message], server_round: int, said: Quietness) -> None:
         """Note who is quiet, did not answer, or does not know what was asked."""
@@ -234,14 +246,26 @@ class Conditional(ExchangeStrategy, Receiving, Stateful):
         return rest, left
 
 
-def _query(message: Message, server_round: int) -> Message:
-    content = RecordDict()
-    Offer(server_round).put(content)
-    return Message(content, message.metadata.dst_node_id, QUERY_TYPE, group_id=message.metadata.group_id or None)
-
-
 def _of_round(found: Status, server_round: int) -> Status:
     """Return an answer of this round; raise :class:`SchemaError` for one of another."""
     if found.round != server_round:
         raise SchemaError(f"the node's answer is of round {found.round}, asked was for round {server_round}", "round")
     return found
+
+
+def _build(settings: Settings, seed: int) -> Strategy:
+    pair = build_pair(settings, seed, codec="topk")
+    return Conditional(pair, int(settings["max_skip"]), bool(settings["query"]))
+
+
+SYSTEM: Final = System(
+    "conditional",
+    "FLARE (conditional rounds)",
+    "Chow, Raza, Mavromatis, Khan 2023, FLARE: detection and mitigation of concept drift for federated learning based "
+    "IoT deployments",
+    "the largest entries of the update, in rounds in which the losses of the node's own examples have not settled; "
+    "otherwise a few bytes",
+    _build,
+    {"downlink": "", "feedback": True, "codec.density": 0.01, **settings_of(Conditional, "max_skip", "query")},
+    PAIR_PREFIXES,
+)

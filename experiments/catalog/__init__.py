@@ -27,6 +27,7 @@ CATALOG: dict[str, str] = {
         "power_sgd",
         "factors",
         "pipe_sgd",
+        "flare",
         "coded_dropout",
         "coded_training",
         "gradient_coding",

@@ -32,6 +32,9 @@ from fedcomp.versions import Broadcast, Step, advance, digest
 
 Arrays = Mapping[str, NDArray[Any]]
 
+Measure = Callable[[Arrays], ArrayLike | None]
+"""``measure(arrays) -> figures`` of a model on held-out data; see :meth:`Deployments.deploy`."""
+
 _WHOLE: Final = Identity()
 
 
@@ -159,7 +162,7 @@ class Deployments(Stateful):
         """Version of the deployed model; 0 before the first one."""
         return self.broadcast.version
 
-    def deploy(self, arrays: Arrays, measure: Callable[[Arrays], ArrayLike]) -> int:
+    def deploy(self, arrays: Arrays, measure: Measure) -> int:
         """Make a model the one that sensors run, and calibrate it; return its version.
 
         Parameters
@@ -167,7 +170,8 @@ class Deployments(Stateful):
         arrays : mapping of name to ndarray
         measure : callable
             ``measure(arrays) -> figures``: the sensors' statistic on held-out data, at least two windows of it. It is
-            given the model as sensors will have it, which a lossy step makes another one.
+            given the model as sensors will have it, which a lossy step makes another one. None where there are not
+            enough such data: the sensors then send every full window.
 
         Raises
         ------
@@ -188,8 +192,11 @@ class Deployments(Stateful):
                 # The former model with a new reference, for which sensors must not take the one they have.
                 broadcast.adopt(vector, exact, layout)
             figures = measure(layout.unflatten(broadcast.reference, broadcast.exact))
-            threshold = calibrated(figures, self.window, Key(self.seed, "drift/calibration", before + 1))
-            self.threshold, self._quantiles = threshold, QuantileSketch.of(figures).quantiles
+            if figures is None:
+                self.threshold, self._quantiles = 1.0, np.empty(0, np.float32)
+            else:
+                threshold = calibrated(figures, self.window, Key(self.seed, "drift/calibration", before + 1))
+                self.threshold, self._quantiles = threshold, QuantileSketch.of(figures).quantiles
         except BaseException:
             # A version without its reference would be taken for the deployed one.
             broadcast.load_state_dict(saved)
@@ -201,7 +208,7 @@ class Deployments(Stateful):
         base, steps = version, self.broadcast.steps_from(version)
         if steps is None:
             base, steps = 0, [self._whole()]
-        sketch = QuantileSketch(self._quantiles)
+        sketch = QuantileSketch(self._quantiles) if self._quantiles.size else None
         return Deployment(self.version, base, self.threshold, self.broadcast.digest, sketch, steps)
 
     def _whole(self) -> Step:
@@ -249,7 +256,7 @@ class Edge:
         self._windows: dict[int, bytes] = {}
         self._number = 0
 
-    def deploy(self, arrays: Arrays, measure: Callable[[Arrays], ArrayLike]) -> int:
+    def deploy(self, arrays: Arrays, measure: Measure) -> int:
         """Deploy a model, see :meth:`Deployments.deploy`; sensors are sent it when they are next served."""
         return self.deployments.deploy(arrays, measure)
 

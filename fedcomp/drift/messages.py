@@ -3,8 +3,8 @@
 A sensor's message begins with nine: its number, the version of the model it runs (two uint32), and what it says
 (:class:`Says`). A window follows as one frame: samples, labels, sketch. A deployment begins with version, base,
 threshold and digest (uint32, uint32, float32, 16 bytes), and goes on with its frames, each behind its length (uint32):
-the sketch, then the whole model, or the steps from ``base`` on, every step with its exact buffers behind it (of length
-0 where there are none). All numbers are little-endian.
+the sketch (of length 0 where there is none), then the whole model, or the steps from ``base`` on, every step with its
+exact buffers behind it (of length 0 as well). All numbers are little-endian.
 """
 
 from __future__ import annotations
@@ -144,8 +144,9 @@ class Deployment:
         Distance above which a window is unlike ``sketch``.
     digest : bytes
         Names the model (:func:`fedcomp.versions.digest`).
-    sketch : QuantileSketch
-        Of the figures that this very model had on held-out data.
+    sketch : QuantileSketch or None
+        Of the figures that this very model had on held-out data; None where there were too few, and the sensor is to
+        collect.
     steps : sequence of Step
         The whole model is one step, in a frame of float32.
     """
@@ -154,12 +155,12 @@ class Deployment:
     base: int
     threshold: float
     digest: bytes
-    sketch: QuantileSketch
+    sketch: QuantileSketch | None
     steps: Sequence[Step]
 
     def to_bytes(self) -> bytes:
         """Return the message's bytes."""
-        parts = [wire.encode([wire.dense(self.sketch.quantiles)])]
+        parts = [b"" if self.sketch is None else wire.encode([wire.dense(self.sketch.quantiles)])]
         for step in self.steps:
             # Steps of shared supports are not made here.
             assert step.support is None
@@ -184,9 +185,11 @@ class Deployment:
             raise LinkError(
                 f"a deployment of version {version} from {base} has threshold {threshold:g} and {len(parts)} frames"
             )
+        sketch = None
         try:
-            (quantiles,) = wire.decode(first, _SKETCH).tensors
-            sketch = QuantileSketch(np.asarray(quantiles.dense(), np.float32))
+            if first:
+                (quantiles,) = wire.decode(first, _SKETCH).tensors
+                sketch = QuantileSketch(np.asarray(quantiles.dense(), np.float32))
         except FedcompError as error:
             raise LinkError(f"the sketch of a deployment cannot be read: {error}") from error
         start = base + 1 if base else version

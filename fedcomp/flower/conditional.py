@@ -12,7 +12,7 @@ from fedcomp.drift.schedule import DeploymentScheduler, ScheduleSettings
 from fedcomp.flower import store
 from fedcomp.flower.payload import NODE_RECORD, put_frame, put_node, take_frame
 from fedcomp.flower.records import config_in
-from fedcomp.flower.schema import Bool, Int, Schema
+from fedcomp.flower.schema import Bool, Data, Int, Schema
 from fedcomp.plain import Count
 from fedcomp.stateful import Stateful, nested
 
@@ -36,11 +36,14 @@ class Offer(Schema, key=HEADER):
 
     Attributes
     ----------
+    session : bytes
+        Identifies the server's strategy object, also when it is resumed. Losses of another session do not count.
     round : int
     must : bool
         An update is wanted in any case.
     """
 
+    session: Annotated[bytes, Data(64, least=1)]
     round: Annotated[int, Int()]
     must: Annotated[bool, Bool(absent=False)] = False
 
@@ -84,6 +87,7 @@ class NodeMemory(Stateful):
 
     Attributes
     ----------
+    session : bytes
     scheduler : DeploymentScheduler
     round : int
         The last round whose loss was noted: a message that is delivered twice counts once.
@@ -92,26 +96,32 @@ class NodeMemory(Stateful):
         this state, which knows of them, was kept.
     """
 
-    STATE: ClassVar[Mapping[str, Any]] = {"scheduler": nested("scheduler"), "round": Count, "used": list[Count]}
+    STATE: ClassVar[Mapping[str, Any]] = {
+        "session": bytes,
+        "scheduler": nested("scheduler"),
+        "round": Count,
+        "used": list[Count],
+    }
 
-    def __init__(self, settings: ScheduleSettings) -> None:
+    def __init__(self, session: bytes, settings: ScheduleSettings) -> None:
+        self.session = session
         self.scheduler = DeploymentScheduler(settings)
         self.round = 0
         self.used: list[int] = []
 
     @classmethod
-    def load(cls, state: RecordDict, settings: ScheduleSettings) -> NodeMemory:
-        """Return what a node's state holds, new where it holds nothing.
+    def load(cls, state: RecordDict, session: bytes, settings: ScheduleSettings) -> NodeMemory:
+        """Return what a node's state holds, new where it holds nothing of this session.
 
         Raises
         ------
         StateError, PlainError
             When it was written with other settings, or is damaged.
         """
-        memory, data = cls(settings), take_frame(state, MEMORY)
+        memory, data = cls(session, settings), take_frame(state, MEMORY)
         if data is not None:
             memory.load_state_dict(store.loads(data, "conditional"))
-        return memory
+        return memory if memory.session == session else cls(session, settings)
 
     def save(self, state: RecordDict) -> None:
         """Write this into a node's state."""

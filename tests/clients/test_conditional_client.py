@@ -124,7 +124,7 @@ def test_a_query_changes_nothing_on_the_node_and_loads_nothing() -> None:
     with InProcessGrid(app, 1, seed=4) as grid:
         (node,) = grid.get_node_ids()
         content = RecordDict()
-        Offer(3).put(content)
+        Offer(b"session!", 3).put(content)
         (reply,) = grid.send_and_receive([Message(content, node, QUERY_TYPE)])
         assert Status.read(reply.content) == Status(3, quiet=False)
         assert not grid.context(node).state
@@ -136,7 +136,7 @@ def test_a_damaged_offer_is_answered_with_an_error(kind: str) -> None:
     with InProcessGrid(app, 1, seed=4) as grid:
         (node,) = grid.get_node_ids()
         content = RecordDict({"arrays": model()})
-        Offer(3).put(content)
+        Offer(b"session!", 3).put(content)
         content[HEADER]["round"] = -1  # type: ignore[index]
         (reply,) = grid.send_and_receive([Message(content, node, kind)])
         assert "round" in reply.error.reason
@@ -150,4 +150,4 @@ def test_damaged_memory_is_an_error_that_says_so() -> None:
     state = RecordDict()
     put_frame(state, MEMORY, b"damage")
     with pytest.raises(StoreError, match="damaged"):
-        NodeMemory.load(state, SETTLED)
+        NodeMemory.load(state, b"session!", SETTLED)

@@ -258,6 +258,20 @@ def test_windows_arrive_with_what_was_seen_and_the_oldest_goes_when_nobody_looks
     assert [upload.samples[0, 0] for upload in edge.windows().values()] == [2.0]
 
 
+def test_a_model_without_a_reference_makes_the_sensor_collect() -> None:
+    edge, endpoint, here = pair()
+    edge.deploy(model(1), lambda deployed: None)
+    endpoint.heartbeat()
+    edge.serve(here)
+    assert same(endpoint.update(), model(1))
+    assert [odd_tick(endpoint) for _ in range(3)] == [True] * 3
+    edge.deploy(model(2), reference)
+    edge.push(7, here)
+    endpoint.update()
+    odds = reference()[:20] / (1 - reference()[:20])
+    assert not endpoint.observe(np.stack([np.log(odds), np.zeros(20)], axis=1), np.zeros((20, 3)))
+
+
 def test_a_window_with_nan_figures_arrives_without_a_sketch() -> None:
     edge, endpoint, here = pair()
     edge.deploy(model(1), reference)

@@ -67,6 +67,12 @@ def seen(mode: str, engine: str = "inprocess") -> RunSpec:
     return RunSpec("factors", rounds=2, clients=2, seed=3, engine=engine, settings=settings)
 
 
+def still(engine: str = "inprocess") -> RunSpec:
+    """Steps so small that losses settle: what nodes decide by goes through the engine's own client state."""
+    settings = {**SETTINGS, "lr": 1e-6, "max_steps": 1}
+    return RunSpec("conditional", rounds=7, clients=2, seed=3, engine=engine, settings=settings)
+
+
 def linear(engine: str = "inprocess") -> RunSpec:
     """Coded data of a linear task: stored rows go through the engine's own client state, partitions to the peers."""
     settings = {"parities": 1, "lr": 0.3, "task.l2": 0.001, "transport": "peers"}
@@ -130,6 +136,7 @@ def on_ray(ledgers: Path) -> dict[str, RunResult]:
                 results[name] = serve(spec(name, "ray"), grid)
             for mode in SEEN:
                 results[mode] = serve(seen(mode, "ray"), grid)
+            results["still"] = serve(still("ray"), grid)
             for name in GOSSIP:
                 results[name] = serve(gossip(name, "ray"), grid)
             for name in PRIVATE:
@@ -168,6 +175,16 @@ def test_ray_gives_the_same_bits(name: str, on_ray: dict[str, RunResult]) -> Non
     same(here, on_ray[name])
     assert on_ray[name].final.metrics["report.compressed"] == 2
     assert here.rounds[0].loss != here.final.loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("engine", "name"), [("ray", "still"), ("superlink", "conditional")])
+def test_nodes_are_quiet_in_the_same_rounds(engine: str, name: str, request: pytest.FixtureRequest) -> None:
+    there: RunResult = request.getfixturevalue({"ray": "on_ray", "superlink": "deployed"}[engine])[name]
+    here = engines.run(still())
+    same(here, there)
+    # A window of five losses that are alike, twice; the seventh round is the first in which the query says so.
+    assert [r.metrics["conditional.quiet"] for r in there.rounds[1:]] == [0] * 6 + [2]
 
 
 @pytest.mark.slow
@@ -235,6 +252,7 @@ def test_whoever_answers_first_on_ray_gives_the_same_bits(name: str, on_ray: dic
 def deployed(tmp_path_factory: pytest.TempPathFactory, ledgers: Path) -> dict[str, RunResult]:
     """Systems one after the other in one run: each message costs a process, the start of a run five of them."""
     asked = [*(spec(name, "superlink") for name in DEPLOYED), linear("superlink"), seen("edad", "superlink")]
+    asked += [still("superlink")]
     asked += [small(DEPLOYED_PRIVATE, engine="superlink", clients=2, budget=BUDGETS[DEPLOYED_PRIVATE])]
     # Last: whoever was not waited for is busy with it for a while.
     asked += [spec(name, "superlink") for name in EARLY]

@@ -283,8 +283,8 @@ def test_a_node_that_must_send_and_does_not_is_refused() -> None:
 
     def stubborn(message: Message, context: Context) -> Message:
         if Offer.KEY in message.content and message.metadata.message_type == "train":
-            number = Offer.take(message.content).round
-            Offer(number).put(message.content)
+            offer = Offer.take(message.content)
+            Offer(offer.session, offer.round).put(message.content)
         return inner(message, context)
 
     strategy = made(max_skip=1, query=False)
@@ -344,6 +344,16 @@ def test_settings_that_changed_start_anew() -> None:
     run(strategy, replaced, rounds=3)
     assert len(said(strategy, 2).quiet) == 3
     assert strategy.reports[3].used == 3
+
+
+def test_another_strategy_on_the_same_nodes_starts_anew() -> None:
+    """Losses of a first run must not settle those of a second one, whose rounds begin again."""
+    client = app(still)
+    with InProcessGrid(client, 3, seed=4) as grid:
+        fit(made(query=False), MeteredGrid(grid), model(), 3)
+        second = made(query=False)
+        fit(second, MeteredGrid(grid), model(), 2)
+    assert [second.reports[number].used for number in (1, 2)] == [3, 0]
 
 
 def test_a_checkpoint_goes_on_bit_for_bit(tmp_path: Any) -> None:

@@ -1,0 +1,115 @@
+"""The experiment ``flare``: its drifts, its rivals, and that claims catch what they are about."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedcomp.experiments import drifting, drifting_rounds
+from fedcomp.experiments.catalog import get_experiment
+from fedcomp.experiments.catalog.flare import EXPERIMENT, IMAGES, OURS, SLOW, SWAPPED, latency
+from fedcomp.experiments.drifting import Means, Site, change_of, mean_threshold, nominal_threshold, run
+from fedcomp.experiments.findings import Say
+from fedcomp.experiments.kit import Record, Records
+from fedcomp.rng import Key
+from fedcomp.tasks import get_task
+
+
+def test_it_is_found() -> None:
+    assert get_experiment("flare") is EXPERIMENT
+
+
+def test_drifts_are_what_they_are_called() -> None:
+    digits, wifi = get_task("digits", hidden="64"), get_task("wifi", hidden="64")
+    x, y = digits.train_split.x[:200], digits.train_split.y[:200]
+    noise, same = change_of(IMAGES, digits)(x, y, Key(1))
+    # Half of the distance from white to black.
+    assert np.std(noise - x) == pytest.approx(drifting.NOISE * (x.max() - x.min()), rel=0.03)
+    assert same is y
+    still, swapped = change_of(SWAPPED, digits)(x, y, Key(1))
+    assert still is x
+    assert {(a, b) for a, b in zip(y, swapped, strict=True) if a != b} == {(0, 1), (1, 0)}
+    moved, _ = change_of("Wi-Fi, another antenna", wifi)(wifi.train_split.x, wifi.train_split.y, Key(1))
+    shift = (wifi.train_split.x - moved)[0]
+    # In steps of whole dBm, every column by the same number of them.
+    for column, by in zip(wifi.train_split.x.T.astype(float), shift, strict=True):
+        steps = (column - column[0]) * drifting.DBM / by
+        assert np.allclose(steps, np.round(steps), atol=1e-2)
+
+
+def test_the_textbooks_threshold_is_the_inverse_of_its_distribution() -> None:
+    from scipy import stats
+
+    n, m = 400, 200
+    threshold = nominal_threshold(n, m, 0.01)
+    assert stats.kstwobign.sf(threshold * np.sqrt(n * m / (n + m))) == pytest.approx(0.01, rel=0.01)
+
+
+def test_the_rival_is_calibrated_by_the_same_rule() -> None:
+    reference = Key(1).generator().beta(8, 2, 400)
+    threshold = mean_threshold(reference, 100, Key(2))
+    assert 0 < threshold < 0.1
+    assert Means(0.5).distance([0.25, 0.25]) == 0.25
+
+
+@pytest.mark.parametrize("scheduler", [SLOW, OURS, "conditional, 10 % steps", "conditional, by mean"])
+def test_a_sensor_finds_strong_drift_and_every_byte_is_counted(scheduler: str) -> None:
+    found = run(scheduler, IMAGES, 3, ticks=60, first=20, last=24)
+    assert found["latency"] is not None
+    assert found["bytes"] > 19_000  # the first model, at least
+    assert found["unadapted"] < found["before"] - 10
+    if scheduler == SLOW:
+        # After the first full window and fifty ticks on, whatever is seen.
+        assert found["uploads"] == 2
+        assert found["false"] == 1
+    else:
+        assert found["false"] == 0
+
+
+def test_a_reference_after_drift_is_not_made_of_examples_that_the_model_knows() -> None:
+    """Cross-fitted figures are less sure than those of the model on its own training examples."""
+    site = Site(get_task("digits", hidden="64"), 1)
+    for number in range(2):
+        x, y = drifting.noisy(site.pool.x[:100], site.pool.y[:100], Key(5, "test", number))
+        site.absorb(drifting.Split(x, y))
+    found = site.measure(drifting.to_arrays(site.model))
+    assert found is not None
+    known = np.concatenate([site.figures(site.model, part) for part in site.absorbed])
+    assert found.mean() < known.mean()
+    site.absorbed.pop()
+    assert site.measure(drifting.to_arrays(site.model)) is None
+
+
+def test_rounds_have_all_rows_and_quiet_ones_spare_bytes() -> None:
+    plain, asked = (
+        drifting_rounds.run(row, 0, rounds=50, drift=40) for row in ("every round", "conditional, asked first")
+    )
+    assert plain["quiet"] == 0.0
+    assert plain["updates"] == 200
+    assert 0.0 < asked["quiet"] < 1.0
+    assert asked["down"] < plain["down"]
+    assert asked["deployed"] >= 4
+
+
+def test_a_latency_counts_runs_that_found_nothing() -> None:
+    records = [Records([Record({"latency": value}) for value in values]) for values in ((3, None, None), (3, 4, None))]
+    assert [latency(each) for each in records] == [float("inf"), 4.0]
+
+
+def test_claims_catch_thresholds_without_calibration_and_blindness(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sensor with the textbook's threshold halved sends all the time; swapped labels must not be found by luck."""
+    monkeypatch.setattr(drifting, "FOLDS", 2)
+    monkeypatch.setattr(drifting, "EPOCHS", 1)
+    monkeypatch.setattr(drifting, "calibrated", lambda reference, window, key: 0.02)
+    monkeypatch.setattr("fedcomp.drift.edge.calibrated", lambda reference, window, key: 0.02)
+    monkeypatch.setattr(drifting_rounds, "run", lambda row, seed, rounds, drift: dict.fromkeys(FIGURES, 1.0))
+    config: Any = EXPERIMENT.configure(assignments=EXPERIMENT.quick)
+    failed = {claim.name for claim in EXPERIMENT.measure(config, {}, Say()).claims if claim.gate and not claim.ok}
+    assert "digits: windows sent before the drift, conditional" in failed
+    assert "without drift: share of windows of 100 above the calibrated threshold" in failed
+    assert "labels swapped: windows sent after the drift by confidence" in failed
+
+
+FIGURES = ("up", "down", "quiet", "updates", "accuracy", "last", "sensor_bytes", "deployed")
