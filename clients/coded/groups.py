@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, Final, Literal
 
 import numpy as np
-from flwr.app import Message, RecordDict
+from flwr.app import ConfigRecord, Message, RecordDict
 
 from fedcomp.clients.coded.mod import REASON
 from fedcomp.clients.coded.shards import Shards, Terms, summable_frame, whole_weight
@@ -32,7 +32,7 @@ from fedcomp.flower.coded import (
     put_bundle,
     take_bundle,
 )
-from fedcomp.flower.payload import NODE_RECORD
+from fedcomp.flower.payload import NODE_RECORD, PARTITION_KEY
 from fedcomp.flower.records import config_in
 from fedcomp.layout import Layout, TensorSpec
 from fedcomp.rng import Key
@@ -165,16 +165,23 @@ class _Aggregation:
         header = config_in(content, NODE_RECORD)
         if header.get("sequence") != sequence:
             raise StateError(f"its update answers message {header.get('sequence')!r}, expected {sequence}")
-        generation = header.get("generation", 0)
-        if isinstance(generation, bool) or not isinstance(generation, int) or not 0 <= generation < 2**63:
-            raise StateError(f"its generation is {generation!r}")
-        # Integers are added without another look: everything about a frame is checked before.
-        self.codec.verify(frame, self.layout, self.key)
+        generation = integer_of(header, "generation")
+        # Integers are added without another look: everything about a frame is checked before. The partition is the
+        # member's own word; who claims another's has that one's dither, which the server does not take off.
+        self.codec.verify(frame, self.layout, self.key.at(partition=integer_of(header, PARTITION_KEY)))
         weight = whole_weight(content, self.weight)
         if weight >= MAX_WEIGHT:
             raise StateError(f"metric {self.weight!r} is at least 2**40, more than a group's sum has room for")
         note = pack_content(RecordDict(dict(content.metric_records.items())))
         return self.fixed.integers(frame, self.layout), GroupPart(index, weight, sequence, generation, note)
+
+
+def integer_of(header: ConfigRecord, name: str) -> int:
+    """Return a whole number of a member's header, 0 where it is not there."""
+    value = header.get(name, 0)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
+        raise StateError(f"its {name} is {value!r}")
+    return value
 
 
 def plan_of(asked: RelayTraining | GroupSum | CollectFresh) -> RelayPlan:

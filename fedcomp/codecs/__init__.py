@@ -32,6 +32,7 @@ from fedcomp.codecs.identity import Identity as Identity
 from fedcomp.codecs.keyregion import KeyRegion as KeyRegion
 from fedcomp.codecs.lgc import LGC as LGC
 from fedcomp.codecs.lowrank import LowRank as LowRank
+from fedcomp.codecs.modular import ModularSum as ModularSum
 from fedcomp.codecs.natural import NaturalCompression as NaturalCompression
 from fedcomp.codecs.orthonormal import DCT as DCT
 from fedcomp.codecs.orthonormal import Orthonormal as Orthonormal

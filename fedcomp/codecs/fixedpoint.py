@@ -8,6 +8,7 @@ is the usual preparation for secure aggregation (recalled).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -24,7 +25,6 @@ from fedcomp.rng import Key
 from fedcomp.wire import Bundle, Frame, Schema, SchemaMismatch, Tensor
 
 _BLOCK = 1 << 16
-_VALUES = frozenset({wire.Uniform.name})
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class IntegerGrid:
         """Return how many integers are as large as they can be: an upper bound of how many were cut."""
         return int(np.count_nonzero(np.abs(integers) == self.levels))
 
-    def values(self, integers: NDArray[np.int32]) -> wire.Uniform:
+    def values(self, integers: NDArray[np.int32]) -> wire.Values:
         """Return integers as what a tensor of a frame holds."""
         scale = np.full(min(1, integers.size), self.step, np.float32)
         zero = np.full(min(1, integers.size), self.levels)
@@ -152,6 +152,7 @@ class FixedPoint(Wrapper):
     """
 
     codec_id: ClassVar[str] = "fixedpoint"
+    VALUES: ClassVar[frozenset[str]] = frozenset({wire.Uniform.name})
 
     codec: Codec
     clip: float
@@ -193,20 +194,33 @@ class FixedPoint(Wrapper):
         """Encode with the inner codec, then round; see :meth:`fedcomp.codecs.base.Codec.encode`."""
         frame, state = self.codec.encode(update, state, key)
         tensors = self.codec.open(frame, update.layout).tensors
-        # Draws of its own: the inner codec's choice of the support has used the stream of the key itself.
-        own = key.at(purpose=f"{key.purpose}/fixedpoint")
-        grid = self.grid
+        own, grid = self.draws(key), self.grid
         rounded = [grid.values(grid.round(t.values.decode(), own.at(layer=i))) for i, t in enumerate(tensors)]
         out = [replace(t, values=values, backend="none") for t, values in zip(tensors, rounded, strict=True)]
-        return wire.encode(out), state
+        return wire.encode(out, tlvs=self.fields(key)), state
+
+    def draws(self, key: Key) -> Key:
+        """Return the stream by which values are rounded, tensor by tensor as its layers."""
+        # One of its own: the inner codec's choice of the support has used the stream of the key itself.
+        return key.at(purpose=f"{key.purpose}/fixedpoint")
+
+    def fields(self, key: Key) -> tuple[tuple[int, bytes], ...]:
+        """Return the optional fields of a frame under ``key``, type and content."""
+        return ()
+
+    @property
+    def form(self) -> dict[str, int]:
+        """What of the values' form a receiver knows beforehand, as :func:`fedcomp.wire.longest` takes it."""
+        return {"bits": self.grid.bits}
 
     def schema(self, layout: Layout) -> Schema:
         """Return the inner codec's expectations, with values on the grid."""
-        return tuple(replace(expected, value_codecs=_VALUES) for expected in self.codec.schema(layout))
+        return tuple(replace(expected, value_codecs=self.VALUES) for expected in self.codec.schema(layout))
 
     def longest(self, layout: Layout) -> int:
         """Return a number of bytes that no frame for ``layout`` exceeds."""
-        return wire.longest(self.schema(layout), getattr(self.codec, "index", "auto"), {"bits": self.grid.bits})
+        fields = sum(2 + len(content) for _, content in self.fields(Key(0)))
+        return fields + wire.longest(self.schema(layout), getattr(self.codec, "index", "auto"), self.form)
 
     def open(self, frame: Frame | Bundle, layout: Layout) -> Bundle:
         """Parse ``frame`` and check that its values lie on this grid, and all that the inner codec checks."""
@@ -234,7 +248,17 @@ class FixedPoint(Wrapper):
         """Return the frame's values in steps, shape ``(count(layout),)``: what may be added to other clients'."""
         return self.grid.integers(self.open(frame, layout))
 
-    def place(self, integers: NDArray[Any], divisor: float, layout: Layout, key: Key) -> Vector:
+    def require_room(self, weight: int) -> None:
+        """Check that integers of a total weight may be added; integers that do not wrap always may."""
+
+    def place(
+        self,
+        integers: NDArray[Any],
+        divisor: float,
+        layout: Layout,
+        key: Key,
+        contributors: Mapping[int, int] | None = None,
+    ) -> Vector:
         """Return the update for a sum of :meth:`integers`: float32 of the layout's size.
 
         Parameters
@@ -245,6 +269,8 @@ class FixedPoint(Wrapper):
             The sum of the weights.
         key : Key
             That of the round; the partition does not matter, since all clients share the support.
+        contributors : mapping of int to int, optional
+            By partition, whose integers are in the sum, and by what weight: for codecs that have to know.
 
         Raises
         ------

@@ -12,6 +12,7 @@ noise in it, the next update would take the noise back, and over the rounds all 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -178,7 +179,14 @@ class BoundedFixedPoint(FixedPoint):
         made = [p.astype(v.dtype) + v.dtype.type(0) for p, v in zip(parts, values, strict=True)]
         return Bundle(tuple(replace(t, values=wire.Raw(v)) for t, v in zip(plain.tensors, made, strict=True)))
 
-    def place(self, integers: NDArray[Any], divisor: float, layout: Layout, key: Key) -> Vector:
+    def place(
+        self,
+        integers: NDArray[Any],
+        divisor: float,
+        layout: Layout,
+        key: Key,
+        contributors: Mapping[int, int] | None = None,
+    ) -> Vector:
         """Return the update that a sum of integers, noise included, stands for."""
         if not self.rotation:
             return super().place(integers, divisor, layout, key)

@@ -53,6 +53,7 @@ from fedcomp.wire.limits import (
 from fedcomp.wire.longest import FILLED, longest, pad
 from fedcomp.wire.quantised import Ones, SignScale, Uniform, UnitSign
 from fedcomp.wire.rangefloat import RangeFloat
+from fedcomp.wire.residues import Residues
 from fedcomp.wire.section import SECTION_INDEX, Section, put_block, take_block
 from fedcomp.wire.support import Seeded, SharedSupport, seeded_block, seeded_support
 from fedcomp.wire.tensor import Bundle, FrameSizes, Tensor, dense, seeded, shared, sparse
@@ -100,6 +101,7 @@ __all__ = [
     "QsgdLevels",
     "RangeFloat",
     "Raw",
+    "Residues",
     "Schema",
     "SchemaMismatch",
     "Section",

@@ -31,6 +31,7 @@ from fedcomp.wire.levels import QsgdLevels, Ternary
 from fedcomp.wire.limits import COEFFICIENTS, SHARED, SPARSE, Expected, Limits, Schema
 from fedcomp.wire.quantised import Ones, SignScale, Uniform, UnitSign
 from fedcomp.wire.rangefloat import RangeFloat
+from fedcomp.wire.residues import Residues
 from fedcomp.wire.section import Section
 from fedcomp.wire.support import BLOCK, SCATTERED, SharedSupport, seeded_support
 from fedcomp.wire.tensor import Tensor, dense, seeded
@@ -160,6 +161,7 @@ def specimens(size: int = 300) -> list[Specimen]:
         ("rice+codebook", size // 12, "none"),
         ("rice+range-float", size // 12, "none"),
         ("ans-gaps+unit-sign", size // 12, "none"),
+        ("rice+residues", size // 12, "none"),
         # Enough values of a tensor of their own that they are entropy-coded.
         ("seeded+entropy-coded qsgd", max(CODED_FROM, size // 12), "none"),
         ("seeded+entropy-coded natural", max(CODED_FROM, size // 12), "none"),
@@ -249,6 +251,7 @@ def _values(name: str, x: NDArray[np.float32], key: Key) -> Values:
         "natural": Natural.quantise(x, uniforms),
         "ones": Ones(x.size),
         "unit-sign": UnitSign(np.signbit(x)),
+        "residues": Residues((uniforms * 1000).astype(int), 1000, 0.25),
     }
     return made[name]
 

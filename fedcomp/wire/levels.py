@@ -31,6 +31,7 @@ from fedcomp.wire.quantised import (
 )
 from fedcomp.wire.rangefloat import RangeFloat
 from fedcomp.wire.rans import TOTAL, least_bytes, unpack_rans
+from fedcomp.wire.residues import Residues
 from fedcomp.wire.rice import Rice
 from fedcomp.wire.values import Bf16, Fp16, Natural, Raw, Values, flat
 
@@ -344,6 +345,7 @@ VALUE_CODECS: Final[dict[int, type[Values]]] = {
         Natural,
         Ones,
         UnitSign,
+        Residues,
     )
 }
 VALUE_BY_NAME: Final = {c.name: c for c in VALUE_CODECS.values()}

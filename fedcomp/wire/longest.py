@@ -48,8 +48,8 @@ def longest(schema: Schema, index: str = "auto", *forms: Mapping[str, int]) -> i
         The index codec of all sparse tensors: a name as :class:`~fedcomp.wire.Tensor` takes, or "seeded".
     *forms : mapping of str to int
         Of each tensor in order, or of all if it is one: what the lengths of quantised values depend on: ``block``
-        (values per scale, 0 for all), ``bits``, ``levels``, ``bucket`` (values per norm, 0 for all), ``fixed`` (1:
-        levels in fields of a fixed width in any case).
+        (values per scale, 0 for all), ``bits``, ``levels``, ``bucket`` (values per norm, 0 for all), ``modulus``,
+        ``fixed`` (1: levels in fields of a fixed width in any case).
 
     Raises
     ------
@@ -203,6 +203,10 @@ _VALUES: Final[Mapping[str, Callable[[int, Mapping[str, int]], tuple[int, int]]]
     "codebook": lambda k, form: (1, codebook_size(k, form["bits"])),
     "natural": lambda k, form: (0, packed_size(k, 9)),
     "ones": lambda k, form: (0, 0),
+    "residues": lambda k, form: (
+        len(put_varint(form["modulus"])),
+        4 * min(1, k) + packed_size(k, (form["modulus"] - 1).bit_length()),
+    ),
     "unit-sign": lambda k, form: (0, (k + 7) // 8),
 }
 """Parameters and section of k values at most, in bytes, by value codec. Raw values are float32."""

@@ -204,9 +204,16 @@ class GroupSharing(Sharing):
         if total.weight <= 0:
             report.note("the contributors' weights sum to 0: the model is unchanged")
             return None, None
+        try:
+            self.fixed.require_room(total.weight)
+        except ConfigError as error:
+            # Weights are the clients' own: a claim of theirs must not end the run.
+            report.note(f"{error}; the model is unchanged")
+            return None, None
         # The stream of the clients' codecs: a support that they share is drawn again from it.
         key = Key(self.inner.seed, "uplink", now.number)
-        mean = self.fixed.place(total.integers, total.weight, self.inner.layout, key)
+        weights = {now.members[part.index].partition: part.weight for part in total.parts}
+        mean = self.fixed.place(total.integers, total.weight, self.inner.layout, key, weights)
         consumed = [(now.members[part.index].node, part.sequence, part.generation) for part in total.parts]
         # A report of its own: a member whose metrics do not fit is in the sum all the same, and not refused.
         scratch = Report(now.number)

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from flwr.app import Message, MetricRecord, RecordDict
 
-from fedcomp.codecs import fixed_point_of
+from fedcomp.codecs import ModularSum, fixed_point_of
 from fedcomp.coding.errors import CorruptGeneration
 from fedcomp.coding.plan import success
 from fedcomp.coding.prime import FIELDS, Residues
@@ -107,6 +107,11 @@ class SumCode(Stateful):
         self.settings = settings
         self.inner = inner
         self.codec = fixed_point_of(inner.codec)
+        if isinstance(self.codec, ModularSum) and self.options.weighted and weight_key_of(mean) is not None:
+            raise ConfigError(
+                "of a coded sum the server knows no single weight, by which it would have to take off the dithers of "
+                f"{self.codec!r}; set weighted=False, or use FixedPoint, which has none"
+            )
         if settings.shards and settings.symbols + settings.threshold > settings.shards:
             raise ConfigError(
                 f"shards={settings.shards} are fewer than the {settings.symbols + settings.threshold} that decoding "
@@ -541,8 +546,10 @@ class _Summing:
         inner, codec = construction.inner, construction.codec
         # The stream of the clients' codecs: a support that they share is drawn again from it.
         key = Key(inner.seed, "uplink", self.now.number)
-        mean = codec.place(summed.integers, construction.divisor(summed), inner.layout, key)
         members = [self.now.members[source] for source in self.chosen]
+        # Of weights the server knows the sum alone: a codec that has to know whose integers these are takes equal ones.
+        weights = dict.fromkeys((member.partition for member in members), 1)
+        mean = codec.place(summed.integers, construction.divisor(summed), inner.layout, key, weights)
         report.included = [member.node for member in members]
         # The tag says which message a contribution answers, also of a contributor whose own reply was lost.
         consumed = [(m.node, *read_tag(self.tags[m.index])) for m in members]

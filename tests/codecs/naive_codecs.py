@@ -32,6 +32,7 @@ from fedcomp.codecs import (
     GradiVeQ,
     Identity,
     KeyRegion,
+    ModularSum,
     NaturalCompression,
     NormSign,
     RandomBlock,
@@ -254,6 +255,19 @@ def fixedpoint(codec: FixedPoint, x: np.ndarray, part: Part, key: Key) -> np.nda
     return out + F32(0)
 
 
+def modular(codec: ModularSum, x: np.ndarray, part: Part, key: Key) -> np.ndarray:
+    """The same integers by another stream, and the draws, less a half, taken off again."""
+    indices = drawn(codec.codec, part, key)
+    name = key.at(purpose=key.purpose + "/fixedpoint").u64()
+    step = float(F32(codec.clip / codec.levels))
+    out = np.zeros(x.size, F32)
+    draws = Key(name, "dither", layer=part.index).uniform(indices.size)
+    for i, u in zip(indices.tolist(), draws.tolist(), strict=True):
+        inside = min(max(float(x[i]) / step, -codec.levels), codec.levels)
+        out[i] = F32((min(math.floor(inside + u), codec.levels) - (u - 0.5)) * step)
+    return out
+
+
 def qsgd(codec: QSGD, x: np.ndarray, part: Part, key: Key) -> np.ndarray:
     draws = key.at(layer=part.index).uniform(x.size)
     out = np.zeros(x.size, F32)
@@ -436,6 +450,7 @@ RULES: dict[type[Codec], Callable[..., np.ndarray]] = {
     SIDCo: sidco,
     KeyRegion: key_region,
     FixedPoint: fixedpoint,
+    ModularSum: modular,
 }
 
 

@@ -22,6 +22,7 @@ from fedcomp.codecs import (
     FixedPoint,
     GradiVeQ,
     Identity,
+    ModularSum,
     NaturalCompression,
     PowerSGD,
     RandomBlock,
@@ -56,11 +57,16 @@ def fields(count: int, bits: int) -> int:
     return -(-count * bits // 8)
 
 
-def frame_length(sections: list[Section]) -> int:
-    """Sixteen bytes of header, an end mark, nine bytes and six numbers per tensor, padding, sections, checksum."""
-    start = 17 + sum(
-        9 + varint(s.n) + varint(s.k) + s.index_params + s.value_params + varint(s.index) + varint(s.values)
-        for s in sections
+def frame_length(sections: list[Section], tlvs: int = 0) -> int:
+    """Sixteen bytes of header, optional fields, an end mark, nine bytes and six numbers per tensor, padding, sections,
+    checksum."""
+    start = (
+        17
+        + tlvs
+        + sum(
+            9 + varint(s.n) + varint(s.k) + s.index_params + s.value_params + varint(s.index) + varint(s.values)
+            for s in sections
+        )
     )
     before, longest, at = 0, 1023, -1
     for s in sections:
@@ -131,6 +137,12 @@ def values_of(codec: Any, part: Part, x: np.ndarray, y: np.ndarray, most: bool) 
             k = max(1, int(density * n + 1e-9)) if isinstance(codec, RandomBlock) else wanted(codec, part)
             values, params = coded(codec.values, k)
             return Section(n, k, 9, 0, params, values[most])
+        case ModularSum():
+            bits = (codec.m - 1).bit_length()
+            if part.density == 1.0:  # the dense rest
+                return Section(n, n, 0, 0, varint(codec.m), 4 + fields(n, bits), True)
+            k = values_of(codec.codec, part, x, y, most).k
+            return Section(n, k, 9, 0, varint(codec.m), 4 + fields(k, bits))
         case FixedPoint():
             values = 6 + fields(n, (2 * codec.levels).bit_length())
             if part.density == 1.0:  # the dense rest
@@ -173,6 +185,8 @@ def frame_bounds(codec: Codec, layout: Layout, x: np.ndarray, y: np.ndarray) -> 
     """The least and the most bytes of the frame that turned ``x`` into ``y``; equal unless a list of indices is in it
     whose form the wire chooses."""
     codec = inmost(codec)
+    # Eight bytes that name the dithers.
+    tlvs = 10 if isinstance(codec, ModularSum) else 0
     bounds: list[list[Section]] = [[], []]
     end = 0
     for part in parts_of(codec, layout):
@@ -212,4 +226,5 @@ def frame_bounds(codec: Codec, layout: Layout, x: np.ndarray, y: np.ndarray) -> 
             sections.append(Section(rest, rest, 0, 0, value_params, values[sections is bounds[1]], True))
     low, high = bounds
     # Padding may fall either way when a size in front of it is not known to the byte.
-    return (frame_length(low), frame_length(high)) if low == high else (frame_length(low) - 8, frame_length(high) + 8)
+    slack = 0 if low == high else 8
+    return frame_length(low, tlvs) - slack, frame_length(high, tlvs) + slack

@@ -493,7 +493,8 @@ def check_zero(codec: Codec, layout: Layout) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("codec", EXAMPLES, ids=repr)
+# Of a dither that is taken off again half a step is left, of zeros as well (test_codec_protocol.py).
+@pytest.mark.parametrize("codec", [codec for codec in EXAMPLES if "ModularSum" not in repr(codec)], ids=repr)
 @pytest.mark.parametrize("layout", [*LAYOUTS.values(), Layout.flat(tiers.SMALL)], ids=[*LAYOUTS, "compiled"])
 def test_7_1_9_a_zero_vector_is_a_valid_empty_payload(codec: Codec, layout: Layout) -> None:
     """Nothing to send is sent as nothing, and read as nothing."""

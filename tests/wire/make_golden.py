@@ -164,6 +164,8 @@ def value_cases() -> list[Case]:
                 wire.Codebook((np.arange(k) * 7 % 32), (np.arange(16) / 8).astype(np.float32), 5),
             ),
             ("natural", wire.Natural.quantise(x)),
+            ("residues, 7 bits", wire.Residues(np.arange(k) * 37 % 111, 111, 0.1)),
+            ("residues, 20 bits", wire.Residues(np.arange(k) * 37_037 % 1_000_003, 1_000_003, 0.25)),
             ("natural, stochastic", wire.Natural.quantise(x, u)),
         ):
             cases.append(Case(f"{name}, k = {k}", [wire.Tensor(values, (k,))]))

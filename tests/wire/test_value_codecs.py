@@ -50,6 +50,9 @@ def test_round_trip(x: np.ndarray, bits: int, block: int, backend: str, seed: in
         wire.Natural.quantise(x, u),
         wire.Ones(x.size),
         wire.UnitSign(np.signbit(x)),
+        wire.Residues((u * 1000).astype(int), 1000, 0.25),
+        wire.Residues((u * 2**32).astype(np.int64), 2**32, 1e-3),
+        wire.Residues((u * 2).astype(int), 2, 1.0),
     ):
         got = through(values, backend=backend)
         assert type(got) is type(values)
@@ -239,6 +242,10 @@ def test_impossible_contents_are_corrupt() -> None:
         (wire.Natural, b"\x02", "float32", "parameters"),
         (wire.Ones, b"\x00", "float32", "no parameters"),
         (wire.UnitSign, b"\x00", "float32", "no parameters"),
+        (wire.Residues, b"\x01", "float32", "impossible"),
+        (wire.Residues, b"\x07\x00", "float32", "impossible"),
+        (wire.Residues, b"\x81\x80\x80\x80\x10", "float32", "impossible"),
+        (wire.Residues, b"\x80", "float32", "cut short"),
     ]
     for codec, params, dtype, words in cases:
         with pytest.raises(wire.Corrupt, match=words):
@@ -249,6 +256,10 @@ def test_impossible_contents_are_corrupt() -> None:
         wire.Ternary.unpack(b"\x00", b"\0\0\0\0\xf3", 3, "float32")
     with pytest.raises(wire.Corrupt, match="padding trits"):
         wire.Ternary.unpack(b"\x00", b"\0\0\0\0\x51", 3, "float32")
+    with pytest.raises(wire.Corrupt, match="a residue modulo 7 is 7"):
+        wire.Residues.unpack(b"\x07", b"\0\0\0\0\x07", 1, "float32")
+    with pytest.raises(wire.NonFinite, match="overflow"):
+        wire.Residues.unpack(b"\x7f", np.float32([1e38]).tobytes() + b"\0", 1, "float32")
     with pytest.raises(wire.Corrupt, match="padding bits"):
         wire.UnitSign.unpack(b"", b"\x08", 3, "float32")
     coded = [
