@@ -116,7 +116,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
         return mean(rows[row].each(name)) / mean(rows[other].each(name))
 
     radio = get_task(DATA[RADIO], hidden="64").data
-    absent = "" if not radio.substitute else f"the Wi-Fi data are not here, and {radio.description} hardly move by that"
+    absent = "" if not radio.substitute else f"the Wi-Fi data are not here, and {radio.served} hardly move by that"
     in_time = mean(value is not None and value <= WITHIN for value in groups[IMAGES, OURS].each("latency"))
     lost = mean(rows[EVERY].each("accuracy")) - mean(rows[ASKED].each("accuracy"))
     sooner = latency(groups[IMAGES, SLOW]) / max(1.0, latency(groups[IMAGES, OURS]))
