@@ -293,7 +293,7 @@ class SensorServer:
         self._closing = threading.Event()
         serve = self._serve
 
-        class Handler(socketserver.BaseRequestHandler):
+        class _Handler(socketserver.BaseRequestHandler):
             def handle(self) -> None:
                 serve(self.request)
 
@@ -301,7 +301,7 @@ class SensorServer:
         kind = socketserver.ThreadingUnixStreamServer if path else socketserver.ThreadingTCPServer
         place: Any = path or parse_tcp(address)
         try:
-            self._server = kind(place, Handler)
+            self._server = kind(place, _Handler)
         except OSError as error:
             raise ConfigError(
                 f"cannot listen on {address}: {error}; choose a free port or path, and remove the socket of a process "

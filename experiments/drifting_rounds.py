@@ -54,7 +54,7 @@ ROWS: Final[Mapping[str, str]] = {
 
 
 @dataclass
-class Node:
+class WatchedNode:
     """A node's data, and the sensor below it."""
 
     partition: int
@@ -132,7 +132,7 @@ def joined(parts: Sequence[Split]) -> Split:
     return Split(np.concatenate([part.x for part in parts]), np.concatenate([part.y for part in parts]))
 
 
-def nodes_of(seed: int) -> list[Node]:
+def nodes_of(seed: int) -> list[WatchedNode]:
     """Return the nodes: half of a node's examples to train, a quarter held out, and a quarter that its sensor sees."""
     out = []
     for partition in range(NODES):
@@ -140,15 +140,15 @@ def nodes_of(seed: int) -> list[Node]:
         order = Key(seed, "flare/node/split", partition=partition).uniform(len(data)).argsort()
         ends = [0, len(data) // 2, len(data) * 4 // 5, len(data)]
         first, second, third = (Split(data.x[order[a:b]], data.y[order[a:b]]) for a, b in itertools.pairwise(ends))
-        out.append(Node(partition, seed, [first], [second], third))
+        out.append(WatchedNode(partition, seed, [first], [second], third))
     return out
 
 
-def app_of(nodes: Sequence[Node], seed: int) -> ClientApp:
+def app_of(nodes: Sequence[WatchedNode], seed: int) -> ClientApp:
     """Return the app of all rows."""
     app = ClientApp()
 
-    def node(context: Context) -> Node:
+    def node(context: Context) -> WatchedNode:
         return nodes[int(context.node_config["partition-id"])]
 
     def received(msg: Message) -> tuple[str, Any]:

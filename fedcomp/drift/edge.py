@@ -1,8 +1,8 @@
 """The two ends of a link between an edge and a sensor: models and sketches down, windows up when they are unlike.
 
 An :class:`Edge` deploys models to any number of sensors, as steps from the version that each of them runs; a
-:class:`SensorEndpoint` stands where inference runs. What is between them is a :class:`Link`: two queues in one process
-(:func:`local_link`), or a socket (:mod:`fedcomp.clients.sensors`). Both count their bytes.
+:class:`SensorEndpoint` stands where inference runs. What is between them is a :class:`SensorLink`: two queues in one
+process (:func:`local_link`), or a socket (:mod:`fedcomp.clients.sensors`). Both count their bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 from fedcomp import params
 from fedcomp.codecs import Codec, Identity, get_codec
 from fedcomp.drift.distance import QuantileSketch, calibrated
-from fedcomp.drift.messages import Deployment, LinkError, Says, SensorMessage
+from fedcomp.drift.messages import LinkError, ModelMessage, Says, SensorMessage
 from fedcomp.drift.sensor import Sensor, SensorSettings, Upload
 from fedcomp.drift.statistics import Statistic, statistic_of
 from fedcomp.errors import FedcompError, StateError
@@ -55,7 +55,7 @@ class LinkTraffic:
     received_messages: int = 0
 
 
-class Link(Protocol):
+class SensorLink(Protocol):
     """One end of a link."""
 
     traffic: LinkTraffic
@@ -203,13 +203,13 @@ class Deployments(Stateful):
             raise
         return broadcast.version
 
-    def message(self, version: int) -> Deployment:
+    def message(self, version: int) -> ModelMessage:
         """Return what brings a sensor from ``version`` to the deployed model."""
         base, steps = version, self.broadcast.steps_from(version)
         if steps is None:
             base, steps = 0, [self._whole()]
         sketch = QuantileSketch(self._quantiles) if self._quantiles.size else None
-        return Deployment(self.version, base, self.threshold, self.broadcast.digest, sketch, steps)
+        return ModelMessage(self.version, base, self.threshold, self.broadcast.digest, sketch, steps)
 
     def _whole(self) -> Step:
         frame, _ = _WHOLE.encode(Update(self.broadcast.reference, self._layout), {}, Key(self.seed))
@@ -270,7 +270,7 @@ class Edge:
         for number in numbers:
             self._windows.pop(number, None)
 
-    def serve(self, link: Link) -> None:
+    def serve(self, link: SensorLink) -> None:
         """Take all that has come over a link, and send the model to a sensor that runs another one.
 
         What cannot be read is logged, and nothing else happens.
@@ -281,7 +281,7 @@ class Edge:
             except LinkError as error:
                 log.warning("a sensor's message is not used: %s", error)
 
-    def handle(self, data: bytes, link: Link) -> int:
+    def handle(self, data: bytes, link: SensorLink) -> int:
         """Take one message of a sensor, send it the model where it runs another one, and return its number.
 
         Raises
@@ -309,7 +309,7 @@ class Edge:
         self.dropped += 1
         log.warning("more than %d windows came and nobody looked at them; the oldest is dropped", self.most)
 
-    def push(self, sensor: int, link: Link) -> None:
+    def push(self, sensor: int, link: SensorLink) -> None:
         """Send a sensor the deployed model, unless it has it."""
         version = self.deployments.version
         if version and self.versions.get(sensor, 0) != version:
@@ -326,7 +326,7 @@ class SensorEndpoint(Stateful):
         Tells the sensors of an edge apart, in [0, 2**32).
     model : mapping of name to ndarray
         Names, shapes and dtypes of the models to come.
-    link : Link
+    link : SensorLink
     codec : Codec or dict, optional
         The edge's.
     policy : DensityPolicy, optional
@@ -353,7 +353,7 @@ class SensorEndpoint(Stateful):
         self,
         number: int,
         model: Arrays,
-        link: Link,
+        link: SensorLink,
         *,
         codec: Codec | dict[str, Any] | None = None,
         policy: DensityPolicy | None = None,
@@ -389,7 +389,7 @@ class SensorEndpoint(Stateful):
         while (data := self.link.receive()) is not None:
             whole = False
             try:
-                deployment = Deployment.from_bytes(data)
+                deployment = ModelMessage.from_bytes(data)
                 whole = not deployment.base
                 self._apply(deployment)
                 changed = True
@@ -432,7 +432,7 @@ class SensorEndpoint(Stateful):
     def _say(self, says: Says) -> None:
         self.link.send(SensorMessage(self.number, self.sensor.version, says).to_bytes())
 
-    def _apply(self, deployment: Deployment) -> None:
+    def _apply(self, deployment: ModelMessage) -> None:
         layout = self._layout
         if deployment.base:
             if deployment.base != self.sensor.version:

@@ -133,7 +133,7 @@ def _upload(frame: bytes, version: int, kind: Says) -> Upload:
 
 
 @dataclass(frozen=True, eq=False)
-class Deployment:
+class ModelMessage:
     """A model on its way to a sensor.
 
     Attributes
@@ -169,7 +169,7 @@ class Deployment:
         return head + b"".join(_LENGTH.pack(len(part)) + part for part in parts)
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Deployment:
+    def from_bytes(cls, data: bytes) -> ModelMessage:
         """Read a message; what its steps hold is checked when they are applied.
 
         Raises

@@ -19,7 +19,7 @@ from fedcomp.clients.sensors import SensorServer, StoredEdge, connect
 from fedcomp.codecs import QSGD, TopK
 from fedcomp.drift.distance import QuantileSketch
 from fedcomp.drift.edge import Deployments, Edge, SensorEndpoint, local_link
-from fedcomp.drift.messages import Deployment, LinkError, Says, SensorMessage
+from fedcomp.drift.messages import LinkError, ModelMessage, Says, SensorMessage
 from fedcomp.drift.sensor import SensorSettings, Upload
 from fedcomp.errors import ConfigError, FedcompError, LayoutError, NonFiniteUpdate
 from fedcomp.flower import store
@@ -80,11 +80,11 @@ def test_messages_are_what_they_were_byte_for_byte() -> None:
     assert data.hex().startswith(GOLDEN_UPLOAD)
     # Samples, labels and 65 quantiles, beside the tables of the frame.
     assert 9 + 24 + 16 + 260 < len(data) < 9 + 24 + 16 + 260 + 100
-    deployment = Deployment(2, 1, 0.4, b"\xab" * 16, sketch, [Step(2, b"step", None)])
+    deployment = ModelMessage(2, 1, 0.4, b"\xab" * 16, sketch, [Step(2, b"step", None)])
     data = deployment.to_bytes()
     assert data.hex().startswith(GOLDEN_DEPLOYMENT)
     assert data.endswith(b"\x04\x00\x00\x00step\x00\x00\x00\x00")
-    read = Deployment.from_bytes(data)
+    read = ModelMessage.from_bytes(data)
     assert (read.version, read.base, read.digest, [s.frame for s in read.steps]) == (2, 1, b"\xab" * 16, [b"step"])
 
 
@@ -214,7 +214,7 @@ def test_hostile_bytes_raise_nothing_but_link_errors(seed: int) -> None:
     edge.deploy(model(1), reference)
     for data, read in (
         (SensorMessage.of(7, upload).to_bytes(), SensorMessage.from_bytes),
-        (edge.deployments.message(0).to_bytes(), Deployment.from_bytes),
+        (edge.deployments.message(0).to_bytes(), ModelMessage.from_bytes),
     ):
         for _ in range(20):
             wrong = bytearray(data)
