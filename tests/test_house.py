@@ -40,6 +40,7 @@ FORBIDDEN = {
         *("flwr", "numba", "fedcomp.flower", "fedcomp.tasks", "fedcomp.gossip", "fedcomp.codecs", "fedcomp.kernels"),
         *("fedcomp.privacy", "fedcomp.layout", "fedcomp.timing"),
     },
+    "fedcomp/forward": {"flwr", "torch", "fedcomp.flower", "fedcomp.tasks", "fedcomp.codecs", "fedcomp.wire"},
     "fedcomp/drift": {
         *("flwr", "torch", "numba", "fedcomp.flower", "fedcomp.tasks", "fedcomp.gossip", "fedcomp.privacy"),
         *("fedcomp.timing", "fedcomp.graphs"),

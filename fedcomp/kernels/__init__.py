@@ -1,5 +1,5 @@
 """Kernels for model-sized vectors: exact top-k, bins and tails, fused error-feedback steps, weighted sums,
-the fast Walsh-Hadamard transform.
+the fast Walsh-Hadamard transform, sums of directions of signs.
 
 Two tiers give bit-identical results: ``numba`` (compiled on first use, cached on disk, one thread, releases the GIL)
 and ``numpy``. ``tier="auto"`` takes numba from :data:`SMALL` elements on when it is installed. Importing this package
@@ -10,6 +10,7 @@ compiles nothing and does not import numba; :func:`warm` compiles everything ahe
 from fedcomp.kernels.bins import AdaptiveBins, AdaptiveStep, adaptive_step, select_adaptive, select_bins, select_of_bins
 from fedcomp.kernels.hadamard import hadamard
 from fedcomp.kernels.select import SMALL, FeedbackStep, Tier, feedback_step, select_topk
+from fedcomp.kernels.signs import add_signs
 from fedcomp.kernels.sums import add_scaled, scatter_add
 from fedcomp.kernels.tails import Exceedances, exceedances, select_above
 from fedcomp.kernels.tiers import preferred
@@ -24,6 +25,7 @@ __all__ = [
     "Tier",
     "adaptive_step",
     "add_scaled",
+    "add_signs",
     "exceedances",
     "feedback_step",
     "hadamard",

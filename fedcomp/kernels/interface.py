@@ -233,6 +233,12 @@ class Ops(Selection, Codes, Protocol):
         the shortest distance first: the order of the additions is part of the result.
         """
 
+    def add_signs(self, out: NDArray[np.float64], words: NDArray[np.uint64], scalars: NDArray[np.float64]) -> None:
+        """Add each scalar to every element of ``out``, negated where its direction's bit is set.
+
+        Bit i % 64 of word i // 64 of a row belongs to element i. Rows are added in their order.
+        """
+
     def square_sums(self, vector: NDArray[Any], origin: NDArray[Any] | None) -> NDArray[np.float64]:
         """Return :data:`BLOCK` partial sums of the squares of ``vector``, or of ``vector - origin``, in float64.
 

@@ -236,6 +236,18 @@ def hadamard(values: NDArray[Any], before: NDArray[np.uint64], after: NDArray[np
     _negate(values, after)
 
 
+def add_signs(out: NDArray[np.float64], words: NDArray[np.uint64], scalars: NDArray[np.float64]) -> None:
+    """See :meth:`fedcomp.kernels.interface.Ops.add_signs`."""
+    # Bits as bytes take eight times as much as the words; block by block that stays small.
+    step = 1 << 10
+    for first in range(0, words.shape[1], step):
+        part = out[first * 64 : (first + step) * 64]
+        for row, scalar in zip(words[:, first : first + step], scalars, strict=True):
+            little = np.ascontiguousarray(row, "<u8").view(np.uint8)
+            negative = np.unpackbits(little, count=part.size, bitorder="little").view(np.bool_)
+            part += np.where(negative, -scalar, scalar)
+
+
 def _distances(rows: NDArray[Any]) -> None:
     """Transform every column of a contiguous array in place, the number of rows being a power of two."""
     flat = rows.reshape(-1)

@@ -1,0 +1,45 @@
+"""Compiled kernel of :mod:`fedcomp.kernels.signs`: the same additions as the numpy tier, in the same order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import types
+from numpy.typing import NDArray
+
+from fedcomp.kernels.lanes import F64, I1, WIDTH, fixed, intrinsic, kernel, load, splat, store
+
+
+@intrinsic
+def _add_word(typingctx: Any, out: Any, start: Any, word: Any, scalar: Any) -> Any:
+    """Add ``scalar`` to 64 elements, negated where the word's bit is set."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        vector = ir.VectorType(F64, WIDTH)
+        held = load(context, builder, signature.args[0], args[0], args[1], vector)
+        both = splat(builder, args[3], vector)
+        mask = builder.bitcast(args[2], ir.VectorType(I1, WIDTH))
+        held = builder.fadd(held, builder.select(mask, builder.fneg(both), both))
+        store(context, builder, signature.args[0], args[0], args[1], held)
+        return context.get_dummy_value()
+
+    return types.void(out, types.intp, types.uint64, types.float64), codegen
+
+
+@kernel
+def _add_signs(out, words, scalars):
+    whole = out.size // WIDTH
+    # Block by block: all directions are added while 64 elements stay in the first cache.
+    for block in range(whole):
+        for k in range(scalars.size):
+            _add_word(out, block * WIDTH, words[k, block], scalars[k])
+    for k in range(scalars.size):
+        for i in range(whole * WIDTH, out.size):
+            negative = words[k, whole] >> (i - whole * WIDTH) & 1
+            out[i] += -scalars[k] if negative else scalars[k]
+
+
+def add_signs(out: NDArray[Any], words: NDArray[Any], scalars: NDArray[Any]) -> None:
+    """See :meth:`fedcomp.kernels.interface.Ops.add_signs`."""
+    _add_signs(out, fixed(words), fixed(scalars))

@@ -1,0 +1,46 @@
+"""Sums of directions of signs, each times a number: what is made again of scalars and seeds."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedcomp.errors import LayoutError
+from fedcomp.kernels import tiers
+from fedcomp.kernels.tiers import Tier
+
+
+def add_signs(
+    out: NDArray[np.float64], words: NDArray[np.uint64], scalars: NDArray[np.float64], *, tier: Tier = "auto"
+) -> None:
+    """Do ``out += scalars @ directions`` in place, direction by direction, in float64; both tiers agree bit for bit.
+
+    Parameters
+    ----------
+    out : float64 array, shape (n,), contiguous and writable
+    words : uint64 array, shape (m, ceil(n / 64))
+        Bit i % 64 of word i // 64 is set where the direction's element i is -1; the others are 1.
+    scalars : float64 array, shape (m,)
+
+    Raises
+    ------
+    LayoutError
+        When shapes or dtypes do not fit.
+
+    Examples
+    --------
+    >>> out = np.zeros(3)
+    >>> add_signs(out, np.array([[0b001], [0b100]], np.uint64), np.array([1.0, 0.5]))
+    >>> out
+    array([-0.5,  1.5,  0.5])
+    """
+    wanted = (scalars.size, -(-out.size // 64))
+    kinds = (out.dtype, words.dtype, scalars.dtype)
+    if kinds != (np.float64, np.uint64, np.float64) or out.ndim != 1 or scalars.ndim != 1 or words.shape != wanted:
+        raise LayoutError(
+            f"{out.dtype}{out.shape}, {words.dtype}{words.shape} and {scalars.dtype}{scalars.shape} do not fit: "
+            f"float64 (n,), uint64 (m, ceil(n / 64)) and float64 (m,) are needed"
+        )
+    if not out.flags.c_contiguous:
+        raise LayoutError("out is not contiguous; what is added would be lost")
+    tiers.ops(tier, out.size).add_signs(out, np.ascontiguousarray(words), np.ascontiguousarray(scalars))
