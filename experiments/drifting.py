@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -17,9 +17,9 @@ from fedcomp.drift.sensor import Sensor, SensorSettings
 from fedcomp.drift.statistics import STATISTICS
 from fedcomp.experiments.findings import mean
 from fedcomp.rng import Key
-from fedcomp.tasks import get_task
-from fedcomp.tasks.arrays import load_arrays, to_arrays
-from fedcomp.tasks.base import Split, Task, evaluating
+
+if TYPE_CHECKING:
+    from fedcomp.tasks.base import Split, Task
 
 WINDOW: Final = 100
 TICK: Final = 20
@@ -66,6 +66,8 @@ def mean_threshold(reference: NDArray[Any], window: int, key: Key) -> float:
 
 def noisy(x: NDArray[Any], y: NDArray[Any], key: Key) -> tuple[NDArray[Any], NDArray[Any]]:
     """Return images with noise."""
+    from fedcomp.tasks import get_task
+
     # Pixels are standardised alike: from white to black it is the largest difference that there is.
     shades = get_task("digits").train_split.x
     scale = NOISE * float(shades.max() - shades.min())
@@ -119,6 +121,8 @@ class Site:
     absorbed: list[Split] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        from fedcomp.tasks.base import Split
+
         whole, key = self.task.train_split, Key(self.seed, "flare/split")
         order = key.uniform(len(whole)).argsort()
         train, hold = len(whole) * 45 // 100, len(whole) * 75 // 100
@@ -137,6 +141,8 @@ class Site:
     def logits(self, model: Any, x: NDArray[Any]) -> NDArray[np.float64]:
         """Return a model's outputs."""
         import torch
+
+        from fedcomp.tasks.base import evaluating
 
         with evaluating(model):
             return np.asarray(self.task.outputs(model, torch.from_numpy(np.array(x))).numpy(), np.float64)
@@ -159,6 +165,9 @@ class Site:
         What the sensor sent is too little to set apart. So each fifth of it is measured with a model that was trained
         as this one was, without that fifth.
         """
+        from fedcomp.tasks.arrays import load_arrays
+        from fedcomp.tasks.base import Split
+
         if not self.calibrates:
             return None
         if not self.absorbed:
@@ -178,18 +187,24 @@ class Site:
 
     def loaded(self, arrays: Mapping[str, NDArray[Any]]) -> Any:
         """Return a model with these arrays."""
+        from fedcomp.tasks.arrays import load_arrays
+
         model = self.task.blank()
         load_arrays(model, arrays, cast=True)
         return model
 
     def absorb(self, window: Split) -> None:
         """Take a window, and train on; the former model is kept for :meth:`measure`."""
+        from fedcomp.tasks.arrays import to_arrays
+
         self.before = to_arrays(self.model)
         self.absorbed.append(window)
         self.learn()
 
 
 def _joined(parts: list[Split]) -> Split:
+    from fedcomp.tasks.base import Split
+
     return Split(np.concatenate([part.x for part in parts]), np.concatenate([part.y for part in parts]))
 
 
@@ -206,6 +221,10 @@ SCHEDULERS: Final[Mapping[str, str]] = {
 
 def run(scheduler: str, drift: str, seed: int, *, ticks: int, first: int, last: int) -> dict[str, Any]:
     """Run a sensor for some ticks of which one, between ``first`` and ``last``, begins the drift; return what came."""
+    from fedcomp.tasks import get_task
+    from fedcomp.tasks.arrays import to_arrays
+    from fedcomp.tasks.base import Split
+
     task = get_task(DATA[drift], hidden="64")
     fixed = scheduler.startswith("fixed")
     interval = int(scheduler.split()[2]) if fixed else 0
@@ -272,6 +291,8 @@ def run(scheduler: str, drift: str, seed: int, *, ticks: int, first: int, last: 
 
 def quiet(window: int, seed: int, *, ticks: int, level: float) -> dict[str, Any]:
     """Return how many windows of ticks without drift are above the calibrated and above the textbook's threshold."""
+    from fedcomp.tasks import get_task
+
     site = Site(get_task("digits", hidden="64"), seed)
     reference = site.figures(site.model, site.held)
     thresholds = {

@@ -234,6 +234,7 @@ ELSEWHERE: Final[Mapping[str, str]] = {
     "experiment 'lgc'",
     "factors": "for one batch a round, of which few outer products are all there is; the changes of whole epochs it "
     "reduces as 'low-rank' does, with more iterations",
+    "modular": "the integers of fixed point, with room for sums of them on the way: the same updates in more bits",
     "bounded": "clips and rounds what a private sum adds up, see the experiment 'topagg'",
 }
 """Registered codecs without a row, and why."""

@@ -15,6 +15,8 @@ from fedcomp.experiments.findings import Say
 from fedcomp.experiments.kit import Record, Records
 from fedcomp.rng import Key
 from fedcomp.tasks import get_task
+from fedcomp.tasks.arrays import to_arrays
+from fedcomp.tasks.base import Split
 
 
 def test_it_is_found() -> None:
@@ -73,13 +75,13 @@ def test_a_reference_after_drift_is_not_made_of_examples_that_the_model_knows() 
     site = Site(get_task("digits", hidden="64"), 1)
     for number in range(2):
         x, y = drifting.noisy(site.pool.x[:100], site.pool.y[:100], Key(5, "test", number))
-        site.absorb(drifting.Split(x, y))
-    found = site.measure(drifting.to_arrays(site.model))
+        site.absorb(Split(x, y))
+    found = site.measure(to_arrays(site.model))
     assert found is not None
     known = np.concatenate([site.figures(site.model, part) for part in site.absorbed])
     assert found.mean() < known.mean()
     site.absorbed.pop()
-    assert site.measure(drifting.to_arrays(site.model)) is None
+    assert site.measure(to_arrays(site.model)) is None
 
 
 def test_rounds_have_all_rows_and_quiet_ones_spare_bytes() -> None:

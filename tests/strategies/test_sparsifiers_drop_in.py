@@ -27,6 +27,7 @@ from fedcomp.codecs import (
     FixedPoint,
     KeyRegion,
     LowRank,
+    ModularSum,
     NaturalCompression,
     NormSign,
     RandomBlock,
@@ -66,6 +67,7 @@ EXACT: tuple[Codec, ...] = (
 # They send a common magnitude or transform: each sum with the memory rounds.
 ROUNDED: tuple[Codec, ...] = (
     AdaComp(bin=50),
+    ModularSum(RandomK(0.05), clip=2.0**12, levels=2**11, summands=1),
     ScaledSign(),
     STC(0.02),
     TopK(0.02, values="q2"),
