@@ -179,6 +179,36 @@ def test_a_sensor_that_cannot_use_steps_asks_for_the_whole_model_once() -> None:
     assert here.receive() is None
 
 
+def test_a_step_that_came_damaged_is_answered_with_the_whole_model() -> None:
+    """Steps from the version that the sensor runs have just failed; the same ones would fail again."""
+    edge, endpoint, here = pair(TopK(density=0.1))
+    edge.deploy(model(1), reference)
+    endpoint.heartbeat()
+    edge.serve(here)
+    endpoint.update()
+    edge.deploy(model(2), reference)
+    data = bytearray(edge.deployments.message(1).to_bytes())
+    data[-20] ^= 1
+    here.send(bytes(data))
+    assert endpoint.update() == {}
+    edge.serve(here)
+    sent = endpoint.link.receive()
+    assert sent is not None
+    assert ModelMessage.from_bytes(sent).base == 0
+
+
+def test_a_whole_model_that_cannot_be_used_is_not_asked_for_again() -> None:
+    """The two are set up for different models: asking again would never end."""
+    edge, _, _ = pair()
+    here, there = local_link()
+    other = SensorEndpoint(7, {"w": np.zeros(5, np.float32)}, there)
+    edge.deploy(model(1), reference)
+    edge.push(7, here)
+    assert other.update() == {}
+    assert here.receive() is None
+    assert other.sensor.version == 0
+
+
 @pytest.mark.parametrize("damage", [b"", b"\x00" * 40, b"\xff" * 400])
 def test_a_damaged_model_changes_nothing(damage: bytes) -> None:
     edge, endpoint, here = pair()

@@ -319,6 +319,26 @@ def test_a_message_that_comes_twice_counts_its_loss_once() -> None:
     assert not said(strategy, 1).quiet
 
 
+def test_a_loss_counts_once_where_nothing_remembers_the_reply() -> None:
+    """Codecs without memory do not store replies: the app answers twice, and the window must not fill twice as fast."""
+
+    def hit(delivery: Delivery) -> str | None:
+        return "duplicate" if delivery.round == 1 else None
+
+    settings = ScheduleSettings(window=3, low=0.1, consecutive=1)
+    strategy = made(Compressed(fedavg(fraction_evaluate=0.0), Identity()), query=False)
+    run(strategy, app(still, settings=settings), rounds=3, fault=hit)
+    assert [strategy.reports[number].used for number in (1, 2, 3)] == [3, 3, 0]
+
+
+def test_quiet_nodes_are_not_sent_again_what_they_hold() -> None:
+    """Their answer says which version they have; a model that does not change then costs nothing."""
+    inner = Compressed(fedavg(fraction_evaluate=0.0), TopK(density=0.2), downlink=TopK(density=0.3))
+    _, grid = run(made(inner, query=False, max_skip=20), app(still), rounds=30)
+    # The last differences of a lossy downlink take some rounds; after that nothing is left to say.
+    assert grid.ledger.total("payload", round=30, direction="down") == 0
+
+
 def test_what_a_node_decides_by_survives_its_process() -> None:
     """A deployment starts a process for each message: the only memory is the state."""
     seen: list[int] = []
