@@ -144,9 +144,11 @@ class _Half:
         """Take the loss of a round's model into account, and give the model to sensors where it is due."""
         memory.round = offer.round
         deploy = memory.scheduler.note(self.watch(msg, context))
-        found = models(msg.content)
-        if not deploy or edge is None or self.sensors is None or len(found) != 1:
+        if not deploy or edge is None or self.sensors is None:
             return
-        arrays = to_arrays(next(iter(found.values())))
-        version = edge.deploy(arrays, lambda deployed: self.sensors.measure(msg, context, deployed))  # type: ignore
+        found, measure = list(models(msg.content).values()), self.sensors.measure
+        if len(found) != 1:
+            log.warning("round %d: of %d models none is deployed to this node's sensors", offer.round, len(found))
+            return
+        version = edge.deploy(to_arrays(found[0]), lambda deployed: measure(msg, context, deployed))
         log.info("round %d: the model is deployed to this node's sensors, as version %d", offer.round, version)

@@ -11,7 +11,6 @@ windows and read the model: use a Unix socket, whose file has permissions, loopb
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import select
 import signal
@@ -19,7 +18,6 @@ import socket
 import socketserver
 import struct
 import sys
-import tempfile
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -65,8 +63,7 @@ class StoredEdge(Edge):
 
     Examples
     --------
-    >>> import tempfile
-    >>> import numpy as np
+    >>>     >>> import numpy as np
     >>> model = {"w": np.zeros(3, np.float32)}
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     app = StoredEdge(folder, Deployments(model, window=20))
@@ -123,7 +120,7 @@ class StoredEdge(Edge):
         self.refresh()
         version = super().deploy(arrays, measure)
         held = {"model": dict(arrays), **self.deployments.made_from(), "state": self.deployments.state_dict()}
-        _replace(self.folder / _STATE, store.dumps(held, _KIND))
+        store.write(self.folder / _STATE, store.dumps(held, _KIND))
         return version
 
     def windows(self) -> dict[int, Upload]:
@@ -155,25 +152,10 @@ class StoredEdge(Edge):
             self.drop()
         # Above what was ever given: a number that was forgotten must not come back as another window.
         self._number = max(self._number, int(files[-1].stem) if files else 0) + 1
-        _replace(self.folder / f"{self._number:012d}{_WINDOW}", data)
+        store.write(self.folder / f"{self._number:012d}{_WINDOW}", data)
 
     def _files(self) -> list[Path]:
         return sorted(self.folder.glob(f"*{_WINDOW}"))
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
 
 
 class SocketLink:

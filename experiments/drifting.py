@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -138,26 +138,17 @@ class Site:
         lr = 0.1 if purpose == "first" else 0.02
         self.task.train(model, data, lr=lr, momentum=0.9, epochs=epochs, batch_size=32, key=key)
 
-    def logits(self, model: Any, x: NDArray[Any]) -> NDArray[np.float64]:
-        """Return a model's outputs."""
-        import torch
-
-        from fedcomp.tasks.base import evaluating
-
-        with evaluating(model):
-            return np.asarray(self.task.outputs(model, torch.from_numpy(np.array(x))).numpy(), np.float64)
-
     def figures(self, model: Any, data: Split) -> NDArray[np.float64]:
         """Return the statistic of each example."""
-        return STATISTICS[self.statistic](self.logits(model, data.x), data.y)
+        return STATISTICS[self.statistic](logits(self.task, model, data.x), data.y)
 
     def learn(self) -> None:
         """Train on, with what the sensor sent beside the former data."""
-        self.fit(self.model, self.beside(_joined(self.absorbed)), EPOCHS, "again")
+        self.fit(self.model, self.beside(joined(self.absorbed)), EPOCHS, "again")
 
     def beside(self, windows: Split) -> Split:
         """Return former data and windows, in equal parts: a hundred examples among six hundred teach little."""
-        return _joined([self.train] + [windows] * max(1, round(len(self.train) / len(windows))))
+        return joined([self.train] + [windows] * max(1, round(len(self.train) / len(windows))))
 
     def measure(self, arrays: Mapping[str, NDArray[Any]]) -> NDArray[np.float64] | None:
         """Return figures of a deployed model on data that it did not learn from: those before, or those after drift.
@@ -171,27 +162,19 @@ class Site:
         if not self.calibrates:
             return None
         if not self.absorbed:
-            return self.figures(self.loaded(arrays), self.held)
-        seen = _joined(self.absorbed)
+            return self.figures(loaded(self.task, arrays), self.held)
+        seen = joined(self.absorbed)
         if len(seen) < 2 * WINDOW:
             return None
         found = []
         for fold in range(FOLDS):
             out = np.arange(len(seen)) % FOLDS == fold
-            model = self.loaded(arrays)
+            model = loaded(self.task, arrays)
             # As many steps as the deployed one made, from the model before it.
             load_arrays(model, self.before, cast=True)
             self.fit(model, self.beside(Split(seen.x[~out], seen.y[~out])), EPOCHS, "again")
             found.append(self.figures(model, Split(seen.x[out], seen.y[out])))
         return np.concatenate(found)
-
-    def loaded(self, arrays: Mapping[str, NDArray[Any]]) -> Any:
-        """Return a model with these arrays."""
-        from fedcomp.tasks.arrays import load_arrays
-
-        model = self.task.blank()
-        load_arrays(model, arrays, cast=True)
-        return model
 
     def absorb(self, window: Split) -> None:
         """Take a window, and train on; the former model is kept for :meth:`measure`."""
@@ -202,7 +185,27 @@ class Site:
         self.learn()
 
 
-def _joined(parts: list[Split]) -> Split:
+def logits(task: Task, model: Any, x: NDArray[Any]) -> NDArray[np.float64]:
+    """Return a model's outputs."""
+    import torch
+
+    from fedcomp.tasks.base import evaluating
+
+    with evaluating(model):
+        return np.asarray(task.outputs(model, torch.from_numpy(np.array(x))).numpy(), np.float64)
+
+
+def loaded(task: Task, arrays: Mapping[str, NDArray[Any]]) -> Any:
+    """Return a model with these arrays."""
+    from fedcomp.tasks.arrays import load_arrays
+
+    model = task.blank()
+    load_arrays(model, arrays, cast=True)
+    return model
+
+
+def joined(parts: Sequence[Split]) -> Split:
+    """Return the examples of all parts."""
     from fedcomp.tasks.base import Split
 
     return Split(np.concatenate([part.x for part in parts]), np.concatenate([part.y for part in parts]))
@@ -257,13 +260,13 @@ def run(scheduler: str, drift: str, seed: int, *, ticks: int, first: int, last: 
     judged = Split(*change(task.test.x, task.test.y, Key(seed, "flare/judged")))
     uploads: list[int] = []
     right: list[float] = []
-    deployed, accuracy, version = site.loaded(endpoint.arrays), 0.0, 0
+    deployed, accuracy, version = loaded(task, endpoint.arrays), 0.0, 0
     for tick in range(ticks):
         rows = rng.integers(len(site.pool), size=TICK)
         x, y = site.pool.x[rows], site.pool.y[rows]
         if tick >= begin:
             x, y = change(x, y, Key(seed, "flare/drift", tick))
-        if endpoint.observe(site.logits(deployed, x), x, y):
+        if endpoint.observe(logits(task, deployed, x), x, y):
             uploads.append(tick)
             edge.serve(here)
             windows = edge.windows()
@@ -271,7 +274,7 @@ def run(scheduler: str, drift: str, seed: int, *, ticks: int, first: int, last: 
                 site.absorb(Split(window.samples, window.labels))
             edge.forget(windows)
             deploy()
-            deployed = site.loaded(endpoint.arrays)
+            deployed = loaded(task, endpoint.arrays)
         if tick >= begin:
             if endpoint.sensor.version != version:
                 version = endpoint.sensor.version
@@ -284,8 +287,8 @@ def run(scheduler: str, drift: str, seed: int, *, ticks: int, first: int, last: 
         "false": len(uploads) - len(found),
         "bytes": there.traffic.sent + there.traffic.received,
         "accuracy": 100 * mean(right),
-        "before": 100 * task.evaluate(site.loaded(arrays), task.test)["accuracy"],
-        "unadapted": 100 * task.evaluate(site.loaded(arrays), judged)["accuracy"],
+        "before": 100 * task.evaluate(loaded(task, arrays), task.test)["accuracy"],
+        "unadapted": 100 * task.evaluate(loaded(task, arrays), judged)["accuracy"],
     }
 
 

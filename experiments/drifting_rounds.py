@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
@@ -23,10 +22,10 @@ from fedcomp.drift.edge import Deployments, Edge, SensorEndpoint, local_link
 from fedcomp.drift.schedule import ScheduleSettings
 from fedcomp.drift.sensor import SensorSettings, Upload
 from fedcomp.drift.statistics import confidence
-from fedcomp.experiments.drifting import TICK, noisy
+from fedcomp.experiments.drifting import TICK, joined, loaded, logits, noisy
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
-from fedcomp.flower.payload import models, put_node
+from fedcomp.flower.payload import models, put_node, round_of
 from fedcomp.flower.records import to_arrays, to_record
 from fedcomp.flower.rounds import fit
 from fedcomp.rng import Key
@@ -34,7 +33,7 @@ from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.conditional import Conditional, Quietness
 from fedcomp.tasks import arrays as torch_arrays
 from fedcomp.tasks import get_task
-from fedcomp.tasks.base import ClientData, Split, evaluating
+from fedcomp.tasks.base import ClientData, Split
 
 NODES: Final = 4
 DRIFTED: Final = 1
@@ -65,7 +64,7 @@ class WatchedNode:
     new: list[Split] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        shapes = torch_arrays.to_arrays(TASK().model(0))
+        shapes = torch_arrays.to_arrays(the_task().model(0))
         self.edge = Edge(Deployments(shapes, TopK(density=0.1), window=WINDOW, seed=self.seed))
         self.here, there = local_link()
         self.sensor = SensorEndpoint(
@@ -80,13 +79,13 @@ class WatchedNode:
         self.sensor.update()
         if not self.sensor.sensor.version:
             return
-        model = loaded(self.sensor.arrays)
+        model = loaded(the_task(), self.sensor.arrays)
         for tick in range(TICKS):
             rows = self.rng.integers(len(self.pool), size=TICK)
             x, y = self.pool.x[rows], self.pool.y[rows]
             if drifted:
                 x, y = noisy(x, y, Key(self.seed, "flare/seen", number, self.partition, tick))
-            self.sensor.observe(logits(model, x), x, y)
+            self.sensor.observe(logits(the_task(), model, x), x, y)
         self.edge.serve(self.here)
 
     def absorb(self, windows: Sequence[Upload]) -> None:
@@ -104,39 +103,19 @@ class WatchedNode:
         What is new replaces what was: the sensor sees the former kind no more.
         """
         held = joined(self.new or self.held)
-        return None if len(held) < 2 * WINDOW else confidence(logits(loaded(arrays), held.x))
+        return None if len(held) < 2 * WINDOW else confidence(logits(the_task(), loaded(the_task(), arrays), held.x))
 
 
-def TASK() -> Any:
+def the_task() -> Any:
     """Return the task."""
     return get_task("digits", hidden="64")
-
-
-def loaded(arrays: Mapping[str, Any]) -> Any:
-    """Return a model with these arrays."""
-    model = TASK().blank()
-    torch_arrays.load_arrays(model, dict(arrays), cast=True)
-    return model
-
-
-def logits(model: Any, x: Any) -> Any:
-    """Return a model's outputs."""
-    import torch
-
-    with evaluating(model):
-        return TASK().outputs(model, torch.from_numpy(np.array(x))).numpy().astype(np.float64)
-
-
-def joined(parts: Sequence[Split]) -> Split:
-    """Return all parts as one."""
-    return Split(np.concatenate([part.x for part in parts]), np.concatenate([part.y for part in parts]))
 
 
 def nodes_of(seed: int) -> list[WatchedNode]:
     """Return the nodes: half of a node's examples to train, a quarter held out, and a quarter that its sensor sees."""
     out = []
     for partition in range(NODES):
-        data = TASK().client(partition, NODES)
+        data = the_task().client(partition, NODES)
         order = Key(seed, "flare/node/split", partition=partition).uniform(len(data)).argsort()
         ends = [0, len(data) // 2, len(data) * 4 // 5, len(data)]
         first, second, third = (Split(data.x[order[a:b]], data.y[order[a:b]]) for a, b in itertools.pairwise(ends))
@@ -153,22 +132,22 @@ def app_of(nodes: Sequence[WatchedNode], seed: int) -> ClientApp:
 
     def received(msg: Message) -> tuple[str, Any]:
         name, record = next(iter(models(msg.content).items()))
-        return name, loaded(to_arrays(record))
+        return name, loaded(the_task(), to_arrays(record))
 
     @app.train()
     def train(msg: Message, context: Context) -> Message:
         own, (name, model) = node(context), received(msg)
         data = joined(own.train)
-        key = Key(seed, "flare/rounds", int(msg.content["config"]["server-round"]), own.partition)  # type: ignore
+        key = Key(seed, "flare/rounds", round_of(msg) or 0, own.partition)
         shard = ClientData(data.x, data.y, own.partition, NODES)
-        TASK().train(model, shard, lr=0.1, epochs=1, batch_size=32, key=key)
+        the_task().train(model, shard, lr=0.1, epochs=1, batch_size=32, key=key)
         metrics = MetricRecord({"num-examples": len(data)})
         reply = RecordDict({name: to_record(torch_arrays.to_arrays(model)), "metrics": metrics})
         put_node(reply, own.partition)
         return Message(reply, reply_to=msg)
 
     def watch(msg: Message, context: Context) -> float:
-        return float(TASK().evaluate(received(msg)[1], joined(node(context).held))["loss"])
+        return float(the_task().evaluate(received(msg)[1], joined(node(context).held))["loss"])
 
     sensors = Sensors(
         lambda context: node(context).edge,
@@ -189,7 +168,7 @@ def run(row: str, seed: int, *, rounds: int, drift: int) -> dict[str, Any]:
         max_skip=20 if row.startswith("conditional") else 0,
         query="first" in row,
     )
-    judged = TASK().test
+    judged = the_task().test
     odd = Split(*noisy(judged.x, judged.y, Key(seed, "flare/judged")))
     after: list[float] = []
 
@@ -200,13 +179,13 @@ def run(row: str, seed: int, *, rounds: int, drift: int) -> dict[str, Any]:
                 node.tick(node.partition < DRIFTED and now >= drift, now)
             if now >= drift:
                 # What each of the nodes' sensors meets, with the model of the rounds.
-                model = loaded(to_arrays(arrays))
-                usual, new = (TASK().evaluate(model, data)["accuracy"] for data in (judged, odd))
+                model = loaded(the_task(), to_arrays(arrays))
+                usual, new = (the_task().evaluate(model, data)["accuracy"] for data in (judged, odd))
                 after.append(100 * (DRIFTED * new + (NODES - DRIFTED) * usual) / NODES)
 
     with InProcessGrid(app_of(nodes, seed), NODES, seed=seed) as inside:
         grid = MeteredGrid(inside)
-        start = to_record(torch_arrays.to_arrays(TASK().model(seed)))
+        start = to_record(torch_arrays.to_arrays(the_task().model(seed)))
         fit(strategy, grid, start, rounds // every, on_round=between, train_config=ConfigRecord())
         up, down = (grid.ledger.total("wire", direction=way) for way in ("up", "down"))
     said = [report.section(Quietness) for report in strategy.reports.values()]

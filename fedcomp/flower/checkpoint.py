@@ -13,7 +13,6 @@ import dataclasses
 import inspect
 import os
 import re
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -160,7 +159,7 @@ def save(
         data = store.dumps(value, _KIND)
     except store.StoreError as error:
         raise CheckpointError(str(error)) from error
-    _replace(Path(path), data)
+    store.write(Path(path), data)
 
 
 def load(path: str | os.PathLike[str]) -> Checkpoint:
@@ -328,20 +327,3 @@ def _is_configuration(value: Any) -> bool:
     """Whether a value cannot change during a run: functions, patterns, frozen dataclasses, codecs."""
     frozen = dataclasses.is_dataclass(value) and value.__dataclass_params__.frozen  # type: ignore[union-attr]
     return callable(value) or frozen or isinstance(value, re.Pattern) or hasattr(value, "get_config")
-
-
-def _replace(path: Path, data: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # In the same directory: a rename is atomic within one file system only.
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            # Before the rename: that could reach the disk first, and a crash leave an empty file for the old one.
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    # An interrupt too, or every one of them would leave a file behind.
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise

@@ -14,10 +14,13 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
+import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from tokenize import TokenError
 from typing import Any, Final
 
@@ -85,6 +88,24 @@ def loads(data: bytes, kind: str) -> Any:
         )
     with reading(f"stored {kind}"):
         return _decode(document["value"], members)
+
+
+def write(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all, in place of an older one; its folder is made when it is not there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # In the same directory: a rename is atomic within one file system only.
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            # Before the rename: that could reach the disk first, and a crash leave an empty file for the old one.
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    # An interrupt too, or every one of them would leave a file behind.
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
 
 
 @contextmanager
