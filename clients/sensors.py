@@ -63,7 +63,8 @@ class StoredEdge(Edge):
 
     Examples
     --------
-    >>>     >>> import numpy as np
+    >>> import tempfile
+    >>> import numpy as np
     >>> model = {"w": np.zeros(3, np.float32)}
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     app = StoredEdge(folder, Deployments(model, window=20))
