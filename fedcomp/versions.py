@@ -22,10 +22,11 @@ from fedcomp.errors import ConfigError, StateError
 from fedcomp.exact import decode_exact, encode_exact
 from fedcomp.factors.outer import OuterProducts
 from fedcomp.layout import Layout, Update, Vector
+from fedcomp.logs import log
 from fedcomp.plain import Count
 from fedcomp.rng import Key
 from fedcomp.stateful import Stateful
-from fedcomp.wire import Frame
+from fedcomp.wire import Bundle, Frame
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -58,6 +59,9 @@ class Step:
 
 Explain = Callable[[Update], Mapping[str, OuterProducts]]
 """The outer products of which matrices of a change are the sum, by name."""
+
+Summands = Sequence[tuple[Frame | Bundle, float]]
+"""Frames and their weights, in the order in which they were added."""
 
 CodecOf = Callable[[Step], Codec]
 """Which codec reads a step; steps on a shared support have one each."""
@@ -117,12 +121,19 @@ class Broadcast(Stateful):
         self._steps: list[Step] = []
 
     def publish(
-        self, target: Vector, exact: Arrays, layout: Layout, key: Key, explain: Explain = lambda change: {}
+        self,
+        target: Vector,
+        exact: Arrays,
+        layout: Layout,
+        key: Key,
+        explain: Explain = lambda change: {},
+        summands: Summands = (),
     ) -> int:
         """Make ``target`` the current model; return its version.
 
         The version changes only when the model did: a node that already holds it needs no bytes at all. ``explain``
-        says of which outer products a step's matrices are the sum, for a codec that has a use for them.
+        says of which outer products a step's matrices are the sum, for a codec that has a use for them; ``summands``
+        are the frames that were added to the last model, for one that repeats them.
 
         Raises
         ------
@@ -131,12 +142,15 @@ class Broadcast(Stateful):
         """
         # The first model has no reference from which it could differ: it travels whole.
         if self.version == 0:
-            check_codec(self.codec, layout)
+            if not self.codec.replays:
+                check_codec(self.codec, layout)
             self._state = self.codec.init(layout)
             return self.adopt(target, exact, layout)
-        require_finite(Update(target, layout))
         if self.is_current(target, exact, self._target):
             return self.version
+        if self.codec.replays:
+            return self._replay(target, exact, layout, summands)
+        require_finite(Update(target, layout))
         sent = target if self.codec.lossless else target - self.reference
         change = Update(sent, layout)
         frame, self._state = self.codec.encode(Update(sent, layout, explain(change)), self._state, key)
@@ -179,6 +193,20 @@ class Broadcast(Stateful):
         self._trim(layout)
         return self._advance(self.reference, exact, layout)
 
+    def _replay(self, target: Vector, exact: Arrays, layout: Layout, summands: Summands) -> int:
+        """Take a step as the frames that were added, where they lead to ``target`` bit for bit; else the whole model.
+
+        Nothing less will do: what a step left out would be in no later one.
+        """
+        if not summands:
+            return self.adopt(target, exact, layout)
+        frame, before = self.codec.join(summands, layout), self.reference
+        reached = _apply(self.codec, frame, before.copy(), layout)
+        if not np.array_equal(reached, target):
+            log.info("version %d is not the sum of what came up, and goes down as the whole model", self.version + 1)
+            return self.adopt(target, exact, layout)
+        return self.push(frame, self.codec, exact, layout)
+
     def _advance(self, target: Vector, exact: Arrays, layout: Layout) -> int:
         self.version += 1
         self.exact = {t.name: np.array(exact[t.name]) for t in layout.exact}
@@ -195,8 +223,7 @@ class Broadcast(Stateful):
         return steps if complete else None
 
     def _trim(self, layout: Layout) -> None:
-        # A chain of steps longer than the model itself is never worth sending.
-        full = 4 * layout.size + sum(t.size * np.dtype(t.dtype).itemsize for t in layout.exact)
+        full = self.codec.room(layout)
         total = 0
         keep: list[Step] = []
         for step in reversed(self._steps):

@@ -27,7 +27,7 @@ from fedcomp.stateful import Stateful, nested
 from fedcomp.strategies.intake import Intake
 from fedcomp.strategies.replies import Origin, Peer, SentMessage
 from fedcomp.strategies.statistics import warn_of_missing_names
-from fedcomp.versions import Broadcast
+from fedcomp.versions import Broadcast, Summands
 
 MAX_WAITING: Final = 64
 """Training exchanges that may wait for their replies at a time."""
@@ -100,6 +100,8 @@ class Announcer(Stateful):
         Those of training exchanges by their rounds.
     captured : Captured or None
         The outer products of which the last aggregate is the sum, for a downlink that has a use for them.
+    summands : sequence of (frame, weight)
+        The frames of which it is the sum, for a downlink that repeats them.
     broadcast : Broadcast or None
         The versions of the model that were sent; None without a downlink.
     sequence : int
@@ -113,6 +115,7 @@ class Announcer(Stateful):
         self.sent: list[SentMessage] = []
         self.waiting = OpenExchanges()
         self.captured: Captured | None = None
+        self.summands: Summands = []
         self._downlink = downlink
         self._policy = policy
         self._record = record
@@ -320,7 +323,8 @@ class Announcer(Stateful):
         key = Key(self._seed, "downlink", self.broadcast.version + 1)
         captured, self.captured = self.captured, None
         explain = partial(_explained, captured, self.broadcast.reference)
-        self.broadcast.publish(layout.flatten(self._model), exact, layout, key, explain)
+        summands, self.summands = self.summands, []
+        self.broadcast.publish(layout.flatten(self._model), exact, layout, key, explain, summands)
         return layout
 
     def _reference(self) -> Vector | None:

@@ -308,6 +308,8 @@ class Compressed(Receiving, Strategy, Stateful):
         intake.scales, intake.compensation = scales or {}, compensation
         if self.downlink is not None and (captured := Captured(self.downlink.takes_outer)).useful:
             intake.captured = self.announcer.captured = captured
+        if self.downlink is not None and self.downlink.replays:
+            intake.summands = self.announcer.summands = []
         return self.reception.aggregate(intake, replies, self._rule)
 
     def aggregate_sum(

@@ -39,6 +39,7 @@ from fedcomp.strategies.replies import (
     text,
     weight_of,
 )
+from fedcomp.wire import Bundle, Frame
 
 
 @dataclass
@@ -67,6 +68,8 @@ class Intake:
         model, ``then``, is no longer the server's.
     captured : Captured, optional
         Gets the outer products of which the mean update is the sum, where what goes down has a use for them.
+    summands : list, optional
+        Gets the frames themselves with their weights, where what goes down repeats them.
     updates_only : bool
         Read the update alone, as a private round does: neither weights nor metrics, and buffers keep the values of
         ``model``, whatever a reply holds.
@@ -89,6 +92,7 @@ class Intake:
     scales: Mapping[int, float] = field(default_factory=dict)
     compensation: float = 0.0
     captured: Captured | None = None
+    summands: list[tuple[Frame | Bundle, float]] | None = None
     updates_only: bool = False
     models_asked: bool = False
     errors: list[Message] = field(default_factory=list)

@@ -260,6 +260,8 @@ class MeanSink(Sink):
         # Of a sum that was begun and thrown away some would be left.
         if intake.captured is not None:
             intake.captured.clear()
+        if intake.summands is not None:
+            intake.summands.clear()
 
     def add(self, arrival: Arrival) -> None:
         """Add one update."""
@@ -284,6 +286,8 @@ class MeanSink(Sink):
             if intake.captured is not None:
                 for name, outer in codec.outer(update, intake.layout).items():
                     intake.captured.stack(name, outer.scaled(factor))
+            if intake.summands is not None:
+                intake.summands.append((update, factor))
         self._sum.add(codec, update, factor, arrival.exact)
         arrival.parsed = None
 

@@ -41,6 +41,8 @@ from fedcomp.codecs.positional import AdaptiveCodec as AdaptiveCodec
 from fedcomp.codecs.positional import PositionalCodec as PositionalCodec
 from fedcomp.codecs.positional import Stretch as Stretch
 from fedcomp.codecs.power_sgd import PowerSGD as PowerSGD
+from fedcomp.codecs.projection import RandomProjection as RandomProjection
+from fedcomp.codecs.projection import Replay as Replay
 from fedcomp.codecs.qsgd import QSGD as QSGD
 from fedcomp.codecs.randomblock import RandomBlock as RandomBlock
 from fedcomp.codecs.randomk import RandomK as RandomK

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fedcomp.errors import LayoutError, NonFiniteUpdate
+from fedcomp.errors import ConfigError, LayoutError, NonFiniteUpdate
 from fedcomp.factors.outer import OuterProducts
 from fedcomp.kernels import tiers
 from fedcomp.layout import Layout, Update, Vector
@@ -168,6 +168,8 @@ class Codec(Receiver, Configured):
     exposes : str
         What a frame shows of single examples that a sum over them does not, as a clause; empty for nothing. A client
         sends no such frame unless its author has agreed to it.
+    replays : bool
+        As a downlink: a step is not made of the model's change, but of the frames whose sum it is.
     """
 
     codec_id: ClassVar[str]
@@ -180,10 +182,25 @@ class Codec(Receiver, Configured):
     votes: bool = False
     gain: float = 1.0
     exposes: str = ""
+    replays: ClassVar[bool] = False
 
     def at_model(self, model: Mapping[str, NDArray[Any]]) -> Codec:
         """Return the codec for updates of ``model``, from which senders train: for most codecs, this one."""
         return self
+
+    def room(self, layout: Layout) -> int:
+        """Return how many bytes of steps are worth sending in place of the model: as many as the model has."""
+        return 4 * layout.size + sum(t.size * np.dtype(t.dtype).itemsize for t in layout.exact)
+
+    def join(self, frames: Sequence[tuple[Frame | Bundle, float]], layout: Layout) -> Frame:
+        """Return the frame of a weighted sum of frames of the uplink, for a codec that :attr:`replays` them.
+
+        Raises
+        ------
+        ConfigError
+            For others.
+        """
+        raise ConfigError(f"{self!r} does not repeat frames")
 
     def takes_outer(self, count: int, rows: int, columns: int) -> bool:
         """Whether :meth:`encode` makes use of a matrix that is known as ``count`` outer products.

@@ -22,7 +22,7 @@ from fedcomp.codecs.listed import without_densities
 from fedcomp.codecs.orthonormal import SHORTEST, blocks, rotate
 from fedcomp.codecs.positional import (
     SCOPES,
-    PositionalCodec,
+    SeededCodec,
     Stretch,
     expected_dense,
     require_values,
@@ -30,7 +30,7 @@ from fedcomp.codecs.positional import (
 from fedcomp.errors import NonFiniteUpdate
 from fedcomp.layout import Layout, Vector
 from fedcomp.rng import Key
-from fedcomp.wire import SEED, Bundle, Expected, Frame, SchemaMismatch, Section, Tensor
+from fedcomp.wire import Bundle, Expected, SchemaMismatch, Section, Tensor
 
 CENTROIDS: Final[Mapping[int, tuple[float, ...]]] = MappingProxyType(
     {
@@ -55,7 +55,7 @@ _BLOCK: Final = 1 << 16
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class EDEN(PositionalCodec):
+class EDEN(SeededCodec):
     """Rotate at random, round every coordinate to one of ``2^bits`` numbers, and send one length per block.
 
     A vector is split into blocks of powers of two (:func:`~fedcomp.codecs.orthonormal.blocks`), each a vector of its
@@ -119,7 +119,7 @@ class EDEN(PositionalCodec):
         """Return the codes of a block, or a tail as it is."""
         if stretch.size < SHORTEST:
             return wire.dense(values)
-        return Tensor(self._coded(values, stretch, _rotation(_seed(key), stretch.index)), (stretch.size,))
+        return Tensor(self._coded(values, stretch, _rotation(self.seed_of(key), stretch.index)), (stretch.size,))
 
     def _coded(self, values: Vector, stretch: Stretch, rotation: Key) -> wire.Codebook:
         centroids = np.array(CENTROIDS[self.bits])
@@ -153,10 +153,6 @@ class EDEN(PositionalCodec):
             raise NonFiniteUpdate(f"{stretch.name}: the values of a rotated block overflow float32")
         return wire.Codebook(codes, magnitudes, self.bits)
 
-    def fields(self, key: Key) -> tuple[tuple[int, bytes], ...]:
-        """Return the seed of the rotations."""
-        return ((SEED, _seed(key).to_bytes(8, "little")),)
-
     def form(self) -> dict[str, int]:
         """Return the bits."""
         return {"bits": self.bits}
@@ -175,23 +171,9 @@ class EDEN(PositionalCodec):
         if isinstance(tensor.values, wire.Codebook) and tensor.values.bits != self.bits:
             raise SchemaMismatch(f"{stretch.name}: expected codes of {self.bits} bits, got {tensor.values.bits}")
 
-    def open(self, frame: Frame | Bundle, layout: Layout) -> Bundle:
-        """Parse and check ``frame``, and require a seed."""
-        bundle = super().open(frame, layout)
-        if len(bundle.tlv(SEED) or b"") != 8:
-            raise SchemaMismatch("the frame lacks the eight bytes of seed from which its rotations are drawn")
-        return bundle
-
-    def verify(self, frame: Frame | Bundle, layout: Layout, key: Key) -> Bundle:
-        """Open, and require the seed that ``key`` gives: a sender who picks its rotation picks its error."""
-        bundle = self.open(frame, layout)
-        if ((SEED, bundle.tlv(SEED)),) != self.fields(key):
-            raise SchemaMismatch("the seed of the rotations is not that of this round and sender")
-        return bundle
-
     def placed(self, bundle: Bundle, layout: Layout) -> Iterator[tuple[Tensor, slice]]:
         """Yield the frame's tensors with their places, every block turned back by the frame's own rotation."""
-        seed = int.from_bytes(bundle.tlv(SEED) or b"", "little")
+        seed = self.seed_in(bundle)
         for index, (tensor, where) in enumerate(super().placed(bundle, layout)):
             if isinstance(tensor.values, wire.Codebook):
                 values = tensor.values.decoded()
@@ -230,11 +212,6 @@ class EDEN(PositionalCodec):
 
 def _longest_block(parts: tuple[Stretch, ...]) -> int:
     return max((s.size for s in parts if s.size >= SHORTEST), default=0)
-
-
-def _seed(key: Key) -> int:
-    """Return the seed of a frame, whichever of its stretches ``key`` is for."""
-    return key.at(layer=0).u64()
 
 
 def _rotation(seed: int, index: int) -> Key:

@@ -25,7 +25,7 @@ from fedcomp.kernels import add_scaled, scatter_add
 from fedcomp.layout import Layout, Update, Vector
 from fedcomp.params import assign
 from fedcomp.rng import Key
-from fedcomp.wire import DENSE, SPARSE, Bundle, Expected, Frame, Schema, SchemaMismatch, Tensor, Values
+from fedcomp.wire import DENSE, SEED, SPARSE, Bundle, Expected, Frame, Schema, SchemaMismatch, Tensor, Values
 
 Scope = Literal["global", "layer"]
 SCOPES: tuple[str, ...] = get_args(Scope)
@@ -295,6 +295,44 @@ class PositionalCodec(Packing, Codec):
         if _covered(parts) < layout.size:
             places.append(slice(_covered(parts), layout.size))
         yield from zip(bundle.tensors, places, strict=True)
+
+
+class SeededCodec(PositionalCodec):
+    """Base of codecs whose frames name, in eight bytes, the seed of what was drawn for them beside a support."""
+
+    def seed(self, key: Key) -> Key:
+        """Return what the draws of a round depend on, of its key: all of it, unless a codec says otherwise."""
+        return key
+
+    def seed_of(self, key: Key) -> int:
+        """Return the seed of a frame, whichever of its stretches ``key`` is for."""
+        return self.seed(key.at(layer=0)).u64()
+
+    def seed_field(self, seed: int) -> tuple[tuple[int, bytes], ...]:
+        """Return the fields of a frame of that seed."""
+        return ((SEED, seed.to_bytes(8, "little")),)
+
+    def seed_in(self, bundle: Bundle) -> int:
+        """Return the seed of an opened frame."""
+        return int.from_bytes(bundle.tlv(SEED) or b"", "little")
+
+    def fields(self, key: Key) -> tuple[tuple[int, bytes], ...]:
+        """Return the seed."""
+        return self.seed_field(self.seed_of(key))
+
+    def open(self, frame: Frame | Bundle, layout: Layout) -> Bundle:
+        """Parse and check ``frame``, and require a seed."""
+        bundle = super().open(frame, layout)
+        if len(bundle.tlv(SEED) or b"") != 8:
+            raise SchemaMismatch("the frame lacks the eight bytes of seed by which it was drawn")
+        return bundle
+
+    def verify(self, frame: Frame | Bundle, layout: Layout, key: Key) -> Bundle:
+        """Open, and require the seed that ``key`` gives: a sender who picks its draws picks its error."""
+        bundle = self.open(frame, layout)
+        if ((SEED, bundle.tlv(SEED)),) != self.fields(key):
+            raise SchemaMismatch("the frame's seed is not that of this round and sender")
+        return bundle
 
 
 class AdaptiveCodec(PositionalCodec):

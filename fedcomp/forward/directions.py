@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from fedcomp import params
 from fedcomp.errors import LayoutError
-from fedcomp.kernels import add_signs
+from fedcomp.kernels import add_signs, sign_products
 from fedcomp.kernels.tiers import Tier
 from fedcomp.rng import Key
 
@@ -85,6 +85,28 @@ class Directions:
         negative = np.unpackbits(little, count=self.sizes[block], bitorder="little")
         return np.float32(1.0) - np.float32(2.0) * negative.astype(np.float32)
 
+    def project(self, vector: NDArray[np.float32], *, tier: Tier = "auto") -> NDArray[np.float64]:
+        """Return the products of a vector with all directions, shape (blocks, count), float64.
+
+        Parameters
+        ----------
+        vector : float32 array, shape (size,)
+
+        Raises
+        ------
+        LayoutError
+            When the vector is not of the directions' size.
+        """
+        if vector.shape != (self.size,):
+            raise LayoutError(f"a vector of shape {vector.shape} has no products with directions of {self.size} signs")
+        out = np.empty((len(self.sizes), self.count))
+        start = 0
+        for block, size in enumerate(self.sizes):
+            here, start = vector[start : start + size], start + size
+            for some in self._held(np.arange(self.count), size):
+                out[block, some] = sign_products(here, self._stack(block, some), tier=tier)
+        return out
+
     def combine(self, scalars: ArrayLike, *, tier: Tier = "auto") -> NDArray[np.float64]:
         """Return the mean over the directions of scalar times direction, shape (size,), float64.
 
@@ -113,8 +135,7 @@ class Directions:
             here, start = out[start : start + size], start + size
             known = np.flatnonzero(~np.isnan(given[block]))
             for some in self._held(known, size):
-                words = np.stack([self.words(block, int(k)) for k in some])
-                add_signs(here, words, given[block, some], tier=tier)
+                add_signs(here, self._stack(block, some), given[block, some], tier=tier)
             # Divided once, at the end: a product for every sign would round every time.
             here /= max(1, known.size)
         return out
@@ -124,6 +145,9 @@ class Directions:
         step = max(1, _BLOCK * 64 // size)
         for start in range(0, directions.size, step):
             yield directions[start : start + step]
+
+    def _stack(self, block: int, directions: NDArray[np.int64]) -> NDArray[np.uint64]:
+        return np.stack([self.words(block, int(k)) for k in directions])
 
     def _stream(self, block: int, direction: int) -> Key:
         return self.key.at(purpose=f"{self.key.purpose}/{block}", layer=direction)

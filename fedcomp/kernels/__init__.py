@@ -10,7 +10,7 @@ compiles nothing and does not import numba; :func:`warm` compiles everything ahe
 from fedcomp.kernels.bins import AdaptiveBins, AdaptiveStep, adaptive_step, select_adaptive, select_bins, select_of_bins
 from fedcomp.kernels.hadamard import hadamard
 from fedcomp.kernels.select import SMALL, FeedbackStep, Tier, feedback_step, select_topk
-from fedcomp.kernels.signs import add_signs
+from fedcomp.kernels.signs import add_signs, sign_products
 from fedcomp.kernels.sums import add_scaled, scatter_add
 from fedcomp.kernels.tails import Exceedances, exceedances, select_above
 from fedcomp.kernels.tiers import preferred
@@ -36,5 +36,6 @@ __all__ = [
     "select_bins",
     "select_of_bins",
     "select_topk",
+    "sign_products",
     "warm",
 ]

@@ -33,7 +33,7 @@ from fedcomp.kernels.compiled_fields import (
 )
 from fedcomp.kernels.compiled_hadamard import hadamard
 from fedcomp.kernels.compiled_rans import rans_decode, rans_encode
-from fedcomp.kernels.compiled_signs import add_signs
+from fedcomp.kernels.compiled_signs import add_signs, sign_products
 from fedcomp.kernels.compiled_tails import find_above, select_above, tail_product, tail_sums
 from fedcomp.kernels.interface import BIN_SHIFT, BINS, MAGNITUDE, Bits, Candidates, Floats, Found
 from fedcomp.kernels.lanes import (
@@ -81,6 +81,7 @@ __all__ = [
     "select_above",
     "select_adaptive",
     "shifted_sums",
+    "sign_products",
     "square_sums",
     "tail_product",
     "tail_sums",

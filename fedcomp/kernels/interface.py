@@ -239,6 +239,12 @@ class Ops(Selection, Codes, Protocol):
         Bit i % 64 of word i // 64 of a row belongs to element i. Rows are added in their order.
         """
 
+    def sign_products(self, vector: NDArray[np.float32], words: NDArray[np.uint64]) -> NDArray[np.float64]:
+        """Return the sums of 64 lanes of the product of ``vector`` with each direction, shape (m, 64).
+
+        Lane j sums elements j, j + 64, ... in that order, in float64.
+        """
+
     def square_sums(self, vector: NDArray[Any], origin: NDArray[Any] | None) -> NDArray[np.float64]:
         """Return :data:`BLOCK` partial sums of the squares of ``vector``, or of ``vector - origin``, in float64.
 

@@ -248,6 +248,24 @@ def add_signs(out: NDArray[np.float64], words: NDArray[np.uint64], scalars: NDAr
             part += np.where(negative, -scalar, scalar)
 
 
+def sign_products(vector: NDArray[np.float32], words: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """See :meth:`fedcomp.kernels.interface.Ops.sign_products`."""
+    lanes = np.zeros((words.shape[0], 64))
+    step = 1 << 10
+    for first in range(0, words.shape[1], step):
+        part = vector[first * 64 : (first + step) * 64].astype(np.float64)
+        whole = part.size // 64
+        for row, sums in zip(words[:, first : first + step], lanes, strict=True):
+            little = np.ascontiguousarray(row, "<u8").view(np.uint8)
+            negative = np.unpackbits(little, count=part.size, bitorder="little").view(np.bool_)
+            signed = np.where(negative, -part, part)
+            for block in signed[: whole * 64].reshape(whole, 64):
+                # One after the other: what numpy makes of a sum over an axis is its own affair.
+                sums += block
+            sums[: part.size - whole * 64] += signed[whole * 64 :]
+    return lanes
+
+
 def _distances(rows: NDArray[Any]) -> None:
     """Transform every column of a contiguous array in place, the number of rows being a power of two."""
     flat = rows.reshape(-1)

@@ -1,4 +1,4 @@
-"""Sums of directions of signs, each times a number: what is made again of scalars and seeds."""
+"""Directions of signs: products with a vector, and their sums, each times a number, which is made again of scalars."""
 
 from __future__ import annotations
 
@@ -44,3 +44,35 @@ def add_signs(
     if not out.flags.c_contiguous:
         raise LayoutError("out is not contiguous; what is added would be lost")
     tiers.ops(tier, out.size).add_signs(out, np.ascontiguousarray(words), np.ascontiguousarray(scalars))
+
+
+def sign_products(
+    vector: NDArray[np.float32], words: NDArray[np.uint64], *, tier: Tier = "auto"
+) -> NDArray[np.float64]:
+    """Return ``directions @ vector``, shape (m,), summed in float64; both tiers agree bit for bit.
+
+    Parameters
+    ----------
+    vector : float32 array, shape (n,)
+    words : uint64 array, shape (m, ceil(n / 64))
+        As those of :func:`add_signs`.
+
+    Raises
+    ------
+    LayoutError
+        When shapes or dtypes do not fit.
+
+    Examples
+    --------
+    >>> sign_products(np.float32([1.0, 2.0, 4.0]), np.array([[0b001], [0b100]], np.uint64))
+    array([ 5., -1.])
+    """
+    kinds = (vector.dtype, words.dtype)
+    if kinds != (np.float32, np.uint64) or vector.ndim != 1 or words.shape[1:] != (-(-vector.size // 64),):
+        raise LayoutError(
+            f"{vector.dtype}{vector.shape} and {words.dtype}{words.shape} do not fit: float32 (n,) and uint64 "
+            "(m, ceil(n / 64)) are needed"
+        )
+    given = np.ascontiguousarray(vector), np.ascontiguousarray(words)
+    sums: NDArray[np.float64] = tiers.ops(tier, vector.size).sign_products(*given).sum(axis=1)
+    return sums

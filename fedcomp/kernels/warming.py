@@ -10,7 +10,7 @@ from fedcomp.kernels import tiers
 from fedcomp.kernels.bins import adaptive_step, select_adaptive, select_bins
 from fedcomp.kernels.hadamard import hadamard
 from fedcomp.kernels.select import feedback_step, select_topk
-from fedcomp.kernels.signs import add_signs
+from fedcomp.kernels.signs import add_signs, sign_products
 from fedcomp.kernels.sums import add_scaled, scatter_add
 from fedcomp.kernels.tails import exceedances, select_above
 
@@ -39,6 +39,7 @@ def warm() -> float | None:
     for dtype in (np.float32, np.float64):
         hadamard(vector.astype(dtype), np.zeros(4, np.uint64), tier="numba")
     add_signs(np.zeros(256), np.zeros((1, 4), np.uint64), np.zeros(1), tier="numba")
+    sign_products(np.zeros(256, np.float32), np.zeros((1, 4), np.uint64), tier="numba")
     table = np.full(2, 2048, np.uint32)
     states, words = ops.rans_encode(np.zeros(64, np.uint16), table, 2)
     slots = np.arange(4096).astype(np.uint32)

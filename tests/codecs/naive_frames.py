@@ -27,6 +27,7 @@ from fedcomp.codecs import (
     PowerSGD,
     RandomBlock,
     RandomK,
+    Replay,
     ScaleCom,
     ScaledSign,
     SignSGD,
@@ -176,7 +177,7 @@ def values_of(codec: Any, part: Part, x: np.ndarray, y: np.ndarray, most: bool) 
 
 def inmost(codec: Codec) -> Any:
     """The codec that makes the frame."""
-    while isinstance(codec, ErrorFeedback | Chain | DGC | Domain | FFT | GradiVeQ | LGC | PowerSGD | ScaleCom):
+    while isinstance(codec, ErrorFeedback | Chain | DGC | Domain | FFT | GradiVeQ | LGC | PowerSGD | Replay | ScaleCom):
         codec = codec.codec
     return codec
 

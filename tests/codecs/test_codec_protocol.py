@@ -30,7 +30,7 @@ NAMES = {name: getattr(fedcomp.codecs, name) for name in vars(fedcomp.codecs) if
 }
 
 
-TURNED = ("Domain", "EDEN", "FFT", "Factors")
+TURNED = ("Domain", "EDEN", "FFT", "Factors", "RandomProjection")
 """Codecs whose coordinates are not those of the update: what they deliver is dense."""
 
 
@@ -235,7 +235,10 @@ def test_frames_of_other_codecs_are_refused(codec: Codec) -> None:
         *(wire.Tensor(values, (n,), kind=wire.COEFFICIENTS) for values in (one, own_raw, full, own.values)),
         *(wire.shared((n,), 5, values) for values in (one, own_raw, full, own.values)),
     ]
-    if own.kind is wire.DENSE:
+    if own.kind is wire.COEFFICIENTS:
+        # Its own, with other numbers.
+        others = [tensor for tensor in others if tensor.kind is not wire.COEFFICIENTS or tensor.values.k != k]
+    elif own.kind is wire.DENSE:
         others += [listed, seeded, wire.sparse((n,), np.arange(n), own.values)]
         foreign = wire.Ternary if isinstance(own.values, wire.SignScale) else wire.SignScale
         others.append(wire.Tensor(foreign.quantise(np.ones(n, np.float32)), (n,)))
@@ -396,7 +399,9 @@ def test_linear_means_frames_commute_with_addition(codec: Codec) -> None:
     holds = np.allclose(through(x) + through(y), through(x + y), rtol=1e-6, atol=0.01)
     if codec.linear:
         assert holds
-    elif not codec.lossless and not any(word in repr(codec) for word in ("density=1.0", "RandomK", "RandomBlock")):
+    elif not codec.lossless and not any(
+        word in repr(codec) for word in ("density=1.0", "RandomK", "RandomBlock", "Projection")
+    ):
         assert not holds, f"{codec!r} acts linearly on random vectors; it should say so"
 
 
@@ -421,7 +426,7 @@ def test_declared_contraction_holds(codec: Codec, layout: Layout) -> None:
     if bound is None:
         pytest.skip("declares no contraction")
     assert 0.0 < bound <= 1.0
-    random = codec.codec_id in ("randomk", "randomblock", "dithering", "eden", "low-rank")
+    random = codec.codec_id in ("randomk", "randomblock", "dithering", "eden", "low-rank", "projection")
     for given in _inputs(layout):
         errors = [_relative_error(codec, given, KEY.at(round=r)) for r in range(300 if random else 1)]
         slack = 5.0 * np.std(errors) / math.sqrt(len(errors)) if random else 0.0
@@ -480,6 +485,14 @@ def _growth(codec: Codec, layout: Layout) -> float:
             out = Update(codec.decode(frame, layout), layout)
             codec.conclude(out)
             found = max(found, float(np.linalg.norm(out.vector.astype(np.float64)) / length))
+    if inmost(codec).linear:
+        # What a linear map enlarges the most is what it makes of a vector again and again.
+        vector = update(layout).vector
+        for _ in range(20):
+            length = np.linalg.norm(vector.astype(np.float64))
+            vector = (vector / np.float32(length)).astype(np.float32)
+            vector = codec.decode(codec.encode(Update(vector, layout), codec.init(layout), KEY)[0], layout)
+            found = max(found, float(np.linalg.norm(vector.astype(np.float64))))
     return found
 
 

@@ -42,6 +42,8 @@ from fedcomp.codecs import (
     NaturalCompression,
     RandomBlock,
     RandomK,
+    RandomProjection,
+    Replay,
     ScaleCom,
     SIDCo,
     TernGrad,
@@ -139,11 +141,12 @@ def test_7_2_the_mean_of_draws_is_the_vector(codec: Codec) -> None:
 def test_7_2_every_unbiased_codec_is_drawn_above() -> None:
     """What says of itself that it is unbiased, Identity aside, is one of these classes.
 
-    Of EDEN and domains no formula gives the variance of a coordinate: their draws are in test_codec_protocol.py.
+    Of EDEN and domains no formula gives the variance of a coordinate: their draws are in test_codec_protocol.py, those
+    of projections in test_projection.py.
     Of factors that are not reduced nothing is drawn.
     """
     unbiased = {type(c) for c in EXAMPLES if c.unbiased and not c.lossless}
-    assert unbiased == {type(c) for c in UNBIASED} | {EDEN, Domain, Factors}
+    assert unbiased == {type(c) for c in UNBIASED} | {EDEN, Domain, Factors, RandomProjection, Replay}
 
 
 @pytest.mark.long

@@ -32,6 +32,7 @@ from fedcomp.codecs import (
     NormSign,
     RandomBlock,
     RandomK,
+    RandomProjection,
     Rotation,
     ScaledSign,
     SIDCo,
@@ -73,6 +74,7 @@ ROUNDED: tuple[Codec, ...] = (
     TopK(0.02, values="q2"),
     TernGrad(clip=2.5),
     EDEN(2, scale="least"),
+    RandomProjection(64, scale="least"),
     Domain(DCT(16), TopK(0.02)),
     Domain(Rotation(), TopK(0.02, values="q4")),
     FFT(0.05),
@@ -92,6 +94,7 @@ OTHERS: tuple[Codec, ...] = (
     chain(Clip(2000.0), SignSGD(0.5)),
     DGC(0.02, momentum=0.5, nesterov=True, warmup=3, clip=1e4, clients=4),
     EDEN(bits=2),
+    RandomProjection(64),
     Domain(DCT(chunk=64), TernGrad()),
     FFT(0.1, order="HWDF", schedule=((1, 0.1), (5, 0.5), (15, 1.0))),
 )
@@ -114,6 +117,7 @@ def test_every_new_codec_is_here() -> None:
         "power-sgd",
         "qsgd",
         "randomk",
+        "replay",
         "scalecom",
         "topagg",
     }
