@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
@@ -20,6 +20,7 @@ from fedcomp.clients.coded.linear import LinearRows, linear_device
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.conditional import conditional
 from fedcomp.clients.edge import OWN_BUDGET
+from fedcomp.clients.forward import forward_gradients
 from fedcomp.clients.gcn import Learner, graph_owner
 from fedcomp.clients.gossip import gossip_node
 from fedcomp.clients.private.datalens import datalens_teachers
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
     from fedcomp.flower.datalens import TrainingRequest
     from fedcomp.flower.gossip import GossipSetup
+    from fedcomp.forward.evaluate import Objective
     from fedcomp.graphs.base import GraphPart
     from fedcomp.tasks.base import Task
     from fedcomp.tasks.generator import Ensemble
@@ -92,6 +94,23 @@ def own_loss(msg: Message, context: Context) -> float:
     task = job.task()
     _, model = job.model(task, msg)
     return float(task.evaluate(model, task.client(job.partition, job.clients))["loss"])
+
+
+def measured(msg: Message, context: Context) -> Objective:
+    """Return the loss of the message's model on a batch of this node's examples, for forward gradients."""
+    from fedcomp.forward.evaluate import Objective
+    from fedcomp.tasks.base import EmptyPartition
+
+    job = NodeJob.read(msg, context)
+    task = job.task()
+    _, model = job.model(task, msg)
+    data, size = task.client(job.partition, job.clients), _integer(job.config, "batch_size", 0)
+    if not len(data):
+        raise EmptyPartition(f"partition {job.partition} holds no example of which a loss could be measured")
+    x, y = next(data.batches(batch_size=size, key=job.key("batches"))) if size else data.tensors
+    model.train()
+    # Called as the model is, with other parameters.
+    return Objective(model, lambda called: task.objective(model, task.outputs(cast(Any, called), x), y), len(y))
 
 
 def rows_of_task(msg: Message, context: Context, partitions: int) -> LinearRows:
@@ -182,6 +201,7 @@ app = client(
     # What it learns is what a run's settings name.
     compression(i_know_inputs_are_visible=True),
     conditional(own_loss),
+    forward_gradients(measured, at_once=16),
     record_dp(trainee),
     linear_device(rows_of_task),
     gossip_node(local_objective),

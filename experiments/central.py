@@ -38,6 +38,8 @@ from fedcomp.layout import DensityPolicy, EndsDense, Layout, Update, Vector
 from fedcomp.rng import Key
 from fedcomp.strategies.adaptive import has_moments
 from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.conditional import Conditional
+from fedcomp.strategies.forward import ForwardGradients
 from fedcomp.strategies.lgc import LearnedGradients
 from fedcomp.strategies.means import aggregate_once
 from fedcomp.strategies.parts import INNER_PREFIX, TASK_PREFIX, below, make_inner, policy
@@ -181,13 +183,15 @@ class Plan:
         Raises
         ------
         ConfigError
-            When the spec asks for what only messages can do: cohorts, a compressed downlink, an inner strategy that is
-            neither FedAvg nor one with moments, a shared support or basis with a step size or a warm-up, the support of
-            the round before.
+            When the spec asks for what only messages can do: nodes that are quiet or measure, cohorts, a compressed
+            downlink, an inner strategy that is neither FedAvg nor one with moments, a shared support or basis with a
+            step size or a warm-up, the support of the round before.
         """
         system = get_system(spec.system)
         settings = system.resolve(spec.settings)
         strategy = system.build(settings, spec.seed)
+        if isinstance(strategy, Conditional | ForwardGradients):
+            raise ConfigError(f"without messages nobody is asked what {system.title} asks; run it on an engine")
         stages = isinstance(strategy, LearnedGradients)
         for key, only in _WITHOUT_MESSAGES.items():
             if settings.get(key, only) != only and not (stages and key == "warmup_rounds"):

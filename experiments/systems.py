@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from fedcomp.errors import ConfigError, nearest
 from fedcomp.experiments.spec import RunSpec
-from fedcomp.strategies import conditional, gradiveq, lgc, pair_systems, power_sgd, shared_support
+from fedcomp.strategies import conditional, forward, gradiveq, lgc, pair_systems, power_sgd, shared_support
 from fedcomp.strategies.coded import linear
 from fedcomp.strategies.coded import systems as coded
 from fedcomp.strategies.gcn import system as gcn
@@ -32,6 +32,7 @@ _DECLARED: Final = (
     gradiveq.SYSTEM,
     lgc.SYSTEM,
     conditional.SYSTEM,
+    forward.SYSTEM,
     *coded.SYSTEMS,
     linear.SYSTEM,
     *gossip.SYSTEMS,

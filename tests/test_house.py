@@ -40,7 +40,8 @@ FORBIDDEN = {
         *("flwr", "numba", "fedcomp.flower", "fedcomp.tasks", "fedcomp.gossip", "fedcomp.codecs", "fedcomp.kernels"),
         *("fedcomp.privacy", "fedcomp.layout", "fedcomp.timing"),
     },
-    "fedcomp/forward": {"flwr", "torch", "fedcomp.flower", "fedcomp.tasks", "fedcomp.codecs", "fedcomp.wire"},
+    "fedcomp/forward": {"flwr", "fedcomp.flower", "fedcomp.tasks", "fedcomp.codecs", "fedcomp.wire"},
+    "fedcomp/forward/directions.py": {"torch"},
     "fedcomp/drift": {
         *("flwr", "torch", "numba", "fedcomp.flower", "fedcomp.tasks", "fedcomp.gossip", "fedcomp.privacy"),
         *("fedcomp.timing", "fedcomp.graphs"),

@@ -29,7 +29,7 @@ from fedcomp.codecs.positional import (
 )
 from fedcomp.codecs.registry import codecs
 from fedcomp.codecs.wrapper import Wrapper
-from fedcomp.errors import ConfigError, NonFiniteUpdate
+from fedcomp.errors import ConfigError, LayoutError, NonFiniteUpdate
 from fedcomp.forward.directions import Directions
 from fedcomp.kernels import add_scaled
 from fedcomp.layout import Layout, Update, Vector
@@ -171,6 +171,56 @@ class RandomProjection(SeededCodec):
     def section(self, stretch: Stretch, dtype: str = "float32") -> Section | None:
         """Return None: the seed is in the frame."""
         return None
+
+    def tangents(self, layout: Layout, key: Key) -> Iterator[Vector]:
+        """Yield the directions of all stretches, shape (layout size,): signs in the stretch, zeros elsewhere.
+
+        Of a stretch that travels as it is these are its coordinates. The products of an update with them are what
+        :meth:`frame_of_products` takes.
+        """
+        seed = self.seed_of(key)
+        for stretch in self.stretches(layout):
+            for k in range(self.count(stretch)):
+                out = np.zeros(layout.size, np.float32)
+                if self.whole(stretch):
+                    out[stretch.start + k] = 1.0
+                else:
+                    out[stretch.slice] = self.drawn(seed, stretch).signs(0, k)
+                yield out
+
+    def frame_of_products(self, products: NDArray[np.float64], layout: Layout, key: Key) -> Frame:
+        """Return the frame of an update of which the products with all :meth:`tangents` are known.
+
+        Parameters
+        ----------
+        products : float64 array, shape (tangents,)
+            A product that is NaN is not known: its direction is left out, and the mean is over the others.
+
+        Raises
+        ------
+        LayoutError
+            When there are not as many products as tangents, or something of the layout travels dense.
+        NonFiniteUpdate
+            When no product of a stretch is known, or one is infinite.
+        """
+        parts = self.stretches(layout)
+        ends = np.cumsum([self.count(stretch) for stretch in parts])
+        if products.shape != (ends[-1] if len(parts) else 0,) or sum(s.size for s in parts) != layout.size:
+            raise LayoutError(
+                f"{products.shape} products are not those of {len(parts)} stretches with {self.directions} directions "
+                f"each, or {layout.size - sum(s.size for s in parts)} values travel dense"
+            )
+        tensors = []
+        for stretch, found in zip(parts, np.split(products, ends[:-1]), strict=True):
+            known = ~np.isnan(found)
+            if not known.any():
+                raise NonFiniteUpdate(f"{stretch.name}: none of {found.size} products with directions is a number")
+            given = np.where(known, found, 0.0)
+            if self.whole(stretch):
+                tensors.append(wire.dense(given.astype(np.float32)))
+            else:
+                tensors.append(self.cut(given * (found.size / np.count_nonzero(known)), stretch))
+        return wire.encode(tensors, tlvs=self.fields(key))
 
     def placed(self, bundle: Bundle, layout: Layout) -> Iterator[tuple[Tensor, slice]]:
         """Yield the frame's tensors as they are in the vector: products as the sum of their directions."""
