@@ -198,14 +198,12 @@ class Broadcast(Stateful):
 
         Nothing less will do: what a step left out would be in no later one.
         """
-        if not summands:
-            return self.adopt(target, exact, layout)
-        frame, before = self.codec.join(summands, layout), self.reference
-        reached = _apply(self.codec, frame, before.copy(), layout)
-        if not np.array_equal(reached, target):
-            log.info("version %d is not the sum of what came up, and goes down as the whole model", self.version + 1)
-            return self.adopt(target, exact, layout)
-        return self.push(frame, self.codec, exact, layout)
+        if summands:
+            frame = self.codec.join(summands, layout)
+            if np.array_equal(_apply(self.codec, frame, self.reference.copy(), layout), target):
+                return self.push(frame, self.codec, exact, layout)
+        log.info("version %d is not the sum of what came up, and goes down as the whole model", self.version + 1)
+        return self.adopt(target, exact, layout)
 
     def _advance(self, target: Vector, exact: Arrays, layout: Layout) -> int:
         self.version += 1

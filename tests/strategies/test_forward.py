@@ -1,0 +1,393 @@
+"""Forward gradients in rounds: what the server makes of slopes, what goes down, and whose replies are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord
+from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import FedAdam, FedAvg, FedAvgM, FedMedian
+from torch import Tensor, nn
+from toy import fedavg
+
+from fedcomp.clients.client import client
+from fedcomp.clients.compressed import compression
+from fedcomp.clients.forward import forward_gradients
+from fedcomp.codecs import RandomProjection, TopK
+from fedcomp.errors import ConfigError, NoUsableReply
+from fedcomp.flower import checkpoint
+from fedcomp.flower.faults import Delivery, RandomFaults
+from fedcomp.flower.forward import Measure
+from fedcomp.flower.grid import InProcessGrid
+from fedcomp.flower.metered import MeteredGrid
+from fedcomp.flower.records import to_arrays, to_record
+from fedcomp.flower.rounds import fit
+from fedcomp.forward.directions import step_scale
+from fedcomp.forward.evaluate import Objective, slopes
+from fedcomp.layout import Layout
+from fedcomp.rng import Key
+from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.conditional import Conditional
+from fedcomp.strategies.forward import ALL_DENSE, ForwardGradients, Slopes
+from fedcomp.strategies.private.dp_fedavg import DpFedAvg
+
+P = 600
+NODES = 3
+
+
+class Point(nn.Module):
+    """A point in space, and a second one of few coordinates."""
+
+    def __init__(self, size: int = P) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(size))
+        self.b = nn.Parameter(torch.zeros(4))
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        return self.w, self.b
+
+
+def target(partition: int, size: int = P) -> Tensor:
+    return torch.from_numpy(Key(7, "target", partition=partition).uniform(size).astype(np.float32) * 2 - 1)
+
+
+def point(msg: Message, context: Context, broken: bool = False, common: bool = False) -> Objective:
+    """Half the squared distance to this node's own point; ``broken`` by a term whose slope overflows."""
+    (record,) = msg.content.array_records.values()
+    module = Point(record["w"].numpy().size)
+    module.load_state_dict({name: torch.from_numpy(a.numpy().copy()) for name, a in record.items()})
+    partition = int(context.node_config["partition-id"])
+    goal = target(0 if common else partition, module.w.numel())
+
+    def loss(model: Any) -> Tensor:
+        w, b = model()
+        # A slope of 1e39 is none in float32.
+        steep = (b[:1] * 1e38 * 10).sum() if broken else 0.0
+        return 0.5 * (w - goal).square().sum() + 0.5 * (b - 1).square().sum() + steep
+
+    return Objective(module, loss, examples=partition + 1)
+
+
+def app(broken: bool = False, common: bool = False, **options: Any) -> ClientApp:
+    plain = ClientApp()
+
+    @plain.train()
+    def train(msg: Message, context: Context) -> Message:
+        raise AssertionError("nobody trains in a round of forward gradients")
+
+    return client(plain, forward_gradients(lambda msg, context: point(msg, context, broken, common), **options))
+
+
+def start(size: int = P) -> ArrayRecord:
+    return to_record({"w": np.zeros(size, np.float32), "b": np.zeros(4, np.float32)})
+
+
+def made(inner: Any = None, directions: int = 16, lr: float = 0.5, **options: Any) -> ForwardGradients:
+    return ForwardGradients(inner or fedavg(fraction_evaluate=0.0), directions, lr=lr, **options)
+
+
+def run(
+    strategy: Any, made_app: ClientApp | None = None, rounds: int = 4, fault: Any = None, size: int = P
+) -> tuple[dict[str, np.ndarray], MeteredGrid]:
+    with InProcessGrid(made_app or app(), NODES, seed=4, fault=fault) as inner:
+        grid = MeteredGrid(inner)
+        found = fit(strategy, grid, start(size), rounds).arrays
+    return to_arrays(found), grid
+
+
+def by_hand(rounds: int, directions: int, lr: float, who: Any = lambda r: range(NODES), scope: str = "global") -> Any:
+    """The model after some rounds: each client's estimate as it would make it, and their weighted mean."""
+    arrays = to_arrays(start())
+    layout, codec = Layout.of(arrays, ALL_DENSE), RandomProjection(directions, scope=scope)
+    vector = layout.flatten(arrays)
+    step = lr * step_scale(P + 4 if scope == "global" else P, directions * NODES)
+    for r in range(1, rounds + 1):
+        nodes, total = list(who(r)), np.full(layout.size, -0.0, np.float32)
+        for partition in nodes:
+            module = Point()
+            module.load_state_dict({n: torch.from_numpy(a.copy()) for n, a in layout.unflatten(vector, {}).items()})
+            goal = target(partition)
+
+            def loss(model: Any, goal: Tensor = goal) -> Tensor:
+                w, b = model()
+                return 0.5 * (w - goal).square().sum() + 0.5 * (b - 1).square().sum()
+
+            key = Key(0, "uplink", r, partition)
+            found = slopes(Objective(module, loss, 1), [layout.unflatten(v, {}) for v in codec.tangents(layout, key)])
+            estimate = codec.decode(codec.frame_of_products(-step * found[1], layout, key), layout)
+            total += np.float32((partition + 1) / sum(p + 1 for p in nodes)) * estimate
+        vector = vector + total
+    return layout.unflatten(vector, {})
+
+
+@pytest.mark.parametrize("scope", ["global", "layer"])
+def test_the_server_makes_what_the_clients_would_have_made(scope: str) -> None:
+    """2.6: bit for bit. Nobody trains, and the loss falls."""
+    found, _ = run(made(scope=scope), rounds=3)
+    expected = by_hand(3, 16, 0.5, scope=scope)
+    for name, array in found.items():
+        np.testing.assert_array_equal(array, expected[name])
+    if scope == "layer":
+        # As many coordinates as directions at most: the slopes of its own coordinates, exactly.
+        far = 1 - (1 - 0.5 * step_scale(P, 16 * NODES)) ** 3
+        np.testing.assert_allclose(found["b"], np.full(4, far), rtol=1e-5)
+
+
+def test_it_converges_where_clients_agree_and_nears_the_mean_where_they_do_not() -> None:
+    """Directions of gradients that cancel leave their noise behind, and a smaller step less of it."""
+    goal = target(0).numpy()
+    found, _ = run(made(directions=64, lr=1.0), app(common=True), rounds=40)
+    assert np.square(found["w"] - goal).sum() < 1e-3 * np.square(goal).sum()
+    # Without the smaller step it would not.
+    wild, _ = run(made(directions=64, lr=1.0, lr_scale=1.0), app(common=True), rounds=12)
+    assert np.square(wild["w"] - goal).sum() > np.square(goal).sum()
+    mean = sum((p + 1) * target(p).numpy() for p in range(NODES)) / 6
+    off = []
+    for lr in (0.5, 0.05):
+        found, _ = run(made(directions=64, lr=lr), rounds=int(40 / lr**0.5))
+        off.append(np.square(found["w"] - mean).sum() / np.square(mean).sum())
+    assert off[1] < 0.25 * off[0]
+    assert off[1] < 0.2
+
+
+def test_bytes_do_not_depend_on_the_size() -> None:
+    """2.6: up. Down the first model is whole, and every other round takes the numbers of all."""
+    ups, downs = [], []
+    for size in (P, 50 * P):
+        _, grid = run(made(), rounds=5, size=size)
+        ups.append(grid.ledger.total("payload", round=5, direction="up"))
+        downs.append(grid.ledger.total("payload", round=5, direction="down"))
+        assert grid.ledger.total("payload", round=1, direction="down") >= 4 * size * NODES
+    assert abs(ups[1] - ups[0]) <= 3 * NODES
+    assert ups[0] <= NODES * (4 * 16 + 60)
+    assert downs[0] == downs[1] <= NODES * (NODES * (4 * 16 + 16) + 100)
+
+
+@pytest.mark.parametrize(
+    ("inner", "replayed"),
+    [
+        (fedavg(fraction_evaluate=0.0), True),
+        (FedAvgM(fraction_evaluate=0.0, server_momentum=0.9), False),
+        (FedAdam(fraction_evaluate=0.0), False),
+        (FedMedian(fraction_evaluate=0.0), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_only_a_sum_is_replayed(inner: FedAvg, replayed: bool, caplog: Any) -> None:
+    """Any strategy can be inside; the step of another server goes down as the whole model, and the log says so."""
+    inner.min_available_nodes = inner.min_train_nodes = NODES
+    strategy = made(inner, lr=0.05)
+    with caplog.at_level("INFO", "flwr.fedcomp"):
+        found, grid = run(strategy, rounds=4)
+    assert np.isfinite(found["w"]).all()
+    assert (grid.ledger.total("payload", round=3, direction="down") < 4 * P) == replayed
+    assert ("goes down as the whole model" in caplog.text) == (not replayed)
+    # Numbers come up either way.
+    assert grid.ledger.total("payload", round=3, direction="up") <= NODES * 130
+    assert [report.used for report in strategy.reports.values()] == [NODES] * 4
+
+
+def test_without_replay_models_go_down() -> None:
+    found, grid = run(made(replay=False), rounds=3)
+    assert grid.ledger.total("payload", round=3, direction="down") >= 4 * P * NODES
+    np.testing.assert_array_equal(found["w"], run(made(), rounds=3)[0]["w"])
+
+
+def test_shared_directions_are_fewer() -> None:
+    strategy = made(shared=True)
+    found, _ = run(strategy, rounds=2)
+    assert strategy.reports[1].section(Slopes).step == 0.5 * step_scale(P + 4, 16)
+    assert np.linalg.matrix_rank(np.stack([found["w"]])) == 1
+    # All three estimates of a round lie in the span of sixteen directions.
+    codec, layout = strategy.projection, Layout.of(to_arrays(start()), ALL_DENSE)
+    one, _ = run(made(shared=True), rounds=1)
+    span = np.stack(list(codec.tangents(layout, Key(0, "uplink", 1, 2))))
+    left = layout.flatten(one) - span.T @ np.linalg.lstsq(span.T, layout.flatten(one), rcond=None)[0]
+    assert np.abs(left).max() < 1e-5
+
+
+def test_nodes_that_were_away_catch_up() -> None:
+    """2.6: fifty rounds, one client absent for ten: nobody is sent the whole model again, and nobody is out of step."""
+
+    def fault(delivery: Delivery) -> str | None:
+        return "offline" if delivery.partition == 1 and 20 <= delivery.round < 30 else None
+
+    strategy = made(directions=4)
+    with InProcessGrid(app(), NODES, seed=4, fault=fault) as inner:
+        grid = MeteredGrid(inner)
+        whole = to_arrays(fit(strategy, grid, start(), 50).arrays)
+        for r in range(2, 51):
+            assert grid.ledger.total("payload", round=r, direction="down") < 4 * P
+        assert [r for r, report in strategy.reports.items() if report.refused] == list(range(20, 30))
+        assert not any("resync" in why for report in strategy.reports.values() for why in report.refused.values())
+        assert [r for r, report in strategy.reports.items() if report.used < NODES] == list(range(20, 30))
+        assert np.isfinite(whole["w"]).all()
+    expected = by_hand(50, 4, 0.5, lambda r: (0, 2) if 20 <= r < 30 else range(NODES))
+    np.testing.assert_array_equal(whole["w"], expected["w"])
+
+
+@pytest.mark.parametrize("kind", ["raise", "offline", "lost_reply", "duplicate", "late", "corrupt", "silent"])
+def test_faults_cost_their_sender_one_round(kind: str) -> None:
+    """What is in the model is what the reports count, bit for bit, whatever happened to messages."""
+    strategy = made(directions=4)
+    faults = RandomFaults(Key(11, "faults"), {kind: 0.3})  # type: ignore[dict-item]
+    used: dict[int, list[int]] = {}
+    with InProcessGrid(app(), NODES, seed=4, fault=faults) as inner:
+        nodes = {node: i for i, node in enumerate(sorted(inner.get_node_ids(), key=lambda n: _partition(inner, n)))}
+        found = to_arrays(fit(strategy, MeteredGrid(inner), start(), 16).arrays)
+    for number, report in strategy.reports.items():
+        used[number] = sorted(nodes[node] for node in report.weights)
+    if kind != "duplicate":
+        assert any(len(who) < NODES for who in used.values())
+    expected = by_hand(16, 4, 0.5, lambda r: used[r] or [0])
+    if all(used.values()):
+        np.testing.assert_array_equal(found["w"], expected["w"])
+
+
+def _partition(grid: InProcessGrid, node: int) -> int:
+    return int(grid.context(node).node_config["partition-id"])
+
+
+def test_a_slope_that_is_no_number_is_left_out() -> None:
+    """It overflows along b₀: b₀ stays where it is, all else moves as ever, and the report counts it."""
+    strategy = made(scope="layer")
+    found, _ = run(strategy, app(broken=True), rounds=1)
+    assert strategy.reports[1].section(Slopes).left_out == NODES
+    assert found["b"][0] == 0.0
+    assert (found["b"][1:] > 0).all()
+    # One direction for all has no slope without it.
+    with pytest.raises(NoUsableReply):
+        run(made(), app(broken=True), rounds=1)
+
+
+def test_slopes_are_cut() -> None:
+    strategy = made(scope="layer", clip=0.25)
+    found, _ = run(strategy, rounds=1)
+    step = 0.5 * step_scale(P, 16 * NODES)
+    assert strategy.reports[1].section(Slopes).cut > 3 * NODES
+    np.testing.assert_allclose(found["b"], np.full(4, 0.25 * step), rtol=1e-5)
+
+
+def test_differences_do_without_derivatives() -> None:
+    exact, _ = run(made(), rounds=3)
+    near, _ = run(made(), app(oracle="differences"), rounds=3)
+    length = np.linalg.norm(exact["w"])
+    assert 0.0 < np.linalg.norm(near["w"] - exact["w"]) < 0.05 * length
+
+
+def test_apps_without_the_half_are_refused_and_named(caplog: Any) -> None:
+    """They would train and project what they learnt: an update of another kind, with another step."""
+    plain = ClientApp()
+
+    @plain.train()
+    def train(msg: Message, context: Context) -> Message:
+        (name,) = msg.content.array_records
+        arrays = {n: a.numpy() + 1.0 for n, a in msg.content.array_records[name].items()}
+        msg.content[name] = to_record(arrays)
+        msg.content["metrics"] = MetricRecord({"num-examples": 1})
+        return Message(msg.content, reply_to=msg)
+
+    other = client(plain, compression())
+    strategy = made()
+    with pytest.raises(NoUsableReply):
+        run(strategy, other, rounds=1)
+    assert len(strategy.reports[1].section(Slopes).unmeasured) == NODES
+    assert all("lacks forward_gradients()" in reason for reason in strategy.reports[1].refused.values())
+
+
+def test_other_messages_pass_through_the_half() -> None:
+    seen = []
+    plain = ClientApp()
+
+    @plain.train()
+    def train(msg: Message, context: Context) -> Message:
+        seen.append(sorted(msg.content))
+        msg.content["metrics"] = MetricRecord({"num-examples": 1})
+        return Message(msg.content, reply_to=msg)
+
+    made_app = client(plain, compression(), forward_gradients(point))
+    found, _ = run(Compressed(fedavg(fraction_evaluate=0.0), TopK(0.1)), made_app, 1)
+    assert len(seen) == NODES
+    assert not found["w"].any()
+
+
+def test_what_the_half_refuses() -> None:
+    """A damaged order, one without directions to measure along, and tensors that nobody trains."""
+    half = forward_gradients(point)
+    asked = Compressed(fedavg(fraction_evaluate=0.0), TopK(0.1))
+
+    def with_order(content: Any, order: ConfigRecord) -> Any:
+        content[Measure.KEY] = order
+        return content
+
+    replies: list[str] = []
+    for order, match in (
+        (ConfigRecord({"round": 1, "step": -1.0}), "is damaged"),
+        (ConfigRecord({"round": 1, "step": 0.1}), "has none"),
+    ):
+
+        def mod(msg: Message, context: Context, call_next: Any, order: ConfigRecord = order) -> Message:
+            with_order(msg.content, order)
+            return call_next(msg, context)
+
+        from fedcomp.clients.half import ClientHalf
+
+        made_app = client(ClientApp(), half, ClientHalf("order", mod, outside=("forward_gradients",)))
+        with pytest.raises(NoUsableReply) as caught:
+            run(asked, made_app, rounds=1)
+        replies.append(str(caught.value))
+        assert any(match in reason for reason in asked.reports[1].refused.values()) or match in str(caught.value)
+
+    class Frozen(Point):
+        def __init__(self, size: int = P) -> None:
+            super().__init__(size)
+            self.b.requires_grad_(False)
+
+    def frozen(msg: Message, context: Context) -> Objective:
+        return Objective(Frozen(), lambda model: model()[0].sum(), 1)
+
+    with pytest.raises(NoUsableReply):
+        run(made(), client(ClientApp(), forward_gradients(frozen)), rounds=1)
+
+
+def test_what_the_strategy_refuses() -> None:
+    with pytest.raises(ConfigError, match="slopes are neither"):
+        made(DpFedAvg(fedavg(fraction_evaluate=0.0), clip=1.0, noise_multiplier=1.0, delta=1e-5, population=NODES))
+    with pytest.raises(ConfigError, match=r"the server draws 2\.9e\+04 signs a round.*over most_signs=1e\+03"):
+        run(made(most_signs=1000), rounds=1)
+    for options in ({"lr": 0.0}, {"lr_scale": -1.0}, {"clip": -1.0}, {"clip": float("inf")}, {"directions": 0}):
+        with pytest.raises(ConfigError):
+            made(**options)
+    with pytest.raises(ConfigError, match="compresses already"):
+        ForwardGradients(Compressed(fedavg(), TopK(0.1)))
+
+
+def test_the_log_says_beforehand_what_a_round_costs(caplog: Any) -> None:
+    with caplog.at_level("INFO", "flwr.fedcomp"):
+        run(made(), rounds=2)
+    assert caplog.text.count("3 clients evaluate 16 directions of 604 parameters each; the server draws 2.9e+04") == 1
+    assert "64 bytes of numbers up, 2416 of model" in caplog.text
+
+
+def test_conditional_rounds_around_it_are_refused_or_work() -> None:
+    """A strategy of the pair: what stands around pairs stands around it."""
+    strategy = Conditional(made(), max_skip=0)
+    found, _ = run(strategy, rounds=2)
+    np.testing.assert_array_equal(found["w"], run(made(), rounds=2)[0]["w"])
+
+
+def test_a_checkpoint_goes_on_bit_for_bit(tmp_path: Any) -> None:
+    whole, _ = run(made(), rounds=6)
+    path = tmp_path / "run.ckpt"
+    with InProcessGrid(app(), NODES, seed=4) as grid:
+        strategy = made()
+        result = fit(strategy, grid, start(), 3)
+        checkpoint.save(path, server_round=3, arrays=result.arrays, strategy=strategy, grid=grid)
+    with InProcessGrid(app(), NODES, seed=4) as grid:
+        strategy, saved = made(), checkpoint.load(path)
+        saved.apply(strategy, grid)
+        found = to_arrays(fit(strategy, grid, saved.arrays, 6, start_round=4).arrays)
+    np.testing.assert_array_equal(found["w"], whole["w"])
