@@ -1,0 +1,114 @@
+"""Gradients from perturbed activities: unbiased, with the variance of the formula, also between local losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedcomp.errors import ConfigError
+from fedcomp.forward.activity import activity_gradients
+from fedcomp.rng import Key
+
+KEY = Key(3, "activities")
+X = torch.randn(24, 6, generator=torch.Generator().manual_seed(1))
+Y = torch.randint(0, 3, (24,), generator=torch.Generator().manual_seed(2))
+
+
+def seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    module, generator = make(), torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.copy_(0.5 * torch.randn(p.shape, generator=generator))
+    return module
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))
+
+
+class Greedy(nn.Module):
+    """Two blocks with heads of their own; nothing comes back from the second to the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(6, 10), nn.Linear(10, 8)])
+        self.heads = nn.ModuleList([nn.Linear(10, 3), nn.Linear(8, 3)])
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        out = []
+        for block, head in zip(self.blocks, self.heads, strict=True):
+            x = torch.tanh(block(x.detach()))
+            out.append(head(x))
+        return out
+
+
+def losses(model: nn.Module) -> Tensor:
+    return nn.functional.cross_entropy(model(X), Y, reduction="none")
+
+
+def local_losses(model: nn.Module) -> Tensor:
+    return torch.stack([nn.functional.cross_entropy(found, Y, reduction="none") for found in model(X)]).sum(0)
+
+
+def exact(module: nn.Module, of: Callable[[nn.Module], Tensor]) -> dict[str, np.ndarray]:
+    names, parameters = zip(*module.named_parameters(), strict=True)
+    return dict(zip(names, (g.numpy() for g in torch.autograd.grad(of(module).mean(), parameters)), strict=True))
+
+
+@pytest.mark.parametrize(("make", "of"), [(mlp, losses), (Greedy, local_losses)])
+def test_the_mean_of_many_estimates_is_the_gradient(
+    make: Callable[[], nn.Module], of: Callable[[nn.Module], Tensor]
+) -> None:
+    """Of every parameter within 4 standard errors in length; with local losses that of the block's own loss."""
+    module = seeded(make)
+    wanted = exact(module, of)
+    found = [activity_gradients(module, of, KEY.at(round=r)).gradients() for r in range(400)]
+    assert found[0].keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        draws = np.stack([one[name] for one in found]).astype(np.float64)
+        assert draws.shape[1:] == gradient.shape
+        error = draws.std(axis=0) / 20
+        assert (np.abs(draws.mean(axis=0) - gradient) <= 4.5 * error + 1e-6).all(), name
+    loss = activity_gradients(module, of, KEY).loss
+    assert loss == pytest.approx(float(of(module).mean().detach()), rel=1e-6)
+
+
+def test_the_variance_is_the_formulas_and_far_below_that_of_weights() -> None:
+    """Σ |a_i|² (h - 1) |δ_i|² over the squared number of examples, within 10 %; more passes, less of it."""
+    module = seeded(mlp)
+    hidden = torch.tanh(module[0](X)).detach()  # type: ignore[index]
+    outputs = module[2](hidden).detach().requires_grad_(True)  # type: ignore[index]
+    (delta,) = torch.autograd.grad(nn.functional.cross_entropy(outputs, Y, reduction="sum"), outputs)
+    formula = float((hidden.square().sum(1) * 2 * delta.square().sum(1)).sum()) / len(X) ** 2
+    gradient = exact(module, losses)["2.weight"]
+    spread = {}
+    for count in (1, 4):
+        draws = [
+            activity_gradients(module, losses, KEY.at(round=r), count=count).gradients()["2.weight"] for r in range(600)
+        ]
+        spread[count] = np.mean([np.square(d - gradient).sum() for d in draws])
+    assert spread[1] == pytest.approx(formula, rel=0.1)
+    assert spread[4] == pytest.approx(formula / 4, rel=0.1)
+    weights = (gradient.size - 1) * float(np.square(gradient).sum())
+    assert weights > 20 * spread[1]
+
+
+def test_what_is_refused() -> None:
+    for module, of, match in (
+        (nn.Sequential(nn.Conv1d(1, 2, 3)), losses, "not those of linear layers"),
+        (mlp(), lambda model: losses(model).mean(), "one for each example"),
+        (mlp(), lambda model: losses(model) + losses(model), "called twice"),
+        (mlp(), lambda model: model(X.expand(2, 24, 6)).sum((0, 2)), "called twice"),
+        (mlp(), lambda model: losses(model)[:5], "not called once"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            activity_gradients(module, of, KEY)
+    # No hook is left behind by what failed.
+    module = seeded(mlp)
+    with pytest.raises(ConfigError):
+        activity_gradients(module, lambda model: losses(model).mean(), KEY)
+    assert not module[0]._forward_hooks  # type: ignore[index, union-attr]
