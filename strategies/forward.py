@@ -4,7 +4,7 @@ m numbers come up from each client whatever the size of the model, and what goes
 is variance: the estimate's squared error is (p - 1) / (m C) times the gradient's squared length, for p parameters and
 C clients with directions of their own, and the step has to be smaller by as much.
 
-Weight directions: BAFFLE (arXiv:2302.01195), Spry (NeurIPS 2024), FedKSeed (arXiv:2312.06353), of which abstracts and
+Weight directions: BAFFLE (arXiv:2301.12195), Spry (NeurIPS 2024), FedKSeed (arXiv:2312.06353), of which abstracts and
 code were read; the replay, the step and the clip as they are here are derived. Ren, Kornblith, Liao, Hinton ("Scaling
 forward gradient with local losses", ICLR 2023; abstract and configuration read) perturb activities, not weights:
 that estimate takes the inputs of each layer, which no server has (:mod:`fedcomp.forward.activity`).
@@ -258,8 +258,7 @@ _OWN: Final = ("directions", "lr_scale", "scope", "shared", "clip", "replay")
 SYSTEM: Final = System(
     "forward",
     "Forward gradients",
-    "Feng, Pang, Du et al. 2023, Does federated learning really need backpropagation? (BAFFLE); with the replay of "
-    "FedKSeed (Qin et al. 2023), both as derived here",
+    "BAFFLE (arXiv:2301.12195), and for what goes down FedKSeed (arXiv:2312.06353): abstracts; both as derived here",
     "how far the loss changes along a few random directions, of a batch, without back-propagation",
     _build,
     {**settings_of(ForwardGradients, *_OWN)},

@@ -180,6 +180,15 @@ SYSTEMS: Final = (
         defaults={"feedback": False, **codec_settings("eden", "bits")},
     ),
     _pair(
+        "projection",
+        "Random projections",
+        "FedMPDD (arXiv:2512.20814, abstract): several projections of a gradient; the codec is derived here",
+        "products of the update with a few random directions of signs of each client's own, and nothing remembered "
+        "unless asked for",
+        codec="projection",
+        defaults={"feedback": False, **codec_settings("projection", "directions", "scale")},
+    ),
+    _pair(
         "fft",
         "FFT sparsification",
         "Wang et al. 2020, FFT-based gradient sparsification for the distributed training of deep neural networks",

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -116,14 +115,25 @@ def _forward(
 
     value = float(loss(held, buffers))
     out: list[float] = []
-    rest = iter(tangents)
-    while ready := [_tensors(tangent, held) for tangent in islice(rest, at_once)]:
+    for ready in _together((_tensors(tangent, held) for tangent in tangents), at_once):
         stacked = {name: torch.stack([tangent[name] for tangent in ready]) for name in ready[0]}
         # Of each direction's own: what is written into one buffer for all of them has no place.
         copies = {name: torch.stack([b] * len(ready)) for name, b in buffers.items()}
         # What is drawn at random is the same in all of them.
         out += vmap(slope, randomness="same")(stacked, copies).tolist()
     return value, out
+
+
+def _together(tangents: Iterable[dict[str, Tensor]], at_once: int) -> Iterator[list[dict[str, Tensor]]]:
+    """Yield the directions in their order, as many as are evaluated at once; all of these move the same parameters."""
+    held: list[dict[str, Tensor]] = []
+    for tangent in tangents:
+        if held and (len(held) == at_once or held[0].keys() != tangent.keys()):
+            yield held
+            held = []
+        held.append(tangent)
+    if held:
+        yield held
 
 
 def _differences(

@@ -123,10 +123,11 @@ def by_hand(rounds: int, directions: int, lr: float, who: Any = lambda r: range(
     return layout.unflatten(vector, {})
 
 
+@pytest.mark.parametrize("at_once", [1, 5, 64])
 @pytest.mark.parametrize("scope", ["global", "layer"])
-def test_the_server_makes_what_the_clients_would_have_made(scope: str) -> None:
-    """2.6: bit for bit. Nobody trains, and the loss falls."""
-    found, _ = run(made(scope=scope), rounds=3)
+def test_the_server_makes_what_the_clients_would_have_made(scope: str, at_once: int) -> None:
+    """2.6: bit for bit, whatever is evaluated at once. Nobody trains, and the loss falls."""
+    found, _ = run(made(scope=scope), app(at_once=at_once), rounds=3)
     expected = by_hand(3, 16, 0.5, scope=scope)
     for name, array in found.items():
         np.testing.assert_array_equal(array, expected[name])

@@ -1,0 +1,315 @@
+"""Scalars in place of vectors: forward gradients beside back-propagation, top-k and EDEN at equal rounds and bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+from fedcomp.experiments.catalog.quickstart import points
+from fedcomp.experiments.experiment import Config, Experiment, Option, no_rows
+from fedcomp.experiments.findings import Findings, Say, mean, spread
+from fedcomp.experiments.kit import (
+    Records,
+    Sweep,
+    claim,
+    curves,
+    learning_line,
+    numbers,
+    over_seeds,
+    repetitions,
+    table,
+    workers,
+)
+from fedcomp.experiments.spec import RunResult, RunSpec
+
+TASK: Final = "digits"
+BACKPROP: Final = "back-propagation"
+OURS: Final = "32 directions"
+FEW: Final = "8 directions"
+SHARED: Final = "8 directions, the same for all"
+TENSORS: Final = "8 directions of each tensor"
+SPARSE: Final = "top-k 1 %"
+BOTH: Final = "top-k 1 %, both ways"
+BITS: Final = "EDEN, 1 bit"
+PROJECTED: Final = "32 projections of a gradient"
+PASS: Final = "top-k 1 %, a pass of each client"
+
+STEP: Final = {"max_steps": 1}
+"""Settings of a client that sends one gradient, of one batch."""
+
+ROWS: Final[Mapping[str, tuple[str, dict[str, Any]]]] = {
+    BACKPROP: ("fedavg", STEP),
+    OURS: ("forward", {"directions": 32}),
+    FEW: ("forward", {"directions": 8}),
+    SHARED: ("forward", {"directions": 8, "shared": True}),
+    TENSORS: ("forward", {"directions": 8, "scope": "layer"}),
+    "1 direction": ("forward", {"directions": 1}),
+    PROJECTED: ("projection", {**STEP, "codec.directions": 32}),
+    SPARSE: ("topk", {**STEP, "codec.density": 0.01}),
+    BOTH: ("topk", {**STEP, "codec.density": 0.01, "downlink": "topk", "downlink.density": 0.04}),
+    BITS: ("eden", {**STEP, "codec.bits": 1}),
+    # What a sceptic would name: clients that train between two messages.
+    PASS: ("topk", {"epochs": 1, "codec.density": 0.01}),
+}
+"""System and settings by label, in order."""
+
+RIVALS: Final = (PROJECTED, SPARSE, BOTH, BITS, PASS)
+
+MATCHES: Final = "activities"
+LOCAL: Final = "local losses, activities"
+EXACT: Final = "back-propagation"
+WEIGHTS: Final = "weights, one direction for all"
+
+OPTIONS = {
+    "seeds": Option(2, "trainings per row, with the seeds from --seed on", least=1, most=100),
+    "workers": workers(2),
+    "task.hidden": Option("32", "widths of the model's hidden layers"),
+    "task.partition": Option("iid", "how examples are spread: iid, dirichlet:ALPHA, shards:COUNT"),
+    "batch_size": Option(64, "examples of a step", least=1),
+    "steps": Option(
+        "0.1,0.3,1,3",
+        "step sizes; each row takes the one that does best on a validation split, of exact gradients",
+        check=lambda text: numbers(text, each=Option(0.3, "a step size", above=0.0)),
+    ),
+    "mnist_steps": Option(600, "steps of each estimate on MNIST", least=1),
+    "mnist_hidden": Option(64, "width of both hidden layers there", least=1),
+}
+
+_SHARED = ("task.", "batch_size")
+
+
+def spec_of(label: str, lr: float, seed: int, config: Config, *, tuning: bool = False) -> RunSpec:
+    """Return the run of a row; a third of it, on the validation split, if ``tuning``."""
+    system, settings = ROWS[label]
+    own: dict[str, Any] = {"lr": lr, "evaluate_every": 1, "task.validation": tuning}
+    made = config.spec(system, label, TASK, take=_SHARED, **{**settings, **own})
+    return replace(made, seed=seed, rounds=max(1, config.rounds // 3) if tuning else config.rounds)
+
+
+def train(label: str, lr: float, seed: int, *, config: Config, tuning: bool = False) -> dict[str, Any]:
+    """Train a row through Flower's messages."""
+    from fedcomp.experiments.engines import inprocess
+    from fedcomp.flower.logs import quiet
+
+    with quiet():
+        result = inprocess.run(spec_of(label, lr, seed, config, tuning=tuning))
+    settled = points(result)
+    return {
+        "settled": settled if settled == settled else 0.0,
+        "points": learning_line(result),
+        "both": learning_line(result, down=True),
+        "up": result.uplink_payload_bytes,
+        "down": result.downlink_payload_bytes,
+    }
+
+
+def estimate(row: str, lr: float, seed: int, *, steps: int, tuning: bool, width: int) -> dict[str, Any]:
+    """Train on MNIST by an estimate of the gradient."""
+    from fedcomp.experiments.measuring import run
+    from fedcomp.tasks.base import single_thread
+
+    with single_thread():
+        return run(row, lr, seed, steps=steps, tuning=tuning, widths=(width, width))
+
+
+def reached(line: list[list[float]], bytes_: float) -> float:
+    """Return the accuracy of the last round within a budget of bytes, the mean of up to five before it."""
+    within = [accuracy for _, accuracy, sent in line if sent <= bytes_]
+    return mean(within[-5:]) if within else 0.0
+
+
+def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findings:
+    """Choose every row's step size on a validation split, train it with several seeds, and compare."""
+    processes, seeds = int(config.settings["workers"]), repetitions(config)
+    grid = numbers(str(config.settings["steps"]), each=Option(0.3, "a step size", above=0.0))
+    tuned = Sweep(
+        train,
+        {"label": list(ROWS), "lr": list(grid), "seed": [config.seed + 2**32]},
+        "tuning",
+        {"config": config, "tuning": True},
+    )(say, processes)
+    best = {label: max(group, key=lambda r: r.settled).lr for label, group in tuned.groups("label").items()}
+    cells = [{"label": label, "lr": best[label], "seed": seed} for label in ROWS for seed in seeds]
+    groups = Sweep(train, cells, shared={"config": config})(say, processes).groups("label")
+    images, model = _mnist(config, say, processes)
+
+    def settled(label: str) -> float:
+        return mean(groups[label].each("settled"))
+
+    def bytes_of(label: str, *fields: str) -> float:
+        return sum(mean(groups[label].each(field)) for field in fields)
+
+    budget, total = bytes_of(OURS, "up"), bytes_of(OURS, "up", "down")
+
+    def at_equal(label: str, points: str, most: float) -> float:
+        return mean([reached(run[points], most) for run in groups[label]])
+
+    ahead = at_equal(OURS, "points", budget) - max(at_equal(label, "points", budget) for label in RIVALS)
+    ahead_both = at_equal(OURS, "both", total) - max(at_equal(label, "both", total) for label in RIVALS)
+    absent = "" if "'served': 'mnist'" in model["record"] else "set FEDCOMP_DATA to a folder with MNIST's files"
+    exchanged = config.clients * config.rounds
+    columns: dict[str, Any] = {
+        "row": lambda label: label,
+        "step size": lambda label: best[label],
+        "test, %": lambda label: round(settled(label), 1),
+        "±": lambda label: round(spread(groups[label].each("settled")), 1),
+        "uplink, bytes": lambda label: round(bytes_of(label, "up") / exchanged),
+        "downlink, bytes": lambda label: round(bytes_of(label, "down") / exchanged),
+        "times fewer up": lambda label: round(bytes_of(BACKPROP, "up") / bytes_of(label, "up"), 1),
+        "both ways": lambda label: round(bytes_of(BACKPROP, "up", "down") / bytes_of(label, "up", "down"), 1),
+        f"test, % at {budget / 1e3:.0f} KB up": lambda label: round(at_equal(label, "points", budget), 1),
+        f"at {total / 1e6:.2f} MB both ways": lambda label: round(at_equal(label, "both", total), 1),
+    }
+    rows = {
+        "estimate": lambda row: row,
+        "step size": lambda row: images[row][0].lr,
+        "test, %": lambda row: round(mean(images[row].each("accuracy")), 1),
+        "±": lambda row: round(spread(images[row].each("accuracy")), 1),
+        "parameters": lambda row: images[row][0].parameters,
+    }
+
+    def behind(row: str) -> float:
+        return mean(images[EXACT].each("accuracy")) - mean(images[row].each("accuracy"))
+
+    return Findings(
+        tables=[
+            table(
+                "Directions, bytes and accuracy",
+                columns,
+                ROWS,
+                f"{config.clients} clients, {config.rounds} rounds; test accuracy is the mean of the last 5 of them "
+                "and over seeds, ± half the range over seeds. Every row takes the step size of the grid that did best "
+                "on a validation split; forward gradients scale it by themselves. Bytes of payload are per client and "
+                "round. The last two columns are accuracies when a row has sent as many bytes as 32 directions do in "
+                "all rounds; a row that has not sent as many by the end is taken at its end.",
+            ),
+            table(
+                "Estimates of the gradient on MNIST",
+                rows,
+                images,
+                f"{config.settings['mnist_steps']} steps of 128 images, one model, no messages; every estimate takes "
+                "about 18 forward passes a step, and a step size chosen in the same way. Perturbed activities and "
+                "local losses are options of a client's own training: their estimate cannot be made of scalars on a "
+                "server." + (f" Not MNIST: {absent}." if absent else ""),
+            ),
+        ],
+        figures=[
+            curves(
+                "Test accuracy against uplink bytes",
+                [groups[label] for label in ROWS],
+                lambda group: over_seeds(group, 2),
+                lambda group: over_seeds(group, 1),
+                lambda group: group[0].label,
+                x_label="uplink payload so far, all clients",
+                y_label="test accuracy, %",
+                log_x=True,
+                x_bytes=True,
+            )
+        ],
+        claims=[
+            claim(
+                f"{OURS}: points of accuracy lost against back-propagation in as many rounds",
+                settled(BACKPROP) - settled(OURS),
+                "<= 2.0",
+                "spec: 1.2, measured",
+            ),
+            claim(
+                f"{OURS}: times fewer uplink bytes",
+                bytes_of(BACKPROP, "up") / budget,
+                ">= 50.0",
+                "4 p bytes against 4 m, and a frame's head; spec: 75 without one",
+            ),
+            claim(
+                f"{OURS}: times fewer bytes both ways",
+                bytes_of(BACKPROP, "up", "down") / total,
+                ">= 20.0",
+                "derived: 4 m C bytes go down in place of the model",
+            ),
+            claim(
+                "points gained by directions of each client's own",
+                settled(FEW) - settled(SHARED),
+                ">= 0.0",
+                "theory: variance over m C and not over m",
+            ),
+            claim(
+                "points ahead of the best rival in as many uplink bytes",
+                ahead,
+                ">= 0.0",
+                "goal: scalars against sparse or few-bit gradients",
+                gate=False,
+            ),
+            claim(
+                "points ahead of the best rival in as many bytes both ways",
+                ahead_both,
+                ">= 0.0",
+                "goal",
+                gate=False,
+            ),
+            *(
+                claim(
+                    f"MNIST: points behind back-propagation, {row}",
+                    behind(row),
+                    bound,
+                    source,
+                    gate=gate,
+                    skipped=absent,
+                )
+                for row, bound, source, gate in (
+                    (LOCAL, "<= 1.0", "goal: the abstract's forward gradients match back-propagation on MNIST", False),
+                    (MATCHES, "<= 10.0", "measured here before", True),
+                    (WEIGHTS, "<= 1.0", "goal: the same, of weights", False),
+                )
+            ),
+        ],
+        answer=f"{OURS} of each client: {bytes_of(BACKPROP, 'up') / budget:.0f} times fewer bytes up and "
+        f"{bytes_of(BACKPROP, 'up', 'down') / total:.0f} times fewer both ways, "
+        f"{settled(BACKPROP) - settled(OURS):.1f} points lost in as many rounds; in as many uplink bytes "
+        f"{abs(ahead):.1f} points "
+        f"{'ahead of' if ahead >= 0 else 'behind'} the best rival.",
+    )
+
+
+def _mnist(config: Config, say: Say, processes: int) -> tuple[dict[str, Records], Any]:
+    """Return the trainings by estimate, and one of them."""
+    from fedcomp.experiments.measuring import ROWS as ESTIMATES
+
+    steps, width = int(config.settings["mnist_steps"]), int(config.settings["mnist_hidden"])
+    grid = [0.05, 0.1, 0.2, 0.5, 2.0, 8.0]
+    shared = {"steps": max(1, steps // 4), "tuning": True, "width": width}
+    axes: dict[str, list[Any]] = {"row": list(ESTIMATES), "lr": grid, "seed": [config.seed + 2**32]}
+    tried = Sweep(estimate, axes, "tuning on MNIST", shared)(say, processes)
+    best = {row: max(group, key=lambda r: r.accuracy).lr for row, group in tried.groups("row").items()}
+    cells = [{"row": row, "lr": best[row], "seed": seed} for row in ESTIMATES for seed in repetitions(config)]
+    found = Sweep(estimate, cells, "MNIST", {"steps": steps, "tuning": False, "width": width})(say, processes)
+    return found.groups("row"), found[0]
+
+
+EXPERIMENT = Experiment(
+    name="forward",
+    question="What do a few directional derivatives buy in place of a gradient?",
+    # Every training has a step size of its own, which is found first.
+    rows=no_rows,
+    measure=measure,
+    options=OPTIONS,
+    rounds=300,
+    clients=4,
+    minutes=5.0,
+    quick=(
+        "rounds=3",
+        "clients=2",
+        "seeds=1",
+        "steps=0.3",
+        "task.hidden=4",
+        "mnist_steps=4",
+        "mnist_hidden=4",
+    ),
+    notes=(
+        "Digits of 8x8 pixels, spread evenly over the clients, a model of 2410 parameters; every client's message is "
+        "about one batch, or in one row about a pass over its data. Forward gradients measure how the loss of the "
+        "batch changes along random directions of signs, without back-propagation; the server makes the estimate of "
+        "these numbers and the directions, and sends the numbers of all clients down in place of the model.\n\n"
+        "Rivals back-propagate and send the same number of projections (FedMPDD), the largest hundredth of the "
+        "gradient with error feedback, with the model or with compressed steps down, or one bit per coordinate."
+    ),
+)
