@@ -68,11 +68,11 @@ OPTIONS = {
     "task.partition": Option("iid", "how examples are spread: iid, dirichlet:ALPHA, shards:COUNT"),
     "batch_size": Option(64, "examples of a step", least=1),
     "steps": Option(
-        "0.1,0.3,1,3",
+        "0.1,0.3,1,3,10,30",
         "step sizes; each row takes the one that does best on a validation split, of exact gradients",
         check=lambda text: numbers(text, each=Option(0.3, "a step size", above=0.0)),
     ),
-    "mnist_steps": Option(600, "steps of each estimate on MNIST", least=1),
+    "mnist_steps": Option(500, "steps of each estimate on MNIST", least=1),
     "mnist_hidden": Option(64, "width of both hidden layers there", least=1),
 }
 
@@ -80,11 +80,11 @@ _SHARED = ("task.", "batch_size")
 
 
 def spec_of(label: str, lr: float, seed: int, config: Config, *, tuning: bool = False) -> RunSpec:
-    """Return the run of a row; a third of it, on the validation split, if ``tuning``."""
+    """Return the run of a row; a quarter of it, on the validation split, if ``tuning``."""
     system, settings = ROWS[label]
     own: dict[str, Any] = {"lr": lr, "evaluate_every": 1, "task.validation": tuning}
     made = config.spec(system, label, TASK, take=_SHARED, **{**settings, **own})
-    return replace(made, seed=seed, rounds=max(1, config.rounds // 3) if tuning else config.rounds)
+    return replace(made, seed=seed, rounds=max(1, config.rounds // 4) if tuning else config.rounds)
 
 
 def train(label: str, lr: float, seed: int, *, config: Config, tuning: bool = False) -> dict[str, Any]:
@@ -275,7 +275,7 @@ def _mnist(config: Config, say: Say, processes: int) -> tuple[dict[str, Records]
     from fedcomp.experiments.measuring import ROWS as ESTIMATES
 
     steps, width = int(config.settings["mnist_steps"]), int(config.settings["mnist_hidden"])
-    grid = [0.05, 0.1, 0.2, 0.5, 2.0, 8.0]
+    grid = [0.03, 0.1, 0.3, 1.0, 10.0, 30.0, 100.0]
     shared = {"steps": max(1, steps // 4), "tuning": True, "width": width}
     axes: dict[str, list[Any]] = {"row": list(ESTIMATES), "lr": grid, "seed": [config.seed + 2**32]}
     tried = Sweep(estimate, axes, "tuning on MNIST", shared)(say, processes)
@@ -292,7 +292,7 @@ EXPERIMENT = Experiment(
     rows=no_rows,
     measure=measure,
     options=OPTIONS,
-    rounds=300,
+    rounds=250,
     clients=4,
     minutes=5.0,
     quick=(

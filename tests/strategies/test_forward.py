@@ -140,17 +140,17 @@ def test_the_server_makes_what_the_clients_would_have_made(scope: str, at_once: 
 def test_it_converges_where_clients_agree_and_nears_the_mean_where_they_do_not() -> None:
     """Directions of gradients that cancel leave their noise behind, and a smaller step less of it."""
     goal = target(0).numpy()
-    found, _ = run(made(directions=64, lr=1.0), app(common=True), rounds=40)
+    found, _ = run(made(directions=64, lr=1.0), app(common=True, at_once=64), rounds=40)
     assert np.square(found["w"] - goal).sum() < 1e-3 * np.square(goal).sum()
     # Without the smaller step it would not.
-    wild, _ = run(made(directions=64, lr=1.0, lr_scale=1.0), app(common=True), rounds=12)
+    wild, _ = run(made(directions=64, lr=1.0, lr_scale=1.0), app(common=True, at_once=64), rounds=12)
     assert np.square(wild["w"] - goal).sum() > np.square(goal).sum()
     mean = sum((p + 1) * target(p).numpy() for p in range(NODES)) / 6
     off = []
     for lr in (0.5, 0.05):
-        found, _ = run(made(directions=64, lr=lr), rounds=int(40 / lr**0.5))
+        found, _ = run(made(directions=64, lr=lr), app(at_once=64), rounds=int(25 / lr**0.5))
         off.append(np.square(found["w"] - mean).sum() / np.square(mean).sum())
-    assert off[1] < 0.25 * off[0]
+    assert off[1] < 0.4 * off[0]
     assert off[1] < 0.2
 
 
