@@ -10,6 +10,7 @@ from fedcomp.strategies.by_layer import LayerByLayer as LayerByLayer
 from fedcomp.strategies.buffered import Buffered as Buffered
 from fedcomp.strategies.deadlines import Deadline as Deadline
 from fedcomp.strategies.conditional import Conditional as Conditional
+from fedcomp.strategies.forward import ForwardGradients as ForwardGradients
 from fedcomp.layout import SmallDense as SmallDense
 
 # Every codec, and how they are combined.
@@ -34,6 +35,8 @@ from fedcomp.clients.half import ClientHalf as ClientHalf
 from fedcomp.clients.coded.linear import linear_device as linear_device
 from fedcomp.clients.conditional import Sensors as Sensors
 from fedcomp.clients.conditional import conditional as conditional
+from fedcomp.clients.forward import forward_gradients as forward_gradients
+from fedcomp.forward.evaluate import Objective as Objective
 from fedcomp.clients.gossip import gossip_node as gossip_node
 from fedcomp.clients.gcn import graph_owner as graph_owner
 from fedcomp.clients.private.datalens import datalens_teachers as datalens_teachers

@@ -120,8 +120,8 @@ class ForwardGradients(Compressed):
     --------
     >>> from flwr.serverapp.strategy import FedAvg
     >>> strategy = ForwardGradients(FedAvg(), directions=32, lr=0.5)
-    >>> strategy.codec
-    RandomProjection(directions=32)
+    >>> strategy.codec.directions
+    32
     """
 
     def __init__(

@@ -235,6 +235,9 @@ ELSEWHERE: Final[Mapping[str, str]] = {
     "factors": "for one batch a round, of which few outer products are all there is; the changes of whole epochs it "
     "reduces as 'low-rank' does, with more iterations",
     "modular": "the integers of fixed point, with room for sums of them on the way: the same updates in more bits",
+    "projection": "its error is that of random-k with as many values, (n - 1)/m against n/k - 1, for many times the "
+    "computing; it is for what few numbers can be measured, see the experiment 'forward'",
+    "replay": "a downlink of 'projection', whose frames it repeats",
     "bounded": "clips and rounds what a private sum adds up, see the experiment 'topagg'",
 }
 """Registered codecs without a row, and why."""

@@ -80,11 +80,11 @@ _SHARED = ("task.", "batch_size")
 
 
 def spec_of(label: str, lr: float, seed: int, config: Config, *, tuning: bool = False) -> RunSpec:
-    """Return the run of a row; a quarter of it, on the validation split, if ``tuning``."""
+    """Return the run of a row; half of it, on the validation split, if ``tuning``."""
     system, settings = ROWS[label]
     own: dict[str, Any] = {"lr": lr, "evaluate_every": 1, "task.validation": tuning}
     made = config.spec(system, label, TASK, take=_SHARED, **{**settings, **own})
-    return replace(made, seed=seed, rounds=max(1, config.rounds // 4) if tuning else config.rounds)
+    return replace(made, seed=seed, rounds=max(1, config.rounds // 2) if tuning else config.rounds)
 
 
 def train(label: str, lr: float, seed: int, *, config: Config, tuning: bool = False) -> dict[str, Any]:
@@ -292,7 +292,7 @@ EXPERIMENT = Experiment(
     rows=no_rows,
     measure=measure,
     options=OPTIONS,
-    rounds=250,
+    rounds=200,
     clients=4,
     minutes=5.0,
     quick=(
