@@ -183,10 +183,9 @@ SYSTEMS: Final = (
         "projection",
         "Random projections",
         "FedMPDD (arXiv:2512.20814, abstract): several projections of a gradient; the codec is derived here",
-        "products of the update with a few random directions of signs of each client's own, and nothing remembered "
-        "unless asked for",
+        "products of the update with a few random directions of signs of each client's own; the rest is remembered",
         codec="projection",
-        defaults={"feedback": False, **codec_settings("projection", "directions", "scale")},
+        defaults={"feedback": True, **codec_settings("projection", "directions"), "codec.scale": "least"},
     ),
     _pair(
         "fft",

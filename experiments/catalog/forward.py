@@ -45,7 +45,7 @@ ROWS: Final[Mapping[str, tuple[str, dict[str, Any]]]] = {
     SHARED: ("forward", {"directions": 8, "shared": True}),
     TENSORS: ("forward", {"directions": 8, "scope": "layer"}),
     "1 direction": ("forward", {"directions": 1}),
-    PROJECTED: ("projection", {**STEP, "codec.directions": 32}),
+    PROJECTED: ("projection", {**STEP, "feedback": False, "codec.scale": "unbiased"}),
     SPARSE: ("topk", {**STEP, "codec.density": 0.01}),
     BOTH: ("topk", {**STEP, "codec.density": 0.01, "downlink": "topk", "downlink.density": 0.04}),
     BITS: ("eden", {**STEP, "codec.bits": 1}),
@@ -292,7 +292,7 @@ EXPERIMENT = Experiment(
     rows=no_rows,
     measure=measure,
     options=OPTIONS,
-    rounds=200,
+    rounds=180,
     clients=4,
     minutes=5.0,
     quick=(

@@ -293,7 +293,7 @@ class Replay(Wrapper):
     ...     return uplink.encode(update, {}, Key(0, "uplink", 1, partition))[0]
     >>> step = codec.join([(frame(0), 0.25), (frame(1), 0.75)], layout)
     >>> len(step), codec.decode(step, layout).shape
-    (138, (64,))
+    (109, (64,))
     """
 
     codec_id: ClassVar[str] = "replay"
