@@ -33,6 +33,7 @@ CATALOG: dict[str, str] = {
         "coded_training",
         "gradient_coding",
         "sumcode",
+        "modular_sum",
         "sparse_push",
         "consensus",
         "cold",
