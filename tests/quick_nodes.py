@@ -23,4 +23,6 @@ def quicken(patch: pytest.MonkeyPatch, *modules: str) -> None:
     patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "tests" / "quick"), str(ROOT)]))
     patch.setenv(TASK_POLL, "0.2")
     if modules:
+        # numpy's BLAS would start threads, and what is forked must have none.
+        patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("WARM_APPS", ",".join(modules))

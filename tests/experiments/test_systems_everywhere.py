@@ -28,7 +28,7 @@ EARLY = ["gradient-code"]
 APART = ("identity", *EARLY, *(name for name, system in SYSTEMS.items() if system.needs))
 COMPRESSED = [name for name, system in SYSTEMS.items() if system.defaults and name not in APART and not system.private]
 PRIVATE = [name for name in NAMES if name != "datalens"]
-DEPLOYED = ["adacomp", "scalecom", "power-sgd", "gradiveq", "lgc"]
+DEPLOYED = ["adacomp", "scalecom", "power-sgd", "gradiveq", "lgc", "forward"]
 PHASES: dict[str, tuple[int, dict[str, Any]]] = {
     "gradiveq": (5, {"sampling": 3, "compression": 2, "codec.width": 64}),
     "lgc": (5, {"warmup_rounds": 1, "training_rounds": 2, "codec.raw": 0, "codec.density": 0.1}),
