@@ -143,6 +143,9 @@ EXAMPLES: dict[str, Schema] = {
     ),
     "record_dp.Account": record_dp.Account("a", 2, 9),
     "gossip.GossipSetup": gossip.GossipSetup(
+    "record_dp.DpSgdPlan/slopes": record_dp.DpSgdPlan(
+        method="forward", noise_multiplier=1.5, clip=4.0, rate=0.2, steps=1, delta=1e-5
+    ),
         {"id": "choco", "gamma": 0.5, "compressor": {"id": "topk"}}, "float64", 32, "local"
     ),
     "gossip.InstructionRecord": _INSTRUCTION,
@@ -286,6 +289,7 @@ CONFLICTS: list[Schema] = [
     coded.MixTraining(**_RELAY, **_MIX, **{**_RELAYS, "addresses": ("a",)}, index=1),
     coded.MixTraining(**{**_RELAY, "transport": "hub"}, **_MIX, **_RELAYS, index=1),
     coded.GroupTraining(**_RELAY, index=1, aggregator=0, max_payload=99, keys=b"short"),
+    record_dp.DpSgdPlan(method="forward", noise_multiplier=1.5, rate=0.2, steps=2, delta=1e-5),
     coded.GroupSum(**_RELAY, **_CODE, **_RELAYS, seal=True, index=1, members=(1, 2), sequences=(7,), spec={}),
     coded.GroupSum(**_RELAY, **_CODE, **{**_RELAYS, "keys": b"short"}, seal=True, index=1, spec={}),
     coded.Collect(**_RELAY, seal=True, index=1, sources=(0, 2), hashes=bytes(8)),

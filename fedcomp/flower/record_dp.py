@@ -1,4 +1,4 @@
-"""What the two sides of record-level privacy say to each other: how to train, and what was spent by it.
+"""What the two sides of record-level privacy say to each other: how to train or measure, and what was spent by it.
 
 A client protects its own records: it adds the noise, keeps the ledger, and refuses to go on. The server is told what
 was spent, since only whoever knows all clients can say what the run as a whole promises.
@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Final
+
+from flwr.app import ConfigRecord, RecordDict
 
 from fedcomp.errors import FedcompError
 from fedcomp.flower.schema import Bool, Int, OneOf, Options, Real, Schema, Text, TextSchema
@@ -23,7 +25,13 @@ if TYPE_CHECKING:
 RECORD_DP: Final = "record-dp"
 """Key of the training configuration (a plan), and name of the record in the reply (what was spent)."""
 
-METHODS: Final = ("dp-sgd", "topagg", "random-mask", "lsg")
+TRAININGS: Final = ("dp-sgd", "topagg", "random-mask", "lsg")
+"""Ways to train with noise."""
+
+FORWARD: Final = "forward"
+"""Noise on slopes along directions, in place of training."""
+
+METHODS: Final = (*TRAININGS, FORWARD)
 
 MAX_STEPS: Final = 1 << 40
 """Steps that a plan asks for, or a client says it took."""
@@ -42,11 +50,12 @@ class DpSgdPlan(TextSchema, key=RECORD_DP):
     method : str
         One of :data:`METHODS`.
     noise_multiplier, clip : float
-        Of every step; ``clip`` is the L2 norm of one record's gradient, and unused by votes.
+        Of every step; ``clip`` is the largest L2 norm of one record's gradient, or of its vector of slopes along all
+        directions of a round, and unused by votes.
     rate : float
         Probability with which a record is in a step's batch (Poisson). Public, and the same for all clients.
     steps : int
-        Of one training.
+        Of one training; 1 for slopes.
     delta : float
     adjacency : {"zero_out", "add_remove"}
     budget : float
@@ -88,6 +97,11 @@ class DpSgdPlan(TextSchema, key=RECORD_DP):
         text = config.get(RECORD_DP)
         return None if text is None else cls.from_text(text)
 
+    def conflict(self) -> str:
+        if self.method == FORWARD and self.steps != 1:
+            return f"steps={self.steps} of method={FORWARD!r}; slopes are those of one model: say 1, in more rounds"
+        return ""
+
     def ledger(self, records: int) -> PrivacyLedger:
         """Return an empty ledger of somebody with ``records`` records.
 
@@ -111,7 +125,7 @@ class DpSgdPlan(TextSchema, key=RECORD_DP):
         return Sampling("poisson", rate=self.rate)
 
     def mechanism(self, size: int) -> Mechanism:
-        """Return what bounds a record's contribution to a step, for a model of ``size`` coordinates."""
+        """Return what bounds a record's contribution to a step that releases ``size`` coordinates."""
         from fedcomp.privacy.mechanism import GridGaussian, Votes
 
         common: dict[str, Any] = {
@@ -125,7 +139,7 @@ class DpSgdPlan(TextSchema, key=RECORD_DP):
         return GridGaussian(clip=self.clip, size=size, **common)
 
     def event(self, size: int) -> Event:
-        """Return what one step costs, for a model of ``size`` coordinates."""
+        """Return what one step costs that releases ``size`` coordinates: the model's, or slopes."""
         return self.mechanism(size).event(rate=self.rate, size=size, label="gradient")
 
 
@@ -147,6 +161,18 @@ class Account(Schema, key=RECORD_DP):
 
     def conflict(self) -> str:
         return f"{self.now} of {self.total} steps" if self.now > self.total else ""
+
+
+def plan_in(content: RecordDict) -> DpSgdPlan | None:
+    """Return the plan in a message, None where there is none.
+
+    Raises
+    ------
+    SchemaError
+        When it cannot be read: a client that cannot tell what is asked does nothing without noise.
+    """
+    plans = [DpSgdPlan.read(r) for r in content.values() if isinstance(r, ConfigRecord) and RECORD_DP in r]
+    return plans[0] if plans else None
 
 
 def steps_in(ledger: PrivacyLedger) -> int:
