@@ -75,12 +75,14 @@ class Key:
         time."""
         return {p: int.from_bytes(self._digest_of(p)[:8], "little") for p in partitions}
 
-    def bits(self, count: int) -> NDArray[np.uint64]:
-        """Return ``count`` uniform 64-bit words, shape ``(count,)``."""
+    def bits(self, count: int, start: int = 0) -> NDArray[np.uint64]:
+        """Return ``count`` uniform 64-bit words, shape ``(count,)``: those after the first ``start`` of the stream."""
         # Philox takes a key of 128 bits.
         words = np.frombuffer(self.digest()[:16], "<u8")
         stream = np.random.Philox(key=words)
-        return np.asarray(stream.random_raw(count), np.uint64)
+        # A step of its counter is four words.
+        stream.advance(start // 4)
+        return np.asarray(stream.random_raw(start % 4 + count), np.uint64)[start % 4 :]
 
     def uniform(self, count: int) -> NDArray[np.float64]:
         """Return ``count`` doubles in [0, 1) with 53 random bits each."""
@@ -90,3 +92,24 @@ class Key:
         """Return a numpy Generator on this stream, for uses where stability between numpy versions is not needed
         (shuffling of data in an experiment; never for anything a peer must redraw)."""
         return np.random.Generator(np.random.Philox(key=np.frombuffer(self.digest()[:16], "<u8")))
+
+
+def signs_of(words: NDArray[np.uint64], count: int) -> NDArray[np.float32]:
+    """Return the lowest ``count`` bits of words as signs, -1 for a bit that is set.
+
+    Parameters
+    ----------
+    words : uint64 array, shape (..., ceil(count / 64))
+
+    Returns
+    -------
+    float32 array, shape (..., count)
+
+    Examples
+    --------
+    >>> signs_of(np.uint64([5]), 4)
+    array([-1.,  1., -1.,  1.], dtype=float32)
+    """
+    little = np.ascontiguousarray(words, "<u8").view(np.uint8)
+    negative = np.unpackbits(little, axis=-1, count=count, bitorder="little")
+    return np.float32(1.0) - np.float32(2.0) * negative.astype(np.float32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fedcomp.rng import Key
+from fedcomp.rng import Key, signs_of
 
 
 def test_same_key_same_stream() -> None:
@@ -72,3 +72,17 @@ def test_the_words_of_many_partitions_are_those_of_each() -> None:
     key = Key(7, "cohort/train", round=3, partition=9, layer=2)
     partitions = [0, 1, 9, 10_000, 2**31 - 1]
     assert key.u64_of(partitions) == {p: key.at(partition=p).u64() for p in partitions}
+
+
+@pytest.mark.parametrize("start", [0, 1, 3, 4, 7, 1000])
+def test_a_stream_goes_on_where_it_is_told_to(start: int) -> None:
+    key = Key(6, "skip")
+    np.testing.assert_array_equal(key.bits(9, start=start), key.bits(start + 9)[start:])
+
+
+def test_signs_are_the_bits_of_words() -> None:
+    words = np.array([[0, 1], [2**63, 2**64 - 1]], np.uint64)
+    signs = signs_of(words, 66)
+    assert signs.shape == (2, 66)
+    assert (signs[0] == [*[1.0] * 64, -1.0, 1.0]).all()
+    assert (signs[1] == [*[1.0] * 63, -1.0, -1.0, -1.0]).all()
