@@ -115,7 +115,9 @@ def _handle(
     msg.content = plain_content(msg.content, announcement, record)
 
     def answer() -> Message:
-        with collecting(_nothing if codec is None else codec.takes_outer) as collected:
+        # The server makes the same key to verify the frame, so it holds only what both sides know.
+        key = Key(announcement.seed, "uplink", announcement.round, partition_of(context))
+        with collecting(_nothing if codec is None else codec.takes_outer, key.u64()) as collected:
             reply = call_next(msg, context)
         if reply.has_error():
             return reply
@@ -131,8 +133,6 @@ def _handle(
             name, update, exact_arrays = learnt(
                 content, before, layout, lossless=codec.lossless, record=announcement.record
             )
-            # The server makes the same key to verify the frame, so it holds only what both sides know.
-            key = Key(announcement.seed, "uplink", announcement.round, partition_of(context))
             update = _with_outer(update, collected, before)
             for note in collected.notes:
                 log.info("round %d: %s", announcement.round, note)
@@ -166,7 +166,7 @@ def _handle(
     return discreet(msg, answer) if private else answer()
 
 
-def _nothing(count: int, rows: int, columns: int) -> bool:
+def _nothing(count: int, rows: int, columns: int, slopes: int) -> bool:
     return False
 
 

@@ -36,6 +36,7 @@ from fedcomp.clients.coded.linear import linear_device as linear_device
 from fedcomp.clients.conditional import Sensors as Sensors
 from fedcomp.clients.conditional import conditional as conditional
 from fedcomp.clients.forward import forward_gradients as forward_gradients
+from fedcomp.forward.activity import activity_gradients as activity_gradients
 from fedcomp.forward.evaluate import Objective as Objective
 from fedcomp.clients.gossip import gossip_node as gossip_node
 from fedcomp.clients.gcn import graph_owner as graph_owner

@@ -202,10 +202,11 @@ class Codec(Receiver, Configured):
         """
         raise ConfigError(f"{self!r} does not repeat frames")
 
-    def takes_outer(self, count: int, rows: int, columns: int) -> bool:
+    def takes_outer(self, count: int, rows: int, columns: int, slopes: int = 0) -> bool:
         """Whether :meth:`encode` makes use of a matrix that is known as ``count`` outer products.
 
-        What nobody takes is not captured while a client trains.
+        What nobody takes is not captured while a client trains. With ``slopes``, so many numbers and signs that both
+        ends draw make the left side of each.
         """
         return False
 

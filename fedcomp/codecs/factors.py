@@ -28,11 +28,12 @@ from fedcomp.codecs.forms import FORMS, ValueForm, rest_form
 from fedcomp.errors import ConfigError
 from fedcomp.factors.backprop import ChainLayer, explained, lefts, parse_chain
 from fedcomp.factors.outer import OuterProducts, Reduction, add_outer, inner
+from fedcomp.factors.signed import SignedRows
 from fedcomp.kernels import add_scaled, scatter_add
 from fedcomp.layout import Layout, TensorSpec, Update, Vector
 from fedcomp.logs import log
 from fedcomp.rng import Key
-from fedcomp.wire import DENSE, SPARSE, Bundle, Expected, Frame, LimitExceeded, Schema, SchemaMismatch, Tensor
+from fedcomp.wire import DENSE, SEED, SPARSE, Bundle, Expected, Frame, LimitExceeded, Schema, SchemaMismatch, Tensor
 
 MODES: Final = ("dad", "edad", "rank")
 
@@ -58,6 +59,12 @@ _ENTRY: Final = 64
 
 _CLOSE: Final = 1e-3
 """Relative difference up to which a bias changed by what its layer's factors say. Otherwise it travels."""
+
+_MOST_SIGNS: Final = 8
+"""Signs for each entry of a matrix at most: a short frame must not make its receiver draw, and hold, very many."""
+
+_LARGEST: Final = 0.5 * float(np.finfo(np.float32).max)
+"""Magnitude of sums of slopes at most: however they are rounded, they stay finite."""
 
 _BIAS = "bias"
 _WEIGHT = "weight"
@@ -234,13 +241,20 @@ class Factors(Codec):
         )
         return bound
 
-    def takes_outer(self, count: int, rows: int, columns: int) -> bool:
+    def takes_outer(self, count: int, rows: int, columns: int, slopes: int = 0) -> bool:
         """Whether they are shorter than the matrix, or thinner for the one that reduces them."""
         if self.mode == "rank":
             return count < min(rows, columns)
         # For back-propagation a layer's inputs are needed whatever they cost.
         forced = self.per_layer == "factors" or self.mode == "edad"
-        return forced or count * (rows + columns) < rows * columns + rows
+        left = slopes if self.takes_slopes(count, slopes, rows, columns) else rows
+        return forced or count * (left + columns) < rows * columns + rows
+
+    def takes_slopes(self, count: int, slopes: int, rows: int, columns: int) -> bool:
+        """Whether so many slopes may travel in place of each left side, for receivers to draw the signs."""
+        # Beside inputs, values that share a scale would leave nothing of slopes; "rank" shows nothing of examples.
+        possible = self.mode != "rank" and FORMS[self.values].alone
+        return possible and 0 < slopes < rows and count * slopes <= _MOST_SIGNS * columns
 
     def schema(self, layout: Layout) -> Schema:
         """Return every tensor whole: what no frame exceeds. :meth:`open` says which other forms there are."""
@@ -252,7 +266,8 @@ class Factors(Codec):
         """Return the length of a frame in which all is whole, and what entries of other forms may take beside it."""
         whole = [replace(expected, kinds=frozenset({DENSE})) for expected in self.schema(layout)]
         forms = [self.rest_form.form for _ in whole]
-        return wire.longest(tuple(whole), "auto", *forms) + _ENTRY * len(whole)
+        # Beside the entries a seed.
+        return wire.longest(tuple(whole), "auto", *forms) + _ENTRY * (len(whole) + 1)
 
     def tensor_names(self, layout: Layout) -> tuple[str, ...]:
         """Return the tensors' own names."""
@@ -268,7 +283,9 @@ class Factors(Codec):
             forms = sender.forms("auto") if self.per_layer == "factors" else forms
         if sum(tensor.size for tensor in forms.values()) > update.layout.size:
             forms = sender.undivided()
-        return wire.encode([forms[t.name] for t in update.layout.tensors]), state
+        drawn = any(_slopes(t, forms[t.name]) for t in update.layout.tensors)
+        fields = ((SEED, _seed(key)),) if drawn else ()
+        return wire.encode([forms[t.name] for t in update.layout.tensors], tlvs=fields), state
 
     def open(self, frame: Frame | Bundle, layout: Layout) -> Bundle:
         """Parse ``frame``, and require a form of this codec of every tensor.
@@ -298,6 +315,14 @@ class Factors(Codec):
                     f"{spec.shape} in mode {self.mode!r}"
                 )
         received.require_chain()
+        received.require_signs()
+        return bundle
+
+    def verify(self, frame: Frame | Bundle, layout: Layout, key: Key) -> Bundle:
+        """Open, and require the seed that ``key`` gives: a sender who picks its signs picks its estimate."""
+        bundle = self.open(frame, layout)
+        if bundle.tlv(SEED) not in (None, _seed(key)):
+            raise SchemaMismatch("the seed of the frame's signs is not that of this round and sender")
         return bundle
 
     def accumulate(self, frame: Frame | Bundle, weight: float, out: Update) -> None:
@@ -343,13 +368,15 @@ class Factors(Codec):
         return {change.tensor.name: change.outer for change in changes if change.outer is not None}
 
     def figures(self, frame: Frame | Bundle, layout: Layout) -> Mapping[str, float]:
-        """Return the number of outer products of each matrix, in mode "rank" its effective rank, and how many matrices
-        travelled whole."""
+        """Return the number of outer products of each matrix, in mode "rank" its effective rank, how many slopes stand
+        for a left side where they do, and how many matrices travelled whole."""
         found: dict[str, float] = {"matrices whole": 0.0}
         word = "rank" if self.mode == "rank" else "rows"
         for spec, tensor in zip(layout.tensors, self.open(frame, layout).tensors, strict=True):
             if len(tensor.shape) == 2:
                 found[f"{word} of {spec.name}"] = float(tensor.shape[0])
+                if slopes := _slopes(spec, tensor):
+                    found[f"slopes of {spec.name}"] = float(slopes)
             elif self.is_matrix(spec) and tensor.kind is DENSE:
                 found["matrices whole"] += 1.0
         return found
@@ -390,7 +417,7 @@ class _Sender:
                 outer = given[spec.name]
             else:
                 continue
-            tensor = self._thin(outer.left, outer.right)
+            tensor = self._thin(self._left(spec, outer), outer.right)
             if per_layer == "factors" or self._cost(tensor) < self._cost(forms[spec.name]) + _BYTES["float32"] * saved:
                 forms[spec.name] = tensor
                 if codec.mode != "rank" and bias is not None and self._follows(bias, outer):
@@ -450,6 +477,14 @@ class _Sender:
             return reduction.of(outer, key)
         return reduction.of_matrix(self.update.vector[spec.slice].reshape(_sides(spec)), key)
 
+    def _left(self, spec: TensorSpec, outer: OuterProducts) -> NDArray[Any]:
+        """Return what travels of the left sides: slopes alone, where the server draws the signs."""
+        signed = outer.signed
+        if signed is None or (signed.name, signed.start) != (spec.name, 0) or signed.seed != self.key.u64():
+            return outer.left
+        count, slopes = signed.slopes.shape
+        return signed.slopes if self.codec.takes_slopes(count, slopes, *_sides(spec)) else outer.left
+
     def _thin(self, left: NDArray[Any], right: NDArray[Any]) -> Tensor:
         return self._coded(np.concatenate([left, right], axis=1))
 
@@ -475,11 +510,13 @@ class _Received:
     codec: Factors
     layout: Layout
     found: Mapping[str, Tensor]
+    seed: bytes
 
     @classmethod
     def of(cls, codec: Factors, bundle: Bundle, layout: Layout) -> _Received:
         """Return the tensors of a bundle that has as many as the layout."""
-        return cls(codec, layout, dict(zip((t.name for t in layout.tensors), bundle.tensors, strict=True)))
+        names = (t.name for t in layout.tensors)
+        return cls(codec, layout, dict(zip(names, bundle.tensors, strict=True)), bundle.tlv(SEED) or b"")
 
     def fits(self, spec: TensorSpec) -> bool:
         """Whether the tensor of ``spec`` is in one of its forms."""
@@ -491,6 +528,8 @@ class _Received:
         if len(tensor.shape) == 2 and codec.is_matrix(spec):
             rows, columns = _sides(spec)
             inputs = codec.model is not None and spec.name in [layer.weight for layer in codec.layers[:-1]]
+            if codec.takes_slopes(tensor.shape[0], _slopes(spec, tensor), rows, columns):
+                return True
             return tensor.shape[1] == rows + columns or (inputs and tensor.shape[1] == columns)
         if tensor.shape == (0,) and spec.size:
             weight = self.found.get(_weight_name(spec.name))
@@ -514,6 +553,19 @@ class _Received:
         if tuple(sent) != part or len(last.shape) != 2 or len(rows) != 1:
             raise SchemaMismatch("the frame holds inputs of layers that no chain to the last one connects")
 
+    def require_signs(self) -> None:
+        """Require a seed where slopes stand for left sides, and slopes of which every sum is finite."""
+        for spec in self.layout.tensors:
+            tensor = self.found[spec.name]
+            if not (slopes := _slopes(spec, tensor)):
+                continue
+            if len(self.seed) != 8:
+                raise SchemaMismatch("the frame lacks the eight bytes of seed by which the signs of slopes were drawn")
+            # Infinities would cancel to a norm that no guard refuses.
+            given = tensor.values.decoded().reshape(tensor.shape)[:, :slopes]
+            if np.abs(given).sum(axis=1, dtype=np.float64).max(initial=0.0) > _LARGEST:
+                raise SchemaMismatch(f"{spec.name}: slopes whose sums exceed {_LARGEST:g}")
+
     def _inputs_alone(self, layer: ChainLayer) -> bool:
         tensor = self.found.get(layer.weight)
         if tensor is None or len(tensor.shape) != 2:
@@ -527,9 +579,7 @@ class _Received:
         for spec in layout.tensors:
             tensor = found[spec.name]
             if len(tensor.shape) == 2 and tensor.shape[1] != _sides(spec)[1]:
-                array = tensor.values.decoded().reshape(tensor.shape)
-                rows = _sides(spec)[0]
-                outer[spec.name] = OuterProducts(array[:, :rows], array[:, rows:])
+                outer[spec.name] = self._outer(spec, tensor)
         if chain := self.chain:
             outer |= self._propagated([*chain, self.codec.layers[-1]], outer)
         for spec in layout.tensors:
@@ -542,6 +592,13 @@ class _Received:
                 )
             else:
                 yield _Change(spec, tensor.values.decoded(), tensor.indices)
+
+    def _outer(self, spec: TensorSpec, tensor: Tensor) -> OuterProducts:
+        array, rows = tensor.values.decoded().reshape(tensor.shape), _sides(spec)[0]
+        if slopes := _slopes(spec, tensor):
+            signed = SignedRows(array[:, :slopes], int.from_bytes(self.seed, "little"), spec.name, rows)
+            return OuterProducts.of_signed(signed, array[:, slopes:])
+        return OuterProducts(array[:, :rows], array[:, rows:])
 
     def _propagated(self, layers: Sequence[ChainLayer], outer: Mapping[str, OuterProducts]) -> dict[str, OuterProducts]:
         model, found = self.codec.model, self.found
@@ -557,6 +614,19 @@ class _Received:
 def _sides(spec: TensorSpec) -> tuple[int, int]:
     """Return rows and columns of a tensor as a matrix: its first dimension, and all others."""
     return spec.shape[0], spec.size // spec.shape[0]
+
+
+def _slopes(spec: TensorSpec, tensor: Tensor) -> int:
+    """Return how many slopes stand for the left side of each outer product; 0 in every other form."""
+    if len(tensor.shape) != 2:
+        return 0
+    rows, columns = _sides(spec)
+    return found if 0 < (found := tensor.shape[1] - columns) < rows else 0
+
+
+def _seed(key: Key) -> bytes:
+    """Return the eight bytes by which a frame names its signs."""
+    return key.u64().to_bytes(8, "little")
 
 
 def _whole_rows(tensor: Tensor, columns: int) -> bool:

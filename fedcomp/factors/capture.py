@@ -243,7 +243,7 @@ def _gather(layer: _Layer, collected: Captured) -> None:
     rows = layer.parameter.shape[0]
     columns = layer.parameter.numel() // rows
     count = sum(_count(module, call) for module, call in calls)
-    if not collected.wanted(count, rows, columns):
+    if not collected.wanted(count, rows, columns, 0):
         return
     sides = [_sides(module, call) for module, call in calls]
     left, right = (np.concatenate([pair[side] for pair in sides]) for side in (0, 1))
@@ -286,7 +286,7 @@ def _rows(tensor: Tensor) -> NDArray[np.float32]:
 
 def _note_others(model: nn.Module, layers: list[_Layer], collected: Captured) -> None:
     """Note which layers with matrices train and show nothing of what comes back to them."""
-    silent = [layer.names[0] for layer in layers if not layer.calls]
+    silent = [layer.names[0] for layer in layers if not layer.calls and layer.names[0] not in collected.outer]
     fused: Sequence[str] = [name for name, module in model.named_modules() if isinstance(module, _FUSED)]
     if silent or fused:
         collected.notes.append(f"nothing was captured of {', '.join([*fused, *silent][:10])}: it travels as a gradient")

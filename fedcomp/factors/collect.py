@@ -6,6 +6,7 @@ captured leaves in no other way than through the half that asked for it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -16,8 +17,9 @@ from numpy.typing import NDArray
 
 from fedcomp.factors.outer import OuterProducts, inner
 
-Wanted = Callable[[int, int, int], bool]
-"""``wanted(count, rows, columns)``: whether so many outer products of a matrix are of use."""
+Wanted = Callable[[int, int, int, int], bool]
+"""``wanted(count, rows, columns, slopes)``: whether so many outer products of a matrix are of use; ``slopes`` is the
+number of them that stand for a left side whose signs both ends draw, 0 for other left sides."""
 
 _CLOSE: Final = 1e-4
 """Relative difference up to which what was captured is what changed."""
@@ -36,30 +38,39 @@ class Captured:
     Parameters
     ----------
     wanted : callable
+    seed : int, optional
+        Of the signs that both ends draw, where they do.
 
     Attributes
     ----------
     wanted : callable
+    seed : int, optional
     outer : dict of name to OuterProducts
         By name of the parameter.
     notes : list of str
         What was not captured, and why.
     """
 
-    def __init__(self, wanted: Wanted) -> None:
+    def __init__(self, wanted: Wanted, seed: int | None = None) -> None:
         self.wanted = wanted
+        self.seed = seed
         self.outer: dict[str, OuterProducts] = {}
         self.notes: list[str] = []
         self._too_many: set[str] = set()
+        self._rows: Counter[str] = Counter()
+
+    def more_rows(self, name: str, count: int) -> int:
+        """Return how many rows of signs were drawn for a matrix before these ``count``: no step repeats another's."""
+        self._rows[name] += count
+        return self._rows[name] - count
 
     def stack(self, name: str, outer: OuterProducts) -> None:
         """Add outer products to those of a matrix; more than are of use are none."""
         known = self.outer.get(name)
         if known is not None:
-            sides = ((known.left, outer.left), (known.right, outer.right))
-            left, right = (np.concatenate(pair) for pair in sides)
-            outer = OuterProducts(left, right, known.at_input or outer.at_input)
-        if name in self._too_many or not self.wanted(outer.count, outer.left.shape[1], outer.right.shape[1]):
+            outer = known.beside(outer)
+        slopes = 0 if outer.signed is None else outer.signed.slopes.shape[1]
+        if name in self._too_many or not self.wanted(outer.count, outer.left.shape[1], outer.right.shape[1], slopes):
             self._too_many.add(name)
             self.outer.pop(name, None)
         else:
@@ -72,7 +83,7 @@ class Captured:
     @property
     def useful(self) -> bool:
         """Whether any outer products are of use."""
-        return self.wanted(1, _LARGE, _LARGE)
+        return self.wanted(1, _LARGE, _LARGE, 0)
 
     def explaining(
         self, changes: Mapping[str, NDArray[Any]], before: Mapping[str, NDArray[Any]]
@@ -126,9 +137,9 @@ def current() -> Captured | None:
 
 
 @contextmanager
-def collecting(wanted: Wanted) -> Iterator[Captured]:
+def collecting(wanted: Wanted, seed: int | None = None) -> Iterator[Captured]:
     """Open a place for what the body captures; where ``wanted`` has no use for anything, training captures nothing."""
-    found = Captured(wanted)
+    found = Captured(wanted, seed)
     token = _current.set(found if found.useful else None)
     try:
         yield found

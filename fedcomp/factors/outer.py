@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp import params
+from fedcomp.factors.signed import SignedRows
 from fedcomp.rng import Key
 
 Rows = NDArray[np.float32]
@@ -53,11 +54,19 @@ class OuterProducts:
         Its inputs.
     at_input : bool
         Whether ``right`` holds what the model was given, rows of the data themselves.
+    signed : SignedRows, optional
+        Slopes and signs of which ``left`` is made, see :meth:`of_signed`.
     """
 
     left: Rows
     right: Rows
     at_input: bool = False
+    signed: SignedRows | None = None
+
+    @classmethod
+    def of_signed(cls, signed: SignedRows, right: Rows, at_input: bool = False) -> OuterProducts:
+        """Return the outer products whose left sides are slopes times signs."""
+        return cls(signed.matrix(), right, at_input, signed)
 
     @property
     def count(self) -> int:
@@ -72,7 +81,16 @@ class OuterProducts:
 
     def scaled(self, factor: float) -> OuterProducts:
         """Return the outer products of ``factor`` times the matrix."""
+        if self.signed is not None:
+            return self.of_signed(self.signed.scaled(factor), self.right, self.at_input)
         return OuterProducts(self.left * np.float32(factor), self.right, self.at_input)
+
+    def beside(self, other: OuterProducts) -> OuterProducts:
+        """Return the outer products of the sum of two matrices."""
+        sides = ((self.left, other.left), (self.right, other.right))
+        left, right = (np.concatenate(pair) for pair in sides)
+        signed = self.signed.followed_by(other.signed) if self.signed and other.signed else None
+        return OuterProducts(left, right, self.at_input or other.at_input, signed)
 
     def norm(self) -> float:
         """Return the Frobenius norm of the matrix, which is not formed."""

@@ -7,8 +7,9 @@ outputs (derived; 63 times less than for the weights of the spec's layer, measur
 Kornblith, Liao, Hinton, "Scaling forward gradient with local losses", ICLR 2023 (abstract and configuration read).
 
 Who has the numbers and the seed does not have the gradient: the inputs are the client's own. So this serves training on
-a client; what leaves is the update, compressed like any other, or the inputs beside the numbers, which saves half of
-what distributed auto-differentiation sends (:class:`fedcomp.codecs.Factors`, mode "dad") and shows the same.
+a client; what leaves is the update, compressed like any other, or the inputs beside the numbers: of the factors that
+distributed auto-differentiation sends (:class:`fedcomp.codecs.Factors`, mode "dad") the left ones are saved, and the
+same is shown.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.func import jvp
 
+from fedcomp import params
 from fedcomp.errors import ConfigError
+from fedcomp.factors.collect import current
 from fedcomp.factors.outer import OuterProducts
-from fedcomp.forward.directions import Directions
+from fedcomp.factors.signed import SignedRows
 from fedcomp.rng import Key
 
 
@@ -59,21 +63,27 @@ def activity_gradients(
     Local losses take no more than a module that stops gradients between its blocks, with ``Tensor.detach``, and
     ``losses`` that adds those of all blocks' heads.
 
+    On a client whose server asked for factors, estimates are captured as :func:`fedcomp.factors.capture.capture` does
+    with gradients, without a block around them: an update by plain SGD, minus one step size times the sum of all
+    estimates, may travel as inputs and slopes.
+
     Parameters
     ----------
     module : torch.nn.Module
-        All its parameters are those of linear layers, each of which is called once on a batch of vectors.
+        All its parameters are those of linear layers, each of which is called once on a batch of vectors. They have the
+        names of the arrays that the client sends.
     losses : callable
         ``losses(module) -> tensor`` of shape (examples,), one for each example of one batch.
     key : Key
-        Names the signs.
+        Names the signs; another one for every step. Where the server asked for factors it is the round's seed that
+        names them, and steps are counted: the server draws the same.
     count : int
         Passes for each layer; the estimate is their mean.
 
     Raises
     ------
     ConfigError
-        For other parameters, or a layer that is called in another way.
+        For other parameters, layers that share a weight, or a layer that is called in another way.
 
     Examples
     --------
@@ -83,42 +93,58 @@ def activity_gradients(
     >>> found.gradients()["weight"]
     array([[2., 4., 6.]], dtype=float32)
     """
-    layers = _linear_layers(module)
+    layers, count = _linear_layers(module), params.integer("count", count, low=1)
+    collected = current()
+    seed = key.u64() if collected is None or collected.seed is None else collected.seed
     with torch.no_grad():
-        seen = _Watched(layers)
+        reached: set[str] = set()
+        seen = _Watched(layers, reached)
         value = seen.run(module, losses, {})
+        lefts: dict[str, SignedRows] = {}
+        for name in layers:
+            (n, width), weight = seen.outputs[name], f"{name}.weight".lstrip(".")
+            start = 0 if collected is None else collected.more_rows(weight, n)
+            rows = lefts[name] = SignedRows(np.empty((n, count), np.float32), seed, weight, width, start)
+            for k in range(count):
+                moved = torch.from_numpy(rows.signs(k)).to(seen.inputs[name])
+                slopes = _slopes(module, losses, layers, name, moved, reached)
+                rows.slopes[:, k] = slopes.cpu().numpy() / np.float32(count * n)
         outer: dict[str, OuterProducts] = {}
         vectors: dict[str, NDArray[np.float32]] = {}
-        for place, name in enumerate(layers):
-            inputs, shape = seen.inputs[name], seen.outputs[name]
-            signs = Directions(key.at(layer=place), [shape[0] * shape[1]], count)
-            left = np.zeros(shape, np.float32)
-            for k in range(count):
-                moved = torch.from_numpy(signs.signs(0, k).reshape(shape)).to(inputs)
-                slopes = _slopes(module, losses, layers, name, moved)
-                left += (slopes[:, None] * moved).numpy() / np.float32(count * len(value))
-            prefix = f"{name}." if name else ""
-            outer[f"{prefix}weight"] = OuterProducts(left, inputs.numpy())
+        for name, rows in lefts.items():
+            # What no other layer has a part in is the data.
+            found = OuterProducts.of_signed(rows, seen.inputs[name].float().cpu().numpy(), name not in reached)
+            outer[rows.name] = found
             if layers[name].bias is not None:
-                vectors[f"{prefix}bias"] = left.sum(axis=0)
+                # As receivers add them up.
+                vectors[f"{name}.bias".lstrip(".")] = found.left.sum(axis=0, dtype=np.float64).astype(np.float32)
+            if collected is not None:
+                collected.stack(rows.name, found)
     return ActivityEstimate(float(value.mean()), outer, vectors)
 
 
 def _slopes(
-    module: nn.Module, losses: Callable[[nn.Module], Tensor], layers: Mapping[str, nn.Linear], name: str, moved: Tensor
+    module: nn.Module,
+    losses: Callable[[nn.Module], Tensor],
+    layers: Mapping[str, nn.Linear],
+    name: str,
+    moved: Tensor,
+    reached: set[str],
 ) -> Tensor:
-    """Return how far each example's loss changes when the outputs of one layer move, shape (examples,)."""
-    found: Tensor = jvp(
-        lambda shift: _Watched(layers).run(module, losses, {name: shift}), (torch.zeros_like(moved),), (moved,)
-    )[1]
-    return found
+    """Return how far each example's loss changes when the outputs of one layer move, shape (examples,).
+
+    Layers whose inputs move with them are added to ``reached``.
+    """
+    watched = _Watched(layers, reached)
+    return jvp(lambda shift: watched.run(module, losses, {name: shift}), (torch.zeros_like(moved),), (moved,))[1]
 
 
 class _Watched:
-    """One evaluation, with the layers' inputs, and their outputs moved."""
+    """One evaluation, with the layers' inputs, their outputs moved, and which inputs move with them."""
 
-    def __init__(self, layers: Mapping[str, nn.Linear]) -> None:
+    def __init__(self, layers: Mapping[str, nn.Linear], reached: set[str]) -> None:
         self.layers = layers
+        self.reached = reached
         self.inputs: dict[str, Tensor] = {}
         self.outputs: dict[str, tuple[int, int]] = {}
 
@@ -141,6 +167,8 @@ class _Watched:
             if name in self.inputs or output.ndim != 2:
                 raise ConfigError(f"layer {name!r} is called twice, or on more than one vector for each example")
             self.inputs[name], self.outputs[name] = args[0], (output.shape[0], output.shape[1])
+            if shifts and forward_ad.unpack_dual(args[0]).tangent is not None:
+                self.reached.add(name)
             return output + shifts[name] if name in shifts else None
 
         return hook
@@ -154,4 +182,6 @@ def _linear_layers(module: nn.Module) -> dict[str, nn.Linear]:
             f"{len(others)} parameter(s), first {others[0]!r}, are not those of linear layers; freeze them, or measure "
             "slopes along directions of the weights"
         )
+    if len({id(layer.weight) for layer in layers.values()}) < len(layers):
+        raise ConfigError(f"of the layers {', '.join(layers)} two share a weight, of which each estimates a part")
     return layers

@@ -46,9 +46,12 @@ from fedcomp.codecs import (
     chain,
 )
 from fedcomp.codecs.feedback import ErrorFeedback
+from fedcomp.factors.outer import OuterProducts
+from fedcomp.factors.signed import SignedRows
 from fedcomp.layout import Layout, SmallDense, Update
 from fedcomp.privacy.bounded import BoundedFixedPoint
 from fedcomp.privacy.votes import TopkSign
+from fedcomp.rng import Key
 
 # Every registered codec stands here at least once; test_codec_protocol.py checks that.
 EXAMPLES: tuple[Codec, ...] = (
@@ -199,3 +202,14 @@ def _heavy_tailed(size: int, seed: int, scale: float) -> np.ndarray:
 def update(layout: Layout, seed: int = 0, scale: float = 1.0) -> Update:
     """A heavy-tailed update for ``layout``."""
     return Update(_heavy_tailed(layout.size, seed, scale).copy(), layout)
+
+
+def measured(layout: Layout, key: Key) -> Update:
+    """An update whose matrices are slopes times signs of ``key``, beside inputs; the rest is heavy-tailed."""
+    vector, outer = update(layout).vector, {}
+    for t in layout.compressed:
+        rows, columns = t.shape
+        slopes, inputs = (_heavy_tailed(6 * n, n, 1.0).reshape(6, n) for n in (2, columns))
+        outer[t.name] = OuterProducts.of_signed(SignedRows(slopes, key.u64(), t.name, rows), inputs)
+        vector[t.slice] = outer[t.name].matrix().reshape(-1)
+    return Update(vector, layout, outer)

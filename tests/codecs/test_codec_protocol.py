@@ -8,12 +8,12 @@ from functools import partial
 
 import numpy as np
 import pytest
-from codec_examples import EXAMPLES, LAYOUTS, update
+from codec_examples import EXAMPLES, LAYOUTS, measured, update
 from naive_frames import inmost
 
 import fedcomp.codecs
 from fedcomp import wire
-from fedcomp.codecs import Clip, Codec, ModularSum, PositionalCodec, TopK, chain, get_codec, known
+from fedcomp.codecs import Clip, Codec, Factors, ModularSum, PositionalCodec, TopK, chain, get_codec, known
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.errors import LayoutError, NonFiniteUpdate
 from fedcomp.layout import Layout, Update
@@ -163,7 +163,21 @@ def _refused(codec: Codec, frame: bytes, layout: Layout) -> bool:
 def test_sealed_mutants_are_refused_or_added_whole(codec: Codec) -> None:
     """Anyone can compute a checksum: flipped bits of header and sections, the last tensor's too, sealed again."""
     layout = LAYOUTS["model"]
-    frame, _ = codec.encode(update(layout), codec.init(layout), KEY)
+    assert _refused_mutants(codec, codec.encode(update(layout), codec.init(layout), KEY)[0], layout) >= 40
+
+
+def test_sealed_mutants_of_slopes_and_inputs_are_refused_or_added_whole() -> None:
+    """Factors of an update that is known as slopes times signs: their frames have another form, and a seed."""
+    codec, layout = Factors(mode="dad", i_know_inputs_are_visible=True), LAYOUTS["model"]
+    given = measured(layout, KEY)
+    frame, _ = codec.encode(given, codec.init(layout), KEY)
+    assert wire.decode(frame).tlv(wire.SEED) == KEY.u64().to_bytes(8, "little")
+    np.testing.assert_array_equal(codec.decode(frame, layout), given.vector)
+    assert _refused_mutants(codec, frame, layout) >= 40
+
+
+def _refused_mutants(codec: Codec, frame: bytes, layout: Layout) -> int:
+    """Return how many of a hundred are refused."""
     head = int.from_bytes(frame[12:16], "little")
     rng = np.random.default_rng(1)
     places = [
@@ -177,7 +191,7 @@ def test_sealed_mutants_are_refused_or_added_whole(codec: Codec) -> None:
         body[at] ^= 1 << int(rng.integers(8))
         with np.errstate(over="ignore"):  # a flipped exponent bit is a huge, but finite value
             refused += _refused(codec, seal(bytes(body)), layout)
-    assert refused >= 40
+    return refused
 
 
 def _tensors(frame: bytes) -> list[wire.Tensor]:

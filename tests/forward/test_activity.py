@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fedcomp.errors import ConfigError
+from fedcomp.factors.capture import capture
+from fedcomp.factors.collect import Captured, collecting
 from fedcomp.forward.activity import activity_gradients
 from fedcomp.rng import Key
 
@@ -97,7 +99,80 @@ def test_the_variance_is_the_formulas_and_far_below_that_of_weights() -> None:
     assert weights > 20 * spread[1]
 
 
+class Beside(nn.Module):
+    """The examples enter at two places, once beside what was made of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.deep, self.wide, self.out = nn.Linear(6, 4), nn.Linear(6, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.deep(x)) + self.wide(2.0 * x))
+
+
+@pytest.mark.parametrize(
+    ("make", "of", "first"),
+    [
+        (mlp, losses, {"0.weight"}),
+        (Beside, losses, {"deep.weight", "wide.weight"}),
+        # What gradients are stopped before counts as data, as where gradients are captured.
+        (Greedy, local_losses, {"blocks.0.weight", "blocks.1.weight"}),
+    ],
+)
+def test_layers_that_see_the_examples_are_known(
+    make: Callable[[], nn.Module], of: Callable[[nn.Module], Tensor], first: set[str]
+) -> None:
+    found = activity_gradients(seeded(make), of, KEY)
+    assert {name for name, outer in found.outer.items() if outer.at_input} == first
+    module = seeded(make)
+    with collecting(lambda *_: True) as captured, capture(module):
+        of(module).mean().backward()
+    assert {name for name, outer in captured.outer.items() if outer.at_input} == first
+
+
+def taken(steps: int, seed: int | None) -> tuple[nn.Module, dict[str, np.ndarray], Captured]:
+    module = seeded(mlp)
+    before = {name: p.detach().numpy().copy() for name, p in module.named_parameters()}
+    with collecting(lambda *_: True, seed) as captured, capture(module):
+        for step in range(steps):
+            found = activity_gradients(module, losses, KEY.at(round=step)).gradients()
+            with torch.no_grad():
+                for name, p in module.named_parameters():
+                    p.sub_(torch.from_numpy(found[name]), alpha=0.2)
+    return module, before, captured
+
+
+@pytest.mark.parametrize("seed", [None, 77])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_plain_steps_are_captured_and_recognised_as_a_multiple(steps: int, seed: int | None) -> None:
+    """Of any step size; and what is captured is what travels, slopes and signs to the bit."""
+    module, before, captured = taken(steps, seed)
+    changes = {name: p.detach().numpy() - before[name] for name, p in module.named_parameters()}
+    found = captured.explaining(changes, before)
+    assert found.keys() == {"0.weight", "2.weight"}
+    assert captured.notes == []
+    for name, outer in found.items():
+        assert outer.count == steps * len(X)
+        assert np.linalg.norm(outer.matrix() - changes[name]) <= 1e-4 * np.linalg.norm(changes[name])
+        # Signs of one seed go on from step to step; each of the app's own keys begins a stream of its own.
+        assert (outer.signed is not None) == (seed is not None or steps == 1)
+        if outer.signed is not None:
+            assert outer.signed.seed == (seed or KEY.at(round=0).u64())
+            assert outer.left.tobytes() == outer.signed.matrix().tobytes()
+    # Momentum is no multiple, and is said.
+    assert not captured.explaining({n: c + 0.1 * before[n] for n, c in changes.items()}, before)
+    assert "momentum" in captured.notes[0]
+
+
 def test_what_is_refused() -> None:
+    tied = mlp()
+    tied.append(nn.Linear(3, 3))
+    tied.append(nn.Linear(3, 3))
+    tied[4].weight = tied[3].weight
+    with pytest.raises(ConfigError, match="share a weight"):
+        activity_gradients(tied, losses, KEY)
+    with pytest.raises(ConfigError, match="count"):
+        activity_gradients(seeded(mlp), losses, KEY, count=0)
     for module, of, match in (
         (nn.Sequential(nn.Conv1d(1, 2, 3)), losses, "not those of linear layers"),
         (mlp(), lambda model: losses(model).mean(), "one for each example"),
