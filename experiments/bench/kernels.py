@@ -25,6 +25,7 @@ from fedcomp.codecs.orthonormal import rotate
 from fedcomp.codecs.slices import Slices
 from fedcomp.codecs.subspace import SliceBasis, Subspace
 from fedcomp.errors import why_missing
+from fedcomp.experiments.bench.directions import directions
 from fedcomp.experiments.bench.readpass import LAYERS, Times, Vector, layered, one_thread, read_pass
 from fedcomp.experiments.bench.sparsifiers import sparsifiers
 from fedcomp.experiments.bench.worst import worst
@@ -83,13 +84,14 @@ def run(*, quick: bool = False, progress: Callable[[str], None] | None = None) -
         turned = rotation(vector, repetitions, say, against_limit=not quick)
         ranked = low_rank(vector, repetitions, say, against_limit=not quick)
         waves = spectra(vector, repetitions, say, against_limit=not quick)
-        fitted = sliced(vector, repetitions, say) + latents(vector, repetitions, say)
+        fitted = {"rows": sliced(vector, repetitions, say) + latents(vector, repetitions, say), "claims": []}
+        signs = directions(vector, repetitions, say)
         more = sparsifiers(vector, repetitions, say, against_limit=not quick)
         hard = worst(vector, repetitions, say, claimed=not quick)
-    return {
-        "rows": rows + turned["rows"] + ranked["rows"] + waves["rows"] + fitted + more["rows"] + hard["rows"],
-        "claims": claims + turned["claims"] + ranked["claims"] + waves["claims"] + more["claims"] + hard["claims"],
-    }
+    for part in (turned, ranked, waves, fitted, signs, more, hard):
+        rows += part["rows"]
+        claims += part["claims"]
+    return {"rows": rows, "claims": claims}
 
 
 def rotation(

@@ -180,12 +180,10 @@ class RandomProjection(SeededCodec):
         """
         seed = self.seed_of(key)
         for stretch in self.stretches(layout):
-            for k in range(self.count(stretch)):
+            whole = self.whole(stretch)
+            for part in np.eye(stretch.size, dtype=np.float32) if whole else self.drawn(seed, stretch).each(0):
                 out = np.zeros(layout.size, np.float32)
-                if self.whole(stretch):
-                    out[stretch.start + k] = 1.0
-                else:
-                    out[stretch.slice] = self.drawn(seed, stretch).signs(0, k)
+                out[stretch.slice] = part
                 yield out
 
     def frame_of_products(self, products: NDArray[np.float64], layout: Layout, key: Key) -> Frame:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -19,18 +20,21 @@ from fedcomp import params
 from fedcomp.errors import LayoutError
 from fedcomp.kernels import add_signs, sign_products
 from fedcomp.kernels.tiers import Tier
-from fedcomp.rng import Key
+from fedcomp.rng import Key, signs_of
 
-_BLOCK = 1 << 14
-"""Words of all directions that are held at a time: the second cache's share."""
+GROUP: Final = 64
+"""Directions that share a stream, word by word: what both ends have to agree on."""
+
+_WORDS: Final = 256
+"""Words of a direction that are drawn at a time: so many elements of a sum stay in the second cache."""
 
 
 @dataclass(frozen=True)
 class Directions:
     """Directions in {-1, 1}^p, drawn from a key.
 
-    A direction's signs are the bits of its own stream, as :meth:`fedcomp.rng.Key.bits` gives them on every platform
-    and in every process: neither node ids nor any library's normal numbers are in them.
+    Signs are the bits of a stream of each block's own, as :meth:`fedcomp.rng.Key.bits` gives them on every platform and
+    in every process, one direction after the other: neither node ids nor any library's normal numbers are in them.
 
     Parameters
     ----------
@@ -77,13 +81,18 @@ class Directions:
 
     def words(self, block: int, direction: int) -> NDArray[np.uint64]:
         """Return the signs of one direction as bits, set for -1: shape (ceil(size of the block / 64),)."""
-        return self._stream(block, direction).bits(-(-self.sizes[block] // 64))
+        group, place = divmod(direction, GROUP)
+        return np.concatenate([words[:, place] for _, words in self._drawn(block, group)])
 
     def signs(self, block: int, direction: int) -> NDArray[np.float32]:
         """Return one direction, shape (size of the block,)."""
-        little = self.words(block, direction).astype("<u8").view(np.uint8)
-        negative = np.unpackbits(little, count=self.sizes[block], bitorder="little")
-        return np.float32(1.0) - np.float32(2.0) * negative.astype(np.float32)
+        return signs_of(self.words(block, direction), self.sizes[block])
+
+    def each(self, block: int) -> Iterator[NDArray[np.float32]]:
+        """Yield the directions of a block, as :meth:`signs` returns them; at the memory of 64 in bits."""
+        for group in range(len(self._groups)):
+            words = np.concatenate([words for _, words in self._drawn(block, group)])
+            yield from (signs_of(column, self.sizes[block]) for column in words.T)
 
     def project(self, vector: NDArray[np.float32], *, tier: Tier = "auto") -> NDArray[np.float64]:
         """Return the products of a vector with all directions, shape (blocks, count), float64.
@@ -99,12 +108,13 @@ class Directions:
         """
         if vector.shape != (self.size,):
             raise LayoutError(f"a vector of shape {vector.shape} has no products with directions of {self.size} signs")
-        out = np.empty((len(self.sizes), self.count))
+        out = np.zeros((len(self.sizes), self.count))
         start = 0
         for block, size in enumerate(self.sizes):
             here, start = vector[start : start + size], start + size
-            for some in self._held(np.arange(self.count), size):
-                out[block, some] = sign_products(here, self._stack(block, some), tier=tier)
+            for group, some in enumerate(self._groups):
+                for part, words in self._drawn(block, group):
+                    out[block, some] += sign_products(here[part], words, tier=tier)
         return out
 
     def combine(self, scalars: ArrayLike, *, tier: Tier = "auto") -> NDArray[np.float64]:
@@ -133,24 +143,29 @@ class Directions:
         start = 0
         for block, size in enumerate(self.sizes):
             here, start = out[start : start + size], start + size
-            known = np.flatnonzero(~np.isnan(given[block]))
-            for some in self._held(known, size):
-                add_signs(here, self._stack(block, some), given[block, some], tier=tier)
+            known = ~np.isnan(given[block])
+            for group, some in enumerate(self._groups):
+                # All of them, where nothing is missing: what is picked out is copied.
+                picked = slice(None) if known[some].all() else known[some]
+                for part, words in self._drawn(block, group):
+                    add_signs(here[part], words[:, picked], given[block, some][picked], tier=tier)
             # Divided once, at the end: a product for every sign would round every time.
-            here /= max(1, known.size)
+            here /= max(1, np.count_nonzero(known))
         return out
 
-    def _held(self, directions: NDArray[np.int64], size: int) -> Iterator[NDArray[np.int64]]:
-        """Yield directions in their order, as many at a time as may be held."""
-        step = max(1, _BLOCK * 64 // size)
-        for start in range(0, directions.size, step):
-            yield directions[start : start + step]
+    @property
+    def _groups(self) -> list[slice]:
+        return [slice(first, min(first + GROUP, self.count)) for first in range(0, self.count, GROUP)]
 
-    def _stack(self, block: int, directions: NDArray[np.int64]) -> NDArray[np.uint64]:
-        return np.stack([self.words(block, int(k)) for k in directions])
-
-    def _stream(self, block: int, direction: int) -> Key:
-        return self.key.at(purpose=f"{self.key.purpose}/{block}", layer=direction)
+    def _drawn(self, block: int, group: int) -> Iterator[tuple[slice, NDArray[np.uint64]]]:
+        """Yield the signs of a group, part by part of the block: which part, and words of shape (words, directions)."""
+        key = self.key.at(purpose=f"{self.key.purpose}/{block}", layer=group)
+        size, some = self.sizes[block], self._groups[group]
+        count, total = some.stop - some.start, -(-size // 64)
+        for first in range(0, total, _WORDS):
+            last = min(first + _WORDS, total)
+            words = key.bits((last - first) * count, first * count)
+            yield slice(first * 64, min(last * 64, size)), words.reshape(last - first, count)
 
 
 def variance(sizes: Sequence[int], lengths: ArrayLike, count: int) -> float:

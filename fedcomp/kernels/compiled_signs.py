@@ -50,13 +50,13 @@ def _sign_products(vector, words, sums):
     whole = vector.size // WIDTH
     # Block by block: 64 elements are read once for all directions.
     for block in range(whole):
-        for k in range(words.shape[0]):
-            _add_signed(sums, k * WIDTH, vector, block * WIDTH, words[k, block])
-    for k in range(words.shape[0]):
+        for k in range(words.shape[1]):
+            _add_signed(sums, k * WIDTH, vector, block * WIDTH, words[block, k])
+    for k in range(words.shape[1]):
         for i in range(whole * WIDTH, vector.size):
             lane = i - whole * WIDTH
             value = np.float64(vector[i])
-            sums[k * WIDTH + lane] += -value if words[k, whole] >> lane & 1 else value
+            sums[k * WIDTH + lane] += -value if words[whole, k] >> lane & 1 else value
 
 
 @kernel
@@ -65,10 +65,10 @@ def _add_signs(out, words, scalars):
     # Block by block: all directions are added while 64 elements stay in the first cache.
     for block in range(whole):
         for k in range(scalars.size):
-            _add_word(out, block * WIDTH, words[k, block], scalars[k])
+            _add_word(out, block * WIDTH, words[block, k], scalars[k])
     for k in range(scalars.size):
         for i in range(whole * WIDTH, out.size):
-            negative = words[k, whole] >> (i - whole * WIDTH) & 1
+            negative = words[whole, k] >> (i - whole * WIDTH) & 1
             out[i] += -scalars[k] if negative else scalars[k]
 
 
@@ -79,6 +79,6 @@ def add_signs(out: NDArray[Any], words: NDArray[Any], scalars: NDArray[Any]) -> 
 
 def sign_products(vector: NDArray[Any], words: NDArray[Any]) -> NDArray[Any]:
     """See :meth:`fedcomp.kernels.interface.Ops.sign_products`."""
-    sums = np.zeros(words.shape[0] * WIDTH)
+    sums = np.zeros(words.shape[1] * WIDTH)
     _sign_products(fixed(vector), fixed(words), sums)
     return sums.reshape(-1, WIDTH)

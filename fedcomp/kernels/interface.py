@@ -236,7 +236,7 @@ class Ops(Selection, Codes, Protocol):
     def add_signs(self, out: NDArray[np.float64], words: NDArray[np.uint64], scalars: NDArray[np.float64]) -> None:
         """Add each scalar to every element of ``out``, negated where its direction's bit is set.
 
-        Bit i % 64 of word i // 64 of a row belongs to element i. Rows are added in their order.
+        Bit i % 64 of word i // 64 of a column belongs to element i. Columns are added in their order.
         """
 
     def sign_products(self, vector: NDArray[np.float32], words: NDArray[np.uint64]) -> NDArray[np.float64]:

@@ -240,23 +240,23 @@ def add_signs(out: NDArray[np.float64], words: NDArray[np.uint64], scalars: NDAr
     """See :meth:`fedcomp.kernels.interface.Ops.add_signs`."""
     # Bits as bytes take eight times as much as the words; block by block that stays small.
     step = 1 << 10
-    for first in range(0, words.shape[1], step):
+    for first in range(0, len(words), step):
         part = out[first * 64 : (first + step) * 64]
-        for row, scalar in zip(words[:, first : first + step], scalars, strict=True):
-            little = np.ascontiguousarray(row, "<u8").view(np.uint8)
+        for column, scalar in zip(words[first : first + step].T, scalars, strict=True):
+            little = np.ascontiguousarray(column, "<u8").view(np.uint8)
             negative = np.unpackbits(little, count=part.size, bitorder="little").view(np.bool_)
             part += np.where(negative, -scalar, scalar)
 
 
 def sign_products(vector: NDArray[np.float32], words: NDArray[np.uint64]) -> NDArray[np.float64]:
     """See :meth:`fedcomp.kernels.interface.Ops.sign_products`."""
-    lanes = np.zeros((words.shape[0], 64))
+    lanes = np.zeros((words.shape[1], 64))
     step = 1 << 10
-    for first in range(0, words.shape[1], step):
+    for first in range(0, len(words), step):
         part = vector[first * 64 : (first + step) * 64].astype(np.float64)
         whole = part.size // 64
-        for row, sums in zip(words[:, first : first + step], lanes, strict=True):
-            little = np.ascontiguousarray(row, "<u8").view(np.uint8)
+        for column, sums in zip(words[first : first + step].T, lanes, strict=True):
+            little = np.ascontiguousarray(column, "<u8").view(np.uint8)
             negative = np.unpackbits(little, count=part.size, bitorder="little").view(np.bool_)
             signed = np.where(negative, -part, part)
             for block in signed[: whole * 64].reshape(whole, 64):

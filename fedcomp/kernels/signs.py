@@ -18,8 +18,9 @@ def add_signs(
     Parameters
     ----------
     out : float64 array, shape (n,), contiguous and writable
-    words : uint64 array, shape (m, ceil(n / 64))
-        Bit i % 64 of word i // 64 is set where the direction's element i is -1; the others are 1.
+    words : uint64 array, shape (ceil(n / 64), m)
+        Bit i % 64 of word i // 64 of a column is set where the direction's element i is -1; the others are 1. What is
+        read together lies together: rows of directions would be read from as many places, which share few cache lines.
     scalars : float64 array, shape (m,)
 
     Raises
@@ -30,20 +31,21 @@ def add_signs(
     Examples
     --------
     >>> out = np.zeros(3)
-    >>> add_signs(out, np.array([[0b001], [0b100]], np.uint64), np.array([1.0, 0.5]))
+    >>> add_signs(out, np.array([[0b001, 0b100]], np.uint64), np.array([1.0, 0.5]))
     >>> out
     array([-0.5,  1.5,  0.5])
     """
-    wanted = (scalars.size, -(-out.size // 64))
+    wanted = (-(-out.size // 64), scalars.size)
     kinds = (out.dtype, words.dtype, scalars.dtype)
     if kinds != (np.float64, np.uint64, np.float64) or out.ndim != 1 or scalars.ndim != 1 or words.shape != wanted:
         raise LayoutError(
             f"{out.dtype}{out.shape}, {words.dtype}{words.shape} and {scalars.dtype}{scalars.shape} do not fit: "
-            f"float64 (n,), uint64 (m, ceil(n / 64)) and float64 (m,) are needed"
+            f"float64 (n,), uint64 (ceil(n / 64), m) and float64 (m,) are needed"
         )
     if not out.flags.c_contiguous:
         raise LayoutError("out is not contiguous; what is added would be lost")
-    tiers.ops(tier, out.size).add_signs(out, np.ascontiguousarray(words), np.ascontiguousarray(scalars))
+    # Of few elements there may be many signs, and these are the work.
+    tiers.ops(tier, 64 * words.size).add_signs(out, np.ascontiguousarray(words), np.ascontiguousarray(scalars))
 
 
 def sign_products(
@@ -54,7 +56,7 @@ def sign_products(
     Parameters
     ----------
     vector : float32 array, shape (n,)
-    words : uint64 array, shape (m, ceil(n / 64))
+    words : uint64 array, shape (ceil(n / 64), m)
         As those of :func:`add_signs`.
 
     Raises
@@ -64,15 +66,15 @@ def sign_products(
 
     Examples
     --------
-    >>> sign_products(np.float32([1.0, 2.0, 4.0]), np.array([[0b001], [0b100]], np.uint64))
+    >>> sign_products(np.float32([1.0, 2.0, 4.0]), np.array([[0b001, 0b100]], np.uint64))
     array([ 5., -1.])
     """
     kinds = (vector.dtype, words.dtype)
-    if kinds != (np.float32, np.uint64) or vector.ndim != 1 or words.shape[1:] != (-(-vector.size // 64),):
+    if kinds != (np.float32, np.uint64) or vector.ndim != 1 or words.shape[:-1] != (-(-vector.size // 64),):
         raise LayoutError(
             f"{vector.dtype}{vector.shape} and {words.dtype}{words.shape} do not fit: float32 (n,) and uint64 "
-            "(m, ceil(n / 64)) are needed"
+            "(ceil(n / 64), m) are needed"
         )
     given = np.ascontiguousarray(vector), np.ascontiguousarray(words)
-    sums: NDArray[np.float64] = tiers.ops(tier, vector.size).sign_products(*given).sum(axis=1)
+    sums: NDArray[np.float64] = tiers.ops(tier, 64 * words.size).sign_products(*given).sum(axis=1)
     return sums

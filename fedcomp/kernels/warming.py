@@ -38,8 +38,8 @@ def warm() -> float | None:
     select_above(vector, 1.0, tier="numba")
     for dtype in (np.float32, np.float64):
         hadamard(vector.astype(dtype), np.zeros(4, np.uint64), tier="numba")
-    add_signs(np.zeros(256), np.zeros((1, 4), np.uint64), np.zeros(1), tier="numba")
-    sign_products(np.zeros(256, np.float32), np.zeros((1, 4), np.uint64), tier="numba")
+    add_signs(np.zeros(256), np.zeros((4, 1), np.uint64), np.zeros(1), tier="numba")
+    sign_products(np.zeros(256, np.float32), np.zeros((4, 1), np.uint64), tier="numba")
     table = np.full(2, 2048, np.uint32)
     states, words = ops.rans_encode(np.zeros(64, np.uint16), table, 2)
     slots = np.arange(4096).astype(np.uint32)

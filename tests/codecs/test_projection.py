@@ -17,7 +17,7 @@ from fedcomp.rng import Key
 from fedcomp.versions import Broadcast, advance, digest
 
 KEY = Key(5, "uplink", round=3, partition=2)
-JOINED = "abdc9a9aaaed4b58"
+JOINED = "6c2ad55c3ab76615"
 
 
 def vector(size: int, seed: int = 0) -> Vector:

@@ -73,7 +73,7 @@ def test_orthogonal_directions_in_full_number_give_the_gradient() -> None:
 
     rows = hadamard(64)
     g = gradient(64)
-    words = np.array([[sum(1 << i for i in range(64) if row[i] < 0)] for row in rows], np.uint64)
+    words = np.array([[sum(1 << i for i in range(64) if row[i] < 0) for row in rows]], np.uint64)
     out = np.zeros(64)
     add_signs(out, words, rows @ g)
     np.testing.assert_allclose(out / 64, g, rtol=1e-12)
@@ -82,7 +82,7 @@ def test_orthogonal_directions_in_full_number_give_the_gradient() -> None:
 @pytest.mark.parametrize("size", [1, 63, 64, 65, 1000, 65 * 64 + 3, 200_000])
 @pytest.mark.parametrize("count", [1, 5])
 def test_both_tiers_give_the_same_bits_as_adding_in_order(size: int, count: int) -> None:
-    words = np.stack([KEY.at(layer=k).bits(-(-size // 64)) for k in range(count)])
+    words = np.stack([KEY.at(layer=k).bits(-(-size // 64)) for k in range(count)], axis=1)
     scalars = gradient(count, 3) * 10.0 ** np.arange(count)
     start = gradient(size, 4)
     found = {}
@@ -93,7 +93,7 @@ def test_both_tiers_give_the_same_bits_as_adding_in_order(size: int, count: int)
     oracle = start.copy()
     for k in range(count):
         for i in range(min(size, 3000)):
-            oracle[i] += -scalars[k] if int(words[k, i // 64]) >> (i % 64) & 1 else scalars[k]
+            oracle[i] += -scalars[k] if int(words[i // 64, k]) >> (i % 64) & 1 else scalars[k]
     assert found["numpy"][: min(size, 3000)].tobytes() == oracle[: min(size, 3000)].tobytes()
 
 
@@ -106,14 +106,41 @@ def test_server_and_client_have_the_same_estimate_bit_for_bit(tier: Any) -> None
     assert directions.combine(scalars, tier=tier).tobytes() == again.combine(scalars.tolist()).tobytes()
 
 
-def test_held_in_parts_the_sum_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drawn_in_other_parts_all_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     from fedcomp.forward import directions as module
 
-    directions = Directions(KEY, [5000], 11)
-    scalars = gradient(11)[None]
-    whole = directions.combine(scalars)
-    monkeypatch.setattr(module, "_BLOCK", 200)
-    assert directions.combine(scalars).tobytes() == whole.tobytes()
+    directions = Directions(KEY, [5000, 70], 131)
+    scalars = np.stack([gradient(131), gradient(131, 3)])
+    scalars[0, [0, 64, 130]] = np.nan
+    vector = gradient(5070, 4).astype(np.float32)
+    found = []
+    for words in (256, 7, 1):
+        monkeypatch.setattr(module, "_WORDS", words)
+        found.append(
+            (
+                directions.combine(scalars).tobytes(),
+                directions.combine(scalars, tier="numpy").tobytes(),
+                np.stack(list(directions.each(0))).tobytes(),
+                np.stack([directions.signs(0, k) for k in range(131)]).tobytes(),
+            )
+        )
+        # Sums of parts round otherwise.
+        np.testing.assert_allclose(
+            directions.project(vector)[1], np.stack(list(directions.each(1))) @ vector[5000:].astype(float)
+        )
+    assert len(set(found)) == 1
+    assert found[0][0] == found[0][1]
+    assert found[0][2] == found[0][3]
+
+
+def test_the_stream_of_a_group_holds_its_directions_word_by_word() -> None:
+    """What both ends agree on, written down another way."""
+    directions = Directions(KEY, [200], 70)
+    for k in (0, 63, 64, 69):
+        group, place = divmod(k, 64)
+        members = min(64, 70 - 64 * group)
+        stream = KEY.at(purpose=f"{KEY.purpose}/0", layer=group).bits(4 * members)
+        assert directions.words(0, k).tolist() == [int(stream[w * members + place]) for w in range(4)]
 
 
 def test_signs_are_the_words_and_what_is_beyond_the_end_does_not_count() -> None:
