@@ -84,11 +84,11 @@ def run(*, quick: bool = False, progress: Callable[[str], None] | None = None) -
         turned = rotation(vector, repetitions, say, against_limit=not quick)
         ranked = low_rank(vector, repetitions, say, against_limit=not quick)
         waves = spectra(vector, repetitions, say, against_limit=not quick)
-        fitted = {"rows": sliced(vector, repetitions, say) + latents(vector, repetitions, say), "claims": []}
+        rows += sliced(vector, repetitions, say) + latents(vector, repetitions, say)
         signs = directions(vector, repetitions, say)
         more = sparsifiers(vector, repetitions, say, against_limit=not quick)
         hard = worst(vector, repetitions, say, claimed=not quick)
-    for part in (turned, ranked, waves, fitted, signs, more, hard):
+    for part in (turned, ranked, waves, signs, more, hard):
         rows += part["rows"]
         claims += part["claims"]
     return {"rows": rows, "claims": claims}

@@ -150,7 +150,7 @@ class Directions:
                 for part, words in self._drawn(block, group):
                     add_signs(here[part], words[:, picked], given[block, some][picked], tier=tier)
             # Divided once, at the end: a product for every sign would round every time.
-            here /= max(1, np.count_nonzero(known))
+            here /= max(1, int(known.sum()))
         return out
 
     @property
