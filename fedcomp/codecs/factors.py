@@ -170,6 +170,11 @@ class Factors(Codec):
                 f"mode={self.mode!r} with chain={list(self.chain)!r}: edad needs a chain, others have none"
             )
         _ = self.layers
+        if self.mode == "edad" and not FORMS[self.values].relative:
+            raise ConfigError(
+                f"in values={self.values!r} little would be left of what comes back to the last layer, which is much "
+                "smaller than inputs, and the server goes on from it; use bf16"
+            )
         if self.exposes and not self.i_know_inputs_are_visible:
             raise ConfigError(
                 f"mode={self.mode!r} shows the server {EXPOSED}. If all who train have agreed to that, say "
@@ -252,8 +257,8 @@ class Factors(Codec):
 
     def takes_slopes(self, count: int, slopes: int, rows: int, columns: int) -> bool:
         """Whether so many slopes may travel in place of each left side, for receivers to draw the signs."""
-        # Beside inputs, values that share a scale would leave nothing of slopes; "rank" shows nothing of examples.
-        possible = self.mode != "rank" and FORMS[self.values].alone
+        # Of slopes fp16 or a scale shared with inputs would leave nothing; "rank" shows nothing of examples.
+        possible = self.mode != "rank" and FORMS[self.values].relative
         return possible and 0 < slopes < rows and count * slopes <= _MOST_SIGNS * columns
 
     def schema(self, layout: Layout) -> Schema:
@@ -409,10 +414,11 @@ class _Sender:
             if not codec.is_matrix(spec):
                 continue
             bias = layout.by_name.get(_bias_name(spec.name))
-            saved = 0 if bias is None else bias.size
+            # What follows is a sum of left sides as they are.
+            follows = codec.mode != "rank" and FORMS[codec.values].relative
+            saved = bias.size if bias is not None and follows else 0
             if codec.mode == "rank":
                 outer = self._reduced(spec, self.key.at(layer=index))
-                saved = 0
             elif spec.name in given:
                 outer = given[spec.name]
             else:
@@ -420,7 +426,7 @@ class _Sender:
             tensor = self._thin(self._left(spec, outer), outer.right)
             if per_layer == "factors" or self._cost(tensor) < self._cost(forms[spec.name]) + _BYTES["float32"] * saved:
                 forms[spec.name] = tensor
-                if codec.mode != "rank" and bias is not None and self._follows(bias, outer):
+                if follows and bias is not None and self._follows(bias, outer):
                     forms[bias.name] = self._absent()
         if codec.model is not None:
             self._shorten_chain(codec.model, forms, per_layer)
@@ -486,6 +492,11 @@ class _Sender:
         return signed.slopes if self.codec.takes_slopes(count, slopes, *_sides(spec)) else outer.left
 
     def _thin(self, left: NDArray[Any], right: NDArray[Any]) -> Tensor:
+        if not FORMS[self.codec.values].relative:
+            # Beside inputs, which are thousands of times as large, left sides would be rounded to nothing. A power of
+            # two from one side to the other changes no bit of their product.
+            shift = np.rint(0.5 * (_exponent(right) - _exponent(left))).astype(np.int64)[:, None]
+            left, right = np.ldexp(left, shift), np.ldexp(right, -shift)
         return self._coded(np.concatenate([left, right], axis=1))
 
     def _coded(self, array: NDArray[Any]) -> Tensor:
@@ -501,6 +512,11 @@ class _Sender:
             return tensor.values.k * _BYTES[self.codec.values]
         index = _INDEX_BYTES if tensor.indices is not None else 0.0
         return tensor.values.k * (_BYTES["q8" if self.codec.values == "q8" else "float32"] + index)
+
+
+def _exponent(rows: NDArray[Any]) -> NDArray[np.float64]:
+    """Return the exponent of each row's largest magnitude, 0 of a row of zeros, shape (k,)."""
+    return np.frexp(np.abs(rows).max(axis=1, initial=0.0))[1].astype(np.float64)
 
 
 @dataclass(frozen=True, slots=True)

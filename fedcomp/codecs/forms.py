@@ -46,6 +46,8 @@ class ValueForm(ABC):
         Whether float32 values arrive bit for bit.
     alone : bool
         Whether every value is written by itself, without a scale that it shares.
+    relative : bool
+        Whether every value keeps its relative precision, however much smaller than others it is.
     """
 
     values: ClassVar[type[Values]]
@@ -53,6 +55,7 @@ class ValueForm(ABC):
     never_enlarges: bool = False
     exact: bool = False
     alone: bool = False
+    relative: bool = False
 
     @abstractmethod
     def code(self, chosen: NDArray[Any]) -> Values:
@@ -85,6 +88,7 @@ class ValueForm(ABC):
 class _Raw(ValueForm):
     values = wire.Raw
     alone = True
+    relative = True
     never_enlarges = True
     exact = True
 
@@ -114,6 +118,7 @@ class _Half(ValueForm):
 class _Brain(ValueForm):
     values = wire.Bf16
     alone = True
+    relative = True
 
     def code(self, chosen: NDArray[Any]) -> Values:
         return wire.Bf16(narrowed(chosen))
