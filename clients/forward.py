@@ -56,7 +56,7 @@ def forward_gradients(
     ----------
     objective : callable, optional
         ``objective(message, context) -> Objective`` of the message's model, on a batch of this node's examples. Without
-        it the node answers with noise alone.
+        it the node answers messages with a plan alone.
     records : callable, optional
         ``records(message, context)`` returns the message's model and this node's records, as for
         :func:`fedcomp.clients.private.dpsgd.record_dp`; for rounds of
@@ -162,7 +162,7 @@ class _Half:
     def _why_not(self, plan: DpSgdPlan | None) -> str:
         """Return why this node does not measure as it is asked to, empty when it does."""
         if plan is None:
-            return "" if self.objective else "this node sends slopes with noise alone; ask with RecordDp(...) around"
+            return "" if self.objective else "this node sends slopes with noise alone; ask with RecordDp(...) around it"
         if plan.method != FORWARD:
             return f"the plan is for a training with noise ({plan.method}), and slopes are asked for"
         return "" if self.records else "noise takes this node's records, and forward_gradients(records=...) has none"
