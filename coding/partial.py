@@ -1,25 +1,32 @@
 """The exact sum of a group's integer updates, as bytes: what an edge aggregator codes instead of its members' updates.
 
 Adding in the field of the code would give the XOR (GF(2^8) has characteristic 2), so the aggregator adds integers, and
-the sum becomes a payload like any other. Little endian: magic ``FPS1``, bytes per integer, a zero, number of members
+the sum becomes a payload like any other. Little endian: magic ``FPS2``, bits per integer, a zero, number of members
 (2 bytes), number of integers (4 bytes); per member index (4), weight, sequence, generation (8 each), length of its note
-(4) and the note; then the integers in two's complement, each in as few bytes as the largest needs.
+(4) and the note; then the integers in two's complement as a string of bits (:mod:`fedcomp.coding.bits`), each in as few
+bits as the largest needs. Of integers modulo M these are at most ceil(log2 M).
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fedcomp.coding.bits import pack, unpack, width_of
 from fedcomp.coding.errors import PacketError
 from fedcomp.errors import ConfigError
 
-MAGIC = b"FPS1"
-_HEAD = struct.Struct("<4sBxHI")
+MAGIC = b"FPS2"
+
+MAX_WEIGHT: Final = 2**40
+"""Weights at or above it are refused: 64-bit sums have room for many clients below it."""
+
+_HEAD = struct.Struct("<4sBBHI")
 _PART = struct.Struct("<IQQQI")
 
 
@@ -88,59 +95,75 @@ class PartialSum:
         Raises
         ------
         ConfigError
-            When they do not hold equally many integers, or the sum could leave 64 bits.
+            When they do not hold equally many integers, share a member, or the sum could leave 64 bits.
         """
         if other.integers.shape != self.integers.shape or self.largest + other.largest >= 1 << 63:
             raise ConfigError(
                 f"sums of {self.integers.shape} integers up to {self.largest} and {other.integers.shape} up to "
                 f"{other.largest} cannot be added in 64 bits"
             )
+        twice = {part.index for part in self.parts} & {part.index for part in other.parts}
+        if twice:
+            raise ConfigError(f"members {sorted(twice)[:5]} are in both sums; each counts once: leave one of them out")
         return PartialSum(self.integers + other.integers, (*self.parts, *other.parts))
+
+    def reduced(self, modulus: int) -> PartialSum:
+        """Return the sum with integers of [-M/2, M/2) that are equal to these modulo M; itself where M is 0."""
+        if not modulus:
+            return self
+        found = self.integers % modulus
+        found[found >= modulus - modulus // 2] -= modulus
+        return replace(self, integers=found)
 
     @property
     def largest(self) -> int:
         """The largest magnitude among the integers."""
         return _largest(self.integers)
 
+    @property
+    def member_bytes(self) -> int:
+        """How many of the bytes say who is in the sum; the others, its head and integers, are the same for any."""
+        return sum(_PART.size + len(part.note) for part in self.parts)
+
     def to_bytes(self) -> bytes:
         """Return the sum as bytes."""
-        largest = self.largest
-        # "or size == 8" is for the smallest int64, whose magnitude of 2^63 passes none of the comparisons.
-        width = next(size for size in range(1, 9) if largest < 1 << (8 * size - 1) or size == 8)
+        width = width_of(self.integers)
         parts = b"".join(
             _PART.pack(p.index, p.weight, p.sequence, p.generation, len(p.note)) + p.note for p in self.parts
         )
-        # The low bytes of two's complement are the same number in fewer bytes, its sign in the last one's top bit.
-        low = self.integers.astype("<i8").view(np.uint8).reshape(-1, 8)[:, :width]
-        return _HEAD.pack(MAGIC, width, len(self.parts), self.integers.size) + parts + low.tobytes()
+        head = _HEAD.pack(MAGIC, width, 0, len(self.parts), self.integers.size)
+        return head + parts + pack(self.integers, width)
 
     @classmethod
-    def from_bytes(cls, data: bytes, count: int, members: Collection[int]) -> PartialSum:
-        """Return what :meth:`to_bytes` wrote.
+    def from_bytes(cls, data: bytes, count: int, sequences: Mapping[int, int], levels: int) -> PartialSum:
+        """Return what :meth:`to_bytes` wrote, checked: whoever adds it to others, or uses it, need not look again.
 
         Parameters
         ----------
         data : bytes
         count : int
             How many integers the receiver expects.
-        members : collection of int
-            Who may be in the sum.
+        sequences : mapping of int to int
+            By member that may be in the sum, the number of the message that its update answers.
+        levels : int
+            The largest magnitude of a member's own integers.
 
         Raises
         ------
         PacketError
-            When the bytes are no such sum; nothing is allocated beyond them but 8 bytes for each expected integer.
+            When the bytes are no such sum, somebody is in it who should not be, or an integer is larger than it can be;
+            nothing is allocated beyond them but 8 bytes for each expected integer.
         """
         if len(data) < _HEAD.size:
             raise PacketError(f"{len(data)} bytes are no partial sum: its head alone has {_HEAD.size}")
-        magic, width, number, found = _HEAD.unpack_from(data)
-        if magic != MAGIC or not 1 <= width <= 8:
-            raise PacketError(f"no partial sum: it begins with {magic!r} and {width} bytes per integer")
+        magic, width, reserved, number, found = _HEAD.unpack_from(data)
+        if magic != MAGIC or reserved or width > 64:
+            raise PacketError(f"no partial sum: it begins with {magic!r}, {width} bits per integer and {reserved}")
         # The sender's number is only compared: what is allocated goes by the receiver's.
         if found != count:
             raise PacketError(f"a partial sum of {found} integers; this receiver expects {count}")
         place = _HEAD.size
-        parts: list[GroupPart] = []
+        parts: dict[int, GroupPart] = {}
         for _ in range(number):
             if place + _PART.size > len(data):
                 raise PacketError(f"a partial sum of {len(data)} bytes ends before its {number} members")
@@ -148,18 +171,21 @@ class PartialSum:
             place += _PART.size
             if place + length > len(data):
                 raise PacketError(f"the note of member {index} has {length} bytes, {len(data) - place} are left")
-            if index not in members or any(index == part.index for part in parts):
+            if index not in sequences or index in parts:
                 raise PacketError(f"member {index} is not of this group, or is in the sum twice")
-            parts.append(GroupPart(index, weight, sequence, generation, data[place : place + length]))
+            if sequence != sequences[index]:
+                raise PacketError(f"member {index} answers message {sequence}, not {sequences[index]}: a stale update")
+            if weight >= MAX_WEIGHT or generation >= 2**63:
+                raise PacketError(f"member {index} has weight {weight}, generation {generation}")
+            parts[index] = GroupPart(index, weight, sequence, generation, data[place : place + length])
             place += length
-        if len(data) - place != width * count:
-            raise PacketError(f"{len(data) - place} bytes for {count} integers of {width} bytes")
-        wide = np.zeros((count, 8), np.uint8)
-        low = np.frombuffer(data, np.uint8, offset=place).reshape(count, width)
-        wide[:, :width] = low
-        # Of a negative number the bytes that did not travel are all ones.
-        wide[:, width:] = np.where(low[:, -1:] & 0x80, 0xFF, 0)
-        return cls(wide.view("<i8").reshape(count).astype(np.int64), tuple(parts))
+        made = cls(unpack(data[place:], count, width), tuple(parts.values()))
+        if width_of(made.integers) != width:
+            raise PacketError(f"integers of {width_of(made.integers)} bits in {width}: there is one way to write a sum")
+        # Every member's codec clips to its levels, so no honest sum exceeds them times its weight.
+        if made.largest > levels * made.weight:
+            raise PacketError(f"a sum of weight {made.weight} holds {made.largest}, beyond {levels} levels each")
+        return made
 
 
 def empty_sum(count: int) -> PartialSum:

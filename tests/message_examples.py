@@ -93,6 +93,8 @@ _RELAY, _SUMS, _GRAD = ({"construction": name, **_QUERY} for name in ("relay", "
 _CODE = {"code": "mds", "symbols": 2, "shards": 2, "private": 1, "seed": -7, "max_payload": 999}
 _MIX = {"mix_bytes": 64, "clients": 3, "seed": -7, "shards": 2}
 _RELAYS = {"source": 1, "relays": (2, 0), "keys": bytes(range(64)), "addresses": ("a", "")}
+_UP = {"aggregator": 0, "max_payload": 99, "keys": bytes(range(32)), "addresses": ("a",)}
+_GROUP = {"seal": True, "index": 1, "members": (1, 2), "sequences": (7, 9)}
 _NEWS = {"round": 3, "public": bytes(range(32)), "address": "host:1"}
 
 
@@ -141,11 +143,11 @@ EXAMPLES: dict[str, Schema] = {
         insecure=True,
         options={"k": 3},
     ),
-    "record_dp.Account": record_dp.Account("a", 2, 9),
-    "gossip.GossipSetup": gossip.GossipSetup(
     "record_dp.DpSgdPlan/slopes": record_dp.DpSgdPlan(
         method="forward", noise_multiplier=1.5, clip=4.0, rate=0.2, steps=1, delta=1e-5
     ),
+    "record_dp.Account": record_dp.Account("a", 2, 9),
+    "gossip.GossipSetup": gossip.GossipSetup(
         {"id": "choco", "gamma": 0.5, "compressor": {"id": "topk"}}, "float64", 32, "local"
     ),
     "gossip.InstructionRecord": _INSTRUCTION,
@@ -210,6 +212,15 @@ EXAMPLES: dict[str, Schema] = {
         sequences=(7, 9),
         spec={"codec": {"id": "fixed"}, "seed": 3},
         weight="num-examples",
+    ),
+    "coded.GroupForward": coded.GroupForward(
+        **_RELAY, **_UP, **_GROUP, spec={"codec": {"id": "fixed"}, "seed": 3}, weight="num-examples"
+    ),
+    "coded.MergedSum": coded.MergedSum(
+        **_RELAY, **_CODE, **_RELAYS, **_GROUP, level=2, sources=(1, 2), sizes=(1, 1), count=9, levels=4, modulus=2**32
+    ),
+    "coded.MergedForward": coded.MergedForward(
+        **_RELAY, **_UP, **_GROUP, level=3, sources=(1,), sizes=(2,), count=9, levels=4
     ),
     "coded.Collect": coded.Collect(**_RELAY, seal=True, index=1, sources=(0, 2), hashes=bytes(range(16))),
     "coded.CollectFresh": coded.CollectFresh(
@@ -278,6 +289,7 @@ CONFLICTS: list[Schema] = [
     replace(_ASK, scale=0.5),
     gcn.Fetch("s", "rows"),
     record_dp.Account("a", 10, 9),
+    record_dp.DpSgdPlan(method="forward", noise_multiplier=1.5, rate=0.2, steps=2, delta=1e-5),
     parts.PartAnswer(3, 3, 7),
     parts.PartRequest(1, 7, (2,)),
     linear.Targets((0, 4), ("a",)),
@@ -289,9 +301,15 @@ CONFLICTS: list[Schema] = [
     coded.MixTraining(**_RELAY, **_MIX, **{**_RELAYS, "addresses": ("a",)}, index=1),
     coded.MixTraining(**{**_RELAY, "transport": "hub"}, **_MIX, **_RELAYS, index=1),
     coded.GroupTraining(**_RELAY, index=1, aggregator=0, max_payload=99, keys=b"short"),
-    record_dp.DpSgdPlan(method="forward", noise_multiplier=1.5, rate=0.2, steps=2, delta=1e-5),
     coded.GroupSum(**_RELAY, **_CODE, **_RELAYS, seal=True, index=1, members=(1, 2), sequences=(7,), spec={}),
     coded.GroupSum(**_RELAY, **_CODE, **{**_RELAYS, "keys": b"short"}, seal=True, index=1, spec={}),
+    coded.GroupForward(**_RELAY, **_UP, **{**_GROUP, "members": (1,)}, spec={}),
+    coded.GroupForward(**_RELAY, **{**_UP, "keys": b"short"}, **_GROUP, spec={}),
+    coded.MergedSum(**_RELAY, **_CODE, **_RELAYS, **_GROUP, level=3, sources=(1,), sizes=(1,), count=9, levels=4),
+    coded.MergedForward(**_RELAY, **_UP, **_GROUP, level=3, sources=(1,), sizes=(1, 1), count=9, levels=4),
+    coded.MergedForward(
+        **_RELAY, **_UP, **{**_GROUP, "members": (1,)}, level=3, sources=(1,), sizes=(1,), count=9, levels=4
+    ),
     coded.Collect(**_RELAY, seal=True, index=1, sources=(0, 2), hashes=bytes(8)),
     coded.SumTraining(**_SUMS, index=1, plan={}, seal=True, relays=(2, 0), metrics=True, keys=b"short"),
     coded.SumTraining(**_SUMS, index=1, plan={}, seal=True, relays=(2, 0), metrics=True, addresses=("a",)),

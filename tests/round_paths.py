@@ -20,7 +20,19 @@ from fedcomp.clients.private.lsg import lsg
 from fedcomp.clients.private.mod import private
 from fedcomp.clients.private.topagg import votes_only
 from fedcomp.clients.shared_support import shared_support
-from fedcomp.codecs import LGC, QSGD, FixedPoint, GradiVeQ, Identity, PowerSGD, RandomK, ScaleCom, SignSGD, TopK
+from fedcomp.codecs import (
+    LGC,
+    QSGD,
+    FixedPoint,
+    GradiVeQ,
+    Identity,
+    ModularSum,
+    PowerSGD,
+    RandomK,
+    ScaleCom,
+    SignSGD,
+    TopK,
+)
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
@@ -51,6 +63,8 @@ PROMISE: dict[str, Any] = {"population": NODES, "delta": 1e-3, "insecure_determi
 NOISY = {**PROMISE, "noise_multiplier": 0.5}
 BALLOT = TopkSign(k=50)
 INTEGERS = FixedPoint(RandomK(1.0), clip=1024.0, levels=1024)
+
+RESIDUES = ModularSum(RandomK(1.0), clip=1024.0, levels=1024, summands=10 * NODES * (NODES + 1) // 2)
 
 
 class Stepping(FedAvg):
@@ -168,6 +182,11 @@ PATHS: dict[str, Path] = {
     "relay": Path(lambda: CodedFedAvg(Compressed(quiet(), SPARSE), symbols=2), coded_app),
     "groups": Path(
         lambda: CodedFedAvg(Compressed(quiet(), INTEGERS), code="mds", symbols=2, groups=2), coded_app, buffers=False
+    ),
+    "tree of groups": Path(
+        lambda: CodedFedAvg(Compressed(quiet(), RESIDUES), code="mds", symbols=2, groups=(4, 2)),
+        coded_app,
+        buffers=False,
     ),
     "coded sum": Path(
         lambda: CodedFedAvg(Compressed(quiet(), INTEGERS), construction="sumcode", symbols=2, threshold=1),

@@ -12,7 +12,7 @@ from flwr.app import Message, RecordDict
 from fedcomp.clients.coded.groups import add_up, array_of, join, plan_of
 from fedcomp.clients.coded.mixing import combine, mix_in
 from fedcomp.clients.coded.mod import REASON
-from fedcomp.clients.coded.shards import MOST_REASONS, PAYLOAD, SHARED, Shards, Terms
+from fedcomp.clients.coded.shards import PAYLOAD, SHARED, Shards, Terms
 from fedcomp.clients.half import CallNext
 from fedcomp.coding.code import MAX_SYMBOLS
 from fedcomp.coding.errors import CodingError, PacketError
@@ -21,6 +21,7 @@ from fedcomp.coding.relay import packet_hash
 from fedcomp.errors import StateError
 from fedcomp.flower.coded import (
     COLLECT,
+    MOST_REASONS,
     PER_SOURCE,
     PUT,
     SHARD,

@@ -16,16 +16,13 @@ from fedcomp.coding.relay import packet_hash
 from fedcomp.coding.sealing import KEY_BYTES, seal
 from fedcomp.coding.transport import Parcel, deliver
 from fedcomp.errors import ConfigError
-from fedcomp.flower.coded import SHARD, pack_content, put_bundle
+from fedcomp.flower.coded import MOST_REASONS, SHARD, pack_content, put_bundle
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import NODE_RECORD, take_frame
 from fedcomp.flower.protocol import EXACT, UPDATE
 
 PAYLOAD: Final = "payload"
 SHARED: Final = "shared"
-
-MOST_REASONS: Final = 16
-"""Reasons that one answer lists."""
 
 
 @dataclass(frozen=True)

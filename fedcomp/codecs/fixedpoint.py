@@ -182,6 +182,11 @@ class FixedPoint(Wrapper):
             return float(np.float32(self.clip / self.levels))
 
     @property
+    def m(self) -> int:
+        """The modulus in which sums of the integers may be kept; 0: they do not wrap."""
+        return 0
+
+    @property
     def grid(self) -> IntegerGrid:
         """The integers that frames hold."""
         return IntegerGrid(self.step, self.levels)

@@ -46,11 +46,20 @@ SHARD: Final = 1
 SUM_SHARD: Final = 16
 """Kind of a parcel that holds one shard of a contributor's integers, to be added to others'."""
 
+GROUP: Final = 32
+"""Kind of a parcel that holds the sum of a group, less its level: an aggregator may be one at several levels."""
+
+MOST_LEVELS: Final = 32
+"""Levels of aggregators."""
+
 MASKED_UPDATE: Final = "fedcomp.coded.masked"
 """Key of the frame with a contributor's masked integers, where masks are what is coded."""
 
 PER_SOURCE: Final = 4
 """How many packets of one source a relay hands out at most: between peers others may have forged some."""
+
+MOST_REASONS: Final = 16
+"""Reasons that one answer of a relay or aggregator lists."""
 
 # Flower has no error code of its own for this: the text is all there is to recognise it by.
 NO_HANDLER: Final = "function registered with name"
@@ -202,8 +211,8 @@ class MixTraining(_Relays, _Mix, Indexed):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupTraining(Indexed):
-    """Train, and hand the reply to the aggregator of the group, with its key where replies are sealed."""
+class _Aggregator(Schema):
+    """To whom something is handed: a member, with its key where parcels are sealed and its address as a peer."""
 
     aggregator: Index
     max_payload: Annotated[int, Int(1, 2**32 - 1)]
@@ -215,32 +224,81 @@ class GroupTraining(Indexed):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupSum(_Relays, _Code, Query):
-    """Add up what the members sent, and share the sum.
+class GroupTraining(_Aggregator, Indexed):
+    """Train, and hand the reply to the aggregator of the group."""
 
-    Attributes
-    ----------
-    seal : bool
-    index : int
-        The aggregator's.
-    members, sequences : tuple of int
-        Of the group, with the number of the message that each one answers.
-    spec : dict
-        Codec, layout and seed of the updates.
-    weight : str
-        The metric that weighs an update.
+
+@dataclass(frozen=True, kw_only=True)
+class _Group(Schema):
+    """Whose updates are in the sum of aggregator ``index``: members, with the number of the message each one answers.
+
+    ``seal``: what it was handed is sealed.
     """
 
     seal: Switch
     index: Index
     members: Indices = ()
     sequences: Annotated[tuple[int, ...], Many(Int(), 1 << 20)] = ()
-    spec: Annotated[dict[str, Any], Document(1 << 24)]
-    weight: Metric = ""
 
     def conflict(self) -> str:
         wrong = len(self.members) != len(self.sequences)
         return f"{len(self.sequences)} messages of {len(self.members)} members" if wrong else super().conflict()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Replies(_Group):
+    """Add up replies: codec, layout and seed of the updates (``spec``), and the metric that weighs them."""
+
+    spec: Annotated[dict[str, Any], Document(1 << 24)]
+    weight: Metric = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sums(_Group):
+    """Add up sums of groups, of which nothing has to be known but how long they are and how large they can be.
+
+    Attributes
+    ----------
+    level : int
+        Of this aggregator; 1 is that of those which add replies.
+    sources, sizes : tuple of int
+        The groups' aggregators, and how many of ``members``, in order, belong to each.
+    count, levels : int
+        Integers of a sum, and the largest magnitude of a member's own.
+    modulus : int
+        Integers are added modulo this; 0: they are not reduced.
+    """
+
+    level: Annotated[int, Int(2, MOST_LEVELS)]
+    sources: Indices = ()
+    sizes: Indices = ()
+    count: Annotated[int, Int(most=2**32 - 1)]
+    levels: Annotated[int, Int(1, 2**32 - 1)]
+    modulus: Annotated[int, Int(most=2**32, absent=0)] = 0
+
+    def conflict(self) -> str:
+        wrong = len(self.sources) != len(self.sizes) or sum(self.sizes) != len(self.members)
+        return f"{self.sizes[:9]} members of {len(self.sources)} groups" if wrong else super().conflict()
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupSum(_Replies, _Relays, _Code, Query):
+    """Add up the members' replies, and share the sum."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupForward(_Replies, _Aggregator, Query):
+    """Add up the members' replies, and hand the sum to the aggregator above."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergedSum(_Sums, _Relays, _Code, Query):
+    """Add up sums of groups, and share what comes out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergedForward(_Sums, _Aggregator, Query):
+    """Add up sums of groups, and hand what comes out to the aggregator above."""
 
 
 @dataclass(frozen=True, kw_only=True)

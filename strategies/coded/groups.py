@@ -6,15 +6,22 @@ aggregator adds integers (:class:`fedcomp.codecs.FixedPoint`), which loses nothi
 update. From then on it, too, may vanish. The server decodes sums of groups and adds them; no float is added before the
 last step, so how clients are grouped does not change a bit of the result.
 
-Until it has shared, the aggregator is the one point its group depends on: lost before, the group is out of the round,
-its members unacknowledged, and their updates come in later rounds. The aggregator sees its members' updates.
+With ``groups=(8, 2)`` the aggregators of 8 groups hand their sums to 2 more, which add sums and share what comes out:
+a tree of any depth, each level one exchange. Above the lowest level nobody knows what an integer means. A modular sum
+(:class:`fedcomp.codecs.ModularSum`) stays within its modulus at every level; the dithers in it are taken off here, at
+the root, once it is known whose updates came.
+
+Until it has shared, an aggregator is the one point that everybody below depends on: lost before, all of them are out of
+the round, unacknowledged, and their updates come in later rounds. Aggregators of the lowest level see updates, all
+others sums of groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from flwr.app import Message, RecordDict
 
@@ -22,11 +29,17 @@ from fedcomp.codecs import FixedPoint, fixed_point_of
 from fedcomp.coding.partial import PartialSum, empty_sum
 from fedcomp.errors import ConfigError, FedcompError
 from fedcomp.flower.coded import (
+    GROUP,
     MEMBER,
+    MOST_REASONS,
     SUM,
+    GroupForward,
     GroupSum,
     GroupTraining,
     Handed,
+    MergedForward,
+    MergedSum,
+    Query,
     open_content,
     put_bundle,
     speaks,
@@ -44,8 +57,10 @@ from fedcomp.strategies.replies import Rejected, agreeing
 if TYPE_CHECKING:
     from flwr.serverapp.strategy import Strategy
 
-MAX_WEIGHT = 2**40
-"""Weights at or above it are refused: 64-bit sums have room for many clients below it."""
+T = TypeVar("T")
+
+Held = dict[int, list[bytes]]
+"""Parcels that came through the server, by the member they are for."""
 
 
 def require_summable(inner: Strategy) -> tuple[Compressed, FixedPoint]:
@@ -65,7 +80,7 @@ def require_summable(inner: Strategy) -> tuple[Compressed, FixedPoint]:
     return inner, fixed_point_of(inner.codec)
 
 
-def groups_of(members: list[Member], count: int) -> list[list[Member]]:
+def groups_of(members: Sequence[T], count: int) -> list[Sequence[T]]:
     """Return ``count`` groups of members that follow each other, their sizes as equal as can be; none is empty."""
     count = min(count, len(members))
     # Ends are rounded instead of sizes: these then differ by one at most.
@@ -73,16 +88,71 @@ def groups_of(members: list[Member], count: int) -> list[list[Member]]:
     return [members[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
-@dataclass
-class GroupSharing(Sharing):
-    """One round in groups: ``owners`` are the aggregators.
+@dataclass(frozen=True)
+class Group:
+    """Who adds what.
 
     Attributes
     ----------
-    groups : list of list of Member
+    owner : Member
+        The aggregator.
+    members : tuple of Member
+        Whose updates are in the sum.
+    below : tuple of Group
+        Who hands something to the aggregator; empty for a member by itself, whose sum is its reply.
+    level : int
+        How many levels are below.
     """
 
-    groups: list[list[Member]] = field(default_factory=list)
+    owner: Member
+    members: tuple[Member, ...]
+    below: tuple[Group, ...] = ()
+    level: int = 0
+
+
+def tree_of(members: Iterable[Member], counts: Iterable[int], turn: int) -> list[list[Group]]:
+    """Return the levels of a round's tree, each a list of groups, from the members by themselves upwards.
+
+    Parameters
+    ----------
+    counts : iterable of int
+        Aggregators of each level above the members.
+    turn : int
+        Whom the others depend on changes with it: a group's aggregator is each of its members in turn.
+    """
+    levels = [[Group(member, (member,)) for member in members]]
+    for count in counts:
+        # In a round of few clients a level above the lowest may have nothing to add.
+        if len(levels) > 1 and count >= len(levels[-1]):
+            continue
+        parts = groups_of(levels[-1], count)
+        levels.append(
+            [
+                Group(
+                    owner=part[turn % len(part)].owner,
+                    members=tuple(member for below in part for member in below.members),
+                    below=tuple(part),
+                    level=len(levels),
+                )
+                for part in parts
+            ]
+        )
+        # The next level's turn passes on when this one's has gone round: everybody's comes at every level.
+        turn //= max(map(len, parts))
+    return levels
+
+
+@dataclass
+class GroupSharing(Sharing):
+    """One round in groups: ``owners`` are the aggregators of the highest level.
+
+    Attributes
+    ----------
+    levels : list of list of Group
+        As :func:`tree_of` returns them.
+    """
+
+    levels: list[list[Group]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -96,78 +166,112 @@ class GroupSharing(Sharing):
                 f"the model has buffers that travel as values ({names}...); of these there is no group sum"
             )
 
+    @property
+    def groups(self) -> list[Group]:
+        """The groups whose sums are shared."""
+        return self.levels[-1]
+
     def share(self) -> Exchanges[None]:
-        """Let everybody train and hand its reply to the aggregator; let those add and share."""
+        """Level by level, let everybody hand what it has to the aggregator above; let the highest ones share."""
         now = self.now
         now.exclude_uncoded("no part of a group")
-        for group, owner in zip(self.groups, self.owners, strict=True):
-            for member in group:
-                fields: dict[str, Any] = {"aggregator": owner.index, "max_payload": self.plan.max_payload}
-                if self.seal:
-                    fields["keys"] = owner.public
-                if not self.hub:
-                    fields["addresses"] = (owner.address,)
-                now.plan(member, GroupTraining, fields)
-        got = yield from now.ask((member.message for member in now.members), now.settings.share_timeout)
-        bags: dict[int, list[bytes]] = {}
-        for source, group in enumerate(self.groups):
-            for member in group:
-                try:
-                    self._take_joined(source, member, got.get(member.node), bags)
-                except FedcompError as error:
-                    now.report.exclude(member.node, str(error))
-        yield from self._add(bags)
+        held: Held = {}
+        for level, above in itertools.pairwise(self.levels):
+            asked = [
+                message
+                for parent in above
+                for child in parent.below
+                if (message := self._hand(child, parent.owner, held)) is not None
+            ]
+            got = yield from now.ask(asked, self.timeout if level[0].level else now.settings.share_timeout)
+            held = {}
+            for parent in above:
+                for child in parent.below:
+                    try:
+                        self._take_handed(child, parent.owner, got.get(child.owner.node), held)
+                    except FedcompError as error:
+                        self._lose(child, error)
+        sums = (
+            self._add(group, self.plan_of(source), held, GroupSum, MergedSum)
+            for source, group in enumerate(self.groups)
+        )
+        yield from self.spread((yield from now.ask(filter(None, sums), self.timeout)))
 
-    def _take_joined(self, source: int, member: Member, answer: Message | None, bags: dict[int, list[bytes]]) -> None:
-        """Take what a member answered to training: its parcel for the aggregator, if that goes through the server."""
+    def _hand(self, child: Group, to: Member, held: Held) -> Message | None:
+        """Return the message that asks for what a member or group has to be handed to an aggregator."""
+        fields: dict[str, Any] = {"aggregator": to.index, "max_payload": self.plan.max_payload}
+        if self.seal:
+            fields["keys"] = to.public
+        if not self.hub:
+            fields["addresses"] = (to.address,)
+        if not child.level:
+            return self.now.plan(child.owner, GroupTraining, fields)
+        return self._add(child, fields, held, GroupForward, MergedForward)
+
+    def _add(
+        self, group: Group, fields: dict[str, Any], held: Held, replies: type[Query], sums: type[Query]
+    ) -> Message | None:
+        """Return the message that asks an aggregator to add; one schema is for replies, the other for sums."""
+        if self.hub and group.owner.index not in self.alive:
+            return None  # nothing reaches it, and nothing it holds was shared
+        content = RecordDict()
+        if self.hub:
+            self.now.report.count("hub_down", put_bundle(content, held.get(group.owner.index, [])))
+        # Of those that failed nothing may be counted; a sum with one of them in it is of no use.
+        below = [child for child in group.below if child.owner.index not in self.failed]
+        parts = [[member for member in child.members if member.index not in self.failed] for child in below]
+        members = [member for part in parts for member in part]
+        fields |= {
+            "seal": self.seal,
+            "index": group.owner.index,
+            "members": tuple(member.index for member in members),
+            "sequences": tuple(self.inner.sequences[member.node] for member in members),
+        }
+        if group.level == 1:
+            layout = [asdict(tensor) for tensor in self.inner.layout.tensors]
+            spec = {"codec": self.inner.codec.to_config(), "tensors": layout, "seed": self.inner.seed}
+            fields |= {"spec": spec, "weight": weight_key_of(self.inner.inner) or ""}
+            return self.now.query(SUM, group.owner.node, replies, fields, content)
+        fields |= {
+            "level": group.level,
+            "sources": tuple(child.owner.index for child in below),
+            "sizes": tuple(map(len, parts)),
+            "count": self.fixed.count(self.inner.layout),
+            "levels": self.fixed.levels,
+            "modulus": self.fixed.m,
+        }
+        return self.now.query(SUM, group.owner.node, sums, fields, content)
+
+    def _take_handed(self, child: Group, to: Member, answer: Message | None, held: Held) -> None:
+        """Take what a member or aggregator answered: its parcel for the one above, if that goes through the server."""
+        member = child.owner
         reply = self.take_error(member, answer)
         if not speaks(reply.content):
             raise Rejected("it answered without coding, although it said hello")
         header = self.now.header(member, reply, Handed)
-        for reason in limited(header.failed, 1, "reasons"):
+        for reason in limited(header.failed, MOST_REASONS if child.level else 1, "reasons"):
             self.now.report.refuse(f"member {member.index}: {reason}")
         if not self.hub:
             self.now.count_peer(member, limited(header.sent, 1, "parcels handed over"))
             return
-        owner = self.owners[source]
-        # The aggregator's own reply never leaves its node.
-        items = take_bundle(reply.content, most=0 if member is owner else 1, longest=self._longest_reply())
+        # What an aggregator has itself never leaves its node.
+        items = take_bundle(reply.content, most=0 if member is to else 1, longest=self._longest_reply())
         self.now.report.count("hub_up", sum(map(len, items)))
         for data in items:
-            self.now.parcel(data, MEMBER, member.index, (owner.index,), self._longest_reply())
-            bags.setdefault(source, []).append(data)
+            kind = GROUP + child.level if child.level else MEMBER
+            self.now.parcel(data, kind, member.index, (to.index,), self._longest_reply())
+            held.setdefault(to.index, []).append(data)
+
+    def _lose(self, child: Group, error: Exception) -> None:
+        """Report that nothing came of a member, or of all members of a group and why; a first reason stays."""
+        for member in child.members:
+            reason = f"its group, of aggregator {child.owner.index}: {error}" if child.level else str(error)
+            if member.node not in self.now.report.excluded:
+                self.now.report.exclude(member.node, reason)
 
     def _longest_reply(self) -> int:
         # One symbol of one is the whole payload: the bound of a packet, without the division by K.
         return self.plan.max_payload + (self.longest - self.plan.max_packet)
-
-    def _add(self, bags: Mapping[int, list[bytes]]) -> Exchanges[None]:
-        """Let the aggregators add and share."""
-        spec = {
-            "codec": self.inner.codec.to_config(),
-            "tensors": [asdict(tensor) for tensor in self.inner.layout.tensors],
-            "seed": self.inner.seed,
-        }
-        sequences = self.inner.sequences
-        messages = []
-        for source, group in enumerate(self.groups):
-            owner = self.owners[source]
-            if self.hub and owner.index not in self.alive:
-                continue  # nothing reaches it, and nothing it holds was shared
-            content = RecordDict()
-            if self.hub:
-                self.now.report.count("hub_down", put_bundle(content, bags.get(source, [])))
-            fields = {
-                **self.plan_of(source),
-                "seal": self.seal,
-                "index": owner.index,
-                "members": tuple(member.index for member in group if member.index not in self.failed),
-                "sequences": tuple(sequences[member.node] for member in group if member.index not in self.failed),
-                "spec": spec,
-                "weight": weight_key_of(self.inner.inner) or "",
-            }
-            messages.append(self.now.query(SUM, owner.node, GroupSum, fields, content))
-        yield from self.spread((yield from self.now.ask(messages, self.timeout)))
 
     def take_ordinary(self, source: int, reply: Message) -> None:
         """Refuse a sum without coding."""
@@ -179,17 +283,19 @@ class GroupSharing(Sharing):
         total = empty_sum(self.fixed.count(self.inner.layout))
         contents: list[tuple[int, str, RecordDict]] = []
         for source, group in enumerate(self.groups):
-            named = {member.index: member for member in group if member.index not in self.failed}
+            named = {member.index: member for member in group.members if member.index not in self.failed}
             try:
-                partial = self._open(source, named)
+                data = self.payload(source)
+                sequences = {index: self.inner.sequences[member.node] for index, member in named.items()}
+                partial = PartialSum.from_bytes(data, total.integers.size, sequences, self.fixed.levels)
                 notes = [(named[part.index].node, "", _metrics(part.note)) for part in partial.parts]
                 total = total.merged(partial)
             except FedcompError as error:
-                for member in group:
-                    if member.node not in report.excluded:
-                        report.exclude(member.node, f"its group: {self.why(source, error)}")
+                self._lose(group, Rejected(self.why(source, error)))
                 continue
             contents += notes
+            report.sum_bytes["members"] = report.sum_bytes.get("members", 0) + partial.member_bytes
+            report.sum_bytes["vectors"] = report.sum_bytes.get("vectors", 0) + len(data) - partial.member_bytes
             summed = {part.index for part in partial.parts}
             for index, member in named.items():
                 if index in summed:
@@ -221,23 +327,6 @@ class GroupSharing(Sharing):
         for reason in scratch.refused.values():
             report.note(f"metrics of a client are left out: {reason}")
         return self.inner.aggregate_sum(now.number, mean, total.weight, consumed, [content for _, content in kept])
-
-    def _open(self, source: int, named: Mapping[int, Member]) -> PartialSum:
-        """Return a group's sum, checked: nobody is in it who should not be, and no integer is larger than it can be."""
-        count = self.fixed.count(self.inner.layout)
-        partial = PartialSum.from_bytes(self.payload(source), count, named.keys())
-        sequences = self.inner.sequences
-        for part in partial.parts:
-            if part.sequence != sequences[named[part.index].node]:
-                raise Rejected(f"member {part.index} answers message {part.sequence}: a stale update")
-            if part.weight >= MAX_WEIGHT or part.generation >= 2**63:
-                raise Rejected(f"member {part.index} has weight {part.weight}, generation {part.generation}")
-        # Every member's codec clips to its levels, so no honest sum exceeds them times its weight.
-        if partial.largest > self.fixed.levels * partial.weight:
-            raise Rejected(
-                f"a sum of weight {partial.weight} holds {partial.largest}, beyond {self.fixed.levels} levels each"
-            )
-        return partial
 
 
 def _metrics(note: bytes) -> RecordDict:

@@ -26,7 +26,7 @@ from fedcomp.errors import ConfigError
 from fedcomp.flower.logs import log
 from fedcomp.flower.rounds import Exchanges, Push
 from fedcomp.stateful import Stateful
-from fedcomp.strategies.coded.groups import GroupSharing, groups_of, require_summable
+from fedcomp.strategies.coded.groups import GroupSharing, require_summable, tree_of
 from fedcomp.strategies.coded.mixing import MixSharing, check_mix, symbol_bytes
 from fedcomp.strategies.coded.settings import CodedSettings, RelayOptions
 from fedcomp.strategies.coded.sharing import Sharing
@@ -111,10 +111,9 @@ class RelayedShards(Stateful):
             return MixSharing(now, plan, self.seal, self.options.top_up, now.members, symbol_bytes=room)
         if not self.settings.groups:
             return Sharing(now, plan, self.seal, self.options.top_up, now.members)
-        groups = groups_of(now.members, self.settings.groups)
-        # In turn: whom the group depends on changes from round to round.
-        owners = [group[(now.number - 1) % len(group)] for group in groups]
-        return GroupSharing(now, plan, self.seal, self.options.top_up, owners, groups=groups)
+        levels = tree_of(now.members, self.settings.levels, now.number - 1)
+        owners = [group.owner for group in levels[-1]]
+        return GroupSharing(now, plan, self.seal, self.options.top_up, owners, levels=levels)
 
 
 def _payload_limit(arrays: ArrayRecord) -> int:

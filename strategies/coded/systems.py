@@ -10,18 +10,19 @@ from fedcomp.errors import ConfigError
 from fedcomp.strategies.coded.settings import CodedSettings, GradientOptions, SumOptions
 from fedcomp.strategies.coded.strategy import CodedFedAvg
 from fedcomp.strategies.pair_systems import FIXED_POINT, build_pair
-from fedcomp.strategies.parts import PAIR_PREFIXES, Settings, make_inner
+from fedcomp.strategies.parts import PAIR_PREFIXES, Settings, make_inner, whole_numbers
 from fedcomp.strategies.system import System, arguments, settings_of
 
 CODED: Final[Settings] = MappingProxyType(
     {
         **settings_of(CodedSettings, "symbols", "shards", "loss", "target"),
         "seal": "",
-        **settings_of(CodedSettings, "groups", "share_timeout", "collect_timeout", "spool"),
+        "groups": "0",
+        **settings_of(CodedSettings, "share_timeout", "collect_timeout", "spool"),
     }
 )
 """Settings of every system around the pair; 0 and the empty text leave the choice to :class:`CodedFedAvg`. ``seal`` is
-"yes" or "no"."""
+"yes" or "no", ``groups`` a number or, for the levels of a tree, several: "8,2"."""
 
 # A setting cannot be None on the command line, so the third value, the construction's own choice, is a text.
 _SEAL: Final = {"": None, "yes": True, "no": False}
@@ -33,6 +34,7 @@ def _around_pair(settings: Settings, seed: int, *, construction: str, names: tup
             f"setting 'seal' is {settings['seal']!r}; expected yes, no, or nothing for the system's choice"
         )
     own = {**arguments(CodedSettings, settings, [*CODED, *names]), "seal": _SEAL[str(settings["seal"])]}
+    own["groups"] = whole_numbers("groups", str(settings["groups"]))
     inner = build_pair(settings, seed, codec=str(settings["codec"]))
     return CodedFedAvg(inner, construction=construction, seed=seed, **own)
 

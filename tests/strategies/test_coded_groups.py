@@ -14,7 +14,7 @@ from toy import SHAPES, client_app, fedavg, model, stack, update
 
 from fedcomp.clients.coded.mod import coded
 from fedcomp.clients.compressed import compression
-from fedcomp.codecs import FixedPoint, RandomK, TopK
+from fedcomp.codecs import FixedPoint, ModularSum, RandomK, TopK
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.coding.partial import PartialSum
 from fedcomp.coding.transport import HEADER_BYTES
@@ -128,14 +128,25 @@ def test_a_member_whose_reply_was_lost_is_in_the_sum_between_peers() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("transport", ["hub", "peers"])
 @pytest.mark.parametrize("error_state", ["discard", "keep"])
-def test_conservation_over_groups_under_faults(transport: str, error_state: str) -> None:
-    """Integer updates, weight 1, step 1: the model is the exact mean of what was delivered, the rest is owed."""
+@pytest.mark.parametrize(
+    ("groups", "integers"),
+    [
+        (2, FixedPoint(RandomK(0.05), clip=4096.0, levels=4096)),
+        ((4, 2), ModularSum(RandomK(0.05), clip=4096.0, levels=4096, summands=6)),
+    ],
+    ids=["groups", "tree"],
+)
+def test_conservation_over_groups_under_faults(groups, integers, transport: str, error_state: str) -> None:
+    """Integer updates, weight 1, step 1: the model is the exact mean of what was delivered, the rest is owed.
+
+    Of a modular sum what is delivered and what is owed have fractions, which float32 rounds.
+    """
     faults = {"lost_reply": 0.05, "silent": 0.05, "raise": 0.04, "duplicate": 0.03, "late": 0.03, "corrupt": 0.02}
     inner = Compressed(
         fedavg(fraction_evaluate=0.0, weighted_by_key="one"),
-        ErrorFeedback(FixedPoint(RandomK(0.05), clip=4096.0, levels=4096)),
+        ErrorFeedback(integers),
     )
-    strategy = CodedFedAvg(inner, code="mds", symbols=3, groups=2, transport=transport, collect_timeout=5.0)
+    strategy = CodedFedAvg(inner, code="mds", symbols=3, groups=groups, transport=transport, collect_timeout=5.0)
     taken: dict[int, int] = defaultdict(int)
 
     def one(msg, context, call_next):
