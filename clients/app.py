@@ -19,7 +19,7 @@ from fedcomp.clients.client import client
 from fedcomp.clients.coded.linear import LinearRows, linear_device
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.conditional import conditional
-from fedcomp.clients.edge import OWN_BUDGET
+from fedcomp.clients.edge.node_config import OWN_BUDGET
 from fedcomp.clients.forward import forward_gradients
 from fedcomp.clients.gcn import Learner, graph_owner
 from fedcomp.clients.gossip import gossip_node

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from flwr.app import Context
 
-from fedcomp.clients.edge import PEER_ADDRESS, PEER_STORE
+from fedcomp.clients.edge.node_config import PEER_ADDRESS, PEER_STORE
 from fedcomp.errors import ConfigError, StateError
 
 if TYPE_CHECKING:

@@ -46,6 +46,7 @@ FOLDERS = (
     "strategies/private",
     "clients",
     "clients/coded",
+    "clients/edge",
     "clients/private",
     "experiments",
     "fedcomp/flower",

@@ -20,7 +20,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from numpy.typing import NDArray
 
-from fedcomp.clients.edge import PEER_ADDRESS
+from fedcomp.clients.edge.node_config import PEER_ADDRESS
 from fedcomp.clients.half import WAITING, CallNext, ClientHalf
 from fedcomp.clients.messages import find_announcement, partition_of
 from fedcomp.clients.peers import peer_link

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from flwr.app import ConfigRecord, Context
 
-from fedcomp.clients.edge import LEDGER_FILE, OWN_BUDGET
+from fedcomp.clients.edge.node_config import LEDGER_FILE, OWN_BUDGET
 from fedcomp.errors import ConfigError
 from fedcomp.flower.record_dp import DpSgdPlan, compact
 from fedcomp.privacy.errors import BudgetExceeded, PrivacyLedgerError

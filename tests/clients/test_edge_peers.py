@@ -102,7 +102,12 @@ if {ends}:
 time.sleep(60)
 """
 
-ENTRY = "import sys; from fedcomp.clients import edge; edge.program = lambda name: sys.argv[1]; edge.main(sys.argv[2:])"
+ENTRY = """
+import sys
+from fedcomp.clients.edge import launch
+launch.program = lambda name: sys.argv[1]
+launch.main(sys.argv[2:])
+"""
 
 
 class Node:

@@ -22,19 +22,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from fedcomp.clients.edge.node_config import LEDGER_FILE, OWN_BUDGET, PEER_ADDRESS, PEER_STORE
 from fedcomp.coding.transport import MAX_STORE_BYTES, parse_host_port
 from fedcomp.errors import ConfigError
 from fedcomp.flower.offline import OFFLINE_ENVIRONMENT
-
-PEER_ADDRESS: Final = "peer-address"
-PEER_STORE: Final = "peer-store"
-"""Keys of the node configuration: where other clients reach this one's listener, and the folder it writes to."""
-
-OWN_BUDGET: Final = "privacy-budget"
-LEDGER_FILE: Final = "privacy-ledger"
-"""Keys of the node configuration: an epsilon that this node's trainings never cross, whatever the server plans (it then
-refuses noise from a seed, and everything that is not trained with noise); and the file that holds the node's ledger,
-instead of the node's state."""
 
 _LISTENER_SECONDS: Final = 30.0
 
@@ -283,7 +274,3 @@ def program(name: str) -> str:
             "this project into the environment that runs it"
         )
     return found
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,5 @@
+"""Starts an edge node."""
+
+from fedcomp.clients.edge import main
+
+main()

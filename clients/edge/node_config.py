@@ -1,0 +1,23 @@
+"""Keys of the node configuration: what ``fedcomp node`` tells the app that runs on the node.
+
+An app reads them from ``context.node_config``, beside Flower's own ``partition-id`` and ``num-partitions``.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+PEER_ADDRESS: Final = "peer-address"
+PEER_STORE: Final = "peer-store"
+"""Where other clients reach this one's listener, and the folder it writes to."""
+
+OWN_BUDGET: Final = "privacy-budget"
+LEDGER_FILE: Final = "privacy-ledger"
+"""An epsilon that this node's trainings never cross, whatever the server plans (it then refuses noise from a seed, and
+everything that is not trained with noise); and the file that holds the node's ledger, instead of the node's state."""
+
+STATE_FOLDER: Final = "state-dir"
+"""An absolute path: the folder in which clients keep what must survive a restart of the node."""
+
+DATA_PATH: Final = "data-path"
+"""An absolute path: where the app finds the node's data."""
