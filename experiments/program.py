@@ -1,4 +1,4 @@
-"""The command ``fedcomp``: ``fedcomp run``, ``fedcomp bench`` and ``fedcomp edge`` of an installation.
+"""The command ``fedcomp``: ``fedcomp run``, ``fedcomp bench`` and ``fedcomp node`` of an installation.
 
 Each is a command line of its own, which ``python -m experiments.run``, ``python -m experiments.bench``,
 ``python -m coding.bench`` and ``python -m fedcomp.clients.edge`` start as well.
@@ -9,14 +9,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from fedcomp.experiments.commands import OK, WRONG_INPUT, complain, unread
-
 USAGE = """\
 usage: fedcomp COMMAND ...
 
   run [EXPERIMENT]   run an experiment and write its report, or --compare two runs; --list shows them
   bench NAME         measure what something costs; --list shows what, and 'coding' is the codes
-  edge               start a node that trains for a SuperLink elsewhere
+  node               start a node that trains for a SuperLink elsewhere, and keep it running
 
 fedcomp COMMAND --help says what a command takes."""
 
@@ -25,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that the first argument names; return its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     command, rest = words[0] if words else "", words[1:]
-    # Each is imported when it is asked for: a node needs neither the experiments nor what they bring.
+    # Each is imported when it is asked for: a node has neither the experiments nor what they need.
     if command == "run":
         from fedcomp.experiments.run import main as run
 
@@ -38,15 +36,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from fedcomp.experiments.bench.__main__ import main as bench
 
         return bench(rest, program="fedcomp bench")
-    if command == "edge":
-        from fedcomp.clients.edge import main as edge
+    if command in ("node", "edge"):
+        from fedcomp.clients.edge import main as node
 
-        edge(rest)  # becomes the node
-        return OK
+        return node(rest)
+    from fedcomp.experiments.commands import OK, WRONG_INPUT, complain, unread
+
     if command in ("", "-h", "--help"):
         try:
             print(USAGE, flush=True)
         except BrokenPipeError:
             return unread()
         return OK
-    return complain(f"no command {command!r}; fedcomp has run, bench and edge", WRONG_INPUT)
+    return complain(f"no command {command!r}; fedcomp has run, bench and node", WRONG_INPUT)

@@ -1,8 +1,9 @@
-"""An edge node: ``python -m fedcomp.clients.edge --superlink HOST:PORT --partition I --of N``."""
+"""An edge node, supervised: ``fedcomp node --superlink HOST:PORT --partition I --of N``, or ``python -m``."""
 
 from __future__ import annotations
 
-from fedcomp.clients.edge.launch import main, prepare, program, start_listener
+from fedcomp.clients.edge.launch import prepare, program
+from fedcomp.clients.edge.node import main
 from fedcomp.clients.edge.node_config import DATA_PATH, LEDGER_FILE, OWN_BUDGET, PEER_ADDRESS, PEER_STORE, STATE_FOLDER
 
 __all__ = [
@@ -15,5 +16,4 @@ __all__ = [
     "main",
     "prepare",
     "program",
-    "start_listener",
 ]

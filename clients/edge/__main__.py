@@ -1,5 +1,8 @@
 """Starts an edge node."""
 
+import sys
+
 from fedcomp.clients.edge import main
 
-main()
+if __name__ == "__main__":
+    sys.exit(main())

@@ -21,12 +21,12 @@ from types import TracebackType
 from typing import Any, Final
 
 from fedcomp.clients import edge
+from fedcomp.clients.edge.processes import processes_with
 from fedcomp.errors import ConfigError
 from fedcomp.experiments.engines.processes import (
     Child,
     DeploymentError,
     free_ports,
-    processes_with,
     sigterm_raises,
     tail,
     wait_for_port,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from fedcomp.clients.edge import prepare
+from fedcomp.clients.edge.links import Link
 
 GOOD = ["--superlink", "127.0.0.1:8000", "--partition", "1", "--of", "4", "--insecure"]
 
@@ -26,11 +29,15 @@ def test_files_are_passed_as_absolute_paths(tmp_path, monkeypatch):
     (tmp_path / "ca.crt").write_text("")
     (tmp_path / "node.key").write_text("")
     arguments = ["--superlink", "edge.example:8000", "--partition", "0", "--of", "1"]
-    arguments += ["--root-certificates", "ca.crt", "--key", "node.key", "--home", "home", "--max-wait", "5"]
+    arguments += ["--root-certificates", "ca.crt", "--key", "node.key", "--home", "home", "--data", "."]
     command, env = prepare(arguments)
     assert command[command.index("--root-certificates") + 1] == str(tmp_path / "ca.crt")
     assert command[command.index("--auth-supernode-private-key") + 1] == str(tmp_path / "node.key")
-    assert command[command.index("--max-wait-time") + 1] == "5.0"
+    config = command[command.index("--node-config") + 1]
+    assert config.endswith(f" state-dir='{tmp_path / 'home' / 'state'}' data-path='{tmp_path}'")
+    assert (tmp_path / "home" / "state").stat().st_mode & 0o777 == 0o700
+    # The SuperNode that gives up leaves a process that never connects again.
+    assert "--max-wait-time" not in command
     assert "--insecure" not in command
     assert env["FLWR_HOME"] == str(tmp_path / "home")
     assert (tmp_path / "home").is_dir()
@@ -46,7 +53,14 @@ def test_files_are_passed_as_absolute_paths(tmp_path, monkeypatch):
         ({"--partition": "-1"}, "with --of 4 it must be 0 to 3"),
         ({"--of": "0"}, "at least one partition"),
         ({"--port": "0"}, "expected 1 to 65535"),
-        ({"--max-wait": "0"}, "positive number of seconds"),
+        ({"--max-wait": "5"}, "use --give-up S"),
+        ({"--give-up": "0"}, "positive number of seconds"),
+        ({"--give-up": "inf"}, "positive number of seconds"),
+        ({"--link": "fast"}, "expected the rate of the uplink"),
+        ({"--link": "100bit"}, "at least 1kbit"),
+        ({"--data": "/nowhere"}, "there is no /nowhere"),
+        ({"--state-dir": "/tmp/it's"}, "a name with a quote"),
+        ({"--allow-bundles": "/nowhere/list"}, "no file /nowhere/list"),
         ({"--key": "/nowhere/node.key"}, "no file /nowhere/node.key"),
     ],
 )
@@ -76,3 +90,55 @@ def test_a_nodes_budget_is_an_epsilon(budget, capsys):
     with pytest.raises(SystemExit):
         prepare([*GOOD, f"--privacy-budget={budget}"])
     assert "expected an epsilon above 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("rate", "piece", "at_once"),
+    [
+        ("64kbit", 32768, 1),
+        ("200kbit", 131072, 1),
+        ("1mbit", 524288, 2),
+        ("1Mbit", 524288, 2),
+        ("0.5mbit", 262144, 1),
+        ("10mbit", 4194304, 2),
+        ("1gbit", 5242880, 2),
+        ("1kbit", 512, 1),
+    ],
+)
+def test_pieces_fit_the_uplink(rate, piece, at_once):
+    link = Link.of(rate)
+    assert (link.piece_bytes, link.at_once) == (piece, at_once)
+    # Also where all that are on the way share it, a piece takes less than a third of Flower's 30 s.
+    assert link.piece_bytes * link.at_once * 8 / link.rate < 10 or link.piece_bytes == 5242880
+    assert link.reply_bytes == int(link.rate / 8 * 180)
+
+
+def test_a_link_is_told_to_flower_whatever_the_environment_says(monkeypatch):
+    monkeypatch.setenv("FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE", "77")
+    assert prepare(GOOD)[1]["FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE"] == "77"
+    env = prepare([*GOOD, "--link", "64kbit"])[1]
+    assert env["FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE"] == "32768"
+    assert env["FLWR_PRIVATE_MAX_CONCURRENT_OBJ_PUSHES"] == "1"
+
+
+@pytest.mark.long
+def test_flower_reads_the_variables_that_are_set():
+    code = "from flwr.common.constant import FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE as a;"
+    code += "from flwr.supercore.constant import FLWR_PRIVATE_MAX_CONCURRENT_OBJ_PUSHES as b; print(a, b)"
+    env = prepare([*GOOD, "--link", "64kbit"])[1]
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["32768", "1"]
+
+
+@pytest.mark.long
+def test_a_node_needs_none_of_the_experiments() -> None:
+    code = """
+import sys
+from fedcomp.experiments.program import main
+try: main(["node", "--help"])
+except SystemExit as leaving: assert leaving.code == 0
+assert not {"typer", "click", "torch", "flwr", "rich"} & set(sys.modules), sorted(sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--preflight" in done.stdout

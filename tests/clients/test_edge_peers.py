@@ -15,8 +15,8 @@ import pytest
 from flwr.common.config import parse_config_args
 
 from fedcomp.clients.edge import PEER_ADDRESS, PEER_STORE, prepare
+from fedcomp.clients.edge.processes import processes_with
 from fedcomp.coding.transport import DeliveryFailed, Parcel, Spool, TcpTransport, transport_of
-from fedcomp.experiments.engines.processes import processes_with
 
 HERE = Path(__file__).parents[2]
 GOOD = ["--superlink", "127.0.0.1:8000", "--partition", "1", "--of", "4", "--insecure"]
@@ -104,9 +104,10 @@ time.sleep(60)
 
 ENTRY = """
 import sys
-from fedcomp.clients.edge import launch
+from fedcomp.clients.edge import launch, node
 launch.program = lambda name: sys.argv[1]
-launch.main(sys.argv[2:])
+node._executor = lambda *_: ([], "not here")
+sys.exit(node.main(sys.argv[2:]))
 """
 
 
@@ -120,7 +121,10 @@ class Node:
         program.write_text(SUPERNODE.format(python=sys.executable, ends=ends))
         program.chmod(0o755)
         self.process = subprocess.Popen(
-            [sys.executable, "-c", ENTRY, str(program), *GOOD, "--peer", f"127.0.0.1:{self.port}", *options],
+            [
+                *(sys.executable, "-c", ENTRY, str(program), *GOOD, "--port", str(free_port())),
+                *("--peer", f"127.0.0.1:{self.port}", *options),
+            ],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -132,8 +136,8 @@ class Node:
         """Return the ids of SuperNode and its helper, and the node configuration."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            if line.startswith("supernode "):
-                _, pid, helper, config = line.split(" ", 3)
+            if line.startswith("supernode | supernode "):
+                _, pid, helper, config = line.removeprefix("supernode | ").split(" ", 3)
                 return int(pid), int(helper), parse_config_args([config])
         raise AssertionError(self.process.communicate()[1])
 
@@ -170,11 +174,9 @@ def alive(pid: int) -> bool:
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_the_listener_leaves_when_the_node_is_killed_although_its_helper_lives_on(start, tmp_path, number) -> None:
+def test_the_listener_leaves_with_the_node(start, tmp_path, number) -> None:
     node = start()
     pid, helper, config = node.started()
-    # The entry point became the SuperNode: whoever supervises it keeps the right process id.
-    assert pid == node.process.pid
     assert len(node.listeners()) == 1
     store = Path(str(config[PEER_STORE]))
     sender = TcpTransport("tcp://127.0.0.1:9", Spool(tmp_path / "other"))
@@ -182,20 +184,28 @@ def test_the_listener_leaves_when_the_node_is_killed_although_its_helper_lives_o
     assert sender.send(str(config[PEER_ADDRESS]), parcel) == 41
     assert Spool(store).list(b"run-0001", 1) == [parcel]
 
-    os.kill(pid, number)
-    wait_until(lambda: node.listeners() == [])
-    assert alive(helper)
+    node.process.send_signal(number)
+    wait_until(lambda: node.listeners() == [] and not alive(pid))
+    node.process.wait()
+    # The kernel kills what the supervisor started. What that started must watch its own parent, as Flower's helpers do.
+    assert number == signal.SIGKILL or not alive(helper)
     assert not store.exists()  # a folder made for this node goes with it
     with pytest.raises(DeliveryFailed, match="refused"):
         sender.send(str(config[PEER_ADDRESS]), parcel)
 
 
 @pytest.mark.long
-def test_the_listener_leaves_when_the_node_ends_by_itself(start, tmp_path) -> None:
+def test_the_listener_stays_when_the_supernode_is_restarted(start, tmp_path) -> None:
     node = start("--peer-store", str(tmp_path / "store"), ends=True)
-    node.started()
-    assert node.process.wait(10) == 3
-    wait_until(lambda: node.listeners() == [])
+    first, *_ = node.started()
+    before = node.listeners()
+    second, *_ = node.started()
+    assert first != second
+    assert node.listeners() == before
+    node.process.terminate()
+    node.process.communicate()
+    assert node.process.returncode == 0
+    assert node.listeners() == []
     assert (tmp_path / "store").is_dir()  # a folder that was named stays
 
 
@@ -205,7 +215,8 @@ def test_nothing_but_the_node_holds_the_pipe(start) -> None:
     _, helper, _ = node.started()
     (listener,) = node.listeners()
     command = Path(f"/proc/{listener}/cmdline").read_bytes().split(b"\0")
-    pipe = os.readlink(f"/proc/{listener}/fd/{command[command.index(b'--until-closed') + 1].decode()}")
+    assert command[command.index(b"--until-closed") + 1] == b"0"
+    pipe = os.readlink(f"/proc/{listener}/fd/0")
 
     def holds(process: int) -> int:
         return sum(os.readlink(entry) == pipe for entry in Path(f"/proc/{process}/fd").iterdir())
@@ -218,11 +229,11 @@ def test_a_node_whose_port_is_taken_does_not_start(start) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         node = start(port=port)
-        out, err = node.process.communicate(timeout=20)
-    assert node.process.returncode == 2
-    assert "supernode" not in out
-    assert f"cannot listen on 127.0.0.1:{port}" in err
-    assert f"the listener on 127.0.0.1:{port} did not start" in err
+        out, _ = node.process.communicate(timeout=20)
+    assert node.process.returncode == 78
+    assert "supernode |" not in out
+    assert f"cannot listen on 127.0.0.1:{port}" in out
+    assert f"the listener on 127.0.0.1:{port} did not start" in out
     assert node.listeners() == []
 
 
@@ -239,7 +250,7 @@ def test_a_real_supernode_takes_its_listener_along(tmp_path: Path) -> None:
         return processes_with("FLWR_HOME", str(tmp_path))
 
     try:
-        wait_until(lambda: "flower-supernode" in family().get(process.pid, ""), 30)
+        wait_until(lambda: any("flower-supernode" in command for command in family().values()), 30)
         # Its helper has started, which could have taken over the pipe.
         wait_until(lambda: any("superexec" in command for command in family().values()), 60)
         (listener,) = [pid for pid, command in family().items() if "fedcomp.coding.listener" in command]
@@ -247,6 +258,8 @@ def test_a_real_supernode_takes_its_listener_along(tmp_path: Path) -> None:
         process.kill()
         process.wait()
         wait_until(lambda: not alive(listener))
+        # The SuperNode is killed with its supervisor; its helper sees that its parent is gone, and leaves.
+        wait_until(lambda: family() == {}, 30)
     finally:
         for pid in family():
             os.kill(pid, signal.SIGKILL)

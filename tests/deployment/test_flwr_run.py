@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from page_reading import ROOT, commands
 
-from fedcomp.experiments.engines.processes import free_ports, processes_with
+from fedcomp.clients.edge.processes import processes_with
+from fedcomp.experiments.engines.processes import free_ports
 
 
 @pytest.mark.slow

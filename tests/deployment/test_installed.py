@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 from page_reading import ROOT
 
-from fedcomp.experiments.engines.processes import free_ports, processes_with
+from fedcomp.clients.edge.processes import processes_with
+from fedcomp.experiments.engines.processes import free_ports
 
 APP = Path(__file__).parent / "clashing_app"
 
@@ -101,7 +102,7 @@ def test_the_commands_of_an_installation(programs: Path, tmp_path: Path) -> None
         assert done.returncode == 0, done.stderr
         assert words[0] in usage.stdout
     wrong = fresh(programs, "fedcomp", "walk", cwd=tmp_path)
-    assert (wrong.returncode, wrong.stderr) == (2, "error: no command 'walk'; fedcomp has run, bench and edge\n")
+    assert (wrong.returncode, wrong.stderr) == (2, "error: no command 'walk'; fedcomp has run, bench and node\n")
 
 
 @pytest.mark.slow

@@ -9,12 +9,11 @@ import time
 
 import pytest
 
+from fedcomp.clients.edge.processes import members, processes_with
 from fedcomp.experiments.engines.processes import (
     Child,
     DeploymentError,
     free_ports,
-    members,
-    processes_with,
     sigterm_raises,
     tail,
     wait_for_port,

@@ -1,0 +1,108 @@
+"""Processes that cannot outlive their supervisor: the kernel kills each when the thread that started it is gone."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from fedcomp.clients.edge.events import plain
+
+_SHIM: Final = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, int(sys.argv[2]))
+if os.getppid() != int(sys.argv[1]): os._exit(0)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
+"""Asks for a signal at the death of the parent, then becomes the program; not a preexec_fn, which is unsafe beside
+threads. A parent that died before it was asked for is noticed by its id."""
+
+_SUBREAPER: Final = 36
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every descendant whose own parent dies, so that none is lost; Linux only.
+
+    Raises
+    ------
+    OSError
+    """
+    if ctypes.CDLL(None, use_errno=True).prctl(_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+class Child:
+    """One process in a session of its own, so that Ctrl-C in a terminal reaches only the supervisor.
+
+    Its standard input is a pipe that closes when the supervisor is gone; what it prints is read as lines.
+
+    Parameters
+    ----------
+    command : sequence of str
+        Its first word is the path of a program.
+    env : mapping of str to str
+    orphaned : int
+        The signal that it gets when the supervisor is gone.
+    """
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], orphaned: int = signal.SIGKILL) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _SHIM, str(os.getpid()), str(int(orphaned)), *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=dict(env),
+            start_new_session=True,
+        )
+        assert self._process.stdout is not None
+        self._out = self._process.stdout.fileno()
+        os.set_blocking(self._out, False)
+        self._rest = b""
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    def fileno(self) -> int:
+        """The pipe that its lines come from."""
+        return self._out
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit status, or None while the process runs."""
+        return self._process.poll()
+
+    def lines(self) -> list[str] | None:
+        """Return the lines that have come, without colours; None when there will be no more."""
+        data = b""
+        ended = False
+        while True:
+            try:
+                more = os.read(self._out, 1 << 16)
+            except BlockingIOError:
+                break
+            if not more:
+                ended = True
+                break
+            data += more
+        whole, newline, self._rest = (self._rest + data).rpartition(b"\n")
+        if ended and self._rest:
+            whole, newline, self._rest = whole + newline + self._rest, b"\n", b""
+        if not whole and ended:
+            return None
+        return [plain(line) for line in whole.decode(errors="replace").split("\n")] if newline else []
+
+    def signal(self, number: int) -> None:
+        """Send a signal, unless it has ended."""
+        self._process.send_signal(number)
+
+    def close(self) -> None:
+        """Close the pipes of a process that has ended."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()

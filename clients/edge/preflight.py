@@ -1,0 +1,219 @@
+"""``fedcomp node --preflight``: what a node needs, one line each, before it is left alone."""
+
+from __future__ import annotations
+
+import http.client
+import importlib.metadata
+import importlib.util
+import re
+import shutil
+import socket
+import ssl
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from fedcomp.clients.edge import probe
+from fedcomp.clients.edge.events import EventLog
+from fedcomp.clients.edge.failures import AHEAD, BEHIND
+from fedcomp.clients.edge.links import Link
+from fedcomp.clients.edge.options import NodeOptions
+from fedcomp.coding.transport import parse_host_port
+
+_DISK_BYTES: Final = 256 << 20
+_MEMORY_BYTES: Final = 512 << 20
+"""Room for bundles and states; a SuperNode, 98 MB, and an executor with torch, 421 MB while it trains (measured)."""
+_SOON_DAYS: Final = 14
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check found: a remedy where it is not ok, and whether waiting may be one."""
+
+    name: str
+    text: str
+    ok: bool = True
+    temporary: bool = False
+
+
+def preflight(options: NodeOptions, log: EventLog) -> int:
+    """Write a line for each check; return 0, 75 when only time may help, or 78."""
+    findings = [check(options) for check in CHECKS]
+    for found in findings:
+        if log.json:
+            level = "info" if found.ok else "error"
+            log("preflight", found.text, level=level, check=found.name, ok=found.ok)
+        else:
+            print(f"{found.name + ':':13}{'ok, ' if found.ok else ''}{found.text}", file=log.stream, flush=True)
+    failed = [found for found in findings if not found.ok]
+    if not failed:
+        return 0
+    return 75 if all(found.temporary for found in failed) else 78
+
+
+def address(options: NodeOptions) -> Finding:
+    """Whether the address resolves and accepts connections."""
+    host, port = options.address
+    try:
+        places = {str(found[4][0]) for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+    except OSError as error:
+        return Finding("address", f"{host} has no address ({error}): check --superlink and DNS", False, True)
+    try:
+        socket.create_connection((host, port), timeout=5).close()
+    except OSError as error:
+        text = f"{options.superlink} does not accept connections ({error}): is the SuperLink up, the port open?"
+        return Finding("address", text, False, True)
+    return Finding("address", f"{options.superlink} is {', '.join(sorted(places))} and accepts connections")
+
+
+def tls(options: NodeOptions) -> Finding:
+    """Whether the SuperLink's certificate is verified, and for how long."""
+    if options.root_certificates is None:
+        if probe.speaks_tls(options.address):
+            return Finding("tls", "the SuperLink speaks TLS: give --root-certificates, not --insecure", False)
+        return Finding("tls", "none, as --insecure asks for: whoever is on the way reads and changes everything")
+    try:
+        answer = probe.ask(options.address, probe.verifying(options.root_certificates))
+    except ssl.SSLCertVerificationError as error:
+        dates = "expired" in error.verify_message or "not yet valid" in error.verify_message
+        remedy = "set this clock or renew it" if dates else "give the CA of the SuperLink as --root-certificates"
+        return Finding("tls", f"the certificate is refused ({error.verify_message}): {remedy}", False, dates)
+    except ssl.SSLError as error:
+        return Finding(
+            "tls", f"no TLS ({error.reason}): wrong port, a file without certificates, or no TLS there", False
+        )
+    except (OSError, http.client.HTTPException) as error:
+        return Finding("tls", f"could not be checked ({error}): first see to the address", False, True)
+    days = (ssl.cert_time_to_seconds(str(answer.certificate["notAfter"])) - time.time()) / 86400
+    text = f"verified, the certificate ends in {days:.0f} days"
+    return Finding("tls", text + (": renew it soon" if days < _SOON_DAYS else ""))
+
+
+def clock(options: NodeOptions) -> Finding:
+    """Whether this clock is within what the SuperLink accepts."""
+    behind = probe.behind(options.address, tls=options.root_certificates is not None)
+    if behind is None:
+        return Finding("clock", "the SuperLink gives no time to compare with: first see to the address", False, True)
+    side = f"{abs(behind):.0f} s {'behind' if behind > 0 else 'ahead of'} the SuperLink's"
+    if not -AHEAD <= behind <= BEHIND:
+        return Finding("clock", f"{side}, which refuses 5 s ahead and 305 s behind: let chrony set it", False, True)
+    return Finding("clock", f"{side}, of 5 s ahead to 305 s behind that are accepted")
+
+
+def key(options: NodeOptions) -> Finding:
+    """Whether the key is one that Flower takes, and nobody else's."""
+    if options.key is None:
+        return Finding("key", "none: the node has a new id after each start, and a SuperLink may ask for one")
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import load_ssh_private_key
+
+    remedy = "make one with ssh-keygen -t ecdsa -b 384 -N '', then register it"
+    try:
+        loaded = load_ssh_private_key(options.key.read_bytes(), None)
+    except OSError as error:
+        return Finding("key", f"{options.key} cannot be read ({error.strerror}): run the node as its owner", False)
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        return Finding("key", f"{options.key} is no private key without passphrase ({error}): {remedy}", False)
+    if not isinstance(loaded, ec.EllipticCurvePrivateKey):
+        return Finding("key", f"{options.key} is no ECDSA key: {remedy}", False)
+    if options.key.stat().st_mode & 0o077:
+        return Finding("key", f"others can read {options.key}: chmod 600 {options.key}", False)
+    return Finding("key", f"ECDSA on {loaded.curve.name}, private; whether it is registered shows when the node joins")
+
+
+def link(options: NodeOptions) -> Finding:
+    """How long a request takes, and from a longer one about how fast the uplink is."""
+    context = None if options.root_certificates is None else probe.unverified()
+    try:
+        answer = probe.ask(options.address, context)
+        rate = probe.uplink(options.address, context)
+    except (OSError, http.client.HTTPException) as error:
+        return Finding("link", f"could not be timed ({error}): first see to the address", False, True)
+    text = f"round trip {answer.seconds * 1000:.0f} ms"
+    if rate is None:
+        return Finding("link", f"{text}; the uplink is too fast for an estimate from 16 kB")
+    text += f", uplink about {rate / 1000:.0f} kbit/s (an estimate from 16 kB)"
+    asked = options.link.rate if options.link is not None else None
+    if asked is None and rate < 1e6:
+        suited = Link.of(f"{max(rate, 1000):.0f}bit")
+        return Finding("link", f"{text}: give --link {suited.rate / 1000:.0f}kbit")
+    if asked is not None and rate < asked / 2:
+        return Finding("link", f"{text}, less than half of --link: give what it is")
+    return Finding("link", text)
+
+
+def disk(options: NodeOptions) -> Finding:
+    """Whether there is room where the node writes."""
+    folders = [path for path in (options.home, options.state_dir) if path is not None] or [Path(tempfile.gettempdir())]
+    for folder in folders:
+        # What does not exist yet will be made below what does.
+        there = next(path for path in (folder, *folder.parents) if path.exists())
+        free = shutil.disk_usage(there).free
+        if free < _DISK_BYTES:
+            return Finding(
+                "disk", f"{free >> 20} MB free at {there}, {_DISK_BYTES >> 20} MB are needed: make room", False
+            )
+    return Finding("disk", f"{free >> 20} MB free at {there}")
+
+
+def memory(options: NodeOptions) -> Finding:
+    """Whether a node with torch would fit."""
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.M)
+    free = int(found[1]) << 10 if found else 0
+    if free < _MEMORY_BYTES:
+        return Finding(
+            "memory", f"{free >> 20} MB free, a node with torch takes about {_MEMORY_BYTES >> 20} MB", False, True
+        )
+    return Finding("memory", f"{free >> 20} MB free")
+
+
+def versions(options: NodeOptions) -> Finding:
+    """Whether Flower is the one that this project is made for."""
+    needs = next((r for r in importlib.metadata.requires("fedcomp") or () if re.match(r"flwr\b(?!\[)", r)), "flwr")
+    has = importlib.metadata.version("flwr")
+    low, high = re.search(r">=([\d.]+)", needs), re.search(r"<([\d.]+)", needs)
+    if (low and _number(has) < _number(low[1])) or (high and _number(has) >= _number(high[1])):
+        return Finding("versions", f"flwr is {has}: pip install '{needs.partition(';')[0].strip()}'", False)
+    torch = importlib.util.find_spec("torch")
+    text = f"fedcomp {importlib.metadata.version('fedcomp')}, flwr {has}, "
+    return Finding("versions", text + ("torch is installed" if torch else "no torch, which most apps need"))
+
+
+def _number(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+
+
+def ports(options: NodeOptions) -> Finding:
+    """Whether the ports that the node opens are free."""
+    wanted = [("127.0.0.1", options.port, "--port")]
+    if options.peer is not None:
+        wanted.append((*parse_host_port(options.peer.listen), "--peer"))
+    for host, port, option in wanted:
+        if not port_is_free(host, port):
+            return Finding("ports", f"{host}:{port} is taken or no address of this machine: change {option}", False)
+    return Finding("ports", ", ".join(f"{host}:{port}" for host, port, _ in wanted) + " free")
+
+
+def port_is_free(host: str, port: int) -> bool:
+    """Whether a server could listen there now."""
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind) as sock:
+            # As servers do: connections that were closed a moment ago take no port.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(place)
+            sock.listen()
+    except OSError:
+        return False
+    return True
+
+
+CHECKS: Final[tuple[Callable[[NodeOptions], Finding], ...]] = (
+    *(address, tls, clock, key, link, disk, memory, versions, ports),
+)
