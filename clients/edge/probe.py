@@ -53,6 +53,8 @@ def ask(address: tuple[str, int], context: ssl.SSLContext | None, *, timeout: fl
     with contextlib.closing(connection):
         connection.connect()
         connected = time.monotonic()
+        # Now: a server that closes takes the socket away with its answer.
+        certificate = connection.sock.getpeercert() if isinstance(connection.sock, ssl.SSLSocket) else None
         asked = time.time()
         connection.request("GET", "/health")
         answer = connection.getresponse()
@@ -63,8 +65,6 @@ def ask(address: tuple[str, int], context: ssl.SSLContext | None, *, timeout: fl
         if date is not None:
             # The date has no fractions: half a second is their mean.
             behind = parsedate_to_datetime(date).timestamp() + 0.5 - (asked + seconds / 2)
-        sock = connection.sock
-        certificate = sock.getpeercert() if isinstance(sock, ssl.SSLSocket) else None
         return Answer(answer.status, behind, connected - began, seconds, size, certificate or {})
 
 

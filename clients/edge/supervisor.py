@@ -187,6 +187,7 @@ class Supervisor:
             if status is not None:
                 child.close()
                 service.child, service.is_ready = None, False
+                self._kill_strays()
                 if self._status is None:
                     self._ended(service, status)
         self._reap()
@@ -240,7 +241,8 @@ class Supervisor:
         service.due = now + pause
         self._condition.restarts += 1
         if self._status is None:
-            self._log("restart", f"{service.name} is started again in {pause:.1f} s", service=service.name)
+            said = f"{service.name} is started again in {pause:.1f} s"
+            self._log("restart", said, service=service.name, seconds=round(pause, 3))
 
     def _fail(self, failure: Failure) -> None:
         """Say what happened; end the node when it has lasted longer than it may."""
@@ -251,6 +253,14 @@ class Supervisor:
         self._log(failure.event, failure.message, level="error" if final else "warning")
         if final:
             self._status = CONFIGURATION
+
+    def _kill_strays(self) -> None:
+        """Kill what an ended service left behind: helpers of a dead SuperNode would serve the next one, on its port."""
+        own = {service.child.pid for service in self._services if service.child is not None}
+        ours = own.union(*(below(pid) for pid in own))
+        for pid in below(os.getpid()) - ours:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def _reap(self) -> None:
         """Wait for orphans that were adopted: an ended one stays in the list of processes until somebody does."""

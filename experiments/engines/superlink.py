@@ -139,7 +139,7 @@ class Deployment:
         if not self.peers:
             command, _ = edge.prepare(arguments)
             return self._launch(f"SuperNode {node}", f"node-{node}", command)
-        # The entry point itself: it starts the listener, and becomes the SuperNode.
+        # The entry point itself, which starts the listener as well.
         arguments += ["--peer", f"127.0.0.1:{self._peer_ports[node]}", "--peer-store", str(self.peer_store(node))]
         command = [sys.executable, "-m", "fedcomp.clients.edge", *arguments]
         return self._launch(f"SuperNode {node}", f"node-{node}", command)
