@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import importlib
 import json
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from inspect import signature
+from pathlib import Path
+from types import ModuleType
 from typing import Any, Final, NamedTuple, TypeVar
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, Metadata, MetricRecord, RecordDict
@@ -58,11 +63,14 @@ __all__ = [
     "SUPERLINK_NODE_ID",
     "ErrorCode",
     "IdentityClaim",
+    "NodeTask",
+    "NodeTasks",
     "Packed",
     "Packer",
     "Run",
     "Unpacker",
     "WrappedApp",
+    "abandon_task",
     "acting_as",
     "adopt_identity",
     "claim_identity",
@@ -73,12 +81,17 @@ __all__ = [
     "current_identity",
     "error_from_superlink",
     "filled",
+    "load_bundle",
     "make_array",
     "mods_of",
+    "node_tasks_unsupported",
+    "refuse_task",
     "release_identity",
+    "run_task",
     "set_message_id",
     "set_source",
     "unpack",
+    "unpack_bundle",
 ]
 
 _ID_LENGTH = 64
@@ -609,3 +622,233 @@ def _call_mod(
     mod: Callable[[Message, Context, Handler], Message], call_next: Handler, message: Message, context: Context
 ) -> Message:
     return mod(message, context, call_next)
+
+
+FLOWER_SERIES: Final = "1.41."
+"""The releases of Flower whose executor of client apps this file was read for."""
+
+_RUNNER: Final = "flwr.supernode.runtime.run_clientapp"
+_RUN_PARAMETERS: Final = (
+    *("runtime_api_address", "token", "insecure", "certificates", "parent_pid", "runtime_dependency_install"),
+)
+_MESSAGE_WAIT: Final = (100, 0.05)
+
+
+def node_tasks_unsupported() -> str:
+    """Return why messages of this Flower cannot be handled by :func:`run_task`; empty when they can."""
+    import flwr
+
+    if not flwr.__version__.startswith(FLOWER_SERIES):
+        return f"Flower is {flwr.__version__}, and its internals are known for {FLOWER_SERIES}x only"
+    try:
+        parts = _runtime()
+        runner = _runner()
+        found = tuple(signature(runner.run_clientapp).parameters)
+        for name in ("RuntimeHttpClient", "install_from_fab", "get_load_client_app_fn", *_REPLY_PARTS):
+            getattr(runner, name)
+        # Not used as such, but patched below: a method of another name would never be called.
+        for name in ("AcquireTask", "PullMessages"):
+            getattr(parts.client, name)
+    except (ImportError, AttributeError) as error:
+        return f"Flower {flwr.__version__} misses a part of its executor: {error}"
+    if found != _RUN_PARAMETERS:
+        return f"Flower {flwr.__version__} runs client apps with other arguments: {', '.join(found)}"
+    return ""
+
+
+_REPLY_PARTS: Final = ("pull_task_input", "push_message", "push_task_output")
+
+
+class _Runtime(NamedTuple):
+    client: Any
+    acquire_request: Any
+    pull_request: Any
+    version: Any
+    secret: Any
+    token: Any
+
+
+@cache
+def _runtime() -> _Runtime:
+    """Import what talks to a SuperNode; only executors of nodes need it."""
+    from flwr.proto.runtime_pb2 import AcquireTaskRequest, PullAppMessagesRequest
+    from flwr.supercore.interceptors import (
+        RuntimeTokenHttpInterceptor,
+        RuntimeVersionHttpInterceptor,
+        SuperExecAuthHttpInterceptor,
+    )
+    from flwr.supercore.runtime import RuntimeHttpClient
+
+    class Patient(RuntimeHttpClient):
+        """Waits for a task's message: a SuperNode creates the task first, and a forked process is fast enough to ask
+        in between. Flower's own takes seconds to start."""
+
+        def PullMessages(self, request: Any) -> Any:
+            tries, pause = _MESSAGE_WAIT
+            for _ in range(tries):
+                response = super().PullMessages(request)
+                if response.messages_list:
+                    break
+                time.sleep(pause)
+            return response
+
+    return _Runtime(
+        Patient,
+        AcquireTaskRequest,
+        PullAppMessagesRequest,
+        RuntimeVersionHttpInterceptor,
+        SuperExecAuthHttpInterceptor,
+        RuntimeTokenHttpInterceptor,
+    )
+
+
+def _runner() -> ModuleType:
+    return importlib.import_module(_RUNNER)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeTask:
+    """A message that waits on a SuperNode.
+
+    Attributes
+    ----------
+    token : str
+        Opens it, and nothing else.
+    bundle : str
+        SHA-256, in hexadecimal, of the app bundle it is for: what the SuperLink has said.
+    """
+
+    token: str
+    bundle: str
+
+
+class NodeTasks:
+    """The messages that wait on a SuperNode with ``--isolation process``, as Flower's SuperExec takes them.
+
+    Parameters
+    ----------
+    address : str
+        ``HOST:PORT`` of its runtime API, on this machine: there is no TLS.
+    secret : bytes or None
+        What the SuperNode was given as ``--superexec-auth-secret-file``.
+    """
+
+    def __init__(self, address: str, secret: bytes | None) -> None:
+        parts = _runtime()
+        interceptors = [parts.version(component_name="SuperExec")]
+        if secret is not None:
+            interceptors.append(
+                parts.secret(master_secret=secret, protected_methods={"/flwr.proto.Runtime/AcquireTask"})
+            )
+        # No retries: the caller has to notice that it is to stop.
+        self._client = parts.client.from_server_address(address, True, None, interceptors)
+        self._request = parts.acquire_request(supported_task_types=["flwr-clientapp"])
+        self._address = address
+
+    def acquire(self) -> NodeTask | None:
+        """Take the next message, if one waits.
+
+        Raises
+        ------
+        ConnectionError
+            When the SuperNode does not answer.
+        ConfigError
+            When it refuses this executor.
+        """
+        import httpx
+
+        try:
+            response = self._client.AcquireTask(self._request)
+        except httpx.HTTPStatusError as error:
+            status = error.response.status_code
+            if status in (401, 403):
+                raise ConfigError(
+                    f"the SuperNode at {self._address} refuses this executor (HTTP {status}); give both the same "
+                    "secret file"
+                ) from error
+            raise ConnectionError(f"HTTP {status}") from error
+        except (httpx.HTTPError, ValueError) as error:
+            raise ConnectionError(str(error) or type(error).__name__) from error
+        except SystemExit as error:
+            raise ConfigError(f"the SuperNode at {self._address} is of another Flower version; see above") from error
+        if not response.HasField("task") or not response.token:
+            return None
+        return NodeTask(response.token, response.task.fab_hash)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._client.close()
+
+
+def unpack_bundle(content: bytes) -> Path:
+    """Unpack an app bundle into the node's Flower home, where it is not there yet; return its folder."""
+    from flwr.cli.install import install_from_fab
+
+    return Path(install_from_fab(content, skip_prompt=True))
+
+
+def load_bundle(fab_id: str, version: str, bundle: str) -> ClientApp:
+    """Import the client app of a bundle that is unpacked."""
+    from flwr.clientapp.utils import get_load_client_app_fn
+
+    return get_load_client_app_fn(default_app_ref="", app_path=None, multi_app=True)(fab_id, version, bundle)
+
+
+def run_task(
+    address: str, token: str, unpack: Callable[[bytes], Path], load: Callable[[str, str, str], ClientApp]
+) -> None:
+    """Do with a message what Flower's ``flwr-clientapp`` does, and leave by :class:`SystemExit` as it does.
+
+    It changes this process for good, which should be one of its own.
+
+    Parameters
+    ----------
+    address, token : str
+        Where the message waits.
+    unpack, load : callable
+        In the place of :func:`unpack_bundle` and :func:`load_bundle`. What they raise, the server gets to read.
+    """
+    runner = _runner()
+    # The module's own names, not the functions: they are bound there.
+    for name, value in {
+        "RuntimeHttpClient": _runtime().client,
+        "install_from_fab": lambda content, skip_prompt: unpack(content),
+        "get_load_client_app_fn": lambda **options: load,
+    }.items():
+        setattr(runner, name, value)
+    # Without a process to watch: that would be polled, and end by pushing an output, which makes a SuperNode wait for
+    # ever for the reply.
+    runner.run_clientapp(address, token, True, None, None, False)
+
+
+def _holder(address: str, token: str) -> Any:
+    parts = _runtime()
+    interceptors = [parts.version(component_name="flwr-clientapp"), parts.token(token)]
+    return parts.client.from_server_address(address, True, None, interceptors)
+
+
+def refuse_task(address: str, token: str, reason: str) -> None:
+    """Answer a message with Flower's error for a bundle that is not trusted; nothing of the bundle is run.
+
+    As :func:`run_task`, it belongs into a process of its own.
+    """
+    runner, client = _runner(), _holder(address, token)
+    message, context, _, _ = runner.pull_task_input(client)
+    runner.push_message(client, Message(Error(ErrorCode.INVALID_FAB, reason), reply_to=message), context)
+    runner.push_task_output(client, None, "failed", reason)
+    client.close()
+
+
+def abandon_task(address: str, token: str) -> None:
+    """Let a task end by the expiry of its token, whose holder has died.
+
+    A SuperNode answers, with error 8, only messages that were pulled; for others it would wait for ever.
+    """
+    import httpx
+
+    parts = _runtime()
+    client = _holder(address, token)
+    # Mostly it was pulled, or all was answered and the token is no longer valid.
+    with suppress(httpx.HTTPError):
+        super(parts.client, client).PullMessages(parts.pull_request())
+    client.close()
