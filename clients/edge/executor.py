@@ -49,6 +49,8 @@ _THREADS: Final = "OPENBLAS_NUM_THREADS"
 """numpy starts a pool of threads when it is imported, unless this says otherwise. Those of torch come with its first
 operation, of which there is none before a fork: OMP_NUM_THREADS is the user's."""
 
+_ENDINGS: Final = (signal.SIGTERM, signal.SIGINT)
+
 _ANSWERED: Final = (0, 1)
 """Exit statuses of Flower's client app: a reply was pushed, be it an error."""
 
@@ -95,7 +97,7 @@ def command(
 def main(argv: Sequence[str] | None = None) -> int:
     """Handle messages until told to stop; return the exit status."""
     args = _parser().parse_args(argv)
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in _ENDINGS:
         signal.signal(number, _leave)
     try:
         if reason := unsupported():
@@ -233,9 +235,6 @@ class Executor:
 
     def close(self) -> None:
         """End all processes, and the message that is being handled with them."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            with contextlib.suppress(ValueError):  # in a thread of a test
-                signal.signal(number, signal.SIG_IGN)
         while self._zygotes:
             self._zygotes.popitem()[1].close()
         self._tasks.close()
@@ -273,6 +272,9 @@ class Executor:
 
 
 def _leave(number: int, frame: FrameType | None) -> NoReturn:
+    # Once is enough: what is ended from here on is ended whole.
+    for ending in _ENDINGS:
+        signal.signal(ending, signal.SIG_IGN)
     raise SystemExit(OK)
 
 
