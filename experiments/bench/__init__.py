@@ -34,6 +34,10 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
         "fedcomp.experiments.bench.messages",
         "a training with messages, handed over by reference, and in the bare loop",
     ),
+    "node": (
+        "fedcomp.experiments.bench.node",
+        "processor time of a message on an edge node, with Flower's executor and ours; a quiet minute",
+    ),
     "noise": (
         "fedcomp.experiments.bench.noise",
         "exact integer noise against float noise and against rational arithmetic",

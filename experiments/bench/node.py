@@ -1,0 +1,291 @@
+"""What an edge node costs its device: a message beside training, and waiting for one.
+
+Two nodes of one deployment answer the same messages side by side: one with Flower's own executor, which starts a
+program for each, one with ours, which forks (:mod:`fedcomp.clients.edge.executor`). Processor time is that of all
+processes of a node, from ``/proc``: in steps of 10 ms for each of them.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import socketserver
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+from fedcomp.clients import edge
+from fedcomp.clients.edge import executor
+from fedcomp.experiments.engines import run as run_engine
+from fedcomp.experiments.engines.processes import Child
+from fedcomp.experiments.engines.superlink import Deployment
+from fedcomp.experiments.findings import Claim, different_bytes
+from fedcomp.experiments.spec import ROUNDS_FILE, RunResult, RunSpec
+
+APP: Final = Path(__file__).resolve().parents[1] / "node_app"
+WAYS: Final = ("Flower's executor", "fork server")
+TRAINING: Final = RunSpec(
+    "topk", task="digits", engine="superlink", rounds=5, clients=2, settings={"codec.density": 0.05}
+)
+BEYOND: Final = 0.2
+IN_ALL: Final = 0.7
+"""Goals: processor seconds of a message that imports torch and does nothing, and of one that trains digits."""
+
+IDLE_SECONDS: Final = 60.0
+
+
+class MixedNodes(Deployment):
+    """A deployment of which some nodes have an executor that forks.
+
+    Parameters
+    ----------
+    nodes : int
+    forking : sequence of int
+        Which; the others have Flower's own.
+    options : mapping
+        Of :func:`fedcomp.clients.edge.executor.command`, for all of them.
+    """
+
+    def __init__(self, nodes: int, forking: Sequence[int], **options: Any) -> None:
+        super().__init__(nodes)
+        self.executors: dict[int, Child] = {}
+        self.relays: list[Relay] = []
+        self._forking = forking
+        self._options = options
+
+    def _launch_node(self, node: int) -> Child:
+        port = self._node_ports[node]
+        host, _, number = self.address.partition(":")
+        self.relays.append(Relay(host, int(number)))
+        arguments = ["--insecure", "--superlink", self.relays[-1].address, "--port", str(port)]
+        command, _ = edge.prepare([*arguments, "--partition", str(node), "--of", str(self.nodes)])
+        if node in self._forking:
+            command += ["--isolation", "process"]
+            if secret := self._options.get("secret_file"):
+                command += ["--superexec-auth-secret-file", str(secret)]
+            name = f"node-{node}"
+            self.executors[node] = Child(
+                f"the executor of node {node}",
+                executor.command(f"127.0.0.1:{port}", **self._options),
+                env=self.env(name),
+                log=self.folder / f"executor-{node}.log",
+                cwd=self.home(name),
+            )
+        return self._launch(f"SuperNode {node}", f"node-{node}", command)
+
+    def close(self) -> None:
+        """Stop the executors, then all others."""
+        for child in self.executors.values():
+            child.stop()
+        super().close()
+        for relay in self.relays:
+            relay.shutdown()
+            relay.server_close()
+
+    def leaders(self, node: int) -> list[int]:
+        """Return the processes of a node that all others of it were started by."""
+        own = [self.children[1 + node].pid]
+        return [*own, self.executors[node].pid] if node in self.executors else own
+
+
+def run(*, quick: bool = False, progress: Callable[[str], None] | None = None) -> dict[str, Any]:
+    """Measure a message and a quiet minute of both nodes; return rows and claims."""
+    say = progress or (lambda text: None)
+    spec = replace(TRAINING, rounds=2) if quick else TRAINING
+    nodes = MixedNodes(2, [1])
+    with nodes:
+        say("messages without work, with and without torch")
+        costs = messages(nodes, 2 if quick else 5)
+        say(f"{spec.rounds} rounds of {spec.system} on {spec.task}")
+        trained, costs["topk on digits, in all"] = training(nodes, spec)
+        seconds = 5.0 if quick else IDLE_SECONDS
+        say(f"{seconds:.0f} quiet seconds")
+        quiet = idle(nodes, seconds)
+    say("the same training in one process")
+    here = run_engine(replace(spec, engine="inprocess"))
+    return findings(costs, quiet, different_bytes(trained.arrays, here.arrays), gate=not quick)
+
+
+def findings(
+    costs: Mapping[str, Sequence[Sequence[float]]],
+    quiet: Sequence[Mapping[str, float]],
+    differ: int,
+    *,
+    gate: bool,
+) -> dict[str, Any]:
+    """Return rows and claims of what was measured: ``costs`` by kind of message and node, in seconds for each."""
+    rows: list[dict[str, Any]] = [
+        {
+            "message": kind,
+            "executor": way,
+            "CPU s a message": round(median(each), 2),
+            "first": round(each[0], 2),
+            "messages": len(each),
+        }
+        for kind, nodes in costs.items()
+        for way, each in zip(WAYS, nodes, strict=True)
+    ]
+    rows += [{"quiet node": way, **found} for way, found in zip(WAYS, quiet, strict=True)]
+    goal = "goal: a node on a battery"
+    claims = [
+        Claim(
+            "CPU seconds of a message beyond training, torch app", _last(costs["torch"]), "<=", BEYOND, goal, gate=gate
+        ),
+        Claim(
+            "CPU seconds of a top-k round of digits in all",
+            _last(costs["topk on digits, in all"]),
+            "<=",
+            IN_ALL,
+            goal,
+            gate=gate,
+        ),
+        Claim("bytes of the model that differ from the run in one process", differ, "==", 0, "theory: the same code"),
+    ]
+    return {"rows": rows, "claims": claims}
+
+
+def _last(nodes: Sequence[Sequence[float]]) -> float:
+    """Return the usual cost on the node that forks."""
+    return median(nodes[-1])
+
+
+class _Meter:
+    """Reads the processor time of two nodes whenever a file has grown by a line."""
+
+    def __init__(self, nodes: MixedNodes, file: Path) -> None:
+        self._nodes = nodes
+        self._file = file
+        self._seen = 0
+        self.marks = [self._read()]
+        self.names: list[str] = []
+
+    def __call__(self) -> None:
+        lines = self._file.read_text(encoding="utf-8").splitlines() if self._file.exists() else []
+        if len(lines) > self._seen:
+            self._seen = len(lines)
+            self.names.append(lines[-1].partition(" ")[0])
+            self.marks.append(self._read())
+
+    def each(self) -> list[list[float]]:
+        """Return what lies between two readings, by node."""
+        return [
+            [after[node] - before[node] for before, after in zip(self.marks, self.marks[1:], strict=False)]
+            for node in range(len(WAYS))
+        ]
+
+    def _read(self) -> list[float]:
+        return [cpu_seconds(self._nodes.leaders(node)) for node in range(len(WAYS))]
+
+
+def messages(nodes: MixedNodes, count: int) -> dict[str, list[list[float]]]:
+    """Return the processor seconds of each message by kind and node; the first of each kind is left out."""
+    file = nodes.folder / "answered"
+    meter = _Meter(nodes, file)
+    nodes.run_app({"messages": count + 1, "nodes": len(WAYS), "file": str(file)}, limit=300, project=APP, watch=meter)
+    meter()
+    return {
+        kind: [[c for c, name in zip(each, meter.names, strict=True) if name == kind][1:] for each in meter.each()]
+        for kind in dict.fromkeys(meter.names)
+    }
+
+
+def training(nodes: MixedNodes, spec: RunSpec) -> tuple[RunResult, list[list[float]]]:
+    """Run ``spec``; return its result and the processor seconds of each round by node, without the first."""
+    out = nodes.home("out")
+    meter = _Meter(nodes, out / ROUNDS_FILE)
+    nodes.run_app({**spec.to_run_config(), "out": str(out)}, limit=300, watch=meter)
+    # Round 0 is the evaluation of the first model, and the process of the last message ends after its reply.
+    time.sleep(1.0)
+    meter.marks[-1] = meter._read()
+    return RunResult.load(out), [each[2:] for each in meter.each()]
+
+
+def idle(nodes: MixedNodes, seconds: float) -> list[dict[str, float]]:
+    """Return what waiting costs each node: memory, and time and bytes extrapolated to an hour."""
+
+    def read() -> list[tuple[float, int, int]]:
+        return [(cpu_seconds(nodes.leaders(node)), relay.up, relay.down) for node, relay in enumerate(nodes.relays)]
+
+    before = read()
+    time.sleep(seconds)
+    spent = [[b - a for a, b in zip(*pair, strict=True)] for pair in zip(before, read(), strict=True)]
+    return [
+        {
+            "memory, MB (PSS)": round(sum(map(proportional_bytes, family(nodes.leaders(node)))) / 1e6, 1),
+            "CPU s an hour": round(cpu * 3600 / seconds, 1),
+            "MB up an hour": round(up * 3600 / seconds / 1e6, 2),
+            "MB down an hour": round(down * 3600 / seconds / 1e6, 2),
+            "from seconds": seconds,
+        }
+        for node, (cpu, up, down) in enumerate(spent)
+    ]
+
+
+def family(leaders: Sequence[int]) -> dict[int, list[str]]:
+    """Return the fields of ``/proc/PID/stat`` of these processes and all below them, those that have ended included."""
+    fields = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                # The name of a process, in parentheses, may hold anything.
+                fields[int(entry.name)] = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+    found = {pid: fields[pid] for pid in leaders if pid in fields}
+    while more := {pid: stat for pid, stat in fields.items() if int(stat[1]) in found and pid not in found}:
+        found |= more
+    return found
+
+
+def cpu_seconds(leaders: Sequence[int]) -> float:
+    """Return the processor time of these processes, of all below them, and of those that they have waited for."""
+    ticks = sum(sum(map(int, stat[11:15])) for stat in family(leaders).values())
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def proportional_bytes(pid: int) -> int:
+    """Return a process's memory, of which pages that it shares with others count in part."""
+    try:
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    except OSError:
+        return 0
+    return next((1024 * int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:")), 0)
+
+
+class Relay(socketserver.ThreadingTCPServer):
+    """Passes a node's connections on to its SuperLink, and counts the bytes."""
+
+    daemon_threads = True
+
+    def __init__(self, host: str, port: int) -> None:
+        super().__init__(("127.0.0.1", 0), _Connection)
+        self.target = (host, port)
+        self.up = self.down = 0
+        self.address = f"127.0.0.1:{self.server_address[1]}"
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+
+class _Connection(socketserver.BaseRequestHandler):
+    server: Relay
+
+    def handle(self) -> None:
+        with socket.create_connection(self.server.target) as link:
+            other = {self.request: link, link: self.request}
+            while True:
+                for end in select.select(list(other), [], [])[0]:
+                    try:
+                        data = end.recv(1 << 16)
+                        other[end].sendall(data)
+                    except OSError:
+                        return
+                    if not data:
+                        return
+                    if end is link:
+                        self.server.down += len(data)
+                    else:
+                        self.server.up += len(data)
