@@ -12,6 +12,12 @@ setup(
     package_dir={f"fedcomp.{name}": name for name in BESIDE},
     package_data={
         "fedcomp": ["py.typed", "__init__.pyi"],
-        "fedcomp.experiments": ["app/pyproject.toml", "app/fedcomp_app/*.py", "slept_app/*", "node_app/*", "templates/*"],
+        "fedcomp.experiments": [
+            "app/pyproject.toml",
+            "app/fedcomp_app/*.py",
+            "slept_app/*",
+            "node_app/*",
+            "templates/*",
+        ],
     },
 )
