@@ -17,6 +17,7 @@ from fedcomp.clients.coded.mod import coded
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.gradiveq import fitted_basis
 from fedcomp.clients.half import ClientHalf
+from fedcomp.clients.kept import keep
 from fedcomp.clients.lgc import learned_gradients
 from fedcomp.clients.parts import by_layer
 from fedcomp.clients.power_sgd import shared_basis
@@ -96,7 +97,8 @@ def client(app: ClientApp, *halves: ClientHalf, only: Iterable[str | ClientHalf]
                 raise ConfigError(f"two halves handle messages of type {message_type!r}; leave {half.name} out")
             handlers[message_type] = handler
     mods = [half.mod for half in in_order(chosen) if half.mod is not None]
-    return WrappedApp(app, handlers, mods)
+    # Outside of all halves, whatever they declare: what a reply says has to be on the disk before it leaves.
+    return WrappedApp(app, handlers, [keep, *mods])
 
 
 def _chosen(halves: Iterable[ClientHalf], only: Iterable[str | ClientHalf] | None) -> dict[str, ClientHalf]:

@@ -12,6 +12,7 @@ from typing import Any, Final, ParamSpec, Protocol, overload
 
 from flwr.app import Context, Message
 
+from fedcomp.clients.kept import keep
 from fedcomp.errors import ConfigError
 
 CallNext = Callable[[Message, Context], Message]
@@ -78,7 +79,9 @@ class ClientHalf:
                 f"{self.name} cannot stand in ClientApp(mods=[...]), where nothing checks its order; use "
                 "fedcomp.client(app)"
             )
-        return self.mod(msg, context, call_next)
+        mod = self.mod
+        # Nothing else in such a list keeps the node's state where it has a folder for it.
+        return keep(msg, context, lambda message, state: mod(message, state, call_next))
 
 
 class DropIn(Protocol[P]):

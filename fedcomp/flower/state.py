@@ -120,9 +120,10 @@ class Uplink:
             return cls({}, generation, redelivery=reply)
         memory = context.state.get(_MEMORY)
         state: State = to_arrays(memory) if isinstance(memory, ArrayRecord) else {}
-        if generation == announcement.generation and announcement.acknowledged > pending:
-            # The server consumed a frame this memory knows nothing of: it is an older copy, restored after a crash.
-            # Rolling back its own last frame, which was consumed too, would send that one twice.
+        if (announcement.generation, announcement.acknowledged) > (generation, pending):
+            # The server consumed a frame this memory knows nothing of, its own or one of a memory that began later:
+            # it is an older copy, restored after a crash. Rolling back its own last frame, which was consumed too,
+            # would send that one twice.
             return fresh
         # Both numbers: an acknowledgement of a memory that was lost since says nothing of the one that followed it.
         lost = not (pending == announcement.acknowledged and generation == announcement.generation)

@@ -102,10 +102,23 @@ def write(path: Path, data: bytes) -> None:
             # Before the rename: that could reach the disk first, and a crash leave an empty file for the old one.
             os.fsync(file.fileno())
         os.replace(temporary, path)
+        # A rename survives a power failure only with the folder that records it.
+        _flush_folder(path.parent)
     # An interrupt too, or every one of them would leave a file behind.
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def _flush_folder(folder: Path) -> None:
+    # Where folders cannot be opened, as on Windows, the system records the rename when it sees fit.
+    if not hasattr(os, "O_DIRECTORY"):
+        return
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 @contextmanager
