@@ -219,6 +219,9 @@ class WaitingRound(Generic[C]):
             self.report.rolled_back.append(node)
         if header.get("lacks") is True:
             self.lacking.add(node)
+        said = header.get("remark")
+        if isinstance(said, str):
+            self.report.remarks[node] = shorten(said)
         ratio = header.get("memory")
         if isinstance(ratio, float) and 0.0 <= ratio < float("inf"):
             self.report.memory[node] = ratio

@@ -9,6 +9,10 @@ from __future__ import annotations
 
 # Name on the command line -> module and what it measures.
 BENCHMARKS: dict[str, tuple[str, str]] = {
+    "state": (
+        "fedcomp.experiments.bench.state",
+        "what it costs to keep a client's state on disk",
+    ),
     "wire": (f"{__name__}.wire", "size and speed of the FCW1 wire format against the naive ones"),
     "kernels": (
         "fedcomp.experiments.bench.kernels",

@@ -2,7 +2,8 @@
 
 A run that is interrupted after a checkpoint and resumed gives the same bits as one that was not, on the in-process
 engine. Ray and deployments keep client state themselves and lose it with the run; there the model, the strategy and
-the ledger come back and the clients start empty (codecs with memory notice that and resynchronise).
+the ledger come back and the clients start empty (codecs with memory notice that and resynchronise), but for nodes that
+have a state folder (:mod:`fedcomp.clients.kept`).
 
 No pickle: a checkpoint can be read without trusting it.
 """

@@ -72,7 +72,11 @@ def test_an_older_copy_of_the_memory_sends_nothing_twice() -> None:
     assert found.fresh
     assert not found.rolled_back
     assert not any(v.any() for v in found.state.values()), "neither frame 5 nor what was left of it is sent again"
-    # An acknowledgement of another generation's frame says nothing about this memory.
+    # Of a memory that began later: this one was lost before, and its last frame may have been consumed long ago.
+    later = Uplink.begin(ctx, say(9, acknowledged=8, generation=7), CODEC, LAYOUT)
+    assert later.fresh
+    assert not later.rolled_back
+    # An acknowledgement of an earlier generation's frame says nothing about this memory.
     assert Uplink.begin(ctx, say(7, acknowledged=6, generation=4), CODEC, LAYOUT).rolled_back
 
 
