@@ -1,4 +1,4 @@
-"""The command ``fedcomp``: ``fedcomp run``, ``fedcomp bench`` and ``fedcomp node`` of an installation.
+"""The command ``fedcomp``: ``fedcomp run``, ``fedcomp node``, ``fedcomp link`` and the others of an installation.
 
 Each is a command line of its own, which ``python -m experiments.run``, ``python -m experiments.bench``,
 ``python -m coding.bench`` and ``python -m fedcomp.clients.edge`` start as well.
@@ -15,6 +15,8 @@ usage: fedcomp COMMAND ...
   run [EXPERIMENT]   run an experiment and write its report, or --compare two runs; --list shows them
   bench NAME         measure what something costs; --list shows what, and 'coding' is the codes
   node               start a node that trains for a SuperLink elsewhere, and keep it running
+  certificates DIR   make the certificates of a server and the keys of its nodes
+  link DIR           start a SuperLink that such nodes can reach, and nobody else can command
 
 fedcomp COMMAND --help says what a command takes."""
 
@@ -42,10 +44,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return node(rest)
     from fedcomp.experiments.commands import OK, WRONG_INPUT, complain, unread
 
+    if command == "certificates":
+        from fedcomp.experiments.security.certificates import main as certificates
+
+        return certificates(rest)
+    if command == "link":
+        from fedcomp.experiments.security.link import main as link
+
+        return link(rest)
     if command in ("", "-h", "--help"):
         try:
             print(USAGE, flush=True)
         except BrokenPipeError:
             return unread()
         return OK
-    return complain(f"no command {command!r}; fedcomp has run, bench and node", WRONG_INPUT)
+    return complain(f"no command {command!r}; fedcomp has run, bench, node, certificates and link", WRONG_INPUT)

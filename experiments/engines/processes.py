@@ -36,20 +36,22 @@ class Child:
     command : sequence of str
     env : mapping of str to str
         The whole environment of the process.
-    log : Path
-        Receives standard output and standard error.
+    log : Path, optional
+        Receives standard output and standard error; None leaves them this process's own.
     cwd : Path
     """
 
-    def __init__(self, name: str, command: Sequence[str], *, env: Mapping[str, str], log: Path, cwd: Path) -> None:
+    def __init__(
+        self, name: str, command: Sequence[str], *, env: Mapping[str, str], log: Path | None, cwd: Path
+    ) -> None:
         self.name = name
         self.log = log
-        with log.open("wb") as out:
+        with contextlib.nullcontext() if log is None else log.open("wb") as out:
             self._process = subprocess.Popen(
                 list(command),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
-                stderr=subprocess.STDOUT,
+                stderr=None if out is None else subprocess.STDOUT,
                 env=dict(env),
                 cwd=cwd,
                 start_new_session=True,
@@ -68,7 +70,7 @@ class Child:
 
     def tail(self, lines: int = 20) -> str:
         """Return the last ``lines`` lines of the process's log."""
-        return tail(self.log, lines)
+        return "(see above)" if self.log is None else tail(self.log, lines)
 
     def require_running(self) -> None:
         """Raise :class:`DeploymentError` when the process has ended."""

@@ -264,11 +264,12 @@ class Deployment:
         DeploymentError
             When the command fails or outlasts ``limit`` seconds, or a process of the deployment dies meanwhile.
         """
+        log = self.folder / f"{name}.log"
         command = Child(
             f"flwr {arguments[0]}",
             [edge.program("flwr"), *arguments],
             env=self.env("cli"),
-            log=self.folder / f"{name}.log",
+            log=log,
             cwd=self.home("cli"),
         )
         deadline = time.monotonic() + limit
@@ -288,7 +289,7 @@ class Deployment:
             raise DeploymentError(
                 f"{command.name} failed with status {command.returncode}; it printed last:\n{command.tail()}"
             )
-        return command.log.read_text(encoding="utf-8", errors="replace")
+        return log.read_text(encoding="utf-8", errors="replace")
 
     def run_app(
         self,

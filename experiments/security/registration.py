@@ -1,0 +1,73 @@
+"""Register the public keys of nodes with a SuperLink on loopback, through Flower's own command line.
+
+A process of its own, because the environment (``FLWR_HOME``) says where Flower's settings are, and one for all keys,
+because importing Flower takes longer than a hundred calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from fedcomp.experiments.commands import OK, complain
+from fedcomp.experiments.security.certificates import Folder
+
+TEMPORARY = 75
+"""Exit code of what may work later, EX_TEMPFAIL of sysexits.h."""
+_KNOWN = "[code: 23]"
+"""What the SuperLink answers to a key that it has already."""
+
+
+def register(key: Path, connection: str) -> str | None:
+    """Register one public key; return the node's id, or None when it was registered before.
+
+    Raises
+    ------
+    click.ClickException
+        When the SuperLink does not answer or refuses the key.
+    """
+    from flwr.cli.app import app
+
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            app(["supernode", "register", str(key), connection], standalone_mode=False)
+    except click.ClickException as error:
+        if _KNOWN in error.format_message():
+            return None
+        raise
+    found = re.search(r"SuperNode (\d+) registered", printed.getvalue())
+    if found is None:
+        raise click.ClickException(f"flwr supernode register printed {printed.getvalue()!r}")
+    return found[1]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Register the keys in a folder: ``python -m fedcomp.experiments.security.registration DIR CONNECTION``."""
+    path, connection = sys.argv[1:] if arguments is None else arguments
+    folder = Folder(Path(path))
+    known = 0
+    for key in folder.public_keys():
+        try:
+            node = register(key, connection)
+        except click.ClickException as error:
+            return complain(f"{key} was not registered: {error.format_message()}", TEMPORARY)
+        if node is None:
+            known += 1
+            continue
+        # The SuperLink keeps no names: this is how an operator finds the id of a lost device.
+        with folder.registered.open("a", encoding="utf-8") as file:
+            file.write(f"{key.stem} {node}\n")
+        print(f"registered {key.stem} as {node}", flush=True)
+    print(f"{known} keys were registered before" if known else "all keys are registered", flush=True)
+    return OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

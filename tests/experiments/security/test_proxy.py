@@ -1,0 +1,348 @@
+"""The proxy: only plain calls of the fleet API pass, in pieces, and whoever is slow, large or many is cut off."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import ssl
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+import h11
+import pytest
+
+from fedcomp.experiments.security.certificates import create
+from fedcomp.experiments.security.proxy import PATH, Limits, Proxy, Refused, contexts, examine
+
+LIMITS = Limits(
+    per_address=4, connections=8, body=300_000, handshake=0.3, idle=0.3, upload=1.0, stall=0.3, answer=0.5, linger=0.02
+)
+CALL = b"POST /v1/fleet/push-object HTTP/1.1\r\nHost: x\r\n"
+
+
+class Backend:
+    """A SuperLink that keeps what it was sent and answers with it, piece by piece."""
+
+    def __init__(self) -> None:
+        self.received: list[bytes] = []
+        self.reply: Callable[[bytes, asyncio.StreamWriter], Awaitable[None]] | None = None
+        self.connections = 0
+
+    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                body = b""
+                lines = head.lower().split(b"\r\n")
+                lengths = [int(line.split(b":")[1]) for line in lines if line.startswith(b"content-length")]
+                if lengths:
+                    body = await reader.readexactly(lengths[0])
+                elif b"transfer-encoding: chunked" in lines:
+                    while size := int(await reader.readline(), 16):
+                        body += await reader.readexactly(size)
+                        await reader.readexactly(2)
+                    await reader.readline()
+                self.received.append(head + body)
+                if self.reply is not None:
+                    await self.reply(body, writer)
+                else:
+                    writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+                await writer.drain()
+
+
+class Scene:
+    """A proxy in front of a backend, and raw clients."""
+
+    def __init__(self) -> None:
+        self.backend = Backend()
+        self.said: list[str] = []
+
+    async def ask(self, data: bytes, *, tls: ssl.SSLContext | None = None) -> bytes:
+        """Send bytes, return all that comes back until the proxy closes."""
+        reader, writer = await self.open(tls)
+        writer.write(data)
+        answer = await asyncio.wait_for(reader.read(), 20)
+        writer.close()
+        return answer
+
+    async def open(self, tls: ssl.SSLContext | None = None):
+        name = "localhost" if tls else None
+        return await asyncio.open_connection("127.0.0.1", self.port, ssl=tls, server_hostname=name)
+
+
+def scene(body: Callable[[Scene], Awaitable[None]], *, limits: Limits = LIMITS, folder=None) -> Scene:
+    """Run ``body`` beside a proxy and its backend."""
+    made = Scene()
+
+    async def main() -> None:
+        tls, trust = contexts(folder.server, folder.server_key, folder.ca) if folder else (None, None)
+        backend = await asyncio.start_server(made.backend, "127.0.0.1", 0, ssl=tls)
+        made.proxy = Proxy(backend.sockets[0].getsockname()[1], tls, trust, limits, made.said.append)
+        listener = socket.create_server(("127.0.0.1", 0))
+        made.port = listener.getsockname()[1]
+        made.server = backend
+        serving = asyncio.create_task(made.proxy.serve(listener))
+        try:
+            await body(made)
+        finally:
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+            listener.close()
+            backend.close()
+        assert not made.proxy._open
+
+    asyncio.run(main())
+    return made
+
+
+def test_a_call_and_its_answer_pass_and_the_connection_is_used_again():
+    async def body(s: Scene) -> None:
+        one = CALL + b"Content-Length: 3\r\nX-Forwarded-For: 9.9.9.9\r\nFlwr-Public-Key: k\r\n\r\nabc"
+        # Two at once in one write, the second closes.
+        answer = await s.ask(one + CALL + b"Connection: close\r\nContent-Length: 2\r\n\r\nde")
+        assert answer.count(b"HTTP/1.1 200") == 2
+        assert answer.endswith(b"\r\n\r\nde")
+
+    made = scene(body)
+    first, second = made.backend.received
+    assert first.startswith(b"POST /v1/fleet/push-object HTTP/1.1\r\n")
+    assert first.endswith(b"\r\n\r\nabc")
+    assert b"flwr-public-key: k" in first.lower()
+    # What a server on loopback believes comes from us.
+    assert b"9.9.9.9" not in first
+    assert b"x-forwarded-for: 127.0.0.1" in first.lower()
+    assert made.backend.connections == 1
+    assert b"connection" not in second.lower()
+    assert made.said == []
+
+
+def test_bodies_pass_in_pieces_both_ways():
+    """The backend has the first piece before the client sends the second, and the client the answer's likewise."""
+
+    async def body(s: Scene) -> None:
+        seen = asyncio.Queue()
+
+        async def backend(reader, writer):
+            await reader.readuntil(b"\r\n\r\n")
+            for _ in range(2):
+                size = int(await reader.readline(), 16)
+                seen.put_nowait(await reader.readexactly(size + 2))
+            assert await reader.readline() == b"0\r\n"
+            writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nab\r\n")
+            assert await asked.get() == "more"
+            writer.write(b"1\r\nc\r\n0\r\n\r\n")
+
+        asked = asyncio.Queue()
+        async with await asyncio.start_server(backend, "127.0.0.1", 0) as server:
+            s.proxy.port = server.sockets[0].getsockname()[1]
+            reader, writer = await s.open()
+            writer.write(CALL + b"Transfer-Encoding: chunked\r\n\r\n1\r\nx\r\n")
+            assert await seen.get() == b"x\r\n"
+            writer.write(b"1\r\ny\r\n0\r\n\r\n")
+            assert await seen.get() == b"y\r\n"
+            assert (await reader.readuntil(b"ab\r\n")).startswith(b"HTTP/1.1 200")
+            asked.put_nowait("more")
+            assert await reader.readuntil(b"0\r\n\r\n") == b"1\r\nc\r\n0\r\n\r\n"
+            writer.close()
+
+    scene(body, limits=replace(LIMITS, stall=20.0, answer=20.0, upload=20.0))
+
+
+TRICKS = {
+    "another api": b"/v1/control/start-run",
+    "nothing": b"/",
+    "two slashes": b"//v1/fleet/push-object",
+    "two slashes inside": b"/v1/fleet//push-object",
+    "dots": b"/v1/fleet/../control/start-run",
+    "escaped dots": b"/v1/fleet/%2e%2e/control/start-run",
+    "escaped slash": b"/v1/fleet%2fpush-object",
+    "escaped letter": b"/v1/fleet/push%2dobject",
+    "backslash": b"/v1/fleet/..\\control\\start-run",
+    "absolute form": b"http://x/v1/fleet/push-object",
+    "query": b"/v1/fleet/push-object?x=/v1/control/start-run",
+    "fragment": b"/v1/fleet/push-object#x",
+    "parameter": b"/v1/fleet/push-object;x",
+    "capital": b"/v1/FLEET/push-object",
+    "trailing slash": b"/v1/fleet/push-object/",
+    "prefix": b"/x/v1/fleet/push-object",
+    "authority": b"x:443",
+    "star": b"*",
+}
+
+
+@pytest.mark.parametrize("trick", TRICKS)
+def test_every_other_target_is_refused_before_its_body_is_read(trick):
+    async def body(s: Scene) -> None:
+        # A body is announced and never sent.
+        answer = await s.ask(b"POST " + TRICKS[trick] + b" HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 403"), answer
+
+    made = scene(body)
+    assert made.backend.connections == 0
+    assert len(made.said) == 1
+    assert "403" in made.said[0]
+
+
+def test_incorrect_variants_would_pass_what_the_whole_pattern_refuses():
+    """A prefix, which is what many proxies compare, and a search let control calls through."""
+    assert TRICKS["dots"].startswith(b"/v1/fleet/")
+    assert PATH.match(TRICKS["dots"].replace(b"..", b"a/.."))
+    assert PATH.search(TRICKS["prefix"])
+    assert not any(PATH.fullmatch(target) for target in TRICKS.values())
+
+
+HEADS = {
+    "length and chunks": (b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400),
+    "two lengths": (b"Content-Length: 3\r\nContent-Length: 4\r\n\r\nabc", 400),
+    "lengths in a list": (b"Content-Length: 3, 4\r\n\r\nabc", 400),
+    "signed length": (b"Content-Length: +3\r\n\r\nabc", 400),
+    "twice chunked": (b"Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 501),
+    "hidden chunks": (b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n", 501),
+    "space before colon": (b"Content-Length : 3\r\n\r\nabc", 400),
+    "null in a header": (b"X: a\0b\r\n\r\n", 400),
+    "two hosts": (b"Host: y\r\n\r\n", 400),
+    "expects": (b"Expect: 100-continue\r\nContent-Length: 3\r\n\r\n", 417),
+    "upgrade": (b"Upgrade: h2c\r\nConnection: upgrade\r\n\r\n", 417),
+    "long head": (b"X: " + b"a" * 20_000 + b"\r\n\r\n", 431),
+    "long body": (b"Content-Length: 300001\r\n\r\n", 413),
+    "long chunks": (b"Transfer-Encoding: chunked\r\n\r\n" + (b"10000\r\n" + b"a" * 65536 + b"\r\n") * 5, 413),
+    "bad chunk": (b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", 400),
+}
+
+
+@pytest.mark.parametrize("case", HEADS)
+def test_what_two_parsers_might_read_differently_is_refused(case):
+    rest, status = HEADS[case]
+
+    async def body(s: Scene) -> None:
+        answer = await s.ask(CALL + rest)
+        assert answer.startswith(b"HTTP/1.1 %d" % status), answer
+        assert b"connection: close" in answer.lower()
+
+    made = scene(body)
+    # Nothing of it was complete for the backend: no second request may hide in the rest.
+    assert made.backend.received == []
+    assert len(made.said) == 1
+
+
+def test_other_methods_are_refused():
+    async def body(s: Scene) -> None:
+        assert (await s.ask(b"GET /v1/fleet/push-object HTTP/1.1\r\nHost: x\r\n\r\n")).startswith(b"HTTP/1.1 405")
+        assert (await s.ask(b"CONNECT x:443 HTTP/1.1\r\nHost: x\r\n\r\n")).startswith(b"HTTP/1.1 403")
+        assert (await s.ask(b"\x16\x03\x01 garbage\r\n\r\n")).startswith(b"HTTP/1.1 400")
+
+    assert scene(body).backend.connections == 0
+
+
+def test_a_folded_header_reaches_the_backend_on_one_line():
+    async def body(s: Scene) -> None:
+        await s.ask(CALL + b"X: a\r\n Content-Length: 50\r\nConnection: close\r\nContent-Length: 0\r\n\r\n")
+
+    (head,) = scene(body).backend.received
+    assert b"\r\n content-length: 50" not in head.lower()
+    assert b"x: a content-length: 50\r\n" in head.lower()
+
+
+def test_what_a_client_writes_into_the_log_is_one_line_of_ascii():
+    async def body(s: Scene) -> None:
+        await s.ask(b"POST /\xffproxy:ready HTTP/1.1\r\nHost: x\r\n\r\n")
+        await s.ask(b"POST /" + b"a" * 500 + b" HTTP/1.1\r\nHost: x\r\n\r\n")
+
+    for line in scene(body).said:
+        assert line.isascii()
+        assert "\n" not in line
+        assert len(line) < 400
+
+
+def test_whoever_is_slow_is_cut_off():
+    """In the middle of the head, of the body, and of the handshake; and with a body that never ends."""
+
+    async def body(s: Scene) -> None:
+        assert await s.ask(b"POST /v1/fle") == b""
+        assert await s.ask(b"") == b""
+        assert await s.ask(CALL + b"Content-Length: 5\r\n\r\nab") == b""
+        reader, writer = await s.open()
+        writer.write(CALL + b"Content-Length: 200000\r\n\r\n")
+
+        async def drip() -> None:
+            with contextlib.suppress(ConnectionError):
+                while True:
+                    writer.write(b"a")
+                    await writer.drain()
+                    await asyncio.sleep(0.05)
+
+        dripping = asyncio.create_task(drip())
+        # Each byte comes in time, all of them do not.
+        assert await asyncio.wait_for(reader.read(), 20) == b""
+        dripping.cancel()
+
+    assert scene(body).backend.received == []
+
+
+def test_the_handshake_counts_as_a_connection_and_ends(tmp_path):
+    folder = create(tmp_path / "keys", ["localhost"], 0)
+
+    async def body(s: Scene) -> None:
+        silent = [await s.open() for _ in range(LIMITS.per_address)]
+        reader, writer = await s.open()
+        # More than one address may have, all of them still before TLS.
+        assert await asyncio.wait_for(reader.read(), 20) == b""
+        writer.close()
+        for reader, writer in silent:
+            assert await asyncio.wait_for(reader.read(), 20) == b""
+            writer.close()
+        trust = ssl.create_default_context(cafile=str(folder.ca))
+        answer = await s.ask(CALL + b"Connection: close\r\nContent-Length: 2\r\n\r\nhi", tls=trust)
+        assert answer.endswith(b"hi")
+
+    made = scene(body, folder=folder)
+    assert any("4 connections" in line for line in made.said)
+    assert len(made.backend.received) == 1
+
+
+def test_a_superlink_that_is_away_silent_or_breaks_off():
+    async def body(s: Scene) -> None:
+        async def silent(received: bytes, writer: asyncio.StreamWriter) -> None:
+            await asyncio.sleep(30)
+
+        async def half(received: bytes, writer: asyncio.StreamWriter) -> None:
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nabc")
+            await writer.drain()
+            writer.close()
+
+        async def garbage(received: bytes, writer: asyncio.StreamWriter) -> None:
+            writer.write(b"nonsense\r\n\r\n")
+
+        ask = CALL + b"Content-Length: 2\r\n\r\nhi"
+        s.backend.reply = silent
+        assert (await s.ask(ask)).startswith(b"HTTP/1.1 504")
+        s.backend.reply = garbage
+        assert (await s.ask(ask)).startswith(b"HTTP/1.1 502")
+        s.backend.reply = half
+        # Cut off, not completed: a client sees that three of ten bytes came.
+        assert (await s.ask(ask)).endswith(b"abc")
+        s.server.close()
+        assert (await s.ask(ask)).startswith(b"HTTP/1.1 502")
+
+    made = scene(body)
+    assert sum("502" in line or "504" in line for line in made.said) == 3
+
+
+@pytest.mark.parametrize("target", [b"/v1/fleet/pull-messages", b"/v1/fleet/register-node", b"/v1/fleet/get-fab"])
+def test_calls_of_nodes_pass(target):
+    examine(h11.Request(method="POST", target=target, headers=[("Host", "x"), ("Content-Length", "5")]), Limits())
+    with pytest.raises(Refused):
+        examine(h11.Request(method="POST", target=target + b"/", headers=[("Host", "x")]), Limits())
+
+
+def test_every_route_of_flowers_fleet_api_passes_and_no_other():
+    """Of the version that is installed, so that a new one with another spelling is noticed here."""
+    from flwr.superlink.routers.control import router as control
+    from flwr.superlink.routers.fleet.router import router as fleet
+
+    assert len(fleet.routes) >= 10
+    for route in fleet.routes:
+        assert PATH.fullmatch(route.path.encode()), route.path
+        assert route.methods == {"POST"}
+    assert not [route.path for route in control.routes if PATH.fullmatch(route.path.encode())]
