@@ -291,6 +291,7 @@ def main(arguments: Sequence[str] | None = None, program: str = "fedcomp link") 
                 raise ConfigError(f"no SuperLink was started from {folder.path}: fedcomp link {args.folder}")
             asyncio.run(register(options))
             return OK
+        # Of the database and of all that the children write.
         os.umask(0o077)
         listener, proxy = prepare(options)
         _raise_descriptors()

@@ -1,0 +1,177 @@
+"""``fedcomp link`` without a SuperLink: its command lines, its checks, and that it starts again what ends."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+from fedcomp.experiments.engines.processes import Child, free_ports
+from fedcomp.experiments.program import main as fedcomp
+from fedcomp.experiments.security import link
+from fedcomp.experiments.security.certificates import Folder, create
+from fedcomp.experiments.security.link import LinkOptions, prepare
+from fedcomp.experiments.security.proxy import Limits
+
+
+def options(path: Path, *, insecure: bool = False) -> LinkOptions:
+    public, port = free_ports(2)
+    return LinkOptions(Folder(path), ("127.0.0.1", public), port, path / "link" / "state.db", insecure, Limits())
+
+
+def test_the_superlink_is_on_loopback_with_keys_and_asks_for_its_secret(tmp_path):
+    made = options(tmp_path)
+    words = made.superlink()
+    assert words[words.index("--host") + 1] == "127.0.0.1"
+    assert {"--enable-supernode-auth", "--ssl-keyfile", "--database"} <= set(words)
+    assert words[words.index("--isolation") + 1] == "process"
+    for command in (words, made.superexec()):
+        assert command[command.index("--superexec-auth-secret-file") + 1] == str(made.folder.secret)
+        assert "--insecure" not in command
+    # The word takes TLS and keys away; loopback and secret stay.
+    words = options(tmp_path, insecure=True).superlink()
+    assert "--insecure" in words
+    assert "--enable-supernode-auth" not in words
+    assert words[words.index("--host") + 1] == "127.0.0.1"
+    assert "--superexec-auth-secret-file" in words
+
+
+def test_what_is_written_is_the_owners_alone_and_kept(tmp_path):
+    create(tmp_path, ["localhost"], 0)
+    made = options(tmp_path)
+    listener, proxy = prepare(made)
+    listener.close()
+    assert proxy.tls is not None
+    assert proxy.trust is not None
+    secret = made.folder.secret.read_bytes()
+    assert len(secret) == 64
+    assert stat.S_IMODE(made.folder.secret.stat().st_mode) == 0o600
+    assert stat.S_IMODE(made.folder.kept.stat().st_mode) == 0o700
+    config = (made.folder.home("cli") / "config.toml").read_text()
+    assert f'address = "127.0.0.1:{made.port}"' in config
+    assert "insecure" not in config
+    assert made.folder.secret.read_bytes() == secret
+
+
+def says(capfd) -> str:
+    printed = capfd.readouterr().err
+    assert printed.count("\n") == 1, printed
+    return printed
+
+
+def test_wrong_certificates_are_one_line_and_no_restart_mends_them(tmp_path, capfd):
+    assert fedcomp(["link", str(tmp_path / "none")]) == 78
+    assert "server.crt" in says(capfd)
+    old = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=900)
+    create(tmp_path / "old", ["localhost"], 0, now=old)
+    assert fedcomp(["link", str(tmp_path / "old")]) == 78
+    assert "--renew" in says(capfd)
+    folder = create(tmp_path / "mixed", ["localhost"], 0)
+    folder.server_key.write_bytes(create(tmp_path / "b", ["localhost"], 0).server_key.read_bytes())
+    assert fedcomp(["link", str(tmp_path / "mixed")]) == 78
+    assert "cannot be used together" in says(capfd)
+
+
+def test_a_port_in_use_is_one_line_and_leaves_the_files_of_the_running_link(tmp_path, capfd):
+    folder = create(tmp_path, ["localhost"], 0)
+    (public, port) = free_ports(2)
+    for taken in (public, port):
+        with socket.create_server(("127.0.0.1", taken)):
+            asked = [str(tmp_path), "--listen", f"127.0.0.1:{public}", "--port", str(port)]
+            assert fedcomp(["link", *asked]) == 78
+        assert "Address already in use" in says(capfd)
+    assert not folder.home("cli").exists()
+    assert fedcomp(["link", str(tmp_path), "--listen", "127.0.0.1:0"]) == 78
+    assert fedcomp(["link", str(tmp_path), "--register"]) == 78
+
+
+def test_a_folder_has_one_link_at_a_time(tmp_path, capfd):
+    """On other ports, where nothing else would show it: two SuperLinks would write one database."""
+    create(tmp_path, ["localhost"], 0)
+    listener, _ = prepare(options(tmp_path))
+    public, port = free_ports(2)
+    asked = [str(tmp_path), "--listen", f"127.0.0.1:{public}", "--port", str(port)]
+    assert fedcomp(["link", *asked]) == 78
+    assert "one at a time" in says(capfd)
+    listener.close()
+
+
+STAND_IN = """
+import os, socket, sys, time
+name, port = sys.argv[1], int(sys.argv[2])
+print("begins", name, os.getpid(), flush=True)
+if name == "superlink":
+    held = socket.create_server(("127.0.0.1", port))
+time.sleep(600)
+"""
+
+
+def test_what_ends_is_started_again_and_sigterm_leaves_nothing(tmp_path, monkeypatch, capfd):
+    """With stand-ins for Flower's programs: all that is ours is the real thing."""
+    made = options(tmp_path, insecure=True)
+    started: list[Child] = []
+
+    def start(self: LinkOptions, title: str, name: str, command: list[str]) -> Child:
+        command = [sys.executable, "-c", STAND_IN, name, str(self.port)]
+        started.append(Child(title, command, env=os.environ, log=None, cwd=tmp_path))
+        return started[-1]
+
+    monkeypatch.setattr(LinkOptions, "start", start)
+    monkeypatch.setattr(link, "SHORTEST", 0.01)
+    listener, proxy = prepare(made)
+
+    async def scene() -> int:
+        running = asyncio.create_task(link.run(made, listener, proxy))
+
+        async def until(count: int) -> None:
+            while len(started) < count:
+                assert not running.done()
+                await asyncio.sleep(0.02)
+
+        await until(2)
+        started[1].kill()
+        await until(3)
+        started[0].kill()
+        await until(4)
+        # Only what ended: the server app of a run lives below the SuperExec, and survives its SuperLink.
+        assert [child.name for child in started[2:]] == ["the SuperExec", "the SuperLink"]
+        assert [child.returncode is None for child in started] == [False, False, True, True]
+        os.kill(os.getpid(), signal.SIGTERM)
+        return await running
+
+    async def limited() -> int:
+        return await asyncio.wait_for(scene(), 60)
+
+    assert asyncio.run(limited()) == 0
+    assert all(child.returncode is not None for child in started)
+    printed = capfd.readouterr().out
+    assert "the SuperLink ended with status -9; it is started again" in printed
+    assert printed.rstrip().endswith("stopped")
+
+
+def test_a_superlink_that_does_not_start_is_a_temporary_failure(tmp_path, monkeypatch, capfd):
+    broken = [sys.executable, "-c", "import sys; sys.exit(3)"]
+    monkeypatch.setattr(LinkOptions, "superlink", lambda self: broken)
+    public, port = free_ports(2)
+    asked = [str(tmp_path), "--insecure", "--listen", f"127.0.0.1:{public}", "--port", str(port)]
+    assert fedcomp(["link", *asked]) == 75
+    printed = capfd.readouterr()
+    assert "the SuperLink ended with status 3" in printed.err
+    # The word is explicit, and what it means is said.
+    assert "Whoever reaches" in printed.out
+
+
+def test_neither_command_needs_more_than_the_library_itself():
+    code = """
+import sys
+import fedcomp.experiments.security.link
+print([m for m in ("torch", "numba", "sklearn", "jinja2", "rich", "matplotlib", "scipy", "flwr") if m in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
