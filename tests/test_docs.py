@@ -49,6 +49,7 @@ FOLDERS = (
     "clients/edge",
     "clients/private",
     "experiments",
+    "experiments/security",
     "fedcomp/flower",
     "fedcomp/privacy",
     "fedcomp/gossip",

@@ -23,6 +23,10 @@ FORBIDDEN = {
     "coding": {"fedcomp", "torch", "flwr"},
     "strategies": {"fedcomp.clients", "fedcomp.experiments"},
     "clients": {"fedcomp.strategies", "fedcomp.experiments"},
+    "experiments/security": {
+        *("torch", "numpy", "numba", "sklearn", "jinja2", "rich", "matplotlib", "fedcomp.tasks", "fedcomp.codecs"),
+        *("fedcomp.strategies", "fedcomp.wire", "fedcomp.privacy"),
+    },
     "coding/kernels": {
         *("fedcomp.coding.field", "fedcomp.coding.prime", "fedcomp.coding.packet", "fedcomp.coding.rlnc"),
         *("fedcomp.coding.mds", "galois", "scipy"),

@@ -13,7 +13,6 @@ import contextlib
 import fcntl
 import json
 import os
-import random
 import resource
 import secrets
 import signal
@@ -231,7 +230,7 @@ async def _again(options: LinkOptions, children: list[Child], place: int, name: 
         if child.returncode is None:
             continue
         wait = SHORTEST if loop.time() - started > 60.0 else min(2 * wait, LONGEST)
-        pause = wait * (0.5 + random.random() / 2)
+        pause = wait * (0.5 + secrets.randbelow(1000) / 2000)
         say(f"{child.name} ended with status {child.returncode}; it is started again in {pause:.1f} s")
         await asyncio.sleep(pause)
         started = loop.time()

@@ -11,6 +11,7 @@ import io
 import re
 import sys
 from collections.abc import Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import click
@@ -32,8 +33,9 @@ def register(key: Path, connection: str) -> str | None:
     click.ClickException
         When the SuperLink does not answer or refuses the key.
     """
-    from flwr.cli.app import app
-
+    # What the program ``flwr`` starts with, whatever its module is called.
+    (program,) = entry_points(group="console_scripts", name="flwr")
+    app = program.load()
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed):

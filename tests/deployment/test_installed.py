@@ -102,7 +102,10 @@ def test_the_commands_of_an_installation(programs: Path, tmp_path: Path) -> None
         assert done.returncode == 0, done.stderr
         assert words[0] in usage.stdout
     wrong = fresh(programs, "fedcomp", "walk", cwd=tmp_path)
-    assert (wrong.returncode, wrong.stderr) == (2, "error: no command 'walk'; fedcomp has run, bench and node\n")
+    assert (wrong.returncode, wrong.stderr) == (
+        2,
+        "error: no command 'walk'; fedcomp has run, bench, node, certificates and link\n",
+    )
 
 
 @pytest.mark.slow

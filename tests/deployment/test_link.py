@@ -18,6 +18,7 @@ from pathlib import Path
 import httpx
 import pytest
 from cryptography.hazmat.primitives import serialization
+from flwr.supercore.protobuf.constants import PROTOBUF_MEDIA_TYPE
 from quick_nodes import quicken
 
 from fedcomp.clients import edge
@@ -97,7 +98,7 @@ class Site:
 
     def post(self, path: str, *, port: int | None = None, content: bytes = b"", headers=()) -> httpx.Response:
         trust = ssl.create_default_context(cafile=str(self.folder.ca))
-        kind = {"content-type": "application/x-protobuf", **dict(headers)}
+        kind = {"content-type": PROTOBUF_MEDIA_TYPE, **dict(headers)}
         with httpx.Client(verify=trust) as client:
             return client.post(f"https://127.0.0.1:{port or self.public}{path}", content=content, headers=kind)
 
