@@ -15,6 +15,7 @@ import contextlib
 import re
 import socket
 import ssl
+import struct
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -182,6 +183,8 @@ class Proxy:
                     await asyncio.sleep(0.1)
                     continue
                 if self._open[address] >= self.limits.per_address or self._open.total() >= self.limits.connections:
+                    # Reset, not closed: a node retries after a reset, and gives up when TLS ends in the middle.
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                     connection.close()
                     self.say(
                         f"proxy: refused {address}: {self._open[address]} connections, {self._open.total()} in all"
