@@ -202,9 +202,12 @@ def test_a_run_over_tls_gives_the_bits_of_this_process_and_strangers_get_nowhere
     (superlink,) = (
         p for p, c in processes_with("FLWR_HOME", str(folder.home("superlink"))).items() if "superlink" in c
     )
+    superexec = processes_with("FLWR_HOME", str(folder.home("superexec"))).keys()
     os.kill(superlink, signal.SIGKILL)
     site.until(link, "the SuperLink ended with status -9; it is started again")
     wait_for_port(site.port, link, 60.0)
+    # The one below which server apps run has not noticed.
+    assert superexec <= processes_with("FLWR_HOME", str(folder.home("superexec"))).keys()
 
     for child in good:
         child.stop()
