@@ -9,12 +9,42 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
-from fedcomp.errors import StateError
+from fedcomp.errors import ConfigError, StateError
 from fedcomp.plain import PlainError, from_plain, to_plain
 
 _IDENTITY = "identity"
+
+_EPOCH_BITS: Final = 32
+_EPOCHS: Final = 2**31
+
+
+def next_epoch(number: int) -> int:
+    """Return the number after which a sender goes on whose receivers may know greater ones than ``number``.
+
+    The bits above the 32nd count the restarts, and those below count what is sent in between: a restart skips all that
+    can have been used.
+
+    Raises
+    ------
+    StateError
+        After 2^31 restarts: messages hold integers below 2^63.
+
+    Examples
+    --------
+    >>> hex(next_epoch(5)), hex(next_epoch(next_epoch(5) + 7))
+    ('0x100000000', '0x200000000')
+    """
+    epoch = (number >> _EPOCH_BITS) + 1
+    if epoch >= _EPOCHS:
+        raise StateError(f"the numbers of this state are used up after {epoch} restarts; start a new run")
+    return epoch << _EPOCH_BITS
+
+
+def within_epoch(number: int) -> int:
+    """Return a number without the restarts: what random streams are drawn by, the same for a run that was resumed."""
+    return number & ((1 << _EPOCH_BITS) - 1)
 
 
 @dataclass(frozen=True)
@@ -27,10 +57,13 @@ class StatePart:
         ``save(owner)`` returns the state as plain data.
     load : callable
         ``load(owner, state)`` restores it.
+    renumber : callable
+        ``renumber(owner)`` is :meth:`Stateful.renumber` of what is inside.
     """
 
     save: Callable[[Any], Any]
     load: Callable[[Any, Any], None]
+    renumber: Callable[[Any], None] = lambda owner: None
 
 
 def nested(attribute: str) -> StatePart:
@@ -47,7 +80,12 @@ def nested(attribute: str) -> StatePart:
         if held is not None:
             held.load_state_dict(state)
 
-    return StatePart(save, load)
+    def renumber(owner: Any) -> None:
+        held = getattr(owner, attribute)
+        if held is not None:
+            held.renumber()
+
+    return StatePart(save, load, renumber)
 
 
 def each(attribute: str, make: Callable[[Any, int], Stateful]) -> StatePart:
@@ -68,7 +106,11 @@ def each(attribute: str, make: Callable[[Any, int], Stateful]) -> StatePart:
         for key, value in found.items():
             make(owner, key).load_state_dict(value)
 
-    return StatePart(save, load)
+    def renumber(owner: Any) -> None:
+        for held in getattr(owner, attribute).values():
+            held.renumber()
+
+    return StatePart(save, load, renumber)
 
 
 class Stateful:
@@ -79,6 +121,8 @@ class Stateful:
     STATE : mapping of str to type or StatePart
         What is state, in the order in which it is restored: attributes by their names, with the type
         :func:`fedcomp.plain.from_plain` reads, and parts. That of base classes comes first.
+    TOGETHER : str
+        Why the state is of no use without that of whoever it talks to, stored at the same time; empty when it is.
 
     Examples
     --------
@@ -97,6 +141,8 @@ class Stateful:
     """
 
     STATE: ClassVar[Mapping[str, Any]] = {}
+
+    TOGETHER: ClassVar[str] = ""
 
     @classmethod
     def declared_state(cls) -> dict[str, Any]:
@@ -125,6 +171,23 @@ class Stateful:
 
     def restored(self) -> None:
         """Make what follows from the state; called when all of it is there."""
+
+    def renumber(self) -> None:
+        """Go on under numbers that were never used; called after a restart that did not set the receivers back.
+
+        What was sent after the state was saved is unknown here and known there: under a number used twice two things
+        would pass for one. By default what is inside does so.
+
+        Raises
+        ------
+        ConfigError
+            When the state is of no use without that of the receivers.
+        """
+        if self.TOGETHER:
+            raise ConfigError(self.TOGETHER)
+        for kind in self.declared_state().values():
+            if isinstance(kind, StatePart):
+                kind.renumber(self)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what changes from round to round, as plain data."""

@@ -25,7 +25,7 @@ from fedcomp.layout import Layout, Update, Vector
 from fedcomp.logs import log
 from fedcomp.plain import Count
 from fedcomp.rng import Key
-from fedcomp.stateful import Stateful
+from fedcomp.stateful import Stateful, next_epoch, within_epoch
 from fedcomp.wire import Bundle, Frame
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -119,6 +119,12 @@ class Broadcast(Stateful):
         self._target: Vector = self.reference
         self._state: State = {}
         self._steps: list[Step] = []
+
+    def renumber(self) -> None:
+        """Give the current model a version of its own, which no steps lead to: replicas may hold other later ones."""
+        if self.version:
+            self.version = next_epoch(self.version) + within_epoch(self.version)
+        self._steps = []
 
     def publish(
         self,

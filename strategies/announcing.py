@@ -23,7 +23,7 @@ from fedcomp.flower.report import Report
 from fedcomp.layout import DensityPolicy, Layout, Update, Vector, policy_config
 from fedcomp.plain import Count
 from fedcomp.rng import Key
-from fedcomp.stateful import Stateful, nested
+from fedcomp.stateful import Stateful, nested, next_epoch, within_epoch
 from fedcomp.strategies.intake import Intake
 from fedcomp.strategies.replies import Origin, Peer, SentMessage
 from fedcomp.strategies.statistics import warn_of_missing_names
@@ -140,6 +140,11 @@ class Announcer(Stateful):
     def restored(self) -> None:
         """Take the layout from the next model."""
         self.layout, self._adopted = Layout(()), []
+
+    def renumber(self) -> None:
+        """Number messages and versions so that none is taken for one that was sent after the state was saved."""
+        super().renumber()
+        self.sequence = next_epoch(self.sequence)
 
     def layout_of(self, arrays: ArrayRecord, codec: Codec, *, updates_only: bool) -> Layout:
         """Return the layout of updates of a model.
@@ -320,7 +325,7 @@ class Announcer(Stateful):
         layout = Layout.of(self._model, self._policy, cast_floats=not self._downlink.lossless)
         exact = {t.name: self._model[t.name] for t in layout.exact}
         # By version, not by round: evaluation publishes a model too, and an unchanged one not at all.
-        key = Key(self._seed, "downlink", self.broadcast.version + 1)
+        key = Key(self._seed, "downlink", within_epoch(self.broadcast.version) + 1)
         captured, self.captured = self.captured, None
         explain = partial(_explained, captured, self.broadcast.reference)
         summands, self.summands = self.summands, []

@@ -20,6 +20,10 @@ class Loans(Stateful):
         # By node: the number, and the version of the model in that message.
         self._lent: dict[int, tuple[int, int]] = {}
 
+    def renumber(self) -> None:
+        """Forget all loans: nodes may have been lent others since, in place of these."""
+        self._lent = {}
+
     def holds(self, node: int, number: int, version: int) -> bool:
         """Whether ``node``, which holds the model of ``version``, was lent ``number`` with it or with one before."""
         lent, since = self._lent.get(node, (0, 0))

@@ -169,6 +169,11 @@ def _load(owner: Overlapping, state: Any) -> None:
         owner.pending.append(UnderWay(sent, each.round, each.step, each.began, each.deadline))
 
 
+def _drop(owner: Overlapping) -> None:
+    # They were of another run of the engine, which knows them no longer; their updates stay in the clients' memories.
+    owner.pending = []
+
+
 class Overlapping(ExchangeStrategy, Receiving, Stateful):
     """Base of strategies whose exchanges overlap.
 
@@ -204,7 +209,7 @@ class Overlapping(ExchangeStrategy, Receiving, Stateful):
         "steps": Count,
         "_seen": list[int],
         "_run": int,
-        "pending": StatePart(_save, _load),
+        "pending": StatePart(_save, _load, _drop),
     }
 
     def __init__(self, inner: Strategy, *, timeout: float, deadline: Deadline | None) -> None:

@@ -96,6 +96,12 @@ class Reception(Stateful):
         self.holders = Holders()
         self._usual = {"train": Usual(), "evaluate": Usual()}
 
+    def renumber(self) -> None:
+        """Forget which model the nodes hold: they may have got later ones. The next message brings it whole."""
+        super().renumber()
+        for peer in self.peers.values():
+            peer.version = 0
+
     def meet(self, grid: Grid, *, afresh: bool = False) -> None:
         """Learn who is there; ``afresh`` forgets who held which partition before.
 

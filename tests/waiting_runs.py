@@ -45,7 +45,9 @@ def owed(context: Context, strategy: Any, node: int, layout: Layout) -> np.ndarr
         frame = take_frame(RecordDict({UPDATE: reply[UPDATE]}), UPDATE) if UPDATE in reply else None
         if frame is not None:
             state = strategy.codec.rollback(state, frame, layout)
-    return strategy.codec.settle(state, layout)["memory"].astype(np.float64)
+    # What waits for an answer is in the memory once it is settled; other codecs send at once.
+    settled = strategy.codec.settle(state, layout) if hasattr(strategy.codec, "settle") else state
+    return settled["memory"].astype(np.float64)
 
 
 def number_of(msg: Message) -> int:

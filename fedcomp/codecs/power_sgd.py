@@ -26,6 +26,7 @@ from fedcomp.codecs.memory import number_of, vector_of
 from fedcomp.codecs.waiting import InBasis, id_of_basis
 from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key
+from fedcomp.stateful import within_epoch
 from fedcomp.wire import Frame
 
 FORMS: Final = ("alternating", "two-exchange")
@@ -221,7 +222,7 @@ class PowerSGD(InBasis[Basis]):
 
 def basis_key(seed: int, version: int) -> Key:
     """Return what columns without a direction are drawn from at both ends, by the model's version."""
-    return Key(seed, "power-sgd", version)
+    return Key(seed, "power-sgd", within_epoch(version))
 
 
 def nothing_factored(codec: PowerSGD, layout: Layout) -> Basis:

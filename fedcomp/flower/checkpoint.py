@@ -1,9 +1,10 @@
 """Checkpoints: the server's side of a run in one file, so that an interrupted run continues exactly.
 
 A run that is interrupted after a checkpoint and resumed gives the same bits as one that was not, on the in-process
-engine. Ray and deployments keep client state themselves and lose it with the run; there the model, the strategy and
-the ledger come back and the clients start empty (codecs with memory notice that and resynchronise), but for nodes that
-have a state folder (:mod:`fedcomp.clients.kept`).
+engine, whose clients are in the file. On a deployment they are not: the model, the strategy and the ledger come back,
+while nodes are as they were left, further than the server or, restarted without a
+state folder (:mod:`fedcomp.clients.kept`), empty. Updates that the server has forgotten
+go back into their memories, and which nodes begin anew is in the reports (``rolled_back``, ``fresh``).
 
 No pickle: a checkpoint can be read without trusting it.
 """
@@ -32,7 +33,7 @@ from fedcomp.flower.grid import in_process
 from fedcomp.flower.ledger import TrafficLedger, TrafficLedgerError
 from fedcomp.flower.records import read_array
 from fedcomp.plain import PlainError
-from fedcomp.stateful import StatePart
+from fedcomp.stateful import Stateful, StatePart
 
 T = TypeVar("T")
 
@@ -81,10 +82,15 @@ class Checkpoint:
         """Put ``strategy`` and ``grid``, built as for a new run, into the state of the checkpoint.
 
         The checkpoint's attributes win over those the strategy was built with. A grid that has a ledger gets the
-        stored one.
+        stored one. An in-process grid sets its clients back, too. No other one does: the strategy then goes on under
+        numbers that clients cannot know (:meth:`fedcomp.stateful.Stateful.renumber`), so that none of them answers
+        from its memory, and updates that came after the checkpoint go back into theirs. :func:`resume` also stores
+        these numbers, for a run that is interrupted again before it made another checkpoint.
 
         Raises
         ------
+        ConfigError
+            When the strategy's state is of no use without the clients'.
         CheckpointError
             When the strategy is of another class, something was not stored, or is not what it should be. Strategy and
             grid may then be half restored: build them again.
@@ -95,6 +101,8 @@ class Checkpoint:
             if self.strategy_state is None:
                 raise CheckpointError("the checkpoint holds no strategy state; save it with strategy=...")
             restore_strategy(strategy, self.strategy_state)
+            if grid is None or in_process(grid) is None:
+                renumber_strategy(strategy)
         if grid is not None:
             if self.ledger is not None and hasattr(grid, "ledger"):
                 grid.ledger = self.ledger
@@ -198,6 +206,32 @@ def load(path: str | os.PathLike[str]) -> Checkpoint:
         )
 
 
+def resume(path: str | os.PathLike[str], strategy: Any, grid: Grid) -> Checkpoint:
+    """Load a checkpoint and apply it; return it.
+
+    Where clients are not set back the strategy's new numbers are stored at once: two restarts from one checkpoint must
+    not use the same ones.
+
+    Raises
+    ------
+    CheckpointError, ConfigError, GridError
+        As :func:`load` and :meth:`Checkpoint.apply`.
+    """
+    found = load(path)
+    found.apply(strategy, grid)
+    if in_process(grid) is None:
+        save(
+            path,
+            server_round=found.server_round,
+            arrays=found.arrays,
+            strategy=strategy,
+            ledger=found.ledger,
+            result=found.result,
+            extra=found.extra,
+        )
+    return found
+
+
 @contextmanager
 def _checked(what: str) -> Iterator[None]:
     """Say of everything that is wrong with stored data where it stands, as a :class:`CheckpointError`."""
@@ -289,8 +323,25 @@ def restore_strategy(strategy: Any, state: Mapping[str, Any]) -> None:
             restore_strategy(_own(strategy, name), inner)
 
 
+def renumber_strategy(strategy: Any) -> None:
+    """Let a restored strategy, and all that it wraps, go on under numbers that clients cannot have seen.
+
+    Raises
+    ------
+    ConfigError
+        When its state is of no use without the clients'.
+    """
+    if isinstance(strategy, Stateful):
+        strategy.renumber()
+        return
+    for inner in [value for value in vars(strategy).values() if isinstance(value, Strategy)]:
+        renumber_strategy(inner)
+
+
 INNER: Final = StatePart(
-    lambda owner: capture_strategy(owner.inner), lambda owner, state: restore_strategy(owner.inner, state)
+    lambda owner: capture_strategy(owner.inner),
+    lambda owner, state: restore_strategy(owner.inner, state),
+    lambda owner: renumber_strategy(owner.inner),
 )
 """The state of the strategy that another one holds as ``inner``."""
 

@@ -111,6 +111,11 @@ class SkewedGCN(ExchangeStrategy, Stateful):
     'synchronous data-parallel SGD'
     """
 
+    TOGETHER: ClassVar[str] = (
+        "a run over a graph has features, plans and caches at their owners: a server that is set back alone would ask for "
+        "turns that they have passed. Only the in-process engine stores both"
+    )
+
     STATE: ClassVar[Mapping[str, Any]] = {
         "_owners": nested("_owners"),
         "_scales": each("_scales", lambda strategy, part: strategy._search(part)),

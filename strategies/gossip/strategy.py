@@ -81,6 +81,11 @@ class GossipRelay(ExchangeStrategy, Stateful):
     'choco'
     """
 
+    TOGETHER: ClassVar[str] = (
+        "a decentralised run has its models on the nodes: a relay that is set back alone would take them for those of an "
+        "earlier iteration. Only the in-process engine stores both"
+    )
+
     STATE: ClassVar[Mapping[str, Any]] = {
         "_relay": StatePart(
             lambda strategy: strategy._save_relay(), lambda strategy, state: strategy._load_relay(state)

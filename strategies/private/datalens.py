@@ -45,7 +45,7 @@ from fedcomp.privacy.mechanism import PrivateSum, Votes
 from fedcomp.privacy.statement import Statement, make_statement
 from fedcomp.privacy.votes import decode_rows, threshold
 from fedcomp.rng import Key
-from fedcomp.stateful import Stateful, nested
+from fedcomp.stateful import Stateful, nested, next_epoch
 from fedcomp.strategies.private.promise import PrivateRun
 from fedcomp.strategies.private.settings import PrivacySettings, TeacherSettings, VoteSettings
 from fedcomp.strategies.receiving import Reception
@@ -193,6 +193,11 @@ class DataLens(PrivateRun, ExchangeStrategy, Stateful):
         self._made: StudentTrainer | None = None
         if clients:
             self.declare(clients)
+
+    def renumber(self) -> None:
+        """Number requests so that no teacher takes one for what it has answered already."""
+        super().renumber()
+        self._sequence = next_epoch(self._sequence)
 
     @property
     def reports(self) -> Reports:
