@@ -84,6 +84,7 @@ class Deployment:
             )
         self.nodes = nodes
         self.peers = peers
+        self.host = "127.0.0.1"
         self.children: list[Child] = []
         self._killed: set[int] = set()
         self._keep = keep
@@ -118,15 +119,15 @@ class Deployment:
         # One call for all: a second call could be given a port of the first that nobody has bound yet.
         port, *ports = free_ports(1 + self.nodes * (1 + self.peers))
         self._node_ports, self._peer_ports = ports[: self.nodes], ports[self.nodes :]
-        self.address = f"127.0.0.1:{port}"
-        command = [edge.program("flower-superlink"), "--insecure", "--host", "127.0.0.1", "--port", str(port)]
+        self.address = f"{self.host}:{port}"
+        command = [edge.program("flower-superlink"), "--insecure", "--host", self.host, "--port", str(port)]
         link = self._launch("the SuperLink", "superlink", command)
-        wait_for_port(port, link, START_LIMIT)
+        self._wait_for(port, link)
         for node in range(self.nodes):
             self._launch_node(node)
         # Only after all are launched, so that the nodes start up side by side.
         for child, node_port in zip(self.children[1:], self._node_ports, strict=True):
-            wait_for_port(node_port, child, START_LIMIT)
+            self._wait_for(node_port, child)
         (self.home("cli") / "config.toml").write_text(
             f'[superlink]\ndefault = "{CONNECTION}"\n\n'
             f'[superlink.{CONNECTION}]\naddress = "{self.address}"\ninsecure = true\n',
@@ -204,7 +205,7 @@ class Deployment:
         # In the place of the dead one.
         self.children[1 + node] = self.children.pop()
         self._killed.discard(node)
-        wait_for_port(self._node_ports[node], child, START_LIMIT)
+        self._wait_for(self._node_ports[node], child)
 
     def pause(self, node: int) -> list[int]:
         """Stop every process of ``node`` with SIGSTOP, as a suspended machine would; return their ids."""
@@ -236,9 +237,16 @@ class Deployment:
         # A user's environment may override it, and none of what follows os.environ.
         return {TASK_POLL: "0.05", **os.environ, **OFFLINE_ENVIRONMENT, **own}
 
+    def placed(self, name: str, command: list[str]) -> list[str]:
+        """Return ``command`` as the process called ``name`` runs it; here all run side by side on loopback."""
+        return command
+
+    def _wait_for(self, port: int, child: Child) -> None:
+        wait_for_port(port, child, START_LIMIT)
+
     def _launch(self, title: str, name: str, command: list[str], cwd: Path | None = None) -> Child:
         log = self.folder / f"{name}.log"
-        child = Child(title, command, env=self.env(name), log=log, cwd=cwd or self.home(name))
+        child = Child(title, self.placed(name, command), env=self.env(name), log=log, cwd=cwd or self.home(name))
         self.children.append(child)
         return child
 
@@ -267,7 +275,7 @@ class Deployment:
         log = self.folder / f"{name}.log"
         command = Child(
             f"flwr {arguments[0]}",
-            [edge.program("flwr"), *arguments],
+            self.placed("cli", [edge.program("flwr"), *arguments]),
             env=self.env("cli"),
             log=log,
             cwd=self.home("cli"),

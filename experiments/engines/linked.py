@@ -1,0 +1,71 @@
+"""A deployment whose nodes reach the SuperLink over slow links, each in a network namespace of its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from fedcomp.experiments.engines.processes import Child, DeploymentError
+from fedcomp.experiments.engines.superlink import START_LIMIT, Deployment
+from fedcomp.experiments.links import HUB, SlowLinks
+
+_LISTENING: Final = "0A"
+"""State of a listening socket in ``/proc/net/tcp``."""
+
+
+class LinkedDeployment(Deployment):
+    """A SuperLink and SuperNodes at the two ends of :class:`~fedcomp.experiments.links.SlowLinks`.
+
+    Leave it before the links: a namespace outlives its removal as long as a process is in it.
+
+    Parameters
+    ----------
+    links : SlowLinks
+        Entered already; one node per link.
+    settings : mapping of str to str
+        Environment variables of the SuperLink, its server app, and all nodes.
+    **options
+        Those of :class:`~fedcomp.experiments.engines.superlink.Deployment`.
+    """
+
+    def __init__(self, links: SlowLinks, *, settings: Mapping[str, str] | None = None, **options: Any) -> None:
+        super().__init__(links.nodes, **options)
+        self.links = links
+        self.host = links.address
+        self._settings = dict(settings or {})
+
+    def placed(self, name: str, command: list[str]) -> list[str]:
+        """Return ``command`` as it is run in the namespace of a node; all else is at the server's end."""
+        node = name.removeprefix("node-")
+        return [*self.links.prefix(HUB if node == name else node), *command]
+
+    def env(self, name: str) -> dict[str, str]:
+        """Return the environment of the process called ``name``, with the settings of the links."""
+        return {**super().env(name), **self._settings}
+
+    def _wait_for(self, port: int, child: Child) -> None:
+        # Its sockets are in another namespace, where nothing of ours can connect to them.
+        deadline = time.monotonic() + START_LIMIT
+        while not listens(child.pid, port):
+            child.require_running()
+            if time.monotonic() > deadline:
+                raise DeploymentError(
+                    f"{child.name} did not open port {port} within {START_LIMIT:.0f} s; its log says:\n{child.tail()}"
+                )
+            time.sleep(0.1)
+
+
+def listens(pid: int, port: int) -> bool:
+    """Whether a process of the network namespace of ``pid`` listens on TCP ``port``."""
+    for table in ("tcp", "tcp6"):
+        try:
+            lines = Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
+        except OSError:
+            # Gone meanwhile, or no IPv6 here.
+            continue
+        for fields in map(str.split, lines):
+            if fields[3] == _LISTENING and int(fields[1].rpartition(":")[2], 16) == port:
+                return True
+    return False

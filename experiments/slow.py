@@ -1,0 +1,303 @@
+"""A wide perceptron on digits, trained over real slow links: seconds, accuracy, and bytes at ledger and interface.
+
+The training needs no torch: a node imports it for every message otherwise, which would hide the links. One training is
+one deployment in namespaces of its own (:mod:`fedcomp.experiments.links`), so that nothing late of another is on them;
+the same training in this process, bit for bit, chooses the step size and says how many rounds there are.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp.strategy import FedAvg, Strategy
+from numpy.typing import NDArray
+
+from fedcomp.clients.compressed import compression
+from fedcomp.experiments.delayed import accuracy, gradient, perceptron
+from fedcomp.experiments.links import HEADERS, Counted, SlowLinks
+from fedcomp.flower.metered import MeteredGrid
+from fedcomp.flower.rounds import RoundOutcome, fit
+from fedcomp.rng import Key
+from fedcomp.strategies.compressed import Compressed
+from fedcomp.tasks.partition import iid
+from fedcomp.tasks.sources import held_out, load
+
+APP: Final = Path(__file__).resolve().parent / "slow_app"
+"""The Flower app that is bundled for the nodes: a few lines."""
+
+NODES: Final = 2
+NAMES: Final = ("first", "bias", "second", "offset")
+PER_UNIT: Final = 75
+"""Parameters per hidden unit: 64 pixels in, a bias, ten classes out; the ten biases of these come once."""
+
+BATCH: Final = 32
+FILE: Final = "slow.json"
+
+Codes = tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]
+
+FEDAVG, BOTH, LOW_BIT, STOCK = "FedAvg", "top-k both ways", "EDEN both ways", "stock Flower"
+ROWS: Final[Mapping[str, Codes]] = {
+    FEDAVG: (None, None),
+    "top-k up": ({"id": "topk", "density": 0.01}, None),
+    BOTH: ({"id": "topk", "density": 0.01}, {"id": "topk", "density": 0.02}),
+    LOW_BIT: ({"id": "eden", "bits": 1, "scale": "least"}, {"id": "eden", "bits": 1, "scale": "least"}),
+}
+"""Codecs up and down by row. Stock Flower is FedAvg without the settings of the link."""
+
+client = ClientApp(mods=[compression()])
+server = ServerApp()
+
+
+@dataclass(frozen=True)
+class Training:
+    """A training.
+
+    Attributes
+    ----------
+    row : str
+        A key of :data:`ROWS`.
+    hidden : int
+        Units of the hidden layer, which are the model's size: 300 bytes each.
+    rate : float
+        Step size of the clients.
+    seed, rounds : int
+    steps : int
+        Of a client per round.
+    target : float
+        Accuracy in percent that ends it.
+    tuning : bool
+        Whether accuracy is that on a validation split, which nobody trains on then.
+    """
+
+    row: str
+    hidden: int
+    rate: float
+    seed: int
+    rounds: int
+    steps: int
+    target: float
+    tuning: bool = False
+
+    @property
+    def config(self) -> ConfigRecord:
+        """What clients are told."""
+        return ConfigRecord({"seed": self.seed, "lr": self.rate, "steps": self.steps, "tuning": self.tuning})
+
+    def strategy(self) -> Strategy:
+        """Return a new strategy."""
+        up, down = ROWS[self.row]
+        inner = FedAvg(min_train_nodes=NODES, min_available_nodes=NODES, fraction_evaluate=0.0)
+        return inner if up is None else Compressed(inner, dict(up), None if down is None else dict(down))
+
+    def start(self) -> ArrayRecord:
+        """Return the first model."""
+        weights = perceptron(self.seed, (64, self.hidden, 10))
+        return ArrayRecord({name: Array(each) for name, each in zip(NAMES, weights, strict=True)})
+
+    def accuracy(self, arrays: ArrayRecord) -> float:
+        """Return the percentage of the test or validation split that a model recognises."""
+        x, y = examples(self.tuning)[1]
+        return accuracy([arrays[name].numpy() for name in NAMES], x, y)
+
+
+def hidden_of(size: float) -> int:
+    """Return how many hidden units make a model of ``size`` bytes."""
+    return max(1, round((size / 4 - 10) / PER_UNIT))
+
+
+@cache
+def examples(tuning: bool) -> tuple[tuple[NDArray[Any], NDArray[Any]], tuple[NDArray[Any], NDArray[Any]]]:
+    """Return what is trained on and what is tested on: pixels and classes each."""
+    found, _ = load("digits")
+    x, y = found.x_train, found.y_train
+    if not tuning:
+        return (x, y), (found.x_test, found.y_test)
+    out = held_out(y)
+    return (x[~out], y[~out]), (x[out], y[out])
+
+
+@client.train()
+def train(msg: Message, context: Context) -> Message:
+    """Take a few steps of gradient descent on this node's half of the digits."""
+    (name, record), config = next(iter(msg.content.array_records.items())), msg.content.config_records["config"]
+    seed, number, steps = (int(str(config[key])) for key in ("seed", "server-round", "steps"))
+    partition = int(str(context.node_config["partition-id"]))
+    x, y = examples(bool(config["tuning"]))[0]
+    mine = np.flatnonzero(iid(len(y), NODES, Key(seed, "slow/split")) == partition)
+    weights = [record[each].numpy().copy() for each in NAMES]
+    rate = np.float32(float(str(config["lr"])))
+    for step in range(steps):
+        drawn = Key(seed, "slow/batch", number, partition, layer=step).generator()
+        rows = mine[drawn.integers(0, len(mine), BATCH)]
+        with np.errstate(all="ignore"):
+            for value, change in zip(weights, gradient(weights, x[rows], y[rows]), strict=True):
+                value -= rate * change
+    arrays = ArrayRecord({each: Array(value) for each, value in zip(NAMES, weights, strict=True)})
+    metrics = MetricRecord({"num-examples": len(mine)})
+    return Message(RecordDict({name: arrays, "metrics": metrics}), reply_to=msg)
+
+
+class Reached(Exception):
+    """Ends a training at its target."""
+
+
+def trained(training: Training, grid: Grid, finished: Callable[[float, MeteredGrid], object]) -> None:
+    """Train over ``grid``; ``finished`` is told the accuracy after each round."""
+    metered = MeteredGrid(grid)
+
+    def note(number: int, arrays: ArrayRecord, outcome: RoundOutcome) -> None:
+        # A round without replies keeps the model and reaches nothing.
+        reached = training.accuracy(arrays) if outcome.arrays is not None else float("nan")
+        finished(reached, metered)
+        if reached >= training.target:
+            raise Reached
+
+    try:
+        fit(
+            training.strategy(),
+            metered,
+            training.start(),
+            training.rounds,
+            timeout=None,
+            train_config=training.config,
+            on_round=note,
+        )
+    except Reached:
+        return
+
+
+def here(**asked: Any) -> dict[str, Any]:
+    """Train in this process; return accuracies by round, and ``needed``: rounds to the target, infinity for never."""
+    from fedcomp.flower.grid import InProcessGrid
+    from fedcomp.flower.logs import quiet
+
+    training, line = Training(**asked), list[float]()
+    with quiet(), InProcessGrid(client, NODES, seed=training.seed) as grid:
+        trained(training, grid, lambda reached, _: line.append(reached))
+    reached = bool(line) and line[-1] >= training.target
+    return {"line": line, "needed": len(line) if reached else float("inf")}
+
+
+@server.main()
+def main(grid: Grid, context: Context) -> None:
+    """Run the row of the file that the run configuration names; write down each round as it ends."""
+    asked = json.loads(Path(str(context.run_config["asked"])).read_text(encoding="utf-8"))
+    while len(list(grid.get_node_ids())) < NODES:
+        time.sleep(0.2)
+    out, began = Path(asked["out"]), time.time()
+    found: dict[str, Any] = {"began": began, "line": []}
+
+    def keep() -> None:
+        # Whoever reads it while it is written must find a whole one.
+        out.with_suffix(".new").write_text(json.dumps(found), encoding="utf-8")
+        out.with_suffix(".new").replace(out)
+
+    def finished(reached: float, metered: MeteredGrid) -> None:
+        up, down = (metered.ledger.total("wire", direction=way) for way in ("up", "down"))
+        found["line"].append([time.time() - began, reached])
+        found.update(up=up, down=down, messages=metered.ledger.total("messages", direction="up"))
+        keep()
+
+    keep()
+    trained(Training(**asked["training"]), grid, finished)
+
+
+class TimeIsUp(Exception):
+    """Ends a deployment whose time limit is over."""
+
+
+def linked(
+    training: Training,
+    *,
+    rate: float,
+    down: float | None,
+    limit: float,
+    settings: Mapping[str, str],
+    enough: int = 0,
+    idle: float = 0.0,
+) -> dict[str, Any]:
+    """Train over links of ``rate`` bits per second; return what was seen until the target, or until the limit.
+
+    Parameters
+    ----------
+    down : float, optional
+        Bits per second to the nodes, where that is another rate.
+    limit : float
+        Seconds from the begin of the first round.
+    settings : mapping of str to str
+        Environment of server app and nodes, for the link.
+    enough : int
+        Rounds after which half the limit is long enough; 0 for none.
+    idle : float
+        Seconds to watch the nodes before they have anything to do.
+
+    Returns
+    -------
+    dict
+        ``line`` of (seconds, accuracy) by round; ``seconds`` in all; ``up``, ``down`` of the ledger in bytes and the
+        ``messages`` up, of finished rounds; ``interface`` since the run was submitted, ``quiet`` of the idle time, as
+        dictionaries of :class:`~fedcomp.experiments.links.Counted`, all nodes together; ``bundle`` bytes.
+    """
+    from fedcomp.experiments.engines.linked import LinkedDeployment
+    from fedcomp.experiments.engines.processes import DeploymentError
+
+    with SlowLinks(NODES, rate, down=down) as links, LinkedDeployment(links, settings=settings) as deployment:
+        out = deployment.home("out") / FILE
+        file = deployment.folder / "asked.json"
+        file.write_text(json.dumps({"training": asdict(training), "out": str(out)}), encoding="utf-8")
+        before = total(links)
+        time.sleep(idle)
+        quiet, before = total(links) - before, total(links)
+
+        def watch() -> None:
+            found = read(out)
+            # Half the limit will do for a row that has shown its pace.
+            allowed = limit / 2 if enough and len(found["line"]) >= enough else limit
+            if found["began"] and time.time() - found["began"] > allowed:
+                raise TimeIsUp
+
+        error = ""
+        try:
+            log = deployment.run_app({"asked": str(file)}, limit=limit + 300.0, project=APP, watch=watch)
+            if deployment.runs()[0]["status"] != "finished:completed":
+                raise DeploymentError(f"the server app failed; it said last:\n{log[-3000:]}")
+        except TimeIsUp:
+            error = f"not in {limit:g} s"
+        found, interface = read(out), total(links) - before
+        seconds = time.time() - found["began"] if error else found["line"][-1][0]
+        return {
+            **found,
+            "seconds": seconds,
+            "interface": asdict(interface),
+            "quiet": asdict(quiet),
+            "bundle": NODES * bundle(),
+            "error": error,
+        }
+
+
+def total(links: SlowLinks) -> Counted:
+    """Return what crossed the links of all nodes."""
+    return sum(links.counters().values(), Counted())
+
+
+def read(out: Path) -> dict[str, Any]:
+    """Return what the server app has written so far."""
+    nothing: dict[str, Any] = {"began": 0.0, "line": [], "up": 0, "down": 0, "messages": 0}
+    return {**nothing, **json.loads(out.read_text(encoding="utf-8"))} if out.exists() else nothing
+
+
+def bundle() -> int:
+    """Return the bytes of the app's bundle, which each node is sent once in a run."""
+    from flwr.cli.build import build_fab_from_disk
+
+    return len(build_fab_from_disk(APP))

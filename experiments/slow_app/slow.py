@@ -1,0 +1,5 @@
+"""Both halves."""
+
+from fedcomp.experiments.slow import client, server
+
+__all__ = ["client", "server"]
