@@ -15,11 +15,11 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from fedcomp import params
 from fedcomp.errors import ConfigError, FedcompError
@@ -41,6 +41,7 @@ QUEUED_SECONDS: Final = 2.0
 
 _PREFIX: Final = "fedcomp"
 _OWNED: Final = re.compile(rf"{_PREFIX}-(\d+)-\d+-\w+")
+_PORT: Final = re.compile(r"port(\d+)")
 _PATH: Final = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 _numbers = itertools.count()
 
@@ -187,18 +188,21 @@ class SlowLinks:
 
     def counters(self) -> dict[int, Counted]:
         """Return what crossed each link so far, by node."""
-        found = json.loads(_ip("-n", self.name(HUB), "-json", "-statistics", "link", "show"))
-        by_name = {each["ifname"]: each["stats64"] for each in found}
-        return {node: _counted(by_name[f"port{node}"]) for node in range(self.nodes)}
+        return counted(self.name(HUB))
 
     def _require(self, node: int) -> None:
         params.integer("node", node, low=0, high=self.nodes - 1)
 
 
-def _counted(stats: Mapping[str, Any]) -> Counted:
-    # What the server's end receives is what the node sent.
-    received, sent = stats["rx"], stats["tx"]
-    return Counted(received["bytes"], received["packets"], sent["bytes"], sent["packets"])
+def counted(hub: str) -> dict[int, Counted]:
+    """Return what crossed the links of a namespace of the server so far, by node."""
+    found = {}
+    for each in json.loads(_ip("-n", hub, "-json", "-statistics", "link", "show")):
+        if (port := _PORT.fullmatch(each["ifname"])) is not None:
+            # What the server's end receives is what the node sent.
+            received, sent = each["stats64"]["rx"], each["stats64"]["tx"]
+            found[int(port[1])] = Counted(received["bytes"], received["packets"], sent["bytes"], sent["packets"])
+    return found
 
 
 def bucket(place: str, device: str, rate: float) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -24,13 +24,13 @@ from numpy.typing import NDArray
 
 from fedcomp.clients.compressed import compression
 from fedcomp.experiments.delayed import accuracy, gradient, perceptron
-from fedcomp.experiments.links import HEADERS, Counted, SlowLinks
+from fedcomp.experiments.links import HUB, Counted, SlowLinks, counted
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.rounds import RoundOutcome, fit
 from fedcomp.rng import Key
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.tasks.partition import iid
-from fedcomp.tasks.sources import held_out, load
+from fedcomp.tasks.sources import LabelledExamples, held_out, load
 
 APP: Final = Path(__file__).resolve().parent / "slow_app"
 """The Flower app that is bundled for the nodes: a few lines."""
@@ -45,14 +45,13 @@ FILE: Final = "slow.json"
 
 Codes = tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]
 
-FEDAVG, BOTH, LOW_BIT, STOCK = "FedAvg", "top-k both ways", "EDEN both ways", "stock Flower"
 ROWS: Final[Mapping[str, Codes]] = {
-    FEDAVG: (None, None),
+    "FedAvg": (None, None),
     "top-k up": ({"id": "topk", "density": 0.01}, None),
-    BOTH: ({"id": "topk", "density": 0.01}, {"id": "topk", "density": 0.02}),
-    LOW_BIT: ({"id": "eden", "bits": 1, "scale": "least"}, {"id": "eden", "bits": 1, "scale": "least"}),
+    "top-k both ways": ({"id": "topk", "density": 0.01}, {"id": "topk", "density": 0.02}),
+    "EDEN both ways": ({"id": "eden", "bits": 1, "scale": "least"}, {"id": "eden", "bits": 1, "scale": "least"}),
 }
-"""Codecs up and down by row. Stock Flower is FedAvg without the settings of the link."""
+"""Codecs up and down by row."""
 
 client = ClientApp(mods=[compression()])
 server = ServerApp()
@@ -119,6 +118,7 @@ def hidden_of(size: float) -> int:
 def examples(tuning: bool) -> tuple[tuple[NDArray[Any], NDArray[Any]], tuple[NDArray[Any], NDArray[Any]]]:
     """Return what is trained on and what is tested on: pixels and classes each."""
     found, _ = load("digits")
+    assert isinstance(found, LabelledExamples)
     x, y = found.x_train, found.y_train
     if not tuning:
         return (x, y), (found.x_test, found.y_test)
@@ -194,7 +194,7 @@ def main(grid: Grid, context: Context) -> None:
     asked = json.loads(Path(str(context.run_config["asked"])).read_text(encoding="utf-8"))
     while len(list(grid.get_node_ids())) < NODES:
         time.sleep(0.2)
-    out, began = Path(asked["out"]), time.time()
+    out, began, before = Path(asked["out"]), time.time(), Counted(**asked["before"])
     found: dict[str, Any] = {"began": began, "line": []}
 
     def keep() -> None:
@@ -206,6 +206,7 @@ def main(grid: Grid, context: Context) -> None:
         up, down = (metered.ledger.total("wire", direction=way) for way in ("up", "down"))
         found["line"].append([time.time() - began, reached])
         found.update(up=up, down=down, messages=metered.ledger.total("messages", direction="up"))
+        found["interface"] = asdict(total(counted(asked["hub"])) - before)
         keep()
 
     keep()
@@ -245,8 +246,9 @@ def linked(
     -------
     dict
         ``line`` of (seconds, accuracy) by round; ``seconds`` in all; ``up``, ``down`` of the ledger in bytes and the
-        ``messages`` up, of finished rounds; ``interface`` since the run was submitted, ``quiet`` of the idle time, as
-        dictionaries of :class:`~fedcomp.experiments.links.Counted`, all nodes together; ``bundle`` bytes.
+        ``messages`` up, of finished rounds; what the interfaces counted of all nodes, as dictionaries of
+        :class:`~fedcomp.experiments.links.Counted`: ``quiet`` in the idle time, ``interface`` from there to the end of
+        the last finished round, ``everything`` to the very end; ``bundle`` bytes; ``error``, empty at the target.
     """
     from fedcomp.experiments.engines.linked import LinkedDeployment
     from fedcomp.experiments.engines.processes import DeploymentError
@@ -254,10 +256,11 @@ def linked(
     with SlowLinks(NODES, rate, down=down) as links, LinkedDeployment(links, settings=settings) as deployment:
         out = deployment.home("out") / FILE
         file = deployment.folder / "asked.json"
-        file.write_text(json.dumps({"training": asdict(training), "out": str(out)}), encoding="utf-8")
-        before = total(links)
+        before = total(links.counters())
         time.sleep(idle)
-        quiet, before = total(links) - before, total(links)
+        quiet, before = total(links.counters()) - before, total(links.counters())
+        asked = {"training": asdict(training), "out": str(out), "hub": links.name(HUB), "before": asdict(before)}
+        file.write_text(json.dumps(asked), encoding="utf-8")
 
         def watch() -> None:
             found = read(out)
@@ -273,26 +276,27 @@ def linked(
                 raise DeploymentError(f"the server app failed; it said last:\n{log[-3000:]}")
         except TimeIsUp:
             error = f"not in {limit:g} s"
-        found, interface = read(out), total(links) - before
+        found = read(out)
         seconds = time.time() - found["began"] if error else found["line"][-1][0]
         return {
             **found,
             "seconds": seconds,
-            "interface": asdict(interface),
+            "everything": asdict(total(links.counters()) - before),
             "quiet": asdict(quiet),
             "bundle": NODES * bundle(),
             "error": error,
         }
 
 
-def total(links: SlowLinks) -> Counted:
+def total(counters: Mapping[int, Counted]) -> Counted:
     """Return what crossed the links of all nodes."""
-    return sum(links.counters().values(), Counted())
+    return sum(counters.values(), Counted())
 
 
 def read(out: Path) -> dict[str, Any]:
     """Return what the server app has written so far."""
     nothing: dict[str, Any] = {"began": 0.0, "line": [], "up": 0, "down": 0, "messages": 0}
+    nothing["interface"] = asdict(Counted())
     return {**nothing, **json.loads(out.read_text(encoding="utf-8"))} if out.exists() else nothing
 
 

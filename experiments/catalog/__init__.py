@@ -28,6 +28,7 @@ CATALOG: dict[str, str] = {
         "factors",
         "pipe_sgd",
         "flare",
+        "slow_link",
         "forward",
         "coded_dropout",
         "coded_training",

@@ -1,0 +1,438 @@
+"""Slow links: how long does a training take where a model is minutes of the link?"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Final
+
+from fedcomp.experiments.catalog.factors import TUNING_SEED
+from fedcomp.experiments.experiment import Config, Experiment, Option, no_rows
+from fedcomp.experiments.findings import Findings, Say
+from fedcomp.experiments.kit import Record, Records, Sweep, claim, curves, numbers, table, workers
+from fedcomp.experiments.links import HEADERS, unavailable
+from fedcomp.experiments.spec import RunResult
+
+FEDAVG, UP, BOTH, LOW_BIT, STOCK = "FedAvg", "top-k up", "top-k both ways", "EDEN both ways", "stock Flower"
+ROWS: Final = (FEDAVG, UP, BOTH, LOW_BIT)
+
+LARGE: Final = 8e6
+"""Bytes of the model that stock Flower is sent, beside ours."""
+
+LARGE_KBIT: Final = 200.0
+LARGE_DOWN: Final = 2000.0
+"""kbit/s of that cell; down it is ten times faster, as many such links are, or the first model alone took 5 minutes."""
+
+EMPTY: Final = "a model of 340 bytes"
+"""What messages cost beside their content."""
+
+IDLE: Final = 60.0
+"""Seconds in which nodes without work are watched."""
+
+ENOUGH: Final = 3
+"""Rounds that show a pace."""
+
+OPTIONS = {
+    "rates": Option(
+        "64,200,1000,10000",
+        "kbit/s of every node's link, both ways",
+        check=lambda text: numbers(text, each=Option(1.0, "kbit/s", least=1.0, most=1e6)),
+    ),
+    "dense": Option(32.0, "seconds that a model takes to a node: its size, up to 4 MB", above=0.0, most=600.0),
+    "target": Option(95.0, "accuracy to reach, %", above=0.0, most=100.0),
+    "limit": Option(150.0, "seconds after which a row is ended; half of it after three rounds", least=5.0),
+    "local": Option(2, "steps of a client per round", least=1),
+    "steps": Option(
+        "0.02,0.06,0.1",
+        "step sizes of the clients; each row and size takes the one that is there first on a validation split",
+        check=lambda text: numbers(text, each=Option(0.1, "a step size", above=0.0)),
+    ),
+    "stock": Option(True, "8 MB at 200 kbit/s, too, by stock Flower and by ours"),
+    "stock_limit": Option(420.0, "seconds of that", least=5.0),
+    "workers": workers(2),
+    "links": workers(5),
+}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Where the bytes at the interfaces went, both directions and all nodes, up to the last finished round.
+
+    Attributes
+    ----------
+    interface : float
+        As the interfaces counted them.
+    ledger : float
+        Whole messages, as the ledger has them.
+    headers : float
+        Of Ethernet, IP and TCP, by packets.
+    bundle, polls, acknowledgements : float
+        The app once per node; idle nodes' questions; what else Flower says per message, as an empty model showed it.
+    """
+
+    interface: float
+    ledger: float
+    headers: float
+    bundle: float
+    polls: float
+    acknowledgements: float = 0.0
+
+    @property
+    def named(self) -> float:
+        """All that has a name."""
+        return self.ledger + self.headers + self.bundle + self.polls + self.acknowledgements
+
+    @property
+    def unexplained(self) -> float:
+        """Share of the interface's bytes without a name, or counted twice."""
+        return abs(1.0 - self.named / self.interface) if self.interface else math.nan
+
+
+def cost(record: Mapping[str, Any], quiet: float, each: float = 0.0) -> Cost:
+    """Return where a row's bytes went; ``quiet`` bytes per second of idle nodes, ``each`` per message."""
+    seen = record["interface"]
+    return Cost(
+        seen["up_bytes"] + seen["down_bytes"],
+        record["up"] + record["down"],
+        HEADERS * (seen["up_packets"] + seen["down_packets"]),
+        record["bundle"],
+        quiet * record["line"][-1][0] if record["line"] else 0.0,
+        each * record["messages"],
+    )
+
+
+def quiet_rate(record: Mapping[str, Any], seconds: float) -> float:
+    """Return bytes per second of idle nodes, without headers of packets, which are counted by packet."""
+    seen = record["quiet"]
+    bodies = seen["up_bytes"] + seen["down_bytes"] - HEADERS * (seen["up_packets"] + seen["down_packets"])
+    return float(bodies) / seconds
+
+
+def pace(line: Sequence[Sequence[float]]) -> float:
+    """Return the seconds of a round after the first, which carries the first model and the app; their median."""
+    times = [point[0] for point in line]
+    later = [b - a for a, b in itertools.pairwise(times)]
+    return float(median(later)) if later else (times[0] if times else math.inf)
+
+
+def seconds_to(record: Mapping[str, Any], target: float, needed: float) -> tuple[float, bool]:
+    """Return the seconds to the target, and whether they were measured.
+
+    A row that was ended before is continued at its pace for the rounds that the same training needs in this process.
+    """
+    line = record["line"]
+    reached = next((point[0] for point in line if point[1] >= target), None)
+    if reached is not None:
+        return float(reached), True
+    if not line or not math.isfinite(needed):
+        return math.inf, False
+    return float(line[0][0] + (needed - 1) * pace(line)), False
+
+
+def settings(kbit: float) -> dict[str, str]:
+    """Return the environment of a link: pieces of at most five seconds, one at a time where it is slow."""
+    piece = 2 ** int(math.log2(kbit * 125.0 * 5.25))
+    return {
+        "FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE": str(piece),
+        "FLWR_PRIVATE_MAX_CONCURRENT_OBJ_PUSHES": "1" if kbit < 1000 else "2",
+    }
+
+
+def tune(row: str, hidden: int, rate: float, *, config: Config) -> dict[str, Any]:
+    """Train in this process with the validation split apart."""
+    from fedcomp.experiments.slow import here
+
+    return here(**_asked(config, row, hidden, rate, config.seed + TUNING_SEED), tuning=True)
+
+
+def know(row: str, hidden: int, rate: float, *, config: Config) -> dict[str, Any]:
+    """Train in this process as over the links."""
+    from fedcomp.experiments.slow import here
+
+    return here(**_asked(config, row, hidden, rate, config.seed))
+
+
+def over_link(row: str, kbit: float, hidden: int, rate: float, *, config: Config) -> dict[str, Any]:
+    """Train over real links."""
+    from fedcomp.experiments.slow import Training, linked
+
+    large = kbit == LARGE_KBIT and hidden == _hidden(LARGE)
+    training = Training(**_asked(config, FEDAVG if row in (STOCK, EMPTY) else row, hidden, rate, config.seed))
+    return linked(
+        training,
+        rate=1e3 * kbit,
+        down=1e3 * LARGE_DOWN if large else None,
+        limit=float(config.settings["stock_limit" if large else "limit"]),
+        settings={} if row == STOCK else settings(kbit),
+        enough=0 if large else ENOUGH,
+        idle=min(IDLE, float(config.settings["limit"])) if row == EMPTY else 0.0,
+    )
+
+
+def _asked(config: Config, row: str, hidden: int, rate: float, seed: int) -> dict[str, Any]:
+    s = config.settings
+    # An empty model reaches nothing; a few rounds of it will do.
+    rounds, target = (8, 101.0) if hidden == 1 else (config.rounds, float(s["target"]))
+    common = {"row": row, "hidden": hidden, "rate": rate, "seed": seed}
+    return {**common, "rounds": rounds, "steps": int(s["local"]), "target": target}
+
+
+def _hidden(size: float) -> int:
+    from fedcomp.experiments.slow import hidden_of
+
+    return hidden_of(size)
+
+
+def hidden_at(kbit: float, dense: float) -> int:
+    """Return the hidden units of a model that takes ``dense`` seconds, up to 4 MB."""
+    return _hidden(min(4e6, 125.0 * kbit * dense))
+
+
+def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findings:
+    """Choose step sizes in this process, train over links, then account for every byte."""
+    s = config.settings
+    skipped = unavailable()
+    rates = numbers(str(s["rates"]), each=Option(1.0, "kbit/s"))
+    sizes = {kbit: hidden_at(kbit, float(s["dense"])) for kbit in rates}
+    processes, side_by_side = int(s["workers"]), int(s["links"])
+    grid = numbers(str(s["steps"]), each=Option(0.1, "a step size"))
+    shared = {"config": config}
+    axes = {"row": ROWS, "hidden": sorted(set(sizes.values())), "rate": grid}
+    tuned = Sweep(tune, axes, "step size", shared)(say, processes)
+    best = {key: _soonest(group) for key, group in tuned.groups("row", "hidden").items()}
+    cells = [{"row": row, "hidden": hidden, "rate": rate} for (row, hidden), rate in best.items()]
+    known = Sweep(know, cells, "here", shared)(say, processes)
+    if skipped:
+        say(skipped)
+        return _findings(config, known, Records([]), skipped)
+    # The slowest first: they end last.
+    cells = [
+        {"row": row, "kbit": kbit, "hidden": sizes[kbit], "rate": best[row, sizes[kbit]]}
+        for kbit in rates
+        for row in ROWS
+    ]
+    cells.append({"row": EMPTY, "kbit": max(rates), "hidden": 1, "rate": grid[0]})
+    if s["stock"]:
+        largest, size = max(sizes.values()), _hidden(LARGE)
+        large = {"kbit": LARGE_KBIT, "hidden": size}
+        # Step sizes of the largest model that was tuned.
+        cells = [
+            {"row": STOCK, **large, "rate": best[FEDAVG, largest]},
+            {"row": BOTH, **large, "rate": best[BOTH, largest]},
+            *cells,
+        ]
+    found = Sweep(over_link, cells, "link", shared)(say, side_by_side)
+    return _findings(config, known, found, "")
+
+
+def _soonest(group: Records) -> float:
+    # Of rows that are never there, the one that comes nearest.
+    return float(min(group, key=lambda r: (r.needed, -max(_finite(r.line), default=0.0))).rate)
+
+
+def _finite(line: Sequence[float]) -> list[float]:
+    return [value for value in line if math.isfinite(value)]
+
+
+def _findings(config: Config, known: Records, found: Records, skipped: str) -> Findings:
+    target = float(config.settings["target"])
+    large = _hidden(LARGE)
+    small = Records(r for r in found if r.hidden not in (1, large))
+    beside = found.where(hidden=large)
+    needed = {(r.row, r.hidden): r.needed for r in known}
+
+    def ended(record: Record) -> tuple[float, bool]:
+        return seconds_to(record, target, needed.get((record.row, record.hidden), math.inf))
+
+    def factor(row: str, kbit: float) -> float:
+        pair = [small.where(row=each, kbit=kbit) for each in (FEDAVG, row)]
+        if not all(pair):
+            return math.nan
+        dense, ours = (ended(records[0])[0] for records in pair)
+        return dense / ours if math.isfinite(ours) else 0.0
+
+    empty = found.where(row=EMPTY)
+    quiet = quiet_rate(empty[0], min(IDLE, float(config.settings["limit"]))) if empty else 0.0
+    alone = cost(empty[0], quiet) if empty else None
+    each = 0.0 if alone is None else max(0.0, (alone.interface - alone.named) / max(1, empty[0].messages))
+    costs = [(r, cost(r, quiet, each)) for r in small if r.line]
+    off = max((c.unexplained for _, c in costs), default=math.nan)
+    dense = [c for r, c in costs if r.row == FEDAVG]
+    apart = max((_apart(r, known) for r in small if r.line), default=math.nan)
+    fast = max(ROWS[1:], key=lambda row: factor(row, 1000.0) if math.isfinite(factor(row, 1000.0)) else -1.0)
+    gained = factor(fast, 1000.0)
+    no_mega = skipped or ("" if math.isfinite(gained) else "1000 is not among the rates")
+    no_stock = skipped or ("" if beside else "set stock=true")
+    stock, ours = (next(iter(beside.where(row=row)), None) for row in (STOCK, BOTH))
+    return Findings(
+        tables=[
+            table(
+                f"Seconds to {target:g} % over real links",
+                {
+                    "kbit/s": lambda r: f"{r.kbit:g}",
+                    "row": "row",
+                    "model, MB": lambda r: round(4e-6 * (75 * r.hidden + 10), 2),
+                    "step size": "rate",
+                    "first round, s": lambda r: round(r.line[0][0], 1) if r.line else None,
+                    "a later round, s": lambda r: round(pace(r.line), 1) if len(r.line) > 1 else None,
+                    "rounds": lambda r: len(r.line),
+                    "of": lambda r: _rounds(needed.get((r.row, r.hidden), math.inf)),
+                    "seconds": lambda r: _seconds(*ended(r)),
+                    "FedAvg's over it": lambda r: round(factor(r.row, r.kbit), 1),
+                },
+                small,
+                "Two nodes, each on a link of its own. About: the row was ended at its time limit, and is continued at "
+                "its pace for the rounds that the same training needs in this process. All rows but stock Flower send "
+                "in pieces that suit the link.",
+            ),
+            table(
+                f"A model of {LARGE / 1e6:g} MB at {LARGE_KBIT:g} kbit/s up and {LARGE_DOWN:g} down",
+                {
+                    "row": "row",
+                    "rounds": lambda r: len([point for point in r.line if math.isfinite(point[1])]),
+                    "rounds without a reply": lambda r: len([p for p in r.line if not math.isfinite(p[1])]),
+                    "seconds": lambda r: _seconds(*ended(r)) if math.isfinite(ended(r)[0]) else r.error,
+                    "accuracy, %": lambda r: max((round(v, 1) for v in _finite([p[1] for p in r.line])), default=None),
+                    "MB up at the interfaces": lambda r: round(r.everything["up_bytes"] / 1e6, 2),
+                    "MB down": lambda r: round(r.everything["down_bytes"] / 1e6, 2),
+                },
+                beside,
+                "Stock Flower with its own settings: pieces of 5 MB, two at once.",
+            ),
+            table(
+                "Where the bytes went, KB",
+                {
+                    "kbit/s": lambda pair: f"{pair[0].kbit:g}",
+                    "row": lambda pair: pair[0].row,
+                    "interfaces": lambda pair: _kb(pair[1].interface),
+                    "ledger": lambda pair: _kb(pair[1].ledger),
+                    "headers": lambda pair: _kb(pair[1].headers),
+                    "bundle": lambda pair: _kb(pair[1].bundle),
+                    "polls": lambda pair: _kb(pair[1].polls),
+                    "acknowledgements": lambda pair: _kb(pair[1].acknowledgements),
+                    "without a name, %": lambda pair: round(100 * pair[1].unexplained, 1),
+                },
+                costs,
+                "Both ways and both nodes, up to the last finished round. Headers: 66 bytes a packet. Polls: two idle "
+                f"nodes send and receive {quiet:.0f} bytes a second besides. Acknowledgements: {each:.0f} bytes a "
+                "message, as a training with an empty model showed.",
+            ),
+        ],
+        figures=[
+            curves(
+                f"Accuracy at {kbit:g} kbit/s",
+                small.where(kbit=kbit),
+                lambda r: [point[0] for point in r.line],
+                lambda r: [point[1] for point in r.line],
+                "row",
+                x_label="seconds",
+                y_label="test accuracy, %",
+                log_x=True,
+            )
+            for kbit in sorted({r.kbit for r in small})
+        ],
+        claims=[
+            claim(
+                "1 Mbit/s: seconds of FedAvg over the best of ours",
+                gained,
+                ">= 10",
+                "a goal: a message is a hundredth of the model, and a round waits for little else",
+                gate=False,
+                skipped=no_mega,
+            ),
+            claim(
+                "bytes at the interfaces without a name, share, largest",
+                off,
+                "<= 0.15",
+                "chosen: what is counted must be what is sent",
+                skipped=skipped,
+            ),
+            claim(
+                "FedAvg: bytes at the interfaces over the ledger's, largest",
+                max((c.interface / c.ledger for c in dense), default=math.nan),
+                "<= 1.15",
+                "derived: 66 bytes of headers in 1514, and acknowledgements back",
+                skipped=skipped,
+            ),
+            claim(
+                "accuracies over links against those in this process: largest difference in points",
+                apart,
+                "<= 0.5",
+                "the same training; sums of floats may differ in their last bit",
+                skipped=skipped,
+            ),
+            claim(
+                f"{LARGE / 1e6:g} MB at {LARGE_KBIT:g} kbit/s: seconds of stock Flower over ours",
+                math.nan if stock is None or ours is None else _at_least(stock, target) / ended(ours)[0],
+                ">= 2",
+                "a goal: what stock Flower had not reached at its limit counts as that limit",
+                gate=False,
+                skipped=no_stock,
+            ),
+        ],
+        answer=skipped
+        or f"At 1 Mbit/s {fast} reaches {target:g} % {gained:.1f} times sooner than FedAvg; "
+        + (
+            f"{LARGE / 1e6:g} MB at {LARGE_KBIT:g} kbit/s: stock Flower {_outcome(stock, target)}, "
+            f"top-k both ways {_outcome(ours, target)}; "
+            if stock is not None and ours is not None
+            else ""
+        )
+        + f"all but {100 * off:.1f} % of the bytes at the interfaces have a name.",
+    )
+
+
+def _apart(record: Record, known: Records) -> float:
+    line = known.one(row=record.row, hidden=record.hidden).line
+    return max(abs(point[1] - value) for point, value in zip(record.line, line, strict=False))
+
+
+def _at_least(record: Record, target: float) -> float:
+    reached, measured = seconds_to(record, target, math.inf)
+    return reached if measured else float(record.seconds)
+
+
+def _outcome(record: Record, target: float) -> str:
+    reached, measured = seconds_to(record, target, math.inf)
+    finished = len(_finite([point[1] for point in record.line]))
+    return f"is there after {reached:.0f} s" if measured else f"had {finished} rounds after {record.seconds:.0f} s"
+
+
+def _seconds(value: float, measured: bool) -> str:
+    if not math.isfinite(value):
+        return "never"
+    return f"{value:.0f}" if measured else f"about {value:.0f}"
+
+
+def _rounds(value: float) -> str:
+    return f"{value:.0f}" if math.isfinite(value) else "never"
+
+
+def _kb(value: float) -> float:
+    return round(value / 1e3, 1)
+
+
+EXPERIMENT = Experiment(
+    name="slow_link",
+    question="How long does a training take where sending a model takes half a minute?",
+    # Trainings are deployments of their own.
+    rows=no_rows,
+    measure=measure,
+    options=OPTIONS,
+    rounds=40,
+    clients=2,
+    minutes=10.0,
+    quick=("rounds=3", "rates=1000,10000", "dense=1", "limit=20", "steps=0.06", "stock=false", "links=4"),
+    notes=(
+        "The links are token buckets between network namespaces of this machine: Linux, root and iproute2. Every row "
+        "is a deployment of its own: SuperLink, two SuperNodes, a process per message.\n\n"
+        "The model is a perceptron on digits so wide that it takes half a minute to send; nothing of it needs a "
+        "torch, which would hide the links behind imports. Step sizes are chosen in this process on a validation "
+        "split, from the same grid for every row and size.\n\n"
+        "The first model is sent whole in all rows, and so is the downlink of top-k up. A node asks for work every "
+        "three seconds: no round is shorter."
+    ),
+)
