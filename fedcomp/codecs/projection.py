@@ -71,7 +71,7 @@ class RandomProjection(SeededCodec):
     >>> RandomProjection(directions=4).preview([1.0, 2.0, 3.0, 4.0])
     array([1., 2., 3., 4.], dtype=float32)
     >>> RandomProjection(directions=2, scale="least").preview([0.0, 0.0, 4.0, 0.0])
-    array([1.6, 1.6, 1.6, 0. ], dtype=float32)
+    array([ 0. ,  0. ,  1.6, -1.6], dtype=float32)
     """
 
     codec_id: ClassVar[str] = "projection"

@@ -112,8 +112,8 @@ class SkewedGCN(ExchangeStrategy, Stateful):
     """
 
     TOGETHER: ClassVar[str] = (
-        "a run over a graph has features, plans and caches at their owners: a server that is set back alone would ask for "
-        "turns that they have passed. Only the in-process engine stores both"
+        "a run over a graph has features, plans and caches at their owners: a server that is set back alone would ask "
+        "for turns that they have passed. Only the in-process engine stores both"
     )
 
     STATE: ClassVar[Mapping[str, Any]] = {

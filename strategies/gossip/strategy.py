@@ -82,8 +82,8 @@ class GossipRelay(ExchangeStrategy, Stateful):
     """
 
     TOGETHER: ClassVar[str] = (
-        "a decentralised run has its models on the nodes: a relay that is set back alone would take them for those of an "
-        "earlier iteration. Only the in-process engine stores both"
+        "a decentralised run has its models on the nodes: a relay that is set back alone would take them for those of "
+        "an earlier iteration. Only the in-process engine stores both"
     )
 
     STATE: ClassVar[Mapping[str, Any]] = {

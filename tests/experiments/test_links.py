@@ -43,9 +43,7 @@ def namespaces() -> list[str]:
 
 def sent(made: SlowLinks, node: int, size: int) -> float:
     """Send ``size`` bytes from a node to the server; return the seconds until all were there."""
-    server = subprocess.Popen(
-        [*made.prefix(HUB), sys.executable, "-c", RECEIVE], stdout=subprocess.PIPE, text=True
-    )
+    server = subprocess.Popen([*made.prefix(HUB), sys.executable, "-c", RECEIVE], stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None
         assert server.stdout.readline() == "ready\n"
