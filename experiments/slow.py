@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from fedcomp.clients.compressed import compression
 from fedcomp.experiments.delayed import accuracy, gradient, perceptron
 from fedcomp.experiments.links import HUB, Counted, SlowLinks, counted
+from fedcomp.flower._private import build_bundle
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.rounds import RoundOutcome, fit
 from fedcomp.rng import Key
@@ -302,6 +303,4 @@ def read(out: Path) -> dict[str, Any]:
 
 def bundle() -> int:
     """Return the bytes of the app's bundle, which each node is sent once in a run."""
-    from flwr.cli.build import build_fab_from_disk
-
-    return len(build_fab_from_disk(APP))
+    return len(build_bundle(APP))

@@ -268,6 +268,9 @@ def test_privacy_draws_from_its_own_entropy_alone() -> None:
 READS_PICKLES = {"fedcomp/tasks/planetoid.py"}
 """Published data files are pickles; they are read after their SHA-256 was compared, by an unpickler of six names."""
 
+RESEEDS = {"clients/edge/zygote.py": {"numpy.random.seed"}}
+"""A fork would repeat what its siblings draw, in apps that use the global generators; nothing of ours does."""
+
 
 @pytest.mark.long
 def test_no_pickle_and_no_global_randomness_in_the_product() -> None:
@@ -279,5 +282,6 @@ def test_no_pickle_and_no_global_randomness_in_the_product() -> None:
         for path in (ROOT / package).rglob("*.py"):
             allowed = {"pickle"} if str(path.relative_to(ROOT)) in READS_PICKLES else set()
             wrong += [f"{path.relative_to(ROOT)} imports {n}" for n in (imports(path) & banned_imports) - allowed]
-            wrong += [f"{path.relative_to(ROOT)} calls {n}" for n in names(path).calls & banned_calls]
+            calls = names(path).calls & banned_calls - RESEEDS.get(str(path.relative_to(ROOT)), set())
+            wrong += [f"{path.relative_to(ROOT)} calls {n}" for n in calls]
     assert not wrong

@@ -45,7 +45,7 @@ def last_received(pid: int, own_port: int) -> float | None:
 
 
 def _sockets(pid: int) -> set[int]:
-    found = set()
+    found: set[int] = set()
     folder = Path(f"/proc/{pid}/fd")
     try:
         entries = list(folder.iterdir())
@@ -65,7 +65,7 @@ def _sockets(pid: int) -> set[int]:
 def _connections(family: int) -> list[tuple[int, int, float | None]]:
     """Return local port, inode and seconds since the last data of every TCP connection of a family."""
     request = struct.pack("=BBBBI", family, socket.IPPROTO_TCP, _INFO, 0, _STATES) + bytes(48)
-    found = []
+    found: list[tuple[int, int, float | None]] = []
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _SOCK_DIAG) as asked:
         asked.settimeout(2.0)
         asked.send(_HEADER.pack(_HEADER.size + len(request), _BY_FAMILY, _DUMP, 1, 0) + request)

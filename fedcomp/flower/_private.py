@@ -852,3 +852,10 @@ def abandon_task(address: str, token: str) -> None:
     with suppress(httpx.HTTPError):
         super(parts.client, client).PullMessages(parts.pull_request())
     client.close()
+
+
+def build_bundle(folder: Path) -> bytes:
+    """Return the bundle of the app in ``folder``, as ``flwr run`` sends it."""
+    from flwr.cli.build import build_fab_from_disk
+
+    return build_fab_from_disk(folder)

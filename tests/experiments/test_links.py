@@ -123,9 +123,13 @@ def test_a_pulled_cable_lets_nothing_through_and_a_plugged_one_does() -> None:
 
 @needs_links
 def test_nothing_is_left_after_an_exception_and_after_a_failed_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(KeyboardInterrupt), SlowLinks(2, 1e6):
-        assert len(namespaces()) == 3
-        raise KeyboardInterrupt
+    def interrupted() -> None:
+        with SlowLinks(2, 1e6):
+            assert len(namespaces()) == 3
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert not namespaces()
 
     def broken(*_: Any) -> None:

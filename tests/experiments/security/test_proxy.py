@@ -16,7 +16,7 @@ from fedcomp.experiments.security.certificates import create
 from fedcomp.experiments.security.proxy import PATH, Limits, Proxy, Refused, contexts, examine
 
 LIMITS = Limits(
-    per_address=4, connections=8, body=300_000, handshake=0.3, idle=0.3, upload=1.0, stall=0.3, answer=0.5, linger=0.02
+    per_address=4, connections=8, body=300_000, handshake=1.0, idle=1.0, upload=3.0, stall=1.0, answer=1.5, linger=0.02
 )
 CALL = b"POST /v1/fleet/push-object HTTP/1.1\r\nHost: x\r\n"
 
@@ -62,9 +62,13 @@ class Scene:
         """Send bytes, return all that comes back until the proxy closes."""
         reader, writer = await self.open(tls)
         writer.write(data)
-        answer = await asyncio.wait_for(reader.read(), 20)
-        writer.close()
-        return answer
+        try:
+            return await asyncio.wait_for(reader.read(), 20)
+        except ConnectionResetError:
+            # Whether an end or a reset comes first where bytes are left unread is the kernel's affair.
+            return b""
+        finally:
+            writer.close()
 
     async def open(self, tls: ssl.SSLContext | None = None):
         name = "localhost" if tls else None
