@@ -224,7 +224,7 @@ def linked(
     rate: float,
     down: float | None,
     limit: float,
-    settings: Mapping[str, str],
+    settings: Mapping[str, str] | None,
     enough: int = 0,
     idle: float = 0.0,
 ) -> dict[str, Any]:
@@ -236,8 +236,8 @@ def linked(
         Bits per second to the nodes, where that is another rate.
     limit : float
         Seconds from the begin of the first round.
-    settings : mapping of str to str
-        Environment of server app and nodes, for the link.
+    settings : mapping of str to str, optional
+        Environment of server app and nodes, for the link; None for Flower's own nodes with nothing set.
     enough : int
         Rounds after which half the limit is long enough; 0 for none.
     idle : float
@@ -254,7 +254,10 @@ def linked(
     from fedcomp.experiments.engines.linked import LinkedDeployment
     from fedcomp.experiments.engines.processes import DeploymentError
 
-    with SlowLinks(NODES, rate, down=down) as links, LinkedDeployment(links, settings=settings) as deployment:
+    with (
+        SlowLinks(NODES, rate, down=down) as links,
+        LinkedDeployment(links, settings=settings, stock=settings is None) as deployment,
+    ):
         out = deployment.home("out") / FILE
         file = deployment.folder / "asked.json"
         before = total(links.counters())

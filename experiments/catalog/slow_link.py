@@ -166,7 +166,7 @@ def over_link(row: str, kbit: float, hidden: int, rate: float, *, config: Config
         rate=1e3 * kbit,
         down=1e3 * LARGE_DOWN if large else None,
         limit=float(config.settings["stock_limit" if large else "limit"]),
-        settings={} if row == STOCK else settings(kbit),
+        settings=None if row == STOCK else settings(kbit),
         enough=0 if large else ENOUGH,
         idle=min(IDLE, float(config.settings["limit"])) if row == EMPTY else 0.0,
     )

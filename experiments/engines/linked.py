@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,15 +27,26 @@ class LinkedDeployment(Deployment):
         Entered already; one node per link.
     settings : mapping of str to str
         Environment variables of the SuperLink, its server app, and all nodes.
+    stock : bool
+        Start Flower's SuperNodes as they are, in place of this project's nodes.
     **options
         Those of :class:`~fedcomp.experiments.engines.superlink.Deployment`.
     """
 
-    def __init__(self, links: SlowLinks, *, settings: Mapping[str, str] | None = None, **options: Any) -> None:
+    def __init__(
+        self, links: SlowLinks, *, settings: Mapping[str, str] | None = None, stock: bool = False, **options: Any
+    ) -> None:
         super().__init__(links.nodes, **options)
         self.links = links
         self.host = links.address
         self._settings = dict(settings or {})
+        self._stock = stock
+
+    def node_command(self, arguments: list[str]) -> list[str]:
+        """Return the command line of a node with these arguments."""
+        if self._stock:
+            return super().node_command(arguments)
+        return [sys.executable, "-m", "fedcomp.clients.edge", *arguments]
 
     def placed(self, name: str, command: list[str]) -> list[str]:
         """Return ``command`` as it is run in the namespace of a node; all else is at the server's end."""

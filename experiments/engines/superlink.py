@@ -138,12 +138,15 @@ class Deployment:
         arguments = ["--insecure", "--superlink", self.address, "--port", str(self._node_ports[node])]
         arguments += ["--partition", str(node), "--of", str(self.nodes)]
         if not self.peers:
-            command, _ = edge.prepare(arguments)
-            return self._launch(f"SuperNode {node}", f"node-{node}", command)
+            return self._launch(f"SuperNode {node}", f"node-{node}", self.node_command(arguments))
         # The entry point itself, which starts the listener as well.
         arguments += ["--peer", f"127.0.0.1:{self._peer_ports[node]}", "--peer-store", str(self.peer_store(node))]
         command = [sys.executable, "-m", "fedcomp.clients.edge", *arguments]
         return self._launch(f"SuperNode {node}", f"node-{node}", command)
+
+    def node_command(self, arguments: list[str]) -> list[str]:
+        """Return the command line of a node with these arguments; here of Flower's SuperNode alone."""
+        return edge.prepare(arguments)[0]
 
     def peer_store(self, node: int) -> Path:
         """Return the folder in which the listener of ``node`` keeps the parcels of other nodes."""
