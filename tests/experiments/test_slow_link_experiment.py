@@ -1,0 +1,173 @@
+"""The experiment ``slow_link``: its training, its arithmetic, and that claims catch what they are about."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fedcomp.experiments.catalog.slow_link as module
+from fedcomp.experiments import slow
+from fedcomp.experiments.catalog.slow_link import BOTH, EMPTY, EXPERIMENT, FEDAVG, LARGE_KBIT, ROWS, STOCK, Cost
+from fedcomp.experiments.findings import Findings, Say
+from fedcomp.experiments.links import HEADERS, unavailable
+
+ASKED = {"hidden": 16, "seed": 0, "rounds": 30, "steps": 8, "rate": 0.1, "target": 80.0}
+
+
+def config(*assignments: str) -> Any:
+    return EXPERIMENT.configure(assignments=("workers=1", "links=1", "steps=0.1", "rates=64,1000", *assignments))
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_every_row_learns_and_ends_at_its_target(row: str) -> None:
+    found = slow.here(row=row, **ASKED)
+    assert found["needed"] == len(found["line"]) <= 30
+    assert found["line"][-1] >= 80.0 > max(found["line"][:-1])
+
+
+def test_a_training_that_is_never_there_needs_infinity() -> None:
+    found = slow.here(row=FEDAVG, **{**ASKED, "rounds": 2, "target": 101.0})
+    assert found["needed"] == math.inf
+    assert len(found["line"]) == 2
+
+
+def test_the_validation_split_is_apart_from_what_is_trained_on_and_from_the_test_split() -> None:
+    (x, _), (validation, _) = slow.examples(True)
+    (whole, _), (test, _) = slow.examples(False)
+    assert len(x) + len(validation) == len(whole)
+    rows = {each.tobytes() for each in whole}
+    assert all(each.tobytes() in rows for each in validation)
+    assert len(test) != len(validation)
+
+
+def test_a_model_has_the_size_that_was_asked_for() -> None:
+    for size in (2e5, 8e5, 4e6):
+        training = slow.Training(FEDAVG, slow.hidden_of(size), 0.1, 0, 1, 1, 90.0)
+        held = sum(array.numpy().nbytes for array in training.start().values())
+        assert held == pytest.approx(size, rel=1e-3)
+
+
+def test_pieces_of_a_link_are_those_of_the_table() -> None:
+    table = {64.0: ("32768", "1"), 200.0: ("131072", "1"), 1000.0: ("524288", "2")}
+    assert {kbit: tuple(module.settings(kbit).values()) for kbit in table} == table
+
+
+def test_a_row_that_was_ended_is_continued_at_its_pace_and_no_other() -> None:
+    line = [[50.0, 10.0], [54.0, 20.0], [59.0, 30.0], [63.0, 40.0]]
+    assert module.pace(line) == 4.0
+    assert module.seconds_to({"line": line}, 40.0, 9) == (63.0, True)
+    assert module.seconds_to({"line": line}, 90.0, 9) == (50.0 + 8 * 4.0, False)
+    assert module.seconds_to({"line": line}, 90.0, math.inf) == (math.inf, False)
+    assert module.seconds_to({"line": []}, 90.0, 9) == (math.inf, False)
+    # Rounds without a reply have no accuracy, and end nothing.
+    assert module.seconds_to({"line": [[9.0, math.nan]]}, 90.0, math.inf) == (math.inf, False)
+
+
+def test_bytes_without_a_name_are_found_and_so_are_those_counted_twice() -> None:
+    whole = Cost(interface=1000.0, ledger=700.0, headers=100.0, bundle=50.0, polls=100.0, acknowledgements=50.0)
+    assert whole.unexplained == 0.0
+    assert Cost(1000.0, 700.0, 0.0, 50.0, 0.0).unexplained == pytest.approx(0.25)
+    assert Cost(1000.0, 1400.0, 0.0, 0.0, 0.0).unexplained == pytest.approx(0.4)
+
+
+def counted(up: float, down: float, packets: int) -> dict[str, Any]:
+    return {"up_bytes": up, "down_bytes": down, "up_packets": packets, "down_packets": packets}
+
+
+def measured(monkeypatch: pytest.MonkeyPatch, *assignments: str, **changes: Any) -> Findings:
+    """Return what is found when all comes out as it should, but for ``changes``."""
+    accuracies = [20.0, 50.0, 80.0, 96.0]
+    monkeypatch.setattr(module, "unavailable", lambda: changes.get("unavailable", ""))
+    monkeypatch.setattr(module, "know", lambda **_: {"line": accuracies, "needed": 4})
+
+    def tune(row: str, hidden: int, rate: float, *, config: Any) -> Any:
+        return {"line": accuracies, "needed": 4 if rate == 0.1 else 9}
+
+    def over_link(row: str, kbit: float, hidden: int, rate: float, *, config: Any) -> Any:
+        assert rate == (0.02 if row == EMPTY and "steps=0.02,0.1" in assignments else 0.1)
+        period = {FEDAVG: 60.0, STOCK: 300.0, BOTH: 4.0}.get(row, 20.0)
+        if row == STOCK:
+            line = [[300.0, math.nan]]
+        else:
+            line = [[period * (i + 1), value] for i, value in enumerate(accuracies)]
+        line = changes.get("line", {}).get(row, line)
+        messages, packets, bundle = 2 * len(line), 100, 2000.0
+        ledger = {EMPTY: 340.0, FEDAVG: 2e6}.get(row, 1e5)
+        polls = 400.0 * line[-1][0]
+        both = ledger + 2 * HEADERS * packets + bundle + polls + 3000.0 * messages
+        return {
+            "line": line,
+            "seconds": line[-1][0],
+            "up": ledger / 2,
+            "down": ledger / 2,
+            "messages": messages,
+            "interface": counted(changes.get("hidden", {}).get(row, 0.0) + both / 2, both / 2, packets),
+            "everything": counted(both / 2, both / 2, packets),
+            "quiet": counted(12000.0 + 10 * HEADERS, 12000.0, 5),
+            "bundle": bundle,
+            "error": "not in 420 s" if row == STOCK else "",
+        }
+
+    monkeypatch.setattr(module, "tune", tune)
+    monkeypatch.setattr(module, "over_link", over_link)
+    return EXPERIMENT.measure(config(*assignments), {}, Say())
+
+
+def failing(findings: Findings) -> list[str]:
+    return [claim.name.split(":")[0] for claim in findings.claims if claim.ok is False]
+
+
+def test_claims_hold_when_all_is_as_it_should_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    findings = measured(monkeypatch, "steps=0.02,0.1")
+    assert failing(findings) == []
+    assert "15.0 times sooner" in findings.answer
+    assert "stock Flower had 0 rounds after 300 s, top-k both ways is there after 16 s" in findings.answer
+    seconds = {(row[0], row[1]): row[8] for row in findings.tables[0].rows}
+    assert seconds["1000", BOTH] == "16"
+    assert findings.tables[1].rows[0][3] == "not in 420 s"
+
+
+def test_claims_catch_what_they_are_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_rival = {BOTH: [[30.0 * (i + 1), v] for i, v in enumerate([20.0, 50.0, 80.0, 96.0])]}
+    assert failing(measured(monkeypatch, line=slow_rival)) == ["1 Mbit/s"]
+    # A transport that sends everything twice.
+    twice = measured(monkeypatch, hidden={FEDAVG: 2e6})
+    assert failing(twice) == ["bytes at the interfaces without a name, share, largest", "FedAvg"]
+    other = {BOTH: [[4.0 * (i + 1), v] for i, v in enumerate([20.0, 50.0, 70.0, 96.0])]}
+    assert failing(measured(monkeypatch, line=other)) == ["accuracies over links against those in this process"]
+    quick_stock = {STOCK: [[10.0, 96.0]]}
+    assert failing(measured(monkeypatch, line=quick_stock)) == [f"8 MB at {LARGE_KBIT:g} kbit/s"]
+
+
+def test_without_links_the_reason_is_shown_and_claims_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    findings = measured(monkeypatch, unavailable="slow links need root, for network namespaces")
+    assert findings.answer == "slow links need root, for network namespaces"
+    assert {claim.skipped for claim in findings.claims} == {findings.answer}
+    assert failing(findings) == []
+
+
+def test_without_stock_flower_its_claim_alone_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    findings = measured(monkeypatch, "stock=false")
+    assert [bool(claim.skipped) for claim in findings.claims] == [False, False, False, False, True]
+    assert "stock" not in findings.answer
+
+
+REASON = unavailable()
+
+
+@pytest.mark.skipif(bool(REASON), reason=REASON)
+@pytest.mark.slow
+def test_a_training_over_links_is_that_of_this_process_and_its_bytes_have_names() -> None:
+    asked = {**ASKED, "row": BOTH, "hidden": 200, "rounds": 2, "target": 101.0}
+    found = slow.linked(
+        slow.Training(**asked), rate=1e7, down=None, limit=120.0, settings=module.settings(1e4), idle=3.0
+    )
+    assert found["error"] == ""
+    np.testing.assert_allclose([point[1] for point in found["line"]], slow.here(**asked)["line"], atol=0.3)
+    seen = found["interface"]
+    assert found["down"] + found["bundle"] < seen["down_bytes"]
+    assert found["up"] < seen["up_bytes"]
+    assert found["messages"] == 4
