@@ -46,7 +46,7 @@ class Child:
         Its first word is the path of a program.
     env : mapping of str to str
     orphaned : int
-        The signal that it gets when the supervisor is gone.
+        The signal that it gets when the supervisor is gone; 0 for one that leaves when its pipe is closed.
     """
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], orphaned: int = signal.SIGKILL) -> None:

@@ -7,7 +7,6 @@ import json
 import os
 import secrets
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -99,8 +98,8 @@ def services(options: NodeOptions, secret: Path, log: EventLog) -> list[Service]
         env,
         ready="^listening for parcels on ",
         fatal={1: f"the listener on {peer.listen} did not start; see its message above"},
-        # A store that is not to stay is removed by the listener itself.
-        orphaned=signal.SIGTERM,
+        # It leaves when its pipe is closed, and removes a store that is not to stay; a signal could interrupt that.
+        orphaned=0,
     )
     return [listener, *_workers(options, env, listener, secret, log)]
 

@@ -77,7 +77,7 @@ class Service:
     fatal : mapping of int to str
         Exit statuses that end the node, and why.
     orphaned : int
-        The signal that ends it when the supervisor is killed.
+        The signal that ends it when the supervisor is killed; 0 for one that leaves when its pipe is closed.
     """
 
     name: str
