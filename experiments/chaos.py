@@ -1,0 +1,246 @@
+"""What is done to a deployment, when; and what must be true of it afterwards: a schedule of faults, and a judge.
+
+The judge believes nobody: it compares what clients wrote down before they kept or sent anything, what the server has
+in its sums, and what lies in the state folders at the end. With error feedback these add up, node by node:
+
+    sum of updates made = sum of frames used + what is still owed + what was abandoned
+
+An update may be abandoned only where the node was hit while it had the message: killed before its state was written,
+the reply never left. Anything else is mass lost, or counted twice.
+
+Vectors are compared by a few inner products with fixed random vectors: they are linear, so that they add up exactly as
+the vectors do, and fit into a line of a journal (derived).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedcomp import params
+from fedcomp.errors import ConfigError
+from fedcomp.rng import Key
+
+NODE, SERVER_APP, SUPERLINK, LINK, DISK = "node", "server app", "SuperLink", "link", "disk"
+NODE_FAULTS: Final = (NODE, LINK, DISK)
+SERVER_FAULTS: Final = (SERVER_APP, SUPERLINK)
+
+LOSING: Final = (NODE, DISK)
+"""Faults for which a node may have made an update that it does not remember."""
+
+WRONG_CLOCK: Final = "a wrong clock is left out: Linux gives no process a wall clock of its own"
+
+CALM: Final = 4
+"""Rounds between two faults of the server, so that the one is over before the next."""
+
+PROJECTIONS: Final = 4
+MAX_EXCUSED: Final = 16
+"""Updates of a node that may be abandoned: all subsets of them are tried."""
+
+
+@dataclass(frozen=True, order=True)
+class Fault:
+    """Something that is done to a deployment.
+
+    Attributes
+    ----------
+    round : int
+        During which it happens.
+    kind : str
+        SIGKILL of a node, the server app or the SuperLink; a pulled link; a full disk below the state folder.
+    node : int
+        Who it happens to; -1 for the server's.
+    after : float
+        Part of a usual round, 0 to 1, that has passed then.
+    lasts : int
+        Rounds until the node is started again, the link plugged, the disk emptied.
+    """
+
+    round: int
+    kind: str
+    node: int = -1
+    after: float = 0.0
+    lasts: int = 1
+
+
+def schedule(seed: int, rounds: int, nodes: int, *, each: int = 3, server: int = 1) -> tuple[Fault, ...]:
+    """Return faults in order of time, decided by the seed alone.
+
+    Parameters
+    ----------
+    each : int
+        Faults of each kind that nodes have, spread over all of them.
+    server : int
+        Faults of each kind that the server has.
+
+    Raises
+    ------
+    ConfigError
+        When there are too few rounds for them: the first and the last two are calm, and a node has one fault at a time.
+    """
+    params.integer("nodes", nodes, low=1)
+    free = list(range(2, rounds - 1))
+    wanted = [kind for kind in SERVER_FAULTS for _ in range(server)]
+    if len(free) < max(len(wanted) * CALM, each * len(NODE_FAULTS)):
+        raise ConfigError(f"rounds={rounds} are too few for {each} faults of each kind; give more rounds")
+    drawn = Key(seed, "chaos/schedule").generator()
+    found: list[Fault] = []
+    # One in each stretch of rounds: as far apart as they can be, and yet at any time.
+    stretch = len(free) // max(1, len(wanted))
+    for place, kind in enumerate(drawn.permutation(wanted).tolist()):
+        number = free[place * stretch + int(drawn.integers(0, stretch - CALM + 1))]
+        found.append(Fault(number, kind, after=float(drawn.random())))
+    busy: set[tuple[int, int]] = set()
+    for kind in (kind for _ in range(each) for kind in NODE_FAULTS):
+        open_to = [(r, n) for r in free for n in range(nodes) if not {(r, n), (r + 1, n), (r + 2, n)} & busy]
+        if not open_to:
+            raise ConfigError(f"{nodes} nodes have no room in {rounds} rounds for {each} faults of each kind")
+        number, node = open_to[int(drawn.integers(0, len(open_to)))]
+        lasts = 1 + int(drawn.integers(0, 2))
+        busy |= {(number + later, node) for later in range(lasts + 1)}
+        found.append(Fault(number, kind, node, float(drawn.random()), min(lasts, rounds - number)))
+    return tuple(sorted(found))
+
+
+def projected(vector: NDArray[np.float32], seed: int) -> tuple[float, ...]:
+    """Return inner products of a vector with :data:`PROJECTIONS` random ones, the same for all that have the seed."""
+    wide = vector.astype(np.float64)
+    products = (
+        wide @ Key(seed, "chaos/projection", layer=i).generator().standard_normal(len(wide)) for i in range(PROJECTIONS)
+    )
+    return tuple(float(each) for each in products)
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a client wrote down of a message, on the disk before anything was kept or sent.
+
+    Attributes
+    ----------
+    node, sequence : int
+        Whose, and the number of the server's message.
+    update, frame : tuple of float
+        Of what training came to, and of what the frame decodes to; see :func:`projected`.
+    """
+
+    node: int
+    sequence: int
+    update: tuple[float, ...]
+    frame: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What was seen of a run from outside.
+
+    Attributes
+    ----------
+    made : sequence of Made
+        The journals of all clients. A message that came again has a line for each time.
+    used : sequence of (int, int)
+        Node and sequence number of every update in a sum of a model that was kept, by the server.
+    owed : mapping of int to tuple of float
+        By node: what its state folder still has for the server, when the server's last acknowledgement is heard.
+    hit : collection of (int, int)
+        Node and sequence number of messages during which a fault of :data:`LOSING` met the node.
+    rounds, finished : int
+        Asked for, and in the final model.
+    processes : sequence of str
+        Command lines of what still ran after everything was stopped.
+    """
+
+    made: Sequence[Made]
+    used: Sequence[tuple[int, int]]
+    owed: Mapping[int, tuple[float, ...]]
+    hit: Collection[tuple[int, int]] = ()
+    rounds: int = 0
+    finished: int = 0
+    processes: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is wrong, in sentences; and what was abandoned, by node and sequence number."""
+
+    twice: tuple[str, ...] = ()
+    mass: tuple[str, ...] = ()
+    unfinished: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
+    abandoned: tuple[tuple[int, int], ...] = field(default=(), compare=False)
+
+    @property
+    def wrong(self) -> tuple[str, ...]:
+        """All of it; empty when the run kept what it must."""
+        return (*self.twice, *self.mass, *self.unfinished, *self.left)
+
+
+def judge(seen: Evidence, *, tolerance: float = 1e-4) -> Verdict:
+    """Return what a run did wrong.
+
+    Parameters
+    ----------
+    tolerance : float
+        Of sums, relative to the sum of their terms' sizes: frames and memories are float32.
+    """
+    twice = [
+        f"update {sequence} of node {node} is in the model {times} times"
+        for (node, sequence), times in sorted(Counter(seen.used).items())
+        if times > 1
+    ]
+    known = {(line.node, line.sequence) for line in seen.made}
+    twice += [
+        f"update {sequence} of node {node} is in the model, and the node never made it"
+        for node, sequence in sorted(set(seen.used) - known)
+    ]
+    mass, abandoned = [], []
+    for node in sorted({line.node for line in seen.made}):
+        found = _balanced(node, seen, tolerance)
+        if found is None:
+            mass.append(f"node {node}: updates, frames and memory do not add up; {_defect(node, seen)}")
+        else:
+            abandoned += [(node, line.sequence) for line in found]
+    unfinished = [] if seen.finished >= seen.rounds else [f"{seen.finished} of {seen.rounds} rounds are in the model"]
+    left = [f"still running: {command}" for command in seen.processes]
+    return Verdict(tuple(twice), tuple(mass), tuple(unfinished), tuple(left), tuple(abandoned))
+
+
+def _sums(node: int, seen: Evidence) -> tuple[NDArray[np.float64], float, list[Made]]:
+    """Return what is missing of a node's mass when nothing was abandoned, its scale, and what may have been."""
+    zero = np.zeros(PROJECTIONS)
+    lines = [line for line in seen.made if line.node == node]
+    times = Counter(seen.used)
+    # Of a message that came again the last answer is the one that left: a stored reply is no new line.
+    last = {line.sequence: line for line in lines}
+    made = sum((np.array(line.update) for line in lines), zero)
+    frames = [times[node, sequence] * np.array(line.frame) for sequence, line in last.items()]
+    owed = np.array(seen.owed.get(node, tuple(zero)))
+    scale = float(sum(np.abs(np.array(line.update)).max() for line in lines)) + float(np.abs(owed).max())
+    excused = [line for line in lines if (node, line.sequence) in set(seen.hit)]
+    return made - sum(frames, zero) - owed, scale, excused
+
+
+def _balanced(node: int, seen: Evidence, tolerance: float) -> list[Made] | None:
+    """Return the fewest excused updates without which a node's books balance; None when no choice of them does it."""
+    missing, scale, excused = _sums(node, seen)
+    if len(excused) > MAX_EXCUSED:
+        raise ConfigError(f"node {node} was hit during {len(excused)} messages; more than {MAX_EXCUSED} prove nothing")
+    for chosen in _subsets(excused):
+        rest = missing - sum((np.array(line.update) for line in chosen), np.zeros(PROJECTIONS))
+        if np.abs(rest).max() <= tolerance * max(scale, 1e-12):
+            return list(chosen)
+    return None
+
+
+def _subsets(lines: Sequence[Made]) -> Iterator[tuple[Made, ...]]:
+    return itertools.chain.from_iterable(itertools.combinations(lines, size) for size in range(len(lines) + 1))
+
+
+def _defect(node: int, seen: Evidence) -> str:
+    missing, scale, excused = _sums(node, seen)
+    return f"{np.abs(missing).max():.3g} of {scale:.3g} without a place, {len(excused)} updates excused"
