@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Final
 
+from fedcomp.clients.edge.links import Link
 from fedcomp.experiments.catalog.factors import TUNING_SEED
 from fedcomp.experiments.experiment import Config, Experiment, Option, no_rows
 from fedcomp.experiments.findings import Findings, Say
@@ -133,12 +134,8 @@ def seconds_to(record: Mapping[str, Any], target: float, needed: float) -> tuple
 
 
 def settings(kbit: float) -> dict[str, str]:
-    """Return the environment of a link: pieces of at most five seconds, one at a time where it is slow."""
-    piece = 2 ** int(math.log2(kbit * 125.0 * 5.25))
-    return {
-        "FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE": str(piece),
-        "FLWR_PRIVATE_MAX_CONCURRENT_OBJ_PUSHES": "1" if kbit < 1000 else "2",
-    }
+    """Return the environment that suits a link."""
+    return Link.of(f"{kbit:g}kbit").environment
 
 
 def tune(row: str, hidden: int, rate: float, *, config: Config) -> dict[str, Any]:

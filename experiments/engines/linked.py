@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,24 +29,33 @@ class LinkedDeployment(Deployment):
         Environment variables of the SuperLink, its server app, and all nodes.
     stock : bool
         Start Flower's SuperNodes as they are, in place of this project's nodes.
+    preload : sequence of str
+        Modules that this project's nodes import once, before the first message.
     **options
         Those of :class:`~fedcomp.experiments.engines.superlink.Deployment`.
     """
 
     def __init__(
-        self, links: SlowLinks, *, settings: Mapping[str, str] | None = None, stock: bool = False, **options: Any
+        self,
+        links: SlowLinks,
+        *,
+        settings: Mapping[str, str] | None = None,
+        stock: bool = False,
+        preload: Sequence[str] = (),
+        **options: Any,
     ) -> None:
         super().__init__(links.nodes, **options)
         self.links = links
         self.host = links.address
         self._settings = dict(settings or {})
         self._stock = stock
+        self._preload = tuple(preload)
 
     def node_command(self, arguments: list[str]) -> list[str]:
         """Return the command line of a node with these arguments."""
         if self._stock:
             return super().node_command(arguments)
-        return [sys.executable, "-m", "fedcomp.clients.edge", *arguments]
+        return [sys.executable, "-m", "fedcomp.clients.edge", *arguments, "--preload", ",".join(self._preload)]
 
     def placed(self, name: str, command: list[str]) -> list[str]:
         """Return ``command`` as it is run in the namespace of a node; all else is at the server's end."""
