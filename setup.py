@@ -16,6 +16,7 @@ setup(
             "app/pyproject.toml",
             "app/fedcomp_app/*.py",
             "slept_app/*",
+            "slow_app/*",
             "node_app/*",
             "templates/*",
         ],

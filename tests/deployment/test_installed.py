@@ -93,7 +93,7 @@ def test_the_wheel_holds_one_package_and_every_module(wheel: Path) -> None:
     assert {"fedcomp/py.typed", "fedcomp/experiments/app/pyproject.toml"} <= names
 
 
-OTHERS = (("edge", "--help"), ("certificates", "--help"), ("link", "--help"))
+OTHERS = (("node", "--help"), ("certificates", "--help"), ("link", "--help"))
 
 
 @pytest.mark.slow

@@ -22,8 +22,9 @@ from flwr.supercore.protobuf.constants import PROTOBUF_MEDIA_TYPE
 from quick_nodes import quicken
 
 from fedcomp.clients import edge
+from fedcomp.clients.edge.processes import processes_with
 from fedcomp.experiments import engines
-from fedcomp.experiments.engines.processes import Child, free_ports, processes_with, tail, wait_for_port
+from fedcomp.experiments.engines.processes import Child, free_ports, tail, wait_for_port
 from fedcomp.experiments.engines.superlink import APP
 from fedcomp.experiments.program import main as fedcomp
 from fedcomp.experiments.security.certificates import Folder, create
