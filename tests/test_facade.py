@@ -180,4 +180,4 @@ def test_every_extra_that_an_error_names_exists() -> None:
         wanted = packages.get(library, library)
         assert any(line.startswith(wanted) for line in extras[extra]), f"{extra} does not install {library}"
     required = {re.match(r"[\w-]+", line)[0] for line in project["dependencies"]}
-    assert required == {"flwr", "numpy", "cryptography"}
+    assert required == {"flwr", "numpy", "cryptography", "h11"}
