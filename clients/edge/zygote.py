@@ -1,5 +1,7 @@
 """A warm process for one app bundle: it imports the app once, and forks for every message.
 
+What a message imports beside, in a handler, is imported here as well, for those that follow.
+
 Modules that are imported in the executor serve every bundle. The app's own must not be among them: the next bundle may
 have other code under the same names. So every bundle gets a process between the executor and its messages.
 
@@ -8,15 +10,17 @@ What is forked ends with its parent, by the kernel: a killed executor leaves not
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import hashlib
+import importlib
 import json
 import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -80,6 +84,21 @@ def end(process: BaseProcess) -> None:
     process.join()
 
 
+@contextlib.contextmanager
+def ending(process: BaseProcess) -> Iterator[int]:
+    """Yield a file descriptor that is readable once a process has ended."""
+    try:
+        watched = os.pidfd_open(process.pid or 0)
+    except OSError:
+        # Linux before 5.3. This one is also held by what the process has forked itself.
+        watched = -1
+    try:
+        yield process.sentinel if watched < 0 else watched
+    finally:
+        if watched >= 0:
+            os.close(watched)
+
+
 class Zygote:
     """The executor's side of a bundle's warm process.
 
@@ -119,16 +138,14 @@ class Zygote:
             The exit status, negative for a signal, and whether the app can be kept; None when it is to end.
         """
         self._connection.send_bytes(token.encode())
-        ready = wait([self._connection, self._process.sentinel, *([] if stop is None else [stop])])
-        if self._connection in ready:
-            try:
-                status, fit = json.loads(self._connection.recv_bytes())
-            except EOFError:
-                pass
-            else:
-                return int(status), bool(fit)
-        elif self._process.sentinel not in ready:
+        with ending(self._process) as ended:
+            ready = wait([self._connection, ended, *([] if stop is None else [stop])])
+        if self._connection in ready and (answer := _received(self._connection)) is not None:
+            status, fit = json.loads(answer)
+            return int(status), bool(fit)
+        if stop in ready:
             return None
+        # It has died with the message.
         self._process.join()
         return self._process.exitcode or -signal.SIGKILL, False
 
@@ -159,25 +176,37 @@ def _live(orders: Connection, runtime: str, bundle: str, keeps_app: bool) -> Non
         learnt, tell = multiprocessing.Pipe(duplex=False)
         child = fork(partial(_handle, runtime, token, bundle, app, tell))
         tell.close()
+        with ending(child) as ended:
+            # First what it says, for which a full pipe would have it wait.
+            report = _received(learnt) if learnt in wait([learnt, ended]) else None
         child.join()
+        learnt.close()
         status = child.exitcode
         child, fit = None, True
-        if keeps_app and app is None and status == 0:
+        if keeps_app and status == 0 and report is not None:
             try:
-                app = _keep(*json.loads(learnt.recv_bytes()))
+                app = _keep(app, *json.loads(report))
             except Exception as error:
                 # The app itself is well; it is what it does while it is imported that cannot be shared.
                 log.info("bundle %s is imported for every message: %s", bundle[:8], error)
                 fit = False
-        learnt.close()
         orders.send_bytes(json.dumps([status, fit]).encode())
+
+
+def _received(connection: Connection) -> bytes | None:
+    """Return what came, or None from a process that died before it said anything."""
+    try:
+        return connection.recv_bytes()
+    except EOFError:
+        return None
 
 
 def _handle(runtime: str, token: str, bundle: str, app: ClientApp | None, tell: Connection) -> None:
     """Handle one message; the process ends with it."""
     sys.argv = ["flwr-clientapp"]
     reseed()
-    folder = Path()
+    known, folder = set(sys.modules), Path()
+    ids: Sequence[str] = ()
 
     def unpack(content: bytes) -> Path:
         nonlocal folder
@@ -189,22 +218,32 @@ def _handle(runtime: str, token: str, bundle: str, app: ClientApp | None, tell: 
             folder = unpack_bundle(content)
         return folder
 
-    def load(*ids: str) -> ClientApp:
-        if app is not None:
-            return app
-        loaded = _load(folder, ids)
-        tell.send_bytes(json.dumps([str(folder), ids]).encode())
-        return loaded
+    def load(*named: str) -> ClientApp:
+        nonlocal ids
+        ids = named
+        return _load(folder, ids) if app is None else app
 
-    run_task(runtime, token, unpack, load)
+    try:
+        run_task(runtime, token, unpack, load)
+    finally:
+        # In the order of their imports.
+        imported = [name for name in list(sys.modules) if name not in known]
+        tell.send_bytes(json.dumps([str(folder), ids, imported]).encode())
 
 
-def _keep(folder: str, ids: Sequence[str]) -> ClientApp:
-    app = _load(Path(folder), ids)
+def _keep(app: ClientApp | None, folder: str, ids: Sequence[str], imported: Sequence[str]) -> ClientApp:
+    """Return the app, imported here, with all that a message has imported: the next ones will need it as well."""
+    if app is not None and not imported:
+        return app
+    kept = _load(Path(folder), ids) if app is None else app
+    for name in imported:
+        # Some modules make others that cannot be imported by their names.
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
     require_one_thread("importing the app")
     gc.collect()
     gc.freeze()
-    return app
+    return kept
 
 
 def _load(folder: Path, ids: Sequence[str]) -> ClientApp:

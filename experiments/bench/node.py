@@ -23,7 +23,7 @@ from fedcomp.clients import edge
 from fedcomp.clients.edge import executor
 from fedcomp.experiments.engines import run as run_engine
 from fedcomp.experiments.engines.processes import Child
-from fedcomp.experiments.engines.superlink import Deployment
+from fedcomp.experiments.engines.superlink import TASK_POLL, Deployment
 from fedcomp.experiments.findings import Claim, different_bytes
 from fedcomp.experiments.spec import ROUNDS_FILE, RunResult, RunSpec
 
@@ -77,6 +77,10 @@ class MixedNodes(Deployment):
                 cwd=self.home(name),
             )
         return self._launch(f"SuperNode {node}", f"node-{node}", command)
+
+    def env(self, name: str) -> dict[str, str]:
+        """Return the environment of a process, with Flower's own pause between two looks for a message."""
+        return {**super().env(name), TASK_POLL: os.environ.get(TASK_POLL, "1")}
 
     def close(self) -> None:
         """Stop the executors, then all others."""

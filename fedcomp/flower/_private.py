@@ -770,6 +770,9 @@ class NodeTasks:
         except (httpx.HTTPError, ValueError) as error:
             raise ConnectionError(str(error) or type(error).__name__) from error
         except SystemExit as error:
+            # Flower's way to refuse a version; a signal that ends this process comes with status 0.
+            if not error.code:
+                raise
             raise ConfigError(f"the SuperNode at {self._address} is of another Flower version; see above") from error
         if not response.HasField("task") or not response.token:
             return None

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import flwr
+import httpx
 import numpy as np
 import pytest
 
@@ -114,6 +115,27 @@ def test_an_app_is_unpacked_and_imported_once_and_every_message_starts_from_that
     assert numbers[::2] == ["1", "1", "1"], "a message sees what another has left behind"
     assert len(set(numbers[1::2])) == 3
     assert str(os.getpid()) not in numbers
+
+
+def test_what_a_message_imports_is_there_for_those_that_follow(runs: Executor, fakes: Fakes) -> None:
+    fakes.app("", "of_a_handler")
+    token = "import sys; note('there' if 'of_a_handler' in sys.modules else 'missing'); import of_a_handler"
+    for _ in range(3):
+        assert runs.handle(NodeTask(token, BUNDLE))
+    assert [word for word in fakes.said() if word in ("there", "missing")] == ["missing", "there", "there"]
+    # Also when it is the app itself that has been kept for long; and a module that has no file is left out.
+    other = "import sys, types; sys.modules['made.up'] = types.ModuleType('made.up'); note(len(sys.modules))"
+    for _ in range(2):
+        assert runs.handle(NodeTask(other, BUNDLE))
+    assert fakes.said()[-1].isdigit()
+
+
+def test_a_report_longer_than_a_pipe_holds_is_received(runs: Executor, fakes: Fakes) -> None:
+    token = "import sys; sys.modules.update({f'{n:01000d}': None for n in range(300)}); note('ran')"
+    for _ in range(2):
+        assert runs.handle(NodeTask(token, BUNDLE))
+    assert fakes.said().count("ran") == 2
+    assert fakes.said().count("imported") == 2
 
 
 def test_the_bundles_own_modules_stand_over_those_of_the_executor(
@@ -316,6 +338,29 @@ def test_a_message_that_is_not_there_yet_is_waited_for(monkeypatch: pytest.Monke
     assert parts.client("http://nowhere").PullMessages(None).messages_list == ["message"]
     answers += [[]] * 5
     assert parts.client("http://nowhere").PullMessages(None).messages_list == []
+
+
+@pytest.mark.parametrize(
+    ("raised", "wanted"),
+    [
+        (httpx.ConnectError("refused"), ConnectionError),
+        (httpx.ReadTimeout("late"), ConnectionError),
+        (httpx.HTTPStatusError("", request=Any, response=httpx.Response(401)), ConfigError),
+        (httpx.HTTPStatusError("", request=Any, response=httpx.Response(503)), ConnectionError),
+        (SystemExit(1), ConfigError),
+        # A signal that comes while the SuperNode is asked.
+        (SystemExit(0), SystemExit),
+    ],
+)
+def test_what_a_supernode_answers_is_temporary_or_not(
+    raised: BaseException, wanted: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Any, request: Any) -> Any:
+        raise raised
+
+    monkeypatch.setattr(_private._runtime().client, "AcquireTask", refuse)
+    with pytest.raises(wanted):
+        _private.NodeTasks("127.0.0.1:1", b"secret").acquire()
 
 
 def test_a_process_with_threads_is_not_forked() -> None:
