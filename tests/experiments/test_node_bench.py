@@ -30,10 +30,10 @@ QUIET = [{"memory, MB (PSS)": 190.0}, {"memory, MB (PSS)": 240.0}]
     ],
 )
 def test_claims_are_about_the_node_that_forks(change: dict, differ: int, failed: list[int]) -> None:
-    found = node.findings({**COSTS, **change}, QUIET, differ, gate=True)
+    found = node.findings({**COSTS, **change}, QUIET, differ)
     assert [i for i, claim in enumerate(found["claims"]) if not claim.ok] == failed
-    # Times of a quick run say nothing; equal bytes always do.
-    assert [claim.gate for claim in node.findings(COSTS, QUIET, 0, gate=False)["claims"]] == [False, False, True]
+    # Times depend on the machine; equal bytes do not.
+    assert [claim.gate for claim in found["claims"]] == [False, False, True]
     rows = {(row["message"], row["executor"]): row for row in found["rows"] if "message" in row}
     assert rows["plain", node.WAYS[0]]["CPU s a message"] == 2.1
     assert rows["plain", node.WAYS[1]]["messages"] == 3
