@@ -104,7 +104,7 @@ def run(*, quick: bool = False, progress: Callable[[str], None] | None = None) -
     nodes = MixedNodes(2, [1])
     with nodes:
         say("messages without work, with and without torch")
-        costs = messages(nodes, 2 if quick else 5)
+        costs = messages(nodes, 1 if quick else 4)
         say(f"{spec.rounds} rounds of {spec.system} on {spec.task}")
         trained, costs["topk on digits, in all"] = training(nodes, spec)
         seconds = 5.0 if quick else IDLE_SECONDS
