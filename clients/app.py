@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
@@ -31,7 +31,7 @@ from fedcomp.flower.records import config_in, to_arrays, to_record
 from fedcomp.rng import Key
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from fedcomp.flower.datalens import TrainingRequest
     from fedcomp.flower.gossip import GossipSetup
@@ -99,7 +99,7 @@ def own_loss(msg: Message, context: Context) -> float:
 def measured(msg: Message, context: Context) -> Objective:
     """Return the loss of the message's model on a batch of this node's examples, for forward gradients."""
     from fedcomp.forward.evaluate import Objective
-    from fedcomp.tasks.base import EmptyPartition
+    from fedcomp.tasks.base import EmptyPartition, single_thread
 
     job = NodeJob.read(msg, context)
     task = job.task()
@@ -107,10 +107,17 @@ def measured(msg: Message, context: Context) -> Objective:
     data, size = task.client(job.partition, job.clients), _integer(job.config, "batch_size", 0)
     if not len(data):
         raise EmptyPartition(f"partition {job.partition} holds no example of which a loss could be measured")
-    x, y = next(data.batches(batch_size=size, key=job.key("batches"))) if size else data.tensors
+    # As training does: how many threads add something up must not change its bits, and small models gain nothing.
+    with single_thread():
+        x, y = next(data.batches(batch_size=size, key=job.key("batches"))) if size else data.tensors
     model.train()
-    # Called as the model is, with other parameters.
-    return Objective(model, lambda called: task.objective(model, task.outputs(cast(Any, called), x), y), len(y))
+
+    def loss(called: Any) -> Tensor:
+        with single_thread():
+            # Called as the model is, with other parameters.
+            return task.objective(model, task.outputs(called, x), y)
+
+    return Objective(model, loss, len(y))
 
 
 def rows_of_task(msg: Message, context: Context, partitions: int) -> LinearRows:

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
 
-from fedcomp.clients.app import app
+from fedcomp.clients.app import app, measured
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.payload import take_node
 from fedcomp.tasks import get_task
@@ -40,6 +42,33 @@ def ask(grid: InProcessGrid, kind: str, arrays: ArrayRecord | None = None, **cha
 def grid():
     with InProcessGrid(app, 3) as made:
         yield made
+
+
+def test_a_loss_is_measured_on_one_thread_as_models_are_trained():
+    """With several, the slopes of small models cost many times as much, and their bits depend on how many there are."""
+    seen: list[int] = []
+    asked = ClientApp()
+
+    @asked.train()
+    def train(msg: Message, context: Context) -> Message:
+        found = measured(msg, context)
+
+        def model(x):
+            seen.append(torch.get_num_threads())
+            return found.module(x)
+
+        found.loss(model)
+        return Message(RecordDict(), reply_to=msg)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with InProcessGrid(asked, 1) as grid:
+            (reply,) = ask(grid, "train", initial(), clients=1)
+        assert not reply.has_error()
+        assert (seen, torch.get_num_threads()) == ([1], 2)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_training_changes_the_model_and_says_where_from(grid):

@@ -1,9 +1,10 @@
 """Every ``flwr run`` of the pages starts with the nodes it asks for and finishes its rounds.
 
 What is real: Flower's own command line parses the options, Flower's own merge makes the run configuration and refuses
-unknown keys, and the app runs on as many nodes as Flower would simulate, with every message serialised. What is made
-tiny: one round, and a node that is missing is waited for one second. What is left out: the SuperLink and Ray between
-the command and the app, which are the same for all; one of these commands goes through them in ``tests/deployment``.
+unknown keys, and the app runs on as many nodes as Flower would simulate (as it asks for, where the page speaks of a
+deployment), with every message serialised. What is made tiny: one round, and a node that is missing is waited for one
+second. What is left out: the SuperLink and Ray between the command and the app, which are the same for all; one of
+these commands goes through them in ``tests/deployment``.
 """
 
 from __future__ import annotations
@@ -63,6 +64,13 @@ class Start:
     nodes: int
 
 
+def deployed(command: Command) -> bool:
+    """Return whether the fence above the command chooses the connection of a deployment: its nodes are its own."""
+    above = (ROOT / command.page).read_text(encoding="utf-8").splitlines()[: command.line - 1]
+    fence = "\n".join(above).rpartition("```")[2]
+    return "export FLWR_HOME=" in fence
+
+
 def parsed(command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
     """Return what Flower's command line makes of ``command``."""
     seen: list[Start] = []
@@ -71,7 +79,8 @@ def parsed(command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch) -> S
         config = get_fused_config_from_dir(app, parse_config_args(run))
         asked = flower._parse_federation_config_overrides(federation, link)
         simulated = DEFAULT_SIMULATION_CONFIG if asked is None else asked
-        seen.append(Start(app, config, simulated.num_supernodes))
+        nodes = int(config["clients"]) if deployed(command) else simulated.num_supernodes
+        seen.append(Start(app, config, nodes))
 
     monkeypatch.setattr(flower, "_run_with_control_api", start)
     monkeypatch.chdir(folder)
@@ -93,6 +102,7 @@ def undisturbed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_e1_the_pages_name_runs() -> None:
     assert len(RUNS) > 20
+    assert 0 < sum(deployed(command) for command, _ in RUNS) < 5
     assert {folder for _, folder in RUNS} >= {ROOT, ROOT / "examples" / "gossip_pytorch"}
 
 

@@ -11,8 +11,8 @@ through the function its program starts with. Tiny means, and every rule stands 
   which are not there, are checked but not run: tests of their experiments do so with fewer parts.
 - ``fedcomp.tasks``: one epoch, and one task where the command has none. ``fedcomp.coding.plan --measure``: 20 draws.
 - ``make``: ``make -n``. ``pytest``: there are tests that it would select.
-- ``pip``: what it names is declared. ``fedcomp.clients.edge`` and ``fedcomp.coding.listener``: what they would start is
-  prepared.
+- ``pip``: what it names is declared. ``fedcomp.clients.edge``, its executor and ``fedcomp.coding.listener``: what they
+  would start is prepared.
 - What has a test that runs it is named in :data:`RUN_BY`; here its arguments are checked. ``flwr run`` is in
   ``test_flwr_commands``.
 
@@ -309,6 +309,16 @@ def test_e1_a_node_would_start(command: Command, tmp_path: Path) -> None:
     assert line[1:3] == ["--superlink", "10.0.0.1:8000"]
 
 
+@pytest.mark.parametrize("command", distinct("python -m fedcomp.clients.edge.executor"), ids=at)
+def test_e1_an_executor_would_start(command: Command) -> None:
+    from fedcomp.clients.edge.executor import _parser
+
+    # The page also names it alone.
+    given = arguments(command, 3) or "--runtime 127.0.0.1:9094 --secret-file secret --allow bundles.txt".split()
+    parsed = _parser().parse_args(given)
+    assert (parsed.runtime, str(parsed.secret_file), str(parsed.allow)) == ("127.0.0.1:9094", "secret", "bundles.txt")
+
+
 @pytest.mark.parametrize("command", distinct("python -m fedcomp.coding.listener"), ids=at)
 def test_e1_a_listener_would_start(command: Command) -> None:
     from fedcomp.coding.listener import _parser
@@ -416,6 +426,7 @@ def test_e1_no_command_escapes() -> None:
             )
     tested = ("experiments.run", "experiments.bench", "fedcomp.tasks", "fedcomp.privacy", "fedcomp.coding.plan")
     tested += ("fedcomp.kernels", "fedcomp.coding.kernels", "fedcomp.clients.edge", "fedcomp.coding.listener", "pytest")
+    tested += ("fedcomp.clients.edge.executor",)
     modules = {command.words[2] for command in ALL if command.words[:2] == ("python", "-m")}
     assert modules <= {*tested, *RUN_BY}
     assert {command.words[0] for command in ALL} <= {"python", "flwr", "make", "pytest", "pip", "cd", "source", "."}

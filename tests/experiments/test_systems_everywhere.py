@@ -13,12 +13,14 @@ from flwr.serverapp import Grid, ServerApp
 from private_rows import NAMES, small
 from quick_nodes import quicken
 
+from fedcomp.clients.app import app as client
 from fedcomp.experiments import engines
 from fedcomp.experiments.engines import ray
 from fedcomp.experiments.engines.superlink import Deployment
 from fedcomp.experiments.serve import serve
 from fedcomp.experiments.spec import PRIVACY_FILE, RunResult, RunSpec
 from fedcomp.experiments.systems import SYSTEMS
+from fedcomp.flower.grid import InProcessGrid
 from fedcomp.privacy.statement import Statement
 
 SETTINGS = {"task.hidden": "32", "task.partition": "dirichlet:0.5", "max_steps": 4}
@@ -45,6 +47,8 @@ SEEN = {
 DEPLOYED_PRIVATE = "topagg"
 BUDGETS = {"topagg": 2.5}
 """Of the private rows those that a budget ends after the first of two rounds."""
+PAID_BY_NODES = [name for name in PRIVATE if name in ("record-dp", "forward-dp")]
+"""Rows whose nodes have ledgers of their own: where the nodes are the same, the second is paid on top of the first."""
 APP = Path(__file__).parent / "several_app"
 GOSSIP = {
     "sparse-push": {"topology": "one-peer", "skew_rounds": "auto", "momentum": 0.9},
@@ -197,11 +201,22 @@ def test_factors_of_single_examples_give_the_same_bits_on_ray(mode: str, on_ray:
     assert here.rounds[0].loss != here.final.loss
 
 
+@pytest.fixture(scope="module")
+def one_after_the_other() -> dict[str, RunResult]:
+    """Rows paid by nodes, in this process, on the same nodes in the order they have on Ray."""
+    with InProcessGrid(client, 2) as grid:
+        return {name: serve(small(name, clients=2), grid) for name in PAID_BY_NODES}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PRIVATE)
-def test_private_systems_give_the_same_bits_on_ray(name: str, on_ray: dict[str, RunResult], ledgers: Path) -> None:
+def test_private_systems_give_the_same_bits_on_ray(
+    name: str, on_ray: dict[str, RunResult], one_after_the_other: dict[str, RunResult], ledgers: Path
+) -> None:
     """Noise and samples from a seed; the ledger is beside the run on every engine, and its budget holds on each."""
-    here, there = engines.run(small(name, clients=2, budget=BUDGETS.get(name, 0.0))), on_ray[name]
+    own = name in PAID_BY_NODES
+    here = one_after_the_other[name] if own else engines.run(small(name, clients=2, budget=BUDGETS.get(name, 0.0)))
+    there = on_ray[name]
     same(here, there)
     private(here, there, ledgers / f"{name}.jsonl")
 
