@@ -314,7 +314,8 @@ def test_e1_an_executor_would_start(command: Command) -> None:
     from fedcomp.clients.edge.executor import _parser
 
     # The page also names it alone.
-    given = arguments(command, 3) or "--runtime 127.0.0.1:9094 --secret-file secret --allow bundles.txt".split()
+    given = arguments(command, 3) or ["--runtime", "127.0.0.1:9094", "--secret-file", "secret"]
+    given += [] if "--allow" in given else ["--allow", "bundles.txt"]
     parsed = _parser().parse_args(given)
     assert (parsed.runtime, str(parsed.secret_file), str(parsed.allow)) == ("127.0.0.1:9094", "secret", "bundles.txt")
 

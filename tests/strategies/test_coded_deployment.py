@@ -39,6 +39,11 @@ def here(vanishing: ModuleType, lost: bool) -> dict[str, bytes]:
     return {key: array.numpy().tobytes() for key, array in result.arrays.items()}
 
 
+def executors(processes: dict[int, str]) -> int:
+    """Return how many processes there are of the executor: itself, a warm one of the bundle, one of each message."""
+    return sum("fedcomp.clients.edge.executor" in command for command in processes.values())
+
+
 class Killer:
     """Kills the victim, with everything that belongs to it, as soon as all others hold its shards."""
 
@@ -51,7 +56,7 @@ class Killer:
     def __call__(self) -> None:
         if not self.killed and all(VICTIM in self.sources(node) for node in range(5) if node != VICTIM):
             self.processes = self.deployment.processes(VICTIM)
-            if sum("flwr-clientapp" in command for command in self.processes.values()) > 1:
+            if executors(self.processes) > 3:
                 return  # the app of the message before is about to end, on its own
             self.killed = self.deployment.kill(VICTIM)
             self.gone.touch()
@@ -78,10 +83,12 @@ def test_a_node_killed_after_sharing_is_in_the_sum_bit_for_bit(
         assert deployment.runs()[0]["status"] == "finished:completed"
         shards = {node: [p for p in killer.held(node) if p.source == VICTIM] for node in range(4)}
 
-        # The SuperNode, its listener, its helper and the process the app ran in: all of them, and while it ran.
+        # The supervisor, the SuperNode, its listener, and the executor with its warm process and the one the app ran in:
+        # all of them, and while it ran.
         commands = " ".join(killer.processes.values())
-        for name in ("flower-supernode", "fedcomp.coding.listener", "flower-superexec", "flwr-clientapp"):
+        for name in ("fedcomp.clients.edge --insecure", "flower-supernode", "fedcomp.coding.listener"):
             assert name in commands
+        assert executors(killer.processes) == 3
         assert set(killer.processes) <= set(killer.killed)
         assert deployment.processes(VICTIM) == {}
         assert deployment.children[1 + VICTIM].returncode == -9
