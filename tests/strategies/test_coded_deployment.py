@@ -83,7 +83,7 @@ def test_a_node_killed_after_sharing_is_in_the_sum_bit_for_bit(
         assert deployment.runs()[0]["status"] == "finished:completed"
         shards = {node: [p for p in killer.held(node) if p.source == VICTIM] for node in range(4)}
 
-        # The supervisor, the SuperNode, its listener, and the executor with its warm process and the one the app ran in:
+        # Supervisor, SuperNode, listener, and the executor with its warm process and the one the app ran in:
         # all of them, and while it ran.
         commands = " ".join(killer.processes.values())
         for name in ("fedcomp.clients.edge --insecure", "flower-supernode", "fedcomp.coding.listener"):
