@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -18,6 +19,7 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
+from statistics import median
 from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
@@ -35,6 +37,9 @@ FRAME: Final = 1514
 
 HEADERS: Final = 66
 """Bytes of Ethernet, IP and TCP headers per segment, time stamps included."""
+
+ENOUGH: Final = 3
+"""Rounds that show a pace."""
 
 QUEUED_FRAMES: Final = 16
 QUEUED_SECONDS: Final = 2.0
@@ -258,3 +263,15 @@ def _run(command: Sequence[str], *, check: bool = True) -> str:
         said = " ".join((done.stderr or done.stdout).split())
         raise LinkError(f"'{' '.join(command)}' failed with status {done.returncode}: {said}")
     return done.stdout
+
+
+def pace(line: Sequence[Sequence[float]]) -> float:
+    """Return the seconds of a round after the first, which carries the first model and the app; their median."""
+    times = [point[0] for point in line]
+    later = [b - a for a, b in itertools.pairwise(times)]
+    return float(median(later)) if later else (times[0] if times else math.inf)
+
+
+def projected(line: Sequence[Sequence[float]], needed: float) -> float:
+    """Return when ``needed`` rounds are over at the pace of those that are; 0 before there are :data:`ENOUGH`."""
+    return line[0][0] + (needed - 1) * pace(line) if len(line) >= ENOUGH else 0.0

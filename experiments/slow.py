@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from fedcomp.clients.compressed import compression
 from fedcomp.experiments.delayed import accuracy, gradient, perceptron
-from fedcomp.experiments.links import HUB, Counted, SlowLinks, counted
+from fedcomp.experiments.links import HUB, Counted, SlowLinks, counted, projected
 from fedcomp.flower._private import build_bundle
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.rounds import RoundOutcome, fit
@@ -225,7 +225,7 @@ def linked(
     down: float | None,
     limit: float,
     settings: Mapping[str, str] | None,
-    enough: int = 0,
+    needed: float | None = None,
     idle: float = 0.0,
 ) -> dict[str, Any]:
     """Train over links of ``rate`` bits per second; return what was seen until the target, or until the limit.
@@ -238,8 +238,8 @@ def linked(
         Seconds from the begin of the first round.
     settings : mapping of str to str, optional
         Environment of server app and nodes, for the link; None for Flower's own nodes with nothing set.
-    enough : int
-        Rounds after which half the limit is long enough; 0 for none.
+    needed : float, optional
+        Rounds that the training needs: it is ended as soon as its pace shows that they end after the limit.
     idle : float
         Seconds to watch the nodes before they have anything to do.
 
@@ -268,9 +268,8 @@ def linked(
 
         def watch() -> None:
             found = read(out)
-            # Half the limit will do for a row that has shown its pace.
-            allowed = limit / 2 if enough and len(found["line"]) >= enough else limit
-            if found["began"] and time.time() - found["began"] > allowed:
+            hopeless = needed is not None and projected(found["line"], needed) > limit
+            if hopeless or (found["began"] and time.time() - found["began"] > limit):
                 raise TimeIsUp
 
         error = ""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Any, Final
 
 from fedcomp.clients.edge.links import Link
@@ -14,7 +12,7 @@ from fedcomp.experiments.catalog.factors import TUNING_SEED
 from fedcomp.experiments.experiment import Config, Experiment, Option, no_rows
 from fedcomp.experiments.findings import Findings, Say
 from fedcomp.experiments.kit import Record, Records, Sweep, claim, curves, numbers, table, workers
-from fedcomp.experiments.links import HEADERS, unavailable
+from fedcomp.experiments.links import HEADERS, pace, unavailable
 from fedcomp.experiments.spec import RunResult
 
 FEDAVG, UP, BOTH, LOW_BIT, STOCK = "FedAvg", "top-k up", "top-k both ways", "EDEN both ways", "stock Flower"
@@ -30,11 +28,11 @@ LARGE_DOWN: Final = 2000.0
 EMPTY: Final = "a model of 340 bytes"
 """What messages cost beside their content."""
 
+TRIALS: Final = 3
+"""Trainings by which a step size is judged: a round more or less is luck."""
+
 IDLE: Final = 60.0
 """Seconds in which nodes without work are watched."""
-
-ENOUGH: Final = 3
-"""Rounds that show a pace."""
 
 OPTIONS = {
     "rates": Option(
@@ -44,17 +42,20 @@ OPTIONS = {
     ),
     "dense": Option(32.0, "seconds that a model takes to a node: its size, up to 4 MB", above=0.0, most=600.0),
     "target": Option(95.0, "accuracy to reach, %", above=0.0, most=100.0),
-    "limit": Option(150.0, "seconds after which a row is ended; half of it after three rounds", least=5.0),
+    "limit": Option(
+        240.0, "seconds after which a row is ended; after three rounds, if its pace is too slow for it", least=5.0
+    ),
     "local": Option(2, "steps of a client per round", least=1),
     "steps": Option(
-        "0.02,0.06,0.1",
-        "step sizes of the clients; each row and size takes the one that is there first on a validation split",
+        "0.01,0.03,0.1,0.3",
+        "step sizes of the clients; each row and size takes the one that is there first on a validation split, "
+        "of three trainings",
         check=lambda text: numbers(text, each=Option(0.1, "a step size", above=0.0)),
     ),
     "stock": Option(True, "8 MB at 200 kbit/s, too, by stock Flower and by ours"),
     "stock_limit": Option(420.0, "seconds of that", least=5.0),
     "workers": workers(2),
-    "links": workers(5),
+    "links": workers(3),
 }
 
 
@@ -112,13 +113,6 @@ def quiet_rate(record: Mapping[str, Any], seconds: float) -> float:
     return float(bodies) / seconds
 
 
-def pace(line: Sequence[Sequence[float]]) -> float:
-    """Return the seconds of a round after the first, which carries the first model and the app; their median."""
-    times = [point[0] for point in line]
-    later = [b - a for a, b in itertools.pairwise(times)]
-    return float(median(later)) if later else (times[0] if times else math.inf)
-
-
 def seconds_to(record: Mapping[str, Any], target: float, needed: float) -> tuple[float, bool]:
     """Return the seconds to the target, and whether they were measured.
 
@@ -138,11 +132,11 @@ def settings(kbit: float) -> dict[str, str]:
     return Link.of(f"{kbit:g}kbit").environment
 
 
-def tune(row: str, hidden: int, rate: float, *, config: Config) -> dict[str, Any]:
+def tune(row: str, hidden: int, rate: float, seed: int, *, config: Config) -> dict[str, Any]:
     """Train in this process with the validation split apart."""
     from fedcomp.experiments.slow import here
 
-    return here(**_asked(config, row, hidden, rate, config.seed + TUNING_SEED), tuning=True)
+    return here(**_asked(config, row, hidden, rate, seed), tuning=True)
 
 
 def know(row: str, hidden: int, rate: float, *, config: Config) -> dict[str, Any]:
@@ -152,8 +146,10 @@ def know(row: str, hidden: int, rate: float, *, config: Config) -> dict[str, Any
     return here(**_asked(config, row, hidden, rate, config.seed))
 
 
-def over_link(row: str, kbit: float, hidden: int, rate: float, *, config: Config) -> dict[str, Any]:
-    """Train over real links."""
+def over_link(
+    row: str, kbit: float, hidden: int, rate: float, *, config: Config, needed: Mapping[tuple[str, int], float]
+) -> dict[str, Any]:
+    """Train over real links; ``needed`` rounds by row and size, where they are known."""
     from fedcomp.experiments.slow import Training, linked
 
     large = kbit == LARGE_KBIT and hidden == _hidden(LARGE)
@@ -164,7 +160,7 @@ def over_link(row: str, kbit: float, hidden: int, rate: float, *, config: Config
         down=1e3 * LARGE_DOWN if large else None,
         limit=float(config.settings["stock_limit" if large else "limit"]),
         settings=None if row == STOCK else settings(kbit),
-        enough=0 if large else ENOUGH,
+        needed=None if large else needed.get((row, hidden)),
         idle=min(IDLE, float(config.settings["limit"])) if row == EMPTY else 0.0,
     )
 
@@ -197,7 +193,8 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
     processes, side_by_side = int(s["workers"]), int(s["links"])
     grid = numbers(str(s["steps"]), each=Option(0.1, "a step size"))
     shared = {"config": config}
-    axes = {"row": ROWS, "hidden": sorted(set(sizes.values())), "rate": grid}
+    seeds = [config.seed + TUNING_SEED + i for i in range(TRIALS)]
+    axes = {"row": ROWS, "hidden": sorted(set(sizes.values())), "rate": grid, "seed": seeds}
     tuned = Sweep(tune, axes, "step size", shared)(say, processes)
     best = {key: _soonest(group) for key, group in tuned.groups("row", "hidden").items()}
     cells = [{"row": row, "hidden": hidden, "rate": rate} for (row, hidden), rate in best.items()]
@@ -221,13 +218,20 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
             {"row": BOTH, **large, "rate": best[BOTH, largest]},
             *cells,
         ]
-    found = Sweep(over_link, cells, "link", shared)(say, side_by_side)
+    needed = {(r.row, r.hidden): r.needed for r in known}
+    found = Sweep(over_link, cells, "link", {**shared, "needed": needed})(say, side_by_side)
     return _findings(config, known, found, "")
 
 
 def _soonest(group: Records) -> float:
-    # Of rows that are never there, the one that comes nearest.
-    return float(min(group, key=lambda r: (r.needed, -max(_finite(r.line), default=0.0))).rate)
+    """Return the step size with the fewest rounds, the mean of its trials."""
+
+    def rounds(trials: Records) -> tuple[float, float]:
+        # Of rows that are never there, the one that comes nearest.
+        nearest = sum(max(_finite(r.line), default=0.0) for r in trials)
+        return sum(r.needed for r in trials), -nearest
+
+    return float(min(group.groups("rate").items(), key=lambda pair: rounds(pair[1]))[0])
 
 
 def _finite(line: Sequence[float]) -> list[float]:
@@ -422,7 +426,7 @@ EXPERIMENT = Experiment(
     rounds=40,
     clients=2,
     minutes=10.0,
-    quick=("rounds=3", "rates=1000,10000", "dense=1", "limit=20", "steps=0.06", "stock=false", "links=4"),
+    quick=("rounds=3", "rates=1000", "dense=1", "limit=20", "steps=0.1", "stock=false", "links=5"),
     notes=(
         "The links are token buckets between network namespaces of this machine: Linux, root and iproute2. Every row "
         "is a deployment of its own: SuperLink, two SuperNodes, a process per message.\n\n"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import fedcomp.experiments.catalog.slow_link as module
-from fedcomp.experiments import slow
+from fedcomp.experiments import links, slow
 from fedcomp.experiments.catalog.slow_link import BOTH, EMPTY, EXPERIMENT, FEDAVG, LARGE_KBIT, ROWS, STOCK, Cost
 from fedcomp.experiments.findings import Findings, Say
 from fedcomp.experiments.links import HEADERS, unavailable
@@ -57,7 +57,10 @@ def test_pieces_of_a_link_are_those_of_the_table() -> None:
 
 def test_a_row_that_was_ended_is_continued_at_its_pace_and_no_other() -> None:
     line = [[50.0, 10.0], [54.0, 20.0], [59.0, 30.0], [63.0, 40.0]]
-    assert module.pace(line) == 4.0
+    assert links.pace(line) == 4.0
+    # Before three rounds nothing is known of the others.
+    assert [links.projected(line[:n], 9) for n in (0, 2, 3, 4)] == [0.0, 0.0, 50.0 + 8 * 4.5, 50.0 + 8 * 4.0]
+    assert links.projected(line, math.inf) == math.inf
     assert module.seconds_to({"line": line}, 40.0, 9) == (63.0, True)
     assert module.seconds_to({"line": line}, 90.0, 9) == (50.0 + 8 * 4.0, False)
     assert module.seconds_to({"line": line}, 90.0, math.inf) == (math.inf, False)
@@ -83,10 +86,11 @@ def measured(monkeypatch: pytest.MonkeyPatch, *assignments: str, **changes: Any)
     monkeypatch.setattr(module, "unavailable", lambda: changes.get("unavailable", ""))
     monkeypatch.setattr(module, "know", lambda **_: {"line": accuracies, "needed": 4})
 
-    def tune(row: str, hidden: int, rate: float, *, config: Any) -> Any:
+    def tune(row: str, hidden: int, rate: float, seed: int, *, config: Any) -> Any:
         return {"line": accuracies, "needed": 4 if rate == 0.1 else 9}
 
-    def over_link(row: str, kbit: float, hidden: int, rate: float, *, config: Any) -> Any:
+    def over_link(row: str, kbit: float, hidden: int, rate: float, *, config: Any, needed: Any) -> Any:
+        assert needed.get((row, hidden)) == (4 if row in ROWS and hidden != slow.hidden_of(module.LARGE) else None)
         assert rate == (0.02 if row == EMPTY and "steps=0.02,0.1" in assignments else 0.1)
         period = {FEDAVG: 60.0, STOCK: 300.0, BOTH: 4.0}.get(row, 20.0)
         if row == STOCK:
@@ -156,6 +160,18 @@ def test_without_stock_flower_its_claim_alone_is_skipped(monkeypatch: pytest.Mon
 
 
 REASON = unavailable()
+
+
+@pytest.mark.skipif(bool(REASON), reason=REASON)
+@pytest.mark.slow
+def test_a_training_is_ended_when_its_pace_shows_that_it_comes_too_late() -> None:
+    asked = {**ASKED, "row": BOTH, "hidden": 2, "rounds": 200, "target": 101.0}
+    found = slow.linked(
+        slow.Training(**asked), rate=1e7, down=None, limit=90.0, settings=module.settings(1e4), needed=1e6
+    )
+    assert found["error"] == "not in 90 s"
+    assert len(found["line"]) >= links.ENOUGH
+    assert found["seconds"] < 80.0
 
 
 @pytest.mark.skipif(bool(REASON), reason=REASON)
