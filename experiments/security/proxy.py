@@ -19,6 +19,7 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from email.utils import formatdate
 from pathlib import Path
 from typing import Any, Final
 
@@ -302,6 +303,8 @@ class Proxy:
             return
         body = f"{error}\n".encode()
         headers = [("content-type", "text/plain; charset=utf-8"), ("content-length", str(len(body)))]
+        # A node that checks its clock before a start has no other time to compare with.
+        headers.append(("date", formatdate(usegmt=True)))
         answer = h11.Response(status_code=status, headers=[*headers, ("connection", "close")])
         for event in (answer, h11.Data(data=body), h11.EndOfMessage()):
             await client.send(event, self.limits.stall)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import socket
 import ssl
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from email.utils import parsedate_to_datetime
 
 import h11
 import pytest
@@ -181,6 +184,9 @@ def test_every_other_target_is_refused_before_its_body_is_read(trick):
         # A body is announced and never sent.
         answer = await s.ask(b"POST " + TRICKS[trick] + b" HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n")
         assert answer.startswith(b"HTTP/1.1 403"), answer
+        # Nodes compare their clocks with it before they start.
+        date = re.search(rb"\r\ndate: ([^\r]+ GMT)\r\n", answer)
+        assert abs(parsedate_to_datetime(date[1].decode()).timestamp() - time.time()) < 10
 
     made = scene(body)
     assert made.backend.connections == 0
