@@ -9,8 +9,9 @@ already answers from memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from numpy.typing import NDArray
@@ -29,6 +30,9 @@ from fedcomp.gossip.protocol import Instruction
 from fedcomp.gossip.vector import flatten, unflatten
 from fedcomp.layout import Layout
 from fedcomp.rng import Key
+
+if TYPE_CHECKING:
+    from fedcomp.clients.gossip_links import GossipLinks
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -83,8 +87,11 @@ def gossip_node(problem: ProblemOf) -> ClientHalf:
     """
 
     def hello(msg: Message, context: Context) -> Message:
-        reply = RecordDict()
-        put_node(reply, _vertex(context))
+        reply, vertex = RecordDict(), _vertex(context)
+        put_node(reply, vertex)
+        links = _links(msg, context, vertex)
+        if links is not None:
+            links.introduce(reply)
         return Message(reply, reply_to=msg)
 
     carry_out = partial(_carry_out, problem=problem)
@@ -126,6 +133,9 @@ def _carry_out(msg: Message, context: Context, problem: ProblemOf) -> Message:
     setup, instruction = gossip.GossipSetup.take(msg), _instruction(msg, context)
     algorithm = get_algorithm(setup.algorithm)
     kept = gossip.NodeStore.load(context)
+    links = _links(msg, context, instruction.node)
+    if links is not None:
+        instruction = links.opened(instruction)
     if instruction.start in ("common", "empty"):
         arrays = gossip.take_model(msg)
         # Kept with the memory afterwards: only messages that begin a run or a life carry the model.
@@ -137,14 +147,24 @@ def _carry_out(msg: Message, context: Context, problem: ProblemOf) -> Message:
         start = flatten({}, _NOTHING, setup.dtype)  # which nothing begins with
     local = _Lazy(lambda: problem(msg, context, setup), layout, own)
     memory, answer = handle(algorithm, None if kept is None else kept.memory, instruction, local, start, layout)
+    # Identity: an answer from memory changes nothing, and a state of several models need not be written again.
+    changed = memory is not None and (kept is None or memory is not kept.memory)
     if answer.failed:
         log.warning("node %d sent nothing in iteration %d: %s", instruction.node, instruction.iteration, answer.failed)
     reply = RecordDict()
+    if links is not None:
+        if memory is not None and changed:
+            # Sent before it is remembered: a node that breaks in between sends the same again, which is kept once.
+            answer = links.sent(instruction, answer, keep=algorithm.asynchronous)
+            memory = replace(memory, answer=answer)
+        links.introduce(reply)
+        # An answer from memory says again what was sent with it: the first one may not have arrived.
+        if not answer.fresh:
+            gossip.LinkReport.take(context.state).put(reply)
     gossip.put_answer(reply, answer)
     put_node(reply, instruction.node)
     out = Message(reply, reply_to=msg)
-    # Identity: an answer from memory changes nothing, and a state of several models need not be written again.
-    if memory is not None and (kept is None or memory is not kept.memory):
+    if memory is not None and changed:
         gossip.NodeStore(memory, layout, local.own).save(context)
     return out
 
@@ -157,6 +177,9 @@ def _observe(msg: Message, context: Context, problem: ProblemOf) -> Message:
     kept = gossip.NodeStore.load(context)
     memory, layout = (None, _NOTHING) if kept is None else (kept.memory, kept.layout)
     start = flatten({}, _NOTHING, setup.dtype)
+    links = _links(msg, context, instruction.node)
+    if links is not None:
+        instruction = links.opened(instruction)
     # The memory that comes back is the one that went in: an observation stores nothing.
     _, answer = handle(get_algorithm(setup.algorithm), memory, instruction, None, start, layout)
     reply = RecordDict()
@@ -192,3 +215,13 @@ def _instruction(msg: Message, context: Context) -> Instruction:
 def _vertex(context: Context) -> int:
     """Return this node's vertex: its partition id."""
     return require_partition(context, "decentralised learning needs to know which vertex of the graph it is")
+
+
+def _links(msg: Message, context: Context, vertex: int) -> GossipLinks | None:
+    """Return the links of a message's run; None where the server carries its messages."""
+    terms = gossip.LinkTerms.find(msg)
+    if terms is None:
+        return None
+    from fedcomp.clients.gossip_links import GossipLinks
+
+    return GossipLinks(context, vertex, terms)

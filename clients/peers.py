@@ -1,17 +1,20 @@
-"""A client's own end of the links to its peers, by its node's configuration."""
+"""A client's own end of the links to its peers, by its node's configuration, and the key its parcels are sealed for."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from flwr.app import Context
+from flwr.app import ConfigRecord, Context
 
 from fedcomp.clients.edge.node_config import PEER_ADDRESS, PEER_STORE
 from fedcomp.errors import ConfigError, StateError
 
 if TYPE_CHECKING:
+    from fedcomp.coding.sealing import PeerIdentity
     from fedcomp.coding.transport import PeerTransport
+
+_IDENTITY: Final = "fedcomp.coded.identity"
 
 
 def peer_link(context: Context, number: int, spools: str, max_store_bytes: int) -> PeerTransport:
@@ -48,3 +51,16 @@ def peer_link(context: Context, number: int, spools: str, max_store_bytes: int) 
     # Only a folder that was marked on this very machine for simulated links is accepted.
     own = SpoolRoot(Path(spools), max_store_bytes).address(number)
     return transport_of(own, max_store_bytes=max_store_bytes)
+
+
+def identity_in(context: Context) -> PeerIdentity:
+    """Return the key pair in a node's state, a new one where there is none; writes nothing."""
+    from fedcomp.coding.sealing import PeerIdentity
+
+    held = context.state.config_records.get(_IDENTITY)
+    return PeerIdentity.generate() if held is None else PeerIdentity.from_bytes(bytes(held["key"]))  # type: ignore[arg-type]
+
+
+def keep_identity(context: Context, identity: PeerIdentity) -> None:
+    """Write a key pair into a node's state."""
+    context.state[_IDENTITY] = ConfigRecord({"key": identity.to_bytes()})

@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from fedcomp.coding.errors import TransportError
 from fedcomp.coding.parcels import (
@@ -48,10 +48,12 @@ __all__ = [
     "ParcelStore",
     "PeerTransport",
     "SendResult",
+    "Sender",
     "Spool",
     "SpoolRoot",
     "SpoolTransport",
     "StoreFull",
+    "TcpSender",
     "TcpTransport",
     "deliver",
     "parcel_length",
@@ -95,7 +97,20 @@ class DeliveryFailed(TransportError):
         self.handed_over = handed_over
 
 
-class PeerTransport(Protocol):
+class Sender(Protocol):
+    """What hands parcels to other clients."""
+
+    def send(self, address: str, parcel: Parcel) -> int:
+        """Hand ``parcel`` to the client at ``address``; return the bytes handed over.
+
+        Raises
+        ------
+        DeliveryFailed
+            When that client does not acknowledge it, or its address, which is a peer's word, is of no use here.
+        """
+
+
+class PeerTransport(Sender, Protocol):
     """One client's end of its peer links.
 
     Attributes
@@ -108,15 +123,6 @@ class PeerTransport(Protocol):
 
     address: str
     store: ParcelStore
-
-    def send(self, address: str, parcel: Parcel) -> int:
-        """Hand ``parcel`` to the client at ``address``; return the bytes handed over.
-
-        Raises
-        ------
-        DeliveryFailed
-            When that client does not acknowledge it, or its address, which is a peer's word, is of no use here.
-        """
 
     def recv(self, run: bytes, round: int, wait: float = 0.0, *, expect: int | None = None) -> Parcels:
         """Return the parcels that have come for a round, and leave them where they are.
@@ -187,15 +193,11 @@ class SpoolTransport:
         return Spool(folder, self._limit)
 
 
-class TcpTransport:
-    """Peer links over TCP; a listener puts what arrives for this client into ``store``.
+class TcpSender:
+    """The sending half of links over TCP: all that a client needs which cannot be reached itself.
 
     Parameters
     ----------
-    address : str
-        Where this client's listener is reached, ``tcp://host:port``.
-    store : Spool
-        The directory its listener writes to.
     connect_timeout, send_timeout : float
         Seconds to open a connection, and from then on to the acknowledgement.
     max_parcel_bytes : int
@@ -209,20 +211,14 @@ class TcpTransport:
 
     def __init__(
         self,
-        address: str,
-        store: Spool,
         *,
         connect_timeout: float = 3.0,
         send_timeout: float = 20.0,
         max_parcel_bytes: int = MAX_PARCEL_BYTES,
     ) -> None:
-        # Says what is wrong with an address before a round depends on it.
-        parse_tcp(address)
         for name, seconds in (("connect_timeout", connect_timeout), ("send_timeout", send_timeout)):
             if not seconds > 0:
                 raise ConfigError(f"{name} is {seconds!r}; expected a positive number of seconds")
-        self.address = address
-        self.store: ParcelStore = store
         self._connect_timeout = connect_timeout
         self._send_timeout = send_timeout
         self._limit = max_parcel_bytes
@@ -255,6 +251,27 @@ class TcpTransport:
             # A listener that just started, or has just closed a connection, needs a moment.
             time.sleep(0.2)
         raise AssertionError("the second attempt returns or raises")
+
+
+class TcpTransport(TcpSender):
+    """Peer links over TCP; a listener puts what arrives for this client into ``store``.
+
+    Parameters
+    ----------
+    address : str
+        Where this client's listener is reached, ``tcp://host:port``.
+    store : Spool
+        The directory its listener writes to.
+    **options
+        Those of :class:`TcpSender`.
+    """
+
+    def __init__(self, address: str, store: Spool, **options: Any) -> None:
+        # Says what is wrong with an address before a round depends on it.
+        parse_tcp(address)
+        super().__init__(**options)
+        self.address = address
+        self.store: ParcelStore = store
 
     def recv(self, run: bytes, round: int, wait: float = 0.0, *, expect: int | None = None) -> Parcels:
         """Return the parcels that have come for a round. See :class:`PeerTransport`."""
@@ -358,12 +375,12 @@ def acknowledgement(status: int, header: bytes = b"") -> bytes:
     return ACK.pack(ACK_MAGIC, status, checksum)
 
 
-def deliver(transport: PeerTransport, outgoing: Iterable[tuple[str, Parcel]], *, workers: int = 8) -> list[SendResult]:
+def deliver(transport: Sender, outgoing: Iterable[tuple[str, Parcel]], *, workers: int = 8) -> list[SendResult]:
     """Send many parcels, several at a time, so that peers that do not answer cost their timeout once and not in turn.
 
     Parameters
     ----------
-    transport : PeerTransport
+    transport : Sender
     outgoing : iterable of (str, Parcel)
         Addresses and what goes there.
     workers : int

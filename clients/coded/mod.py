@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from fedcomp.clients.edge.node_config import PEER_ADDRESS
 from fedcomp.clients.half import WAITING, CallNext, ClientHalf
 from fedcomp.clients.messages import find_announcement, partition_of
-from fedcomp.clients.peers import peer_link
+from fedcomp.clients.peers import identity_in, keep_identity, peer_link
 from fedcomp.clients.private.mod import discreet, wants_private
 from fedcomp.errors import ConfigError, FedcompError, StateError
 from fedcomp.flower.coded import BUNDLE, CODED, HELLO, MAX_STORE_BYTES, Header, Hello, Query, speaks, take_bundle
@@ -53,7 +53,6 @@ KEEPS_ROUNDS: Final = 2
 REASON: Final = 300
 """Characters of a reason that travels to the server, which keeps no more."""
 
-_IDENTITY: Final = "fedcomp.coded.identity"
 _META: Final = "fedcomp.coded.meta"
 _OWN: Final = "fedcomp.coded.own"
 _STORE: Final = "fedcomp.coded.store"
@@ -205,10 +204,7 @@ class CodedMessage:
     def identity(self) -> PeerIdentity:
         """The node's key pair: made at the first need, kept in the state by :meth:`save`."""
         if self._identity is None:
-            from fedcomp.coding.sealing import PeerIdentity
-
-            held = self.context.state.config_records.get(_IDENTITY)
-            self._identity = PeerIdentity.generate() if held is None else PeerIdentity.from_bytes(bytes(held["key"]))  # type: ignore[arg-type]
+            self._identity = identity_in(self.context)
         return self._identity
 
     @property
@@ -309,7 +305,7 @@ class CodedMessage:
     def save(self) -> None:
         """Write everything into the state; the last act before the answer. Another run's things are dropped."""
         state = self.context.state
-        state[_IDENTITY] = ConfigRecord({"key": self.identity.to_bytes()})
+        keep_identity(self.context, self.identity)
         numbers = {f"own.{name}": value for name, value in self.numbers.items()}
         # max(): a hello does not pass through enter(), and a late one must not set the round back.
         state[_META] = ConfigRecord({"run": self.run, "newest": max(self.newest, self.round), **numbers})

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.flower.payload import PayloadError
 from fedcomp.flower.records import to_arrays
-from fedcomp.flower.schema import Bool, Document, Frames, Int, Many, OneOf, Real, Schema, Text
+from fedcomp.flower.schema import Bool, Data, Document, Frames, Int, Many, OneOf, Real, Schema, Text
 from fedcomp.gossip.node import Memory
 from fedcomp.gossip.protocol import ACTIONS, STARTS, Instruction, NodeAnswer, Parts
 from fedcomp.gossip.vector import GossipPolicy
@@ -134,6 +134,74 @@ class MemoryRecord(Schema, key="fedcomp.gossip.memory"):
     session: Name
     serial: Count
     epoch: Count
+
+
+KEY_BYTES: Final = 32
+
+_Key = Annotated[bytes, Data(KEY_BYTES)]
+_Sizes = Annotated[tuple[int, ...], Many(Int(most=1 << 40), MOST_MESSAGES)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkTerms(Schema, key="fedcomp.gossip.links", separator="-"):
+    """How gossip messages go from node to node; in every message of such a run. Without it the server carries them.
+
+    Attributes
+    ----------
+    run : bytes
+        Names the run in parcels.
+    seal : bool
+        Messages are sealed for their receivers.
+    max_store : int
+        What a node is asked to keep for others, in bytes.
+    spool : str
+        Folder of simulated links; empty where there are none.
+    oldest : int
+        Lowest iteration of which a message is under way: what is older may be forgotten.
+    known : bytes
+        This node's public key as the server has it; empty in a hello.
+    to, addresses, keys : tuple of int, tuple of str, bytes
+        The nodes to send to, where each is reached (empty: through the server), and their public keys.
+    """
+
+    run: Annotated[bytes, Data(8, least=8)]
+    seal: Switch
+    max_store: Annotated[int, Int()]
+    spool: Annotated[str, Text(4096)] = ""
+    oldest: Count = 0
+    known: _Key = b""
+    to: Nodes = ()
+    addresses: Annotated[tuple[str, ...], Many(Text(), MOST_MESSAGES)] = ()
+    keys: Annotated[bytes, Data(KEY_BYTES * MOST_MESSAGES)] = b""
+
+    def conflict(self) -> str:
+        if len(self.known) not in (0, KEY_BYTES):
+            return f"a public key of {len(self.known)} bytes, expected {KEY_BYTES}"
+        if len(self.addresses) != len(self.to) or len(self.keys) != KEY_BYTES * len(self.to):
+            return f"{len(self.addresses)} addresses and {len(self.keys)} bytes of keys for {len(self.to)} nodes"
+        return ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkHello(Schema, key="fedcomp.gossip.link", separator="-"):
+    """Where a node is reached (empty: it is not), and its public key; in its hello, and whenever these are new."""
+
+    public: Annotated[bytes, Data(KEY_BYTES, least=KEY_BYTES)]
+    address: Annotated[str, Text()] = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkReport(Schema, key="fedcomp.gossip.sent", separator="-"):
+    """What a node handed to its links: bytes for each receiver, failed attempts included, and why a message took the
+    server instead; an empty reason is a delivery."""
+
+    to: Nodes = ()
+    sent: _Sizes = ()
+    failed: Texts = ()
+
+    def conflict(self) -> str:
+        counts = {len(self.to), len(self.sent), len(self.failed)}
+        return "" if len(counts) == 1 else f"{len(self.sent)} sizes and {len(self.failed)} reasons for {self.to} nodes"
 
 
 _ANSWER: Final = "fedcomp.gossip.memory.answer"

@@ -7,7 +7,7 @@ are always the last ones of their edge.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +79,12 @@ class Mailbox:
     def waits(self, node: int) -> bool:
         """Whether there is anything for ``node``: an inbox, or own messages that come back."""
         return bool(self._boxes[node] or self._returned[node])
+
+    def messages(self) -> Iterator[GossipMessage]:
+        """Yield all that is here, on its way there and on its way back."""
+        for box, returned in zip(self._boxes, self._returned, strict=True):
+            yield from (pending.message for pending in box)
+            yield from returned
 
     def messages_of(self, node: int) -> int:
         """Return how many messages of ``node``'s present life are in boxes."""

@@ -26,6 +26,7 @@ from fedcomp.errors import ConfigError, StateError
 from fedcomp.gossip.base import Algorithm, View
 from fedcomp.gossip.dispatch import Dispatch
 from fedcomp.gossip.protocol import Instruction, NodeAnswer
+from fedcomp.gossip.reference import Reference
 from fedcomp.gossip.run import Observer, RelayRun, RelaySettings
 from fedcomp.gossip.settlement import Settlement
 from fedcomp.gossip.topology import Topology
@@ -135,6 +136,14 @@ class Relay(RelayRun):
             # Who has yet to begin has no model.
             for node in sorted(self.nodes.members - self.outstanding.open.keys() - self.nodes.starts.keys())
         }
+
+    def oldest(self) -> int:
+        """Return the lowest iteration of which a message is under way, or may still come from who has not answered: no
+        node needs anything of those before. For runs by reference."""
+        messages = (*self.outstanding.mailbox.messages(), *self.outstanding.handed_out())
+        written = [Reference.split(message.payload)[0].iteration for message in messages]
+        begun = [entry.instruction.iteration for entry in self.outstanding.open.values()]
+        return min([*written, *begun, self.iteration])
 
     def conclude(self) -> None:
         """Begin no more iterations with gradients; closing iterations and deliveries follow. For a driver that learns

@@ -18,6 +18,7 @@ from fedcomp.gossip.events import RelayReport
 from fedcomp.gossip.mailbox import Pending
 from fedcomp.gossip.membership import Membership
 from fedcomp.gossip.outstanding import Outstanding
+from fedcomp.gossip.reference import Reference
 from fedcomp.gossip.topology import Topology
 from fedcomp.gossip.traffic import GossipTraffic
 from fedcomp.logs import log
@@ -65,6 +66,8 @@ class RelaySettings:
     watch : Observer or bool
         Gets the nodes' figures of every iteration and ends the run by raising Diverged; True: a
         :class:`~fedcomp.gossip.tuning.DivergenceWatch`, False: nobody.
+    by_reference : bool
+        Messages go from node to node, and the relay has references to them: :mod:`fedcomp.gossip.reference`.
 
     Raises
     ------
@@ -81,6 +84,7 @@ class RelaySettings:
     rejoin: bool = True
     members: Collection[int] | None = None
     watch: Observer | bool = True
+    by_reference: bool = False
 
     def __post_init__(self) -> None:
         for name, low in (("iterations", 0), ("largest", 1), ("patience", 1)):
@@ -247,11 +251,15 @@ class RelayRun(Stateful):
         if len(groups) > 1:
             self.report.split.append((self.report.rounds, [sorted(group) for group in groups]))
 
+    def size(self, payload: bytes) -> int:
+        """Return the bytes of the message that ``payload`` is, or refers to."""
+        return Reference.split(payload)[0].length if self.settings.by_reference else len(payload)
+
     def undelivered(self, messages: Iterable[GossipMessage]) -> None:
         """Count messages that no node took in."""
         for message in messages:
             self.report.undelivered += 1
-            self.traffic.undelivered.add(len(message.payload))
+            self.traffic.undelivered.add(self.size(message.payload))
 
     def note(self, events: list[tuple[int, int, str]], node: int, reason: str) -> None:
         """Add to one of the report's lists of events, and log it."""

@@ -9,6 +9,7 @@ from fedcomp.gossip.base import GossipMessage, Multicast, View
 from fedcomp.gossip.errors import AnswerError
 from fedcomp.gossip.outstanding import Open
 from fedcomp.gossip.protocol import NodeAnswer, check
+from fedcomp.gossip.reference import MOST_BESIDE, REFERENCE_BYTES, check_references
 from fedcomp.gossip.run import REASON_CHARACTERS, Observer, RelayRun
 from fedcomp.gossip.traffic import Phase
 from fedcomp.gossip.tuning import DivergenceWatch
@@ -69,7 +70,10 @@ class Settlement:
                 entry.error = f"it answered instruction {answer.serial}, not {entry.instruction.serial}, of its run"
             return
         try:
-            check(entry.instruction, answer, run.settings.largest, synchronous=not run.algorithm.asynchronous)
+            largest, beside = run.settings.largest, MOST_BESIDE if run.settings.by_reference else 0
+            check(entry.instruction, answer, largest + beside, synchronous=not run.algorithm.asynchronous)
+            if run.settings.by_reference:
+                check_references(entry.instruction, answer, largest)
         except AnswerError as error:
             # As if it had not answered. It will say the same again until it is given up, and nobody else is harmed.
             entry.error = str(error)
@@ -121,8 +125,11 @@ class Settlement:
     def _post(self, node: int, view: View, multicasts: Iterable[Multicast]) -> None:
         """Put what ``node`` sent into the mailboxes."""
         run = self._run
-        for multicast in multicasts:
-            phases: dict[Phase, int] = {}
+        counted: dict[object, tuple[int, dict[Phase, int]]] = {}
+        for place, multicast in enumerate(multicasts):
+            # A message that took its link on some edges only is one message: its reference is the same on all.
+            name = multicast.payload[:REFERENCE_BYTES] if run.settings.by_reference else place
+            _, phases = counted.setdefault(name, (run.size(multicast.payload), {}))
             for to in multicast.destinations:
                 whole = to in view.resync
                 phase: Phase = "dense" if view.dense else "resync" if whole else "train"
@@ -131,7 +138,8 @@ class Settlement:
                 receiving = to in run.nodes.members
                 if not run.outstanding.mailbox.put(message, receiving=receiving, whole=whole, dense=view.dense):
                     run.undelivered([message])
-            run.traffic.count(len(multicast.payload), phases)
+        for size, phases in counted.values():
+            run.traffic.count(size, phases)
 
     def _exclude(self) -> None:
         """Give up the nodes whose iterations failed too often; raises Diverged when they are most of all."""

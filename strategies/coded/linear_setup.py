@@ -34,7 +34,7 @@ from fedcomp.flower.rounds import Enough, Exchanges, Push
 from fedcomp.flower.schema import Schema
 from fedcomp.plain import Count
 from fedcomp.stateful import Stateful
-from fedcomp.strategies.coded.links import SimulatedLinks
+from fedcomp.strategies.coded.links import SimulatedLinks, record_peer
 from fedcomp.strategies.coded.settings import LinearSettings
 from fedcomp.strategies.partitions import contest
 from fedcomp.strategies.replies import first_replies
@@ -130,13 +130,6 @@ def exchange(
             content[name] = record
         messages.append(Message(content, node, message_type))
     return list(first_replies(messages, (yield Push(messages, timeout, enough))).items())
-
-
-def record_peer(grid: Grid, server_round: int, node: int, size: int) -> None:
-    """Let a grid that keeps a ledger count a parcel that went from one device to another, by the sender's word."""
-    record = getattr(grid, "record_peer", None)
-    if callable(record):
-        record(server_round, node, f"query.{linear.SETUP}", max(0, size - HEADER_BYTES), size)
 
 
 class LinearSetup(Stateful):
@@ -393,7 +386,7 @@ class LinearSetup(Stateful):
                         report.count("peer", size)
                         # Nothing is handed over where no connection comes about.
                         report.transfers += size > 0
-                        record_peer(grid, report.round, node, size)
+                        record_peer(grid, report.round, node, f"query.{linear.SETUP}", [size])
                     continue
                 data = take_frame(answered, linear.PARTITION)
                 if data is None:

@@ -1,12 +1,15 @@
-"""Simulated links between the nodes of one machine that have no address of their own."""
+"""What all systems with links between clients share on the server: simulated ones, and the books of all."""
 
 from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
-from fedcomp.coding.transport import SpoolRoot
+from flwr.serverapp import Grid
+
+from fedcomp.coding.transport import HEADER_BYTES, SpoolRoot
 
 
 class SimulatedLinks:
@@ -39,3 +42,23 @@ class SimulatedLinks:
     def address(self, own: str, partition: int) -> str:
         """Return where peers reach a node: at the address of its ``own``, or in its folder."""
         return own if own or self._spools is None else self._spools.address(partition)
+
+
+def record_peer(grid: Grid, server_round: int, node: int, message_type: str, sizes: Iterable[int]) -> int:
+    """Let a grid that keeps a ledger count parcels that a node handed to others, by its own word or by that of who
+    holds them; return their bytes.
+
+    Parameters
+    ----------
+    message_type : str
+        Of the message in whose answer they were reported.
+    sizes : iterable of int
+        Bytes of each; 0 stands for a parcel that was not handed over.
+    """
+    handed = [size for size in sizes if size]
+    # The header of each parcel is no payload.
+    wire, payload = sum(handed), sum(max(0, size - HEADER_BYTES) for size in handed)
+    record = getattr(grid, "record_peer", None)
+    if callable(record) and wire:
+        record(server_round, node, message_type, payload, wire)
+    return wire

@@ -42,7 +42,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
-from fedcomp.coding.transport import HEADER_BYTES, Parcel
+from fedcomp.coding.transport import Parcel
 from fedcomp.errors import ConfigError, FedcompError
 from fedcomp.flower.checkpoint import INNER
 from fedcomp.flower.coded import HELLO, NO_HANDLER, Header, Hello, Indexed, Introduced, Query, SumShared
@@ -52,7 +52,7 @@ from fedcomp.flower.privacy import find_private
 from fedcomp.flower.report import Reports, reports_of, shorten
 from fedcomp.flower.rounds import Exchanges, ExchangeStrategy, Push, own_loop
 from fedcomp.stateful import Stateful, nested
-from fedcomp.strategies.coded.links import SimulatedLinks
+from fedcomp.strategies.coded.links import SimulatedLinks, record_peer
 from fedcomp.strategies.coded.report import Coding
 from fedcomp.strategies.coded.settings import CONSTRUCTIONS, CodedSettings
 from fedcomp.strategies.partitions import Holders
@@ -179,13 +179,8 @@ class CodedRound:
 
     def count_peer(self, member: Member, sizes: Iterable[int]) -> None:
         """Count what a member handed to its peers, by its own word or by that of who holds it."""
-        # 0 stands for a parcel that was not handed over; the header of each other one is no payload.
-        handed = [size for size in sizes if size]
-        wire, payload = sum(handed), sum(max(0, size - HEADER_BYTES) for size in handed)
-        self.report.count("peer", wire)
-        record = getattr(self.grid, "record_peer", None)
-        if record is not None and wire:
-            record(self.number, member.node, member.message.metadata.message_type, payload, wire)
+        message_type = member.message.metadata.message_type
+        self.report.count("peer", record_peer(self.grid, self.number, member.node, message_type, sizes))
 
     def exclude_uncoded(self, why: str) -> None:
         """Leave the clients without the half out of a round in which single replies have no place."""

@@ -42,6 +42,9 @@ class Iterations(EventSection, name="gossip"):
         Bytes of this round's messages: ``edge``, ``node``, ``up`` and ``down`` (the relay's) and ``undelivered``; of
         the first two also by phase (``edge.train``, ``edge.dense``, ``edge.resync``), how many there were
         (``edge.messages``), and how many of the bytes are headers (``edge.headers``).
+    link_bytes : dict of str to int
+        Bytes that nodes handed to their links in this round, by edge ("0>1"), by their own word; failed attempts
+        included. Edges whose messages took the server instead are among the events, as ``mailbox``.
     observed : dict of str to float
         Of the observation, if there was one.
     """
@@ -52,6 +55,7 @@ class Iterations(EventSection, name="gossip"):
     answers: int = figure(unit="nodes")
     members: list[int] = figure(list, unit="nodes", show="count")
     traffic: dict[str, int] = figure(dict, unit="bytes", show="flat")
+    link_bytes: dict[str, int] = figure(dict, unit="bytes", show="table")
     observed: dict[str, float] = figure(dict, show="flat")
 
     def line(self) -> str:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Final
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
+from fedcomp.errors import FedcompError
 from fedcomp.flower import gossip
 from fedcomp.flower.logs import log
 from fedcomp.flower.metered import addressed, partition_lookup
@@ -16,6 +17,7 @@ from fedcomp.flower.payload import take_node
 from fedcomp.flower.rounds import Exchanges, Push
 from fedcomp.gossip.relay import Relay
 from fedcomp.stateful import Stateful
+from fedcomp.strategies.gossip.links import PeerLinks
 from fedcomp.strategies.gossip.report import Iterations
 from fedcomp.strategies.gossip.settings import GossipSettings
 from fedcomp.strategies.partitions import contest
@@ -29,6 +31,8 @@ class Seats(Stateful):
     Parameters
     ----------
     settings : GossipSettings
+    links : PeerLinks, optional
+        Where nodes are reached by others; None when they are not.
 
     Attributes
     ----------
@@ -47,8 +51,9 @@ class Seats(Stateful):
         "_vertex_of": dict[int, int | None],
     }
 
-    def __init__(self, settings: GossipSettings) -> None:
+    def __init__(self, settings: GossipSettings, links: PeerLinks | None = None) -> None:
         self._settings = settings
+        self._links = links
         self.node_of: dict[int, int] = {}
         self.silent: set[int] = set()
         self.dismissed: set[int] = set()
@@ -78,7 +83,10 @@ class Seats(Stateful):
 
     def hello(self, node: int, config: ConfigRecord) -> Message:
         """Return the message that asks a node which vertex it is; any answer to it is a sign of life."""
-        return Message(RecordDict({self._settings.configrecord_key: config}), node, gossip.HELLO_TYPE)
+        content = RecordDict({self._settings.configrecord_key: config})
+        if self._links is not None:
+            self._links.ask(content)
+        return Message(content, node, gossip.HELLO_TYPE)
 
     def note_outside(self, vertices: int, report: Iterations) -> None:
         """Report the nodes that introduced themselves, before the number of vertices was known, as one beyond it."""
@@ -111,6 +119,12 @@ class Seats(Stateful):
             # It stays unknown, so that it is asked again in the next round.
             if reply.has_error():
                 report.note("unknown", f"a node could not say which vertex it is: {reply.error.reason}")
+                continue
+            try:
+                if self._links is not None:
+                    self._links.meet(node, reply)
+            except FedcompError as error:
+                report.note("unknown", f"a node cannot be reached by others: {error}")
                 continue
             self._vertex_of[node] = vertex
             if vertex is None:

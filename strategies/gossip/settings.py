@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Literal
 
 from fedcomp import params
 from fedcomp.errors import ConfigError
+from fedcomp.flower.coded import MAX_STORE_BYTES
 from fedcomp.gossip.run import Observer
 
 
@@ -37,6 +39,15 @@ class GossipSettings:
     watch : Observer or bool
         Gets the nodes' figures after every iteration and may end the run; True is
         :class:`fedcomp.gossip.tuning.DivergenceWatch`.
+    transport : {"hub", "peers"}
+        Messages travel through the server, or from node to node, and the server has references to them.
+    seal : bool
+        With ``peers``: messages are encrypted for their receivers, on a link and through the server.
+    max_store_bytes : int
+        With ``peers``: what a node may be asked to keep for others.
+    spool : path, optional
+        With ``peers``: folder of the simulated links between nodes of one machine that have no address of their own.
+        Default: one that is removed with the strategy. An empty text: none, such a node is reached through the server.
     seed : int
         Of everything random in the algorithm, and of a random graph.
     configrecord_key : str
@@ -63,18 +74,27 @@ class GossipSettings:
     dense_below: int = 64
     buffers: str = "dense"
     watch: Observer | bool = True
+    transport: str = "hub"
+    seal: bool = True
+    max_store_bytes: int = MAX_STORE_BYTES
+    spool: str | os.PathLike[str] | None = None
     seed: int = 0
     configrecord_key: str = "config"
 
     def __post_init__(self) -> None:
         # 64 bits: an instruction carries the seed as one number of that size.
         seed = params.integer("seed", self.seed, low=-(2**63), high=2**63 - 1)
-        counts = {name: params.integer(name, getattr(self, name), low=1) for name in ("patience", "observe_every")}
+        least_one = ("patience", "observe_every", "max_store_bytes")
+        counts = {name: params.integer(name, getattr(self, name), low=1) for name in least_one}
         params.assign(self, seed=seed, **counts)
         if self.skew_rounds != "auto":
             params.assign(self, skew_rounds=params.integer("skew_rounds", self.skew_rounds, low=0))
         if self.timeout is not None:
             params.number("timeout", self.timeout, rule="seconds > 0, or None", ok=lambda v: v > 0)
         params.number("wait", self.wait, rule="seconds, at least 0", ok=lambda v: 0 <= v < float("inf"))
+        params.choice("transport", self.transport, ("hub", "peers"))
+        params.boolean("seal", self.seal)
+        if self.spool is not None and self.transport != "peers":
+            raise ConfigError("spool is the folder of simulated links between peers; it needs transport='peers'")
         if not (isinstance(self.watch, bool) or callable(self.watch)):
             raise ConfigError(f"watch={self.watch!r} is not valid: True, False, or a callable for every iteration")

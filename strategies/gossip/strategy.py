@@ -36,6 +36,7 @@ from fedcomp.gossip.vector import flatten
 from fedcomp.layout import Layout
 from fedcomp.plain import Count, from_plain
 from fedcomp.stateful import Stateful, StatePart, nested
+from fedcomp.strategies.gossip.links import PeerLinks
 from fedcomp.strategies.gossip.report import Before, Iterations, Observed, answer_of, figures_of, mean_of
 from fedcomp.strategies.gossip.seats import Seats
 from fedcomp.strategies.gossip.settings import GossipSettings
@@ -117,7 +118,8 @@ class GossipRelay(ExchangeStrategy, Stateful):
         nodes = params.integer("nodes", nodes, low=0)
         self._count = nodes if isinstance(topology, str) else _vertices(topology, nodes)
         self._log = RoundLog("GossipRelay")
-        self._seats = Seats(s)
+        self._links = PeerLinks(s) if s.transport == "peers" else None
+        self._seats = Seats(s, self._links)
         self._initial: ArrayRecord | None = None
         self._relay: Relay | None = None
 
@@ -180,10 +182,10 @@ class GossipRelay(ExchangeStrategy, Stateful):
             relay.prolong(ENDLESS)  # a finished run that is extended
         # The relay counts over the whole run; a round reports the difference.
         before = Before.of(relay)
-        yield from self._exchange(config, report, self._seats.away(relay))
+        yield from self._exchange(config, report, grid, self._seats.away(relay))
         # Of a synchronous algorithm nobody can go on before everybody has answered or is given up.
         while not (relay.algorithm.asynchronous or relay.settled):
-            yield from self._exchange(config, report)
+            yield from self._exchange(config, report, grid)
         before.close(relay, report)
         return None, report.metrics()
 
@@ -199,7 +201,7 @@ class GossipRelay(ExchangeStrategy, Stateful):
             # meet in the loop: a node that was offline for a moment gets its vertex back and can still finish.
             while not relay.done:
                 yield from self._seats.meet(grid, config, report, relay, relay.members)
-                yield from self._exchange(config, report)
+                yield from self._exchange(config, report, grid)
         observed = None
         if last or server_round % self.settings.observe_every == 0:
             observed = yield from self._observe(config, report)
@@ -222,17 +224,26 @@ class GossipRelay(ExchangeStrategy, Stateful):
     def _made(self, count: int, iterations: int, session: str, largest: int) -> Relay:
         graph, s = self.graph(count), self.settings
         given = RelaySettings(
-            iterations, session, s.seed, largest, patience=s.patience, skew_rounds=s.skew_rounds, watch=s.watch
+            iterations,
+            session,
+            s.seed,
+            largest,
+            patience=s.patience,
+            skew_rounds=s.skew_rounds,
+            watch=s.watch,
+            by_reference=self._links is not None,
         )
         return Relay(self.algorithm.fitted(graph), graph, given)
 
-    def _exchange(self, config: ConfigRecord, report: Iterations, away: Sequence[int] = ()) -> Exchanges[None]:
+    def _exchange(
+        self, config: ConfigRecord, report: Iterations, grid: Grid, away: Sequence[int] = ()
+    ) -> Exchanges[None]:
         """Send every node its instruction and settle what comes back; nodes ``away`` are asked for a sign of life."""
         relay, node_of = self.relay, self._seats.node_of
         instructions = relay.ask()
         # They count as attempts like any silence: a vertex that stays without a node is given up.
         errors = {v: "no node of this vertex is online" for v in instructions if v not in node_of}
-        messages = {v: self._message(i, config) for v, i in instructions.items() if v in node_of}
+        messages = {v: self._message(i, config, report.round) for v, i in instructions.items() if v in node_of}
         calls = {v: self._seats.hello(node_of[v], config) for v in away if v not in messages}
         replies = yield Push([*messages.values(), *calls.values()], self.settings.timeout)
         vertices = {m.metadata.message_id: v for v, m in (*messages.items(), *calls.items())}
@@ -245,7 +256,10 @@ class GossipRelay(ExchangeStrategy, Stateful):
                     relay.join(vertex)
                 continue
             try:
-                answers[vertex] = answer_of(reply)
+                answer = answer_of(reply)
+                if self._links is not None:
+                    self._links.take(reply, node_of[vertex], instructions[vertex], report, grid)
+                answers[vertex] = answer
             except FedcompError as error:
                 errors[vertex] = f"{type(error).__name__}: {error}"
         errors |= {v: "nothing came back in time" for v in messages if v not in answers and v not in errors}
@@ -257,11 +271,13 @@ class GossipRelay(ExchangeStrategy, Stateful):
         for vertex in sorted(errors):
             report.note("unanswered", f"vertex {vertex}: {errors[vertex]}")
 
-    def _message(self, instruction: Instruction, config: ConfigRecord) -> Message:
+    def _message(self, instruction: Instruction, config: ConfigRecord, server_round: int) -> Message:
         content = RecordDict({self.settings.configrecord_key: config})
         # The algorithm as it was fitted to the graph, which the settings do not have.
         replace(self.setup, algorithm=self.relay.algorithm.to_config()).put(content)
         gossip.put_instruction(content, instruction)
+        if self._links is not None:
+            self._links.put(content, instruction, self._seats.node_of, self.relay.oldest(), server_round)
         kind = gossip.OBSERVE_TYPE if instruction.action == "observe" else gossip.EXCHANGE_TYPE
         if instruction.start in ("common", "empty"):
             assert self._initial is not None
@@ -272,7 +288,7 @@ class GossipRelay(ExchangeStrategy, Stateful):
     def _observe(self, config: ConfigRecord, report: Iterations) -> Exchanges[ArrayRecord | None]:
         """Ask every settled node for its model and figures; return the mean of the models."""
         instructions = {v: i for v, i in self.relay.observe().items() if v in self._seats.node_of}
-        messages = [self._message(instruction, config) for instruction in instructions.values()]
+        messages = [self._message(instruction, config, report.round) for instruction in instructions.values()]
         replies = yield Push(messages, self.settings.timeout)
         vertices = {m.metadata.message_id: v for m, v in zip(messages, instructions, strict=True)}
         seen: dict[int, Observed] = {}
@@ -299,6 +315,11 @@ class GossipRelay(ExchangeStrategy, Stateful):
         relay = self._relay
         if relay is None:
             return None
+        if self._links is not None:
+            raise StateError(
+                "a run whose messages travel from node to node cannot be stored: those under way are in the nodes' own "
+                "stores; run with transport='hub' to resume"
+            )
         given = relay.settings
         arguments = [relay.topology.n, relay.iterations, given.session, given.largest]
         return {"made_from": arguments, "state": relay.state_dict()}

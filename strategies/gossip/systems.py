@@ -24,7 +24,7 @@ ALGORITHM_PREFIX: Final = "algorithm."
 GOSSIP: Final[Settings] = MappingProxyType(
     {
         "skew_rounds": "0",
-        **settings_of(GossipSettings, "patience", "dtype", "dense_below", "buffers"),
+        **settings_of(GossipSettings, "patience", "dtype", "dense_below", "buffers", "transport", "seal"),
     }
 )
 """Settings of every algorithm; ``skew_rounds`` is a number or "auto". A ``batch_size`` of 0 takes all of a node's

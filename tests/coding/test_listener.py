@@ -6,8 +6,6 @@ import os
 import signal
 import socket
 import struct
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from running_listener import Running, free_port
 
 from fedcomp.coding import listener
 from fedcomp.coding.errors import TransportError
@@ -35,57 +34,10 @@ from fedcomp.coding.transport import (
 from fedcomp.errors import ConfigError
 
 RUN = b"run-0001"
-HERE = Path(__file__).parents[2]
 
 
 def parcel(source: int = 2, body: bytes = b"shard") -> Parcel:
     return Parcel(RUN, 7, 3, source, 9, body)
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
-class Running:
-    """A listener in a process of its own."""
-
-    def __init__(self, store: Path, *options: str) -> None:
-        self.port = free_port()
-        self.address = f"tcp://127.0.0.1:{self.port}"
-        self.store = store
-        closed, self.kept = os.pipe()
-        answer, ready = os.pipe()
-        command = [
-            sys.executable,
-            "-m",
-            "fedcomp.coding.listener",
-            "--listen",
-            f"127.0.0.1:{self.port}",
-            "--store",
-            str(store),
-        ]
-        command += ["--until-closed", str(closed), "--ready", str(ready), *options]
-        self.process = subprocess.Popen(
-            command, pass_fds=(closed, ready), cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        os.close(closed)
-        os.close(ready)
-        with os.fdopen(answer) as pipe:
-            assert pipe.read() == f"127.0.0.1:{self.port}\n"
-
-    def connect(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.port), timeout=10)
-
-    def end(self) -> tuple[int, str, str]:
-        """Close the pipe; return exit status and what was printed."""
-        os.close(self.kept)
-        out, err = self.process.communicate(timeout=10)
-        return self.process.returncode, out, err
-
-    def transport(self, own: Path, **options: float) -> TcpTransport:
-        return TcpTransport(self.address, Spool(own), **options)  # type: ignore[arg-type]
 
 
 @pytest.fixture

@@ -1,0 +1,131 @@
+"""The server's part in links between nodes: where each is reached, what it is told, and what the links took.
+
+The server sees none of the messages. It knows who is there, hands round addresses and public keys, and has of every
+message a reference (:mod:`fedcomp.gossip.reference`). An edge whose link failed goes through the server for some
+rounds, so that a node behind a firewall does not cost its neighbours a timeout in each of them; then it is tried again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from flwr.app import Message, RecordDict
+from flwr.serverapp import Grid
+
+from fedcomp.coding.errors import CodingError
+from fedcomp.coding.sealing import seal
+from fedcomp.errors import StateError
+from fedcomp.flower.gossip import LinkHello, LinkReport, LinkTerms
+from fedcomp.gossip.protocol import Instruction
+from fedcomp.strategies.coded.links import SimulatedLinks, record_peer
+from fedcomp.strategies.gossip.report import Iterations
+from fedcomp.strategies.gossip.settings import GossipSettings
+
+REST_ROUNDS: Final = 8
+"""Rounds for which an edge goes through the server after its link failed."""
+
+
+class PeerLinks:
+    """The links of one run.
+
+    Parameters
+    ----------
+    settings : GossipSettings
+    """
+
+    def __init__(self, settings: GossipSettings) -> None:
+        self._settings = settings
+        # An empty text asks for no simulated links at all.
+        self._simulated = SimulatedLinks(
+            "hub" if settings.spool == "" else "peers", settings.spool or None, settings.max_store_bytes
+        )
+        self._known: dict[int, LinkHello] = {}
+        self._node_of: dict[int, int] = {}
+        # By edge: the round in which its link failed, why, and whom it was to reach.
+        self._failed: dict[tuple[int, int], tuple[int, str, LinkHello]] = {}
+
+    def ask(self, content: RecordDict) -> None:
+        """Let a hello ask a node for its address and its key."""
+        # Before a run has begun it has no name, and an introduction needs none.
+        self._terms(bytes(8)).put(content)
+
+    def meet(self, node: int, reply: Message) -> None:
+        """Take note of where a node is reached.
+
+        Raises
+        ------
+        StateError
+            When its key is no key: nobody could seal a message for it.
+        SchemaError
+            When it does not say so in the form expected.
+        """
+        hello = LinkHello.take(reply)
+        try:
+            seal(b"", hello.public, b"")
+        except CodingError as error:
+            raise StateError(f"its public key is of no use: {error}") from error
+        self._known[node] = hello
+
+    def put(
+        self, content: RecordDict, instruction: Instruction, node_of: Mapping[int, int], oldest: int, server_round: int
+    ) -> None:
+        """Tell a node where its messages go."""
+        # Also of a vertex whose node is offline: its messages wait at the server, sealed for who it was.
+        self._node_of |= node_of
+        column = [to for to in instruction.view.column if to in self._node_of]
+        source = instruction.node
+        self._terms(
+            bytes.fromhex(instruction.session),
+            known=self._known[node_of[source]].public,
+            oldest=oldest,
+            to=tuple(column),
+            addresses=tuple("" if self._why((source, to), server_round) else self._hello(to).address for to in column),
+            keys=b"".join(self._hello(to).public for to in column),
+        ).put(content)
+
+    def take(self, reply: Message, node: int, instruction: Instruction, report: Iterations, grid: Grid) -> None:
+        """Take what a node says of itself, and of what it handed to its links.
+
+        Raises
+        ------
+        StateError, SchemaError
+            When it says nothing that can be used.
+        """
+        if LinkHello.KEY in reply.content:
+            self.meet(node, reply)
+        said = LinkReport.find(reply) or LinkReport()
+        if not set(said.to) <= instruction.view.column.keys() or len(set(said.to)) != len(said.to):
+            raise StateError(f"it reports links to {said.to[:20]}, not to its neighbours {[*instruction.view.column]}")
+        record_peer(grid, report.round, node, reply.metadata.message_type, said.sent)
+        for to, sent, failed in zip(said.to, said.sent, said.failed, strict=True):
+            edge = f"{instruction.node}>{to}"
+            if sent:
+                report.link_bytes[edge] = report.link_bytes.get(edge, 0) + sent
+            if not failed:
+                continue
+            why = self._why((instruction.node, to), report.round)
+            if not why:
+                self._failed[instruction.node, to] = report.round, failed, self._hello(to)
+            report.note("mailbox", f"edge {edge}: {why or failed}")
+
+    def _hello(self, vertex: int) -> LinkHello:
+        return self._known[self._node_of[vertex]]
+
+    def _why(self, edge: tuple[int, int], server_round: int) -> str:
+        """Return why an edge goes through the server without its link being tried; empty when it is tried."""
+        source, to = edge
+        if to not in self._node_of:
+            return f"vertex {to} has not introduced itself, and nothing can be sealed for it"
+        if not self._hello(to).address:
+            return f"vertex {to} has no listener"
+        failed = self._failed.get((source, to))
+        # Whatever failed with another process, or at an address that is not in use any more, is tried at once.
+        if failed is None or failed[2] != self._hello(to) or server_round >= failed[0] + REST_ROUNDS:
+            return ""
+        return f"not tried again before round {failed[0] + REST_ROUNDS}; in round {failed[0]}: {failed[1]}"
+
+    def _terms(self, run: bytes, **more: object) -> LinkTerms:
+        s = self._settings
+        terms = {"seal": s.seal, "max_store": s.max_store_bytes, "spool": self._simulated.root}
+        return LinkTerms(run=run, **terms, **more)  # type: ignore[arg-type]

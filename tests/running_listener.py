@@ -1,0 +1,65 @@
+"""Listeners of peer links in processes of their own, as beside a node."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from fedcomp.coding.transport import Spool, TcpTransport
+
+HERE = Path(__file__).parents[1]
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+class Running:
+    """A listener in a process of its own."""
+
+    def __init__(self, store: Path, *options: str) -> None:
+        self.port = free_port()
+        self.address = f"tcp://127.0.0.1:{self.port}"
+        self.store = store
+        closed, self.kept = os.pipe()
+        answer, ready = os.pipe()
+        command = [
+            sys.executable,
+            "-m",
+            "fedcomp.coding.listener",
+            "--listen",
+            f"127.0.0.1:{self.port}",
+            "--store",
+            str(store),
+        ]
+        command += ["--until-closed", str(closed), "--ready", str(ready), *options]
+        self.process = subprocess.Popen(
+            command, pass_fds=(closed, ready), cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        os.close(closed)
+        os.close(ready)
+        with os.fdopen(answer) as pipe:
+            assert pipe.read() == f"127.0.0.1:{self.port}\n"
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=10)
+
+    def end(self) -> tuple[int, str, str]:
+        """Close the pipe; return exit status and what was printed."""
+        os.close(self.kept)
+        out, err = self.process.communicate(timeout=10)
+        return self.process.returncode, out, err
+
+    def kill(self) -> None:
+        """End it at once, if it has not ended."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.communicate()
+
+    def transport(self, own: Path, **options: float) -> TcpTransport:
+        return TcpTransport(self.address, Spool(own), **options)  # type: ignore[arg-type]
