@@ -21,7 +21,7 @@ from fedcomp.coding.errors import CodingError
 from fedcomp.coding.sealing import seal
 from fedcomp.coding.transport import MemoryStore, Parcel, PeerTransport, Sender, TcpSender, deliver
 from fedcomp.errors import ConfigError
-from fedcomp.flower.gossip import KEY_BYTES, LinkHello, LinkReport, LinkTerms
+from fedcomp.flower.gossip import KEY_BYTES, SIMULATED, LinkHello, LinkReport, LinkTerms
 from fedcomp.flower.logs import log
 from fedcomp.gossip.base import GossipMessage, Multicast
 from fedcomp.gossip.errors import MessageError
@@ -63,6 +63,8 @@ class GossipLinks:
         if self._terms.known != self._identity.public:
             keep_identity(self._context, self._identity)
             address = "" if self._transport is None else self._transport.address
+            if address.startswith(SIMULATED):
+                address = SIMULATED  # the server knows where it leads
             LinkHello(public=self._identity.public, address=address).put(content)
 
     def opened(self, instruction: Instruction) -> Instruction:

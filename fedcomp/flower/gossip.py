@@ -138,6 +138,9 @@ class MemoryRecord(Schema, key="fedcomp.gossip.memory"):
 
 KEY_BYTES: Final = 32
 
+SIMULATED: Final = "spool:"
+"""Address of a node that has a simulated link."""
+
 _Key = Annotated[bytes, Data(KEY_BYTES)]
 _Sizes = Annotated[tuple[int, ...], Many(Int(most=1 << 40), MOST_MESSAGES)]
 
@@ -184,7 +187,14 @@ class LinkTerms(Schema, key="fedcomp.gossip.links", separator="-"):
 
 @dataclass(frozen=True, kw_only=True)
 class LinkHello(Schema, key="fedcomp.gossip.link", separator="-"):
-    """Where a node is reached (empty: it is not), and its public key; in its hello, and whenever these are new."""
+    """Where a node is reached, and its public key; in its hello, and whenever these are new.
+
+    Attributes
+    ----------
+    public : bytes
+    address : str
+        Empty: it is not; :data:`SIMULATED`: in its folder below the one that the server names.
+    """
 
     public: Annotated[bytes, Data(KEY_BYTES, least=KEY_BYTES)]
     address: Annotated[str, Text()] = ""

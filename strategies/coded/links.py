@@ -9,7 +9,8 @@ from pathlib import Path
 
 from flwr.serverapp import Grid
 
-from fedcomp.coding.transport import HEADER_BYTES, SpoolRoot
+from fedcomp.coding.transport import HEADER_BYTES, Spool, SpoolRoot
+from fedcomp.errors import ConfigError
 
 
 class SimulatedLinks:
@@ -38,6 +39,18 @@ class SimulatedLinks:
     def root(self) -> str:
         """The common folder; empty where there are no links between peers."""
         return "" if self._spools is None else str(self._spools.root)
+
+    def spool(self, partition: int) -> Spool:
+        """Return the folder of a node.
+
+        Raises
+        ------
+        ConfigError
+            Where there are no simulated links.
+        """
+        if self._spools is None:
+            raise ConfigError("parcels of simulated links, in a run that has none")
+        return self._spools.spool(partition)
 
     def address(self, own: str, partition: int) -> str:
         """Return where peers reach a node: at the address of its ``own``, or in its folder."""

@@ -8,16 +8,19 @@ rounds, so that a node behind a firewall does not cost its neighbours a timeout 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedcomp.coding.errors import CodingError
 from fedcomp.coding.sealing import seal
+from fedcomp.coding.transport import Parcel
 from fedcomp.errors import StateError
-from fedcomp.flower.gossip import LinkHello, LinkReport, LinkTerms
+from fedcomp.flower.gossip import SIMULATED, LinkHello, LinkReport, LinkTerms
 from fedcomp.gossip.protocol import Instruction
+from fedcomp.gossip.relay import Relay
+from fedcomp.plain import from_plain, to_plain
 from fedcomp.strategies.coded.links import SimulatedLinks, record_peer
 from fedcomp.strategies.gossip.report import Iterations
 from fedcomp.strategies.gossip.settings import GossipSettings
@@ -80,7 +83,7 @@ class PeerLinks:
             known=self._known[node_of[source]].public,
             oldest=oldest,
             to=tuple(column),
-            addresses=tuple("" if self._why((source, to), server_round) else self._hello(to).address for to in column),
+            addresses=tuple("" if self._why((source, to), server_round) else self._address(to) for to in column),
             keys=b"".join(self._hello(to).public for to in column),
         ).put(content)
 
@@ -109,8 +112,42 @@ class PeerLinks:
                 self._failed[instruction.node, to] = report.round, failed, self._hello(to)
             report.note("mailbox", f"edge {edge}: {why or failed}")
 
+    def save(self, relay: Relay) -> dict[str, Any]:
+        """Return who is known, and the parcels under way, as plain data.
+
+        Raises
+        ------
+        StateError
+            When parcels are in the stores of other machines.
+        """
+        for hello in self._known.values():
+            if hello.address not in ("", SIMULATED):
+                raise StateError(
+                    f"a run with nodes at addresses such as {hello.address} cannot be stored: messages under way are "
+                    "in their own stores; run with transport='hub' to resume"
+                )
+        run, rounds = bytes.fromhex(relay.settings.session), range(relay.oldest(), relay.iteration)
+        stores = [self._simulated.spool(vertex) for vertex in self._node_of] if self._simulated.root else []
+        parcels = [parcel.to_bytes() for store in stores for number in rounds for parcel in store.list(run, number)]
+        known = {str(node): [hello.public, hello.address] for node, hello in self._known.items()}
+        return {"known": known, "node_of": to_plain(self._node_of), "parcels": parcels}
+
+    def load(self, stored: Any) -> None:
+        """Go on from :meth:`save`, with the parcels in this run's own folders."""
+        found = from_plain(dict[str, Any], stored, "links")
+        known = from_plain(dict[int, tuple[bytes, str]], found["known"], "known")
+        self._known = {node: LinkHello(public=public, address=address) for node, (public, address) in known.items()}
+        self._node_of = from_plain(dict[int, int], found["node_of"], "node_of")
+        for data in from_plain(list[bytes], found["parcels"], "parcels"):
+            parcel = Parcel.from_bytes(data)
+            self._simulated.spool(parcel.destination).put(parcel)
+
     def _hello(self, vertex: int) -> LinkHello:
         return self._known[self._node_of[vertex]]
+
+    def _address(self, vertex: int) -> str:
+        address = self._hello(vertex).address
+        return self._simulated.address("", vertex) if address == SIMULATED else address
 
     def _why(self, edge: tuple[int, int], server_round: int) -> str:
         """Return why an edge goes through the server without its link being tried; empty when it is tried."""

@@ -307,22 +307,18 @@ class GossipRelay(ExchangeStrategy, Stateful):
         return ArrayRecord({name: Array(array) for name, array in middle.items()})
 
     def identity(self) -> dict[str, Any]:
-        """Return algorithm and model type, which must not change within a run."""
-        return self.setup.values()
+        """Return algorithm, model type and transport, which must not change within a run."""
+        return self.setup.values() | ({} if self._links is None else {"transport": self.settings.transport})
 
     def _save_relay(self) -> dict[str, Any] | None:
         """Return the mailbox, and what the relay around it is made from."""
         relay = self._relay
         if relay is None:
             return None
-        if self._links is not None:
-            raise StateError(
-                "a run whose messages travel from node to node cannot be stored: those under way are in the nodes' own "
-                "stores; run with transport='hub' to resume"
-            )
         given = relay.settings
         arguments = [relay.topology.n, relay.iterations, given.session, given.largest]
-        return {"made_from": arguments, "state": relay.state_dict()}
+        links = {} if self._links is None else {"links": self._links.save(relay)}
+        return {"made_from": arguments, "state": relay.state_dict(), **links}
 
     def _load_relay(self, stored: Mapping[str, Any] | None) -> None:
         if stored is None:
@@ -336,6 +332,8 @@ class GossipRelay(ExchangeStrategy, Stateful):
         # Made with what the stored run was made with: its messages and its nodes' memories name that session.
         self._relay = self._made(nodes, iterations, session, largest)
         self._relay.load_state_dict(stored["state"])
+        if self._links is not None:
+            self._links.load(stored["links"])
 
 
 def _vertices(topology: Topology | Mapping[str, Any], nodes: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from fedcomp.clients.gossip_links import GOSSIP
 from fedcomp.coding.parcels import MemoryStore
 from fedcomp.coding.transport import HEADER_BYTES, Parcel, Spool, SpoolRoot
 from fedcomp.errors import ConfigError, StateError
-from fedcomp.flower import gossip
+from fedcomp.flower import checkpoint, gossip
 from fedcomp.flower.faults import Delivery, RandomFaults
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
@@ -377,9 +378,43 @@ def test_a_key_that_is_no_key_costs_its_node_its_seat_and_nobody_else_anything()
     assert not relay.relay.report.lost
 
 
-def test_a_run_over_links_is_not_stored_without_its_parcels() -> None:
-    relay, over = peers("choco"), grid()
-    run(relay, over, 2)
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["sparse-push", "beer"])
+def test_a_stored_run_goes_on_with_the_parcels_that_were_under_way(name: str, tmp_path: Path) -> None:
+    """Stored while one node has not answered, and resumed with other folders: those of the first run are gone."""
+
+    def deliver(delivery: Delivery) -> str:
+        lost = delivery.partition == 1 and delivery.round == 2 and delivery.message_type == gossip.EXCHANGE_TYPE
+        return "lost_reply" if lost and name == "sparse-push" else "none"
+
+    whole, over = peers(name), grid(fault=deliver)
+    run(whole, over, 5)
+    first, before, file = peers(name), grid(fault=deliver), tmp_path / "checkpoint"
+
+    def store(server_round: int, arrays, outcome) -> None:
+        checkpoint.save(file, server_round=server_round, arrays=arrays, strategy=first, grid=before)
+        if server_round == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(first, before, 5, store)
+    shutil.rmtree(first._links._simulated.root)
+    again, after = peers(name), grid(fault=deliver)
+    found = checkpoint.load(file)
+    found.apply(again, after)
+    with after.inner:
+        fit(again, after, found.arrays, 5, start_round=3, result=found.result)
+    assert states(after) == states(over)
+    assert again.relay.traffic == whole.relay.traffic
+    assert not again.relay.report.needed
+    with pytest.raises(StateError, match="resume with the same settings"):
+        strategy(name).load_state_dict(again.state_dict())
+
+
+@pytest.mark.long
+def test_a_run_whose_parcels_are_in_stores_of_other_machines_is_not_stored(links) -> None:
+    relay, over = peers("choco", ""), MeteredGrid(InProcessGrid(client(), NODES, seed=2, node_config=links))
+    run(relay, over, 1)
     with pytest.raises(StateError, match="run with transport='hub' to resume"):
         relay.state_dict()
 
