@@ -16,7 +16,7 @@ from flwr.app import Array, ArrayRecord, Context, RecordDict
 from numpy.typing import NDArray
 
 from fedcomp.clients.edge.node_config import PEER_ADDRESS, PEER_STORE
-from fedcomp.clients.peers import identity_in, keep_identity, peer_link
+from fedcomp.clients.peers import identity_in, keep_identity, link_tls, peer_link
 from fedcomp.coding.errors import CodingError
 from fedcomp.coding.sealing import seal
 from fedcomp.coding.transport import MemoryStore, Parcel, PeerTransport, Sender, TcpSender, deliver
@@ -131,7 +131,7 @@ class GossipLinks:
     @property
     def _sender(self) -> Sender:
         # Who cannot be reached may still reach others.
-        return TcpSender() if self._transport is None else self._transport
+        return TcpSender(tls=link_tls(self._context)) if self._transport is None else self._transport
 
     def _parcel(self, iteration: int, to: int, payload: bytes) -> Parcel | None:
         """Return a message as it leaves; None where it would have to be sealed for a node that is not known."""

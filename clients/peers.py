@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Final
 
 from flwr.app import ConfigRecord, Context
 
-from fedcomp.clients.edge.node_config import PEER_ADDRESS, PEER_STORE
+from fedcomp.clients.edge.node_config import PEER_ADDRESS, PEER_KEY, PEER_KEYS, PEER_STORE
 from fedcomp.errors import ConfigError, StateError
 
 if TYPE_CHECKING:
+    from fedcomp.coding.peertls import PeerTls
     from fedcomp.coding.sealing import PeerIdentity
     from fedcomp.coding.transport import PeerTransport
 
@@ -40,7 +41,7 @@ def peer_link(context: Context, number: int, spools: str, max_store_bytes: int) 
 
     address, folder = (context.node_config.get(name) for name in (PEER_ADDRESS, PEER_STORE))
     if isinstance(address, str) and isinstance(folder, str):
-        return transport_of(address, Path(folder), max_store_bytes=max_store_bytes)
+        return transport_of(address, Path(folder), max_store_bytes=max_store_bytes, tls=link_tls(context))
     if address is not None or folder is not None:
         raise ConfigError(f"this node's configuration needs both {PEER_ADDRESS} and {PEER_STORE}, or neither")
     if not spools:
@@ -51,6 +52,25 @@ def peer_link(context: Context, number: int, spools: str, max_store_bytes: int) 
     # Only a folder that was marked on this very machine for simulated links is accepted.
     own = SpoolRoot(Path(spools), max_store_bytes).address(number)
     return transport_of(own, max_store_bytes=max_store_bytes)
+
+
+def link_tls(context: Context) -> PeerTls | None:
+    """Return what this node's links are secured with; None where they are plain TCP.
+
+    Raises
+    ------
+    ConfigError
+        When the node's configuration is half of what it needs, or a file cannot be used: nothing is sent in the clear
+        by a node that was told to secure its links.
+    """
+    from fedcomp.coding.peertls import PeerKeys, PeerTls
+
+    key, keys = (context.node_config.get(name) for name in (PEER_KEY, PEER_KEYS))
+    if isinstance(key, str) and isinstance(keys, str):
+        return PeerTls(Path(key), PeerKeys.read(Path(keys)))
+    if key is not None or keys is not None:
+        raise ConfigError(f"this node's configuration needs both {PEER_KEY} and {PEER_KEYS}, or neither")
+    return None
 
 
 def identity_in(context: Context) -> PeerIdentity:

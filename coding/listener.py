@@ -4,6 +4,8 @@ Every connection brings one parcel, which is put into a spool and acknowledged w
 port can send, so nothing a peer does may cost more than its share: a parcel's size is checked before a byte of its body
 is read, connections are few and short, and whatever one of them does ends with itself. It listens where it is told and
 nowhere else, and it leaves with whoever started it: ``--until-closed FD`` names a pipe whose other end they hold.
+With ``--key`` and ``--peer-keys`` it takes TLS only, from nodes whose keys are listed: everybody else is refused in the
+handshake, and who is not may not write another partition's name on a parcel.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import logging
 import os
 import shutil
 import signal
+import ssl
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -23,14 +26,31 @@ from pathlib import Path
 from typing import Final
 
 from fedcomp.coding.errors import PacketError, TransportError
-from fedcomp.coding.parcels import HEADER_BYTES, MAX_PARCEL_BYTES, MAX_STORE_BYTES, Parcel, StoreFull, parcel_length
-from fedcomp.coding.spool import Spool
+from fedcomp.coding.parcels import (
+    HEADER_BYTES,
+    MAX_PARCEL_BYTES,
+    MAX_STORE_BYTES,
+    Parcel,
+    StoreFull,
+    parcel_length,
+    parcel_source,
+)
+from fedcomp.coding.peertls import PeerKeys, PeerTls
+from fedcomp.coding.spool import Spool, file_name
 from fedcomp.coding.transport import BUSY, FAILED, FULL, KEPT, REFUSED, acknowledgement, parse_host_port
 from fedcomp.errors import ConfigError, FedcompError
 
 _LOG: Final = logging.getLogger(__name__)
 _REPORT_SECONDS: Final = 10.0
 _CHUNK_BYTES: Final = 1 << 16
+_KINDS: Final = {
+    "CERTIFICATE_VERIFY_FAILED": "unlisted key",
+    "PEER_DID_NOT_RETURN_A_CERTIFICATE": "no certificate",
+    "UNSUPPORTED_PROTOCOL": "TLS below 1.3",
+    "WRONG_VERSION_NUMBER": "no TLS",
+    "HTTP_REQUEST": "no TLS",
+}
+"""What ended a handshake, by OpenSSL's name for it."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +70,10 @@ class ListenerLimits:
         a peer as much bandwidth.
     seconds : float
         From the opening of a connection to its end.
+    per_key : int
+        Connections at the same time that show the same key.
+    key_bytes : int
+        Kept at the same time of what came under one key since the listener began; 0: half of what the store holds.
     """
 
     parcel_bytes: int = MAX_PARCEL_BYTES
@@ -57,6 +81,8 @@ class ListenerLimits:
     per_host: int = 64
     buffered_bytes: int = 4 * MAX_PARCEL_BYTES
     seconds: float = 30.0
+    per_key: int = 16
+    key_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.parcel_bytes < HEADER_BYTES:
@@ -65,10 +91,10 @@ class ListenerLimits:
             raise ConfigError(
                 f"buffered_bytes is {self.buffered_bytes}, less than the {self.parcel_bytes} of the largest parcel"
             )
-        if min(self.connections, self.per_host) < 1 or not self.seconds > 0:
+        if min(self.connections, self.per_host, self.per_key) < 1 or not self.seconds > 0 or self.key_bytes < 0:
             raise ConfigError(
-                f"connections={self.connections}, per_host={self.per_host}, seconds={self.seconds:g}: all must be "
-                "positive, or nobody could send"
+                f"connections={self.connections}, per_host={self.per_host}, per_key={self.per_key}, "
+                f"seconds={self.seconds:g}: all must be positive, or nobody could send"
             )
 
 
@@ -79,6 +105,8 @@ class Listener:
     ----------
     store : Spool
     limits : ListenerLimits
+    tls : PeerTls, optional
+        Take nothing but TLS, from nodes whose keys are in its list.
 
     Attributes
     ----------
@@ -86,11 +114,16 @@ class Listener:
         How many connections brought nothing, by kind of reason.
     """
 
-    def __init__(self, store: Spool, limits: ListenerLimits) -> None:
+    def __init__(self, store: Spool, limits: ListenerLimits, tls: PeerTls | None = None) -> None:
         self.refused: Counter[str] = Counter()
         self._store = store
         self._limits = limits
+        self._tls = tls
         self._open: Counter[str] = Counter()
+        self._open_keys: Counter[int] = Counter()
+        self._coming: Counter[int] = Counter()
+        # By partition: the files that came under its key, and how long each is.
+        self._came: dict[int, dict[str, int]] = {}
         self._buffered = 0
         self._told = 0
         self._last = ""
@@ -135,10 +168,18 @@ class Listener:
             # One limit for reading, keeping and answering: sending a byte at a time does not stretch it.
             async with asyncio.timeout(self._limits.seconds):
                 if busy:
-                    writer.write(self._refuse(BUSY, "busy", f"{host} came when all connections were taken"))
+                    answer = self._refuse(BUSY, "busy", f"{host} came when all connections were taken")
+                elif self._tls is None:
+                    answer = await self._receive(host, reader)
                 else:
-                    writer.write(await self._receive(host, reader))
+                    answer = await self._receive_tls(self._tls, host, reader, writer)
+                # To who is turned away before a TLS handshake this is no TLS, which ends the connection as well.
+                writer.write(answer)
                 await writer.drain()
+        except ssl.SSLError as error:
+            kind = _KINDS.get(error.reason or "", "handshake")
+            self._refuse(REFUSED, kind, f"{host}: {error}")
+            writer.transport.abort()
         except (OSError, asyncio.IncompleteReadError) as error:
             # The timeout ends here too: TimeoutError is an OSError.
             self._refuse(REFUSED, "broken off", f"{host}: {error!r}")
@@ -151,13 +192,61 @@ class Listener:
                 del self._open[host]
             writer.close()
 
-    async def _receive(self, host: str, reader: asyncio.StreamReader) -> bytes:
-        """Read one parcel and keep it; return the answer to it."""
+    async def _receive_tls(
+        self, tls: PeerTls, host: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> bytes:
+        """Read one parcel over TLS, from whom a listed key proves to be its partition; return the answer to it."""
+        # No await before this: what the peer sends first must not be read by the reader.
+        await writer.start_tls(tls.server, ssl_handshake_timeout=self._limits.seconds)
+        partition = tls.peer(writer.get_extra_info("ssl_object"))
+        if partition is None:
+            return self._refuse(REFUSED, "unlisted key", f"{host} shows a certificate of a key that is not listed")
+        if self._open_keys[partition] >= self._limits.per_key:
+            reason = f"partition {partition} has {self._limits.per_key} connections open"
+            return self._refuse(BUSY, "busy", reason)
+        self._open_keys[partition] += 1
+        try:
+            return await self._receive(host, reader, partition)
+        finally:
+            self._open_keys[partition] -= 1
+
+    async def _receive(self, host: str, reader: asyncio.StreamReader, partition: int | None = None) -> bytes:
+        """Read one parcel and keep it; return the answer to it. ``partition``: whose key the connection has shown."""
         header = await reader.readexactly(HEADER_BYTES)
         try:
             total = parcel_length(header, self._limits.parcel_bytes)
         except PacketError as error:
             return self._refuse(REFUSED, "no parcel", f"{host}: {error}", header)
+        if partition is not None and (refused := self._improper(host, partition, header, total)):
+            return refused
+        try:
+            if partition is not None:
+                self._coming[partition] += total
+            return await self._body(host, reader, header, total, partition)
+        finally:
+            if partition is not None:
+                self._coming[partition] -= total
+
+    def _improper(self, host: str, partition: int, header: bytes, total: int) -> bytes:
+        """Return the answer to a header that its sender may not write, by its key; nothing when it may."""
+        source = parcel_source(header)
+        if source not in (None, partition):
+            reason = f"{host} has the key of partition {partition} and sends in the name of {source}"
+            return self._refuse(REFUSED, "another partition", reason, header)
+        # With what is still on its way: those are this key's own bytes, and its own loss where it only announces them.
+        try:
+            held = self._held_of(partition) + self._coming[partition]
+        except TransportError as error:
+            return self._refuse(FAILED, "not written", f"{host}: {error}", header)
+        if held + total > (self._limits.key_bytes or self._store.max_store_bytes // 2):
+            reason = f"partition {partition} has {held} bytes here, and sends {total} more"
+            return self._refuse(FULL, "quota", reason, header)
+        return b""
+
+    async def _body(
+        self, host: str, reader: asyncio.StreamReader, header: bytes, total: int, partition: int | None
+    ) -> bytes:
+        """Read a parcel's body and keep the parcel; return the answer to it."""
         # One buffer that grows: pieces may be a byte long, and as objects of their own would take far more memory.
         data = bytearray(header)
         arrived = 0
@@ -174,6 +263,8 @@ class Listener:
             parcel = Parcel.from_bytes(data, self._limits.parcel_bytes)
             # Writing to a disk may take a while, and others need not wait for it.
             await asyncio.to_thread(self._store.put, parcel)
+            if partition is not None:
+                self._came.setdefault(partition, {})[file_name(parcel)] = total
         except PacketError as error:
             return self._refuse(REFUSED, "no parcel", f"{host}: {error}", header)
         except StoreFull as error:
@@ -185,6 +276,16 @@ class Listener:
             # Also on a timeout or an error, or the budget that all connections share would shrink for good.
             self._buffered -= arrived
         return acknowledgement(KEPT, header)
+
+    def _held_of(self, partition: int) -> int:
+        """Return how many bytes are in the store that came under a partition's key."""
+        came = self._came.get(partition)
+        if not came:
+            return 0
+        # What a client app has taken or dropped is no longer there.
+        there = self._store.names()
+        self._came[partition] = came = {name: size for name, size in came.items() if name in there}
+        return sum(came.values())
 
     def _refuse(self, status: int, kind: str, reason: str, header: bytes = b"") -> bytes:
         """Count a connection that brought nothing; return the answer to it."""
@@ -212,13 +313,14 @@ async def serve(
     *,
     ready: Callable[[str], object],
     until_closed: int | None = None,
+    tls: PeerTls | None = None,
 ) -> None:
     """Run a listener until SIGTERM, SIGINT, or the end of the pipe ``until_closed``.
 
     With a pipe SIGINT and SIGHUP are ignored: a Ctrl-C, or a terminal that is closed, reaches the whole group of
     processes, and the one that holds the pipe decides when it has ended.
     """
-    listener = Listener(store, limits)
+    listener = Listener(store, limits, tls)
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, listener.stop)
     if until_closed is None:
@@ -254,11 +356,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             # A parcel is buffered whole: with less memory the largest one could never arrive.
             buffered_bytes=max(args.buffered_bytes, args.parcel_bytes),
             seconds=args.seconds,
+            per_key=args.per_key,
+            key_bytes=args.key_bytes,
         )
+        tls = _tls(args)
         # An acknowledgement says that the parcel is on disk, so it is flushed before put() returns.
         store = Spool(args.store, args.store_bytes, durable=True)
         ready = _Ready(args.ready)
-        asyncio.run(serve(listen, store, limits, ready=ready, until_closed=args.until_closed))
+        asyncio.run(serve(listen, store, limits, ready=ready, until_closed=args.until_closed, tls=tls))
     except FedcompError as error:
         print(f"python -m fedcomp.coding.listener: {error}", file=sys.stderr)
         return 1
@@ -266,6 +371,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.temporary:
             shutil.rmtree(args.store, ignore_errors=True)
     return 0
+
+
+def _tls(args: argparse.Namespace) -> PeerTls | None:
+    if (args.key is None) != (args.peer_keys is None):
+        raise ConfigError("--key and --peer-keys need each other: this node's key, and the list of those it knows")
+    return None if args.key is None else PeerTls(args.key, PeerKeys.read(args.peer_keys))
 
 
 class _Ready:
@@ -298,6 +409,20 @@ def _parser() -> argparse.ArgumentParser:
         help="most bytes of unfinished parcels in memory; never less than one parcel",
     )
     parser.add_argument("--seconds", type=float, default=defaults.seconds, metavar="S", help="longest connection")
+    parser.add_argument(
+        "--key", type=Path, metavar="F", help="this node's private key: take TLS only, from listed nodes"
+    )
+    parser.add_argument("--peer-keys", type=Path, metavar="F", help="list of partitions and their public keys")
+    parser.add_argument(
+        "--per-key", type=int, default=defaults.per_key, metavar="N", help="most connections of one key"
+    )
+    parser.add_argument(
+        "--key-bytes",
+        type=int,
+        default=0,
+        metavar="B",
+        help="most bytes kept of one key; 0: half of the store",
+    )
     parser.add_argument("--temporary", action="store_true", help="remove the store at the end")
     parser.add_argument("--until-closed", type=int, metavar="FD", help="leave when the other end of this pipe closes")
     parser.add_argument("--ready", type=int, metavar="FD", help="write the address to this pipe once it is open")

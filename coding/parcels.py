@@ -46,6 +46,10 @@ MAX_PARCEL_BYTES: Final = 64 << 20
 MAX_STORE_BYTES: Final = 1 << 30
 """The default limit of what one receiver keeps, headers included."""
 
+PARTITIONS_FROM: Final = 48
+"""Parcels of kinds from here on name partitions as source and destination. Those below have the constructions' own
+numbers, which are given anew in every round."""
+
 _HEADER: Final = struct.Struct("<4sBBH8sIIII")
 _CRC: Final = struct.Struct("<I")
 # Columns of the array ``meta`` of MemoryStore.to_arrays().
@@ -151,6 +155,12 @@ class Parcel:
 
 
 Parcels = list[Parcel]
+
+
+def parcel_source(header: bytes) -> int | None:
+    """Return the partition that a parcel's valid header names as its source; None where it is another number."""
+    _, _, kind, _, _, _, source, _, _ = _HEADER.unpack_from(header)
+    return int(source) if kind >= PARTITIONS_FROM else None
 
 
 def parcel_length(header: bytes, limit: int = MAX_PARCEL_BYTES) -> int:

@@ -112,7 +112,7 @@ class Spool:
     def put(self, parcel: Parcel) -> bool:
         """Keep ``parcel``; return False when it was there already. See :class:`~fedcomp.coding.parcels.ParcelStore`."""
         data = parcel.to_bytes()
-        path = self.directory / _file_name(parcel, data)
+        path = self.directory / file_name(parcel, data)
         with self._locked() as names:
             # The name holds a digest of the parcel: one that is delivered twice is kept once.
             if path.name in names:
@@ -163,7 +163,7 @@ class Spool:
 
     def remove(self, parcel: Parcel) -> bool:
         """Forget one parcel, as if it had never come; return whether it was there."""
-        path = self.directory / _file_name(parcel, parcel.to_bytes())
+        path = self.directory / file_name(parcel)
         with self._locked():
             kept = path.exists()
             path.unlink(missing_ok=True)
@@ -193,7 +193,7 @@ class Spool:
             try:
                 data = path.read_bytes()
                 parcel = Parcel.from_bytes(data, max(size, HEADER_BYTES))
-                if _file_name(parcel, data) != path.name:
+                if file_name(parcel, data) != path.name:
                     raise PacketError("its name does not fit what is in it")
             except FileNotFoundError:
                 # Taken or dropped between the look at the directory and now.
@@ -221,6 +221,10 @@ class Spool:
                 with contextlib.suppress(FileNotFoundError):
                     found.append((name, _size(self.directory, name)))
         return found
+
+    def names(self) -> set[str]:
+        """Return the names of all files here, see :func:`file_name`."""
+        return set(self._names())
 
     def _names(self) -> Iterable[str]:
         try:
@@ -332,7 +336,9 @@ def parse_spool(address: str) -> Path:
     return path
 
 
-def _file_name(parcel: Parcel, data: bytes) -> str:
+def file_name(parcel: Parcel, data: bytes | None = None) -> str:
+    """Return the name of a parcel's file; ``data``: the parcel's bytes, where they are known already."""
+    data = parcel.to_bytes() if data is None else data
     digest = hashlib.blake2b(data, digest_size=12).hexdigest()
     return (
         f"{parcel.run.hex()}-{parcel.round:08x}-{parcel.kind:02x}-{parcel.source:08x}-{parcel.destination:08x}-"

@@ -9,25 +9,28 @@ Flower has no messages between clients, so these links stand beside it. Two kind
 
 A parcel on a TCP connection is its bytes as they are, its header saying how long it is, answered by one
 acknowledgement of 12 bytes: magic ``FCPA``, a status, three zeros, and the parcel's own CRC-32. It is sent after the
-parcel is on disk. Parcels travel in the clear unless their bodies are sealed.
+parcel is on disk. Parcels travel in the clear unless their bodies are sealed, or all of it is inside of TLS
+(:mod:`fedcomp.coding.peertls`).
 """
 
 from __future__ import annotations
 
 import socket
+import ssl
 import struct
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from fedcomp.coding.errors import TransportError
 from fedcomp.coding.parcels import (
     HEADER_BYTES,
     MAX_PARCEL_BYTES,
     MAX_STORE_BYTES,
+    PARTITIONS_FROM,
     MemoryStore,
     Parcel,
     Parcels,
@@ -37,6 +40,9 @@ from fedcomp.coding.parcels import (
 )
 from fedcomp.coding.spool import Spool, SpoolRoot, parse_spool
 from fedcomp.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from fedcomp.coding.peertls import PeerTls
 
 __all__ = [
     "HEADER_BYTES",
@@ -202,6 +208,9 @@ class TcpSender:
         Seconds to open a connection, and from then on to the acknowledgement.
     max_parcel_bytes : int
         Largest parcel to send.
+    tls : PeerTls, optional
+        Send over TLS, and only to whoever has a key of its list: of the destination's partition, where the parcel names
+        one. Default: plain TCP.
 
     Notes
     -----
@@ -215,6 +224,7 @@ class TcpSender:
         connect_timeout: float = 3.0,
         send_timeout: float = 20.0,
         max_parcel_bytes: int = MAX_PARCEL_BYTES,
+        tls: PeerTls | None = None,
     ) -> None:
         for name, seconds in (("connect_timeout", connect_timeout), ("send_timeout", send_timeout)):
             if not seconds > 0:
@@ -222,6 +232,7 @@ class TcpSender:
         self._connect_timeout = connect_timeout
         self._send_timeout = send_timeout
         self._limit = max_parcel_bytes
+        self._tls = tls
 
     def send(self, address: str, parcel: Parcel) -> int:
         """Send ``parcel`` to the listener at ``address`` and wait for its acknowledgement. See :class:`PeerTransport`.
@@ -235,9 +246,10 @@ class TcpSender:
         if len(parcel) > self._limit:
             raise DeliveryFailed(f"a parcel of {len(parcel)} bytes exceeds the {self._limit} a peer accepts")
         data = parcel.to_bytes()
+        wanted = parcel.destination if parcel.kind >= PARTITIONS_FROM else None
         handed_over = 0
         for last in (False, True):
-            attempt = _Attempt(place, data)
+            attempt = _Attempt(place, data, self._tls, wanted)
             try:
                 attempt.run(self._connect_timeout, self._send_timeout)
                 return handed_over + attempt.handed_over
@@ -286,21 +298,33 @@ class _Refused(Exception):
         self.status = status
 
 
-class _Attempt:
-    """One connection that carries one parcel."""
+class _Stranger(_Refused):
+    """Somebody else answers at that address."""
 
-    def __init__(self, place: tuple[str, int], data: bytes) -> None:
+    def __init__(self, found: int | None, wanted: int | None) -> None:
+        whose = "a key that is not in the list" if found is None else f"the key of partition {found}"
+        expected = "one of the list" if wanted is None else f"that of partition {wanted}"
+        Exception.__init__(self, f"it has {whose} of peer keys, not {expected}; nothing was sent")
+        self.status = REFUSED
+
+
+class _Attempt:
+    """One connection that carries one parcel; over TLS, to the node of the partition ``wanted`` where that is known."""
+
+    def __init__(self, place: tuple[str, int], data: bytes, tls: PeerTls | None, wanted: int | None) -> None:
         self._place = place
         self._data = data
+        self._tls = tls
+        self._wanted = wanted
         self.handed_over = 0
 
     def run(self, connect_timeout: float, send_timeout: float) -> None:
         """Send and wait for the acknowledgement; raise :class:`OSError` or :class:`_Refused`."""
-        with _connect(self._place, connect_timeout) as connection:
-            deadline = time.monotonic() + send_timeout
+        deadline = time.monotonic() + connect_timeout + send_timeout
+        with self._secured(_connect(self._place, connect_timeout), deadline) as connection:
             try:
                 self._send(connection, deadline)
-            except (BrokenPipeError, ConnectionResetError):
+            except (BrokenPipeError, ConnectionResetError, ssl.SSLError):
                 # A peer that refuses answers before it has read everything; its answer says more than the reset.
                 if (status := self._answer(connection, deadline, strict=False)) is None:
                     raise
@@ -308,6 +332,22 @@ class _Attempt:
                 status = self._answer(connection, deadline, strict=True)
         if status != KEPT:
             raise _Refused(-1 if status is None else status)
+
+    def _secured(self, connection: socket.socket, deadline: float) -> socket.socket:
+        """Return the connection, over TLS where that is asked for, when the right peer is at its end."""
+        if self._tls is None:
+            return connection
+        try:
+            connection.settimeout(_left(deadline))
+            secured = self._tls.client.wrap_socket(connection)
+        except BaseException:
+            connection.close()
+            raise
+        found = self._tls.peer(secured)
+        if found is None or self._wanted not in (None, found):
+            secured.close()
+            raise _Stranger(found, self._wanted)
+        return secured
 
     def _send(self, connection: socket.socket, deadline: float) -> None:
         # A view: slices of bytes would copy the rest of the parcel for every piece that is sent.
@@ -325,7 +365,8 @@ class _Attempt:
                 connection.settimeout(_left(deadline))
                 more = connection.recv(ACK.size - len(answer))
                 if not more:
-                    raise ConnectionError("it closed the connection without an acknowledgement")
+                    hint = "" if self._tls is None else "; is this node's key in its list of peer keys?"
+                    raise ConnectionError(f"it closed the connection without an acknowledgement{hint}")
                 answer += more
         except OSError:
             if strict:
@@ -413,6 +454,7 @@ def transport_of(
     *,
     max_store_bytes: int = MAX_STORE_BYTES,
     max_parcel_bytes: int = MAX_PARCEL_BYTES,
+    tls: PeerTls | None = None,
 ) -> PeerTransport:
     """Return the transport of the client that others reach at ``address``.
 
@@ -423,6 +465,8 @@ def transport_of(
     store : Path, optional
         Directory its listener writes to; for ``tcp://`` only, and needed there.
     max_store_bytes, max_parcel_bytes : int
+    tls : PeerTls, optional
+        Of links over TCP, see :class:`TcpSender`. Simulated links are files of this machine.
 
     Raises
     ------
@@ -439,7 +483,7 @@ def transport_of(
             raise ConfigError(
                 f"{address} needs the folder its listener writes to; fedcomp.clients.edge calls it --peer-store"
             )
-        return TcpTransport(address, Spool(store, max_store_bytes), max_parcel_bytes=max_parcel_bytes)
+        return TcpTransport(address, Spool(store, max_store_bytes), max_parcel_bytes=max_parcel_bytes, tls=tls)
     raise ConfigError(f"peer address {address!r} is of no known kind{nearest(address, _ADDRESSES)}")
 
 

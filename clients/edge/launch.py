@@ -15,6 +15,8 @@ from fedcomp.clients.edge.node_config import (
     LEDGER_FILE,
     OWN_BUDGET,
     PEER_ADDRESS,
+    PEER_KEY,
+    PEER_KEYS,
     PEER_STORE,
     STATE_FOLDER,
 )
@@ -83,6 +85,8 @@ def _node_config(options: NodeOptions) -> str:
     texts: dict[str, object] = {}
     if options.peer is not None:
         texts |= {PEER_ADDRESS: f"tcp://{options.peer.announce}", PEER_STORE: options.peer.store}
+    if options.peer_keys is not None:
+        texts |= {PEER_KEY: options.key, PEER_KEYS: options.peer_keys}
     if options.privacy_ledger is not None:
         texts[LEDGER_FILE] = options.privacy_ledger
     if options.state_dir is not None:

@@ -91,6 +91,7 @@ def services(options: NodeOptions, secret: Path, log: EventLog) -> list[Service]
         "--until-closed",
         "0",
         *(["--temporary"] if peer.temporary else []),
+        *([] if options.peer_keys is None else ["--key", str(options.key), "--peer-keys", str(options.peer_keys)]),
     ]
     listener = Service(
         "listener",

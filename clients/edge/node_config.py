@@ -11,6 +11,10 @@ PEER_ADDRESS: Final = "peer-address"
 PEER_STORE: Final = "peer-store"
 """Where other clients reach this one's listener, and the folder it writes to."""
 
+PEER_KEY: Final = "peer-key"
+PEER_KEYS: Final = "peer-keys"
+"""Files: this node's private key, and the list of the public keys of all nodes. Without them links are plain TCP."""
+
 OWN_BUDGET: Final = "privacy-budget"
 LEDGER_FILE: Final = "privacy-ledger"
 """An epsilon that this node's trainings never cross, whatever the server plans (it then refuses noise from a seed, and

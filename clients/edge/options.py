@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedcomp.clients.edge.links import Link
+from fedcomp.coding.peertls import PeerKeys, PeerTls
 from fedcomp.coding.transport import MAX_STORE_BYTES, parse_host_port
 from fedcomp.errors import ConfigError
 
@@ -64,6 +65,8 @@ class NodeOptions:
     privacy_budget : float or None
     privacy_ledger : Path or None
     peer : PeerOptions or None
+    peer_keys : Path or None
+        List of the nodes' public keys: links are TLS, between these alone.
     """
 
     superlink: str
@@ -85,6 +88,7 @@ class NodeOptions:
     privacy_budget: float | None = None
     privacy_ledger: Path | None = None
     peer: PeerOptions | None = None
+    peer_keys: Path | None = None
 
     @property
     def address(self) -> tuple[str, int]:
@@ -124,6 +128,7 @@ def parse(argv: Sequence[str] | None = None) -> NodeOptions:
         privacy_budget=args.privacy_budget,
         privacy_ledger=_absolute(args.privacy_ledger),
         peer=_peer(parser, args),
+        peer_keys=_absolute(args.peer_keys),
     )
 
 
@@ -193,7 +198,13 @@ def _parser() -> argparse.ArgumentParser:
     peers.add_argument(
         "--peer",
         metavar="HOST:PORT",
-        help="listen here for parcels of other clients; plain TCP, for a network you trust",
+        help="listen here for parcels of other clients; without --peer-keys plain TCP, for a network you trust",
+    )
+    peers.add_argument(
+        "--peer-keys",
+        type=Path,
+        metavar="F",
+        help="partitions and public keys of all nodes: links are mutual TLS with --key, between these alone",
     )
     peers.add_argument(
         "--peer-announce",
@@ -232,21 +243,34 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error(f"--give-up is {args.give_up:g}; expected a positive number of seconds")
     if args.privacy_budget is not None and not 0.0 < args.privacy_budget < math.inf:
         parser.error(f"--privacy-budget is {args.privacy_budget:g}; expected an epsilon above 0")
-    for option in ("root_certificates", "key", "allow_bundles"):
+    for option in ("root_certificates", "key", "allow_bundles", "peer_keys"):
         path = getattr(args, option)
         if path is not None and not path.expanduser().is_file():
             parser.error(f"--{option.replace('_', '-')}: no file {path}")
     if args.data is not None and not args.data.expanduser().exists():
         parser.error(f"--data: there is no {args.data}")
+    if args.peer_keys is not None:
+        _check_keys(parser, args)
     if args.key is not None and args.insecure:
         parser.error("--key needs TLS: give --root-certificates instead of --insecure")
-    for option in ("home", "state_dir", "data", "privacy_ledger", "peer_store"):
+    for option in ("home", "state_dir", "data", "privacy_ledger", "peer_store", "peer_keys", "key"):
         path = getattr(args, option)
         if path is not None and any(character in str(path.resolve()) for character in "'\n\r"):
             parser.error(
                 f"--{option.replace('_', '-')} is {path}, a name with a quote or line break, which a node "
                 "configuration cannot hold; choose another"
             )
+
+
+def _check_keys(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    if args.key is None:
+        parser.error("--peer-keys needs --key: this node's own key, which others find in their list")
+    try:
+        tls = PeerTls(args.key.expanduser(), PeerKeys.read(args.peer_keys.expanduser()))
+    except ConfigError as error:
+        parser.error(f"--peer-keys: {error}")
+    if tls.partition != args.partition:
+        parser.error(f"--peer-keys: the key {args.key} is listed for partition {tls.partition}, not {args.partition}")
 
 
 def _link(parser: argparse.ArgumentParser, text: str | None) -> Link | None:

@@ -73,6 +73,11 @@ class Folder:
         return self.path / "nodes"
 
     @property
+    def peers(self) -> Path:
+        """List of the nodes' public keys, by partition, for links between nodes: the same for every node."""
+        return self.path / "peers.txt"
+
+    @property
     def kept(self) -> Path:
         """Folder of what ``fedcomp link`` keeps."""
         return self.path / "link"
@@ -170,6 +175,17 @@ def add_nodes(folder: Folder, count: int) -> list[str]:
         public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
         write_new(folder.nodes / f"{name}.pub", public + f" {name}\n".encode(), 0o644)
     return names
+
+
+def list_peers(folder: Folder) -> None:
+    """Write the list of public keys by partition, where node ``i`` has partition ``i``, from those that are there."""
+    lines = [
+        f"{key.stem.removeprefix('node-')} {key.read_text(encoding='ascii').strip()}" for key in folder.public_keys()
+    ]
+    fresh = folder.peers.with_suffix(".new")
+    fresh.unlink(missing_ok=True)
+    write_new(fresh, "".join(f"{line}\n" for line in lines).encode(), 0o644)
+    fresh.replace(folder.peers)
 
 
 def renew(folder: Folder, hosts: Sequence[str] = (), *, now: datetime.datetime | None = None) -> None:
@@ -333,6 +349,7 @@ def main(arguments: Sequence[str] | None = None, program: str = "fedcomp certifi
             print(f"added: {' '.join(add_nodes(folder, args.add_nodes))}")
         else:
             create(args.folder, args.host, args.nodes)
+        list_peers(folder)
         _report(folder, renewed=args.renew)
     except (ConfigError, OSError) as error:
         return complain(str(error), WRONG_INPUT)
@@ -345,6 +362,7 @@ def _report(folder: Folder, *, renewed: bool) -> None:
     names = read(folder.server).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     print(f"names of the server: {', '.join(str(name.value) for name in names)}")
     print(f"{folder.nodes}: keys of {len(folder.public_keys())} nodes")
+    print(f"{folder.peers}: their public keys by partition, for nodes with --peer-keys")
     where = shlex.quote(str(folder.path))
     if renewed:
         print(f"next: start `fedcomp link {where}` again; nodes keep their files")

@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 from flwr.common.config import parse_config_args
+from peer_key_files import make_key, make_list
 
 from fedcomp.clients.edge import PEER_ADDRESS, PEER_STORE, prepare
+from fedcomp.clients.edge.node_config import PEER_KEY, PEER_KEYS
 from fedcomp.clients.edge.processes import processes_with
 from fedcomp.coding.transport import DeliveryFailed, Parcel, Spool, TcpTransport, transport_of
 
@@ -48,6 +50,35 @@ def test_the_app_finds_address_and_store_under_the_names_it_looks_for(tmp_path: 
     }
     transport = transport_of(str(config[PEER_ADDRESS]), Path(str(config[PEER_STORE])))
     assert isinstance(transport, TcpTransport)
+
+
+def test_the_app_finds_the_nodes_key_and_the_list_of_all(tmp_path: Path) -> None:
+    key, other = make_key(tmp_path / "node-1"), make_key(tmp_path / "node-3")
+    listed = make_list(tmp_path / "peers.txt", {1: key, 3: other})
+    (tmp_path / "ca.crt").write_text("")
+    secured = ["--root-certificates", str(tmp_path / "ca.crt"), "--key", str(key), "--peer-keys", str(listed)]
+    command, _ = prepare([*[word for word in GOOD if word != "--insecure"], *secured])
+    config = parse_config_args([command[command.index("--node-config") + 1]])
+    assert config[PEER_KEY] == str(key)
+    assert config[PEER_KEYS] == str(listed)
+
+
+def test_a_list_that_cannot_work_is_refused_before_anything_is_started(tmp_path: Path, capsys) -> None:
+    key, other = make_key(tmp_path / "node-1"), make_key(tmp_path / "node-3")
+    (tmp_path / "ca.crt").write_text("")
+    trusted = [*[word for word in GOOD if word != "--insecure"], "--root-certificates", str(tmp_path / "ca.crt")]
+    swapped = make_list(tmp_path / "swapped", {3: key, 1: other})
+    alone = make_list(tmp_path / "alone", {3: other})
+    for options, said in [
+        (["--peer-keys", str(swapped)], "--peer-keys needs --key"),
+        (["--key", str(key), "--peer-keys", str(swapped)], "is listed for partition 3, not 1"),
+        (["--key", str(key), "--peer-keys", str(alone)], "is not in the list of peer keys"),
+        (["--key", str(key), "--peer-keys", str(tmp_path / "none")], "--peer-keys: no file"),
+        (["--key", str(key), "--peer-keys", str(key)], "expected a partition and an ECDSA public key"),
+    ]:
+        with pytest.raises(SystemExit):
+            prepare([*trusted, *options])
+        assert said in capsys.readouterr().err
 
 
 def test_without_peer_nothing_of_it_is_said() -> None:

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, Context, Message
 from gossip_toy import NODES, ROUNDS, central, client, grid, kept, made, model, states, states_of, strategy
+from peer_key_files import make_key, make_list
 from running_listener import Running, free_port
 from toy import with_halves
 
-from fedcomp.clients.edge.node_config import PEER_ADDRESS, PEER_STORE
+from fedcomp.clients.edge.node_config import PEER_ADDRESS, PEER_KEY, PEER_KEYS, PEER_STORE
 from fedcomp.clients.gossip import gossip_node
 from fedcomp.clients.gossip_links import GOSSIP
 from fedcomp.coding.parcels import MemoryStore
@@ -302,6 +303,64 @@ def test_an_edge_whose_link_fails_goes_through_the_server_and_is_tried_again_lat
     assert f"not tried again before round {1 + REST_ROUNDS}; in round 1: peer tcp://" in told[2][0]
     direct = {"0>1", "0>3", "1>2", "2>1", "2>3", "3>2"}
     assert [set(section.link_bytes) for section in sections(relay)] == [direct] * rounds
+
+
+@pytest.mark.long
+def test_pairs_that_prove_who_they_are_use_their_link_and_all_others_the_sealed_mailbox(tmp_path: Path) -> None:
+    """Vertex 2 has another key than the one that is pinned for it."""
+    keys = {i: make_key(tmp_path / f"node-{i}") for i in (*range(NODES), 9)}
+    listed = make_list(tmp_path / "peers", {i: keys[i] for i in range(NODES)})
+    lying = make_list(tmp_path / "lying", {**{i: keys[i] for i in range(NODES)}, 2: keys[9]})
+    shown = {i: (keys[i], listed) for i in range(NODES)} | {2: (keys[9], lying)}
+    running = {
+        i: Running(tmp_path / f"store-{i}", "--key", str(key), "--peer-keys", str(path))
+        for i, (key, path) in shown.items()
+    }
+
+    def config(partition: int) -> dict:
+        key, path = shown[partition]
+        return {
+            "partition-id": partition,
+            PEER_ADDRESS: running[partition].address,
+            PEER_STORE: str(running[partition].store),
+            PEER_KEY: str(key),
+            PEER_KEYS: str(path),
+        }
+
+    relay, over = peers("choco", ""), MeteredGrid(InProcessGrid(client(), NODES, seed=2, node_config=config))
+    try:
+        run(relay, over)
+    finally:
+        said = {i: there.end()[2] for i, there in running.items()}
+    assert states(over) == states_of(central(made("choco")))
+    for section in list(sections(relay)):
+        assert set(section.link_bytes) - {"2>1", "2>3"} == {"0>1", "0>3", "1>0", "3>0"}
+        assert {reason[:8] for reason in section.events["mailbox"]} == {"edge 1>2", "edge 3>2", "edge 2>1", "edge 2>3"}
+    first = {reason[5:8]: reason for reason in relay.reports[1].gossip.events["mailbox"]}
+    assert "a key that is not in the list of peer keys, not that of partition 2; nothing was sent" in first["1>2"]
+    assert "is this node's key in its list of peer keys?" in first["2>3"]
+    assert "(unlisted key 2)" in said[1]
+    assert "(unlisted key 2)" in said[3]
+    assert said[0] == ""
+    # Both saw who it is and left without a word.
+    assert "(broken off 2)" in said[2]
+
+
+def test_a_node_told_to_secure_its_links_sends_nothing_in_the_clear(tmp_path: Path) -> None:
+    """Its key file is gone: an error that says so, and no link without it."""
+
+    def config(partition: int) -> dict:
+        own = {"partition-id": partition, PEER_ADDRESS: f"tcp://127.0.0.1:{9100 + partition}"}
+        return own | {
+            PEER_STORE: str(tmp_path / "s"),
+            PEER_KEY: str(tmp_path / "gone"),
+            PEER_KEYS: str(tmp_path / "no"),
+        }
+
+    relay = peers("sgp", "", nodes=NODES, patience=1)
+    with pytest.raises(StateError, match="no node is left"):
+        run(relay, MeteredGrid(InProcessGrid(client(), NODES, seed=2, node_config=config)))
+    assert "the list of peer keys" in relay.reports[1].gossip.events["unknown"][0]
 
 
 # What a node may not say.

@@ -13,6 +13,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509 import verification
 
+from fedcomp.coding.peertls import PeerKeys, PeerTls
 from fedcomp.errors import ConfigError
 from fedcomp.experiments.program import main as fedcomp
 from fedcomp.experiments.security.certificates import CA_DAYS, Folder, add_nodes, create, read, renew
@@ -152,3 +153,19 @@ def test_the_command_says_when_certificates_end_and_what_is_next(tmp_path, capsy
     with pytest.raises(SystemExit) as wrong:
         fedcomp(["certificates", where, "--nodes", "1"])
     assert wrong.value.code == 2
+
+
+def test_the_list_for_links_between_nodes_has_every_key_that_is_there_and_no_other(tmp_path, capsys):
+    where = tmp_path / "keys"
+    assert fedcomp(["certificates", str(where), "--host", "links.example", "--nodes", "3"]) == 0
+    folder = Folder(where)
+    assert str(folder.peers) in capsys.readouterr().out
+    keys = PeerKeys.read(folder.peers)
+    assert keys.by_partition.keys() == {0, 1, 2}
+    for node in range(3):
+        assert PeerTls(folder.nodes / f"node-{node}", keys).partition == node
+    # A lost device: its public key goes, and the list is written again.
+    (folder.nodes / "node-1.pub").unlink()
+    assert fedcomp(["certificates", str(where), "--add-nodes", "1"]) == 0
+    assert PeerKeys.read(folder.peers).by_partition.keys() == {0, 2, 3}
+    assert sorted(path.name for path in where.iterdir() if "new" in path.name) == []
