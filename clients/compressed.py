@@ -36,7 +36,7 @@ from fedcomp.flower.logs import log
 from fedcomp.flower.payload import NODE_RECORD, put_frame
 from fedcomp.flower.protocol import EXACT, RESYNC, STALE, UPDATE, refusal
 from fedcomp.flower.records import to_arrays
-from fedcomp.flower.state import StaleMessage, Uplink
+from fedcomp.flower.state import StaleMessage, Uplink, asked_of
 from fedcomp.layout import Layout, Update, policy_from_config
 from fedcomp.privacy.local import asks_for_noise, privatised
 from fedcomp.rng import Key
@@ -96,6 +96,7 @@ def _handle(
     padded = wants_padding(msg.content) and not noised
     layout: Layout | None = None
     uplink: Uplink | None = None
+    asked = b""
     before: dict[str, NDArray[Any]] = {}
     if codec is not None or private:
         before = to_arrays(record, copy=False)
@@ -105,9 +106,16 @@ def _handle(
     # Whatever starts with a state keeps it: memory of what was not sent, or adaptation to what was seen.
     if codec is not None and layout is not None and codec.init(layout):
         try:
-            uplink = Uplink.begin(context, announcement, codec, layout)
+            asked = asked_of(announcement, before)
+            uplink = Uplink.begin(context, announcement, codec, layout, asked)
         except StaleMessage as error:
             return refusal(msg, f"{STALE}: {error}")
+        if uplink.repeated:
+            log.info("round %d: answered before the server was restarted, and answered so again", announcement.round)
+            content = uplink.repeat(context, announcement, replica)
+            if replica is not None:
+                replica.save(context)
+            return Message(content, reply_to=msg)
         if uplink.redelivery is not None:
             # Already trained for this message: the frame that may have been consumed is the one to send again.
             return Message(uplink.redelivery, reply_to=msg)
@@ -157,7 +165,7 @@ def _handle(
                 put_frame(content, EXACT, exact)
             # As the last acts, after everything that can fail: with an exception in between the memory is as it was.
             if uplink is not None:
-                uplink.commit(context, state, announcement, codec, layout, content)
+                uplink.commit(context, state, announcement, codec, layout, content, asked)
         if replica is not None:
             replica.save(context)
         reply.content = content

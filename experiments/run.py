@@ -48,7 +48,7 @@ from fedcomp.experiments.two_runs import compare
 from fedcomp.flower.offline import go_offline
 
 DEFAULT = "quickstart"
-RESUMABLE = frozenset({"inprocess"})
+RESUMABLE = frozenset({"inprocess", "superlink"})
 """Engines that continue an unfinished row where it stopped; on the others such a row starts again."""
 
 
@@ -103,6 +103,9 @@ class Request:
         Path | None,
         typer.Option(metavar="DIR", help="Keep what clients remember in files there, in process.", show_default=False),
     ] = None
+    checkpoint_every: Annotated[
+        int | None, typer.Option(metavar="K", help="Rounds between two checkpoints.", show_default="1")
+    ] = None
     rounds: Annotated[int | None, typer.Option(help="Rounds of training.", show_default="the experiment's")] = None
     clients: Annotated[int | None, typer.Option(help="Number of clients.", show_default="the experiment's")] = None
     seed: Annotated[int | None, typer.Option(help="Seed of every random decision.", show_default="0")] = None
@@ -136,7 +139,7 @@ class Request:
     @property
     def places(self) -> dict[str, Any]:
         """Where a run takes place: options of :func:`fedcomp.experiments.engines.run`."""
-        return {"ray_address": self.ray_address, "client_states": self.client_states}
+        return {name: getattr(self, name) for name in ("ray_address", "client_states", "checkpoint_every")}
 
     def configure(self, experiment: Experiment, stored: Config | None = None) -> Config:
         """Return what is asked of an experiment; what is not given is the experiment's, or that of a ``stored`` run."""

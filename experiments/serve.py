@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
 
+from fedcomp import params
 from fedcomp.errors import ConfigError
 from fedcomp.experiments.federation import Cohorts, wait_for_nodes
 from fedcomp.experiments.spec import PRIVACY_FILE, RoundRecord, RunResult, RunSpec, Scalar
@@ -55,6 +56,7 @@ def serve(
     *,
     on_round: OnRound | None = None,
     checkpoint: Path | None = None,
+    checkpoint_every: int | None = None,
     privacy: Path | None = None,
 ) -> RunResult:
     """Run ``spec`` over ``grid`` and return what came out.
@@ -67,7 +69,12 @@ def serve(
     on_round : callable, optional
         Called with each new round's record, round 0 (the initial model) first.
     checkpoint : Path, optional
-        A file: the run continues from it when it exists, and replaces it after each round. In-process engine only.
+        A file: the run continues from it when it exists, and replaces it as it goes. The in-process engine's holds the
+        clients, too; elsewhere they have to keep their own state (:mod:`fedcomp.clients.kept`).
+    checkpoint_every : int, optional
+        Rounds between two checkpoints, default 1; there is one after the last round in any case. Where clients keep
+        their own state, what they sent in the rounds that are made again is lost if it was acknowledged: only with 1 do
+        clients that remember what they did not send go on exactly.
     privacy : Path, optional
         The file in which a private system keeps what it released: an event is in it before its noisy value exists, and
         what is in it already was paid. Default: :data:`fedcomp.experiments.spec.PRIVACY_FILE` beside the checkpoint;
@@ -76,7 +83,7 @@ def serve(
     Raises
     ------
     ConfigError
-        When the spec cannot run, or the checkpoint belongs to another run.
+        When the spec cannot run, the checkpoint belongs to another run, or ``checkpoint_every`` is less than 1.
     NodesMissing
         When fewer nodes than clients are online after the setting ``start_timeout``.
     """
@@ -91,7 +98,8 @@ def serve(
     metered = MeteredGrid(grid)
     if privacy is None and checkpoint is not None:
         privacy = checkpoint.with_name(PRIVACY_FILE)
-    run = _Run(spec, settings, task, strategy, metered, on_round, checkpoint, privacy)
+    every = params.integer("checkpoint_every", 1 if checkpoint_every is None else checkpoint_every, low=1)
+    run = _Run(spec, settings, task, strategy, metered, on_round, checkpoint, privacy, every)
     try:
         notes = run.execute()
     finally:
@@ -129,6 +137,7 @@ class _Run:
     on_round: OnRound | None
     checkpoint: Path | None
     privacy: Path | None
+    checkpoint_every: int
     records: list[RoundRecord] = field(default_factory=list)
     arrays: ArrayRecord = field(default_factory=ArrayRecord)
     seconds_before: float = 0.0
@@ -145,8 +154,10 @@ class _Run:
 
     def execute(self) -> dict[str, Any]:
         """Run all rounds that are still to do; return the notes."""
-        if self.checkpoint is not None and in_process(self.grid) is None:
-            raise ConfigError("only the in-process engine can be resumed: elsewhere client state cannot be stored")
+        self._unkept = "" if in_process(self.grid) is not None else checkpoints.together(self.strategy)
+        if self.checkpoint is not None and self._unkept:
+            log.warning("no checkpoint is made: %s", self._unkept)
+            self.checkpoint = None
         link = str(self.settings["link"])
         self._clock = _Clock(self.grid, parse_link(link) if link else None)
         self._started = time.perf_counter()
@@ -260,7 +271,8 @@ class _Run:
         self.arrays = arrays
         self._record(server_round, outcome)
         # Saved before it is reported: a crash in between loses the report, and the checkpoint holds the record.
-        if self.checkpoint is not None:
+        last = server_round == self.spec.rounds or over(self.strategy, server_round + 1)
+        if self.checkpoint is not None and (last or server_round % self.checkpoint_every == 0):
             self._save(self.checkpoint, server_round)
         # Records whose bytes are not known yet wait for the first that has some: a 0 would say that nobody was drawn.
         if self._each or not self.withheld:
@@ -375,6 +387,7 @@ class _Run:
             "task": self.task.record(),
             "settings": dict(self.settings),
             "versions": {name: importlib.metadata.version(name) for name in packages},
+            **({"no_checkpoint": self._unkept} if self._unkept else {}),
             **self._spent(),
             **self._promised(),
             **({} if self.withheld else self.grid.ledger.summary()),
@@ -413,14 +426,8 @@ class _Run:
         )
 
     def _restore(self, path: Path) -> tuple[Any, int]:
-        found = checkpoints.load(path)
-        asked = RunSpec.from_run_config(found.extra["spec"])
-        if _lasting(asked) != _lasting(self.spec):
-            raise ConfigError(
-                f"the checkpoint {path} was left by {asked.to_run_config()}, not by {self.spec.to_run_config()}; "
-                "resume with the same specification, or remove the file to start again"
-            )
-        found.apply(self.strategy, self.grid)
+        read_checkpoint(path, self.spec)
+        found = checkpoints.resume(path, self.strategy, self.grid)
         self.records = [RoundRecord.from_json(record) for record in found.extra["records"]]
         for record in self.records[1:] if self.withheld else ():
             self._see(record.round)
@@ -431,6 +438,26 @@ class _Run:
         self.arrays = found.arrays
         self._clock.restart()
         return found.result, found.server_round + 1
+
+
+def read_checkpoint(path: Path, spec: RunSpec) -> checkpoints.Checkpoint:
+    """Return the checkpoint that a run of ``spec`` left at ``path``.
+
+    Raises
+    ------
+    CheckpointError
+        When it cannot be read.
+    ConfigError
+        When another run left it.
+    """
+    found = checkpoints.load(path)
+    asked = RunSpec.from_run_config(found.extra["spec"])
+    if _lasting(asked) != _lasting(spec):
+        raise ConfigError(
+            f"the checkpoint {path} was left by {asked.to_run_config()}, not by {spec.to_run_config()}; "
+            "resume with the same specification, or remove the file to start again"
+        )
+    return found
 
 
 def _lasting(spec: RunSpec) -> RunSpec:

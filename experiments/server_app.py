@@ -22,6 +22,13 @@ from fedcomp.privacy.statement import Statement
 
 log = logging.getLogger("flwr")
 
+CHECKPOINT_KEY = "checkpoint"
+"""Run-configuration key: absolute path of the file from which the run continues, and in which it leaves its state;
+empty for none."""
+
+CHECKPOINT_EVERY_KEY = "checkpoint_every"
+"""Run-configuration key: rounds between two checkpoints."""
+
 OUT_KEY = "out"
 """Run-configuration key: absolute path of the folder that receives the result; empty prints it instead."""
 
@@ -35,6 +42,7 @@ def build(
     *,
     on_round: Callable[[RoundRecord], object] | None = None,
     checkpoint: Path | None = None,
+    checkpoint_every: int | None = None,
     privacy: Path | None = None,
     deliver: Callable[[RunResult], object] | None = None,
 ) -> ServerApp:
@@ -47,7 +55,9 @@ def build(
     on_round : callable, optional
         Called with each round's record as soon as it is complete.
     checkpoint : Path, optional
-        File from which the run continues and in which it leaves its state after each round.
+        File from which the run continues and in which it leaves its state; default: what the run configuration says.
+    checkpoint_every : int, optional
+        Rounds between two checkpoints; likewise.
     privacy : Path, optional
         File in which a private system keeps what it released; default: what the run configuration says.
     deliver : callable, optional
@@ -58,13 +68,21 @@ def build(
     @server.main()
     def main(grid: Grid, context: Context) -> None:
         config = dict(context.run_config)
-        folder, kept = _path(config, OUT_KEY), _path(config, PRIVACY_KEY)
+        folder, kept, state = _path(config, OUT_KEY), _path(config, PRIVACY_KEY), _path(config, CHECKPOINT_KEY)
+        every = config.pop(CHECKPOINT_EVERY_KEY, None)
         asked = RunSpec.from_run_config(config) if spec is None else spec
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
         ledger = privacy or kept or (None if folder is None else folder / PRIVACY_FILE)
         records = on_round if folder is None else _recorder(folder, on_round)
-        result = serve(asked, grid, on_round=records, checkpoint=checkpoint, privacy=ledger)
+        result = serve(
+            asked,
+            grid,
+            on_round=records,
+            checkpoint=checkpoint or state,
+            checkpoint_every=every if checkpoint_every is None else checkpoint_every,
+            privacy=ledger,
+        )
         if deliver is not None:
             deliver(result)
         elif folder is not None:

@@ -36,10 +36,15 @@ def next_epoch(number: int) -> int:
     >>> hex(next_epoch(5)), hex(next_epoch(next_epoch(5) + 7))
     ('0x100000000', '0x200000000')
     """
-    epoch = (number >> _EPOCH_BITS) + 1
+    epoch = epoch_of(number) + 1
     if epoch >= _EPOCHS:
         raise StateError(f"the numbers of this state are used up after {epoch} restarts; start a new run")
     return epoch << _EPOCH_BITS
+
+
+def epoch_of(number: int) -> int:
+    """Return how many restarts came before a number was used."""
+    return number >> _EPOCH_BITS
 
 
 def within_epoch(number: int) -> int:

@@ -29,6 +29,7 @@ def run(
     *,
     on_round: Callable[[RoundRecord], object] | None = None,
     checkpoint: Path | None = None,
+    checkpoint_every: int | None = None,
     privacy: Path | None = None,
     ray_address: str | None = None,
     client_states: Path | None = None,
@@ -42,8 +43,11 @@ def run(
         Called with each round's record when it is complete, round 0 (the initial model) first. It may be called from
         another thread. Rounds restored from a checkpoint are not repeated.
     checkpoint : Path, optional
-        A file: when it exists the run continues from it, and it is replaced after each round. Only the in-process
-        engine can do this; the others raise :class:`ConfigError`.
+        A file: when it exists the run continues from it, and it is replaced as the run goes on. On the engine
+        ``superlink`` the nodes keep their state in a folder beside it, called as the file with ``.nodes`` behind. The
+        engine ``ray`` cannot do this and raises :class:`ConfigError`.
+    checkpoint_every : int, optional
+        Rounds between two checkpoints, default 1; see :func:`fedcomp.experiments.serve.serve`.
     privacy : Path, optional
         The file in which a private system keeps what it released, on any engine; see
         :func:`fedcomp.experiments.serve.serve`.
@@ -69,13 +73,14 @@ def run(
     # Each engine has what all have, and what is its own.
     given: dict[str, dict[str, Any]] = {
         "ray": {"ray_address": ray_address},
-        "inprocess": {"client_states": client_states},
+        "inprocess": {"client_states": client_states, "checkpoint_every": checkpoint_every},
+        "superlink": {"checkpoint_every": checkpoint_every},
     }
+    own = given[spec.engine]
     for engine_name, options in given.items():
         for name, value in options.items():
-            if value is not None and spec.engine != engine_name:
+            if value is not None and name not in own:
                 raise ConfigError(f"{name} is for engine={engine_name}; this run is on engine={spec.engine}")
     engine = importlib.import_module(f"fedcomp.experiments.engines.{spec.engine}")
-    own = given.get(spec.engine, {})
     result: RunResult = engine.run(spec, on_round=on_round, checkpoint=checkpoint, privacy=privacy, **own)
     return result

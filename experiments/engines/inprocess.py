@@ -1,6 +1,6 @@
 """The default engine: server and clients in this process, one after the other, every message really serialised.
 
-The only engine that can be resumed, because it alone holds the clients' state, and the only one with a virtual clock.
+Its checkpoints hold the clients' states, too, and it is the only engine with a virtual clock.
 """
 
 from __future__ import annotations
@@ -23,13 +23,20 @@ def run(
     *,
     on_round: Callable[[RoundRecord], object] | None = None,
     checkpoint: Path | None = None,
+    checkpoint_every: int | None = None,
     privacy: Path | None = None,
     client_states: Path | None = None,
 ) -> RunResult:
     """Run ``spec`` in this process. See :func:`fedcomp.experiments.engines.run`."""
     link = str(get_system(spec.system).resolve(spec.settings)["link"])
     results: list[RunResult] = []
-    server = server_app.build(on_round=on_round, checkpoint=checkpoint, privacy=privacy, deliver=results.append)
+    server = server_app.build(
+        on_round=on_round,
+        checkpoint=checkpoint,
+        checkpoint_every=checkpoint_every,
+        privacy=privacy,
+        deliver=results.append,
+    )
     links = parse_link(link) if link else None
     if client_states is not None:
         client_states.mkdir(parents=True, exist_ok=True)

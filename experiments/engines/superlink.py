@@ -31,6 +31,8 @@ from fedcomp.experiments.engines.processes import (
     tail,
     wait_for_port,
 )
+from fedcomp.experiments.serve import read_checkpoint
+from fedcomp.experiments.server_app import CHECKPOINT_EVERY_KEY, CHECKPOINT_KEY, OUT_KEY, PRIVACY_KEY
 from fedcomp.experiments.spec import (
     RESULT_FILE,
     ROUNDS_FILE,
@@ -65,6 +67,9 @@ class Deployment:
         Give every node a listener of its own, so that the nodes can send to each other without the server.
     keep : bool
         Leave the folder with homes and logs behind, for looking at.
+    states : Path, optional
+        Absolute path of a folder in which every node keeps what its clients remember, in one of its own; it stays when
+        the deployment ends, and a later one's nodes go on from there. Default: they forget it.
 
     Raises
     ------
@@ -72,7 +77,7 @@ class Deployment:
         When a process does not start or dies; the message ends with the tail of its log.
     """
 
-    def __init__(self, nodes: int, *, peers: bool = False, keep: bool = False) -> None:
+    def __init__(self, nodes: int, *, peers: bool = False, keep: bool = False, states: Path | None = None) -> None:
         if not 1 <= nodes <= MAX_NODES:
             raise ConfigError(
                 f"a loopback deployment starts one operating-system process per client: clients={nodes} is outside "
@@ -84,6 +89,7 @@ class Deployment:
             )
         self.nodes = nodes
         self.peers = peers
+        self.states = states
         self.host = "127.0.0.1"
         self.children: list[Child] = []
         self._killed: set[int] = set()
@@ -137,6 +143,8 @@ class Deployment:
     def _launch_node(self, node: int) -> Child:
         arguments = ["--insecure", "--superlink", self.address, "--port", str(self._node_ports[node])]
         arguments += ["--partition", str(node), "--of", str(self.nodes)]
+        if self.states is not None:
+            arguments += ["--state-dir", str(self.states / str(node))]
         if not self.peers:
             return self._launch(f"SuperNode {node}", f"node-{node}", self.node_command(arguments))
         # The entry point itself, which starts the listener as well.
@@ -209,6 +217,18 @@ class Deployment:
         self.children[1 + node] = self.children.pop()
         self._killed.discard(node)
         self._wait_for(self._node_ports[node], child)
+
+    def kill_server_app(self) -> list[int]:
+        """Kill the processes of the server's app with SIGKILL, the SuperLink's alone stay; return their ids.
+
+        :meth:`run_app` with the same configuration, the key ``checkpoint`` among it, continues the run.
+        """
+        found = processes_with("FLWR_HOME", str(self.home("superlink")))
+        killed = sorted(pid for pid, line in found.items() if "flwr-serverapp" in line)
+        for pid in killed:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return killed
 
     def pause(self, node: int) -> list[int]:
         """Stop every process of ``node`` with SIGSTOP, as a suspended machine would; return their ids."""
@@ -339,23 +359,36 @@ def run(
     *,
     on_round: Callable[[RoundRecord], object] | None = None,
     checkpoint: Path | None = None,
+    checkpoint_every: int | None = None,
     privacy: Path | None = None,
 ) -> RunResult:
-    """Run ``spec`` on a fresh loopback deployment. See :func:`fedcomp.experiments.engines.run`."""
+    """Run ``spec`` on a fresh loopback deployment. See :func:`fedcomp.experiments.engines.run`.
+
+    A run that was killed, or whose SuperLink, server app or nodes were, goes on with the same ``checkpoint``: Flower
+    knows neither the run nor the nodes then, but the server has its state in that file, and the nodes have theirs in a
+    folder beside it, by the server's session and their partition.
+    """
+    places: dict[str, Scalar] = {}
+    states, before = None, 0.0
     if checkpoint is not None:
-        raise ConfigError(
-            "the superlink engine cannot be resumed: SuperNodes forget their state between runs; use engine=inprocess"
-        )
+        checkpoint = checkpoint.absolute()
+        states = checkpoint.with_name(f"{checkpoint.name}.nodes")
+        if checkpoint.exists():
+            before = float(read_checkpoint(checkpoint, spec).extra["seconds"])
+        elif states.exists():
+            # Of a run that made no checkpoint, and begins again.
+            shutil.rmtree(states)
+        places = {CHECKPOINT_KEY: str(checkpoint), CHECKPOINT_EVERY_KEY: checkpoint_every or 1}
     started = time.perf_counter()
     limit = 120.0 + 60.0 * spec.rounds
     # Where clients send to each other they do so over TCP here, and nowhere else.
     peers = get_system(spec.system).resolve(spec.settings).get("transport") == "peers"
-    with sigterm_raises(), Deployment(spec.clients, peers=peers) as deployment:
+    with sigterm_raises(), Deployment(spec.clients, peers=peers, states=states) as deployment:
         out = deployment.home("out")
         follow = _Follower(out / ROUNDS_FILE, on_round)
         # The server app runs in a process of its own, on this machine.
         kept = "" if privacy is None else str(privacy.absolute())
-        config = {**spec.to_run_config(), "out": str(out), "privacy": kept}
+        config = {**spec.to_run_config(), OUT_KEY: str(out), PRIVACY_KEY: kept, **places}
         log = deployment.run_app(config, limit=limit, watch=follow)
         # Rounds may have been written since the last look.
         follow()
@@ -367,7 +400,7 @@ def run(
             )
         result = RunResult.load(out)
         result.notes["flower_run"] = deployment.runs()[0]
-    return replace(result, seconds=time.perf_counter() - started)
+    return replace(result, seconds=before + time.perf_counter() - started)
 
 
 class _Follower:

@@ -3,7 +3,9 @@
 A reply can be lost after the client has updated its memory. Without care the mass of that payload is gone for ever. So
 the client keeps its last reply as *pending* until a later message acknowledges its sequence number; a message that does
 not is a negative acknowledgement and puts the mass back. A message that arrives twice gets the stored reply again, so
-that what the server consumes and what the client remembers are the same frame.
+that what the server consumes and what the client remembers are the same frame. So does one that a restarted server sends
+in place of a message whose reply it forgot: the same round, on the same model. The client has trained for it already,
+and training again would put its update into the memory twice.
 
 Everything lives in Flower's ``context.state``, is read without being modified, and is written once, as the last act
 before a handler returns: an exception in between leaves the state as it was on every engine.
@@ -11,21 +13,24 @@ before a handler returns: an exception in between leaves the state as it was on 
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Final
 
-from flwr.app import ArrayRecord, Context, RecordDict
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Context, RecordDict
 from numpy.typing import NDArray
 
 from fedcomp.codecs import Codec, State, get_codec
 from fedcomp.errors import FedcompError, StateError
-from fedcomp.flower.payload import take_frame
+from fedcomp.flower.payload import NODE_RECORD, take_frame
 from fedcomp.flower.protocol import UPDATE, Announcement
 from fedcomp.flower.records import to_arrays, to_record
 from fedcomp.flower.schema import Data, Document, Int, Schema, SchemaError, Text
 from fedcomp.layout import Layout
+from fedcomp.stateful import epoch_of
 
 _MEMORY: Final = "fedcomp.uplink.memory"
 _PENDING: Final = "fedcomp.uplink.reply/"
@@ -50,6 +55,8 @@ class UplinkRecord(Schema, key="fedcomp.uplink"):
         What made the last frame.
     lineage : str
         See :func:`lineage`.
+    asked : bytes
+        Names what the message answered last asked for (:func:`asked_of`); empty where that is not known.
     """
 
     generation: Annotated[int, Int()]
@@ -58,6 +65,7 @@ class UplinkRecord(Schema, key="fedcomp.uplink"):
     codec: Annotated[Mapping[str, Any], Document(1 << 16)]
     lineage: Annotated[str, Text(1 << 16)]
     layout: Annotated[bytes, Data(256)]
+    asked: Annotated[bytes, Data(64)] = b""
 
 
 @dataclass(frozen=True)
@@ -79,6 +87,8 @@ class Uplink:
         The sequence number of the message that created this memory: another number means the memory was lost.
     redelivery : RecordDict or None
         The stored reply when this very message was already answered; it must be sent again as it is.
+    repeated : bool
+        Whether it answered a message in whose place a restarted server has sent this one: see :meth:`repeat`.
     rolled_back, fresh : bool
         What happened to the memory, for the reply's header.
     """
@@ -86,12 +96,17 @@ class Uplink:
     state: State
     generation: int
     redelivery: RecordDict | None = None
+    repeated: bool = False
     rolled_back: bool = False
     fresh: bool = False
 
     @classmethod
-    def begin(cls, context: Context, announcement: Announcement, codec: Codec, layout: Layout) -> Uplink:
+    def begin(
+        cls, context: Context, announcement: Announcement, codec: Codec, layout: Layout, asked: bytes = b""
+    ) -> Uplink:
         """Read the memory from ``context`` and settle its pending reply. Modifies nothing.
+
+        ``asked`` is :func:`asked_of` the message, for clients whose training is one exchange.
 
         Raises
         ------
@@ -127,6 +142,9 @@ class Uplink:
             return fresh
         # Both numbers: an acknowledgement of a memory that was lost since says nothing of the one that followed it.
         lost = not (pending == announcement.acknowledged and generation == announcement.generation)
+        restarted = epoch_of(announcement.sequence) > epoch_of(pending)
+        if lost and restarted and asked and meta.asked == asked:
+            return cls({}, generation, redelivery=reply, repeated=True)
         try:
             if lost:
                 # With the codec that made the frame: the server may announce other parameters by now.
@@ -145,6 +163,7 @@ class Uplink:
         codec: Codec,
         layout: Layout,
         reply: RecordDict,
+        asked: bytes = b"",
     ) -> None:
         """Write the memory after encoding and keep ``reply`` until it is acknowledged."""
         store = context.state
@@ -164,7 +183,22 @@ class Uplink:
             config,
             lineage(config),
             layout.digest,
+            asked,
         ).put(store)
+
+    def repeat(self, context: Context, announcement: Announcement, replica: Replica | None) -> RecordDict:
+        """Return the stored reply as one to a restarted server's message, under whose number it is kept from now on."""
+        assert self.redelivery is not None
+        header = self.redelivery[NODE_RECORD]
+        assert isinstance(header, ConfigRecord)
+        version = {} if replica is None else {"version": replica.version}
+        content = RecordDict(dict(self.redelivery.items()))
+        content[NODE_RECORD] = ConfigRecord({**header, "sequence": announcement.sequence, **version})
+        context.state[_PENDING + NODE_RECORD] = content[NODE_RECORD]
+        meta = UplinkRecord.find(context.state)
+        assert meta is not None
+        replace(meta, pending=announcement.sequence).put(context.state)
+        return content
 
 
 def remembered(context: Context, name: str) -> NDArray[Any] | None:
@@ -195,6 +229,21 @@ def _fitted(state: State, initial: State) -> State:
             raise StateError(f"memory {name!r} has shape {state[name].shape}, the codec needs {array.shape}")
     # What is stored wins; the initial value only fills in arrays that the former parameters did not need.
     return {**initial, **state}
+
+
+def asked_of(announcement: Announcement, model: Mapping[str, NDArray[Any]]) -> bytes:
+    """Return a name of what a training message asks for: the same for equal models in one round of one seed.
+
+    The model is what the node trains from, in whichever form it travelled.
+    """
+    name = hashlib.blake2b(digest_size=16)
+    own = [announcement.round, announcement.seed, announcement.codec, announcement.policy]
+    name.update(json.dumps(own, sort_keys=True).encode())
+    for key, array in model.items():
+        name.update(f"{key}:{array.dtype.str}:{array.shape}".encode())
+        # As bytes: not every dtype can be shown as a buffer.
+        name.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    return name.digest()
 
 
 # Made once: json.dumps() would make one for each text.

@@ -124,7 +124,7 @@ def test_nodes_get_links_to_each_other_where_the_system_uses_them(system, linked
     class Stop(Exception):
         pass
 
-    def started(nodes, *, peers):
+    def started(nodes, *, peers, states):
         asked.append((nodes, peers))
         raise Stop
 

@@ -136,10 +136,11 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
         engines.run(dataclasses.replace(spec, seed=1), checkpoint=file)
 
 
-@pytest.mark.parametrize("engine", ["ray", "superlink"])
-def test_engines_that_cannot_resume_say_so_before_starting_anything(engine, tmp_path):
+def test_an_engine_that_cannot_resume_says_so_before_starting_anything(tmp_path):
     with pytest.raises(ConfigError, match="cannot be resumed"):
-        engines.run(RunSpec("topk", engine=engine, clients=2), checkpoint=tmp_path / "checkpoint")
+        engines.run(RunSpec("topk", engine="ray", clients=2), checkpoint=tmp_path / "checkpoint")
+    with pytest.raises(ConfigError, match="checkpoint_every is for engine="):
+        engines.run(RunSpec("topk", engine="ray", clients=2), checkpoint_every=2)
 
 
 def test_too_many_supernodes_are_refused():

@@ -63,8 +63,9 @@ def test_the_run_configuration_of_the_bundle_is_complete():
 
     project = tomllib.loads((APP / "pyproject.toml").read_text())
     config = project["tool"]["flwr"]["app"]["config"]
+    places = {"out", "privacy", "checkpoint", "checkpoint_every"}
     # Flower refuses overrides of keys that are missing here, and the superlink engine overrides all of them.
-    assert set(config) == {*RunSpec().to_run_config(), "out", "privacy"}
-    config.pop("out")
-    config.pop("privacy")
+    assert set(config) == {*RunSpec().to_run_config(), *places}
+    for place in places:
+        config.pop(place)
     check(RunSpec.from_run_config(config))
