@@ -1,4 +1,4 @@
-"""The nodes of a run: waiting for them, calling the roll, and drawing cohorts that can be drawn again.
+"""The nodes of a run: waiting for them, and drawing cohorts that can be drawn again; who they are, the roll knows.
 
 Flower's strategies sample nodes with the process's global random generator from ids that are new in every run. Here the
 server decides who takes part, by partition, and shows a strategy only those nodes.
@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final
+from typing import Any, Final
 
-from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app import ConfigRecord, Message
 from flwr.serverapp import Grid
 
 from fedcomp.errors import ConfigError, FedcompError
-from fedcomp.flower.metered import MeteredGrid, addressed
-from fedcomp.flower.payload import take_node
+from fedcomp.experiments.roll import Roll
+from fedcomp.flower.metered import MeteredGrid
+from fedcomp.flower.pipeline import arrived, now
+from fedcomp.flower.privacy import is_secret
 from fedcomp.flower.wrapper import GridWrapper
 from fedcomp.rng import Key
+from fedcomp.strategies.deadlines import Deadline
 
 POLL_SECONDS: Final = 0.2
-ROLL_CALL_SECONDS: Final = 120.0
 
 
 class NodesMissing(FedcompError, RuntimeError):
@@ -60,9 +62,14 @@ class Cohorts(GridWrapper):
         Shares of the clients that train and that evaluate in a round, rounded down, at least one.
     query : ConfigRecord
         Configuration sent with the roll call.
+    deadline : callable, optional
+        Makes a :class:`Deadline` for each type of message: exchanges then end by the clients' own past times. A reply
+        that did not come counts with the time it was waited for. Not in rounds whose participants are secret.
 
     Attributes
     ----------
+    roll : Roll
+        Who the nodes are.
     replies, failures : int
         Of the current round's training messages: replies with content; errors and messages without a reply.
     reasons : list of str
@@ -73,12 +80,9 @@ class Cohorts(GridWrapper):
     The client of partition p takes part in round t when the 64-bit word of the key (seed, purpose, t, p) is among the
     smallest, so a cohort depends on nothing but these numbers and on who is online. Partition ids are learnt by a roll
     call of ``query`` messages, which the ledger counts like any other; with everybody taking part none is needed.
-
-    Once a run has begun no newcomer can end it: one that claims a partition which a node online holds, or none of the
-    run's, is not shown.
     """
 
-    inner: MeteredGrid
+    inner: Roll
 
     def __init__(
         self,
@@ -89,20 +93,19 @@ class Cohorts(GridWrapper):
         train: float,
         evaluate: float,
         query: ConfigRecord,
+        deadline: Callable[[], Deadline] | None = None,
     ) -> None:
-        super().__init__(grid)
+        super().__init__(Roll(grid, clients=clients, query=query))
+        self.roll = self.inner
         self.replies = 0
         self.failures = 0
-        self.reasons: list[str] = []
         self._clients = clients
         self._seed = seed
         self._shares = {"train": train, "evaluate": evaluate}
-        self._query = query
-        self._partitions: dict[int, int] = {}
-        self._asked: dict[int, int] = {}
-        self._round = 0
         self._phase = "train"
         self._words: tuple[Key, dict[int, int]] = Key(seed), {}
+        self._deadline = deadline
+        self._deadlines: dict[str, Deadline] = {}
 
     def prepare(self) -> None:
         """Call the roll if cohorts will be drawn, or more nodes are online than there are partitions.
@@ -112,47 +115,54 @@ class Cohorts(GridWrapper):
         ConfigError
             When two nodes hold the same partition.
         """
-        online = list(self.inner.get_node_ids())
+        online = list(self.roll.inner.get_node_ids())
         if self._draws() or len(online) > self._clients:
-            taken = self._call_roll(online)
+            taken = self.roll.prepare(online)
             if taken:
                 raise ConfigError(
                     f"two nodes hold partition {taken[0]}; start each node with a partition-id of its own"
                 )
-            self.reasons = []
+
+    @property
+    def reasons(self) -> list[str]:
+        """Of the current round: what the error replies said, and why newcomers were not taken in."""
+        return self.roll.reasons
 
     @property
     def known(self) -> list[tuple[int, int]]:
-        """The nodes the roll call found, as pairs of node id and partition: what a checkpoint has to keep."""
-        return list(self._partitions.items())
+        """See :attr:`Roll.known`."""
+        return self.roll.known
 
     def recall(self, known: Iterable[tuple[int, int]]) -> None:
-        """Take over :attr:`known` of an interrupted run instead of calling the roll again."""
-        self._partitions = {int(node): int(partition) for node, partition in known}
+        """Take over :attr:`known` of an interrupted run."""
+        self.roll.recall(known)
+
+    def times(self) -> dict[str, Any]:
+        """Return what the deadlines know, as plain data."""
+        return {kind: deadline.state_dict() for kind, deadline in self._deadlines.items()}
+
+    def recall_times(self, times: dict[str, Any]) -> None:
+        """Continue from :meth:`times`."""
+        for kind, state in times.items() if self._deadline is not None else ():
+            self._deadline_of(kind).load_state_dict(state)
 
     @property
     def round(self) -> int:
         """The current round; setting it begins the round's training exchange."""
-        return self._round
+        return self.roll.round
 
     @round.setter
     def round(self, value: int) -> None:
-        self._round = value
         self._phase = "train"
         self.replies = self.failures = 0
-        self.reasons = []
-        self.inner.round = value
+        self.roll.round = value
 
     def get_node_ids(self) -> list[int]:
         """Return the nodes of the current cohort, in partition order."""
-        online = list(self.inner.get_node_ids())
-        if not self._draws() and not self._partitions and len(online) <= self._clients:
+        online = self.roll.get_node_ids(partitions=self._draws())
+        if not self._draws():
             return online
-        # A node that joined, came back or could not answer is asked once a round who it is.
-        unknown = [n for n in online if n not in self._partitions and self._asked.get(n) != self._round]
-        taken = self._call_roll(unknown)
-        self.reasons += [f"a node claims partition {partition}, which another node holds" for partition in taken]
-        present = {self._partitions[n]: n for n in online if n in self._partitions}
+        present = {partition: n for n in online if (partition := self.roll.partition_of(n)) is not None}
         # A share of all clients: a cohort keeps its size while some nodes are away.
         size = max(1, int(self._clients * self._shares[self._phase]))
         words = self._drawn(present)
@@ -161,7 +171,7 @@ class Cohorts(GridWrapper):
 
     def _drawn(self, partitions: Iterable[int]) -> dict[int, int]:
         """Return the random words by which clients are drawn in this round and phase, by partition."""
-        key = Key(self._seed, f"cohort/{self._phase}", self._round)
+        key = Key(self._seed, f"cohort/{self._phase}", self.round)
         # A strategy asks for its nodes several times a round.
         if self._words[0] != key:
             self._words = key, {}
@@ -178,60 +188,43 @@ class Cohorts(GridWrapper):
     ) -> list[Message]:
         """Send to the nodes and count what came of training messages; after them the evaluation cohort is shown."""
         batch = list(messages)
-        replies = list(self.inner.send_and_receive(batch, timeout=timeout, enough=enough))
+        replies = self._timed(batch, timeout, enough)
         trained = sum(message.metadata.message_type.partition(".")[0] == "train" for message in batch)
         if trained:
             good = sum(not reply.has_error() for reply in replies)
-            self.reasons += [str(reply.error.reason) for reply in replies if reply.has_error()]
+            self.roll.reasons += [str(reply.error.reason) for reply in replies if reply.has_error()]
             self.replies += good
             self.failures += trained - good
             self._phase = "evaluate"
         return replies
 
+    def _timed(
+        self, batch: list[Message], timeout: float | None, enough: Callable[[Sequence[Message]], bool] | None
+    ) -> list[Message]:
+        """Send, and wait for no longer than the clients' own past times let expect; learn from what they take now."""
+        if self._deadline is None or timeout is None or any(is_secret(message.content) for message in batch):
+            return self.roll.send_and_receive(batch, timeout=timeout, enough=enough)
+        kinds = sorted({message.metadata.message_type for message in batch})
+        nodes = {kind: [m.metadata.dst_node_id for m in batch if m.metadata.message_type == kind] for kind in kinds}
+        limit = max((self._deadline_of(kind).seconds(nodes[kind], timeout) for kind in kinds), default=timeout)
+        began = now(self)
+        replies = self.roll.send_and_receive(batch, timeout=limit, enough=enough)
+        took = {r.metadata.reply_to_message_id: arrived(self, r) - began for r in replies if not r.has_error()}
+        failed = {r.metadata.reply_to_message_id for r in replies if r.has_error()}
+        for message in batch:
+            meta = message.metadata
+            # An error may come at once, and says nothing of how long training takes; nor does a wait cut short.
+            if meta.message_id not in failed and (meta.message_id in took or enough is None):
+                self._deadlines[meta.message_type].note(meta.dst_node_id, took.get(meta.message_id, limit))
+        return replies
+
+    def _deadline_of(self, kind: str) -> Deadline:
+        assert self._deadline is not None
+        return self._deadlines.setdefault(kind, self._deadline())
+
     def partition_of(self, node_id: int) -> int | None:
         """Return the partition of a node as far as it is known."""
-        known = self.inner.partition_of(node_id)
-        return self._partitions.get(node_id) if known is None else known
+        return self.roll.partition_of(node_id)
 
     def _draws(self) -> bool:
         return any(0.0 < share < 1.0 for share in self._shares.values())
-
-    def _call_roll(self, nodes: list[int]) -> list[int]:
-        """Ask ``nodes`` for their partitions, remember the answers, and return the partitions that were taken already.
-
-        Who is believed is the meter's decision: an engine that knows its nodes' partitions is asked, not they.
-        """
-        taken: list[int] = []
-        if not nodes:
-            return taken
-        content = RecordDict({"config": self._query})
-        messages = [Message(content, node, "query") for node in nodes]
-        self._asked |= dict.fromkeys(nodes, self._round)
-        replies = list(self.inner.send_and_receive(messages, timeout=ROLL_CALL_SECONDS))
-        asked, online = dict(addressed(messages)), set(self.inner.get_node_ids())
-        holders = {partition: node for node, partition in self._partitions.items()}
-        for reply in replies:
-            node = asked[reply.metadata.reply_to_message_id]
-            known = self.inner.partition_of(node)
-            partition = take_node(reply) if known is None else known
-            # Node ids are redrawn in every run, so the reasons do not name them.
-            if reply.has_error():
-                self.reasons.append(f"a node could not answer the roll call: {reply.error.reason}")
-            elif partition is None:
-                self.reasons.append("a node does not say which partition it holds")
-            elif partition >= self._clients:
-                self.reasons.append(f"a node holds partition {partition} of a run with {self._clients} clients")
-            else:
-                other = holders.get(partition)
-                holder = None if other == node else other
-                if known is None or holder in online:
-                    taken.append(partition)
-                else:
-                    if holder is not None:
-                        del self._partitions[holder]
-                    # Where the node was known under another partition that one is free now.
-                    if (former := self._partitions.get(node)) is not None:
-                        holders.pop(former, None)
-                    self._partitions[node] = partition
-                    holders[partition] = node
-        return taken

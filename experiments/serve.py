@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ from fedcomp.flower.privacy import Private, find_private
 from fedcomp.flower.report import Reports, reports_of
 from fedcomp.flower.rounds import RoundOutcome, fit, over
 from fedcomp.privacy.errors import PrivacyLedgerError
+from fedcomp.strategies.deadlines import Deadline
 from fedcomp.strategies.parts import BUDGET, TASK_PREFIX
 from fedcomp.strategies.system import TRAINING
 from fedcomp.timing import parse_link, simulated_seconds
@@ -162,6 +164,7 @@ class _Run:
         self._clock = _Clock(self.grid, parse_link(link) if link else None)
         self._started = time.perf_counter()
         config = client_config(self.spec, self.settings)
+        adaptive = str(self.settings["adaptive_deadline"])
         cohorts = Cohorts(
             self.grid,
             clients=self.spec.clients,
@@ -169,6 +172,7 @@ class _Run:
             train=float(self.settings["fraction"]),
             evaluate=float(self.settings["fraction_evaluate"]),
             query=config,
+            deadline=partial(Deadline.parse, adaptive) if adaptive else None,
         )
         self._cohorts = cohorts
         history, first = None, 1
@@ -183,8 +187,8 @@ class _Run:
                 self._private.open_ledger(self.privacy)
         # The reference point of the first round's duration: waiting for nodes is no part of it.
         if first <= self.spec.rounds:
-            nodes = wait_for_nodes(self.grid, self.spec.clients, float(self.settings["start_timeout"]))
-            self._require_known(nodes)
+            wait_for_nodes(self.grid, self.spec.clients, float(self.settings["start_timeout"]))
+            self._require_known()
         # A resumed run takes the roll from its checkpoint.
         if first == 1 <= self.spec.rounds:
             cohorts.prepare()
@@ -212,7 +216,7 @@ class _Run:
         if self._private is not None:
             self._private.privacy.close()
 
-    def _require_known(self, nodes: list[int]) -> None:
+    def _require_known(self) -> None:
         """Refuse to go on under a participation cap when those who took part come back under other names.
 
         Raises
@@ -223,7 +227,8 @@ class _Run:
         ledger = None if self._private is None else self._private.privacy
         if ledger is None or not ledger.sampling.cap or not ledger.participations:
             return
-        if not set(ledger.participations) & set(nodes):
+        # Under the names that a checkpoint knows them by, if there is one.
+        if not set(ledger.participations) & set(self._cohorts.roll.get_node_ids()):
             raise PrivacyLedgerError(
                 f"the ledger {self.privacy} counts the rounds of {len(ledger.participations)} nodes, none of which is "
                 "online: on this engine nodes get new ids when a run starts again, and a cap on participations cannot "
@@ -354,6 +359,10 @@ class _Run:
             metrics |= report.figures()
         elif self._cohorts.reasons:
             metrics["report.errors_because"] = sorted(set(self._cohorts.reasons))
+        roll = self._cohorts.roll
+        # By partition: node ids mean nothing after a run.
+        found = {"nodes.skipped": roll.skipped, "nodes.returned": sorted(roll.returned)}
+        metrics |= {name: partitions for name, partitions in found.items() if partitions}
         metrics |= self._gossip(server_round)
         if self._private is None:
             return metrics
@@ -415,6 +424,7 @@ class _Run:
             "records": [record.to_json() for record in self.records],
             "seconds": self.seconds_before + time.perf_counter() - self._started,
             "nodes": self._cohorts.known,
+            "times": self._cohorts.times(),
         }
         checkpoints.save(
             path,
@@ -434,6 +444,8 @@ class _Run:
         # Round 0 alone was reported where the bytes of all others are still open.
         self._reported = len(self.records) if self._each or not self.withheld else 1
         self._cohorts.recall(found.extra["nodes"])
+        # Checkpoints that were made before there were deadlines lack them.
+        self._cohorts.recall_times(found.extra.get("times", {}))
         self.seconds_before = float(found.extra["seconds"])
         self.arrays = found.arrays
         self._clock.restart()

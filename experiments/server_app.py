@@ -69,7 +69,7 @@ def build(
     def main(grid: Grid, context: Context) -> None:
         config = dict(context.run_config)
         folder, kept, state = _path(config, OUT_KEY), _path(config, PRIVACY_KEY), _path(config, CHECKPOINT_KEY)
-        every = config.pop(CHECKPOINT_EVERY_KEY, None)
+        every: Any = config.pop(CHECKPOINT_EVERY_KEY, None)
         asked = RunSpec.from_run_config(config) if spec is None else spec
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)

@@ -15,6 +15,7 @@ from fedcomp.experiments.spec import RunSpec
 from fedcomp.strategies import conditional, forward, gradiveq, lgc, pair_systems, power_sgd, shared_support
 from fedcomp.strategies.coded import linear
 from fedcomp.strategies.coded import systems as coded
+from fedcomp.strategies.deadlines import Deadline
 from fedcomp.strategies.gcn import system as gcn
 from fedcomp.strategies.gossip import systems as gossip
 from fedcomp.strategies.parts import TASK_PREFIX, below
@@ -72,6 +73,8 @@ def check(spec: RunSpec) -> None:
     settings = system.resolve(spec.settings)
     if settings["link"]:
         parse_link(str(settings["link"]))
+    if settings["adaptive_deadline"]:
+        Deadline.parse(str(settings["adaptive_deadline"]))
     task = get_task(spec.task, **below(settings, TASK_PREFIX))
     task.assignment(spec.clients)
     asked = system.needs.get("task", "")

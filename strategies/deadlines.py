@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from fedcomp import params
+from fedcomp.errors import ConfigError
 from fedcomp.stateful import Stateful
 
 
@@ -49,6 +50,31 @@ class Deadline(Stateful):
         self.slack = params.number("slack", slack, rule="a finite number >= 1", ok=lambda v: 1.0 <= v < float("inf"))
         self.history = params.integer("history", history, low=1)
         self._times: dict[int, list[float]] = {}
+
+    @classmethod
+    def parse(cls, text: str) -> Deadline:
+        """Return what a setting says: ``auto``, or ``auto:QUANTILE`` or ``auto:QUANTILE:SLACK``.
+
+        Raises
+        ------
+        ConfigError
+            When it says something else.
+
+        Examples
+        --------
+        >>> Deadline.parse("auto:1:2").identity()
+        {'quantile': 1.0, 'slack': 2.0, 'history': 8}
+        """
+        word, *numbers = text.split(":")
+        try:
+            if word != "auto" or len(numbers) > 2:
+                raise ValueError
+            given = dict(zip(("quantile", "slack"), map(float, numbers), strict=False))
+        except ValueError as error:
+            raise ConfigError(
+                f"a deadline of {text!r} is not valid: write 'auto', or with a quantile and slack 'auto:0.9:2'"
+            ) from error
+        return cls(**given)  # type: ignore[arg-type]
 
     def note(self, node: int, seconds: float) -> None:
         """Remember what a client took, from the message being sent to the reply being there."""

@@ -33,6 +33,7 @@ COMMON: Final[Settings] = MappingProxyType(
         "fraction_evaluate": 0.0,
         "evaluate_every": 1,
         "timeout": 3600.0,
+        "adaptive_deadline": "",
         "start_timeout": 120.0,
         "link": "",
         "inner": "fedavg",
@@ -43,7 +44,9 @@ COMMON: Final[Settings] = MappingProxyType(
 ``fraction`` and ``fraction_evaluate`` are the shares of clients that train and evaluate in a round;
 ``evaluate_every`` is the number of rounds between evaluations on the server's test split (the last round always is
 one); ``timeout`` is what a round's exchange may take and ``start_timeout`` how long the server waits for its nodes, in
-seconds; ``link`` is what :func:`fedcomp.timing.parse_link` reads, empty for no simulated time; ``inner`` is one of
+seconds; ``adaptive_deadline`` ends exchanges earlier, by the clients' own past times (``auto``, or
+``auto:QUANTILE:SLACK``, read by :meth:`fedcomp.strategies.deadlines.Deadline.parse`; empty for never); ``link`` is what
+:func:`fedcomp.timing.parse_link` reads, empty for no simulated time; ``inner`` is one of
 :data:`fedcomp.strategies.parts.INNER`.
 """
 

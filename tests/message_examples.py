@@ -188,6 +188,9 @@ EXAMPLES: dict[str, Schema] = {
     ),
     "protocol.Announcement/plain": protocol.Announcement("arrays", 1, 0),
     "state.UplinkRecord": state.UplinkRecord(3, 9, b"session!", {"id": "topk"}, '["topk",{}]', b"digest"),
+    "state.UplinkRecord/asked": state.UplinkRecord(
+        3, 9, b"session!", {"id": "topk"}, '["topk",{}]', b"digest", b"asked"
+    ),
     "state.ReplicaRecord": state.ReplicaRecord(7),
     "folder.KeptRecord": folder.KeptRecord("a", 7),
     "linear.Join": linear.Join(partitions=3, labels=True, peers=True, spool="/tmp/x"),

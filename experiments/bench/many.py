@@ -101,8 +101,8 @@ def rounds_of_many(clients: int, sampled: int, rounds: int) -> dict[str, Any]:
         seconds.append(time.process_time())
 
     with InProcessGrid(_app(), clients) as inner, quiet():
-        share = {"train": sampled / clients, "evaluate": 0.0}
-        grid = Cohorts(MeteredGrid(inner), clients=clients, seed=0, **share, query=ConfigRecord({"x": 1}))
+        query = ConfigRecord({"x": 1})
+        grid = Cohorts(MeteredGrid(inner), clients=clients, seed=0, train=sampled / clients, evaluate=0.0, query=query)
         began = time.process_time()
         grid.prepare()
         called = time.process_time() - began

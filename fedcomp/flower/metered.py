@@ -166,6 +166,10 @@ class Meter(Stateful):
         known = partition_lookup(self._engine)(node_id)
         return self.partitions.get(node_id) if known is None else known
 
+    def release(self, node_id: int) -> None:
+        """Forget which partition a node that is lost was known by, until it says so again: another may hold it now."""
+        self.partitions.pop(node_id, None)
+
     def name_of(self, node_id: int) -> int:
         """Return what a node's rows are under: its partition, its own id while that is not known."""
         partition = self.partition_of(node_id)

@@ -3,9 +3,9 @@
 A reply can be lost after the client has updated its memory. Without care the mass of that payload is gone for ever. So
 the client keeps its last reply as *pending* until a later message acknowledges its sequence number; a message that does
 not is a negative acknowledgement and puts the mass back. A message that arrives twice gets the stored reply again, so
-that what the server consumes and what the client remembers are the same frame. So does one that a restarted server sends
-in place of a message whose reply it forgot: the same round, on the same model. The client has trained for it already,
-and training again would put its update into the memory twice.
+that what the server consumes and what the client remembers are the same frame. So does one that a restarted server
+sends in place of a message whose reply it forgot: the same round, on the same model. The client has trained for it
+already, and training again would put its update into the memory twice.
 
 Everything lives in Flower's ``context.state``, is read without being modified, and is written once, as the last act
 before a handler returns: an exception in between leaves the state as it was on every engine.
@@ -242,7 +242,7 @@ def asked_of(announcement: Announcement, model: Mapping[str, NDArray[Any]]) -> b
     for key, array in model.items():
         name.update(f"{key}:{array.dtype.str}:{array.shape}".encode())
         # As bytes: not every dtype can be shown as a buffer.
-        name.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        name.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     return name.digest()
 
 

@@ -85,9 +85,10 @@ def test_a_run_whose_server_is_killed_in_a_round_goes_on_to_the_same_bits(
     resumed = engines.run(SPEC, on_round=seen.append, checkpoint=checkpoint)
     assert [record.round for record in seen] == [3, 4]
     assert [record.round for record in resumed] == [0, 1, 2, 3, 4]
-    assert bits(resumed) == bits(whole)
     # Nobody began anew, and the node that had answered in vain answered so again.
     assert [record.metrics["report.fresh"] for record in resumed.rounds[1:]] == [2, 0, 0, 0]
     assert [record.metrics["report.rolled_back"] for record in resumed.rounds[1:]] == [0, 0, 0, 0]
+    assert [record.replies for record in resumed] == [0, 2, 2, 2, 2]
+    assert bits(resumed) == bits(whole)
     uplinks = [result.ledger.by("round", "payload", direction="up") for result in (resumed, whole)]
     assert uplinks[0] == uplinks[1]

@@ -57,14 +57,20 @@ def test_a_newcomer_that_claims_a_taken_partition_is_ignored_and_noted(train: fl
         assert set(view.get_node_ids()) <= set(engine.get_node_ids()) - {newcomer}
         assert view.partition_of(newcomer) is None
         assert "a node claims partition 2, which another node holds" in view.reasons
-        # The node it imitates leaves: now there is nobody else to hold the partition.
+        # The node it imitates leaves: nobody else holds the partition, and it is the same node to the run.
+        name = engine.node_id_of(2)
         engine.remove_node(2)
         for server_round in range(3, 12):
             view.round = server_round
-            if newcomer in view.get_node_ids():
+            if name in view.get_node_ids():
                 break
-        assert newcomer in view.get_node_ids()
+        assert newcomer not in view.get_node_ids()
+        assert view.partition_of(name) == 2
         assert view.reasons == []
+        asked = Message(RecordDict(), name, "train")
+        (reply,) = view.send_and_receive([asked])
+        assert (reply.metadata.src_node_id, asked.metadata.dst_node_id) == (name, name)
+        assert reply.content[NODE_RECORD][PARTITION_KEY] == 2
 
 
 @pytest.mark.parametrize(

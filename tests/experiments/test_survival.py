@@ -1,4 +1,4 @@
-"""A server that is killed in the middle of a round and goes on from its checkpoint, among nodes that were not set back."""
+"""A server that is killed in a round and goes on from its checkpoint, among nodes that were not set back."""
 
 from __future__ import annotations
 
