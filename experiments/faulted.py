@@ -1,7 +1,8 @@
 """A real deployment to which a schedule of faults is done, and what is seen of it from outside.
 
 ``fedcomp link`` and four ``fedcomp node`` over network links of their own; the apps are those of
-:mod:`fedcomp.experiments.journal`. An operator is played, too: when the server app was killed, it is submitted again.
+:mod:`fedcomp.experiments.journal`. An operator is played, too: when the server app was killed, its run is stopped, and
+it is submitted again.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ STALLED: Final = 240.0
 MOMENTS: Final = 3.0
 """Seconds beside its pause that a client may take from the line in its journal to the written state."""
 
-SUBMIT_SECONDS: Final = 180.0
+COMMAND_SECONDS: Final = 180.0
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ class Faulted:
         self.deployment = deployment
         self.asked = asked
         self.done: list[Done] = []
+        self._run = 0
         self._file = deployment.folder / "asked.json"
         self._file.write_text(json.dumps(fields_of(asked)), encoding="utf-8")
         # What begins and what ends, by the round and the part of it.
@@ -146,6 +148,8 @@ class Faulted:
         if not killed:
             raise DeploymentError(f"there was no {fault.kind} to kill in round {fault.round}:\n{deployment.logs()}")
         if fault.kind == SERVER_APP:
+            # Nodes that were being sent a message would wait for the rest of it until the SuperLink misses the app.
+            deployment.stop_run(self._run, limit=COMMAND_SECONDS)
             self._submit()
         return len(killed)
 
@@ -160,7 +164,7 @@ class Faulted:
             deployment.disks[node].empty()
 
     def _submit(self) -> None:
-        self.deployment.submit({"asked": str(self._file)}, limit=SUBMIT_SECONDS, project=APP)
+        self._run = self.deployment.submit({"asked": str(self._file)}, limit=COMMAND_SECONDS, project=APP)
 
 
 def faulted(

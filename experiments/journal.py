@@ -29,6 +29,7 @@ from fedcomp.clients.half import CallNext, ClientHalf
 from fedcomp.clients.messages import find_announcement, partition_of
 from fedcomp.codecs import get_codec
 from fedcomp.codecs.feedback import ErrorFeedback
+from fedcomp.codecs.memory import recalled
 from fedcomp.codecs.topk import TopK
 from fedcomp.experiments.chaos import PROJECTIONS, Made, projected
 from fedcomp.experiments.delayed import perceptron
@@ -342,6 +343,6 @@ class Kept:
                 **self.ours.announcer.training_fields(peer, self.ours.codec),
             )
             uplink = Uplink.begin(context, announcement, self.ours.codec, self.layout)
-            memory = None if uplink.fresh else ErrorFeedback.residual(self.ours.codec, uplink.state)
+            memory = None if uplink.fresh else recalled(uplink.state)
             return tuple([0.0] * PROJECTIONS) if memory is None else projected(memory, seed)
         return tuple([0.0] * PROJECTIONS)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from fedcomp.clients import edge
 from fedcomp.clients.edge.processes import processes_with
@@ -42,6 +43,9 @@ from fedcomp.experiments.spec import (
 )
 from fedcomp.experiments.systems import get_system
 from fedcomp.flower.offline import OFFLINE_ENVIRONMENT
+
+if TYPE_CHECKING:
+    from typing import Self
 
 CONNECTION: Final = "dep"
 START_LIMIT: Final = 60.0
@@ -100,7 +104,7 @@ class Deployment:
         self._state, self._data = state, data
         self._keep = keep
 
-    def __enter__(self) -> Deployment:
+    def __enter__(self) -> Self:
         self.folder = Path(tempfile.mkdtemp(prefix="fedcomp-superlink-"))
         try:
             self._start()
@@ -355,9 +359,17 @@ class Deployment:
         """Submit the app with ``config`` as its run configuration and follow it to its end; return the log."""
         return self.flwr(*self._run(config, project), "--stream", name="run", limit=limit, watch=watch)
 
-    def submit(self, config: Mapping[str, Scalar], *, limit: float, project: Path | None = None) -> str:
-        """Submit the app as :meth:`run_app` does, and leave it alone; return what the command printed."""
-        return self.flwr(*self._run(config, project), name="run", limit=limit)
+    def submit(self, config: Mapping[str, Scalar], *, limit: float, project: Path | None = None) -> int:
+        """Submit the app as :meth:`run_app` does, and leave it alone; return the id of its run."""
+        printed = self.flwr(*self._run(config, project), name="run", limit=limit)
+        found = re.search(r"started run (\d+)", printed)
+        if found is None:
+            raise DeploymentError(f"flwr run printed no id of a run:\n{printed}")
+        return int(found[1])
+
+    def stop_run(self, run: int, *, limit: float) -> None:
+        """Tell the SuperLink that a run is over, as an operator does whose server app has died."""
+        self.flwr("stop", str(run), self.connection, name="stop", limit=limit)
 
     def _run(self, config: Mapping[str, Scalar], project: Path | None) -> list[str]:
         overrides = self.folder / "run-config.toml"
