@@ -229,7 +229,7 @@ EXPERIMENT = Experiment(
     rounds=60,
     clients=4,
     minutes=20.0,
-    quick=("rounds=14", "seeds=1", "each=1"),
+    quick=("rounds=11", "seeds=1", "each=1"),
     notes=(
         "Real deployments: fedcomp link with TLS, keys and a database, fedcomp node for each node, a network namespace "
         "and a small disk for each; Linux, root and iproute2. Top-k with error feedback, a perceptron on digits.\n\n"
