@@ -50,7 +50,13 @@ STALLED: Final = 240.0
 MOMENTS: Final = 3.0
 """Seconds beside its pause that a client may take from the line in its journal to the written state."""
 
+ENDS_SECONDS: Final = 60.0
+"""Seconds in which a run has ended whose last round has."""
+
 COMMAND_SECONDS: Final = 180.0
+
+
+COMPLETED: Final = "finished:completed"
 
 
 @dataclass(frozen=True)
@@ -113,6 +119,15 @@ class Faulted:
             if time.monotonic() - progress > STALLED:
                 break
         return ended
+
+    def status(self) -> str:
+        """Return what the SuperLink says of the run, once it says that it has ended, or after a minute."""
+        deadline = time.monotonic() + ENDS_SECONDS
+        while True:
+            status = str(self.deployment.runs()[0]["status"])
+            if status.startswith("finished") or time.monotonic() > deadline:
+                return status
+            time.sleep(1.0)
 
     def _ended(self) -> list[Ended]:
         path = Path(self.asked.out) / ROUNDS
@@ -197,13 +212,13 @@ def faulted(
     """
     began = time.monotonic()
     with (
-        tempfile.TemporaryDirectory(prefix="fedcomp-journals-") as journals,
+        tempfile.TemporaryDirectory(prefix="fedcomp-faulted-") as folder,
         SlowLinks(nodes, RATE) as network,
         GuardedDeployment(
             network,
-            state=state,
+            states=states_of(folder) if state else None,
             disk=DISK_BYTES if state else None,
-            data=Path(journals),
+            data=journals_of(folder),
             preload=("fedcomp.experiments.journal",),
             keep=keep,
         ) as deployment,
@@ -212,12 +227,13 @@ def faulted(
         asked = Asked(seed, nodes, rounds, deadline, pause, str(out))
         faulty = Faulted(deployment, asked, faults)
         faulty.run()
+        status = faulty.status()
         deployment.stop()
         left = deployment.left()
         if not (out / CHECKPOINT).exists():
             raise DeploymentError(f"no round ended:\n{deployment.logs()}")
         kept = Kept.load(out, seed)
-        lines = {node: read_journal(Path(journals) / f"node-{node}" / JOURNAL) for node in range(nodes)}
+        lines = {node: read_journal(journals_of(folder) / f"node-{node}" / JOURNAL) for node in range(nodes)}
         folder = deployment.state_folder if state else None
         owed = {
             node: remembered(lines[node], faulty.done, kept) if folder is None else kept.owed(folder(node), node, seed)
@@ -234,8 +250,10 @@ def faulted(
         moved=kept.moved,
     )
     verdict = judge(seen)
+    ends = [] if status == COMPLETED else [f"to the SuperLink the run is {status}"]
     return {
-        **{name: list(getattr(verdict, name)) for name in ("twice", "mass", "unfinished", "left")},
+        **{name: list(getattr(verdict, name)) for name in ("twice", "mass", "left")},
+        "unfinished": [*verdict.unfinished, *ends],
         "abandoned": [list(each) for each in verdict.abandoned],
         "lost": max(verdict.lost.values(), default=0.0),
         "done": [fields_of(each) for each in faulty.done],
@@ -244,6 +262,18 @@ def faulted(
         "used": len(seen.used),
         "seconds": time.monotonic() - began,
     }
+
+
+def states_of(folder: str) -> Path:
+    """Return where the state folders are."""
+    return Path(folder) / "states"
+
+
+def journals_of(folder: str) -> Path:
+    """Return where the journals are, made on first use."""
+    path = Path(folder) / "journals"
+    path.mkdir(exist_ok=True)
+    return path
 
 
 def hits(lines: dict[int, list[Line]], done: Sequence[Done], pause: float) -> list[tuple[int, int]]:

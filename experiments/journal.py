@@ -139,7 +139,7 @@ class Ended:
 
 
 def journal() -> ClientHalf:
-    """Return the half that writes the journal, around compression: of what came again it writes nothing."""
+    """Return the half that writes the journal, around compression."""
     return ClientHalf("journal", _journal, outside=("compression",))
 
 
@@ -156,12 +156,12 @@ def _journal(msg: Message, context: Context, call_next: CallNext) -> Message:
         reply = call_next(msg, context)
     finally:
         _trained.reset(token)
-    if reply.has_error() or not trained:
+    frame = None if reply.has_error() else take_frame(reply.content, UPDATE)
+    if frame is None:
         return reply
-    frame, header = take_frame(reply.content, UPDATE), reply.content.config_records[NODE_RECORD]
-    assert frame is not None
-    seed, partition = announcement.seed, partition_of(context)
-    update = layout.flatten(trained) - layout.flatten(before)
+    header, seed, partition = reply.content.config_records[NODE_RECORD], announcement.seed, partition_of(context)
+    # A stored reply that is sent again, be it under another number, has no update of its own.
+    update = layout.flatten(trained) - layout.flatten(before) if trained else np.zeros(layout.size, np.float32)
     made = Made(
         partition,
         int(str(header["sequence"])),

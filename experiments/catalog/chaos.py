@@ -141,6 +141,13 @@ def findings(config: Config, found: Records, skipped: str = "") -> Findings:
                 skipped=skipped,
             ),
             claim(
+                "runs that did not end by themselves",
+                float(sum(bool(record.unfinished) for record in found)),
+                "<= 0",
+                "after its last round a run has completed",
+                skipped=skipped,
+            ),
+            claim(
                 "updates counted twice, most of a run",
                 most(found, "twice"),
                 "<= 0",

@@ -35,7 +35,7 @@ class GuardedDeployment(LinkedDeployment):
     links : SlowLinks
         Entered already; one node per link.
     disk : int, optional
-        Bytes of the disk below every state folder; None is that of the machine. Needs ``state``.
+        Bytes of the disk below every state folder; None is that of the machine. Needs ``states``.
     **options
         Those of :class:`~fedcomp.experiments.engines.linked.LinkedDeployment`.
     """
@@ -45,8 +45,8 @@ class GuardedDeployment(LinkedDeployment):
 
     def __init__(self, links: SlowLinks, *, disk: int | None = None, **options: Any) -> None:
         super().__init__(links, **options)
-        if disk is not None and not self._state:
-            raise ConfigError("a disk of its own is for a state folder; give state=True")
+        if disk is not None and self.states is None:
+            raise ConfigError("a disk of its own is for a state folder; give states=")
         self._bytes = disk
         self.disks: list[SmallDisk] = []
         self._mounted = contextlib.ExitStack()
@@ -61,9 +61,9 @@ class GuardedDeployment(LinkedDeployment):
 
     def _start(self) -> None:
         self.keys = Folder(self.folder / "keys")
-        if self._bytes is not None:
+        if self._bytes is not None and self.states is not None:
             for node in range(self.nodes):
-                disk = SmallDisk(self.state_folder(node), self._bytes)
+                disk = SmallDisk(self.states / str(node), self._bytes)
                 self.disks.append(self._mounted.enter_context(disk))
         super()._start()
 

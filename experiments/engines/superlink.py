@@ -67,8 +67,9 @@ class Deployment:
         SuperNodes to start; node i holds partition i.
     peers : bool
         Give every node a listener of its own, so that the nodes can send to each other without the server.
-    state : bool
-        Give every node a state folder, which outlives the node.
+    states : Path, optional
+        Absolute path of a folder in which every node keeps what its clients remember, in one of its own; it stays when
+        the deployment ends, and a later one's nodes go on from there. Default: they forget it.
     data : Path, optional
         A folder: node i is told that its data are in the folder ``node-i`` of it, made where it is missing.
     keep : bool
@@ -85,7 +86,13 @@ class Deployment:
     """The name under which Flower's command line knows the SuperLink."""
 
     def __init__(
-        self, nodes: int, *, peers: bool = False, state: bool = False, data: Path | None = None, keep: bool = False
+        self,
+        nodes: int,
+        *,
+        peers: bool = False,
+        keep: bool = False,
+        states: Path | None = None,
+        data: Path | None = None,
     ) -> None:
         if not 1 <= nodes <= MAX_NODES:
             raise ConfigError(
@@ -98,10 +105,11 @@ class Deployment:
             )
         self.nodes = nodes
         self.peers = peers
+        self.states = states
         self.host = "127.0.0.1"
         self.children: list[Child] = []
         self._killed: set[int] = set()
-        self._state, self._data = state, data
+        self._data = data
         self._keep = keep
 
     def __enter__(self) -> Self:
@@ -165,14 +173,11 @@ class Deployment:
         """Return the arguments of a node that say whom it trusts, and as whom it comes."""
         return ["--insecure"]
 
-    def state_folder(self, node: int) -> Path:
-        """Return where ``node`` keeps its state, where nodes have such folders."""
-        return self.home(f"node-{node}") / "state"
-
     def _launch_node(self, node: int) -> Child:
         arguments = [*self.trust(node), "--superlink", self.address, "--port", str(self._node_ports[node])]
         arguments += ["--partition", str(node), "--of", str(self.nodes)]
-        arguments += ["--state-dir", str(self.state_folder(node))] if self._state else []
+        if self.states is not None:
+            arguments += ["--state-dir", str(self.states / str(node))]
         if self._data is not None:
             own = self._data / f"node-{node}"
             own.mkdir(exist_ok=True)

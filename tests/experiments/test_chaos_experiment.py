@@ -48,6 +48,7 @@ def test_a_run_that_loses_nothing_keeps_all_claims() -> None:
         ({"ended": [ended(number) for number in range(1, 16)]}, "rounds accounted for"),
         # The same round again is not another one.
         ({"ended": [ended(number) for number in (*range(1, 16), 15)]}, "rounds accounted for"),
+        ({"unfinished": ["to the SuperLink the run is running"]}, "runs that did not end by themselves"),
         ({"twice": ["update 3 of node 1 is in the model 2 times"]}, "updates counted twice"),
         ({"mass": ["node 2: updates, frames and memory do not add up"]}, "with a state folder: nodes that lost mass"),
         ({"lost": 1e-3}, "with a state folder: largest share of a node's mass without a place"),

@@ -123,6 +123,14 @@ def test_a_lost_reply_and_a_restarted_node_lose_nothing_with_a_state_folder(tmp_
     assert [each.round for each in rounds if each.fresh] == [1]
 
 
+def test_a_message_that_came_twice_has_two_lines_and_one_update(tmp_path: Path) -> None:
+    made = run(tmp_path, fault=lambda d: "duplicate" if (d.round, d.partition) == (3, 1) else None)
+    assert made.verdict().wrong == ()
+    lines = [line.made for line in made.lines()[1] if line.made.sequence == 3]
+    assert [any(line.update) for line in lines] == [True, False]
+    assert lines[0].frame == lines[1].frame
+
+
 def test_a_client_that_forgets_loses_mass_and_is_named(tmp_path: Path) -> None:
     made = run(tmp_path, state=False, restarts={4: 0})
     verdict = made.verdict()
