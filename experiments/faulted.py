@@ -33,7 +33,7 @@ from fedcomp.experiments.chaos import (
     judge,
 )
 from fedcomp.experiments.engines.guarded import GuardedDeployment
-from fedcomp.experiments.engines.processes import DeploymentError
+from fedcomp.experiments.engines.processes import DeploymentError, sigterm_raises
 from fedcomp.experiments.journal import APP, CHECKPOINT, JOURNAL, ROUNDS, Asked, Ended, Kept, Line, read_journal
 from fedcomp.experiments.links import SlowLinks
 from fedcomp.plain import fields_of, from_fields
@@ -44,8 +44,9 @@ RATE: Final = 1e8
 DISK_BYTES: Final = 1 << 20
 """Of the disk below a state folder, which takes some kilobytes."""
 
-STALLED: Final = 240.0
-"""Seconds without the end of a round after which a run is given up, and judged as it is."""
+STALLED: Final = 400.0
+"""Seconds without the end of a round after which a run is given up, and judged as it is: more than the three minutes
+that Flower's server waits for the rest of a reply whose node was killed while it sent it, deadline or not."""
 
 MOMENTS: Final = 3.0
 """Seconds beside its pause that a client may take from the line in its journal to the written state."""
@@ -212,6 +213,7 @@ def faulted(
     """
     began = time.monotonic()
     with (
+        sigterm_raises(),
         tempfile.TemporaryDirectory(prefix="fedcomp-faulted-") as folder,
         SlowLinks(nodes, RATE) as network,
         GuardedDeployment(
@@ -234,9 +236,10 @@ def faulted(
             raise DeploymentError(f"no round ended:\n{deployment.logs()}")
         kept = Kept.load(out, seed)
         lines = {node: read_journal(journals_of(folder) / f"node-{node}" / JOURNAL) for node in range(nodes)}
-        folder = deployment.state_folder if state else None
         owed = {
-            node: remembered(lines[node], faulty.done, kept) if folder is None else kept.owed(folder(node), node, seed)
+            node: kept.owed(states_of(folder) / str(node), node, seed)
+            if state
+            else remembered(lines[node], faulty.done, kept)
             for node in lines
         }
     seen = Evidence(

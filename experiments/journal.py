@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -36,7 +36,7 @@ from fedcomp.experiments.delayed import perceptron
 from fedcomp.experiments.slow import NAMES, descend, examples
 from fedcomp.flower import checkpoint
 from fedcomp.flower.folder import StateFolder
-from fedcomp.flower.metered import MeteredGrid
+from fedcomp.flower.metered import MeteredGrid, addressed
 from fedcomp.flower.payload import NODE_RECORD, take_frame
 from fedcomp.flower.protocol import UPDATE, Announcement
 from fedcomp.flower.records import to_arrays
@@ -211,10 +211,59 @@ def train(msg: Message, context: Context) -> Message:
 client = wrapped(_app, journal(), only=["compression"])
 
 
-def strategy(seed: int) -> Compressed:
+class Timely(FedAvg):
+    """Federated averaging whose messages are not delivered any more when nobody waits for their replies.
+
+    Otherwise a node that was away, or is slower than a round, finds the messages of all rounds since then, answers
+    one after the other, and each of them late.
+    """
+
+    def __init__(self, deadline: float) -> None:
+        super().__init__(min_train_nodes=1, min_available_nodes=1, fraction_evaluate=0.0)
+        self.deadline = deadline
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Let the messages of the round end with it."""
+        messages = list(super().configure_train(server_round, arrays, config, grid))
+        for message in messages:
+            message.metadata.ttl = self.deadline
+        return messages
+
+
+class Patient(MeteredGrid):
+    """A grid that waits for the nodes that answered last time: a dead one costs one deadline, not all of them.
+
+    The others are asked as well, and used when they are back; where none answered, all are waited for.
+    """
+
+    def __init__(self, inner: Grid, silent: Callable[[], Collection[int]]) -> None:
+        super().__init__(inner)
+        self._silent = silent
+
+    def send_and_receive(
+        self,
+        messages: Iterable[Message],
+        *,
+        timeout: float | None = None,
+        enough: Callable[[Sequence[Message]], bool] | None = None,
+    ) -> list[Message]:
+        """Send messages and return the replies, at most one for each."""
+        batch = list(messages)
+        awaited = {message.metadata.dst_node_id for message in batch} - set(self._silent())
+
+        def there(replies: Sequence[Message]) -> bool:
+            # Only now do the messages have their ids.
+            asked = dict(addressed(batch))
+            return awaited <= {asked.get(reply.metadata.reply_to_message_id) for reply in replies}
+
+        return super().send_and_receive(batch, timeout=timeout, enough=there if awaited else enough)
+
+
+def strategy(seed: int, deadline: float = 3600.0) -> Compressed:
     """Return a new strategy."""
-    inner = FedAvg(min_train_nodes=1, min_available_nodes=1, fraction_evaluate=0.0)
-    return Compressed(inner, ErrorFeedback(TopK(density=DENSITY)), seed=seed)
+    return Compressed(Timely(deadline), ErrorFeedback(TopK(density=DENSITY)), seed=seed)
 
 
 def start(seed: int) -> ArrayRecord:
@@ -231,12 +280,13 @@ def main(grid: Grid, context: Context) -> None:
     # Whoever is late for the first round is late for it in every run; later ones take whom they find.
     while not (Path(asked.out) / CHECKPOINT).exists() and len(list(grid.get_node_ids())) < asked.nodes:
         time.sleep(0.2)
-    serve(grid, asked, strategy(asked.seed))
+    serve(grid, asked, strategy(asked.seed, asked.deadline))
 
 
 def serve(grid: Grid, asked: Asked, ours: Compressed) -> None:
     """Run the rounds that are not in the checkpoint yet, with a strategy that is new."""
-    out, kept, metered = Path(asked.out), Path(asked.out) / CHECKPOINT, MeteredGrid(grid)
+    out, kept = Path(asked.out), Path(asked.out) / CHECKPOINT
+    metered = Patient(grid, lambda: ours.reception.holders.silent)
     arrays, first, rounds, partitions = start(asked.seed), 1, list[Any](), dict[str, Any]()
     if kept.exists():
         found = checkpoint.resume(kept, ours, metered)

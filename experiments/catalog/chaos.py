@@ -20,11 +20,13 @@ OPTIONS = {
     "seeds": Option(3, "runs with state folders, each with a schedule of its own; one without is run beside", least=1),
     "each": Option(3, "faults of each kind that nodes have: SIGKILL, pulled link, full disk", least=0, most=8),
     "server": Option(1, "faults of each kind that the server has: SIGKILL of app and of SuperLink", least=0, most=4),
-    "deadline": Option(12.0, "seconds that a round waits for replies", least=4.0, most=600.0),
+    "deadline": Option(
+        30.0, "seconds that a round waits for nodes that answered the one before", least=4.0, most=600.0
+    ),
     "pause": Option(
         0.3, "seconds that a client waits before its state is written, so that faults find it", least=0.0, most=5.0
     ),
-    "workers": workers(2),
+    "workers": workers(4),
 }
 
 
