@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, Message
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from plain_grid import PlainGrid
 
 from fedcomp.clients.edge.node_config import DATA_PATH, STATE_FOLDER
 from fedcomp.experiments.chaos import NODE, PROJECTIONS, Evidence, Fault, Verdict, judge
@@ -19,9 +21,11 @@ from fedcomp.experiments.journal import (
     Asked,
     Kept,
     Line,
+    Patient,
     client,
     read_journal,
     serve,
+    start,
     strategy,
 )
 from fedcomp.flower.faults import Delivery
@@ -188,3 +192,27 @@ def test_a_line_that_is_cut_off_is_no_line(tmp_path: Path) -> None:
     path.write_text(whole[:-20])
     assert len(read_journal(path)) == ROUNDS_ASKED - 1
     assert read_journal(tmp_path / "none") == []
+
+
+@pytest.mark.parametrize(("silent", "seconds"), [(set(), 1.5), ({2}, 0.0), ({0, 1, 2}, 1.5)])
+def test_who_did_not_answer_last_time_is_asked_and_not_waited_for(silent: set[int], seconds: float) -> None:
+    """A dead node costs one deadline; where nobody answered there is nobody else to wait for."""
+    with InProcessGrid(client, NODES, fault=lambda d: "silent" if d.partition == 2 else None) as engine:
+        nodes = list(engine.get_node_ids())
+        grid = Patient(PlainGrid(engine), lambda: [nodes[place] for place in silent])
+        asked = [Message(RecordDict(), node, "query") for node in nodes]
+        began = time.monotonic()
+        replies = grid.send_and_receive(asked, timeout=1.5)
+        waited = time.monotonic() - began
+    assert {reply.metadata.src_node_id for reply in replies} == set(nodes[:2])
+    assert seconds <= waited
+    # Not the whole of a deadline that nobody needs.
+    assert seconds or waited < 1.5
+
+
+def test_messages_end_with_their_round(tmp_path: Path) -> None:
+    ours = strategy(SEED, deadline=7.0)
+    with InProcessGrid(client, NODES) as grid:
+        arrays = start(SEED)
+        config = ConfigRecord({"seed": SEED, "nodes": NODES, "pause": 0.0})
+        assert {message.metadata.ttl for message in ours.configure_train(1, arrays, config, grid)} == {7.0}
