@@ -34,6 +34,7 @@ from fedcomp.experiments.chaos import (
 )
 from fedcomp.experiments.engines.guarded import GuardedDeployment
 from fedcomp.experiments.engines.processes import DeploymentError, sigterm_raises
+from fedcomp.experiments.engines.superlink import TASK_POLL
 from fedcomp.experiments.journal import APP, CHECKPOINT, JOURNAL, ROUNDS, Asked, Ended, Kept, Line, read_journal
 from fedcomp.experiments.links import SlowLinks
 from fedcomp.plain import fields_of, from_fields
@@ -221,6 +222,9 @@ def faulted(
             states=states_of(folder) if state else None,
             disk=DISK_BYTES if state else None,
             data=journals_of(folder),
+            # A message is looked for once a second, as Flower does: the twenty times of other deployments on this
+            # machine would take a processor.
+            settings={TASK_POLL: "1"},
             preload=("fedcomp.experiments.journal",),
             keep=keep,
         ) as deployment,
