@@ -223,8 +223,8 @@ def faulted(
             disk=DISK_BYTES if state else None,
             data=journals_of(folder),
             # A message is looked for once a second, as Flower does: the twenty times of other deployments on this
-            # machine would take a processor.
-            settings={TASK_POLL: "1"},
+            # machine would take a processor. And what a killed node leaves in its folder for temporary files goes.
+            settings={TASK_POLL: "1", "TMPDIR": folder},
             preload=("fedcomp.experiments.journal",),
             keep=keep,
         ) as deployment,
