@@ -17,6 +17,7 @@ setup(
             "app/fedcomp_app/*.py",
             "slept_app/*",
             "slow_app/*",
+            "journal_app/*",
             "node_app/*",
             "templates/*",
         ],

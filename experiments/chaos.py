@@ -31,8 +31,9 @@ NODE, SERVER_APP, SUPERLINK, LINK, DISK = "node", "server app", "SuperLink", "li
 NODE_FAULTS: Final = (NODE, LINK, DISK)
 SERVER_FAULTS: Final = (SERVER_APP, SUPERLINK)
 
-LOSING: Final = (NODE, DISK)
-"""Faults for which a node may have made an update that it does not remember."""
+LOSING: Final = (NODE,)
+"""Faults for which a node may have made an update that it does not remember. A full disk is none of them: the node
+answers with an error and remembers in memory."""
 
 WRONG_CLOCK: Final = "a wrong clock is left out: Linux gives no process a wall clock of its own"
 
@@ -153,6 +154,8 @@ class Evidence:
         Asked for, and in the final model.
     processes : sequence of str
         Command lines of what still ran after everything was stopped.
+    moved : tuple of float
+        Of the final model less the first one; see :func:`projected`. Empty where nobody looked.
     """
 
     made: Sequence[Made]
@@ -162,17 +165,25 @@ class Evidence:
     rounds: int = 0
     finished: int = 0
     processes: Sequence[str] = ()
+    moved: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is wrong, in sentences; and what was abandoned, by node and sequence number."""
+    """What is wrong, in sentences; and what was abandoned, by node and sequence number.
+
+    Attributes
+    ----------
+    lost : dict of int to float
+        By node: the largest inner product without a place, as a share of the sum of its updates' ones.
+    """
 
     twice: tuple[str, ...] = ()
     mass: tuple[str, ...] = ()
     unfinished: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
     abandoned: tuple[tuple[int, int], ...] = field(default=(), compare=False)
+    lost: Mapping[int, float] = field(default_factory=dict, compare=False)
 
     @property
     def wrong(self) -> tuple[str, ...]:
@@ -198,16 +209,17 @@ def judge(seen: Evidence, *, tolerance: float = 1e-4) -> Verdict:
         f"update {sequence} of node {node} is in the model, and the node never made it"
         for node, sequence in sorted(set(seen.used) - known)
     ]
-    mass, abandoned = [], []
+    twice += _moved_otherwise(seen, tolerance)
+    mass, abandoned, lost = list[str](), list[tuple[int, int]](), dict[int, float]()
     for node in sorted({line.node for line in seen.made}):
-        found = _balanced(node, seen, tolerance)
-        if found is None:
+        lost[node], found = _balanced(node, seen, tolerance)
+        if lost[node] > tolerance:
             mass.append(f"node {node}: updates, frames and memory do not add up; {_defect(node, seen)}")
         else:
             abandoned += [(node, line.sequence) for line in found]
     unfinished = [] if seen.finished >= seen.rounds else [f"{seen.finished} of {seen.rounds} rounds are in the model"]
     left = [f"still running: {command}" for command in seen.processes]
-    return Verdict(tuple(twice), tuple(mass), tuple(unfinished), tuple(left), tuple(abandoned))
+    return Verdict(tuple(twice), tuple(mass), tuple(unfinished), tuple(left), tuple(abandoned), lost)
 
 
 def _sums(node: int, seen: Evidence) -> tuple[NDArray[np.float64], float, list[Made]]:
@@ -225,16 +237,40 @@ def _sums(node: int, seen: Evidence) -> tuple[NDArray[np.float64], float, list[M
     return made - sum(frames, zero) - owed, scale, excused
 
 
-def _balanced(node: int, seen: Evidence, tolerance: float) -> list[Made] | None:
-    """Return the fewest excused updates without which a node's books balance; None when no choice of them does it."""
+def _balanced(node: int, seen: Evidence, tolerance: float) -> tuple[float, list[Made]]:
+    """Return the share of a node's mass without a place, and the fewest excused updates by which it is that small."""
     missing, scale, excused = _sums(node, seen)
     if len(excused) > MAX_EXCUSED:
         raise ConfigError(f"node {node} was hit during {len(excused)} messages; more than {MAX_EXCUSED} prove nothing")
+    best, least = list[Made](), np.inf
     for chosen in _subsets(excused):
         rest = missing - sum((np.array(line.update) for line in chosen), np.zeros(PROJECTIONS))
-        if np.abs(rest).max() <= tolerance * max(scale, 1e-12):
-            return list(chosen)
-    return None
+        share = float(np.abs(rest).max()) / max(scale, 1e-12)
+        if share < least:
+            best, least = list(chosen), share
+        if least <= tolerance:
+            break
+    return least, best
+
+
+def _moved_otherwise(seen: Evidence, tolerance: float) -> list[str]:
+    """Return what is wrong when the model is not the sum of its rounds' means of the frames that are said to be in it.
+
+    Here nobody's list is believed: the frames are the clients' own, and the model is the one that came out.
+    """
+    if not seen.moved:
+        return []
+    frames = {(line.node, line.sequence): np.array(line.frame) for line in seen.made}
+    rounds: dict[int, list[NDArray[np.float64]]] = {}
+    for pair in dict.fromkeys(seen.used):
+        if pair in frames:
+            rounds.setdefault(pair[1], []).append(frames[pair])
+    means = [np.mean(each, axis=0) for each in rounds.values()]
+    missing = np.array(seen.moved) - sum(means, np.zeros(PROJECTIONS))
+    scale = float(sum(np.abs(each).max() for each in means)) + float(np.abs(seen.moved).max())
+    if np.abs(missing).max() <= tolerance * max(scale, 1e-12):
+        return []
+    return [f"the model is not what its updates make of it: {np.abs(missing).max():.3g} of {scale:.3g} differ"]
 
 
 def _subsets(lines: Sequence[Made]) -> Iterator[tuple[Made, ...]]:

@@ -23,7 +23,7 @@ from flwr.serverapp.strategy import FedAvg, Strategy
 from numpy.typing import NDArray
 
 from fedcomp.clients.compressed import compression
-from fedcomp.experiments.delayed import accuracy, gradient, perceptron
+from fedcomp.experiments.delayed import Weights, accuracy, gradient, perceptron
 from fedcomp.experiments.links import HUB, Counted, SlowLinks, counted, projected
 from fedcomp.flower._private import build_bundle
 from fedcomp.flower.metered import MeteredGrid
@@ -136,16 +136,21 @@ def train(msg: Message, context: Context) -> Message:
     x, y = examples(bool(config["tuning"]))[0]
     mine = np.flatnonzero(iid(len(y), NODES, Key(seed, "slow/split")) == partition)
     weights = [record[each].numpy().copy() for each in NAMES]
-    rate = np.float32(float(str(config["lr"])))
-    for step in range(steps):
-        drawn = Key(seed, "slow/batch", number, partition, layer=step).generator()
-        rows = mine[drawn.integers(0, len(mine), BATCH)]
-        with np.errstate(all="ignore"):
-            for value, change in zip(weights, gradient(weights, x[rows], y[rows]), strict=True):
-                value -= rate * change
+    descend(weights, x, y, mine, float(str(config["lr"])), steps, Key(seed, "slow/batch", number, partition))
     arrays = ArrayRecord({each: Array(value) for each, value in zip(NAMES, weights, strict=True)})
     metrics = MetricRecord({"num-examples": len(mine)})
     return Message(RecordDict({name: arrays, "metrics": metrics}), reply_to=msg)
+
+
+def descend(
+    weights: Weights, x: NDArray[Any], y: NDArray[Any], mine: NDArray[Any], rate: float, steps: int, key: Key
+) -> None:
+    """Take steps of gradient descent in place, each with a batch of the examples ``mine``."""
+    for step in range(steps):
+        rows = mine[key.at(layer=step).generator().integers(0, len(mine), BATCH)]
+        with np.errstate(all="ignore"):
+            for value, change in zip(weights, gradient(weights, x[rows], y[rows]), strict=True):
+                value -= np.float32(rate) * change
 
 
 class Reached(Exception):

@@ -21,6 +21,7 @@ import re
 import select
 import signal
 import sys
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -44,6 +45,10 @@ BUNDLES: Final = 2
 
 POLL: Final = "FLWR_SUPEREXEC_TASK_POLL_INTERVAL"
 """Environment variable of Flower's own executor: seconds between two looks for a message."""
+
+LOOK_SECONDS: Final = 5.0
+OVERTAKEN_SECONDS: Final = 20.0
+"""How often is asked for the next message while one is handled, and how long a message may go on once there is one."""
 
 _THREADS: Final = "OPENBLAS_NUM_THREADS"
 """numpy starts a pool of threads when it is imported, unless this says otherwise. Those of torch come with its first
@@ -198,26 +203,30 @@ class Executor:
         self._zygotes: OrderedDict[str, Zygote] = OrderedDict()
         self._unfit: set[str] = set()
         self._reached = True
+        self._next: NodeTask | None = None
+        self._overtaken_since = 0.0
 
     def run(self, interval: float) -> None:
         """Look for a message every ``interval`` seconds, until told to stop."""
         watched = [] if self._stop is None else [self._stop]
         while not select.select(watched, [], [], interval)[0]:
-            task = self._acquire()
+            task, self._next = self._next or self._acquire(), None
             if task is not None and not self.handle(task):
                 return
 
     def handle(self, task: NodeTask) -> bool:
         """Handle a message to its end; return False when the executor was told to stop meanwhile.
 
-        The SuperNode hands out no other message before: that could be given the state from before this one.
+        The SuperNode hands out no other message before: that could be given the state from before this one. When it
+        does, it has given this one up, as when the run ended before all of the message was there; its process would
+        wait for the rest for ever, and every later message behind it (read in Flower's source, and measured).
         """
         bundle = task.bundle
         if self._allowed is not None and (reason := self._allowed.refusal(bundle)):
             log.error("%s", reason)
             self._apart(partial(refuse_task, self._runtime, task.token, reason))
             return True
-        result = self._zygote(bundle).handle(task.token, self._stop)
+        result = self._zygote(bundle).handle(task.token, self._stop, self._overtaken, LOOK_SECONDS)
         if result is None:
             return False
         status, fit = result
@@ -238,6 +247,16 @@ class Executor:
         while self._zygotes:
             self._zygotes.popitem()[1].close()
         self._tasks.close()
+
+    def _overtaken(self) -> bool:
+        """Whether the SuperNode has handed out another message for so long that the one under way is given up."""
+        if self._next is None:
+            self._next, self._overtaken_since = self._acquire(), time.monotonic()
+        # Not at once: after its reply a process still hands over what it remembers.
+        given_up = self._next is not None and time.monotonic() - self._overtaken_since >= OVERTAKEN_SECONDS
+        if given_up:
+            log.warning("executor: the SuperNode has given up the message under way; its process is ended")
+        return given_up
 
     def _acquire(self) -> NodeTask | None:
         try:

@@ -122,7 +122,9 @@ class Zygote:
         """Whether the process is there: an idle one may have been killed for its memory."""
         return self._process.is_alive()
 
-    def handle(self, token: str, stop: int | None) -> tuple[int, bool] | None:
+    def handle(
+        self, token: str, stop: int | None, overtaken: Callable[[], bool] = lambda: False, every: float | None = None
+    ) -> tuple[int, bool] | None:
         """Have a message handled in a process of its own, and wait until that has ended.
 
         Parameters
@@ -131,6 +133,9 @@ class Zygote:
             Of the message.
         stop : int or None
             A file descriptor that becomes readable when the executor is to end.
+        overtaken : callable
+            Asked every ``every`` seconds whether the message is of no use any more: its process is ended then, with
+            this one.
 
         Returns
         -------
@@ -139,7 +144,11 @@ class Zygote:
         """
         self._connection.send_bytes(token.encode())
         with ending(self._process) as ended:
-            ready = wait([self._connection, ended, *([] if stop is None else [stop])])
+            watched: list[Connection | int] = [self._connection, ended, *([] if stop is None else [stop])]
+            while not (ready := wait(watched, every)):
+                if overtaken():
+                    self.close()
+                    return -signal.SIGKILL, True
         if self._connection in ready and (answer := _received(self._connection)) is not None:
             status, fit = json.loads(answer)
             return int(status), bool(fit)

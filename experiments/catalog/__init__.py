@@ -29,6 +29,7 @@ CATALOG: dict[str, str] = {
         "pipe_sgd",
         "flare",
         "slow_link",
+        "chaos",
         "forward",
         "coded_dropout",
         "coded_training",

@@ -9,16 +9,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from fedcomp.clients import edge
 from fedcomp.clients.edge.processes import processes_with
@@ -45,6 +46,9 @@ from fedcomp.experiments.spec import (
 from fedcomp.experiments.systems import get_system
 from fedcomp.flower.offline import OFFLINE_ENVIRONMENT
 
+if TYPE_CHECKING:
+    from typing import Self
+
 CONNECTION: Final = "dep"
 START_LIMIT: Final = 60.0
 MAX_NODES: Final = 64
@@ -56,6 +60,15 @@ APP: Final = Path(__file__).resolve().parents[1] / "app"
 """The Flower app that ``flwr run`` bundles: a few lines. The library is where its processes run, as on any node."""
 
 
+def kill_all(processes: Iterable[int]) -> list[int]:
+    """Kill processes with SIGKILL, those that are gone already among them; return their ids in order."""
+    killed = sorted(processes)
+    for pid in killed:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return killed
+
+
 class Deployment:
     """A SuperLink and ``nodes`` SuperNodes on loopback, for the duration of a ``with`` block.
 
@@ -65,11 +78,13 @@ class Deployment:
         SuperNodes to start; node i holds partition i.
     peers : bool
         Give every node a listener of its own, so that the nodes can send to each other without the server.
-    keep : bool
-        Leave the folder with homes and logs behind, for looking at.
     states : Path, optional
         Absolute path of a folder in which every node keeps what its clients remember, in one of its own; it stays when
         the deployment ends, and a later one's nodes go on from there. Default: they forget it.
+    data : Path, optional
+        A folder: node i is told that its data are in the folder ``node-i`` of it, made where it is missing.
+    keep : bool
+        Leave the folder with homes and logs behind, for looking at.
 
     Raises
     ------
@@ -77,7 +92,19 @@ class Deployment:
         When a process does not start or dies; the message ends with the tail of its log.
     """
 
-    def __init__(self, nodes: int, *, peers: bool = False, keep: bool = False, states: Path | None = None) -> None:
+    SERVER_PORTS: ClassVar[int] = 1
+    connection: ClassVar[str] = CONNECTION
+    """The name under which Flower's command line knows the SuperLink."""
+
+    def __init__(
+        self,
+        nodes: int,
+        *,
+        peers: bool = False,
+        keep: bool = False,
+        states: Path | None = None,
+        data: Path | None = None,
+    ) -> None:
         if not 1 <= nodes <= MAX_NODES:
             raise ConfigError(
                 f"a loopback deployment starts one operating-system process per client: clients={nodes} is outside "
@@ -93,10 +120,10 @@ class Deployment:
         self.host = "127.0.0.1"
         self.children: list[Child] = []
         self._killed: set[int] = set()
+        self._data = data
         self._keep = keep
-        self._stack = contextlib.ExitStack()
 
-    def __enter__(self) -> Deployment:
+    def __enter__(self) -> Self:
         self.folder = Path(tempfile.mkdtemp(prefix="fedcomp-superlink-"))
         try:
             self._start()
@@ -111,40 +138,61 @@ class Deployment:
     ) -> None:
         self.close()
 
-    def close(self) -> None:
-        """Stop every process that was started, nodes first, and remove the folder."""
+    def stop(self) -> None:
+        """Stop every process that was started, nodes first; the folder stays."""
         # All are asked before any is waited for: a node that still talks to its SuperLink leaves at once.
         for child in reversed(self.children):
             child.terminate()
         for child in reversed(self.children):
             child.stop()
+
+    def close(self) -> None:
+        """Stop every process that was started, and remove the folder."""
+        self.stop()
+        self._release()
         if not self._keep:
             shutil.rmtree(self.folder, ignore_errors=True)
 
+    def _release(self) -> None:
+        """Give back what the folder's processes needed beside it."""
+
     def _start(self) -> None:
         # One call for all: a second call could be given a port of the first that nobody has bound yet.
-        port, *ports = free_ports(1 + self.nodes * (1 + self.peers))
-        self._node_ports, self._peer_ports = ports[: self.nodes], ports[self.nodes :]
-        self.address = f"{self.host}:{port}"
-        command = [edge.program("flower-superlink"), "--insecure", "--host", self.host, "--port", str(port)]
-        link = self._launch("the SuperLink", "superlink", command)
-        self._wait_for(port, link)
+        ports = free_ports(self.SERVER_PORTS + self.nodes * (1 + self.peers))
+        ports, rest = ports[: self.SERVER_PORTS], ports[self.SERVER_PORTS :]
+        self._node_ports, self._peer_ports = rest[: self.nodes], rest[self.nodes :]
+        self.address = f"{self.host}:{ports[0]}"
+        self._start_server(ports)
         for node in range(self.nodes):
             self._launch_node(node)
         # Only after all are launched, so that the nodes start up side by side.
         for child, node_port in zip(self.children[1:], self._node_ports, strict=True):
             self._wait_for(node_port, child)
+
+    def _start_server(self, ports: Sequence[int]) -> None:
+        """Start the first child, which nodes and command line connect to, and wait until they can."""
+        command = [edge.program("flower-superlink"), "--insecure", "--host", self.host, "--port", str(ports[0])]
+        link = self._launch("the SuperLink", "superlink", command)
+        self._wait_for(ports[0], link)
         (self.home("cli") / "config.toml").write_text(
-            f'[superlink]\ndefault = "{CONNECTION}"\n\n'
-            f'[superlink.{CONNECTION}]\naddress = "{self.address}"\ninsecure = true\n',
+            f'[superlink]\ndefault = "{self.connection}"\n\n'
+            f'[superlink.{self.connection}]\naddress = "{self.address}"\ninsecure = true\n',
             encoding="utf-8",
         )
 
+    def trust(self, node: int) -> list[str]:
+        """Return the arguments of a node that say whom it trusts, and as whom it comes."""
+        return ["--insecure"]
+
     def _launch_node(self, node: int) -> Child:
-        arguments = ["--insecure", "--superlink", self.address, "--port", str(self._node_ports[node])]
+        arguments = [*self.trust(node), "--superlink", self.address, "--port", str(self._node_ports[node])]
         arguments += ["--partition", str(node), "--of", str(self.nodes)]
         if self.states is not None:
             arguments += ["--state-dir", str(self.states / str(node))]
+        if self._data is not None:
+            own = self._data / f"node-{node}"
+            own.mkdir(exist_ok=True)
+            arguments += ["--data", str(own)]
         if not self.peers:
             return self._launch(f"SuperNode {node}", f"node-{node}", self.node_command(arguments))
         # The entry point itself, which starts the listener as well.
@@ -188,9 +236,7 @@ class Deployment:
         leader.kill()
         found = set(killed) - {leader.pid}
         while found:
-            for pid in found:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            kill_all(found)
             killed |= dict.fromkeys(found)
             time.sleep(0.02)
             found = set(self.processes(node))
@@ -198,9 +244,14 @@ class Deployment:
                 raise DeploymentError(f"processes of node {node} survived SIGKILL for {limit:g} s: {sorted(found)}")
         return list(killed)
 
-    def start(self, node: int) -> None:
-        """Start a killed node again, with the same partition: a new process with no state, and to the SuperLink another
-        node.
+    def start(self, node: int, *, wait: bool = True) -> None:
+        """Start a killed node again, with the same partition: a new process, with no state but that of its folder, and
+        to the SuperLink another node unless it has a key.
+
+        Parameters
+        ----------
+        wait : bool
+            Until it has started; one with a key is refused for up to a minute, as long as its predecessor is missed.
 
         Raises
         ------
@@ -216,19 +267,21 @@ class Deployment:
         # In the place of the dead one.
         self.children[1 + node] = self.children.pop()
         self._killed.discard(node)
-        self._wait_for(self._node_ports[node], child)
+        if wait:
+            self._wait_for(self._node_ports[node], child)
 
     def kill_server_app(self) -> list[int]:
         """Kill the processes of the server's app with SIGKILL, the SuperLink's alone stay; return their ids.
 
         :meth:`run_app` with the same configuration, the key ``checkpoint`` among it, continues the run.
         """
-        found = processes_with("FLWR_HOME", str(self.home("superlink")))
-        killed = sorted(pid for pid, line in found.items() if "flwr-serverapp" in line)
-        for pid in killed:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        return killed
+        found = processes_with("FLWR_HOME", str(self.server_app_home))
+        return kill_all(pid for pid, command in found.items() if "flwr-serverapp" in command)
+
+    @property
+    def server_app_home(self) -> Path:
+        """The Flower home of what starts server apps; here of the SuperLink itself."""
+        return self.home("superlink")
 
     def pause(self, node: int) -> list[int]:
         """Stop every process of ``node`` with SIGSTOP, as a suspended machine would; return their ids."""
@@ -331,15 +384,29 @@ class Deployment:
         watch: Callable[[], object] = lambda: None,
     ) -> str:
         """Submit the app with ``config`` as its run configuration and follow it to its end; return the log."""
+        return self.flwr(*self._run(config, project), "--stream", name="run", limit=limit, watch=watch)
+
+    def submit(self, config: Mapping[str, Scalar], *, limit: float, project: Path | None = None) -> int:
+        """Submit the app as :meth:`run_app` does, and leave it alone; return the id of its run."""
+        printed = self.flwr(*self._run(config, project), name="run", limit=limit)
+        found = re.search(r"started run (\d+)", printed)
+        if found is None:
+            raise DeploymentError(f"flwr run printed no id of a run:\n{printed}")
+        return int(found[1])
+
+    def stop_run(self, run: int, *, limit: float) -> None:
+        """Tell the SuperLink that a run is over, as an operator does whose server app has died."""
+        self.flwr("stop", str(run), self.connection, name="stop", limit=limit)
+
+    def _run(self, config: Mapping[str, Scalar], project: Path | None) -> list[str]:
         overrides = self.folder / "run-config.toml"
         overrides.write_text("".join(f"{k} = {_toml(v)}\n" for k, v in config.items()), encoding="utf-8")
         root = APP if project is None else project.resolve()
-        arguments = ["run", str(root), CONNECTION, "--stream", "--run-config", str(overrides)]
-        return self.flwr(*arguments, name="run", limit=limit, watch=watch)
+        return ["run", str(root), self.connection, "--run-config", str(overrides)]
 
     def runs(self) -> list[dict[str, Any]]:
         """Return what the SuperLink knows about its runs, newest first, Flower's own traffic counters included."""
-        printed = self.flwr("list", CONNECTION, "--format", "json", name="list", limit=START_LIMIT)
+        printed = self.flwr("list", self.connection, "--format", "json", name="list", limit=START_LIMIT)
         try:
             # The command may print remarks before its document.
             document = json.loads(printed[printed.index("{") :])

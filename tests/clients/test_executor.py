@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -197,6 +198,44 @@ def test_a_killed_message_is_left_to_expire_and_said_once(
     assert len(lines) == 1
     assert "SIGKILL" in lines[0]
     assert "error 8" in lines[0]
+
+
+def test_a_message_that_the_supernode_has_given_up_holds_up_no_other(
+    fakes: Fakes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One whose content never comes waits for ever; SuperNode hands out the next, which it does not otherwise."""
+    monkeypatch.setattr(executor, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(executor, "OVERTAKEN_SECONDS", 3.0)
+
+    stuck, first, second = (NodeTask(code, BUNDLE) for code in ("pause()", "note('first')", "note('second')"))
+    made = Executor("here", Waiting(stuck, None, first, second, *[None] * 100))
+    handled = made.handle
+    # The last one ends the executor, as a signal would.
+    monkeypatch.setattr(made, "handle", lambda task: handled(task) and task is not second)
+    with contextlib.closing(made), caplog.at_level(logging.WARNING, logger="fedcomp"):
+        made.run(0.0)
+    # All of them, each once, and in their order.
+    assert [word for word in fakes.said() if word in ("waits", "abandoned", "first", "second")] == [
+        "waits",
+        "abandoned",
+        "first",
+        "second",
+    ]
+    assert "has given up the message under way" in caplog.text
+
+
+def test_a_message_that_is_done_soon_after_the_next_one_is_there_is_not_ended(
+    fakes: Fakes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it remembers is handed over after its reply, when the SuperNode may have the next message already."""
+    monkeypatch.setattr(executor, "LOOK_SECONDS", 0.05)
+    code = "import threading; threading.Event().wait(0.5); note('whole')"
+    made = Executor("here", Waiting(NodeTask("note('next')", BUNDLE)))
+    with contextlib.closing(made):
+        assert made.handle(NodeTask(code, BUNDLE))
+        assert made._next is not None
+    assert "whole" in fakes.said()
+    assert "abandoned" not in fakes.said()
 
 
 def test_an_app_that_cannot_be_kept_is_imported_for_every_message(

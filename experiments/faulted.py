@@ -1,0 +1,307 @@
+"""A real deployment to which a schedule of faults is done, and what is seen of it from outside.
+
+``fedcomp link`` and four ``fedcomp node`` over network links of their own; the apps are those of
+:mod:`fedcomp.experiments.journal`. An operator is played, too: when the server app was killed, its run is stopped, and
+it is submitted again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+import numpy as np
+
+from fedcomp.experiments import disks, links
+from fedcomp.experiments.chaos import (
+    DISK,
+    LINK,
+    LOSING,
+    NODE,
+    PROJECTIONS,
+    SERVER_APP,
+    SUPERLINK,
+    Evidence,
+    Fault,
+    judge,
+)
+from fedcomp.experiments.engines.guarded import GuardedDeployment
+from fedcomp.experiments.engines.processes import DeploymentError, sigterm_raises
+from fedcomp.experiments.engines.superlink import TASK_POLL
+from fedcomp.experiments.journal import APP, CHECKPOINT, JOURNAL, ROUNDS, Asked, Ended, Kept, Line, read_journal
+from fedcomp.experiments.links import SlowLinks
+from fedcomp.plain import fields_of, from_fields
+
+RATE: Final = 1e8
+"""Bits per second of each link: no limit to a model of a few kilobytes."""
+
+DISK_BYTES: Final = 1 << 20
+"""Of the disk below a state folder, which takes some kilobytes."""
+
+STALLED: Final = 400.0
+"""Seconds without the end of a round after which a run is given up, and judged as it is: more than the three minutes
+that Flower's server waits for the rest of a reply whose node was killed while it sent it, deadline or not."""
+
+MOMENTS: Final = 3.0
+"""Seconds beside its pause that a client may take from the line in its journal to the written state."""
+
+ENDS_SECONDS: Final = 60.0
+"""Seconds in which a run has ended whose last round has."""
+
+COMMAND_SECONDS: Final = 180.0
+
+
+COMPLETED: Final = "finished:completed"
+
+
+@dataclass(frozen=True)
+class Done:
+    """Something that was done.
+
+    Attributes
+    ----------
+    fault : Fault
+    at : float
+        Seconds since the epoch.
+    processes : int
+        How many processes were killed.
+    """
+
+    fault: Fault
+    at: float
+    processes: int = 0
+
+
+def unavailable() -> str:
+    """Return in one line why faults cannot be done here; empty when they can."""
+    return links.unavailable() or disks.unavailable()
+
+
+class Faulted:
+    """A deployment, and what is done to it.
+
+    Parameters
+    ----------
+    deployment : GuardedDeployment
+        Entered already.
+    asked : Asked
+    faults : sequence of Fault
+    """
+
+    def __init__(self, deployment: GuardedDeployment, asked: Asked, faults: Sequence[Fault]) -> None:
+        self.deployment = deployment
+        self.asked = asked
+        self.done: list[Done] = []
+        self._run = 0
+        self._file = deployment.folder / "asked.json"
+        self._file.write_text(json.dumps(fields_of(asked)), encoding="utf-8")
+        # What begins and what ends, by the round and the part of it.
+        acts = [(fault.round, fault.after, True, fault) for fault in faults]
+        acts += [(fault.round + fault.lasts, 0.0, False, fault) for fault in faults if fault.node >= 0]
+        self._acts = sorted(acts, key=lambda act: act[:3])
+
+    def run(self) -> list[Ended]:
+        """Submit the app and do all faults; return the rounds that ended, after the last one or a stall."""
+        self._submit()
+        ended, seen, progress = self._ended(), 0, time.monotonic()
+        while not ended or ended[-1].round < self.asked.rounds:
+            self.deployment.require_running()
+            self._act(ended)
+            time.sleep(0.05)
+            ended = self._ended()
+            if len(ended) > seen:
+                seen, progress = len(ended), time.monotonic()
+            if time.monotonic() - progress > STALLED:
+                break
+        return ended
+
+    def status(self) -> str:
+        """Return what the SuperLink says of the run, once it says that it has ended, or after a minute."""
+        deadline = time.monotonic() + ENDS_SECONDS
+        while True:
+            status = str(self.deployment.runs()[0]["status"])
+            if status.startswith("finished") or time.monotonic() > deadline:
+                return status
+            time.sleep(1.0)
+
+    def _ended(self) -> list[Ended]:
+        path = Path(self.asked.out) / ROUNDS
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        return [from_fields(Ended, json.loads(line), "a round") for line in text[: text.rfind("\n") + 1].splitlines()]
+
+    def _act(self, ended: Sequence[Ended]) -> None:
+        """Do what is due: in an earlier round, or at this part of a usual one."""
+        if not ended:
+            return
+        lengths = [b.at - a.at for a, b in itertools.pairwise(ended)]
+        usual = median(lengths[-9:]) if lengths else self.asked.deadline / 2
+        number, part = ended[-1].round + 1, (time.time() - ended[-1].at) / usual
+        while self._acts and self._acts[0][:2] <= (number, part):
+            _, _, begins, fault = self._acts.pop(0)
+            if begins:
+                killed = self._begin(fault)
+                self.done.append(Done(fault, time.time(), killed))
+            else:
+                self._end(fault)
+
+    def _begin(self, fault: Fault) -> int:
+        deployment, node = self.deployment, fault.node
+        if fault.kind == NODE:
+            return len(deployment.kill(node))
+        if fault.kind == LINK:
+            deployment.links.pull(node)
+        if fault.kind == DISK:
+            deployment.disks[node].fill()
+        if fault.kind not in (SERVER_APP, SUPERLINK):
+            return 0
+        killed = deployment.kill_server_app() if fault.kind == SERVER_APP else deployment.kill_superlink()
+        if not killed:
+            raise DeploymentError(f"there was no {fault.kind} to kill in round {fault.round}:\n{deployment.logs()}")
+        if fault.kind == SERVER_APP:
+            # Nodes that were being sent a message would wait for the rest of it until the SuperLink misses the app.
+            deployment.stop_run(self._run, limit=COMMAND_SECONDS)
+            self._submit()
+        return len(killed)
+
+    def _end(self, fault: Fault) -> None:
+        deployment, node = self.deployment, fault.node
+        if fault.kind == NODE:
+            # With its key it is refused for up to a minute, for which nobody waits.
+            deployment.start(node, wait=False)
+        if fault.kind == LINK:
+            deployment.links.plug(node)
+        if fault.kind == DISK:
+            deployment.disks[node].empty()
+
+    def _submit(self) -> None:
+        self._run = self.deployment.submit({"asked": str(self._file)}, limit=COMMAND_SECONDS, project=APP)
+
+
+def faulted(
+    seed: int,
+    faults: Sequence[Fault],
+    *,
+    rounds: int,
+    nodes: int,
+    deadline: float,
+    pause: float,
+    state: bool,
+    keep: bool = False,
+) -> dict[str, Any]:
+    """Train while faults are done; return what was seen and the judgement, as JSON-able fields.
+
+    Parameters
+    ----------
+    faults : sequence of Fault
+    deadline, pause : float
+        Seconds; see :class:`~fedcomp.experiments.journal.Asked`.
+    state : bool
+        Whether nodes have state folders; a full disk needs them.
+
+    Returns
+    -------
+    dict
+        ``twice``, ``mass``, ``unfinished``, ``left`` and ``abandoned`` of the
+        :class:`~fedcomp.experiments.chaos.Verdict`, ``lost`` of the node that lost most; ``done`` as faults were done;
+        ``ended`` as rounds ended; ``seconds``; ``updates`` made, and ``used``.
+    """
+    began = time.monotonic()
+    with (
+        sigterm_raises(),
+        tempfile.TemporaryDirectory(prefix="fedcomp-faulted-") as folder,
+        SlowLinks(nodes, RATE) as network,
+        GuardedDeployment(
+            network,
+            states=states_of(folder) if state else None,
+            disk=DISK_BYTES if state else None,
+            data=journals_of(folder),
+            # A message is looked for once a second, as Flower does: the twenty times of other deployments on this
+            # machine would take a processor. And what a killed node leaves in its folder for temporary files goes.
+            settings={TASK_POLL: "1", "TMPDIR": folder},
+            preload=("fedcomp.experiments.journal",),
+            keep=keep,
+        ) as deployment,
+    ):
+        out = deployment.home("out")
+        asked = Asked(seed, nodes, rounds, deadline, pause, str(out))
+        faulty = Faulted(deployment, asked, faults)
+        faulty.run()
+        status = faulty.status()
+        deployment.stop()
+        left = deployment.left()
+        if not (out / CHECKPOINT).exists():
+            raise DeploymentError(f"no round ended:\n{deployment.logs()}")
+        kept = Kept.load(out, seed)
+        lines = {node: read_journal(journals_of(folder) / f"node-{node}" / JOURNAL) for node in range(nodes)}
+        owed = {
+            node: kept.owed(states_of(folder) / str(node), node, seed)
+            if state
+            else remembered(lines[node], faulty.done, kept)
+            for node in lines
+        }
+    seen = Evidence(
+        made=[line.made for each in lines.values() for line in each],
+        used=[(node, each.sequence) for each in kept.rounds for node in each.used],
+        owed=owed,
+        hit=hits(lines, faulty.done, pause),
+        rounds=rounds,
+        finished=len({each.round for each in kept.rounds}),
+        processes=left,
+        moved=kept.moved,
+    )
+    verdict = judge(seen)
+    ends = [] if status == COMPLETED else [f"to the SuperLink the run is {status}"]
+    return {
+        **{name: list(getattr(verdict, name)) for name in ("twice", "mass", "left")},
+        "unfinished": [*verdict.unfinished, *ends],
+        "abandoned": [list(each) for each in verdict.abandoned],
+        "lost": max(verdict.lost.values(), default=0.0),
+        "done": [fields_of(each) for each in faulty.done],
+        "ended": [fields_of(each) for each in kept.rounds],
+        "updates": len(seen.made),
+        "used": len(seen.used),
+        "seconds": time.monotonic() - began,
+    }
+
+
+def states_of(folder: str) -> Path:
+    """Return where the state folders are."""
+    return Path(folder) / "states"
+
+
+def journals_of(folder: str) -> Path:
+    """Return where the journals are, made on first use."""
+    path = Path(folder) / "journals"
+    path.mkdir(exist_ok=True)
+    return path
+
+
+def hits(lines: dict[int, list[Line]], done: Sequence[Done], pause: float) -> list[tuple[int, int]]:
+    """Return the messages during which nodes were killed: between the line in the journal and the written state."""
+    found = []
+    for each in done:
+        if each.fault.kind in LOSING:
+            before = [line for line in lines[each.fault.node] if line.at <= each.at]
+            if before and each.at - before[-1].at < pause + MOMENTS:
+                found.append((each.fault.node, before[-1].made.sequence))
+    return found
+
+
+def remembered(lines: Sequence[Line], done: Sequence[Done], kept: Kept) -> tuple[float, ...]:
+    """Return what a node without a state folder has at the end: what it wrote down last, unless it was killed since."""
+    nothing = np.zeros(PROJECTIONS)
+    if not lines:
+        return tuple(nothing)
+    last = lines[-1]
+    if any(d.fault.kind == NODE and d.fault.node == last.made.node and d.at > last.at for d in done):
+        return tuple(nothing)
+    peer = kept.peers.get(last.made.node)
+    delivered = peer is not None and peer.acknowledged == last.made.sequence
+    return tuple(np.array(last.memory) + (nothing if delivered else np.array(last.made.frame)))

@@ -1,0 +1,398 @@
+"""A perceptron on digits whose clients write down what they send, and whose server can be killed at any time.
+
+A client appends a line to its journal before anything of its update is kept or sent: inner products of the update and
+of its frame with fixed random vectors (:func:`fedcomp.experiments.chaos.projected`). The server keeps, in one file and
+with the model, whose updates are in it. What is in a model that a killed server did not keep is in no list either.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp.strategy import FedAvg
+from numpy.typing import NDArray
+
+from fedcomp.clients.client import client as wrapped
+from fedcomp.clients.edge.node_config import DATA_PATH
+from fedcomp.clients.half import CallNext, ClientHalf
+from fedcomp.clients.messages import find_announcement, partition_of
+from fedcomp.codecs import get_codec
+from fedcomp.codecs.feedback import ErrorFeedback
+from fedcomp.codecs.memory import recalled
+from fedcomp.codecs.topk import TopK
+from fedcomp.experiments.chaos import PROJECTIONS, Made, projected
+from fedcomp.experiments.delayed import perceptron
+from fedcomp.experiments.slow import NAMES, descend, examples
+from fedcomp.flower import checkpoint
+from fedcomp.flower.folder import StateFolder
+from fedcomp.flower.metered import MeteredGrid, addressed
+from fedcomp.flower.payload import NODE_RECORD, take_frame
+from fedcomp.flower.protocol import UPDATE, Announcement
+from fedcomp.flower.records import to_arrays
+from fedcomp.flower.rounds import RoundOutcome, fit
+from fedcomp.flower.state import Uplink, remembered
+from fedcomp.layout import Layout, policy_from_config
+from fedcomp.plain import fields_of, from_fields
+from fedcomp.rng import Key
+from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.replies import Peer
+from fedcomp.tasks.partition import iid
+
+APP: Final = Path(__file__).resolve().parent / "journal_app"
+"""The Flower app that is bundled for the nodes: a few lines."""
+
+HIDDEN: Final = 16
+DENSITY: Final = 0.05
+RATE: Final = 0.1
+STEPS: Final = 2
+
+CHECKPOINT, ROUNDS = "checkpoint", "rounds.jsonl"
+"""What the server app writes: the last of its rounds that is whole, and a line for each as it ends."""
+
+JOURNAL: Final = "journal.jsonl"
+"""What a client writes, in the folder that its node names as its data."""
+
+_trained: ContextVar[dict[str, NDArray[Any]] | None] = ContextVar("journal-trained", default=None)
+"""Where the handler puts the model it has trained; the half around it makes the update of it."""
+
+server = ServerApp()
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the server app is told.
+
+    Attributes
+    ----------
+    seed, nodes, rounds : int
+    deadline : float
+        Seconds that a round waits for replies.
+    pause : float
+        Seconds between a client's line in its journal and what follows it, in which a fault may find it.
+    out : str
+        Absolute path of the folder for :data:`CHECKPOINT` and :data:`ROUNDS`.
+    """
+
+    seed: int
+    nodes: int
+    rounds: int
+    deadline: float
+    pause: float
+    out: str
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a journal: what was made, and when.
+
+    Attributes
+    ----------
+    made : Made
+    memory : tuple of float
+        Inner products of what the client remembers beside the frame.
+    at : float
+        Seconds since the epoch.
+    """
+
+    made: Made
+    memory: tuple[float, ...]
+    at: float
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A round as the server saw it, nodes by partition.
+
+    Attributes
+    ----------
+    round, sequence : int
+        Its number, and that of its messages.
+    used, fresh, rolled_back : list of int
+        Whose updates are in the model; who began with an empty memory; who put back an update.
+    refused : list of str
+        Reasons.
+    lost : int
+        Messages without a reply.
+    at : float
+        When it ended, in seconds since the epoch.
+    """
+
+    round: int
+    sequence: int
+    used: list[int] = field(default_factory=list)
+    fresh: list[int] = field(default_factory=list)
+    rolled_back: list[int] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    lost: int = 0
+    at: float = 0.0
+
+
+def journal() -> ClientHalf:
+    """Return the half that writes the journal, around compression."""
+    return ClientHalf("journal", _journal, outside=("compression",))
+
+
+def _journal(msg: Message, context: Context, call_next: CallNext) -> Message:
+    announcement = find_announcement(msg.content)
+    if announcement is None:
+        return call_next(msg, context)
+    codec, before = get_codec(announcement.codec), to_arrays(msg.content.array_records[announcement.record])
+    layout = Layout.of(before, policy_from_config(announcement.policy), cast_floats=not codec.lossless)
+    pause = float(str(msg.content.config_records["config"]["pause"]))
+    trained: dict[str, NDArray[Any]] = {}
+    token = _trained.set(trained)
+    try:
+        reply = call_next(msg, context)
+    finally:
+        _trained.reset(token)
+    frame = None if reply.has_error() else take_frame(reply.content, UPDATE)
+    if frame is None:
+        return reply
+    header, seed, partition = reply.content.config_records[NODE_RECORD], announcement.seed, partition_of(context)
+    # A stored reply that is sent again, be it under another number, has no update of its own.
+    update = layout.flatten(trained) - layout.flatten(before) if trained else np.zeros(layout.size, np.float32)
+    made = Made(
+        partition,
+        int(str(header["sequence"])),
+        projected(update, seed),
+        projected(codec.decode(frame, layout), seed),
+    )
+    memory = remembered(context, "memory")
+    held = np.zeros(layout.size, np.float32) if memory is None else memory
+    _append(Path(str(context.node_config[DATA_PATH])) / JOURNAL, Line(made, projected(held, seed), time.time()))
+    time.sleep(pause)
+    return reply
+
+
+def _append(path: Path, line: Line) -> None:
+    # At once and flushed: a line that is cut off belongs to an update of which nothing was kept or sent.
+    data = json.dumps(fields_of(line)).encode() + b"\n"
+    journal = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    try:
+        os.write(journal, data)
+        os.fsync(journal)
+    finally:
+        os.close(journal)
+
+
+_app = ClientApp()
+
+
+@_app.train()
+def train(msg: Message, context: Context) -> Message:
+    """Take a few steps of gradient descent on this node's part of the digits."""
+    (name, record), config = next(iter(msg.content.array_records.items())), msg.content.config_records["config"]
+    seed, nodes, number = (int(str(config[key])) for key in ("seed", "nodes", "server-round"))
+    partition = partition_of(context)
+    x, y = examples(False)[0]
+    mine = np.flatnonzero(iid(len(y), nodes, Key(seed, "journal/split")) == partition)
+    weights = [record[each].numpy().copy() for each in NAMES]
+    descend(weights, x, y, mine, RATE, STEPS, Key(seed, "journal/batch", number, partition))
+    found = dict(zip(NAMES, weights, strict=True))
+    trained = _trained.get()
+    if trained is not None:
+        trained |= found
+    arrays = ArrayRecord({each: Array(value) for each, value in found.items()})
+    # All weigh the same, so that the mean of a round follows from who is in it.
+    return Message(RecordDict({name: arrays, "metrics": MetricRecord({"num-examples": 1})}), reply_to=msg)
+
+
+client = wrapped(_app, journal(), only=["compression"])
+
+
+class Timely(FedAvg):
+    """Federated averaging whose messages are not delivered any more when nobody waits for their replies.
+
+    Otherwise a node that was away, or is slower than a round, finds the messages of all rounds since then, answers
+    one after the other, and each of them late.
+    """
+
+    def __init__(self, deadline: float) -> None:
+        super().__init__(min_train_nodes=1, min_available_nodes=1, fraction_evaluate=0.0)
+        self.deadline = deadline
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Let the messages of the round end with it."""
+        messages = list(super().configure_train(server_round, arrays, config, grid))
+        for message in messages:
+            message.metadata.ttl = self.deadline
+        return messages
+
+
+class Patient(MeteredGrid):
+    """A grid that waits for the nodes that answered last time: a dead one costs one deadline, not all of them.
+
+    The others are asked as well, and used when they are back; where none answered, all are waited for.
+    """
+
+    def __init__(self, inner: Grid, silent: Callable[[], Collection[int]]) -> None:
+        super().__init__(inner)
+        self._silent = silent
+
+    def send_and_receive(
+        self,
+        messages: Iterable[Message],
+        *,
+        timeout: float | None = None,
+        enough: Callable[[Sequence[Message]], bool] | None = None,
+    ) -> list[Message]:
+        """Send messages and return the replies, at most one for each."""
+        batch = list(messages)
+        awaited = {message.metadata.dst_node_id for message in batch} - set(self._silent())
+
+        def there(replies: Sequence[Message]) -> bool:
+            # Only now do the messages have their ids.
+            asked = dict(addressed(batch))
+            return awaited <= {asked.get(reply.metadata.reply_to_message_id) for reply in replies}
+
+        return super().send_and_receive(batch, timeout=timeout, enough=there if awaited else enough)
+
+
+def strategy(seed: int, deadline: float = 3600.0) -> Compressed:
+    """Return a new strategy."""
+    return Compressed(Timely(deadline), ErrorFeedback(TopK(density=DENSITY)), seed=seed)
+
+
+def start(seed: int) -> ArrayRecord:
+    """Return the first model."""
+    weights = perceptron(seed, (64, HIDDEN, 10))
+    return ArrayRecord({name: Array(each) for name, each in zip(NAMES, weights, strict=True)})
+
+
+@server.main()
+def main(grid: Grid, context: Context) -> None:
+    """Run the rounds that the run configuration asks for, from where an app before this one was killed."""
+    told = json.loads(Path(str(context.run_config["asked"])).read_text(encoding="utf-8"))
+    asked = from_fields(Asked, told, "the file")
+    # Whoever is late for the first round is late for it in every run; later ones take whom they find.
+    while not (Path(asked.out) / CHECKPOINT).exists() and len(list(grid.get_node_ids())) < asked.nodes:
+        time.sleep(0.2)
+    serve(grid, asked, strategy(asked.seed, asked.deadline))
+
+
+def serve(grid: Grid, asked: Asked, ours: Compressed) -> None:
+    """Run the rounds that are not in the checkpoint yet, with a strategy that is new."""
+    out, kept = Path(asked.out), Path(asked.out) / CHECKPOINT
+    metered = Patient(grid, lambda: ours.reception.holders.silent)
+    arrays, first, rounds, partitions = start(asked.seed), 1, list[Any](), dict[str, Any]()
+    if kept.exists():
+        found = checkpoint.resume(kept, ours, metered)
+        arrays, first = found.arrays, found.server_round + 1
+        rounds, partitions = list(found.extra["rounds"]), dict(found.extra["partitions"])
+
+    def note(number: int, model: ArrayRecord, outcome: RoundOutcome) -> None:
+        ended = ended_of(ours, number)
+        rounds.append(fields_of(ended))
+        # The strategy forgets those that are not online.
+        partitions.update({str(node): partition for node, partition in ours.reception.holders.claims.items()})
+        # The model and what is in it, in one file: a kill leaves both, or both of the round before.
+        extra = {"rounds": rounds, "partitions": partitions}
+        checkpoint.save(kept, server_round=number, arrays=model, strategy=ours, extra=extra)
+        with (out / ROUNDS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(fields_of(ended)) + "\n")
+
+    fit(
+        ours,
+        metered,
+        arrays,
+        asked.rounds,
+        start_round=first,
+        timeout=asked.deadline,
+        train_config=ConfigRecord({"seed": asked.seed, "nodes": asked.nodes, "pause": asked.pause}),
+        on_round=note,
+    )
+
+
+def ended_of(ours: Compressed, number: int) -> Ended:
+    """Return what a strategy knows of the round that has just ended."""
+    report, sequence = ours.reports[number], ours.announcer.sequence
+    claims = ours.reception.holders.claims
+
+    def named(nodes: Iterable[int]) -> list[int]:
+        return sorted(claims[node] for node in nodes)
+
+    used = [node for node, peer in ours.reception.peers.items() if peer.acknowledged == sequence]
+    return Ended(
+        number,
+        sequence,
+        named(used),
+        named(report.fresh),
+        named(report.rolled_back),
+        sorted(report.refused.values()),
+        report.lost,
+        time.time(),
+    )
+
+
+def read_journal(path: Path) -> list[Line]:
+    """Return the whole lines of a journal; of one that is cut off nothing was kept or sent."""
+    if not path.exists():
+        return []
+    text = path.read_text(encoding="utf-8")
+    return [from_fields(Line, json.loads(line), "a line") for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What the server's last checkpoint holds.
+
+    Attributes
+    ----------
+    rounds : list of Ended
+    moved : tuple of float
+        Inner products of the model's change since its beginning.
+    peers : mapping of int to Peer
+        By partition: which update was used last.
+    ours : Compressed
+        The strategy as it was.
+    layout : Layout
+        Of the model.
+    """
+
+    rounds: list[Ended]
+    moved: tuple[float, ...]
+    peers: Mapping[int, Peer]
+    ours: Compressed
+    layout: Layout
+
+    @classmethod
+    def load(cls, out: Path, seed: int) -> Kept:
+        """Read a checkpoint."""
+        found, ours = checkpoint.load(out / CHECKPOINT), strategy(seed)
+        found.apply(ours)
+        before, after = to_arrays(start(seed)), to_arrays(found.arrays)
+        layout = ours.announcer.layout_of(found.arrays, ours.codec, updates_only=False)
+        rounds = [from_fields(Ended, each, "a round") for each in found.extra["rounds"]]
+        moved = projected(layout.flatten(after) - layout.flatten(before), seed)
+        partitions = {int(node): int(partition) for node, partition in found.extra["partitions"].items()}
+        peers = {partitions[node]: peer for node, peer in ours.reception.peers.items() if node in partitions}
+        return cls(rounds, moved, peers, ours, layout)
+
+    def owed(self, folder: Path, partition: int, seed: int) -> tuple[float, ...]:
+        """Return inner products of what a state folder has for this server, once it hears what was used last."""
+        kept = StateFolder(folder, partition)
+        for path in kept.stamps():
+            state = kept.load(path)
+            context = Context(run_id=0, node_id=0, node_config={}, state=state or RecordDict(), run_config={})
+            peer = self.peers.get(partition, Peer())
+            announcement = replace(
+                Announcement(record="arrays", round=0, seed=seed),
+                **self.ours.announcer.training_fields(peer, self.ours.codec),
+            )
+            uplink = Uplink.begin(context, announcement, self.ours.codec, self.layout)
+            memory = None if uplink.fresh else recalled(uplink.state)
+            return tuple([0.0] * PROJECTIONS) if memory is None else projected(memory, seed)
+        return tuple([0.0] * PROJECTIONS)

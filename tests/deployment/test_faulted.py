@@ -1,0 +1,39 @@
+"""A real deployment in which each thing is killed, pulled or filled once: everything is accounted for."""
+
+from __future__ import annotations
+
+import pytest
+
+from fedcomp.experiments.chaos import DISK, LINK, NODE, SERVER_APP, SUPERLINK, Fault
+from fedcomp.experiments.faulted import faulted, unavailable
+
+REASON = unavailable()
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(REASON), reason=REASON)]
+
+FAULTS = (
+    Fault(2, NODE, 1, after=0.5),
+    Fault(3, LINK, 2, after=0.2),
+    Fault(5, SERVER_APP, after=0.6),
+    Fault(6, DISK, 0, after=0.1),
+    Fault(8, SUPERLINK, after=0.4),
+)
+
+
+def test_one_fault_of_each_kind_loses_nothing_and_leaves_nothing() -> None:
+    # A busy machine makes rounds longer, and some of them empty: that is accounted for, too.
+    found = faulted(5, FAULTS, rounds=9, nodes=3, deadline=20.0, pause=0.3, state=True)
+    assert found["twice"] == found["mass"] == found["unfinished"] == found["left"] == []
+    assert found["lost"] < 1e-5
+    assert [each["fault"]["kind"] for each in found["done"]] == [fault.kind for fault in FAULTS]
+    killed = {each["fault"]["kind"]: each["processes"] for each in found["done"]}
+    # The node's supervisor, SuperNode, executor and what handles messages; server app and SuperLink are one each.
+    assert killed[NODE] >= 3
+    assert killed[SERVER_APP] == killed[SUPERLINK] == 1
+    assert [each["round"] for each in found["ended"]] == list(range(1, 10))
+    # Only the node that was killed may have abandoned anything, and only the message it had.
+    assert len(found["abandoned"]) <= 1
+    assert all(node == 1 for node, _ in found["abandoned"])
+    assert any("keeps its state on disk" in reason for each in found["ended"] for reason in each["refused"])
+    # After the app was killed numbers go on where no message of it can have been.
+    assert [each["sequence"] >> 32 for each in found["ended"]] == [0] * 4 + [1] * 5

@@ -1,0 +1,218 @@
+"""The apps of the experiment ``chaos`` in one process: their books balance, and those of wrong variants do not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from plain_grid import PlainGrid
+
+from fedcomp.clients.edge.node_config import DATA_PATH, STATE_FOLDER
+from fedcomp.experiments.chaos import NODE, PROJECTIONS, Evidence, Fault, Verdict, judge
+from fedcomp.experiments.faulted import Done, hits, remembered
+from fedcomp.experiments.journal import (
+    JOURNAL,
+    Asked,
+    Kept,
+    Line,
+    Patient,
+    client,
+    read_journal,
+    serve,
+    start,
+    strategy,
+)
+from fedcomp.flower.faults import Delivery
+from fedcomp.flower.grid import InProcessGrid
+from fedcomp.strategies.compressed import Compressed
+
+NODES, SEED, ROUNDS_ASKED = 3, 4, 6
+
+
+@dataclass
+class Run:
+    """What is left of a run in this process."""
+
+    path: Path
+    state: bool
+    done: tuple[Done, ...] = ()
+
+    def lines(self) -> dict[int, list[Line]]:
+        return {node: read_journal(self.path / f"data-{node}" / JOURNAL) for node in range(NODES)}
+
+    def kept(self) -> Kept:
+        return Kept.load(self.path, SEED)
+
+    def seen(self) -> Evidence:
+        lines, kept = self.lines(), self.kept()
+        folder = self.path / "state"
+        return Evidence(
+            made=[line.made for each in lines.values() for line in each],
+            used=[(node, each.sequence) for each in kept.rounds for node in each.used],
+            owed={
+                node: kept.owed(folder, node, SEED) if self.state else remembered(lines[node], self.done, kept)
+                for node in lines
+            },
+            rounds=ROUNDS_ASKED,
+            finished=len(kept.rounds),
+            moved=kept.moved,
+        )
+
+    def verdict(self) -> Verdict:
+        return judge(self.seen())
+
+
+def run(
+    path: Path,
+    *,
+    state: bool = True,
+    ours: Compressed | None = None,
+    restarts: Mapping[int, int] | None = None,
+    fault: Callable[[Delivery], str | None] | None = None,
+) -> Run:
+    """Run in this process; before a round of ``restarts`` a node loses what it has in memory."""
+
+    def config(partition: int) -> dict[str, Any]:
+        data = path / f"data-{partition}"
+        data.mkdir(exist_ok=True)
+        return {DATA_PATH: str(data)} | ({STATE_FOLDER: str(path / "state")} if state else {})
+
+    (path / "state").mkdir(exist_ok=True)
+    ours = strategy(SEED) if ours is None else ours
+    asked = Asked(SEED, NODES, ROUNDS_ASKED, 60.0, 0.0, str(path))
+    with InProcessGrid(client, NODES, seed=SEED, node_config=config, fault=fault) as grid:
+        configure, nodes = ours.configure_train, list(grid.get_node_ids())
+
+        def before(number: int, *rest: Any) -> Iterable[Message]:
+            if restarts and number in restarts:
+                grid.wipe(nodes[restarts[number]])
+            return configure(number, *rest)
+
+        ours.configure_train = before
+        serve(grid, asked, ours)
+    return Run(path, state)
+
+
+def lost(delivery: Delivery) -> str | None:
+    return "lost_reply" if (delivery.round, delivery.partition) == (3, 1) else None
+
+
+@pytest.mark.parametrize("state", [True, False])
+def test_the_books_of_a_calm_run_balance_and_the_model_is_what_its_updates_make_of_it(
+    tmp_path: Path, state: bool
+) -> None:
+    made = run(tmp_path, state=state)
+    verdict = made.verdict()
+    assert verdict.wrong == ()
+    assert verdict.abandoned == ()
+    assert max(verdict.lost.values()) < 1e-5
+    seen = made.seen()
+    assert len(seen.used) == len(seen.made) == NODES * ROUNDS_ASKED
+    # Without the memories nothing adds up: what is owed is a good part of it.
+    assert len(judge(replace(seen, owed={})).mass) == NODES
+
+
+def test_a_lost_reply_and_a_restarted_node_lose_nothing_with_a_state_folder(tmp_path: Path) -> None:
+    made = run(tmp_path, restarts={4: 0, 6: 2}, fault=lost)
+    assert made.verdict().wrong == ()
+    assert (1, 3) not in made.seen().used
+    rounds = made.kept().rounds
+    assert [each.round for each in rounds if each.rolled_back == [1]] == [4]
+    assert [each.round for each in rounds if each.fresh] == [1]
+
+
+def test_a_message_that_came_twice_has_two_lines_and_one_update(tmp_path: Path) -> None:
+    made = run(tmp_path, fault=lambda d: "duplicate" if (d.round, d.partition) == (3, 1) else None)
+    assert made.verdict().wrong == ()
+    lines = [line.made for line in made.lines()[1] if line.made.sequence == 3]
+    assert [any(line.update) for line in lines] == [True, False]
+    assert lines[0].frame == lines[1].frame
+
+
+def test_a_client_that_forgets_loses_mass_and_is_named(tmp_path: Path) -> None:
+    made = run(tmp_path, state=False, restarts={4: 0})
+    verdict = made.verdict()
+    assert [line.split(":")[0] for line in verdict.mass] == ["node 0"]
+    assert verdict.lost[0] > 1e-3 > 1e-5 > verdict.lost[1]
+    assert [(each.round, each.fresh) for each in made.kept().rounds if each.fresh] == [(1, [0, 1, 2]), (4, [0])]
+
+
+def test_a_frame_that_is_summed_twice_is_found_in_the_model_alone(tmp_path: Path) -> None:
+    """The server's own list is that of an innocent one."""
+    ours = strategy(SEED)
+    aggregate = ours.aggregate_train
+
+    def twice(number: int, replies: Iterable[Message]) -> Any:
+        model, metrics = aggregate(number, replies)
+        if number == 3 and model is not None:
+            frame = ours.announcer.model
+            moved = {name: 2 * array.numpy() - frame[name] for name, array in model.items()}
+            model = ArrayRecord({name: Array(value) for name, value in moved.items()})
+        return model, metrics
+
+    ours.aggregate_train = twice  # type: ignore[method-assign]
+    verdict = run(tmp_path, ours=ours).verdict()
+    assert len(verdict.twice) == 1
+    assert verdict.twice[0].startswith("the model is not what its updates make of it")
+    assert verdict.mass == ()
+
+
+def test_a_memory_is_owed_by_what_the_server_heard_last(tmp_path: Path) -> None:
+    """The last reply was lost: the folder's memory, and the frame that nobody got."""
+    made = run(tmp_path, fault=lambda d: "lost_reply" if (d.round, d.partition) == (ROUNDS_ASKED, 2) else None)
+    assert made.verdict().wrong == ()
+    kept, line = made.kept(), made.lines()[2][-1]
+    whole = np.array(line.memory) + np.array(line.made.frame)
+    np.testing.assert_allclose(kept.owed(tmp_path / "state", 2, SEED), whole, atol=1e-5)
+    np.testing.assert_allclose(remembered(made.lines()[2], (), kept), whole, atol=1e-5)
+    # Killed since, and without a folder: nothing is left of it.
+    killed = Done(Fault(6, NODE, 2), line.at + 1.0)
+    assert remembered(made.lines()[2], [killed], kept) == (0.0,) * PROJECTIONS
+
+
+def test_messages_during_which_a_node_was_killed_are_those_that_it_had_begun(tmp_path: Path) -> None:
+    lines = run(tmp_path).lines()
+    last = lines[1][-1]
+    soon, later = (Done(Fault(6, NODE, 1), last.at + seconds) for seconds in (0.1, 60.0))
+    assert hits(lines, [soon], 0.3) == [(1, last.made.sequence)]
+    assert hits(lines, [later], 0.3) == []
+    assert hits(lines, [Done(Fault(6, "disk", 1), last.at + 0.1)], 0.3) == []
+
+
+def test_a_line_that_is_cut_off_is_no_line(tmp_path: Path) -> None:
+    path = tmp_path / JOURNAL
+    run(tmp_path)
+    whole = (tmp_path / "data-0" / JOURNAL).read_text()
+    path.write_text(whole[:-20])
+    assert len(read_journal(path)) == ROUNDS_ASKED - 1
+    assert read_journal(tmp_path / "none") == []
+
+
+@pytest.mark.parametrize(("silent", "seconds"), [(set(), 1.5), ({2}, 0.0), ({0, 1, 2}, 1.5)])
+def test_who_did_not_answer_last_time_is_asked_and_not_waited_for(silent: set[int], seconds: float) -> None:
+    """A dead node costs one deadline; where nobody answered there is nobody else to wait for."""
+    with InProcessGrid(client, NODES, fault=lambda d: "silent" if d.partition == 2 else None) as engine:
+        nodes = list(engine.get_node_ids())
+        grid = Patient(PlainGrid(engine), lambda: [nodes[place] for place in silent])
+        asked = [Message(RecordDict(), node, "query") for node in nodes]
+        began = time.monotonic()
+        replies = grid.send_and_receive(asked, timeout=1.5)
+        waited = time.monotonic() - began
+    assert {reply.metadata.src_node_id for reply in replies} == set(nodes[:2])
+    assert seconds <= waited
+    # Not the whole of a deadline that nobody needs.
+    assert seconds or waited < 1.5
+
+
+def test_messages_end_with_their_round(tmp_path: Path) -> None:
+    ours = strategy(SEED, deadline=7.0)
+    with InProcessGrid(client, NODES) as grid:
+        arrays = start(SEED)
+        config = ConfigRecord({"seed": SEED, "nodes": NODES, "pause": 0.0})
+        assert {message.metadata.ttl for message in ours.configure_train(1, arrays, config, grid)} == {7.0}
