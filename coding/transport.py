@@ -205,7 +205,7 @@ class TcpSender:
     Parameters
     ----------
     connect_timeout, send_timeout : float
-        Seconds to open a connection, and from then on to the acknowledgement.
+        Seconds to open a connection, and from then on to the acknowledgement, a handshake included.
     max_parcel_bytes : int
         Largest parcel to send.
     tls : PeerTls, optional
@@ -320,8 +320,9 @@ class _Attempt:
 
     def run(self, connect_timeout: float, send_timeout: float) -> None:
         """Send and wait for the acknowledgement; raise :class:`OSError` or :class:`_Refused`."""
-        deadline = time.monotonic() + connect_timeout + send_timeout
-        with self._secured(_connect(self._place, connect_timeout), deadline) as connection:
+        opened = _connect(self._place, connect_timeout)
+        deadline = time.monotonic() + send_timeout
+        with self._secured(opened, deadline) as connection:
             try:
                 self._send(connection, deadline)
             except (BrokenPipeError, ConnectionResetError, ssl.SSLError):
