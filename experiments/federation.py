@@ -63,8 +63,9 @@ class Cohorts(GridWrapper):
     query : ConfigRecord
         Configuration sent with the roll call.
     deadline : callable, optional
-        Makes a :class:`Deadline` for each type of message: exchanges then end by the clients' own past times. A reply
-        that did not come counts with the time it was waited for. Not in rounds whose participants are secret.
+        Makes a :class:`Deadline` for each type of message: exchanges then end by the clients' own past times. Those of
+        a client whose reply did not come are forgotten, so that the timeout counts again when more than half did not.
+        Not in rounds whose participants are secret.
 
     Attributes
     ----------
@@ -210,12 +211,15 @@ class Cohorts(GridWrapper):
         began = now(self)
         replies = self.roll.send_and_receive(batch, timeout=limit, enough=enough)
         took = {r.metadata.reply_to_message_id: arrived(self, r) - began for r in replies if not r.has_error()}
-        failed = {r.metadata.reply_to_message_id for r in replies if r.has_error()}
+        answered = {reply.metadata.reply_to_message_id for reply in replies}
         for message in batch:
             meta = message.metadata
+            deadline = self._deadline_of(meta.message_type)
+            if meta.message_id in took:
+                deadline.note(meta.dst_node_id, took[meta.message_id])
             # An error may come at once, and says nothing of how long training takes; nor does a wait cut short.
-            if meta.message_id not in failed and (meta.message_id in took or enough is None):
-                self._deadlines[meta.message_type].note(meta.dst_node_id, took.get(meta.message_id, limit))
+            elif meta.message_id not in answered and enough is None:
+                deadline.forget(meta.dst_node_id)
         return replies
 
     def _deadline_of(self, kind: str) -> Deadline:

@@ -80,6 +80,10 @@ class Deadline(Stateful):
         """Remember what a client took, from the message being sent to the reply being there."""
         self._times[node] = [*self._times.get(node, []), seconds][-self.history :]
 
+    def forget(self, node: int) -> None:
+        """Forget what a client took before: it was waited for longer, in vain, and that is no guide any more."""
+        self._times.pop(node, None)
+
     def seconds(self, nodes: Collection[int], most: float) -> float:
         """Return how long to wait for ``nodes``: ``most`` as long as half of them are unknown, and never more."""
         known = [float(np.median(self._times[node])) for node in nodes if node in self._times]
