@@ -92,3 +92,34 @@ def test_a_run_whose_server_is_killed_in_a_round_goes_on_to_the_same_bits(
     assert bits(resumed) == bits(whole)
     uplinks = [result.ledger.by("round", "payload", direction="up") for result in (resumed, whole)]
     assert uplinks[0] == uplinks[1]
+
+
+def test_a_dead_node_is_waited_for_once_and_is_the_same_node_under_another_id(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    quicken(monkeypatch)
+    timeout = 30.0
+    used: list[Deployment] = []
+
+    class Watched(Deployment):
+        def __enter__(self) -> Deployment:
+            used.append(self)
+            return super().__enter__()
+
+    def on_round(record: RoundRecord) -> None:
+        if record.round == KILLED - 1:
+            used[0].kill(1)
+            used[0].start(1)
+
+    monkeypatch.setattr(superlink, "Deployment", Watched)
+    spec = replace(SPEC, rounds=8, settings={**SPEC.settings, "timeout": timeout})
+    result = engines.run(spec, on_round=on_round, checkpoint=tmp_path / "checkpoint")
+    rounds = result.rounds
+    assert (rounds[KILLED].replies, rounds[KILLED].failures) == (1, 1)
+    # Its old id is in the SuperLink's list for up to a minute, and nobody asks it any more.
+    assert [record.failures for record in rounds[KILLED + 1 :]] == [0] * 5
+    assert max(record.wall_seconds for record in rounds[KILLED + 1 :]) < timeout
+    assert [1] in [record.metrics.get("nodes.returned") for record in rounds[KILLED + 1 :]]
+    # What it remembered was on disk, and what was acknowledged is under its name.
+    assert rounds[-1].replies == 2
+    assert [record.metrics["report.fresh"] for record in rounds[1:]] == [2] + [0] * 7
