@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +17,8 @@ from fedcomp.experiments import engines
 from fedcomp.experiments.engines import superlink
 from fedcomp.experiments.engines.processes import DeploymentError
 from fedcomp.experiments.engines.superlink import Deployment
-from fedcomp.experiments.spec import RoundRecord, RunResult, RunSpec
+from fedcomp.experiments.server_app import CHECKPOINT_KEY, OUT_KEY
+from fedcomp.experiments.spec import ROUNDS_FILE, RoundRecord, RunResult, RunSpec
 from fedcomp.flower.folder import StateFolder
 
 pytestmark = pytest.mark.slow
@@ -29,6 +32,7 @@ SPEC = RunSpec(
     seed=4,
     settings={"codec.density": 0.05, "momentum": 0.9, "lr": 0.05, "task.hidden": "16", "start_timeout": 300.0},
 )
+WARM = ("fedcomp.clients.app", "torch")
 KILLED = 3
 """The round in the middle of which something is killed."""
 
@@ -43,11 +47,22 @@ def written(folder: Path, partition: int) -> int:
     return max((stamp.number for stamp in stamps.values()), default=0)
 
 
+def in_the_round(deployment: Deployment, states: Path, kill: Callable[[], object]) -> None:
+    """Kill when of the two nodes one has answered the round, and the server waits for the other."""
+    deployment.pause(1)
+    deadline = time.monotonic() + 120
+    while written(states, 0) < KILLED:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    kill()
+    deployment.resume(1)
+
+
 @pytest.mark.parametrize("victim", ["server app", "SuperLink"])
 def test_a_run_whose_server_is_killed_in_a_round_goes_on_to_the_same_bits(
     victim: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    quicken(monkeypatch)
+    quicken(monkeypatch, *WARM)
     whole = engines.run(replace(SPEC, engine="inprocess"))
     checkpoint = tmp_path / "checkpoint"
     states = tmp_path / "checkpoint.nodes"
@@ -65,16 +80,8 @@ def test_a_run_whose_server_is_killed_in_a_round_goes_on_to_the_same_bits(
             os.kill(used[0].children[0].pid, signal.SIGKILL)
 
     def on_round(record: RoundRecord) -> None:
-        if record.round != KILLED - 1:
-            return
-        # Of the two nodes one has answered the round, and the server waits for the other.
-        used[0].pause(1)
-        deadline = time.monotonic() + 120
-        while written(states, 0) < KILLED:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        kill()
-        used[0].resume(1)
+        if record.round == KILLED - 1:
+            in_the_round(used[0], states, kill)
 
     monkeypatch.setattr(superlink, "Deployment", Watched)
     with pytest.raises(DeploymentError):
@@ -94,11 +101,40 @@ def test_a_run_whose_server_is_killed_in_a_round_goes_on_to_the_same_bits(
     assert uplinks[0] == uplinks[1]
 
 
+def test_a_killed_server_app_is_continued_by_another_run_of_the_same_superlink(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    quicken(monkeypatch, *WARM)
+    whole = engines.run(replace(SPEC, engine="inprocess"))
+    states, out = tmp_path / "states", tmp_path / "out"
+    config = {**SPEC.to_run_config(), CHECKPOINT_KEY: str(tmp_path / "checkpoint"), OUT_KEY: str(out)}
+    killed: list[int] = []
+    with Deployment(SPEC.clients, states=states) as deployment:
+
+        def watch() -> None:
+            lines = (out / ROUNDS_FILE).read_text().splitlines() if (out / ROUNDS_FILE).exists() else []
+            if not killed and lines and json.loads(lines[-1])["round"] == KILLED - 1:
+                in_the_round(deployment, states, lambda: killed.extend(deployment.kill_server_app()))
+
+        deployment.run_app(config, limit=300, watch=watch)
+        assert killed
+        assert deployment.runs()[0]["status"] == "finished:failed"
+        assert not (out / "result.json").exists()
+        deployment.run_app(config, limit=300)
+    resumed = RunResult.load(out)
+    assert [record.round for record in resumed] == [0, 1, 2, 3, 4]
+    assert [record.metrics["report.fresh"] for record in resumed.rounds[1:]] == [2, 0, 0, 0]
+    assert all("nodes.returned" not in record.metrics for record in resumed.rounds)
+    assert bits(resumed) == bits(whole)
+
+
 def test_a_dead_node_is_waited_for_once_and_is_the_same_node_under_another_id(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    quicken(monkeypatch)
-    timeout = 30.0
+    # Short rounds although there is a timeout that a busy machine keeps: it must end before the SuperLink gives up the
+    # dead node by itself.
+    quicken(monkeypatch, *WARM)
+    timeout = 40.0
     used: list[Deployment] = []
 
     class Watched(Deployment):
@@ -113,8 +149,7 @@ def test_a_dead_node_is_waited_for_once_and_is_the_same_node_under_another_id(
 
     monkeypatch.setattr(superlink, "Deployment", Watched)
     spec = replace(SPEC, rounds=8, settings={**SPEC.settings, "timeout": timeout})
-    result = engines.run(spec, on_round=on_round, checkpoint=tmp_path / "checkpoint")
-    rounds = result.rounds
+    rounds = engines.run(spec, on_round=on_round, checkpoint=tmp_path / "checkpoint").rounds
     assert (rounds[KILLED].replies, rounds[KILLED].failures) == (1, 1)
     # Its old id is in the SuperLink's list for up to a minute, and nobody asks it any more.
     assert [record.failures for record in rounds[KILLED + 1 :]] == [0] * 5
