@@ -68,6 +68,10 @@ class Run:
         return judge(self.seen())
 
 
+class Gone(Exception):
+    """Stands for SIGKILL."""
+
+
 def run(
     path: Path,
     *,
@@ -75,8 +79,10 @@ def run(
     ours: Compressed | None = None,
     restarts: Mapping[int, int] | None = None,
     fault: Callable[[Delivery], str | None] | None = None,
+    killed: int = 0,
 ) -> Run:
-    """Run in this process; before a round of ``restarts`` a node loses what it has in memory."""
+    """Run in this process; before a round of ``restarts`` a node loses what it has in memory; in round ``killed`` the
+    server's app is gone when it has all replies, and another one goes on."""
 
     def config(partition: int) -> dict[str, Any]:
         data = path / f"data-{partition}"
@@ -94,8 +100,23 @@ def run(
                 grid.wipe(nodes[restarts[number]])
             return configure(number, *rest)
 
-        ours.configure_train = before
-        serve(grid, asked, ours)
+        ours.configure_train = before  # type: ignore[method-assign]
+        if killed:
+            # What does not know its clients cannot set them back, as in a deployment.
+            plain, aggregate = PlainGrid(grid), ours.aggregate_train
+
+            def gone(number: int, replies: Iterable[Message]) -> Any:
+                model = aggregate(number, replies)
+                if number == killed:
+                    raise Gone
+                return model
+
+            ours.aggregate_train = gone  # type: ignore[method-assign]
+            with pytest.raises(Gone):
+                serve(plain, asked, ours)
+            serve(plain, asked, strategy(SEED))
+        else:
+            serve(grid, asked, ours)
     return Run(path, state)
 
 
@@ -125,6 +146,26 @@ def test_a_lost_reply_and_a_restarted_node_lose_nothing_with_a_state_folder(tmp_
     rounds = made.kept().rounds
     assert [each.round for each in rounds if each.rolled_back == [1]] == [4]
     assert [each.round for each in rounds if each.fresh] == [1]
+
+
+def test_a_server_app_that_is_killed_with_all_replies_in_its_hands_counts_nothing_twice(tmp_path: Path) -> None:
+    made = run(tmp_path, killed=4)
+    assert made.verdict().wrong == ()
+    assert made.verdict().abandoned == ()
+    rounds = made.kept().rounds
+    assert [each.round for each in rounds] == list(range(1, ROUNDS_ASKED + 1))
+    assert [each.sequence >> 32 for each in rounds] == [0, 0, 0, 1, 1, 1]
+    # What the dead app had summed is in no model; the nodes have it still.
+    assert {sequence for _, sequence in made.seen().used}.isdisjoint({4})
+    assert 4 in {line.sequence for line in made.seen().made}
+
+
+def test_a_server_that_keeps_the_model_of_a_round_and_forgets_whose_it_is_counts_twice(tmp_path: Path) -> None:
+    """A checkpoint of the model with the books of the round before."""
+    made = run(tmp_path, killed=4)
+    seen = made.seen()
+    moved = np.array(seen.moved) + np.mean([line.frame for line in seen.made if line.sequence == 4], axis=0)
+    assert len(judge(replace(seen, moved=tuple(moved))).twice) == 1
 
 
 def test_a_message_that_came_twice_has_two_lines_and_one_update(tmp_path: Path) -> None:
