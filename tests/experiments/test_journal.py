@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -13,12 +14,16 @@ import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from plain_grid import PlainGrid
 
+import fedcomp.experiments.faulted as module
 from fedcomp.clients.edge.node_config import DATA_PATH, STATE_FOLDER
 from fedcomp.experiments.chaos import NODE, PROJECTIONS, Evidence, Fault, Verdict, judge
-from fedcomp.experiments.faulted import Done, hits, remembered
+from fedcomp.experiments.engines.processes import DeploymentError
+from fedcomp.experiments.faulted import Done, Faulted, hits, remembered
 from fedcomp.experiments.journal import (
     JOURNAL,
+    ROUNDS,
     Asked,
+    Ended,
     Kept,
     Line,
     Patient,
@@ -30,6 +35,7 @@ from fedcomp.experiments.journal import (
 )
 from fedcomp.flower.faults import Delivery
 from fedcomp.flower.grid import InProcessGrid
+from fedcomp.plain import fields_of
 from fedcomp.strategies.compressed import Compressed
 
 NODES, SEED, ROUNDS_ASKED = 3, 4, 6
@@ -257,3 +263,39 @@ def test_messages_end_with_their_round(tmp_path: Path) -> None:
         arrays = start(SEED)
         config = ConfigRecord({"seed": SEED, "nodes": NODES, "pause": 0.0})
         assert {message.metadata.ttl for message in ours.configure_train(1, arrays, config, grid)} == {7.0}
+
+
+class Away:
+    """A deployment whose SuperLink has forgotten the first run when it is back, and does a round for each submission."""
+
+    def __init__(self, folder: Path, status: str) -> None:
+        self.folder = folder
+        self.status = status
+        self.submitted = 0
+
+    def submit(self, config: Any, *, limit: float, project: Path) -> int:
+        self.submitted += 1
+        with (self.folder / ROUNDS).open("a") as file:
+            file.write(json.dumps(fields_of(Ended(self.submitted, self.submitted, at=time.time()))) + "\n")
+        return self.submitted
+
+    def runs(self) -> list[dict[str, str]]:
+        if self.status:
+            return [{"status": self.status}]
+        raise DeploymentError("nobody answers")
+
+    def require_running(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("status", "again"), [("finished:failed", 1), ("running", 0), ("", 0)])
+def test_a_run_that_is_over_before_its_last_round_is_submitted_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: str, again: int
+) -> None:
+    monkeypatch.setattr(module, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(module, "STALLED", 1.0)
+    deployment = Away(tmp_path, status)
+    asked = Asked(SEED, NODES, 2, 0.1, 0.0, str(tmp_path))
+    found = Faulted(deployment, asked, [])  # type: ignore[arg-type]
+    assert [each.round for each in found.run()] == list(range(1, 2 + again))
+    assert found.again == again
