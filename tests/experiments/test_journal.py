@@ -266,7 +266,7 @@ def test_messages_end_with_their_round(tmp_path: Path) -> None:
 
 
 class Away:
-    """A deployment whose SuperLink has forgotten the first run when it is back, and does a round for each submission."""
+    """A deployment with a round for each submission, whose SuperLink says ``status`` of the run, or nothing."""
 
     def __init__(self, folder: Path, status: str) -> None:
         self.folder = folder
