@@ -52,6 +52,9 @@ that Flower's server waits for the rest of a reply whose node was killed while i
 MOMENTS: Final = 3.0
 """Seconds beside its pause that a client may take from the line in its journal to the written state."""
 
+LOOK_SECONDS: Final = 45.0
+"""Seconds beyond a round's deadline after which the SuperLink is asked whether there is a run."""
+
 ENDS_SECONDS: Final = 60.0
 """Seconds in which a run has ended whose last round has."""
 
@@ -99,6 +102,8 @@ class Faulted:
         self.deployment = deployment
         self.asked = asked
         self.done: list[Done] = []
+        self.again = 0
+        """How often a run was over before its last round, and was submitted again."""
         self._run = 0
         self._file = deployment.folder / "asked.json"
         self._file.write_text(json.dumps(fields_of(asked)), encoding="utf-8")
@@ -111,6 +116,7 @@ class Faulted:
         """Submit the app and do all faults; return the rounds that ended, after the last one or a stall."""
         self._submit()
         ended, seen, progress = self._ended(), 0, time.monotonic()
+        looked = progress
         while not ended or ended[-1].round < self.asked.rounds:
             self.deployment.require_running()
             self._act(ended)
@@ -118,6 +124,11 @@ class Faulted:
             ended = self._ended()
             if len(ended) > seen:
                 seen, progress = len(ended), time.monotonic()
+                looked = progress
+            if time.monotonic() - looked > self.asked.deadline + LOOK_SECONDS:
+                looked = time.monotonic()
+                if self._resume():
+                    progress = looked
             if time.monotonic() - progress > STALLED:
                 break
         return ended
@@ -180,6 +191,19 @@ class Faulted:
         if fault.kind == DISK:
             deployment.disks[node].empty()
 
+    def _resume(self) -> bool:
+        """Submit the app again when the SuperLink says that its run is over: it was away for longer than a minute."""
+        try:
+            status = str(self.deployment.runs()[0]["status"])
+        except DeploymentError:
+            # It is away still: asked again later, until the run is given up.
+            return False
+        if not status.startswith("finished"):
+            return False
+        self.again += 1
+        self._submit()
+        return True
+
     def _submit(self) -> None:
         self._run = self.deployment.submit({"asked": str(self._file)}, limit=COMMAND_SECONDS, project=APP)
 
@@ -210,7 +234,8 @@ def faulted(
     dict
         ``twice``, ``mass``, ``unfinished``, ``left`` and ``abandoned`` of the
         :class:`~fedcomp.experiments.chaos.Verdict`, ``lost`` of the node that lost most; ``done`` as faults were done;
-        ``ended`` as rounds ended; ``seconds``; ``updates`` made, and ``used``.
+        ``ended`` as rounds ended; ``seconds``; ``updates`` made, and ``used``; ``again``, how often a run had to be
+        submitted again besides where its server app was killed.
     """
     began = time.monotonic()
     with (
@@ -265,6 +290,7 @@ def faulted(
         "lost": max(verdict.lost.values(), default=0.0),
         "done": [fields_of(each) for each in faulty.done],
         "ended": [fields_of(each) for each in kept.rounds],
+        "again": faulty.again,
         "updates": len(seen.made),
         "used": len(seen.used),
         "seconds": time.monotonic() - began,

@@ -88,6 +88,9 @@ def findings(config: Config, found: Records, skipped: str = "") -> Findings:
                     "state folder": lambda r: "yes" if r.state else "no",
                     "faults": lambda r: len(r.done),
                     "rounds accounted for": rounds_of,
+                    "submitted again": lambda r: (
+                        r.get("again", 0) + sum(d["fault"]["kind"] == SERVER_APP for d in r.done)
+                    ),
                     "rounds without an update": lambda r: sum(not each["used"] for each in r.ended),
                     "updates made": "updates",
                     "in the model": "used",
@@ -99,6 +102,7 @@ def findings(config: Config, found: Records, skipped: str = "") -> Findings:
                     "seconds": lambda r: round(r.seconds),
                 },
                 found,
+                "Submitted again: a server app that was killed, or a run that was over before the SuperLink was back. "
                 "Abandoned: made by a node that was killed before its state was written; nothing of it was kept or "
                 "sent. All other updates are in the model, or in the memory of their node.",
             ),
@@ -212,6 +216,11 @@ def rounds_of(record: Mapping[str, Any]) -> int:
     return len({each["round"] for each in record["ended"]})
 
 
+def submissions(record: Mapping[str, Any]) -> int:
+    """Return how often an operator had to submit the app again."""
+    return int(record["again"]) + sum(each["fault"]["kind"] == SERVER_APP for each in record["done"])
+
+
 def fault_of(pair: tuple[Mapping[str, Any], int]) -> Mapping[str, Any]:
     """Return a fault as it was done."""
     record, place = pair
@@ -238,7 +247,7 @@ EXPERIMENT = Experiment(
     rounds=60,
     clients=4,
     minutes=20.0,
-    quick=("rounds=11", "seeds=1", "each=1"),
+    quick=("rounds=11", "clients=3", "seeds=1", "each=1"),
     notes=(
         "Real deployments: fedcomp link with TLS, keys and a database, fedcomp node for each node, a network namespace "
         "and a small disk for each; Linux, root and iproute2. Top-k with error feedback, a perceptron on digits.\n\n"

@@ -28,7 +28,14 @@ def record(state: bool, **changes: Any) -> Record:
     if not state:
         rounds[8]["fresh"] = [1]
     done = {"fault": {"round": 5, "kind": NODE, "node": 1, "after": 0.5, "lasts": 1}, "at": 45.0, "processes": 4}
-    values: dict[str, Any] = {"twice": [], "unfinished": [], "left": [], "abandoned": [[1, 5]], "updates": 61}
+    values: dict[str, Any] = {
+        "twice": [],
+        "unfinished": [],
+        "left": [],
+        "abandoned": [[1, 5]],
+        "updates": 61,
+        "again": 0,
+    }
     values |= {"mass": [] if state else ["node 1: updates, frames and memory do not add up"], "used": 60}
     values |= {"lost": 1e-8, "done": [done], "ended": rounds, "seconds": 200.0, "seed": 0, "state": state}
     return Record({**values, **changes})

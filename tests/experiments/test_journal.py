@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -13,12 +14,16 @@ import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from plain_grid import PlainGrid
 
+import fedcomp.experiments.faulted as module
 from fedcomp.clients.edge.node_config import DATA_PATH, STATE_FOLDER
 from fedcomp.experiments.chaos import NODE, PROJECTIONS, Evidence, Fault, Verdict, judge
-from fedcomp.experiments.faulted import Done, hits, remembered
+from fedcomp.experiments.engines.processes import DeploymentError
+from fedcomp.experiments.faulted import Done, Faulted, hits, remembered
 from fedcomp.experiments.journal import (
     JOURNAL,
+    ROUNDS,
     Asked,
+    Ended,
     Kept,
     Line,
     Patient,
@@ -30,6 +35,7 @@ from fedcomp.experiments.journal import (
 )
 from fedcomp.flower.faults import Delivery
 from fedcomp.flower.grid import InProcessGrid
+from fedcomp.plain import fields_of
 from fedcomp.strategies.compressed import Compressed
 
 NODES, SEED, ROUNDS_ASKED = 3, 4, 6
@@ -68,6 +74,10 @@ class Run:
         return judge(self.seen())
 
 
+class Gone(Exception):
+    """Stands for SIGKILL."""
+
+
 def run(
     path: Path,
     *,
@@ -75,8 +85,10 @@ def run(
     ours: Compressed | None = None,
     restarts: Mapping[int, int] | None = None,
     fault: Callable[[Delivery], str | None] | None = None,
+    killed: int = 0,
 ) -> Run:
-    """Run in this process; before a round of ``restarts`` a node loses what it has in memory."""
+    """Run in this process; before a round of ``restarts`` a node loses what it has in memory; in round ``killed`` the
+    server's app is gone when it has all replies, and another one goes on."""
 
     def config(partition: int) -> dict[str, Any]:
         data = path / f"data-{partition}"
@@ -94,8 +106,23 @@ def run(
                 grid.wipe(nodes[restarts[number]])
             return configure(number, *rest)
 
-        ours.configure_train = before
-        serve(grid, asked, ours)
+        ours.configure_train = before  # type: ignore[method-assign]
+        if killed:
+            # What does not know its clients cannot set them back, as in a deployment.
+            plain, aggregate = PlainGrid(grid), ours.aggregate_train
+
+            def gone(number: int, replies: Iterable[Message]) -> Any:
+                model = aggregate(number, replies)
+                if number == killed:
+                    raise Gone
+                return model
+
+            ours.aggregate_train = gone  # type: ignore[method-assign]
+            with pytest.raises(Gone):
+                serve(plain, asked, ours)
+            serve(plain, asked, strategy(SEED))
+        else:
+            serve(grid, asked, ours)
     return Run(path, state)
 
 
@@ -125,6 +152,26 @@ def test_a_lost_reply_and_a_restarted_node_lose_nothing_with_a_state_folder(tmp_
     rounds = made.kept().rounds
     assert [each.round for each in rounds if each.rolled_back == [1]] == [4]
     assert [each.round for each in rounds if each.fresh] == [1]
+
+
+def test_a_server_app_that_is_killed_with_all_replies_in_its_hands_counts_nothing_twice(tmp_path: Path) -> None:
+    made = run(tmp_path, killed=4)
+    assert made.verdict().wrong == ()
+    assert made.verdict().abandoned == ()
+    rounds = made.kept().rounds
+    assert [each.round for each in rounds] == list(range(1, ROUNDS_ASKED + 1))
+    assert [each.sequence >> 32 for each in rounds] == [0, 0, 0, 1, 1, 1]
+    # What the dead app had summed is in no model; the nodes have it still.
+    assert {sequence for _, sequence in made.seen().used}.isdisjoint({4})
+    assert 4 in {line.sequence for line in made.seen().made}
+
+
+def test_a_server_that_keeps_the_model_of_a_round_and_forgets_whose_it_is_counts_twice(tmp_path: Path) -> None:
+    """A checkpoint of the model with the books of the round before."""
+    made = run(tmp_path, killed=4)
+    seen = made.seen()
+    moved = np.array(seen.moved) + np.mean([line.frame for line in seen.made if line.sequence == 4], axis=0)
+    assert len(judge(replace(seen, moved=tuple(moved))).twice) == 1
 
 
 def test_a_message_that_came_twice_has_two_lines_and_one_update(tmp_path: Path) -> None:
@@ -216,3 +263,39 @@ def test_messages_end_with_their_round(tmp_path: Path) -> None:
         arrays = start(SEED)
         config = ConfigRecord({"seed": SEED, "nodes": NODES, "pause": 0.0})
         assert {message.metadata.ttl for message in ours.configure_train(1, arrays, config, grid)} == {7.0}
+
+
+class Away:
+    """A deployment with a round for each submission, whose SuperLink says ``status`` of the run, or nothing."""
+
+    def __init__(self, folder: Path, status: str) -> None:
+        self.folder = folder
+        self.status = status
+        self.submitted = 0
+
+    def submit(self, config: Any, *, limit: float, project: Path) -> int:
+        self.submitted += 1
+        with (self.folder / ROUNDS).open("a") as file:
+            file.write(json.dumps(fields_of(Ended(self.submitted, self.submitted, at=time.time()))) + "\n")
+        return self.submitted
+
+    def runs(self) -> list[dict[str, str]]:
+        if self.status:
+            return [{"status": self.status}]
+        raise DeploymentError("nobody answers")
+
+    def require_running(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("status", "again"), [("finished:failed", 1), ("running", 0), ("", 0)])
+def test_a_run_that_is_over_before_its_last_round_is_submitted_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: str, again: int
+) -> None:
+    monkeypatch.setattr(module, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(module, "STALLED", 1.0)
+    deployment = Away(tmp_path, status)
+    asked = Asked(SEED, NODES, 2, 0.1, 0.0, str(tmp_path))
+    found = Faulted(deployment, asked, [])  # type: ignore[arg-type]
+    assert [each.round for each in found.run()] == list(range(1, 2 + again))
+    assert found.again == again
