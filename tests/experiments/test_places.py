@@ -109,6 +109,10 @@ def test_with_states_in_files_no_checkpoint_is_made(tmp_path: Path) -> None:
     assert main(["tiny", "--out", str(tmp_path)], setup=setup) in (0, 1)
     assert engine.asked[0] is not None
     assert engine.asked[1] is None
+    # Where the nodes keep their states there is one; Ray's clients forget theirs.
+    for name, made in (("superlink", True), ("ray", False)):
+        assert main(["tiny", "--engine", name, "--out", str(tmp_path)], setup=setup) in (0, 1)
+        assert (engine.asked[0] is not None) is made
 
 
 def below(pid: int) -> list[tuple[int, str]]:

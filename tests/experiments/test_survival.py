@@ -12,6 +12,7 @@ from flwr.app import Message
 from plain_grid import PlainGrid
 
 from fedcomp.clients.app import app as client_app
+from fedcomp.errors import ConfigError
 from fedcomp.experiments.federation import Cohorts
 from fedcomp.experiments.serve import serve
 from fedcomp.experiments.spec import RunResult, RunSpec
@@ -133,3 +134,23 @@ def test_with_numbers_that_were_used_before_it_does_not(monkeypatch: pytest.Monk
         resumed = serve(spec, PlainGrid(engine), checkpoint=tmp_path / "c")
     assert resumed.rounds[3].metrics["report.refused"] == spec.clients
     assert bits(resumed) != bits(whole)
+
+
+def test_what_is_of_no_use_without_its_nodes_makes_no_checkpoint_and_says_so(tmp_path: Path) -> None:
+    spec = RunSpec("lead", rounds=1, clients=3, settings={"task.hidden": "16"})
+    with nodes(spec) as engine:
+        result = serve(spec, PlainGrid(engine), checkpoint=tmp_path / "c")
+    assert not (tmp_path / "c").exists()
+    assert "models on the nodes" in result.notes["no_checkpoint"]
+
+
+def test_there_is_a_checkpoint_every_k_rounds_and_after_the_last(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    saved: list[int] = []
+    monkeypatch.setattr(checkpoints, "save", lambda path, **what: saved.append(what["server_round"]))
+    with nodes() as engine:
+        serve(SPEC, PlainGrid(engine), checkpoint=tmp_path / "c", checkpoint_every=2)
+    assert saved == [2, 4, 5]
+    with nodes() as engine, pytest.raises(ConfigError, match="checkpoint_every"):
+        serve(SPEC, PlainGrid(engine), checkpoint=tmp_path / "c", checkpoint_every=0)
