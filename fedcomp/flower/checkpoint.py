@@ -2,9 +2,11 @@
 
 A run that is interrupted after a checkpoint and resumed gives the same bits as one that was not, on the in-process
 engine, whose clients are in the file. On a deployment they are not: the model, the strategy and the ledger come back,
-while nodes are as they were left, further than the server or, restarted without a
-state folder (:mod:`fedcomp.clients.kept`), empty. Updates that the server has forgotten
-go back into their memories, and which nodes begin anew is in the reports (``rolled_back``, ``fresh``).
+while nodes are as they were left, further than the server or, restarted without a state folder
+(:mod:`fedcomp.clients.kept`), empty. A client of the drop-in pair that had answered the round which is made again gives
+the same answer (:mod:`fedcomp.flower.state`); other updates that the server has forgotten go back into the clients'
+memories. Which nodes begin anew is in the reports (``rolled_back``, ``fresh``). Nodes that have other ids now are
+recognised by their partitions where :mod:`fedcomp.experiments.roll` is between strategy and grid.
 
 No pickle: a checkpoint can be read without trusting it.
 """

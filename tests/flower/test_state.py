@@ -8,10 +8,10 @@ from flwr.app import ConfigRecord, Context, RecordDict
 
 from fedcomp.codecs import QSGD, TopK
 from fedcomp.codecs.feedback import ErrorFeedback
-from fedcomp.flower.payload import put_frame
+from fedcomp.flower.payload import put_frame, take_frame
 from fedcomp.flower.protocol import PROTOCOL, UPDATE, Announcement
 from fedcomp.flower.schema import SchemaError
-from fedcomp.flower.state import Replica, StaleMessage, Uplink, lineage
+from fedcomp.flower.state import Replica, StaleMessage, Uplink, asked_of, lineage
 from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key
 
@@ -233,3 +233,37 @@ def test_announcement_round_trip_and_erase() -> None:
     Announcement.erase(config)
     assert dict(config) == {"server-round": 3, "lr": 0.1}
     assert Announcement.read(config) is None
+
+
+def test_a_restarted_server_gets_the_answer_to_the_round_that_it_makes_again() -> None:
+    """Under the new number; and nothing of the memory moves, which training again would add to."""
+    after = 1 << 32
+    model = {"a": np.arange(3, dtype=np.float32), "b": np.zeros((), np.int64)}
+    asked = asked_of(say(6), model)
+    ctx = context()
+    answer(ctx, say(5), 1)
+    second = say(6, acknowledged=5, generation=5)
+    uplink = Uplink.begin(ctx, second, CODEC, LAYOUT, asked)
+    frame, state = CODEC.encode(Update(vector(2), LAYOUT), uplink.state, Key(0))
+    reply = RecordDict({"fedcomp.node": ConfigRecord({"sequence": 6, "version": 1})})
+    put_frame(reply, UPDATE, frame)
+    uplink.commit(ctx, state, second, CODEC, LAYOUT, reply, asked)
+
+    again = say(after + 1, acknowledged=5, generation=5)
+    # Another round, another model, another number of the same server's: each puts the update back as ever.
+    other = asked_of(say(6), {**model, "a": model["a"] + 1})
+    for message, name in ((again, other), (again, b""), (say(7, acknowledged=5, generation=5), asked)):
+        found = Uplink.begin(ctx, message, CODEC, LAYOUT, name)
+        assert (found.redelivery, found.repeated, found.rolled_back) == (None, False, True)
+    found = Uplink.begin(ctx, again, CODEC, LAYOUT, asked)
+    assert found.repeated
+    content = found.repeat(ctx, again, Replica(after + 3, {}))
+    header = content["fedcomp.node"]
+    assert (header["sequence"], header["version"]) == (after + 1, after + 3)
+    assert take_frame(content, UPDATE) == frame
+    # The same message again is answered as any that comes twice, and its acknowledgement settles it.
+    twice = Uplink.begin(ctx, again, CODEC, LAYOUT, asked)
+    assert (twice.redelivery, twice.repeated) == (content, False)
+    settled = Uplink.begin(ctx, say(after + 2, acknowledged=after + 1, generation=5), CODEC, LAYOUT)
+    assert not settled.rolled_back
+    assert {k: v.tobytes() for k, v in settled.state.items()} == {k: v.tobytes() for k, v in state.items()}
