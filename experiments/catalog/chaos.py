@@ -24,7 +24,7 @@ OPTIONS = {
         30.0, "seconds that a round waits for nodes that answered the one before", least=4.0, most=600.0
     ),
     "pause": Option(
-        0.3, "seconds that a client waits before its state is written, so that faults find it", least=0.0, most=5.0
+        1.0, "seconds that a client waits before its state is written, so that faults find it", least=0.0, most=5.0
     ),
     "workers": workers(4),
 }
