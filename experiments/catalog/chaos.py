@@ -223,7 +223,7 @@ def begun(record: Mapping[str, Any]) -> list[tuple[int, int]]:
     found = []
     for each in record["ended"]:
         now = each["memories"]
-        found += [(each["round"], int(node)) for node in now if memories.get(node, now[node]) != now[node]]
+        found += [(each["round"], int(node)) for node in sorted(now) if memories.get(node, now[node]) != now[node]]
         memories |= now
     return found
 
