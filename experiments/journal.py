@@ -124,6 +124,8 @@ class Ended:
         Reasons.
     lost : int
         Messages without a reply.
+    memories : dict of str to int
+        By partition of those in ``used``: the number of the message with which the node's memory began.
     at : float
         When it ended, in seconds since the epoch.
     """
@@ -135,6 +137,7 @@ class Ended:
     rolled_back: list[int] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     lost: int = 0
+    memories: dict[str, int] = field(default_factory=dict)
     at: float = 0.0
 
 
@@ -333,6 +336,7 @@ def ended_of(ours: Compressed, number: int) -> Ended:
         named(report.rolled_back),
         sorted(report.refused.values()),
         report.lost,
+        {str(claims[node]): ours.reception.peers[node].generation for node in used},
         time.time(),
     )
 

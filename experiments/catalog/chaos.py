@@ -24,7 +24,7 @@ OPTIONS = {
         30.0, "seconds that a round waits for nodes that answered the one before", least=4.0, most=600.0
     ),
     "pause": Option(
-        0.3, "seconds that a client waits before its state is written, so that faults find it", least=0.0, most=5.0
+        1.0, "seconds that a client waits before its state is written, so that faults find it", least=0.0, most=5.0
     ),
     "workers": workers(4),
 }
@@ -128,10 +128,8 @@ def findings(config: Config, found: Records, skipped: str = "") -> Findings:
                     for record in bare
                     for line in (
                         *(
-                            f"round {each['round']}: node {node} begins with an empty memory"
-                            for each in record.ended
-                            for node in each["fresh"]
-                            if each["round"] > 1
+                            f"until round {number} node {node} has begun again with an empty memory"
+                            for number, node in begun(record)
                         ),
                         *record.mass,
                     )
@@ -214,6 +212,20 @@ def bare_loses(config: Config) -> bool:
 def rounds_of(record: Mapping[str, Any]) -> int:
     """Return how many rounds the server's last checkpoint has, each once."""
     return len({each["round"] for each in record["ended"]})
+
+
+def begun(record: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """Return round and node where an update that was used is of another memory than the one before.
+
+    The report's ``fresh`` is about the update with which a memory begins, which may itself have been lost.
+    """
+    memories: dict[str, int] = {}
+    found = []
+    for each in record["ended"]:
+        now = each["memories"]
+        found += [(each["round"], int(node)) for node in sorted(now) if memories.get(node, now[node]) != now[node]]
+        memories |= now
+    return found
 
 
 def submissions(record: Mapping[str, Any]) -> int:

@@ -93,6 +93,7 @@ class Deployment:
     """
 
     SERVER_PORTS: ClassVar[int] = 1
+    """How many ports the server's side listens on; nodes connect to the first."""
     connection: ClassVar[str] = CONNECTION
     """The name under which Flower's command line knows the SuperLink."""
 

@@ -187,7 +187,10 @@ def test_a_client_that_forgets_loses_mass_and_is_named(tmp_path: Path) -> None:
     verdict = made.verdict()
     assert [line.split(":")[0] for line in verdict.mass] == ["node 0"]
     assert verdict.lost[0] > 1e-3 > 1e-5 > verdict.lost[1]
-    assert [(each.round, each.fresh) for each in made.kept().rounds if each.fresh] == [(1, [0, 1, 2]), (4, [0])]
+    rounds = made.kept().rounds
+    assert [(each.round, each.fresh) for each in rounds if each.fresh] == [(1, [0, 1, 2]), (4, [0])]
+    assert [each.memories["0"] for each in rounds] == [1, 1, 1, 4, 4, 4]
+    assert [each.memories["1"] for each in rounds] == [1] * ROUNDS_ASKED
 
 
 def test_a_frame_that_is_summed_twice_is_found_in_the_model_alone(tmp_path: Path) -> None:
