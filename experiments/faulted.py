@@ -19,7 +19,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from fedcomp.experiments import disks, links
 from fedcomp.experiments.chaos import (
     DISK,
     LINK,
@@ -80,11 +79,6 @@ class Done:
     fault: Fault
     at: float
     processes: int = 0
-
-
-def unavailable() -> str:
-    """Return in one line why faults cannot be done here; empty when they can."""
-    return links.unavailable() or disks.unavailable()
 
 
 class Faulted:

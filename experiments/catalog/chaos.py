@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from fedcomp.experiments import disks, links
 from fedcomp.experiments.chaos import DISK, LINK, NODE, SERVER_APP, SUPERLINK, WRONG_CLOCK, Fault, schedule
 from fedcomp.experiments.experiment import Config, Experiment, Option, no_rows
-from fedcomp.experiments.faulted import faulted, unavailable
 from fedcomp.experiments.findings import Findings, Say
 from fedcomp.experiments.kit import Record, Records, Sweep, claim, repetitions, table, workers
 from fedcomp.experiments.spec import RunResult
@@ -30,6 +30,11 @@ OPTIONS = {
 }
 
 
+def unavailable() -> str:
+    """Return in one line why faults cannot be done here; empty when they can."""
+    return links.unavailable() or disks.unavailable()
+
+
 def faults_of(config: Config, seed: int, *, state: bool) -> list[Fault]:
     """Return what is done in a run; without a state folder there is no disk to fill."""
     s = config.settings
@@ -39,6 +44,9 @@ def faults_of(config: Config, seed: int, *, state: bool) -> list[Fault]:
 
 def shaken(seed: int, state: bool, config: Config) -> dict[str, Any]:
     """Train while the faults of a seed are done."""
+    # Here, since a list of the experiments needs no Flower.
+    from fedcomp.experiments.faulted import faulted
+
     return faulted(
         seed,
         faults_of(config, seed, state=state),

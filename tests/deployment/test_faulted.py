@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from fedcomp.experiments.catalog.chaos import unavailable
 from fedcomp.experiments.chaos import DISK, LINK, NODE, SERVER_APP, SUPERLINK, Fault
-from fedcomp.experiments.faulted import faulted, unavailable
+from fedcomp.experiments.faulted import faulted
 
 REASON = unavailable()
 
