@@ -32,7 +32,7 @@ GOLDEN = {
     "shared basis, two exchanges": "960eeb413f2e3c1d",
     "relay": "8a686f3e573793d5",
     "groups": "55c0050094545d41",
-    "tree of groups": "d385656ff59220ef",
+    "tree of groups": "29627004c3deef66",
     "coded sum": "597bbbfa528c3f2a",
     "distributed noise": "8082268ec759edfe",
     "private mean": "bf66dae6164cd269",
