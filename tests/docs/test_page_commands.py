@@ -58,6 +58,8 @@ PLACEHOLDERS = {
 
 RUN_BY = {
     "coding.bench": "tests/coding/test_coding_bench.py",
+    "experiments.run chaos": "tests/deployment/test_faulted.py",
+    "experiments.run slow_link": "tests/experiments/test_slow_link_experiment.py",
     "experiments.bench gossip": "tests/experiments/test_gossip_bench.py",
     "experiments.bench graphs": "tests/experiments/test_graphs_bench.py",
     "experiments.bench node": "tests/experiments/test_node_bench.py",
@@ -67,7 +69,7 @@ RUN_BY = {
     "examples/quickstart_pytorch/compare.py": "tests/examples/test_quickstart_pytorch.py",
     "examples/gossip_pytorch/run.py": "tests/examples/test_gossip_pytorch.py",
 }
-"""Programs that a test of their own runs at tiny sizes."""
+"""Programs that a test of their own runs at tiny sizes; of the experiments those whose every cell is a deployment."""
 
 FEWER: dict[str, dict[str, Any]] = {
     "fedcomp.experiments.catalog.sumcode": {
@@ -188,7 +190,8 @@ def test_e1_an_experiment_runs_at_its_smallest_size(
             monkeypatch.setattr(f"{module}.{name}", value)
     if asked(command)[0] == "privacy_audit":
         leave_few_subjects(monkeypatch)
-    if {"--set full=true", "--set tune=true"} & asked(command)[1] or command.environment:
+    unshortened = {"--set full=true", "--set tune=true"} & asked(command)[1]
+    if unshortened or command.environment or f"experiments.run {asked(command)[0]}" in RUN_BY:
         name, options = asked(command)
         experiment = get_experiment(str(name))
         experiment.specs(experiment.configure(assignments=[o.split()[1] for o in options if o.startswith("--set")]))

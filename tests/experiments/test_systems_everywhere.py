@@ -23,6 +23,9 @@ from fedcomp.experiments.systems import SYSTEMS
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.privacy.statement import Statement
 
+# All systems share one simulation, whose start is in the time of the first test.
+pytestmark = pytest.mark.timeout(1800)
+
 SETTINGS = {"task.hidden": "32", "task.partition": "dirichlet:0.5", "max_steps": 4}
 EARLY = ["gradient-code"]
 """Systems that stop at the first answers that are enough: whose these are, and so the bytes, depends on the engine."""
