@@ -142,6 +142,10 @@ def test_claims_catch_what_they_are_about(monkeypatch: pytest.MonkeyPatch) -> No
     assert failing(twice) == ["bytes at the interfaces without a name, share, largest", "FedAvg"]
     other = {BOTH: [[4.0 * (i + 1), v] for i, v in enumerate([20.0, 50.0, 70.0, 96.0])]}
     assert failing(measured(monkeypatch, line=other)) == ["accuracies over links against those in this process"]
+    # A node of Flower's that has ended is no sooner there for that: the limit counts.
+    ended = measured(monkeypatch, line={STOCK: [[30.0, math.nan]]})
+    assert failing(ended) == []
+    assert next(claim.value for claim in ended.claims if claim.name.startswith("8 MB")) == 420.0 / 16.0
     quick_stock = {STOCK: [[10.0, 96.0]]}
     assert failing(measured(monkeypatch, line=quick_stock)) == [f"8 MB at {LARGE_KBIT:g} kbit/s"]
 
