@@ -47,7 +47,7 @@ OPTIONS = {
     ),
     "local": Option(2, "steps of a client per round", least=1),
     "steps": Option(
-        "0.01,0.03,0.1,0.3",
+        "0.1,0.3,1,3",
         "step sizes of the clients; each row and size takes the one that is there first on a validation split, "
         "of three trainings",
         check=lambda text: numbers(text, each=Option(0.1, "a step size", above=0.0)),
