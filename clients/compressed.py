@@ -8,10 +8,11 @@ outgoing reply, outside of everything that changes the update (clipping, noise).
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
-from flwr.app import Context, Message, RecordDict
+from flwr.app import ArrayRecord, Context, Message, RecordDict
 from numpy.typing import NDArray
 
 from fedcomp.clients.half import CallNext, ClientHalf, drop_in
@@ -41,9 +42,16 @@ from fedcomp.layout import Layout, Update, policy_from_config
 from fedcomp.privacy.local import asks_for_noise, privatised
 from fedcomp.rng import Key
 
+FirstModel = Callable[[Message, Context], ArrayRecord]
+
 
 @drop_in
-def compression(accept: Collection[str] | None = None, *, i_know_inputs_are_visible: bool = False) -> ClientHalf:
+def compression(
+    accept: Collection[str] | None = None,
+    *,
+    i_know_inputs_are_visible: bool = False,
+    first_model: FirstModel | None = None,
+) -> ClientHalf:
     """Return the client half of compression, which may stand in a list of mods.
 
     Parameters
@@ -55,6 +63,12 @@ def compression(accept: Collection[str] | None = None, *, i_know_inputs_are_visi
     i_know_inputs_are_visible : bool
         Agree to codecs whose frames show the server single examples (:class:`fedcomp.codecs.Factors` in the modes "dad"
         and "edad"); without it they, too, are answered densely. Agree only where the server may see the data.
+    first_model : callable, optional
+        Takes message and context, returns the ArrayRecord that the run begins with, bit for bit the server's: made from
+        a seed in the message's configuration, or read from a file of this node. It is asked for once, and only by a
+        server that does not send that model (``first_model_at_nodes`` of
+        :class:`fedcomp.strategies.compressed.Compressed`). The digest in the message shows a difference; the server
+        then sends its own in the next round.
 
     Examples
     --------
@@ -63,13 +77,18 @@ def compression(accept: Collection[str] | None = None, *, i_know_inputs_are_visi
     """
 
     def compression_mod(msg: Message, context: Context, call_next: CallNext) -> Message:
-        return _handle(msg, context, call_next, accept, i_know_inputs_are_visible)
+        return _handle(msg, context, call_next, accept, i_know_inputs_are_visible, first_model)
 
     return ClientHalf("compression", compression_mod, outside=("lsg", "private", "record_dp"), drop_in=True)
 
 
 def _handle(
-    msg: Message, context: Context, call_next: CallNext, accept: Collection[str] | None, visible: bool
+    msg: Message,
+    context: Context,
+    call_next: CallNext,
+    accept: Collection[str] | None,
+    visible: bool,
+    first_model: FirstModel | None,
 ) -> Message:
     announcement = find_announcement(msg.content)
     if announcement is None:
@@ -83,8 +102,9 @@ def _handle(
         unsupported = f"this client has not agreed to show the server {codec.exposes}, as {codec!r} does"
         codec = None
     unsupported = unsupported or no_downlink
+    first = None if first_model is None else partial(first_model, msg, context)
     try:
-        record, replica = receive(msg.content, announcement, downlink, context)
+        record, replica = receive(msg.content, announcement, downlink, context, first_model=first)
     except FedcompError as error:
         # The server sends the full model next time; training from a model it does not know would spoil the mean.
         return refusal(msg, f"{RESYNC}: {error}")

@@ -21,7 +21,7 @@ from fedcomp.flower.state import Replica
 from fedcomp.layout import Layout, Update, policy_from_config
 from fedcomp.params import shown
 from fedcomp.rng import Key
-from fedcomp.versions import CodecOf, Step, advance, digest
+from fedcomp.versions import FIRST, CodecOf, Step, advance, digest
 from fedcomp.wire import Frame
 
 NOT_WITHOUT_NOISE = (
@@ -86,11 +86,13 @@ def receive(
     codec: Codec | None,
     context: Context,
     codec_of: Callable[[Layout], CodecOf] | None = None,
+    first_model: Callable[[], ArrayRecord] | None = None,
 ) -> tuple[ArrayRecord, Replica | None]:
     """Return the model of the message as an ordinary ArrayRecord, and the replica to keep, if any.
 
     Without a usable downlink codec the node keeps no replica, and is sent the full model each time. ``codec_of`` gives
-    the codecs of steps that are not read by ``codec`` itself.
+    the codecs of steps that are not read by ``codec`` itself. ``first_model`` makes the model that the run begins with,
+    where the server leaves that to the nodes.
 
     Raises
     ------
@@ -113,6 +115,8 @@ def receive(
         exact = {t.name: replica.arrays[t.name] for t in layout.exact}
     else:
         held = Replica.load(context)
+        if announcement.base == FIRST and first_model is not None and (held is None or held.version != FIRST):
+            held = Replica(FIRST, to_arrays(first_model()))
         if held is None:
             raise StateError(f"this node holds no model, but the message starts from version {announcement.base}")
         # Laid out as the server lays out its reference: the digest is over this very vector.

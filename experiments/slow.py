@@ -44,17 +44,55 @@ PER_UNIT: Final = 75
 BATCH: Final = 32
 FILE: Final = "slow.json"
 
-Codes = tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]
 
-ROWS: Final[Mapping[str, Codes]] = {
-    "FedAvg": (None, None),
-    "top-k up": ({"id": "topk", "density": 0.01}, None),
-    "top-k both ways": ({"id": "topk", "density": 0.01}, {"id": "topk", "density": 0.02}),
-    "EDEN both ways": ({"id": "eden", "bits": 1, "scale": "least"}, {"id": "eden", "bits": 1, "scale": "least"}),
+@dataclass(frozen=True)
+class Row:
+    """What travels.
+
+    Attributes
+    ----------
+    up, down : mapping, optional
+        Codecs; None for whole models.
+    first_at_nodes : bool
+        Whether the nodes make the first model, which all other rows send whole.
+    """
+
+    up: Mapping[str, Any] | None = None
+    down: Mapping[str, Any] | None = None
+    first_at_nodes: bool = False
+
+    def strategy(self, inner: Strategy) -> Strategy:
+        """Return ``inner`` with these codecs."""
+        if self.up is None:
+            return inner
+        down = None if self.down is None else dict(self.down)
+        return Compressed(inner, dict(self.up), down, first_model_at_nodes=self.first_at_nodes)
+
+
+_EDEN: Final = {"id": "eden", "bits": 1, "scale": "least"}
+
+ROWS: Final[Mapping[str, Row]] = {
+    "FedAvg": Row(),
+    "top-k up": Row({"id": "topk", "density": 0.01}),
+    "top-k both ways": Row({"id": "topk", "density": 0.01}, {"id": "topk", "density": 0.02}),
+    "EDEN both ways": Row(_EDEN, _EDEN),
+    "EDEN, first model at nodes": Row(_EDEN, _EDEN, first_at_nodes=True),
 }
-"""Codecs up and down by row."""
 
-client = ClientApp(mods=[compression()])
+
+def first_model(msg: Message, context: Context) -> ArrayRecord:
+    """Return the first model of the training that a message belongs to."""
+    config = msg.content.config_records["config"]
+    return begin(int(str(config["seed"])), int(str(config["hidden"])))
+
+
+def begin(seed: int, hidden: int) -> ArrayRecord:
+    """Return the model that a training begins with, at the server and at the nodes."""
+    weights = perceptron(seed, (64, hidden, 10))
+    return ArrayRecord({name: Array(each) for name, each in zip(NAMES, weights, strict=True)})
+
+
+client = ClientApp(mods=[compression(first_model=first_model)])
 server = ServerApp()
 
 
@@ -91,18 +129,13 @@ class Training:
     @property
     def config(self) -> ConfigRecord:
         """What clients are told."""
-        return ConfigRecord({"seed": self.seed, "lr": self.rate, "steps": self.steps, "tuning": self.tuning})
+        told = {"seed": self.seed, "hidden": self.hidden, "lr": self.rate, "steps": self.steps, "tuning": self.tuning}
+        return ConfigRecord({**told})
 
     def strategy(self) -> Strategy:
         """Return a new strategy."""
-        up, down = ROWS[self.row]
         inner = FedAvg(min_train_nodes=NODES, min_available_nodes=NODES, fraction_evaluate=0.0)
-        return inner if up is None else Compressed(inner, dict(up), None if down is None else dict(down))
-
-    def start(self) -> ArrayRecord:
-        """Return the first model."""
-        weights = perceptron(self.seed, (64, self.hidden, 10))
-        return ArrayRecord({name: Array(each) for name, each in zip(NAMES, weights, strict=True)})
+        return ROWS[self.row].strategy(inner)
 
     def accuracy(self, arrays: ArrayRecord) -> float:
         """Return the percentage of the test or validation split that a model recognises."""
@@ -172,7 +205,7 @@ def trained(training: Training, grid: Grid, finished: Callable[[float, MeteredGr
         fit(
             training.strategy(),
             metered,
-            training.start(),
+            begin(training.seed, training.hidden),
             training.rounds,
             timeout=None,
             train_config=training.config,

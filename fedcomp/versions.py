@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,9 @@ from fedcomp.stateful import Stateful, next_epoch, within_epoch
 from fedcomp.wire import Bundle, Frame
 
 Arrays = Mapping[str, NDArray[Any]]
+
+FIRST: Final = 1
+"""Version of the model a run begins with; a number that no later model ever has."""
 
 
 @dataclass(frozen=True, slots=True)

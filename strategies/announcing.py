@@ -27,7 +27,7 @@ from fedcomp.stateful import Stateful, nested, next_epoch, within_epoch
 from fedcomp.strategies.intake import Intake
 from fedcomp.strategies.replies import Origin, Peer, SentMessage
 from fedcomp.strategies.statistics import warn_of_missing_names
-from fedcomp.versions import Broadcast, Summands
+from fedcomp.versions import FIRST, Broadcast, Summands
 
 MAX_WAITING: Final = 64
 """Training exchanges that may wait for their replies at a time."""
@@ -89,6 +89,8 @@ class Announcer(Stateful):
     record : str or None
         Name of the ArrayRecord that is the model; None: the only one.
     seed : int
+    first_at_nodes : bool
+        Whether nodes make the model that the run begins with, so that it need not be sent.
 
     Attributes
     ----------
@@ -110,7 +112,22 @@ class Announcer(Stateful):
 
     STATE: ClassVar[Mapping[str, Any]] = {"broadcast": nested("broadcast"), "_session": bytes, "sequence": Count}
 
-    def __init__(self, downlink: Codec | None, policy: DensityPolicy | None, record: str | None, seed: int) -> None:
+    def __init__(
+        self,
+        downlink: Codec | None,
+        policy: DensityPolicy | None,
+        record: str | None,
+        seed: int,
+        *,
+        first_at_nodes: bool = False,
+    ) -> None:
+        if first_at_nodes and downlink is None:
+            raise ConfigError(
+                "first_model_at_nodes without a downlink: models travel whole in every round. Name a downlink, "
+                "Identity() for models without loss"
+            )
+        # Of a node that was never asked; the digest shows whether it is true.
+        self._held_at_first = FIRST if first_at_nodes else 0
         self.layout = Layout(())
         self.sent: list[SentMessage] = []
         self.waiting = OpenExchanges()
@@ -219,7 +236,7 @@ class Announcer(Stateful):
             origin = Origin.of(server_round, self._model, self._reference(), self.version, self.layout, codec)
         for message in messages:
             node = message.metadata.dst_node_id
-            peer = peers.setdefault(node, Peer())
+            peer = peers.setdefault(node, Peer(version=self._held_at_first))
             name, record = self._model_in(message)
             # Strategies put the same records into all messages; what is added here is this node's alone.
             content = message.content.copy()

@@ -61,6 +61,10 @@ class Compressed(Receiving, Strategy, Stateful):
         Name of the ArrayRecord that is the model, where messages of the inner strategy hold several. The others pass
         through as they are, unchecked and uncompressed, in both directions; so do those that replies hold beside the
         model, which then has this name there, too. Default: the only ArrayRecord of a message.
+    first_model_at_nodes : bool
+        Send the model that the run begins with by its digest alone: the nodes make the same one, by the ``first_model``
+        of :func:`fedcomp.clients.compressed.compression`. A node that cannot, or whose model differs in a bit, is
+        refused for the round, by name, and gets the whole model with its next message. Needs a ``downlink``.
     seed : int
         Seed of the random streams of clients and server.
 
@@ -75,8 +79,8 @@ class Compressed(Receiving, Strategy, Stateful):
     ------
     ConfigError
         When the codec needs several exchanges, when it votes and the inner strategy is not a weighted mean, when the
-        inner strategy's rounds are not made by Flower's hooks, or when it is one of Flower's client-side privacy
-        wrappers and the codec may enlarge an update.
+        inner strategy's rounds are not made by Flower's hooks, when it is one of Flower's client-side privacy wrappers
+        and the codec may enlarge an update, or when nodes are to make the first model and there is no downlink.
 
     Notes
     -----
@@ -108,6 +112,7 @@ class Compressed(Receiving, Strategy, Stateful):
         policy: DensityPolicy | None = None,
         guard: Norms | None = None,
         record: str | None = None,
+        first_model_at_nodes: bool = False,
         seed: int = 0,
     ) -> None:
         require_inner(inner, "Compressed")
@@ -128,7 +133,7 @@ class Compressed(Receiving, Strategy, Stateful):
         self.guard = guard
         self.record = record
         self.seed = seed
-        self.announcer = Announcer(self.downlink, policy, record, seed)
+        self.announcer = Announcer(self.downlink, policy, record, seed, first_at_nodes=first_model_at_nodes)
         # The last one: from here on what is not an attribute of this strategy is one of the inner's.
         self.inner = inner
 

@@ -28,6 +28,13 @@ def test_every_row_learns_and_ends_at_its_target(row: str) -> None:
     assert found["line"][-1] >= 80.0 > max(found["line"][:-1])
 
 
+def test_rows_that_train_alike_have_the_same_accuracies() -> None:
+    assert module.TRAINS_AS.keys() == set(ROWS) == slow.ROWS.keys()
+    for row, other in module.TRAINS_AS.items():
+        if row != other:
+            assert slow.here(row=row, **ASKED) == slow.here(row=other, **ASKED)
+
+
 def test_a_training_that_is_never_there_needs_infinity() -> None:
     found = slow.here(row=FEDAVG, **{**ASKED, "rounds": 2, "target": 101.0})
     assert found["needed"] == math.inf
@@ -45,8 +52,7 @@ def test_the_validation_split_is_apart_from_what_is_trained_on_and_from_the_test
 
 def test_a_model_has_the_size_that_was_asked_for() -> None:
     for size in (2e5, 8e5, 4e6):
-        training = slow.Training(FEDAVG, slow.hidden_of(size), 0.1, 0, 1, 1, 90.0)
-        held = sum(array.numpy().nbytes for array in training.start().values())
+        held = sum(array.numpy().nbytes for array in slow.begin(0, slow.hidden_of(size)).values())
         assert held == pytest.approx(size, rel=1e-3)
 
 
@@ -132,6 +138,17 @@ def test_claims_hold_when_all_is_as_it_should_be(monkeypatch: pytest.MonkeyPatch
     seconds = {(row[0], row[1]): row[8] for row in findings.tables[0].rows}
     assert seconds["1000", BOTH] == "16"
     assert findings.tables[1].rows[0][3] == "not in 420 s"
+
+
+def test_who_leaves_the_first_model_out_is_held_against_a_fedavg_that_does_so_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fast = {module.AT_NODES: [[4.0 * (i + 1), v] for i, v in enumerate([20.0, 50.0, 80.0, 96.0])]}
+    table = measured(monkeypatch, "steps=0.1", line=fast).tables[0]
+    factors = {(row[0], row[1]): row[-1] for row in table.rows}
+    # Four rounds of 60 s, of which the first model's way is 32 s.
+    assert factors["1000", module.AT_NODES] == round((240.0 - 32.0) / 16.0, 1)
+    assert factors["1000", BOTH] == 15.0
 
 
 def test_claims_catch_what_they_are_about(monkeypatch: pytest.MonkeyPatch) -> None:
