@@ -37,7 +37,7 @@ from fedcomp.flower.logs import log
 from fedcomp.flower.payload import NODE_RECORD, put_frame
 from fedcomp.flower.protocol import EXACT, RESYNC, STALE, UPDATE, refusal
 from fedcomp.flower.records import to_arrays
-from fedcomp.flower.state import StaleMessage, Uplink, asked_of
+from fedcomp.flower.state import UNSETTLED, StaleMessage, Uplink, asked_of
 from fedcomp.layout import Layout, Update, policy_from_config
 from fedcomp.privacy.local import asks_for_noise, privatised
 from fedcomp.rng import Key
@@ -162,10 +162,11 @@ def _handle(
                 content, before, layout, lossless=codec.lossless, record=announcement.record
             )
             update = _with_outer(update, collected, before)
-            for note in collected.notes:
+            notes = [*collected.notes, *([UNSETTLED] if uplink is not None and uplink.unsettled else [])]
+            for note in notes:
                 log.info("round %d: %s", announcement.round, note)
-            if collected.notes and not private:
-                header["remark"] = "; ".join(collected.notes)
+            if notes and not private:
+                header["remark"] = "; ".join(notes)
             frame, state = codec.at_model(before).encode(update, uplink.state if uplink else codec.init(layout), key)
             if padded:
                 frame = equally_long(frame, codec, layout, key)

@@ -182,7 +182,7 @@ class Exchange(ABC, Generic[C]):
         if uplink.redelivery is not None:
             return Message(uplink.redelivery, reply_to=self.msg)
         # The server acknowledges a training reply before it asks: a rollback means that this is not the state it knows.
-        if uplink.fresh or uplink.rolled_back or not waits(uplink.state):
+        if uplink.fresh or uplink.rolled_back or uplink.unsettled or not waits(uplink.state):
             return refusal(
                 self.msg, "no update waits here: this node did not train in this round, or its state was lost"
             )

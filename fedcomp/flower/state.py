@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from fedcomp.codecs import Codec, State, get_codec
 from fedcomp.errors import FedcompError, StateError
+from fedcomp.flower.logs import log
 from fedcomp.flower.payload import NODE_RECORD, take_frame
 from fedcomp.flower.protocol import UPDATE, Announcement
 from fedcomp.flower.records import to_arrays, to_record
@@ -35,6 +36,11 @@ from fedcomp.stateful import epoch_of
 _MEMORY: Final = "fedcomp.uplink.memory"
 _PENDING: Final = "fedcomp.uplink.reply/"
 _MODEL: Final = "fedcomp.replica.model"
+
+
+UNSETTLED: Final = (
+    "whether its last update was used is not known here, and it is not sent again; a node with a key keeps its id"
+)
 
 
 class StaleMessage(StateError):
@@ -57,6 +63,8 @@ class UplinkRecord(Schema, key="fedcomp.uplink"):
         See :func:`lineage`.
     asked : bytes
         Names what the message answered last asked for (:func:`asked_of`); empty where that is not known.
+    node : bytes
+        The id under which the node answered it; empty where that is not known.
     """
 
     generation: Annotated[int, Int()]
@@ -66,6 +74,7 @@ class UplinkRecord(Schema, key="fedcomp.uplink"):
     lineage: Annotated[str, Text(1 << 16)]
     layout: Annotated[bytes, Data(256)]
     asked: Annotated[bytes, Data(64)] = b""
+    node: Annotated[bytes, Data(8)] = b""
 
 
 @dataclass(frozen=True)
@@ -91,6 +100,9 @@ class Uplink:
         Whether it answered a message in whose place a restarted server has sent this one: see :meth:`repeat`.
     rolled_back, fresh : bool
         What happened to the memory, for the reply's header.
+    unsettled : bool
+        Whether the node came back under another id, of which the server knows nothing. What became of its last frame
+        cannot be told: it counts as delivered, since what is lost is less harm than what counts twice.
     """
 
     state: State
@@ -99,6 +111,7 @@ class Uplink:
     repeated: bool = False
     rolled_back: bool = False
     fresh: bool = False
+    unsettled: bool = False
 
     @classmethod
     def begin(
@@ -145,6 +158,10 @@ class Uplink:
         restarted = epoch_of(announcement.sequence) > epoch_of(pending)
         if lost and restarted and asked and meta.asked == asked:
             return cls({}, generation, redelivery=reply, repeated=True)
+        unsettled = lost and announcement.acknowledged == 0 and meta.node not in (b"", _id_of(context))
+        if unsettled:
+            log.warning("this node came back under another id: %s", UNSETTLED)
+            lost = False
         try:
             if lost:
                 # With the codec that made the frame: the server may announce other parameters by now.
@@ -153,7 +170,7 @@ class Uplink:
         except (FedcompError, ValueError):
             # Reported to the server as a memory that begins with this message.
             return fresh
-        return cls(state, generation, rolled_back=lost)
+        return cls(state, generation, rolled_back=lost, unsettled=unsettled)
 
     def commit(
         self,
@@ -184,6 +201,7 @@ class Uplink:
             lineage(config),
             layout.digest,
             asked,
+            _id_of(context),
         ).put(store)
 
     def repeat(self, context: Context, announcement: Announcement, replica: Replica | None) -> RecordDict:
@@ -197,8 +215,13 @@ class Uplink:
         context.state[_PENDING + NODE_RECORD] = content[NODE_RECORD]
         meta = UplinkRecord.find(context.state)
         assert meta is not None
-        replace(meta, pending=announcement.sequence).put(context.state)
+        replace(meta, pending=announcement.sequence, node=_id_of(context)).put(context.state)
         return content
+
+
+def _id_of(context: Context) -> bytes:
+    # Of 64 bits, more than an integer of a ConfigRecord has.
+    return context.node_id.to_bytes(8, "big")
 
 
 def remembered(context: Context, name: str) -> NDArray[Any] | None:

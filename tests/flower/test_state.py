@@ -64,6 +64,35 @@ def test_an_acknowledged_frame_stays_sent() -> None:
     np.testing.assert_array_equal(owed + CODEC.decode(frame, LAYOUT), vector(1))
 
 
+def elsewhere(ctx: Context, node: int) -> Context:
+    return Context(run_id=1, node_id=node, node_config={}, state=ctx.state.copy(), run_config={})
+
+
+def test_a_node_under_another_id_does_not_send_again_what_may_have_arrived() -> None:
+    ctx = context()
+    frame = answer(ctx, say(5), 1)
+    found = Uplink.begin(elsewhere(ctx, 3), say(6), CODEC, LAYOUT)
+    assert (found.unsettled, found.rolled_back, found.fresh) == (True, False, False)
+    owed = next(v for v in found.state.values() if v.shape == (2000,))
+    np.testing.assert_array_equal(owed + CODEC.decode(frame, LAYOUT), vector(1))
+    # Under its own id the server knew it, and said that nothing had arrived.
+    found = Uplink.begin(ctx, say(6), CODEC, LAYOUT)
+    assert (found.unsettled, found.rolled_back) == (False, True)
+
+
+def test_a_node_under_another_id_that_the_server_knows_goes_on_as_it_is_told() -> None:
+    """Strategies that know nodes by partition acknowledge across ids; another frame was lost on the way."""
+    ctx = context()
+    answer(ctx, say(5), 1)
+    answer(ctx, say(6, acknowledged=5, generation=5), 2)
+    other = elsewhere(ctx, 3)
+    assert Uplink.begin(other, say(7, acknowledged=5, generation=5), CODEC, LAYOUT).rolled_back
+    answer(other, say(7, acknowledged=6, generation=5), 3)
+    # From here on it is known by its new id.
+    found = Uplink.begin(other, say(8), CODEC, LAYOUT)
+    assert (found.unsettled, found.rolled_back) == (False, True)
+
+
 def test_an_older_copy_of_the_memory_sends_nothing_twice() -> None:
     """The server consumed frame 6, then the node came back with what it held after frame 5, which was consumed too."""
     ctx = context()

@@ -21,6 +21,7 @@ from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import take_frame
 from fedcomp.flower.protocol import UPDATE
+from fedcomp.flower.state import UNSETTLED
 from fedcomp.layout import Layout
 from fedcomp.rng import Key
 from fedcomp.strategies.compressed import Compressed
@@ -261,6 +262,36 @@ def test_each_fault_alone_conserves(kind: str) -> None:
     made = context.state.array_records["toy.sum"]["sum"].numpy()
     np.testing.assert_array_equal(inner.delivered[0] + residual(context, strategy, node), made)
     assert made.any()
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["used", "lost"])
+def test_a_node_that_comes_back_under_another_id_sends_nothing_twice(lost: bool) -> None:
+    """What of its last frame had not arrived is gone, at most that frame; the report says that it is not known."""
+    app = client_app([compression()])
+    plan = ScriptedFaults({(3, 0): "lost_reply"} if lost else {})
+    before = InProcessGrid(app, 1, seed=2, fault=plan)
+
+    def with_its_memory(msg: Message, context: Context) -> Message:
+        if not context.state:
+            context.state.update(before.context(old).state)
+        return app(msg, context)
+
+    after = InProcessGrid(with_its_memory, 1, seed=3)
+    (old,), (new,) = before.get_node_ids(), after.get_node_ids()
+    assert old != new
+    inner = Sum()
+    strategy = Compressed(inner, TopK(density=0.01))
+    arrays = model()
+    for number in range(1, 8):
+        grid = before if number <= 3 else after
+        replies = grid.send_and_receive(strategy.configure_train(number, arrays, ConfigRecord(), grid), timeout=9)
+        arrays = strategy.aggregate_train(number, replies)[0] or arrays
+    context = after.context(new)
+    made = context.state.array_records["toy.sum"]["sum"].numpy()
+    apart = made - inner.delivered[0] - residual(context, strategy, new)
+    # Listed coordinates and the tensor that travels dense.
+    assert np.count_nonzero(apart) == (24 if lost else 0)
+    assert [report.remarks for report in strategy.reports.values()] == [{}, {}, {}, {new: UNSETTLED}, {}, {}, {}]
 
 
 def test_statistics_that_were_lost_are_not_applied_twice() -> None:
