@@ -23,6 +23,7 @@ import contextlib
 import itertools
 import math
 import multiprocessing
+import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -30,6 +31,7 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 
+from fedcomp.clients.edge.children import end_with
 from fedcomp.experiments.experiment import Config, Option
 from fedcomp.experiments.findings import Claim, Curves, Say, Series, Table, mean
 from fedcomp.plain import from_fields
@@ -242,7 +244,9 @@ def _in_processes(
     calls: Mapping[str, Callable[[], Mapping[str, Any]]], workers: int
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
     # Spawned, not forked: a copy of a process that has threads of torch and Flower is not one that can be relied on.
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_ignore_interrupt)
+    pool = ProcessPoolExecutor(
+        workers, multiprocessing.get_context("spawn"), initializer=_begin, initargs=(os.getpid(),)
+    )
     with contextlib.ExitStack() as stack:
         # After an error or an interruption only the cells under way are waited for; the others are cancelled.
         stack.callback(pool.shutdown, wait=True, cancel_futures=True)
@@ -265,7 +269,9 @@ def _call(call: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
     return call()
 
 
-def _ignore_interrupt() -> None:
+def _begin(parent: int) -> None:
+    # With SIGTERM a cell that has processes of its own ends them.
+    end_with(parent, signal.SIGTERM)
     # Ctrl-C reaches all processes of a terminal; this one's parent decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 

@@ -1,4 +1,4 @@
-"""Processes that cannot outlive their supervisor: the kernel kills each when the thread that started it is gone."""
+"""Processes that cannot outlive whoever started them: the kernel ends each when the thread that did so is gone."""
 
 from __future__ import annotations
 
@@ -16,12 +16,29 @@ _SHIM: Final = """
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, int(sys.argv[2]))
 if os.getppid() != int(sys.argv[1]): os._exit(0)
-os.execv(sys.argv[3], sys.argv[3:])
+os.nice(int(sys.argv[3]))
+os.execv(sys.argv[4], sys.argv[4:])
 """
 """Asks for a signal at the death of the parent, then becomes the program; not a preexec_fn, which is unsafe beside
 threads. A parent that died before it was asked for is noticed by its id."""
 
+_PDEATHSIG: Final = 1
 _SUBREAPER: Final = 36
+
+
+def tied(command: Sequence[str], orphaned: int, nice: int = 0) -> list[str]:
+    """Return ``command``, whose first word is the path of a program, as one that gets a signal when this process is
+    gone. The process id is that of the program, and 0 is no signal. ``nice`` is added to what this process has.
+    """
+    return [sys.executable, "-I", "-S", "-c", _SHIM, str(os.getpid()), str(int(orphaned)), str(nice), *command]
+
+
+def end_with(parent: int, orphaned: int = signal.SIGKILL) -> None:
+    """Have the kernel send a signal to this process when ``parent``, which started it, is gone; now, if it is."""
+    ctypes.CDLL(None).prctl(_PDEATHSIG, int(orphaned))
+    # It may have ended before the kernel was asked to watch it.
+    if os.getppid() != parent:
+        os.kill(os.getpid(), orphaned)
 
 
 def adopt_orphans() -> None:
@@ -47,11 +64,15 @@ class Child:
     env : mapping of str to str
     orphaned : int
         The signal that it gets when the supervisor is gone; 0 for one that leaves when its pipe is closed.
+    nice : int
+        By how much it gives way to others.
     """
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str], orphaned: int = signal.SIGKILL) -> None:
+    def __init__(
+        self, command: Sequence[str], env: Mapping[str, str], orphaned: int = signal.SIGKILL, nice: int = 0
+    ) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _SHIM, str(os.getpid()), str(int(orphaned)), *command],
+            tied(command, orphaned, nice),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -11,7 +11,6 @@ What is forked ends with its parent, by the kernel: a killed executor leaves not
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import hashlib
 import importlib
@@ -28,12 +27,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Final, NoReturn
 
+from fedcomp.clients.edge.children import end_with
 from fedcomp.errors import ConfigError
 from fedcomp.flower._private import ClientApp, load_bundle, run_task, unpack_bundle
 from fedcomp.logs import log
 
 STOP_SECONDS: Final = 5.0
-_PR_SET_PDEATHSIG: Final = 1
 _FORK: Final = multiprocessing.get_context("fork") if hasattr(os, "fork") else None
 
 
@@ -66,10 +65,7 @@ def fork(work: Callable[[], None]) -> BaseProcess:
 
 
 def _run(work: Callable[[], None], parent: int) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # It may have ended before the kernel was asked to watch it.
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)
+    end_with(parent)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     # Ctrl-C reaches all processes of a terminal; the executor decides what becomes of its own.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

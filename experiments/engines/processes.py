@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
+from fedcomp.clients.edge.children import tied
 from fedcomp.clients.edge.processes import groups_below, members
 from fedcomp.errors import FedcompError
 
@@ -27,7 +28,7 @@ class DeploymentError(FedcompError, RuntimeError):
 
 
 class Child:
-    """One started process and everything below it.
+    """One started process and everything below it. It gets SIGTERM when the process that started it is gone.
 
     Parameters
     ----------
@@ -48,7 +49,7 @@ class Child:
         self.log = log
         with contextlib.nullcontext() if log is None else log.open("wb") as out:
             self._process = subprocess.Popen(
-                list(command),
+                tied(command, signal.SIGTERM),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=None if out is None else subprocess.STDOUT,

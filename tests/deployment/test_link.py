@@ -8,6 +8,7 @@ import datetime
 import os
 import shutil
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -139,6 +140,16 @@ def test_a_run_over_tls_gives_the_bits_of_this_process_and_strangers_get_nowhere
     shutil.move(link.log, tmp_path / "first.log")
     again = site.link()
     assert "3 keys were registered before" in again.log.read_text()
+
+    # Killed itself, it leaves nobody behind, and whoever starts it again finds its ports free.
+    again.kill()
+    deadline = time.monotonic() + 60.0
+    while any(processes_with("FLWR_HOME", str(folder.home(name))) for name in ("superlink", "superexec")):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    site.children.remove(again)
+    shutil.move(again.log, tmp_path / "second.log")
+    site.link()
 
 
 def test_a_port_in_use_and_a_second_link_are_one_line(site, capfd):

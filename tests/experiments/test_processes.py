@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -155,3 +156,25 @@ def test_a_child_that_is_gone_is_not_taken_for_whoever_has_its_id_now(tmp_path, 
 
     monkeypatch.setattr("fedcomp.experiments.engines.processes.groups_below", strangers)
     child.terminate()
+
+
+STARTS = """
+import os, sys
+from pathlib import Path
+from fedcomp.experiments.engines.processes import Child
+command = [sys.executable, "-c", "import time; time.sleep(60)"]
+child = Child("the child", command, env=dict(os.environ), log=None, cwd=Path())
+print(child.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_child_ends_with_whoever_started_it_and_was_killed():
+    with subprocess.Popen(
+        [sys.executable, "-c", STARTS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as starter:
+        assert starter.stdout is not None
+        pid = int(starter.stdout.readline())
+        assert len(members(pid)) == 1
+        starter.kill()
+    wait_until(lambda: members(pid) == [])
