@@ -21,6 +21,10 @@ from fedcomp.clients.edge.preflight import port_is_free, preflight
 from fedcomp.clients.edge.supervisor import CONFIGURATION, SUPERNODE, Service, Supervisor
 from fedcomp.errors import ConfigError
 
+YIELDS: Final = 5
+"""By how much training gives way to the SuperNode, which on a busy processor would send its heartbeat too late: Flower
+takes a node as gone after a minute without one."""
+
 _QUESTION: Final = """
 import json, sys
 from pathlib import Path
@@ -121,7 +125,7 @@ def _workers(
     fatal = {CONFIGURATION: "the executor cannot work as it was started; see its message above"}
     return [
         Service(SUPERNODE, command, env, after=after),
-        Service("executor", words, env, after=after, fatal=fatal),
+        Service("executor", words, env, after=after, fatal=fatal, nice=YIELDS),
     ]
 
 

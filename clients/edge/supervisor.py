@@ -78,6 +78,8 @@ class Service:
         Exit statuses that end the node, and why.
     orphaned : int
         The signal that ends it when the supervisor is killed; 0 for one that leaves when its pipe is closed.
+    nice : int
+        By how much it gives way to the others.
     """
 
     name: str
@@ -87,6 +89,7 @@ class Service:
     after: Service | None = None
     fatal: Mapping[int, str] = field(default_factory=dict)
     orphaned: int = signal.SIGKILL
+    nice: int = 0
     child: Child | None = None
     is_ready: bool = False
     due: float = 0.0
@@ -158,7 +161,7 @@ class Supervisor:
         for service in self._services:
             waits = service.after is not None and not service.after.is_ready
             if service.child is None and not waits and now >= service.due:
-                service.child = Child(service.command, service.env, service.orphaned)
+                service.child = Child(service.command, service.env, service.orphaned, service.nice)
                 service.started, service.is_ready = now, not service.ready
                 service.printed.clear()
                 if service is self._supernode:

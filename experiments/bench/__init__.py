@@ -42,6 +42,10 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
         "fedcomp.experiments.bench.node",
         "processor time of a message on an edge node, with Flower's executor and ours; a quiet minute",
     ),
+    "fleet": (
+        "fedcomp.experiments.bench.fleet",
+        "a training over fifty nodes on this machine: seconds, memory, processor time, every update there",
+    ),
     "noise": (
         "fedcomp.experiments.bench.noise",
         "exact integer noise against float noise and against rational arithmetic",

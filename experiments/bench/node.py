@@ -22,7 +22,7 @@ from typing import Any, Final
 from fedcomp.clients import edge
 from fedcomp.clients.edge import executor
 from fedcomp.experiments.engines import run as run_engine
-from fedcomp.experiments.engines.processes import Child
+from fedcomp.experiments.engines.processes import Child, sigterm_raises
 from fedcomp.experiments.engines.superlink import TASK_POLL, Deployment
 from fedcomp.experiments.findings import Claim, different_bytes
 from fedcomp.experiments.spec import ROUNDS_FILE, RunResult, RunSpec
@@ -102,7 +102,7 @@ def run(*, quick: bool = False, progress: Callable[[str], None] | None = None) -
     say = progress or (lambda text: None)
     spec = replace(TRAINING, rounds=2) if quick else TRAINING
     nodes = MixedNodes(2, [1])
-    with nodes:
+    with sigterm_raises(), nodes:
         say("messages without work, with and without torch")
         costs = messages(nodes, 1 if quick else 4)
         say(f"{spec.rounds} rounds of {spec.system} on {spec.task}")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fedcomp.experiments.engines.processes import Child, DeploymentError
-from fedcomp.experiments.engines.superlink import START_LIMIT, Deployment
+from fedcomp.experiments.engines.superlink import Deployment
 from fedcomp.experiments.links import HUB, SlowLinks
 
 _LISTENING: Final = "0A"
@@ -68,13 +68,12 @@ class LinkedDeployment(Deployment):
 
     def _wait_for(self, port: int, child: Child) -> None:
         # Its sockets are in another namespace, where nothing of ours can connect to them.
-        deadline = time.monotonic() + START_LIMIT
+        deadline = time.monotonic() + self.START_LIMIT
         while not listens(child.pid, port):
             child.require_running()
             if time.monotonic() > deadline:
-                raise DeploymentError(
-                    f"{child.name} did not open port {port} within {START_LIMIT:.0f} s; its log says:\n{child.tail()}"
-                )
+                late = f"{child.name} did not open port {port} within {self.START_LIMIT:.0f} s"
+                raise DeploymentError(f"{late}; its log says:\n{child.tail()}")
             time.sleep(0.1)
 
 

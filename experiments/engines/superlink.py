@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from typing import Self
 
 CONNECTION: Final = "dep"
-START_LIMIT: Final = 60.0
+COMMAND_LIMIT: Final = 60.0
 MAX_NODES: Final = 64
 TASK_POLL: Final = "FLWR_SUPEREXEC_TASK_POLL_INTERVAL"
 """Environment variable: seconds between two looks of Flower's SuperExec, which starts a process per message."""
@@ -94,6 +94,8 @@ class Deployment:
 
     SERVER_PORTS: ClassVar[int] = 1
     """How many ports the server's side listens on; nodes connect to the first."""
+    START_LIMIT: ClassVar[float] = 60.0
+    """Seconds in which a process has opened its port."""
     connection: ClassVar[str] = CONNECTION
     """The name under which Flower's command line knows the SuperLink."""
 
@@ -319,7 +321,7 @@ class Deployment:
         return command
 
     def _wait_for(self, port: int, child: Child) -> None:
-        wait_for_port(port, child, START_LIMIT)
+        wait_for_port(port, child, self.START_LIMIT)
 
     def _launch(self, title: str, name: str, command: list[str], cwd: Path | None = None) -> Child:
         log = self.folder / f"{name}.log"
@@ -407,7 +409,7 @@ class Deployment:
 
     def runs(self) -> list[dict[str, Any]]:
         """Return what the SuperLink knows about its runs, newest first, Flower's own traffic counters included."""
-        printed = self.flwr("list", self.connection, "--format", "json", name="list", limit=START_LIMIT)
+        printed = self.flwr("list", self.connection, "--format", "json", name="list", limit=COMMAND_LIMIT)
         try:
             # The command may print remarks before its document.
             document = json.loads(printed[printed.index("{") :])

@@ -174,6 +174,13 @@ def test_a_crashed_node_is_refused_for_a_while_and_then_let_in(start) -> None:
     assert names(node.until("joined")) == ["started", "unregistered", "restart"] * 2 + ["started", "joined"]
 
 
+def test_a_service_gives_way_to_the_others_as_it_is_asked_to(start, tmp_path) -> None:
+    codes = {name: f"print(os.nice(0), file=open({str(tmp_path / name)!r}, 'w')); stay()" for name in ("one", "other")}
+    start(("supernode", codes["one"]), ("executor", codes["other"], {"nice": 5}))
+    wait_until(lambda: all((tmp_path / name).exists() and (tmp_path / name).read_text() for name in codes))
+    assert [int((tmp_path / name).read_text()) - os.nice(0) for name in codes] == [0, 5]
+
+
 def test_a_node_that_is_refused_for_longer_is_not_registered(start) -> None:
     # Long beside the start of a few scripts, also where the machine is busy.
     node = start(("supernode", f"count(); say(*{REFUSED!r}, '[code: 2004] no'); sys.exit(1)"), patience=4.0)

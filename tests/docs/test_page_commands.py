@@ -63,6 +63,7 @@ RUN_BY = {
     "experiments.bench gossip": "tests/experiments/test_gossip_bench.py",
     "experiments.bench graphs": "tests/experiments/test_graphs_bench.py",
     "experiments.bench node": "tests/experiments/test_node_bench.py",
+    "experiments.bench fleet": "tests/experiments/test_fleet_bench.py",
     "experiments.bench state": "tests/experiments/test_state_bench.py",
     "experiments.bench peers": "tests/experiments/test_peers_bench.py",
     "experiments.bench.graph_rows": "tests/experiments/test_graph_row_bench.py",
