@@ -50,7 +50,9 @@ def accuracy(weights: Weights, x: NDArray[np.float32], y: NDArray[Any]) -> float
     if not all(np.isfinite(each).all() for each in weights):
         return 100.0 * float(np.mean(y == 0))
     first, bias, second, offset = weights
-    scores = np.maximum(x @ first + bias, 0) @ second + offset
+    # Weights that diverge are finite for a while, and scores are not: their accuracy says so.
+    with np.errstate(over="ignore", invalid="ignore"):
+        scores = np.maximum(x @ first + bias, 0) @ second + offset
     return 100.0 * float(np.mean(scores.argmax(axis=1) == y))
 
 

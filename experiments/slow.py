@@ -46,7 +46,7 @@ FILE: Final = "slow.json"
 
 
 @dataclass(frozen=True)
-class Row:
+class Traffic:
     """What travels.
 
     Attributes
@@ -71,12 +71,12 @@ class Row:
 
 _EDEN: Final = {"id": "eden", "bits": 1, "scale": "least"}
 
-ROWS: Final[Mapping[str, Row]] = {
-    "FedAvg": Row(),
-    "top-k up": Row({"id": "topk", "density": 0.01}),
-    "top-k both ways": Row({"id": "topk", "density": 0.01}, {"id": "topk", "density": 0.02}),
-    "EDEN both ways": Row(_EDEN, _EDEN),
-    "EDEN, first model at nodes": Row(_EDEN, _EDEN, first_at_nodes=True),
+ROWS: Final[Mapping[str, Traffic]] = {
+    "FedAvg": Traffic(),
+    "top-k up": Traffic({"id": "topk", "density": 0.01}),
+    "top-k both ways": Traffic({"id": "topk", "density": 0.01}, {"id": "topk", "density": 0.02}),
+    "EDEN both ways": Traffic(_EDEN, _EDEN),
+    "EDEN, first model at nodes": Traffic(_EDEN, _EDEN, first_at_nodes=True),
 }
 
 
