@@ -18,6 +18,7 @@ setup(
             "slept_app/*",
             "slow_app/*",
             "journal_app/*",
+            "wrong_clock/*",
             "node_app/*",
             "templates/*",
         ],

@@ -27,15 +27,13 @@ from fedcomp import params
 from fedcomp.errors import ConfigError
 from fedcomp.rng import Key
 
-NODE, SERVER_APP, SUPERLINK, LINK, DISK = "node", "server app", "SuperLink", "link", "disk"
-NODE_FAULTS: Final = (NODE, LINK, DISK)
+NODE, SERVER_APP, SUPERLINK, LINK, DISK, CLOCK = "node", "server app", "SuperLink", "link", "disk", "clock"
+NODE_FAULTS: Final = (NODE, LINK, DISK, CLOCK)
 SERVER_FAULTS: Final = (SERVER_APP, SUPERLINK)
 
-LOSING: Final = (NODE,)
+LOSING: Final = (NODE, CLOCK)
 """Faults for which a node may have made an update that it does not remember. A full disk is none of them: the node
 answers with an error and remembers in memory."""
-
-WRONG_CLOCK: Final = "a wrong clock is left out: Linux gives no process a wall clock of its own"
 
 CALM: Final = 4
 """Rounds between two faults of the server, so that the one is over before the next."""
@@ -54,13 +52,14 @@ class Fault:
     round : int
         During which it happens.
     kind : str
-        SIGKILL of a node, the server app or the SuperLink; a pulled link; a full disk below the state folder.
+        SIGKILL of a node, the server app or the SuperLink; a pulled link; a full disk below the state folder; a power
+        cut after which a node comes back with a wrong clock.
     node : int
         Who it happens to; -1 for the server's.
     after : float
         Part of a usual round, 0 to 1, that has passed then.
     lasts : int
-        Rounds until the node is started again, the link plugged, the disk emptied.
+        Rounds until the node is started again, the link plugged, the disk emptied, the clock set.
     """
 
     round: int

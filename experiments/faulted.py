@@ -7,6 +7,7 @@ it is submitted again.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import json
 import tempfile
@@ -20,6 +21,7 @@ from typing import Any, Final
 import numpy as np
 
 from fedcomp.experiments.chaos import (
+    CLOCK,
     DISK,
     LINK,
     LOSING,
@@ -58,6 +60,10 @@ ENDS_SECONDS: Final = 60.0
 """Seconds in which a run has ended whose last round has."""
 
 COMMAND_SECONDS: Final = 180.0
+
+BEHIND: Final = 400.0
+"""Seconds by which a wrong clock is behind, as that of a board without a battery is: more than the 305 that Flower
+bears."""
 
 
 COMPLETED: Final = "finished:completed"
@@ -98,6 +104,8 @@ class Faulted:
         self.done: list[Done] = []
         self.again = 0
         """How often a run was over before its last round, and was submitted again."""
+        self.noticed = 0
+        """How many nodes with a wrong clock have said so in their logs."""
         self._run = 0
         self._file = deployment.folder / "asked.json"
         self._file.write_text(json.dumps(fields_of(asked)), encoding="utf-8")
@@ -150,6 +158,10 @@ class Faulted:
         number, part = ended[-1].round + 1, (time.time() - ended[-1].at) / usual
         while self._acts and self._acts[0][:2] <= (number, part):
             _, _, begins, fault = self._acts.pop(0)
+            if fault.kind == CLOCK and not begins and not self._noticed(fault.node):
+                # Nobody sets a clock before somebody has seen that it is wrong.
+                bisect.insort(self._acts, (number + 1, 0.0, False, fault), key=lambda act: act[:3])
+                continue
             if begins:
                 killed = self._begin(fault)
                 self.done.append(Done(fault, time.time(), killed))
@@ -158,8 +170,12 @@ class Faulted:
 
     def _begin(self, fault: Fault) -> int:
         deployment, node = self.deployment, fault.node
-        if fault.kind == NODE:
-            return len(deployment.kill(node))
+        if fault.kind in (NODE, CLOCK):
+            cut = len(deployment.kill(node))
+            if fault.kind == CLOCK:
+                deployment.set_clock(node, -BEHIND)
+                deployment.start(node, wait=False)
+            return cut
         if fault.kind == LINK:
             deployment.links.pull(node)
         if fault.kind == DISK:
@@ -175,11 +191,18 @@ class Faulted:
             self._submit()
         return len(killed)
 
+    def _noticed(self, node: int) -> bool:
+        """Whether the log of a node says that its clock is wrong; a log begins with its process."""
+        return "s behind the SuperLink's" in self.deployment.children[1 + node].tail(10**6)
+
     def _end(self, fault: Fault) -> None:
         deployment, node = self.deployment, fault.node
         if fault.kind == NODE:
             # With its key it is refused for up to a minute, for which nobody waits.
             deployment.start(node, wait=False)
+        if fault.kind == CLOCK:
+            self.noticed += 1
+            deployment.set_clock(node, 0.0)
         if fault.kind == LINK:
             deployment.links.plug(node)
         if fault.kind == DISK:
@@ -229,7 +252,7 @@ def faulted(
         ``twice``, ``mass``, ``unfinished``, ``left`` and ``abandoned`` of the
         :class:`~fedcomp.experiments.chaos.Verdict`, ``lost`` of the node that lost most; ``done`` as faults were done;
         ``ended`` as rounds ended; ``seconds``; ``updates`` made, and ``used``; ``again``, how often a run had to be
-        submitted again besides where its server app was killed.
+        submitted again besides where its server app was killed; ``noticed``, how many nodes with a wrong clock said so.
     """
     began = time.monotonic()
     with (
@@ -285,6 +308,7 @@ def faulted(
         "done": [fields_of(each) for each in faulty.done],
         "ended": [fields_of(each) for each in kept.rounds],
         "again": faulty.again,
+        "noticed": faulty.noticed,
         "updates": len(seen.made),
         "used": len(seen.used),
         "seconds": time.monotonic() - began,
@@ -320,7 +344,7 @@ def remembered(lines: Sequence[Line], done: Sequence[Done], kept: Kept) -> tuple
     if not lines:
         return tuple(nothing)
     last = lines[-1]
-    if any(d.fault.kind == NODE and d.fault.node == last.made.node and d.at > last.at for d in done):
+    if any(d.fault.kind in LOSING and d.fault.node == last.made.node and d.at > last.at for d in done):
         return tuple(nothing)
     peer = kept.peers.get(last.made.node)
     delivered = peer is not None and peer.acknowledged == last.made.sequence

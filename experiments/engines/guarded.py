@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Final
 
 from fedcomp.clients.edge.processes import processes_with
 from fedcomp.errors import ConfigError
+from fedcomp.experiments.clocks import WrongClock
 from fedcomp.experiments.disks import SmallDisk
 from fedcomp.experiments.engines.linked import LinkedDeployment
 from fedcomp.experiments.engines.processes import DeploymentError
@@ -47,6 +48,7 @@ class GuardedDeployment(LinkedDeployment):
         if disk is not None and self.states is None:
             raise ConfigError("a disk of its own is for a state folder; give states=")
         self._bytes = disk
+        self._clocks: dict[str, WrongClock] = {}
         self.disks: list[SmallDisk] = []
         self._mounted = contextlib.ExitStack()
 
@@ -80,6 +82,22 @@ class GuardedDeployment(LinkedDeployment):
                     f"{link.name} was not ready within {READY_SECONDS:.0f} s; its log says:\n{link.tail()}"
                 )
             time.sleep(0.1)
+
+    def set_clock(self, node: int, seconds: float) -> None:
+        """Put a node's clock forward, or back where ``seconds`` are below 0; 0 sets it right.
+
+        A node that runs when its clock is wrong for the first time has to be started again to notice; later it will
+        within a second.
+        """
+        name = f"node-{node}"
+        if name not in self._clocks:
+            self._clocks[name] = WrongClock(self.folder / f"{name}.clock")
+        self._clocks[name].set(seconds)
+
+    def env(self, name: str) -> dict[str, str]:
+        """Return the environment of the process called ``name``, with its clock where that was ever wrong."""
+        clock = self._clocks.get(name)
+        return {**super().env(name), **({} if clock is None else clock.environment)}
 
     @property
     def server_app_home(self) -> Path:

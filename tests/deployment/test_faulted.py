@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fedcomp.experiments.catalog.chaos import unavailable
-from fedcomp.experiments.chaos import DISK, LINK, NODE, SERVER_APP, SUPERLINK, Fault
+from fedcomp.experiments.chaos import CLOCK, DISK, LINK, NODE, SERVER_APP, SUPERLINK, Fault
 from fedcomp.experiments.faulted import faulted
 
 REASON = unavailable()
@@ -15,8 +15,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(REASON), reason=REASON)]
 FAULTS = (
     Fault(2, NODE, 1, after=0.5),
     Fault(3, LINK, 2, after=0.2),
+    Fault(4, CLOCK, 0, after=0.5),
     Fault(5, SERVER_APP, after=0.6),
-    Fault(6, DISK, 0, after=0.1),
+    Fault(6, DISK, 2, after=0.1),
     Fault(8, SUPERLINK, after=0.4),
 )
 
@@ -32,9 +33,10 @@ def test_one_fault_of_each_kind_loses_nothing_and_leaves_nothing() -> None:
     assert killed[NODE] >= 3
     assert killed[SERVER_APP] == killed[SUPERLINK] == 1
     assert [each["round"] for each in found["ended"]] == list(range(1, 10))
-    # Only the node that was killed may have abandoned anything, and only the message it had.
-    assert len(found["abandoned"]) <= 1
-    assert all(node == 1 for node, _ in found["abandoned"])
+    # Only nodes that were killed may have abandoned anything, and only the message they had.
+    assert len(dict(found["abandoned"])) == len(found["abandoned"])
+    assert {node for node, _ in found["abandoned"]} <= {0, 1}
+    assert found["noticed"] == 1
     assert any("keeps its state on disk" in reason for each in found["ended"] for reason in each["refused"])
     # After the app was killed numbers go on where no message of it can have been.
     assert [each["sequence"] >> 32 for each in found["ended"]] == [0] * 4 + [1] * 5

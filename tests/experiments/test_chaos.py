@@ -56,7 +56,7 @@ def test_too_few_rounds_are_refused() -> None:
     with pytest.raises(ConfigError, match="too few"):
         schedule(0, 6, 4)
     with pytest.raises(ConfigError, match="no room"):
-        schedule(0, 20, 1, each=5, server=1)
+        schedule(0, 20, 1, each=4, server=1)
 
 
 def test_projections_are_linear_and_tell_vectors_apart() -> None:
