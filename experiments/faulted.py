@@ -47,8 +47,7 @@ DISK_BYTES: Final = 1 << 20
 """Of the disk below a state folder, which takes some kilobytes."""
 
 STALLED: Final = 400.0
-"""Seconds without the end of a round after which a run is given up, and judged as it is: more than the three minutes
-that Flower's server waits for the rest of a reply whose node was killed while it sent it, deadline or not."""
+"""Seconds without the end of a round after which a run is given up, and judged as it is."""
 
 MOMENTS: Final = 3.0
 """Seconds beside its pause that a client may take from the line in its journal to the written state."""

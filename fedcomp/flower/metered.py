@@ -10,6 +10,7 @@ and never moves or merges what another node online is known by.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,15 @@ from fedcomp.stateful import Stateful
 
 POLL_SECONDS: Final = 0.1
 """Between two looks for replies on an engine that runs by itself; Flower's own deployment grid waits 3 s."""
+
+PATIENCE_SECONDS: Final = 5.0
+"""After which another look is made beside one that does not end."""
+
+GRACE_SECONDS: Final = 5.0
+"""For which a look may go on when the time is up."""
+
+MOST_LOOKS: Final = 8
+"""At a time."""
 
 PartitionOf = Callable[[int], "int | None"]
 Addressed = tuple[str, int]
@@ -71,6 +81,47 @@ def join(sent: Sequence[Addressed], replies: Iterable[Message], partition_of: Pa
     return [first[index] for index in sorted(first, key=place)]
 
 
+class _Look(threading.Thread):
+    """One look for replies, which may take minutes.
+
+    Flower fetches all replies that it finds, one after the other, in one call. Where a node was cut off while it sent
+    one, it waits for the rest until the SuperLink gives it up, three minutes later (read in Flower's source, and
+    measured). What the SuperLink has handed to one look it hands to no other.
+    """
+
+    def __init__(self, grid: Grid, missing: Collection[str]) -> None:
+        super().__init__(name="fedcomp-look", daemon=True)
+        self._grid, self._missing = grid, set(missing)
+        self._began = time.monotonic()
+        self._found: list[Message] = []
+        self._error: Exception | None = None
+        self._abandoned = False
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._found = list(self._grid.pull_messages(self._missing))
+        except Exception as error:
+            self._error = error
+            if self._abandoned:
+                log.warning("fetching a reply that nobody waits for any more failed: %s", error)
+
+    @property
+    def slow(self) -> bool:
+        """Whether another look is worth it."""
+        return time.monotonic() - self._began > PATIENCE_SECONDS
+
+    def replies(self) -> list[Message]:
+        """Return what an ended look found; raise what it raised."""
+        if self._error is not None:
+            raise self._error
+        return self._found
+
+    def abandon(self) -> None:
+        """Do not wait for it any more."""
+        self._abandoned = True
+
+
 def poll(
     grid: Grid,
     missing: set[str],
@@ -79,6 +130,7 @@ def poll(
     *,
     seconds: float = POLL_SECONDS,
     arrive: Callable[[Message], None] | None = None,
+    final: bool = False,
 ) -> list[Message]:
     """Look for replies until none of ``missing`` is left, ``timeout`` real seconds are over, or it is enough.
 
@@ -90,24 +142,54 @@ def poll(
         Between two looks.
     arrive : callable, optional
         Is shown each reply when it is found.
+    final : bool
+        Nobody asks for these replies again: one that has begun to arrive and is not whole in time is given up. Else it
+        is waited for, as Flower does.
     """
     end = None if timeout is None else time.monotonic() + timeout
     replies: list[Message] = []
+    looks: list[_Look] = []
     while missing:
-        found = list(grid.pull_messages(missing))
+        if len(looks) < MOST_LOOKS and all(look.slow for look in looks):
+            looks.append(_Look(grid, missing))
+        # However short the timeout, there is one look.
+        looks[-1].join(seconds if looks[-1].slow else PATIENCE_SECONDS)
+        over = end is not None and time.monotonic() >= end
+        for look in looks if over else ():
+            look.join(GRACE_SECONDS if final else None)
+        ended = [look for look in looks if not look.is_alive()]
+        looks = [look for look in looks if look not in ended]
+        found = [reply for look in ended for reply in look.replies()]
         if arrive is not None:
             for reply in found:
                 arrive(reply)
         replies.extend(found)
         missing = missing - {reply.metadata.reply_to_message_id for reply in found}
-        # After the pull: however short the timeout, there is one look.
-        if not missing or (end is not None and time.monotonic() >= end):
+        if not missing or over:
             break
         # Nothing new, nothing to ask: ``enough`` may be costly.
         if enough is not None and found and enough(replies):
             break
         time.sleep(seconds)
+    if not final:
+        replies += _rest(looks, arrive)
+    elif looks and missing:
+        log.warning("%d of %d missing replies had begun to arrive and are not waited for", len(looks), len(missing))
+    for look in looks:
+        look.abandon()
     return replies
+
+
+def _rest(looks: Iterable[_Look], arrive: Callable[[Message], None] | None) -> list[Message]:
+    """Return what looks under way bring."""
+    found = []
+    for look in looks:
+        look.join()
+        found += look.replies()
+    if arrive is not None:
+        for reply in found:
+            arrive(reply)
+    return found
 
 
 def partition_lookup(grid: Grid) -> PartitionOf:
@@ -392,7 +474,7 @@ class MeteredGrid(GridWrapper):
             sizes = self._weighed(batch)
             ids = list(self.inner.push_messages(batch))
             self.meter.count_down(batch, sizes, set(ids), self._round)
-            replies = self._poll({message_id for message_id in ids if message_id}, timeout, enough)
+            replies = self._poll({message_id for message_id in ids if message_id}, timeout, enough, final=True)
         self.meter.count_up(replies)
         return join(addressed(batch), replies, self.partition_of)
 
@@ -418,12 +500,17 @@ class MeteredGrid(GridWrapper):
         return self._arrivals.get(reply, time.monotonic())
 
     def _poll(
-        self, missing: set[str], timeout: float | None, enough: Callable[[Sequence[Message]], bool] | None
+        self,
+        missing: set[str],
+        timeout: float | None,
+        enough: Callable[[Sequence[Message]], bool] | None,
+        *,
+        final: bool = False,
     ) -> list[Message]:
         def arrive(reply: Message) -> None:
             self._arrivals[reply] = time.monotonic()
 
-        return poll(self.inner, missing, timeout, enough, seconds=self.poll_seconds, arrive=arrive)
+        return poll(self.inner, missing, timeout, enough, seconds=self.poll_seconds, arrive=arrive, final=final)
 
     def record_peer(self, round: int, node_id: int, message_type: str, payload: int, wire: int) -> None:
         """Count bytes that a client handed to another one without the server; they crossed no link seen here.
