@@ -266,7 +266,11 @@ def _in_processes(
 
 
 def _call(call: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
-    return call()
+    try:
+        return call()
+    except SystemExit as left:
+        # The cell was asked to end, and so is the process; the pool would keep it for another one.
+        os._exit(left.code if isinstance(left.code, int) else 1)
 
 
 def _begin(parent: int) -> None:

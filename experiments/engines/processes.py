@@ -163,6 +163,8 @@ def sigterm_raises() -> Iterator[None]:
         return
 
     def leave(number: int, frame: FrameType | None) -> None:
+        # Whoever leaves is not interrupted: the kernel tells of a parent's death once for each of its threads.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         # The status that a shell reports for a process ended by a signal.
         raise SystemExit(128 + number)
 

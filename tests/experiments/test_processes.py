@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -178,3 +179,38 @@ def test_a_child_ends_with_whoever_started_it_and_was_killed():
         assert len(members(pid)) == 1
         starter.kill()
     wait_until(lambda: members(pid) == [])
+
+
+CELLS = """
+import os, sys, time
+from pathlib import Path
+from fedcomp.experiments.engines.processes import Child, sigterm_raises
+from fedcomp.experiments.findings import Say
+from fedcomp.experiments.kit import Sweep
+
+def cell(number):
+    with sigterm_raises():
+        command = [sys.executable, "-c", "import time; time.sleep(60)"]
+        child = Child("the child", command, env=dict(os.environ), log=None, cwd=Path())
+        try:
+            print(os.getpid(), child.pid, flush=True)
+            time.sleep(60)
+        finally:
+            # An end that takes its time, as that of a deployment does.
+            time.sleep(1.0)
+            child.stop()
+            Path(f"ended-{number}").touch()
+
+if __name__ == "__main__":
+    Sweep(cell, {"number": (1, 2)})(Say(), workers=2)
+"""
+
+
+def test_cells_of_an_experiment_that_was_killed_end_in_order_and_their_processes_with_them(tmp_path):
+    (tmp_path / "cells.py").write_text(CELLS)
+    with subprocess.Popen([sys.executable, "cells.py"], stdout=subprocess.PIPE, text=True, cwd=tmp_path) as experiment:
+        assert experiment.stdout is not None
+        found = [int(pid) for _ in range(2) for pid in experiment.stdout.readline().split()]
+        experiment.kill()
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in found), limit=60.0)
+    assert sorted(path.name for path in tmp_path.glob("ended-*")) == ["ended-1", "ended-2"]
