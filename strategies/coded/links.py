@@ -67,26 +67,26 @@ class RestingLinks:
     """
 
     def __init__(self) -> None:
-        # By sender and receiver: the round, why, and whom the link was to reach.
+        # By sender and receiver: the round, why, and who these were.
         self._failed: dict[tuple[int, int], tuple[int, str, object]] = {}
 
-    def fail(self, pair: tuple[int, int], reached: object, server_round: int, reason: str) -> None:
+    def fail(self, pair: tuple[int, int], ends: object, server_round: int, reason: str) -> None:
         """Take note of a link that failed.
 
         Parameters
         ----------
         pair : (int, int)
             Partitions of sender and receiver.
-        reached : object
-            The receiver as it was: its key and its address.
+        ends : object
+            Both as they were: their keys and addresses.
         """
-        self._failed[pair] = server_round, reason, reached
+        self._failed[pair] = server_round, reason, ends
 
-    def why(self, pair: tuple[int, int], reached: object, server_round: int) -> str:
+    def why(self, pair: tuple[int, int], ends: object, server_round: int) -> str:
         """Return why a link is not tried in a round; empty when it is."""
         failed = self._failed.get(pair)
         # Whatever failed with another process, or at an address that is not in use any more, is tried at once.
-        if failed is None or failed[2] != reached or server_round >= failed[0] + REST_ROUNDS:
+        if failed is None or failed[2] != ends or server_round >= failed[0] + REST_ROUNDS:
             return ""
         return f"not tried again before round {failed[0] + REST_ROUNDS}; in round {failed[0]}: {failed[1]}"
 

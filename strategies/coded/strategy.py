@@ -200,7 +200,7 @@ class CodedRound:
         if seal:
             fields["keys"] = b"".join(relay.public for relay in relays)
         if self.settings.transport == "peers":
-            fields["addresses"] = tuple("" if self._why(source, relay, seal) else relay.address for relay in relays)
+            fields["addresses"] = tuple("" if self._why(source, relay) else relay.address for relay in relays)
         if any(relay.signature for relay in relays):
             fields["partitions"] = tuple(relay.partition for relay in relays)
             fields["signatures"] = tuple(relay.signature for relay in relays)
@@ -225,20 +225,19 @@ class CodedRound:
             raise Rejected(f"it names links to {strange[:20]}, which are none of its own")
         for name, cause in zip(said.missed, said.causes, strict=True):
             relay = relays[name]
-            why = self._why(source, relay, seal)
+            why = self._why(source, relay)
+            # Of what is not sealed nothing stands in for the link, so that this one does not rest.
             if seal and not why:
-                self.resting.fail((source.partition, relay.partition), _reached(relay), self.number, cause)
+                self.resting.fail(*_link(source, relay), self.number, cause)
             lost = "" if seal else "lost, as shards that are not sealed do not go through the server: "
             self.report.link_failed(f"{source.partition}>{relay.partition}", lost + (why or cause))
         return set(said.missed) if seal else set()
 
-    def _why(self, source: Member, relay: Member, seal: bool) -> str:
+    def _why(self, source: Member, relay: Member) -> str:
         """Return why a link is not tried; empty when it is."""
         if not relay.address:
             return f"partition {relay.partition} has no listener"
-        # Of what is not sealed nothing stands in for the link.
-        pair = (source.partition, relay.partition)
-        return self.resting.why(pair, _reached(relay), self.number) if seal else ""
+        return self.resting.why(*_link(source, relay), self.number)
 
     def count_peer(self, member: Member, sizes: Iterable[int]) -> None:
         """Count what a member handed to its peers, by its own word or by that of who holds it."""
@@ -291,8 +290,10 @@ class CodedRound:
         return {**self.common, "round": self.number}
 
 
-def _reached(relay: Member) -> tuple[bytes, str]:
-    return relay.public, relay.address
+def _link(source: Member, relay: Member) -> tuple[tuple[int, int], object]:
+    """Return the name of a link, and what tells it from another one of that name."""
+    ends = tuple((member.public, member.address, member.signature) for member in (source, relay))
+    return (source.partition, relay.partition), ends
 
 
 class Construction(Protocol):

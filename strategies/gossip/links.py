@@ -108,7 +108,7 @@ class PeerLinks:
                 continue
             why = self._why((instruction.node, to), report.round)
             if not why:
-                self._resting.fail((instruction.node, to), self._hello(to), report.round, failed)
+                self._resting.fail((instruction.node, to), self._ends(instruction.node, to), report.round, failed)
             # A message may have taken neither: nothing is sealed for a node that does not prove its key.
             reasons = [reason for reason in (why, failed) if reason and (reason != NO_ADDRESS or not why)]
             report.note("mailbox", f"edge {edge}: {'; '.join(reasons)}")
@@ -146,18 +146,21 @@ class PeerLinks:
     def _hello(self, vertex: int) -> LinkHello:
         return self._known[self._node_of[vertex]]
 
+    def _ends(self, source: int, to: int) -> tuple[LinkHello, LinkHello]:
+        return self._hello(source), self._hello(to)
+
     def _address(self, vertex: int) -> str:
         address = self._hello(vertex).address
         return self._simulated.address("", vertex) if address == SIMULATED else address
 
     def _why(self, edge: tuple[int, int], server_round: int) -> str:
         """Return why an edge goes through the server without its link being tried; empty when it is tried."""
-        _, to = edge
+        source, to = edge
         if to not in self._node_of:
             return f"vertex {to} has not introduced itself, and nothing can be sealed for it"
         if not self._hello(to).address:
             return f"vertex {to} has no listener"
-        return self._resting.why(edge, self._hello(to), server_round)
+        return self._resting.why(edge, self._ends(source, to), server_round)
 
     def _terms(self, run: bytes, **more: object) -> LinkTerms:
         s = self._settings

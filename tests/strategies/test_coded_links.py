@@ -25,7 +25,7 @@ from fedcomp.coding.errors import SealError
 from fedcomp.coding.relay import RelayPlan
 from fedcomp.coding.sealing import PeerIdentity, seal
 from fedcomp.coding.transport import DeliveryFailed, Parcel, Spool, TcpSender
-from fedcomp.flower.coded import BUNDLE, put_bundle, take_bundle
+from fedcomp.flower.coded import BUNDLE, SHARD, SUM_SHARD, put_bundle, take_bundle
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.rounds import fit
@@ -365,6 +365,27 @@ def test_a_source_fills_in_for_its_own_failed_links_alone(lie: str, name: str, n
     assert sorted(parcel.source for parcel in nodes.stored(0, strategy)) == [0, 2, 3]
 
 
+@pytest.mark.parametrize("name", ["relay", "sum"])
+def test_a_source_cannot_send_through_the_server_what_is_not_sealed(name: str, nodes: Nodes) -> None:
+    app = coded_app()
+
+    def careless(msg: Message, context: Context) -> Message:
+        asked = msg.content.config_records["fedcomp.coded"]
+        reply = app(msg, context)
+        if context.node_config["partition-id"] == 1 and msg.metadata.message_type == "train":
+            kind = SHARD if name == "relay" else SUM_SHARD
+            put_bundle(reply.content, [Parcel(bytes(asked["run"]), 1, kind, 1, 0, b"a shard").to_bytes()])
+        return reply
+
+    strategy = system(name, spare=1, seal=False)
+    run(strategy, NODES, node_config=nodes.start(closed()), app=careless)
+    report = strategy.reports[1].coded
+    assert any(reason.startswith("source 1: ") and "more than 0 items" in reason for reason in report.refused)
+    assert "hub_down" not in report.payload_bytes
+    assert [parcel.source for parcel in nodes.stored(0, strategy)] in ([], [0])
+    assert len(report.included) == NODES
+
+
 def test_two_parcels_for_one_relay_are_one(nodes: Nodes) -> None:
     """Where two links failed, a source could try to send both parcels to one relay."""
     ports = closed() | {2: f"tcp://127.0.0.1:{free_port()}"}
@@ -528,6 +549,33 @@ def test_a_key_signed_for_another_run_is_not_sealed_for(nodes: Nodes, monkeypatc
     run(strategy, NODES, node_config=config)
     refused = strategy.reports[1].coded.refused
     assert len([r for r in refused if "relay 0: " in r and "in this run" in r]) == 3
+
+
+@pytest.mark.parametrize("name", ["relay", "sum"])
+@pytest.mark.parametrize("late", ["its state is lost", "its keys come later"])
+def test_a_node_says_anew_whose_its_key_is(late: str, name: str, nodes: Nodes) -> None:
+    """One round in which it is a lost relay, and none after that."""
+    config = nodes.start(keys=True)
+    keyed = dict(nodes.own[0])
+    if late == "its keys come later":
+        for key in (PEER_KEY, PEER_KEYS):
+            del nodes.own[0][key]
+    app, calls = coded_app(), []
+
+    def changing(msg: Message, context: Context) -> Message:
+        if context.node_config["partition-id"] == 0 and msg.metadata.message_type == "train":
+            calls.append(1)
+            if len(calls) == 2:
+                context.node_config.update(keyed)
+                if late == "its state is lost":
+                    context.state.clear()
+        return app(msg, context)
+
+    strategy = system(name, spare=1)
+    run(strategy, NODES, rounds=3, node_config=config, app=changing)
+    assert [bool(strategy.reports[r].coded.refused) for r in (2, 3)] == [True, False]
+    assert strategy.reports[3].coded.failed_links == []
+    assert len(nodes.stored(0, strategy, 3)) == NODES
 
 
 @pytest.mark.long
