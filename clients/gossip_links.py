@@ -15,12 +15,13 @@ from typing import Any, Final
 from flwr.app import Array, ArrayRecord, Context, RecordDict
 from numpy.typing import NDArray
 
-from fedcomp.clients.edge.node_config import PEER_ADDRESS, PEER_STORE
-from fedcomp.clients.peers import identity_in, keep_identity, link_tls, peer_link
-from fedcomp.coding.errors import CodingError
+from fedcomp.clients.peers import identity_in, keep_identity, link_tls, own_end, sender_of
+from fedcomp.coding.errors import CodingError, SealError
 from fedcomp.coding.sealing import seal
-from fedcomp.coding.transport import MemoryStore, Parcel, PeerTransport, Sender, TcpSender, deliver
+from fedcomp.coding.sealkeys import NO_RUN, require_signed, sign
+from fedcomp.coding.transport import MemoryStore, Parcel, deliver
 from fedcomp.errors import ConfigError
+from fedcomp.flower.coded import NO_ADDRESS
 from fedcomp.flower.gossip import KEY_BYTES, SIMULATED, LinkHello, LinkReport, LinkTerms
 from fedcomp.flower.logs import log
 from fedcomp.gossip.base import GossipMessage, Multicast
@@ -31,9 +32,8 @@ from fedcomp.gossip.reference import Reference
 GOSSIP: Final = 48
 """Kind of a parcel that holds one gossip message."""
 
-NO_ADDRESS: Final = "no address"
-NO_KEY: Final = "no key: the message was not sent"
-"""What a report says of receivers of which the server gave no address, or nothing at all; the server knows why."""
+NOT_SENT: Final = "the message was not sent"
+"""What a report says of a message that cannot be sealed for its receiver."""
 
 _SENT: Final = "fedcomp.gossip.memory.sent"
 _REASON: Final = 300
@@ -53,7 +53,8 @@ class GossipLinks:
     def __init__(self, context: Context, vertex: int, terms: LinkTerms) -> None:
         self._context, self._vertex, self._terms = context, vertex, terms
         self._identity = identity_in(context)
-        self._transport = _own_end(context, vertex, terms)
+        self._transport = own_end(context, vertex, terms.spool, terms.max_store)
+        self._tls = link_tls(context)
         self._parcels: dict[int, list[Parcel]] = {}
         # Why messages of the inbox could not be read, by source.
         self._missing: dict[int, str] = {}
@@ -65,7 +66,9 @@ class GossipLinks:
             address = "" if self._transport is None else self._transport.address
             if address.startswith(SIMULATED):
                 address = SIMULATED  # the server knows where it leads
-            LinkHello(public=self._identity.public, address=address).put(content)
+            # A node says who it is before its run has a name.
+            signature = b"" if self._tls is None else sign(self._tls, NO_RUN, self._identity.public)
+            LinkHello(public=self._identity.public, address=address, signature=signature).put(content)
 
     def opened(self, instruction: Instruction) -> Instruction:
         """Return an instruction with the messages in the place of their references; one that cannot be read is empty,
@@ -94,12 +97,16 @@ class GossipLinks:
         self._forget()
         iteration = instruction.iteration
         payloads = {to: multicast.payload for multicast in answer.multicasts for to in multicast.destinations}
-        parcels = {to: self._parcel(iteration, to, payload) for to, payload in payloads.items()}
         addresses = dict(zip(self._terms.to, self._terms.addresses, strict=True))
-        failed = {to: NO_KEY if parcels[to] is None else NO_ADDRESS for to in parcels if not addresses.get(to)}
-        handed = dict.fromkeys(parcels, 0)
-        outgoing = [(addresses[to], parcel) for to, parcel in parcels.items() if parcel and to not in failed]
-        for delivery in deliver(self._sender, outgoing):
+        parcels, failed = {}, {to: NO_ADDRESS for to in payloads if not addresses.get(to)}
+        for to, payload in payloads.items():
+            try:
+                parcels[to] = self._parcel(iteration, to, payload)
+            except SealError as error:
+                failed[to] = f"{NOT_SENT}: {error}"[:_REASON]
+        handed = dict.fromkeys(payloads, 0)
+        outgoing = [(addresses[to], parcel) for to, parcel in parcels.items() if to not in failed]
+        for delivery in deliver(sender_of(self._context, self._transport), outgoing):
             to = delivery.parcel.destination
             handed[to] = delivery.handed_over
             if delivery.error is not None:
@@ -111,12 +118,11 @@ class GossipLinks:
                 multicasts.append(Multicast(took, reference))
             for to in multicast.destinations:
                 if to in failed:
-                    parcel = parcels[to]
-                    multicasts.append(Multicast((to,), reference + (b"" if parcel is None else parcel.body)))
+                    multicasts.append(Multicast((to,), reference + (parcels[to].body if to in parcels else b"")))
         if keep:
             self._remember(iteration, answer)
-        reasons = tuple(failed.get(to, "") for to in parcels)
-        LinkReport(to=tuple(parcels), sent=tuple(handed.values()), failed=reasons).put(self._context.state)
+        reasons = tuple(failed.get(to, "") for to in payloads)
+        LinkReport(to=tuple(payloads), sent=tuple(handed.values()), failed=reasons).put(self._context.state)
         why = [self._missing.get(source, reason) for source, reason in zip(answer.needs, answer.reasons, strict=True)]
         return replace(answer, multicasts=tuple(multicasts), reasons=tuple(why))
 
@@ -128,20 +134,24 @@ class GossipLinks:
         arrays = {name: Array(array) for name, array in kept.to_arrays().items()}
         self._context.state[_SENT] = ArrayRecord(arrays)
 
-    @property
-    def _sender(self) -> Sender:
-        # Who cannot be reached may still reach others.
-        return TcpSender(tls=link_tls(self._context)) if self._transport is None else self._transport
+    def _parcel(self, iteration: int, to: int, payload: bytes) -> Parcel:
+        """Return a message as it leaves.
 
-    def _parcel(self, iteration: int, to: int, payload: bytes) -> Parcel | None:
-        """Return a message as it leaves; None where it would have to be sealed for a node that is not known."""
+        Raises
+        ------
+        SealError
+            When it would have to be sealed for a node that is not known, or does not prove that its key is its own.
+        """
         parcel = Parcel(self._terms.run, iteration, GOSSIP, self._vertex, to, payload)
         if not self._terms.seal:
             return parcel
         if to not in self._terms.to:
-            return None
-        place = KEY_BYTES * self._terms.to.index(to)
-        key = self._terms.keys[place : place + KEY_BYTES]
+            raise SealError("no key")
+        place = self._terms.to.index(to)
+        key = self._terms.keys[KEY_BYTES * place : KEY_BYTES * (place + 1)]
+        if self._tls is not None:
+            signature = self._terms.signatures[place] if self._terms.signatures else b""
+            require_signed(self._tls.keys, to, NO_RUN, key, signature)
         return replace(parcel, body=seal(payload, key, parcel.coordinates))
 
     def _received(self, message: GossipMessage) -> bytes:
@@ -185,6 +195,7 @@ class GossipLinks:
     def _fitting(self, reference: Reference, parcels: Iterable[Parcel]) -> bytes:
         """Return the message among parcels that may be anybody's."""
         reasons = []
+        gone = "; it was acknowledged and is gone, or not sealed for this node"
         for parcel in parcels:
             try:
                 sealed = self._terms.seal
@@ -197,7 +208,7 @@ class GossipLinks:
             reasons.append(f"{len(payload)} bytes that are not the message of {reference.length} bytes it sent")
         raise MessageError(
             f"its message of iteration {reference.iteration} is not in this node's store"
-            + (f" ({'; '.join(reasons)})" if reasons else "; it was acknowledged, and is gone")
+            + (f" ({'; '.join(reasons)})" if reasons else gone)
         )
 
     def _kept(self) -> MemoryStore:
@@ -205,19 +216,6 @@ class GossipLinks:
         # The node's own, which go as soon as none can come back: nothing of them may be refused.
         limit = 1 << 40
         return MemoryStore(limit) if held is None else MemoryStore.from_arrays(_arrays(held), limit)
-
-
-def _own_end(context: Context, vertex: int, terms: LinkTerms) -> PeerTransport | None:
-    """Return this node's transport; None when it cannot be reached."""
-    if PEER_ADDRESS in context.node_config or PEER_STORE in context.node_config:
-        return peer_link(context, vertex, terms.spool, terms.max_store)
-    if not terms.spool:
-        return None
-    try:
-        return peer_link(context, vertex, terms.spool, terms.max_store)
-    except ConfigError:
-        # The folder is on the server's machine, and this is another one.
-        return None
 
 
 def _arrays(record: ArrayRecord) -> Mapping[str, NDArray[Any]]:

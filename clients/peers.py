@@ -13,7 +13,7 @@ from fedcomp.errors import ConfigError, StateError
 if TYPE_CHECKING:
     from fedcomp.coding.peertls import PeerTls
     from fedcomp.coding.sealing import PeerIdentity
-    from fedcomp.coding.transport import PeerTransport
+    from fedcomp.coding.transport import PeerTransport, Sender
 
 _IDENTITY: Final = "fedcomp.coded.identity"
 
@@ -52,6 +52,32 @@ def peer_link(context: Context, number: int, spools: str, max_store_bytes: int) 
     # Only a folder that was marked on this very machine for simulated links is accepted.
     own = SpoolRoot(Path(spools), max_store_bytes).address(number)
     return transport_of(own, max_store_bytes=max_store_bytes)
+
+
+def own_end(context: Context, number: int, spools: str, max_store_bytes: int) -> PeerTransport | None:
+    """Return what :func:`peer_link` returns; None where nobody can reach this node.
+
+    Raises
+    ------
+    ConfigError
+        When the node's configuration is half of what it needs.
+    """
+    if PEER_ADDRESS in context.node_config or PEER_STORE in context.node_config:
+        return peer_link(context, number, spools, max_store_bytes)
+    if not spools:
+        return None
+    try:
+        return peer_link(context, number, spools, max_store_bytes)
+    except ConfigError:
+        # The folder is on the server's machine, and this is another one.
+        return None
+
+
+def sender_of(context: Context, transport: PeerTransport | None) -> Sender:
+    """Return what a node sends with: its own end of its links; who cannot be reached may still reach others."""
+    from fedcomp.coding.transport import TcpSender
+
+    return TcpSender(tls=link_tls(context)) if transport is None else transport
 
 
 def link_tls(context: Context) -> PeerTls | None:

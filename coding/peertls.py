@@ -28,7 +28,7 @@ from fedcomp.errors import ConfigError
 
 if TYPE_CHECKING:
     from cryptography import x509
-    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey, EllipticCurvePublicKey
+    from cryptography.hazmat.primitives.asymmetric.ec import ECDSA, EllipticCurvePrivateKey, EllipticCurvePublicKey
 
 MOST_PARTITIONS: Final = 100_000
 _ALWAYS: Final = datetime.datetime(2000, 1, 1), datetime.datetime(9999, 12, 31)
@@ -82,6 +82,17 @@ class PeerKeys:
             raise ConfigError(f"{path} lists {len(by_partition)} keys; expected 1 to {MOST_PARTITIONS}")
         return cls(by_partition, by_key)
 
+    def signed(self, partition: int, statement: bytes, signature: bytes) -> bool:
+        """Whether the key of a listed partition has signed ``statement``."""
+        from cryptography.exceptions import InvalidSignature
+
+        key = _public_key(self.by_partition[partition])
+        try:
+            key.verify(signature, statement, _ecdsa(key))
+        except InvalidSignature:
+            return False
+        return True
+
 
 class PeerTls:
     """One node's end of links with pinned keys.
@@ -132,6 +143,10 @@ class PeerTls:
         # Every connection shows its key: resumed sessions would spare that.
         context.num_tickets = 0
         return context
+
+    def sign(self, statement: bytes) -> bytes:
+        """Return this node's signature, which :meth:`PeerKeys.signed` checks."""
+        return self._key.sign(statement, _ecdsa(self._key))
 
     def peer(self, connection: ssl.SSLSocket | ssl.SSLObject) -> int | None:
         """Return the partition whose key the other end has shown; None for one that is not in the list."""
@@ -197,20 +212,35 @@ def _anchors(keys: Iterable[str]) -> str:
 
     These are not signed by the keys they hold: nobody has them here, and signatures of trust anchors are not looked at.
     """
-    from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
     stand_in = ec.generate_private_key(ec.SECP256R1())
-    found = []
-    for text in keys:
-        try:
-            key = serialization.load_ssh_public_key(text.encode())
-        except (ValueError, UnsupportedAlgorithm) as error:
-            raise ConfigError(f"{text[:60]}... in the list of peer keys is no public key: {error}") from error
-        assert isinstance(key, ec.EllipticCurvePublicKey)
-        found.append(_certificate(key, stand_in, leaf=False).public_bytes(serialization.Encoding.PEM).decode())
-    return "".join(found)
+    found = (_certificate(_public_key(text), stand_in, leaf=False) for text in keys)
+    return "".join(each.public_bytes(serialization.Encoding.PEM).decode() for each in found)
+
+
+def _public_key(text: str) -> EllipticCurvePublicKey:
+    """Return the key that stands in the list as ``text``."""
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
+
+    try:
+        key = serialization.load_ssh_public_key(text.encode())
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise ConfigError(f"{text[:60]}... in the list of peer keys is no public key: {error}") from error
+    assert isinstance(key, EllipticCurvePublicKey)
+    return key
+
+
+def _ecdsa(key: EllipticCurvePrivateKey | EllipticCurvePublicKey) -> ECDSA:
+    """Return how a key signs: with a hash as long as its curve."""
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.asymmetric.ec import ECDSA
+
+    kinds = {256: hashes.SHA256, 384: hashes.SHA384}
+    return ECDSA(kinds.get(key.curve.key_size, hashes.SHA512)())
 
 
 def _certificate(key: EllipticCurvePublicKey, signer: EllipticCurvePrivateKey, *, leaf: bool) -> x509.Certificate:

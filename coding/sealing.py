@@ -10,7 +10,7 @@ What this does not give:
 - **Who sent it.** Anybody who knows a recipient's public key can make a box. The source inside the coordinates is what
   the sender claims.
 - **Protection from an active server.** The public keys are handed round by the server. One that hands out its own keys
-  reads everything and seals it again; only keys compared outside the run would show it.
+  reads everything and seals it again, unless nodes sign theirs: :mod:`fedcomp.coding.sealkeys`.
 - **Forward secrecy of the recipient's key.** The sender forgets its half at once, but whoever obtains an identity's
   secret later opens every box recorded for it. A fresh identity per run bounds this to the run.
 - **Secret lengths or traffic.** A box is exactly :data:`OVERHEAD` bytes longer than its body.

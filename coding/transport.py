@@ -106,8 +106,15 @@ class DeliveryFailed(TransportError):
 class Sender(Protocol):
     """What hands parcels to other clients."""
 
-    def send(self, address: str, parcel: Parcel) -> int:
+    def send(self, address: str, parcel: Parcel, partition: int | None = None) -> int:
         """Hand ``parcel`` to the client at ``address``; return the bytes handed over.
+
+        Parameters
+        ----------
+        address : str
+        parcel : Parcel
+        partition : int, optional
+            Whose key that client has to show, on links with pinned keys.
 
         Raises
         ------
@@ -179,7 +186,7 @@ class SpoolTransport:
         self._limit = max_store_bytes
         self.store: ParcelStore = self._spool(address)
 
-    def send(self, address: str, parcel: Parcel) -> int:
+    def send(self, address: str, parcel: Parcel, partition: int | None = None) -> int:
         """Put ``parcel`` into the spool at ``address``. See :class:`PeerTransport`."""
         try:
             self._spool(address).put(parcel)
@@ -209,8 +216,8 @@ class TcpSender:
     max_parcel_bytes : int
         Largest parcel to send.
     tls : PeerTls, optional
-        Send over TLS, and only to whoever has a key of its list: of the destination's partition, where the parcel names
-        one. Default: plain TCP.
+        Send over TLS, and only to whoever has a key of its list: that of the partition which the parcel or the caller
+        names. Default: plain TCP.
 
     Notes
     -----
@@ -234,7 +241,7 @@ class TcpSender:
         self._limit = max_parcel_bytes
         self._tls = tls
 
-    def send(self, address: str, parcel: Parcel) -> int:
+    def send(self, address: str, parcel: Parcel, partition: int | None = None) -> int:
         """Send ``parcel`` to the listener at ``address`` and wait for its acknowledgement. See :class:`PeerTransport`.
 
         The bytes of a first attempt that failed are part of what is returned.
@@ -246,7 +253,7 @@ class TcpSender:
         if len(parcel) > self._limit:
             raise DeliveryFailed(f"a parcel of {len(parcel)} bytes exceeds the {self._limit} a peer accepts")
         data = parcel.to_bytes()
-        wanted = parcel.destination if parcel.kind >= PARTITIONS_FROM else None
+        wanted = parcel.destination if parcel.kind >= PARTITIONS_FROM else partition
         handed_over = 0
         for last in (False, True):
             attempt = _Attempt(place, data, self._tls, wanted)
@@ -417,14 +424,16 @@ def acknowledgement(status: int, header: bytes = b"") -> bytes:
     return ACK.pack(ACK_MAGIC, status, checksum)
 
 
-def deliver(transport: Sender, outgoing: Iterable[tuple[str, Parcel]], *, workers: int = 8) -> list[SendResult]:
+def deliver(
+    transport: Sender, outgoing: Iterable[tuple[str, Parcel] | tuple[str, Parcel, int]], *, workers: int = 8
+) -> list[SendResult]:
     """Send many parcels, several at a time, so that peers that do not answer cost their timeout once and not in turn.
 
     Parameters
     ----------
     transport : Sender
-    outgoing : iterable of (str, Parcel)
-        Addresses and what goes there.
+    outgoing : iterable of (str, Parcel) or (str, Parcel, int)
+        Addresses, what goes there, and the partition that is to be there where that is known.
     workers : int
         Threads.
 
@@ -434,10 +443,10 @@ def deliver(transport: Sender, outgoing: Iterable[tuple[str, Parcel]], *, worker
         In the order of ``outgoing``. A failed delivery is a loss the code is there for, not an exception.
     """
 
-    def one(item: tuple[str, Parcel]) -> SendResult:
-        address, parcel = item
+    def one(item: tuple[str, Parcel] | tuple[str, Parcel, int]) -> SendResult:
+        address, parcel, *partition = item
         try:
-            return SendResult(address, parcel, transport.send(address, parcel))
+            return SendResult(address, parcel, transport.send(address, parcel, *partition))
         except DeliveryFailed as error:
             return SendResult(address, parcel, error.handed_over, error)
 

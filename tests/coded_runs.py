@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
+import pytest
 from flwr.app import ArrayRecord, Context, Message
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import Result, Strategy
@@ -13,6 +14,7 @@ from toy import client_app, model
 
 from fedcomp.clients.coded.mod import coded
 from fedcomp.clients.compressed import compression
+from fedcomp.coding.transport import DeliveryFailed, Parcel, SpoolTransport
 from fedcomp.flower.faults import Delivery
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
@@ -65,6 +67,18 @@ def after_sharing(lost: Iterable[int], *, hub_put: bool = True, rounds: Iterable
         return None
 
     return plan
+
+
+def break_links(patch: pytest.MonkeyPatch) -> None:
+    """Let no simulated link reach every third relay; of some parcels only the acknowledgement is lost."""
+    send = SpoolTransport.send
+
+    def broken(self: SpoolTransport, address: str, parcel: Parcel, partition: int | None = None) -> int:
+        if parcel.destination % 3:
+            return send(self, address, parcel, partition)
+        raise DeliveryFailed("the link broke", send(self, address, parcel, partition) if parcel.source % 2 else 0)
+
+    patch.setattr(SpoolTransport, "send", broken)
 
 
 def before_sharing(lost: Iterable[int]) -> Plan:

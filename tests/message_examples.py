@@ -96,6 +96,7 @@ _MIX = {"mix_bytes": 64, "clients": 3, "seed": -7, "shards": 2}
 _RELAYS = {"source": 1, "relays": (2, 0), "keys": bytes(range(64)), "addresses": ("a", "")}
 _UP = {"aggregator": 0, "max_payload": 99, "keys": bytes(range(32)), "addresses": ("a",)}
 _GROUP = {"seal": True, "index": 1, "members": (1, 2), "sequences": (7, 9)}
+_PROOF = {"partitions": (7, 3), "signatures": (b"", b"signed")}
 _NEWS = {"round": 3, "public": bytes(range(32)), "address": "host:1"}
 
 
@@ -297,6 +298,40 @@ EXAMPLES: dict[str, Schema] = {
         limit=0.5,
         weight="num-examples",
     ),
+    "coded.Hello/signed": coded.Hello(partition=4, public=bytes(range(32)), signature=b"signed"),
+    "coded.Introduced/signed": coded.Introduced(**_NEWS, signature=b"signed"),
+    "coded.RelayTraining/signed": coded.RelayTraining(**_RELAY, **_CODE, **_RELAYS, **_PROOF, index=1),
+    "coded.SumTraining/signed": coded.SumTraining(
+        **_SUMS,
+        **_PROOF,
+        index=1,
+        plan={"mode": "share"},
+        seal=True,
+        relays=(2, 0),
+        metrics=False,
+        keys=bytes(64),
+        addresses=("", ""),
+    ),
+    "coded.GroupTraining/signed": coded.GroupTraining(
+        **_RELAY, **_UP, index=1, partitions=(7,), signatures=(b"signed",)
+    ),
+    "coded.Handed/missed": coded.Handed(round=3, sent=(5,), missed=(2,), causes=("refused",)),
+    "coded.Shared/missed": coded.Shared(
+        round=3, sent=(5, 0), hashes=bytes(8), missed=(0, 2), causes=("", "no address"), payload=9, digest=bytes(8)
+    ),
+    "coded.SumShared/missed": coded.SumShared(
+        **_NEWS, tag=bytes(24), missed=(0, 2), causes=("x", "y"), signature=b"signed"
+    ),
+    "gossip.LinkHello/signed": gossip.LinkHello(public=bytes(range(32)), signature=b"signed"),
+    "gossip.LinkTerms/signed": gossip.LinkTerms(
+        run=b"run-0001",
+        seal=True,
+        max_store=1,
+        to=(1, 2),
+        addresses=("", "tcp://h:1"),
+        keys=bytes(64),
+        signatures=(b"signed", b""),
+    ),
     "gradients.GradientAnswer": gradients.GradientAnswer(round=3, form='["arrays","metrics",[]]', checksum=2**32 - 1),
     "gcn.Figures": gcn.Figures(2, 5, 6, 2, 7, 20, 1.5, 0.7, 3.0, 0.1),
 }
@@ -318,6 +353,18 @@ CONFLICTS: list[Schema] = [
     gossip.LinkTerms(run=b"run-0001", seal=True, max_store=1, known=b"short"),
     gossip.LinkTerms(run=b"run-0001", seal=True, max_store=1, to=(1,), addresses=("tcp://h:1",)),
     gossip.LinkReport(to=(1,), sent=(136,)),
+    gossip.LinkTerms(
+        run=b"run-0001", seal=True, max_store=1, to=(1,), addresses=("",), keys=bytes(32), signatures=(b"", b"")
+    ),
+    coded.Handed(round=3, missed=(2,)),
+    coded.Handed(round=3, missed=(2, 2), causes=("x", "y")),
+    coded.Handed(round=3, public=b"short", missed=(2,), causes=("x",)),
+    coded.Shared(round=3, causes=("x",), payload=9, digest=bytes(8)),
+    coded.SumShared(round=3, tag=bytes(24), missed=(2,)),
+    coded.RelayTraining(**_RELAY, **_CODE, **_RELAYS, index=1, partitions=(7, 7)),
+    coded.RelayTraining(**_RELAY, **_CODE, **_RELAYS, index=1, partitions=(7,)),
+    coded.RelayTraining(**_RELAY, **_CODE, **_RELAYS, index=1, signatures=(b"x", b"y")),
+    coded.SumTraining(**_SUMS, index=1, plan={}, seal=True, relays=(2, 0), metrics=True, partitions=(7, 7)),
     coded.SumShared(round=3, public=b"short", tag=bytes(24)),
     coded.RelayTraining(**_RELAY, **_CODE, **{**_RELAYS, "relays": (2, 2)}, index=1),
     coded.RelayTraining(**_RELAY, **_CODE, **{**_RELAYS, "relays": (2, 0, 1)}, index=1),

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Final, Literal
 
 import numpy as np
 from flwr.app import ConfigRecord, Message, RecordDict
 
 from fedcomp.clients.coded.mod import REASON
-from fedcomp.clients.coded.shards import Shards, Terms, summable_frame, whole_weight
+from fedcomp.clients.coded.shards import Peer, Shards, Terms, summable_frame, whole_weight
 from fedcomp.clients.half import CallNext
 from fedcomp.codecs import fixed_point_of, get_codec
 from fedcomp.coding.errors import CodingError
 from fedcomp.coding.packet import Packet
 from fedcomp.coding.partial import MAX_WEIGHT, GroupPart, PartialSum, empty_sum
 from fedcomp.coding.relay import RelayPlan
-from fedcomp.coding.sealing import seal
-from fedcomp.coding.transport import Parcel, deliver
+from fedcomp.coding.transport import Parcel
 from fedcomp.errors import ConfigError, FedcompError, StateError
 from fedcomp.flower.coded import (
     GROUP,
@@ -36,7 +34,6 @@ from fedcomp.flower.coded import (
     Shared,
     open_content,
     pack_content,
-    put_bundle,
     take_bundle,
 )
 from fedcomp.flower.payload import NODE_RECORD, PARTITION_KEY
@@ -72,28 +69,21 @@ def hand_over(
 ) -> Message:
     """Hand a payload to the aggregator that a message names; return the answer, which says what ``failed``."""
     exchange = client.exchange
-    own, aggregator, longest, key = asked.index, asked.aggregator, asked.max_payload, asked.keys
-    (address,) = asked.addresses or ("",)
+    own, longest = asked.index, asked.max_payload
+    (to,) = Peer.of(asked, [asked.aggregator])
     if len(payload) > longest:
         what = "reply" if kind == MEMBER else "sum"
         raise ConfigError(f"the {what} has {len(payload)} bytes, more than the {longest} this round accepts")
     header: dict[str, Any] = {"failed": list(failed)}
     content = RecordDict()
-    parcel = Parcel(exchange.run, exchange.round, kind, own, aggregator, payload)
+    parcel = Parcel(exchange.run, exchange.round, kind, own, to.called, payload)
     try:
-        if own == aggregator:
-            header |= exchange.news(key) if key else {}
+        if own == to.called:
+            header |= exchange.news(to.key, to.signature) if to.key else {}
             exchange.store.put(parcel)
         else:
-            if key:
-                parcel = replace(parcel, body=seal(payload, key, parcel.coordinates))
-            if exchange.transport is None:
-                put_bundle(content, [parcel.to_bytes()])
-            elif address:
-                (delivery,) = deliver(exchange.transport, [(address, parcel)])
-                header["sent"] = [delivery.handed_over]
-                if delivery.error is not None:
-                    raise delivery.error
+            handed, missed = client.post([(to, client.sealed(parcel, to))], content)
+            header |= {"sent": list(handed.values()), **missed}
     except CodingError as error:
         header["failed"].append(str(error)[:REASON])
     exchange.save()

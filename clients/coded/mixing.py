@@ -47,4 +47,4 @@ def combine(client: Shards) -> Message:
             refused.append(f"source {source}: {error}"[:REASON])
     content = RecordDict()
     put_bundle(content, mix.combine(sound, asked.index, asked.first, asked.count))
-    return exchange.reply(Combined, content, refused=refused, held=[] if exchange.transport is None else held)
+    return exchange.reply(Combined, content, refused=refused, held=[] if exchange.hub else held)

@@ -12,6 +12,7 @@ the last act before the handler returns.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
@@ -23,18 +24,30 @@ from numpy.typing import NDArray
 from fedcomp.clients.edge.node_config import PEER_ADDRESS
 from fedcomp.clients.half import WAITING, CallNext, ClientHalf
 from fedcomp.clients.messages import find_announcement, partition_of
-from fedcomp.clients.peers import identity_in, keep_identity, peer_link
+from fedcomp.clients.peers import identity_in, keep_identity, link_tls, own_end, sender_of
 from fedcomp.clients.private.mod import discreet, wants_private
 from fedcomp.errors import ConfigError, FedcompError, StateError
-from fedcomp.flower.coded import BUNDLE, CODED, HELLO, MAX_STORE_BYTES, Header, Hello, Query, speaks, take_bundle
+from fedcomp.flower.coded import (
+    BUNDLE,
+    CODED,
+    HELLO,
+    MAX_STORE_BYTES,
+    THROUGH_SERVER,
+    Header,
+    Hello,
+    Query,
+    speaks,
+    take_bundle,
+)
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import NODE_RECORD, put_node
 from fedcomp.flower.protocol import STALE, refusal
 from fedcomp.flower.state import StaleMessage
 
 if TYPE_CHECKING:
+    from fedcomp.coding.peertls import PeerTls
     from fedcomp.coding.sealing import PeerIdentity
-    from fedcomp.coding.transport import MemoryStore, ParcelStore, PeerTransport
+    from fedcomp.coding.transport import MemoryStore, ParcelStore, PeerTransport, Sender
 
 HANDLERS: Final[Mapping[str, str]] = {
     "relay": "fedcomp.clients.coded.relay:RelayClient",
@@ -163,8 +176,10 @@ class CodedMessage:
         Its own arrays, kept likewise.
     store : ParcelStore
         What this node keeps for others: in ``context.state``, or in the node's spool directory when shards travel
-        between peers.
+        between peers and this one can be reached.
     transport : PeerTransport or None
+    tls : PeerTls or None
+        Key and list of a node whose links are secured.
     """
 
     def __init__(self, msg: Message, context: Context, max_store_bytes: int = MAX_STORE_BYTES) -> None:
@@ -188,7 +203,6 @@ class CodedMessage:
         self._known = known
         self._identity: PeerIdentity | None = None
         self._store: ParcelStore | None = None
-        self._transport: PeerTransport | None = None
 
     def take(self, schema: type[Q]) -> Q:
         """Return the whole of what the server says."""
@@ -207,18 +221,25 @@ class CodedMessage:
             self._identity = identity_in(self.context)
         return self._identity
 
-    @property
-    def transport(self) -> PeerTransport | None:
-        """This node's end of its peer links; None when shards travel through the server.
+    @functools.cached_property
+    def tls(self) -> PeerTls | None:
+        """This node's key and the list of the others', where it has them."""
+        return link_tls(self.context)
 
-        Raises
-        ------
-        StateError
-            When the node has none.
-        """
-        if self._transport is None and self.query.transport == "peers":
-            self._transport = peer_link(self.context, self.partition, self.query.spool, self.max_store_bytes)
-        return self._transport
+    @property
+    def hub(self) -> bool:
+        """Whether all shards travel through the server."""
+        return self.query.transport == "hub"
+
+    @functools.cached_property
+    def transport(self) -> PeerTransport | None:
+        """This node's end of its peer links; None when it cannot be reached, or shards travel through the server."""
+        return None if self.hub else own_end(self.context, self.partition, self.query.spool, self.max_store_bytes)
+
+    @property
+    def sender(self) -> Sender:
+        """What shards are sent with between peers."""
+        return sender_of(self.context, self.transport)
 
     def hello(self) -> Message:
         """Answer who this node is."""
@@ -229,15 +250,23 @@ class CodedMessage:
         self.save()
         return Message(content, reply_to=self.msg)
 
-    def news(self, planned: bytes) -> dict[str, Any]:
-        """Return key and address where ``planned`` is not this node's public key: its state was lost."""
-        return {} if planned == self.identity.public else self._self()
+    def news(self, planned: bytes, signature: bytes) -> dict[str, Any]:
+        """Return who this node is where the server does not know it: its state was lost, or it was given keys."""
+        known = planned == self.identity.public and bool(signature) == (self.tls is not None)
+        return {} if known else self._self()
 
     def _self(self) -> dict[str, Any]:
         """Return what peers need to reach this node: key and address. The server knows where simulated links lead."""
-        simulated = PEER_ADDRESS not in self.context.node_config
-        address = "" if self.transport is None or simulated else self.transport.address
-        return {"public": self.identity.public, "address": address}
+        from fedcomp.coding.sealkeys import sign
+
+        found: dict[str, Any] = {"public": self.identity.public, "address": ""}
+        if PEER_ADDRESS in self.context.node_config and self.transport is not None:
+            found["address"] = self.transport.address
+        elif self.transport is None and not self.hub:
+            found["address"] = THROUGH_SERVER
+        if self.tls is not None:
+            found["signature"] = sign(self.tls, self.run, self.identity.public)
+        return found
 
     # What it keeps.
 

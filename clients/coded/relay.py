@@ -103,7 +103,7 @@ class RelayClient(Shards):
         fresh = self._fresh(asked) if isinstance(asked, CollectFresh) else []
         content = RecordDict()
         put_bundle(content, [*packets, *fresh])
-        held = [] if exchange.transport is None else held
+        held = [] if exchange.hub else held
         return exchange.reply(Collected, content, fresh=len(fresh), refused=refused[:MOST_REASONS], held=held)
 
     @staticmethod

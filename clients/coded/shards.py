@@ -14,15 +14,52 @@ from fedcomp.clients.half import CallNext
 from fedcomp.coding.errors import CodingError
 from fedcomp.coding.relay import packet_hash
 from fedcomp.coding.sealing import KEY_BYTES, seal
+from fedcomp.coding.sealkeys import require_signed
 from fedcomp.coding.transport import Parcel, deliver
 from fedcomp.errors import ConfigError
-from fedcomp.flower.coded import MOST_REASONS, SHARD, pack_content, put_bundle
+from fedcomp.flower.coded import MOST_REASONS, NO_ADDRESS, SHARD, pack_content, put_bundle
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import NODE_RECORD, take_frame
 from fedcomp.flower.protocol import EXACT, UPDATE
 
 PAYLOAD: Final = "payload"
 SHARED: Final = "shared"
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another client of the round, or this one, as a plan names it.
+
+    Attributes
+    ----------
+    called : int
+        Its name as the destination of parcels.
+    key, signature : bytes
+        What is sealed for it, and the proof that the key is its own; empty where nothing is sealed or proved.
+    address : str
+        Empty: nothing but the server reaches it from here.
+    partition : int or None
+        Whose node it is; None where nodes have no keys by which that could be told.
+    """
+
+    called: int
+    key: bytes = b""
+    address: str = ""
+    partition: int | None = None
+    signature: bytes = b""
+
+    @classmethod
+    def of(cls, asked: Any, called: Sequence[int]) -> list[Peer]:
+        """Return the peers that a message describes, by their names."""
+        keys = [asked.keys[i : i + KEY_BYTES] for i in range(0, len(asked.keys), KEY_BYTES)]
+        count = len(called)
+        columns = (
+            keys or [b""] * count,
+            asked.addresses or [""] * count,
+            asked.partitions or [None] * count,
+            asked.signatures or [b""] * count,
+        )
+        return [cls(*each) for each in zip(called, *columns, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -33,26 +70,21 @@ class Terms:
     ----------
     source : int
         This node's index as a contributor.
-    relays : sequence of int
-        Who keeps shard 0, 1, ... of this node's: what they are called as destinations of parcels.
+    relays : list of Peer
+        Who keeps shard 0, 1, ... of this node's.
     own : int or None
         Which of these shards it keeps itself, None when it keeps none.
-    keys, addresses : list
-        Of these relays; empty when shards are not sealed, and when they travel through the server.
     """
 
     source: int
-    relays: Sequence[int]
+    relays: list[Peer]
     own: int | None
-    keys: list[bytes]
-    addresses: Sequence[str]
 
     @classmethod
     def of(cls, asked: Any, source: int, destinations: Sequence[int] | None = None) -> Terms:
         """Return the terms of a training message; ``destinations``: what its relays are called, default members."""
-        keys = [asked.keys[KEY_BYTES * i : KEY_BYTES * (i + 1)] for i in range(len(asked.keys) // KEY_BYTES)]
         own = asked.relays.index(asked.index) if asked.index in asked.relays else None
-        return cls(source, asked.relays if destinations is None else destinations, own, keys, asked.addresses)
+        return cls(source, Peer.of(asked, asked.relays if destinations is None else destinations), own)
 
 
 class Shards:
@@ -63,8 +95,8 @@ class Shards:
 
     def news(self, terms: Terms) -> dict[str, Any]:
         """Return what the server has to be told again of this node."""
-        known = terms.own is not None and terms.keys
-        return self.exchange.news(terms.keys[terms.own]) if known else {}  # type: ignore[index]
+        own = None if terms.own is None else terms.relays[terms.own]
+        return self.exchange.news(own.key, own.signature) if own is not None and own.key else {}
 
     def trained(self, call_next: CallNext) -> bytes | Message:
         """Return the complete reply of this round as bytes, kept from an earlier delivery of the message or made now.
@@ -88,39 +120,68 @@ class Shards:
         exchange = self.exchange
         failed: list[str] = []
         others = []
-        for i, body in enumerate(packets):
+        for i, (to, body) in enumerate(zip(terms.relays, packets, strict=True)):
+            parcel = Parcel(exchange.run, exchange.round, kind, terms.source, to.called, body)
             try:
+                # Sealed one by one: a relay whose key is wrong costs its own shard, not the round.
                 if i != terms.own:
-                    # Sealed one by one: a relay whose key is wrong costs its own shard, not the round.
-                    others.append(self._parcel(terms, i, body, terms.keys[i] if terms.keys else None, kind))
-                    continue
-                mine = exchange.identity.public if terms.keys else None
-                exchange.store.put(self._parcel(terms, i, body, mine, kind))
+                    others.append((to, self.sealed(parcel, to)))
+                else:
+                    exchange.store.put(_seal(parcel, exchange.identity.public) if to.key else parcel)
             except CodingError as error:
                 # A relay whose key is not valid is a lost relay, for which the others stand.
-                whose = "own shard" if i == terms.own else f"relay {terms.relays[i]}"
+                whose = "own shard" if i == terms.own else f"relay {to.called}"
                 failed.append(f"{whose}: {error}"[:REASON])
-        if exchange.transport is None:
-            put_bundle(content, [parcel.to_bytes() for parcel in others])
+        handed, missed = self.post(others, content)
+        if exchange.hub:
             return {"failed": failed}
-        # A relay without an address cannot be reached: its shard is a loss like any other.
-        reachable = {relay: address for relay, address in zip(terms.relays, terms.addresses, strict=True) if address}
-        outgoing = [(reachable[p.destination], p) for p in others if p.destination in reachable]
-        sent = [0] * len(packets)
-        for delivery in deliver(exchange.transport, outgoing):
-            # Of failed deliveries too: their bytes may have crossed the link.
-            sent[terms.relays.index(delivery.parcel.destination)] = delivery.handed_over
-            if delivery.error is not None:
-                failed.append(f"relay {delivery.parcel.destination}: {delivery.error}"[:REASON])
-        said: dict[str, Any] = {"sent": sent, "failed": failed}
+        sent = [handed.get(to.called, 0) for to in terms.relays]
+        said: dict[str, Any] = {"sent": sent, "failed": failed, **missed}
         if kind == SHARD:
             # Anybody may put parcels into the relays' stores; by these the server tells them which are this node's.
             said["hashes"] = b"".join(map(packet_hash, packets))
         return said
 
-    def _parcel(self, terms: Terms, shard: int, body: bytes, key: bytes | None, kind: int) -> Parcel:
-        parcel = Parcel(self.exchange.run, self.exchange.round, kind, terms.source, terms.relays[shard], body)
-        return parcel if key is None else replace(parcel, body=seal(body, key, parcel.coordinates))
+    def sealed(self, parcel: Parcel, to: Peer) -> Parcel:
+        """Return a parcel as it leaves: sealed where its receiver has a key.
+
+        Raises
+        ------
+        SealError
+            When the key is none, or this node has a list of keys and nothing proves that it is that receiver's.
+        """
+        tls = self.exchange.tls
+        if to.key and tls is not None:
+            require_signed(tls.keys, to.partition, self.exchange.run, to.key, to.signature)
+        return _seal(parcel, to.key) if to.key else parcel
+
+    def post(
+        self, outgoing: Sequence[tuple[Peer, Parcel]], content: RecordDict
+    ) -> tuple[dict[int, int], dict[str, Any]]:
+        """Hand parcels over; return the bytes by receiver, and what the answer says of parcels that no link took.
+
+        These follow in the answer, but only where they are sealed: the server is not to read what was not meant for it.
+        """
+        if self.exchange.hub:
+            put_bundle(content, [parcel.to_bytes() for _, parcel in outgoing])
+            return {}, {}
+        handed: dict[int, int] = {}
+        causes = {to.called: NO_ADDRESS for to, _ in outgoing if not to.address}
+        reached = [
+            (to.address, parcel) if to.partition is None else (to.address, parcel, to.partition)
+            for to, parcel in outgoing
+            if to.address
+        ]
+        for delivery in deliver(self.exchange.sender, reached):
+            # Of failed deliveries too: their bytes may have crossed the link.
+            handed[delivery.parcel.destination] = delivery.handed_over
+            if delivery.error is not None:
+                causes[delivery.parcel.destination] = str(delivery.error)[:REASON]
+        # The very bytes that the link was given: a receiver that has them, and only its acknowledgement was lost, keeps
+        # them once.
+        if rest := [parcel.to_bytes() for to, parcel in outgoing if to.key and to.called in causes]:
+            put_bundle(content, rest)
+        return handed, {"missed": list(causes), "causes": list(causes.values())}
 
     def stored(self, kind: int, destination: int) -> list[Parcel]:
         """Return the parcels of one kind that are kept for ``destination`` in this round."""
@@ -148,6 +209,10 @@ class Shards:
             except CodingError as error:
                 refused.append(f"source {parcel.source}: {error}"[:REASON])
         return bodies, [number for pair in held.items() for number in pair], refused[:MOST_REASONS]
+
+
+def _seal(parcel: Parcel, key: bytes) -> Parcel:
+    return replace(parcel, body=seal(parcel.body, key, parcel.coordinates))
 
 
 def summable_frame(content: RecordDict) -> bytes:

@@ -185,7 +185,7 @@ class SumCodeClient(Shards):
             tags=b"".join(tag for _, tag in report.details),
             refused=refused,
             # What was handed over by contributors that can no longer say so themselves.
-            sizes=[] if exchange.transport is None else [sizes[source] for source, _ in report.details],
+            sizes=[] if exchange.hub else [sizes[source] for source, _ in report.details],
         )
 
     def _held(

@@ -76,8 +76,17 @@ DIGEST: Final = 8
 TAG: Final = 24
 """Bytes of a public key, of the digest of a payload or packet, and of the tag of an encoding."""
 
+SIGNATURE: Final = 144
+"""Most bytes of a signature over a public key."""
+
 MOST_SHARDS: Final = 1024
 """Shards of one payload."""
+
+NO_ADDRESS: Final = "no address"
+"""Why something did not go over a link of which the server gave no address; the server knows why."""
+
+THROUGH_SERVER: Final = "hub:"
+"""Address of a client that nobody but the server reaches: it has no listener, and no simulated link."""
 
 # Bounds are far beyond any federation: they keep nonsense from costing memory or time.
 Index = Annotated[int, Int(most=2**32 - 1)]
@@ -86,7 +95,11 @@ Reasons = Annotated[tuple[str, ...], Many(Text(), 1 << 16)]
 Sizes = Annotated[tuple[int, ...], Many(Int(most=1 << 40), 1 << 20)]
 Signed = Annotated[int, Int(least=-(2**63))]
 Addresses = Annotated[tuple[str, ...], Many(Text(), MOST_SHARDS)]
+Partitions = Annotated[tuple[int, ...], Many(Int(most=PARTITIONS - 1), MOST_SHARDS)]
+Signature = Annotated[bytes, Data(SIGNATURE)]
+Signatures = Annotated[tuple[bytes, ...], Many(Data(SIGNATURE), MOST_SHARDS)]
 Metric = Annotated[str, Text()]
+Missed = Annotated[tuple[int, ...], Many(Int(most=2**32 - 1), MOST_SHARDS)]
 Switch = Annotated[bool, Bool()]
 SumDocument = Annotated[dict[str, Any], Document(4096)]
 Row = Annotated[int, Int(most=2**16 - 1)]
@@ -129,12 +142,13 @@ class Indexed(Query):
 
 @dataclass(frozen=True, kw_only=True)
 class Hello(Schema, key=CODED, separator="-"):
-    """Who a client is: its partition, its public key, and where peers reach it."""
+    """Who a client is: its partition, its public key with its node's signature, and where peers reach it."""
 
     protocol: Annotated[int, Version(PROTOCOL)] = PROTOCOL
     partition: Annotated[int, Int(most=PARTITIONS - 1)]
     public: Annotated[bytes, Data(KEY, least=KEY)]
     address: Annotated[str, Text()] = ""
+    signature: Signature = b""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +165,7 @@ class Introduced(Header):
 
     public: Annotated[bytes, Data(KEY)] = b""
     address: Annotated[str, Text()] = ""
+    signature: Signature = b""
 
     def conflict(self) -> str:
         # Empty from a client that still has the key which the server knows.
@@ -185,19 +200,24 @@ class _Mix(Schema):
 
 @dataclass(frozen=True, kw_only=True)
 class _Relays(Schema):
-    """Who keeps the shards of ``source``: members, their keys where shards are sealed, their addresses as peers."""
+    """Who keeps the shards of ``source``: members, their keys where shards are sealed, their addresses as peers.
+
+    Where nodes sign their keys, ``partitions`` and ``signatures`` say whose these are and prove it.
+    """
 
     source: Index
     relays: Annotated[tuple[int, ...], Many(Int(most=2**32 - 1), MOST_SHARDS, least=1)]
     keys: Annotated[bytes, Data(KEY * MOST_SHARDS)] = b""
     addresses: Addresses = ()
+    partitions: Partitions = ()
+    signatures: Signatures = ()
 
     def conflict(self) -> str:
         # Both attributes come from the other bases of each class that derives from this one.
         shards: int = self.shards  # type: ignore[attr-defined]
         if len(set(self.relays)) != shards or len(self.relays) != shards:
             return f"{len(set(self.relays))} relays for {shards} shards"
-        return _odd_peers(self.relays, self.keys, self.addresses, self.transport)  # type: ignore[attr-defined]
+        return _odd_peers(self)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,6 +238,8 @@ class _Aggregator(Schema):
     max_payload: Annotated[int, Int(1, 2**32 - 1)]
     keys: Annotated[bytes, Data(KEY)] = b""
     addresses: Annotated[tuple[str, ...], Many(Text(), 1)] = ()
+    partitions: Annotated[tuple[int, ...], Many(Int(most=PARTITIONS - 1), 1)] = ()
+    signatures: Annotated[tuple[bytes, ...], Many(Data(SIGNATURE), 1)] = ()
 
     def conflict(self) -> str:
         return "" if len(self.keys) in (0, KEY) else f"{len(self.keys)} bytes of keys, expected {KEY}"
@@ -341,10 +363,21 @@ class Combine(_Mix, _Sealed):
 
 @dataclass(frozen=True, kw_only=True)
 class Handed(Introduced):
-    """What a client handed over: bytes by receiver between peers, and what failed."""
+    """What a client handed over: bytes by receiver between peers, and what failed.
+
+    Attributes
+    ----------
+    missed, causes : tuple of int, tuple of str
+        Destinations of parcels that no link took, and why.
+    """
 
     sent: Sizes = ()
     failed: Reasons = ()
+    missed: Missed = ()
+    causes: Reasons = ()
+
+    def conflict(self) -> str:
+        return _odd_causes(self) or super().conflict()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -400,8 +433,8 @@ class SumTraining(Indexed):
         The metric that weighs an update; empty: all count the same.
     metrics : bool
         Metrics come along in the clear.
-    keys, addresses : bytes, tuple of str
-        Of the relays.
+    keys, addresses, partitions, signatures
+        Of the relays, as for relayed shards.
     """
 
     plan: SumDocument
@@ -411,9 +444,11 @@ class SumTraining(Indexed):
     metrics: Switch
     keys: Annotated[bytes, Data(KEY * MOST_SHARDS)] = b""
     addresses: Addresses = ()
+    partitions: Partitions = ()
+    signatures: Signatures = ()
 
     def conflict(self) -> str:
-        return _odd_peers(self.relays, self.keys, self.addresses, self.transport)
+        return _odd_peers(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -463,9 +498,14 @@ class SumShared(Header):
     address: Annotated[str, Text()] = ""
     sent: Sizes = ()
     failed: Reasons = ()
+    missed: Missed = ()
+    causes: Reasons = ()
+    signature: Signature = b""
 
     def conflict(self) -> str:
-        return "" if len(self.public) in (0, KEY) else f"a public key of {len(self.public)} bytes, expected {KEY}"
+        if len(self.public) not in (0, KEY):
+            return f"a public key of {len(self.public)} bytes, expected {KEY}"
+        return _odd_causes(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -504,13 +544,25 @@ def speaks(content: RecordDict) -> bool:
     return isinstance(record, ConfigRecord) and record.get("protocol") == PROTOCOL
 
 
-def _odd_peers(relays: tuple[int, ...], keys: bytes, addresses: tuple[str, ...], transport: str) -> str:
-    if len(keys) not in (0, KEY * len(relays)):
-        return f"{len(keys)} bytes of keys for {len(relays)} relays, {KEY} each"
+def _odd_peers(asked: RelayTraining | MixTraining | GroupSum | MergedSum | SumTraining) -> str:
+    count = len(asked.relays)
+    if len(asked.keys) not in (0, KEY * count):
+        return f"{len(asked.keys)} bytes of keys for {count} relays, {KEY} each"
     # Through the server nobody needs the others' addresses, and nobody is told them.
-    if len(addresses) != len(relays) * (transport == "peers"):
-        return f"{len(addresses)} addresses for {len(relays)} relays"
+    if len(asked.addresses) != count * (asked.transport == "peers"):
+        return f"{len(asked.addresses)} addresses for {count} relays"
+    # Each once: what is in the hands of one node only must not pass for what several keep.
+    if len(set(asked.partitions)) not in (0, count) or len(asked.partitions) not in (0, count):
+        return f"{len(set(asked.partitions))} partitions for {count} relays"
+    if len(asked.signatures) not in (0, len(asked.partitions)):
+        return f"{len(asked.signatures)} signatures for {len(asked.partitions)} partitions"
     return ""
+
+
+def _odd_causes(said: Handed | SumShared) -> str:
+    if len(set(said.missed)) == len(said.missed) == len(said.causes):
+        return ""
+    return f"{len(said.causes)} causes for {len(set(said.missed))} parcels that no link took"
 
 
 def put_bundle(content: RecordDict, items: Iterable[bytes], key: str = BUNDLE) -> int:

@@ -24,6 +24,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordD
 from numpy.typing import NDArray
 
 from fedcomp.errors import ConfigError, StateError
+from fedcomp.flower.coded import SIGNATURE
 from fedcomp.flower.payload import PayloadError
 from fedcomp.flower.records import to_arrays
 from fedcomp.flower.schema import Bool, Data, Document, Frames, Int, Many, OneOf, Real, Schema, Text
@@ -165,6 +166,8 @@ class LinkTerms(Schema, key="fedcomp.gossip.links", separator="-"):
         This node's public key as the server has it; empty in a hello.
     to, addresses, keys : tuple of int, tuple of str, bytes
         The nodes to send to, where each is reached (empty: through the server), and their public keys.
+    signatures : tuple of bytes
+        By which these nodes prove that the keys are theirs; none where no node does.
     """
 
     run: Annotated[bytes, Data(8, least=8)]
@@ -176,12 +179,15 @@ class LinkTerms(Schema, key="fedcomp.gossip.links", separator="-"):
     to: Nodes = ()
     addresses: Annotated[tuple[str, ...], Many(Text(), MOST_MESSAGES)] = ()
     keys: Annotated[bytes, Data(KEY_BYTES * MOST_MESSAGES)] = b""
+    signatures: Annotated[tuple[bytes, ...], Many(Data(SIGNATURE), MOST_MESSAGES)] = ()
 
     def conflict(self) -> str:
         if len(self.known) not in (0, KEY_BYTES):
             return f"a public key of {len(self.known)} bytes, expected {KEY_BYTES}"
         if len(self.addresses) != len(self.to) or len(self.keys) != KEY_BYTES * len(self.to):
             return f"{len(self.addresses)} addresses and {len(self.keys)} bytes of keys for {len(self.to)} nodes"
+        if len(self.signatures) not in (0, len(self.to)):
+            return f"{len(self.signatures)} signatures for {len(self.to)} nodes"
         return ""
 
 
@@ -194,10 +200,13 @@ class LinkHello(Schema, key="fedcomp.gossip.link", separator="-"):
     public : bytes
     address : str
         Empty: it is not; :data:`SIMULATED`: in its folder below the one that the server names.
+    signature : bytes
+        Its node's, over that key; empty from a node without keys of its own.
     """
 
     public: Annotated[bytes, Data(KEY_BYTES, least=KEY_BYTES)]
     address: Annotated[str, Text()] = ""
+    signature: Annotated[bytes, Data(SIGNATURE)] = b""
 
 
 @dataclass(frozen=True, kw_only=True)

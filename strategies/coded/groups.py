@@ -200,10 +200,7 @@ class GroupSharing(Sharing):
     def _hand(self, child: Group, to: Member, held: Held) -> Message | None:
         """Return the message that asks for what a member or group has to be handed to an aggregator."""
         fields: dict[str, Any] = {"aggregator": to.index, "max_payload": self.plan.max_payload}
-        if self.seal:
-            fields["keys"] = to.public
-        if not self.hub:
-            fields["addresses"] = (to.address,)
+        fields |= self.now.peers(child.owner, [to], seal=self.seal)
         if not child.level:
             return self.now.plan(child.owner, GroupTraining, fields)
         return self._add(child, fields, held, GroupForward, MergedForward)
@@ -215,7 +212,7 @@ class GroupSharing(Sharing):
         if self.hub and group.owner.index not in self.alive:
             return None  # nothing reaches it, and nothing it holds was shared
         content = RecordDict()
-        if self.hub:
+        if self.hub or group.owner.index in held:
             self.now.report.count("hub_down", put_bundle(content, held.get(group.owner.index, [])))
         # Of those that failed nothing may be counted; a sum with one of them in it is of no use.
         below = [child for child in group.below if child.owner.index not in self.failed]
@@ -243,7 +240,7 @@ class GroupSharing(Sharing):
         return self.now.query(SUM, group.owner.node, sums, fields, content)
 
     def _take_handed(self, child: Group, to: Member, answer: Message | None, held: Held) -> None:
-        """Take what a member or aggregator answered: its parcel for the one above, if that goes through the server."""
+        """Take what a member or aggregator answered: its parcel for the one above where the server carries it."""
         member = child.owner
         reply = self.take_error(member, answer)
         if not speaks(reply.content):
@@ -251,15 +248,16 @@ class GroupSharing(Sharing):
         header = self.now.header(member, reply, Handed)
         for reason in limited(header.failed, MOST_REASONS if child.level else 1, "reasons"):
             self.now.report.refuse(f"member {member.index}: {reason}")
+        # What an aggregator has itself never leaves its node.
+        free = set() if member is to else {to.index}
         if not self.hub:
             self.now.count_peer(member, limited(header.sent, 1, "parcels handed over"))
-            return
-        # What an aggregator has itself never leaves its node.
-        items = take_bundle(reply.content, most=0 if member is to else 1, longest=self._longest_reply())
+            free = self.now.take_missed(member, header, {to.index: to}, seal=self.seal)
+        items = take_bundle(reply.content, most=len(free), longest=self._longest_reply())
         self.now.report.count("hub_up", sum(map(len, items)))
         for data in items:
             kind = GROUP + child.level if child.level else MEMBER
-            self.now.parcel(data, kind, member.index, (to.index,), self._longest_reply())
+            self.now.parcel(data, kind, member.index, free, self._longest_reply())
             held.setdefault(to.index, []).append(data)
 
     def _lose(self, child: Group, error: Exception) -> None:

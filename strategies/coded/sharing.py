@@ -125,22 +125,18 @@ class Sharing:
                 self.reasons[source] = str(error)
                 if self.hub:
                     self.collection.give_up(source)
-        if self.hub:
+        if bags:
             yield from self._put(bags)
 
     def plan_of(self, source: int) -> dict[str, Any]:
         """Return the plan for the owner of a source: who keeps its shards 0, 1, ..."""
         relays = [self.now.members[i] for i in self.holders(source)]
-        fields: dict[str, Any] = {
+        return {
             **self.numbers,
             "source": source,
             "relays": tuple(relay.index for relay in relays),
+            **self.now.peers(self.owners[source], relays, seal=self.seal),
         }
-        if self.seal:
-            fields["keys"] = b"".join(relay.public for relay in relays)
-        if not self.hub:
-            fields["addresses"] = tuple(relay.address for relay in relays)
-        return fields
 
     def holders(self, source: int) -> list[int]:
         """Return the relays that keep shards 0, 1, ... of a source."""
@@ -188,11 +184,18 @@ class Sharing:
                 )
             self.hashes[source] = hashes
         self.collection.collector.expect(source, Commitment(header.payload, header.digest), hashes)
+        holders = {index: self.now.members[index] for index in self.holders(source)}
         if self.hub:
-            self._take_parcels(source, reply.content, bags)
+            self._take_parcels(source, reply.content, bags, set(holders))
         else:
             self.announced.add(source)
             self.now.count_peer(member, limited(header.sent, self.plan.shards, "parcels handed over"))
+            try:
+                missed = self.now.take_missed(member, header, holders, seal=self.seal)
+                self._take_parcels(source, reply.content, bags, missed)
+            except FedcompError as error:
+                # What its links took is at the relays all the same.
+                report.refuse(f"source {source}: {error}")
         for reason in limited(header.failed, self.plan.shards, "reasons"):
             report.refuse(f"source {source}: {reason}")
 
@@ -202,10 +205,9 @@ class Sharing:
         self.now.report.direct[self.owners[source].node] = "it answered without coding, although it said hello"
         self.collection.give_up(source)
 
-    def _take_parcels(self, source: int, content: RecordDict, bags: dict[int, list[bytes]]) -> None:
-        """Sort a source's parcels by relay; each is refused by itself."""
+    def _take_parcels(self, source: int, content: RecordDict, bags: dict[int, list[bytes]], free: set[int]) -> None:
+        """Sort a source's parcels by relay; each is refused by itself. ``free``: for whom they may be."""
         # Each relay once: a source that sends two shards to one relay wants to fill its store.
-        free = set(self.holders(source))
         items = take_bundle(content, most=len(free), longest=self.longest)
         self.now.report.count("hub_up", sum(map(len, items)))
         for data in items:

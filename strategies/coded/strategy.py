@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import importlib
 import secrets
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Protocol, TypeVar
 
@@ -43,16 +43,27 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from fedcomp.coding.transport import Parcel
-from fedcomp.errors import ConfigError, FedcompError
+from fedcomp.errors import ConfigError, FedcompError, StateError
 from fedcomp.flower.checkpoint import INNER
-from fedcomp.flower.coded import HELLO, NO_HANDLER, Header, Hello, Indexed, Introduced, Query, SumShared
+from fedcomp.flower.coded import (
+    HELLO,
+    NO_HANDLER,
+    THROUGH_SERVER,
+    Handed,
+    Header,
+    Hello,
+    Indexed,
+    Introduced,
+    Query,
+    SumShared,
+)
 from fedcomp.flower.logs import log
 from fedcomp.flower.metered import addressed, join, partition_lookup
 from fedcomp.flower.privacy import find_private
 from fedcomp.flower.report import Reports, reports_of, shorten
 from fedcomp.flower.rounds import Exchanges, ExchangeStrategy, Push, own_loop
 from fedcomp.stateful import Stateful, nested
-from fedcomp.strategies.coded.links import SimulatedLinks, record_peer
+from fedcomp.strategies.coded.links import RestingLinks, SimulatedLinks, record_peer
 from fedcomp.strategies.coded.report import Coding
 from fedcomp.strategies.coded.settings import CONSTRUCTIONS, CodedSettings
 from fedcomp.strategies.partitions import Holders
@@ -80,6 +91,8 @@ class Member:
         Its X25519 public key, 32 bytes.
     address : str
         Where its peers reach it; empty when they do not.
+    signature : bytes
+        Its node's, over its key; empty where it has none.
     """
 
     index: int
@@ -88,6 +101,7 @@ class Member:
     message: Message
     public: bytes
     address: str
+    signature: bytes = b""
 
 
 H = TypeVar("H", bound=Header)
@@ -122,6 +136,8 @@ class CodedRound:
         Training messages for clients without the half, or that did not answer the hello in time: they are pushed as
         they are, with the members', and what they answer is an ordinary reply.
     report : Coding
+    resting : RestingLinks
+        Links of the run that failed lately.
     """
 
     number: int
@@ -134,6 +150,7 @@ class CodedRound:
     members: list[Member]
     uncoded: list[Message]
     report: Coding
+    resting: RestingLinks
     _learn: Callable[[int, Introduced | SumShared], None]
 
     def plan(self, member: Member, schema: type[Indexed], fields: Mapping[str, Any]) -> Message:
@@ -176,6 +193,51 @@ class CodedRound:
         if parcel.destination not in destinations:
             raise Rejected(f"the parcel is the second for relay {parcel.destination}, or that one keeps none of it")
         return parcel
+
+    def peers(self, source: Member, relays: Sequence[Member], *, seal: bool) -> dict[str, Any]:
+        """Return the fields of a plan that say where the relays of a source are, and how they prove who they are."""
+        fields: dict[str, Any] = {}
+        if seal:
+            fields["keys"] = b"".join(relay.public for relay in relays)
+        if self.settings.transport == "peers":
+            fields["addresses"] = tuple("" if self._why(source, relay) else relay.address for relay in relays)
+        if any(relay.signature for relay in relays):
+            fields["partitions"] = tuple(relay.partition for relay in relays)
+            fields["signatures"] = tuple(relay.signature for relay in relays)
+        return fields
+
+    def take_missed(
+        self, source: Member, said: Handed | SumShared, relays: Mapping[int, Member], *, seal: bool
+    ) -> set[int]:
+        """Take what a member says of the parcels that no link took; return for whom they may come through the server.
+
+        Parameters
+        ----------
+        relays : mapping of int to Member
+            The member's relays, by what they are called as destinations.
+
+        Raises
+        ------
+        Rejected
+            When it names others.
+        """
+        if strange := sorted(set(said.missed) - {name for name, relay in relays.items() if relay is not source}):
+            raise Rejected(f"it names links to {strange[:20]}, which are none of its own")
+        for name, cause in zip(said.missed, said.causes, strict=True):
+            relay = relays[name]
+            why = self._why(source, relay)
+            # Of what is not sealed nothing stands in for the link, so that this one does not rest.
+            if seal and not why:
+                self.resting.fail(*_link(source, relay), self.number, cause)
+            lost = "" if seal else "lost, as shards that are not sealed do not go through the server: "
+            self.report.link_failed(f"{source.partition}>{relay.partition}", lost + (why or cause))
+        return set(said.missed) if seal else set()
+
+    def _why(self, source: Member, relay: Member) -> str:
+        """Return why a link is not tried; empty when it is."""
+        if not relay.address:
+            return f"partition {relay.partition} has no listener"
+        return self.resting.why(*_link(source, relay), self.number)
 
     def count_peer(self, member: Member, sizes: Iterable[int]) -> None:
         """Count what a member handed to its peers, by its own word or by that of who holds it."""
@@ -228,6 +290,12 @@ class CodedRound:
         return {**self.common, "round": self.number}
 
 
+def _link(source: Member, relay: Member) -> tuple[tuple[int, int], object]:
+    """Return the name of a link, and what tells it from another one of that name."""
+    ends = tuple((member.public, member.address, member.signature) for member in (source, relay))
+    return (source.partition, relay.partition), ends
+
+
 class Construction(Protocol):
     """What a construction brings. It is made as ``Class(settings, inner)`` and raises :class:`ConfigError` there."""
 
@@ -247,6 +315,7 @@ class KnownClient:
     partition: int
     public: bytes
     address: str
+    signature: bytes = b""
 
 
 class CodedFedAvg(ExchangeStrategy, Stateful):
@@ -315,6 +384,7 @@ class CodedFedAvg(ExchangeStrategy, Stateful):
         # Random and kept in the state: shards of another run, also of this strategy, never mix with these.
         self._run = secrets.token_bytes(8)
         self._links = SimulatedLinks(self.settings.transport, self.settings.spool, self.settings.max_store_bytes)
+        self._resting = RestingLinks()
         self._known: dict[int, KnownClient] = {}
         self._holders = Holders()
         self._without_half: dict[int, str] = {}
@@ -357,8 +427,9 @@ class CodedFedAvg(ExchangeStrategy, Stateful):
         members = []
         for index, (partition, i, node) in enumerate(known):
             client = self._known[node]
-            address = self._links.address(client.address, partition)
-            members.append(Member(index, node, partition, messages[i], client.public, address))
+            reached = client.address != THROUGH_SERVER
+            address = self._links.address(client.address, partition) if reached else ""
+            members.append(Member(index, node, partition, messages[i], client.public, address, client.signature))
         uncoded = [message for message in messages if message.metadata.dst_node_id not in self._known]
         for message in uncoded:
             node = message.metadata.dst_node_id
@@ -375,9 +446,17 @@ class CodedFedAvg(ExchangeStrategy, Stateful):
             members=members,
             uncoded=uncoded,
             report=report,
+            resting=self._resting,
             _learn=self._learn,
         )
         outcome = yield from self.construction.round(now)
+        if report.failed_links:
+            # Without names: who took part may be secret, and the log of a run is not.
+            log.warning(
+                "coded round %d: %d links took no shard; report.coded.failed_links names them",
+                server_round,
+                len(report.failed_links),
+            )
         report.partitions = sorted(member.partition for member in members if member.node in report.included)
         return outcome
 
@@ -420,12 +499,18 @@ class CodedFedAvg(ExchangeStrategy, Stateful):
                 continue
             try:
                 hello, engine = Hello.take(reply), partition_of(node)
+                if hello.address == THROUGH_SERVER and self.settings.seal is False:
+                    raise StateError(
+                        "it has no peer address, and shards that are not sealed do not go through the server; start it "
+                        "with --peer HOST:PORT, or leave out seal=False"
+                    )
             # A hello that cannot be read will not read better next round.
             except FedcompError as error:
                 self._forgo(node, f"the hello cannot be used: {error}")
                 continue
             # A node may claim any partition; where the engine knows better, its word counts.
-            self._known[node] = KnownClient(hello.partition if engine is None else engine, hello.public, hello.address)
+            partition = hello.partition if engine is None else engine
+            self._known[node] = KnownClient(partition, hello.public, hello.address, hello.signature)
 
     def _forgo(self, node: int, reason: str) -> None:
         """Never ask a node again to code: it cannot."""
@@ -444,7 +529,8 @@ class CodedFedAvg(ExchangeStrategy, Stateful):
     def _learn(self, node: int, header: Introduced | SumShared) -> None:
         """Take over a public key and address that a node says are new: it was restarted with an empty state."""
         if header.public:
-            self._known[node] = KnownClient(self._known[node].partition, header.public, header.address)
+            partition = self._known[node].partition
+            self._known[node] = KnownClient(partition, header.public, header.address, header.signature)
 
     def identity(self) -> str:
         """Return construction and code, which must not change within a run."""

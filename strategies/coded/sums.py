@@ -304,11 +304,10 @@ class _Summing:
             "weight": self.construction.weight_key or "",
             "metrics": self.construction.options.metrics,
         }
-        if self.seal:
-            fields["keys"] = b"".join(relay.public for relay in self.relays)
-        if not self.hub:
-            fields["addresses"] = tuple(relay.address for relay in self.relays)
-        messages = [self.now.plan(member, SumTraining, fields) for member in self.now.members]
+        messages = [
+            self.now.plan(member, SumTraining, fields | self.now.peers(member, self.relays, seal=self.seal))
+            for member in self.now.members
+        ]
         got = yield from self.now.ask(messages, self.now.settings.share_timeout)
         for member in self.now.members:
             reply = got.get(member.node)
@@ -334,10 +333,17 @@ class _Summing:
         self._require_sequence(member.index, tag)
         if self.construction.options.mode == "mask":
             self._take_masked(member, reply.content, tag)
+        relays = dict(enumerate(self.relays))
         if self.hub:
-            self._take_parcels(member, reply.content)
+            self._take_parcels(member, reply.content, set(relays))
         else:
             self.now.count_peer(member, limited(header.sent, len(self.relays), "parcels handed over"))
+            try:
+                missed = self.now.take_missed(member, header, relays, seal=self.seal)
+                self._take_parcels(member, reply.content, missed)
+            except FedcompError as error:
+                # What its links took is at the relays all the same.
+                self.now.report.refuse(f"source {member.index}: {error}")
         for reason in limited(header.failed, len(self.relays), "reasons"):
             self.now.report.refuse(f"source {member.index}: {reason}")
         self.tags[member.index] = tag
@@ -360,11 +366,11 @@ class _Summing:
         self.now.report.count("hub_up", len(data))
         self.masked[member.index] = shard.body
 
-    def _take_parcels(self, member: Member, content: RecordDict) -> None:
-        """Sort a member's parcels by relay; one that is refused costs all of them."""
-        items = take_bundle(content, most=len(self.relays), longest=self.longest)
+    def _take_parcels(self, member: Member, content: RecordDict, free: set[int]) -> None:
+        """Sort a member's parcels by relay; one that is refused costs all of them. ``free``: for whom they may be."""
+        items = take_bundle(content, most=len(free), longest=self.longest)
         self.now.report.count("hub_up", sum(map(len, items)))
-        free, mine = set(range(len(self.relays))), {}
+        mine = {}
         for data in items:
             parcel = self.now.parcel(data, SUM_SHARD, member.index, free, self.longest)
             # A second parcel for the same relay is refused by parcel().
@@ -384,11 +390,11 @@ class _Summing:
             # same.
             if self.hub and relay.index not in self.alive:
                 continue
-            content = RecordDict()
-            if self.hub:
+            content, puts = RecordDict(), self.hub or row in self.bags
+            if puts:
                 self.now.report.count("hub_down", put_bundle(content, self.bags.get(row, [])))
             fields = {**self._brief(), "row": row, "unknown": tuple(unknown)}
-            messages.append(self.now.query(PUT if self.hub else COLLECT, relay.node, SumReport, fields, content))
+            messages.append(self.now.query(PUT if puts else COLLECT, relay.node, SumReport, fields, content))
             rows[relay.node] = row
         for node, reply in (yield from self.now.ask(messages, self.timeout)).items():
             try:

@@ -2,13 +2,13 @@
 
 The server sees none of the messages. It knows who is there, hands round addresses and public keys, and has of every
 message a reference (:mod:`fedcomp.gossip.reference`). An edge whose link failed goes through the server for some
-rounds, so that a node behind a firewall does not cost its neighbours a timeout in each of them; then it is tried again.
+rounds (:class:`fedcomp.strategies.coded.links.RestingLinks`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
@@ -17,16 +17,14 @@ from fedcomp.coding.errors import CodingError
 from fedcomp.coding.sealing import seal
 from fedcomp.coding.transport import Parcel
 from fedcomp.errors import StateError
+from fedcomp.flower.coded import NO_ADDRESS
 from fedcomp.flower.gossip import SIMULATED, LinkHello, LinkReport, LinkTerms
 from fedcomp.gossip.protocol import Instruction
 from fedcomp.gossip.relay import Relay
 from fedcomp.plain import from_plain, to_plain
-from fedcomp.strategies.coded.links import SimulatedLinks, record_peer
+from fedcomp.strategies.coded.links import RestingLinks, SimulatedLinks, record_peer
 from fedcomp.strategies.gossip.report import Iterations
 from fedcomp.strategies.gossip.settings import GossipSettings
-
-REST_ROUNDS: Final = 8
-"""Rounds for which an edge goes through the server after its link failed."""
 
 
 class PeerLinks:
@@ -45,8 +43,7 @@ class PeerLinks:
         )
         self._known: dict[int, LinkHello] = {}
         self._node_of: dict[int, int] = {}
-        # By edge: the round in which its link failed, why, and whom it was to reach.
-        self._failed: dict[tuple[int, int], tuple[int, str, LinkHello]] = {}
+        self._resting = RestingLinks()
 
     def ask(self, content: RecordDict) -> None:
         """Let a hello ask a node for its address and its key."""
@@ -78,6 +75,7 @@ class PeerLinks:
         self._node_of |= node_of
         column = [to for to in instruction.view.column if to in self._node_of]
         source = instruction.node
+        signatures = tuple(self._hello(to).signature for to in column)
         self._terms(
             bytes.fromhex(instruction.session),
             known=self._known[node_of[source]].public,
@@ -85,6 +83,7 @@ class PeerLinks:
             to=tuple(column),
             addresses=tuple("" if self._why((source, to), server_round) else self._address(to) for to in column),
             keys=b"".join(self._hello(to).public for to in column),
+            signatures=signatures if any(signatures) else (),
         ).put(content)
 
     def take(self, reply: Message, node: int, instruction: Instruction, report: Iterations, grid: Grid) -> None:
@@ -109,8 +108,10 @@ class PeerLinks:
                 continue
             why = self._why((instruction.node, to), report.round)
             if not why:
-                self._failed[instruction.node, to] = report.round, failed, self._hello(to)
-            report.note("mailbox", f"edge {edge}: {why or failed}")
+                self._resting.fail((instruction.node, to), self._ends(instruction.node, to), report.round, failed)
+            # A message may have taken neither: nothing is sealed for a node that does not prove its key.
+            reasons = [reason for reason in (why, failed) if reason and (reason != NO_ADDRESS or not why)]
+            report.note("mailbox", f"edge {edge}: {'; '.join(reasons)}")
 
     def save(self, relay: Relay) -> dict[str, Any]:
         """Return who is known, and the parcels under way, as plain data.
@@ -129,14 +130,14 @@ class PeerLinks:
         run, rounds = bytes.fromhex(relay.settings.session), range(relay.oldest(), relay.iteration)
         stores = [self._simulated.spool(vertex) for vertex in self._node_of] if self._simulated.root else []
         parcels = [parcel.to_bytes() for store in stores for number in rounds for parcel in store.list(run, number)]
-        known = {str(node): [hello.public, hello.address] for node, hello in self._known.items()}
+        known = {str(node): [hello.public, hello.address, hello.signature] for node, hello in self._known.items()}
         return {"known": known, "node_of": to_plain(self._node_of), "parcels": parcels}
 
     def load(self, stored: Any) -> None:
         """Go on from :meth:`save`, with the parcels in this run's own folders."""
         found = from_plain(dict[str, Any], stored, "links")
-        known = from_plain(dict[int, tuple[bytes, str]], found["known"], "known")
-        self._known = {node: LinkHello(public=public, address=address) for node, (public, address) in known.items()}
+        known = from_plain(dict[int, tuple[bytes, str, bytes]], found["known"], "known")
+        self._known = {node: LinkHello(public=p, address=a, signature=s) for node, (p, a, s) in known.items()}
         self._node_of = from_plain(dict[int, int], found["node_of"], "node_of")
         for data in from_plain(list[bytes], found["parcels"], "parcels"):
             parcel = Parcel.from_bytes(data)
@@ -144,6 +145,9 @@ class PeerLinks:
 
     def _hello(self, vertex: int) -> LinkHello:
         return self._known[self._node_of[vertex]]
+
+    def _ends(self, source: int, to: int) -> tuple[LinkHello, LinkHello]:
+        return self._hello(source), self._hello(to)
 
     def _address(self, vertex: int) -> str:
         address = self._hello(vertex).address
@@ -156,11 +160,7 @@ class PeerLinks:
             return f"vertex {to} has not introduced itself, and nothing can be sealed for it"
         if not self._hello(to).address:
             return f"vertex {to} has no listener"
-        failed = self._failed.get((source, to))
-        # Whatever failed with another process, or at an address that is not in use any more, is tried at once.
-        if failed is None or failed[2] != self._hello(to) or server_round >= failed[0] + REST_ROUNDS:
-            return ""
-        return f"not tried again before round {failed[0] + REST_ROUNDS}; in round {failed[0]}: {failed[1]}"
+        return self._resting.why(edge, self._ends(source, to), server_round)
 
     def _terms(self, run: bytes, **more: object) -> LinkTerms:
         s = self._settings

@@ -30,6 +30,7 @@ from fedcomp.flower.coded import (
     PUT,
     SHARD,
     SUM,
+    THROUGH_SERVER,
     Collect,
     CollectFresh,
     Combine,
@@ -303,12 +304,16 @@ def test_messages_that_cannot_be_understood_are_refused_with_the_reason() -> Non
             "this client knows gradcode, noisysum, relay",
         ),
         (message("evaluate", {"round": 1}), "no messages of type 'evaluate'"),
-        (message(HELLO, {"round": 1, "transport": "peers"}), "no peer address"),
-        (message(HELLO, {"round": 1, "transport": "peers", "spool": "/etc"}), "not a folder of simulated peer links"),
     ):
         assert reason in refused(app, ctx, msg)
     unset = context(**{"peer-address": "tcp://127.0.0.1:9"})
     assert "needs both" in refused(app, unset, message(HELLO, {"round": 1, "transport": "peers"}))
+
+
+@pytest.mark.parametrize("spool", ["", "/etc"])
+def test_a_node_that_nobody_reaches_says_so_and_writes_to_no_folder_a_server_names(spool: str) -> None:
+    found = fields_of(say(coded_app(), context(), message(HELLO, {"round": 1, "transport": "peers", "spool": spool})))
+    assert found["address"] == THROUGH_SERVER
 
 
 QUERY = {"run": RUN, "transport": "hub", "max_store": 1 << 20, "round": 1}
@@ -401,9 +406,13 @@ def test_a_dead_peer_is_a_counted_loss_and_no_error(tmp_path) -> None:
         assert header["sent"] == [0, 0, 0]
     full = SpoolRoot.create(tmp_path / "full", max_store_bytes=HEADER_BYTES)
     link = {"transport": "peers", "spool": str(full.root), "addresses": [full.address(p) for p in range(3)]}
-    header = fields_of(say(coded_app(max_store_bytes=HEADER_BYTES), context(), train(1, **link)))
-    assert len(header["failed"]) == 3
+    content = say(coded_app(max_store_bytes=HEADER_BYTES), context(), train(1, **link))
+    header = fields_of(content)
+    assert [reason[:9] for reason in header["failed"]] == ["own shard"]
+    assert (header["missed"], len(header["causes"])) == ([0, 2], 2)
     assert header["sent"] == [0, 0, 0]
+    # Not sealed: the server could read them.
+    assert packets(content) == []
 
 
 @pytest.mark.long

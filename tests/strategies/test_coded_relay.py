@@ -7,7 +7,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from coded_runs import after_sharing, before_sharing, bits, coded_app, either, run
+from coded_runs import after_sharing, before_sharing, bits, break_links, coded_app, either, run
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAdam
 from test_conservation import Sum, residual
@@ -414,10 +414,14 @@ def test_a_client_that_says_it_failed_is_not_counted_although_its_shards_are_the
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("transport", ["hub", "peers"])
+@pytest.mark.parametrize(("transport", "broken"), [("hub", False), ("peers", False), ("peers", True)])
 @pytest.mark.parametrize("error_state", ["discard", "keep"])
-def test_conservation_with_clients_that_vanish_before_and_after_sharing(transport: str, error_state: str) -> None:
+def test_conservation_with_clients_that_vanish_before_and_after_sharing(
+    transport: str, broken: bool, error_state: str, monkeypatch
+) -> None:
     """Updates made = delivered + owed, exactly, for every life of every node, under every fault in every exchange."""
+    if broken:
+        break_links(monkeypatch)
     plan = RandomFaults(
         Key(23, "faults"),
         {

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from coded_runs import break_links
 from coded_sum_runs import (
     CODEC,
     LAYOUT,
@@ -291,9 +292,14 @@ def owed(context: Context, strategy: CodedFedAvg, node: int) -> np.ndarray:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("transport", "mode"), [("hub", "share"), ("peers", "share"), ("peers", "mask")])
-def test_every_update_arrives_once_under_faults(transport: str, mode: str) -> None:
+@pytest.mark.parametrize(
+    ("transport", "mode"), [("hub", "share"), ("peers", "share"), ("peers", "mask"), ("broken links", "share")]
+)
+def test_every_update_arrives_once_under_faults(transport: str, mode: str, monkeypatch) -> None:
     """Sum of what was delivered and what is owed equals the sum of what was made, per client, exactly."""
+    if transport == "broken links":
+        break_links(monkeypatch)
+        transport = "peers"
     faults = {"offline": 0.02, "raise": 0.03, "silent": 0.02, "lost_reply": 0.06, "duplicate": 0.06, "late": 0.03}
     recorder = Recorder()
     grid = grid_of(recorder=recorder, fault=RandomFaults(Key(3, "faults"), faults))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -19,7 +20,9 @@ from toy import with_halves
 from fedcomp.clients.edge.node_config import PEER_ADDRESS, PEER_KEY, PEER_KEYS, PEER_STORE
 from fedcomp.clients.gossip import gossip_node
 from fedcomp.clients.gossip_links import GOSSIP
+from fedcomp.coding.errors import SealError
 from fedcomp.coding.parcels import MemoryStore
+from fedcomp.coding.sealing import PeerIdentity
 from fedcomp.coding.transport import HEADER_BYTES, Parcel, Spool, SpoolRoot
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.flower import checkpoint, gossip
@@ -30,7 +33,8 @@ from fedcomp.flower.rounds import fit
 from fedcomp.gossip.central import FaultPlan
 from fedcomp.gossip.reference import REFERENCE_BYTES, Reference
 from fedcomp.rng import Key
-from fedcomp.strategies.gossip.links import REST_ROUNDS
+from fedcomp.strategies.coded.links import REST_ROUNDS
+from fedcomp.strategies.gossip import links as gossip_links
 from fedcomp.strategies.gossip.strategy import GossipRelay
 
 SEALED = 48
@@ -305,45 +309,110 @@ def test_an_edge_whose_link_fails_goes_through_the_server_and_is_tried_again_lat
     assert [set(section.link_bytes) for section in sections(relay)] == [direct] * rounds
 
 
+@pytest.fixture
+def secured(tmp_path: Path) -> Iterator[Callable[..., Callable[[int], dict]]]:
+    """Listeners with pinned keys; returns a function that starts them and returns each node's configuration.
+
+    It takes vertices whose listeners, and those whose apps, have another key than the one that is pinned for them.
+    """
+    running: dict[int, Running] = {}
+
+    def begin(listeners: tuple[int, ...] = (), apps: tuple[int, ...] = ()) -> Callable[[int], dict]:
+        keys = {i: make_key(tmp_path / f"node-{i}") for i in (*range(NODES), 9)}
+        pinned = {i: keys[i] for i in range(NODES)}
+        listed = make_list(tmp_path / "peers", pinned)
+        lies = {i: (keys[9], make_list(tmp_path / f"lying-{i}", {**pinned, i: keys[9]})) for i in (*listeners, *apps)}
+        for i in range(NODES):
+            key, path = lies[i] if i in listeners else (keys[i], listed)
+            running[i] = Running(tmp_path / f"store-{i}", "--key", str(key), "--peer-keys", str(path))
+
+        def config(partition: int) -> dict:
+            key, path = lies[partition] if partition in apps else (keys[partition], listed)
+            own = {"partition-id": partition, PEER_KEY: str(key), PEER_KEYS: str(path)}
+            there = running[partition]
+            return {**own, PEER_ADDRESS: there.address, PEER_STORE: str(there.store)}
+
+        begin.running = running  # type: ignore[attr-defined]
+        return config
+
+    yield begin
+    for there in running.values():
+        there.kill()
+
+
 @pytest.mark.long
-def test_pairs_that_prove_who_they_are_use_their_link_and_all_others_the_sealed_mailbox(tmp_path: Path) -> None:
-    """Vertex 2 has another key than the one that is pinned for it."""
-    keys = {i: make_key(tmp_path / f"node-{i}") for i in (*range(NODES), 9)}
-    listed = make_list(tmp_path / "peers", {i: keys[i] for i in range(NODES)})
-    lying = make_list(tmp_path / "lying", {**{i: keys[i] for i in range(NODES)}, 2: keys[9]})
-    shown = {i: (keys[i], listed) for i in range(NODES)} | {2: (keys[9], lying)}
-    running = {
-        i: Running(tmp_path / f"store-{i}", "--key", str(key), "--peer-keys", str(path))
-        for i, (key, path) in shown.items()
-    }
-
-    def config(partition: int) -> dict:
-        key, path = shown[partition]
-        return {
-            "partition-id": partition,
-            PEER_ADDRESS: running[partition].address,
-            PEER_STORE: str(running[partition].store),
-            PEER_KEY: str(key),
-            PEER_KEYS: str(path),
-        }
-
+def test_pairs_that_prove_who_they_are_use_their_link_and_all_others_the_sealed_mailbox(secured) -> None:
+    """At the address of vertex 2 is somebody else; its own key is sealed for all the same."""
+    config = secured(listeners=(2,))
     relay, over = peers("choco", ""), MeteredGrid(InProcessGrid(client(), NODES, seed=2, node_config=config))
-    try:
-        run(relay, over)
-    finally:
-        said = {i: there.end()[2] for i, there in running.items()}
+    run(relay, over)
+    said = {i: there.end()[2] for i, there in secured.running.items()}
     assert states(over) == states_of(central(made("choco")))
     for section in list(sections(relay)):
-        assert set(section.link_bytes) - {"2>1", "2>3"} == {"0>1", "0>3", "1>0", "3>0"}
-        assert {reason[:8] for reason in section.events["mailbox"]} == {"edge 1>2", "edge 3>2", "edge 2>1", "edge 2>3"}
+        assert set(section.link_bytes) == {"0>1", "0>3", "1>0", "3>0", "2>1", "2>3"}
+        assert {reason[:8] for reason in section.events["mailbox"]} == {"edge 1>2", "edge 3>2"}
     first = {reason[5:8]: reason for reason in relay.reports[1].gossip.events["mailbox"]}
     assert "a key that is not in the list of peer keys, not that of partition 2; nothing was sent" in first["1>2"]
-    assert "is this node's key in its list of peer keys?" in first["2>3"]
-    assert "(unlisted key 2)" in said[1]
-    assert "(unlisted key 2)" in said[3]
-    assert said[0] == ""
+    assert [said[i] for i in (0, 1, 3)] == [""] * 3
     # Both saw who it is and left without a word.
     assert "(broken off 2)" in said[2]
+
+
+@pytest.mark.long
+def test_nothing_is_sealed_for_a_node_with_another_key_than_the_one_that_is_pinned(secured) -> None:
+    config = secured(listeners=(2,), apps=(2,))
+    relay, over = peers("choco", ""), MeteredGrid(InProcessGrid(client(), NODES, seed=2, node_config=config))
+    run(relay, over)
+    said = {i: there.end()[2] for i, there in secured.running.items()}
+    first = {reason[5:8]: reason for reason in relay.reports[1].gossip.events["mailbox"]}
+    assert set(first) == {"1>2", "3>2", "2>1", "2>3"}
+    assert (
+        "the message was not sent: the seal key of partition 2 is not signed by the key listed for it" in first["1>2"]
+    )
+    assert "is this node's key in its list of peer keys?" in first["2>3"]
+    assert "(unlisted key 2)" in said[1]
+    assert any("or not sealed for this node" in reason for reason in relay.reports[2].gossip.events["needed"])
+
+
+@pytest.mark.parametrize("seal", ["own key", "of another vertex", "no signature"])
+def test_a_server_cannot_put_another_seal_key_in_a_nodes_place(seal: str, secured, monkeypatch) -> None:
+    """Nothing that it could open passes through it, and the edge is named."""
+    mallory = PeerIdentity.generate()
+    told = gossip_links.PeerLinks._hello
+
+    def lying(self, vertex: int) -> gossip.LinkHello:
+        hello = told(self, vertex)
+        if vertex != 2:
+            return replace(hello, address="")
+        if seal == "no signature":
+            return replace(hello, signature=b"", address="")
+        other = told(self, 1).signature
+        return replace(hello, public=mallory.public, address="", **({"signature": other} if "another" in seal else {}))
+
+    monkeypatch.setattr(gossip_links.PeerLinks, "_hello", lying)
+    relay, over = peers("choco", ""), MeteredGrid(InProcessGrid(client(), NODES, seed=2, node_config=secured()))
+    seen: list[Message] = []
+    send = over.send_and_receive
+
+    def watching(messages, **options):
+        replies = send(messages, **options)
+        seen.extend(replies)
+        return replies
+
+    monkeypatch.setattr(over, "send_and_receive", watching)
+    run(relay, over, 2)
+    answers = [gossip.AnswerRecord.find(reply) for reply in seen if reply.has_content()]
+    bodies = [data[REFERENCE_BYTES:] for answer in answers if answer is not None for data in answer.messages]
+    # In each of two iterations the two edges to vertex 2 have references alone.
+    assert sum(body == b"" for body in bodies) == 4
+    session = bytes.fromhex(relay.relay.settings.session)
+    for body in filter(None, bodies):
+        for iteration, source in itertools.product(range(2), range(NODES)):
+            with pytest.raises(SealError):
+                mallory.open(body, Parcel(session, iteration, GOSSIP, source, 2, b"").coordinates)
+    said = "is not signed, so nothing is sealed" if seal == "no signature" else "not signed by the key listed for it"
+    named = [reason for reason in relay.reports[1].gossip.events["mailbox"] if said in reason]
+    assert {reason[:8] for reason in named} == {"edge 1>2", "edge 3>2"}
 
 
 def test_a_node_told_to_secure_its_links_sends_nothing_in_the_clear(tmp_path: Path) -> None:
