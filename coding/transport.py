@@ -19,7 +19,7 @@ import socket
 import ssl
 import struct
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -425,15 +425,21 @@ def acknowledgement(status: int, header: bytes = b"") -> bytes:
 
 
 def deliver(
-    transport: Sender, outgoing: Iterable[tuple[str, Parcel] | tuple[str, Parcel, int]], *, workers: int = 8
+    transport: Sender,
+    outgoing: Iterable[tuple[str, Parcel]],
+    *,
+    partitions: Mapping[int, int] | None = None,
+    workers: int = 8,
 ) -> list[SendResult]:
     """Send many parcels, several at a time, so that peers that do not answer cost their timeout once and not in turn.
 
     Parameters
     ----------
     transport : Sender
-    outgoing : iterable of (str, Parcel) or (str, Parcel, int)
-        Addresses, what goes there, and the partition that is to be there where that is known.
+    outgoing : iterable of (str, Parcel)
+        Addresses, and what goes there.
+    partitions : mapping of int to int, optional
+        By destination of a parcel: the partition that is to be there, where that is known.
     workers : int
         Threads.
 
@@ -443,10 +449,12 @@ def deliver(
         In the order of ``outgoing``. A failed delivery is a loss the code is there for, not an exception.
     """
 
-    def one(item: tuple[str, Parcel] | tuple[str, Parcel, int]) -> SendResult:
-        address, parcel, *partition = item
+    known = partitions or {}
+
+    def one(item: tuple[str, Parcel]) -> SendResult:
+        address, parcel = item
         try:
-            return SendResult(address, parcel, transport.send(address, parcel, *partition))
+            return SendResult(address, parcel, transport.send(address, parcel, known.get(parcel.destination)))
         except DeliveryFailed as error:
             return SendResult(address, parcel, error.handed_over, error)
 

@@ -167,12 +167,9 @@ class Shards:
             return {}, {}
         handed: dict[int, int] = {}
         causes = {to.called: NO_ADDRESS for to, _ in outgoing if not to.address}
-        reached = [
-            (to.address, parcel) if to.partition is None else (to.address, parcel, to.partition)
-            for to, parcel in outgoing
-            if to.address
-        ]
-        for delivery in deliver(self.exchange.sender, reached):
+        reached = [(to.address, parcel) for to, parcel in outgoing if to.address]
+        partitions = {to.called: to.partition for to, _ in outgoing if to.partition is not None}
+        for delivery in deliver(self.exchange.sender, reached, partitions=partitions):
             # Of failed deliveries too: their bytes may have crossed the link.
             handed[delivery.parcel.destination] = delivery.handed_over
             if delivery.error is not None:

@@ -722,6 +722,10 @@ class NodeTask:
     bundle: str
 
 
+REFUSALS: Final = 5
+"""Requests in a row that a SuperNode refuses before the secret counts as the wrong one."""
+
+
 class NodeTasks:
     """The messages that wait on a SuperNode with ``--isolation process``, as Flower's SuperExec takes them.
 
@@ -744,6 +748,7 @@ class NodeTasks:
         self._client = parts.client.from_server_address(address, True, None, interceptors)
         self._request = parts.acquire_request(supported_task_types=["flwr-clientapp"])
         self._address = address
+        self._refused = 0
 
     def acquire(self) -> NodeTask | None:
         """Take the next message, if one waits.
@@ -751,9 +756,10 @@ class NodeTasks:
         Raises
         ------
         ConnectionError
-            When the SuperNode does not answer.
+            When the SuperNode does not answer, or refuses a request that may have been signed by another clock than it
+            was read by: while a request is under way the clock may be set.
         ConfigError
-            When it refuses this executor.
+            When it refuses this executor again and again.
         """
         import httpx
 
@@ -761,7 +767,8 @@ class NodeTasks:
             response = self._client.AcquireTask(self._request)
         except httpx.HTTPStatusError as error:
             status = error.response.status_code
-            if status in (401, 403):
+            self._refused += status in (401, 403)
+            if self._refused >= REFUSALS:
                 raise ConfigError(
                     f"the SuperNode at {self._address} refuses this executor (HTTP {status}); give both the same "
                     "secret file"
@@ -774,6 +781,7 @@ class NodeTasks:
             if not error.code:
                 raise
             raise ConfigError(f"the SuperNode at {self._address} is of another Flower version; see above") from error
+        self._refused = 0
         if not response.HasField("task") or not response.token:
             return None
         return NodeTask(response.token, response.task.fab_hash)

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import flwr
@@ -384,7 +385,7 @@ def test_a_message_that_is_not_there_yet_is_waited_for(monkeypatch: pytest.Monke
     [
         (httpx.ConnectError("refused"), ConnectionError),
         (httpx.ReadTimeout("late"), ConnectionError),
-        (httpx.HTTPStatusError("", request=Any, response=httpx.Response(401)), ConfigError),
+        (httpx.HTTPStatusError("", request=Any, response=httpx.Response(401)), ConnectionError),
         (httpx.HTTPStatusError("", request=Any, response=httpx.Response(503)), ConnectionError),
         (SystemExit(1), ConfigError),
         # A signal that comes while the SuperNode is asked.
@@ -400,6 +401,30 @@ def test_what_a_supernode_answers_is_temporary_or_not(
     monkeypatch.setattr(_private._runtime().client, "AcquireTask", refuse)
     with pytest.raises(wanted):
         _private.NodeTasks("127.0.0.1:1", b"secret").acquire()
+
+
+def test_a_supernode_that_goes_on_refusing_has_another_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the clock is set while a request is under way, its time is wrong, and the next one's is not."""
+    refused = httpx.HTTPStatusError("", request=Any, response=httpx.Response(401))
+    found = SimpleNamespace(HasField=lambda name: False, token="")
+    answers: list[Any] = [refused] * 4 + [found] + [refused] * 5
+
+    def answer(self: Any, request: Any) -> Any:
+        if isinstance(answers[0], Exception):
+            raise answers.pop(0)
+        return answers.pop(0)
+
+    monkeypatch.setattr(_private._runtime().client, "AcquireTask", answer)
+    tasks = _private.NodeTasks("127.0.0.1:1", b"secret")
+    for _ in range(4):
+        with pytest.raises(ConnectionError, match="401"):
+            tasks.acquire()
+    assert tasks.acquire() is None
+    for _ in range(4):
+        with pytest.raises(ConnectionError):
+            tasks.acquire()
+    with pytest.raises(ConfigError, match="the same secret file"):
+        tasks.acquire()
 
 
 def test_a_process_with_threads_is_not_forked() -> None:

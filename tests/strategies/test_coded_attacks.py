@@ -50,7 +50,7 @@ def flooding(monkeypatch, make) -> None:
     """Let client 1 send further parcels with each of its own; ``make(parcel)`` returns them."""
     original = SpoolTransport.send
 
-    def send(self, address, parcel):
+    def send(self, address, parcel, whose=None):
         if parcel.source == EVIL and parcel.kind == SHARD:
             for more in make(parcel):
                 original(self, address, more)
@@ -82,7 +82,7 @@ def test_wrong_bodies_under_the_right_digest_cost_their_victims_nothing(monkeypa
     plan = RelayPlan(**{"code": "mds", "symbols": 3, "shards": NODES, "round": 1, **options})
     app, lock = coded_app(), threading.Lock()
 
-    def send(self, address, parcel):
+    def send(self, address, parcel, whose=None):
         if parcel.source == EVIL:
             reached[parcel.destination] = (self, address)
         return original(self, address, parcel)

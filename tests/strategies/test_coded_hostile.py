@@ -261,7 +261,7 @@ def test_a_peer_that_forges_another_ones_shards_cannot_change_its_update(monkeyp
     """Over peer links nothing says who sent a parcel; the source's own word in its reply does say what it sent."""
     original = SpoolTransport.send
 
-    def send(self, address, parcel):
+    def send(self, address, parcel, whose=None):
         if parcel.source == 1:
             packet = Packet.from_bytes(parcel.body, PacketLimits())
             other = dataclasses.replace(packet, source=4, digest=b"forgery!", _wire_bytes=None)

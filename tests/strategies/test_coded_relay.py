@@ -118,7 +118,7 @@ def too_few(partition: int, shards: int):
     app, count = coded_app(), [0]
     original = SpoolTransport.send
 
-    def send(self, address, parcel):
+    def send(self, address, parcel, whose=None):
         if parcel.source == partition:
             count[0] += 1
             if count[0] > shards:
@@ -195,7 +195,7 @@ def test_counted_bytes_are_the_lengths_of_what_was_handed_over(monkeypatch, kind
     collected: list[int] = []
     original = SpoolTransport.send
 
-    def send(self, address, parcel):
+    def send(self, address, parcel, whose=None):
         size = original(self, address, parcel)
         assert size == len(parcel.to_bytes())
         handed.append(size)
