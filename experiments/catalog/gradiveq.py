@@ -504,7 +504,7 @@ EXPERIMENT = Experiment(
     rounds=1,
     clients=4,
     minutes=10.0,
-    quick=("seeds=1", "steps=30", "rates=0.02", "sampled=6", "later=5"),
+    quick=("seeds=1", "steps=10", "rates=0.02", "sampled=6", "later=5"),
     notes=(
         "Yu et al. (2018) project slices of a convolution's gradient onto the leading directions of former aggregated "
         "gradients, so that a ring can add what it sends. Four workers train a network of three convolutions, 16, 32 "
