@@ -283,7 +283,7 @@ EXPERIMENT = Experiment(
     options=OPTIONS,
     rounds=60,
     clients=4,
-    minutes=20.0,
+    minutes=12.0,
     quick=("rounds=11", "clients=3", "seeds=1", "each=1"),
     notes=(
         "Real deployments: fedcomp link with TLS, keys and a database, fedcomp node for each node, a network namespace "

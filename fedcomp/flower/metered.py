@@ -94,14 +94,15 @@ class _Look(threading.Thread):
         self._grid, self._missing = grid, set(missing)
         self._began = time.monotonic()
         self._found: list[Message] = []
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._abandoned = False
         self.start()
 
     def run(self) -> None:
         try:
             self._found = list(self._grid.pull_messages(self._missing))
-        except Exception as error:
+        # All of them: whoever waits raises it.
+        except BaseException as error:
             self._error = error
             if self._abandoned:
                 log.warning("fetching a reply that nobody waits for any more failed: %s", error)

@@ -114,6 +114,15 @@ def test_however_short_the_time_there_is_one_look() -> None:
     assert link.looks == 1
 
 
+def test_an_end_of_the_program_is_raised_where_it_is_waited_for() -> None:
+    class Ending(Link):
+        def pull_messages(self, ids: Iterable[str]) -> list[Any]:
+            raise SystemExit(3)
+
+    with pytest.raises(SystemExit):
+        poll(Ending(), {"a"}, None, final=True)
+
+
 def test_what_a_look_raises_is_raised_and_what_it_raises_too_late_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     class Failing(Link):
         def pull_messages(self, ids: Iterable[str]) -> list[Any]:
