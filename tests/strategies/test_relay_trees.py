@@ -261,7 +261,7 @@ def test_what_others_put_in_an_aggregators_name_is_not_added(monkeypatch: pytest
         sums.append(self)
         return ORIGINAL(self)
 
-    def send(self: SpoolTransport, address: str, parcel: Parcel) -> Any:
+    def send(self: SpoolTransport, address: str, parcel: Parcel, partition: int | None = None) -> Any:
         if parcel.kind == GROUP + 1 and parcel.source == 2:
             (sound,) = [s for s in sums if [part.index for part in s.parts] == [2, 3]]
             doubled = ORIGINAL(replace(sound, integers=2 * sound.integers))
