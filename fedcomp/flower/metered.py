@@ -33,14 +33,8 @@ from fedcomp.stateful import Stateful
 POLL_SECONDS: Final = 0.1
 """Between two looks for replies on an engine that runs by itself; Flower's own deployment grid waits 3 s."""
 
-PATIENCE_SECONDS: Final = 5.0
-"""After which another look is made beside one that does not end."""
-
 GRACE_SECONDS: Final = 5.0
 """For which a look may go on when the time is up."""
-
-MOST_LOOKS: Final = 8
-"""At a time."""
 
 PartitionOf = Callable[[int], "int | None"]
 Addressed = tuple[str, int]
@@ -86,13 +80,13 @@ class _Look(threading.Thread):
 
     Flower fetches all replies that it finds, one after the other, in one call. Where a node was cut off while it sent
     one, it waits for the rest until the SuperLink gives it up, three minutes later (read in Flower's source, and
-    measured). What the SuperLink has handed to one look it hands to no other.
+    measured). There is one look at a time: for what it has handed to a look, the SuperLink answers another with an
+    error (measured).
     """
 
     def __init__(self, grid: Grid, missing: Collection[str]) -> None:
         super().__init__(name="fedcomp-look", daemon=True)
         self._grid, self._missing = grid, set(missing)
-        self._began = time.monotonic()
         self._found: list[Message] = []
         self._error: BaseException | None = None
         self._abandoned = False
@@ -106,11 +100,6 @@ class _Look(threading.Thread):
             self._error = error
             if self._abandoned:
                 log.warning("fetching a reply that nobody waits for any more failed: %s", error)
-
-    @property
-    def slow(self) -> bool:
-        """Whether another look is worth it."""
-        return time.monotonic() - self._began > PATIENCE_SECONDS
 
     def replies(self) -> list[Message]:
         """Return what an ended look found; raise what it raised."""
@@ -149,48 +138,28 @@ def poll(
     """
     end = None if timeout is None else time.monotonic() + timeout
     replies: list[Message] = []
-    looks: list[_Look] = []
     while missing:
-        if len(looks) < MOST_LOOKS and all(look.slow for look in looks):
-            looks.append(_Look(grid, missing))
+        look = _Look(grid, missing)
         # However short the timeout, there is one look.
-        looks[-1].join(seconds if looks[-1].slow else PATIENCE_SECONDS)
-        over = end is not None and time.monotonic() >= end
-        for look in looks if over else ():
-            look.join(GRACE_SECONDS if final else None)
-        ended = [look for look in looks if not look.is_alive()]
-        looks = [look for look in looks if look not in ended]
-        found = [reply for look in ended for reply in look.replies()]
+        patience = None if end is None or not final else max(0.0, end - time.monotonic()) + GRACE_SECONDS
+        look.join(patience)
+        if look.is_alive():
+            look.abandon()
+            log.warning("a reply was cut off, or is late: it and what came behind it are not waited for any more")
+            break
+        found = look.replies()
         if arrive is not None:
             for reply in found:
                 arrive(reply)
         replies.extend(found)
         missing = missing - {reply.metadata.reply_to_message_id for reply in found}
-        if not missing or over:
+        if not missing or (end is not None and time.monotonic() >= end):
             break
         # Nothing new, nothing to ask: ``enough`` may be costly.
         if enough is not None and found and enough(replies):
             break
         time.sleep(seconds)
-    if not final:
-        replies += _rest(looks, arrive)
-    elif looks and missing:
-        log.warning("%d of %d missing replies had begun to arrive and are not waited for", len(looks), len(missing))
-    for look in looks:
-        look.abandon()
     return replies
-
-
-def _rest(looks: Iterable[_Look], arrive: Callable[[Message], None] | None) -> list[Message]:
-    """Return what looks under way bring."""
-    found = []
-    for look in looks:
-        look.join()
-        found += look.replies()
-    if arrive is not None:
-        for reply in found:
-            arrive(reply)
-    return found
 
 
 def partition_lookup(grid: Grid) -> PartitionOf:
