@@ -449,7 +449,7 @@ EXPERIMENT = Experiment(
     options=OPTIONS,
     rounds=40,
     clients=2,
-    minutes=20.0,
+    minutes=25.0,
     quick=("rounds=3", "rates=1000", "dense=1", "limit=20", "steps=0.1", "stock=false", "links=5"),
     notes=(
         "The links are token buckets between network namespaces of this machine: Linux, root and iproute2. Every row "
