@@ -81,7 +81,7 @@ class _Look(threading.Thread):
     Flower fetches all replies that it finds, one after the other, in one call. Where a node was cut off while it sent
     one, it waits for the rest until the SuperLink gives it up, three minutes later (read in Flower's source, and
     measured). There is one look at a time: for what it has handed to a look, the SuperLink answers another with an
-    error (measured).
+    error (read; rounds lost replies by it).
     """
 
     def __init__(self, grid: Grid, missing: Collection[str]) -> None:
