@@ -283,6 +283,7 @@ EXPERIMENT = Experiment(
     options=OPTIONS,
     rounds=60,
     clients=4,
+    engines=("superlink",),
     minutes=12.0,
     quick=("rounds=11", "clients=3", "seeds=1", "each=1"),
     notes=(
