@@ -6,11 +6,10 @@ import contextlib
 import json
 import os
 import secrets
-import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -51,15 +50,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     log = EventLog(json=options.log_format == "json")
     if options.preflight:
         return preflight(options, log)
-    secret = Path(tempfile.mkdtemp(prefix="fedcomp-node-")) / "secret"
     try:
         options = with_folders(options)
-        return Supervisor(options, services(options, secret, log), log).run()
+        with _secret_of(options) as secret:
+            return Supervisor(options, services(options, secret, log), log).run()
     except ConfigError as error:
         log("configuration", str(error), level="error")
         return CONFIGURATION
-    finally:
-        shutil.rmtree(secret.parent, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _secret_of(options: NodeOptions) -> Iterator[Path]:
+    """Yield where the secret of this start goes: what a killed node leaves in its home, its next start replaces."""
+    if options.home is not None:
+        yield options.home / f"secret-{options.port}"
+        return
+    with tempfile.TemporaryDirectory(prefix="fedcomp-node-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder) / "secret"
 
 
 def services(options: NodeOptions, secret: Path, log: EventLog) -> list[Service]:
@@ -118,7 +125,9 @@ def _workers(
             raise ConfigError(f"--allow-bundles needs the executor of this project: {reason}")
         log("executor", f"messages are handled by Flower's own, a new process each: {reason}", level="warning")
         return [Service(SUPERNODE, supernode(options), env, after=after)]
-    # The port is open to every user of this machine; whoever has no secret gets no task.
+    # The port is open to every user of this machine; whoever has no secret gets no task. That of a former start has no
+    # reader any more: its port was found free.
+    secret.unlink(missing_ok=True)
     with open(os.open(secret, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
         file.write(secrets.token_bytes(32))
     command = supernode(options, "--isolation", "process", "--superexec-auth-secret-file", str(secret))

@@ -32,11 +32,11 @@ def wait_until(true: Callable[[], object], seconds: float) -> None:
 
 
 @contextlib.contextmanager
-def node(deployment: Deployment, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+def node(deployment: Deployment, folder: Path, port: int | None = None) -> Iterator[subprocess.Popen[bytes]]:
     """Run a second node beside the one of the deployment; it has partition 1."""
-    home = folder / "home"
+    home, port = folder / "home", free_ports(1)[0] if port is None else port
     command = [sys.executable, "-m", "fedcomp.clients.edge", "--superlink", deployment.address, "--insecure"]
-    command += ["--partition", "1", "--of", "2", "--port", str(free_ports(1)[0]), "--home", str(home)]
+    command += ["--partition", "1", "--of", "2", "--port", str(port), "--home", str(home)]
     command += ["--heartbeat", str(folder / "beat"), "--log-format", "json"]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, TASK_POLL: "0.05"})
@@ -80,11 +80,17 @@ def test_a_supernode_that_is_killed_comes_back_and_trains(tmp_path: Path) -> Non
         assert processes_with("FLWR_HOME", home) == {}
 
 
-def test_nothing_is_left_when_the_supervisor_is_killed(tmp_path: Path) -> None:
-    home = str(tmp_path / "home")
-    with Deployment(1) as deployment, node(deployment, tmp_path) as process:
-        wait_until(lambda: b'"joined"' in (tmp_path / "log").read_bytes(), 60)
-        assert len(processes_with("FLWR_HOME", home)) >= 2
-        process.kill()
-        process.wait()
-        wait_until(lambda: processes_with("FLWR_HOME", home) == {}, 30)
+def test_no_process_is_left_when_the_supervisor_is_killed_and_the_next_start_has_its_own_secret(tmp_path: Path) -> None:
+    home, port, made = str(tmp_path / "home"), free_ports(1)[0], set[bytes]()
+    with Deployment(1) as deployment:
+        for _ in range(2):
+            with node(deployment, tmp_path, port) as process:
+                wait_until(lambda: b'"joined"' in (tmp_path / "log").read_bytes(), 60)
+                assert len(processes_with("FLWR_HOME", home)) >= 2
+                (secret,) = (tmp_path / "home").glob("secret-*")
+                assert secret.stat().st_mode & 0o777 == 0o600
+                made.add(secret.read_bytes())
+                process.kill()
+                process.wait()
+                wait_until(lambda: processes_with("FLWR_HOME", home) == {}, 30)
+    assert len(made) == 2
