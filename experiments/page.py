@@ -212,7 +212,10 @@ def _heat_map(heat: HeatMap) -> dict[str, Any]:
 
 
 def _bars(found: Findings) -> dict[str, Any] | None:
-    """Return the first column of positive numbers as bars, for a report that has nothing else to look at."""
+    """Return the first column of positive numbers as bars, for a report that has nothing else to look at.
+
+    Bars are named by the first column: a table where it names several rows alike has none.
+    """
     for table in found.tables:
         for column in range(1, len(table.columns)):
             values = [row[column] for row in table.rows]
@@ -220,6 +223,8 @@ def _bars(found: Findings) -> dict[str, Any] | None:
             if 2 <= len(numbers) == len(values) <= LONG and max(numbers) > 0:
                 shares = [value / max(numbers) for value in numbers]
                 names = [str(row[0]) for row in table.rows]
+                if len(set(names)) < len(names):
+                    break
                 rows = list(zip(names, aligned(values), shares, strict=True))
                 return {"title": table.title, "what": table.columns[column], "rows": rows}
     return None

@@ -10,7 +10,7 @@ from fedcomp.experiments import disks, links
 from fedcomp.experiments.chaos import CLOCK, DISK, LINK, NODE, SERVER_APP, SUPERLINK, Fault, schedule
 from fedcomp.experiments.experiment import Config, Experiment, Option, no_rows
 from fedcomp.experiments.findings import Findings, Say
-from fedcomp.experiments.kit import Record, Records, Sweep, claim, repetitions, table, workers
+from fedcomp.experiments.kit import Record, Records, Sweep, claim, curves, repetitions, table, workers
 from fedcomp.experiments.spec import RunResult
 
 PLACES: Final = 1e-5
@@ -148,6 +148,20 @@ def findings(config: Config, found: Records, skipped: str = "") -> Findings:
                 ],
             ),
         ],
+        figures=[
+            curves(
+                "Rounds while things are killed",
+                found,
+                lambda r: [each["at"] - r.ended[0]["at"] for each in r.ended],
+                lambda r: [each["round"] for each in r.ended],
+                lambda r: f"seed {r.seed}, {'state folders' if r.state else 'no state folder'}",
+                x_label="seconds since the first round ended",
+                y_label="round",
+                caption="A step to the right is a round that a fault held up.",
+            )
+        ]
+        if found
+        else [],
         claims=[
             claim(
                 "rounds accounted for, least of all runs",

@@ -88,6 +88,13 @@ def test_what_is_lost_without_a_folder_is_named() -> None:
     assert overview["abandoned (node, message)"] == "1: 5"
 
 
+def test_the_figure_shows_when_each_round_of_each_run_ended() -> None:
+    (figure,) = findings(config(), Records([record(True), record(False)])).figures
+    assert [line.name for line in figure.series] == ["seed 0, state folders", "seed 0, no state folder"]
+    assert list(figure.series[0].y) == [each["round"] for each in record(True).ended]
+    assert figure.series[0].x[0] == 0.0
+
+
 def test_a_node_is_back_when_its_update_is_used_again() -> None:
     assert back_after(record(True), 0) == 45.0
     assert back_after(record(True, ended=[ended(n, (0, 2)) for n in range(1, 17)]), 0) == math.inf

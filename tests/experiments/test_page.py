@@ -181,6 +181,16 @@ def test_tables_alone_get_bars_so_that_there_is_something_to_look_at() -> None:
     assert "Numbers: bytes" in Page(text).text
     assert re.findall(r"--share: ([\d.]+)", text) == ["0.2500", "1.0000"]
     assert text.index("--share: 0.25") < text.index("<table")
+    # Two bars of one name tell nobody anything.
+    alike = make(findings=Findings(tables=[Table("Numbers", ["name", "bytes"], [["x", 1.0], ["x", 4.0]])]))[0]
+    assert "--share: " not in render_report(alike | {"rows": []}, {})
+
+
+@pytest.mark.long
+def test_only_a_long_cell_takes_room_of_its_own() -> None:
+    rows = [["short", "a reason that is longer than any name", 1.0]]
+    text = render_report(make(findings=Findings(tables=[Table("T", ["a", "b", "c"], rows)]))[0] | {"rows": []}, {})
+    assert '<th scope="row">short</th><td class=" long">a reason' in text
 
 
 @pytest.mark.long
