@@ -460,7 +460,7 @@ EXPERIMENT = Experiment(
     rounds=1,
     clients=4,
     minutes=15.0,
-    quick=("seeds=1", "steps=20", "rates=0.02", "trained=10"),
+    quick=("seeds=1", "steps=6", "rates=0.02", "trained=3"),
     notes=(
         "Abrahamyan et al. (2022) send gradients as latents of a small autoencoder that is trained on the gradients of "
         "the first rounds. Four workers train a network of three convolutions, 16, 32 and 64 filters, on the digits "

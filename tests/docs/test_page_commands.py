@@ -5,10 +5,11 @@ through the function its program starts with. Tiny means, and every rule stands 
 
 - ``experiments.run``: the arguments are checked as they are written. To run, ``--quick`` is added; the sizes that a
   command gives itself (``--rounds``, ``--clients``, ``seeds``) and settings that change no figure (``workers``) are
-  left out; the engine is ``inprocess`` (Ray and the SuperLink have their own tests of the same rows); and lists that
-  no setting shortens are cut as in :data:`FEWER`. A command whose options are all among another's is run with that
-  one. ``full=true`` and ``tune=true``, which take long at any size, and what is for the files of ``FEDCOMP_DATA``,
-  which are not there, are checked but not run: tests of their experiments do so with fewer parts.
+  left out, and no other processes are started; the engine is ``inprocess`` (Ray and the SuperLink have their own tests
+  of the same rows); and lists that no setting shortens are cut as in :data:`FEWER`. A command whose options are all
+  among another's is run with that one. ``full=true`` and ``tune=true``, which take long at any size, and what is for
+  the files of ``FEDCOMP_DATA``, which are not there, are checked but not run: tests of their experiments do so with
+  fewer parts.
 - ``fedcomp.tasks``: one epoch, and one task where the command has none. ``fedcomp.coding.plan --measure``: 20 draws.
 - ``make``: ``make -n``. ``pytest``: there are tests that it would select.
 - ``pip``: what it names is declared. ``fedcomp.clients.edge``, its executor and ``fedcomp.coding.listener``: what they
@@ -24,6 +25,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import pickle
 import re
 import runpy
 import subprocess
@@ -81,8 +83,8 @@ FEWER: dict[str, dict[str, Any]] = {
     "fedcomp.experiments.catalog.scalecom": {"FEDERATIONS": (2, 8)},
     "fedcomp.experiments.catalog.coded_dropout": {"LIVES": (12.0, 40.0), "SIZES": (2_000, 5_000)},
     "fedcomp.experiments.catalog.compressors": {"LOOKED": 2, "REPETITIONS": 1},
-    "fedcomp.experiments.catalog.gradiveq": {"EARLY": 3, "LATE": 6},
-    "fedcomp.experiments.catalog.lgc": {"HELD_OUT": 6},
+    "fedcomp.experiments.catalog.gradiveq": {"EARLY": 3, "LATE": 6, "WIDTH": 64},
+    "fedcomp.experiments.catalog.lgc": {"HELD_OUT": 3},
     "fedcomp.experiments.catalog.gcn": {"SCALES": (4.0, 8.0), "SWEEP": (1.0, 1.5)},
 }
 """Lists of an experiment that no setting shortens: module, names and what they are while it is tested."""
@@ -191,6 +193,7 @@ def test_e1_an_experiment_runs_at_its_smallest_size(
     for module, fewer in FEWER.items():
         for name, value in fewer.items():
             monkeypatch.setattr(f"{module}.{name}", value)
+    monkeypatch.setattr("fedcomp.experiments.kit._in_processes", one_by_one)
     if asked(command)[0] == "privacy_audit":
         leave_few_subjects(monkeypatch)
     unshortened = {"--set full=true", "--set tune=true"} & asked(command)[1]
@@ -217,6 +220,11 @@ def test_e1_an_experiment_runs_at_its_smallest_size(
     assert re.search(r"\d", summary["answer"]), "the answer is made of figures"
     if "--json" in command.words:
         assert json.loads(out)["answer"] == summary["answer"]
+
+
+def one_by_one(calls: Mapping[str, Callable[[], Any]], workers: int) -> Iterator[tuple[str, Any]]:
+    """Run what would go to other processes in this one, pickled as for them: each of theirs would import torch."""
+    return ((name, pickle.loads(pickle.dumps(call))()) for name, call in calls.items())
 
 
 def leave_few_subjects(monkeypatch: pytest.MonkeyPatch) -> None:
