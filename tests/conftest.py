@@ -7,6 +7,7 @@ import gc
 import itertools
 import os
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,11 @@ from fedcomp.flower.offline import go_offline
 
 # Before any test module imports Flower: its telemetry switch is read at import.
 go_offline()
+
+# A shell that starts the tests in the background has them ignore SIGINT, and every process they start inherits that;
+# what tests say of an interruption holds for a process that can be interrupted.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples in every run; HYPOTHESIS_PROFILE=deep looks for new ones.
 settings.register_profile("fixed", derandomize=True, deadline=None)

@@ -285,7 +285,7 @@ def test_a_real_supernode_takes_its_listener_along(tmp_path: Path) -> None:
         # Its helper has started, which could have taken over the pipe.
         wait_until(lambda: any("superexec" in command for command in family().values()), 60)
         (listener,) = [pid for pid, command in family().items() if "fedcomp.coding.listener" in command]
-        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+        socket.create_connection(("127.0.0.1", port), timeout=100).close()
         process.kill()
         process.wait()
         wait_until(lambda: not alive(listener))

@@ -43,7 +43,7 @@ def test_a_bundle_runs_once_it_is_on_the_list_and_gives_the_bytes_of_one_process
         below = family([executor.pid])
         assert len(below) == 2
         executor.terminate()
-        executor._process.wait(10)
+        executor._process.wait(100)
         assert executor.returncode == 0
         assert not family(list(below))
     here = engines.run(replace(SPEC, engine="inprocess"))

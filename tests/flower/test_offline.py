@@ -36,8 +36,24 @@ def python(code: str, tmp_path: Path, **environment: str) -> str:
 
 @pytest.fixture
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in offline.OFFLINE_ENVIRONMENT:
-        monkeypatch.delenv(name, raising=False)
+    for name in [*offline.OFFLINE_ENVIRONMENT, *os.environ]:
+        if name in offline.OFFLINE_ENVIRONMENT or name.lower().endswith("_proxy"):
+            monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("before", "added"),
+    [
+        ({}, {}),
+        ({"no_proxy": "a"}, {}),
+        ({"http_proxy": "http://p"}, {"no_proxy": "localhost,127.0.0.1,::1"}),
+        ({"HTTPS_PROXY": "http://p", "NO_PROXY": "a, 127.0.0.1"}, {"no_proxy": "a,127.0.0.1,localhost,::1"}),
+        ({"http_proxy": "http://p", "no_proxy": "localhost,127.0.0.1,::1"}, {}),
+        ({"grpc_proxy": "http://p", "no_proxy": "*"}, {}),
+    ],
+)
+def test_connections_to_this_machine_go_past_a_proxy(before: dict[str, str], added: dict[str, str]) -> None:
+    assert offline.without_proxy(before) == added
 
 
 def test_it_sets_what_is_missing_and_keeps_what_the_user_set(clean_environment, monkeypatch) -> None:

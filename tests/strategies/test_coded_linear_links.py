@@ -140,7 +140,7 @@ class Listeners:
 
         self._thread = threading.Thread(target=self._loop.run_until_complete, args=(serve(),))
         self._thread.start()
-        assert ready.wait(10)
+        assert ready.wait(100)
 
     def __enter__(self) -> Listeners:
         return self
