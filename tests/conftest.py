@@ -53,7 +53,7 @@ def pytest_collection() -> Iterator[None]:
 def _place(file: Path) -> int:
     """Return when a file is handed to a worker: 0 for what starts Ray or deployments, 1 for other long ones, or 2."""
     text = file.read_text(encoding="utf-8")
-    if "mark.slow" not in text:
+    if not re.search(r"mark\.(slow|long)", text):
         return 2
     return 0 if re.search(r"\bengines\b|flwr\.simulation", text) else 1
 

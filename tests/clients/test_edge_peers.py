@@ -192,7 +192,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Node]]:
         node.process.communicate()
 
 
-def wait_until(true: Callable[[], bool], seconds: float = 10.0) -> None:
+def wait_until(true: Callable[[], bool], seconds: float = 100.0) -> None:
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline
@@ -281,16 +281,16 @@ def test_a_real_supernode_takes_its_listener_along(tmp_path: Path) -> None:
         return processes_with("FLWR_HOME", str(tmp_path))
 
     try:
-        wait_until(lambda: any("flower-supernode" in command for command in family().values()), 30)
+        wait_until(lambda: any("flower-supernode" in command for command in family().values()), 300)
         # Its helper has started, which could have taken over the pipe.
-        wait_until(lambda: any("superexec" in command for command in family().values()), 60)
+        wait_until(lambda: any("superexec" in command for command in family().values()), 300)
         (listener,) = [pid for pid, command in family().items() if "fedcomp.coding.listener" in command]
         socket.create_connection(("127.0.0.1", port), timeout=100).close()
         process.kill()
         process.wait()
         wait_until(lambda: not alive(listener))
         # The SuperNode is killed with its supervisor; its helper sees that its parent is gone, and leaves.
-        wait_until(lambda: family() == {}, 30)
+        wait_until(lambda: family() == {}, 300)
     finally:
         for pid in family():
             os.kill(pid, signal.SIGKILL)

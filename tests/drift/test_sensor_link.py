@@ -401,7 +401,7 @@ def test_a_damaged_or_foreign_deployment_is_refused(tmp_path: Path) -> None:
 # The socket.
 
 
-def until(condition: Any, seconds: float = 10.0) -> bool:
+def until(condition: Any, seconds: float = 100.0) -> bool:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if condition():

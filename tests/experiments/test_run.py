@@ -513,7 +513,7 @@ def test_ctrl_c_in_the_middle_of_a_real_run_then_resume(tmp_path: Path, capsys: 
     try:
         wait_for_rounds(process, out, 7)  # a round or so into the second row
         process.send_signal(signal.SIGINT)
-        stdout, stderr = process.communicate(timeout=60)
+        stdout, stderr = process.communicate(timeout=400)
     finally:
         process.kill()
     assert process.returncode == 130, stderr
