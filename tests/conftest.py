@@ -51,11 +51,11 @@ def pytest_collection() -> Iterator[None]:
 
 @functools.cache
 def _place(file: Path) -> int:
-    """Return when a file is handed to a worker: 0 for what starts Ray or deployments, 1 for other long ones, or 2."""
+    """Return when a file is handed to a worker: 0 for what starts Ray or deployments, 1 for other slow ones, or 2."""
     text = file.read_text(encoding="utf-8")
-    if not re.search(r"mark\.(slow|long)", text):
-        return 2
-    return 0 if re.search(r"\bengines\b|flwr\.simulation", text) else 1
+    if "mark.engines" in text:
+        return 0
+    return 1 if re.search(r"mark\.(slow|long)", text) else 2
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
