@@ -103,7 +103,7 @@ def flower_findings(rounds: int) -> dict[str, Any]:
     floats, integers, dtype = flaws.integer_buffers()
     all_clipped, none_clipped = flaws.adaptive_noise()
     return {
-        "version": flaws.flower_version(),
+        "version": flwr.__version__,
         "clips": {f"{start:g}": flaws.clip_norms(start, rounds) for start in STARTS},
         # From the same first clip norms as Flower's.
         "ours": {f"{start:g}": tracked(DpFedAvg, start=start, rounds=rounds) for start in STARTS},
@@ -341,7 +341,7 @@ def claims(
     from fedcomp.privacy.audit import power
 
     ours = "integer noise on the grid"
-    promise, installed = "every system's own claim", "measured on Flower 1.41.0; another version may have mended it"
+    promise, installed = "every system's own claim", f"measured on Flower {flower['version']}; another version may have mended it"
 
     def refuted(verdicts: Audit) -> float:
         # No verdicts at all are no pass: NaN fails the claim.
