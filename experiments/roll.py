@@ -139,7 +139,7 @@ class Roll(GridWrapper):
         with self._sent_to_ids(batch):
             return self.inner.push_messages(batch)
 
-    def pull_messages(
+    def pull_messages(  # type: ignore[override]  # as Flower 1.43 has it; earlier ones name the first otherwise
         self, reply_to_message_ids: Iterable[str] | None = None, *, message_ids: Iterable[str] | None = None
     ) -> list[Message]:
         """Pull, under names; arguments as for :func:`~fedcomp.flower.wrapper.awaited_ids`."""

@@ -96,6 +96,8 @@ def last_bits(draws: int, seed: int) -> dict[str, list[float]]:
 
 def flower_findings(rounds: int) -> dict[str, Any]:
     """Return what the wrappers of the installed Flower do, as plain data."""
+    import flwr
+
     from fedcomp.experiments.audits import flower_flaws as flaws
     from fedcomp.experiments.audits.mutants import tracked
     from fedcomp.strategies.private.dp_fedavg import DpFedAvg
@@ -341,7 +343,8 @@ def claims(
     from fedcomp.privacy.audit import power
 
     ours = "integer noise on the grid"
-    promise, installed = "every system's own claim", f"measured on Flower {flower['version']}; another version may have mended it"
+    promise = "every system's own claim"
+    installed = f"measured on Flower {flower['version']}; another version may have mended it"
 
     def refuted(verdicts: Audit) -> float:
         # No verdicts at all are no pass: NaN fails the claim.

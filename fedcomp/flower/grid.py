@@ -214,7 +214,7 @@ class InProcessGrid(GridNodes, Grid):
             self._flights.add(packed.root, exchange, replies)
         return ids
 
-    def pull_messages(
+    def pull_messages(  # type: ignore[override]  # as Flower 1.43 has it; earlier ones name the first otherwise
         self, reply_to_message_ids: Iterable[str] | None = None, *, message_ids: Iterable[str] | None = None
     ) -> list[Message]:
         """Return the replies that are there, each once; the clock moves to the latest of them.

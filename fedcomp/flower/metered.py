@@ -397,7 +397,7 @@ class MeteredGrid(GridWrapper):
         self.meter.count_down(batch, sizes, set(push(self.inner, batch)), self._round)
         return [message.metadata.message_id for message in batch]
 
-    def pull_messages(
+    def pull_messages(  # type: ignore[override]  # as Flower 1.43 has it; earlier ones name the first otherwise
         self, reply_to_message_ids: Iterable[str] | None = None, *, message_ids: Iterable[str] | None = None
     ) -> list[Message]:
         """Return the replies that have come, each counted, in partition order and without duplicates.

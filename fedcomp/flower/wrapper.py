@@ -57,7 +57,7 @@ class GridWrapper(Grid):
         """Push to the inner grid."""
         return self.inner.push_messages(messages)
 
-    def pull_messages(
+    def pull_messages(  # type: ignore[override]  # as Flower 1.43 has it; earlier ones name the first otherwise
         self, reply_to_message_ids: Iterable[str] | None = None, *, message_ids: Iterable[str] | None = None
     ) -> Iterable[Message]:
         """Pull from the inner grid; arguments as for :func:`awaited_ids`."""
