@@ -201,7 +201,7 @@ def test_versions(monkeypatch) -> None:
         monkeypatch.setattr(preflight.importlib.metadata, "version", lambda _, other=other: other)
         verdict, text = found("versions")
         assert verdict == wanted
-        assert ("pip install 'flwr>=" in text) == (wanted == "wrong")
+        assert ("pip install 'flwr" in text) == (wanted == "wrong")
 
 
 def test_ports() -> None:
