@@ -41,7 +41,7 @@ class Compressed(Receiving, Strategy, Stateful):
     Parameters
     ----------
     inner : Strategy
-        Any Flower 1.41 strategy that works through the ``configure_*``/``aggregate_*`` hooks, a private one included.
+        Any Flower strategy that works through the ``configure_*``/``aggregate_*`` hooks, a private one included.
         With a codec that lists coordinates, FedAdam, FedYogi and FedAdagrad keep moments and steps to the coordinates
         of which something arrived (:mod:`fedcomp.strategies.adaptive`).
     codec : Codec or dict
