@@ -53,7 +53,8 @@ class Compressed(Receiving, Strategy, Stateful):
         Whether to wrap ``codec`` in error feedback. Default: when it is biased, has no memory of its own and does not
         vote.
     policy : DensityPolicy, optional
-        Decides per tensor what travels dense; default :class:`fedcomp.layout.SmallDense`.
+        Decides per tensor what travels dense. Default: nothing but statistics, :data:`fedcomp.layout.NONE_DENSE`;
+        small tensors do under :class:`fedcomp.layout.SmallDense`.
     guard : Norms, optional
         Refuses updates that are far longer, or weigh far more, than is usual; default nobody does. Not with a private
         strategy that bounds every update itself, as all do but local privacy.
@@ -129,11 +130,11 @@ class Compressed(Receiving, Strategy, Stateful):
         # With the memory around it: it is the memory that lengthens what a client has clipped.
         require_clip_holds(inner, self.codec)
         self.downlink = None if downlink is None else get_codec(downlink)
-        self.policy = policy
         self.guard = guard
         self.record = record
         self.seed = seed
         self.announcer = Announcer(self.downlink, policy, record, seed, first_at_nodes=first_model_at_nodes)
+        self.policy = self.announcer.policy
         # The last one: from here on what is not an attribute of this strategy is one of the inner's.
         self.inner = inner
 
