@@ -160,6 +160,23 @@ def test_small_tensors_travel_dense_where_the_policy_says_so() -> None:
     assert np.count_nonzero(result.arrays["weight"].numpy()) <= 4 * math.ceil(0.01 * 1200)
 
 
+def test_without_a_codec_clients_send_eden_of_one_bit_and_get_the_model_whole() -> None:
+    announced = []
+
+    def listening(msg: Message, context: Context) -> Message:
+        announced.append(messages.find_announcement(msg.content))
+        return client_app([compression()])(msg, context)
+
+    default, ledger = run(Compressed(fedavg(fraction_evaluate=0.0)), listening)
+    explicit, _ = run(Compressed(fedavg(fraction_evaluate=0.0), EDEN(bits=1), None))
+    assert same(default.arrays, explicit.arrays)
+    assert len(announced) == 12
+    assert all(each.codec == EDEN(bits=1).to_config() and each.downlink == {} for each in announced)
+    dense = 4 * 1212
+    assert ledger.total("payload", direction="down") >= 12 * dense
+    assert ledger.total("payload", direction="up") < 12 * dense / 10
+
+
 @pytest.mark.parametrize("codec", [EDEN(bits=1), TopK(density=0.01, values="q2"), QSGD(levels=7)], ids=repr)
 @pytest.mark.parametrize("downlink", [None, TopK(density=0.05)], ids=repr)
 def test_by_default_the_dense_rest_is_at_most_a_tenth_of_a_frame(codec: Codec, downlink: Codec | None) -> None:
