@@ -134,7 +134,7 @@ def test_the_pages_have_such_commands():
 
 
 def test_the_image_has_no_keys_and_no_environment():
-    """The compose file has keys made below the folder that the image is built from, and the Dockerfile copies all of it."""
+    """Keys are made below the folder that the image is built from, and the Dockerfile copies all of it."""
     assert "fedcomp certificates examples/edge/keys" in (EDGE / "compose.yaml").read_text()
     assert "COPY . ." in (EDGE / "Dockerfile").read_text()
     ignored = (ROOT / ".dockerignore").read_text().split()
