@@ -399,8 +399,8 @@ class Layout:
             dtype = shapes[name].dtype
             if dtype not in DTYPES.values():
                 raise ConfigError(
-                    f"tensor {name!r} is {dtype}, which cannot travel; supported: {', '.join(DTYPES.values())}. Send "
-                    "a view of it in one of these (complex numbers as pairs of floats, bfloat16 as uint16)"
+                    f"tensor {name!r} is {dtype}, which cannot travel; supported: {', '.join(DTYPES.values())}. "
+                    "Convert it before it is sent (bfloat16 to float32, complex numbers to pairs of floats)"
                 )
             # Infinities in a model are constants (attention masks), not something to take differences of.
             in_vector = dtype == "float32" or (cast_floats and array.dtype.kind == "f")

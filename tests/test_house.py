@@ -55,6 +55,7 @@ FORBIDDEN = {
     "fedcomp/timing": {"flwr", "torch", "fedcomp.flower"},
     "fedcomp/errors.py": {"flwr", "torch", "numpy", "fedcomp"},
     "fedcomp/logs.py": {"flwr", "torch", "numpy", "fedcomp"},
+    "fedcomp/verdicts.py": {"flwr", "torch", "numpy", "fedcomp"},
     "fedcomp/params.py": {"flwr", "torch", *(f"fedcomp.{name}" for name in ("layout", "codecs", "flower", "wire"))},
     "fedcomp/plain.py": {"flwr", "torch", *(f"fedcomp.{name}" for name in ("layout", "codecs", "flower", "wire"))},
     "fedcomp/stateful.py": {"flwr", "torch", *(f"fedcomp.{name}" for name in ("layout", "codecs", "flower", "wire"))},
