@@ -379,6 +379,7 @@ class Reception(Stateful):
         found = [(pair, "", pair[1].content) for pair in self.received(sent, replies, report, read, errors)]
         kept = self.agreeing(found, report, lambda pair: pair[0].node, "evaluate")
         self.log.warn(report)
+        report.concluded = True
         return [reply for _, reply in kept], errors
 
     def acknowledge(self, consumed: Iterable[Consumed]) -> None:

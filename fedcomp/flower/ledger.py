@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any, Final, Literal, Self
 
 import numpy as np
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 
 from fedcomp.errors import ConfigError, FedcompError, nearest
 from fedcomp.flower._private import Packer
+from fedcomp.flower.store import Lasting
 
 Direction = Literal["up", "down"]
 Link = Literal["hub", "peer"]
@@ -29,6 +31,9 @@ _LINKS: Final = ("hub", "peer")
 _COLUMNS: Final = {"round": "<u4", "node": "<u4", "kind": "<u2", "payload": "<u8", "wire": "<u8"}
 _TYPECODES: Final = {"<u2": "H", "<u4": "I", "<u8": "Q"}
 _FORMAT: Final = "fedcomp.ledger/1"
+
+BLOCK: Final = 4096
+"""Rows that are stored together."""
 
 
 class TrafficLedgerError(FedcompError, ValueError):
@@ -57,6 +62,7 @@ class MessageTable:
         self._kind_index: dict[tuple[str, str, str], int] = {}
         # By round, then by kind: payload, wire and messages. Totals are asked for again and again while rows are added.
         self._sums: dict[int, dict[int, list[int]]] = {}
+        self._blocks: list[Lasting] = []
 
     def __len__(self) -> int:
         return len(self._columns["round"])
@@ -84,6 +90,19 @@ class MessageTable:
     def columns(self) -> dict[str, NDArray[Any]]:
         """Return copies of the stored columns; ``node`` and ``kind`` are indices into :meth:`tables`."""
         return {name: self._view(name).copy() for name in _COLUMNS}
+
+    def blocks(self) -> list[Lasting]:
+        """Return the columns in blocks of rows, for a file that rows are written into once.
+
+        Rows are added to the last block alone, which is then another value.
+        """
+        full = len(self) // BLOCK
+        for number in range(len(self._blocks), full):
+            self._blocks.append(Lasting(partial(self._rows, number * BLOCK, (number + 1) * BLOCK)))
+        return [*self._blocks, Lasting(partial(self._rows, full * BLOCK, len(self)))]
+
+    def _rows(self, start: int, stop: int) -> dict[str, NDArray[Any]]:
+        return {name: self._view(name)[start:stop].copy() for name in _COLUMNS}
 
     def tables(self) -> dict[str, list[Any]]:
         """Return what the indices in :meth:`columns` stand for."""
