@@ -126,7 +126,7 @@ def _handle(
     # Whatever starts with a state keeps it: memory of what was not sent, or adaptation to what was seen.
     if codec is not None and layout is not None and codec.init(layout):
         try:
-            asked = asked_of(announcement, before)
+            asked = asked_of(announcement, before, checked=replica is not None)
             uplink = Uplink.begin(context, announcement, codec, layout, asked)
         except StaleMessage as error:
             return refusal(msg, f"{STALE}: {error}")

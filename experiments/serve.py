@@ -34,6 +34,7 @@ from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.privacy import Private, find_private
 from fedcomp.flower.report import Reports, reports_of
 from fedcomp.flower.rounds import RoundOutcome, fit, over
+from fedcomp.flower.store import Lasting
 from fedcomp.privacy.errors import PrivacyLedgerError
 from fedcomp.strategies.deadlines import Deadline
 from fedcomp.strategies.parts import BUDGET, TASK_PREFIX
@@ -148,6 +149,8 @@ class _Run:
         self._private = find_private(self.strategy)
         self.withheld = getattr(self._private, "withholds", False) is True
         self._each: dict[str, int] = {}
+        self._file: checkpoints.CheckpointFile | None = None
+        self._stored: dict[int, tuple[RoundRecord, Lasting]] = {}
         self._reported = 0
 
     @property
@@ -421,19 +424,28 @@ class _Run:
     def _save(self, path: Path, server_round: int) -> None:
         extra: dict[str, Any] = {
             "spec": self.spec.to_run_config(),
-            "records": [record.to_json() for record in self.records],
+            "records": [self._once(record) for record in self.records],
             "seconds": self.seconds_before + time.perf_counter() - self._started,
             "nodes": self._cohorts.known,
             "times": self._cohorts.times(),
         }
-        checkpoints.save(
-            path,
+        if self._file is None:
+            self._file = checkpoints.CheckpointFile(path)
+        self._file.save(
             server_round=server_round,
             arrays=self.arrays,
             strategy=self.strategy,
             grid=self.grid,
             extra=extra,
         )
+
+    def _once(self, record: RoundRecord) -> Lasting:
+        """Return a record for the checkpoint's file; the same object for the same record."""
+        # Records are frozen, and compared by identity: one that replaces another is written anew.
+        found = self._stored.get(record.round)
+        if found is None or found[0] is not record:
+            found = self._stored[record.round] = (record, Lasting(record.to_json))
+        return found[1]
 
     def _restore(self, path: Path) -> tuple[Any, int]:
         read_checkpoint(path, self.spec)

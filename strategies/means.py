@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import get_ident
-from typing import Final
+from typing import Any, Final
 
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedYogi, Strategy
@@ -28,10 +28,26 @@ MEANS: Final = tuple(method.__qualname__.split(".")[0] for method in _WEIGHTED_M
 _RECEIVED: Final = "%s: Received %s results and %s failures"
 """What Flower's FedAvg logs of the replies it was given."""
 
+_RECEIVED_SUM: Final = "%s: Received the sum of the round's updates"
+"""What is logged in its place where nobody may know how many there were."""
+
+_AGGREGATION: Final = ("aggregate_train", "_check_and_log_replies")
+"""The methods of Flower's FedAvg by which replies become a model."""
+
 
 def is_mean(strategy: Strategy) -> bool:
     """Whether the strategy aggregates as one of Flower's weighted means does."""
     return type(strategy).aggregate_train in _WEIGHTED_MEANS
+
+
+def returns_mean(strategy: Strategy) -> bool:
+    """Whether the strategy's model is the weighted mean itself: Flower's FedAvg, its aggregation unchanged.
+
+    FedAvgM and the adaptive ones make a step from the mean; a subclass, or a method put into the instance, may do
+    anything.
+    """
+    own = [getattr(type(strategy), name, None) is getattr(FedAvg, name, None) for name in _AGGREGATION]
+    return isinstance(strategy, FedAvg) and all(own) and not any(name in vars(strategy) for name in _AGGREGATION)
 
 
 def adds_to_mean(strategy: Strategy) -> bool:
@@ -74,6 +90,9 @@ def aggregate_once(
 ) -> tuple[ArrayRecord | None, MetricRecord | None]:
     """Let ``inner``, a weighted mean, aggregate one reply that is the mean already.
 
+    FedAvg itself (:func:`returns_mean`) is not run: it would multiply the reply by 1, and copy it twice. What it does
+    beside that, its metrics and its line in the log, is done here. The model may then hold the arrays of ``model``.
+
     Parameters
     ----------
     model : tuple of str and ArrayRecord
@@ -93,8 +112,11 @@ def aggregate_once(
     key = str(weight_key_of(inner))
     metrics_of = inner.train_metrics_aggr_fn  # type: ignore[attr-defined]
     metrics = metrics_of(list(contents), key) if contents else MetricRecord()
-    # The inner strategy averages one reply of weight 1, which changes nothing.
     name, arrays = model
+    if returns_mean(inner):
+        flowers.info(*_said("aggregate_train", received))
+        return arrays, metrics
+    # The inner strategy averages one reply of weight 1, which changes nothing.
     mean = RecordDict({name: arrays, metrics_name: MetricRecord({key: 1.0})})
     # The synthetic reply has no metrics but its weight; those of the clients were aggregated above.
     inner.train_metrics_aggr_fn = lambda records, key: metrics  # type: ignore[attr-defined]
@@ -119,10 +141,8 @@ def _counts(received: tuple[int, int] | None) -> Iterator[None]:
 
     def correct(record: logging.LogRecord) -> bool:
         if record.thread == thread and record.msg == _RECEIVED and isinstance(record.args, tuple):
-            if received is None:
-                record.msg, record.args = "%s: Received the sum of the round's updates", record.args[:1]
-            else:
-                record.args = (record.args[0], *received)
+            record.msg, *said = _said(record.args[0], received)
+            record.args = tuple(said)
         return True
 
     flowers.addFilter(correct)
@@ -130,3 +150,8 @@ def _counts(received: tuple[int, int] | None) -> Iterator[None]:
         yield
     finally:
         flowers.removeFilter(correct)
+
+
+def _said(hook: Any, received: tuple[int, int] | None) -> tuple[Any, ...]:
+    """Return Flower's line about the replies, and what is put into it."""
+    return (_RECEIVED_SUM, hook) if received is None else (_RECEIVED, hook, *received)

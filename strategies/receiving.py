@@ -21,7 +21,7 @@ from fedcomp.errors import ConfigError, FedcompError, LayoutError
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import NODE_RECORD
 from fedcomp.flower.protocol import RESYNC, app_failure
-from fedcomp.flower.records import config_in, finite_where, restore_dtypes, to_record
+from fedcomp.flower.records import config_in, count_differing, finite_where, restore_dtypes, to_record
 from fedcomp.flower.report import Report, Reports
 from fedcomp.layout import Vector
 from fedcomp.plain import Keys
@@ -269,8 +269,9 @@ class Reception(Stateful):
         """
         with np.errstate(over="ignore", invalid="ignore"):
             restored = restore_dtypes(arrays, intake.model, sent)
-        # A finite float32 may be infinite as float16; NaN may be some integer.
-        if not finite_where(arrays, intake.model) or not finite_where(restored, intake.model):
+        # A finite float32 may be infinite as float16; NaN may be some integer. What kept its dtype is the same array.
+        changed = ArrayRecord({name: array for name, array in restored.items() if array is not arrays[name]})
+        if not finite_where(arrays, intake.model) or not finite_where(changed, intake.model):
             intake.report.notes.append(rule.not_finite)
             return None
         intake.report.used += len(consumed)
@@ -312,7 +313,7 @@ class Reception(Stateful):
         report.fresh = [node for node, sequence, generation in consumed if generation and generation == sequence]
         if mean is None:
             return self.conclude(report, None, rule), None
-        report.changed = int(np.count_nonzero(mean[: layout.compressed_size]))
+        report.changed = count_differing(mean[: layout.compressed_size], 0.0)
         with np.errstate(over="ignore", invalid="ignore"):
             moved = to_record(layout.unflatten(intake.vector + mean, intake.buffers))
             arrays, metrics = aggregate_once(
@@ -378,6 +379,7 @@ class Reception(Stateful):
         found = [(pair, "", pair[1].content) for pair in self.received(sent, replies, report, read, errors)]
         kept = self.agreeing(found, report, lambda pair: pair[0].node, "evaluate")
         self.log.warn(report)
+        report.concluded = True
         return [reply for _, reply in kept], errors
 
     def acknowledge(self, consumed: Iterable[Consumed]) -> None:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from fedcomp.codecs import Codec
 from fedcomp.errors import ConfigError
-from fedcomp.flower.records import to_record
+from fedcomp.flower.records import count_differing, to_record
 from fedcomp.flower.report import shorten
 from fedcomp.layout import Layout, Update, Vector
 from fedcomp.strategies.adaptive import Outcome, has_moments, step_on_support
@@ -314,8 +314,8 @@ class MeanSink(Sink):
         # Votes become a step here: it is the sum that decides, not the single update. A domain is left, once per round.
         codec.conclude(out)
         # Counted before the model is added, while zero still means that nothing arrived.
-        moved = out.vector != intake.start if codec.lossless else out.vector
-        report.changed = int(np.count_nonzero(moved[: layout.compressed_size]))
+        part = slice(layout.compressed_size)
+        report.changed = count_differing(out.vector[part], intake.start[part] if codec.lossless else 0.0)
         if not codec.lossless:
             np.add(intake.vector, out.vector, out=out.vector)
         elif intake.start is not intake.vector:

@@ -23,7 +23,7 @@ from fedcomp.errors import ConfigError
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import put_frame
 from fedcomp.flower.protocol import Announcement, announce
-from fedcomp.flower.records import restore_dtypes, to_arrays, to_record
+from fedcomp.flower.records import count_differing, restore_dtypes, to_arrays, to_record
 from fedcomp.flower.report import Report
 from fedcomp.flower.rounds import Exchanges, ExchangeStrategy
 from fedcomp.layout import DensityPolicy, Layout
@@ -301,7 +301,7 @@ class WaitingStrategy(Receiving, ExchangeStrategy, Stateful, Generic[R]):
         report.model_bytes = len(senders) * sum(array.nbytes for array in now.model.values())
         sizes = [client.values.sizes for client in senders if client.values is not None]
         report.account(now.fixed, layout, [found for found in sizes if found is not None])
-        report.changed = int(np.count_nonzero(out.vector[: layout.compressed_size]))
+        report.changed = count_differing(out.vector[: layout.compressed_size], 0.0)
         # The reference and not ``moved``: the model is what every replica makes of the frame, bit for bit.
         record = to_record(layout.unflatten(broadcast.reference, broadcast.exact))
         metrics = self.cohort.train_metrics_aggr_fn([client.content for client in senders], self.cohort.weighted_by_key)

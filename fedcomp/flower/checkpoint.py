@@ -1,5 +1,7 @@
 """Checkpoints: the server's side of a run in one file, so that an interrupted run continues exactly.
 
+:func:`save` writes one; :class:`CheckpointFile` is for a run that makes one after each round, and writes what changed.
+
 A run that is interrupted after a checkpoint and resumed gives the same bits as one that was not, on the in-process
 engine, whose clients are in the file. On a deployment they are not: the model, the strategy and the ledger come back,
 while nodes are as they were left, further than the server or, restarted without a state folder
@@ -32,6 +34,7 @@ from flwr.serverapp.strategy import Result, Strategy
 from fedcomp.errors import LayoutError
 from fedcomp.flower import store
 from fedcomp.flower.grid import in_process
+from fedcomp.flower.growing import GrowingFile, is_growing, read
 from fedcomp.flower.ledger import TrafficLedger, TrafficLedgerError
 from fedcomp.flower.records import read_array
 from fedcomp.plain import PlainError
@@ -78,7 +81,7 @@ class Checkpoint:
     ledger: TrafficLedger | None = None
     extra: dict[str, Any] = field(default_factory=dict)
     strategy_state: dict[str, Any] | None = None
-    grid_state: bytes | None = None
+    grid_state: bytes | dict[str, Any] | None = None
 
     def apply(self, strategy: Any = None, grid: Grid | None = None) -> None:
         """Put ``strategy`` and ``grid``, built as for a new run, into the state of the checkpoint.
@@ -152,25 +155,75 @@ def save(
     CheckpointError
         When the strategy holds state that is not plain data and has no ``state_dict()``.
     """
-    if ledger is None:
-        ledger = getattr(grid, "ledger", None)
-    # Of the outermost wrapper: what a meter remembers of unanswered messages is in its snapshot, not in the engine's.
-    stored_grid = grid.snapshot() if grid is not None and in_process(grid) is not None else None  # type: ignore[attr-defined]
-    value = {
-        "server_round": server_round,
-        "arrays": arrays,
-        "result": {name: getattr(result, name) if result is not None else {} for name in _HISTORY},
-        "ledger": None if ledger is None else {"columns": ledger.columns(), "tables": ledger.tables()},
-        "extra": dict(extra or {}),
-        "strategy": None if strategy is None else capture_strategy(strategy),
-        "grid": stored_grid,
-    }
+    value = _value(server_round, arrays, strategy, grid, ledger, result, extra)
     try:
         # All of it before the file is touched: what cannot be stored leaves the older checkpoint as it is.
         data = store.dumps(value, _KIND)
     except store.StoreError as error:
         raise CheckpointError(str(error)) from error
     store.write(Path(path), data)
+
+
+class CheckpointFile:
+    """The checkpoint of a run that is saved again and again: each time what has changed is written.
+
+    Clients that were not asked since, reports of rounds that are over and rows of the ledger are in the file already
+    (:mod:`fedcomp.flower.growing`). It takes at most three times what the checkpoint holds, and a round's changes; a
+    crash leaves the former checkpoint or the new one. :func:`load` reads it.
+
+    Parameters
+    ----------
+    path : path
+        The file. What is there is replaced by the first :meth:`save`.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._file = GrowingFile(Path(path), _KIND)
+
+    def save(
+        self,
+        *,
+        server_round: int,
+        arrays: ArrayRecord,
+        strategy: Any = None,
+        grid: Grid | None = None,
+        ledger: TrafficLedger | None = None,
+        result: Result | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Write a checkpoint; parameters and errors as of the function :func:`save`.
+
+        Lasting values (:class:`fedcomp.flower.store.Lasting`) in ``extra`` are written once.
+        """
+        value = _value(server_round, arrays, strategy, grid, ledger, result, extra)
+        try:
+            self._file.write(value)
+        except store.StoreError as error:
+            raise CheckpointError(str(error)) from error
+
+
+def _value(
+    server_round: int,
+    arrays: ArrayRecord,
+    strategy: Any,
+    grid: Grid | None,
+    ledger: TrafficLedger | None,
+    result: Result | None,
+    extra: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """Return what a checkpoint holds."""
+    if ledger is None:
+        ledger = getattr(grid, "ledger", None)
+    return {
+        "server_round": server_round,
+        "arrays": arrays,
+        "result": {name: getattr(result, name) if result is not None else {} for name in _HISTORY},
+        "ledger": None if ledger is None else {"blocks": ledger.blocks(), "tables": ledger.tables()},
+        "extra": dict(extra or {}),
+        "strategy": None if strategy is None else capture_strategy(strategy),
+        # Of the outermost wrapper: what a meter remembers of unanswered messages is its own, not the engine's.
+        "grid": grid.dump() if grid is not None and in_process(grid) is not None else None,  # type: ignore[attr-defined]
+    }
 
 
 def load(path: str | os.PathLike[str]) -> Checkpoint:
@@ -182,13 +235,12 @@ def load(path: str | os.PathLike[str]) -> Checkpoint:
         When there is none at ``path``, it is damaged or forged, or a newer release wrote it. What it takes to find out
         is in proportion to the file.
     """
-    try:
-        data = Path(path).read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"cannot read checkpoint {os.fspath(path)!r}: {error.strerror or error}") from error
     with _checked(f"checkpoint {os.fspath(path)!r}"):
-        value = store.loads(data, _KIND)
-        stored = value["ledger"]
+        try:
+            whole = None if is_growing(Path(path)) else Path(path).read_bytes()
+            value = read(Path(path), _KIND) if whole is None else store.loads(whole, _KIND)
+        except OSError as error:
+            raise CheckpointError(f"cannot read checkpoint {os.fspath(path)!r}: {error.strerror or error}") from error
         server_round, arrays = _typed(value, "server_round", int), _typed(value, "arrays", ArrayRecord)
         # A bool is an int to isinstance, and True would resume after round 1.
         if server_round < 0 or isinstance(server_round, bool):
@@ -201,10 +253,10 @@ def load(path: str | os.PathLike[str]) -> Checkpoint:
             server_round=server_round,
             arrays=arrays,
             result=Result(arrays=arrays, **{name: _history(value["result"][name], name) for name in _HISTORY}),
-            ledger=None if stored is None else TrafficLedger.from_columns(stored["columns"], stored["tables"]),
+            ledger=None if value["ledger"] is None else _ledger(value["ledger"]),
             extra=_typed(value, "extra", dict),
             strategy_state=None if value["strategy"] is None else _typed(value, "strategy", dict),
-            grid_state=None if value["grid"] is None else _typed(value, "grid", bytes),
+            grid_state=value["grid"] if isinstance(value["grid"], bytes | None) else _typed(value, "grid", dict),
         )
 
 
@@ -250,6 +302,13 @@ def _typed(value: Mapping[str, Any], name: str, kind: type[T]) -> T:
     if not isinstance(found, kind):
         raise CheckpointError(f"its {name} is a {type(found).__name__}, expected {kind.__name__}")
     return found
+
+
+def _ledger(stored: Mapping[str, Any]) -> TrafficLedger:
+    # Earlier releases wrote the columns whole.
+    blocks = stored["blocks"] if "blocks" in stored else [stored["columns"]]
+    columns = {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
+    return TrafficLedger.from_columns(columns, stored["tables"])
 
 
 def _history(value: Any, name: str) -> dict[int, MetricRecord]:

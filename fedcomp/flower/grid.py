@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Final, cast
+from typing import Any, Final, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -291,23 +291,26 @@ class InProcessGrid(GridNodes, Grid):
         size = self._sizes.get(message)
         return ledger.wire_bytes(message) if size is None else size
 
+    def dump(self) -> dict[str, Any]:
+        """Return what :meth:`snapshot` stores, as plain data in which the contexts are lasting values."""
+        return {
+            "seed": self._seed,
+            "run_id": self.run_id,
+            "exchange": self.exchange,
+            "pulls": self._pulls,
+            "clock": self.clock,
+            "nodes": self.dump_nodes(),
+            "flight": self._flights.dump(),
+        }
+
     def snapshot(self) -> bytes:
         """Return everything that changes during a run: contexts, replies on their way, clock and counters."""
-        return store.dumps(
-            {
-                "seed": self._seed,
-                "run_id": self.run_id,
-                "exchange": self.exchange,
-                "pulls": self._pulls,
-                "clock": self.clock,
-                "nodes": self.dump_nodes(),
-                "flight": self._flights.dump(),
-            },
-            _SNAPSHOT,
-        )
+        return store.dumps(self.dump(), _SNAPSHOT)
 
-    def restore(self, data: bytes) -> None:
-        """Continue from :meth:`snapshot`'s bytes; app, faults and links stay those of this grid.
+    def restore(self, data: bytes | Mapping[str, Any]) -> None:
+        """Continue from :meth:`snapshot`'s bytes, or from what was read of :meth:`dump`'s data where these were stored.
+
+        App, faults and links stay those of this grid.
 
         Raises
         ------
@@ -317,7 +320,7 @@ class InProcessGrid(GridNodes, Grid):
             When they were taken from a grid with another seed or number of nodes, or the sequence ``links`` is too
             short for its nodes.
         """
-        state = store.loads(data, _SNAPSHOT)
+        state = store.loads(data, _SNAPSHOT) if isinstance(data, bytes) else data
         with store.reading(_SNAPSHOT):
             if state["seed"] != self._seed:
                 raise GridError(f"snapshot was taken with seed {state['seed']}, this grid has seed {self._seed}")

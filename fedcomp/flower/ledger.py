@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any, Final, Literal, Self
 
 import numpy as np
@@ -18,16 +19,21 @@ from numpy.typing import NDArray
 
 from fedcomp.errors import ConfigError, FedcompError, nearest
 from fedcomp.flower._private import weigher
+from fedcomp.flower.store import Lasting
 
 Direction = Literal["up", "down"]
 Link = Literal["hub", "peer"]
 Value = Literal["payload", "wire", "messages"]
 
+_VALUES: Final = ("payload", "wire", "messages")
 _DIRECTIONS: Final = ("up", "down")
 _LINKS: Final = ("hub", "peer")
 _COLUMNS: Final = {"round": "<u4", "node": "<u4", "kind": "<u2", "payload": "<u8", "wire": "<u8"}
 _TYPECODES: Final = {"<u2": "H", "<u4": "I", "<u8": "Q"}
 _FORMAT: Final = "fedcomp.ledger/1"
+
+BLOCK: Final = 4096
+"""Rows that are stored together."""
 
 
 class TrafficLedgerError(FedcompError, ValueError):
@@ -54,6 +60,9 @@ class MessageTable:
         self._node_index: dict[int, int] = {}
         self._kinds: list[tuple[str, str, str]] = []
         self._kind_index: dict[tuple[str, str, str], int] = {}
+        # By round, then by kind: payload, wire and messages. Totals are asked for again and again while rows are added.
+        self._sums: dict[int, dict[int, list[int]]] = {}
+        self._blocks: list[Lasting] = []
 
     def __len__(self) -> int:
         return len(self._columns["round"])
@@ -71,10 +80,29 @@ class MessageTable:
         row = (round, self._index_of(node), self._kind_index[kind], payload, wire)
         for column, value in zip(self._columns.values(), row, strict=True):
             column.append(value)
+        self._count(round, self._kind_index[kind], payload, wire, 1)
+
+    def _count(self, round: int, kind: int, *amounts: int) -> None:
+        sums = self._sums.setdefault(round, {}).setdefault(kind, [0, 0, 0])
+        for place, amount in enumerate(amounts):
+            sums[place] += amount
 
     def columns(self) -> dict[str, NDArray[Any]]:
         """Return copies of the stored columns; ``node`` and ``kind`` are indices into :meth:`tables`."""
         return {name: self._view(name).copy() for name in _COLUMNS}
+
+    def blocks(self) -> list[Lasting]:
+        """Return the columns in blocks of rows, for a file that rows are written into once.
+
+        Rows are added to the last block alone, which is then another value.
+        """
+        full = len(self) // BLOCK
+        for number in range(len(self._blocks), full):
+            self._blocks.append(Lasting(partial(self._rows, number * BLOCK, (number + 1) * BLOCK)))
+        return [*self._blocks, Lasting(partial(self._rows, full * BLOCK, len(self)))]
+
+    def _rows(self, start: int, stop: int) -> dict[str, NDArray[Any]]:
+        return {name: self._view(name)[start:stop].copy() for name in _COLUMNS}
 
     def tables(self) -> dict[str, list[Any]]:
         """Return what the indices in :meth:`columns` stand for."""
@@ -124,7 +152,20 @@ class MessageTable:
         # Node ids that were identified are not in the tables: the meter, restored too, names them by partition.
         ledger._node_index = {node: index for index, node in enumerate(ledger._nodes)}
         ledger._kind_index = {kind: index for index, kind in enumerate(ledger._kinds)}
+        ledger._count_all()
         return ledger
+
+    def _count_all(self) -> None:
+        """Make the sums of all rows."""
+        amounts = np.stack([self._view("payload"), self._view("wire"), np.ones(len(self), "<u8")], axis=1)
+        groups, inverse = np.unique(
+            np.stack([self._view("round"), self._view("kind")], axis=1), axis=0, return_inverse=True
+        )
+        # 64 bits each: add.at() adds integers, where bincount() would add in float64.
+        sums = np.zeros((len(groups), 3), np.uint64)
+        np.add.at(sums, inverse.reshape(-1), amounts)
+        for (round, kind), row in zip(groups.tolist(), sums.tolist(), strict=True):
+            self._count(round, kind, *row)
 
     def to_json(self) -> dict[str, Any]:
         """Return the whole ledger as one JSON-able dictionary."""
@@ -253,8 +294,14 @@ class TrafficLedger(MessageTable):
         ConfigError
             For an unknown value or column.
         """
-        rows = self._select(where)
-        return int(self._values(value)[rows].sum(dtype=np.int64))
+        asked = {column: wanted for column, wanted in where.items() if wanted is not None}
+        if "node" in asked:
+            return int(self._values(value)[self._select(asked)].sum(dtype=np.int64))
+        # Of all rows that share a round and a kind the sum is there already.
+        place, every = _place(value), self._sums.keys()
+        rounds = _accepted(asked.pop("round")) & every if "round" in asked else every
+        kinds = self._kinds_where(asked)
+        return sum(self._sums[each][kind][place] for each in rounds for kind in kinds & self._sums[each].keys())
 
     def by(self, column: str, value: Value = "wire", **where: Any) -> dict[Any, int]:
         """Return the totals of ``value`` for every distinct entry of ``column``, in ascending order.
@@ -286,11 +333,15 @@ class TrafficLedger(MessageTable):
         return figures
 
     def _values(self, value: str) -> NDArray[Any]:
-        if value == "messages":
-            return np.ones(len(self), np.int64)
-        if value not in ("payload", "wire"):
-            raise ConfigError(f"unknown value {value!r}{nearest(value, ('payload', 'wire', 'messages'))}")
-        return self._view(value)
+        return np.ones(len(self), np.int64) if _place(value) == len(_VALUES) - 1 else self._view(value)
+
+    def _kinds_where(self, where: Mapping[str, Any]) -> set[int]:
+        """Return the kinds of message that match, by their numbers."""
+        kinds = set(range(len(self._kinds)))
+        for column, wanted in where.items():
+            accepted = _accepted(wanted)
+            kinds &= {kind for kind, name in enumerate(self._codes(column)[1] or ()) if name in accepted}
+        return kinds
 
     def _codes(self, column: str) -> tuple[NDArray[Any], list[Any] | None]:
         """Return one integer per row and what the integers stand for (None: themselves)."""
@@ -308,11 +359,21 @@ class TrafficLedger(MessageTable):
         for column, wanted in where.items():
             if wanted is None:
                 continue
-            many = isinstance(wanted, Collection) and not isinstance(wanted, str)
-            accepted = set(wanted) if many else {wanted}
+            accepted = _accepted(wanted)
             codes, names = self._codes(column)
             if names is not None:
                 # Compared once per name, of which there are few, and not once per row.
                 accepted = {code for code, name in enumerate(names) if name in accepted}
             rows &= np.isin(codes, list(accepted))
         return rows
+
+
+def _accepted(wanted: Any) -> set[Any]:
+    """Return one wanted entry, or a collection of them, as a set."""
+    return set(wanted) if isinstance(wanted, Collection) and not isinstance(wanted, str) else {wanted}
+
+
+def _place(value: str) -> int:
+    if value not in _VALUES:
+        raise ConfigError(f"unknown value {value!r}{nearest(value, _VALUES)}")
+    return _VALUES.index(value)

@@ -505,27 +505,37 @@ class MeteredGrid(GridWrapper):
         """
         self.ledger.record(round, self.meter.name_of(node_id), "up", message_type, "peer", payload, wire)
 
-    def snapshot(self) -> bytes:
-        """Return the meter's own memory and the inner grid's; the ledger is stored apart.
+    def dump(self) -> dict[str, Any]:
+        """Return what :meth:`snapshot` stores, as plain data.
 
         Raises
         ------
         StateError
             When the inner grid cannot be stored (Ray and deployments keep client state themselves).
         """
-        if not hasattr(self.inner, "snapshot"):
+        if not hasattr(self.inner, "dump"):
             raise StateError(f"{type(self.inner).__name__} has no snapshot(); only the in-process engine can resume")
-        return store.dumps({"inner": self.inner.snapshot(), "meter": self.meter.state_dict()}, "meter snapshot")
+        return {"inner": self.inner.dump(), "meter": self.meter.state_dict()}
 
-    def restore(self, data: bytes) -> None:
-        """Continue from :meth:`snapshot`'s bytes.
+    def snapshot(self) -> bytes:
+        """Return the meter's own memory and the inner grid's; the ledger is stored apart.
+
+        Raises
+        ------
+        StateError
+            As :meth:`dump`.
+        """
+        return store.dumps(self.dump(), "meter snapshot")
+
+    def restore(self, data: bytes | Mapping[str, Any]) -> None:
+        """Continue from :meth:`snapshot`'s bytes, or from what was read of :meth:`dump`'s data.
 
         Raises
         ------
         fedcomp.flower.store.StoreError
             When the bytes are damaged.
         """
-        state = store.loads(data, "meter snapshot")
+        state = store.loads(data, "meter snapshot") if isinstance(data, bytes) else data
         with store.reading("meter snapshot"):
             cast(Any, self.inner).restore(state["inner"])
             self.meter.load_state_dict(state["meter"])

@@ -10,7 +10,7 @@ import os
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import numpy as np
 from flwr.app import Context, RecordDict
 
 from fedcomp.errors import ConfigError, FedcompError
+from fedcomp.flower import store
 from fedcomp.flower._private import context_from_bytes, context_to_bytes
 from fedcomp.rng import Key
 from fedcomp.timing.links import Link
@@ -44,6 +45,8 @@ class Node:
         Simulated second at which the node has done all it was given.
     file : Path or None
         Where contexts are kept instead, from the first one that a client leaves.
+    lasting : Lasting
+        The stored bytes, for a file that the same ones are not written into again.
     """
 
     id: int
@@ -51,6 +54,16 @@ class Node:
     state: bytes
     free_at: float = 0.0
     file: Path | None = None
+    lasting: store.Lasting = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._last()
+
+    def _last(self) -> None:
+        """Let what is stored now count as it, until it is replaced."""
+        # Of the bytes alone: a method of the node would show those that come after.
+        state, file = self.state, self.file
+        self.lasting = store.Lasting((lambda: state) if state or file is None else file.read_bytes)
 
     def context(self) -> Context:
         """Return a new context from the stored bytes."""
@@ -80,6 +93,7 @@ class Node:
             os.replace(partial, self.file)
             state = b""
         self.state = state
+        self._last()
 
 
 class GridNodes:
@@ -228,15 +242,15 @@ class GridNodes:
             left.file.unlink(missing_ok=True)
 
     def dump_nodes(self) -> dict[str, Any]:
-        """Return everything that changes, as plain data."""
+        """Return everything that changes, as plain data; the contexts as lasting values."""
         return {
             "num_partitions": self.num_partitions,
             "incarnations": dict(self._incarnations),
-            "nodes": [[n.id, n.partition, n.stored(), n.free_at] for n in self._nodes.values()],
+            "nodes": [[n.id, n.partition, n.lasting, n.free_at] for n in self._nodes.values()],
         }
 
     def load_nodes(self, state: Mapping[str, Any]) -> None:
-        """Continue from :meth:`dump_nodes`' data.
+        """Continue from :meth:`dump_nodes`' data, as it was stored and read.
 
         Raises
         ------

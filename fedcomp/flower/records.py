@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from tokenize import TokenError
 from typing import Any, Final
@@ -19,6 +20,9 @@ from fedcomp.flower._private import filled, make_array
 _NUMPY: Final = "numpy.ndarray"
 _HEADER: Final = 256
 """Longest header that is remembered; numpy's own of a tensor is 128 bytes."""
+
+_PIECE: Final = 1 << 16
+"""Values that are looked at at a time."""
 
 Named = dict[str, NDArray[Any]]
 Arrays = Mapping[str, NDArray[Any]]
@@ -124,8 +128,8 @@ def same_model(a: ArrayRecord, b: ArrayRecord) -> bool:
 def finite_where(record: ArrayRecord, model: Arrays) -> bool:
     """Whether every float tensor of ``record`` is finite wherever that of ``model`` is."""
     for name, array in record.items():
-        value = array.numpy()
-        if value.dtype.kind == "f" and not np.isfinite(value).all():
+        value = _numbers(array, copy=False)
+        if value.dtype.kind == "f" and not all(np.isfinite(piece).all() for piece in _pieces(value.reshape(-1))):
             before = model.get(name)
             # Models hold infinities on purpose (attention masks): only a new one is a fault.
             if before is None or np.isfinite(before[~np.isfinite(value)]).any():
@@ -135,6 +139,8 @@ def finite_where(record: ArrayRecord, model: Arrays) -> bool:
 
 def restore_dtypes(record: ArrayRecord, model: Arrays, sent: Sequence[Arrays]) -> ArrayRecord:
     """Return an aggregate with the model's own dtypes: averaging turns integer buffers into float64.
+
+    A new record; an array that has the right dtype is in it as it is, the same object.
 
     Parameters
     ----------
@@ -146,19 +152,33 @@ def restore_dtypes(record: ArrayRecord, model: Arrays, sent: Sequence[Arrays]) -
         The buffers every client sent. Where all agree their value is taken as it is: float64 cannot carry an integer
         above 2**53.
     """
-    out: Named = {}
-    for name, value in to_arrays(record).items():
-        before = model.get(name)
+    out: dict[str, Array] = {}
+    for name, array in record.items():
+        value, before = _numbers(array, copy=False), model.get(name)
         if before is None or value.dtype == before.dtype:
-            out[name] = value
-        elif before.dtype.kind not in "iub":
-            out[name] = value.astype(before.dtype)
+            out[name] = array
+            continue
+        if before.dtype.kind not in "iub":
+            restored = value.astype(before.dtype)
         else:
             agreed = _agreed(name, sent)
             # The strategy may do more than average: the agreed value stands only where the aggregate is close to it.
             near = agreed is not None and np.allclose(value, agreed.astype(np.float64), rtol=1e-9, atol=0.5)
-            out[name] = agreed.astype(before.dtype) if near and agreed is not None else to_integers(value, before.dtype)
-    return to_record(out)
+            restored = agreed.astype(before.dtype) if near and agreed is not None else to_integers(value, before.dtype)
+        out[name] = _array(np.asarray(restored))
+    return filled(ArrayRecord(), out)
+
+
+def count_differing(a: NDArray[Any], b: NDArray[Any] | float) -> int:
+    """Return how many values of ``a``, an array of one dimension, are not those of ``b``, another or one for all."""
+    others = _pieces(b) if isinstance(b, np.ndarray) else itertools.repeat(b)
+    return sum(int(np.count_nonzero(own != other)) for own, other in zip(_pieces(a), others, strict=False))
+
+
+def _pieces(values: NDArray[Any]) -> Iterator[NDArray[Any]]:
+    """Yield an array of one dimension in parts that fit into the processor's cache, with what is found out of them."""
+    for start in range(0, values.size, _PIECE):
+        yield values[start : start + _PIECE]
 
 
 def to_integers(values: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:

@@ -16,6 +16,7 @@ from flwr.app import MetricRecord
 
 from fedcomp.codecs import Codec
 from fedcomp.codecs.positional import DENSE_REST
+from fedcomp.flower.store import Lasting
 from fedcomp.layout import Layout
 from fedcomp.plain import PlainError, fields_of, from_fields, from_plain
 from fedcomp.wire import FrameSizes
@@ -24,6 +25,9 @@ S = TypeVar("S", bound="ReportSection")
 
 MAX_REASON: Final = 300
 """Characters of a reason that a report keeps."""
+
+SETTLED: Final = 64
+"""Rounds after which nothing comes any more that could change a report."""
 
 MAX_REASONS: Final = 100
 """How many reasons of one kind a section keeps."""
@@ -275,6 +279,7 @@ class Report(_Figures):
     weights: dict[int, float] = figure(dict, show="none")
     sections: dict[str, ReportSection] = field(default_factory=dict)
     concluded: bool = field(default=False, init=False, repr=False, compare=False)
+    _lasting: Lasting | None = field(default=None, init=False, repr=False, compare=False)
 
     if not TYPE_CHECKING:  # or no attribute of this class would be checked
 
@@ -301,7 +306,7 @@ class Report(_Figures):
         """Forget, in place, all that depends on who took part."""
         blank = Report(self.round, padded_bytes=self.padded_bytes, notes=[WITHHELD])
         for entry in fields(self):
-            # Not ``concluded``, which is no constructor's argument and has to stay.
+            # Not what is no constructor's argument: ``concluded`` has to stay.
             if entry.init:
                 setattr(self, entry.name, getattr(blank, entry.name))
 
@@ -353,6 +358,12 @@ class Report(_Figures):
         """Return the report as a JSON-able dictionary; node ids become strings, as JSON keys are."""
         return fields_of(self)
 
+    def lasting(self) -> Lasting:
+        """Return the report as a lasting value, always the same one."""
+        if self._lasting is None:
+            self._lasting = Lasting(self.to_json)
+        return self._lasting
+
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Report:
         """Restore what :meth:`to_json` returned.
@@ -395,8 +406,12 @@ class Reports(dict[int, Report]):
         return {number: report.sections[name] for number, report in self.items() if name in report.sections}
 
     def to_json(self) -> dict[str, Any]:
-        """Return the reports as a JSON-able dictionary."""
-        return {str(number): report.to_json() for number, report in self.items()}
+        """Return the reports as plain data; those that will not change any more are lasting values."""
+        newest = max(self, default=0)
+        return {
+            str(number): report.lasting() if report.concluded or number < newest - SETTLED else report.to_json()
+            for number, report in self.items()
+        }
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Reports:
@@ -407,6 +422,8 @@ class Reports(dict[int, Report]):
         PlainError
             When it holds something else.
         """
+        if isinstance(value, Mapping):
+            value = {number: each.read() if isinstance(each, Lasting) else each for number, each in value.items()}
         return cls(from_plain(dict[int, Report], value, "reports"))
 
 

@@ -18,7 +18,7 @@ import os
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tokenize import TokenError
@@ -34,12 +34,40 @@ _MANIFEST: Final = "manifest"
 _NPY: Final = ".npy"
 _ENCRYPTED: Final = 1
 _TAG: Final = "$"
+LASTING: Final = "lasting"
+"""The tag of a value that is written elsewhere."""
+
+_ATOMS: Final = frozenset((type(None), bool, int, float, str))
+"""What JSON holds as it is."""
+
 VERSION: Final = 1
 """Version of the container; a reader refuses newer ones."""
 
 
 class StoreError(FedcompError, ValueError):
     """Stored data is damaged or of a foreign format, or a value cannot be stored."""
+
+
+class Lasting:
+    """A value that does not change any more, in the place of plain data.
+
+    Where it is stored again and again it is written once (:mod:`fedcomp.flower.growing`); everywhere else it is what it
+    holds. Another value is another object.
+
+    Parameters
+    ----------
+    read : callable
+        Returns the value, plain data without another of these in it.
+    """
+
+    __slots__ = ("__weakref__", "read")
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, read: Callable[[], Any]) -> None:
+        self.read = read
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Lasting) and (self is other or self.read() == other.read())
 
 
 def dumps(value: Any, kind: str) -> bytes:
@@ -51,7 +79,7 @@ def dumps(value: Any, kind: str) -> bytes:
         When ``value`` holds something that is not plain data; the message names where.
     """
     members: dict[str, NDArray[Any]] = {}
-    document = {"format": "fedcomp.store", "version": VERSION, "kind": kind, "value": _encode(value, members, "value")}
+    document = {"format": "fedcomp.store", "version": VERSION, "kind": kind, "value": encode(value, members)}
     # Bytes as an array: npz holds nothing else.
     members[_MANIFEST] = np.frombuffer(json.dumps(document).encode(), np.uint8)
     buffer = io.BytesIO()
@@ -87,17 +115,18 @@ def loads(data: bytes, kind: str) -> Any:
             f"stored {kind} has version {version!r}, this release reads up to {VERSION}; use the release that wrote it"
         )
     with reading(f"stored {kind}"):
-        return _decode(document["value"], members)
+        return decode(document["value"], members.pop)
 
 
-def write(path: Path, data: bytes) -> None:
+def write(path: Path, *data: bytes | memoryview) -> None:
     """Write a file whole or not at all, in place of an older one; its folder is made when it is not there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # In the same directory: a rename is atomic within one file system only.
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(data)
+            for part in data:
+                file.write(part)
             file.flush()
             # Before the rename: that could reach the disk first, and a crash leave an empty file for the old one.
             os.fsync(file.fileno())
@@ -152,11 +181,11 @@ def _members(data: bytes, kind: str) -> dict[str, NDArray[Any]]:
         if sum(entry.file_size for entry in entries) > len(data) or len({e.filename for e in entries}) < len(entries):
             raise StoreError(f"stored {kind} has members that overlap or share a name; it is damaged or forged")
         for entry in entries:
-            members[entry.filename.removesuffix(_NPY)] = _array(archive.read(entry), entry.filename)
+            members[entry.filename.removesuffix(_NPY)] = read_npy(archive.read(entry), entry.filename)
     return members
 
 
-def _array(data: bytes, name: str) -> NDArray[Any]:
+def read_npy(data: bytes, name: str) -> NDArray[Any]:
     """Return the array of an npy file, a copy that may be written to."""
     file = io.BytesIO(data)
     try:
@@ -180,7 +209,7 @@ def _array(data: bytes, name: str) -> NDArray[Any]:
 def is_plain(value: Any) -> bool:
     """Return whether :func:`dumps` can store ``value``."""
     try:
-        _encode(value, {}, "value")
+        encode(value, {})
     except StoreError:
         return False
     return True
@@ -192,20 +221,50 @@ def _member(array: NDArray[Any], members: dict[str, NDArray[Any]]) -> str:
     return name
 
 
-def _encode(value: Any, members: dict[str, NDArray[Any]], path: str) -> Any:
-    """Return a JSON-able description of ``value``; bulk data goes to ``members``."""
+def encode(value: Any, members: dict[str, NDArray[Any]], once: Callable[[Lasting], Any] | None = None) -> Any:
+    """Return a JSON-able description of ``value``; bulk data goes to ``members``.
+
+    Parameters
+    ----------
+    once : callable, optional
+        Returns what stands for a lasting value; default what it holds is written as anything else.
+
+    Raises
+    ------
+    StoreError
+        When ``value`` holds something that is not plain data; the message names where.
+    """
+    try:
+        return _encode(value, members, once)
+    except _NotPlainError as found:
+        raise StoreError(f"value{''.join(reversed(found.path))} {found.why}") from None
+
+
+class _NotPlainError(Exception):
+    """A value that cannot be stored. The way to it is put together where it is raised through: there is mostly none."""
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+        self.path: list[str] = []
+
+
+def _encode(value: Any, members: dict[str, NDArray[Any]], once: Callable[[Lasting], Any] | None) -> Any:
     # The type itself: np.float64 is a float to isinstance, and would not return as what it was.
-    if value is None or type(value) in (bool, int, float, str):
+    if type(value) in _ATOMS:
         return value
+    if isinstance(value, Lasting):
+        return _encode(value.read(), members, once) if once is None else once(value)
     if isinstance(value, bytes | bytearray):
         return {_TAG: "bytes", "at": _member(np.frombuffer(bytes(value), np.uint8), members)}
     if isinstance(value, np.ndarray | np.generic):
         if value.dtype.hasobject:
-            raise StoreError(f"{path} is an array of Python objects; only numeric arrays can be stored")
+            raise _NotPlainError("is an array of Python objects; only numeric arrays can be stored")
         kind = "array" if isinstance(value, np.ndarray) else "scalar"
         return {_TAG: kind, "at": _member(np.asarray(value), members)}
     if isinstance(value, list | tuple):
-        items = [_encode(item, members, f"{path}[{i}]") for i, item in enumerate(value)]
+        items = [
+            item if type(item) in _ATOMS else _inside(item, members, once, f"[{i}]") for i, item in enumerate(value)
+        ]
         return {_TAG: "tuple", "items": items} if isinstance(value, tuple) else items
     if isinstance(value, Array):
         data = _member(np.frombuffer(value.data, np.uint8), members)
@@ -214,38 +273,73 @@ def _encode(value: Any, members: dict[str, NDArray[Any]], path: str) -> Any:
         if isinstance(value, cls):
             # Pairs, since JSON's keys are texts and a dictionary's may be anything.
             items = [
-                [_encode(key, members, f"a key of {path}"), _encode(item, members, f"{path}[{key!r}]")]
+                [
+                    key if type(key) in _ATOMS else _inside(key, members, once, f" has a key {key!r} that"),
+                    item if type(item) in _ATOMS else _inside(item, members, once, f"[{key!r}]"),
+                ]
                 for key, item in value.items()
             ]
             return {_TAG: cls.__name__, "items": items}
-    raise StoreError(
-        f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which is not plain data and cannot be "
+    raise _NotPlainError(
+        f"is a {type(value).__module__}.{type(value).__qualname__}, which is not plain data and cannot be "
         "stored without pickle; give its owner state_dict() and load_state_dict()"
     )
 
 
-def _decode(node: Any, members: dict[str, NDArray[Any]]) -> Any:
+def _inside(value: Any, members: dict[str, NDArray[Any]], once: Callable[[Lasting], Any] | None, place: str) -> Any:
+    try:
+        return _encode(value, members, once)
+    except _NotPlainError as found:
+        found.path.append(place)
+        raise
+
+
+def decode(node: Any, take: Callable[[str], NDArray[Any]], lasting: Callable[[int], Any] | None = None) -> Any:
+    """Return the value that :func:`encode` described.
+
+    Parameters
+    ----------
+    take : callable
+        Returns a member by its name, each once: what is told again and again would be copied again and again.
+    lasting : callable, optional
+        Returns a lasting value by its number, each once. Default: there are none.
+    """
     if isinstance(node, list):
-        return [_decode(item, members) for item in node]
+        return [decode(item, take, lasting) for item in node]
     if not isinstance(node, dict):
         return node
     tag = node[_TAG]
-    # Each member once: what is told again and again would be copied again and again.
     if tag == "bytes":
-        return members.pop(node["at"]).tobytes()
+        return take(node["at"]).tobytes()
     if tag == "array":
-        return members.pop(node["at"])
+        return take(node["at"])
     if tag == "scalar":
         # Indexing with () turns an array without dimensions into numpy's scalar.
-        return members.pop(node["at"])[()]
+        return take(node["at"])[()]
     if tag == "Array":
-        return Array(node["dtype"], tuple(node["shape"]), node["stype"], members.pop(node["at"]).tobytes())
+        return Array(node["dtype"], tuple(node["shape"]), node["stype"], take(node["at"]).tobytes())
+    if tag == LASTING and lasting is not None:
+        return lasting(node["at"])
     if tag == "tuple":
-        return tuple(_decode(item, members) for item in node["items"])
-    pairs = {_decode(key, members): _decode(item, members) for key, item in node["items"]}
+        return tuple(decode(item, take, lasting) for item in node["items"])
+    pairs = {decode(key, take, lasting): decode(item, take, lasting) for key, item in node["items"]}
     if tag == "dict":
         return pairs
     records = {cls.__name__: cls for cls in (ArrayRecord, MetricRecord, ConfigRecord, RecordDict)}
     if tag not in records:
         raise StoreError(f"stored data holds an unknown kind of value {tag!r}")
     return records[tag](pairs)
+
+
+def lasting_at(number: int) -> dict[str, Any]:
+    """Return what stands for a lasting value that is written elsewhere under a number."""
+    return {_TAG: LASTING, "at": number}
+
+
+def lasting_in(node: Any) -> set[int]:
+    """Return the numbers of the lasting values that a description names."""
+    if isinstance(node, list):
+        return set().union(*map(lasting_in, node))
+    if not isinstance(node, dict):
+        return set()
+    return {node["at"]} if node[_TAG] == LASTING else lasting_in(node.get("items", []))

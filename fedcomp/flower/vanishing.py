@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Final, cast
+from typing import Annotated, Any, Final, cast
 
 from flwr.app import Message
 
@@ -186,21 +186,24 @@ class VanishingGrid(GridWrapper):
         """
         raise GridError("devices vanish in whole exchanges only; use send_and_receive, or the grid inside this one")
 
+    def dump(self) -> dict[str, Any]:
+        """Return what :meth:`snapshot` stores, as plain data."""
+        return {
+            "inner": self._devices.dump(),
+            "round": self._round,
+            "before": self._before,
+            "now": self._now,
+            "log": to_plain(self.log),
+        }
+
     def snapshot(self) -> bytes:
         """Return everything that changes during a run: the inner grid's snapshot, the clock, the round and the log."""
-        return store.dumps(
-            {
-                "inner": self._devices.snapshot(),
-                "round": self._round,
-                "before": self._before,
-                "now": self._now,
-                "log": to_plain(self.log),
-            },
-            _SNAPSHOT,
-        )
+        return store.dumps(self.dump(), _SNAPSHOT)
 
-    def restore(self, data: bytes) -> None:
-        """Continue from :meth:`snapshot`'s bytes; failures, compute times, links and deadlines stay those of this grid.
+    def restore(self, data: bytes | Mapping[str, Any]) -> None:
+        """Continue from :meth:`snapshot`'s bytes, or from what was read of :meth:`dump`'s data.
+
+        Failures, compute times, links and deadlines stay those of this grid.
 
         Raises
         ------
@@ -209,7 +212,7 @@ class VanishingGrid(GridWrapper):
         GridError
             When the inner grid refuses its part.
         """
-        state = store.loads(data, _SNAPSHOT)
+        state = store.loads(data, _SNAPSHOT) if isinstance(data, bytes) else data
         with store.reading(_SNAPSHOT):
             # Read before anything is changed.
             current = from_plain(Count, state["round"], "round")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from typing import Any
 
 import numpy as np
 import pytest
 
 from fedcomp.errors import ConfigError
 from fedcomp.flower.ledger import TrafficLedger, TrafficLedgerError
+from fedcomp.rng import Key
 
 
 def filled() -> TrafficLedger:
@@ -161,3 +164,24 @@ def test_a_long_run_of_many_nodes_stays_small() -> None:
     held = sum(column.buffer_info()[1] * column.itemsize for column in ledger._columns.values())
     assert held == 26 * rounds * nodes
     assert ledger.total("payload") == int(np.arange(rounds).sum()) * int(np.arange(nodes).sum())
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_totals_are_those_of_the_rows(stored: bool) -> None:
+    """Running sums against the rows themselves, with every combination of conditions, and after a restart."""
+    ledger, key = TrafficLedger(), Key(3, "ledger")
+    words = key.bits(400).tolist()
+    for index, word in enumerate(words):
+        if stored and index == 300:
+            ledger = TrafficLedger.from_columns(ledger.columns(), ledger.tables())
+        direction, link = ("up", "down")[word % 2], ("hub", "peer")[word % 3 == 0]
+        ledger.record(
+            word % 5, word % 7, direction, ("train", "evaluate")[word % 11 > 5], link, word % 1009, word % 2003
+        )  # type: ignore[arg-type]
+    rounds: list[Any] = [None, 2, 9, [1, 3], np.uint32(4)]
+    for round, direction, link in itertools.product(rounds, [None, "up", ["up", "down"]], [None, "hub"]):
+        where = {"round": round, "direction": direction, "link": link, "message_type": "train"}
+        for value in ("payload", "wire", "messages"):
+            assert ledger.total(value, **where) == sum(ledger.by("node", value, **where).values())  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="colour"):
+        ledger.total(colour="red")

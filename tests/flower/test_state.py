@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from flwr.app import ConfigRecord, Context, RecordDict
@@ -280,7 +282,7 @@ def test_a_restarted_server_gets_the_answer_to_the_round_that_it_makes_again() -
 
     again = say(after + 1, acknowledged=5, generation=5)
     # Another round, another model, another number of the same server's: each puts the update back as ever.
-    other = asked_of(say(6), {**model, "a": model["a"] + 1})
+    other = asked_of(say(6), {**model, "a": np.nextafter(model["a"], 9)})
     for message, name in ((again, other), (again, b""), (say(7, acknowledged=5, generation=5), asked)):
         found = Uplink.begin(ctx, message, CODEC, LAYOUT, name)
         assert (found.redelivery, found.repeated, found.rolled_back) == (None, False, True)
@@ -296,3 +298,14 @@ def test_a_restarted_server_gets_the_answer_to_the_round_that_it_makes_again() -
     settled = Uplink.begin(ctx, say(after + 2, acknowledged=after + 1, generation=5), CODEC, LAYOUT)
     assert not settled.rolled_back
     assert {k: v.tobytes() for k, v in settled.state.items()} == {k: v.tobytes() for k, v in state.items()}
+
+
+def test_a_model_that_was_checked_is_named_by_its_digest() -> None:
+    model = {"a": np.arange(3, dtype=np.float32)}
+    first, second = replace(say(6), digest=b"1" * 16), replace(say(6), digest=b"2" * 16)
+    assert asked_of(first, model, checked=True) == asked_of(first, {}, checked=True)
+    assert asked_of(first, model, checked=True) != asked_of(second, model, checked=True)
+    assert asked_of(first, model) == asked_of(second, model)
+    # The order of values counts, their bits do, and their shape.
+    others = [model["a"][::-1], -model["a"], model["a"].reshape(3, 1), model["a"].astype(np.float64)]
+    assert len({asked_of(first, {"a": each}) for each in [model["a"], *others]}) == 5

@@ -1,0 +1,256 @@
+"""A file that holds a value as it was last written, and grows by what has changed since the time before.
+
+::
+
+    file    one entry for each time the value was written
+    entry   head (magic, length, CRC-32 of the body, CRC-32 of the head), body
+    body    length of the document, the document (JSON), arrays as in .npy files, one after the other
+
+A document describes the whole value in the format of :mod:`fedcomp.flower.store`. For what lasts
+(:class:`~fedcomp.flower.store.Lasting`) it has a number, under which some entry has the value itself. Only the last
+entry counts. One that a crash cut short is ignored, so that the one before it counts; the file is replaced in one step
+by one that holds the last value alone when most of it is of the past. Nothing of it is ever run.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import struct
+import weakref
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedcomp.flower import store
+from fedcomp.flower.logs import log
+from fedcomp.flower.store import Lasting, StoreError
+
+MAGIC: Final = b"\x89fgrow\r\n"
+_HEAD: Final = struct.Struct("<8sQI")
+_CHECK: Final = struct.Struct("<I")
+_HEAD_BYTES: Final = _HEAD.size + _CHECK.size
+_LENGTH: Final = struct.Struct("<Q")
+_FORMAT: Final = "fedcomp.growing"
+VERSION: Final = 1
+"""Version of the file; a reader refuses newer ones."""
+
+MOST: Final = 3
+"""How many times the bytes of its value a file takes before it is written anew."""
+
+
+@dataclass
+class _Written:
+    """A lasting value that is in the file: who it was, its number, and its bytes."""
+
+    value: weakref.ref[Lasting]
+    number: int
+    size: int
+
+
+class GrowingFile:
+    """Writes one value again and again.
+
+    Parameters
+    ----------
+    path : Path
+        What is there is replaced when the value is written for the first time.
+    kind : str
+        A label, so that files are not mixed up.
+    """
+
+    def __init__(self, path: Path, kind: str) -> None:
+        self.path = path
+        self._kind = kind
+        # By identity, which a weak reference guards: to keep the values would keep all that they hold.
+        self._written: dict[int, _Written] = {}
+        self._next = 0
+        self._size = 0
+
+    def write(self, value: Any) -> None:
+        """Make ``value`` the one that the file holds; it is on the disk when this returns.
+
+        A crash at any moment leaves the former value or this one.
+
+        Raises
+        ------
+        StoreError
+            When ``value`` holds something that is not plain data; the file is as it was.
+        OSError
+            When it cannot be written; the former value can be read.
+        """
+        held = sum(each.size for each in self._written.values())
+        # Neither when this object has not written it, nor when most of it is of the past, is there much to go on from.
+        anew = not self._size or self._size > MOST * held or not self.path.exists()
+        entry = _Entry(self._kind, {} if anew else self._written, self._next)
+        data = entry.packed(value)
+        self._next = entry.next
+        if anew:
+            store.write(self.path, *data)
+            self._size = 0
+        else:
+            self._append(data)
+        self._written = entry.lasting
+        self._size += sum(map(len, data))
+
+    def _append(self, data: list[bytes | memoryview]) -> None:
+        with self.path.open("r+b") as file:
+            # What a write that failed has left behind the last value goes.
+            file.truncate(self._size)
+            file.seek(self._size)
+            for part in data:
+                file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+class _Entry:
+    """One entry while it is written: what lasts is in it where it is not in ``written``, the entries before."""
+
+    def __init__(self, kind: str, written: dict[int, _Written], following: int) -> None:
+        self._kind = kind
+        self._before = written
+        self.next = following
+        self.lasting: dict[int, _Written] = {}
+        self._new: list[tuple[int, Any]] = []
+        self._members: dict[str, NDArray[Any]] = {}
+
+    def packed(self, value: Any) -> list[bytes | memoryview]:
+        """Return the entry in parts, arrays among them as they are."""
+        own = store.encode(value, self._members, self._once)
+        parts = [_npy(array) for array in self._members.values()]
+        lengths = [sum(map(len, part)) for part in parts]
+        document = {"format": _FORMAT, "version": VERSION, "kind": self._kind, "value": own}
+        text = json.dumps({**document, "lasting": self._new, "members": lengths}, separators=(",", ":")).encode()
+        body = [_LENGTH.pack(len(text)), text, *(each for part in parts for each in part)]
+        checksum = 0
+        for each in body:
+            checksum = zlib.crc32(each, checksum)
+        head = _HEAD.pack(MAGIC, sum(map(len, body)), checksum)
+        return [head + _CHECK.pack(zlib.crc32(head)), *body]
+
+    def _once(self, value: Lasting) -> dict[str, Any]:
+        found = self._before.get(id(value), self.lasting.get(id(value)))
+        if found is None or found.value() is not value:
+            held: dict[str, NDArray[Any]] = {}
+            described = store.encode(value.read(), held)
+            # Members have one numbering in an entry.
+            shift = len(self._members)
+            self._members |= {f"m{shift + place}": array for place, array in enumerate(held.values())}
+            found = _Written(weakref.ref(value), self.next, len(json.dumps(described)) + _bytes_of(held))
+            self._new.append((self.next, [shift, described]))
+            self.next += 1
+        self.lasting[id(value)] = found
+        return store.lasting_at(found.number)
+
+
+def _bytes_of(members: dict[str, NDArray[Any]]) -> int:
+    return sum(array.nbytes for array in members.values())
+
+
+def _npy(array: NDArray[Any]) -> tuple[bytes, memoryview]:
+    """Return an array as a ``.npy`` file has it: what comes before the data, and the data, mostly not copied."""
+    fortran = array.flags.f_contiguous and not array.flags.c_contiguous
+    head = io.BytesIO()
+    described = {"descr": np.lib.format.dtype_to_descr(array.dtype), "fortran_order": fortran, "shape": array.shape}
+    np.lib.format.write_array_header_1_0(head, described)
+    flat = np.ascontiguousarray(array.T if fortran else array).reshape(-1)
+    # As bytes: not every dtype can be shown as a buffer.
+    return head.getvalue(), memoryview(flat.view(np.uint8) if flat.nbytes else b"")
+
+
+def is_growing(path: Path) -> bool:
+    """Return whether a file is one of these; raise ``OSError`` when it cannot be read."""
+    with path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
+def read(path: Path, kind: str) -> Any:
+    """Return the value that a file holds.
+
+    Takes memory in proportion to the largest entry and the value, whatever the file says of itself.
+
+    Raises
+    ------
+    StoreError
+        When the file is damaged, was written by a newer version, or holds another ``kind``.
+    OSError
+        When it cannot be read.
+    """
+    with path.open("rb") as file:
+        starts = list(_entries(file, kind))
+        document, take = _opened(file, starts[-1], kind)
+        with store.reading(f"stored {kind}"):
+            wanted = store.lasting_in(document["value"])
+            found: dict[int, Any] = {}
+            for start in starts:
+                found |= _lasting_of(*_opened(file, start, kind), wanted)
+            return store.decode(document["value"], take, found.pop)
+
+
+def _entries(file: BinaryIO, kind: str) -> Iterator[int]:
+    """Yield where the whole entries begin; there is at least one."""
+    start, size = 0, os.fstat(file.fileno()).st_size
+    while start < size:
+        file.seek(start)
+        head = file.read(_HEAD_BYTES)
+        magic, length, checksum = _HEAD.unpack(head[: _HEAD.size]) if len(head) == _HEAD_BYTES else (b"", 0, 0)
+        known = magic == MAGIC and _CHECK.unpack(head[_HEAD.size :])[0] == zlib.crc32(head[: _HEAD.size])
+        if not known or length > size - start - len(head) or zlib.crc32(file.read(length)) != checksum:
+            file.seek(start + 1)
+            # A crash cuts the end only: where another entry follows, this one was whole once.
+            if not start or MAGIC in file.read():
+                raise StoreError(f"stored {kind} is damaged at byte {start} of {size}")
+            log.warning("the last entry of %s was not written to its end: the one before it counts", file.name)
+            return
+        yield start
+        start += len(head) + length
+    if not size:
+        raise StoreError(f"stored {kind} is damaged: it is empty")
+
+
+def _opened(file: BinaryIO, start: int, kind: str) -> tuple[dict[str, Any], Any]:
+    """Return an entry's document, and the function that takes out one of its arrays."""
+    file.seek(start)
+    data = file.read(_HEAD.unpack(file.read(_HEAD_BYTES)[: _HEAD.size])[1])
+    try:
+        end = _LENGTH.size + _LENGTH.unpack(data[: _LENGTH.size])[0]
+        document = json.loads(data[_LENGTH.size : end])
+        label, version, found = document["format"], document["version"], document["kind"]
+    except (ValueError, KeyError, TypeError, struct.error) as error:
+        raise StoreError(f"stored {kind} is damaged or not one: {error}") from error
+    except RecursionError as error:
+        raise StoreError(f"stored {kind} is nested deeper than anything that is stored; it is forged") from error
+    if label != _FORMAT or found != kind:
+        raise StoreError(f"stored data is a {found!r} of format {label!r}, expected a {kind!r}")
+    if not isinstance(version, int) or version > VERSION:
+        raise StoreError(
+            f"stored {kind} has version {version!r}, this release reads up to {VERSION}; use the release that wrote it"
+        )
+    places: dict[str, slice] = {}
+    with store.reading(f"stored {kind}"):
+        for number, length in enumerate(document["members"]):
+            if not 0 <= length <= len(data) - end:
+                raise StoreError(f"stored {kind} claims an array of {length} bytes, where {len(data) - end} are left")
+            places[f"m{number}"] = slice(end, end + length)
+            end += length
+
+    def take(name: str) -> NDArray[Any]:
+        return store.read_npy(data[places.pop(name)], name)
+
+    return document, take
+
+
+def _lasting_of(document: dict[str, Any], take: Any, wanted: set[int]) -> dict[int, Any]:
+    """Return of the lasting values in an entry those that are wanted, by their numbers."""
+    return {
+        number: store.decode(described, lambda name, shift=shift: take(f"m{shift + int(name[1:])}"))
+        for number, (shift, described) in document["lasting"]
+        if number in wanted
+    }
