@@ -80,7 +80,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
                 lambda result: [sent for *_, sent in learning_line(result, wire=True)],
                 lambda result: [accuracy for _, accuracy, _ in learning_line(result)],
                 lambda result: result.spec.label,
-                x_label="bytes of all messages so far, both ways, all clients (logarithmic)",
+                x_label="bytes on the wire so far, both ways (logarithmic)",
                 y_label="test accuracy (%)",
                 log_x=True,
                 x_bytes=True,

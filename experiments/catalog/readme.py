@@ -217,7 +217,7 @@ def _compare(task: str, cohort: str, config: Config, say: Say) -> Findings:
                 lambda group: over_seeds(group, 2),
                 lambda group: over_seeds(group, 1),
                 lambda group: group[0].row,
-                x_label="bytes on the wire so far, both ways, all clients",
+                x_label="bytes on the wire so far, both ways (logarithmic)",
                 y_label="test accuracy, %",
                 log_x=True,
                 x_bytes=True,
