@@ -12,7 +12,7 @@ from fedcomp.experiments import engines
 from fedcomp.experiments.central import Plan
 from fedcomp.experiments.spec import RunSpec
 from fedcomp.experiments.systems import SYSTEMS, check, get_system
-from fedcomp.layout import SmallDense
+from fedcomp.layout import NONE_DENSE, SmallDense
 from fedcomp.strategies.parts import INNER
 from fedcomp.strategies.system import COMMON, System
 
@@ -106,7 +106,7 @@ def test_policy_settings_reach_the_policy_with_and_without_messages():
         return get_system("topk").resolve({f"policy.{key}": value for key, value in policy.items()})
 
     make = get_system("topk").build
-    assert make(resolved(), 0).policy is None
+    assert make(resolved(), 0).policy == NONE_DENSE
     assert make(resolved(share=0.5), 0).policy == SmallDense(share=0.5)
     assert make(resolved(min_size=10), 0).policy == SmallDense(10)
     plan, _ = Plan.of(RunSpec("topk", settings={"policy.share": 1.0}))

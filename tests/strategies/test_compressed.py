@@ -25,7 +25,7 @@ from toy import client_app, fedavg, model, stack, update
 
 from fedcomp.clients import messages
 from fedcomp.clients.compressed import compression
-from fedcomp.codecs import QSGD, Clip, Identity, RandomK, TopK, chain
+from fedcomp.codecs import EDEN, QSGD, Clip, Codec, Identity, RandomK, TopK, chain
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.errors import ConfigError, NoUsableReply
 from fedcomp.flower.grid import InProcessGrid
@@ -33,6 +33,7 @@ from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import put_frame, take_frame
 from fedcomp.flower.protocol import UPDATE
+from fedcomp.layout import SmallDense
 from fedcomp.strategies.compressed import Compressed
 
 ONE = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
@@ -151,12 +152,44 @@ def test_integer_buffers_keep_dtype_and_travel_exactly() -> None:
     assert value == np.rint(plain.arrays["num_batches_tracked"].numpy())
 
 
-def test_small_tensors_travel_dense_by_default() -> None:
-    """After one round of top-k the bias (30 elements) has moved everywhere, the weight hardly anywhere."""
-    result, _ = run(Compressed(fedavg(), TopK(density=0.01)), rounds=1)
+def test_small_tensors_travel_dense_where_the_policy_says_so() -> None:
+    """After one round of top-k the bias (12 elements) has moved everywhere, the weight hardly anywhere."""
+    result, _ = run(Compressed(fedavg(), TopK(density=0.01), policy=SmallDense()), rounds=1)
     expected = sum(update(1, p, (12,), 1).astype(np.float64) * (p + 1) for p in range(4)) / 10
     np.testing.assert_allclose(result.arrays["bias"].numpy(), expected, rtol=1e-6)
     assert np.count_nonzero(result.arrays["weight"].numpy()) <= 4 * math.ceil(0.01 * 1200)
+
+
+def test_without_a_codec_clients_send_eden_of_one_bit_and_get_the_model_whole() -> None:
+    announced = []
+
+    def listening(msg: Message, context: Context) -> Message:
+        announced.append(messages.find_announcement(msg.content))
+        return client_app([compression()])(msg, context)
+
+    default, ledger = run(Compressed(fedavg(fraction_evaluate=0.0)), listening)
+    explicit, _ = run(Compressed(fedavg(fraction_evaluate=0.0), EDEN(bits=1), None))
+    assert same(default.arrays, explicit.arrays)
+    assert len(announced) == 12
+    assert all(each.codec == EDEN(bits=1).to_config() and each.downlink == {} for each in announced)
+    dense = 4 * 1212
+    assert ledger.total("payload", direction="down") >= 12 * dense
+    assert ledger.total("payload", direction="up") < 12 * dense / 10
+
+
+@pytest.mark.parametrize("codec", [EDEN(bits=1), TopK(density=0.01, values="q2"), QSGD(levels=7)], ids=repr)
+@pytest.mark.parametrize("downlink", [None, TopK(density=0.05)], ids=repr)
+def test_by_default_the_dense_rest_is_at_most_a_tenth_of_a_frame(codec: Codec, downlink: Codec | None) -> None:
+    """Whatever the codec: one value in a hundred sent dense is three fourths of a frame of top-k in two bits."""
+    strategy = Compressed(fedavg(), codec, downlink)
+    run(strategy, rounds=2)
+    for report in strategy.reports.values():
+        assert report.compressed == 4
+        assert 0 <= report.dense_bytes <= report.frame_bytes / 10
+    small = Compressed(fedavg(), codec, downlink, policy=SmallDense())
+    run(small, rounds=2)
+    assert all(report.dense_bytes > 4 * 12 for report in small.reports.values()), "the model has a bias"
+    assert small.reports[1].frame_bytes > strategy.reports[1].frame_bytes
 
 
 def test_weights_are_num_examples() -> None:

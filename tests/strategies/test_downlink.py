@@ -9,7 +9,7 @@ from flwr.serverapp.strategy import FedAvg
 from toy import client_app, fedavg, model, stack
 
 from fedcomp.clients.compressed import compression
-from fedcomp.codecs import QSGD, Identity, RandomK, TopK
+from fedcomp.codecs import EDEN, QSGD, Identity, RandomK, TopK
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.errors import ConfigError
 from fedcomp.flower.grid import InProcessGrid
@@ -143,10 +143,17 @@ def test_integer_buffers_reach_the_clients_exactly() -> None:
         (ErrorFeedback(TopK(density=0.1)), "memory"),
         (RandomK(density=0.01, unbiased=True), "diverge"),
         (QSGD(levels=1), "diverge"),
+        (EDEN(bits=1), r'Use EDEN\(scale="least"\)'),
     ],
     ids=repr,
 )
 def test_codecs_that_would_diverge_are_refused(codec, reason: str) -> None:
-    strategy = Compressed(fedavg(), TopK(density=0.1), downlink=codec)
     with pytest.raises(ConfigError, match=reason):
-        start(strategy, rounds=1)
+        Compressed(fedavg(), TopK(density=0.1), downlink=codec)
+
+
+def test_what_a_refused_downlink_is_advised_to_use_is_taken() -> None:
+    strategy = Compressed(fedavg(), TopK(density=0.1), downlink=EDEN(scale="least"))
+    result, _, _ = start(strategy)
+    assert all(report.compressed == 4 for report in strategy.reports.values())
+    assert result.arrays

@@ -32,11 +32,11 @@ from fedcomp.flower.protocol import UPDATE
 from fedcomp.flower.record_dp import RECORD_DP, DpSgdPlan
 from fedcomp.flower.records import to_arrays
 from fedcomp.flower.rounds import fit
-from fedcomp.layout import Layout
+from fedcomp.layout import NONE_DENSE, Layout
 from fedcomp.privacy.accounting import compose
 from fedcomp.rng import Key
 from fedcomp.strategies.compressed import Compressed
-from fedcomp.strategies.forward import ALL_DENSE, ForwardGradients
+from fedcomp.strategies.forward import ForwardGradients
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 from fedcomp.strategies.private.record_dp import RecordDp
 from fedcomp.tasks.base import Split
@@ -105,7 +105,7 @@ def run(
 
 
 def layout() -> Layout:
-    return Layout.of(to_arrays(start()), ALL_DENSE)
+    return Layout.of(to_arrays(start()), NONE_DENSE)
 
 
 def partition(reply: Message) -> int:
