@@ -278,6 +278,10 @@ def policy_config(policy: DensityPolicy | None, layout: Layout) -> dict[str, Any
     return {"table": {name: density for name, density in decided.items() if density is not None}}
 
 
+def _texts(given: Iterable[Any]) -> tuple[str, ...]:
+    return tuple(map(str, given))
+
+
 def policy_from_config(config: Mapping[str, Any]) -> DensityPolicy:
     """Recreate the policy that :func:`policy_config` described.
 
@@ -289,7 +293,7 @@ def policy_from_config(config: Mapping[str, Any]) -> DensityPolicy:
     try:
         if "table" in config:
             return TablePolicy({str(n): EXACT if d == EXACT else float(d) for n, d in config["table"].items()})
-        read = {"min_size": int, "patterns": lambda given: tuple(str(p) for p in given), "share": float}
+        read: dict[str, Callable[[Any], Any]] = {"min_size": int, "patterns": _texts, "share": float}
         return SmallDense(**{name: read[name](value) for name, value in config.items()})
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(

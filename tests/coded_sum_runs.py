@@ -17,7 +17,7 @@ from fedcomp.codecs import Codec, FixedPoint, RandomK, fixed_point_of
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
-from fedcomp.flower.payload import take_frame
+from fedcomp.flower.payload import has_frame, take_frame
 from fedcomp.flower.protocol import UPDATE
 from fedcomp.layout import Layout
 from fedcomp.strategies.coded.strategy import CodedFedAvg
@@ -43,7 +43,7 @@ class Recorder:
     def __call__(self, msg: Message, context: Context, call_next) -> Message:
         round_ = fields_number(msg)
         reply = call_next(msg, context)
-        if not reply.has_error() and UPDATE in reply.content:
+        if not reply.has_error() and has_frame(reply.content, UPDATE):
             self.frames[round_, int(context.node_config["partition-id"])].append(take_frame(reply.content, UPDATE))
         return reply
 

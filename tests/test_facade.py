@@ -87,6 +87,12 @@ def test_every_name_is_public_and_leads_to_what_it_says() -> None:
     assert set(re.findall(r"^from \S+ import (\w+) as", stub, re.MULTILINE)) <= set(names)
 
 
+def test_what_a_first_page_names_is_there() -> None:
+    pair = {"Compressed", "compression", "client", "EDEN", "TopK", "QSGD", "ScaledSign", "SmallDense"}
+    private = {"DpFedAvg", "RecordDp", "DpSgdPlan", "DistributedDp", "ShareSettings", "local_dp", "Privatise"}
+    assert pair | private <= set(fc.__all__)
+
+
 def test_every_codec_is_there() -> None:
     """One line of the codecs' package makes a codec known by its id and by its name."""
     found = [value for value in vars(codecs).values() if isinstance(value, type) and issubclass(value, fc.Codec)]

@@ -108,7 +108,7 @@ def test_a_server_that_does_not_name_its_model_means_the_only_one_beside_the_row
     content = RecordDict({"arrays": arrays})
     put_frames(content, gcn.FEATURES, {1: bytes(INLINE_LIMIT + 1), 2: bytes(INLINE_LIMIT + 1)})
     assert len(content.array_records) == 3
-    found, replica = receive(content, Announcement("", 1, 0, protocol=2), None, node(0))
+    found, replica = receive(content, Announcement("", 1, 0, protocol=1), None, node(0))
     assert found == arrays
     assert replica is None
 

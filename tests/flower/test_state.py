@@ -190,10 +190,10 @@ def test_an_older_message_of_the_session_is_refused() -> None:
 
 
 def test_another_protocol_version_is_not_read_any_further() -> None:
-    config = ConfigRecord({"fedcomp.protocol": 2, "fedcomp.codec": 17, "fedcomp.round": "x"})
+    config = ConfigRecord({"fedcomp.protocol": PROTOCOL + 1, "fedcomp.codec": 17, "fedcomp.round": "x"})
     found = Announcement.read(config)
     assert found is not None
-    assert found.protocol == 2
+    assert found.protocol == PROTOCOL + 1
 
 
 @pytest.mark.parametrize("wrong", [True, 1.0, [1], "1"])

@@ -285,8 +285,9 @@ def owed(context: Context, strategy: CodedFedAvg, node: int) -> np.ndarray:
     state = {k: v.numpy() for k, v in context.state.array_records["fedcomp.uplink.memory"].items()}
     peer = strategy.inner.reception.peers[node]
     if (peer.acknowledged, peer.generation) != (meta["pending"], meta["generation"]):
-        stored = {k.removeprefix("fedcomp.uplink.reply/"): v for k, v in context.state.items()}
-        frame = take_frame(RecordDict({UPDATE: stored[UPDATE]}), UPDATE)
+        prefix = "fedcomp.uplink.reply/"
+        stored = {k.removeprefix(prefix): v for k, v in context.state.items() if k.startswith(prefix)}
+        frame = take_frame(RecordDict(stored), UPDATE)
         state = strategy.inner.codec.rollback(state, frame, LAYOUT)
     return state["memory"].astype(np.float64)
 

@@ -397,9 +397,9 @@ def altered(change, app=None):
 
 def test_a_server_of_another_protocol_version_is_answered_densely_and_reported() -> None:
     strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(density=0.1))
-    run(strategy, altered(lambda config: config.__setitem__("fedcomp.protocol", 2)), rounds=1)
+    run(strategy, altered(lambda config: config.__setitem__("fedcomp.protocol", 3)), rounds=1)
     assert strategy.reports[1].plain == 4
-    assert all("protocol 2" in reason for reason in strategy.reports[1].unsupported.values())
+    assert all("protocol 3" in reason for reason in strategy.reports[1].unsupported.values())
 
 
 @pytest.mark.long

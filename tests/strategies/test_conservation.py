@@ -19,7 +19,7 @@ from fedcomp.flower.faults import Delivery, RandomFaults, ScriptedFaults
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
-from fedcomp.flower.payload import take_frame
+from fedcomp.flower.payload import NODE_RECORD, take_frame
 from fedcomp.flower.protocol import UPDATE
 from fedcomp.flower.state import UNSETTLED
 from fedcomp.layout import Layout
@@ -77,8 +77,8 @@ def residual(context: Context, strategy: Compressed, node: int) -> np.ndarray:
     peer = strategy.reception.peers[node]
     consumed = (peer.acknowledged, peer.generation) == (meta["pending"], meta["generation"])
     if not consumed:
-        reply = context.state["fedcomp.uplink.reply/" + UPDATE]
-        frame = take_frame({UPDATE: reply}, UPDATE)  # type: ignore[arg-type]
+        reply = RecordDict({NODE_RECORD: context.state["fedcomp.uplink.reply/" + NODE_RECORD]})
+        frame = take_frame(reply, UPDATE)
         state = codec.rollback(state, frame, layout)
     return in_order(layout, memory_of(state))
 

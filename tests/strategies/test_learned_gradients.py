@@ -35,7 +35,7 @@ from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.logs import log
 from fedcomp.flower.metered import MeteredGrid
-from fedcomp.flower.payload import NODE_RECORD, put_frame, take_frame
+from fedcomp.flower.payload import NODE_RECORD, has_frame, put_frame, take_frame
 from fedcomp.flower.protocol import DECODER, ENCODER, PROBE, UPDATE
 from fedcomp.flower.rounds import drive, fit
 from fedcomp.flower.wrapper import GridWrapper
@@ -629,7 +629,7 @@ def test_forged_latents_of_a_common_node_are_refused_and_another_stands_by(forge
 @pytest.mark.long
 def test_latents_of_a_client_that_does_not_lead_are_not_looked_at() -> None:
     def change(reply, msg, context) -> None:
-        if partition(context) == 3 and number_of(msg) != 8 and UPDATE in reply.content:
+        if partition(context) == 3 and number_of(msg) != 8 and has_frame(reply.content, UPDATE):
             put_frame(reply.content, PROBE, b"latents of my own")
 
     honest, forged = (
@@ -647,7 +647,7 @@ def test_latents_of_another_encoder_are_refused_and_go_back_into_the_memory() ->
     stale = ConvEncoder.draw(Key(8))
 
     def change(reply, msg, context) -> None:
-        if partition(context) != 1 or UPDATE not in reply.content:
+        if partition(context) != 1 or not has_frame(reply.content, UPDATE):
             return
         frame = take_frame(reply.content, UPDATE)
         # The encoder's id is in the frame's optional field.

@@ -18,7 +18,7 @@ from fedcomp.experiments.spec import RunSpec
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
-from fedcomp.flower.payload import take_frame
+from fedcomp.flower.payload import has_frame, take_frame
 from fedcomp.flower.protocol import UPDATE
 from fedcomp.flower.report import Report
 from fedcomp.layout import SmallDense
@@ -34,7 +34,7 @@ def run(strategy, evil=None, *, nodes=4, rounds=2, mods=True, initial=None, fram
 
     def app(msg: Message, context: Context) -> Message:
         reply = honest(msg, context)
-        if frames is not None and UPDATE in reply.content:
+        if frames is not None and has_frame(reply.content, UPDATE):
             frames.append(take_frame(reply.content, UPDATE))
         if evil is not None and context.node_config["partition-id"] == 1:
             reply.content = evil(reply.content) or reply.content
