@@ -105,8 +105,8 @@ OPTIONS = {
 def spec_of(task: str, cohort: str, row: str, lr: float, seed: int, config: Config, *, tuning: bool = False) -> RunSpec:
     """Return the run of a row; on the validation split if ``tuning``."""
     (times, unlike, _), (system, settings) = COHORTS[cohort], ROWS[row]
-    fixed: dict[str, Any] = {**TASKS[task][1], **unlike, **settings, "lr": lr, "evaluate_every": EVERY}
-    made = config.spec(system, row, task, **fixed, **{"task.validation": tuning})
+    every: dict[str, Any] = {"lr": lr, "evaluate_every": EVERY, "task.validation": tuning}
+    made = config.spec(system, row, task, **TASKS[task][1], **unlike, **settings, **every)
     return replace(made, clients=times * config.clients, seed=seed + tuning * TUNING_SEED)
 
 
@@ -165,7 +165,7 @@ def _compare(task: str, cohort: str, config: Config, say: Say) -> Findings:
     lr, processes = TASKS[task][0], int(config.settings["workers"])
     steps = [lr * times for times in numbers(str(config.settings["steps"]), each=Option(1.0, "a multiple", above=0.0))]
     tuned = [FEDAVG] if config.settings["tune"] == FEDAVG else list(ROWS)
-    axes = {"task": [task], "cohort": [cohort], "row": tuned, "lr": steps, "seed": [config.seed]}
+    axes: dict[str, list[Any]] = {"task": [task], "cohort": [cohort], "row": tuned, "lr": steps, "seed": [config.seed]}
     tried = Sweep(train, axes, "tuning", {"config": config, "tuning": True})(say, processes)
     best = _best(tried)
     cells = [
@@ -177,6 +177,9 @@ def _compare(task: str, cohort: str, config: Config, say: Say) -> Findings:
 
     def percent(row: str, field: str) -> str:
         return f"{mean(groups[row].each(field)):.1f} ± {spread(groups[row].each(field)):.1f}"
+
+    def validated(row: str, step: float) -> float:
+        return round(tried.one(row=row, lr=step).settled, 1)
 
     def lost(row: str, field: str) -> float:
         return mean(groups[FEDAVG].each(field)) - mean(groups[row].each(field))
@@ -210,13 +213,7 @@ def _compare(task: str, cohort: str, config: Config, say: Say) -> Findings:
             ),
             table(
                 f"{where}: tuning",
-                {
-                    "row": lambda row: row,
-                    **{
-                        f"step {step:g}": lambda row, step=step: round(tried.one(row=row, lr=step).settled, 1)
-                        for step in steps
-                    },
-                },
+                {"row": lambda row: row, **{f"step {step:g}": partial(validated, step=step) for step in steps}},
                 tuned,
                 "Accuracy on the validation split at the end, %, one seed.",
             ),
