@@ -45,9 +45,8 @@ _ANY_LAYOUT: Final = Layout((TensorSpec("layer", (64, 64), "float32", 0, 4096),)
 
 FEW_RETURN: Final = (
     f"the last {WINDOW} rounds asked more than twice as many clients as one round does. Error feedback keeps what it "
-    "did not send at each client, where it waits until that client is asked again, and is out of date by then: with 10 "
-    "of 30 unlike clients a round (digits, 45 rounds) top-k reached 66.3 % at 5 % and 45.5 % at 1 % in two bits, "
-    "FedAvg 71.5 % and EDEN of one bit 71.9 %. Use a codec without memory, EDEN() or QSGD(levels=7), or ask clients "
+    "did not send at each client, where it waits until that client is asked again, and is out of date by then: "
+    "accuracy can end many points below FedAvg's. Use a codec without memory, EDEN() or QSGD(levels=7), or ask clients "
     "more often"
 )
 """What is said where memories wait at clients that seldom return."""
