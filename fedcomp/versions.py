@@ -92,8 +92,8 @@ def check_codec(codec: Codec, layout: Layout) -> None:
     if not (codec.lossless or codec.contraction(layout) is not None or (variance is not None and variance < 1.0)):
         raise ConfigError(
             f"{codec!r} is no contraction on this model (variance bound {variance}): the clients' replicas would "
-            "diverge from the server's model. Use EDEN(scale='least'), TopK, RandomK(unbiased=False), or QSGD with "
-            "more levels or smaller buckets"
+            "diverge from the server's model. Use TopK, RandomK(unbiased=False), or QSGD with more levels or smaller "
+            "buckets"
         )
 
 
