@@ -160,7 +160,7 @@ def saved(clients: int, sampled: int, rounds: int) -> dict[str, Any]:
             mark = time.process_time()
 
         # The run makes its own checkpoints; here each is measured where it is made.
-        checkpoint.CheckpointFile.save = timed  # type: ignore[method-assign]
+        checkpoint.CheckpointFile.save = timed  # type: ignore[method-assign, assignment]
         try:
             engines.run(spec, checkpoint=Path(scratch, "changed"))
         finally:
