@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+KERNELS := $(VENV)/.kernels
 # Another package index, for torch alone:  make test TORCH_INDEX=URL
 TORCH_INDEX ?=
 # Files of tests run side by side, each with one thread of its own; what starts Ray or deployments stays in one row,
@@ -22,14 +23,14 @@ export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION := 1
 quickstart: $(STAMP)  ## set up and run the main job
 	$(BIN)/python -m experiments.run
 
-test: $(STAMP)  ## set up and check: lint, types, every test that is not in test-long
+test: $(KERNELS)  ## set up and check: lint, types, every test that is not in test-long
 	$(MAKE) lint
 	$(PYTEST) -m "not long"
 
-test-long: $(STAMP)  ## the other tests: long convergence, all systems on all engines, long fuzzing, all pages' experiments
+test-long: $(KERNELS)  ## the other tests: long convergence, all systems on all engines, long fuzzing, all pages' experiments
 	$(PYTEST) -m long
 
-test-fast: $(STAMP)  ## while you work: what takes less than a moment
+test-fast: $(KERNELS)  ## while you work: what takes less than a moment
 	$(PYTEST) -m "not slow and not long"
 
 lint: $(STAMP)
@@ -37,7 +38,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	.ci/types
 
-bench: $(STAMP)  ## wire, kernels, peers, engine, graphs, codes: ratios taken in one run
+bench: $(KERNELS)  ## wire, kernels, peers, engine, graphs, codes: ratios taken in one run
 	$(BIN)/python -m experiments.bench wire
 	$(BIN)/python -m experiments.bench kernels
 	$(BIN)/python -m experiments.bench peers
@@ -52,9 +53,13 @@ $(STAMP): pyproject.toml setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX) )torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $(STAMP)
+
+# A process compiles what it uses, once, into a cache on the disk; many that start together would all do so.
+$(KERNELS): $(STAMP)
 	$(BIN)/python -m fedcomp.kernels
 	$(BIN)/python -m fedcomp.coding.kernels
-	touch $(STAMP)
+	touch $(KERNELS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -35,6 +35,7 @@ from fedcomp.flower.privacy import Private, find_private
 from fedcomp.flower.report import Reports, reports_of
 from fedcomp.flower.rounds import RoundOutcome, fit, over
 from fedcomp.flower.store import Lasting
+from fedcomp.heap import keep_freed_memory
 from fedcomp.privacy.errors import PrivacyLedgerError
 from fedcomp.strategies.deadlines import Deadline
 from fedcomp.strategies.parts import BUDGET, TASK_PREFIX
@@ -91,6 +92,8 @@ def serve(
         When fewer nodes than clients are online after the setting ``start_timeout``.
     """
     started = time.perf_counter()
+    # In a deployment this is a process of its own.
+    keep_freed_memory()
     system = get_system(spec.system)
     settings = system.resolve(spec.settings)
     from fedcomp.tasks import get_task  # brings torch

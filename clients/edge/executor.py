@@ -32,6 +32,7 @@ from typing import Final, NoReturn, Protocol
 from fedcomp.clients.edge.zygote import Zygote, end, fork, require_one_thread
 from fedcomp.errors import ConfigError
 from fedcomp.flower._private import NodeTask, NodeTasks, abandon_task, node_tasks_unsupported, refuse_task
+from fedcomp.heap import keep_freed_memory
 from fedcomp.logs import log
 
 OK: Final = 0
@@ -113,6 +114,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         executor = Executor(
             args.runtime, NodeTasks(args.runtime, _secret(args.secret_file)), allowed, args.until_closed
         )
+        # Before the first fork: what handles a message is a child, which inherits it.
+        keep_freed_memory()
         # The collector would touch, and so copy, every page of what was imported.
         gc.collect()
         gc.freeze()

@@ -26,6 +26,10 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
         "fedcomp.experiments.bench.server",
         "a client's cost to the server by codec, against FedAvg's own, with up to 1000 clients",
     ),
+    "upkeep": (
+        "fedcomp.experiments.bench.upkeep",
+        "a round's cost beside its updates: the step from their mean, the checkpoint, new arrays",
+    ),
     "gossip": (
         "fedcomp.experiments.bench.gossip",
         "decentralised runs: time per edge as graphs grow, messages, the protocol",

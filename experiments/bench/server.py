@@ -95,7 +95,7 @@ def run(*, quick: bool = False, progress: Callable[[str], None] | None = None) -
     updates = [Update(1e-3 * layered(size, seed), layout) for seed in range(min(_DISTINCT, numbers[-1]))]
     rows: list[dict[str, Any]] = []
     for name, codec in {PLAIN: None, **CODECS}.items():
-        frames = None if codec is None else _frames(codec, updates, numbers[-1])
+        frames = None if codec is None else frames_of(codec, updates, numbers[-1])
         for clients in numbers:
             say(f"{name}, {clients} clients")
             with quiet(), acting_as(1, 0):
@@ -103,7 +103,7 @@ def run(*, quick: bool = False, progress: Callable[[str], None] | None = None) -
     return {"rows": rows, "claims": _claims(rows, numbers, gate=not quick)}
 
 
-def _frames(codec: Codec, updates: Sequence[Update], clients: int) -> list[bytes]:
+def frames_of(codec: Codec, updates: Sequence[Update], clients: int) -> list[bytes]:
     """Return what the first clients send, of whom the others' replies are copies; of all where none can be a copy."""
 
     def frame(partition: int) -> bytes:
@@ -125,13 +125,13 @@ def _row(
     size = updates[0].layout.size
     seconds = []
     for _ in range(5 if clients <= 10 else 3 if clients <= 100 else 1):
-        server, replies, _ = _round(codec, frames, updates, clients)
+        server, replies, _ = round_of(codec, frames, updates, clients)
         start = time.thread_time()
         arrays, _ = server.aggregate_train(1, replies)
         seconds.append(time.thread_time() - start)
         if arrays is None or (codec is not None and server.reports[1].used != clients):
             raise BenchError(f"{name} did not add all updates of {clients} clients")
-    server, replies, reply_bytes = _round(codec, frames, updates, clients)
+    server, replies, reply_bytes = round_of(codec, frames, updates, clients)
     tracemalloc.start()
     server.aggregate_train(1, replies)
     _, peak = tracemalloc.get_traced_memory()
@@ -145,11 +145,15 @@ def _row(
     }
 
 
-def _round(
-    codec: Codec | None, frames: Sequence[bytes] | None, updates: Sequence[Update], clients: int
+def round_of(
+    codec: Codec | None,
+    frames: Sequence[bytes] | None,
+    updates: Sequence[Update],
+    clients: int,
+    kind: type[FedAvg] = FedAvg,
 ) -> tuple[Any, list[Message], int]:
     """Return a server that has sent a round, its replies, and the payload of one."""
-    inner = FedAvg(fraction_evaluate=0.0, min_train_nodes=clients, min_available_nodes=clients)
+    inner = kind(fraction_evaluate=0.0, min_train_nodes=clients, min_available_nodes=clients)
     server: Any = inner if codec is None else Compressed(inner, codec, feedback=False)
     size = updates[0].layout.size
     model = ArrayRecord({"w": Array(np.zeros(size, np.float32))})

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fedcomp.errors import ConfigError, nearest
 from fedcomp.flower.offline import go_offline
+from fedcomp.heap import keep_freed_memory
 
 if TYPE_CHECKING:
     from fedcomp.experiments.spec import RoundRecord, RunResult, RunSpec
@@ -67,6 +68,7 @@ def run(
         raise ConfigError(f"unknown engine {spec.engine!r}{nearest(spec.engine, ENGINES)}")
     # Flower reads its telemetry switch once, when it is first imported.
     go_offline()
+    keep_freed_memory()
     from fedcomp.experiments.systems import check
 
     check(spec)

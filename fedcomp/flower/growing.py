@@ -20,7 +20,7 @@ import os
 import struct
 import weakref
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -162,7 +162,7 @@ def _npy(array: NDArray[Any]) -> tuple[bytes, memoryview]:
     np.lib.format.write_array_header_1_0(head, described)
     flat = np.ascontiguousarray(array.T if fortran else array).reshape(-1)
     # As bytes: not every dtype can be shown as a buffer.
-    return head.getvalue(), memoryview(flat.view(np.uint8) if flat.nbytes else b"")
+    return head.getvalue(), flat.view(np.uint8).data if flat.nbytes else memoryview(b"")
 
 
 def is_growing(path: Path) -> bool:
@@ -215,7 +215,7 @@ def _entries(file: BinaryIO, kind: str) -> Iterator[int]:
         raise StoreError(f"stored {kind} is damaged: it is empty")
 
 
-def _opened(file: BinaryIO, start: int, kind: str) -> tuple[dict[str, Any], Any]:
+def _opened(file: BinaryIO, start: int, kind: str) -> tuple[dict[str, Any], Callable[[str], NDArray[Any]]]:
     """Return an entry's document, and the function that takes out one of its arrays."""
     file.seek(start)
     data = file.read(_HEAD.unpack(file.read(_HEAD_BYTES)[: _HEAD.size])[1])
@@ -247,10 +247,14 @@ def _opened(file: BinaryIO, start: int, kind: str) -> tuple[dict[str, Any], Any]
     return document, take
 
 
-def _lasting_of(document: dict[str, Any], take: Any, wanted: set[int]) -> dict[int, Any]:
+def _lasting_of(document: dict[str, Any], take: Callable[[str], NDArray[Any]], wanted: set[int]) -> dict[int, Any]:
     """Return of the lasting values in an entry those that are wanted, by their numbers."""
+
+    def shifted(shift: int) -> Callable[[str], NDArray[Any]]:
+        return lambda name: take(f"m{shift + int(name[1:])}")
+
     return {
-        number: store.decode(described, lambda name, shift=shift: take(f"m{shift + int(name[1:])}"))
+        number: store.decode(described, shifted(shift))
         for number, (shift, described) in document["lasting"]
         if number in wanted
     }

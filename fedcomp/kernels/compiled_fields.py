@@ -202,13 +202,20 @@ def shifted_sums(rows: NDArray[Any], shifts: NDArray[np.uint8]) -> NDArray[np.in
 
 def pack_columns(fields: NDArray[Any], words: NDArray[np.uint64]) -> None:
     """See :meth:`fedcomp.kernels.interface.Ops.pack_columns`."""
-    _pack_columns(fixed(fields), words)
+    # Of wider fields than their type the bits above are those of a sign, which an unsigned type has not.
+    bits = _unsigned(fields) if len(words) <= 8 * fields.dtype.itemsize else fields.astype(np.uint64)
+    _pack_columns(fixed(bits), words)
 
 
 def unpack_columns(words: NDArray[np.uint64], out: NDArray[Any]) -> None:
     """See :meth:`fedcomp.kernels.interface.Ops.unpack_columns`."""
     # A section of a frame begins at any byte.
-    _unpack_columns(fixed(words if words.flags.aligned else words.copy()), out)
+    _unpack_columns(fixed(words if words.flags.aligned else words.copy()), _unsigned(out))
+
+
+def _unsigned(fields: NDArray[Any]) -> NDArray[Any]:
+    """Return a view of integers by their bits: one compiled form for both signs of a type."""
+    return fields.view(f"u{fields.dtype.itemsize}")
 
 
 def square_sums(vector: NDArray[Any], origin: NDArray[Any] | None) -> NDArray[np.float64]:

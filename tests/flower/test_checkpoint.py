@@ -24,6 +24,7 @@ from flwr.serverapp.strategy import (
 )
 from toy import client_app, fedavg, model
 
+from fedcomp.clients.compressed import compression
 from fedcomp.codecs import TopK
 from fedcomp.errors import FedcompError
 from fedcomp.flower import checkpoint, store
@@ -101,6 +102,64 @@ def test_an_interrupted_run_continues_exactly(make, stop: int, tmp_path: Path) -
         result=stored.result,
     )
     assert fingerprint(resumed, grid) == expected
+
+
+@pytest.mark.parametrize("cut", [0, 11], ids=["whole", "crashed while it was written"])
+def test_a_run_that_writes_what_changed_continues_exactly(cut: int, tmp_path: Path) -> None:
+    """Under faults, from the last checkpoint, or from the one before where the last was cut short."""
+    grid = make_grid()
+    expected = fingerprint(fit(Compressed(fedavg(), TopK(0.2)), grid, model(), ROUNDS, timeout=9), grid)
+
+    path, strategy, grid, result = tmp_path / "run.ckpt", Compressed(fedavg(), TopK(0.2)), make_grid(), Result()
+    # The file of another run may be there.
+    path.write_bytes(b"old")
+    file = checkpoint.CheckpointFile(path)
+
+    def keep(server_round, arrays, outcome) -> None:
+        file.save(server_round=server_round, arrays=arrays, strategy=strategy, grid=grid, result=result)
+        if server_round == 4:
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        fit(strategy, grid, model(), ROUNDS, timeout=9, on_round=keep, result=result)
+    grid.inner.close()  # type: ignore[attr-defined]
+    if cut:
+        path.write_bytes(path.read_bytes()[:-cut])
+
+    stored = checkpoint.load(path)
+    assert stored.server_round == (3 if cut else 4)
+    strategy, grid, start = Compressed(fedavg(), TopK(0.2)), make_grid(), stored.server_round + 1
+    stored.apply(strategy, grid)
+    resumed = fit(strategy, grid, stored.arrays, ROUNDS, start_round=start, timeout=9, result=stored.result)
+    assert fingerprint(resumed, grid) == expected
+
+
+def test_clients_that_were_not_asked_are_not_written_again(tmp_path: Path) -> None:
+    """Nor are reports of rounds that are over; the bytes of a round do not grow with the clients or the rounds."""
+    path, app = tmp_path / "run.ckpt", client_app([compression()])
+    file, sizes = checkpoint.CheckpointFile(path), []
+    strategy = Compressed(fedavg(fraction_train=0.1, fraction_evaluate=0.0, min_train_nodes=2), TopK(0.2))
+    with InProcessGrid(app, 20, seed=4) as inner:
+        grid = MeteredGrid(inner)
+        everybody = Compressed(fedavg(fraction_evaluate=0.0), TopK(0.2))
+        fit(everybody, grid, model(), 1)
+
+        def keep(server_round, arrays, outcome) -> None:
+            file.save(server_round=server_round, arrays=arrays, strategy=strategy, grid=grid)
+            sizes.append(path.stat().st_size)
+
+        fit(strategy, grid, model(), 8, on_round=keep)
+        state = len(inner.node(0).stored())
+    grown = np.diff(sizes)
+    # Two states, the model and what else there is of a round; of twenty clients' states it would be far more.
+    assert sizes[0] > 20 * state
+    assert (grown > 2 * state).all()
+    assert (grown < 6 * state).all()
+    found = checkpoint.load(path)
+    assert found.server_round == 8
+    fresh = Compressed(fedavg(fraction_train=0.1, fraction_evaluate=0.0, min_train_nodes=2), TopK(0.2))
+    found.apply(fresh)
+    assert fresh.reports == strategy.reports
 
 
 @pytest.mark.long

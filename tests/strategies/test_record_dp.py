@@ -480,7 +480,7 @@ def test_a_run_that_repeats_a_round_pays_for_it_again(tmp_path: Path, monkeypatc
     class Killed(Exception):
         pass
 
-    real, calls = serve.checkpoints.save, [0]
+    real, calls = serve.checkpoints.CheckpointFile.save, [0]
 
     def save(*args: Any, **kwargs: Any) -> None:
         calls[0] += 1
@@ -489,7 +489,7 @@ def test_a_run_that_repeats_a_round_pays_for_it_again(tmp_path: Path, monkeypatc
         real(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(serve.checkpoints, "save", save)
+        patch.setattr(serve.checkpoints.CheckpointFile, "save", save)
         with pytest.raises(Killed):
             engines.run(spec, checkpoint=tmp_path / "checkpoint")
     # The clients are put back to their state after round 1, and train for round 2 again.

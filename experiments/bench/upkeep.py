@@ -1,0 +1,204 @@
+"""What a round costs the server beside its clients' updates: the step from their mean, the checkpoint, new arrays.
+
+Each row has two ways of the same thing, one after the other in one process, and their ratio. Processor time of one
+thread, system calls included. *Step*: Flower's FedAvg takes the mean as it is, against a FedAvg that has to be run on
+it as on a reply. *Checkpoint*: what has changed is written, against all of it, in a run of the in-process engine on
+digits, with top-k and error feedback; and what part of the round it is. *Arrays*: passes over new arrays in a
+process that keeps freed memory, against one that does not (:mod:`fedcomp.heap`), a process each.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+import numpy as np
+from flwr.serverapp.strategy import FedAvg
+
+from fedcomp import heap
+from fedcomp.codecs import TopK
+from fedcomp.experiments import engines
+from fedcomp.experiments.bench.readpass import layered
+from fedcomp.experiments.bench.server import frames_of, round_of
+from fedcomp.experiments.kit import claim
+from fedcomp.experiments.spec import RunSpec
+from fedcomp.flower import checkpoint
+from fedcomp.flower._private import acting_as
+from fedcomp.flower.logs import quiet
+from fedcomp.layout import Layout, Update
+
+STEPS: Final = ((1_000_000, 10), (1_000_000, 1000), (25_000_000, 10))
+"""Parameters and clients."""
+
+RUNS: Final = ((10, 10, 40), (1000, 100, 12), (1000, 1000, 4))
+"""Clients, how many of them train in a round, and rounds."""
+
+SHARE: Final = 5.0
+"""A goal: the checkpoint's part of a round, in per cent."""
+
+_ARRAYS: Final = """
+import json, sys, time, resource
+import numpy as np
+from fedcomp.heap import keep_freed_memory
+keep, size = sys.argv[1] == "True", int(sys.argv[2])
+assert not keep or keep_freed_memory()
+first, second, seconds = np.ones(size, np.float32), np.ones(size, np.float32), []
+for _ in range(12):
+    start = time.process_time()
+    copy = np.frombuffer((first + second).tobytes(), np.float32) * np.float32(2)
+    del copy
+    seconds.append(time.process_time() - start)
+print(json.dumps([sorted(seconds)[6], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss]))
+"""
+
+
+class Run(FedAvg):
+    """A FedAvg that has to be run on a mean, since a method of its aggregation is its own."""
+
+    def _check_and_log_replies(self, *args: Any, **options: Any) -> Any:
+        return super()._check_and_log_replies(*args, **options)
+
+
+def run(*, quick: bool = False, progress: Callable[[str], None] | None = None) -> dict[str, Any]:
+    """Measure all three; return rows and claims."""
+    say = progress or (lambda _line: None)
+    steps = ((20_000, 3),) if quick else STEPS
+    runs = ((4, 4, 3), (12, 3, 4)) if quick else RUNS
+    rows = []
+    for size, clients in steps:
+        say(f"step, {size} parameters, {clients} clients")
+        rows.append(step(size, clients))
+    for clients, sampled, rounds in runs:
+        say(f"checkpoint, {sampled} of {clients} clients")
+        rows.append(saved(clients, sampled, rounds))
+    if heap.is_glibc():
+        for size in (100_000,) if quick else (1_000_000, 25_000_000):
+            say(f"arrays of {size}")
+            rows.append(arrays(size, 1 if quick else 3))
+    large = [row for row in rows if row["what"] != "checkpoint"]
+    shares = [row["% of a round"] for row in rows if row["what"] == "checkpoint"]
+    return {
+        "rows": rows,
+        "claims": [
+            *(
+                claim(
+                    f"{row['what']}, {row['parameters']} parameters, {row['clients']} clients: cost without it",
+                    row["ratio"],
+                    ">= 1",
+                    "nothing is done that was not done before",
+                    gate=False,
+                )
+                for row in large
+            ),
+            claim("checkpoint: part of a round, %, at most", max(shares), f"<= {SHARE}", "goal", gate=False),
+        ],
+    }
+
+
+def step(size: int, clients: int, repetitions: int = 5) -> dict[str, Any]:
+    """Return what ``aggregate_train`` costs with FedAvg, and with one that is run on the mean."""
+    layout = Layout.flat(size)
+    updates = [Update(1e-3 * layered(size, seed), layout) for seed in range(min(clients, 4))]
+    frames = frames_of(TopK(0.01), updates, clients)
+    seconds: dict[type, list[float]] = {FedAvg: [], Run: []}
+    peaks = dict.fromkeys(seconds, 0.0)
+    with quiet(), acting_as(1, 0):
+        for repetition in range(repetitions + 1):
+            for kind, taken in seconds.items():
+                server, replies, _ = round_of(TopK(0.01), frames, updates, clients, kind)
+                if repetition == repetitions:
+                    tracemalloc.start()
+                start = time.thread_time()
+                server.aggregate_train(1, replies)
+                if repetition < repetitions:
+                    taken.append(time.thread_time() - start)
+                else:
+                    peaks[kind] = tracemalloc.get_traced_memory()[1] / (4 * size)
+                    tracemalloc.stop()
+    new, old = (median(seconds[kind]) for kind in (FedAvg, Run))
+    return {
+        "what": "step",
+        "parameters": size,
+        "clients": clients,
+        "ms": 1e3 * new,
+        "run on it, ms": 1e3 * old,
+        "ratio": old / new,
+        "peak in models": peaks[FedAvg],
+        "run on it, peak": peaks[Run],
+    }
+
+
+def saved(clients: int, sampled: int, rounds: int) -> dict[str, Any]:
+    """Return what a checkpoint costs in a run on digits: of what has changed, and of everything, after each round."""
+    seconds: dict[str, list[float]] = {"changed": [], "everything": [], "round": []}
+    settings = {"feedback": True, "codec.density": 0.01, "evaluate_every": rounds, "fraction": sampled / clients}
+    spec = RunSpec("topk", rounds=rounds, clients=clients, settings=settings)
+    save, mark = checkpoint.CheckpointFile.save, time.process_time()
+
+    with tempfile.TemporaryDirectory() as scratch, quiet():
+        path = Path(scratch, "everything")
+
+        def timed(file: checkpoint.CheckpointFile, **state: Any) -> None:
+            nonlocal mark
+            marks = [mark, time.process_time()]
+            save(file, **state)
+            marks.append(time.process_time())
+            checkpoint.save(path, **state)
+            marks.append(time.process_time())
+            for name, (start, end) in zip(("round", "changed", "everything"), itertools.pairwise(marks), strict=True):
+                seconds[name].append(end - start)
+            mark = time.process_time()
+
+        # The run makes its own checkpoints; here each is measured where it is made.
+        checkpoint.CheckpointFile.save = timed  # type: ignore[method-assign, assignment]
+        try:
+            engines.run(spec, checkpoint=Path(scratch, "changed"))
+        finally:
+            checkpoint.CheckpointFile.save = save  # type: ignore[method-assign]
+        held = path.stat().st_size
+    # All but the first, which writes everything; now and then a later one does, too, as part of what it costs.
+    new, everything, each = (sum(seconds[name][1:]) / (rounds - 1) for name in ("changed", "everything", "round"))
+    return {
+        "what": "checkpoint",
+        "clients": clients,
+        "of them in a round": sampled,
+        "MB": held / 1e6,
+        "round, ms": 1e3 * each,
+        "ms": 1e3 * new,
+        "of everything, ms": 1e3 * everything,
+        "ratio": everything / new,
+        "% of a round": 100 * new / each,
+        "of everything, %": 100 * everything / each,
+    }
+
+
+def arrays(size: int, repetitions: int) -> dict[str, Any]:
+    """Return what a few passes over new arrays cost in a process that keeps freed memory, and in one that does not."""
+    found: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    clean = {name: value for name, value in os.environ.items() if name not in heap.ENVIRONMENT}
+    for _ in range(repetitions):
+        for keep, measured in found.items():
+            command = [sys.executable, "-c", _ARRAYS, str(keep), str(size)]
+            out = subprocess.run(command, env=clean, capture_output=True, text=True, check=True)
+            measured.append(tuple(json.loads(out.stdout)))
+    (new, peak), (old, before) = (np.median(found[keep], axis=0).tolist() for keep in (True, False))
+    return {
+        "what": "arrays",
+        "parameters": size,
+        "clients": 1,
+        "ms": 1e3 * new,
+        "given back, ms": 1e3 * old,
+        "ratio": old / new,
+        "most memory, MB": peak / 1e3,
+        "given back, MB": before / 1e3,
+    }
