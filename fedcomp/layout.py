@@ -147,7 +147,7 @@ class SmallDense:
 
 
 NONE_DENSE: Final = SmallDense(share=0.0)
-"""The default of strategies that announce a codec: the codec gets every tensor but the statistics. One value in a
+"""The default of the drop-in pair: the codec gets every tensor but the statistics. One value in a
 hundred sent dense would be a fourth of a frame of one bit per value, and three fourths of one that lists a hundredth of
 the values in two bits each."""
 

@@ -20,7 +20,7 @@ from fedcomp.flower.payload import put_frame
 from fedcomp.flower.protocol import STEP, Announcement, announce
 from fedcomp.flower.records import same_model, to_arrays, to_record
 from fedcomp.flower.report import Report
-from fedcomp.layout import NONE_DENSE, DensityPolicy, Layout, Update, Vector, policy_config
+from fedcomp.layout import DensityPolicy, Layout, Update, Vector, policy_config
 from fedcomp.plain import Count
 from fedcomp.rng import Key
 from fedcomp.stateful import Stateful, nested, next_epoch, within_epoch
@@ -86,7 +86,6 @@ class Announcer(Stateful):
     downlink : Codec or None
         What the server sends; None sends models as they are.
     policy : DensityPolicy or None
-        None sends no tensor dense (:data:`fedcomp.layout.NONE_DENSE`).
     record : str or None
         Name of the ArrayRecord that is the model; None: the only one.
     seed : int
@@ -95,8 +94,6 @@ class Announcer(Stateful):
 
     Attributes
     ----------
-    policy : DensityPolicy
-        What decides which tensors travel dense.
     layout : Layout
         That of the model the last messages were made from.
     sent : list of SentMessage
@@ -137,7 +134,7 @@ class Announcer(Stateful):
         self.captured: Captured | None = None
         self.summands: Summands = []
         self._downlink = downlink
-        self.policy = NONE_DENSE if policy is None else policy
+        self._policy = policy
         self._record = record
         self._seed = seed
         # Not from the seed: a second run with the same one must not go on with the clients' memory of the first.
@@ -171,7 +168,7 @@ class Announcer(Stateful):
 
         What is not in the vector is never released in a private round: floats are cast there, not sent beside it.
         """
-        return Layout.of(to_arrays(arrays), self.policy, cast_floats=updates_only or not codec.lossless)
+        return Layout.of(to_arrays(arrays), self._policy, cast_floats=updates_only or not codec.lossless)
 
     def adopt(self, arrays: ArrayRecord, codec: Codec, *, updates_only: bool) -> None:
         """Take the model of the messages to come, and of the updates that are added next."""
@@ -180,7 +177,7 @@ class Announcer(Stateful):
         if self._adopted and list(map(id, given)) == list(map(id, self._adopted)) and list(arrays) == [*self._model]:
             return
         self._adopted, self._model = given, to_arrays(arrays)
-        layout = Layout.of(self._model, self.policy, cast_floats=updates_only or not codec.lossless)
+        layout = Layout.of(self._model, self._policy, cast_floats=updates_only or not codec.lossless)
         # Once per model, not once per round.
         if layout.order != self.layout.order:
             warn_of_missing_names(layout)
@@ -264,7 +261,7 @@ class Announcer(Stateful):
 
     def policy_fields(self) -> dict[str, Any]:
         """Return what tells a client which tensors travel dense."""
-        return policy_config(self.policy, self.layout)
+        return policy_config(self._policy, self.layout)
 
     def training_fields(self, peer: Peer, codec: Codec) -> dict[str, Any]:
         """Return what a training message announces: the codec, and which update of the node was consumed last."""
@@ -342,7 +339,7 @@ class Announcer(Stateful):
         if self.broadcast is None or self._downlink is None:
             return None
         # By the downlink's codec: its layout need not be the uplink's.
-        layout = Layout.of(self._model, self.policy, cast_floats=not self._downlink.lossless)
+        layout = Layout.of(self._model, self._policy, cast_floats=not self._downlink.lossless)
         exact = {t.name: self._model[t.name] for t in layout.exact}
         # By version, not by round: evaluation publishes a model too, and an unchanged one not at all.
         key = Key(self._seed, "downlink", within_epoch(self.broadcast.version) + 1)
@@ -357,7 +354,7 @@ class Announcer(Stateful):
         # A lossless downlink brings the model itself.
         if self.broadcast is None or self.broadcast.version == 0 or self.broadcast.codec.lossless:
             return None
-        layout = Layout.of(self._model, self.policy, cast_floats=True)
+        layout = Layout.of(self._model, self._policy, cast_floats=True)
         # By way of the tensors: the two layouts may differ in which of them are in the vector.
         return self.layout.flatten(layout.unflatten(self.broadcast.reference, self.broadcast.exact))
 

@@ -22,7 +22,7 @@ from fedcomp.factors.collect import Captured
 from fedcomp.flower.checkpoint import INNER
 from fedcomp.flower.logs import log
 from fedcomp.flower.rounds import own_loop
-from fedcomp.layout import DensityPolicy, Layout, TensorSpec, Vector
+from fedcomp.layout import NONE_DENSE, DensityPolicy, Layout, TensorSpec, Vector
 from fedcomp.rng import Key
 from fedcomp.stateful import Stateful, nested
 from fedcomp.strategies.announcing import Announcer
@@ -159,8 +159,8 @@ class Compressed(Receiving, Strategy, Stateful):
         self.guard = guard
         self.record = record
         self.seed = seed
-        self.announcer = Announcer(self.downlink, policy, record, seed, first_at_nodes=first_model_at_nodes)
-        self.policy = self.announcer.policy
+        self.policy = NONE_DENSE if policy is None else policy
+        self.announcer = Announcer(self.downlink, self.policy, record, seed, first_at_nodes=first_model_at_nodes)
         self._returning = Returning()
         self._noted = False
         # The last one: from here on what is not an attribute of this strategy is one of the inner's.

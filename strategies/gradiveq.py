@@ -135,7 +135,7 @@ class FittedBasis(WaitingStrategy[FittedRound]):
     warmup_rounds : int
         Rounds before the first sample, in which everything travels: first updates resemble none of the later ones.
     policy : DensityPolicy, optional
-        Per tensor: what travels dense; default :data:`fedcomp.layout.NONE_DENSE`.
+        Per tensor: what travels dense; default :class:`fedcomp.layout.SmallDense`.
     guard : Norms, optional
         Refuses values that are far larger, or weigh far more, than is usual; default nobody does.
     seed : int

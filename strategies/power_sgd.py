@@ -112,7 +112,7 @@ class SharedBasis(WaitingStrategy[BasisRound]):
         The first rounds are sent dense. The authors' package begins with 100 steps of this kind, PyTorch's hook with
         1000 (read).
     policy : DensityPolicy, optional
-        Per tensor: what travels dense; default :data:`fedcomp.layout.NONE_DENSE`.
+        Per tensor: what travels dense; default :class:`fedcomp.layout.SmallDense`.
     guard : Norms, optional
         Refuses values that are far larger, or weigh far more, than is usual; default nobody does.
     seed : int

@@ -200,7 +200,7 @@ class SharedSupport(LeaderStrategy[SupportRound[ScaleCom]]):
         One exchange per round; see the module.
     policy : DensityPolicy, optional
         Per tensor: what travels dense, and which density the others have; default
-        :data:`fedcomp.layout.NONE_DENSE`.
+        :class:`fedcomp.layout.SmallDense`.
     guard : Norms, optional
         Refuses values that are far larger, or weigh far more, than is usual; default nobody does.
     seed : int

@@ -19,12 +19,12 @@ from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import has_frame, take_frame
 from fedcomp.flower.protocol import UPDATE
-from fedcomp.layout import Layout
+from fedcomp.layout import NONE_DENSE, Layout
 from fedcomp.strategies.coded.strategy import CodedFedAvg
 from fedcomp.strategies.compressed import Compressed
 
 SIZE = 1212
-LAYOUT = Layout.of({name: array.numpy() for name, array in model().items()})
+LAYOUT = Layout.of({name: array.numpy() for name, array in model().items()}, NONE_DENSE)
 CODEC = FixedPoint(RandomK(0.3), clip=2.0**12, levels=2**11)  # steps of 2: integers stay integers
 NODES = 6
 ROUNDS = 14

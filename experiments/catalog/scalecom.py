@@ -14,7 +14,7 @@ from fedcomp.experiments.experiment import Config, Experiment, Option
 from fedcomp.experiments.findings import Curves, Findings, mean
 from fedcomp.experiments.kit import Say, claim, curves, running_mean, table
 from fedcomp.experiments.spec import RunResult, RunSpec
-from fedcomp.layout import NONE_DENSE, Layout, Update
+from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key
 
 TASK = "digits"
@@ -222,7 +222,7 @@ def settled(result: RunResult, clients: int) -> dict[str, float]:
 
 def _selected(result: RunResult) -> int:
     """Return k, summed over the layers."""
-    layout = Layout.of(result.arrays, NONE_DENSE)
+    layout = Layout.of(result.arrays)
     # By layer, as both kinds of rows rank.
     codec = TopK(float(result.spec.settings["codec.density"]), scope="layer")
     return sum(codec.count(stretch) for stretch in codec.stretches(layout))

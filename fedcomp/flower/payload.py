@@ -73,9 +73,10 @@ def put_reply_frame(record: RecordDict, key: str, frame: bytes) -> None:
         When ``frame`` is not bytes.
     """
     put_frame(record, key, frame)
-    header = _header(record)
-    if header is not None and isinstance(record[key], ConfigRecord):
-        record[NODE_RECORD] = ConfigRecord({**header, key: record.pop(key)[STYPE]})
+    header, holder = _header(record), record[key]
+    if header is not None and isinstance(holder, ConfigRecord):
+        record[NODE_RECORD] = ConfigRecord({**header, key: holder[STYPE]})
+        del record[key]
 
 
 def has_frame(record: RecordDict, key: str) -> bool:
@@ -142,7 +143,7 @@ def _header(record: RecordDict) -> ConfigRecord | None:
 
 def _frames_of_header(record: RecordDict) -> dict[str, bytes]:
     """Return the frames among the entries of the header: bytes under the key of a record of this project."""
-    entries = _header(record) or {}
+    entries = dict(_header(record) or ConfigRecord())
     return {key: data for key, data in entries.items() if key.startswith("fedcomp.") and isinstance(data, bytes)}
 
 

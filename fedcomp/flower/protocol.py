@@ -16,8 +16,8 @@ from flwr.app import ConfigRecord, Error, Message, RecordDict
 from fedcomp.flower.schema import Data, Document, Int, OtherVersion, Schema, Text, Version
 
 PROTOCOL: Final = 2
-"""Version of these fields, and of where the frames of a reply lie: since 2 in its header. A peer that speaks another one
-is treated as a peer without the mod, and reported."""
+"""Version of these fields, and of where the frames of a reply lie: since 2 in its header. A peer that speaks another
+one is treated as a peer without the mod, and reported."""
 
 PREFIX: Final = "fedcomp."
 UPDATE: Final = "fedcomp.update"

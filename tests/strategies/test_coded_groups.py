@@ -25,7 +25,7 @@ from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.payload import put_frame
 from fedcomp.flower.protocol import UPDATE
 from fedcomp.flower.rounds import fit
-from fedcomp.layout import Layout, Update
+from fedcomp.layout import NONE_DENSE, Layout, Update
 from fedcomp.rng import Key
 from fedcomp.strategies.coded.groups import groups_of
 from fedcomp.strategies.coded.strategy import CodedFedAvg
@@ -266,7 +266,7 @@ def test_replies_that_are_sound_but_not_of_this_round_are_left_out(change: str, 
         reply = call_next(msg, context)
         if context.node_config["partition-id"] != 4 or msg.metadata.message_type != "train":
             return reply
-        layout = Layout.of({k: a.numpy() for k, a in model().items()})
+        layout = Layout.of({k: a.numpy() for k, a in model().items()}, NONE_DENSE)
         zero = Update(np.ones(layout.size, np.float32), layout)
         other = {"support": (sparse, 99), "grid": (FixedPoint(RandomK(0.1), clip=512.0, levels=1024), 1)}
         if change in other:

@@ -22,7 +22,7 @@ from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import NODE_RECORD, take_frame
 from fedcomp.flower.protocol import UPDATE
 from fedcomp.flower.state import UNSETTLED
-from fedcomp.layout import Layout
+from fedcomp.layout import NONE_DENSE, Layout
 from fedcomp.rng import Key
 from fedcomp.strategies.compressed import Compressed
 
@@ -71,7 +71,7 @@ def residual(context: Context, strategy: Compressed, node: int) -> np.ndarray:
     meta = context.state.config_records.get("fedcomp.uplink")
     if meta is None:
         return np.zeros(1212)
-    layout = Layout.of({k: v.numpy() for k, v in model().items()})
+    layout = Layout.of({k: v.numpy() for k, v in model().items()}, NONE_DENSE)
     codec = strategy.codec
     state = {k: v.numpy() for k, v in context.state.array_records["fedcomp.uplink.memory"].items()}
     peer = strategy.reception.peers[node]

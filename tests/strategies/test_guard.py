@@ -31,7 +31,7 @@ from fedcomp.flower.payload import put_frame
 from fedcomp.flower.protocol import UPDATE
 from fedcomp.flower.report import Report
 from fedcomp.flower.rounds import fit
-from fedcomp.layout import Layout, Update
+from fedcomp.layout import NONE_DENSE, Layout, Update
 from fedcomp.privacy.errors import Unbounded
 from fedcomp.privacy.local import Privatise
 from fedcomp.privacy.votes import TopkSign
@@ -277,7 +277,7 @@ def forged(culprit: int, when: int, value: float) -> Any:
     def hostile(msg: Message, context: Context, call_next: Any) -> Message:
         reply = call_next(msg, context)
         if number(msg) == when and context.node_config["partition-id"] == culprit:
-            layout = Layout.of({name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()})
+            layout = Layout.of({name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}, NONE_DENSE)
             vector = np.full(layout.size, value, np.float32)
             put_frame(reply.content, UPDATE, QSGD(levels=7).encode(Update(vector, layout), {}, Key(0))[0])
         return reply

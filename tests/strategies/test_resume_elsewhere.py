@@ -25,14 +25,14 @@ from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.protocol import Announcement
 from fedcomp.flower.rounds import fit
-from fedcomp.layout import Layout
+from fedcomp.layout import NONE_DENSE, Layout
 from fedcomp.stateful import next_epoch, within_epoch
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.gossip.strategy import GossipRelay
 from fedcomp.strategies.pipelined import PipelinedStrategy
 from fedcomp.strategies.shared_support import SharedSupport
 
-LAYOUT = Layout.of({name: array.numpy() for name, array in model().items()})
+LAYOUT = Layout.of({name: array.numpy() for name, array in model().items()}, NONE_DENSE)
 NODES = 4
 
 

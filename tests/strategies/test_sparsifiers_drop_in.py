@@ -49,7 +49,7 @@ from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import put_frame, take_frame
 from fedcomp.flower.protocol import UPDATE
-from fedcomp.layout import Layout, Update
+from fedcomp.layout import NONE_DENSE, Layout, Update
 from fedcomp.rng import Key
 from fedcomp.strategies.compressed import Compressed
 
@@ -235,7 +235,7 @@ def test_the_model_is_the_mean_of_what_was_delivered(codec: Codec) -> None:
     grid = InProcessGrid(app, NODES, seed=5, fault=plan)
     strategy = Compressed(fedavg(fraction_evaluate=0.0, train_metrics_aggr_fn=collect), codec, seed=3)
     arrays = model()
-    layout = Layout.of({k: v.numpy() for k, v in arrays.items()})
+    layout = Layout.of({k: v.numpy() for k, v in arrays.items()}, NONE_DENSE)
     expected = layout.flatten({k: v.numpy() for k, v in arrays.items()})
     for round_ in range(1, 11):
         before = {k: v.numpy() for k, v in arrays.items()}
