@@ -176,7 +176,7 @@ def _compare(task: str, cohort: str, config: Config, say: Say) -> Findings:
     groups: dict[str, Records] = Sweep(train, cells, shared={"config": config})(say, processes).groups("row")
 
     def percent(row: str, field: str) -> str:
-        return f"{mean(groups[row].each(field)):.1f} ± {spread(groups[row].each(field)):.1f}"
+        return f"{mean(groups[row].each(field)):.1f}±{spread(groups[row].each(field)):.1f}"
 
     def validated(row: str, step: float) -> float:
         return round(tried.one(row=row, lr=step).settled, 1)
@@ -191,7 +191,7 @@ def _compare(task: str, cohort: str, config: Config, say: Say) -> Findings:
     where = f"{task}, {COHORTS[cohort][2].format(config.clients, COHORTS[cohort][0] * config.clients)}"
     columns: dict[str, Any] = {
         "row": lambda row: row,
-        "step size": lambda row: best[row],
+        "step size": lambda row: best[row] if len(set(best.values())) > 1 else None,
         "up, MB": lambda row: round(mean(groups[row].each("up")) / 1e6, 2),
         "times fewer up": lambda row: round(times(row, "up"), 1),
         "down, MB": lambda row: round(mean(groups[row].each("down")) / 1e6, 2),
@@ -208,8 +208,9 @@ def _compare(task: str, cohort: str, config: Config, say: Say) -> Findings:
                 ROWS,
                 "Bytes of all serialised messages, all clients and rounds. Accuracy on the test split, mean of seeds ± "
                 f"half their range; that after {config.rounds} rounds is the mean of the last {LAST} evaluations, one "
-                f"every {EVERY} rounds. The step size is the one with which FedAvg did best on a validation split of "
-                f"the training examples; with tune='every row' a row takes another if it does {CHANCE:g} point better.",
+                f"every {EVERY} rounds. FedAvg's step size, {best[FEDAVG]:g}, did best on a validation split of the "
+                f"training examples; with tune='every row' a row has another if it does {CHANCE:g} point better.",
+                optional=["step size"],
             ),
             table(
                 f"{where}: tuning",
