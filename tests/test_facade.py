@@ -124,7 +124,7 @@ def test_the_version_is_that_of_the_distribution() -> None:
     assert fc.__version__ == version("fedcomp")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_pair_needs_no_extra() -> None:
     """Any codec, any round: Flower, numpy and cryptography are enough."""
     texts = [
@@ -141,7 +141,7 @@ def test_the_pair_needs_no_extra() -> None:
     assert done.stdout.strip() == " ".join(["trained with", *texts])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "line"),
     [

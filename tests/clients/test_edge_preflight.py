@@ -238,7 +238,7 @@ def test_waiting_may_help_or_not(capsys, monkeypatch) -> None:
         assert main(arguments(nobody, f"--port={taken.getsockname()[1]}")) == 78
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_taken_port_ends_a_node_in_one_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -18,7 +18,7 @@ from edge_servers import authority, serving
 
 from fedcomp.clients.edge.processes import processes_with
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 
 DRIVER = """
 import json, os, sys

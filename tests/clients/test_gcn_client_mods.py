@@ -67,7 +67,7 @@ def loaded(nodes: Nodes, msg: Message, ask: gcn.PlanRequest) -> Message:
     return msg
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_rows_ride_through_compression_both_ways() -> None:
     parts = wide()
     strategy = Compressed(inner(), TopK(density=1.0), TopK(density=0.4), feedback=False)
@@ -154,7 +154,7 @@ def generic(**config: Any) -> Nodes:
     return Nodes([task.shared(3).part(index) for index in range(3)], app, config={**CONFIG, **config})
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_generic_app_owns_a_part_of_the_tasks_graph_and_trains_its_model() -> None:
     from fedcomp.tasks import get_task
     from fedcomp.tasks.arrays import to_arrays as arrays_of

@@ -86,7 +86,7 @@ def test_listed_nodes_exchange_parcels_of_any_size(start, keys: Path) -> None:
     assert there.end() == (0, f"listening for parcels on 127.0.0.1:{there.port}\n", "")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_many_senders_at_once(start, keys: Path) -> None:
     """The first bytes of a handshake must never be read as a parcel's, however they come in."""
     there = start("--per-key", "64")
@@ -165,7 +165,7 @@ def test_who_connects_and_says_nothing_is_cut_off(start, keys: Path) -> None:
     refused(there, "(broken off 1)")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_one_key_has_a_share_of_the_store_and_no_more(start, keys: Path) -> None:
     there = start("--key-bytes", "3000")
     sender, other = (TcpSender(tls=tls(keys, i)) for i in (HERE, 3))
@@ -184,7 +184,7 @@ def test_one_key_has_a_share_of_the_store_and_no_more(start, keys: Path) -> None
     assert "partition 1 has 2872 bytes here, and sends 1436 more" in err
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_one_key_has_a_share_of_the_connections_and_no_more(start, keys: Path) -> None:
     there, own = start("--per-key", "1"), tls(keys, HERE)
     with own.client.wrap_socket(there.connect()) as first:

@@ -19,7 +19,7 @@ from fedcomp.experiments.engines.processes import free_ports
 from fedcomp.experiments.engines.superlink import TASK_POLL, Deployment
 from fedcomp.experiments.spec import RunSpec
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.engines, pytest.mark.long]
 
 SPEC = RunSpec("topk", task="digits", engine="superlink", rounds=1, clients=2, settings={"codec.density": 0.05})
 

@@ -18,6 +18,8 @@ from fedcomp.experiments.engines.processes import DeploymentError
 from fedcomp.experiments.engines.superlink import APP, Deployment
 from fedcomp.experiments.spec import RunSpec
 
+pytestmark = pytest.mark.engines
+
 SPEC = RunSpec(
     "topk",
     task="digits",
@@ -136,7 +138,7 @@ def test_nodes_get_links_to_each_other_where_the_system_uses_them(system, linked
     assert asked == ([(3, True), (3, False)] if linked else [(3, False)])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_node_killed_on_purpose_is_not_missed(tmp_path, monkeypatch):
     sleeper = [sys.executable, "-c", "import subprocess, sys; subprocess.run(['sleep', '60'])"]
     deployment = Deployment(2)
@@ -162,7 +164,7 @@ def test_a_node_killed_on_purpose_is_not_missed(tmp_path, monkeypatch):
     assert not tmp_path.exists()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_what_ends_by_itself_with_its_node_is_among_the_killed(tmp_path, monkeypatch):
     """Flower's helpers look for their parent five times a second: on a busy machine they are gone before SIGKILL."""
     # cat ends when nobody is left to write to it.

@@ -63,7 +63,7 @@ def figures() -> dict[str, dict]:
     return {row["app"]: row for row in json.loads(done.stdout)}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_both_apps_learn_and_the_compressed_one_sends_a_fraction(figures):
     plain, compressed = figures["plain"], figures["compressed"]
     # Three rounds and three clients: 9 models up, 9 down for training and 6 for evaluation (half of three, at least 2).

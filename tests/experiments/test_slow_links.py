@@ -15,6 +15,8 @@ from fedcomp.experiments import links
 from fedcomp.experiments.engines.linked import listens
 from fedcomp.experiments.links import FRAME, HEADERS, HUB, Counted, LinkError, SlowLinks, sweep, unavailable
 
+pytestmark = pytest.mark.engines
+
 REASON = unavailable()
 needs_links = pytest.mark.skipif(bool(REASON), reason=REASON)
 
@@ -87,7 +89,7 @@ def test_a_listening_port_is_seen_from_outside() -> None:
 
 
 @needs_links
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_slow_link_is_as_slow_as_it_says_and_counts_whole_frames() -> None:
     size, rate = 40_000, 64e3
     with SlowLinks(2, rate) as made:
@@ -109,7 +111,7 @@ def test_a_slow_link_is_as_slow_as_it_says_and_counts_whole_frames() -> None:
 
 
 @needs_links
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_pulled_cable_lets_nothing_through_and_a_plugged_one_does() -> None:
     with SlowLinks(1, 1e7) as made:
         made.pull(0)

@@ -322,7 +322,7 @@ except fc.FedcompError as error:
 """
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["flwr.supercore.constant:HEAD_BODY_DIVIDER", "flwr.supercore.task_identity:TaskIdentity"]
 )
@@ -339,7 +339,7 @@ def test_the_pair_trains_and_is_counted_where_a_private_name_is_gone(name: str) 
     assert (done.stdout + done.stderr).count("counted by Flower's own deflating") == 1
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["", "push_message"], ids=["as installed", "without push_message"])
 def test_a_node_takes_flowers_own_executor_where_a_part_is_missing_and_says_so_once(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

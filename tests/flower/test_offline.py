@@ -66,7 +66,7 @@ def test_it_sets_what_is_missing_and_keeps_what_the_user_set(clean_environment, 
     monkeypatch.setenv("FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION", "1")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_it_imports_no_flower_and_works_when_called_first(tmp_path: Path) -> None:
     out = python(
         "import sys; from fedcomp.flower.offline import go_offline\n"
@@ -78,7 +78,7 @@ def test_it_imports_no_flower_and_works_when_called_first(tmp_path: Path) -> Non
     assert out == "0"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_it_warns_when_it_comes_too_late(tmp_path: Path) -> None:
     code = (
         "import warnings; warnings.simplefilter('error')\n"
@@ -95,7 +95,7 @@ def test_it_warns_when_it_comes_too_late(tmp_path: Path) -> None:
     assert python(code, tmp_path, FLWR_TELEMETRY_ENABLED="1") == "silent"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("package", ["fedcomp.flower", "clients", "strategies"])
 def test_importing_opens_no_connection_and_no_ray(package: str, tmp_path: Path) -> None:
     code = GUARD + (
@@ -111,7 +111,7 @@ def test_importing_opens_no_connection_and_no_ray(package: str, tmp_path: Path) 
     assert ray == "False"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_whole_run_in_process_opens_no_connection(tmp_path: Path) -> None:
     code = GUARD + (
         "from fedcomp.flower.offline import go_offline; go_offline()\n"

@@ -310,7 +310,7 @@ def test_objects_are_not_written_down() -> None:
         to_record({"a": np.array([object()])})
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_messages_are_rebuilt_exactly_as_flower_would() -> None:
     from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 

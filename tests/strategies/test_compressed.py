@@ -60,7 +60,7 @@ def noisy_model(seed=3):
     return ArrayRecord({k: Array(rng.normal(size=v.shape).astype(np.float32)) for k, v in record.items()})
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [
@@ -107,7 +107,7 @@ def test_negative_zero_survives_the_mean() -> None:
     assert np.signbit(result.arrays["w"].numpy()).all()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", [TopK(density=0.1), RandomK(density=0.1), QSGD(levels=4)], ids=repr)
 @pytest.mark.parametrize(
     "inner", [fedavg, lambda: FedMedian(**ONE), lambda: FedAdam(**ONE)], ids=["mean", "dense", "adam"]
@@ -122,7 +122,7 @@ def test_every_codec_runs_under_every_kind_of_inner_strategy(codec, inner) -> No
     assert ledger.total(direction="up", value="payload") < dense_ledger.total(direction="up", value="payload")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_mean_path_and_the_dense_path_agree() -> None:
     """The one-buffer aggregation gives what decoding every reply and averaging gives."""
 
@@ -198,7 +198,7 @@ def test_weights_are_num_examples() -> None:
     np.testing.assert_allclose(result.arrays["weight"].numpy(), expected, rtol=1e-6, atol=1e-4)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_custom_metrics_function_sees_every_reply_once() -> None:
     seen: list[int] = []
 
@@ -212,7 +212,7 @@ def test_a_custom_metrics_function_sees_every_reply_once() -> None:
     assert dict(result.train_metrics_clientapp[1]) == {"replies": 4}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_clients_without_the_mod_are_averaged_and_reported() -> None:
     """A mixed fleet: half of the nodes run a plain app."""
     plain, modded = client_app(), client_app([compression()])
@@ -250,7 +250,7 @@ def test_a_codec_the_client_does_not_accept_is_not_built(monkeypatch: pytest.Mon
     assert built == []
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_non_finite_updates_are_refused_at_the_sender(bad: float) -> None:
     base = client_app()
@@ -327,7 +327,7 @@ def test_wrong_construction_is_refused_with_a_reason() -> None:
         Compressed(fedavg(), {"id": "topq", "density": 0.1})
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_shuffled_replies_change_nothing() -> None:
     """Flower spec, test 4: arrival order never changes a result."""
     results = [
@@ -374,7 +374,7 @@ def peak_of_aggregation(strategy: Compressed, nodes: int, size: int = 200_000) -
         tracemalloc.stop()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_memory_of_a_weighted_mean_does_not_grow_with_clients() -> None:
     """One buffer, whatever the number of clients; decoding every reply first would need a model for each."""
     few = peak_of_aggregation(Compressed(fedavg(), TopK(density=0.001)), 4)
@@ -403,7 +403,7 @@ def test_a_server_of_another_protocol_version_is_answered_densely_and_reported()
     assert all("protocol 3" in reason for reason in strategy.reports[1].unsupported.values())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_unknown_codec_is_answered_densely_and_reported_with_the_nearest_name() -> None:
     strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(density=0.1))
     run(strategy, altered(lambda config: config.__setitem__("fedcomp.codec", '{"id":"topq"}')), rounds=1)
@@ -411,7 +411,7 @@ def test_an_unknown_codec_is_answered_densely_and_reported_with_the_nearest_name
     assert all("topk" in reason for reason in strategy.reports[1].unsupported.values())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "error"),
     [

@@ -90,7 +90,7 @@ def memory_of(state: dict[str, np.ndarray]) -> np.ndarray:
     return found[0]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("error_state", ["discard", "keep"])
 def test_conservation_under_faults(error_state: str) -> None:
     """10 clients, 200 rounds, 10 % each of lost, duplicated, late and crashed, nodes wiped at random.
@@ -141,7 +141,7 @@ def test_conservation_under_faults(error_state: str) -> None:
     np.testing.assert_array_equal(stack(arrays), sum(inner.delivered.values()))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_without_acknowledgement_mass_is_lost() -> None:
     """The same faults, but a client that never rolls back: the test above can fail."""
 
@@ -168,7 +168,7 @@ def test_without_acknowledgement_mass_is_lost() -> None:
     assert missing > 0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_replicas_never_diverge_silently() -> None:
     """Compressed downlink under faults and wipes: whoever trains holds the server's reference, bit for bit."""
     plan = RandomFaults(Key(17, "faults"), {"lost_reply": 0.1, "duplicate": 0.1, "late": 0.1, "raise": 0.1})
@@ -246,7 +246,7 @@ def test_handler_that_raises_leaves_the_state_untouched() -> None:
         assert dict(grid.context(node).state.items()) == before
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lost_reply", "duplicate", "late", "corrupt", "silent", "offline", "duplicate_reply"])
 def test_each_fault_alone_conserves(kind: str) -> None:
     """Every fault in every second round on one node; the update mass is conserved exactly."""

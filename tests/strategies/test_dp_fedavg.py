@@ -64,7 +64,7 @@ def test_a_long_update_is_clipped_as_a_whole_and_not_by_tensor() -> None:
     assert np.linalg.norm(parts) > 1.4 * clip
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", ["discrete_gaussian", "skellam", "gaussian"])
 @pytest.mark.parametrize(("adjacency", "factor"), [("zero_out", 1.0), ("replace", 2.0)])
 def test_noise_on_every_tensor_has_the_scale_that_is_accounted(noise, adjacency, factor) -> None:
@@ -107,7 +107,7 @@ class Spy(DpFedAvg):
         return Seen(**vars(own))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_error_feedback_may_exceed_the_clip_and_the_contribution_does_not() -> None:
     strategy = Spy(inner(), clip=6e3, **BASIC)
     pair = Compressed(strategy, ErrorFeedback(TopK(density=0.05)))
@@ -261,7 +261,7 @@ def batchnorm_model() -> ArrayRecord:
     )
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("mods", [[compression(), private()], [compression()], [private()], []], ids=len)
 @pytest.mark.parametrize("codec", [None, TopK(density=0.5), Identity()], ids=str)
 def test_buffers_keep_the_servers_values_and_get_no_noise(codec, mods) -> None:

@@ -394,7 +394,7 @@ def test_a_model_that_was_changed_between_rounds_and_one_of_other_tensors() -> N
     assert np.abs(stack(result.arrays)).max() > 0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"levels": 127}, {"center": True}], ids=str)
 @pytest.mark.parametrize("error_state", ["discard", "keep"])
 def test_conservation_under_faults(options: dict, error_state: str) -> None:

@@ -117,7 +117,7 @@ def app_of(path: str, **options: Any) -> Client:
     return broken(FRAMES[path][1], **options)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("path", FRAMES)
 def test_d2_without_a_guard_the_report_names_the_norm_and_with_it_the_reply_is_refused(path: str) -> None:
     """Before, the model was ruined and nothing named anybody."""
@@ -141,7 +141,7 @@ def test_d2_without_a_guard_the_report_names_the_norm_and_with_it_the_reply_is_r
     np.testing.assert_allclose(arrays["bias"].numpy(), bias((1, ALL), (2, OTHERS), (3, ALL)), **tolerance)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("path", FRAMES)
 def test_d2_norms_and_weights_are_those_of_the_updates(path: str) -> None:
     strategy = FRAMES[path][0]()
@@ -165,7 +165,7 @@ def test_d2_strategies_that_look_at_single_updates_see_no_outlier(mods: Any) -> 
     assert np.abs(stack(arrays)).max() < 1e4
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["top-k", "plain", "shared support"])
 def test_d2_a_weight_that_captures_the_mean_is_refused(path: str) -> None:
     """2**62 examples: before, the model was that client's alone."""
@@ -354,7 +354,7 @@ def test_d2_votes_are_bounded_already_and_what_travels_dense_beside_them_is_guar
     assert np.abs(stack(arrays)).max() < 1e4
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("codec", "split"), [(TopK(0.05), "dirichlet:0.1"), (QSGD(levels=7), "shards:2")], ids=["top-k", "qsgd"]
 )

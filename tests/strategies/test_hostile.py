@@ -148,7 +148,7 @@ BAD = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("inner", [fedavg, lambda **o: FedMedian(**ONE, **o)], ids=["mean", "dense"])
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_client_costs_its_own_update_only(name: str, inner) -> None:
@@ -165,7 +165,7 @@ def test_a_bad_client_costs_its_own_update_only(name: str, inner) -> None:
         np.testing.assert_allclose(result.arrays["bias"].numpy(), expected, rtol=1e-5, atol=1e-2)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("downlink", [None, TopK(density=0.1)], ids=["plain", "downlink"])
 @pytest.mark.parametrize(
     "evil",
@@ -196,7 +196,7 @@ def test_the_odd_one_is_left_out_even_when_it_comes_first() -> None:
     assert [r.compressed for r in strategy.reports.values()] == [4, 4]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_reasons_are_cut_before_they_are_kept() -> None:
     strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(density=0.1))
     run(strategy, header(unsupported="x" * 5_000_000))
@@ -220,7 +220,7 @@ def test_exact_buffers_are_checked() -> None:
         assert np.isfinite(result.arrays["bn.running_var"].numpy()).all()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_finite_updates_whose_sum_is_not_leave_the_model_as_it_was() -> None:
     """Two clients at the edge of float32: each frame is in order, their sum is not."""
     huge = np.full(12, 3.4e38, np.float32)
@@ -312,7 +312,7 @@ PATHS: dict[str, Callable[[], tuple[Strategy, Client]]] = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "name"),
     [

@@ -80,7 +80,7 @@ def test_changed_of_whole_models_is_counted_against_the_model(inner: str, mods: 
     assert strategy.reports[1].changed == 15 * 30
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize(
     ("scope", "names"), [("global", ["the compressed part", "the dense rest"]), ("layer", ["weight", "the dense rest"])]
@@ -114,7 +114,7 @@ def declare(value):
     return evil
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [0.0, 0.5, 1e300])
 def test_a_memory_ratio_is_reported_by_node(value: float) -> None:
     strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(0.05))
@@ -123,7 +123,7 @@ def test_a_memory_ratio_is_reported_by_node(value: float) -> None:
     assert not strategy.reports[2].notes
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "value",
     [math.nan, math.inf, -math.inf, -1.0, -1e-300, 3, True, "0.5", b"0.5", [0.5], [0.5, math.nan], "x" * 10**6],
@@ -158,7 +158,7 @@ def test_reports_survive_json() -> None:
     assert fresh.reports == strategy.reports
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_records_them_per_round(tmp_path) -> None:
     settings = {"task.hidden": "32", "codec.density": 0.1, "codec.scope": "layer", "policy.share": 0.01}
     result = engines.run(RunSpec("topk", rounds=2, clients=3, settings=settings), checkpoint=tmp_path / "c")

@@ -260,7 +260,7 @@ def test_a_vanished_client_changes_nothing_of_its_state(form: str) -> None:
     assert len(strategy.reports[3].refused) == 1
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("error_state", ["discard", "keep"])
 def test_conservation_under_faults(form: str, error_state: str) -> None:
@@ -305,7 +305,7 @@ def test_conservation_under_faults(form: str, error_state: str) -> None:
         assert np.abs(made[p]).max() > 1000
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_without_rolling_back_mass_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same check fails for a client that forgets what was not acknowledged."""
     monkeypatch.setattr(PowerSGD, "rollback", lambda self, state, frame, layout: state)
