@@ -401,7 +401,7 @@ def _weigh_by_flower(message: Message) -> int:
 def weigher() -> Callable[[Message], int]:
     """Return the function that weighs the messages of one batch: bytes on a deployment's wire.
 
-    Where :func:`engine_unsupported` gives a reason it has Flower deflate them: slower by several times, and within 100
+    Where :func:`engine_unsupported` gives a reason it has Flower deflate them: slower, and within 100
     bytes a message. The log says so once.
     """
     if reason := engine_unsupported():

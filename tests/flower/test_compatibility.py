@@ -265,6 +265,12 @@ def test_flowers_own_weight_is_that_of_the_ledger_but_for_a_few_bytes(engine: In
         assert _private._weigh_by_flower(message) == pytest.approx(wire_bytes(message), abs=100)
 
 
+def test_the_superlinks_own_id_is_flowers() -> None:
+    from flwr.common.constant import SUPERLINK_NODE_ID
+
+    assert _private.SUPERLINK_NODE_ID == SUPERLINK_NODE_ID
+
+
 WITHOUT = """
 import importlib, sys
 import flwr.app, flwr.clientapp, flwr.serverapp.strategy
