@@ -38,6 +38,7 @@ from fedcomp.layout import DensityPolicy, EndsDense, Layout, Update, Vector
 from fedcomp.rng import Key
 from fedcomp.strategies.adaptive import has_moments
 from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.conditional import Conditional
 from fedcomp.strategies.forward import ForwardGradients
 from fedcomp.strategies.lgc import LearnedGradients
@@ -201,7 +202,8 @@ class Plan:
             server = {"inner": settings["inner"], **server}
         codec = getattr(strategy, "codec", Identity())
         every = int(settings["evaluate_every"])
-        task, dense = get_task(spec.task, **below(settings, TASK_PREFIX)), policy(settings)
+        task = get_task(spec.task, **below(settings, TASK_PREFIX))
+        dense = strategy.policy if isinstance(strategy, Compressed) else policy(settings)
         scheme = scheme_of(codec)
         if isinstance(strategy, LearnedGradients):
             until = strategy.warmup_rounds + strategy.training_rounds
