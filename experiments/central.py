@@ -38,7 +38,6 @@ from fedcomp.layout import DensityPolicy, EndsDense, Layout, Update, Vector
 from fedcomp.rng import Key
 from fedcomp.strategies.adaptive import has_moments
 from fedcomp.strategies.compressed import Compressed
-from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.conditional import Conditional
 from fedcomp.strategies.forward import ForwardGradients
 from fedcomp.strategies.lgc import LearnedGradients
