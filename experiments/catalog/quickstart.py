@@ -21,7 +21,7 @@ DOWNLINK: dict[str, Any] = {"downlink": "topk", "downlink.density": 0.05}
 """The last row: the server sends a twentieth of each difference, too."""
 
 FEW_BITS: dict[str, Any] = {"codec.values": "q2"}
-"""The row to take first: a sign and one of two magnitudes for each value, and what is not compressed in 8 bits."""
+"""The row to take first: a sign and one of two magnitudes for each value."""
 
 OPTIONS = {
     "task.partition": Option("dirichlet:0.5", "how examples are spread: iid, dirichlet:ALPHA, shards:COUNT"),
@@ -73,7 +73,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
                 "top-k with feedback: times fewer uplink payload bytes",
                 times,
                 ">= 50.0",
-                "derived: of 1000 coordinates 10 are sent, 4 bytes and about one byte of position each, biases whole",
+                "derived: of 1000 coordinates 10 are sent, 4 bytes and about one byte of position each",
             ),
             claim(
                 "top-k in two bits: points of accuracy lost against FedAvg",
@@ -85,7 +85,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
                 "top-k in two bits: times fewer uplink payload bytes",
                 few_times,
                 ">= 150.0",
-                "derived: two bits and about one byte of position for each of ten values of 1000, biases in 8 bits",
+                "derived: two bits and about one byte of position for each of ten values of 1000",
             ),
             claim(
                 "top-k without feedback: points of accuracy lost against the same with it",
@@ -160,10 +160,10 @@ EXPERIMENT = Experiment(
         "Each client holds its own mixture of the ten digits (Dirichlet, alpha 0.5) and makes one pass over about 144 "
         "images a round. The model has 85 002 parameters. The test split has 355 images, so that one image makes 0.28 "
         f"points; the claims about accuracy take the mean of the last {LAST} rounds.\n\n"
-        "Top-k sends the largest hundredth of the weights' changes and all biases. With feedback a client remembers "
+        "Top-k sends the largest hundredth of the changes. With feedback a client remembers "
         "what it did not send and adds it to the next change; without feedback it forgets, so that small but steady "
         "changes never arrive. In two bits every value is a sign and one of two magnitudes that are fitted to the "
-        "values, and biases take 8 bits; feedback keeps the rest: the row to take first. The identity codec sends "
+        "values; feedback keeps the rest: the row to take first. The identity codec sends "
         "everything by the same path as the others: it shows that the path itself changes no bit, and what it "
         "costs.\n\n"
         "The last row compresses the downlink as well: nodes get the twentieth of the model that changed most, and the "
