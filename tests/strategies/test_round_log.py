@@ -79,7 +79,7 @@ def failing(rounds, partitions, reason="disk full"):
 @pytest.mark.long
 def test_b1_a_round_is_one_line_with_the_bytes_of_the_ledger(shown: Shown) -> None:
     ledger = TrafficLedger()
-    strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(0.05))
+    strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(0.05), policy=SmallDense())
     run(strategy, nodes=10, rounds=3, ledger=ledger)
     lines = shown.lines("Compressed(FedAvg), round")
     assert len(lines) == 3
