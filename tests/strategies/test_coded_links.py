@@ -346,7 +346,7 @@ LIES: dict[str, tuple[Callable, str]] = {
     "too long": (each(body=bytes(1 << 22)), "at most"),
     "too many": (lambda held, asked: [p.to_bytes() for p in held * 2], "more than 1 items"),
     "not a parcel": (lambda held, asked: [b"noise"], "a parcel's header has"),
-    "damaged": (lambda held, asked: [p.to_bytes()[:-1] + b"?" for p in held], "damaged"),
+    "damaged": (lambda held, asked: [(b := p.to_bytes())[:-1] + bytes([b[-1] ^ 1]) for p in held], "damaged"),
 }
 
 
