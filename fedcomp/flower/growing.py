@@ -20,6 +20,7 @@ import os
 import struct
 import weakref
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +44,10 @@ VERSION: Final = 1
 
 MOST: Final = 3
 """How many times the bytes of its value a file takes before it is written anew."""
+
+
+_Place = tuple[int, int]
+"""Identity of a lasting value, and how many times it stands before in the whole value."""
 
 
 @dataclass
@@ -69,7 +74,7 @@ class GrowingFile:
         self.path = path
         self._kind = kind
         # By identity, which a weak reference guards: to keep the values would keep all that they hold.
-        self._written: dict[int, _Written] = {}
+        self._written: dict[_Place, _Written] = {}
         self._next = 0
         self._size = 0
 
@@ -113,11 +118,12 @@ class GrowingFile:
 class _Entry:
     """One entry while it is written: what lasts is in it where it is not in ``written``, the entries before."""
 
-    def __init__(self, kind: str, written: dict[int, _Written], following: int) -> None:
+    def __init__(self, kind: str, written: dict[_Place, _Written], following: int) -> None:
         self._kind = kind
         self._before = written
         self.next = following
-        self.lasting: dict[int, _Written] = {}
+        self.lasting: dict[_Place, _Written] = {}
+        self._times: Counter[int] = Counter()
         self._new: list[tuple[int, Any]] = []
         self._members: dict[str, NDArray[Any]] = {}
 
@@ -136,17 +142,20 @@ class _Entry:
         return [head + _CHECK.pack(zlib.crc32(head)), *body]
 
     def _once(self, value: Lasting) -> dict[str, Any]:
-        found = self._before.get(id(value), self.lasting.get(id(value)))
+        # Written for each time it is there: a reader gives out each value once, and nobody shares what is read.
+        place = id(value), self._times[id(value)]
+        self._times[id(value)] += 1
+        found = self._before.get(place)
         if found is None or found.value() is not value:
             held: dict[str, NDArray[Any]] = {}
             described = store.encode(value.read(), held)
             # Members have one numbering in an entry.
             shift = len(self._members)
-            self._members |= {f"m{shift + place}": array for place, array in enumerate(held.values())}
+            self._members |= {f"m{shift + each}": array for each, array in enumerate(held.values())}
             found = _Written(weakref.ref(value), self.next, len(json.dumps(described)) + _bytes_of(held))
             self._new.append((self.next, [shift, described]))
             self.next += 1
-        self.lasting[id(value)] = found
+        self.lasting[place] = found
         return store.lasting_at(found.number)
 
 

@@ -69,8 +69,8 @@ POINTS: dict[str, Callable[[], None]] = {
     "between the event's line and the head": lambda: calls(journal.Journal, "_put", 4, after=True),
     "after the event": lambda: calls(PrivacyLedger, "record", 2, after=True),
     "after the noise": lambda: calls(Mechanism, "perturb", 2, after=True),
-    "before the checkpoint": lambda: calls(serve.checkpoints, "save", 2),
-    "after the checkpoint": lambda: calls(serve.checkpoints, "save", 2, after=True),
+    "before the checkpoint": lambda: calls(serve.checkpoints.CheckpointFile, "save", 2),
+    "after the checkpoint": lambda: calls(serve.checkpoints.CheckpointFile, "save", 2, after=True),
 }
 
 

@@ -96,7 +96,7 @@ def test_a_round_that_is_made_again_is_paid_for_again(tmp_path, monkeypatch):
     folder = tmp_path / "row"
     with monkeypatch.context() as patch:
         # The noisy model of round 1 exists, and the checkpoint that would know of it does not.
-        patch.setattr(serve.checkpoints, "save", broken)
+        patch.setattr(serve.checkpoints.CheckpointFile, "save", broken)
         with pytest.raises(Interrupted):
             engines.run(spec, checkpoint=folder / "checkpoint")
     assert [entry["round"] for entry in entries(folder / "privacy.jsonl")] == [1]

@@ -148,7 +148,7 @@ def test_there_is_a_checkpoint_every_k_rounds_and_after_the_last(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     saved: list[int] = []
-    monkeypatch.setattr(checkpoints, "save", lambda path, **what: saved.append(what["server_round"]))
+    monkeypatch.setattr(checkpoints.CheckpointFile, "save", lambda _, **what: saved.append(what["server_round"]))
     with nodes() as engine:
         serve(SPEC, PlainGrid(engine), checkpoint=tmp_path / "c", checkpoint_every=2)
     assert saved == [2, 4, 5]

@@ -591,3 +591,16 @@ def test_d5_a_checkpoint_of_another_number_of_nodes_is_refused(tmp_path: Path) -
     path.write_bytes(saved(grid=store.dumps({"seed": 0, "nodes": []}, "grid snapshot")))
     with InProcessGrid(client_app(), 5) as five, pytest.raises(CheckpointError, match="damaged structure"):
         checkpoint.load(path).apply(grid=five)
+
+
+def test_a_checkpoint_of_an_earlier_release_is_read(tmp_path: Path) -> None:
+    """The ledger's columns as a whole, and the grid as a snapshot in a snapshot."""
+    path, grid = tmp_path / "run.ckpt", make_grid()
+    arrays = fit(fedavg(), grid, model(), 2, timeout=9).arrays
+    columns = {"columns": grid.ledger.columns(), "tables": grid.ledger.tables()}
+    inner = store.dumps(grid.inner.dump(), "grid snapshot")  # type: ignore[attr-defined]
+    whole = store.dumps({"inner": inner, "meter": grid.meter.state_dict()}, "meter snapshot")
+    path.write_bytes(saved(server_round=2, arrays=arrays, ledger=columns, grid=whole))
+    again = make_grid()
+    checkpoint.load(path).apply(grid=again)
+    assert fingerprint(Result(arrays=arrays), again) == fingerprint(Result(arrays=arrays), grid)

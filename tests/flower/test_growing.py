@@ -74,6 +74,16 @@ def test_a_file_of_the_past_is_written_anew(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["f"]
 
 
+def test_a_value_in_two_places_is_two_when_it_is_read(tmp_path: Path) -> None:
+    """As the report of a private strategy, which the one around it has, too."""
+    path, file, shared = tmp_path / "f", GrowingFile(tmp_path / "f", "x"), lasting({"w": np.zeros(3)})
+    for number in range(3):
+        file.write([number, shared, {"again": shared}])
+        _, first, second = read(path, "x")
+        first["w"] += 1
+        assert second["again"]["w"].tolist() == [0, 0, 0]
+
+
 def three(path: Path) -> list[bytes]:
     """Write three values; return the file after each."""
     file, big, found = GrowingFile(path, "x"), lasting(b"z" * 4000), []
