@@ -201,7 +201,8 @@ class Plan:
             server = {"inner": settings["inner"], **server}
         codec = getattr(strategy, "codec", Identity())
         every = int(settings["evaluate_every"])
-        task, dense = get_task(spec.task, **below(settings, TASK_PREFIX)), policy(settings)
+        task = get_task(spec.task, **below(settings, TASK_PREFIX))
+        dense = strategy.policy if isinstance(strategy, Compressed) else policy(settings)
         scheme = scheme_of(codec)
         if isinstance(strategy, LearnedGradients):
             until = strategy.warmup_rounds + strategy.training_rounds

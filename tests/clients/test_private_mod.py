@@ -17,7 +17,7 @@ from fedcomp.clients.private.local_dp import local_privacy
 from fedcomp.clients.private.mod import STAYS, private
 from fedcomp.codecs import Identity, TopK, chain
 from fedcomp.codecs.feedback import ErrorFeedback
-from fedcomp.flower.payload import NODE_RECORD, frames, take_frame
+from fedcomp.flower.payload import NODE_RECORD, frames, put_frame, put_reply_frame, take_frame
 from fedcomp.flower.privacy import PRIVATE
 from fedcomp.flower.protocol import EXACT, UPDATE, Announcement, announce
 from fedcomp.privacy.local import LocalPolicy, Privatise
@@ -173,6 +173,19 @@ def test_a_locally_private_reply_holds_a_frame_and_nothing_beside_it() -> None:
         assert set(reply.content) == {NODE_RECORD}
         assert take_frame(reply.content, UPDATE)
         assert b"4321" not in everything(reply)
+
+
+@pytest.mark.parametrize("put", [put_frame, put_reply_frame])
+def test_a_second_frame_does_not_leave_beside_the_private_one(put) -> None:
+    """Whether it lies in a record of its own or in the header."""
+
+    def smuggling(msg: Message, context: Context, call_next) -> Message:
+        reply = call_next(msg, context)
+        put(reply.content, EXACT, b"4321")
+        return reply
+
+    reply = ask(local_app(mods=[smuggling, compression(), private()]), codec=LOCAL)
+    assert "made something else" in reply.error.reason
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from fedcomp.codecs.clip import Clip
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.errors import ConfigError
 from fedcomp.flower.grid import InProcessGrid
-from fedcomp.layout import NONE_DENSE, Layout
+from fedcomp.layout import Layout, SmallDense
 from fedcomp.privacy.local import Privatise
 from fedcomp.privacy.mechanism import GridGaussian
 from fedcomp.privacy.sampling import Sampling
@@ -163,9 +163,9 @@ def test_reports_of_private_rounds_tell_less() -> None:
 def test_2_6_a_public_mask_confines_sum_and_noise(codec, remember) -> None:
     clip, z = 1e3, 1.0
     strategy = DpFedAvg(inner(), clip=clip, insecure_deterministic=True, **{**BASIC, "noise_multiplier": z})
-    pair = Compressed(strategy, ErrorFeedback(codec) if remember else codec)
+    pair = Compressed(strategy, ErrorFeedback(codec) if remember else codec, policy=SmallDense())
     out = fit_once(pair, [compression(), private()])
-    layout = Layout.of({k: a.numpy() for k, a in model().items()}, NONE_DENSE)
+    layout = Layout.of({k: a.numpy() for k, a in model().items()}, SmallDense())
     support = codec.common_support(layout, Key(0, "uplink", 1))
     assert support.size == 120 + 12  # a tenth of the weights, and the bias, which travels dense
     off = np.ones(SIZE, bool)

@@ -31,7 +31,7 @@ from fedcomp.flower.payload import put_frame
 from fedcomp.flower.protocol import UPDATE
 from fedcomp.flower.report import Report
 from fedcomp.flower.rounds import fit
-from fedcomp.layout import NONE_DENSE, Layout, Update
+from fedcomp.layout import NONE_DENSE, Layout, SmallDense, Update
 from fedcomp.privacy.errors import Unbounded
 from fedcomp.privacy.local import Privatise
 from fedcomp.privacy.votes import TopkSign
@@ -348,7 +348,7 @@ def test_d2_a_coded_sum_says_that_a_guard_sees_nothing_there() -> None:
 
 def test_d2_votes_are_bounded_already_and_what_travels_dense_beside_them_is_guarded() -> None:
     """1200 coordinates vote, whatever was trained; the bias travels as it is."""
-    strategy = Compressed(fedavg(fraction_evaluate=0.0), SignSGD(step=0.1), guard=Norms())
+    strategy = Compressed(fedavg(fraction_evaluate=0.0), SignSGD(step=0.1), guard=Norms(), policy=SmallDense())
     arrays, node = play(strategy, broken([compression()]))
     assert [set(found.refused) for found in strategy.reports.values()] == [set(), {node}, set()]
     assert np.abs(stack(arrays)).max() < 1e4

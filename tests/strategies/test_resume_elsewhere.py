@@ -25,14 +25,14 @@ from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.protocol import Announcement
 from fedcomp.flower.rounds import fit
-from fedcomp.layout import NONE_DENSE, Layout
+from fedcomp.layout import Layout, SmallDense
 from fedcomp.stateful import next_epoch, within_epoch
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.gossip.strategy import GossipRelay
 from fedcomp.strategies.pipelined import PipelinedStrategy
 from fedcomp.strategies.shared_support import SharedSupport
 
-LAYOUT = Layout.of({name: array.numpy() for name, array in model().items()}, NONE_DENSE)
+LAYOUT = Layout.of({name: array.numpy() for name, array in model().items()}, SmallDense())
 NODES = 4
 
 
@@ -72,11 +72,11 @@ TOTALS: list[np.ndarray] = []
 
 
 def compressed() -> Compressed:
-    return Compressed(Sum(), TopK(density=0.05))
+    return Compressed(Sum(), TopK(density=0.05), policy=SmallDense())
 
 
 def downlink() -> Compressed:
-    return Compressed(Sum(), TopK(density=0.05), TopK(density=0.1))
+    return Compressed(Sum(), TopK(density=0.05), TopK(density=0.1), policy=SmallDense())
 
 
 class Watching(PlainGrid):

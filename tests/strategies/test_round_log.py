@@ -23,6 +23,7 @@ from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.report import Report
+from fedcomp.layout import SmallDense
 from fedcomp.privacy.sampling import Sampling
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
@@ -78,7 +79,7 @@ def failing(rounds, partitions, reason="disk full"):
 @pytest.mark.long
 def test_b1_a_round_is_one_line_with_the_bytes_of_the_ledger(shown: Shown) -> None:
     ledger = TrafficLedger()
-    strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(0.05))
+    strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(0.05), policy=SmallDense())
     run(strategy, nodes=10, rounds=3, ledger=ledger)
     lines = shown.lines("Compressed(FedAvg), round")
     assert len(lines) == 3
@@ -97,7 +98,7 @@ def test_b1_a_round_is_one_line_with_the_bytes_of_the_ledger(shown: Shown) -> No
 
 
 def test_b1_values_that_travel_as_they_are_count_as_dense() -> None:
-    counter = Compressed(fedavg(fraction_evaluate=0.0), TopK(0.05))
+    counter = Compressed(fedavg(fraction_evaluate=0.0), TopK(0.05), policy=SmallDense())
     grid = InProcessGrid(client_app([compression()]), 2, seed=4)
     counter.start(grid, model(counter=True), num_rounds=1, timeout=9)
     report = counter.reports[1]

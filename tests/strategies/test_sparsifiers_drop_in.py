@@ -49,7 +49,7 @@ from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import put_frame, take_frame
 from fedcomp.flower.protocol import UPDATE
-from fedcomp.layout import NONE_DENSE, Layout, Update
+from fedcomp.layout import NONE_DENSE, Layout, SmallDense, Update
 from fedcomp.rng import Key
 from fedcomp.strategies.compressed import Compressed
 
@@ -279,7 +279,7 @@ def test_a_client_cannot_go_on_with_the_first_rounds_density() -> None:
         return reply
 
     grid = InProcessGrid(app, 3, seed=4)
-    strategy = Compressed(fedavg(fraction_evaluate=0.0), DGC(0.01, warmup=1))
+    strategy = Compressed(fedavg(fraction_evaluate=0.0), DGC(0.01, warmup=1), policy=SmallDense())
     strategy.start(MeteredGrid(grid, TrafficLedger()), model(), num_rounds=3, timeout=9)
     assert [r.compressed for r in strategy.reports.values()] == [3, 2, 2]
     reasons = [reason for r in strategy.reports.values() for reason in r.refused.values()]
