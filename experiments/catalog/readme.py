@@ -54,7 +54,7 @@ ROWS: Final[Mapping[str, tuple[str, dict[str, Any]]]] = {
 TASKS: Final[Mapping[str, tuple[float, dict[str, Any]]]] = {
     "digits": (0.3, {"batch_size": 64}),
     "mnist": (0.2, {"batch_size": 32, "max_steps": 5, "task.model": "mlp", "task.hidden": "100"}),
-    "cifar10-subset": (0.05, {"batch_size": 16, "max_steps": 4, "momentum": 0.9}),
+    "cifar10-subset": (0.05, {"batch_size": 32, "max_steps": 5, "task.model": "mlp", "task.hidden": "32"}),
 }
 """The middle one of the step sizes that are tried, and how else a client trains in a round, by task."""
 
@@ -64,8 +64,8 @@ COHORTS: Final[Mapping[str, tuple[int, dict[str, Any], str]]] = {
 }
 """Clients for each that trains in a round, settings, and what it is called, by cohort."""
 
-MISSED: Final = frozenset[tuple[str, str]]()
-"""Tasks and cohorts where the claim about the default is a goal that was missed."""
+MISSED: Final = frozenset({("mnist", "sampled")})
+"""Tasks and cohorts where the claim about the default is a goal: three seeds missed it."""
 
 SHORT: Final = 3
 MIDDLE: Final = 8
@@ -267,7 +267,7 @@ EXPERIMENT = Experiment(
         "round. Sampled: each of thirty holds two pieces of the examples sorted by label, and ten train in a round; a "
         "client that is asked in a third of the rounds delivers late what it remembers.\n\n"
         "digits: 1,797 images, an MLP of 85,002 parameters, one pass in batches of 64. mnist: an MLP of 79,510, five "
-        "batches of 32. cifar10-subset: the CNN of Flower's quickstart, 62,006, four batches of 16 with momentum 0.9. "
+        "batches of 32. cifar10-subset: an MLP of 98,666, five batches of 32. "
         "Without the files of the last two the embedded digits stand in, enlarged: same bytes, other accuracies."
     ),
 )

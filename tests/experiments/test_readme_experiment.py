@@ -41,7 +41,7 @@ def test_the_safe_row_is_what_a_user_gets_who_names_no_codec() -> None:
     default = fc.Compressed(FedAvg())
     assert isinstance(strategy, fc.Compressed)
     assert strategy.codec == default.codec
-    assert strategy.announcer.policy == default.announcer.policy
+    assert (strategy.policy, strategy.downlink) == (default.policy, None)
 
 
 def test_tuning_looks_at_other_data_and_other_draws() -> None:
