@@ -8,8 +8,7 @@ KERNELS := $(VENV)/.kernels
 TORCH_INDEX ?=
 # Files of tests run side by side, each with one thread of its own; what starts Ray or deployments stays in one row,
 # which waits so often that a worker more than the processors has something to do.
-WORKERS ?= 2
-test: WORKERS := 3
+WORKERS ?= 3
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 # Tests start hundreds of processes. Where this variable is set, each of them would compile all that it imports.
@@ -19,16 +18,19 @@ export FLWR_TELEMETRY_ENABLED := 0
 export FLWR_DISABLE_UPDATE_CHECK := 1
 export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION := 1
 
-.PHONY: quickstart test test-fast lint bench clean
+.PHONY: quickstart test test-long test-fast lint bench clean
 
 quickstart: $(STAMP)  ## set up and run the main job
 	$(BIN)/python -m experiments.run
 
-test: $(KERNELS)  ## set up and run every check: lint, types, all tests
+test: $(KERNELS)  ## set up and check: lint, types, every test that is not in test-long
 	$(MAKE) lint
-	$(PYTEST)
+	$(PYTEST) -m "not long"
 
-test-fast: $(KERNELS)  ## the quick tests: without Ray, deployments, fuzzing, and what takes more than a moment
+test-long: $(KERNELS)  ## the other tests: long convergence, all systems on all engines, long fuzzing, all pages' experiments
+	$(PYTEST) -m long
+
+test-fast: $(KERNELS)  ## while you work: what takes less than a moment
 	$(PYTEST) -m "not slow and not long"
 
 lint: $(STAMP)

@@ -34,7 +34,7 @@ from fedcomp.exact import encode_exact
 from fedcomp.factors.collect import Captured, collecting
 from fedcomp.flower.conditional import Status
 from fedcomp.flower.logs import log
-from fedcomp.flower.payload import NODE_RECORD, put_frame
+from fedcomp.flower.payload import NODE_RECORD, put_reply_frame
 from fedcomp.flower.protocol import EXACT, RESYNC, STALE, UPDATE, refusal
 from fedcomp.flower.records import to_arrays
 from fedcomp.flower.state import UNSETTLED, StaleMessage, Uplink, asked_of
@@ -180,10 +180,10 @@ def _handle(
                 if ratio is not None:
                     header["memory"] = ratio
             del content[name]
-            put_frame(content, UPDATE, frame)
+            put_reply_frame(content, UPDATE, frame)
             exact = None if private else encode_exact(exact_arrays, layout)
             if exact is not None:
-                put_frame(content, EXACT, exact)
+                put_reply_frame(content, EXACT, exact)
             # As the last acts, after everything that can fail: with an exception in between the memory is as it was.
             if uplink is not None:
                 uplink.commit(context, state, announcement, codec, layout, content, asked)

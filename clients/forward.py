@@ -26,7 +26,7 @@ from fedcomp.errors import ConfigError, FedcompError
 from fedcomp.exact import encode_exact
 from fedcomp.flower.forward import Measure, Measured
 from fedcomp.flower.logs import log
-from fedcomp.flower.payload import NODE_RECORD, put_frame
+from fedcomp.flower.payload import NODE_RECORD, put_reply_frame
 from fedcomp.flower.protocol import EXACT, RESYNC, UPDATE, refusal
 from fedcomp.flower.record_dp import FORWARD, DpSgdPlan, plan_in
 from fedcomp.flower.records import to_arrays
@@ -148,10 +148,10 @@ class _Half:
             header["record"], header["sequence"] = announced.record or "arrays", announced.sequence
             header.update(said.check())
             content[NODE_RECORD] = header
-            put_frame(content, UPDATE, codec.frame_of_products(-asked.step * measured, layout, key))
+            put_reply_frame(content, UPDATE, codec.frame_of_products(-asked.step * measured, layout, key))
             exact = encode_exact({t.name: before[t.name] for t in layout.exact}, layout)
             if exact is not None:
-                put_frame(content, EXACT, exact)
+                put_reply_frame(content, EXACT, exact)
             # As the last act, after everything that can fail.
             if replica is not None:
                 replica.save(context)

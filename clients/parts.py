@@ -11,7 +11,7 @@ from flwr.app import Context, Message, RecordDict
 from fedcomp.clients.half import CallNext, ClientHalf
 from fedcomp.clients.messages import partition_of
 from fedcomp.flower.parts import PART, PartAnswer, PartRequest, split
-from fedcomp.flower.payload import put_frame, put_node, take_frame
+from fedcomp.flower.payload import put_frame, put_node, put_reply_frame, take_frame
 from fedcomp.flower.protocol import UPDATE, refusal
 from fedcomp.flower.schema import SchemaError
 
@@ -44,7 +44,7 @@ def by_layer_mod(msg: Message, context: Context, call_next: CallNext) -> Message
     answer = PartAnswer(0, len(parts), request.sequence)
     # What is kept belongs to this message alone.
     answer.put(context.state)
-    put_frame(reply.content, UPDATE, parts[0])
+    put_reply_frame(reply.content, UPDATE, parts[0])
     answer.put(reply.content)
     return reply
 
@@ -58,7 +58,7 @@ def _kept(msg: Message, request: PartRequest, context: Context) -> Message:
     if known is None or known.sequence != request.sequence or part is None:
         return refusal(msg, f"this node has no part {request.part} of message {request.sequence}")
     content = RecordDict()
-    put_frame(content, UPDATE, part)
-    PartAnswer(request.part, known.parts, known.sequence).put(content)
     put_node(content, partition_of(context))
+    put_reply_frame(content, UPDATE, part)
+    PartAnswer(request.part, known.parts, known.sequence).put(content)
     return Message(content, reply_to=msg)

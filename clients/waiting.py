@@ -24,7 +24,7 @@ from fedcomp.codecs import State
 from fedcomp.codecs.waiting import Waiting, waits
 from fedcomp.errors import FedcompError
 from fedcomp.exact import encode_exact
-from fedcomp.flower.payload import NODE_RECORD, put_frame, take_frame
+from fedcomp.flower.payload import NODE_RECORD, has_frame, put_reply_frame, take_frame
 from fedcomp.flower.protocol import EXACT, RESYNC, STALE, SUPPORT, UPDATE, Announcement, refusal
 from fedcomp.flower.records import to_arrays
 from fedcomp.flower.state import Replica, StaleMessage, Uplink
@@ -200,9 +200,9 @@ class Exchange(ABC, Generic[C]):
     def put_values(self, frame: Frame, state: State, out: RecordDict) -> None:
         """Write an update that leaves, and the buffers that waited with it in ``state``, the one before."""
         exact = state.get(_EXACT)
-        put_frame(out, UPDATE, frame)
+        put_reply_frame(out, UPDATE, frame)
         if exact is not None:
-            put_frame(out, EXACT, exact.tobytes())
+            put_reply_frame(out, EXACT, exact.tobytes())
 
     def _close(self, out: RecordDict, state: State, layout: Layout, uplink: Uplink, update: Update) -> None:
         """Complete the header and write the state, as the last act."""
@@ -212,7 +212,7 @@ class Exchange(ABC, Generic[C]):
         header["rolled-back"] = uplink.rolled_back
         ratio = memory_ratio(self.codec, state, update)
         # While the update still waits, the memory is not yet what sending leaves behind.
-        if ratio is not None and UPDATE in out:
+        if ratio is not None and has_frame(out, UPDATE):
             header["memory"] = ratio
         uplink.commit(self.context, state, self.announcement, self.codec, layout, out)
 

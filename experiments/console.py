@@ -15,7 +15,7 @@ from fedcomp.experiments.report import UNMEASURED, promises, shortfalls
 from fedcomp.experiments.sheets import Sheet, found_sheet
 
 WIDE = 100
-"""From this many columns on the tables show wire bytes beside payload bytes and where a bound is from."""
+"""From this many columns on the tables show the downlink's payload beside its wire bytes and where a bound is from."""
 
 MANY = 8
 """Tables with more columns are set closer."""

@@ -37,7 +37,7 @@ from fedcomp.experiments.findings import Claim, Curves, Say, Series, Table, mean
 from fedcomp.plain import from_fields
 
 if TYPE_CHECKING:
-    from fedcomp.experiments.spec import RunResult
+    from fedcomp.experiments.spec import RoundRecord, RunResult
     from fedcomp.tasks.base import Task
 
 __all__ = [
@@ -413,12 +413,18 @@ def running_mean(x: Sequence[float], y: Sequence[float], width: int) -> tuple[li
     return [a for a, _ in known[max(0, width - 1) :]], means
 
 
-def learning_line(result: RunResult, *, down: bool = False) -> list[tuple[float, float, float]]:
-    """Return for every round its number, the test accuracy in percent, and the payload bytes sent so far: those of the
-    uplinks, and those of the downlinks, too, if ``down``."""
-    each = (r.uplink_payload_bytes + down * r.downlink_payload_bytes for r in result.rounds)
-    so_far = itertools.accumulate(each)
-    return [(float(r.round), 100 * r.accuracy, float(sent)) for r, sent in zip(result.rounds, so_far, strict=True)]
+def learning_line(result: RunResult, *, down: bool = False, wire: bool = False) -> list[tuple[float, float, float]]:
+    """Return for every evaluated round its number, the test accuracy in percent, and the bytes sent so far: payload of
+    the uplinks, that of the downlinks, too, if ``down``; all serialised messages, both ways, if ``wire``."""
+
+    def sent(r: RoundRecord) -> int:
+        if wire:
+            return r.uplink_wire_bytes + r.downlink_wire_bytes
+        return r.uplink_payload_bytes + down * r.downlink_payload_bytes
+
+    so_far = itertools.accumulate(map(sent, result.rounds))
+    points = [(float(r.round), 100 * r.accuracy, float(b)) for r, b in zip(result.rounds, so_far, strict=True)]
+    return [point for point in points if not math.isnan(point[1])]
 
 
 def over_seeds(runs: Records, column: int, factor: float = 1.0) -> list[float]:

@@ -24,7 +24,7 @@ from fedcomp.flower._private import set_source
 from fedcomp.flower.metered import MeteredGrid, addressed, engine_lookup
 from fedcomp.flower.payload import take_node
 from fedcomp.flower.privacy import is_secret
-from fedcomp.flower.wrapper import GridWrapper, as_batch
+from fedcomp.flower.wrapper import GridWrapper, as_batch, awaited_ids
 from fedcomp.logs import log
 
 ROLL_CALL_SECONDS: Final = 120.0
@@ -139,9 +139,11 @@ class Roll(GridWrapper):
         with self._sent_to_ids(batch):
             return self.inner.push_messages(batch)
 
-    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-        """Pull, under names."""
-        return self._under_names(self.inner.pull_messages(message_ids))
+    def pull_messages(  # type: ignore[override]  # as Flower 1.43 has it; earlier ones name the first otherwise
+        self, reply_to_message_ids: Iterable[str] | None = None, *, message_ids: Iterable[str] | None = None
+    ) -> list[Message]:
+        """Pull, under names; arguments as for :func:`~fedcomp.flower.wrapper.awaited_ids`."""
+        return self._under_names(self.inner.pull_messages(awaited_ids(reply_to_message_ids, message_ids)))
 
     def send_and_receive(
         self,

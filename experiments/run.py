@@ -46,6 +46,7 @@ from fedcomp.experiments.spec import RoundRecord, RunResult, RunSpec
 from fedcomp.experiments.store import RunFolder, to_json_text, write_json, write_text
 from fedcomp.experiments.two_runs import compare
 from fedcomp.flower.offline import go_offline
+from fedcomp.verdicts import VERDICTS
 
 DEFAULT = "quickstart"
 RESUMABLE = frozenset({"inprocess", "superlink"})
@@ -199,10 +200,16 @@ def _list(setup: RunnerSetup, request: Request) -> int:
         ]
         heads = ["--set", "default", "meaning"]
         entries = [(key, show_value(o.default) or '""', o.help) for key, o in experiment.options.items()]
+    judged = [(name, *found) for section in VERDICTS.values() for name, found in section.items()]
     if request.as_json:
-        print(to_json_text({"list": documents}))
-    else:
-        show.make_console().print(show.table_of(Sheet("", heads, entries, [False] * 3)))
+        verdicts = [{"name": name, "verdict": word, "reason": reason} for name, word, reason in judged]
+        print(to_json_text({"list": documents} | ({} if request.name else {"verdicts": verdicts})))
+        return OK
+    console = show.make_console()
+    console.print(show.table_of(Sheet("", heads, entries, [False] * 3)))
+    if request.name is None:
+        console.print()
+        console.print(show.table_of(Sheet("", ["system or codec", "verdict", "why"], judged, [False] * 3)))
     return OK
 
 

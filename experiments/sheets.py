@@ -58,7 +58,7 @@ def found_sheet(table: Table) -> Sheet:
 
 
 def result_sheet(summary: Mapping[str, Any], *, wide: bool = True) -> Sheet:
-    """Return the rows of a run: accuracy, bytes and simulated time; serialised bytes only when ``wide``.
+    """Return the rows of a run: accuracy, bytes and simulated time; the downlink's payload only when ``wide``.
 
     Links between clients and lost replies have columns only where there are any.
     """
@@ -78,8 +78,7 @@ def result_sheet(summary: Mapping[str, Any], *, wide: bool = True) -> Sheet:
         "lost replies": [str(row["failures"]) for row in rows],
     }
     left_out = {
-        "uplink wire": wide,
-        "downlink wire": wide,
+        "downlink payload": wide,
         "between clients": any(row.get("peer_wire_bytes") for row in rows),
         "lost replies": any(row["failures"] for row in rows),
     }

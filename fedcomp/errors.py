@@ -88,7 +88,8 @@ def optional(purpose: str) -> Iterator[None]:
         if library not in EXTRAS:
             raise
         raise MissingExtra(
-            f"{purpose} needs {library}, which is not installed: pip install 'fedcomp[{EXTRAS[library]}]'"
+            f"{purpose} needs {library}, which is not installed: "
+            f"pip install '.[{EXTRAS[library]}]' in fedcomp's checkout"
         ) from error
 
 

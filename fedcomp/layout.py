@@ -58,14 +58,14 @@ class ModelPolicy(Protocol):
 
 
 def fitted(policy: DensityPolicy | None, model: Mapping[str, TensorShape]) -> DensityPolicy:
-    """Return what decides about the tensors of ``model``, given in its own order: the default policy for None."""
+    """Return what decides about the tensors of ``model``, given in its own order: :class:`SmallDense` for None."""
     policy = SmallDense() if policy is None else policy
     return policy.fit(model) if isinstance(policy, ModelPolicy) else policy
 
 
 @dataclass(frozen=True, slots=True)
 class SmallDense:
-    """The default density policy: small tensors travel dense while they cost little, statistics travel as values.
+    """A density policy: small tensors travel dense while they cost little, statistics travel as values.
 
     A small tensor (bias, scale) is hurt more by sparsification than a large one, but its cost depends on the model: a
     thousand values are nothing beside a million and everything in a model of adapters. So the smallest tensors travel
@@ -144,6 +144,12 @@ class SmallDense:
         if _fits_any(name, self.patterns):
             return EXACT
         return DENSE if math.prod(shape) < self.min_size else None
+
+
+NONE_DENSE: Final = SmallDense(share=0.0)
+"""The default of the drop-in pair: the codec gets every tensor but the statistics. One value in a
+hundred sent dense would be a fourth of a frame of one bit per value, and three fourths of one that lists a hundredth of
+the values in two bits each."""
 
 
 # Every message of a run asks again for the same model. Bounded, since a server may announce any.
@@ -257,18 +263,23 @@ class TablePolicy:
 
 
 def policy_config(policy: DensityPolicy | None, layout: Layout) -> dict[str, Any]:
-    """Return the JSON-able form of ``policy`` for the model of ``layout``; empty for the default policy."""
+    """Return the JSON-able form of ``policy`` for the model of ``layout``; empty for ``SmallDense()``, and for None."""
     if policy is None:
         return {}
     if type(policy) is SmallDense:  # a subclass may decide otherwise, and travels as its decisions
-        default = policy == SmallDense()
+        default = SmallDense()
         settings = {"min_size": policy.min_size, "patterns": list(policy.patterns), "share": policy.share}
-        return {} if default else settings
+        # It is in every message of a run.
+        return {name: value for name, value in settings.items() if getattr(policy, name) != getattr(default, name)}
     # Asked again instead of read from the layout, which also knows reasons of its own to keep a tensor exact.
     decide = fitted(policy, layout.shapes)
     floats = [t for t in (*layout.tensors, *layout.exact) if np.dtype(t.dtype).kind == "f"]
     decided = {t.name: decide(t.name, t.shape, t.dtype) for t in floats}
     return {"table": {name: density for name, density in decided.items() if density is not None}}
+
+
+def _texts(given: Iterable[Any]) -> tuple[str, ...]:
+    return tuple(map(str, given))
 
 
 def policy_from_config(config: Mapping[str, Any]) -> DensityPolicy:
@@ -280,16 +291,14 @@ def policy_from_config(config: Mapping[str, Any]) -> DensityPolicy:
         When the description is not one that :func:`policy_config` writes.
     """
     try:
-        if not config:
-            return SmallDense()
         if "table" in config:
             return TablePolicy({str(n): EXACT if d == EXACT else float(d) for n, d in config["table"].items()})
-        patterns = tuple(str(p) for p in config["patterns"])
-        return SmallDense(int(config["min_size"]), patterns, float(config["share"]))
+        read: dict[str, Callable[[Any], Any]] = {"min_size": int, "patterns": _texts, "share": float}
+        return SmallDense(**{name: read[name](value) for name, value in config.items()})
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
-            f"cannot read a density policy from {dict(config)!r}; expected 'table', or 'min_size', 'patterns' and "
-            "'share'"
+            f"cannot read a density policy from {dict(config)!r}; expected 'table', or any of 'min_size', 'patterns' "
+            "and 'share'"
         ) from error
 
 
@@ -390,8 +399,8 @@ class Layout:
             dtype = shapes[name].dtype
             if dtype not in DTYPES.values():
                 raise ConfigError(
-                    f"tensor {name!r} is {dtype}, which cannot travel; supported: {', '.join(DTYPES.values())}. Send "
-                    "a view of it in one of these (complex numbers as pairs of floats, bfloat16 as uint16)"
+                    f"tensor {name!r} is {dtype}, which cannot travel; supported: {', '.join(DTYPES.values())}. "
+                    "Convert it before it is sent (bfloat16 to float32, complex numbers to pairs of floats)"
                 )
             # Infinities in a model are constants (attention masks), not something to take differences of.
             in_vector = dtype == "float32" or (cast_floats and array.dtype.kind == "f")

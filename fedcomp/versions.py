@@ -91,9 +91,9 @@ def check_codec(codec: Codec, layout: Layout) -> None:
     variance = codec.variance(layout)
     if not (codec.lossless or codec.contraction(layout) is not None or (variance is not None and variance < 1.0)):
         raise ConfigError(
-            f"{codec!r} is no contraction on this model (variance bound {variance}): the clients' replicas would "
-            "diverge from the server's model. Use TopK, RandomK(unbiased=False), or QSGD with more levels or smaller "
-            "buckets"
+            f"{codec!r} is not a contraction of {layout.compressed_size} values (variance bound {variance}): the "
+            "clients' replicas would diverge from the server's model. Use EDEN(scale=\"least\"), TopK, "
+            "RandomK(unbiased=False), or QSGD with more levels or smaller buckets"
         )
 
 

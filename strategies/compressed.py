@@ -8,20 +8,21 @@ that aggregation memory is one model whatever the number of clients; any other s
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from fedcomp.codecs import Codec, get_codec
+from fedcomp.codecs.eden import EDEN
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.errors import ConfigError
 from fedcomp.factors.collect import Captured
 from fedcomp.flower.checkpoint import INNER
 from fedcomp.flower.logs import log
 from fedcomp.flower.rounds import own_loop
-from fedcomp.layout import DensityPolicy, Layout, Vector
+from fedcomp.layout import NONE_DENSE, DensityPolicy, Layout, TensorSpec, Vector
 from fedcomp.rng import Key
 from fedcomp.stateful import Stateful, nested
 from fedcomp.strategies.announcing import Announcer
@@ -31,8 +32,24 @@ from fedcomp.strategies.means import weight_key_of
 from fedcomp.strategies.private.flower_dp import require_clip_holds, require_clip_is_seen
 from fedcomp.strategies.receiving import Receiving, Reception
 from fedcomp.strategies.replies import SentMessage
+from fedcomp.strategies.returning import WINDOW, Returning
 from fedcomp.strategies.sinks import rule_of
 from fedcomp.strategies.wrapping import held, loop_of, require_inner
+from fedcomp.versions import check_codec
+
+DEFAULT_CODEC: Final = EDEN(bits=1)
+"""What clients send unless another codec is named."""
+
+_ANY_LAYOUT: Final = Layout((TensorSpec("layer", (64, 64), "float32", 0, 4096),), (), ("layer",))
+"""Stands for a model that is not known yet; the first one is checked by its own layout."""
+
+FEW_RETURN: Final = (
+    f"the last {WINDOW} rounds asked more than twice as many clients as one round does. Error feedback keeps what it "
+    "did not send at each client, where it waits until that client is asked again, and is out of date by then: "
+    "accuracy can end many points below FedAvg's. Use a codec without memory, EDEN() or QSGD(levels=7), or ask clients "
+    "more often"
+)
+"""What is said where memories wait at clients that seldom return."""
 
 
 class Compressed(Receiving, Strategy, Stateful):
@@ -41,19 +58,25 @@ class Compressed(Receiving, Strategy, Stateful):
     Parameters
     ----------
     inner : Strategy
-        Any Flower 1.41 strategy that works through the ``configure_*``/``aggregate_*`` hooks, a private one included.
+        Any Flower strategy that works through the ``configure_*``/``aggregate_*`` hooks, a private one included.
         With a codec that lists coordinates, FedAdam, FedYogi and FedAdagrad keep moments and steps to the coordinates
         of which something arrived (:mod:`fedcomp.strategies.adaptive`).
-    codec : Codec or dict
-        What clients send. The clients learn it from the server's messages.
+    codec : Codec or dict, optional
+        What clients send. The clients learn it from the server's messages. Default: EDEN of one bit per value, 32 times
+        fewer bytes. It is unbiased and needs no memory, and so serves runs of any length and clients that seldom
+        return. Where the same clients return for many rounds ``TopK(density=0.01, values="q2")`` sends 300 times fewer
+        bytes, but learns more slowly at first. With an inner strategy that bounds or looks at single updates (a private
+        one, a median) take a codec with less error, such as ``EDEN(bits=4)`` or ``TopK``.
     downlink : Codec or dict, optional
         What the server sends: compressed differences to nodes whose acknowledged version it knows, the full model to
-        the others, every version checked by a digest. None sends the model as the inner strategy does.
+        the others, every version checked by a digest. None sends the model as the inner strategy does. A codec that
+        is not a contraction would let the replicas diverge, and is refused: ``EDEN(scale="least")`` is one.
     feedback : bool, optional
         Whether to wrap ``codec`` in error feedback. Default: when it is biased, has no memory of its own and does not
         vote.
     policy : DensityPolicy, optional
-        Decides per tensor what travels dense; default :class:`fedcomp.layout.SmallDense`.
+        Decides per tensor what travels dense. Default: nothing but statistics, :data:`fedcomp.layout.NONE_DENSE`;
+        small tensors do under :class:`fedcomp.layout.SmallDense`.
     guard : Norms, optional
         Refuses updates that are far longer, or weigh far more, than is usual; default nobody does. Not with a private
         strategy that bounds every update itself, as all do but local privacy.
@@ -80,7 +103,8 @@ class Compressed(Receiving, Strategy, Stateful):
     ConfigError
         When the codec needs several exchanges, when it votes and the inner strategy is not a weighted mean, when the
         inner strategy's rounds are not made by Flower's hooks, when it is one of Flower's client-side privacy wrappers
-        and the codec may enlarge an update, or when nodes are to make the first model and there is no downlink.
+        and the codec may enlarge an update, when the downlink is not a contraction or keeps a memory of its own, or
+        when nodes are to make the first model and there is no downlink.
 
     Notes
     -----
@@ -105,7 +129,7 @@ class Compressed(Receiving, Strategy, Stateful):
     def __init__(
         self,
         inner: Strategy,
-        codec: Codec | dict[str, Any],
+        codec: Codec | dict[str, Any] = DEFAULT_CODEC,
         downlink: Codec | dict[str, Any] | None = None,
         *,
         feedback: bool | None = None,
@@ -129,11 +153,15 @@ class Compressed(Receiving, Strategy, Stateful):
         # With the memory around it: it is the memory that lengthens what a client has clipped.
         require_clip_holds(inner, self.codec)
         self.downlink = None if downlink is None else get_codec(downlink)
-        self.policy = policy
+        if self.downlink is not None and not self.downlink.replays:
+            check_codec(self.downlink, _ANY_LAYOUT)
         self.guard = guard
         self.record = record
         self.seed = seed
-        self.announcer = Announcer(self.downlink, policy, record, seed, first_at_nodes=first_model_at_nodes)
+        self.policy = NONE_DENSE if policy is None else policy
+        self.announcer = Announcer(self.downlink, self.policy, record, seed, first_at_nodes=first_model_at_nodes)
+        self._returning = Returning()
+        self._noted = False
         # The last one: from here on what is not an attribute of this strategy is one of the inner's.
         self.inner = inner
 
@@ -224,7 +252,15 @@ class Compressed(Receiving, Strategy, Stateful):
         require_clip_is_seen(self, self.codec)
         sent = self.ask(server_round, arrays, self.chosen(server_round, arrays, config, grid))
         self.announcer.waiting.hold(server_round, sent)
+        self._look_for_few(server_round, sent)
         return [each.message for each in sent]
+
+    def _look_for_few(self, server_round: int, sent: Sequence[SentMessage]) -> None:
+        """Note in the round's report, once per run, that memories wait at clients of which few return."""
+        if not self._noted and self.codec.remembers and self._returning.few(each.node for each in sent):
+            self._noted = True
+            # What a report notes is logged when the round ends, and forgotten where who took part is secret.
+            self.reports.join(server_round).notes.append(FEW_RETURN)
 
     def chosen(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> list[Message]:
         """Return the messages that the inner strategy would send; some or all of them go into :meth:`ask`."""

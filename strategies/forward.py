@@ -30,7 +30,7 @@ from fedcomp.flower.protocol import app_failure
 from fedcomp.flower.report import ReportSection, figure
 from fedcomp.flower.schema import SchemaError
 from fedcomp.forward.directions import step_scale
-from fedcomp.layout import Layout, SmallDense
+from fedcomp.layout import NONE_DENSE, Layout
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.guard import Norms
 from fedcomp.strategies.parts import PLAIN_PREFIXES, Settings, make_inner
@@ -40,9 +40,6 @@ from fedcomp.strategies.system import System, arguments, settings_of
 
 SIGNS_A_SECOND: Final = 1e9
 """What one core draws and adds at least; for what the log says of a round's cost."""
-
-ALL_DENSE: Final = SmallDense(share=0.0)
-"""No tensor travels beside the directions: nobody differentiates the small ones."""
 
 
 @dataclass
@@ -155,7 +152,8 @@ class ForwardGradients(Compressed):
         self.most_signs = params.integer("most_signs", most_signs, low=1)
         self._told = ""
         down = Replay(codec) if params.boolean("replay", replay) else None
-        super().__init__(inner, codec, down, feedback=False, policy=ALL_DENSE, guard=guard, record=record, seed=seed)
+        # No tensor travels beside the directions: nobody differentiates the small ones.
+        super().__init__(inner, codec, down, feedback=False, policy=NONE_DENSE, guard=guard, record=record, seed=seed)
 
     def summary(self) -> None:
         """Log the codec and the step."""

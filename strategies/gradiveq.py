@@ -26,7 +26,7 @@ from fedcomp.codecs.gradiveq import GradiVeQ, SliceProjection, open_steps, steps
 from fedcomp.codecs.subspace import Moments, SliceBasis
 from fedcomp.errors import ConfigError
 from fedcomp.flower.logs import log
-from fedcomp.flower.payload import put_frame, take_frame
+from fedcomp.flower.payload import has_frame, put_frame, take_frame
 from fedcomp.flower.protocol import PROBE, SUPPORT, UPDATE
 from fedcomp.flower.report import Report
 from fedcomp.flower.rounds import Exchanges
@@ -228,7 +228,7 @@ class FittedBasis(WaitingStrategy[FittedRound]):
 
         def read(each: SentMessage, reply: Message) -> Client:
             client = now.trained(each, reply)
-            if UPDATE in reply.content:
+            if has_frame(reply.content, UPDATE):
                 if rounds:
                     raise Rejected("the reply holds values before there are grids")
                 now.take_values(client, reply)

@@ -175,7 +175,8 @@ def downlink(settings: Settings) -> Codec | None:
 
 
 def policy(settings: Settings) -> DensityPolicy | None:
-    """Return :class:`fedcomp.layout.SmallDense` with the parameters below ``policy.``, None where there are none.
+    """Return :class:`fedcomp.layout.SmallDense` with the parameters below ``policy.``; None, the strategy's default,
+    where there are none.
 
     Raises
     ------

@@ -24,7 +24,7 @@ from fedcomp.codecs.lowrank import Basis, Projection
 from fedcomp.codecs.power_sgd import PowerSGD, basis_key
 from fedcomp.errors import ConfigError
 from fedcomp.flower.logs import log
-from fedcomp.flower.payload import put_frame, take_frame
+from fedcomp.flower.payload import has_frame, put_frame, take_frame
 from fedcomp.flower.protocol import PROBE, SUPPORT, UPDATE
 from fedcomp.flower.rounds import Exchanges
 from fedcomp.layout import DensityPolicy, Update
@@ -189,7 +189,7 @@ class SharedBasis(WaitingStrategy[BasisRound]):
 
         def read(each: SentMessage, reply: Message) -> Client:
             client = now.trained(each, reply)
-            if UPDATE in reply.content:
+            if has_frame(reply.content, UPDATE):
                 now.take_values(client, reply)
             return client
 

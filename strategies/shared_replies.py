@@ -22,7 +22,7 @@ from fedcomp.codecs.similarity import similarity
 from fedcomp.codecs.waiting import Waiting
 from fedcomp.errors import FedcompError
 from fedcomp.exact import check_exact, decode_exact
-from fedcomp.flower.payload import NODE_RECORD, payload_bytes, take_frame, take_node
+from fedcomp.flower.payload import NODE_RECORD, has_frame, payload_bytes, take_frame, take_node
 from fedcomp.flower.protocol import EXACT, LEADS, LOOKS_AHEAD, NEXT_SUPPORT, PREFIX, PROBE, SUPPORT, UPDATE
 from fedcomp.flower.records import config_in
 from fedcomp.flower.report import Report, shorten
@@ -190,7 +190,7 @@ class WaitingRound(Generic[C]):
         self._note_header(client, header)
         if client.generation == sent.sequence:
             self.report.fresh.append(sent.node)
-        if UPDATE not in reply.content:
+        if not has_frame(reply.content, UPDATE):
             # A reply without values takes nothing from the memory: it may be acknowledged at once.
             self.acknowledge([client])
         return client

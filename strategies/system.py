@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fedcomp.errors import ConfigError, nearest
 from fedcomp.strategies.parts import CODEC_PREFIX, PLAIN_PREFIXES, Scalar, Settings
+from fedcomp.verdicts import Verdict, verdict_of
 
 if TYPE_CHECKING:
     from flwr.serverapp.strategy import Strategy
@@ -92,6 +93,11 @@ class System:
     needs: Mapping[str, str] = field(default_factory=dict)
     private: bool = False
     check: Callable[[Any, Any, int], None] = nothing_to_check
+
+    @property
+    def verdict(self) -> Verdict:
+        """When to take it, by :mod:`fedcomp.verdicts`; raises :class:`KeyError` where that has no line for it."""
+        return verdict_of(self.name)
 
     def known_settings(self) -> dict[str, Scalar]:
         """Return every setting with a fixed name and its default."""

@@ -17,14 +17,14 @@ from fedcomp.codecs import Codec, FixedPoint, RandomK, fixed_point_of
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
-from fedcomp.flower.payload import take_frame
+from fedcomp.flower.payload import has_frame, take_frame
 from fedcomp.flower.protocol import UPDATE
-from fedcomp.layout import Layout
+from fedcomp.layout import NONE_DENSE, Layout
 from fedcomp.strategies.coded.strategy import CodedFedAvg
 from fedcomp.strategies.compressed import Compressed
 
 SIZE = 1212
-LAYOUT = Layout.of({name: array.numpy() for name, array in model().items()})
+LAYOUT = Layout.of({name: array.numpy() for name, array in model().items()}, NONE_DENSE)
 CODEC = FixedPoint(RandomK(0.3), clip=2.0**12, levels=2**11)  # steps of 2: integers stay integers
 NODES = 6
 ROUNDS = 14
@@ -43,7 +43,7 @@ class Recorder:
     def __call__(self, msg: Message, context: Context, call_next) -> Message:
         round_ = fields_number(msg)
         reply = call_next(msg, context)
-        if not reply.has_error() and UPDATE in reply.content:
+        if not reply.has_error() and has_frame(reply.content, UPDATE):
             self.frames[round_, int(context.node_config["partition-id"])].append(take_frame(reply.content, UPDATE))
         return reply
 

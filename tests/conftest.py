@@ -7,6 +7,7 @@ import gc
 import itertools
 import os
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,11 @@ from fedcomp.flower.offline import go_offline
 
 # Before any test module imports Flower: its telemetry switch is read at import.
 go_offline()
+
+# A shell that starts the tests in the background has them ignore SIGINT, and every process they start inherits that;
+# what tests say of an interruption holds for a process that can be interrupted.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples in every run; HYPOTHESIS_PROFILE=deep looks for new ones.
 settings.register_profile("fixed", derandomize=True, deadline=None)
@@ -45,11 +51,11 @@ def pytest_collection() -> Iterator[None]:
 
 @functools.cache
 def _place(file: Path) -> int:
-    """Return when a file is handed to a worker: 0 for what starts Ray or deployments, 1 for other long ones, or 2."""
+    """Return when a file is handed to a worker: 0 for what starts Ray or deployments, 1 for other slow ones, or 2."""
     text = file.read_text(encoding="utf-8")
-    if "mark.slow" not in text:
-        return 2
-    return 0 if re.search(r"\bengines\b|flwr\.simulation", text) else 1
+    if "mark.engines" in text:
+        return 0
+    return 1 if re.search(r"mark\.(slow|long)", text) else 2
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

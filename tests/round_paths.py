@@ -125,16 +125,18 @@ def coded_app(*outer: Any) -> Any:
 
 
 def pair(inner: Callable[[], Strategy], codec: Any, **options: Any) -> Callable[[], Strategy]:
-    return lambda: Compressed(inner(), codec, **options)
+    return lambda: Compressed(inner(), codec, policy=DENSE_BIAS, **options)
 
 
 def latents(codec: LGC) -> LearnedGradients:
     """Return LGC whose last stage begins with the second round, with the toy's one matrix coded."""
-    return LearnedGradients(codec, warmup_rounds=0, training_rounds=1, policy=SmallDense())
+    return LearnedGradients(codec, warmup_rounds=0, training_rounds=1, policy=DENSE_BIAS)
 
 
 COMPRESSED, PRIVATE = plain(compression()), plain(compression(), private())
 SPARSE = ErrorFeedback(TopK(density=0.1))
+DENSE_BIAS = SmallDense()
+"""Of the model below the bias travels dense: paths are to bring both parts of an update."""
 
 PATHS: dict[str, Path] = {
     "mean": Path(pair(quiet, SPARSE), COMPRESSED),
@@ -148,27 +150,27 @@ PATHS: dict[str, Path] = {
     ),
     "a strategy of one's own": Path(pair(lambda: quiet(Stepping), RandomK(density=0.3)), COMPRESSED),
     "shared support": Path(
-        lambda: SharedSupport(ScaleCom(density=0.05)),
+        lambda: SharedSupport(ScaleCom(density=0.05), policy=DENSE_BIAS),
         lambda *o: client_app([*o, shared_support(), compression()]),
     ),
     "shared support, stale leader": Path(
-        lambda: SharedSupport(ScaleCom(density=0.05), stale_leader=True),
+        lambda: SharedSupport(ScaleCom(density=0.05), stale_leader=True, policy=DENSE_BIAS),
         lambda *o: client_app([*o, shared_support(), compression()]),
     ),
     "shared basis": Path(
-        lambda: SharedBasis(PowerSGD(rank=2)),
+        lambda: SharedBasis(PowerSGD(rank=2), policy=DENSE_BIAS),
         lambda *o: client_app([*o, shared_basis(), compression()]),
     ),
     "shared basis, two exchanges": Path(
-        lambda: SharedBasis(PowerSGD(rank=2, form="two-exchange", memory="aggregated")),
+        lambda: SharedBasis(PowerSGD(rank=2, form="two-exchange", memory="aggregated"), policy=DENSE_BIAS),
         lambda *o: client_app([*o, shared_basis(), compression()]),
     ),
     "fitted basis": Path(
-        lambda: FittedBasis(GradiVeQ(width=40), sampling=3, compression=2),
+        lambda: FittedBasis(GradiVeQ(width=40), sampling=3, compression=2, policy=DENSE_BIAS),
         lambda *o: client_app([*o, fitted_basis(), compression()]),
     ),
     "fitted basis, shared grids": Path(
-        lambda: FittedBasis(GradiVeQ(width=40, levels=127), sampling=3, compression=2),
+        lambda: FittedBasis(GradiVeQ(width=40, levels=127), sampling=3, compression=2, policy=DENSE_BIAS),
         lambda *o: client_app([*o, fitted_basis(), compression()]),
     ),
     "latents in a ring": Path(
@@ -179,18 +181,22 @@ PATHS: dict[str, Path] = {
         lambda: latents(LGC(0.05, raw=0, innovation=0.005, instance="server")),
         lambda *o: client_app([*o, learned_gradients(), compression()]),
     ),
-    "relay": Path(lambda: CodedFedAvg(Compressed(quiet(), SPARSE), symbols=2), coded_app),
+    "relay": Path(lambda: CodedFedAvg(Compressed(quiet(), SPARSE, policy=DENSE_BIAS), symbols=2), coded_app),
     "groups": Path(
-        lambda: CodedFedAvg(Compressed(quiet(), INTEGERS), code="mds", symbols=2, groups=2), coded_app, buffers=False
+        lambda: CodedFedAvg(Compressed(quiet(), INTEGERS, policy=DENSE_BIAS), code="mds", symbols=2, groups=2),
+        coded_app,
+        buffers=False,
     ),
     # No node is alone in a group: one that is answers nothing that could be damaged on the way.
     "tree of groups": Path(
-        lambda: CodedFedAvg(Compressed(quiet(), RESIDUES), code="mds", symbols=2, groups=(2, 1)),
+        lambda: CodedFedAvg(Compressed(quiet(), RESIDUES, policy=DENSE_BIAS), code="mds", symbols=2, groups=(2, 1)),
         coded_app,
         buffers=False,
     ),
     "coded sum": Path(
-        lambda: CodedFedAvg(Compressed(quiet(), INTEGERS), construction="sumcode", symbols=2, threshold=1),
+        lambda: CodedFedAvg(
+            Compressed(quiet(), INTEGERS, policy=DENSE_BIAS), construction="sumcode", symbols=2, threshold=1
+        ),
         coded_app,
         buffers=False,
     ),
@@ -215,7 +221,7 @@ PATHS: dict[str, Path] = {
     ),
     "private mean alone": Path(lambda: DpFedAvg(quiet(), clip=1e4, **NOISY), PRIVATE, updates_only=True),
     "private votes": Path(
-        lambda: topagg(quiet(), BALLOT, server_lr=0.25, **NOISY),
+        lambda: topagg(quiet(), BALLOT, server_lr=0.25, policy=DENSE_BIAS, **NOISY),
         plain(votes_only(), compression(), private()),
         updates_only=True,
     ),
@@ -235,13 +241,15 @@ PATHS: dict[str, Path] = {
             population=NODES,
             delta=1e-3,
             seed=7,
+            policy=DENSE_BIAS,
         ),
         PRIVATE,
         updates_only=True,
     ),
     "private records": Path(lambda: RecordDp(quiet(), PLAN, records=1000), plain(accounted)),
     "private records, compressed": Path(
-        lambda: RecordDp(Compressed(quiet(), SPARSE), PLAN, records=1000), plain(accounted, compression())
+        lambda: RecordDp(Compressed(quiet(), SPARSE, policy=DENSE_BIAS), PLAN, records=1000),
+        plain(accounted, compression()),
     ),
 }
 

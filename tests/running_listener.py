@@ -47,12 +47,12 @@ class Running:
             assert pipe.read() == f"127.0.0.1:{self.port}\n"
 
     def connect(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.port), timeout=10)
+        return socket.create_connection(("127.0.0.1", self.port), timeout=100)
 
     def end(self) -> tuple[int, str, str]:
         """Close the pipe; return exit status and what was printed."""
         os.close(self.kept)
-        out, err = self.process.communicate(timeout=10)
+        out, err = self.process.communicate(timeout=100)
         return self.process.returncode, out, err
 
     def kill(self) -> None:

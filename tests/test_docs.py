@@ -19,7 +19,7 @@ def page(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PAGES, ids=page)
 def test_links_lead_somewhere(path: Path) -> None:
     targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", path.read_text())

@@ -87,6 +87,12 @@ def test_every_name_is_public_and_leads_to_what_it_says() -> None:
     assert set(re.findall(r"^from \S+ import (\w+) as", stub, re.MULTILINE)) <= set(names)
 
 
+def test_what_a_first_page_names_is_there() -> None:
+    pair = {"Compressed", "compression", "client", "EDEN", "TopK", "QSGD", "ScaledSign", "SmallDense"}
+    private = {"DpFedAvg", "RecordDp", "DpSgdPlan", "DistributedDp", "ShareSettings", "local_dp", "Privatise"}
+    assert pair | private <= set(fc.__all__)
+
+
 def test_every_codec_is_there() -> None:
     """One line of the codecs' package makes a codec known by its id and by its name."""
     found = [value for value in vars(codecs).values() if isinstance(value, type) and issubclass(value, fc.Codec)]
@@ -118,7 +124,7 @@ def test_the_version_is_that_of_the_distribution() -> None:
     assert fc.__version__ == version("fedcomp")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_pair_needs_no_extra() -> None:
     """Any codec, any round: Flower, numpy and cryptography are enough."""
     texts = [
@@ -135,7 +141,7 @@ def test_the_pair_needs_no_extra() -> None:
     assert done.stdout.strip() == " ".join(["trained with", *texts])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "line"),
     [
@@ -152,7 +158,7 @@ def test_a_missing_extra_is_one_line_that_names_it(code: str, line: str) -> None
     done = run(WITHOUT_EXTRAS + code)
     last = done.stderr.strip().splitlines()[-1]
     assert line in last
-    assert re.search(r"which is not installed: pip install 'fedcomp\[\w+\]'$", last), last
+    assert re.search(r"which is not installed: pip install '\.\[\w+\]' in fedcomp's checkout$", last), last
 
 
 def test_a_command_without_its_extra_says_so_in_one_line() -> None:
@@ -160,7 +166,9 @@ def test_a_command_without_its_extra_says_so_in_one_line() -> None:
     done = run(WITHOUT_EXTRAS + start)
     assert done.returncode == 2, done.stderr
     (line,) = done.stderr.strip().splitlines()
-    assert re.fullmatch(r"error: .* needs \w+, which is not installed: pip install 'fedcomp\[\w+\]'", line), line
+    assert re.fullmatch(
+        r"error: .* needs \w+, which is not installed: pip install '\.\[\w+\]' in fedcomp's checkout", line
+    ), line
 
 
 def test_other_import_errors_pass() -> None:

@@ -73,7 +73,7 @@ def conserves(codec: ErrorFeedback, rounds: int = 12) -> bool:
     return bool(np.allclose(total, updates.sum(axis=0, dtype=np.float64), rtol=0, atol=1e-5 * rounds / codec.beta))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("beta", [1.0, 0.3, 0.1])
 @pytest.mark.parametrize("inner", INNER, ids=repr)
 def test_conservation(inner: Codec, beta: float) -> None:
@@ -101,7 +101,7 @@ def test_low_pass_keeps_memory_on_sent_coordinates(beta: float) -> None:
     np.testing.assert_array_equal(state["memory"][support], expected)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -221,7 +221,7 @@ def test_rollback_is_as_if_nothing_had_left(beta: float, momentum: float) -> Non
         np.testing.assert_array_equal(array, kept[name])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("inner", INNER, ids=repr)
 def test_lost_frames_lose_no_mass(inner: Codec) -> None:
     """Σ accepted + m/beta == Σ g when every third frame is lost and rolled back."""
@@ -239,7 +239,7 @@ def test_lost_frames_lose_no_mass(inner: Codec) -> None:
         np.testing.assert_allclose(total, updates.sum(axis=0, dtype=np.float64), rtol=0, atol=1e-4 / beta)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -496,7 +496,7 @@ def test_feedback_around_feedback_is_refused() -> None:
         ErrorFeedback(ErrorFeedback(TopK(0.1)))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_memory_of_local_topk_stays_bounded() -> None:
     """Spec 7.3: four constant Gaussian gradients, n = 300, k = 15, 2000 rounds: below 15 ‖g‖ (8.8 measured)."""
     layout = Layout.flat(300)

@@ -55,6 +55,7 @@ FORBIDDEN = {
     "fedcomp/timing": {"flwr", "torch", "fedcomp.flower"},
     "fedcomp/errors.py": {"flwr", "torch", "numpy", "fedcomp"},
     "fedcomp/logs.py": {"flwr", "torch", "numpy", "fedcomp"},
+    "fedcomp/verdicts.py": {"flwr", "torch", "numpy", "fedcomp"},
     "fedcomp/params.py": {"flwr", "torch", *(f"fedcomp.{name}" for name in ("layout", "codecs", "flower", "wire"))},
     "fedcomp/plain.py": {"flwr", "torch", *(f"fedcomp.{name}" for name in ("layout", "codecs", "flower", "wire"))},
     "fedcomp/stateful.py": {"flwr", "torch", *(f"fedcomp.{name}" for name in ("layout", "codecs", "flower", "wire"))},
@@ -119,7 +120,7 @@ def module_name(path: Path) -> str:
     return name if name.startswith("fedcomp.") else f"fedcomp.{name}"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_every_module_is_imported_by_one_name() -> None:
     """In a checkout ``strategies`` can be imported, too: classes would exist twice, and errors would not be caught."""
     files = [p for folder in (*PACKAGES, "tests", "examples") for p in (ROOT / folder).rglob("*.py")]
@@ -134,7 +135,7 @@ def test_every_module_is_imported_by_one_name() -> None:
     assert not wrong
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("package", FORBIDDEN)
 def test_imports_go_down(package: str) -> None:
     path = ROOT / package
@@ -150,7 +151,7 @@ def test_imports_go_down(package: str) -> None:
     assert not wrong
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_no_modules_import_each_other_in_a_circle() -> None:
     """Imports inside functions and for type checkers count: what needs each other is one idea, and belongs in one file.
 
@@ -164,14 +165,14 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_only_the_flower_package_knows_flower() -> None:
     outside = [p for p in (ROOT / "fedcomp").rglob("*.py") if "flower" not in p.relative_to(ROOT).parts]
     wrong = [str(p.relative_to(ROOT)) for p in outside if any(n.split(".")[0] == "flwr" for n in imports(p))]
     assert not wrong
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_private_flower_imports_stand_in_one_file() -> None:
     public = ("flwr.app", "flwr.clientapp", "flwr.serverapp", "flwr.simulation")
     wrong = []
@@ -208,7 +209,7 @@ IMPORTED = (
 )
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_imports_are_cheap() -> None:
     """Importing compiles nothing, opens no socket and imports no ray (flower spec, test 8).
 
@@ -235,7 +236,7 @@ KNOW_TORCH = {"dpsgd.py", "optimizers.py"}
 """The files of fedcomp/privacy that are about Opacus and torch, and import them at once."""
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_privacy_brings_neither_torch_nor_opacus() -> None:
     """The promise of a run on numpy alone is computed without them; who samples loads Opacus when it is asked."""
     package = ROOT / "fedcomp" / "privacy"
@@ -254,7 +255,7 @@ assert not heavy, heavy
     assert knowing <= KNOW_TORCH
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_privacy_draws_from_its_own_entropy_alone() -> None:
     """Noise from numpy's or torch's generators can be drawn again by whoever seeds them."""
     banned = ("np.random", "numpy.random", "random.", "torch.normal", "torch.rand", "torch.Generator", "time.time")
@@ -272,7 +273,7 @@ RESEEDS = {"clients/edge/zygote.py": {"numpy.random.seed"}}
 """A fork would repeat what its siblings draw, in apps that use the global generators; nothing of ours does."""
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_no_pickle_and_no_global_randomness_in_the_product() -> None:
     """No pickle on any wire or in any state; no global random state."""
     banned_imports = {"pickle", "cloudpickle", "dill", "shelve", "random"}

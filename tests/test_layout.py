@@ -131,7 +131,7 @@ def test_policies_travel(policy: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [{"min_size": 3}, {"min_size": 3, "patterns": [], "share": 2}, {"table": 5}, {"table": {"w": "all"}}]
+    "config", [{"size": 3}, {"min_size": 3, "patterns": [], "share": 2}, {"table": 5}, {"table": {"w": "all"}}]
 )
 def test_unreadable_policies_are_refused(config: dict) -> None:
     with pytest.raises(ConfigError, match="cannot read a density policy"):

@@ -41,8 +41,9 @@ def owed(context: Context, strategy: Any, node: int, layout: Layout) -> np.ndarr
     state = {k: v.numpy() for k, v in context.state.array_records["fedcomp.uplink.memory"].items()}
     peer = strategy.reception.peers[node]
     if (peer.acknowledged, peer.generation) != (meta["pending"], meta["generation"]):
-        reply = {k.removeprefix("fedcomp.uplink.reply/"): v for k, v in context.state.items()}
-        frame = take_frame(RecordDict({UPDATE: reply[UPDATE]}), UPDATE) if UPDATE in reply else None
+        prefix = "fedcomp.uplink.reply/"
+        reply = {k.removeprefix(prefix): v for k, v in context.state.items() if k.startswith(prefix)}
+        frame = take_frame(RecordDict(reply), UPDATE)
         if frame is not None:
             state = strategy.codec.rollback(state, frame, layout)
     # What waits for an answer is in the memory once it is settled; other codecs send at once.

@@ -19,7 +19,7 @@ from fedcomp.coding.transport import Parcel, deliver
 from fedcomp.errors import ConfigError
 from fedcomp.flower.coded import MOST_REASONS, NO_ADDRESS, SHARD, pack_content, put_bundle
 from fedcomp.flower.logs import log
-from fedcomp.flower.payload import NODE_RECORD, take_frame
+from fedcomp.flower.payload import NODE_RECORD, has_frame, take_frame
 from fedcomp.flower.protocol import EXACT, UPDATE
 
 PAYLOAD: Final = "payload"
@@ -226,7 +226,7 @@ def summable_frame(content: RecordDict) -> bytes:
         said = None if header is None else header.get("unsupported")
         why = said if isinstance(said, str) else "is compression() among its mods, behind coded()?"
         raise ConfigError(f"the app's reply holds no frame that could be added to others' ({why})")
-    if EXACT in content:
+    if has_frame(content, EXACT):
         raise ConfigError("the model has buffers that travel as values; of these there is no coded sum")
     return frame
 

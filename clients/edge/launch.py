@@ -22,7 +22,7 @@ from fedcomp.clients.edge.node_config import (
 )
 from fedcomp.clients.edge.options import NodeOptions, parse
 from fedcomp.errors import ConfigError
-from fedcomp.flower.offline import OFFLINE_ENVIRONMENT
+from fedcomp.flower.offline import OFFLINE_ENVIRONMENT, without_proxy
 
 
 def prepare(argv: Sequence[str] | None = None) -> tuple[list[str], dict[str, str]]:
@@ -105,7 +105,8 @@ def _node_config(options: NodeOptions) -> str:
 
 def environment(options: NodeOptions) -> dict[str, str]:
     """Return the environment of the node's processes: what the user has set wins over the offline defaults."""
-    env = {**OFFLINE_ENVIRONMENT, **os.environ, **({} if options.link is None else options.link.environment)}
+    env = {**OFFLINE_ENVIRONMENT, **os.environ, **without_proxy(os.environ)}
+    env |= {} if options.link is None else options.link.environment
     # SuperNode starts its helpers by name; they must come from the same environment.
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", os.defpath)])
     # Lines are read while they are printed.

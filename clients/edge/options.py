@@ -186,7 +186,8 @@ def _parser() -> argparse.ArgumentParser:
         "--privacy-budget",
         type=float,
         metavar="EPS",
-        help="cross no epsilon beyond EPS, whatever the server plans; train without noise never",
+        help="cross no epsilon beyond EPS, whatever the server plans, and never train without noise; only with "
+        "--privacy-ledger does this hold across restarts and runs",
     )
     private.add_argument(
         "--privacy-ledger",

@@ -172,11 +172,11 @@ def memory(options: NodeOptions) -> Finding:
 
 
 def versions(options: NodeOptions) -> Finding:
-    """Whether Flower is the one that this project is made for."""
+    """Whether Flower is not older than what this project needs."""
     needs = next((r for r in importlib.metadata.requires("fedcomp") or () if re.match(r"flwr\b(?!\[)", r)), "flwr")
     has = importlib.metadata.version("flwr")
-    low, high = re.search(r">=([\d.]+)", needs), re.search(r"<([\d.]+)", needs)
-    if (low and _number(has) < _number(low[1])) or (high and _number(has) >= _number(high[1])):
+    least = re.search(r">=([\d.]+)", needs)
+    if least and _number(has) < _number(least[1]):
         return Finding("versions", f"flwr is {has}: pip install '{needs.partition(';')[0].strip()}'", False)
     torch = importlib.util.find_spec("torch")
     text = f"fedcomp {importlib.metadata.version('fedcomp')}, flwr {has}, "

@@ -20,7 +20,7 @@ from fedcomp.clients.half import WAITING, CallNext, ClientHalf
 from fedcomp.clients.messages import NOT_WITHOUT_NOISE, choose, find_announcement
 from fedcomp.clients.private.mod import discreet
 from fedcomp.errors import StateError
-from fedcomp.flower.payload import NODE_RECORD, take_frame
+from fedcomp.flower.payload import NODE_RECORD, frames, take_frame
 from fedcomp.flower.protocol import UPDATE, refusal
 from fedcomp.privacy.local import LocalPolicy, asks_for_noise, privatised
 
@@ -71,7 +71,7 @@ def local_privacy(policy: LocalPolicy | None = None) -> ClientHalf:
         if reply.has_error():
             return reply
         frame = take_frame(reply.content, UPDATE)
-        beside = sorted(set(reply.content) - {UPDATE, NODE_RECORD})
+        beside = {*reply.content, *frames(reply.content)} - {UPDATE, NODE_RECORD}
         if frame is None or beside:
             return refusal(msg, "this client sends privatised updates only, and its app's mods made something else")
         digest = hashlib.sha256(frame).digest()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from typing import Any, Final
 
 import numpy as np
@@ -38,11 +37,6 @@ WIDE: Final = 100_000
 # Flower's own defaults, as a user who sets nothing has them.
 LR: Final = 0.2
 QUANTILE: Final = 0.5
-
-
-def flower_version() -> str:
-    """Return the installed Flower's version."""
-    return version("flwr")
 
 
 def play(

@@ -38,7 +38,7 @@ from fedcomp.experiments.bench.readpass import layered
 from fedcomp.experiments.kit import claim
 from fedcomp.flower._private import acting_as, set_message_id
 from fedcomp.flower.logs import quiet
-from fedcomp.flower.payload import NODE_RECORD, put_frame, put_node
+from fedcomp.flower.payload import NODE_RECORD, put_node, put_reply_frame
 from fedcomp.flower.protocol import UPDATE
 from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key
@@ -172,7 +172,7 @@ def round_of(
             header = content.config_records[NODE_RECORD]
             header["sequence"] = server.sequences[message.metadata.dst_node_id]
             header["record"] = "arrays"
-            put_frame(content, UPDATE, frames[index % len(frames)])
+            put_reply_frame(content, UPDATE, frames[index % len(frames)])
         replies.append(Message(content, reply_to=message))
     payload = len(frames[0]) if frames is not None else 4 * size
     return server, replies, payload

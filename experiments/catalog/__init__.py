@@ -13,6 +13,7 @@ CATALOG: dict[str, str] = {
     name: f"{__name__}.{name}"
     for name in (
         "quickstart",
+        "readme",
         "compare",
         "bits",
         "compressors",

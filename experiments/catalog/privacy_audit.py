@@ -96,6 +96,8 @@ def last_bits(draws: int, seed: int) -> dict[str, list[float]]:
 
 def flower_findings(rounds: int) -> dict[str, Any]:
     """Return what the wrappers of the installed Flower do, as plain data."""
+    import flwr
+
     from fedcomp.experiments.audits import flower_flaws as flaws
     from fedcomp.experiments.audits.mutants import tracked
     from fedcomp.strategies.private.dp_fedavg import DpFedAvg
@@ -103,7 +105,7 @@ def flower_findings(rounds: int) -> dict[str, Any]:
     floats, integers, dtype = flaws.integer_buffers()
     all_clipped, none_clipped = flaws.adaptive_noise()
     return {
-        "version": flaws.flower_version(),
+        "version": flwr.__version__,
         "clips": {f"{start:g}": flaws.clip_norms(start, rounds) for start in STARTS},
         # From the same first clip norms as Flower's.
         "ours": {f"{start:g}": tracked(DpFedAvg, start=start, rounds=rounds) for start in STARTS},
@@ -341,7 +343,8 @@ def claims(
     from fedcomp.privacy.audit import power
 
     ours = "integer noise on the grid"
-    promise, installed = "every system's own claim", "measured on Flower 1.41.0; another version may have mended it"
+    promise = "every system's own claim"
+    installed = f"measured on Flower {flower['version']}; another version may have mended it"
 
     def refuted(verdicts: Audit) -> float:
         # No verdicts at all are no pass: NaN fails the claim.

@@ -288,12 +288,12 @@ def _vote_sizes(config: Config, candidate: Mapping[str, Any]) -> dict[str, float
     """Return what a vote costs at least: coordinates, votes, entropy and the frame of an empty vote, in bytes."""
     import numpy as np
 
-    from fedcomp.layout import Layout, Update
+    from fedcomp.layout import NONE_DENSE, Layout, Update
     from fedcomp.privacy.votes import TopkSign, entropy_bits
     from fedcomp.tasks import get_task
 
     model = get_task(str(config.settings["task"]), **_options(config)).model(config.seed)
-    layout = Layout.of({name: tensor.detach().numpy() for name, tensor in model.state_dict().items()})
+    layout = Layout.of({name: tensor.detach().numpy() for name, tensor in model.state_dict().items()}, NONE_DENSE)
     ballot = TopkSign(density=float(candidate["density"]))
     # An update of zeros casts no vote: what is left of its frame is the header.
     empty, _ = ballot.encode(Update(np.zeros(layout.size, np.float32), layout), {}, Key(config.seed))

@@ -44,7 +44,7 @@ from fedcomp.experiments.spec import (
     format_value,
 )
 from fedcomp.experiments.systems import get_system
-from fedcomp.flower.offline import OFFLINE_ENVIRONMENT
+from fedcomp.flower.offline import OFFLINE_ENVIRONMENT, without_proxy
 
 if TYPE_CHECKING:
     from typing import Self
@@ -314,7 +314,7 @@ class Deployment:
         own = {"PATH": path, "FLWR_HOME": str(self.home(name)), "PYTHONUNBUFFERED": "1"}
         # On loopback nobody is spared by looking once a second whether there is something to start.
         # A user's environment may override it, and none of what follows os.environ.
-        return {TASK_POLL: "0.05", **os.environ, **OFFLINE_ENVIRONMENT, **own}
+        return {TASK_POLL: "0.05", **os.environ, **without_proxy(os.environ), **OFFLINE_ENVIRONMENT, **own}
 
     def placed(self, name: str, command: list[str]) -> list[str]:
         """Return ``command`` as the process called ``name`` runs it; here all run side by side on loopback."""

@@ -32,7 +32,7 @@ from fedcomp.experiments.engines.processes import Child, DeploymentError
 from fedcomp.experiments.security.certificates import Folder, private_folder, read, write_new
 from fedcomp.experiments.security.proxy import Limits, Proxy, contexts
 from fedcomp.experiments.security.registration import TEMPORARY
-from fedcomp.flower.offline import OFFLINE_ENVIRONMENT
+from fedcomp.flower.offline import OFFLINE_ENVIRONMENT, without_proxy
 
 CONFIGURATION: Final = 78
 """Exit code of what a restart does not mend, EX_CONFIG of sysexits.h."""
@@ -100,7 +100,8 @@ class LinkOptions:
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
         home = self.folder.home(name)
         private_folder(home)
-        return {**OFFLINE_ENVIRONMENT, **os.environ, "PATH": path, "FLWR_HOME": str(home), "PYTHONUNBUFFERED": "1"}
+        own = {"PATH": path, "FLWR_HOME": str(home), "PYTHONUNBUFFERED": "1"}
+        return {**OFFLINE_ENVIRONMENT, **os.environ, **without_proxy(os.environ), **own}
 
     def start(self, title: str, name: str, command: list[str]) -> Child:
         """Start a process whose output is ours."""

@@ -1,7 +1,11 @@
-"""Every private name of Flower that this project uses, in one place.
+"""Every private name of Flower that this project uses, in one place, and what happens where a Flower lacks one.
 
-Flower moves these helpers in nearly every minor release (the dependency is pinned for that reason). Whoever lifts
-the pin repairs this file and nothing else.
+Flower moves such names in nearly every minor release, so nothing here goes by a version: what is needed is looked for.
+
+- The drop-in pair needs none of the names that are imported under ``try``.
+- Bytes are counted with Flower's own deflating instead (:func:`weigher`), with one warning.
+- Nodes handle their messages with Flower's own executor instead (:func:`node_tasks_unsupported`), with one warning.
+- The in-process engine has nothing to fall back on, and says what is missing (:func:`require_engine`).
 """
 
 from __future__ import annotations
@@ -15,49 +19,54 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
-from inspect import signature
+from inspect import Parameter, signature
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, NamedTuple, TypeVar
 
+import flwr
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, Metadata, MetricRecord, RecordDict
-from flwr.app.message import make_message
-from flwr.app.message.arraychunk import ArrayChunk
-from flwr.client.mod.utils import make_ffn
 from flwr.clientapp import ClientApp
-from flwr.common.constant import (
-    FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE,
-    INT64_MAX_VALUE,
-    SUPERLINK_NODE_ID,
-    ErrorCode,
-)
-from flwr.common.serde import (
-    recorddict_from_proto,
-    user_config_from_proto,
-    user_config_to_proto,
-)
-from flwr.common.serde_utils import (
-    error_from_proto,
-    error_to_proto,
-    metadata_from_proto,
-    metadata_to_proto,
-    record_value_dict_from_proto,
-    record_value_dict_to_proto,
-)
-from flwr.proto.message_pb2 import Context as ProtoContext
-from flwr.proto.message_pb2 import Message as ProtoMessage
-from flwr.proto.recorddict_pb2 import ConfigRecord as ProtoConfigRecord
-from flwr.proto.recorddict_pb2 import ConfigRecordValue as ProtoConfigRecordValue
-from flwr.proto.recorddict_pb2 import MetricRecord as ProtoMetricRecord
-from flwr.proto.recorddict_pb2 import MetricRecordValue as ProtoMetricRecordValue
-from flwr.proto.recorddict_pb2 import RecordDict as ProtoRecordDict
-from flwr.supercore.constant import HEAD_BODY_DIVIDER, HEAD_VALUE_DIVIDER, SYSTEM_MESSAGE_TYPE
-from flwr.supercore.date import now
-from flwr.supercore.run import Run
-from flwr.supercore.task_identity import TaskIdentity
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 from fedcomp.errors import ConfigError
+from fedcomp.logs import log
+
+_absent = ""
+"""Which of the names below this Flower does not have."""
+
+try:
+    from flwr.app.message import make_message
+    from flwr.app.message.arraychunk import ArrayChunk
+    from flwr.common.constant import FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE, INT64_MAX_VALUE, ErrorCode
+    from flwr.common.serde import (
+        recorddict_from_proto,
+        user_config_from_proto,
+        user_config_to_proto,
+    )
+    from flwr.common.serde_utils import (
+        error_from_proto,
+        error_to_proto,
+        metadata_from_proto,
+        metadata_to_proto,
+        record_value_dict_from_proto,
+        record_value_dict_to_proto,
+    )
+    from flwr.proto.message_pb2 import Context as ProtoContext
+    from flwr.proto.message_pb2 import Message as ProtoMessage
+    from flwr.proto.recorddict_pb2 import ConfigRecord as ProtoConfigRecord
+    from flwr.proto.recorddict_pb2 import ConfigRecordValue as ProtoConfigRecordValue
+    from flwr.proto.recorddict_pb2 import MetricRecord as ProtoMetricRecord
+    from flwr.proto.recorddict_pb2 import MetricRecordValue as ProtoMetricRecordValue
+    from flwr.proto.recorddict_pb2 import RecordDict as ProtoRecordDict
+    from flwr.supercore.constant import HEAD_BODY_DIVIDER, HEAD_VALUE_DIVIDER, SYSTEM_MESSAGE_TYPE
+    from flwr.supercore.date import now
+    from flwr.supercore.run import Run
+    from flwr.supercore.task_identity import TaskIdentity
+except ImportError as error:
+    _absent = str(error)
+    # Other modules import these by name.
+    ErrorCode = Run = None  # type: ignore[assignment, misc]
 
 __all__ = [
     "SUPERLINK_NODE_ID",
@@ -73,12 +82,14 @@ __all__ = [
     "abandon_task",
     "acting_as",
     "adopt_identity",
+    "build_bundle",
     "claim_identity",
     "content_from_bytes",
     "content_to_bytes",
     "context_from_bytes",
     "context_to_bytes",
     "current_identity",
+    "engine_unsupported",
     "error_from_superlink",
     "filled",
     "load_bundle",
@@ -87,12 +98,17 @@ __all__ = [
     "node_tasks_unsupported",
     "refuse_task",
     "release_identity",
+    "require_engine",
     "run_task",
     "set_message_id",
     "set_source",
     "unpack",
     "unpack_bundle",
+    "weigher",
 ]
+
+SUPERLINK_NODE_ID: Final = 1
+"""Node id of the SuperLink."""
 
 _ID_LENGTH = 64
 """Length of an object id: a SHA-256 in hexadecimal."""
@@ -103,11 +119,11 @@ R = TypeVar("R", ArrayRecord, ConfigRecord, MetricRecord, RecordDict)
 _SCALARS: Final[Mapping[type, str]] = {bool: "bool", int: "sint64", float: "double", str: "string", bytes: "bytes"}
 """Under which name Flower writes a value of a type."""
 
-_PLAIN_RECORDS: Final[Mapping[type, tuple[Any, tuple[type, ...]]]] = {
-    ConfigRecord: (ProtoConfigRecordValue, (bool, int, float, str, bytes)),
-    MetricRecord: (ProtoMetricRecordValue, (float, int)),
+_PLAIN_TYPES: Final[Mapping[type, tuple[type, ...]]] = {
+    ConfigRecord: (bool, int, float, str, bytes),
+    MetricRecord: (float, int),
 }
-"""How a value of a record is written, and the types that Flower looks for, in this order."""
+"""The types that Flower looks for in the values of a record, in this order."""
 
 Identity = tuple[int | None, int | None, int | None]
 
@@ -232,7 +248,8 @@ def _write_values(record: ConfigRecord | MetricRecord, proto: ProtoConfigRecord 
     """Write a record of plain values into an empty ``proto`` as Flower does."""
     # Also a record without entries is one.
     proto.SetInParent()
-    value_type, allowed = _PLAIN_RECORDS[type(record)]
+    value_type = ProtoConfigRecordValue if isinstance(record, ConfigRecord) else ProtoMetricRecordValue
+    allowed = _PLAIN_TYPES[type(record)]
     for key, value in record.items():
         item = proto.items.add(key=key)
         name = _SCALARS.get(type(value))
@@ -313,6 +330,90 @@ class Unpacker:
 def unpack(packed: Packed) -> Message:
     """Return a new message made of ``packed``'s bytes alone."""
     return Unpacker().unpack(packed)
+
+
+@cache
+def engine_unsupported() -> str:
+    """Return why messages cannot be taken apart and put together here as Flower does it; empty when they can.
+
+    Beside the names, what is made with them is looked at: one small message, as Flower deflates it itself.
+    """
+    if _absent:
+        return f"Flower {flwr.__version__} lacks a private part: {_absent}"
+    try:
+        values: dict[str, Any] = {"flag": True, "number": -3, "real": 0.5, "text": "a", "bytes": b"a", "list": [1, 2]}
+        content = RecordDict(
+            {
+                "arrays": ArrayRecord({data: Array("uint8", (len(data),), "x", data.encode()) for data in ("", "abc")}),
+                "config": ConfigRecord(values),
+                "metrics": MetricRecord({"loss": 0.5, "count": 3}),
+            }
+        )
+        metadata = Metadata(1, "", SUPERLINK_NODE_ID, 2, "", "", now().timestamp(), 9.0, "train")
+        sent = make_message(metadata, content)
+        packed = Packer().pack(sent)
+        if packed.contents != _deflated_by_flower(sent):
+            return f"Flower {flwr.__version__} deflates messages in another way"
+        if _deflated_by_flower(unpack(packed)) != packed.contents:
+            return f"Flower {flwr.__version__} inflates messages in another way"
+        # Who a message is from, Message() asks for.
+        with acting_as(1, SUPERLINK_NODE_ID):
+            if Message(content, 2, "train").metadata.src_node_id != SUPERLINK_NODE_ID:
+                return f"Flower {flwr.__version__} keeps the identity of a process elsewhere"
+    # Whatever a name that means something else raises.
+    except Exception as error:
+        return f"Flower {flwr.__version__} works in another way: {type(error).__name__}: {error}"
+    return ""
+
+
+def require_engine() -> None:
+    """Refuse to go on where :func:`engine_unsupported` gives a reason.
+
+    Raises
+    ------
+    ConfigError
+        With the reason.
+    """
+    if reason := engine_unsupported():
+        raise ConfigError(
+            f"this needs Flower's own form of messages: {reason}. Flower's simulation and deployments work"
+        )
+
+
+def _deflated_by_flower(item: Any) -> dict[str, bytes]:
+    """Return an object and all that is in it as Flower deflates them, by id."""
+    found: dict[str, bytes] = {}
+    for child in (item.children or {}).values():
+        found |= _deflated_by_flower(child)
+    return {**found, item.object_id: item.deflate()}
+
+
+def _tree_by_flower(item: Any) -> _Tree:
+    return _tree(item.object_id, [_tree_by_flower(child) for child in (item.children or {}).values()])
+
+
+def _weigh_by_flower(message: Message) -> int:
+    contents = _deflated_by_flower(message)
+    # The metadata goes a second time beside the objects, with the message's own id in place of that of its content.
+    return sum(map(len, contents.values())) + _tree_by_flower(message).size + len(contents[message.object_id])
+
+
+def weigher() -> Callable[[Message], int]:
+    """Return the function that weighs the messages of one batch: bytes on a deployment's wire.
+
+    Where :func:`engine_unsupported` gives a reason it has Flower deflate them: slower, and within 100
+    bytes a message. The log says so once.
+    """
+    if reason := engine_unsupported():
+        _warn_of_weighing(reason)
+        return _weigh_by_flower
+    packer = Packer()
+    return lambda message: packer.pack(message).wire
+
+
+@cache
+def _warn_of_weighing(reason: str) -> None:
+    log.warning("bytes are counted by Flower's own deflating, which takes longer: %s", reason)
 
 
 def _opened(content: bytes) -> tuple[str, list[str], bytes]:
@@ -450,6 +551,7 @@ def _records_from_proto(proto: ProtoRecordDict) -> RecordDict:
 
 def content_to_bytes(content: RecordDict) -> bytes:
     """Serialise a message's content, records and entries in their order; the same content gives the same bytes."""
+    require_engine()
     proto = ProtoRecordDict()
     _write_records(content, proto)
     return bytes(proto.SerializeToString(deterministic=True))
@@ -463,6 +565,7 @@ def content_from_bytes(data: bytes) -> RecordDict:
     ValueError
         When the bytes, which may come from anybody, are no content. Whoever reads the records checks them.
     """
+    require_engine()
     try:
         return recorddict_from_proto(ProtoRecordDict.FromString(data))
     # Flower's converters take a well-formed proto for granted, and fail on others as Python happens to.
@@ -581,15 +684,12 @@ class WrappedApp(ClientApp):
         self._inner = copy.copy(app)
         self._lifespan, self._inner._lifespan = app._lifespan, self._lifespan
         # Flower puts an app's mods around a handler when it is registered; these handlers never are.
-        self._handlers = {kind: make_ffn(handler, app._mods) for kind, handler in handlers.items()}
+        self._handlers = {kind: _inside(app._mods, handler) for kind, handler in handlers.items()}
         for kind in app._registered_funcs:
             # Flower registers a handler without an action as "train.default".
             self._require_free(*kind.split("."))
-        call: Handler = self._innermost
-        for mod in reversed(mods):
-            call = partial(_call_mod, mod, call)
         # ClientApp calls _call, where it is set, before it looks for a handler.
-        self._call = call
+        self._call = _inside(mods, self._innermost)
 
     def _innermost(self, message: Message, context: Context) -> Message:
         handler = self._handlers.get(message.metadata.message_type, self._inner)
@@ -618,45 +718,59 @@ class WrappedApp(ClientApp):
         return self._inner.query(action, mods=mods)
 
 
+def _inside(mods: Sequence[Callable[[Message, Context, Handler], Message]], call: Handler) -> Handler:
+    """Return ``call`` inside of ``mods``, the outermost first."""
+    for mod in reversed(mods):
+        call = partial(_call_mod, mod, call)
+    return call
+
+
 def _call_mod(
     mod: Callable[[Message, Context, Handler], Message], call_next: Handler, message: Message, context: Context
 ) -> Message:
     return mod(message, context, call_next)
 
 
-FLOWER_SERIES: Final = "1.41."
-"""The releases of Flower whose executor of client apps this file was read for."""
-
 _RUNNER: Final = "flwr.supernode.runtime.run_clientapp"
-_RUN_PARAMETERS: Final = (
-    *("runtime_api_address", "token", "insecure", "certificates", "parent_pid", "runtime_dependency_install"),
-)
 _MESSAGE_WAIT: Final = (100, 0.05)
+
+_RUNNER_CALLS: Final[Mapping[str, Sequence[str]]] = {
+    "run_clientapp": (
+        *("runtime_api_address", "token", "insecure", "certificates", "parent_pid", "runtime_dependency_install"),
+    ),
+    "pull_task_input": ("client",),
+    "push_message": ("client", "message", "context"),
+    "push_task_output": ("client", "context", "sub_status", "details"),
+    # Bound in the runner, where others take their places.
+    "install_from_fab": ("fab_file",),
+    "get_load_client_app_fn": ("default_app_ref", "app_path", "multi_app"),
+}
+"""What is called of Flower's runner of client apps, and with which arguments, by position."""
 
 
 def node_tasks_unsupported() -> str:
-    """Return why messages of this Flower cannot be handled by :func:`run_task`; empty when they can."""
-    import flwr
-
-    if not flwr.__version__.startswith(FLOWER_SERIES):
-        return f"Flower is {flwr.__version__}, and its internals are known for {FLOWER_SERIES}x only"
+    """Return why this Flower's messages cannot be handled by :func:`run_task`; empty when they can."""
     try:
-        parts = _runtime()
-        runner = _runner()
-        found = tuple(signature(runner.run_clientapp).parameters)
-        for name in ("RuntimeHttpClient", "install_from_fab", "get_load_client_app_fn", *_REPLY_PARTS):
-            getattr(runner, name)
-        # Not used as such, but patched below: a method of another name would never be called.
-        for name in ("AcquireTask", "PullMessages"):
+        parts, runner = _runtime(), _runner()
+        for name, given in _RUNNER_CALLS.items():
+            found = signature(getattr(runner, name)).parameters
+            later = list(found.values())[len(given) :]
+            if tuple(found)[: len(given)] != tuple(given) or any(p.default is Parameter.empty for p in later):
+                return f"Flower {flwr.__version__} has {name}() with other arguments: {', '.join(found)}"
+        # Put in the runner's place of it, and asked for these.
+        getattr(runner, "RuntimeHttpClient")  # noqa: B009
+        for name in ("AcquireTask", "PullMessages", "from_server_address", "close"):
             getattr(parts.client, name)
-    except (ImportError, AttributeError) as error:
+        # Made as they are when a node starts.
+        parts.acquire_request(supported_task_types=["flwr-clientapp"])
+        parts.pull_request()
+        parts.version(component_name="SuperExec")
+        parts.secret(master_secret=b"secret", protected_methods=set())
+        parts.token("token")
+        signature(parts.client.from_server_address).bind("", True, None, [])
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         return f"Flower {flwr.__version__} misses a part of its executor: {error}"
-    if found != _RUN_PARAMETERS:
-        return f"Flower {flwr.__version__} runs client apps with other arguments: {', '.join(found)}"
     return ""
-
-
-_REPLY_PARTS: Final = ("pull_task_input", "push_message", "push_task_output")
 
 
 class _Runtime(NamedTuple):

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -184,6 +184,10 @@ class Flights:
 
     def __contains__(self, message_id: object) -> bool:
         return message_id in self._by_message
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the ids of messages whose replies were not all pulled, in the order of their pushes."""
+        return iter(self._by_message)
 
     def add(self, message_id: str, exchange: int, replies: list[InFlight]) -> None:
         """Hold the replies to a message of exchange number ``exchange``."""

@@ -29,6 +29,7 @@ from fedcomp.flower._private import (
     claim_identity,
     error_from_superlink,
     release_identity,
+    require_engine,
     set_message_id,
     unpack,
 )
@@ -36,7 +37,7 @@ from fedcomp.flower.delivery import ClientCall, ClientRunner, Compute, ErrorStat
 from fedcomp.flower.faults import Delivery, FaultPlan
 from fedcomp.flower.nodes import GridError, GridNodes, Links, NodeConfig
 from fedcomp.flower.payload import round_of
-from fedcomp.flower.wrapper import as_batch
+from fedcomp.flower.wrapper import as_batch, awaited_ids
 from fedcomp.logs import log
 from fedcomp.rng import Key
 
@@ -119,6 +120,7 @@ class InProcessGrid(GridNodes, Grid):
         node_config: NodeConfig = None,
         states: Path | None = None,
     ) -> None:
+        require_engine()
         self._key = Key(seed, "grid")
         super().__init__(num_nodes, self._key, run_config or {}, node_config, links, states)
         self._runner = ClientRunner(client_app, self._key, self.links, fault, error_state, compute_seconds)
@@ -212,13 +214,16 @@ class InProcessGrid(GridNodes, Grid):
             self._flights.add(packed.root, exchange, replies)
         return ids
 
-    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-        """Return the replies that are there for ``message_ids``, each once; the clock moves to the latest of them.
+    def pull_messages(  # type: ignore[override]  # as Flower 1.43 has it; earlier ones name the first otherwise
+        self, reply_to_message_ids: Iterable[str] | None = None, *, message_ids: Iterable[str] | None = None
+    ) -> list[Message]:
+        """Return the replies that are there, each once; the clock moves to the latest of them.
 
         An id that is unknown, or whose replies were all pulled, yields error reply code 3, as with a SuperLink. An id
-        whose reply is late or lost yields nothing.
+        whose reply is late or lost yields nothing. Arguments as for :func:`~fedcomp.flower.wrapper.awaited_ids`.
         """
-        return self._collect(message_ids, float("inf"))
+        wanted = awaited_ids(reply_to_message_ids, message_ids)
+        return self._collect(list(self._flights) if wanted is None else wanted, float("inf"))
 
     def send_and_receive(
         self,

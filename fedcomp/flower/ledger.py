@@ -18,7 +18,7 @@ from flwr.app import Message
 from numpy.typing import NDArray
 
 from fedcomp.errors import ConfigError, FedcompError, nearest
-from fedcomp.flower._private import Packer
+from fedcomp.flower._private import weigher
 from fedcomp.flower.store import Lasting
 
 Direction = Literal["up", "down"]
@@ -47,7 +47,7 @@ def wire_bytes(message: Message) -> int:
     serialised metadata. Equal 5 MiB chunks count once, because Flower sends them once: never benchmark with zeros.
     Works before a message is sent and on messages of every engine; ids count with a deployment's 64 characters.
     """
-    return Packer().pack(message).wire
+    return weigher()(message)
 
 
 class MessageTable:

@@ -22,11 +22,11 @@ from flwr.serverapp import Grid
 
 from fedcomp.errors import StateError
 from fedcomp.flower import store
-from fedcomp.flower._private import SUPERLINK_NODE_ID, Packer, set_source
+from fedcomp.flower._private import SUPERLINK_NODE_ID, set_source, weigher
 from fedcomp.flower.ledger import Direction, TrafficLedger
 from fedcomp.flower.payload import payload_bytes, round_of, take_node
 from fedcomp.flower.privacy import is_secret
-from fedcomp.flower.wrapper import GridWrapper, as_batch
+from fedcomp.flower.wrapper import GridWrapper, as_batch, awaited_ids, push
 from fedcomp.logs import log
 from fedcomp.stateful import Stateful
 
@@ -263,11 +263,10 @@ class Meter(Stateful):
         in_order = sorted(arrived.values(), key=lambda item: item[0])
         self._believe((sent, take_node(reply)) for _, sent, reply in in_order)
         in_order.sort(key=lambda item: self.place(item[1].node_id))
-        packer = Packer()
         # The in-process engine knows what it has shipped, so nothing is serialised for the count alone.
-        measured = getattr(self._engine, "wire_bytes", None)
+        weigh = getattr(self._engine, "wire_bytes", None) or weigher()
         for _, sent, reply in in_order:
-            self._record(sent, "up", reply, packer.pack(reply).wire if measured is None else measured(reply))
+            self._record(sent, "up", reply, weigh(reply))
         # Only now, or the second of two replies to one message would not be counted.
         for reply in replies:
             self.sent.pop(reply.metadata.reply_to_message_id, None)
@@ -386,7 +385,7 @@ class MeteredGrid(GridWrapper):
         return sorted(self.inner.get_node_ids(), key=lambda node_id: (*self.meter.place(node_id), node_id))
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
-        """Push ``messages`` and count those that were accepted; return the inner grid's ids.
+        """Push ``messages`` and count those that were pushed; return one id per message, ``""`` for the others.
 
         Raises
         ------
@@ -395,18 +394,20 @@ class MeteredGrid(GridWrapper):
         """
         batch = as_batch(messages)
         sizes = self._weighed(batch)
-        ids = list(self.inner.push_messages(batch))
-        self.meter.count_down(batch, sizes, set(ids), self._round)
-        return ids
+        self.meter.count_down(batch, sizes, set(push(self.inner, batch)), self._round)
+        return [message.metadata.message_id for message in batch]
 
-    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+    def pull_messages(  # type: ignore[override]  # as Flower 1.43 has it; earlier ones name the first otherwise
+        self, reply_to_message_ids: Iterable[str] | None = None, *, message_ids: Iterable[str] | None = None
+    ) -> list[Message]:
         """Return the replies that have come, each counted, in partition order and without duplicates.
 
         Replies to messages that were not pushed through this meter, or were answered before, follow at the end,
-        uncounted.
+        uncounted. Arguments as for :func:`~fedcomp.flower.wrapper.awaited_ids`.
         """
-        ids = list(message_ids)
-        replies = list(self.inner.pull_messages(ids))
+        wanted = awaited_ids(reply_to_message_ids, message_ids)
+        replies = list(cast(Any, self.inner).pull_messages(wanted))
+        ids = list(self.meter.sent) if wanted is None else wanted
         # Before count_up(), which forgets what was answered.
         sent = [(i, self.meter.sent[i].node_id) for i in ids if i in self.meter.sent]
         self.meter.count_up(replies)
@@ -442,9 +443,9 @@ class MeteredGrid(GridWrapper):
             self.meter.count_down(batch, None, {m.metadata.message_id for m in batch}, self._round)
         else:
             sizes = self._weighed(batch)
-            ids = list(self.inner.push_messages(batch))
-            self.meter.count_down(batch, sizes, set(ids), self._round)
-            replies = self._poll({message_id for message_id in ids if message_id}, timeout, enough, final=True)
+            ids = set(push(self.inner, batch))
+            self.meter.count_down(batch, sizes, ids, self._round)
+            replies = self._poll(ids, timeout, enough, final=True)
         self.meter.count_up(replies)
         return join(addressed(batch), replies, self.partition_of)
 
@@ -546,5 +547,4 @@ class MeteredGrid(GridWrapper):
         """
         if hasattr(self.inner, "wire_bytes"):
             return None
-        packer = Packer()
-        return [packer.pack(message).wire for message in batch]
+        return list(map(weigher(), batch))

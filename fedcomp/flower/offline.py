@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from collections.abc import Mapping
 
 OFFLINE_ENVIRONMENT = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -18,12 +19,41 @@ OFFLINE_ENVIRONMENT = {
 """What has to be in the environment so that Flower makes no connection of its own."""
 
 
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+def without_proxy(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable that keeps connections to this machine from going through a proxy.
+
+    gRPC and Python's HTTP clients send even loopback connections to the proxy that ``http_proxy`` names, unless
+    ``no_proxy`` lists their address; the proxy cannot reach this machine's loopback.
+
+    Parameters
+    ----------
+    environment : mapping of str to str
+        Its ``no_proxy``, or ``NO_PROXY``, is kept and extended.
+
+    Returns
+    -------
+    dict of str to str
+        ``no_proxy`` with the loopback names; empty where no proxy is set or all names are listed already.
+    """
+    if not any(name.lower().endswith("_proxy") and name.lower() != "no_proxy" for name in environment):
+        return {}
+    before = environment.get("no_proxy", environment.get("NO_PROXY", ""))
+    listed = [entry.strip() for entry in before.split(",") if entry.strip()]
+    missing = [name for name in _LOOPBACK if name not in listed]
+    return {"no_proxy": ",".join([*listed, *missing])} if missing and "*" not in listed else {}
+
+
 class OfflineWarning(UserWarning):
     """Flower was imported with telemetry on; setting the environment now comes too late for this process."""
 
 
 def go_offline() -> dict[str, str]:
     """Set Flower's offline switches for this process and its children; keep those the user has set.
+
+    Where a proxy is set, connections to this machine are excepted from it (:func:`without_proxy`).
 
     Returns
     -------
@@ -36,6 +66,7 @@ def go_offline() -> dict[str, str]:
         When Flower's telemetry module is already imported and enabled, although the user did not ask for it.
     """
     added = {name: value for name, value in OFFLINE_ENVIRONMENT.items() if name not in os.environ}
+    added |= without_proxy(os.environ)
     os.environ.update(added)
     # Looked up, not imported: the import would read the switch, which is what has to be avoided.
     telemetry = sys.modules.get("flwr.supercore.telemetry")

@@ -15,8 +15,9 @@ from flwr.app import ConfigRecord, Error, Message, RecordDict
 
 from fedcomp.flower.schema import Data, Document, Int, OtherVersion, Schema, Text, Version
 
-PROTOCOL: Final = 1
-"""Version of these fields. A peer that speaks another one is treated as a peer without the mod, and reported."""
+PROTOCOL: Final = 2
+"""Version of these fields, and of where the frames of a reply lie: since 2 in its header. A peer that speaks another
+one is treated as a peer without the mod, and reported."""
 
 PREFIX: Final = "fedcomp."
 UPDATE: Final = "fedcomp.update"

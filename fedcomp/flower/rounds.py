@@ -27,6 +27,7 @@ from fedcomp.flower.logs import log
 from fedcomp.flower.metered import addressed, join, partition_lookup
 from fedcomp.flower.pipeline import Await, Send, collect
 from fedcomp.flower.privacy import find_private
+from fedcomp.flower.wrapper import push
 
 T = TypeVar("T")
 
@@ -34,6 +35,8 @@ Exchanges = Generator[Iterable[Message] | Send | Await, list[Message], T]
 """Yields the messages of an exchange, receives its replies in partition order, returns what the round came to."""
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
+
+ShouldStop = Callable[[int, Result], bool]
 
 Enough = Callable[[Sequence[Message]], bool]
 """Whether the replies that have come are all that is needed."""
@@ -138,7 +141,7 @@ def drive_many(rounds: Sequence[Exchanges[T]], grid: Grid, *, timeout: float | N
             pushed = rounds[index].send(cast(Any, replies))
             while isinstance(pushed, Send):
                 if batch := _as_messages(pushed.messages):
-                    grid.push_messages(batch)
+                    push(grid, batch)
                 pushed = rounds[index].send([])
             collecting.pop(index, None)
             if isinstance(pushed, Await):
@@ -347,6 +350,7 @@ class ExchangeStrategy(Strategy):
         train_config: ConfigRecord | None = None,
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: EvaluateFn | None = None,
+        should_stop: ShouldStop | None = None,
     ) -> Result:
         """Run ``num_rounds`` rounds; same meaning as Flower's ``Strategy.start``, by way of :func:`fit`."""
         self.summary()
@@ -359,6 +363,7 @@ class ExchangeStrategy(Strategy):
             train_config=train_config,
             evaluate_config=evaluate_config,
             evaluate_fn=evaluate_fn,
+            should_stop=should_stop,
         )
 
     def configure_train(
@@ -401,6 +406,7 @@ def fit(
     train_config: ConfigRecord | None = None,
     evaluate_config: ConfigRecord | None = None,
     evaluate_fn: EvaluateFn | None = None,
+    should_stop: ShouldStop | None = None,
     on_round: OnRound | None = None,
     result: Result | None = None,
 ) -> Result:
@@ -426,6 +432,8 @@ def fit(
         Passed to the strategy each round, which may write to them (Flower's write ``server-round``).
     evaluate_fn : callable, optional
         ``(round, arrays) -> MetricRecord | None``; also called for round 0 when ``start_round`` is 1.
+    should_stop : callable, optional
+        ``(round, result so far) -> bool``, asked after each round: when true no more rounds are made.
     on_round : callable, optional
         ``(round, arrays, outcome)``, called after each round: progress, checkpoints. An exception in it ends the run.
     result : Result, optional
@@ -481,6 +489,9 @@ def fit(
         if on_round is not None:
             # Last of all: a checkpoint made here holds the whole round.
             on_round(server_round, arrays, RoundOutcome(outcome.arrays, outcome.train, outcome.evaluate, server))
+        if should_stop is not None and should_stop(server_round, result):
+            log.info("stopped after round %d of %d, as should_stop says", server_round, num_rounds)
+            break
     return result
 
 

@@ -87,7 +87,7 @@ def test_training_changes_the_model_and_says_where_from(grid):
     assert len(set(models)) == 3  # each client trained on data of its own
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_same_message_gives_the_same_bits_and_another_round_others(grid):
     def model(**changes) -> list[bytes]:
         replies = ask(grid, "train", initial(), **changes)
@@ -178,7 +178,7 @@ def test_the_app_holds_nothing_that_could_not_travel():
     assert models(fresh) == models(app)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_importing_the_app_brings_neither_ray_nor_torch():
     code = "import sys, fedcomp.clients.app; print([m for m in ('ray', 'torch', 'numba') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)

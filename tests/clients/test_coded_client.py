@@ -124,7 +124,7 @@ def store(ctx: Context) -> MemoryStore:
     return MemoryStore() if record is None else MemoryStore.from_arrays({k: a.numpy() for k, a in record.items()})
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_plain_server_sees_no_difference() -> None:
     """Messages, results and counted bytes of an ordinary run are the same with the mod and without it."""
     bare = client_app([compression()])
@@ -415,7 +415,7 @@ def test_a_dead_peer_is_a_counted_loss_and_no_error(tmp_path) -> None:
     assert packets(content) == []
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_fresh_process_for_every_message_gives_the_same_run() -> None:
     """Nothing is kept outside of the state: a new app object per message gives the same bits and the same bytes."""
 
@@ -431,7 +431,7 @@ def test_a_fresh_process_for_every_message_gives_the_same_run() -> None:
     assert grid.ledger == second.ledger
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_two_servers_in_turn_do_not_mix_what_their_clients_keep() -> None:
     with InProcessGrid(coded_app(), 4, seed=3) as inner:
         grid = MeteredGrid(inner, TrafficLedger())

@@ -64,7 +64,7 @@ def epsilon(steps: int, plan: DpSgdPlan = PLAN) -> float:
     return compose([plan.event(1000)] * steps, plan.delta).epsilon
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_ledger_outlives_the_round_and_does_not_grow_with_it():
     client = Client()
     first, _ = client.train()
@@ -131,7 +131,7 @@ def test_what_forward_passes_write_into_a_model_does_not_leave(monkeypatch):
     assert any((p != b).any() for p, b in zip(model.parameters(), before, strict=True))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_budget_is_asked_before_a_record_is_looked_at(monkeypatch):
     allowed = epsilon(6) + 1e-6
     client = Client(plan=dataclasses.replace(PLAN, budget=allowed))
@@ -157,7 +157,7 @@ def test_noise_is_drawn_anew_unless_a_seed_is_asked_for_by_its_full_name():
     assert Client(plan=secure).train()[1] != Client(plan=secure).train()[1]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "options"), [("topagg", {"k": 50}), ("random-mask", {"keep": 0.5}), ("lsg", {"keep": 0.5, "rank": 2})]
 )
@@ -237,7 +237,7 @@ def test_only_a_configuration_without_a_plan_is_trained_without_noise():
             DpSgdPlan.read({"record-dp": text})
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_node_with_a_budget_of_its_own_needs_no_trust_in_the_servers_plan():
     own = {"privacy-budget": epsilon(3) + 1e-6}
     secure = dataclasses.replace(PLAN, insecure=False)

@@ -121,7 +121,7 @@ def test_a_link_is_told_to_flower_whatever_the_environment_says(monkeypatch):
     assert env["FLWR_PRIVATE_MAX_CONCURRENT_OBJ_PUSHES"] == "1"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_flower_reads_the_variables_that_are_set():
     code = "from flwr.common.constant import FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE as a;"
     code += "from flwr.supercore.constant import FLWR_PRIVATE_MAX_CONCURRENT_OBJ_PUSHES as b; print(a, b)"
@@ -130,7 +130,7 @@ def test_flower_reads_the_variables_that_are_set():
     assert done.stdout.split() == ["32768", "1"]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_node_needs_none_of_the_experiments() -> None:
     code = """
 import sys

@@ -94,7 +94,7 @@ def centrally(index: int, steps: int, batch_size: int, momentum: float, weight_d
     return {name: p.detach().numpy() for name, p in model.named_parameters()}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("structure", ["full", "halo"])
 @pytest.mark.parametrize(
     "settings", [SamplerSettings(n=40, mode="fixed", scale=4.0), SamplerSettings(sampler="node", fanout=40), FULL]
@@ -118,7 +118,7 @@ def test_7_07_an_owner_of_everything_asks_for_nothing() -> None:
     assert [kind for kind, *_ in nodes.log] == [gcn.PLAN_TYPE, gcn.TRAIN_TYPE]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fixed", "measured"])
 def test_7_07_a_cached_row_is_never_asked_for_again_and_changes_no_result(mode: str) -> None:
     settings = SamplerSettings(n=16, mode=mode)
@@ -147,7 +147,7 @@ class Spied(np.ndarray):
         return np.asarray(self)[at]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("structure", ["full", "halo"])
 @pytest.mark.parametrize("cache", ["none", "all"])
 def test_7_11_the_rows_that_are_read_are_the_rows_that_were_asked_for(
@@ -183,7 +183,7 @@ def recoded(frame: bytes, change: Any) -> bytes:
     return CODEC.encode(*change(*CODEC.decode(frame, features=6, dtype=np.float64)))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "error", "said"),
     [
@@ -294,7 +294,7 @@ def test_a_client_that_lost_the_structure_of_its_plan_says_so() -> None:
         nodes.carry_out(0, ask, rows)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [SOME, SamplerSettings(n=12, layers=3), SamplerSettings(n=12, favour="halo")])
 def test_who_is_sent_the_structure_trains_as_who_always_had_it(settings: SamplerSettings) -> None:
     layers = settings.layers

@@ -67,7 +67,7 @@ def loaded(nodes: Nodes, msg: Message, ask: gcn.PlanRequest) -> Message:
     return msg
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_rows_ride_through_compression_both_ways() -> None:
     parts = wide()
     strategy = Compressed(inner(), TopK(density=1.0), TopK(density=0.4), feedback=False)
@@ -108,7 +108,7 @@ def test_a_server_that_does_not_name_its_model_means_the_only_one_beside_the_row
     content = RecordDict({"arrays": arrays})
     put_frames(content, gcn.FEATURES, {1: bytes(INLINE_LIMIT + 1), 2: bytes(INLINE_LIMIT + 1)})
     assert len(content.array_records) == 3
-    found, replica = receive(content, Announcement("", 1, 0, protocol=2), None, node(0))
+    found, replica = receive(content, Announcement("", 1, 0, protocol=1), None, node(0))
     assert found == arrays
     assert replica is None
 
@@ -154,7 +154,7 @@ def generic(**config: Any) -> Nodes:
     return Nodes([task.shared(3).part(index) for index in range(3)], app, config={**CONFIG, **config})
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_generic_app_owns_a_part_of_the_tasks_graph_and_trains_its_model() -> None:
     from fedcomp.tasks import get_task
     from fedcomp.tasks.arrays import to_arrays as arrays_of

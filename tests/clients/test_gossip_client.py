@@ -239,7 +239,7 @@ def test_instructions_survive_the_way_through_a_message(column, row, inbox, retu
     assert gossip.take_instruction(Message(content, 1, "train")) == sent
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(
     st.lists(st.tuples(st.lists(numbers, min_size=1, max_size=3), messages), max_size=4),

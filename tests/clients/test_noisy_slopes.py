@@ -171,7 +171,7 @@ def test_a_record_without_finite_slopes_is_as_if_it_were_not_there() -> None:
     np.testing.assert_array_equal(release(bad, everybody)[0], release(none, everybody)[0])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_slopes_cost_what_steps_of_dp_sgd_cost() -> None:
     task = get_task("digits", hidden="16")
     data, size = task.client(0, 4), sum(p.numel() for p in task.model(0).parameters())

@@ -43,8 +43,8 @@ def test_a_private_vote_leaves_a_frame_and_a_header_and_nothing_else() -> None:
     assert seen == ["train"] * NODES
     assert chosen.reports[1].compressed == NODES
     for content in left:
-        assert set(content) == {UPDATE, NODE_RECORD}
-        assert set(content[NODE_RECORD]) == {"partition-id", "record", "sequence"}
+        assert set(content) == {NODE_RECORD}
+        assert set(content[NODE_RECORD]) == {UPDATE, "partition-id", "record", "sequence"}
 
 
 @pytest.mark.parametrize(

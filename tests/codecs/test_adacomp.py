@@ -107,7 +107,7 @@ def test_wrong_variants_fail_the_checks_that_ours_passes() -> None:
     assert not has_one_scale(scales_sent_bins)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("factor", "bins", "conv"), [(2.0, 500, 50), (1.0, 64, 7), (3.5, 1, 1), (1.5, 10**6, 50)])
 def test_follows_the_published_lines(factor: float, bins: int, conv: int) -> None:
     """Eight rounds on a model, bit for bit: bins by kind of layer, scales by layer, the dense rest untouched."""
@@ -442,7 +442,7 @@ def test_other_forms_are_refused() -> None:
     AdaComp().decode(wire.encode([wire.sparse((1000,), some, wire.SignScale.quantise(values))]), layout)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_residue_finds_the_optimum() -> None:
     """A quadratic whose coordinates differ fivefold in curvature: with residue the optimum, without it a bias floor."""
     layout = Layout.flat(200)

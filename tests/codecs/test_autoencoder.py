@@ -137,7 +137,7 @@ def test_the_identity_leaves_values_as_they_are() -> None:
     np.testing.assert_array_equal(decoder.decode(found, 21, values(21, 1)), values(21, 1))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_same_numbers_with_any_number_of_threads() -> None:
     code = """
 import hashlib, numpy as np

@@ -32,7 +32,7 @@ def chunkwise(x: np.ndarray, chunk: int) -> np.ndarray:
     return out
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @settings(max_examples=80)
 @given(st.integers(1, 400), st.integers(1, 500), st.integers(0, 10**6), st.sampled_from(["heavy", "ties", "sparse"]))
 def test_sends_the_largest_of_every_chunk(n: int, chunk: int, seed: int, kind: str) -> None:
@@ -184,7 +184,7 @@ def test_more_values_than_chunks_are_refused() -> None:
     assert np.count_nonzero(ChunkTop1(0.1).decode(wire.encode([several]), layout)) == 100
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_every_support_fits_the_receivers_limits() -> None:
     for n in (1, 7, 1000, 50_000):
         layout = Layout.flat(n)

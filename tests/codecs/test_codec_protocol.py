@@ -53,7 +53,7 @@ def test_every_known_codec_has_an_example() -> None:
     assert {c.codec_id for c in EXAMPLES} | inner >= set(known())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_configuration_is_faithful(codec: Codec) -> None:
     """from_config(get_config()), a JSON round trip and eval(repr) all give an equal codec; hashes agree."""
     assert type(codec).from_config(codec.get_config()) == codec
@@ -64,7 +64,7 @@ def test_configuration_is_faithful(codec: Codec) -> None:
     assert sum(codec == other for other in EXAMPLES) == 1
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_decoding_is_deterministic_and_complete(codec: Codec, layout: Layout) -> None:
     """Spec 7.1.3: same input, state and key give the same bytes; the dense rest arrives bit for bit."""
     given = update(layout)
@@ -99,7 +99,7 @@ def test_decoding_is_deterministic_and_complete(codec: Codec, layout: Layout) ->
     assert codec.norm(frame, layout) == pytest.approx(length, rel=1e-6 if turned else 1e-12)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_preview_is_what_one_client_alone_delivers(codec: Codec) -> None:
     layout = LAYOUTS["flat"]
     given = update(layout)
@@ -111,7 +111,7 @@ def test_a_preview_is_what_one_client_alone_delivers(codec: Codec) -> None:
     np.testing.assert_array_equal(given.vector, before)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_accumulate_is_weight_times_decode(codec: Codec, layout: Layout) -> None:
     """Spec 7.1.3: bit equal to float32(weight) * decode, added in place to what is there."""
     frame, _ = codec.encode(update(layout), codec.init(layout), KEY)
@@ -123,7 +123,7 @@ def test_accumulate_is_weight_times_decode(codec: Codec, layout: Layout) -> None
         np.testing.assert_array_equal(out.vector, expected)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_bad_frames_leave_the_buffer_untouched(codec: Codec) -> None:
     """Every truncation, damaged byte and foreign frame raises WireError before the first element is added."""
     layout = LAYOUTS["model"]
@@ -159,7 +159,7 @@ def _refused(codec: Codec, frame: bytes, layout: Layout) -> bool:
     return False
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_sealed_mutants_are_refused_or_added_whole(codec: Codec) -> None:
     """Anyone can compute a checksum: flipped bits of header and sections, the last tensor's too, sealed again."""
     layout = LAYOUTS["model"]
@@ -203,7 +203,7 @@ def _instead(frame: bytes, tensors: list[wire.Tensor]) -> bytes:
     return wire.encode(tensors, tlvs=wire.decode(frame).tlvs)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_every_other_dense_rest_is_refused_before_the_first_stretch_is_added(codec: Codec) -> None:
     """The last tensor as coefficients, on a shared support, sparse, in another format or another dtype."""
     layout = LAYOUTS["model"]
@@ -230,7 +230,7 @@ def test_every_other_dense_rest_is_refused_before_the_first_stretch_is_added(cod
         assert _refused(codec, _instead(frame, other), layout)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_frames_of_other_codecs_are_refused(codec: Codec) -> None:
     """A codec takes the kind, value format, index codec and number of values it makes and no other; shapes agree."""
     layout = LAYOUTS["flat"]
@@ -278,7 +278,7 @@ def test_frames_of_other_codecs_are_refused(codec: Codec) -> None:
     assert _refused(codec, _instead(frame, []), layout)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_bundles_opened_for_others_are_refused(codec: Codec) -> None:
     layout = LAYOUTS["model"]
     for tensors in ([], [wire.dense(np.ones(3, np.float32))], [wire.dense(np.ones(layout.size))]):
@@ -328,7 +328,7 @@ FUZZED = {repr(c): c for c in EXAMPLES if c.codec_id not in ("chain", "feedback"
 }
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", FUZZED.values(), ids=FUZZED)
 def test_structured_random_frames(codec: Codec) -> None:
     """Frames that decode, of any kind and format: each is of the codec's own form, or refused without a trace."""
@@ -352,7 +352,7 @@ def test_structured_random_frames(codec: Codec) -> None:
     assert 100 < refused < 250
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_zero_update_is_a_valid_frame(codec: Codec, layout: Layout) -> None:
     """Spec 7.1.9: a zero vector encodes, decodes to zero and leaves finite state."""
     zero = Update(np.zeros(layout.size, np.float32), layout)
@@ -365,7 +365,7 @@ def test_zero_update_is_a_valid_frame(codec: Codec, layout: Layout) -> None:
         assert np.isfinite(array).all()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_non_finite_update_is_refused_and_state_untouched(codec: Codec, bad: float) -> None:
     """Spec 7.1.9, in a compressed and in a dense tensor; the message names the tensor."""
@@ -387,7 +387,7 @@ def test_wrong_shape_is_refused(layout: Layout) -> None:
         Update(np.zeros(layout.size), layout)  # type: ignore[arg-type]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_lossless_means_bit_equal(codec: Codec, layout: Layout) -> None:
     given = update(layout)
     given.vector[::7] = -0.0
@@ -400,7 +400,7 @@ def test_lossless_means_bit_equal(codec: Codec, layout: Layout) -> None:
         assert not same, f"{codec!r} lost nothing of a generic vector; does it not declare lossless?"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_linear_means_frames_commute_with_addition(codec: Codec) -> None:
     """Spec 7.1.5 for one key: decode(x) + decode(y) == decode(x + y); up to rounding of sums."""
     layout = LAYOUTS["model"]
@@ -433,7 +433,7 @@ def _inputs(layout: Layout) -> list[Update]:
     return [update(layout), *(Update(v, layout) for v in (equal, spike))]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_declared_contraction_holds(codec: Codec, layout: Layout) -> None:
     """E‖C(x) - x‖² <= (1 - δ)‖x‖²: for every draw of a deterministic codec, on average for a random one."""
     bound = codec.contraction(layout)
@@ -447,7 +447,7 @@ def test_declared_contraction_holds(codec: Codec, layout: Layout) -> None:
         assert np.mean(errors) <= 1.0 - bound + slack + 1e-6
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_declared_variance_holds(codec: Codec, layout: Layout) -> None:
     """Spec 7.2: E‖C(x) - x‖² <= ω‖x‖², and only unbiased codecs declare it."""
     bound = codec.variance(layout)
@@ -459,7 +459,7 @@ def test_declared_variance_holds(codec: Codec, layout: Layout) -> None:
         assert np.mean(errors) <= bound + 5.0 * np.std(errors) / math.sqrt(len(errors)) + 1e-12
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_declared_unbiasedness_holds(codec: Codec) -> None:
     """Spec 7.2: the mean of R = 4000 draws lies within five standard errors of x at every coordinate."""
     if not codec.unbiased:
@@ -510,7 +510,7 @@ def _growth(codec: Codec, layout: Layout) -> float:
     return found
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a2_a_codec_never_enlarges_an_update_exactly_where_it_says_so(codec: Codec) -> None:
     """A clip before the codec holds after it, in any round; with memory, rounding or scaling some update grows."""
     layouts = LAYOUTS.values() if codec.never_enlarges else (LAYOUTS["model"], LAYOUTS["flat"])
@@ -518,14 +518,14 @@ def test_a2_a_codec_never_enlarges_an_update_exactly_where_it_says_so(codec: Cod
     assert codec.never_enlarges == (growth <= 1.0 + 2.0**-22), growth
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_schema_is_the_receivers_own(codec: Codec, layout: Layout) -> None:
     """Shapes come from the layout, never from the frame; their sizes add up to the vector."""
     assert sum(e.size for e in codec.schema(layout)) == layout.size
     assert all(e.name == "" for e in codec.schema(layout))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_support_is_what_travelled(codec: Codec) -> None:
     layout = LAYOUTS["model"]
     frame, _ = codec.encode(update(layout), codec.init(layout), KEY)

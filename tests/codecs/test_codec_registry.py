@@ -263,7 +263,7 @@ def test_messages_are_short() -> None:
         assert len(str(caught.value)) < 500
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("parameter", [p for b in BASES.values() for p in b] + ["scope", "shared", "transforms", "id"])
 def test_no_configuration_raises_anything_but_a_config_error(parameter: str) -> None:
     """Whatever stands in any place of any codec's configuration, deep and huge values included."""
@@ -362,7 +362,7 @@ def test_broken_entry_points_are_config_errors(monkeypatch: pytest.MonkeyPatch) 
         get_codec({"id": "quiet"})
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_built_in_ids_are_taken() -> None:
     """In a process of its own: nothing replaces error feedback silently, and replacing it aloud survives its import."""
     code = """

@@ -246,7 +246,7 @@ def test_the_state_outlives_a_change_of_parameters() -> None:
     np.testing.assert_array_equal(DGC(0.2).decode(frame, LAYOUT) + after["memory"], state["memory"] + updates[3])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"nesterov": True}, {"masking": False}, {"clip": 5.0, "clients": 2}], ids=str)
 def test_the_fused_path_gives_the_same_bytes(options: dict) -> None:
     class Unfused(ErrorFeedback):

@@ -100,7 +100,7 @@ def test_the_least_error_is_smaller_and_shorter(bits: int) -> None:
     assert least @ least == pytest.approx(least @ vector, rel=1e-5)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [1, 3])
 def test_the_mean_improves_with_the_clients_and_not_with_one_rotation_for_all(bits: int) -> None:
     """N clients with one vector: own rotations 1/N, the table at every N; a shared one makes the same error N times."""

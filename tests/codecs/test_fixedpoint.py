@@ -55,7 +55,7 @@ def test_a_sum_of_integers_is_the_weighted_mean_of_the_frames(codec: FixedPoint)
     assert np.abs(total).max() <= 9 * codec.levels
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
 def test_the_mean_of_many_lies_within_a_step_of_the_true_one(codec: FixedPoint) -> None:
     """Against the float64 mean of what the inner codec would have sent, cut at the clip: no error above one step, and
@@ -74,7 +74,7 @@ def test_the_mean_of_many_lies_within_a_step_of_the_true_one(codec: FixedPoint) 
     assert np.sqrt(np.mean(error**2)) <= 0.5 * codec.step / np.sqrt(clients)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_rounding_is_unbiased_within_the_clip() -> None:
     codec = FixedPoint(RandomK(1.0), clip=1.0, levels=3)
     values = np.linspace(-1.0, 1.0, 41, dtype=np.float32)

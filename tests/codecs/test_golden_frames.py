@@ -28,14 +28,14 @@ def _decoded(entry: dict[str, Any]) -> np.ndarray:
     return np.frombuffer(base64.b64decode(entry["decoded"]), "<f4")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("entry", ENTRIES, ids=[repr(get_codec(e["config"])) for e in ENTRIES])
 def test_golden_frame_decodes_to_the_same_bits(entry: dict[str, Any]) -> None:
     codec = get_codec(entry["config"])
     assert codec.decode(base64.b64decode(entry["frame"]), LAYOUT).tobytes() == _decoded(entry).tobytes()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("entry", ENTRIES, ids=[repr(get_codec(e["config"])) for e in ENTRIES])
 def test_encoding_still_means_the_same(entry: dict[str, Any]) -> None:
     """What is selected, drawn and rounded for a key does not change; how it is packed may."""

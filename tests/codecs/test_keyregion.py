@@ -37,7 +37,7 @@ def sent(codec: KeyRegion, vector: np.ndarray, state: dict | None = None) -> tup
     return wire.decode(frame).tensors[0].indices, after, frame
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("values", ["float32", "fp16"])
 def test_mass_is_conserved_exactly(values: str) -> None:
     """Spec 4.2: what was sent plus the residual is update plus old residual, bit for bit, round by round."""
@@ -86,7 +86,7 @@ class WithoutGain(KeyRegion):
         return super().pack_next(values, stretch, {**state, "gains": np.ones(2)}, key)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_stated_density_holds_under_error_feedback_because_of_the_gain() -> None:
     """What error feedback leaves has no tail, and the faded histograms still have one: they alone send a third."""
     layout = Layout.flat(100 * BLOCK)
@@ -166,7 +166,7 @@ def test_quantiles_of_a_histogram_by_hand() -> None:
     assert _quantile(lowest, 0.5) == -6.75, "its upper edge: what lies below is not resolved"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_counters_that_fade_away_do_no_harm() -> None:
     """A bin that is never met again fades below the smallest float64: after 320 rounds of decay 0.1, 7000 of 0.9."""
     rng = np.random.default_rng(0)
@@ -303,7 +303,7 @@ def test_bytes_against_top_k_at_equal_energy() -> None:
             assert (len(frame) < size["auto"]) == smaller_than_auto
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("steady", [False, True])
 def test_the_residual_stays_bounded(steady: bool) -> None:
     """Spec 4.2: over 500 steps; it stays within a third of what exact top-k of the same density leaves."""
@@ -325,7 +325,7 @@ def test_the_residual_stays_bounded(steady: bool) -> None:
     assert max(ours) <= 1.34 * max(norms[TopK])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @settings(max_examples=80)
 @given(
     n=st.integers(1, 3000),

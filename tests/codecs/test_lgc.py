@@ -345,7 +345,7 @@ def test_wrong_settings_are_refused_and_all_travel() -> None:
 # Bytes.
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_b4_bytes_of_a_model_of_25_million() -> None:
     """0.1 % of 25 557 032, an innovation of 255, 8 nodes; a frame has 64 bytes beside its sections (derived)."""
     n, k, few = 25_557_032, 25_557, 255

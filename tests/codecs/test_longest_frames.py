@@ -47,7 +47,7 @@ def frames_of(codec: Codec, layout: Layout) -> list[bytes]:
     return found
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["model", "one element"])
 def test_a7_frames_are_no_longer_than_their_codec_says_and_padded_ones_equally_long(codec: Codec, name: str) -> None:
     """By the configuration alone: codec and layout. Padding changes nothing of what is decoded."""
@@ -78,7 +78,7 @@ def test_a7_the_bound_is_not_far_above_the_frames_of_random_updates() -> None:
 INDICES = ("auto", *wire.PLAIN, *(f"complement:{name}" for name in wire.PLAIN), "auto+bins:16")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     st.integers(1, 20_000),

@@ -18,7 +18,7 @@ from fedcomp.rng import Key
 KEY = Key(8, "codec")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_variance_equals_the_exact_formula() -> None:
     """Spec 7.2: E err = Σ f (1 - f) (‖x‖/s)² with f the fractional level, per bucket."""
     layout = Layout.flat(96)
@@ -82,7 +82,7 @@ def test_other_parameters_are_refused() -> None:
             other.decode(frame, layout)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_blocks_do_not_show() -> None:
     """Quantising in bucket-aligned blocks gives what one pass gives."""
     layout = Layout.flat((1 << 20) + 1000)

@@ -47,7 +47,7 @@ def excess(draw: Callable[[int, int, int], np.ndarray], n: int, b: int, draws: i
     return (chi2 - weights.sum()) / np.sqrt(2 * (weights**2).sum())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("n", "b"), [(40, 7), (33, 32), (100, 1)])
 def test_every_coordinate_has_the_same_chance(n: int, b: int) -> None:
     """Spec 4.3: inclusion b/n, chi-square over 1e5 draws, coordinates at both ends among them."""
@@ -96,7 +96,7 @@ def test_length_is_the_floor_of_the_density_as_written() -> None:
     assert length(float(np.nextafter(0.29, 0.0)), 100) == 28
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("unbiased", [False, True])
 @pytest.mark.parametrize("density", [0.3, 1 / 60])
 def test_mean_error_is_exactly_the_formula(density: float, unbiased: bool) -> None:
@@ -165,7 +165,7 @@ def test_is_another_codec_than_random_k() -> None:
             codec.verify(frame, layout, KEY)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_memory_beats_no_memory() -> None:
     """Spec 4.3, on a quadratic: with error feedback every coordinate gets there, without it at the pace of b/n."""
     layout = Layout.flat(400)

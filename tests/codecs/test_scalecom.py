@@ -36,7 +36,7 @@ def clt_round(codec: ScaleCom, states: list, updates: list[Update], leader: int,
     return [fixed.decode(frame, layout) for frame, _ in done], [state for _, state in done], supports
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("beta", [1.0, 0.3, 0.1])
 @pytest.mark.parametrize("selector", ["exact", "chunk"])
 def test_memory_is_beta_times_what_was_not_sent(beta: float, selector: str) -> None:

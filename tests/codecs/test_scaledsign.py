@@ -141,7 +141,7 @@ def test_blocks_of_one_are_refused_and_all_others_fit_the_limits() -> None:
         ScaledSign(block=block).open(frame, layout)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_memory_makes_the_average_right() -> None:
     """EF-signSGD: all that was sent plus the memory is all that was given, and the mean of what is sent approaches a
     constant update; without memory it stays where it is."""

@@ -54,7 +54,7 @@ def test_exponential_fits_laplace(density: float, stages: int) -> None:
     assert 0.95 <= achieved(x, density, estimate_threshold(x, density, "exponential", stages)) <= 1.05
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "density"),
     [
@@ -286,7 +286,7 @@ def stages_over(codec: SIDCo, vector: np.ndarray, rounds: int) -> tuple[list[int
     return stages, means
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "n", "start"), [("t4", MILLION, 1), ("t2.5", 200_000, 2), ("layers x t4", 200_000, 2)]
 )
@@ -518,7 +518,7 @@ def test_a_bad_update_leaves_every_stretch_as_it_was() -> None:
         np.testing.assert_array_equal(state[name], kept[name])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_scipy_is_imported_by_the_gamma_fit_only() -> None:
     script = (
         "import sys, numpy as np; from fedcomp.codecs.sidco import estimate_threshold as e\n"

@@ -56,7 +56,7 @@ def test_decisions_about_the_first_density(
         assert (after.stages, after.moved) == (5, 0)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("adapt", ["reversing", "published"])
 @pytest.mark.parametrize("adapt_first", [False, True])
 def test_the_search_stays_within_its_range(adapt: str, adapt_first: bool) -> None:

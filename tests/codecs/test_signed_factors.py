@@ -153,6 +153,7 @@ def test_a_left_side_that_is_not_what_its_slopes_say_arrives_as_the_slopes_say()
     assert np.linalg.norm(found[first] - 0.5 * update.vector[first]) > 0.4 * np.linalg.norm(update.vector[first])
 
 
+@pytest.mark.long
 def test_the_mean_of_many_frames_is_the_gradient() -> None:
     model = mlp()
     names, parameters = zip(*model.named_parameters(), strict=True)

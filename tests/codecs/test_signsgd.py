@@ -75,7 +75,7 @@ def test_the_majority_decides_and_negated_updates_give_the_negated_vote(clients:
         assert (upwards != -downwards).any()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("clients", [6, 20, 101, 999, 3999, 4000])
 def test_rounding_decides_no_vote(clients: int) -> None:
     """As many for as against is a tie in any order and one vote more is none, in float32, for up to 4000 clients.

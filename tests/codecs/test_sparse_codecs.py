@@ -229,7 +229,7 @@ def test_a_short_list_is_not_written_as_its_complement() -> None:
     TopK(0.1, index="complement:rice").open(wire.encode(listed), layout)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("index", INDICES)
 @pytest.mark.parametrize("density", [0.01, 0.5, 0.51, 0.9, 1.0])
 def test_every_index_codec_fits_the_receivers_limits(index: str, density: float) -> None:
@@ -259,7 +259,7 @@ def test_shared_support_is_one_for_all_clients(drawn: Callable[..., Codec]) -> N
     assert len(support(drawn(0.1, scope="global"))) == 500
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_every_coordinate_has_the_same_chance() -> None:
     """Inclusion probability k/n: chi-square over 3000 draws of 10 of 50 stays below its 1 - 1e-6 quantile (118)."""
     layout = Layout.flat(50)
@@ -273,7 +273,7 @@ def test_every_coordinate_has_the_same_chance() -> None:
     assert ((hits - expected) ** 2 / expected).sum() < 118
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("unbiased", [False, True])
 def test_randomk_error_is_exactly_the_formula(unbiased: bool) -> None:
     """Spec 5 and 7.2: E err = (1 - k/n)‖x‖² unscaled and (n/k - 1)‖x‖² scaled: equalities, so both sides are tested."""

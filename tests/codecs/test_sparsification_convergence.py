@@ -338,7 +338,7 @@ deep = pytest.mark.skipif(  # five minutes of computing; six rows, and the exper
 )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("by_label", [False, True], ids=["identical", "sorted"])
 @pytest.mark.parametrize("name", ["CLT-k, beta = .1", "SIDCo-E, 3 stages", "AdaComp, bins of 500"])
 def test_7_3_digits_rows(name: str, by_label: bool) -> None:
@@ -347,7 +347,7 @@ def test_7_3_digits_rows(name: str, by_label: bool) -> None:
 
 
 @deep
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("by_label", [False, True], ids=["identical", "sorted"])
 @pytest.mark.parametrize("name", TABLE)
 def test_7_3_digits_table(name: str, by_label: bool) -> None:
@@ -361,7 +361,7 @@ def test_7_3_digits_table(name: str, by_label: bool) -> None:
 
 
 @deep
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("by_label", [False, True], ids=["identical", "sorted"])
 def test_7_3_digits_table_without_memory(by_label: bool) -> None:
     """At least three times the dense loss, on average."""

@@ -205,7 +205,7 @@ def check_conservation(codec: Codec, beta: float = 1.0, layout: Layout = CUBES, 
     missing(made, delivered + codec.residual(state) / beta, reach, rounds, beta)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("beta", [1.0, 0.3, 0.1])
 @pytest.mark.parametrize("inner", INNER, ids=repr)
 def test_7_1_1_error_feedback_conserves_around_every_codec(inner: Codec, beta: float) -> None:
@@ -213,7 +213,7 @@ def test_7_1_1_error_feedback_conserves_around_every_codec(inner: Codec, beta: f
     check_conservation(ErrorFeedback(inner, beta=beta), beta)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", WITH_MEMORY, ids=repr)
 def test_7_1_1_codecs_with_a_memory_of_their_own_conserve(codec: Codec) -> None:
     """DGC's velocity at mu = 0, AdaComp's residue, ScaleCom's and PowerSGD's memory: the same sum."""
@@ -274,7 +274,7 @@ def check_shared_conservation(codec: ScaleCom, rounds: int = 24, clients: int = 
     missing(made, delivered + owed / codec.beta, reach, rounds, codec.beta)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("selector", ["exact", "chunk"])
 @pytest.mark.parametrize(("beta", "values"), [(1.0, "float32"), (0.3, "float32"), (0.1, "bf16"), (1.0, "fp16")])
 def test_7_1_1_scalecom_conserves_when_followers_miss_the_index(beta: float, values: str, selector: str) -> None:
@@ -282,7 +282,7 @@ def test_7_1_1_scalecom_conserves_when_followers_miss_the_index(beta: float, val
     check_shared_conservation(ScaleCom(0.05, beta=beta, values=values, selector=selector))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_7_1_1_finds_wrong_memories() -> None:
     """Zeroed on the support, taken from unrounded values, never cleared, dropped while waiting."""
     check = check_conservation
@@ -341,7 +341,7 @@ def check_exact(select: Callable[..., np.ndarray], kind: str, n: int) -> None:
         assert len(frames) <= 1, "the payload depends on tier or seed"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", [1, 2, 63, 64, 65, 1000, 10**6])
 def test_7_1_2_selection_is_the_full_sorts(kind: str, n: int) -> None:
@@ -349,7 +349,7 @@ def test_7_1_2_selection_is_the_full_sorts(kind: str, n: int) -> None:
     check_exact(select_topk, kind, n)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", EXAMPLES, ids=repr)
 def test_7_1_2_payloads_do_not_depend_on_the_tier(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every codec's frames and states are the same bits with numba and without, above the size where that counts."""
@@ -411,7 +411,7 @@ test_topagg_votes.py and test_distributed.py; what EDEN, projections, a domain a
 test_projection.py, test_domain.py and test_power_sgd.py."""
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", DECLARED, ids=repr)
 @pytest.mark.parametrize("layout", [*LAYOUTS.values(), CUBES], ids=[*LAYOUTS, "cubes"])
 def test_7_1_3_decoding_gives_the_declared_output(codec: Codec, layout: Layout) -> None:
@@ -419,7 +419,7 @@ def test_7_1_3_decoding_gives_the_declared_output(codec: Codec, layout: Layout) 
     check_declared(codec, layout)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("index", ["rice", "bitmap"])
 @pytest.mark.parametrize("values", ["float32", "bf16"])
 def test_7_1_3_sizes_to_the_byte(index: str, values: str) -> None:
@@ -431,7 +431,7 @@ def test_7_1_3_sizes_to_the_byte(index: str, values: str) -> None:
         assert bounds == (len(frame), len(frame))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("density", "bits"), [(0.001, 11.50), (0.01, 8.11), (0.1, 4.76)])
 def test_7_1_3_bits_per_index_at_a_million(density: float, bits: float) -> None:
     """Rice-coded gaps cost what section 6 lists, so that a value and its index are 40.1 bits at one percent."""
@@ -483,7 +483,7 @@ def check_alone(codec: Codec, rounds: int = 16) -> None:
     assert run((0, 1)) == run((0,)) | run((1,)), "clients share a state"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", EXAMPLES, ids=repr)
 def test_7_1_3_frames_depend_on_update_state_and_key_only(codec: Codec) -> None:
     """Adaptation, memory and draws of one client are untouched by another one's in the same process."""
@@ -536,7 +536,7 @@ ESTIMATORS = (
 )
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ESTIMATORS, ids=repr)
 def test_7_1_4_thresholds_send_the_top_k_of_their_own_count(codec: Codec) -> None:
     """However well a threshold was guessed: nothing larger than what was sent stays behind."""
@@ -584,7 +584,7 @@ def check_chunks(codec: ChunkTop1, n: int, kind: str) -> None:
     )
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_7_1_4_chunk_top_1_sends_one_index_per_chunk(kind: str) -> None:
     """One index of each chunk that is not zero, and no less than a c-th of the energy, equal magnitudes included."""

@@ -151,7 +151,7 @@ def check_clt_k(step: Round, codec: ScaleCom, clients: int) -> None:
     assert leaders[:2] == leaders[clients : clients + 2], "the turns do not repeat"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("clients", [1, 2, 5, 9])
 @pytest.mark.parametrize("selector", ["exact", "chunk"])
 @pytest.mark.parametrize("step", [cyclic, central], ids=["exchanges", "central"])
@@ -160,7 +160,7 @@ def test_7_1_5_clt_k_commutes_with_the_mean(step: Round, selector: str, clients:
     check_clt_k(step, ScaleCom(0.05, selector=selector, beta=0.5), clients)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_7_1_5_finds_other_supports() -> None:
     """Supports of everybody's own, and a leader who never changes, are not CLT-k."""
     codec = ScaleCom(0.05)
@@ -220,7 +220,7 @@ def check_low_pass(codec: Codec, beta: float, rounds: int = 4) -> None:
     assert np.abs(state["memory"][sent]).max() > 0.1
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("beta", [0.5, 0.1])
 @pytest.mark.parametrize(
     "inner",
@@ -246,7 +246,7 @@ def check_shared_low_pass(codec: ScaleCom, clients: int = 3) -> None:
         states = after
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("beta", [0.5, 0.1])
 @pytest.mark.parametrize("selector", ["exact", "chunk"])
 def test_7_1_6_leader_and_followers_keep_their_share(selector: str, beta: float) -> None:
@@ -333,7 +333,7 @@ EVERYTHING: tuple[Codec, ...] = (
 )
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", EVERYTHING, ids=repr)
 @pytest.mark.parametrize("name", ["model", "flat"])
 def test_7_1_7_density_one_is_the_uncompressed_run(codec: Codec, name: str) -> None:
@@ -347,7 +347,7 @@ def test_7_1_7_masked_momentum_at_density_one_is_the_plain_run() -> None:
     caught(check_uncompressed, DGC(1.0, momentum=0.9, masking=False), LAYOUTS["flat"], match="another run")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("selector", ["exact", "chunk"])
 @pytest.mark.parametrize("beta", [1.0, 0.3])
 @pytest.mark.parametrize("step", [cyclic, central], ids=["exchanges", "central"])
@@ -381,7 +381,7 @@ def check_one_client(step: Round, codec: ScaleCom, alone: Codec, rounds: int = 8
         np.testing.assert_array_equal(states[0]["memory"], own["memory"], err_msg="another memory")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("beta", [1.0, 0.3])
 @pytest.mark.parametrize("scope", ["layer", "global"])
 @pytest.mark.parametrize("step", [cyclic, central], ids=["exchanges", "central"])
@@ -455,7 +455,7 @@ def check_refuses(codec: Codec, layout: Layout) -> None:
     assert codec.encode(good, state, key)[0] == frame, "the next frame is another"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", EXAMPLES, ids=repr)
 @pytest.mark.parametrize("layout", [LAYOUT, Layout.flat(1), Layout.flat(tiers.SMALL)], ids=["model", "1", "compiled"])
 def test_7_1_9_numbers_that_are_none_change_nothing(codec: Codec, layout: Layout) -> None:
@@ -492,7 +492,7 @@ def check_zero(codec: Codec, layout: Layout) -> None:
     assert codec.residual(state) is None or not codec.residual(state).any()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 # Of a dither that is taken off again half a step is left, of zeros as well (test_codec_protocol.py).
 @pytest.mark.parametrize("codec", [codec for codec in EXAMPLES if "ModularSum" not in repr(codec)], ids=repr)
 @pytest.mark.parametrize("layout", [*LAYOUTS.values(), Layout.flat(tiers.SMALL)], ids=[*LAYOUTS, "compiled"])

@@ -130,7 +130,7 @@ UNBIASED: tuple[Codec, ...] = (
 )
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", UNBIASED, ids=repr)
 def test_7_2_the_mean_of_draws_is_the_vector(codec: Codec) -> None:
     """Random-k and random block scaled, QSGD, dithering, TernGrad unclipped, natural: on average nothing is lost."""
@@ -149,7 +149,7 @@ def test_7_2_every_unbiased_codec_is_drawn_above() -> None:
     assert unbiased == {type(c) for c in UNBIASED} | {EDEN, Domain, Factors, RandomProjection, Replay}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_7_2_finds_bias() -> None:
     """Clipping, which costs the largest coordinates; a block that does not wrap, which costs the first ones."""
     caught(check_unbiased, ClipsInSecret(), match="biased")
@@ -162,7 +162,7 @@ def test_7_2_finds_bias() -> None:
     assert abs(draws(clipped)[:, largest].mean()) < 0.8 * abs(x[largest])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", [*UNBIASED, RandomK(0.2), RandomBlock(0.05)], ids=repr)
 def test_7_2_the_mean_error_is_the_formulas(codec: Codec) -> None:
     """An equality, from both sides: (n/k - 1)‖x‖², (1 - k/n)‖x‖² unscaled, Σ f(1-f)(‖x‖/s)², s‖x‖₁ - ‖x‖²; below ω."""
@@ -195,7 +195,7 @@ def check_variance_bound(codec: Codec, x: np.ndarray, rounds: int = 3) -> None:
 LONG = 1 << 17
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", [QSGD(), QSGD(4), QSGD(1, bucket=64), TernGrad(), NaturalCompression()], ids=repr)
 @pytest.mark.parametrize("kind", ["t(4)", "4/3", "equal"])
 def test_7_2_declared_variances_hold_for_long_vectors(codec: Codec, kind: str) -> None:
@@ -216,7 +216,7 @@ def test_7_2_finds_one_norm_for_all() -> None:
     caught(check_variance_bound, OneNorm(4), x, match="beyond the declared")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("missed", [0, 5, 10, 15, 20])
 def test_7_2_a_support_that_misses_costs_what_the_average_case_says(missed: int) -> None:
     """With q of the k largest replaced by others at random the mean residual is at most q/k + (1 - q/k) gamma_0."""
@@ -355,7 +355,7 @@ def check_apart(codec: RandomK, rounds: int = 60) -> None:
             assert abs(overlap - k * k / n) <= 5 * math.sqrt(spread / rounds), f"{what} share their draws"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("make", [RandomK, RandomBlock])
 def test_7_2_draws_of_layers_rounds_and_clients_are_apart(make: type[RandomK], shared: bool) -> None:
@@ -381,14 +381,14 @@ def check_leaves_generators_alone(codec: Codec) -> None:
     assert seen() == before, "a generator of the process was used"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", EXAMPLES, ids=repr)
 def test_7_2_no_generator_of_the_process_is_touched(codec: Codec) -> None:
     """All randomness is the key's."""
     check_leaves_generators_alone(codec)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_7_2_finds_a_reseeded_generator() -> None:
     """A draw that sets the user's generator first."""
     kept = np.random.get_state()  # noqa: NPY002

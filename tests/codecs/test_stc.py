@@ -158,7 +158,7 @@ def test_other_frames_are_refused() -> None:
         codec.open(wire.decode(wire.encode([wire.seeded((1000,), 3, 50, own.values)])), layout)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_memory_makes_the_average_right() -> None:
     """With error feedback the mean of what is sent approaches a constant update, and a lost frame returns."""
     layout = Layout.flat(200)

@@ -22,7 +22,7 @@ from fedcomp.experiments.report import mark
 TINY = Size(generation=4096, repetitions=2, quick=True)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_json_is_one_document_with_every_part(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -43,7 +43,7 @@ def test_json_is_one_document_with_every_part(
     assert "encoding" in printed.err, "progress is on standard error"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_quick_run_from_the_command_line() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "coding.bench", "--quick", "--json"], capture_output=True, text=True, check=False
@@ -85,7 +85,7 @@ def test_only_a_failed_claim_that_gates_fails_the_run(
     assert shown in capsys.readouterr().out
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_what_is_missing_is_skipped_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts.isal, "libraries", tuple)
     monkeypatch.setattr(parts.kernels, "tiers", lambda: ("swar", "numpy"))
@@ -136,7 +136,7 @@ def test_ratios_are_medians_within_repetitions() -> None:
     assert times.ratio(["a", "c"], ["b"]) == 1.0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_sample_begins_warm_unless_its_call_is_long() -> None:
     """Otherwise a method below a millisecond a call would be timed warm, one just above it cold."""
     seen: list[str] = []

@@ -78,7 +78,7 @@ def subset_of(stream: SplitMix64, n: int, size: int) -> list[int]:
     return stream.shuffle(n)[:size].tolist()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["logistic", "squares"])
 @pytest.mark.parametrize("code", ["mds", "general"])
 def test_200_iterations_on_random_subsets_equal_the_uncoded_ones(code: str, loss: str) -> None:
@@ -97,7 +97,7 @@ def test_200_iterations_on_random_subsets_equal_the_uncoded_ones(code: str, loss
     assert np.abs(v).max() > 0.1
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_svm_agrees_away_from_the_kink() -> None:
     problem = Problem(data_plan("mds", 12, 8), "hinge")
     stream, w, agreed, wrong = SplitMix64(6), np.zeros(7), 0, 0
@@ -167,7 +167,7 @@ def test_the_least_norm_solution_is_used_when_more_than_k_are_asked() -> None:
     np.testing.assert_allclose(v, np.linalg.pinv(plan.matrix.T) @ wanted, atol=1e-12)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_transfers_are_dense_for_mds_half_for_density_one_half_and_exactly_half_when_balanced() -> None:
     k, r, draws = 10, 10, 400
     sparse = {"binary": [], "gaussian": []}
@@ -238,7 +238,7 @@ def matching(support: np.ndarray) -> int:
     return sum(place(column, set()) for column in range(support.shape[1]))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("code", "oracle"), [("binary", exact_rank), ("gaussian", matching), ("balanced", matching)])
 def test_the_decoder_decides_as_exact_arithmetic_does(code: str, oracle) -> None:
     stream, singular = SplitMix64(8), 0
@@ -252,7 +252,7 @@ def test_the_decoder_decides_as_exact_arithmetic_does(code: str, oracle) -> None
     assert 10 < singular < 230
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [8, 10, 20])
 def test_the_decode_rate_is_that_of_the_table(k: int) -> None:
     r = 4 if k == 8 else 10
@@ -264,7 +264,7 @@ def test_the_decode_rate_is_that_of_the_table(k: int) -> None:
             assert abs(rate.value - expected) <= 4 * sigma + 1e-4, (code, lost)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_formulas_agree_with_simulation_and_enumeration() -> None:
     """One random loss, any losses of an MDS code, copies: exact figures against what the decoder does."""
     for code in ("binary", "gaussian"):
@@ -297,7 +297,7 @@ def test_balanced_support_survives_any_losses_up_to_its_copies_and_no_more(k: in
     assert len(data_plan("mds", k + copies, k).transfers) == k * copies
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_random_support_guarantees_nothing_and_equal_traffic_favours_it_on_average() -> None:
     guaranteed = [guaranteed_losses(data_plan("binary", 12, 8, seed=seed)) for seed in range(40)]
     assert min(guaranteed) == 0
@@ -367,7 +367,7 @@ def test_one_wrong_answer_among_two_more_than_needed_is_left_out_and_otherwise_r
     assert step.odd == []
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["logistic", "squares", "hinge"])
 def test_a_second_answer_has_to_fit_the_first(loss: str) -> None:
     """<h, w> = <u, v>: rounding stays far below the tolerance, wrong rows, models and numbers far above."""

@@ -66,7 +66,7 @@ def test_axpy_adds_a_multiple_in_place(c: int, shape: tuple[int, ...]) -> None:
     np.testing.assert_array_equal(y, expected)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 2, 7, 16, 33, 64, 100, 128])
 def test_the_inverse_equals_that_of_galois(n: int) -> None:
     a = drawn(n, n, n)

@@ -55,7 +55,7 @@ def test_bit_matrices_and_nibbles_give_every_product() -> None:
     np.testing.assert_array_equal(low ^ high, tables.products())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("tier", HERE)
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 7, 9])
 def test_every_length_from_0_to_300_equals_galois(tier: str, n: int) -> None:
@@ -75,7 +75,7 @@ def test_every_length_from_0_to_300_equals_galois(tier: str, n: int) -> None:
         room[:] = 0xA5
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("tier", HERE)
 @pytest.mark.parametrize(("n", "k"), [(16, 16), (64, 64), (5, 33), (130, 2), (1, 257)])
 def test_many_rows_equal_galois(tier: str, n: int, k: int) -> None:
@@ -83,7 +83,7 @@ def test_many_rows_equal_galois(tier: str, n: int, k: int) -> None:
     np.testing.assert_array_equal(matmul(a, b, tier=tier), oracle(a, b))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("tier", HERE)
 def test_views_give_what_copies_give(tier: str) -> None:
     wide = drawn(3, 40, 900)
@@ -114,7 +114,7 @@ def test_views_give_what_copies_give(tier: str) -> None:
                 assert np.count_nonzero(room) == np.count_nonzero(expected)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     n=st.integers(0, 12), k=st.integers(0, 12), size=st.integers(0, 700), seed=st.integers(0, 2**32), add=st.booleans()
@@ -174,7 +174,7 @@ def test_arguments_are_checked() -> None:
             wrong()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape", [(1, 1, 1), (5, 5, 10), (16, 16, 32), (20, 7, 7), (7, 20, 20), (65, 65, 130), (30, 40, 90)]
 )
@@ -356,7 +356,7 @@ def child(**variables: str) -> list[str]:
     return done.stdout.split()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variables", "tiers"),
     [
@@ -380,7 +380,7 @@ def test_a_changed_target_gives_the_right_bytes_and_does_not_abort(
     assert rank == "9"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_disk_cache_keeps_targets_apart(tmp_path: Path) -> None:
     """A cache directory that another CPU has filled is not read: its code could stop this process."""
     cache = {"NUMBA_CACHE_DIR": str(tmp_path)}
@@ -399,7 +399,7 @@ def test_the_disk_cache_keeps_targets_apart(tmp_path: Path) -> None:
     assert compiled() == second, "the same target finds its own code again"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_importing_is_cheap() -> None:
     code = "import sys, fedcomp.coding.kernels, fedcomp.coding.field, coding.bench; " + (
         "print([m for m in ('numba', 'llvmlite', 'galois', 'scipy') if m in sys.modules])"
@@ -409,7 +409,7 @@ def test_importing_is_cheap() -> None:
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("tier", kernels.tiers())
 @pytest.mark.parametrize("size", [1, 63, 64, 127, 300, 1030])
 def test_rows_at_any_address_give_what_a_matrix_gives(tier: str, size: int) -> None:

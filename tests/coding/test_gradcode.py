@@ -38,7 +38,7 @@ def kept(n: int, lost: int) -> Iterator[tuple[int, ...]]:
     return itertools.combinations(range(n), n - lost)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("n", "s"), SIZES)
 def test_every_surviving_set_of_a_cyclic_code_gives_the_sum(n: int, s: int) -> None:
     code, vectors = Cyclic(n, s, seed=4), gradients(n)
@@ -69,7 +69,7 @@ def test_fractional_repetition_of_integers_is_the_plain_sum_bit_for_bit() -> Non
         assert np.array_equal(code.decode({i: sent[i] for i in survivors}), np.sum(vectors, axis=0))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("field", FIELDS, ids=lambda f: f.name)
 def test_a_cyclic_code_over_a_field_is_exact_for_all_120_sets(field) -> None:
     code = Cyclic(10, 3, seed=1, field=field)
@@ -160,7 +160,7 @@ def amplification(code: Cyclic) -> float:
     return max(float(np.max(np.abs(code.decoding(s).coefficients) * sizes)) for s in kept(code.n, code.s))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_codes_are_redrawn_until_no_set_amplifies_rounding_by_a_thousand() -> None:
     careless = [Cyclic(10, 3, seed, max_amplification=math.inf) for seed in range(12)]
     careful = [Cyclic(10, 3, seed) for seed in range(12)]
@@ -245,7 +245,7 @@ def test_a_field_has_no_least_squares() -> None:
 # Solved when it occurs, and kept.
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_pattern_is_solved_once_and_only_the_last_256_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     code = Cyclic(12, 4, seed=1)
     solved: list[int] = []

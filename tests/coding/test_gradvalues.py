@@ -20,7 +20,7 @@ def added(values: PrimeArithmetic, rows: list[np.ndarray]) -> np.ndarray:
     return combine(np.ones(len(rows), values.dtype), rows, values.field)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("field", FIELDS, ids=lambda f: f.name)
 @given(data=st.data())
 def test_a_sum_in_a_field_is_the_sum_of_the_rounded_numbers(field: PrimeField, data) -> None:

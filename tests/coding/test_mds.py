@@ -69,7 +69,7 @@ def test_sampled_choices_of_k_rows_are_invertible_up_to_the_last_row(symbols: in
         assert rank(rows[chosen]) == symbols
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_powers_under_an_identity_are_no_mds_code() -> None:
     """The usual wrong construction: rows 2^(ij) below the identity have singular choices already for small codes."""
     symbols, parities = 10, 5
@@ -85,7 +85,7 @@ def test_powers_under_an_identity_are_no_mds_code() -> None:
     assert singular(sound) == 0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(st.integers(1, 64), st.sampled_from([0, 1, 63, 64, 65, 2**20 + 7]), st.integers(0, 2**32), st.booleans())
 def test_any_k_packets_decode(symbols: int, length: int, seed: int, cauchy: bool) -> None:
@@ -96,7 +96,7 @@ def test_any_k_packets_decode(symbols: int, length: int, seed: int, cauchy: bool
     assert decode(source.packets(chosen.tolist())) == payload
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_every_loss_of_three_in_ten_decodes() -> None:
     payload = data(5000)
     packets = encoder("mds", payload, symbols=7, shards=10, **WHERE).packets(range(10))
@@ -107,7 +107,7 @@ def test_every_loss_of_three_in_ten_decodes() -> None:
             decode([packet for place, packet in enumerate(packets) if place not in lost])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_relay_may_recode_mds_packets() -> None:
     payload = data(5000)
     packets = encoder("mds", payload, symbols=7, shards=10, **WHERE).packets(range(10))
@@ -143,7 +143,7 @@ def test_all_256_packets_of_the_field_exist() -> None:
         source.packet(256)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [0, 1, 100, 5000, 2**20 + 7])
 def test_private_payloads_decode_from_k_plus_t_and_from_no_less(length: int) -> None:
     payload = data(length)
@@ -192,7 +192,7 @@ def pair_table(payload: bytes, chosen: tuple[int, int], trials: int) -> np.ndarr
     return counts
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("chosen", [(0, 1), (2, 5)])
 def test_any_t_shards_are_uniform_whatever_the_payload(chosen: tuple[int, int]) -> None:
     trials, cells = 2560, 256

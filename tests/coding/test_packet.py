@@ -164,7 +164,7 @@ def test_an_encoded_body_is_its_own_symbols() -> None:
     assert not read.body.flags.writeable
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @given(
     st.sampled_from(list(Mode)),
     st.integers(0, 3),
@@ -375,13 +375,13 @@ def swallow(data: bytes) -> bool:
     return True
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_hundred_thousand_mutated_packets_give_packet_errors_or_packets() -> None:
     accepted = sum(swallow(data) for data in mutations(100_000, seed=11))
     assert 1_000 < accepted < 50_000, "mutations reach beyond the checksum, and most are refused"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_mutated_packets_allocate_only_what_the_limits_bound() -> None:
     samples = list(mutations(3_000, seed=12))
     tracemalloc.start()

@@ -19,7 +19,7 @@ ANY = 2**70
 """A bound on integers that none exceeds."""
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @given(
     st.lists(st.sampled_from(EDGES), max_size=20),
     st.lists(
@@ -114,7 +114,7 @@ def test_nobody_is_in_a_sum_twice() -> None:
             both.merged(again)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_bytes_of_unknown_senders_raise_typed_errors_only() -> None:
     good = empty_sum(4).plus(np.array([300, -2, 0, 9]), GroupPart(1, 2, 3, 4, b"note")).to_bytes()
     known, levels = {1: 3}, 300

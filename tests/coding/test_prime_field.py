@@ -34,7 +34,7 @@ def oracle(field: PrimeField, a: np.ndarray):
     return galois.GF(field.order)(a.astype(np.int64))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("field", FIELDS, ids=repr)
 def test_products_equal_galois(field: PrimeField) -> None:
     a, b = elements(field, 24, 18), elements(field, 18, 37, seed=2)
@@ -175,7 +175,7 @@ def test_zero_has_no_reciprocal_and_shapes_must_fit() -> None:
         GF251.sum([])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_encoding_needs_no_galois() -> None:
     """Clients only encode; galois costs them a second and compiles."""
     code = """

@@ -53,7 +53,7 @@ def decoded(collector: Collector, sources: int = C) -> list[bool]:
     return found
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_reed_solomon_survives_all_120_ways_to_lose_three() -> None:
     plan = RelayPlan("mds", K, N, 5)
     packets = shared(plan)
@@ -61,7 +61,7 @@ def test_reed_solomon_survives_all_120_ways_to_lose_three() -> None:
         assert all(decoded(collect(plan, packets, [i for i in range(N) if i not in dead]))), dead
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_random_codes_fail_exactly_where_their_matrix_is_singular_and_one_packet_more_repairs_it() -> None:
     """Of 1200 decodings from exactly K packets about 0.4 % of those with random rows fail; galois says which."""
     plan = RelayPlan("rlnc", K, N, 5, seed=2)
@@ -135,7 +135,7 @@ def test_any_order_with_duplicates_gives_the_same(code) -> None:
         assert not collector.refused
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @given(
     length=st.sampled_from([0, 1, 6, 7, 63, 64, 65, 447, 448, 449, 5000]),
     symbols=st.integers(1, 12),

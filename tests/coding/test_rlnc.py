@@ -59,7 +59,7 @@ def decoded(packets: list[Packet], **options: Any) -> Decoder:
     return found
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     st.integers(1, 64),
@@ -104,7 +104,7 @@ def test_a_receiver_short_of_one_packet_does_not_decode() -> None:
         Decoder().payload()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["systematic", "random"])
 def test_a_thousand_symbols_decode(mode: str) -> None:
     payload = data(70_000)
@@ -113,7 +113,7 @@ def test_a_thousand_symbols_decode(mode: str) -> None:
     assert receiver.payload() == payload
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_packets_are_products_by_the_oracle() -> None:
     payload = data(3000)
     source = encoder("rlnc", payload, symbols=6, round=1, source=2, run=3, mode="random")
@@ -400,7 +400,7 @@ def test_a_forged_packet_among_just_enough_is_noticed(wrong: int) -> None:
             receiver.payload()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", range(8))
 @pytest.mark.parametrize("length", [4000, 2**20 + 7])
 def test_a_surplus_packet_replaces_a_forged_one(wrong: int, length: int) -> None:

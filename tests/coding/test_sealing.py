@@ -117,7 +117,7 @@ def test_golden_bytes() -> None:
     assert sealed == ALICE_PUBLIC + bytes.fromhex(GOLDEN)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @given(st.binary(max_size=300), st.binary(max_size=40))
 def test_only_the_recipient_opens_it_and_only_in_its_place(body: bytes, context: bytes) -> None:
     recipient, other = PeerIdentity.generate(), PeerIdentity.generate()

@@ -97,7 +97,7 @@ def test_success_is_what_receivers_find() -> None:
     assert 0.2 < expected < 0.8
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_more_shards_less_loss_and_fewer_symbols_never_hurt() -> None:
     for order in (2, 256, None):
         values = [plan.success(8, count, 0.2, order) for count in range(6, 40)]

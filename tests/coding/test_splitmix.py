@@ -118,7 +118,7 @@ def test_an_all_zero_vector_is_replaced_by_that_of_the_next_seed() -> None:
         coefficients(seed, 0)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @given(st.lists(WORDS, min_size=1, max_size=6), st.integers(1, 40))
 def test_many_vectors_at_once_are_the_single_ones(seeds: list[int], count: int) -> None:
     rows = coefficient_rows(seeds, count)

@@ -17,7 +17,7 @@ from fedcomp.coding.sumcode import (
 )
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", [0, 7, 8, 15, 16, 19])
 def test_any_one_wrong_relay_of_twenty_is_found(wrong: int) -> None:
     """Also one behind those that are left out first; a relay that was not needed is named as well."""
@@ -39,7 +39,7 @@ def forged(plan: SumPlan, place: int | slice, number: int) -> np.ndarray:
     return shares(plan, vector, predictable(99))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("field", FIELDS, ids=repr)
 @pytest.mark.parametrize(
     ("place", "number", "message"),

@@ -40,7 +40,7 @@ from fedcomp.coding.sumshards import (
 from fedcomp.errors import ConfigError
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("field", FIELDS, ids=repr)
 def test_the_sum_over_every_set_is_the_integer_sum(field) -> None:
     plan = plan_of(field)
@@ -77,7 +77,7 @@ def test_every_number_of_pieces(field, symbols: int, threshold: int) -> None:
     np.testing.assert_array_equal(decode(plan, sums).integers, integers.sum(axis=0))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @given(st.integers(0, 40), st.integers(1, 6), st.integers(0, 3), st.integers(0, 2), st.sampled_from(FIELDS))
 def test_every_length_and_every_remainder(size: int, symbols: int, threshold: int, spare: int, field) -> None:
     plan = plan_of(field, size=size, symbols=symbols, threshold=threshold, relays=symbols + threshold + spare)
@@ -87,7 +87,7 @@ def test_every_length_and_every_remainder(size: int, symbols: int, threshold: in
     np.testing.assert_array_equal(result.integers, integers.sum(axis=0))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_every_square_of_rows_is_invertible() -> None:
     """Any K + T rows decode, and any T rows of the random columns hide: no square is singular in either."""
     plan = plan_of(GF251, relays=9, symbols=3, threshold=2)
@@ -124,7 +124,7 @@ def test_weights_and_further_numbers_are_summed_exactly() -> None:
 # Plans that cannot work.
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("field", "bound", "most"),
     [(GF251, 1, 125), (GF251, 3, 41), (GF251, 7, 17), (GF65521, 127, 257), (GF65521, 7, 4680), (GF31, 32767, 32769)],
@@ -250,7 +250,7 @@ def missed(checks: int, rounds: int) -> float:
     return count / rounds
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_how_often_an_accident_is_missed() -> None:
     """One check symbol over GF(251) misses 1/251 of them, three 1/251^3."""
     rounds = 2500
@@ -338,7 +338,7 @@ def test_shards_are_random_without_a_seed() -> None:
 # The set.
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @given(
     st.integers(1, 6), st.integers(1, 5).flatmap(lambda n: st.lists(st.lists(st.booleans(), min_size=n, max_size=n)))
 )
@@ -458,7 +458,7 @@ def test_a_tag_carries_the_numbers_of_the_message_it_answers() -> None:
 # LightSecAgg: the mask is coded.
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("field", FIELDS, ids=repr)
 def test_masks_decode_to_the_sum_of_what_they_hide(field) -> None:
     """Seven clients, one random piece, five of seven relays, and two clients that vanish after their upload."""

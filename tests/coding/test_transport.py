@@ -76,7 +76,7 @@ def test_every_parcel_comes_back(sent: Parcel) -> None:
     assert Parcel.from_bytes(data) == sent
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @given(parcels, st.data())
 def test_a_changed_truncated_or_longer_parcel_is_refused(sent: Parcel, draw: st.DataObject) -> None:
     data = sent.to_bytes()
@@ -194,7 +194,7 @@ def test_a_limit_that_holds_no_header_is_refused(limit: Any, tmp_path: Path) -> 
 # In memory.
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @given(st.lists(parcels, max_size=8))
 def test_memory_survives_the_clients_state(kept: list[Parcel]) -> None:
     store = MemoryStore()
@@ -310,7 +310,7 @@ print(refused)
 """
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_several_writers_never_exceed_the_limit_together(tmp_path: Path) -> None:
     command = [sys.executable, "-c", WRITER, str(tmp_path)]
     writers = [subprocess.Popen([*command, str(i)], stdout=subprocess.PIPE, text=True) for i in range(3)]
@@ -334,7 +334,7 @@ Spool(Path(sys.argv[1])).put(Parcel(b"run-0001", 7, 3, 2, 9, b"shard"))
 """
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_writer_killed_before_the_rename_leaves_nothing_that_counts(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", DIES, str(tmp_path)], timeout=60, check=False)
     assert done.returncode == -signal.SIGKILL

@@ -10,7 +10,7 @@ from fedcomp.experiments.faulted import faulted
 
 REASON = unavailable()
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(REASON), reason=REASON)]
+pytestmark = [pytest.mark.engines, pytest.mark.long, pytest.mark.skipif(bool(REASON), reason=REASON)]
 
 FAULTS = (
     Fault(2, NODE, 1, after=0.5),

@@ -15,6 +15,8 @@ from page_reading import ROOT, commands
 from fedcomp.clients.edge.processes import processes_with
 from fedcomp.experiments.engines.processes import free_ports
 
+pytestmark = pytest.mark.engines
+
 
 @pytest.mark.slow
 def test_e1_a_documented_run_gets_its_eight_nodes_from_flower(

@@ -14,10 +14,12 @@ from fedcomp.experiments import engines
 from fedcomp.experiments.bench.node import MixedNodes, family
 from fedcomp.experiments.spec import RunResult, RunSpec
 
+pytestmark = pytest.mark.engines
+
 SPEC = RunSpec("topk", rounds=2, clients=2, seed=4, settings={"codec.density": 0.05, "momentum": 0.9, "lr": 0.05})
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_bundle_runs_once_it_is_on_the_list_and_gives_the_bytes_of_one_process(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -43,7 +45,7 @@ def test_a_bundle_runs_once_it_is_on_the_list_and_gives_the_bytes_of_one_process
         below = family([executor.pid])
         assert len(below) == 2
         executor.terminate()
-        executor._process.wait(10)
+        executor._process.wait(100)
         assert executor.returncode == 0
         assert not family(list(below))
     here = engines.run(replace(SPEC, engine="inprocess"))

@@ -17,6 +17,8 @@ from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.rounds import fit
 
+pytestmark = pytest.mark.engines
+
 APP = Path(__file__).parent / "owners_app"
 
 
@@ -37,7 +39,7 @@ class Fate:
                 go_on.touch()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_7_14_an_owner_that_is_killed_is_done_without_until_it_is_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,8 @@ from page_reading import ROOT
 from fedcomp.clients.edge.processes import processes_with
 from fedcomp.experiments.engines.processes import free_ports
 
+pytestmark = pytest.mark.engines
+
 APP = Path(__file__).parent / "clashing_app"
 
 

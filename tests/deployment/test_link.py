@@ -25,7 +25,7 @@ from fedcomp.experiments.program import main as fedcomp
 from fedcomp.experiments.security.certificates import create
 from fedcomp.experiments.spec import RunSpec
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.engines, pytest.mark.long]
 
 SPEC = RunSpec("topk", task="digits", rounds=2, clients=2, seed=4, settings={"codec.density": 0.05, "lr": 0.05})
 

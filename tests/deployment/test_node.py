@@ -19,7 +19,7 @@ from fedcomp.experiments.engines.processes import free_ports
 from fedcomp.experiments.engines.superlink import TASK_POLL, Deployment
 from fedcomp.experiments.spec import RunSpec
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.engines, pytest.mark.long]
 
 SPEC = RunSpec("topk", task="digits", engine="superlink", rounds=1, clients=2, settings={"codec.density": 0.05})
 
@@ -58,10 +58,10 @@ def test_a_supernode_that_is_killed_comes_back_and_trains(tmp_path: Path) -> Non
         return (document.get("superlink"), document.get("restarts")) == (superlink, restarts)
 
     with Deployment(1) as deployment, node(deployment, tmp_path) as process:
-        wait_until(lambda: said("connected", 0), 60)
+        wait_until(lambda: said("connected", 0), 300)
         (victim,) = [pid for pid, line in processes_with("FLWR_HOME", home).items() if "flower-supernode " in line]
         os.kill(victim, signal.SIGKILL)
-        wait_until(lambda: said("connected", 1), 60)
+        wait_until(lambda: said("connected", 1), 300)
 
         deployment.run_app(SPEC.to_run_config(), limit=300)
         assert deployment.runs()[0]["status"] == "finished:completed"
@@ -70,10 +70,10 @@ def test_a_supernode_that_is_killed_comes_back_and_trains(tmp_path: Path) -> Non
         # The server is paused, with all its connections: only evidence from outside tells that from a quiet one.
         os.kill(deployment.children[0].pid, signal.SIGSTOP)
         try:
-            wait_until(lambda: said("unreachable", 1), 120)
+            wait_until(lambda: said("unreachable", 1), 300)
         finally:
             os.kill(deployment.children[0].pid, signal.SIGCONT)
-        wait_until(lambda: said("connected", 1), 60)
+        wait_until(lambda: said("connected", 1), 300)
 
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
@@ -85,12 +85,12 @@ def test_no_process_is_left_when_the_supervisor_is_killed_and_the_next_start_has
     with Deployment(1) as deployment:
         for _ in range(2):
             with node(deployment, tmp_path, port) as process:
-                wait_until(lambda: b'"joined"' in (tmp_path / "log").read_bytes(), 60)
+                wait_until(lambda: b'"joined"' in (tmp_path / "log").read_bytes(), 300)
                 assert len(processes_with("FLWR_HOME", home)) >= 2
                 (secret,) = (tmp_path / "home").glob("secret-*")
                 assert secret.stat().st_mode & 0o777 == 0o600
                 made.add(secret.read_bytes())
                 process.kill()
                 process.wait()
-                wait_until(lambda: processes_with("FLWR_HOME", home) == {}, 30)
+                wait_until(lambda: processes_with("FLWR_HOME", home) == {}, 300)
     assert len(made) == 2

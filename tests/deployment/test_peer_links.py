@@ -13,11 +13,13 @@ from running_listener import free_port
 
 from fedcomp.experiments.program import main as fedcomp
 
+pytestmark = pytest.mark.engines
+
 APP = Path(__file__).parents[1] / "strategies" / "peers_app"
 NODES = 4
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_gossip_over_mutual_tls_and_a_node_that_nobody_reaches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the address that node 3 announces nobody listens: what is for it goes through the server, sealed."""
     quicken(monkeypatch)

@@ -21,7 +21,7 @@ from fedcomp.experiments.server_app import CHECKPOINT_KEY, OUT_KEY
 from fedcomp.experiments.spec import ROUNDS_FILE, RoundRecord, RunResult, RunSpec
 from fedcomp.flower.folder import StateFolder
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.engines, pytest.mark.long]
 
 SPEC = RunSpec(
     "topk",

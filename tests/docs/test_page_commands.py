@@ -243,7 +243,7 @@ def test_e1_every_experiment_stands_on_a_page() -> None:
 # Other programs of the project
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("command", distinct("python -m experiments.bench"), ids=at)
 def test_e1_a_benchmark_runs_at_its_smallest_size(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
     """``wire``, ``kernels`` and ``engine`` take long even so: here they are found, and measure nothing."""
@@ -267,7 +267,7 @@ def test_e1_a_benchmark_runs_at_its_smallest_size(command: Command, capsys: pyte
         assert main([*arguments(command, 3), "--quick"]) == 0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("command", distinct("python -m fedcomp.tasks"), ids=at)
 def test_e1_a_task_is_described_and_trained_for_one_epoch(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
     from fedcomp.tasks.__main__ import main
@@ -285,7 +285,7 @@ def test_e1_a_task_is_described_and_trained_for_one_epoch(command: Command, caps
         assert ("accuracy" in out) == ("--epochs" in words)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command", [*distinct("python -m fedcomp.privacy"), *distinct("python -m fedcomp.coding.plan")], ids=at
 )
@@ -376,7 +376,7 @@ def test_e2_the_pages_activate_the_environment_that_make_sets_up() -> None:
     assert {words for _, words in said} == {(".", f"{folder}/bin/activate")}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [*distinct("pytest"), *distinct("python -m pytest")], ids=at)
 def test_e1_pytest_would_select_tests(command: Command) -> None:
     words = arguments(command, 1 if command.words[0] == "pytest" else 3)
@@ -429,7 +429,7 @@ def test_e1_what_is_run_elsewhere_is_run_there() -> None:
         assert last in (ROOT / file).read_text(encoding="utf-8"), program
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_e1_no_command_escapes() -> None:
     """Whatever looks like a command anywhere on a page is one of those that were collected, and has a test."""
     for page in PAGES:

@@ -131,3 +131,13 @@ def test_commands_of_the_pages_are_understood(command, tmp_path, monkeypatch):
 
 def test_the_pages_have_such_commands():
     assert len(COMMANDS) >= 5
+
+
+def test_the_image_has_no_keys_and_no_environment():
+    """Keys are made below the folder that the image is built from, and the Dockerfile copies all of it."""
+    assert "fedcomp certificates examples/edge/keys" in (EDGE / "compose.yaml").read_text()
+    assert "COPY . ." in (EDGE / "Dockerfile").read_text()
+    ignored = (ROOT / ".dockerignore").read_text().split()
+    assert {"**/keys", ".venv", ".git"} <= set(ignored)
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    assert not [path for path in tracked if "keys" in path.split("/")[:-1] or path.endswith(".key")]

@@ -34,12 +34,12 @@ def test_the_apps_differ_by_two_lines_and_their_imports():
         "app = ClientApp()",
         'strategy = FedAvg(fraction_evaluate=config["fraction-evaluate"])',
     ]
-    imports = [line for line in added if line.startswith("from ")]
+    imports = [line for line in added if line.startswith("import ")]
     assert [line for line in added if line not in imports] == [
-        "app = ClientApp(mods=[compression()])",
-        'strategy = Compressed(FedAvg(fraction_evaluate=config["fraction-evaluate"]), TopK(density=0.01))',
+        "app = ClientApp(mods=[fc.compression()])",
+        'strategy = fc.Compressed(FedAvg(fraction_evaluate=config["fraction-evaluate"]), fc.EDEN(bits=1))',
     ]
-    assert len(imports) == 3
+    assert imports == ["import fedcomp as fc"] * 2
 
 
 def test_the_plain_app_knows_nothing_of_this_project():
@@ -63,12 +63,12 @@ def figures() -> dict[str, dict]:
     return {row["app"]: row for row in json.loads(done.stdout)}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_both_apps_learn_and_the_compressed_one_sends_a_fraction(figures):
     plain, compressed = figures["plain"], figures["compressed"]
     # Three rounds and three clients: 9 models up, 9 down for training and 6 for evaluation (half of three, at least 2).
     assert plain["messages"] == compressed["messages"] == 2 * (9 + 6)
-    assert plain["payload_up"] > 30 * compressed["payload_up"]
+    assert plain["payload_up"] > 20 * compressed["payload_up"]
     assert plain["wire_up"] > 10 * compressed["wire_up"]
     assert compressed["payload_down"] == plain["payload_down"]
     for row in figures.values():

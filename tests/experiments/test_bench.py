@@ -96,7 +96,7 @@ def test_a_broken_benchmark_is_one_line(benchmarks: Benchmarks, capsys: pytest.C
     assert capsys.readouterr().err.splitlines()[-1] == "error: benchmark 'broken' broke: RuntimeError: no room"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_importing_and_listing_is_cheap() -> None:
     script = (
         "import sys, experiments.bench, experiments.bench.__main__ as m; code = m.main(['--list'])\n"

@@ -34,7 +34,7 @@ def test_names_questions_and_baselines(experiment: Experiment) -> None:
     assert not specs or min(spec.seed for spec in specs) == config.seed
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_every_row_can_run_and_every_setting_reaches_a_row(experiment: Experiment) -> None:
     from fedcomp.experiments.systems import check
 
@@ -46,7 +46,7 @@ def test_every_row_can_run_and_every_setting_reaches_a_row(experiment: Experimen
     assert set(experiment.options) <= used or experiment.name in READ_BY_THEIR_TESTS
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_e2_the_smallest_size_is_one_and_can_run(experiment: Experiment) -> None:
     from fedcomp.experiments.systems import check
 

@@ -37,7 +37,7 @@ def updates(clients: int, round_: int = 1, size: int = 2000) -> list[Update]:
     return [Update(values.astype(np.float32), Layout.flat(size)) for values in drawn]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("system", "settings"),
     [
@@ -71,7 +71,7 @@ def test_a_system_ends_in_the_same_model_and_bytes_as_with_messages(system: str,
         assert [e.uplink for e in out.exchanges] == [r.uplink_payload_bytes for r in sent.rounds[1:]]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_downlink_of_a_shared_support_is_what_its_strategy_sends() -> None:
     spec = RunSpec("scalecom", rounds=4, clients=3, settings=ONE_STEP)
     sent, out = engines.run(spec), simulate(*Plan.of(spec))
@@ -81,7 +81,7 @@ def test_the_downlink_of_a_shared_support_is_what_its_strategy_sends() -> None:
     assert sum(messages) == pytest.approx(sum(e.downlink for e in out.exchanges[1:]), abs=16)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_shared_basis_starts_afresh_with_every_run_and_its_step_is_as_long_as_one_update() -> None:
     spec = RunSpec("power-sgd", rounds=4, clients=3, settings=ONE_STEP)
     plan, scheme = Plan.of(spec)
@@ -137,7 +137,7 @@ def test_what_only_messages_can_do_is_refused() -> None:
         simulate(Plan(get_task("digits", model="cnn", batch_norm=True), 2, 1), Separate(Identity()))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_b6_without_support_wise_moments_the_server_steps_where_nothing_arrived() -> None:
     spec = RunSpec("topk", rounds=8, clients=3, settings=SMALL | {"feedback": True, "inner": "fedadam"})
     plan, scheme = Plan.of(spec)
@@ -164,7 +164,7 @@ def test_the_leader_rotates_and_nobody_else_chooses() -> None:
         assert not np.array_equal(moved.mean, done.mean)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("beta", "oracle"), [(1.0, False), (0.3, False), (1.0, True)])
 def test_nothing_is_lost_on_a_shared_support(beta: float, oracle: bool) -> None:
     scheme = Led(ScaleCom(0.05, beta=beta, scope="global"), oracle=oracle)
@@ -253,7 +253,7 @@ def test_codecs_of_two_exchanges_need_a_leader() -> None:
         Separate(ScaleCom(0.01))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_as_plain_data_says_what_it_came_to() -> None:
     def found(codec: dict[str, Any], rounds: int = 3, lr: float = 0.1, *, oracle: bool = False) -> dict[str, Any]:
         plan = Plan(get_task("digits", hidden="32"), 2, rounds, 0, {"lr": lr, "max_steps": 1}, every=2)

@@ -61,7 +61,7 @@ def courses(kept: dict[str, Any]) -> dict[str, Record]:
     return {name: Record({"run": name, **found}) for name, found in kept.items() if name != "fixed points"}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_bits_are_those_of_the_messages(ran: Ran) -> None:
     found = courses(ran[3])
     digest = 8 * 8
@@ -155,7 +155,7 @@ def test_c4_no_floor_is_claimed_by_theory_and_the_one_that_is_falls_with_the_ste
     assert fixed[0] > 3 * fixed[1] > 8 * fixed[2] > 0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_c4_runs_of_d_psgd_and_choco_end_at_the_fixed_point(problem: convex.Convex) -> None:
     from fedcomp.gossip import get_algorithm
     from fedcomp.gossip.topology import Complete

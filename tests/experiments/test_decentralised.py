@@ -53,7 +53,7 @@ def problem() -> Convex:
     return Convex.of(get_task("breast-cancer", l2=0.1, partition="sorted"), NODES)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_optimum_is_a_zero_of_the_gradient_written_out_by_hand(problem: Convex) -> None:
     task = get_task("breast-cancer", l2=0.1, partition="sorted")
     named = unflatten(problem.optimum, problem.layout)
@@ -86,7 +86,7 @@ def test_objectives_without_a_unique_minimum_are_refused() -> None:
         optimum(objectives, Layout.of(objectives[0].start()))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_error_curve_is_linear_for_nids_and_counts_the_bits_of_its_messages(problem: Convex) -> None:
     algorithm = get_algorithm({"name": "nids", "lr": 1 / problem.smoothness})
     curve = error_curve(problem, algorithm, topology_of("ring", NODES), 60)
@@ -101,7 +101,7 @@ def test_an_error_curve_is_linear_for_nids_and_counts_the_bits_of_its_messages(p
     assert curve.errors[-1] < curve.errors[20] < curve.errors[0]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_unstable_run_ends_and_says_why(problem: Convex) -> None:
     algorithm = get_algorithm({"name": "nids", "lr": 200 / problem.smoothness})
     curve = error_curve(problem, algorithm, topology_of("ring", NODES), 3000)
@@ -169,7 +169,7 @@ def test_a_training_reports_the_models_that_the_simulation_ends_with() -> None:
     assert found.invariants["sum_w"] == pytest.approx(NODES, abs=1e-12)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_running_statistics_are_mixed_and_moved_by_the_forward_pass() -> None:
     options = {"model": "cnn", "batch_norm": True}
     small = cell(DPSGD, topology="ring", options=options, iterations=2, training={"batch_size": 8})

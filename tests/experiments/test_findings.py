@@ -152,7 +152,7 @@ def test_different_bytes_sees_what_equality_of_numbers_does_not() -> None:
     assert different_bytes(base, {"w": base["w"]}) == 20
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_pictures_keep_their_greys_and_become_one_sheet() -> None:
     images = np.array([[[[0.0, 0.5], [1.0, 2.0]], [[np.nan, -1.0], [0.25, 0.75]]]])
     pictures = Pictures.of("P", images, ["0"])

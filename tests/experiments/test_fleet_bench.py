@@ -11,6 +11,8 @@ from fedcomp.experiments.bench import fleet
 from fedcomp.experiments.spec import RoundRecord, RunResult
 from fedcomp.flower.ledger import TrafficLedger
 
+pytestmark = pytest.mark.engines
+
 SPEC = replace(fleet.TRAINING, clients=4, rounds=2)
 
 
@@ -39,7 +41,7 @@ def test_claims_are_about_every_update_of_every_node(came: dict, differ: int, fa
     assert row["KB up a node and round"] == 2.0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_small_fleet_trains() -> None:
     found = fleet.run(quick=True)
     assert [claim.name for claim in found["claims"] if not claim.ok] == []

@@ -12,7 +12,7 @@ from fedcomp.gossip.topology import topology_of
 from fedcomp.layout import Layout
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_quick_benchmark_measures_runs_messages_and_the_protocol() -> None:
     said: list[str] = []
     result = gossip.run(quick=True, progress=said.append)

@@ -35,7 +35,7 @@ def bits(arrays: dict[str, np.ndarray]) -> dict[str, tuple[str, bytes]]:
     return {name: (array.dtype.str, array.tobytes()) for name, array in arrays.items()}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_7_16_every_row_gives_the_bits_of_the_run_without_messages(name: str) -> None:
     asked = spec(name)
@@ -47,7 +47,7 @@ def test_7_16_every_row_gives_the_bits_of_the_run_without_messages(name: str) ->
     assert result.rounds[0].loss != result.final.loss
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("buffers", ["dense", "local"])
 def test_7_16_running_statistics_and_counters_are_those_of_the_run_without_messages(buffers: str) -> None:
     more = {"task.model": "cnn", "task.batch_norm": True, "buffers": buffers, "batch_size": 4, "task.hidden": "8"}
@@ -60,7 +60,7 @@ def test_7_16_running_statistics_and_counters_are_those_of_the_run_without_messa
     assert any(array.any() for array in means)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_record_keeps_the_four_counters_apart() -> None:
     result = engines.run(spec("sparse-push", rounds=3, skew_rounds="2", evaluate_every=3))
     ledger = result.ledger
@@ -86,7 +86,7 @@ def test_broadcast_messages_are_counted_once_per_sender_and_once_per_edge() -> N
     assert metrics["gossip.edge.headers"] == 64
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_rate_left_to_the_graph_is_the_graphs() -> None:
     # On the ring of four the rate is 1.
     rates = ("auto", repr(auto_rate(topology_of("ring", 5))), 1.0)
@@ -95,7 +95,7 @@ def test_a_rate_left_to_the_graph_is_the_graphs() -> None:
     assert graphs.final.metrics["gossip.distance"] != ones.final.metrics["gossip.distance"]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "own"), [("sparse-push", {}), ("lead", {}), ("power-gossip", {"rate": "auto"})])
 def test_an_interrupted_run_continues_to_the_same_bits_and_bytes(name: str, own: dict, tmp_path) -> None:
     asked, file = spec(name, rounds=4, **own), tmp_path / "checkpoint"
@@ -117,7 +117,7 @@ def test_an_interrupted_run_continues_to_the_same_bits_and_bytes(name: str, own:
         assert by[0] == by[1]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_settings_reach_algorithm_relay_and_clients() -> None:
     settings = SMALL | {
         "lr": 0.03,

@@ -89,7 +89,7 @@ def test_grids_are_counted_and_ring_and_star_agree() -> None:
     assert exchange.sent[-1] < exchange.sent[0] / 15
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_full_basis_is_the_dense_training(monkeypatch: pytest.MonkeyPatch) -> None:
     """A7.2, d = K: the same losses to float tolerance, whole trajectory."""
     full = Sender({"id": "gradiveq", "width": 48, "loss": 1e-9, "order": "HWFD"}, 4, 20)

@@ -20,7 +20,7 @@ def row(task: str = "karate", clients: int = 2, **settings: object) -> RunSpec:
     return RunSpec("skewed-gcn", task=task, rounds=2, clients=clients, settings={**SMALL, **settings})  # type: ignore[dict-item]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
@@ -108,7 +108,7 @@ def test_settings_reach_the_sampler_and_the_strategy() -> None:
     assert strategy.inner.codec.density == 0.1
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [

@@ -9,7 +9,7 @@ from scipy.sparse import csr_matrix
 from fedcomp.experiments.bench import BENCHMARKS, graphs
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_quick_benchmark_measures_steps_rounds_samplers_and_rows() -> None:
     said: list[str] = []
     result = graphs.run(quick=True, progress=said.append)

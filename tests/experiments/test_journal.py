@@ -244,20 +244,19 @@ def test_a_line_that_is_cut_off_is_no_line(tmp_path: Path) -> None:
     assert read_journal(tmp_path / "none") == []
 
 
-@pytest.mark.parametrize(("silent", "seconds"), [(set(), 1.5), ({2}, 0.0), ({0, 1, 2}, 1.5)])
-def test_who_did_not_answer_last_time_is_asked_and_not_waited_for(silent: set[int], seconds: float) -> None:
+@pytest.mark.parametrize(("silent", "timeout"), [(set(), 1.5), ({2}, 300.0), ({0, 1, 2}, 1.5)])
+def test_who_did_not_answer_last_time_is_asked_and_not_waited_for(silent: set[int], timeout: float) -> None:
     """A dead node costs one deadline; where nobody answered there is nobody else to wait for."""
     with InProcessGrid(client, NODES, fault=lambda d: "silent" if d.partition == 2 else None) as engine:
         nodes = list(engine.get_node_ids())
         grid = Patient(PlainGrid(engine), lambda: [nodes[place] for place in silent])
         asked = [Message(RecordDict(), node, "query") for node in nodes]
         began = time.monotonic()
-        replies = grid.send_and_receive(asked, timeout=1.5)
+        replies = grid.send_and_receive(asked, timeout=timeout)
         waited = time.monotonic() - began
     assert {reply.metadata.src_node_id for reply in replies} == set(nodes[:2])
-    assert seconds <= waited
-    # Not the whole of a deadline that nobody needs.
-    assert seconds or waited < 1.5
+    # The whole of a deadline where somebody may still answer, and not of one that nobody needs.
+    assert (waited >= timeout) == (silent != {2})
 
 
 def test_messages_end_with_their_round(tmp_path: Path) -> None:

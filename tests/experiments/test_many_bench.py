@@ -39,7 +39,7 @@ def test_every_case_is_measured_and_every_claim_made() -> None:
     assert not any(claim.gate for name, claim in claims.items() if "state" not in name)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_without_ray_what_is_compared_with_it_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     measure, lines = engine._measure, []

@@ -28,7 +28,7 @@ def found(rows: int = 3) -> Findings:
     )
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_page_loads_and_runs_nothing() -> None:
     text = render_report(*make(findings=found()))
     page = Page(text)
@@ -40,7 +40,7 @@ def test_the_page_loads_and_runs_nothing() -> None:
     assert "/somewhere/private" not in text
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_nobodys_text_breaks_out_of_its_place() -> None:
     """Names, labels, settings, notes and captions are whatever a user or an app writes."""
     hostile = dataclasses.replace(
@@ -75,7 +75,7 @@ def test_nobodys_text_breaks_out_of_its_place() -> None:
     assert "49" not in re.sub(r"\d*\.\d+|\d{3,}", "", page.text.replace(HOSTILE, ""))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_answer_and_what_was_missed_stand_above_a_chart_and_a_chart_above_every_table() -> None:
     for measured in (None, found()):
         text = render_report(*make(findings=measured))
@@ -102,7 +102,7 @@ SKIPPED = Claim("beside", 0.0, ">=", 1.0, "test", skipped="zfec is not installed
         ([], "plain"),
     ],
 )
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_answer_is_coloured_by_its_claims(claims: list[Claim], state: str) -> None:
     text = render_report(*make(claims=claims))
     assert f'class="verdict {state}"' in text
@@ -111,7 +111,7 @@ def test_the_answer_is_coloured_by_its_claims(claims: list[Claim], state: str) -
     assert sorted(marks) == sorted(ended + [word for word in ended if word != "holds"]), "in the list and at the top"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_page_holds_figures_claims_settings_versions_and_the_command() -> None:
     text = Page(render_report(*make())).text
     for words in (
@@ -135,7 +135,7 @@ def test_the_page_holds_figures_claims_settings_versions_and_the_command() -> No
     assert 'class="changed"><dt>codec.density' in render_report(changed, {})
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_one_system_has_one_style_in_plots_legends_and_tables() -> None:
     summary, rounds = make()
     table = Table("Again", ["system", "x"], [["sparse", 1.0], ["dense", 2.0], ["third", 3.0], ["no series", 4.0]])
@@ -147,7 +147,7 @@ def test_one_system_has_one_style_in_plots_legends_and_tables() -> None:
     assert len({drawing for drawings in page.swatches.values() for drawing in drawings}) == 3
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_page_shows_what_was_measured() -> None:
     text = render_report(*make(findings=found()))
     page = Page(text)
@@ -161,7 +161,7 @@ def test_the_page_shows_what_was_measured() -> None:
         assert len(re.findall(f'id="{re.escape(name)}"', text)) == 1
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_long_tables_are_folded_and_many_rows_are_not_plotted_beside_other_figures() -> None:
     summary, rounds = make(findings=found(rows=LONG + 1))
     assert Page(render_report(summary, rounds)).tags.count("details") == 1
@@ -172,7 +172,7 @@ def test_long_tables_are_folded_and_many_rows_are_not_plotted_beside_other_figur
     assert Page(render_report(plain, {row["label"]: rounds["dense"] for row in many})).tags.count("figure") == 2
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_tables_alone_get_bars_so_that_there_is_something_to_look_at() -> None:
     rows = [["few", 1.0, "x"], ["many", 4.0, "y"]]
     tables = [Table("Words", ["a", "b"], [["x", "y"]]), Table("Numbers", ["name", "bytes", "what"], rows)]
@@ -186,14 +186,14 @@ def test_tables_alone_get_bars_so_that_there_is_something_to_look_at() -> None:
     assert "--share: " not in render_report(alike | {"rows": []}, {})
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_only_a_long_cell_takes_room_of_its_own() -> None:
     rows = [["short", "a reason that is longer than any name", 1.0]]
     text = render_report(make(findings=Findings(tables=[Table("T", ["a", "b", "c"], rows)]))[0] | {"rows": []}, {})
     assert '<th scope="row">short</th><td class=" long">a reason' in text
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_caption_says_how_long_the_rows_were() -> None:
     summary, rounds = make()
     assert "Totals over 5 rounds and 4 clients." in Page(render_report(summary, rounds)).text
@@ -201,7 +201,7 @@ def test_the_caption_says_how_long_the_rows_were() -> None:
     assert "Totals over 2 to 5 rounds and 4 to 8 clients." in Page(render_report(summary, rounds)).text
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_pages_of_little() -> None:
     """No rows, no rounds, no values."""
     summary, _ = make(findings=found())

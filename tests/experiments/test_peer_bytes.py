@@ -48,7 +48,7 @@ def test_a_row_between_peers_counts_for_the_partition_of_its_sender() -> None:
             grid.record_peer(1, nodes[0], "train", -1, 0)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_keeps_them_apart_from_what_passes_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = engines.run(SPEC)
     fit = serve.fit
@@ -87,7 +87,7 @@ def test_a_stored_round_from_before_there_were_any_can_be_read() -> None:
     assert RoundRecord.from_json(document) == RoundRecord(3, 0.5, 1.0, 10, 20, 30, 40)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("wire", [0, 2_500_000])
 def test_reports_show_the_column_where_there_is_something_in_it(wire: int) -> None:
     config = TINY.configure()

@@ -108,7 +108,7 @@ def test_float16_halves_and_rounds_relatively() -> None:
     assert (np.abs(decoded - VALUES)[normal] <= 2.0**-11 * np.abs(VALUES)[normal]).all()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_what_is_measured_is_what_was_sent() -> None:
     found = peers.measure(VALUES, 1)
     assert set(found.bytes) == set(METHODS)
@@ -135,7 +135,7 @@ def test_bytes_at_the_same_error_count_a_bit_for_a_quarter_of_it() -> None:
     assert found.at_error("a", "c") == pytest.approx(9 / 8)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_updates_are_trained_from_keys() -> None:
     from fedcomp.experiments.bench.peer_updates import UPDATES, captured
 
@@ -150,7 +150,7 @@ def test_updates_are_trained_from_keys() -> None:
         assert first.tobytes() != captured(name, 1, quick=True)[0].tobytes()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_quick_run_measures_everything_and_gates_nothing() -> None:
     lines: list[str] = []
     found = peers.run(quick=True, progress=lines.append)
@@ -162,7 +162,7 @@ def test_a_quick_run_measures_everything_and_gates_nothing() -> None:
     assert [line.partition(",")[0] for line in lines] == list(peers.UPDATES), "which data they were trained on"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_peer_that_is_not_installed_is_one_line_and_gates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     # None in sys.modules makes every import fail, as it does where a library is not installed.
     monkeypatch.setitem(sys.modules, "zstandard", None)
@@ -178,7 +178,7 @@ def test_a_peer_that_is_not_installed_is_one_line_and_gates_nothing(monkeypatch:
     assert all(claim.gate is (claim.ok is not None) for claim in gated)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_without_torch_only_the_control_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     lines: list[str] = []

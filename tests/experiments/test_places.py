@@ -23,6 +23,8 @@ from fedcomp.experiments.run import RunnerSetup, main
 from fedcomp.experiments.spec import RoundRecord, RunSpec
 from fedcomp.flower.offline import OFFLINE_ENVIRONMENT
 
+pytestmark = pytest.mark.engines
+
 PAGE = ROOT / "docs" / "engines.md"
 
 
@@ -135,7 +137,7 @@ def below(pid: int) -> list[tuple[int, str]]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_raylets_share_the_clients_of_a_run(cluster: tuple[str, list[Child]], tmp_path: Path) -> None:
     address, children = cluster
     actors: list[int] = []

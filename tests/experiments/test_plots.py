@@ -18,7 +18,7 @@ def svg(curves: Curves, salt: str = "s") -> str:
     return line_plot(curves, styles(series.name for series in curves.series), salt=salt)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_plot_draws_every_series_once_in_the_pages_colours() -> None:
     lines = [Series(f"line {i}", [0, 1, 2], [0.1 * i, math.nan, 0.5]) for i in range(3)]
     curves = Curves('accuracy "now"', "round", "%", lines)
@@ -32,7 +32,7 @@ def test_a_plot_draws_every_series_once_in_the_pages_colours() -> None:
     assert "var(--series-0)" not in last
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_logarithmic_plot_leaves_out_what_has_no_logarithm() -> None:
     def drawn(x: list[float], y: list[float]) -> str:
         return svg(Curves("t", "x", "y", [Series("a", x, y)], log_x=True, log_y=True, x_bytes=True))
@@ -59,7 +59,7 @@ AXES = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("log", [False, True])
 def test_labels_of_one_magnitude_have_equally_many_decimals(log: bool) -> None:
     values = [2.246, 2.251, 2.259, 2.28]
@@ -69,7 +69,7 @@ def test_labels_of_one_magnitude_have_equally_many_decimals(log: bool) -> None:
         assert len({len(text.partition(".")[2]) for text in texts}) == 1, texts
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", AXES)
 def test_tick_labels_do_not_touch_and_are_in_the_picture(name: str) -> None:
     values, log, as_bytes = AXES[name]

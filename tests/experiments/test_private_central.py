@@ -55,7 +55,7 @@ PRIVATE = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PRIVATE)
 def test_messages_change_nothing(name: str) -> None:
     """The model bit for bit, the bytes of all frames, the rounds made and every figure of the statement."""
@@ -96,7 +96,7 @@ def test_a_run_is_plain_data_and_its_frames_are_padded() -> None:
     assert found["uplink"] == found["frames"] * (longest + FILLED), "padded: a length that tells nothing"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_row_without_a_promise_is_trained_too_and_has_no_epsilon() -> None:
     settings = {key: SETTINGS[key] for key in ("task.hidden", "lr", "batch_size", "max_steps")}
     asked = RunSpec("identity", "dense", "digits", "inprocess", rounds=2, clients=CLIENTS, seed=5, settings=settings)

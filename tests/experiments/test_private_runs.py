@@ -52,7 +52,7 @@ def interrupt(after: int):
     return on_round
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [2.0, 3.2, 5.0])
 def test_a_run_ends_before_the_budget_is_crossed_and_its_last_model_is_evaluated(budget, tmp_path):
     spec = small("dp-fedavg", rounds=9, budget=budget, evaluate_every=100)
@@ -75,7 +75,7 @@ def test_a_budget_that_pays_for_nothing_makes_no_round():
     assert Statement.from_json(result.notes["privacy"]).epsilon == 0.0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_that_is_not_interrupted_and_one_that_is_end_in_the_same_model(tmp_path):
     spec = small("dp-fedavg", rounds=4)
     whole = engines.run(spec, checkpoint=tmp_path / "whole" / "checkpoint")
@@ -87,7 +87,7 @@ def test_a_run_that_is_not_interrupted_and_one_that_is_end_in_the_same_model(tmp
     assert len(entries(tmp_path / "cut" / "privacy.jsonl")) == 4
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_round_that_is_made_again_is_paid_for_again(tmp_path, monkeypatch):
     from fedcomp.experiments import serve
 
@@ -106,7 +106,7 @@ def test_a_round_that_is_made_again_is_paid_for_again(tmp_path, monkeypatch):
     assert result.final.metrics["privacy.releases"] == len(paid) <= allowed
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_lower_budget_ends_a_resumed_run_at_once_and_a_higher_one_lets_it_go_on(tmp_path):
     spec = small("dp-fedavg", rounds=6, evaluate_every=100)
     with pytest.raises(Interrupted):
@@ -150,7 +150,7 @@ def guarded(tmp_path, *arguments, capsys):
     return code, json.loads(printed) if printed else None
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_command_line_keeps_a_budget_and_says_why_a_row_ended(tmp_path, capsys):
     code, summary = guarded(tmp_path, "guarded", "--budget", "3.2", capsys=capsys)
     plain, private = summary["rows"]
@@ -175,7 +175,7 @@ def test_the_command_line_keeps_a_budget_and_says_why_a_row_ended(tmp_path, caps
     assert same["config"]["budget"] == 3.2
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_budget_of_a_resumed_run_can_be_set_anew(tmp_path, capsys, monkeypatch):
     """Ended by a lower budget between two rounds; the stored one holds where none is given."""
     from fedcomp.experiments.run import RunFolder as Folder
@@ -239,7 +239,7 @@ def test_a_run_that_released_something_is_kept_though_no_round_was_finished(tmp_
     assert not folder.path.exists()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_no_epsilon_is_shown_without_its_statement(tmp_path, capsys):
     assert main(["guarded", "--out", str(tmp_path), "--rounds", "2"], setup=SETUP) == 0
     shown = " ".join(capsys.readouterr().out.split())
@@ -269,7 +269,7 @@ def test_statements_of_measurements_are_shown_as_those_of_rows_are(tmp_path, cap
     assert "Privacy of trained centrally" in printed.getvalue()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_two_promises_share_what_is_the_same_of_both():
     document = engines.run(small("dp-fedavg", rounds=1)).notes["privacy"]
     other = engines.run(small("dp-fedavg", rounds=2)).notes["privacy"]
@@ -283,7 +283,7 @@ def test_two_promises_share_what_is_the_same_of_both():
     assert text.count("releases in") == 2
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_server_app_keeps_the_ledger_in_its_folder_and_logs_the_promise(tmp_path, caplog):
     spec = small("dp-fedavg", rounds=1)
 

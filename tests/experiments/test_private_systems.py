@@ -32,7 +32,7 @@ def results(tmp_path_factory):
     return run
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_private_row_runs_and_states_what_it_promises(name, results):
     result = results(name)
@@ -104,7 +104,7 @@ def test_only_private_rows_have_a_budget():
         check(RunSpec("topk", settings={"budget": 1.0}))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_noise_of_a_seed_repeats_and_other_noise_does_not():
     def model(**settings):
         result = engines.run(small("dp-fedavg", rounds=1, **settings))

@@ -41,7 +41,7 @@ def start(tmp_path, code: str) -> Child:
     )
 
 
-def wait_until(condition, limit=20.0) -> None:
+def wait_until(condition, limit=200.0) -> None:
     deadline = time.monotonic() + limit
     while not condition():
         assert time.monotonic() < deadline, "the condition never held"

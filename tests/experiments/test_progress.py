@@ -99,7 +99,7 @@ def test_what_a_run_is_known_to_take_stands_for_what_has_not_begun(clock: Clock)
     assert remaining.left is None, "it takes longer than was known"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_without_a_terminal_every_row_and_every_part_is_one_line() -> None:
     shown = io.StringIO()
     specs = TINY.specs(TINY.configure(rounds=2))
@@ -118,7 +118,7 @@ def test_without_a_terminal_every_row_and_every_part_is_one_line() -> None:
     assert part.startswith("  one part (2 of 2 systems, 4 of 4 rounds, 1 of 3 parts")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_terminal_shows_a_bar_for_each_row_and_one_line_for_the_run() -> None:
     shown = io.StringIO()
     console = Console(file=shown, force_terminal=True)

@@ -22,7 +22,7 @@ def call(server, **config) -> None:
         server(grid, Context(grid.run.run_id, 0, {}, RecordDict(), {**SPEC.to_run_config(), **config}))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_result_and_its_rounds_are_stored_in_the_folder(tmp_path):
     out = tmp_path / "new" / "folder"
     call(app, out=str(out))
@@ -32,7 +32,7 @@ def test_the_result_and_its_rounds_are_stored_in_the_folder(tmp_path):
     assert [RoundRecord.from_json(line).to_json() for line in lines] == [r.to_json() for r in result.rounds]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_without_a_folder_a_table_is_logged(caplog):
     caplog.set_level(logging.INFO, logger="flwr")
     call(app, out="")
@@ -47,7 +47,7 @@ def test_only_absolute_folders_are_taken(out):
         call(app, out=out)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_given_spec_wins_over_an_empty_run_configuration():
     results: list[RunResult] = []
     with InProcessGrid(client_app, SPEC.clients) as grid:

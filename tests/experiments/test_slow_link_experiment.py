@@ -24,6 +24,8 @@ from fedcomp.experiments.catalog.slow_link import (
 from fedcomp.experiments.findings import Findings, Say
 from fedcomp.experiments.links import HEADERS, unavailable
 
+pytestmark = pytest.mark.engines
+
 ASKED = {"hidden": 16, "seed": 0, "rounds": 30, "steps": 8, "rate": 0.1, "target": 80.0}
 
 
@@ -198,7 +200,7 @@ REASON = unavailable()
 
 
 @pytest.mark.skipif(bool(REASON), reason=REASON)
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_training_is_ended_when_its_pace_shows_that_it_comes_too_late() -> None:
     asked = {**ASKED, "row": BOTH, "hidden": 2, "rounds": 200, "target": 101.0}
     found = slow.linked(
@@ -210,7 +212,7 @@ def test_a_training_is_ended_when_its_pace_shows_that_it_comes_too_late() -> Non
 
 
 @pytest.mark.skipif(bool(REASON), reason=REASON)
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_training_over_links_is_that_of_this_process_and_its_bytes_have_names() -> None:
     asked = {**ASKED, "row": BOTH, "hidden": 200, "rounds": 2, "target": 101.0}
     found = slow.linked(

@@ -58,7 +58,7 @@ def study() -> Run:
     return run(sparse_study.EXPERIMENT, "seeds=1", "task.hidden=20", "densities=0.02,0.1", rounds=2, clients=3)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_every_setting_is_read(table: Run, study: Run) -> None:
     assert set(sparsifiers.OPTIONS) <= table[3]
     assert set(sparse_study.OPTIONS) <= study[3]

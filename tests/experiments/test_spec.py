@@ -36,13 +36,13 @@ def test_every_scalar_survives_its_text_with_its_type(value):
     assert back == value
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @given(st.dictionaries(names, scalars, max_size=5))
 def test_settings_survive_their_text(settings):
     assert parse_settings(format_settings(settings)) == settings
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @given(st.dictionaries(names, scalars, max_size=4), st.integers(0, 2**63 - 1))
 def test_a_spec_survives_run_config_json_and_copying(settings, seed):
     spec = RunSpec("topk", "top-k 1 %", "digits", "ray", 3, 4, seed, settings)

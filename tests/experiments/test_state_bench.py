@@ -7,7 +7,7 @@ import pytest
 from fedcomp.experiments.bench import state
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_quick_run_has_a_row_for_each_call_and_a_goal() -> None:
     said: list[str] = []
     found = state.run(quick=True, progress=said.append)

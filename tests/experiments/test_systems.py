@@ -12,7 +12,7 @@ from fedcomp.experiments import engines
 from fedcomp.experiments.central import Plan
 from fedcomp.experiments.spec import RunSpec
 from fedcomp.experiments.systems import SYSTEMS, check, get_system
-from fedcomp.layout import SmallDense
+from fedcomp.layout import NONE_DENSE, SmallDense
 from fedcomp.strategies.parts import INNER
 from fedcomp.strategies.system import COMMON, System
 
@@ -49,7 +49,7 @@ def codec_of(name: str):
 
 # Coded gradient descent needs a linear task: tests/experiments/test_coded_training_experiment.py runs it. Private
 # systems say less of a round, and are in test_private_systems.py.
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, system in SYSTEMS.items() if not system.needs and not system.private])
 def test_every_system_runs_end_to_end(name, plain):
     ample = {key: value for key, value in AMPLE.items() if key in SYSTEMS[name].defaults}
@@ -74,7 +74,7 @@ def test_the_identity_codec_changes_no_bit(plain):
     assert {k: v.tobytes() for k, v in result.arrays.items()} == {k: v.tobytes() for k, v in plain.arrays.items()}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", INNER)
 def test_every_inner_strategy_runs_plain_and_compressed(name):
     settings = SMALL | {"inner": name} | INNER_OPTIONS.get(name, {})
@@ -106,7 +106,7 @@ def test_policy_settings_reach_the_policy_with_and_without_messages():
         return get_system("topk").resolve({f"policy.{key}": value for key, value in policy.items()})
 
     make = get_system("topk").build
-    assert make(resolved(), 0).policy is None
+    assert make(resolved(), 0).policy == NONE_DENSE
     assert make(resolved(share=0.5), 0).policy == SmallDense(share=0.5)
     assert make(resolved(min_size=10), 0).policy == SmallDense(10)
     plan, _ = Plan.of(RunSpec("topk", settings={"policy.share": 1.0}))
@@ -122,7 +122,7 @@ def test_policy_settings_reach_the_policy_with_and_without_messages():
         get_system("fedavg").resolve({"policy.share": 0.5})
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_policy_decides_what_travels_dense():
     bytes_up = {
         share: engines.run(
@@ -133,7 +133,7 @@ def test_a_policy_decides_what_travels_dense():
     assert bytes_up[0.0] < bytes_up[1.0]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_downlink_and_memory_settings_reach_their_codecs():
     spec = RunSpec(
         "topk",
@@ -204,7 +204,7 @@ def test_check_finds_the_same_without_running():
         check(RunSpec("topk", settings={"codec.density": 2.0}))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fedavg", "identity", "topk"])
 def test_a_model_with_integer_buffers_keeps_them(name):
     settings = {"task.model": "cnn", "task.batch_norm": True, "max_steps": 2}

@@ -24,7 +24,7 @@ from fedcomp.flower.grid import InProcessGrid
 from fedcomp.privacy.statement import Statement
 
 # All systems share one simulation, whose start is in the time of the first test.
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 
 SETTINGS = {"task.hidden": "32", "task.partition": "dirichlet:0.5", "max_steps": 4}
 EARLY = ["gradient-code"]
@@ -165,7 +165,7 @@ def on_ray(ledgers: Path) -> dict[str, RunResult]:
     return results
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["fedavg", COMPRESSED[0]])
 def test_messages_on_ray_are_as_long_as_in_this_process(name: str, on_ray: dict[str, RunResult]) -> None:
     here, there = engines.run(spec(name)), on_ray[name]
@@ -175,7 +175,7 @@ def test_messages_on_ray_are_as_long_as_in_this_process(name: str, on_ray: dict[
     assert there.downlink_wire_bytes == pytest.approx(here.downlink_wire_bytes, rel=0.01)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", COMPRESSED)
 def test_ray_gives_the_same_bits(name: str, on_ray: dict[str, RunResult]) -> None:
     here = engines.run(spec(name))
@@ -184,7 +184,7 @@ def test_ray_gives_the_same_bits(name: str, on_ray: dict[str, RunResult]) -> Non
     assert here.rounds[0].loss != here.final.loss
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("engine", "name"), [("ray", "still"), ("superlink", "conditional")])
 def test_nodes_are_quiet_in_the_same_rounds(engine: str, name: str, request: pytest.FixtureRequest) -> None:
     there: RunResult = request.getfixturevalue({"ray": "on_ray", "superlink": "deployed"}[engine])[name]
@@ -194,7 +194,7 @@ def test_nodes_are_quiet_in_the_same_rounds(engine: str, name: str, request: pyt
     assert [r.metrics["conditional.quiet"] for r in there.rounds[1:]] == [0] * 6 + [2]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("mode", SEEN)
 def test_factors_of_single_examples_give_the_same_bits_on_ray(mode: str, on_ray: dict[str, RunResult]) -> None:
     here = engines.run(seen(mode))
@@ -211,7 +211,7 @@ def one_after_the_other() -> dict[str, RunResult]:
         return {name: serve(small(name, clients=2), grid) for name in PAID_BY_NODES}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", PRIVATE)
 def test_private_systems_give_the_same_bits_on_ray(
     name: str, on_ray: dict[str, RunResult], one_after_the_other: dict[str, RunResult], ledgers: Path
@@ -234,7 +234,7 @@ def private(here: RunResult, there: RunResult, ledger: Path) -> None:
     assert len(events) >= here.final.round
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", GOSSIP)
 def test_7_16_decentralised_systems_give_the_same_bits_on_ray(name: str, on_ray: dict[str, RunResult]) -> None:
     here, there = engines.run(gossip(name)), on_ray[name]
@@ -247,7 +247,7 @@ def test_7_16_decentralised_systems_give_the_same_bits_on_ray(name: str, on_ray:
     assert here.final.metrics["gossip.edge"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_graph_run_gives_the_same_bits_on_ray(on_ray: dict[str, RunResult]) -> None:
     here, there = engines.run(on_graph()), on_ray["skewed-gcn"]
     same(here, there)
@@ -256,7 +256,7 @@ def test_a_graph_run_gives_the_same_bits_on_ray(on_ray: dict[str, RunResult]) ->
         assert here.rounds[1].metrics[name] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", EARLY)
 def test_whoever_answers_first_on_ray_gives_the_same_bits(name: str, on_ray: dict[str, RunResult]) -> None:
     here, there = engines.run(spec(name)), on_ray[name]
@@ -286,7 +286,7 @@ def deployed(tmp_path_factory: pytest.TempPathFactory, ledgers: Path) -> dict[st
             return {one.system: RunResult.load(out / one.system) for one in asked}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", EARLY)
 def test_whoever_answers_first_in_a_deployment_gives_the_same_bits(name: str, deployed: dict[str, RunResult]) -> None:
     here, there = engines.run(spec(name)), deployed[name]
@@ -295,14 +295,14 @@ def test_whoever_answers_first_in_a_deployment_gives_the_same_bits(name: str, de
     assert there.final.metrics["coded.received"] >= 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_deployment_gives_the_same_bits_where_the_server_finishes_back_propagation(
     deployed: dict[str, RunResult],
 ) -> None:
     same(engines.run(seen("edad")), deployed["factors"])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", DEPLOYED)
 def test_a_deployment_gives_the_same_bits(name: str, deployed: dict[str, RunResult]) -> None:
     """AdaComp's memory, ScaleCom's waiting update, bases of PowerSGD and GradiVeQ, weights of LGC: all go through a
@@ -314,14 +314,14 @@ def test_a_deployment_gives_the_same_bits(name: str, deployed: dict[str, RunResu
     assert [r.metrics["report.fresh"] for r in there.rounds[1:]] == [2 if remembers else 0, *later]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_private_system_gives_the_same_bits_in_a_deployment(deployed: dict[str, RunResult], ledgers: Path) -> None:
     here = engines.run(small(DEPLOYED_PRIVATE, clients=2, budget=BUDGETS[DEPLOYED_PRIVATE]))
     same(here, deployed[DEPLOYED_PRIVATE])
     private(here, deployed[DEPLOYED_PRIVATE], ledgers / "deployed")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("engine", ["ray", "superlink"])
 def test_coded_data_gives_the_same_bits_on_other_engines(engine: str, request: pytest.FixtureRequest) -> None:
     """On Ray partitions go through spools of this machine, in a deployment over TCP from listener to listener."""
@@ -332,7 +332,7 @@ def test_coded_data_gives_the_same_bits_on_other_engines(engine: str, request: p
     assert here.rounds[1].peer_payload_bytes > 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_datalens_gives_the_same_bits_on_ray(on_ray: dict[str, RunResult]) -> None:
     here, there = engines.run(datalens()), on_ray["datalens"]
     same(here, there)

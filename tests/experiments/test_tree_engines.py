@@ -12,6 +12,8 @@ from fedcomp.experiments import engines
 from fedcomp.experiments.engines.superlink import Deployment
 from fedcomp.experiments.spec import RunResult, RunSpec
 
+pytestmark = pytest.mark.engines
+
 APP = Path(__file__).parent / "several_app"
 CLIENTS = 4
 
@@ -51,12 +53,12 @@ def test_the_tree_of_a_run_changes_no_bit(here: RunResult) -> None:
         assert bits(engines.run(spec(groups=groups))) == bits(here)  # type: ignore[arg-type]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ray_gives_the_same_bits(here: RunResult) -> None:
     same(here, engines.run(spec("ray")))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_deployment_gives_the_same_bits(here: RunResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process per message: what an aggregator adds lies in its listener's folder."""
     # The bundle holds the two apps only.

@@ -30,7 +30,7 @@ def differing(sheet: Sheet) -> set[tuple[str, str]]:
     return {(sheet.rows[row][0], sheet.columns[column]) for row, column in sheet.differing}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_what_differs_is_marked(tmp_path: Path) -> None:
     first, second = run(tmp_path, "tiny"), run(tmp_path, "tiny", "--set", "codec.density=0.5", "--rounds", "4")
     found = {sheet.title: sheet for sheet in compare(tmp_path, first, second).sheets}
@@ -45,7 +45,7 @@ def test_what_differs_is_marked(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_rows_whose_labels_name_another_setting_are_one(tmp_path: Path) -> None:
     def relabelled(label: str) -> Experiment:
         def rows(config: Config) -> list[RunSpec]:
@@ -63,7 +63,7 @@ def test_rows_whose_labels_name_another_setting_are_one(tmp_path: Path) -> None:
     assert systems.differing == frozenset()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_does_not_differ_from_itself(tmp_path: Path) -> None:
     name = run(tmp_path, "measured")
     found = compare(tmp_path, name, "last")
@@ -73,7 +73,7 @@ def test_a_run_does_not_differ_from_itself(tmp_path: Path) -> None:
     assert found.sheets[0].caption.startswith("The same in both: ")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_what_only_one_run_has_stands_beside_a_dash(tmp_path: Path) -> None:
     first, second = run(tmp_path, "tiny"), run(tmp_path, "measured")
     found = {sheet.title: sheet for sheet in compare(tmp_path, first, second).sheets}
@@ -82,7 +82,7 @@ def test_what_only_one_run_has_stands_beside_a_dash(tmp_path: Path) -> None:
     assert "experiment" in [row[0] for row in found["Settings or versions"].rows]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_command_writes_a_page_and_prints_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = run(tmp_path, "tiny"), run(tmp_path, "tiny", "--seed", "1")
     capsys.readouterr()

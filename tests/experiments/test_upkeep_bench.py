@@ -8,7 +8,7 @@ from fedcomp import heap
 from fedcomp.experiments.bench import upkeep
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_quick_run_has_both_ways_of_all_three() -> None:
     said: list[str] = []
     found = upkeep.run(quick=True, progress=said.append)

@@ -64,7 +64,7 @@ def fingerprint(result: Result, grid: MeteredGrid) -> tuple:
     return bits, states, histories, grid.ledger.to_json(), grid.inner.clock, grid.inner.exchange  # type: ignore[attr-defined]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [fedavg, FedAdam, FedYogi, FedAdagrad, FedAvgM], ids=lambda m: m.__name__)
 @pytest.mark.parametrize("stop", [1, 4])
 def test_an_interrupted_run_continues_exactly(make, stop: int, tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_clients_that_were_not_asked_are_not_written_again(tmp_path: Path) -> No
     assert fresh.reports == strategy.reports
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_without_the_strategys_state_the_resumed_run_would_differ(tmp_path: Path) -> None:
     # Guards the test above: FedAdam's moments matter here.
     path = tmp_path / "run.ckpt"
@@ -233,7 +233,7 @@ def test_misuse_is_refused(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["run.ckpt"]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_every_damaged_byte_is_noticed_or_harmless(tmp_path: Path) -> None:
     path = tmp_path / "run.ckpt"
     arrays = ArrayRecord({"w": Array(np.arange(60, dtype=np.float32))})
@@ -404,7 +404,7 @@ FORGED: dict[str, tuple[Callable[[], bytes], str]] = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORGED)
 def test_d5_a_forged_checkpoint_is_refused_for_the_price_of_its_bytes(name: str, tmp_path: Path) -> None:
     """Before: RecursionError, MemoryError, AttributeError, and 845 MB for a file of 821 kB."""
@@ -564,7 +564,7 @@ def test_d5_what_a_strategy_of_its_kind_may_hold_is_restored(tmp_path: Path) -> 
     assert np.array_equal(fresh.momentum_vector[0], np.ones(3))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["codecs", "session", "sequence", "peers", "reports", "inner", "holders", "usual", "broadcast/version"]
 )

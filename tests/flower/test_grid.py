@@ -447,7 +447,7 @@ def test_a_busy_node_starts_its_next_message_when_it_is_free() -> None:
         assert grid.clock == 10.0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_random_faults_are_a_pure_function_of_the_delivery() -> None:
     plan = RandomFaults(Key(4, "faults"), {"offline": 0.2, "late": 0.3}, pushes=4, message_types=("train",))
     deliveries = [Delivery(e, 1, p, 0, "train") for e in range(60) for p in range(50)]
@@ -491,7 +491,7 @@ def trace(grid: InProcessGrid, rounds: range) -> list:
     return seen
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_restored_grid_continues_exactly() -> None:
     options = {"seed": 2, "fault": plan_of_everything, "compute_seconds": 1.0}
     with InProcessGrid(counting_app(), 8, **options) as whole:

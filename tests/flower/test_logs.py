@@ -16,7 +16,7 @@ from fedcomp.logs import log
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_b1_an_info_line_appears_beside_flowers_own_without_configuration() -> None:
     """Python's default hides INFO lines of a logger that has no handler, as a library's own has none."""
     code = (
@@ -37,7 +37,7 @@ def test_b1_an_info_line_appears_beside_flowers_own_without_configuration() -> N
     assert "nobody asked" not in done.stderr
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_b1_no_layer_that_runs_inside_flower_logs_under_a_name_that_is_not_shown() -> None:
     """A logger called after the package has no handler: its INFO lines are lost, and its warnings come bare."""
     makers = {

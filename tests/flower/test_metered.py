@@ -320,6 +320,7 @@ def test_replies_are_joined_by_what_is_known_first_and_claimed_second() -> None:
         assert [reply.metadata.src_node_id for reply in joined] == [11, 12, 14, 13, 15]
 
 
+@pytest.mark.engines
 @pytest.mark.slow
 def test_ray_and_the_in_process_engine_agree_on_results_and_on_bytes() -> None:
     from flwr.serverapp import ServerApp

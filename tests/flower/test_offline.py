@@ -36,8 +36,24 @@ def python(code: str, tmp_path: Path, **environment: str) -> str:
 
 @pytest.fixture
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in offline.OFFLINE_ENVIRONMENT:
-        monkeypatch.delenv(name, raising=False)
+    for name in [*offline.OFFLINE_ENVIRONMENT, *os.environ]:
+        if name in offline.OFFLINE_ENVIRONMENT or name.lower().endswith("_proxy"):
+            monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("before", "added"),
+    [
+        ({}, {}),
+        ({"no_proxy": "a"}, {}),
+        ({"http_proxy": "http://p"}, {"no_proxy": "localhost,127.0.0.1,::1"}),
+        ({"HTTPS_PROXY": "http://p", "NO_PROXY": "a, 127.0.0.1"}, {"no_proxy": "a,127.0.0.1,localhost,::1"}),
+        ({"http_proxy": "http://p", "no_proxy": "localhost,127.0.0.1,::1"}, {}),
+        ({"grpc_proxy": "http://p", "no_proxy": "*"}, {}),
+    ],
+)
+def test_connections_to_this_machine_go_past_a_proxy(before: dict[str, str], added: dict[str, str]) -> None:
+    assert offline.without_proxy(before) == added
 
 
 def test_it_sets_what_is_missing_and_keeps_what_the_user_set(clean_environment, monkeypatch) -> None:
@@ -50,7 +66,7 @@ def test_it_sets_what_is_missing_and_keeps_what_the_user_set(clean_environment, 
     monkeypatch.setenv("FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION", "1")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_it_imports_no_flower_and_works_when_called_first(tmp_path: Path) -> None:
     out = python(
         "import sys; from fedcomp.flower.offline import go_offline\n"
@@ -62,7 +78,7 @@ def test_it_imports_no_flower_and_works_when_called_first(tmp_path: Path) -> Non
     assert out == "0"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_it_warns_when_it_comes_too_late(tmp_path: Path) -> None:
     code = (
         "import warnings; warnings.simplefilter('error')\n"
@@ -79,7 +95,7 @@ def test_it_warns_when_it_comes_too_late(tmp_path: Path) -> None:
     assert python(code, tmp_path, FLWR_TELEMETRY_ENABLED="1") == "silent"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("package", ["fedcomp.flower", "clients", "strategies"])
 def test_importing_opens_no_connection_and_no_ray(package: str, tmp_path: Path) -> None:
     code = GUARD + (
@@ -95,7 +111,7 @@ def test_importing_opens_no_connection_and_no_ray(package: str, tmp_path: Path) 
     assert ray == "False"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_whole_run_in_process_opens_no_connection(tmp_path: Path) -> None:
     code = GUARD + (
         "from fedcomp.flower.offline import go_offline; go_offline()\n"

@@ -188,7 +188,7 @@ def test_several_rounds_share_pushes_and_keep_their_replies_apart() -> None:
             drive_many([part(ids[:2], 1), part(ids[1:], 1)], grid)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [fedavg, lambda: FedAdam(eta=0.1), MeanOfMeans])
 def test_shuffled_replies_change_nothing(strategy) -> None:
     shuffled, grid_a = run(strategy())
@@ -199,7 +199,7 @@ def test_shuffled_replies_change_nothing(strategy) -> None:
     assert bits(shuffled) != bits(run(strategy(), rounds=2)[0])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_driver_gives_what_flowers_own_loop_gives() -> None:
     def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
         return MetricRecord({"norm": float(np.linalg.norm(stack(arrays))), "round": server_round})
@@ -215,7 +215,7 @@ def test_the_driver_gives_what_flowers_own_loop_gives() -> None:
         assert sorted(ours.evaluate_metrics_serverapp) == [0, 1, 2, 3]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_client_needs_nothing_but_its_context() -> None:
     # A new app object for every message is what a deployment's process per message amounts to.
     kept, _ = run(fedavg())
@@ -226,7 +226,7 @@ def test_a_client_needs_nothing_but_its_context() -> None:
     assert all(np.count_nonzero(s) for s in sums)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault",
     ["offline", "raise", "silent", "lost_reply", late(1), late(3), "duplicate", "duplicate_reply"],
@@ -247,7 +247,7 @@ def test_a_fault_of_some_nodes_leaves_the_mean_of_the_others(fault, strategy) ->
     assert grid.ledger.total("messages", round=2, direction="down", message_type="train") == NODES
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["offline", "raise", "silent", "lost_reply", late(5)])
 @pytest.mark.parametrize("strategy", [fedavg, lambda: FedAdam(eta=0.1), MeanOfMeans])
 def test_when_every_node_fails_the_run_ends_and_the_model_stays(fault, strategy) -> None:
@@ -263,7 +263,7 @@ def test_when_every_node_fails_the_run_ends_and_the_model_stays(fault, strategy)
     assert result.train_metrics_clientapp == {}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_random_faults_end_normally_and_repeat_exactly() -> None:
     kinds = ("offline", "raise", "silent", "lost_reply", "late", "duplicate", "duplicate_reply")
     plan = RandomFaults(Key(3, "faults"), dict.fromkeys(kinds, 0.1), pushes=2)
@@ -372,7 +372,7 @@ class Collecting(MeanOfMeans):
         yield
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_strategy_may_close_its_rounds_and_is_told_the_last() -> None:
     strategy, plain = Collecting(), MeanOfMeans()
     seen: list[bool] = []

@@ -18,7 +18,7 @@ from fedcomp.flower.schema import Document, Field, Frames, Int, Many, OtherVersi
 
 GOLDEN = json.loads(Path(__file__).with_name("messages.json").read_text())
 """Per message: the serialised content of its example, and the rules of its fields. Written once; a change of either is
-a change of the protocol."""
+a change of the protocol, after which the bytes of its former version stay as such."""
 
 
 def schemas(cls: type[Schema] = Schema) -> set[type[Schema]]:
@@ -48,6 +48,13 @@ def test_a_message_has_the_bytes_it_always_had_and_is_read_back(name: str) -> No
     assert taken(type(message), content_from_bytes(data)) == message
     # Flower cannot measure records with empty values in them, and mods measure every message.
     assert all(record.count_bytes() > 0 for record in content.values())
+
+
+@pytest.mark.parametrize("name", GOLDEN["former"])
+def test_a_message_of_a_former_version_is_known_as_one(name: str) -> None:
+    with pytest.raises(OtherVersion) as refused:
+        taken(type(EXAMPLES[name]), content_from_bytes(bytes.fromhex(GOLDEN["former"][name])))
+    assert refused.value.version == 1
 
 
 FIELDS = [pytest.param(name, entry, id=f"{name} {entry.name}") for name, m in EXAMPLES.items() for entry in m.entries()]

@@ -72,7 +72,7 @@ def gossip(
     return now
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_choco_is_the_published_iteration(momentum: float) -> None:
     task, weights = problem(n=6, d=20), ring_weights(6)
@@ -81,7 +81,7 @@ def test_choco_is_the_published_iteration(momentum: float) -> None:
     assert np.abs(models(ran.states) - naive_choco(task, weights, lr, momentum, 0.4, 4, 60)).max() < 1e-12
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_deepsqueeze_is_the_published_iteration() -> None:
     task, weights = problem(n=6, d=20), ring_weights(6)
     lr = 0.1 / task.smoothness
@@ -99,7 +99,7 @@ def test_without_compression_both_are_gossip_after_the_step() -> None:
         assert np.abs(models(run(algorithm, task, 30).states) - x).max() < 1e-13
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_7_13_inexact_methods_have_a_floor_and_cold_has_none() -> None:
     task = problem(n=6, d=20)
     lr = 0.1 / task.smoothness
@@ -114,7 +114,7 @@ def test_7_13_inexact_methods_have_a_floor_and_cold_has_none() -> None:
     assert run(COLD(lr=1.0 / task.smoothness, gamma=0.5, compressor=TOP), task, 150).errors[-1] < 1e-8
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_estimates_make_consensus_exact_and_error_compensation_does_not() -> None:
     starts, weights, layout = Key(0, "m").generator().standard_normal((6, 20)), ring_weights(6), compressible(20)
     off = {}
@@ -127,7 +127,7 @@ def test_estimates_make_consensus_exact_and_error_compensation_does_not() -> Non
     assert off["deepsqueeze"] > 1e-2
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "compressor", [TOP, {"id": "scaledsign"}, {"id": "dithering", "bits": 2}, {"id": "randomk", "density": 0.3}]
 )
@@ -139,7 +139,7 @@ def test_seeded_and_dithered_compressors_reach_all_ends_alike(compressor: dict) 
         assert np.abs(models(states).mean(axis=0) - starts.mean(axis=0)).max() < 1e-14
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_7_15_copies_equal_the_estimate_they_copy() -> None:
     task = problem(n=5, d=20)
 
@@ -153,7 +153,7 @@ def test_7_15_copies_equal_the_estimate_they_copy() -> None:
         assert ran.states[0]["x"].dtype == dtype
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_accumulated_sum_replaces_the_copies_on_a_graph_that_stays() -> None:
     task, weights = problem(n=6, d=20), ring_weights(6)
     lr = 0.1 / task.smoothness

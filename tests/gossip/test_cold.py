@@ -47,7 +47,7 @@ def reference() -> Ran:
     return small(COLD(lr=0.5 / M, gamma=0.5, compressor=TOP20), 200)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_7_07_cold_without_compression_is_nids() -> None:
     expected = nids(TASK, RING, 1.0 / L, 120)
     for algorithm in (NIDS(lr=1.0 / L), COLD(lr=1.0 / L, gamma=1.0, compressor={"id": "identity"})):
@@ -64,7 +64,7 @@ def test_7_07_cold_without_compression_is_nids() -> None:
     assert np.abs(expected[0] - unmixed).max() > 1e-2
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_7_08_cold_converges_linearly_at_nearly_the_rate_of_nids() -> None:
     rate, straight = slope(run(NIDS(lr=1.0 / L), TASK, 200).errors)
     errors = run(COLD(lr=0.5 / L, gamma=0.5, compressor=TOP20), TASK, 260).errors
@@ -75,7 +75,7 @@ def test_7_08_cold_converges_linearly_at_nearly_the_rate_of_nids() -> None:
     assert errors[-1] < 1e-10
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("compressor", [TOP20, {"id": "dithering", "bits": 2}, {"id": "scaledsign"}])
 def test_7_09_duals_sum_to_zero_in_every_iteration(compressor: dict[str, Any]) -> None:
     algorithm = COLD(lr=0.5 / L, gamma=0.2, compressor=compressor)
@@ -85,7 +85,7 @@ def test_7_09_duals_sum_to_zero_in_every_iteration(compressor: dict[str, Any]) -
     assert max(np.linalg.norm(state["dual"]) for state in ran.states) > 0.1
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_7_13_exact_methods_pass_the_floor_of_inexact_ones(reference: Ran) -> None:
     dpsgd = small(DPSGD(lr=0.1 / M), 200).errors
     assert dpsgd[-1] > 5e-2
@@ -115,13 +115,13 @@ class MixesExactZ(COLD):
         return self._finished(state, (-0.5 * float(state["gamma"])) * disagreement(own, "h"))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_compressing_the_decision_vector_itself_stalls() -> None:
     wrong = small(CompressesZ(lr=0.5 / M, gamma=0.5, compressor=TOP20, digest_every=0), 100).errors
     assert wrong[60:].min() > 0.1
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_mixing_with_the_own_exact_vector_stalls_and_shows_in_the_sum_of_duals() -> None:
     algorithm = MixesExactZ(lr=0.5 / M, gamma=0.5, compressor=TOP20)
     ran = small(algorithm, 100)
@@ -129,7 +129,7 @@ def test_mixing_with_the_own_exact_vector_stalls_and_shows_in_the_sum_of_duals()
     assert algorithm.invariants(ran.states)["sum_D"] > 1e-3
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_first_dual_whose_sum_is_not_zero_moves_the_fixed_point(reference: Ran) -> None:
     algorithm = COLD(lr=0.5 / M, gamma=0.5, compressor=TOP20)
     draws = Key(3, "dual").generator().standard_normal((SMALL.n, SMALL.d)) * 0.1
@@ -143,7 +143,7 @@ def test_a_first_dual_whose_sum_is_not_zero_moves_the_fixed_point(reference: Ran
     assert small(algorithm, 100, states=begun(in_range)).errors[-1] < 10 * reference.errors[99] < 1e-3
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_silent_loss_is_found_and_diverges_where_it_is_not() -> None:
     compressor = get_compressor(TOP20)
 
@@ -178,7 +178,7 @@ def test_an_estimate_that_lost_a_message_is_found_by_the_digest() -> None:
     assert caught.value.source == 3
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_estimates_are_equal_at_both_ends_in_every_iteration() -> None:
     for dtype in ("float64", "float32"):
 
@@ -191,7 +191,7 @@ def test_estimates_are_equal_at_both_ends_in_every_iteration() -> None:
         run(COLD(lr=0.5 / L, gamma=0.5, compressor=TOP20), TASK, 25, dtype=dtype, watch=equal)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_float32_reaches_its_own_precision_and_stays_there() -> None:
     ran = small(COLD(lr=0.5 / M, gamma=0.5, compressor=TOP20), 170, dtype="float32")
     assert {ran.states[0][key].dtype for key in ("x", "dual", "h", "h/1")} == {np.dtype(np.float32)}
@@ -199,7 +199,7 @@ def test_float32_reaches_its_own_precision_and_stays_there() -> None:
     assert COLD().invariants(ran.states)["sum_D"] < 1e-5
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_without_copies_the_trajectory_is_the_same() -> None:
     kept = run(COLD(lr=0.5 / L, gamma=0.5, compressor=TOP20), TASK, 40)
     summed = run(COLD(lr=0.5 / L, gamma=0.5, compressor=TOP20, copies=False), TASK, 40)
@@ -212,7 +212,7 @@ def test_without_copies_the_trajectory_is_the_same() -> None:
         run(COLD(lr=0.5 / L, compressor=TOP20, copies=False), TASK, 1, states=summed.states, weights=other, begin=40)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", [NIDS(lr=1.0 / M), COLD(lr=0.5 / M, gamma=0.5, compressor=TOP20)])
 def test_after_a_reset_the_others_go_on_to_their_own_optimum(algorithm: Algorithm) -> None:
     states = small(algorithm, 20).states
@@ -226,7 +226,7 @@ def test_after_a_reset_the_others_go_on_to_their_own_optimum(algorithm: Algorith
     assert algorithm.invariants(ran.states)["sum_D"] < 1e-10
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_nodes_may_begin_apart_when_estimates_have_a_common_start(reference: Ran) -> None:
     starts = list(Key(5, "starts").generator().standard_normal((SMALL.n, SMALL.d)))
     ran = small(COLD(lr=0.5 / M, gamma=0.5, compressor=TOP20), 110, starts=starts)
@@ -282,7 +282,7 @@ def sorted_digits(step: float, gamma: float, iterations: int) -> list[float]:
     return errors
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [1.0, 0.5])
 def test_c3_the_default_consensus_step_does_not_diverge_at_condition_56(step: float) -> None:
     """It was 0.5, and errors passed 100 after 1300 iterations at 1/L, and after 1400 at 0.5/L."""
@@ -291,7 +291,7 @@ def test_c3_the_default_consensus_step_does_not_diverge_at_condition_56(step: fl
     assert errors[-1] == min(errors) < 0.2
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_c3_with_a_smaller_step_the_same_gamma_diverges_sooner() -> None:
     assert sorted_digits(1.0, 0.05, 900)[-1] < 0.05
     quarter = sorted_digits(0.25, 0.05, 900)

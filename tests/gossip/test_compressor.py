@@ -124,7 +124,7 @@ def test_magnitudes_are_ranked_in_float64_before_they_are_rounded() -> None:
     assert length(TopK(1.0), np.zeros(7)) == 0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [1e-14, 1e-30, 1e30])
 @pytest.mark.parametrize("codec", [c for c in ALL if not isinstance(c, Threshold)], ids=repr)
 def test_innovations_keep_shrinking_at_any_size_the_wire_holds(codec: Codec, scale: float) -> None:

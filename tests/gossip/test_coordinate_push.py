@@ -29,7 +29,7 @@ def spread(algorithm, states, mean):
     return max(np.abs(algorithm.model(state) - mean).max() for state in states.values())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "graph",
     [OnePeerExponential(8), RandomDigraph(8, 0.3, seed=3), topology_of(UNBALANCED, 8)],
@@ -63,7 +63,7 @@ def test_everything_in_every_message_is_push_sum():
         assert np.array_equal(algorithm.model(state), algorithm.model(states[i]))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_lost_messages_are_the_senders():
     graph, models = RandomDigraph(8, 0.3, seed=1), starts(8, 5)
     algorithm = CoordinatePush(density=0.4)
@@ -79,7 +79,7 @@ def test_lost_messages_are_the_senders():
     assert spread(algorithm, states, mean) < 1e-8
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_with_faults_ends_at_the_mean():
     models = starts(6, D)
     outcome = simulate(
@@ -113,7 +113,7 @@ def test_message_is_the_formula(layout, values, size):
     assert [len(p.payload) for p in outbox] == [HEADER_BYTES + index + (3 + whole) * (4 + size)] * 2
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_float32_messages_conserve_mass_as_exactly():
     models = starts(5, D, "float32")
     algorithm, graph = CoordinatePush(density=0.3), RandomDigraph(5, 0.5, seed=2)
@@ -155,7 +155,7 @@ def test_what_did_not_move_is_not_sent():
     assert len(second[0].payload) == HEADER_BYTES
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_leaving_and_joining_keep_the_mean():
     graph, models = Exponential(8), starts(8, D)
     algorithm = CoordinatePush(density=0.5)

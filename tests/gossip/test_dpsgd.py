@@ -30,7 +30,7 @@ def test_the_iteration_is_the_published_one(momentum: float, gamma: float) -> No
     assert np.abs(np.stack([state["x"] for state in ran.states]) - x).max() < 1e-13
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_7_13_a_constant_step_leaves_a_floor_in_proportion_to_it() -> None:
     task = problem(n=6, d=20)
     floors = []

@@ -39,7 +39,7 @@ def first_below(errors: np.ndarray, level: float) -> int:
     return int(np.flatnonzero(errors < level)[0]) + 1
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_7_10_the_error_falls_at_the_rate_of_the_scale_and_a_message_has_one_bit_per_coordinate() -> None:
     ran = run(replace(GEOMETRIC, digest_every=0), TASK, 300)
     rate, straight = slope(ran.errors, low=1e-7)
@@ -61,7 +61,7 @@ def test_zoom_costs_no_byte_more(d: int) -> None:
         assert bool(peek(message.payload).flags & MessageFlag.ZOOM) == (algorithm.s0 < 1.0)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_7_11_a_schedule_that_is_too_fast_is_reported_and_ends_the_run() -> None:
     task = problem()
     largest = max(float(np.abs(g).max()) for g in task.gradients(np.zeros((task.n, task.d))))
@@ -97,7 +97,7 @@ def too_fast(rho: float, **more: Any) -> tuple[Any, DynaCOLD]:
     return task, replace(GEOMETRIC, lr=lr, rho=rho, s0=lr * largest * 1.001, **more)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_box_left_by_a_little_is_tolerated_unless_told_otherwise() -> None:
     task, strict = too_fast(0.95, tolerance=1.0)
     saturated: list[float] = []
@@ -109,7 +109,7 @@ def test_a_box_left_by_a_little_is_tolerated_unless_told_otherwise() -> None:
     assert ran.errors[-1] < 0.01
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_undetected_saturation_would_diverge() -> None:
     task, blind = too_fast(0.9, tolerance=1e300)
     errors = run(blind, task, 130).errors
@@ -117,7 +117,7 @@ def test_undetected_saturation_would_diverge() -> None:
     assert errors.argmin() < 60
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_7_12_any_first_scale_reaches_the_same_precision_in_about_the_same_time() -> None:
     task, found = problem(n=3, d=12, kappa=4.0), []
     for s0 in (1e-3, 1.0, 1e3):
@@ -134,7 +134,7 @@ def test_7_12_any_first_scale_reaches_the_same_precision_in_about_the_same_time(
     assert max(found) <= 1.7 * min(found)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_scales_and_estimates_are_equal_at_both_ends_in_every_iteration() -> None:
     for dtype in ("float64", "float32"):
         zoomed: list[float] = []
@@ -162,7 +162,7 @@ def test_a_scale_that_is_not_the_senders_is_found_by_the_digest() -> None:
     assert caught.value.source == 1
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_after_a_whole_estimate_all_neighbours_begin_at_the_first_scale() -> None:
     for algorithm in (replace(ZOOM, s0=2.0), GEOMETRIC):
         algorithm = replace(algorithm, digest_every=1)
@@ -206,7 +206,7 @@ class Coarse(PositionalCodec):
         return expected_dense(stretch.size, wire.Raw)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_other_quantisers_are_given_the_scaled_innovation() -> None:
     ran = run(replace(ZOOM, quantiser=Coarse(), rho=0.9), TASK, 110)
     assert ran.errors[-1] < 1e-4
@@ -218,14 +218,14 @@ def test_other_quantisers_are_given_the_scaled_innovation() -> None:
     assert decoded.dense().tolist() == [0.25, -0.125, 0.0]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_scale_on_the_wire_is_cold_with_norm_sign() -> None:
     ran = run(COLD(lr=1.0 / L, gamma=0.5, compressor={"id": "normsign"}, digest_every=0), TASK, 120)
     assert ran.errors[-1] < 1e-2
     assert set(ran.payloads[0, 1]) == {HEADER_BYTES + 4 + math.ceil(TASK.d / 8)}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_duals_sum_to_zero() -> None:
     for algorithm in (ZOOM, GEOMETRIC):
         sums: list[float] = []
@@ -237,7 +237,7 @@ def test_duals_sum_to_zero() -> None:
         assert max(sums) < 1e-10
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", ["zoom", "geometric"])
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_long_after_the_precision_is_reached_nothing_drifts(scale: str, dtype: str) -> None:
@@ -264,7 +264,7 @@ def test_the_zoom_stops_at_its_smallest_scale() -> None:
     assert np.isfinite(state["h"]).all()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_after_a_reset_the_schedule_restarts() -> None:
     for algorithm in (ZOOM, GEOMETRIC):
         states = run(algorithm, TASK, 25).states
@@ -303,7 +303,7 @@ def test_small_models_and_dense_stretches() -> None:
     assert set(np.abs(sent["h"][:20])) == {float(sent["scale"]) / 2.0}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_iterations_are_those_of_nids_at_a_fraction_of_the_bits() -> None:
     plain = run(NIDS(lr=1.0 / L), TASK, 80)
     fast = DynaCOLD(lr=1.0 / L, gamma=0.5, scale="geometric", rho=0.9, s0=NORM / L * 1.001, digest_every=0)

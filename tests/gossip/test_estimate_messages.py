@@ -174,7 +174,7 @@ def test_messages_with_another_model_or_of_the_closing_phase_are_refused() -> No
         absorb(state, [message(push)], ("z",), IDENTITY, complete=False)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("c", EVERY, ids=repr)
 def test_mutated_messages_are_refused_or_messages(c: Compressor, dtype: str) -> None:

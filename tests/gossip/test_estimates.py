@@ -44,7 +44,7 @@ from fedcomp.gossip.packet import MessageFlag, MessageHeader, peek
 from fedcomp.rng import Key
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("c", EVERY, ids=repr)
 def test_7_15_digests_are_equal_at_both_ends_in_every_iteration(c: Compressor, dtype: str) -> None:
@@ -86,7 +86,7 @@ def test_7_15_digests_are_equal_on_edges_that_rest_and_come_back(dtype: str) -> 
     assert "z" not in out
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_silent_loss_of_one_percent_is_noticed_at_the_next_message_and_mended() -> None:
     lost = Key(8, "loss").uniform(4000)
     states = [fresh() for _ in range(N)]
@@ -332,7 +332,7 @@ def test_disagreement_is_the_weighted_difference_of_estimates() -> None:
     assert np.allclose(mixed(state, "z"), 0.5 * a + 0.125 * b, rtol=0.0, atol=1e-15)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("start", "whole"), [(0.0, True), (0.7, True), (0.7, False)])
 def test_the_sum_alone_gives_the_same_and_refuses_a_changed_graph(start: float, whole: bool) -> None:
     begin = {"z": np.full(D, start)}

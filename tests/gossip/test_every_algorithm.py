@@ -423,7 +423,7 @@ def mutant(payload: bytes, draw: np.random.Generator) -> bytes:
     return bytes(bad)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("config", CONFIGS, ids=named)

@@ -18,7 +18,7 @@ from fedcomp.gossip.topology import topology_of
 from fedcomp.rng import Key
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [*SYNCHRONOUS, {"name": "sgp"}, EDGES], ids=name_of)
 def test_7_16_the_protocol_without_faults_is_a_plain_loop_over_the_nodes(config: dict[str, Any]) -> None:
     """Send, deliver, receive, written down again: the same states, bit for bit."""
@@ -44,7 +44,7 @@ def test_7_16_the_protocol_without_faults_is_a_plain_loop_over_the_nodes(config:
     assert outcome.report.rounds == 11
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_seed_decides_everything() -> None:
     runs = [
         simulate(
@@ -75,7 +75,7 @@ def test_the_curve_begins_before_the_first_iteration_and_ends_with_the_final_mod
     assert closing.curve == [(0, N), (2, N), (4, N), (6, N)]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_nodes_may_begin_anywhere_when_estimates_have_a_common_start() -> None:
     algorithm, ring = get_algorithm(SYNCHRONOUS[2]), topology_of("ring", N, 0)
     starts = vectors(N, D)
@@ -91,7 +91,7 @@ def test_nodes_may_begin_anywhere_when_estimates_have_a_common_start() -> None:
     assert not same.models[0].any()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_some_nodes_may_have_no_data() -> None:
     locals = [Quadratic(centre, noise=0.0) if i < 2 else None for i, centre in enumerate(vectors(N, D))]
     outcome = simulate(
@@ -112,7 +112,7 @@ def test_a_scale_that_falls_too_fast_ends_the_run() -> None:
         learn(config, "ring", 60, "float64")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_faults_are_drawn_by_seed_node_and_round_at_their_rates() -> None:
     rates = {"silent": 0.3, "raise": 0.1, "wiped": 0.05}
     plan = FaultPlan(4, rates, until=500)

@@ -43,7 +43,7 @@ def run(relay: Relay, nodes: SimulatedNodes) -> None:
         exchange(relay, nodes)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("when", [4, 5], ids=["in the last iteration", "in the last delivery"])
 @pytest.mark.parametrize("config", [COLD, SYNCHRONOUS[2], SYNCHRONOUS[4]], ids=name_of)
 def test_a_run_that_lost_a_node_at_its_end_goes_on_with_whole_estimates(config: dict[str, Any], when: int) -> None:
@@ -73,7 +73,7 @@ def test_a_last_message_that_cannot_be_read_leaves_everybody_with_a_model() -> N
     assert not relay.report.gone
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [EDGES, SPREAD], ids=name_of)
 def test_who_joins_in_the_closing_iterations_gets_estimates_when_the_run_goes_on(config: dict[str, Any]) -> None:
     """Models that travel whole tell nobody an estimate."""
@@ -139,7 +139,7 @@ def test_why_a_node_that_says_something_else_was_given_up_stands_in_the_report()
     assert "it answered instruction 7, not 1, of its run" in relay.report.gone[0][2]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [{"name": "sgp"}, EDGES, SPREAD], ids=name_of)
 def test_a_message_damaged_for_good_costs_what_it_carried_and_not_its_sender(config: dict[str, Any]) -> None:
     """Its receiver cannot read it, and when it comes back its sender cannot either."""
@@ -216,7 +216,7 @@ def sum_of(relay: Relay, nodes: SimulatedNodes) -> float:
     return sum(weights)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [{"name": "sgp"}, EDGES, SPREAD], ids=name_of)
 def test_7_05_whatever_happens_in_whatever_order_only_a_lost_node_takes_mass_with_it(config: dict[str, Any]) -> None:
     """Its own: what it held by its last answer, and what was on its way back to it. After every single exchange."""

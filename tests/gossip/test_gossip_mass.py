@@ -35,7 +35,7 @@ from fedcomp.gossip.topology import topology_of
 from fedcomp.rng import Key
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [{"name": "sgp"}, EDGES, SPREAD], ids=name_of)
 def test_7_05_a_fifth_of_all_exchanges_lost_and_all_mass_is_there_at_every_moment(config: dict[str, Any]) -> None:
     graph = "exponential" if "estimates" in config else "digraph:0.4"
@@ -50,7 +50,7 @@ def test_7_05_a_fifth_of_all_exchanges_lost_and_all_mass_is_there_at_every_momen
     assert error(outcome, np.mean(vectors(8, D), axis=0)) < 1e-10
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [{"name": "sgp"}, EDGES, SPREAD], ids=name_of)
 def test_7_05_every_kind_of_fault_at_once_moves_no_mass(config: dict[str, Any]) -> None:
     graph = "exponential" if "estimates" in config else "digraph:0.5"
@@ -60,7 +60,7 @@ def test_7_05_every_kind_of_fault_at_once_moves_no_mass(config: dict[str, Any]) 
     assert not outcome.report.needed
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [{"name": "sgp"}, EDGES, SPREAD], ids=name_of)
 @pytest.mark.parametrize("how", ["wiped", "silent"])
 def test_a_lost_node_takes_its_own_mass_with_it_and_nothing_else(config: dict[str, Any], how: str) -> None:
@@ -96,7 +96,7 @@ def test_a_lost_node_takes_its_own_mass_with_it_and_nothing_else(config: dict[st
     assert w1 < N - 0.01
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [{"name": "sgp"}, EDGES, SPREAD], ids=name_of)
 def test_7_06_a_node_that_leaves_takes_nothing_with_it(config: dict[str, Any]) -> None:
     def leave(relay: Relay, nodes: SimulatedNodes) -> None:
@@ -110,7 +110,7 @@ def test_7_06_a_node_that_leaves_takes_nothing_with_it(config: dict[str, Any]) -
     assert error(outcome, np.mean(vectors(N, D), axis=0)) < (8e-15 if config["name"] == "sgp" else 1e-6)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [{"name": "sgp"}, EDGES, SPREAD], ids=name_of)
 def test_7_06_what_a_leaving_node_sent_to_one_that_vanished_goes_to_others(config: dict[str, Any]) -> None:
     """Its last messages, and what it had sent before: the vanished node takes no more with it than its own."""
@@ -131,7 +131,7 @@ def test_7_06_what_a_leaving_node_sent_to_one_that_vanished_goes_to_others(confi
     assert mass.seen[-1][0] == pytest.approx(N - own[0], abs=1e-12)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_7_06_who_joins_brings_nothing_and_takes_part() -> None:
     for config, graph in (({"name": "sgp"}, "digraph:0.5"), (EDGES, "digraph:0.5"), (SPREAD, "exponential")):
 
@@ -149,7 +149,7 @@ def test_7_06_who_joins_brings_nothing_and_takes_part() -> None:
         assert error(outcome, np.mean(starts[:5], axis=0)) < 1e-5
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_estimates_agree_after_nodes_were_wiped_left_and_came_back() -> None:
     def act(relay: Relay, nodes: SimulatedNodes) -> None:
         if relay.report.rounds == 25:
@@ -173,7 +173,7 @@ def test_estimates_agree_after_nodes_were_wiped_left_and_came_back() -> None:
         assert all(own is not None and own == copy for own, copy in compared)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_no_message_counts_twice_or_is_both_delivered_and_returned() -> None:
     """And messages of an edge arrive in their order, whatever happens to the nodes."""
 
@@ -247,7 +247,7 @@ def test_c1_a_node_that_keeps_failing_is_excluded_from_push_sum_and_its_messages
     assert get_algorithm({"name": "sgp"}).invariants(outcome.states.values())["sum_w"] == pytest.approx(N - lost)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [EDGES, SPREAD, {"name": "sgp"}], ids=name_of)
 def test_a_damaged_message_goes_back_and_the_next_one_carries_the_whole_estimate(config: dict[str, Any]) -> None:
     def damage(relay: Relay, nodes: SimulatedNodes) -> None:

@@ -46,7 +46,7 @@ from fedcomp.plain import PlainError
 from fedcomp.rng import Key
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("config", SYNCHRONOUS, ids=name_of)
 def test_faults_leave_no_trace_in_a_synchronous_run(config: dict[str, Any]) -> None:
     clean = learn(config, "ring", 12)
@@ -70,7 +70,7 @@ def test_a_gradient_is_taken_again_only_when_it_was_not_kept() -> None:
         assert [local.calls for local in locals] == [8 + (again if i == 2 else 0) for i in range(N)], kind
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [SYNCHRONOUS[0], SYNCHRONOUS[2]], ids=name_of)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_7_15_digests_agree_after_every_fault_and_after_save_and_restore(config: dict[str, Any], dtype: str) -> None:
@@ -113,7 +113,7 @@ def restored(memory: Memory) -> Memory:
     return Memory.from_parts(loaded, json.loads(json.dumps(parts)) | {"answer.messages": messages})
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_relay_goes_on_from_its_stored_state_as_if_nothing_had_been() -> None:
     """Stored and restored after every round, in the middle of faults, instructions and messages; and when it was lost
     after it had asked, so that nodes have carried out what it does not know it has issued."""
@@ -157,7 +157,7 @@ def relay_of(name: str, graph: str = "complete", **options: Any) -> Relay:
     return Relay(algorithm, topology_of(graph, N, 0), RelaySettings(**options))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_others_restart_when_a_node_of_a_synchronous_run_is_gone() -> None:
     """They go on from their models with a smaller graph, whole estimates first, and reach the optimum of the rest."""
     rest = np.mean([centre for i, centre in enumerate(vectors(N, D)) if i != 2], axis=0)
@@ -178,7 +178,7 @@ def test_the_others_restart_when_a_node_of_a_synchronous_run_is_gone() -> None:
         assert outcome.traffic.edge["resync"].messages == 20
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_node_that_lost_its_memory_comes_back_into_a_synchronous_run() -> None:
     mean = np.mean(vectors(N, D), axis=0)
     locals = [Quadratic(centre, noise=0.0) for centre in vectors(N, D)]
@@ -194,7 +194,7 @@ def test_a_node_that_lost_its_memory_comes_back_into_a_synchronous_run() -> None
     assert len(outcome.models) == N
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_leaving_a_synchronous_run_finishes_the_iteration_for_all() -> None:
     """No message is thrown away: the one that leaves and those that stay have what the iteration gave them."""
     rest = np.mean([centre for i, centre in enumerate(vectors(N, D)) if i != 1], axis=0)
@@ -222,7 +222,7 @@ class Poison(Quadratic):
         return super().gradient(z, key) * (np.nan if key.round >= 4 else 1.0)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("faults", [None, FaultPlan(1, FAULTS)])
 def test_c1_a_node_that_fails_is_excluded_from_a_synchronous_run_and_named(faults: Faults | None) -> None:
     """It ended the run of everybody."""
@@ -259,7 +259,7 @@ def test_c1_a_node_whose_figures_cannot_be_is_named_in_report_and_log(caplog: py
     assert sum("node 3: left out of the judgement" in line for line in caplog.messages) == 1
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_messages_that_cannot_be_read_begin_a_new_epoch_and_end_a_run_when_that_does_not_help() -> None:
     def damage(relay: Relay, nodes: SimulatedNodes) -> None:
         if relay.iteration == 5 or (always and relay.iteration > 5):
@@ -309,7 +309,7 @@ HOSTILE = (
 )  # fmt: skip
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sgp", "dpsgd"])
 @pytest.mark.parametrize("how", HOSTILE)
 def test_an_answer_that_cannot_be_one_is_refused_and_harms_nobody(name: str, how: str) -> None:
@@ -375,7 +375,7 @@ def pushed(
 PUSHES = ({"name": "sgp"}, {**EDGES, "gamma": 0.5}, {**SPREAD, "gamma": 0.5})
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("config", PUSHES, ids=["sgp", "edge", "broadcast"])
 @pytest.mark.parametrize("share", [1e10, 6.5])
 def test_c4_a_share_above_all_mass_is_refused_and_captures_no_model(
@@ -407,7 +407,7 @@ def test_c4_coordinate_push_refuses_shares_above_all_mass(weight: float) -> None
         algorithm.receive(state, [GossipMessage(3, 0, outbox[0].payload)])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("config", PUSHES, ids=["sgp", "edge", "broadcast"])
 @pytest.mark.parametrize(("share", "remark"), [(0.0, "a share of 0: it takes mass in"), (None, "came again")])
 def test_c4_messages_that_drain_mass_are_named_in_report_and_log(
@@ -442,7 +442,7 @@ def test_a_resumed_relay_does_not_repeat_what_nodes_said_of_messages() -> None:
     assert [event[1] for event in again.report.noticed] == [3]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_c4_nothing_is_noticed_in_an_honest_run_with_faults() -> None:
     for config in PUSHES:
         outcome, _ = average(config, "exponential", 20, faults=FaultPlan(3, FAULTS), patience=30)
@@ -478,7 +478,7 @@ def test_an_instruction_is_repeated_verbatim_until_it_is_answered_or_its_node_gi
         assert 3 not in relay.ask()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [SYNCHRONOUS[0], SYNCHRONOUS[2], {"name": "sgp"}, EDGES], ids=name_of)
 def test_observing_changes_nothing_and_sees_what_the_end_would_be(config: dict[str, Any]) -> None:
     graph = "ring" if config in SYNCHRONOUS else "exponential"
@@ -606,7 +606,7 @@ def test_what_follows_a_refused_message_goes_back_behind_it() -> None:
     assert box.put(GossipMessage(2, 0, b"next"), receiving=True, whole=False)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [SYNCHRONOUS[0], EDGES], ids=name_of)
 def test_a_finished_run_goes_on_as_if_it_had_never_stopped(config: dict[str, Any]) -> None:
     """Delivering all messages in between changes nothing: neither a bit nor the number of an iteration."""

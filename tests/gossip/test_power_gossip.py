@@ -82,7 +82,7 @@ def opened(algorithm: PowerGossip, starts: Sequence[np.ndarray], layout: Layout)
     return [algorithm.init(start, layout) for start in starts]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("rank", "warm"), [(1, True), (2, False), (3, True)])
 def test_7_14_power_gossip_preserves_the_mean(rank: int, warm: bool) -> None:
     layout = layout_of((7, 5), (4, 3, 2), (6,))
@@ -109,7 +109,7 @@ def test_7_14_what_one_end_adds_the_other_subtracts_bit_for_bit() -> None:
         assert ends[0]["x"].dtype == dtype
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_7_14_full_rank_is_dense_gossip() -> None:
     """Of square matrices, and vectors; see below for others."""
     layout = layout_of((6, 6), (3, 3), (2,))
@@ -136,7 +136,7 @@ def test_7_14_two_nodes_that_differ_by_rank_one_agree_after_two_rounds() -> None
     assert disagreement(states, np.stack(starts)) < 1e-14
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_7_14_a_warm_start_beats_a_cold_one_twofold() -> None:
     layout = layout_of((30, 30))
     starts = decaying(4, 30)
@@ -149,7 +149,7 @@ def test_7_14_a_warm_start_beats_a_cold_one_twofold() -> None:
     assert reached[True] < 0.2
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("quiet", [0, 1, 4])
 def test_7_14_an_edge_whose_ends_agreed_comes_back_to_life(dtype: str, quiet: int) -> None:
@@ -172,7 +172,7 @@ def test_without_redrawing_a_dead_edge_stays_dead() -> None:
     assert np.linalg.norm(orthonormal(zero, Key(0, "a"))) == pytest.approx(1.0)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_7_15_both_ends_hold_the_same_factor_and_basis_in_every_iteration() -> None:
     layout = layout_of((7, 5), (4, 6), (3,))
     for dtype in ("float32", "float64"):
@@ -278,7 +278,7 @@ def test_signs_follow_node_ids_not_the_order_of_neighbours() -> None:
     assert np.array_equal(models(gossip(algorithm, opened(algorithm, starts, layout), views, 6)), models(straight))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_edges_may_come_and_go() -> None:
     """On an undirected graph that changes the edge state rests with its edge, and no byte is needed when it returns."""
     layout = layout_of((6, 6), (4,))
@@ -296,7 +296,7 @@ def test_edges_may_come_and_go() -> None:
     assert states[0]["turn/1"] == 50
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_ends_out_of_step_apply_nothing_and_restart() -> None:
     layout = layout_of((6, 6), (4,))
     starts, algorithm = draws(4, layout.size), PowerGossip(digest_every=1)
@@ -391,7 +391,7 @@ def test_an_auto_rate_is_that_of_the_graph_and_of_nothing_else() -> None:
         automatic.send(state, None, Ring(8).view(0, 0, seed=0, directed_algorithm=False))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_auto_rate_is_faster_than_one() -> None:
     layout, starts = layout_of((4, 4)), draws(8, 16)
     reached = {}

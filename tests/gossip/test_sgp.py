@@ -61,7 +61,7 @@ def test_weights_settle_away_from_one_on_an_unbalanced_graph_and_the_quotient_is
     assert np.ptp([float(s["w"]) for s in states.values()]) > 0.5
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_7_05_shares_that_are_not_delivered_stay_with_their_senders(dtype):
     graph = RandomDigraph(6, 0.4, seed=1)
@@ -77,7 +77,7 @@ def test_7_05_shares_that_are_not_delivered_stay_with_their_senders(dtype):
     assert algorithm.invariants(states.values())["sum_x"] == pytest.approx(np.linalg.norm(x), rel=1e-14)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_7_05_mass_that_is_lost_shows_in_the_weights_while_the_models_agree():
     class Both(SGP):
         name = "both"
@@ -108,7 +108,7 @@ def test_7_05_mass_that_is_lost_shows_in_the_weights_while_the_models_agree():
     assert found["numerator"][1] == pytest.approx(6.0, abs=1e-13)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_7_06_leaving_crashing_and_sending_to_the_dead():
     graph = Exponential(8)
     algorithm = SGP()

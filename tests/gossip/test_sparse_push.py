@@ -32,7 +32,7 @@ def quadratic(targets):
     return lambda i, t: lambda z: (z - targets[i]).astype(z.dtype)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("compressor", "estimates", "dtype"),
     [
@@ -63,7 +63,7 @@ def test_7_01_sums_of_x_and_w_are_constant_for_any_compressor(compressor, estima
     assert algorithm.invariants(states.values())["sum_x"] == pytest.approx(np.linalg.norm(x), rel=1e-13)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("estimates", ["edge", "broadcast"])
 def test_7_02_without_compression_and_with_gamma_1_it_is_sgp(estimates):
     graph = RandomDigraph(6, 0.4, seed=1) if estimates == "edge" else topology_of(UNBALANCED, 8)
@@ -81,7 +81,7 @@ def test_7_02_without_compression_and_with_gamma_1_it_is_sgp(estimates):
         assert float(here[i]["w"]) == pytest.approx(float(there[i]["w"]), abs=1e-13)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("estimates", "gamma", "iterations"), [("broadcast", 0.05, 630), ("edge", 0.1, 300)])
 def test_7_03_consensus_is_exact_on_an_unbalanced_graph_that_changes(estimates, gamma, iterations):
     graph = RandomDigraph(3, 0.6, seed=1)
@@ -97,7 +97,7 @@ def test_7_03_consensus_is_exact_on_an_unbalanced_graph_that_changes(estimates, 
         assert own == digests(states[j], ("h",))[f"h/{i}"]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_7_03_estimates_of_the_numerator_or_none_at_all_stall():
     graph = RandomDigraph(8, 0.3, seed=2)
     models = starts(8, 20)
@@ -111,7 +111,7 @@ def test_7_03_estimates_of_the_numerator_or_none_at_all_stall():
     assert found["none"] > 0.1
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_iteration_is_that_of_the_matrices():
     graph = topology_of(UNBALANCED, 8)
     models = starts(8, 20)
@@ -123,7 +123,7 @@ def test_the_iteration_is_that_of_the_matrices():
         np.testing.assert_allclose([algorithm.model(s) for s in states.values()], expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_7_04_only_the_debiased_models_agree():
     graph = topology_of(UNBALANCED, 8)
     models = starts(8, 20)
@@ -141,7 +141,7 @@ def fifth(message: GossipMessage, t: int) -> bool:
     return Key(9, "loss", t, message.source, message.destination).uniform(1)[0] < 0.2
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("estimates", "dtype"), [("edge", "float64"), ("broadcast", "float32")])
 def test_7_05_shares_that_are_not_delivered_stay_with_their_senders(estimates, dtype):
     graph = Exponential(4)
@@ -158,7 +158,7 @@ def test_7_05_shares_that_are_not_delivered_stay_with_their_senders(estimates, d
     assert disagreement(algorithm, states, x / 4) < limit
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_7_05_a_debit_that_nobody_gets_shows_in_the_sum_of_weights_only():
     class Careless(SparsePush):
         """Forgets what came back; the next message tells the whole estimate all the same."""
@@ -186,7 +186,7 @@ def resting(graph: Topology, away: int, first: int, last: int):
     return lambda i, t: without(i, t) if first <= t < last and i != away else whole(i, t)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("estimates", "dtype"), [("edge", "float64"), ("broadcast", "float32")])
 def test_messages_that_come_back_late_bring_back_what_they_took(estimates, dtype):
     """Two messages to a silent node come back when the others have gone on without it."""
@@ -231,7 +231,7 @@ def test_messages_that_come_back_late_bring_back_what_they_took(estimates, dtype
     assert total(states)[1] == pytest.approx(w, abs=1e-13)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_7_06_a_node_that_leaves_in_good_order_leaves_the_mean_as_it_is():
     graph = Exponential(4)
     models = starts(4, 20)
@@ -249,7 +249,7 @@ def test_7_06_a_node_that_leaves_in_good_order_leaves_the_mean_as_it_is():
     assert total(states)[1] == pytest.approx(4.0, abs=1e-13)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_7_06_a_crash_takes_its_share_and_no_more():
     graph = Exponential(4)
     algorithm = SparsePush(density=0.1, gamma=0.15)
@@ -261,7 +261,7 @@ def test_7_06_a_crash_takes_its_share_and_no_more():
     assert total(states)[1] == pytest.approx(w, abs=1e-13)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_7_06_a_node_joins_without_mass_and_learns_when_it_has_some():
     graph = Exponential(4)
     models = starts(4, 20)
@@ -358,7 +358,7 @@ def test_broadcast_sends_the_same_change_with_different_shares():
     assert (one[:8], one[16:]) == (two[:8], two[16:])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_closing_phase_leaves_estimates_alone_and_asks_for_no_gradient():
     graph = Exponential(8)
     algorithm = SparsePush(density=0.1, gamma=0.1, momentum=0.9)
@@ -380,7 +380,7 @@ def test_the_closing_phase_leaves_estimates_alone_and_asks_for_no_gradient():
     np.testing.assert_allclose(total(again)[0], x, rtol=0, atol=1e-12)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_adapting_halves_gamma_of_a_node_whose_innovations_grow():
     graph = Complete(3)
     models = starts(3, 40)

@@ -41,7 +41,7 @@ def graphs() -> list[Topology]:
     return [*sized, *two, *own]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("graph", graphs(), ids=lambda g: f"{g.text}-{g.n}")
 @pytest.mark.parametrize("gone", [(), (1,)], ids=["all", "one-dead"])
 def test_columns_sum_to_one_and_every_node_keeps_a_share(graph: Topology, gone: tuple[int, ...]) -> None:
@@ -385,7 +385,7 @@ def test_a_window_too_short_is_refused() -> None:
         RandomDigraph(8, 0.2, seed=0, window=1)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("graph", graphs(), ids=lambda g: f"{g.text}-{g.n}")
 def test_text_and_configuration_make_the_same_graph_again(graph: Topology) -> None:
     config = json.loads(json.dumps(graph.to_config()))

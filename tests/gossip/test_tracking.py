@@ -78,7 +78,7 @@ def lead(
     return found
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "expected"),
     [
@@ -98,7 +98,7 @@ def test_the_trajectory_is_that_of_the_formulas(algorithm: Algorithm, expected: 
     assert np.abs(expected[-1]).max() > 1e-2
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ALL)
 def test_what_is_tracked_sums_to_the_gradients_in_every_iteration(algorithm: Algorithm) -> None:
     off: list[float] = []
@@ -113,7 +113,7 @@ def test_what_is_tracked_sums_to_the_gradients_in_every_iteration(algorithm: Alg
     assert max(algorithm.invariants([*spoilt, *ran.states[1:]]).values()) > 1.0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "iterations", "level"),
     [
@@ -130,14 +130,14 @@ def test_they_converge_linearly_to_the_exact_optimum(algorithm: Algorithm, itera
     assert straight > 0.99
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_two_bits_keep_the_rate_of_nids() -> None:
     plain = slope(run(NIDS(lr=1.0 / L), TASK, 100).errors)[0]
     coded = slope(run(LEAD(lr=1.0 / L), TASK, 100).errors)[0]
     assert np.log(plain) / np.log(coded) < 1.1
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_lead_with_alpha_one_is_cold_and_ternary_levels_need_less() -> None:
     cold, same = (
         run(algorithm, TASK, 30).states
@@ -158,7 +158,7 @@ def test_lead_with_alpha_one_is_cold_and_ternary_levels_need_less() -> None:
     assert undamped > 1.0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_gradient_tracking_is_exact_on_graphs_that_change() -> None:
     even, odd = np.eye(TASK.n), np.eye(TASK.n)
     for i in range(TASK.n):
@@ -183,7 +183,7 @@ def test_two_vectors_travel_in_one_message() -> None:
     assert [size - identity[0] for size in digested] == [8, 0, 8, 0]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ALL)
 def test_both_ends_agree_in_float32_and_the_dtype_stays(algorithm: Algorithm) -> None:
     def equal(k: int, states: Any) -> None:
@@ -200,7 +200,7 @@ def test_both_ends_agree_in_float32_and_the_dtype_stays(algorithm: Algorithm) ->
     assert ran.errors[-1] < 0.5
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ALL)
 def test_after_a_reset_the_others_go_on_to_their_own_optimum(algorithm: Algorithm) -> None:
     states = run(algorithm, TASK, 10).states

@@ -43,7 +43,7 @@ def test_the_watch_ends_runs_that_diverge_and_says_what_to_do() -> None:
         watched(DeepSqueeze(lr=lr, momentum=0.9, gamma=1.0, compressor=SPARSE), 200, DivergenceWatch(window=20))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("gamma", [0.25, 0.06])
 def test_the_watch_leaves_runs_alone_that_work(gamma: float) -> None:
     assert watched(choco(gamma), 80, DivergenceWatch(window=20)) < 1.3
@@ -69,7 +69,7 @@ def test_growth_from_rounding_is_seen_when_it_is_more() -> None:
     assert series(DivergenceWatch(), values) == np.searchsorted(values, 1e-6) + 99
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("rate", "times"), [(1.01, 3.0), (1.0019, 100.0)])
 def test_slow_growth_is_seen_against_the_level_of_the_first_window(rate: float, times: float) -> None:
     found = series(DivergenceWatch(), rate ** np.arange(2600.0))
@@ -77,7 +77,7 @@ def test_slow_growth_is_seen_against_the_level_of_the_first_window(rate: float, 
     assert rate ** (found - 49) == pytest.approx(times, rel=0.02)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "values",
     [
@@ -163,19 +163,19 @@ def digits(gamma: float, compressor: dict[str, object], iterations: int) -> str:
     return str(cell.run()["diverged"])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_c1_choco_with_scaled_signs_and_gamma_1_is_left_alone() -> None:
     """The watch ended it at iteration 127; it reaches 90 % at 260 and 96 % at 1500."""
     assert digits(1.0, {"id": "scaledsign"}, 160) == ""
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_c1_choco_with_two_percent_and_gamma_02_is_ended_before_it_is_lost() -> None:
     """The watch ended it at iteration 939; its accuracy is best, 63 %, at 260, and 26 % at 800."""
     assert "of most of 8 nodes grew" in digits(0.2, {"id": "topk", "density": 0.02}, 420)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_7_11_a_scale_that_falls_too_fast_is_reported_as_saturated() -> None:
     task = problem(n=6, d=24)
     for rho, ends in ((0.8, True), (0.97, False)):
@@ -187,7 +187,7 @@ def test_7_11_a_scale_that_falls_too_fast_is_reported_as_saturated() -> None:
             watched(algorithm, 60, DivergenceWatch())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_tune_gamma_halves_from_one_until_a_pilot_works_and_on_while_it_gets_better() -> None:
     def pilot(algorithm: Algorithm) -> float:
         return watched(algorithm, 60, DivergenceWatch(window=20))

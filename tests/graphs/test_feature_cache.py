@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import time
+import sys
+import tracemalloc
 from collections import OrderedDict
 
 import numpy as np
@@ -227,23 +228,37 @@ def test_arguments_are_checked() -> None:
 
 
 def test_operations_do_not_depend_on_what_is_held() -> None:
-    """Use and replacement of ten rows, with 300 and with 30 000 others: far from a hundred times the time."""
+    """Use and replacement of ten rows, with 300 and with 30 000 others: as many lines run, as much memory is taken."""
 
-    def seconds(size: int) -> float:
+    def cost(size: int) -> tuple[int, int]:
         rows = np.ones((size, 1), np.float32)
         cache = FeatureCache("lru", size * (1 + 4 + ROW_BYTES))
         cache.put(np.arange(size), rows)
-        best = float("inf")
-        for turn in range(30):
-            new = np.arange(size + 10 * turn, size + 10 * turn + 10)
-            start = time.perf_counter()
-            cache.get(np.arange(size - 10, size))
-            cache.put(new, rows[:10])
-            best = min(best, time.perf_counter() - start)
-        assert len(cache) == size
-        return best
+        used, new = np.arange(size - 10, size), np.arange(size, size + 10)
+        lines = 0
 
-    assert seconds(30_000) < 10 * seconds(300)
+        def count(frame: object, event: str, argument: object) -> object:
+            nonlocal lines
+            lines += event == "line"
+            return count
+
+        before = sys.gettrace()
+        tracemalloc.start()
+        sys.settrace(count)
+        try:
+            cache.get(used)
+            cache.put(new, rows[:10])
+        finally:
+            sys.settrace(before)
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+        assert len(cache) == size
+        return lines, peak
+
+    few, many = cost(300), cost(30_000)
+    assert many[0] == few[0]
+    # An array of one byte for each row that is held would be 30 000.
+    assert many[1] < few[1] + 10_000
 
 
 SECRET = b"the owner's own, from os.urandom"

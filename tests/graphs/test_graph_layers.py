@@ -54,7 +54,7 @@ def step(made: GraphConvolutions, loss: Tensor, rate: float = 0.2) -> list[Tenso
     return gradients
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", [1, 2, 4])
 @pytest.mark.parametrize(
     "options",
@@ -84,7 +84,7 @@ def test_7_06_with_n_of_all_candidates_training_is_that_of_the_whole_graph(parts
     assert any(len(plan.remote) for plan in plans) == (parts > 1)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_fewer_columns_are_another_forward_pass_with_the_right_mean() -> None:
     parts = toy_parts(40, 2, 5.0)
     part, batch, draws = parts[0], parts[0].train[:4], 200
@@ -196,7 +196,7 @@ def test_7_14_an_empty_draw_gives_what_the_biases_give() -> None:
     assert made(gather(part, empty, {}), operators_of(empty, torch.float64)).shape == (0, CLASSES)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_dropout_is_drawn_from_the_generator_that_is_handed_over_and_only_in_training() -> None:
     adjacency, x = toy_adjacency(30, 3, 4.0), torch.from_numpy(toy_features(30, 6, 0))
     operators = whole(adjacency, 2, torch.float64)

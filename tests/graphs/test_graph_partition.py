@@ -59,7 +59,7 @@ GRAPHS = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", GRAPHS)
 def test_7_13_every_node_has_one_owner_and_sizes_are_within_five_percent(name: str, method: str) -> None:
@@ -180,7 +180,7 @@ def test_balance_moves_the_excess_and_those_that_lose_least() -> None:
     assert not owner[:30].any()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @given(st.lists(st.integers(0, 4), min_size=5, max_size=60))
 def test_balance_ends_wherever_it_starts(start: list[int]) -> None:
     graph = ring(len(start))

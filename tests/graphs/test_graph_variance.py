@@ -56,7 +56,7 @@ def test_column_energy_is_the_energy_of_each_term() -> None:
         column_energy(SMALL.rows, SMALL.positions, SMALL.m, np.full(SMALL.m, np.nan))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1.5, 4, 8])
 @pytest.mark.parametrize("s", [1.0, 3.0, 16.0])
 def test_7_02_poisson_variance_is_that_of_all_subsets(n: float, s: float) -> None:
@@ -91,7 +91,7 @@ def test_7_02_hansen_hurwitz_variance_is_that_of_all_sequences() -> None:
     assert second == pytest.approx(formula, rel=1e-10)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_7_02_both_variances_are_those_of_20_000_draws() -> None:
     """Monte Carlo over formula within 2 %, with the draws that samplers make."""
     layer, n, draws, s = Layer(nodes=60, edges=150, rows=12, seed=1, width=6), 16, 20_000, 4.0

@@ -136,7 +136,7 @@ def test_damaged_lists_are_refused() -> None:
     damage.refuses_every_sealed_truncation(decode_ids, frame)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_fuzzed_lists_give_ascending_ids_or_wire_errors() -> None:
     def decode(frame: bytes) -> None:
         ids = decode_ids(frame, nodes=60_000)

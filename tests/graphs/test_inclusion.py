@@ -37,7 +37,7 @@ def sequential(w: np.ndarray, n: float) -> np.ndarray:
     return pi
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(st.lists(WEIGHT, max_size=40), st.one_of(st.integers(1, 50), st.floats(1, 50)))
 def test_7_08_water_filling(weights: list[float], n: float) -> None:

@@ -90,7 +90,7 @@ def test_wanted_is_the_union_over_steps_by_owner_without_what_is_here() -> None:
     assert wanted([], NONE) == {}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_batch_of_a_size_is_equally_likely(size: int) -> None:
     ids, draws = np.arange(10, 16), 1500
@@ -154,7 +154,7 @@ def test_7_14_rows_of_an_absent_owner_are_not_asked_for_unless_they_are_held(sam
     assert same(plan_step(part, part.train, settings, Key(0), conditions=every), whole)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("weight", ["l1", "count", "l2sq"])
 @pytest.mark.parametrize("sampler", ["skewed", "node", "ladies", "fastgcn", "boundary", "full"])
 def test_7_14_lost_mass_is_the_share_of_the_base_weight_of_what_cannot_be_had(sampler: str, weight: str) -> None:
@@ -328,7 +328,7 @@ def test_7_14_batches_that_cannot_be_are_refused(structure: str) -> None:
         plan_round(part, SamplerSettings(), seed=0, round=1, steps=0, batch_size=2)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{"mode": "measured"}, {"sampler": "node"}, {"sampler": "fastgcn"}, {"favour": "halo", "layers": 3}]
 )

@@ -90,7 +90,7 @@ def test_the_loader_gives_every_seed_once_with_its_edges() -> None:
     assert torch.cat(seen).tolist() == seeds.tolist()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_weights_undo_the_probabilities_of_every_row() -> None:
     """P / pi with pi of each row's own local mass, scale and fanout, worked out row by row."""
     for how in ({}, {"mode": "worst", "budget": 2.0}, UNSKEWED, {"keep_self": True}):
@@ -109,7 +109,7 @@ def test_weights_undo_the_probabilities_of_every_row() -> None:
             torch.testing.assert_close(found[v, near], expected, rtol=1e-12, atol=0)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_one_layer_is_unbiased_and_only_with_its_weights() -> None:
     """1 000 draws through SimpleConv; leaving the weights out, or taking P's own, is far away."""
     sampler = SkewedSampler(GRAPH, OWNER, 0, settings(mode="fixed", scale=4.0), seed=1)
@@ -133,7 +133,7 @@ def test_one_layer_is_unbiased_and_only_with_its_weights() -> None:
         assert float((mean - truth).norm() / truth.norm()) > 0.3
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_two_linear_layers_are_unbiased_because_layers_draw_for_themselves() -> None:
     """GraphConv with root weights, self loops included: each path uses each layer's draw once."""
     torch_rng = torch.Generator().manual_seed(0)
@@ -205,7 +205,7 @@ def test_without_anything_to_draw_it_is_torch_geometrics_own_network() -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_skew_lowers_the_number_of_distinct_remote_nodes() -> None:
     def remote(**how: Any) -> float:
         sampler = SkewedSampler(GRAPH, OWNER, 0, settings(layers=2, **how), seed=3)
@@ -230,7 +230,7 @@ def test_draws_are_new_at_each_call_and_the_same_for_the_same_seed() -> None:
     assert epochs(1)[0] != first
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_worker_processes_draw_for_themselves_and_anew_in_every_epoch() -> None:
     """Each has a copy of the sampler: without its own seed all would draw alike, in every epoch."""
     seeds = [0, 3, 6, 9]

@@ -134,7 +134,7 @@ def test_golden_bytes(codec: str) -> None:
     assert np.abs(rows - GOLDEN_ROWS).max() <= (1e-7 if codec == "int8" else 0)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", [*CODECS, "auto"])
 def test_rows_come_out_as_they_went_in(codec: str) -> None:
     """Bit for bit where the codec is exact, else as the dtype it rounds to holds them."""
@@ -161,7 +161,7 @@ def test_exact_is_said_of_those_that_are() -> None:
     assert exact[np.float32] == exact[np.float64] | {"dense-f32", "csr"}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", [*CODECS, "auto"])
 def test_selected_rows_are_the_bytes_of_encoding_them_alone(codec: str) -> None:
     form = get_row_codec(codec)
@@ -448,7 +448,7 @@ def test_rows_of_other_nodes_or_lengths_than_agreed_are_refused() -> None:
             codec.decode(frame, features=5, dtype=np.float64, max_bytes=119)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", [*CODECS, "auto"])
 def test_damaged_frames_are_refused(codec: str) -> None:
     form = get_row_codec(codec)
@@ -463,7 +463,7 @@ def test_damaged_frames_are_refused(codec: str) -> None:
     damage.refuses_every_sealed_truncation(lambda f: form.select(f, GOLDEN_IDS[:1]), frame, but)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", [*CODECS, "auto"])
 def test_fuzzed_frames_give_finite_rows_or_wire_errors(codec: str) -> None:
     form = get_row_codec(codec)

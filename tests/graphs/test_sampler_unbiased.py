@@ -191,7 +191,7 @@ UNBIASED: list[tuple[str, dict[str, Any], Expectation]] = [
 ]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "options", "expectation"), UNBIASED, ids=lambda value: None if callable(value) else str(value)[:60]
 )
@@ -233,7 +233,7 @@ def test_7_01_the_harness_fails_for_local_only() -> None:
     assert np.abs(run(np.zeros(0)) - truth(part, ROWS)).max() > 0.1
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [1.0, 4.0])
 def test_7_01_the_harness_fails_for_clipped_weights(scale: float) -> None:
     part = small()
@@ -266,7 +266,7 @@ def test_7_01_the_harness_fails_for_ladies(renormalise: bool) -> None:
     assert np.linalg.norm(mean - exact) > 0.03 * np.linalg.norm(exact)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_ladies_draws_one_after_the_other_without_replacement() -> None:
     part, n, draws = small(), 2, 1500
     exact = truth(part, ROWS)
@@ -306,7 +306,7 @@ def test_remote_rows_do_not_keep_their_own_columns(sampler: str) -> None:
     assert bare.columns.tolist() == [2]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_7_03_two_linear_layers_are_unbiased_with_independent_draws_and_not_with_shared_ones() -> None:
     nodes, draws = 4, 500
     src, dst = np.triu_indices(nodes, 1)

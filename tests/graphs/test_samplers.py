@@ -165,7 +165,7 @@ def counted(part: GraphPart, settings: SamplerSettings, draws: int) -> tuple[np.
     return np.array([int((~part.owned(one.columns)).sum()) for one in found]), found
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -41,7 +41,7 @@ class Instance:
         return {"a_local": float(per[self.local].sum()), "a_remote": float(per[~self.local].sum())}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_7_04_measured_meets_the_budget_exactly() -> None:
     """|M(s) / M(1) - D| < 1e-9 on 2000 random instances; the root is the largest, and no larger scale is allowed."""
     for number in range(INSTANCES):
@@ -54,7 +54,7 @@ def test_7_04_measured_meets_the_budget_exactly() -> None:
         assert case.moment(1.001 * s) / before > case.D
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_7_04_matched_is_exact_when_energy_is_the_square_of_the_weight() -> None:
     for number in range(INSTANCES):
         case = Instance(number)
@@ -64,7 +64,7 @@ def test_7_04_matched_is_exact_when_energy_is_the_square_of_the_weight() -> None
         assert s == pytest.approx(scale("measured", case.lam, case.D, s_max=math.inf, **case.sums(a)), rel=1e-6)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_7_04_matched_is_a_model_and_no_guarantee() -> None:
     """On arbitrary energies the budget is missed on both sides: nobody may take the default for a bound."""
     ratios = []
@@ -76,7 +76,7 @@ def test_7_04_matched_is_a_model_and_no_guarantee() -> None:
     assert min(ratios) < 0.8
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_7_04_worst_never_exceeds_the_budget() -> None:
     """Whatever the energies, all of them on one remote column included, where it is nearly met."""
     tightest = 0.0

@@ -200,7 +200,7 @@ def test_damaged_frames_are_refused() -> None:
         damage.refuses_every_sealed_truncation(decode_structure, golden(norms))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_fuzzed_frames_give_rows_or_wire_errors() -> None:
     adjacency, owner = graph("sym", 0)
     rows = adjacency.rows(np.arange(0, 400, 20))

@@ -55,7 +55,7 @@ def _by_rule(total: np.ndarray, gradient: np.ndarray, length: int, factor: float
     return indices, float(np.float32(math.fsum(peaks) / len(peaks)))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_arg_max_of_every_bin(kind: str, tier: str) -> None:
@@ -69,7 +69,7 @@ def test_arg_max_of_every_bin(kind: str, tier: str) -> None:
         np.testing.assert_array_equal(x, before)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=300),
@@ -88,7 +88,7 @@ def test_any_finite_vector(values: list[float], length: int, factor: float) -> N
         assert got.scale == scale
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_adaptive_rule(kind: str, tier: str) -> None:
@@ -141,7 +141,7 @@ def test_soft_threshold_follows_the_gradient() -> None:
     np.testing.assert_array_equal(zero.indices, [0])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_adaptive_step_equals_its_parts(kind: str, tier: str) -> None:
@@ -192,7 +192,7 @@ def test_tiers_add_the_peaks_in_the_same_order(length: int) -> None:
     assert length > 1 or sums[0] != peaks.sum()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("tier", ["numba", "numpy"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_non_finite_raises(bad: float, tier: str) -> None:

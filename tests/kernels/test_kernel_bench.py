@@ -38,7 +38,7 @@ def test_a_slow_kernel_fails_its_claims() -> None:
     assert all("density 0.01" in name for name in failed)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_every_method_is_measured() -> None:
     vector = layered(60_000)
     scales = [np.abs(layer).mean() for layer in np.array_split(vector, LAYERS)]
@@ -101,7 +101,7 @@ def test_latents_are_measured_there_and_back(monkeypatch: pytest.MonkeyPatch) ->
     ]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_without_torch_what_is_compared_with_it_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     # None in sys.modules makes every import of torch fail, as it does where torch is not installed.
     monkeypatch.setitem(sys.modules, "torch", None)
@@ -117,7 +117,7 @@ def test_without_torch_what_is_compared_with_it_is_not_measured(monkeypatch: pyt
     assert [claim for claim in found["claims"] if claim.ok is not None]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_inputs_that_are_hard_to_rank_are_measured_beside_the_usual() -> None:
     """Every input at every density has a row per call; each claim names the slowest of them."""
     found = worst(layered(30_000), 1, lambda _line: None, claimed=True)
@@ -156,7 +156,7 @@ def test_the_other_sparsifiers_fail_when_slow() -> None:
     assert not any("read passes" in claim.name for claim in other.density_claims(times, 0.01, against_limit=False))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_torch_forms_do_the_same() -> None:
     """A comparison with something that does less would be worth nothing."""
     import torch
@@ -172,7 +172,7 @@ def test_the_torch_forms_do_the_same() -> None:
         assert np.setxor1d(ours, theirs).size <= 2
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_every_sparsifier_is_measured() -> None:
     vector = layered(30_000)
     told: list[str] = []

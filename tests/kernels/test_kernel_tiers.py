@@ -83,14 +83,14 @@ def _run(
     )
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_importing_does_not_import_numba() -> None:
     code = "import sys, fedcomp.codecs; print('numba' in sys.modules, 'torch' in sys.modules)"
     done = _run(["-c", code])
     assert done.stdout.split() == ["False", "False"], done.stderr
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_warm_is_idempotent_and_reports_one_line() -> None:
     assert warm() is not None
     again = warm()
@@ -142,7 +142,7 @@ def test_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
     assert warm() is None
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("user_cache", [True, False])
 def test_read_only_package_compiles_without_warning(tmp_path: Path, user_cache: bool) -> None:
     """No cache beside the package: the user's cache is taken; without that one, none. Never a warning."""

@@ -59,7 +59,7 @@ def _by_full_sort(x: np.ndarray, k: int) -> np.ndarray:
     return np.sort(order[:k])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_equals_the_full_sort(kind: str, tier: str) -> None:
@@ -74,7 +74,7 @@ def test_equals_the_full_sort(kind: str, tier: str) -> None:
                 np.testing.assert_array_equal(got, expected, err_msg=f"{kind} n={n} k={k} seed={seed}")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=200),
@@ -89,7 +89,7 @@ def test_any_finite_vector(values: list[float], k: int, seed: int) -> None:
         np.testing.assert_array_equal(select_topk(x, k, tier=tier, seed=seed), _by_full_sort(x, k))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("tier", ["numba", "numpy"])
 def test_one_million(tier: str) -> None:
     """Spec 7.1.2 at n = 1e6."""
@@ -129,7 +129,7 @@ class _Counting:
         return counted
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("tier", ["numba", "numpy"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_input_takes_more_than_two_passes(kind: str, tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +158,7 @@ def test_no_input_takes_more_than_two_passes(kind: str, tier: str, monkeypatch: 
     assert kernels.seen == {"collect": 0, "add_collect": n}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("tier", ["numba", "numpy"])
 @pytest.mark.parametrize("kind", ["student", "sorted", "ties", "block"])
 def test_a_start_far_too_low_is_given_up_for_a_sample(kind: str, tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +208,7 @@ def test_read_only_and_strided_vectors_are_accepted() -> None:
     np.testing.assert_array_equal(select_topk(x[::2], 30), select_topk(x[::2].copy(), 30))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("tier", ["numba", "numpy"])
 @pytest.mark.parametrize("threshold", [None, 0.0, 1e-30, 0.5, 1e30])
 @pytest.mark.parametrize("decay", [1.0, 0.9, 0.0])

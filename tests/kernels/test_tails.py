@@ -50,7 +50,7 @@ def _same(one: Exceedances, other: Exceedances) -> bool:
     return np.array_equal(np.array(one), np.array(other), equal_nan=True)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_moments(kind: str) -> None:
     for n in SIZES:
@@ -75,7 +75,7 @@ def test_moments(kind: str) -> None:
         np.testing.assert_array_equal(x, before)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=200),
@@ -149,7 +149,7 @@ def test_the_product_stays_in_range() -> None:
             assert exceedances(x, logs=True, tier=tier).log_mean == pytest.approx(math.log(x[0]), rel=1e-14)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("tier", ["numba", "numpy", "auto"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_selection_is_the_comparison(kind: str, tier: str) -> None:
@@ -171,7 +171,7 @@ def test_selection_is_the_comparison(kind: str, tier: str) -> None:
             np.testing.assert_array_equal(got, expected, err_msg=f"{kind} n={n} threshold={threshold}")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
 def test_non_finite_raises(bad: float, tier: str) -> None:

@@ -165,7 +165,7 @@ def test_section_4_the_asymptotic_accountant_reports_too_little() -> None:
 RATES, MULTIPLIERS, ROUNDS = (0.001, 0.03, 0.3), (0.9, 2.0), (1, 6)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_prv_is_bit_for_bit_what_opacus_answers_whose_reach_is_not_computed_twice() -> None:
     from opacus.accountants import PRVAccountant
 
@@ -175,7 +175,7 @@ def test_prv_is_bit_for_bit_what_opacus_answers_whose_reach_is_not_computed_twic
     assert prv_epsilon(events, DELTA) == theirs.get_epsilon(DELTA, eps_error=accounting.PRV_ERROR)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("rate", "z"), list(product(RATES, MULTIPLIERS)))
 def test_prv_is_never_above_rdp(rate: float, z: float) -> None:
     for rounds in ROUNDS:
@@ -195,13 +195,13 @@ def test_prv_contains_the_exact_curve_without_sampling() -> None:
         assert 0.0 < upper - exact(events, DELTA) < 1.1 * accounting.PRV_ERROR
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_sampling_never_costs_more_than_taking_part() -> None:
     for rate, z in ((0.6, 1.2), (0.2, 8.0)):
         assert exact([gaussian(z, rate=rate)] * 3, DELTA) <= exact([gaussian(z)] * 3, DELTA)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_releases_on_one_sample_are_not_releases_on_fresh_samples() -> None:
     """The images of a batch see the same units: one draw of who takes part, not one each."""
     batch = exact([gaussian(4.0, releases=16, rate=0.05)], DELTA)
@@ -210,7 +210,7 @@ def test_releases_on_one_sample_are_not_releases_on_fresh_samples() -> None:
     assert batch > 1.5 * exact([gaussian(4.0, rate=0.05)] * 16, DELTA)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_events_of_one_round_are_on_one_sample_whatever_rates_they_claim() -> None:
     """As independent draws they cost 1.93 instead of 3.5: who is in one of them would mostly not be in the other."""
     mixed = [gaussian(1.0, rate=0.1), gaussian(1.0, rate=0.1001)]
@@ -237,7 +237,7 @@ def test_the_exact_curve_agrees_with_fifty_digits(mu: float) -> None:
             assert gaussian_delta(mu, epsilon) == pytest.approx(float(true), rel=2e-9, abs=1e-16)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @given(st.floats(1e-6, 1e3), st.floats(1e-12, 0.5))
 def test_epsilon_inverts_delta_on_the_safe_side(mu: float, delta: float) -> None:
     epsilon = gaussian_epsilon(mu, delta)
@@ -343,7 +343,7 @@ def integer_epsilon(sigma: float, shift: int, delta: float) -> float:
     return high
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("delta", [1e-3, 1e-5, 1e-8])
 @pytest.mark.parametrize("z", [0.1, 0.3, 0.5, 1.0, 3.0, 10.0])
 def test_a6_epsilon_of_integer_noise_is_an_upper_bound(z: float, delta: float) -> None:
@@ -421,7 +421,7 @@ def test_skellam_on_a_fine_grid_costs_what_a_gaussian_does_by_rdp() -> None:
     assert exact([fine], DELTA) == pytest.approx(rdp_epsilon([gaussian(2.0)], DELTA), rel=2e-3)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_where_prv_cannot_answer_rdp_does_and_says_so() -> None:
     history = {accounting.profile(gaussian(0.5, rate=1e-7)): 10**8}
     cost = accounting.compose_rounds(history, DELTA)
@@ -464,7 +464,7 @@ def test_planning_is_tight_and_safe(cap: int, grid_sigma: float) -> None:
     assert releases_for(2.0, 1e-6, 0.0) == 0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_planning_with_sampling_is_tight_and_safe() -> None:
     z = noise_multiplier_for(1.0, DELTA, releases=200, rate=0.05, tolerance=2e-3, grid_sigma=math.inf)
     assert exact([gaussian(z, rate=0.05)] * 200, DELTA) <= 1.0

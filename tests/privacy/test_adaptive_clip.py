@@ -49,14 +49,14 @@ def settle(made: DpFedAvg, rounds: int = 60) -> float:
     return float(np.exp(np.mean(np.log(late))))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("start", [0.1, 0.9, 1.0, 1.2, 5.0])
 def test_the_clip_norm_finds_the_median(start) -> None:
     # Noise on the share is 5 %; its effect on the logarithm of the clip norm stays below a tenth.
     assert settle(strategy(initial=start)) == pytest.approx(1.0, abs=0.1)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("quantile", [0.2, 0.8])
 def test_the_clip_norm_finds_other_quantiles(quantile) -> None:
     expected = math.exp(2.0 * quantile - 1.0)
@@ -70,7 +70,7 @@ class WrongSign(DpFedAvg):
         self.bits.add(np.linalg.norm(contribution) > self.clip)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("start", [0.9, 1.2])
 def test_the_wrong_sign_runs_away(start) -> None:
     ended = settle(strategy(WrongSign, initial=start, count_noise=1.0))

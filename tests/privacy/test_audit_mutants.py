@@ -19,7 +19,7 @@ QUICK = {"clip before memory", "same seed", "record twice"}
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in MUTANTS]
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MUTANTS]
 )
 def test_a_mutant_is_caught_and_its_original_is_not(name: str) -> None:
     right = MUTANTS[name].original()

@@ -34,7 +34,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("subject", list(found.values()), ids=list(found))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_audit_A_no_neighbour_is_farther_than_the_noise_was_drawn_for_and_some_is_as_far(subject: Subject) -> None:
     # Distributed noise is made for the longest integers that rounding may give, which these vectors do not become.
     found = tier_a(subject)
@@ -50,7 +50,7 @@ def test_audit_A_coins_of_votes_are_secret_where_the_order_of_the_records_decide
     assert not np.array_equal(*drawn)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_audit_B_every_part_has_the_noise_that_was_claimed(subject: Subject) -> None:
     runs = 300 if isinstance(subject, Sums) else 30
     found = tier_b(subject, runs=runs)
@@ -60,7 +60,7 @@ def test_audit_B_every_part_has_the_noise_that_was_claimed(subject: Subject) -> 
         assert verdict.trials >= 480 or verdict.part == "told"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_audit_C_no_attack_on_the_worst_pair_refutes_the_ledger(subject: Subject) -> None:
     quick = isinstance(subject, Sums | systems.PrivateMessages | systems.NoiseShares)
     found = tier_c(subject, runs=1500 if quick else 200)
@@ -69,17 +69,17 @@ def test_audit_C_no_attack_on_the_worst_pair_refutes_the_ledger(subject: Subject
     assert found.found > 0.2 * found.claimed
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_audit_E_no_output_lies_beside_the_grid_in_either_world(subject: Subject) -> None:
     assert tier_e(subject, runs=5).ok
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_audit_F_noise_is_drawn_anew_every_round_and_every_run(subject: Subject) -> None:
     assert tier_f(subject).ok
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("adjacency", "factor"), [("zero_out", 1.0), ("add_remove", 1.0), ("replace", 2.0)])
 def test_audit_A_exhaustive_search_of_votes_reaches_the_claim_under_every_adjacency(adjacency, factor) -> None:
     """All 51 votes of five coordinates and k = 2, against all others where they are exchanged."""
@@ -112,7 +112,7 @@ def test_audit_A_a_client_that_answers_twice_moves_the_sum_once() -> None:
     np.testing.assert_array_equal(subject.run(twice, 1, noisy=False), subject.run(subject.present, 1, noisy=False))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", [1, 2, 3])
 def test_audit_B_lost_clients_leave_noise_and_guarantee_as_they_are(lost: int) -> None:
     """n is not the number expected, and errors come instead of replies: the noise on the sum is the same."""
@@ -129,7 +129,7 @@ def test_audit_B_lost_clients_leave_noise_and_guarantee_as_they_are(lost: int) -
     assert subject.ledger(1).epsilon() == cases.dp_fedavg().ledger(1).epsilon()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_audit_B_an_empty_round_releases_the_same_noise_and_costs_the_same() -> None:
     subject = cases.dp_fedavg()
     empty = Rounds("nobody", subject.make, Worlds([], []), cases.MODEL, cases.NODES)
@@ -140,7 +140,7 @@ def test_audit_B_an_empty_round_releases_the_same_noise_and_costs_the_same() -> 
     assert empty.ledger(1).epsilon() == subject.ledger(1).epsilon() > 0.0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_audit_C_rounds_add_up_as_the_ledger_says() -> None:
     found = tier_c(cases.votes_sum(z=2.0), runs=1500, rounds=4)
     # A mu of 1, and what integers may cost beyond the continuous curve.

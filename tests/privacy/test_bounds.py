@@ -28,7 +28,7 @@ def python_norm(integers: np.ndarray) -> int:
     return sum(x * x for x in integers.ravel().tolist())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @given(vectors, st.floats(1e-300, 1e300), st.integers(1, MOST))
 def test_no_vector_ends_above_the_bound(vector: np.ndarray, clip: float, bound: int) -> None:
     step = max(clip / bound, 5e-324)
@@ -118,7 +118,7 @@ def test_wrong_parameters_are_named(wrong) -> None:
         to_grid(np.ones(3), **{"clip": 1.0, "step": 0.1, "bound": 10, **wrong})
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @given(st.lists(st.integers(-(2**32) + 1, 2**32 - 1), max_size=30), st.booleans())
 def test_squared_norm_is_exact(values: list[int], many: bool) -> None:
     array = np.array(values * (7 if many else 1), np.int64)
@@ -160,7 +160,7 @@ def test_joint_norm_over_all_float_arrays() -> None:
     np.testing.assert_allclose(out["a"][0] / out["b"][0, 0], -0.75, rtol=1e-6)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @given(
     st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=30),
     st.floats(1e-30, 1e30),

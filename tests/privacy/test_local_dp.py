@@ -154,7 +154,7 @@ def run(strategy, *, fault=None, rounds=2, mods=None, nodes=4):
     return strategy.start(grid, model(), num_rounds=rounds, timeout=9)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", [Identity(), QSGD(levels=64), TopK(density=0.2), RandomK(density=0.5)], ids=str)
 def test_the_server_averages_messages_and_adds_nothing(codec) -> None:
     strategy = local(codec, clip=3e4, noise_multiplier=0.0)

@@ -173,7 +173,7 @@ def test_masks_by_noisy_magnitude_keep_the_large_and_leave_no_coordinate_out_for
 # In DP-SGD.
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["random-mask", "lsg"])
 @pytest.mark.parametrize("schedule", ["constant", "cosine"])
 def test_2_6_the_mask_is_independent_of_the_data(method: str, schedule: str) -> None:
@@ -211,7 +211,7 @@ def test_2_6_noise_is_on_the_kept_coordinates_alone_and_clipping_comes_after_the
     assert np.linalg.norm(given) == pytest.approx(1e-3, rel=0.01)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_2_6_full_rank_and_no_mask_is_dp_sgd_exactly() -> None:
     found = []
     for method, options in (("dp-sgd", {}), ("lsg", {"rank": 99, "keep": 1.0}), ("random-mask", {"keep": 1.0})):
@@ -267,7 +267,7 @@ def test_2_6_the_joint_clip_bounds_all_layers_and_both_carriers_together() -> No
     assert np.linalg.norm(apart) == pytest.approx(math.sqrt(2.0) * clip)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_2_6_a_step_costs_what_a_step_of_dp_sgd_costs() -> None:
     books = []
     for method in ("dp-sgd", "random-mask", "lsg"):
@@ -283,7 +283,7 @@ def test_2_6_a_step_costs_what_a_step_of_dp_sgd_costs() -> None:
     assert {(e.noise_multiplier, e.rate, e.releases) for book in books for e in book.events} == {(1.3, 1.0, 1)}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_2_6_the_support_of_a_private_sum_with_noise_on_it_alone_is_caught_by_the_audit() -> None:
     """The mutant keeps the largest coordinates of the sum; which ones they are gives the canary away."""
     size, count, trials, z = 40, 10, 1500, 1.0

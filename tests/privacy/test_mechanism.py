@@ -55,7 +55,7 @@ def distances(admitted: list[np.ndarray], adjacency: str) -> float:
     return max(float(np.linalg.norm(a)) for a in admitted)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("adjacency", ["zero_out", "add_remove", "replace"])
 @pytest.mark.parametrize(("d", "k"), [(4, 1), (4, 2), (5, 2), (3, 3)])
 def test_audit_A_sensitivity_of_votes_is_exact(adjacency: str, d: int, k: int) -> None:
@@ -172,7 +172,7 @@ def test_votes_are_refined_where_their_noise_would_be_coarse(z: float, adjacency
     assert votes.admit(np.ones(9, np.int8) * (np.arange(9) < 4))[0] * votes.step == 1.0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", ["discrete_gaussian", "skellam", "gaussian"])
 @pytest.mark.parametrize("adjacency", ["add_remove", "replace"])
 def test_audit_B_noise_on_a_release_is_what_the_event_says(noise: str, adjacency: str) -> None:

@@ -76,7 +76,7 @@ def test_draws_fit_skellam(sigma: float) -> None:
     assert misfit(skellam(sigma, 200_000, stream("skellam")), skellam_pmf(sigma)) > 1e-6
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("sigma", [0.5, 4.3])
 def test_the_rational_sampler_has_the_same_distribution(sigma: float) -> None:
     assert misfit(discrete_gaussian(sigma, 3_000, stream("exact"), exact=True), gauss_pmf(sigma)) > 1e-6
@@ -87,7 +87,7 @@ def test_the_fit_notices_another_parameter() -> None:
     assert misfit(discrete_gaussian(1.5, 200_000, stream("pmf")), skellam_pmf(1.5)) < 1e-6
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", ["discrete_gaussian", "skellam", "gaussian"])
 @pytest.mark.parametrize("sigma", [1.0, 10.0, 64.0, 1000.5, 2.0**20, 2.0**40])
 def test_variance_by_chi_square(noise: str, sigma: float) -> None:
@@ -99,7 +99,7 @@ def test_variance_by_chi_square(noise: str, sigma: float) -> None:
     assert abs(float(draws.mean())) * math.sqrt(count) < 4.9
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("density", DENSITIES, ids=str)
 def test_float_density_is_within_its_tolerance(density: Density) -> None:
     rng = Key(1, "points").generator()
@@ -112,7 +112,7 @@ def test_float_density_is_within_its_tolerance(density: Density) -> None:
             assert (1 - Fraction(TOLERANCE)) * high <= Fraction(value) <= (1 + Fraction(TOLERANCE)) * low
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("density", DENSITIES, ids=str)
 def test_no_stair_is_below_the_density_and_no_squeeze_above_it(density: Density) -> None:
     made = staircase(density)
@@ -168,7 +168,7 @@ def test_most_proposals_are_kept() -> None:
         assert kept > 0.98 * 20_000
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [Gauss, lambda s: Poisson(Fraction(s) ** 2)], ids=["gauss", "poisson"])
 def test_what_float64_cannot_decide_is_settled_with_more_digits(make, monkeypatch: pytest.MonkeyPatch) -> None:
     # So wide a tolerance leaves most draws to the exact comparison; the distribution may not change.
@@ -184,7 +184,7 @@ def test_what_float64_cannot_decide_is_settled_with_more_digits(make, monkeypatc
     assert misfit(draws, {x: v / total for x, v in values.items()}) > 1e-6
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("density", [Gauss(2.0), Gauss(500.0), Poisson(Fraction(40))], ids=str)
 def test_beyond_the_last_stair_the_tail_falls_like_the_density(density: Density) -> None:
     made = staircase(density)

@@ -60,7 +60,7 @@ def test_what_happened_is_written_down_and_what_may_happen_is_asked_for_each_par
     assert books.epsilon() > budget
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_sampling_is_left_out_of_the_second_figure():
     sampled = Event("discrete_gaussian", 1.0, 1000.0, rate=0.1)
     books = ledger(sampling=Sampling("poisson", rate=0.1))

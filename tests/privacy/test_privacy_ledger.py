@@ -126,7 +126,7 @@ def test_under_a_cap_rounds_are_free_once_it_is_charged() -> None:
         ledger.record(EVENT, round=7)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_poisson_is_amplified_and_says_what_it_would_cost_otherwise() -> None:
     event = Event("discrete_gaussian", 1.0, grid_sigma=1e4, rate=0.01)
     ledger = make(sampling=Sampling("poisson", rate=0.01), budget=2.0)
@@ -367,7 +367,7 @@ def test_a1_an_earlier_ledger_that_may_have_drawn_fixed_numbers_under_add_remove
     assert again.rounds == 1
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("line", range(4))
 @pytest.mark.parametrize("damage", ["flip", "drop", "twice", "swap"])
 def test_a_damaged_file_is_refused(line: int, damage: str, tmp_path: Path) -> None:
@@ -505,7 +505,7 @@ def test_a_file_that_was_moved_away_is_not_written_to(tmp_path: Path) -> None:
     assert (tmp_path / "moved.jsonl").read_bytes() == copy
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_killed_server_has_paid_for_everything_it_released(tmp_path: Path) -> None:
     """SIGKILL at many points of: record, then release. What the parent saw released is in the file."""
     for kill_after in range(16):

@@ -37,7 +37,7 @@ from fedcomp.rng import Key
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_1_9_three_hundred_poisson_steps_with_empty_batches_are_all_paid_for() -> None:
     data, module = records(300), net()
     with training(module, data, "topagg", rate=0.01, steps=300, noise_multiplier=1.5) as t:
@@ -71,7 +71,7 @@ def test_1_9_the_noise_on_votes_has_the_deviation_z_sqrt_k() -> None:
     assert abs(drawn.mean()) < 5 * z * math.sqrt(k / drawn.size)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("method", TRAININGS)
 def test_1_9_a_record_whose_gradient_is_not_finite_contributes_nothing(method: str) -> None:
     data = records(8)
@@ -141,7 +141,7 @@ def test_dp_sgd_without_noise_is_the_sum_of_clipped_gradients_over_the_expected_
     np.testing.assert_allclose(found, naive, atol=2.1 * GridGaussian(noise_multiplier=0, clip=clip, size=53).step)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("method", TRAININGS)
 def test_one_record_moves_the_sum_by_the_bound_at_most(method: str) -> None:
     """On what is really summed: with and without a record, at several scales of its gradient."""
@@ -183,7 +183,7 @@ def test_a_rounded_row_is_inside_the_bound_in_exact_arithmetic_and_close_to_what
         assert np.abs(row - mechanism.admit(given.astype(np.float64))).max() <= mechanism.bound * 0.01
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("method", TRAININGS)
 def test_the_event_is_recorded_before_the_noise_is_drawn_and_says_what_was_drawn(method: str) -> None:
     class Watching(SeededEntropy):
@@ -245,7 +245,7 @@ def test_a_second_training_on_one_ledger_goes_on_where_the_first_ended() -> None
     assert [entry.round for entry in book.entries] == [0, 1, 2, 3, 4, 5]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_two_steps_on_one_batch_are_recorded_in_the_round_of_its_records() -> None:
     data, books = records(20), []
     for times in (1, 2):
@@ -308,7 +308,7 @@ def test_a_buffer_carries_nothing_of_a_batch_on_to_the_next_nor_out(in_place: bo
             assert not module.state_dict()["seen"].any()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_records_gradient_does_not_depend_on_how_many_others_there_are() -> None:
     """A mean loss is divided by the batch's size and the gradients multiplied by it again, which rounds."""
     data = records(61, 40)
@@ -496,7 +496,7 @@ def test_a_data_set_of_another_kind_and_a_loader_give_the_same_batches() -> None
                 np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_no_global_generator_is_read_or_written() -> None:
     found = []
     for seed in (1, 2):

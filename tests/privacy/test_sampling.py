@@ -37,7 +37,7 @@ def test_everyone_is_everyone() -> None:
     assert sampling.event_rate == 1.0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_poisson_draws_independently_with_the_rate_it_claims() -> None:
     sampling, rounds = Sampling("poisson", rate=0.3), 300
     ledger, entropy = make(sampling), seeded(1)
@@ -77,7 +77,7 @@ def test_an_empty_round_is_a_round() -> None:
     assert sampling.draw(NODES, make(sampling), 1, seeded(2)) == []
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_round_that_is_drawn_twice_is_two_rounds() -> None:
     """As two events on one sample they would cost 0.009: with next to no noise two samples find twice as many units."""
     sampling = Sampling("poisson", rate=5e-4)

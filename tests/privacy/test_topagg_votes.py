@@ -164,7 +164,7 @@ def test_1_11_k_a_packed_vote_decodes_exactly(d: int, k: int, seed: int, stochas
     np.testing.assert_array_equal(decode_rows(encode_rows(rows), 3, d, k), rows)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("d", "k"), SIZES)
 def test_1_11_k_bytes_are_within_five_per_cent_of_the_entropy(d: int, k: int) -> None:
     """len(frame) of votes on uniform supports, against log2 C(d, k) + k bits plus the frame of an empty vote."""
@@ -472,7 +472,7 @@ def test_the_mechanism_takes_what_the_codec_decodes_and_nothing_longer() -> None
         mechanism.admit(longer)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_f_repeated_votes_are_those_of_the_rows_with_coins_of_their_own() -> None:
     rows = Key(11, "rows").uniform(6 * 40).reshape(6, 40).astype(np.float32) - np.float32(0.5)
     rows[1], rows[2, 3] = 0.0, np.nan

@@ -64,7 +64,7 @@ def burst(size: int = 2000) -> ClientApp:
     return app
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", [TopK(density=0.05), RandomK(density=0.05)], ids=["top-k", "shared random-k"])
 @pytest.mark.parametrize("inner", ADAPTIVE, ids=lambda c: c.__name__)
 def test_b6_coordinates_of_which_nothing_arrived_keep_value_and_moments(inner, codec) -> None:
@@ -82,7 +82,7 @@ def test_b6_coordinates_of_which_nothing_arrived_keep_value_and_moments(inner, c
     assert quiet > 100, "the test needs coordinates that were reported on before and are not now"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("inner", [*ADAPTIVE, Kept], ids=lambda c: c.__name__)
 def test_b6_one_arrival_makes_one_step(inner, dtype: str) -> None:
@@ -94,7 +94,7 @@ def test_b6_one_arrival_makes_one_step(inner, dtype: str) -> None:
     np.testing.assert_array_equal(path, path[0])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_b6_a_mean_that_is_zero_is_news_where_everything_travels() -> None:
     """Dense codecs choose no coordinates: there Flower's rule holds as it is, momentum included."""
     initial = ArrayRecord({"w": Array(np.zeros(2000, np.float32))})
@@ -103,7 +103,7 @@ def test_b6_a_mean_that_is_zero_is_news_where_everything_travels() -> None:
         assert path[-1] > 5.0 * path[0] > 0.0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("inner", ADAPTIVE, ids=lambda c: c.__name__)
 def test_b6_what_arrives_in_every_round_takes_the_strategys_own_steps(inner) -> None:
     app = client_app([compression()])

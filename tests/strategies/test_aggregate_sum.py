@@ -39,7 +39,7 @@ def frames(strategy: Compressed, grid: InProcessGrid, arrays, number: int):
     return replies, out.vector, float(total), members, contents
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "inner",
     [lambda: fedavg(**ONE), lambda: FedAvgM(server_momentum=0.9, **ONE), lambda: FedAdam(**ONE)],

@@ -19,10 +19,10 @@ from fedcomp.flower.faults import Delivery
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.parts import PartAnswer, PartRequest, joined, layers, split
-from fedcomp.flower.payload import put_frame, take_frame
+from fedcomp.flower.payload import NODE_RECORD, put_frame, take_frame
 from fedcomp.flower.protocol import UPDATE
 from fedcomp.flower.rounds import fit
-from fedcomp.layout import Layout, Update
+from fedcomp.layout import NONE_DENSE, Layout, Update
 from fedcomp.rng import Key
 from fedcomp.strategies.by_layer import LayerByLayer, Parts
 from fedcomp.strategies.compressed import Compressed
@@ -116,7 +116,7 @@ def test_a_lost_part_costs_that_clients_update_which_its_memory_puts_back() -> N
         (lambda content: PartAnswer(1, 3, 99).put(content), "of message 99"),
         (lambda content: PartAnswer(1, 7, 1).put(content), "of 7 of message"),
         (lambda content: content.pop(PartAnswer.KEY), "fedcomp.parts"),
-        (lambda content: content.pop(UPDATE), "expected part"),
+        (lambda content: content[NODE_RECORD].pop(UPDATE), "expected part"),
     ],
 )
 def test_a_wrong_part_costs_its_sender_alone(change: Any, match: str) -> None:
@@ -153,7 +153,7 @@ def test_a_node_answers_no_question_about_another_message() -> None:
 
 @pytest.mark.parametrize("made", [Factors(rank=3), codec("dad"), Factors(mode="dad", values="q8", **KNOWN)], ids=repr)
 def test_split_and_joined_frames_are_the_same_bytes(made: Codec) -> None:
-    layout = Layout.of({name: value.numpy() for name, value in network().state_dict().items()})
+    layout = Layout.of({name: value.numpy() for name, value in network().state_dict().items()}, NONE_DENSE)
     vector = Key(3, "parts").generator().standard_normal(layout.size).astype(np.float32)
     frame, _ = made.encode(Update(vector, layout), made.init(layout), Key(3, "parts/encode"))
     parts = split(frame, layers(layout))

@@ -24,7 +24,7 @@ from fedcomp.strategies.compressed import Compressed
 EVIL = 1
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["hub", "peers"])
 def test_a_key_nothing_can_be_sealed_for_loses_one_relay_not_every_contributor(transport: str) -> None:
     """A point of small order has 32 bytes like any key, and sealing for it fails: at everybody else's."""
@@ -34,7 +34,7 @@ def test_a_key_nothing_can_be_sealed_for_loses_one_relay_not_every_contributor(t
     assert any("agrees on no secret" in reason for reason in strategy.reports[1].coded.refused)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("address", ["nonsense", "tcp://", "tcp://host:99999999", "spool:relative", "tcp://[::1"])
 def test_an_address_that_is_none_loses_one_relay(address: str) -> None:
     strategy, found = attack(header(address=address), "query.coded_hello", transport="peers")
@@ -59,7 +59,7 @@ def flooding(monkeypatch, make) -> None:
     monkeypatch.setattr(SpoolTransport, "send", send)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_parcel_too_long_for_the_plan_does_not_spoil_a_relays_answer(monkeypatch) -> None:
     """Relays keep it, since it fits their store; the other sources they hand out with it are used."""
     flooding(monkeypatch, lambda p: [dataclasses.replace(p, body=bytes(2 << 20))])
@@ -74,7 +74,7 @@ def forged(plan: RelayPlan, held: Packet, relay_index: int, seed: int) -> bytes:
     return dataclasses.replace(Packet.from_bytes(sound, plan.limits), digest=held.digest, _wire_bytes=None).to_bytes()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"threshold": 1, "symbols": 2}, {"code": "rlnc"}], ids=repr)
 def test_wrong_bodies_under_the_right_digest_cost_their_victims_nothing(monkeypatch, options: dict) -> None:
     """Client 1 keeps a packet of everybody's, so knows their digests. Once all have shared it sends relays others."""
@@ -134,7 +134,7 @@ def test_a_relay_that_sends_wrong_bodies_is_told_from_the_others_at_once() -> No
     assert collector.payload(0) == payload
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("hashes", [None, b"eight by", bytes(8 * NODES + 1)], ids=repr)
 def test_hashes_of_another_length_are_no_announcement(hashes: bytes | None) -> None:
     """What the client says is then refused whole, and its shards are those of one whose reply was lost."""
@@ -152,7 +152,7 @@ def test_hashes_of_another_length_are_no_announcement(hashes: bytes | None) -> N
     assert bits(run(strategy, NODES, app=lying)[0]) == uncoded()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["hub", "peers"])
 def test_hashes_travel_only_where_they_serve_something(transport: str) -> None:
     """Through the hub nobody can put a parcel in another's name."""
@@ -172,7 +172,7 @@ def test_hashes_travel_only_where_they_serve_something(transport: str) -> None:
     assert all(size == (8 * count if transport == "peers" else 0) for size, count in seen)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [EVIL, 4])
 def test_a_flood_of_parcels_does_not_spoil_a_relays_answer(monkeypatch, victim: int) -> None:
     flooding(monkeypatch, lambda p: [dataclasses.replace(p, source=victim, body=bytes([i]) * 90) for i in range(60)])
@@ -181,7 +181,7 @@ def test_a_flood_of_parcels_does_not_spoil_a_relays_answer(monkeypatch, victim: 
     assert run_bits == uncoded()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_one_relay_alone_cannot_speak_for_a_client_whose_reply_was_lost() -> None:
     """A payload said to be of one symbol would be decoded from a single packet, whoever sends it."""
     app = coded_app()
@@ -230,7 +230,7 @@ def test_short_payloads_are_still_decoded_from_any_k(size: int, announced: bool)
     assert collector.payload(0) == payload
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_parcel_longer_than_a_relays_store_costs_only_itself() -> None:
     """Through the hub: the relays refuse one parcel, not the whole forwarded bundle."""
 
@@ -242,7 +242,7 @@ def test_a_parcel_longer_than_a_relays_store_costs_only_itself() -> None:
     assert found == uncoded(EVIL)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_relays_tale_of_what_it_holds_is_no_number_the_ledger_cannot_hold() -> None:
     strategy = relay(transport="peers")
     app = coded_app()
@@ -259,7 +259,7 @@ def test_a_relays_tale_of_what_it_holds_is_no_number_the_ledger_cannot_hold() ->
     assert 0 < grid.ledger.total(link="peer") < 1 << 30
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["hub", "peers"])
 def test_an_aggregator_nothing_can_be_sealed_for_costs_its_own_group_and_no_client_an_error(transport: str) -> None:
     codec = FixedPoint(RandomK(0.5), clip=4096.0, levels=2048)

@@ -16,6 +16,8 @@ from fedcomp.experiments.engines.superlink import Deployment
 from fedcomp.flower.faults import ScriptedFaults
 from fedcomp.flower.grid import InProcessGrid
 
+pytestmark = pytest.mark.engines
+
 APP = Path(__file__).parent / "vanishing_app"
 VICTIM = 4
 
@@ -69,7 +71,7 @@ class Killer:
         return {parcel.source for parcel in self.held(node)}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_node_killed_after_sharing_is_in_the_sum_bit_for_bit(
     vanishing: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

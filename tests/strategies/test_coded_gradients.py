@@ -77,7 +77,7 @@ CODES = [
 ]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("n", "s", "options"), CODES)
 def test_whichever_s_clients_are_lost_the_mean_is_that_of_all(n: int, s: int, options) -> None:
     whole = weights(run(n, strategy(s, **options)))
@@ -95,7 +95,7 @@ def test_whichever_s_clients_are_lost_the_mean_is_that_of_all(n: int, s: int, op
     assert np.max(np.abs(whole - wanted)) < bound
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["silent", "lost_reply", "raise", "offline", "corrupt", "late"])
 def test_every_kind_of_loss_is_a_loss(kind: str) -> None:
     coded = strategy(1)
@@ -104,7 +104,7 @@ def test_every_kind_of_loss_is_a_loss(kind: str) -> None:
     assert coded.reports[1].coded.received == 4
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("n", "s"), [(6, 2), (5, 2)])
 def test_the_training_curve_is_that_of_full_batch_gradient_descent(n: int, s: int) -> None:
     """Each round loses other clients; every step is compared, so that errors cannot cancel or hide."""
@@ -142,7 +142,7 @@ def test_metrics_are_weighted_like_updates() -> None:
         assert metrics["twice"] == pytest.approx([1.0, sizes @ np.arange(5) / sizes.sum()])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_coded_run_is_flowers_own_mean() -> None:
     plain = run(5, toy.fedavg(fraction_evaluate=0.0), 3, client=client_app(mods=[]))
     coded = run(5, strategy(2), 3, fault=losing([0, 2]))
@@ -166,7 +166,7 @@ def test_an_adaptive_inner_strategy_steps_as_without_coding() -> None:
 # Time.
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("n", "s", "seconds"), [(5, 1, 3.0), (5, 2, 2.0), (5, 0, 50.0)])
 def test_a_round_lasts_as_long_as_the_n_minus_s_th_answer(n: int, s: int, seconds: float) -> None:
     times = [1.0, 3.0, 2.0, 50.0, 0.5]
@@ -197,7 +197,7 @@ def test_what_comes_after_the_deadline_is_a_loss() -> None:
     assert coded.reports[1].coded.received == 3
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_stale_answer_of_a_straggler_is_not_taken_for_the_next_rounds() -> None:
     times = [1.0, 1.0, 1.0, 1.0, 7.0]
     with InProcessGrid(client_app(), 5, compute_seconds=lambda d: _training(d, times)) as grid:
@@ -265,7 +265,7 @@ def test_nothing_answered_is_no_approximation() -> None:
 # Who takes part.
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_client_that_left_stays_in_the_code_and_its_data_in_the_sum() -> None:
     coded = strategy(2)
     with InProcessGrid(client_app(), 6) as grid:
@@ -293,7 +293,7 @@ def test_when_more_left_than_may_be_lost_the_code_is_made_for_the_others() -> No
     assert not np.allclose(second["weight"].numpy(), full_batch(2, range(6))[-1], atol=1e-6)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_clients_outside_of_a_sample_have_not_left() -> None:
     class Sampled(MeteredGrid):
         """Shows a strategy the clients of the round's sample and no others, as the experiments' server does."""
@@ -443,7 +443,7 @@ def _other_form(reply: Message, _partition: int) -> None:
     reply.content[CODED]["form"] = Form(form.record, "other", form.names).to_text()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -504,7 +504,7 @@ def test_weights_of_zero_leave_the_model() -> None:
 # Bytes, settings, resuming.
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_answer_is_as_long_as_an_update_of_its_number_format() -> None:
     sizes = {}
     for arithmetic in ("float64", "gf31", "gf65521"):

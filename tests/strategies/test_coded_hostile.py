@@ -156,7 +156,7 @@ RELAY_LIES = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("lie", RELAY_LIES)
 def test_one_lying_relay_changes_nothing(lie: str) -> None:
     """Relay 1 is among the first that are asked; three others make up for it, so all six updates are in the sum."""
@@ -194,7 +194,7 @@ CONTRIBUTOR_LIES = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("lie", CONTRIBUTOR_LIES)
 def test_one_lying_contributor_costs_its_own_update_only(lie: str) -> None:
     """The five others' updates are in the sum; the liar's is left out with the reason, and its weight with it."""
@@ -207,7 +207,7 @@ def test_one_lying_contributor_costs_its_own_update_only(lie: str) -> None:
     assert len(reason) <= 300
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_shards_of_two_payloads_are_no_payload() -> None:
     """A contributor gives each relay a shard of another payload, with the same digest in their headers."""
 
@@ -224,7 +224,7 @@ def test_shards_of_two_payloads_are_no_payload() -> None:
     assert "digest" in next(iter(strategy.reports[1].coded.excluded.values()))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("content", [b"", b"\xff" * 400, b"\x0a\x05hello", pack_content(RecordDict())], ids=repr)
 def test_a_payload_that_is_no_reply_is_refused_by_whoever_reads_it(content: bytes) -> None:
     """Sound shards of unsound bytes: decoded, and then no content, or one the inner strategy refuses."""
@@ -256,7 +256,7 @@ def test_a_payload_that_is_no_reply_is_refused_by_whoever_reads_it(content: byte
     assert len(strategy.reports[1].coded.excluded) + len(inner.refused) == 1
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_peer_that_forges_another_ones_shards_cannot_change_its_update(monkeypatch) -> None:
     """Over peer links nothing says who sent a parcel; the source's own word in its reply does say what it sent."""
     original = SpoolTransport.send
@@ -275,7 +275,7 @@ def test_a_peer_that_forges_another_ones_shards_cannot_change_its_update(monkeyp
     assert any("not the one source 4 announced for this relay" in r for r in strategy.reports[1].coded.refused)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_hello_answers_that_cannot_be_used_make_an_ordinary_client() -> None:
     for fields in ({"public": b"short"}, {"public": None}, {"partition": -4}, {"protocol": 99}, {"address": "x" * 999}):
         strategy, found = attack(header(**fields), "query.coded_hello")
@@ -300,7 +300,7 @@ def test_a_member_that_answers_without_coding_is_an_ordinary_client_for_that_rou
     assert list(strategy.reports[1].coded.direct.values()) == ["it answered without coding, although it said hello"]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_key_substitution_between_rounds_hurts_only_the_one_who_says_it() -> None:
     """A member that claims another key in its reply gets shards in the next round that it cannot open."""
 
@@ -312,7 +312,7 @@ def test_key_substitution_between_rounds_hurts_only_the_one_who_says_it() -> Non
     assert any("does not open" in reason for reason in strategy.reports[2].coded.refused)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["query.coded_put", "query.coded_collect", "query.coded_hello"])
 def test_errors_of_any_code_are_losses(kind: str) -> None:
     app = coded_app()
@@ -329,7 +329,7 @@ def test_errors_of_any_code_are_losses(kind: str) -> None:
         assert all(len(reason) <= 300 for reason in strategy.reports[1].coded.refused)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_several_liars_and_losses_at_once_leave_what_can_be_decoded() -> None:
     """One relay pollutes, one contributor forges, one client vanishes: the other four updates, and no exception."""
     app = coded_app()
@@ -354,7 +354,7 @@ def test_several_liars_and_losses_at_once_leave_what_can_be_decoded() -> None:
     assert bits(result) != b"".join(a.numpy().tobytes() for a in model().values())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_plan_from_a_hostile_server_is_refused_by_the_client_without_training() -> None:
     """Fields of the plan are checked before the app is called."""
     trained: list[int] = []

@@ -33,7 +33,7 @@ from fedcomp.tasks import get_task
 from fedcomp.tasks.linear import linear_rows
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("code", "loss"), [("balanced", "logistic"), ("mds", "squares"), ("general", "hinge")])
 def test_equals_uncoded_descent_with_random_losses_in_both_phases(code: str, loss: str) -> None:
     faults = RandomFaults(Key(2, "losses"), {"silent": 0.05, "lost_reply": 0.05}, message_types=["train"])
@@ -51,7 +51,7 @@ def test_equals_uncoded_descent_with_random_losses_in_both_phases(code: str, los
     assert all(result.train_metrics_clientapp[number]["linear.skipped"] == 1 for number in skipped)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["silent", "lost_reply", "offline", "raise"])
 def test_a_device_lost_between_the_phases_is_made_up_for(kind: str) -> None:
     def fault(delivery: Delivery) -> Fault:
@@ -111,7 +111,7 @@ def test_approximate_says_what_is_missing() -> None:
     assert np.abs(vector(result.arrays) - uncoded(2, [True] * 3)).max() < 1e-10
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("lost", "missing", "retries"), [(1, 0, 3), (2, 0, 4), (99, 14, 5)])
 def test_approximate_gives_up_only_what_does_not_come_back(lost: int, missing: int, retries: int) -> None:
     seen: dict[tuple[int, int], int] = {}
@@ -132,7 +132,7 @@ def test_approximate_gives_up_only_what_does_not_come_back(lost: int, missing: i
     assert all(report.retries == retries for report in strategy.reports.sections("linear").values())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["hub", "peers"])
 def test_a_device_that_lost_its_state_is_set_up_again(transport: str) -> None:
     strategy = CodedLinearGD(partitions=4, parities=3, code="mds", lr=0.5, transport=transport)
@@ -158,7 +158,7 @@ def test_a_device_that_lost_its_state_is_set_up_again(transport: str) -> None:
     assert np.abs(vector(result.arrays) - uncoded(4, [True] * 5)).max() < 1e-10
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_node_in_the_place_of_another_is_set_up_and_one_that_kept_its_rows_is_not() -> None:
     strategy = CodedLinearGD(partitions=3, parities=2, code="mds", lr=0.5)
     grid = metered(5)
@@ -231,7 +231,7 @@ def test_nothing_begins_before_every_owner_has_joined_once() -> None:
     assert not vector(result.arrays).any()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_phase_1_may_end_with_as_many_answers_as_decode() -> None:
     """A device that takes 100 seconds costs nothing when the others are enough."""
 
@@ -252,7 +252,7 @@ def test_phase_1_may_end_with_as_many_answers_as_decode() -> None:
     assert clocks[None] > 300 > 30 > clocks[1] > clocks[0]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["duplicate", "duplicate_reply", "late"])
 def test_repeated_and_late_messages_change_nothing(kind: str) -> None:
     def fault(delivery: Delivery) -> Fault:
@@ -279,7 +279,7 @@ def test_repeated_and_late_messages_change_nothing(kind: str) -> None:
         assert np.abs(vector(result.arrays) - uncoded(3, [True] * 4)).max() < 1e-10
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_float32_vectors_halve_the_bytes_and_cost_digits() -> None:
     found = {}
     for payload in ("float64", "float32"):
@@ -304,7 +304,7 @@ def test_float32_vectors_are_not_solved_for_what_float64_ones_are() -> None:
     assert "IllConditioned" in strategy.reports[1].linear.skipped
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_resumed_run_gives_the_same_bits(tmp_path: Path) -> None:
     faults = RandomFaults(Key(3, "losses"), {"silent": 0.1}, message_types=["train"])
 

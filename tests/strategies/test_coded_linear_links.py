@@ -52,7 +52,7 @@ class Weighed(MeteredGrid):
         return replies
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("code", ["mds", "balanced"])
 def test_set_up_bytes_are_those_handed_over_through_the_hub(code: str) -> None:
     strategy = CodedLinearGD(partitions=6, parities=4, code=code)
@@ -74,7 +74,7 @@ def test_set_up_bytes_are_those_handed_over_through_the_hub(code: str) -> None:
     assert grid.ledger.total("payload", round=2, message_type=PHASE1, direction="up") == 10 * (14 * 8 + 4)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_partitions_that_go_from_peer_to_peer_give_the_same_bits_and_pass_no_server(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -140,7 +140,7 @@ class Listeners:
 
         self._thread = threading.Thread(target=self._loop.run_until_complete, args=(serve(),))
         self._thread.start()
-        assert ready.wait(10)
+        assert ready.wait(100)
 
     def __enter__(self) -> Listeners:
         return self
@@ -155,7 +155,7 @@ class Listeners:
         return {PEER_ADDRESS: f"tcp://{self.addresses[device]}", PEER_STORE: str(self.folder / str(device))}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_partitions_go_over_tcp_and_a_device_nobody_reaches_is_a_loss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -64,7 +64,7 @@ WRONG = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", [1, 2])
 @pytest.mark.parametrize("kind", WRONG)
 def test_hostile_replies_are_left_out_with_a_reason(phase: int, kind: str) -> None:
@@ -85,7 +85,7 @@ def test_hostile_replies_are_left_out_with_a_reason(phase: int, kind: str) -> No
     assert np.abs(vector(result.arrays) - uncoded(4, [True] * 3)).max() < 1e-10
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [1.0, 1e200, 1e308])
 def test_a_wrong_answer_among_two_more_than_needed_is_left_out_and_with_fewer_the_step_stops(value: float) -> None:
     change = with_vector(linear.MARGINS, np.full(ROWS, value))
@@ -140,7 +140,7 @@ def replayed(partition: int) -> Callable:
     return call
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ones", "huge", "replayed"])
 @pytest.mark.parametrize("payload", ["float64", "float32"])
 def test_a_wrong_part_of_the_gradient_is_noticed_and_made_up_for(kind: str, payload: str) -> None:
@@ -159,7 +159,7 @@ def test_a_wrong_part_of_the_gradient_is_noticed_and_made_up_for(kind: str, payl
     assert np.abs(vector(result.arrays) - uncoded(4, [True] * 4)).max() < tolerance
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_wrong_figures_for_what_was_handed_over_are_not_counted() -> None:
     honest = CodedLinearGD(partitions=4, parities=3, code="mds", transport="peers")
     run(honest, metered(7), 1)

@@ -138,7 +138,7 @@ def whole(name: str, rounds: int = 1, **options: Any) -> tuple[CodedFedAvg, byte
 
 
 @SYSTEMS
-@pytest.mark.long
+@pytest.mark.slow
 def test_what_a_link_does_not_take_follows_through_the_server(name: str, nodes: Nodes) -> None:
     strategy = system(name)
     result, grid = run(strategy, NODES, node_config=nodes.start(closed()))
@@ -199,7 +199,7 @@ def test_such_a_node_is_refused_with_the_remedy_where_shards_are_not_sealed(node
     assert "start it with --peer HOST:PORT, or leave out seal=False" in reason
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_link_that_failed_rests_for_some_rounds_and_is_then_tried_again(nodes: Nodes, caplog) -> None:
     strategy, rounds = system("relay"), REST_ROUNDS + 2
     result, _ = run(strategy, NODES, rounds=rounds, node_config=nodes.start(closed()))
@@ -215,7 +215,7 @@ def test_a_link_that_failed_rests_for_some_rounds_and_is_then_tried_again(nodes:
     ]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["relay", "sum", "groups"])
 def test_a_peer_that_never_answers_costs_its_timeout_in_one_round(name: str, nodes: Nodes, deaf) -> None:
     addresses, taken = deaf
@@ -350,7 +350,7 @@ LIES: dict[str, tuple[Callable, str]] = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["relay", "sum"])
 @pytest.mark.parametrize("lie", LIES)
 def test_a_source_fills_in_for_its_own_failed_links_alone(lie: str, name: str, nodes: Nodes) -> None:
@@ -434,7 +434,7 @@ def test_a_node_that_names_links_that_are_none_of_its_own_is_refused(nodes: Node
 # Whose keys these are.
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["relay", "sum", "tree"])
 def test_nodes_with_keys_have_the_bits_of_nodes_without(name: str, nodes: Nodes) -> None:
     strategy = system(name)
@@ -500,7 +500,7 @@ SUBSTITUTES: dict[str, tuple[Callable, str]] = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["relay", "sum"])
 @pytest.mark.parametrize("substitute", SUBSTITUTES)
 def test_a_server_cannot_put_its_own_key_in_the_place_of_a_relays(
@@ -533,7 +533,7 @@ def test_a_server_cannot_put_its_own_key_in_the_place_of_a_relays(
         assert bits(result) == whole(name, spare=1)[1]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_key_signed_for_another_run_is_not_sealed_for(nodes: Nodes, monkeypatch) -> None:
     config = nodes.start(keys=True)
     first = system("relay", spare=1)
@@ -578,7 +578,7 @@ def test_a_node_says_anew_whose_its_key_is(late: str, name: str, nodes: Nodes) -
     assert len(nodes.stored(0, strategy, 3)) == NODES
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_node_without_keys_among_nodes_with_them_is_a_lost_relay_and_the_report_has_the_remedy(nodes: Nodes) -> None:
     config = nodes.start(keys=True)
     for key in (PEER_KEY, PEER_KEYS):
@@ -593,7 +593,7 @@ def test_a_node_without_keys_among_nodes_with_them_is_a_lost_relay_and_the_repor
     assert bits(result) == whole("relay", spare=1)[1]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_at_an_address_only_the_node_that_is_meant_is_sent_to(nodes: Nodes, monkeypatch) -> None:
     """The server hands out the address of partition 1 for partition 0: another listed node, but not that one."""
     config = nodes.start(keys=True)

@@ -32,7 +32,7 @@ def uncoded(*lost: int) -> bytes:
     return bits(run(inner, NODES, fault=before_sharing(lost))[0])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"transport": "peers"}, {"shards": 3, "seal": False}], ids=str)
 def test_everybody_is_decoded_although_clients_vanish_after_sharing(options) -> None:
     strategy = mixed(**options)
@@ -43,7 +43,7 @@ def test_everybody_is_decoded_although_clients_vanish_after_sharing(options) -> 
     assert report.innovative == NODES
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_who_shared_nothing_is_left_out() -> None:
     strategy = mixed()
     result, _ = run(strategy, NODES, fault=either(before_sharing([3]), after_sharing([0])))

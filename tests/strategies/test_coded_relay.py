@@ -52,7 +52,7 @@ def uncoded(nodes: int = 10, lost=(), rounds: int = 1, codec=None, **options) ->
     return bits(result)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_all_ways_to_lose_three_after_sharing_leave_the_sum_as_it_is() -> None:
     """Every tenth of the 120 (all of them in tests/coding/test_relay_plan.py): all ten updates, the very same bits."""
     whole = uncoded()
@@ -65,7 +65,7 @@ def test_all_ways_to_lose_three_after_sharing_leave_the_sum_as_it_is() -> None:
         assert 2 <= report.waves <= 4, "a wave replaces those that did not answer the one before"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_random_codes_do_the_same() -> None:
     whole = uncoded()
     for dead in (DEAD[0], DEAD[57], DEAD[119]):
@@ -91,7 +91,7 @@ def singular_seed() -> tuple[int, int, tuple[int, ...]]:
     raise AssertionError("no singular matrix among 120 000 is impossible")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_seven_random_shards_that_depend_on_each_other_take_one_recollection() -> None:
     seed, source, dead = singular_seed()
     strategy = relay(code="rlnc", seed=seed)
@@ -130,7 +130,7 @@ def too_few(partition: int, shards: int):
     return app, send
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("landed", "included"), [(6, 9), (7, 10)])
 def test_a_client_counts_from_the_shard_that_completes_it_on(monkeypatch, landed: int, included: int) -> None:
     """With K - 1 shards shared it is excluded with its weight, with K it is in; it vanishes either way."""
@@ -149,7 +149,7 @@ def test_a_client_counts_from_the_shard_that_completes_it_on(monkeypatch, landed
         assert reason == "no reply in time; 6 independent shards of source 4 came, 7 are needed"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_four_lost_of_ten_skips_the_round_and_leaves_the_model_as_it_was() -> None:
     for transport in ("hub", "peers"):
         strategy = relay(transport=transport)
@@ -166,7 +166,7 @@ def test_four_lost_of_ten_skips_the_round_and_leaves_the_model_as_it_was() -> No
         assert bits(twice) == bits(once)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_contributors_that_are_still_there_can_top_up() -> None:
     strategy = relay(top_up=True)
     result, _ = run(strategy, fault=after_sharing([1, 4, 5, 8]))
@@ -176,7 +176,7 @@ def test_contributors_that_are_still_there_can_top_up() -> None:
         relay(top_up="yes")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
 def test_every_codec_rides_in_the_shards(codec) -> None:
     """Frames of every kind and length, two rounds, a client that vanishes after sharing in each of them."""
@@ -188,7 +188,7 @@ def test_every_codec_rides_in_the_shards(codec) -> None:
     assert strategy.inner.reports[2].refused == {}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["hub", "peers"])
 def test_counted_bytes_are_the_lengths_of_what_was_handed_over(monkeypatch, kind: str) -> None:
     handed: list[int] = []
@@ -235,7 +235,7 @@ def test_counted_bytes_are_the_lengths_of_what_was_handed_over(monkeypatch, kind
     assert bare.ledger.total("wire", direction="up") < grid.ledger.total("wire", direction="up")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_bytes_of_a_sender_that_vanished_are_counted_by_those_who_hold_them() -> None:
     def lost(delivery: Delivery) -> str | None:
         return "lost_reply" if delivery.partition == 3 and delivery.message_type == "train" else None
@@ -252,7 +252,7 @@ def test_bytes_of_a_sender_that_vanished_are_counted_by_those_who_hold_them() ->
     assert partly.reports[1].coded.payload_bytes["peer"] == whole.reports[1].coded.payload_bytes["peer"] - 3 * one
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("seal", [True, False])
 def test_what_passes_the_server_is_sealed(seal: bool) -> None:
     """With seal=True no parcel the server forwards holds a packet it can read."""
@@ -270,7 +270,7 @@ def test_what_passes_the_server_is_sealed(seal: bool) -> None:
     assert relay().construction.seal is True, "sealing is the default"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_plain_fedavg_inside_gives_plain_fedavgs_bits_and_takes_nan_as_it_is() -> None:
     strategy = CodedFedAvg(fedavg(), symbols=2)
     result, _ = run(strategy, 4, rounds=2, fault=after_sharing([2]))
@@ -297,7 +297,7 @@ def test_a_plain_fedavg_inside_gives_plain_fedavgs_bits_and_takes_nan_as_it_is()
     assert np.isnan(coded_run.arrays["w"].numpy()).all()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_fedadam_inside_keeps_its_moments() -> None:
     def inner():
         return Compressed(FedAdam(min_train_nodes=1, min_available_nodes=1, fraction_evaluate=0.0), TopK(density=0.1))
@@ -307,7 +307,7 @@ def test_fedadam_inside_keeps_its_moments() -> None:
     assert bits(result) == bits(plain)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_evaluation_is_the_inner_strategys_own() -> None:
     coded_run, _ = run(relay(pair(fraction_evaluate=0.5)), rounds=2)
     plain, _ = run(pair(fraction_evaluate=0.5), rounds=2)
@@ -315,7 +315,7 @@ def test_evaluation_is_the_inner_strategys_own() -> None:
     assert coded_run.train_metrics_clientapp == plain.train_metrics_clientapp
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_compressed_downlink_goes_on_when_clients_vanish() -> None:
     def inner():
         return Compressed(fedavg(), TopK(density=0.05), downlink=TopK(density=0.1))
@@ -325,13 +325,13 @@ def test_a_compressed_downlink_goes_on_when_clients_vanish() -> None:
     assert bits(result) == bits(plain)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_order_of_arrival_changes_nothing() -> None:
     results = {bits(run(relay(code="rlnc"), rounds=2, seed=3, shuffle_replies=shuffle)[0]) for shuffle in (True, False)}
     assert len(results) == 1
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_private_shards_need_reed_solomon_and_survive_what_is_left() -> None:
     strategy = relay(symbols=4, threshold=2)
     result, _ = run(strategy, rounds=2, fault=after_sharing([0, 4, 9]))
@@ -341,7 +341,7 @@ def test_private_shards_need_reed_solomon_and_survive_what_is_left() -> None:
         relay(code="rlnc", threshold=2)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_fewer_shards_than_clients_go_to_those_that_follow() -> None:
     strategy = relay(symbols=3, shards=4)
     result, _ = run(strategy, rounds=3, fault=after_sharing([7]))
@@ -382,7 +382,7 @@ def test_what_was_chosen_wrongly_is_refused_at_once() -> None:
         CodedFedAvg("fedavg")  # type: ignore[arg-type]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_lost_reply_after_sharing_between_peers_still_counts_and_is_acknowledged() -> None:
     def lost(delivery: Delivery) -> str | None:
         return "lost_reply" if delivery.partition in (2, 5) and delivery.message_type == "train" else None
@@ -399,7 +399,7 @@ def test_a_lost_reply_after_sharing_between_peers_still_counts_and_is_acknowledg
     assert len(strategy.inner.reports[2].rolled_back) == 0, "they never answered again"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_client_that_says_it_failed_is_not_counted_although_its_shards_are_there() -> None:
     """Its memory may be what it was before the message: counting the shards would count that mass twice."""
 
@@ -413,7 +413,7 @@ def test_a_client_that_says_it_failed_is_not_counted_although_its_shards_are_the
     assert "error 2" in reason
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("transport", "broken"), [("hub", False), ("peers", False), ("peers", True)])
 @pytest.mark.parametrize("error_state", ["discard", "keep"])
 def test_conservation_with_clients_that_vanish_before_and_after_sharing(
@@ -474,7 +474,7 @@ def test_conservation_with_clients_that_vanish_before_and_after_sharing(
     np.testing.assert_array_equal(stack(result.arrays), sum(inner.delivered.values()))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_that_is_interrupted_and_resumed_gives_the_same_bits(tmp_path) -> None:
     def build(transport):
         faults = RandomFaults(Key(3, "resume"), {"lost_reply": 0.1, "silent": 0.05})
@@ -505,7 +505,7 @@ def test_a_run_that_is_interrupted_and_resumed_gives_the_same_bits(tmp_path) -> 
             other.load_state_dict(second.state_dict())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_node_that_joins_says_hello_once_and_takes_part_in_the_next_round() -> None:
     with InProcessGrid(coded_app(), 5, seed=3) as inner:
         grid = MeteredGrid(inner, TrafficLedger())
@@ -520,7 +520,7 @@ def test_a_node_that_joins_says_hello_once_and_takes_part_in_the_next_round() ->
     assert grid.ledger.by("round", "messages", message_type="query.coded_hello", direction="down") == {1: 5, 2: 1}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_node_that_lost_its_state_says_its_new_key_and_is_a_relay_again() -> None:
     with InProcessGrid(coded_app(), 6, seed=3) as inner:
         strategy = CodedFedAvg(pair(), code="mds", symbols=3, collect_timeout=5.0)
@@ -537,7 +537,7 @@ def test_a_node_that_lost_its_state_says_its_new_key_and_is_a_relay_again() -> N
     assert bits(result) == bits(plain)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_apps_without_the_mod_answer_directly_and_are_reported() -> None:
     """Half of the clients know nothing of coding: their replies are ordinary ones and count as such."""
     with_mod, without = coded_app(), client_app([compression()])
@@ -559,7 +559,7 @@ def test_apps_without_the_mod_answer_directly_and_are_reported() -> None:
     assert "an ordinary one" in nobody.reports[1].coded.notes[0]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_nodes_that_are_silent_at_the_hello_are_asked_again() -> None:
     def shy(delivery: Delivery) -> str | None:
         return "silent" if delivery.message_type == "query.coded_hello" and delivery.round == 1 else None
@@ -570,7 +570,7 @@ def test_nodes_that_are_silent_at_the_hello_are_asked_again() -> None:
     assert bits(result) == uncoded(rounds=2)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_integer_buffers_and_statistics_ride_along() -> None:
     strategy = CodedFedAvg(Compressed(fedavg(), Identity()), symbols=2)
     result, _ = run(strategy, 4, rounds=2, initial=model(counter=True), fault=after_sharing([3]))

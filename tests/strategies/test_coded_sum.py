@@ -61,7 +61,7 @@ from fedcomp.strategies.compressed import Compressed
 # The sum.
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @TRANSPORTS
 @MODES
 @pytest.mark.parametrize("weighted", [True, False])
@@ -77,7 +77,7 @@ def test_the_model_is_the_integer_oracles_bit_for_bit(transport: str, mode: str,
     assert strategy.reports[2].rolled_back == []
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("codec", "options"),
     [
@@ -99,7 +99,7 @@ def test_every_prime_and_every_linear_codec(codec: FixedPoint, options: dict) ->
     assert plan.field.order == primes[codec.levels]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_all_orders_of_arrival_and_repeated_messages_give_the_same_model() -> None:
     """Shuffled replies, and every message delivered twice: clients code it twice, relays add one of the two."""
     models = []
@@ -112,7 +112,7 @@ def test_all_orders_of_arrival_and_repeated_messages_give_the_same_model() -> No
     np.testing.assert_array_equal(models[0], models[2])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_mean_is_that_of_the_uncoded_run_up_to_rounding() -> None:
     """The same codec without coding: what clients send is the same, the sums differ in the last bits of float32."""
     plain = Compressed(fedavg(fraction_evaluate=0.0), CODEC)
@@ -121,7 +121,7 @@ def test_the_mean_is_that_of_the_uncoded_run_up_to_rounding() -> None:
     np.testing.assert_allclose(stack(result.arrays), stack(uncoded.arrays), rtol=1e-6, atol=1e-3)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @TRANSPORTS
 def test_fewer_relays_than_clients_take_turns(transport: str) -> None:
     """Four of six relay, others every round; all six are in the sum."""
@@ -136,7 +136,7 @@ def test_fewer_relays_than_clients_take_turns(transport: str) -> None:
     assert len(set(asked)) > 4
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_relays_without_room_are_lost_relays() -> None:
     """A store for two parcels: what does not fit is not held, and nothing is summed that is not held by all."""
     roomy = coded_sum()
@@ -166,7 +166,7 @@ FAULTS = [
 ]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("transport", "mode", "kind", "fault"),
     [(t, "share", *fault) for t in ("hub", "peers") for fault in FAULTS] + [("hub", "mask", *f) for f in FAULTS[::3]],
@@ -187,7 +187,7 @@ def test_two_of_six_clients_may_drop_out_at_any_point(transport: str, mode: str,
     assert back == set(gone)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @TRANSPORTS
 def test_a_lost_reply_costs_the_update_only_where_the_shards_rode_in_it(transport: str) -> None:
     recorder = Recorder()
@@ -206,7 +206,7 @@ def test_a_lost_reply_costs_the_update_only_where_the_shards_rode_in_it(transpor
         assert "no reply in time" in strategy.reports[1].coded.excluded[node]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @TRANSPORTS
 @pytest.mark.parametrize(
     ("kind", "gone"),
@@ -253,7 +253,7 @@ def test_sums_of_a_single_contributor_are_not_asked_for() -> None:
     assert not any(m.metadata.message_type == SUM for m in grid.sent)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_d5_a_share_that_is_the_update_itself_is_refused_or_said() -> None:
     """One piece and no random one: every relay could read every update."""
     with pytest.raises(ConfigError, match="makes every share the update itself"):
@@ -285,13 +285,14 @@ def owed(context: Context, strategy: CodedFedAvg, node: int) -> np.ndarray:
     state = {k: v.numpy() for k, v in context.state.array_records["fedcomp.uplink.memory"].items()}
     peer = strategy.inner.reception.peers[node]
     if (peer.acknowledged, peer.generation) != (meta["pending"], meta["generation"]):
-        stored = {k.removeprefix("fedcomp.uplink.reply/"): v for k, v in context.state.items()}
-        frame = take_frame(RecordDict({UPDATE: stored[UPDATE]}), UPDATE)
+        prefix = "fedcomp.uplink.reply/"
+        stored = {k.removeprefix(prefix): v for k, v in context.state.items() if k.startswith(prefix)}
+        frame = take_frame(RecordDict(stored), UPDATE)
         state = strategy.inner.codec.rollback(state, frame, LAYOUT)
     return state["memory"].astype(np.float64)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("transport", "mode"), [("hub", "share"), ("peers", "share"), ("peers", "mask"), ("broken links", "share")]
 )
@@ -351,7 +352,7 @@ def one_missing(shard: Shard, plan: SumPlan) -> Shard:
     return replace(shard, body=other)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("partition", range(NODES))
 def test_a_relay_that_added_another_set_is_found_out_and_left_out(partition: int) -> None:
     recorder = Recorder()
@@ -369,7 +370,7 @@ def test_a_relay_that_added_another_set_is_found_out_and_left_out(partition: int
         assert strategy.reports[1].coded.notes == []
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_without_a_relay_to_spare_the_round_is_skipped_instead_of_wrong() -> None:
     strategy, grid = coded_sum(symbols=5), grid_of(client=tampered(3, one_missing))
     result = run(strategy, grid, 1)
@@ -381,7 +382,7 @@ def test_without_a_relay_to_spare_the_round_is_skipped_instead_of_wrong() -> Non
 # What the server sees.
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @MODES
 def test_the_server_holds_nothing_it_can_read(mode: str) -> None:
     """Through the hub every shard crosses the server: as a box that only its relay opens. No frame, no weight."""
@@ -405,7 +406,7 @@ def test_the_server_holds_nothing_it_can_read(mode: str) -> None:
     assert seen == NODES * (NODES - 1)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_in_the_clear_the_server_could_decode_everybody() -> None:
     """The reason for seals on the hub: without them all shards of a client pass the server."""
     strategy, grid = coded_sum(seal=False, threshold=0), grid_of(recorder=(recorder := Recorder()))
@@ -421,7 +422,7 @@ def test_in_the_clear_the_server_could_decode_everybody() -> None:
     np.testing.assert_array_equal(vector, CODEC.integers(recorder.frames[1, partition][0], LAYOUT))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_between_peers_the_server_gets_no_shard_at_all() -> None:
     strategy, grid = coded_sum(transport="peers"), grid_of()
     run(strategy, grid, 2)
@@ -433,7 +434,7 @@ def test_between_peers_the_server_gets_no_shard_at_all() -> None:
     assert grid.ledger.total("wire", round=2, link="peer") == sent
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_metrics_and_weights_travel_only_when_asked_for() -> None:
     quiet = run(coded_sum(), grid_of(), 1).train_metrics_clientapp[1]
     assert set(quiet) == {"coded.contributors", "coded.weight", "coded.cut"}
@@ -443,7 +444,7 @@ def test_metrics_and_weights_travel_only_when_asked_for() -> None:
     assert all("metrics" in reply.content for reply in train_replies(grid))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_values_at_the_clip_show_in_the_sum() -> None:
     """The toy's updates reach 1000: with a clip of 100 most of them are cut, and the server is told how many."""
     strategy = coded_sum(FixedPoint(RandomK(1.0), clip=100.0, levels=50))
@@ -491,7 +492,7 @@ def test_buffers_of_which_there_is_no_sum_are_refused() -> None:
         run(coded_sum(), grid_of(), 1, start=model(counter=True))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_client_beyond_the_largest_weight_is_left_out_with_the_reason() -> None:
     recorder = Recorder()
     strategy, grid = coded_sum(max_weight=55), grid_of(recorder=recorder)
@@ -502,7 +503,7 @@ def test_a_client_beyond_the_largest_weight_is_left_out_with_the_reason() -> Non
     np.testing.assert_array_equal(stack(result.arrays), oracle(strategy, grid, recorder, 1))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_clients_without_the_mods_are_left_out_with_the_reason() -> None:
     usual = client_app([coded(), compression()])
     odd = {1: client_app([compression()]), 2: client_app([coded()])}
@@ -515,7 +516,7 @@ def test_clients_without_the_mods_are_left_out_with_the_reason() -> None:
     assert included(strategy, grid) == [0, 3, 4, 5]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_goes_on_from_its_saved_state() -> None:
     recorder = Recorder()
     strategy, grid = coded_sum(), grid_of(recorder=recorder)

@@ -61,7 +61,7 @@ def first(grid: Tap, kind: str) -> Message:
     return next(m for m in grid.sent if m.metadata.message_type == kind)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @TRANSPORTS
 def test_a_relay_answers_once_a_round(transport: str) -> None:
     """The server asks again for a set without one contributor: the difference of the two sums would be its shard."""
@@ -75,7 +75,7 @@ def test_a_relay_answers_once_a_round(transport: str) -> None:
     assert "another set" not in ask(grid, asked, list(range(NODES))).error.reason  # without its key it can open nothing
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @TRANSPORTS
 def test_naming_another_run_does_not_make_a_relay_forget_its_answer(transport: str) -> None:
     """A message of another run empties what a node keeps of this one; its shards lie in the spool, or are put back."""
@@ -99,7 +99,7 @@ def test_naming_another_run_does_not_make_a_relay_forget_its_answer(transport: s
     assert "another set of contributors" in ask(grid, asked, own).error.reason
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_round_before_the_last_answer_is_over_in_every_run() -> None:
     """Parcels of two rounds are kept: of the older one nothing is added any more, whatever else was said meanwhile."""
     grid, strategy = grid_of(), coded_sum(transport="peers")
@@ -113,7 +113,7 @@ def test_a_round_before_the_last_answer_is_over_in_every_run() -> None:
     assert "round 1 is over" in ask(grid, before, list(range(NODES))).error.reason
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_shard_of_a_contributor_that_there_is_not_is_refused() -> None:
     """Who knows the plan can make one that is whole; the relay's answer has a bit for each contributor and no more."""
     grid = grid_of()
@@ -133,7 +133,7 @@ def is_sum(message: Message) -> bool:
     return message.metadata.message_type == SUM
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_update_is_shared_in_one_round_only() -> None:
     """The server sends the message of round 1 again as one of round 2: with another set the difference would be an
     update. Within its round a repeated message is answered, as networks repeat them."""
@@ -148,7 +148,7 @@ def test_an_update_is_shared_in_one_round_only() -> None:
         assert "shared in another round" in put(grid, asked, "train", {**record, **later}, content).error.reason
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [0, 1, 2, 6, 8])
 def test_who_fails_after_sharing_is_not_in_the_sum(code: int) -> None:
     """A process that crashes, or an engine that gives up on it, may have lost the memory of what it shared."""
@@ -170,7 +170,7 @@ def test_who_fails_after_sharing_is_not_in_the_sum(code: int) -> None:
     assert included(strategy, grid, 2) == list(range(NODES))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_client_that_shares_what_no_update_holds_spoils_the_round_and_not_the_model(monkeypatch) -> None:
     """Residues of half the field, with true check symbols: the mean would be thousands of clips."""
     seen: list[int] = []
@@ -191,7 +191,7 @@ def test_a_client_that_shares_what_no_update_holds_spoils_the_round_and_not_the_
     assert "did not keep to them" in strategy.reports[1].coded.notes[-1]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_tag_of_a_memory_from_the_future_is_refused(monkeypatch) -> None:
     """Acknowledged, its number would make the client roll back an update that was used."""
     made: list[int] = []
@@ -207,7 +207,7 @@ def test_a_tag_of_a_memory_from_the_future_is_refused(monkeypatch) -> None:
     assert any("a memory that began with message" in reason for reason in strategy.reports[1].coded.excluded.values())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_automatic_code_that_cannot_reach_the_target_says_so() -> None:
     """Four clients, T = 1: two of four relays decode even with one piece, which is less safe than 0.999 where 0.3 are
     lost. With ten clients there is room for more pieces."""

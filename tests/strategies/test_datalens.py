@@ -87,7 +87,7 @@ def test_mutant_one_event_per_batch_is_caught() -> None:
     assert made.privacy.releases == ROUNDS
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["serve", "alone"])
 def test_1_11_j_the_run_stops_before_the_budget_is_crossed_and_asks_nobody(
     way: str, monkeypatch: pytest.MonkeyPatch
@@ -184,7 +184,7 @@ HOSTILE: dict[str, tuple[Callable[[RecordDict], None], str]] = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("how", HOSTILE)
 def test_1_11_h_votes_that_cannot_be_verified_are_left_out_and_the_guarantee_stays(how: str) -> None:
     change, said = HOSTILE[how]
@@ -202,7 +202,7 @@ def test_1_11_h_votes_that_cannot_be_verified_are_left_out_and_the_guarantee_sta
     assert made.privacy.events == honest.privacy.events
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["duplicate", "duplicate_reply"])
 def test_a_client_votes_once_whatever_arrives_twice(kind: str) -> None:
     plain, again, over = strategy(), strategy(), grid(fault=lambda _: kind)
@@ -211,7 +211,7 @@ def test_a_client_votes_once_whatever_arrives_twice(kind: str) -> None:
     assert kept(over, 0).state["learnt"].tolist() == [again.teaching.pretrain + 2 * again.teaching.steps]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_lost_client_costs_its_votes_and_nothing_else() -> None:
     def lossy(delivery: Any) -> str:
         lost = {(2, 0): "silent", (2, 1): "raise", (3, 2): "lost_reply", (4, 3): "offline"}
@@ -288,7 +288,7 @@ def test_more_clients_than_were_declared_are_not_asked_and_nothing_is_paid() -> 
     assert over.ledger.total("messages", direction="down") == 0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_resumed_equals_uninterrupted(tmp_path: Path) -> None:
     options = {"noise_multiplier": 3.0, "beta": 0.1, "teachers": 2}
     whole_strategy, whole_grid = strategy(**options), grid()
@@ -309,7 +309,7 @@ def test_resumed_equals_uninterrupted(tmp_path: Path) -> None:
         held.apply(strategy(**{**options, "beta": 0.2}), None)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_that_is_continued_pays_for_what_its_file_holds(tmp_path: Path) -> None:
     """Killed after two more rounds than its checkpoint knows of: they were paid, and the budget holds."""
     file, path = tmp_path / "privacy.jsonl", tmp_path / "run.ckpt"

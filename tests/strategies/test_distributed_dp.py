@@ -77,7 +77,7 @@ def in_steps(strategy: DistributedDp, arrays: ArrayRecord) -> np.ndarray:
     return stack(arrays) * NODES / codec.step
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"codec": RandomK(0.4)}, {"transport": "peers"}], ids=str)
 def test_without_noise_the_model_is_the_plain_sum_bit_for_bit(options) -> None:
     recorder = Recorder()
@@ -89,7 +89,7 @@ def test_without_noise_the_model_is_the_plain_sum_bit_for_bit(options) -> None:
     assert included(strategy, grid) == list(range(NODES))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", ["discrete_gaussian", "skellam"])
 @pytest.mark.parametrize("gone", [(), (1, 4)])
 def test_audit_B_the_decoded_sum_has_the_promised_noise_also_at_the_tolerated_losses(noise: str, gone) -> None:
@@ -159,7 +159,7 @@ def test_without_a_record_no_sum_is_asked_for(monkeypatch: pytest.MonkeyPatch) -
     assert not [m for m in grid.sent if m.metadata.message_type == SUM]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_budget_is_asked_before_any_client_is() -> None:
     grid, strategy = grid_of(), distributed(budget=3.5, noise_multiplier=1.5)
     result = run(strategy, grid, 4)
@@ -172,7 +172,7 @@ def test_the_budget_is_asked_before_any_client_is() -> None:
     assert stack(result.arrays).any()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_message_that_comes_twice_is_answered_with_the_same_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     made: dict[int, list[np.ndarray]] = {}
     given = coded_sum_client.contribution
@@ -193,7 +193,7 @@ def test_a_message_that_comes_twice_is_answered_with_the_same_noise(monkeypatch:
     assert not {c.tobytes() for c in one} & {c.tobytes() for c in other}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("feedback", [False, True])
 def test_replies_hold_shards_and_nothing_else(feedback: bool) -> None:
     grid, strategy = grid_of(), distributed(feedback=feedback)
@@ -211,7 +211,7 @@ def test_replies_hold_shards_and_nothing_else(feedback: bool) -> None:
     assert plan["least"] == 4
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_feedback_sends_later_what_the_clip_cut_and_never_the_noise() -> None:
     recorder = Recorder()
     grid = grid_of(recorder=recorder)
@@ -236,7 +236,7 @@ class Asks(NoisySum):
         return SumPlan.from_config({**super().plan(clients, number).config(), **self.change})
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "why"),
     [
@@ -290,7 +290,7 @@ def test_the_statement_says_who_is_trusted_and_what_losses_do() -> None:
     assert statement.sensitivity == pytest.approx(CLIP, rel=0.02)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_seed_repeats_a_run_and_says_so_the_default_does_not() -> None:
     runs = [stack(run(distributed(insecure_deterministic=flag), grid_of()).arrays) for flag in (True, True, False)]
     np.testing.assert_array_equal(runs[0], runs[1])
@@ -347,7 +347,7 @@ def test_inner_strategies_that_look_at_single_updates_and_buffers_are_refused() 
     assert find_private(strategy).privacy.releases == 0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_update_that_is_not_finite_is_a_loss() -> None:
     app = client_app([coded(), compression(), poison])
     grid, strategy = grid_of(client=app), distributed(noise_multiplier=0.0)

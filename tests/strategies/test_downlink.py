@@ -9,7 +9,7 @@ from flwr.serverapp.strategy import FedAvg
 from toy import client_app, fedavg, model, stack
 
 from fedcomp.clients.compressed import compression
-from fedcomp.codecs import QSGD, Identity, RandomK, TopK
+from fedcomp.codecs import EDEN, QSGD, Identity, RandomK, TopK
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.errors import ConfigError
 from fedcomp.flower.grid import InProcessGrid
@@ -28,7 +28,7 @@ def start(strategy, app=None, *, nodes=4, rounds=4, counter=False, **options):
     return result, ledger, grid
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_differences_after_the_first_model_and_nothing_for_evaluation() -> None:
     """Round 1 sends full models; later rounds send steps; a node that holds the version gets no model bytes."""
     strategy = Compressed(fedavg(), TopK(density=0.02), downlink=TopK(density=0.02))
@@ -44,7 +44,7 @@ def test_differences_after_the_first_model_and_nothing_for_evaluation() -> None:
         assert 0 < down(round_, "evaluate") < DENSE
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_error_feedback_of_the_downlink_catches_up() -> None:
     """When the model stops moving, the replicas converge to it exactly: nothing that was dropped is forgotten."""
     strategy = Compressed(Still(), TopK(density=1.0), downlink=TopK(density=0.1))
@@ -73,7 +73,7 @@ class Still(FedAvg):
         return ArrayRecord({k: Array(v) for k, v in nudged.items()}), None
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_identity_downlink_changes_nothing_but_saves_evaluation_bytes() -> None:
     plain, plain_ledger, _ = start(fedavg(), client_app())
     both, ledger, _ = start(Compressed(fedavg(), Identity(), downlink=Identity()))
@@ -81,7 +81,7 @@ def test_identity_downlink_changes_nothing_but_saves_evaluation_bytes() -> None:
     assert ledger.total(direction="down", value="payload") < 0.7 * plain_ledger.total(direction="down", value="payload")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_identity_uplink_over_a_lossy_downlink_keeps_what_the_downlink_dropped() -> None:
     """Clients grow whole models from the reference; the server must add what the reference lacks of the true model."""
     lossy, _, _ = start(Compressed(fedavg(), Identity(), downlink=TopK(density=0.05)), rounds=5)
@@ -90,7 +90,7 @@ def test_identity_uplink_over_a_lossy_downlink_keeps_what_the_downlink_dropped()
     np.testing.assert_allclose(stack(lossy.arrays), stack(dense.arrays), rtol=1e-5, atol=1e-2)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_node_that_was_away_gets_the_steps_it_missed() -> None:
     def plan(delivery):
         return "offline" if delivery.partition == 2 and 2 <= delivery.round <= 3 else None
@@ -104,7 +104,7 @@ def test_a_node_that_was_away_gets_the_steps_it_missed() -> None:
     assert versions == {5}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_node_that_was_away_too_long_gets_the_model() -> None:
     def plan(delivery):
         return "offline" if delivery.partition == 2 and 2 <= delivery.round <= 11 else None
@@ -115,7 +115,7 @@ def test_a_node_that_was_away_too_long_gets_the_model() -> None:
     assert ledger.total(round=12, direction="down", value="payload") > DENSE
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_clients_without_the_mod_always_get_the_full_reference() -> None:
     plain, modded = client_app(), client_app([compression()])
 
@@ -128,7 +128,7 @@ def test_clients_without_the_mod_always_get_the_full_reference() -> None:
     assert DENSE < ledger.total(round=3, direction="down", message_type="train", value="payload") < 2 * DENSE
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_integer_buffers_reach_the_clients_exactly() -> None:
     strategy = Compressed(fedavg(), TopK(density=0.1), downlink=TopK(density=0.02))
     result, _, grid = start(strategy, counter=True)
@@ -143,10 +143,17 @@ def test_integer_buffers_reach_the_clients_exactly() -> None:
         (ErrorFeedback(TopK(density=0.1)), "memory"),
         (RandomK(density=0.01, unbiased=True), "diverge"),
         (QSGD(levels=1), "diverge"),
+        (EDEN(bits=1), r'Use EDEN\(scale="least"\)'),
     ],
     ids=repr,
 )
 def test_codecs_that_would_diverge_are_refused(codec, reason: str) -> None:
-    strategy = Compressed(fedavg(), TopK(density=0.1), downlink=codec)
     with pytest.raises(ConfigError, match=reason):
-        start(strategy, rounds=1)
+        Compressed(fedavg(), TopK(density=0.1), downlink=codec)
+
+
+def test_what_a_refused_downlink_is_advised_to_use_is_taken() -> None:
+    strategy = Compressed(fedavg(), TopK(density=0.1), downlink=EDEN(scale="least"))
+    result, _, _ = start(strategy)
+    assert all(report.compressed == 4 for report in strategy.reports.values())
+    assert result.arrays

@@ -18,7 +18,7 @@ from fedcomp.codecs.clip import Clip
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.errors import ConfigError
 from fedcomp.flower.grid import InProcessGrid
-from fedcomp.layout import Layout
+from fedcomp.layout import Layout, SmallDense
 from fedcomp.privacy.local import Privatise
 from fedcomp.privacy.mechanism import GridGaussian
 from fedcomp.privacy.sampling import Sampling
@@ -64,7 +64,7 @@ def test_a_long_update_is_clipped_as_a_whole_and_not_by_tensor() -> None:
     assert np.linalg.norm(parts) > 1.4 * clip
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", ["discrete_gaussian", "skellam", "gaussian"])
 @pytest.mark.parametrize(("adjacency", "factor"), [("zero_out", 1.0), ("replace", 2.0)])
 def test_noise_on_every_tensor_has_the_scale_that_is_accounted(noise, adjacency, factor) -> None:
@@ -107,7 +107,7 @@ class Spy(DpFedAvg):
         return Seen(**vars(own))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_error_feedback_may_exceed_the_clip_and_the_contribution_does_not() -> None:
     strategy = Spy(inner(), clip=6e3, **BASIC)
     pair = Compressed(strategy, ErrorFeedback(TopK(density=0.05)))
@@ -163,9 +163,9 @@ def test_reports_of_private_rounds_tell_less() -> None:
 def test_2_6_a_public_mask_confines_sum_and_noise(codec, remember) -> None:
     clip, z = 1e3, 1.0
     strategy = DpFedAvg(inner(), clip=clip, insecure_deterministic=True, **{**BASIC, "noise_multiplier": z})
-    pair = Compressed(strategy, ErrorFeedback(codec) if remember else codec)
+    pair = Compressed(strategy, ErrorFeedback(codec) if remember else codec, policy=SmallDense())
     out = fit_once(pair, [compression(), private()])
-    layout = Layout.of({k: a.numpy() for k, a in model().items()})
+    layout = Layout.of({k: a.numpy() for k, a in model().items()}, SmallDense())
     support = codec.common_support(layout, Key(0, "uplink", 1))
     assert support.size == 120 + 12  # a tenth of the weights, and the bias, which travels dense
     off = np.ones(SIZE, bool)
@@ -261,7 +261,7 @@ def batchnorm_model() -> ArrayRecord:
     )
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("mods", [[compression(), private()], [compression()], [private()], []], ids=len)
 @pytest.mark.parametrize("codec", [None, TopK(density=0.5), Identity()], ids=str)
 def test_buffers_keep_the_servers_values_and_get_no_noise(codec, mods) -> None:

@@ -156,7 +156,7 @@ def test_a2_server_side_wrappers_around_are_refused_before_anyone_is_asked(
     assert not watched._model.size, "the inner strategy was asked"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", [TopK(0.1), Identity(), RandomK(0.3), chain(Clip(20.0), TopK(0.1))], ids=repr)
 @pytest.mark.parametrize(("wrap", "mod"), [(client_fixed, fixedclipping_mod), (client_adaptive, adaptiveclipping_mod)])
 @pytest.mark.parametrize("outside", [False, True])
@@ -173,7 +173,7 @@ def test_a2_client_side_clip_binds_with_codecs_that_never_enlarge(codec: Codec, 
         assert 0.25 * CLIP < max(watched.lengths) <= CLIP * (1 + 1e-5)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [server_fixed, server_adaptive])
 @pytest.mark.parametrize("codec", [TopK(0.01), QSGD(3, bucket=SIZE)], ids=repr)
 def test_a2_server_side_clip_binds_on_what_arrives(codec: Codec, wrap: Wrap) -> None:

@@ -27,11 +27,11 @@ from fedcomp.flower.records import to_arrays, to_record
 from fedcomp.flower.rounds import fit
 from fedcomp.forward.directions import step_scale
 from fedcomp.forward.evaluate import Objective, slopes
-from fedcomp.layout import Layout
+from fedcomp.layout import NONE_DENSE, Layout
 from fedcomp.rng import Key
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.conditional import Conditional
-from fedcomp.strategies.forward import ALL_DENSE, ForwardGradients, Slopes
+from fedcomp.strategies.forward import ForwardGradients, Slopes
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 
 P = 600
@@ -101,7 +101,7 @@ def run(
 def by_hand(rounds: int, directions: int, lr: float, who: Any = lambda r: range(NODES), scope: str = "global") -> Any:
     """The model after some rounds: each client's estimate as it would make it, and their weighted mean."""
     arrays = to_arrays(start())
-    layout, codec = Layout.of(arrays, ALL_DENSE), RandomProjection(directions, scope=scope)
+    layout, codec = Layout.of(arrays, NONE_DENSE), RandomProjection(directions, scope=scope)
     vector = layout.flatten(arrays)
     step = lr * step_scale(P + 4 if scope == "global" else P, directions * NODES)
     for r in range(1, rounds + 1):
@@ -203,7 +203,7 @@ def test_shared_directions_are_fewer() -> None:
     assert strategy.reports[1].section(Slopes).step == 0.5 * step_scale(P + 4, 16)
     assert np.linalg.matrix_rank(np.stack([found["w"]])) == 1
     # All three estimates of a round lie in the span of sixteen directions.
-    codec, layout = strategy.projection, Layout.of(to_arrays(start()), ALL_DENSE)
+    codec, layout = strategy.projection, Layout.of(to_arrays(start()), NONE_DENSE)
     one, _ = run(made(shared=True), rounds=1)
     span = np.stack(list(codec.tangents(layout, Key(0, "uplink", 1, 2))))
     left = layout.flatten(one) - span.T @ np.linalg.lstsq(span.T, layout.flatten(one), rcond=None)[0]

@@ -64,7 +64,7 @@ def seconds(over: MeteredGrid, of: SkewedGCN, rounds: int) -> list[float]:
     return [after - before for before, after in pairwise(clock)]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_7_14_an_owner_that_leaves_is_done_without_and_is_used_again_at_once() -> None:
     over, of = grid(graph()), everything()
 
@@ -105,7 +105,7 @@ def test_7_14_what_is_lost_is_the_share_of_the_weight_of_the_absent_owner() -> N
     assert of.reports[1].gcn.train.lost_mass == pytest.approx(np.mean(shares), rel=1e-12)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [PLAN_TYPE, ROWS_TYPE])
 def test_7_14_an_owner_that_dies_with_its_plan_or_its_rows_costs_one_deadline(kind: str) -> None:
     over, of = grid(graph(), fault=silent((2, 1, kind))), everything()
@@ -126,7 +126,7 @@ def test_7_14_an_owner_that_dies_with_its_plan_or_its_rows_costs_one_deadline(ki
     assert of.reports[3].gcn.train.rows_sent == of.reports[1].gcn.train.rows_sent
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_7_14_only_those_that_wanted_its_rows_plan_again() -> None:
     parts = graph(degree=1.0, nodes=40)
     probe = everything()
@@ -148,7 +148,7 @@ def test_7_14_only_those_that_wanted_its_rows_plan_again() -> None:
     assert of.reports[1].gcn.train.replans == len(sent[victim] - {victim})
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_7_14_rows_in_the_cache_serve_while_their_owner_is_away() -> None:
     results = {}
     for cache in ("none", "all"):
@@ -181,7 +181,7 @@ def test_7_14_one_that_all_others_have_left_learns_alone() -> None:
     assert of.reports[3].gcn.train.trips == 0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_7_14_a_dead_node_that_is_listed_costs_one_deadline_a_round_and_its_successor_none() -> None:
     parts = graph()
     over, of = grid(parts, fault=dead(1, 2, 3)), everything()
@@ -231,7 +231,7 @@ def test_7_14_rows_that_came_before_their_owner_fell_are_used() -> None:
     assert f"{HEADER}/rows/3" not in loaded
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_7_14_evaluation_does_without_whom_training_missed_and_asks_who_may_be_there() -> None:
     over = grid(graph(), fault=silent((1, 0, PLAN_TYPE), (2, 1, TRAIN_TYPE)))
     of = everything(inner=averaging(evaluate=True))
@@ -248,7 +248,7 @@ def test_7_14_evaluation_does_without_whom_training_missed_and_asks_who_may_be_t
     assert took == [TIMEOUT, TIMEOUT]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_7_14_an_owner_that_dies_with_its_rows_of_the_adjacency_is_done_without_too() -> None:
     over, of = grid(graph(structure="halo"), fault=silent((2, 1, ROWS_TYPE))), everything(structure="halo")
     run(of, over, 3)
@@ -263,7 +263,7 @@ def test_7_14_an_owner_that_dies_with_its_rows_of_the_adjacency_is_done_without_
 # Messages that are lost, late or doubled.
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_what_arrives_twice_counts_once() -> None:
     options = {"cache": "all", "mode": "measured"}
     parts, found = graph(), {}
@@ -274,7 +274,7 @@ def test_what_arrives_twice_counts_once() -> None:
     assert found["none"] == found["duplicate"] == found["duplicate_reply"]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_in_which_a_fifth_of_all_messages_fails_goes_on() -> None:
     kinds = {"lost_reply": 0.05, "late": 0.04, "raise": 0.04, "offline": 0.04, "silent": 0.03}
     parts = graph()
@@ -289,7 +289,7 @@ def test_a_run_in_which_a_fifth_of_all_messages_fails_goes_on() -> None:
         assert report.train.clients + len(report.lost.keys() | report.absent.keys()) >= PARTS
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_client_that_lost_its_cache_between_plan_and_training_is_lost_once_and_fetches_anew() -> None:
     app = Meddler(client(graph()))
 
@@ -318,7 +318,7 @@ def blind(parts: list[GraphPart], nodes: int = PARTS, **options: Any) -> InProce
     return InProcessGrid(client(parts), nodes, seed=2, **config, **options)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_second_node_of_a_part_is_not_seated_while_the_first_one_answers_and_takes_over_when_it_does_not() -> None:
     within = blind(graph(), fault=silent(*((number, 1, kind) for number in (3, 4) for kind in ALL)))
     of = everything()
@@ -349,7 +349,7 @@ def test_d1_of_two_nodes_that_say_from_the_start_they_hold_a_part_none_is_seated
     assert [r.train.clients for r in reports(of)] == [PARTS - 1] * 2
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_newcomer_takes_the_place_of_a_dead_process_in_the_round_it_comes() -> None:
     """The dead one is still listed, and nobody had a reason to doubt it: it is asked for a sign, in vain."""
     parts = graph()
@@ -381,7 +381,7 @@ def test_nodes_with_parts_of_different_graphs_are_refused() -> None:
         run(everything(), grid(parts), 1)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_newcomer_with_a_part_of_another_graph_is_refused_and_the_run_goes_on() -> None:
     parts, of = graph(), everything()
     over = grid(parts)

@@ -73,7 +73,7 @@ class Incidents:
         return self.app(message, context)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["silent", "lost_reply", "late", "forgets"])
 def test_7_14_a_fault_at_any_message_of_a_turn_costs_its_node_that_round_at_most(kind: str) -> None:
     parts = graph(parts=FEW, nodes=24, structure="halo")
@@ -113,7 +113,7 @@ def forgetting(parts: Any, *rounds: int) -> Meddler:
     return app
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_node_that_lost_its_norms_and_kept_its_id_is_told_them_again_in_the_same_round() -> None:
     parts, alone = graph(), strategy(averaging(), mode="measured")
     run(alone, grid(parts, forgetting(parts, 2)), 3)
@@ -127,7 +127,7 @@ def test_a_node_that_lost_its_norms_and_kept_its_id_is_told_them_again_in_the_sa
     assert second.train.replans == 0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_one_that_asks_for_norms_for_ever_is_given_up_for_that_round() -> None:
     def again(message: Message, reply: Message) -> None:
         for name in list(reply.content):
@@ -146,7 +146,7 @@ def test_one_that_asks_for_norms_for_ever_is_given_up_for_that_round() -> None:
         assert (of.reports[2].gcn.absent, of.reports[2].gcn.train.clients) == ({}, FEW - 1)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_after_another_on_the_same_nodes_finds_their_caches_and_nothing_else() -> None:
     """Resumed runs, too, meet nodes that have a state and others that are new."""
     parts = graph(parts=FEW, nodes=24)
@@ -172,7 +172,7 @@ def test_a_run_after_another_on_the_same_nodes_finds_their_caches_and_nothing_el
 # Epochs.
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_adaptive_scale_is_searched_once_an_epoch() -> None:
     """Of 48 nodes of 4 owners each learns from 10: batches of 4 make an epoch of three rounds."""
     of = strategy(mode="adaptive", n=ENOUGH, batch_size=4)
@@ -188,7 +188,7 @@ def test_the_adaptive_scale_is_searched_once_an_epoch() -> None:
 # What stands inside and outside.
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_7_06_a_server_adam_steps_as_on_one_machine() -> None:
     """Its pseudo-gradient is the learning rate times the gradient on the union of the batches."""
     rates = {"eta": 0.05, "eta_l": LR, "beta_1": 0.9, "beta_2": 0.99, "tau": 1e-3}
@@ -218,7 +218,7 @@ def test_codecs_that_make_updates_private_and_coded_rounds_are_refused_around_ro
             outer(strategy())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_labels_travel_nowhere_and_rows_only_from_their_owner_to_those_who_use_them() -> None:
     parts = graph(parts=FEW, nodes=24)
     seen: list[tuple[str, int, dict[str, bytes], Message]] = []

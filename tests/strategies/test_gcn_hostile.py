@@ -124,7 +124,7 @@ def lied(kind: str, changes: Iterable[Change], of: SkewedGCN, structure: str = "
     return run(of, grid(parts, app), len(app.after) + 2)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_owner_with_wrong_rows_is_absent_for_that_round_and_trains_all_the_same() -> None:
     of = everything()
     found = lied(ROWS_TYPE, (change for change, _ in WRONG_ROWS.values()), of)
@@ -142,7 +142,7 @@ def test_an_owner_with_wrong_rows_is_absent_for_that_round_and_trains_all_the_sa
     assert all(np.isfinite(value).all() for value in found.values())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_rows_of_the_adjacency_are_looked_at_too() -> None:
     structure = graph()[0].structure
 
@@ -201,7 +201,7 @@ WRONG_PLANS = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_client_with_an_impossible_plan_is_lost_for_that_round_and_serves_its_rows() -> None:
     of = everything()
     lied(PLAN_TYPE, (change for change, _ in WRONG_PLANS.values()), of)
@@ -215,7 +215,7 @@ def test_a_client_with_an_impossible_plan_is_lost_for_that_round_and_serves_its_
     assert last.lost == {}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("dedupe", [False, True])
 def test_a_list_of_nodes_that_its_owner_has_not_costs_the_others_nothing(dedupe: bool) -> None:
     """Part 0 is asked for node 40, which is part 3's; whose list it is is found out where one stands for many."""
@@ -233,7 +233,7 @@ def test_a_list_of_nodes_that_its_owner_has_not_costs_the_others_nothing(dedupe:
     assert report.train.clients == PARTS - 1
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_one_that_asks_for_structure_for_ever_is_given_up() -> None:
     part = graph()[LIAR]
     near = np.unique(part.structure.rows(part.ids).columns)
@@ -252,7 +252,7 @@ def test_one_that_asks_for_structure_for_ever_is_given_up() -> None:
     assert report.train.trips <= of.reports[1].gcn.train.trips + 5
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_owner_that_refuses_an_honest_client_is_absent_for_it_alone() -> None:
     def refuse(message: Message, reply: Message) -> None:
         name = f"{HEADER}/rows/0"
@@ -281,7 +281,7 @@ HELLOS: dict[str, tuple[Change, str]] = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HELLOS)
 def test_a_node_that_says_nonsense_of_itself_is_left_out_and_the_others_go_on(name: str) -> None:
     change, said = HELLOS[name]
@@ -296,7 +296,7 @@ def test_a_node_that_says_nonsense_of_itself_is_left_out_and_the_others_go_on(na
     assert of.reports[1].gcn.events["unknown"] == ["a node of the cohort holds no part of this run's graph"]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_norms_that_are_wrong_are_not_passed_on_and_asked_for_again() -> None:
     def other(ids: np.ndarray, data: bytes) -> bytes:
         return encode_norms(ids[:-1], np.ones(len(ids) - 1))
@@ -318,7 +318,7 @@ def test_norms_that_are_wrong_are_not_passed_on_and_asked_for_again() -> None:
     assert "norms" not in of.reports[2].gcn.events
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_training_replies_are_the_inner_strategys_to_judge() -> None:
     def nothing(message: Message, reply: Message) -> None:
         raise RuntimeError("broken")

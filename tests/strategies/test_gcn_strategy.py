@@ -77,7 +77,7 @@ def one_machine(rounds: int, batch_size: int) -> dict[str, Any]:
     return model
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("scale", "batch_size", "rounds"), [(1.0, 0, 1), (7.0, 6, 5)])
 def test_7_06_with_room_for_all_neighbours_k_clients_train_as_one_machine(
     scale: float, batch_size: int, rounds: int
@@ -91,7 +91,7 @@ def test_7_06_with_room_for_all_neighbours_k_clients_train_as_one_machine(
     assert strategy(local_steps=3).method == "local SGD, 3 steps a round"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_7_06_a_sampled_run_is_another_one() -> None:
     """Else the limit case would hold for a client that ignores its plan."""
     sampled, whole = run(strategy(), grid(graph()), 2), run(strategy(n=ENOUGH), grid(graph()), 2)
@@ -110,7 +110,7 @@ def test_7_07_one_client_fetches_nothing_and_the_trips_are_saved() -> None:
     assert over.ledger.total("messages", message_type=ROWS_TYPE) == 0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_7_07_with_a_cache_of_all_no_row_is_asked_for_twice() -> None:
     of, over = strategy(n=ENOUGH, batch_size=0, cache="all"), grid(graph())
     model = run(of, over, 2)
@@ -127,7 +127,7 @@ def test_7_07_with_a_cache_of_all_no_row_is_asked_for_twice() -> None:
 # 10: what is reported is what was sent.
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["dense-f64", "auto"])
 def test_7_10_bytes_are_those_of_the_payloads_and_a_link_costs_twice_what_travels(codec: str) -> None:
     tape = Tape(parts := graph())
@@ -160,7 +160,7 @@ def test_7_10_bytes_are_those_of_the_payloads_and_a_link_costs_twice_what_travel
     assert set(ledger.by("message_type")) == set(TYPES)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_7_10_rows_sent_are_rows_received_and_with_dedupe_fewer_are_sent() -> None:
     plain = strategy(n=ENOUGH, batch_size=0)
     apart, once = grid(graph()), grid(graph())
@@ -181,7 +181,7 @@ def test_7_10_rows_sent_are_rows_received_and_with_dedupe_fewer_are_sent() -> No
     assert uplink[0] < uplink[1]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_7_10_the_metrics_have_the_agreed_names_and_those_of_the_inner_strategy() -> None:
     of = strategy(averaging(evaluate=True))
     seen: dict[int, Any] = {}
@@ -200,7 +200,7 @@ def test_7_10_the_metrics_have_the_agreed_names_and_those_of_the_inner_strategy(
     assert evaluated["gcn.evaluate_remote_inputs"] > trained["gcn.remote_inputs"]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_sampled_evaluation_uses_fewer_rows_than_full() -> None:
     options = {"n": 8, "mode": "fixed"}
     full = strategy(averaging(evaluate=True), **options)
@@ -213,7 +213,7 @@ def test_sampled_evaluation_uses_fewer_rows_than_full() -> None:
 # What owners know of the edges.
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_halo_makes_the_plans_of_full_structure_and_what_it_costs_is_reported() -> None:
     full, halo = strategy(), strategy(structure="halo")
     over = grid(graph(structure="halo"))
@@ -229,7 +229,7 @@ def test_halo_makes_the_plans_of_full_structure_and_what_it_costs_is_reported() 
         run(strategy(structure="halo"), grid(graph()), 1)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("structure", ["full", "halo"])
 def test_norms_are_fetched_once_and_counted(structure: str) -> None:
     parts = graph(structure=structure)
@@ -248,7 +248,7 @@ def test_norms_are_fetched_once_and_counted(structure: str) -> None:
     assert 1.0 < first.train.scale != plain.reports[1].gcn.train.scale
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_adaptive_scale_follows_the_bytes() -> None:
     of = strategy(mode="adaptive", n=16, local_steps=3)
     run(of, grid(graph()), 4)
@@ -264,7 +264,7 @@ def test_the_adaptive_scale_follows_the_bytes() -> None:
 # Inner strategies.
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("inner", "downlink"),
     [(averaging, TopK(density=0.5)), (lambda: FedMedian(fraction_evaluate=0.0, min_available_nodes=1), None)],
@@ -283,7 +283,7 @@ def test_the_drop_in_pair_compresses_a_graph_run(inner: Any, downlink: Any) -> N
     assert bits(found) != bits(initial())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_rows_too_large_for_a_config_record_pass_the_mods() -> None:
     """A large frame is an ArrayRecord, and the drop-in pair looks for the model among these."""
     parts = graph(nodes=4000, degree=8.0)
@@ -315,7 +315,7 @@ def test_nodes_outside_the_cohort_still_answer_with_rows() -> None:
 # Resuming, and what is refused.
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["measured", "adaptive"])
 def test_resumed_equals_uninterrupted(tmp_path: Path, mode: str) -> None:
     def resumable() -> SkewedGCN:

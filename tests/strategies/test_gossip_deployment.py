@@ -12,6 +12,8 @@ from quick_nodes import quicken
 from fedcomp.errors import ConfigError
 from fedcomp.experiments.engines.superlink import Deployment
 
+pytestmark = pytest.mark.engines
+
 APP = Path(__file__).parent / "gossip_app"
 VICTIM = 3
 
@@ -45,7 +47,7 @@ class Fate:
         self.deployment.start(VICTIM)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_node_that_was_paused_loses_nothing_and_one_that_was_killed_comes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -89,7 +89,7 @@ MODELS: dict[str, tuple[Change, str]] = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.parametrize("how", MODELS)
 def test_a_model_that_cannot_be_one_is_not_seen(how: str) -> None:
@@ -104,7 +104,7 @@ def test_a_model_that_cannot_be_one_is_not_seen(how: str) -> None:
         assert result.arrays[name].numpy().dtype == array.numpy().dtype
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("values", [(np.inf, -np.inf), (1.7e308, 1.7e308), (np.nan, 1.0)])
 def test_figures_of_any_size_are_reported_as_they_are(values: tuple[float, float]) -> None:
     honest = client()
@@ -160,7 +160,7 @@ ANSWERS: dict[str, tuple[Change, str]] = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ANSWERS)
 def test_an_answer_that_cannot_be_one_counts_as_none_and_is_asked_for_again(how: str) -> None:
     change, reason = ANSWERS[how]
@@ -171,7 +171,7 @@ def test_an_answer_that_cannot_be_one_counts_as_none_and_is_asked_for_again(how:
     assert relay.reports[LAST].gossip.observed["sum_w"] == pytest.approx(NODES, abs=1e-12)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sgp", "sparse-push"])
 def test_messages_damaged_on_their_way_up_cost_what_they_carried_and_not_their_sender(name: str) -> None:
     """Nobody can read them any more: neither their receivers, nor, when they come back, the node that wrote them."""
@@ -211,7 +211,7 @@ def test_a_vertex_nobody_has_is_reported_in_the_first_round_too() -> None:
     assert relay.reports[3].gossip.members == [0, 1, 2]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("told", ["nodes", "clients"])
 def test_the_first_round_waits_for_vertices_whose_node_is_late(told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedcomp.strategies.gossip.seats._POLL_SECONDS", 0.001)
@@ -238,7 +238,7 @@ def test_closing_iterations_out_of_range_are_refused_at_once(wrong: Any) -> None
         strategy("sgp", skew_rounds=wrong)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_state_does_not_grow_with_the_rounds() -> None:
     for name in ("sparse-push", "cold"):
         relay, over = strategy(name), grid()

@@ -124,7 +124,7 @@ def test_what_passes_the_server_does_not_grow_with_the_model() -> None:
     assert wire["peers", 200] < wire["hub", 200] / 20
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "error_state"), [("choco", "discard"), ("beer", "keep"), ("power-gossip", "discard")])
 def test_faults_leave_no_trace_in_a_synchronous_run(name: str, error_state: str) -> None:
     rates = {"silent": 0.08, "lost_reply": 0.08, "duplicate": 0.08, "raise": 0.08, "offline": 0.05, "late": 0.05}
@@ -139,7 +139,7 @@ def test_faults_leave_no_trace_in_a_synchronous_run(name: str, error_state: str)
     assert not [reason for section in sections(relay) for reason in section.events.get("needed", [])]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sgp", "sparse-push"])
 def test_push_sum_with_the_faults_of_the_mailbox_agrees_with_it_to_the_bit(name: str) -> None:
     plan = FaultPlan(3, {"silent": 0.1, "raise": 0.1, "lost_reply": 0.1, "duplicate": 0.1}, until=8)
@@ -158,7 +158,7 @@ def test_push_sum_with_the_faults_of_the_mailbox_agrees_with_it_to_the_bit(name:
     assert relay.reports[12].gossip.observed["sum_w"] == pytest.approx(NODES, abs=1e-12)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sgp", "sparse-push"])
 def test_what_was_under_way_to_a_node_that_is_given_up_goes_back_to_its_senders(name: str) -> None:
     """They keep their own messages: the server, which gives them back, has references only."""
@@ -179,7 +179,7 @@ def test_what_was_under_way_to_a_node_that_is_given_up_goes_back_to_its_senders(
     assert states(over) == states(over_hub)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_node_that_lost_its_state_joins_with_another_key() -> None:
     relay, over = peers("sparse-push", observe_every=1, topology="complete"), grid()
     lost: list[float] = []
@@ -291,7 +291,7 @@ def links(tmp_path: Path) -> Iterator[Callable[[int], dict]]:
         there.kill()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_edge_whose_link_fails_goes_through_the_server_and_is_tried_again_later(links) -> None:
     inner = InProcessGrid(client(), NODES, seed=2, node_config=links)
     relay, over = peers("choco", ""), MeteredGrid(inner)
@@ -340,7 +340,7 @@ def secured(tmp_path: Path) -> Iterator[Callable[..., Callable[[int], dict]]]:
         there.kill()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_pairs_that_prove_who_they_are_use_their_link_and_all_others_the_sealed_mailbox(secured) -> None:
     """At the address of vertex 2 is somebody else; its own key is sealed for all the same."""
     config = secured(listeners=(2,))
@@ -358,7 +358,7 @@ def test_pairs_that_prove_who_they_are_use_their_link_and_all_others_the_sealed_
     assert "(broken off 2)" in said[2]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_nothing_is_sealed_for_a_node_with_another_key_than_the_one_that_is_pinned(secured) -> None:
     config = secured(listeners=(2,), apps=(2,))
     relay, over = peers("choco", ""), MeteredGrid(InProcessGrid(client(), NODES, seed=2, node_config=config))
@@ -506,7 +506,7 @@ def test_a_key_that_is_no_key_costs_its_node_its_seat_and_nobody_else_anything()
     assert not relay.relay.report.lost
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sparse-push", "beer"])
 def test_a_stored_run_goes_on_with_the_parcels_that_were_under_way(name: str, tmp_path: Path) -> None:
     """Stored while one node has not answered, and resumed with other folders: those of the first run are gone."""
@@ -539,7 +539,7 @@ def test_a_stored_run_goes_on_with_the_parcels_that_were_under_way(name: str, tm
         strategy(name).load_state_dict(again.state_dict())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_whose_parcels_are_in_stores_of_other_machines_is_not_stored(links) -> None:
     relay, over = peers("choco", ""), MeteredGrid(InProcessGrid(client(), NODES, seed=2, node_config=links))
     run(relay, over, 1)

@@ -12,6 +12,8 @@ from quick_nodes import quicken
 from fedcomp.experiments.engines.processes import Child
 from fedcomp.experiments.engines.superlink import Deployment
 
+pytestmark = pytest.mark.engines
+
 APP = Path(__file__).parent / "peers_app"
 UNREACHABLE, WITHOUT = 2, 3
 RUNS = [
@@ -37,7 +39,7 @@ class Mixed(Deployment):
         return self._launch(f"SuperNode {node}", f"node-{node}", command)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_deployment_gossips_from_node_to_node_and_through_the_server_where_it_must(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,7 +27,7 @@ def run(relay: GossipRelay, over: MeteredGrid, rounds: int = ROUNDS):
         return relay.start(over, model(), num_rounds=rounds, timeout=9)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sgp", "gradient-tracking", "dyna-cold", "power-gossip"])
 def test_7_16_and_7_17_relay_and_central_mode_agree_to_the_bit(name: str) -> None:
     """The states of all nodes, and the messages' bytes whatever way they take; every row: test_gossip_systems.py."""
@@ -47,7 +47,7 @@ def test_7_16_and_7_17_relay_and_central_mode_agree_to_the_bit(name: str) -> Non
     assert seen.tobytes() == middle.astype(np.float32).tobytes()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"), [("sparse-push", {"skew_rounds": "auto"}), ("cold", {"dtype": "float64"})]
 )
@@ -73,7 +73,7 @@ def same_faults(rates: dict[str, float], until: int) -> tuple[FaultPlan, Callabl
     return plan, deliver
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sgp", "sparse-push"])
 def test_7_16_push_sum_with_the_same_faults_agrees_to_the_bit(name: str) -> None:
     rates = {"silent": 0.1, "raise": 0.1, "lost_reply": 0.1, "duplicate": 0.1}
@@ -87,7 +87,7 @@ def test_7_16_push_sum_with_the_same_faults_agrees_to_the_bit(name: str) -> None
     assert relay.reports[12].gossip.observed["sum_w"] == pytest.approx(NODES, abs=1e-12)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "error_state"), [("choco", "discard"), ("beer", "keep")])
 def test_7_16_faults_leave_no_trace_in_a_synchronous_run(name: str, error_state: str) -> None:
     rates = {"silent": 0.08, "lost_reply": 0.08, "duplicate": 0.08, "raise": 0.08, "offline": 0.05, "late": 0.05}
@@ -119,7 +119,7 @@ def test_7_17_messages_in_messages_are_what_the_ledger_counts() -> None:
     assert over.ledger.total("messages", direction="down", message_type=gossip.OBSERVE_TYPE) == NODES
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sparse-push", "beer"])
 def test_7_17_edge_bytes_by_phase_are_the_messages_the_nodes_wrote_each_counted_once(name: str) -> None:
     """Whatever is sent again on the way. Written down at the nodes, which know nothing of the counters."""
@@ -150,7 +150,7 @@ def test_7_17_edge_bytes_by_phase_are_the_messages_the_nodes_wrote_each_counted_
     assert (relay.relay.traffic.edge["dense"].bytes > 0) == (name == "sparse-push")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_observing_changes_nothing_and_is_counted_apart() -> None:
     seldom, often = (strategy("sparse-push", observe_every=every) for every in (100, 1))
     first, second = grid(), grid()
@@ -202,7 +202,7 @@ class Tampering:
             self.noise.append(noise)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sparse-push", "choco", "power-gossip"])
 def test_the_server_forwards_what_it_cannot_read_and_the_receiver_complains(name: str) -> None:
     app = Tampering(server_round=2, way="up")
@@ -217,7 +217,7 @@ def test_the_server_forwards_what_it_cannot_read_and_the_receiver_complains(name
     assert any("messages of node 1" in reason for reason in needed)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sparse-push", "sgp"])
 def test_a_message_damaged_on_its_way_goes_back_to_its_sender(name: str) -> None:
     app = Tampering(server_round=3, way="down")
@@ -231,7 +231,7 @@ def test_a_message_damaged_on_its_way_goes_back_to_its_sender(name: str) -> None
     assert not relay.relay.report.gone
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_node_that_lost_its_state_joins_with_whole_estimates() -> None:
     relay, over = strategy("sparse-push", observe_every=1, topology="complete"), grid()
     lost: list[float] = []
@@ -252,7 +252,7 @@ def test_a_node_that_lost_its_state_joins_with_whole_estimates() -> None:
     assert len(relay.reports[20].gossip.members) == NODES
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_vertex_comes_back_as_another_node() -> None:
     """Synchronous: the others begin a new epoch without it, and one more with it."""
     relay, over = strategy("choco", patience=2), grid()
@@ -272,7 +272,7 @@ def test_a_vertex_comes_back_as_another_node() -> None:
     assert over.ledger.total("messages", direction="down", message_type=gossip.START_TYPE) == NODES + 1
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_who_is_given_up_and_reached_again_is_let_in_again() -> None:
     def deliver(delivery: Delivery) -> str:
         return "silent" if delivery.partition == 3 and 2 <= delivery.round <= 5 else "none"
@@ -293,7 +293,7 @@ class Blind(InProcessGrid):
         return None
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_second_node_of_a_vertex_waits_until_the_first_is_silent() -> None:
     """Its SuperNode was started with the partition id of another one, by mistake or as its successor."""
 
@@ -359,7 +359,7 @@ def test_a_vertex_outside_the_graph_takes_no_part() -> None:
     assert relay.reports[4].gossip.members == [0, 1, 2, 3]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_node_leaves_in_good_order_and_takes_nothing_with_it() -> None:
     relay, over = strategy("sparse-push", observe_every=1), grid()
 
@@ -373,7 +373,7 @@ def test_a_node_leaves_in_good_order_and_takes_nothing_with_it() -> None:
     assert relay.reports[8].gossip.observed["sum_w"] == pytest.approx(NODES, abs=1e-12)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sparse-push", "beer"])
 def test_a_stored_run_goes_on_to_the_same_bits_and_bytes(name: str, tmp_path) -> None:
     """Stored while one node has not answered: its instruction is repeated by the new process as it was."""
@@ -412,7 +412,7 @@ def test_a_stored_run_goes_on_to_the_same_bits_and_bytes(name: str, tmp_path) ->
         )
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sparse-push", "choco"])
 def test_a_finished_run_may_be_extended(name: str) -> None:
     relay, over = strategy(name), grid()

@@ -31,7 +31,7 @@ from fedcomp.flower.payload import put_frame
 from fedcomp.flower.protocol import UPDATE
 from fedcomp.flower.report import Report
 from fedcomp.flower.rounds import fit
-from fedcomp.layout import Layout, Update
+from fedcomp.layout import NONE_DENSE, Layout, SmallDense, Update
 from fedcomp.privacy.errors import Unbounded
 from fedcomp.privacy.local import Privatise
 from fedcomp.privacy.votes import TopkSign
@@ -117,7 +117,7 @@ def app_of(path: str, **options: Any) -> Client:
     return broken(FRAMES[path][1], **options)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("path", FRAMES)
 def test_d2_without_a_guard_the_report_names_the_norm_and_with_it_the_reply_is_refused(path: str) -> None:
     """Before, the model was ruined and nothing named anybody."""
@@ -141,7 +141,7 @@ def test_d2_without_a_guard_the_report_names_the_norm_and_with_it_the_reply_is_r
     np.testing.assert_allclose(arrays["bias"].numpy(), bias((1, ALL), (2, OTHERS), (3, ALL)), **tolerance)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("path", FRAMES)
 def test_d2_norms_and_weights_are_those_of_the_updates(path: str) -> None:
     strategy = FRAMES[path][0]()
@@ -165,7 +165,7 @@ def test_d2_strategies_that_look_at_single_updates_see_no_outlier(mods: Any) -> 
     assert np.abs(stack(arrays)).max() < 1e4
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["top-k", "plain", "shared support"])
 def test_d2_a_weight_that_captures_the_mean_is_refused(path: str) -> None:
     """2**62 examples: before, the model was that client's alone."""
@@ -277,7 +277,7 @@ def forged(culprit: int, when: int, value: float) -> Any:
     def hostile(msg: Message, context: Context, call_next: Any) -> Message:
         reply = call_next(msg, context)
         if number(msg) == when and context.node_config["partition-id"] == culprit:
-            layout = Layout.of({name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()})
+            layout = Layout.of({name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}, NONE_DENSE)
             vector = np.full(layout.size, value, np.float32)
             put_frame(reply.content, UPDATE, QSGD(levels=7).encode(Update(vector, layout), {}, Key(0))[0])
         return reply
@@ -348,13 +348,13 @@ def test_d2_a_coded_sum_says_that_a_guard_sees_nothing_there() -> None:
 
 def test_d2_votes_are_bounded_already_and_what_travels_dense_beside_them_is_guarded() -> None:
     """1200 coordinates vote, whatever was trained; the bias travels as it is."""
-    strategy = Compressed(fedavg(fraction_evaluate=0.0), SignSGD(step=0.1), guard=Norms())
+    strategy = Compressed(fedavg(fraction_evaluate=0.0), SignSGD(step=0.1), guard=Norms(), policy=SmallDense())
     arrays, node = play(strategy, broken([compression()]))
     assert [set(found.refused) for found in strategy.reports.values()] == [set(), {node}, set()]
     assert np.abs(stack(arrays)).max() < 1e4
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("codec", "split"), [(TopK(0.05), "dirichlet:0.1"), (QSGD(levels=7), "shards:2")], ids=["top-k", "qsgd"]
 )

@@ -129,7 +129,7 @@ def test_2_6_everything_kept_of_nothing_factored_is_dp_fedavg_up_to_the_grid() -
     np.testing.assert_allclose(ours, theirs, atol=2.1 * 2 * CLIP / 2048)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("rank", "adjacency"), [(0, "zero_out"), (5, "replace")])
 def test_2_6_noise_is_on_the_kept_coordinates_alone_and_its_energy_is_within_three_per_cent(
     rank: int, adjacency: str
@@ -153,7 +153,7 @@ def test_2_6_noise_is_on_the_kept_coordinates_alone_and_its_energy_is_within_thr
     assert chosen.privacy.releases == rounds
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_round_costs_what_a_round_of_dp_fedavg_costs() -> None:
     ours = strategy(noise_multiplier=1.5)
     run(ours, rounds=3)
@@ -212,7 +212,7 @@ def test_a_client_without_the_mod_is_shortened_by_the_server() -> None:
     assert (chosen.reports[1].plain, chosen.reports[1].compressed) == (2, 6)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_2_6_the_mask_is_independent_of_the_data_and_another_in_every_round() -> None:
     asks: list[list[tuple[int, float]]] = []
     for shift in (0.0, 100.0):
@@ -242,7 +242,7 @@ def shifting(shift: float):
     return mod
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_noisy_magnitude_sends_its_mask_and_learns_where_it_learnt() -> None:
     chosen = strategy(mask="noisy_magnitude", keep=0.2, noise_multiplier=0.5)
     moved, _, grid = run(chosen, rounds=4)
@@ -254,7 +254,7 @@ def test_noisy_magnitude_sends_its_mask_and_learns_where_it_learnt() -> None:
     assert grid.ledger.summary()["payload_down"] > random.ledger.summary()["payload_down"]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_history_makes_carriers_of_the_way_the_model_went() -> None:
     plain, *_ = run(strategy(noise_multiplier=0.5), rounds=3)
     chosen = strategy(noise_multiplier=0.5, history=1)
@@ -303,7 +303,7 @@ def without() -> tuple[np.ndarray, list]:
     return moved, chosen.privacy.events
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BAD)
 def test_a_forged_update_costs_nobody_but_its_sender(name: str, without: tuple[np.ndarray, list]) -> None:
     chosen = strategy(noise_multiplier=1.0)
@@ -389,7 +389,7 @@ def test_carriers_and_kept_coordinates_arrive_as_they_were_sent_or_not_at_all() 
 # What survives, and what is refused.
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"mask": "noisy_magnitude"}, {"history": 1}])
 def test_a_resumed_run_is_the_run_and_other_settings_are_refused(options: dict) -> None:
     settings = {"noise_multiplier": 1.0, **options}
@@ -408,7 +408,7 @@ def test_a_resumed_run_is_the_run_and_other_settings_are_refused(options: dict) 
             strategy(**{**settings, **changed}).load_state_dict(first.state_dict())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_budget_ends_the_run_and_the_statement_says_what_is_kept() -> None:
     chosen = strategy(noise_multiplier=8.0, budget=0.5)
     run(chosen, rounds=40)

@@ -49,7 +49,7 @@ def record(**arrays) -> ArrayRecord:
     return ArrayRecord({k: Array(np.asarray(v)) for k, v in arrays.items()})
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("downlink", [None, QSGD(levels=64, bucket=64), TopK(density=0.2, values="bf16"), Identity()])
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_every_float_type_works_over_every_downlink(dtype, downlink) -> None:
@@ -61,7 +61,7 @@ def test_every_float_type_works_over_every_downlink(dtype, downlink) -> None:
     assert result.arrays["w"].numpy().dtype == dtype
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_mask_of_infinities_travels_unchanged() -> None:
     mask = np.triu(np.full((8, 8), -np.inf, np.float32), 1)
     for downlink in (None, TopK(density=0.2)):
@@ -71,7 +71,7 @@ def test_a_mask_of_infinities_travels_unchanged() -> None:
         np.testing.assert_array_equal(result.arrays["mask"].numpy(), mask)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_wide_integers_that_nobody_changes_stay_what_they_are() -> None:
     initial = record(
         w=np.zeros(2000, np.float32),
@@ -91,7 +91,7 @@ def test_a_dtype_that_cannot_travel_is_refused_at_the_start() -> None:
         go(Compressed(FedAvg(**ONE), TopK(density=0.5)), record(w=np.zeros(3, np.complex64)))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_models_of_buffers_only_and_of_nothing_large() -> None:
     for initial in (record(n=np.int64(3)), record(b=np.zeros(3, np.float32)), record(z=np.zeros((0, 4), np.float32))):
         strategy = Compressed(FedAvg(**ONE, fraction_evaluate=0.0), TopK(density=0.5), downlink=TopK(density=0.5))
@@ -116,7 +116,7 @@ def test_a_strategy_that_sends_each_node_a_model_of_its_own() -> None:
         np.testing.assert_allclose(result.arrays["w"].numpy(), expected.arrays["w"].numpy(), rtol=1e-6)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_strategy_that_copies_the_model_still_gets_the_downlink() -> None:
     class Copying(FedAvg):
         def configure_train(self, server_round, arrays, config, grid):
@@ -215,7 +215,7 @@ def test_a_second_run_on_the_same_nodes_does_not_replay_the_first() -> None:
     assert not np.array_equal(sums, np.zeros_like(sums))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "then",
     [

@@ -56,7 +56,7 @@ def test_memory_keeps_what_the_dither_left() -> None:
     assert np.abs(found - made).max() <= 0.5 + 1e-2
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_however_clients_are_grouped_the_model_has_the_same_bits() -> None:
     found = {}
     for count in (1, 2, 4):
@@ -70,7 +70,7 @@ def test_however_clients_are_grouped_the_model_has_the_same_bits() -> None:
     np.testing.assert_allclose(stack(last.arrays), stack(plain.arrays), rtol=1e-6, atol=1e-3)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_sum_in_a_prime_field_takes_the_contributors_dithers_off() -> None:
     """Of equal weights, since the server of a coded sum knows no single one."""
     # Steps of which the toy's whole numbers are no multiples: of those the dither would be all of the error.
@@ -91,7 +91,7 @@ def test_a_coded_sum_of_weights_that_nobody_knows_is_refused() -> None:
     CodedFedAvg(Compressed(fedavg(), FixedPoint(RandomK(1.0), clip=1.0)), **options)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_more_weight_than_there_is_room_for_keeps_the_model_and_is_said() -> None:
     """Weights are the clients' own claims: none of them may end the run, nor make a sum that wraps."""
     strategy = grouped(2, summands=WEIGHT - 1)

@@ -35,7 +35,7 @@ STRATEGIES: dict[str, Callable[[Compressed], Overlapping]] = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("downlink", [None, TopK(density=0.3)], ids=["plain", "downlink"])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_updates_made_are_delivered_or_owed(name: str, downlink: TopK | None) -> None:

@@ -111,7 +111,7 @@ def play(strategy, path: Path, mods=(), **options):
     return result, grid.ledger
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_b5_an_unchanged_strategy_with_a_loop_of_its_own_runs_compressed(tmp_path: Path) -> None:
     """Before: "Saving runs its own loop (it overrides start)", and no attribute set_path."""
     plain, wrapped, sparse = (tmp_path / name for name in ("plain", "identity", "sparse"))

@@ -76,7 +76,7 @@ def test_b7_pairs_that_make_sense_are_not_warned_of(caplog: pytest.LogCaptureFix
         assert warnings(caplog, mean, TopK(0.01)) == []
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_b7_a_median_follows_a_shared_support_and_stalls_on_the_clients_own() -> None:
     """With a tenth of the coordinates, forty rounds at half this rate: .995 against .265, dense .134 (measured)."""
     drawn = {"id": "randomk", "density": 0.2}
@@ -105,7 +105,7 @@ def test_b8_momentum_correction_says_how_much_longer_it_makes_the_steps(
     assert warnings(caplog, FedAvg(), ErrorFeedback(TopK(0.01))) == []
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_b8_the_gain_is_what_a_constant_update_comes_to(nesterov: bool) -> None:
     codec, layout = ErrorFeedback(TopK(0.1), momentum=0.9, masking=False, nesterov=nesterov), Layout.flat(200)

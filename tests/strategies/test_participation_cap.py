@@ -93,7 +93,7 @@ def asked_in(name: str, *, bad: str) -> tuple[Counter[int], Any]:
     return times, find_private(strategy).privacy
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", ["NaN", "error"])
 @pytest.mark.parametrize("name", PATHS)
 def test_a3_a_client_of_no_use_is_asked_no_more_often_than_the_cap(name: str, bad: str) -> None:

@@ -97,7 +97,7 @@ MEANS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("path", MEANS)
 def test_d1_twins_are_both_refused_and_named_in_report_and_log(path: str, caplog) -> None:
     """Before, both were averaged and the report was empty."""
@@ -118,7 +118,7 @@ def test_d1_twins_are_both_refused_and_named_in_report_and_log(path: str, caplog
     assert len(strategy.evaluations) == 2
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("path", MEANS)
 def test_d1_a_newcomer_does_not_drive_out_the_holder_and_takes_over_when_that_one_is_gone(path: str) -> None:
     strategy, app = (make() for make in MEANS[path])
@@ -136,7 +136,7 @@ def test_d1_a_newcomer_does_not_drive_out_the_holder_and_takes_over_when_that_on
     assert fresh.reports[3].refused == {}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_d1_a_hundred_copied_configurations_train_nothing_and_say_so() -> None:
     """Everybody is partition 0: an error in the first round, rather than one device's model a hundred times."""
     strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(1.0))
@@ -208,7 +208,7 @@ CODED = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CODED)
 def test_d1_in_a_coded_round_twins_take_no_part(kind: str) -> None:
     strategy = CODED[kind]()
@@ -317,7 +317,7 @@ def test_d3_between_two_forms_that_are_equally_frequent_nobody_is_chosen(culprit
     assert all("equally frequent" in reason for reason in strategy.reports[1].refused.values())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_d3_the_form_of_earlier_rounds_decides_a_tie(culprit: int) -> None:
     """Who is odd is known when the others' form is: the honest client stays, in training and in evaluation."""

@@ -14,12 +14,14 @@ from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.rounds import fit
 
+pytestmark = pytest.mark.engines
+
 ROUNDS = 6
 NODE = {"mode": "node", "stateless_clients": True}
 WORK = 1.0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_9_a_superlink_hides_the_servers_work_and_gives_the_recursion(monkeypatch: pytest.MonkeyPatch) -> None:
     quicken(monkeypatch, "fedcomp.experiments.slept")
     rows = {f"width {w}": {"kind": "pipelined", "options": {"width": w, **NODE}, "rounds": ROUNDS} for w in (1, 2)} | {
@@ -36,7 +38,7 @@ def test_9_a_superlink_hides_the_servers_work_and_gives_the_recursion(monkeypatc
     assert found["buffered"]["steps"] == ROUNDS
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ray_gives_the_bits_of_this_process() -> None:
     """By cohorts, so that no client's state is written twice at a time."""
     found = {}

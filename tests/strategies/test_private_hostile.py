@@ -78,7 +78,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_bounded_is_left_out_and_costs_nobody_else(name) -> None:
     without, _, _ = run(TopK(density=0.5), fault=silent)
@@ -88,7 +88,7 @@ def test_what_cannot_be_bounded_is_left_out_and_costs_nobody_else(name) -> None:
     assert len(strategy.privacy.entries[0].participants) == NODES, "who was asked took part"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("codec", "change"),
     [
@@ -121,7 +121,7 @@ INNOCENT = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", INNOCENT)
 def test_what_a_reply_says_beside_the_update_decides_nothing(name) -> None:
     # In a round without privacy most of these cost the sender or, by their weight, all others.
@@ -144,7 +144,7 @@ def test_one_client_cannot_evict_another_by_its_form() -> None:
         open_pair.start(federation([compression()], 2, change=change, culprit=0), model(), num_rounds=1, timeout=9)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", [None, TopK(density=0.5)], ids=["dense", "topk"])
 @pytest.mark.parametrize("kind", ["silent", "lost_reply", "raise", "offline"])
 def test_when_all_replies_are_lost_noise_is_released_and_paid_for(kind, codec) -> None:

@@ -87,7 +87,7 @@ PROMISE = {"noise_multiplier": 1.0, "population": NODES, "delta": 1e-3, "insecur
 CODECS = (TopK(0.05), ErrorFeedback(TopK(0.05)), TopK(0.05, values="fp16", index="rice"), QSGD(7), TernGrad())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", [*CODECS, RandomK(0.1), Identity()], ids=repr)
 def test_a7_replies_of_a_private_round_are_equally_long_whatever_was_learnt(codec: Codec) -> None:
     strategy = Compressed(DpFedAvg(inner(), clip=1.0, **PROMISE), codec, feedback=False)

@@ -140,7 +140,7 @@ def test_the_event_is_written_before_noise_is_drawn(monkeypatch, tmp_path: Path)
     assert seen == [3, 4]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", [None, TopK(density=0.1)], ids=["dense", "topk"])
 def test_over_budget_nobody_is_asked_and_it_is_said_once(caplog, codec) -> None:
     budget = 0.5 * sum(gaussian_epsilon(math.sqrt(rounds), 1e-3) for rounds in (2, 3))
@@ -383,7 +383,7 @@ def test_without_noise_the_statement_says_that_nothing_is_protected() -> None:
     assert strategy.statement().prose().startswith("NOT PRIVATE")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [

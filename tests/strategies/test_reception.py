@@ -135,7 +135,7 @@ def undisturbed(name: str) -> bytes:
     return outcome(name)[0]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PATHS)
 def test_a_reply_that_cannot_be_used_costs_its_own_update_and_is_accounted_for(name: str) -> None:
     without, report = outcome(name, dict.fromkeys(CULPRITS, "silent"))
@@ -157,7 +157,7 @@ def test_a_reply_that_cannot_be_used_costs_its_own_update_and_is_accounted_for(n
             assert (len(report.refused), report.lost) == (2, 0), pair
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PATHS)
 def test_an_answer_that_comes_twice_counts_once(name: str) -> None:
     kinds = {partition: ("duplicate", "duplicate_reply")[partition % 2] for partition in range(NODES)}
@@ -168,7 +168,7 @@ def test_an_answer_that_comes_twice_counts_once(name: str) -> None:
     assert report.duplicates == (0 if name in SORTED else NODES)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PATHS)
 def test_a_run_whose_clients_all_fail_ends_unless_the_round_is_paid_for_or_given_up(name: str) -> None:
     failing = dict.fromkeys(range(NODES), "raise")

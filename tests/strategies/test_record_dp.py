@@ -87,7 +87,7 @@ def weight(result: Any) -> np.ndarray:
     return result.arrays["weight"].numpy()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", [None, TopK(density=1.0)])
 def test_disjoint_records_cost_what_the_dearest_client_spent_and_not_the_sum(codec):
     strategy = record_dp(codec=codec)
@@ -151,7 +151,7 @@ def says(**fields: Any) -> Callable[[RecordDict], None]:
     return change
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", [None, TopK(density=1.0)])
 @pytest.mark.parametrize(
     "lie",
@@ -186,7 +186,7 @@ def holds(change: Callable[[np.ndarray], Array] | None, name: str | None = None)
     return alter
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "lie",
     [
@@ -258,7 +258,7 @@ def test_a_node_cannot_spend_what_is_anothers_where_the_engine_knows_whose_it_is
     assert strategy.privacy.participations == {0: 6, 1: 10**6}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @BOTH
 def test_d1_both_of_two_twins_are_paid_for_and_neither_is_used(codec, caplog):
     """Before, the first to arrive was averaged and the other one's training was not in the books."""
@@ -472,7 +472,7 @@ def test_books_in_a_file_outlive_the_server(tmp_path: Path):
         record_dp(rate=0.2).load_state_dict(state)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_that_repeats_a_round_pays_for_it_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     settings = {"task.hidden": "16", "max_steps": 2, "insecure_deterministic": True}
     spec = RunSpec("record-dp", rounds=2, clients=2, settings=settings)

@@ -29,7 +29,7 @@ def build(inner, codec, downlink):
     return Compressed(inner(), codec, downlink), grid
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("inner", "codec", "downlink"),
     [

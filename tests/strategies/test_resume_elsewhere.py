@@ -25,14 +25,14 @@ from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.protocol import Announcement
 from fedcomp.flower.rounds import fit
-from fedcomp.layout import Layout
+from fedcomp.layout import NONE_DENSE, Layout
 from fedcomp.stateful import next_epoch, within_epoch
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.gossip.strategy import GossipRelay
 from fedcomp.strategies.pipelined import PipelinedStrategy
 from fedcomp.strategies.shared_support import SharedSupport
 
-LAYOUT = Layout.of({name: array.numpy() for name, array in model().items()})
+LAYOUT = Layout.of({name: array.numpy() for name, array in model().items()}, NONE_DENSE)
 NODES = 4
 
 
@@ -134,7 +134,7 @@ def run_until(world: World, strategy: Any, path: Path, *, saved: int, killed: in
     world.dying = False
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [compressed, downlink], ids=["feedback", "downlink"])
 def test_updates_of_rounds_beyond_the_checkpoint_go_back_exactly(make: Callable[[], Any], tmp_path: Path) -> None:
     world, path = World(), tmp_path / "run.ckpt"
@@ -150,7 +150,7 @@ def test_updates_of_rounds_beyond_the_checkpoint_go_back_exactly(make: Callable[
     np.testing.assert_array_equal(stack(result.arrays), world.owed(strategy))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_shared_support_goes_back_exactly(tmp_path: Path) -> None:
     world, path = World(), tmp_path / "run.ckpt"
     TOTALS.append(np.zeros(LAYOUT.size))
@@ -165,7 +165,7 @@ def test_shared_support_goes_back_exactly(tmp_path: Path) -> None:
     np.testing.assert_allclose(world.natural(TOTALS.pop()), world.owed(strategy), atol=0.01)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [compressed, downlink], ids=["feedback", "downlink"])
 @pytest.mark.parametrize("killed", [6, 7])
 def test_with_the_numbers_of_the_checkpoint_it_would_go_wrong(make: Any, killed: int, tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_with_the_numbers_of_the_checkpoint_it_would_go_wrong(make: Any, killed:
     assert len(strategy.reports[6].refused) == (0 if killed == 6 else NODES)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_acknowledged_update_is_gone_with_the_model_it_was_in(tmp_path: Path) -> None:
     """With checkpoints every other round the frames of the round between are lost, and no others."""
     world, path = World(), tmp_path / "run.ckpt"
@@ -205,7 +205,7 @@ def test_an_acknowledged_update_is_gone_with_the_model_it_was_in(tmp_path: Path)
     np.testing.assert_array_equal(stack(result.arrays) + gone, world.owed(again))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_two_restarts_from_one_checkpoint_share_no_number(tmp_path: Path) -> None:
     world, path = World(), tmp_path / "run.ckpt"
     run_until(world, compressed(), path, saved=5, killed=6)
@@ -229,7 +229,7 @@ def test_two_restarts_from_one_checkpoint_share_no_number(tmp_path: Path) -> Non
     assert numbers[0] == numbers[1]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("down", [None, QSGD(levels=64, bucket=16)], ids=["up", "both ways"])
 def test_without_memory_a_resumed_run_is_the_uninterrupted_one(down: Any, tmp_path: Path) -> None:
     """No update waits at a client: the bits are the same, those that the downlink draws included."""
@@ -246,7 +246,7 @@ def test_without_memory_a_resumed_run_is_the_uninterrupted_one(down: Any, tmp_pa
     np.testing.assert_array_equal(stack(resumed.arrays), stack(whole.arrays))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_nodes_that_lost_their_state_are_fresh_and_nothing_else_is(tmp_path: Path) -> None:
     world, path = World(), tmp_path / "run.ckpt"
     run_until(world, downlink(), path, saved=3, killed=4)

@@ -75,7 +75,7 @@ def failing(rounds, partitions, reason="disk full"):
     return app
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_b1_a_round_is_one_line_with_the_bytes_of_the_ledger(shown: Shown) -> None:
     ledger = TrafficLedger()
     strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(0.05))
@@ -108,7 +108,7 @@ def test_b1_values_that_travel_as_they_are_count_as_dense() -> None:
     assert lossless.reports[1].dense_bytes == lossless.reports[1].frame_bytes > 0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("inner", [fedavg, lambda **o: FedMedian(**ONE, **o)], ids=["mean", "dense"])
 def test_b1_flowers_own_line_counts_clients_not_their_mean(shown: Shown, inner) -> None:
     """Ten clients read "Received 1 results and 0 failures" before: nine losses to whoever knows Flower."""
@@ -123,7 +123,7 @@ def test_b1_flowers_own_line_counts_clients_not_their_mean(shown: Shown, inner) 
     assert not logging.getLogger("flwr").filters
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_b1_clients_without_the_mod_are_named_once_and_counted(shown: Shown) -> None:
     plain, modded = client_app(), client_app([compression()])
 
@@ -225,7 +225,7 @@ def test_b1_what_a_client_writes_stays_on_one_line(shown: Shown) -> None:
     assert "\x1b[2J" not in shown._stream.getvalue()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_b1_a_round_whose_participants_are_secret_says_nothing_of_them(shown: Shown) -> None:
     """Poisson sampling is accounted for as if nobody knew who took part."""
     options = {"noise_multiplier": 1.0, "population": 100, "delta": 1e-5, "insecure_deterministic": True}

@@ -18,9 +18,10 @@ from fedcomp.experiments.spec import RunSpec
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
-from fedcomp.flower.payload import take_frame
+from fedcomp.flower.payload import has_frame, take_frame
 from fedcomp.flower.protocol import UPDATE
 from fedcomp.flower.report import Report
+from fedcomp.layout import SmallDense
 from fedcomp.strategies.compressed import Compressed
 
 ONE = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
@@ -33,7 +34,7 @@ def run(strategy, evil=None, *, nodes=4, rounds=2, mods=True, initial=None, fram
 
     def app(msg: Message, context: Context) -> Message:
         reply = honest(msg, context)
-        if frames is not None and UPDATE in reply.content:
+        if frames is not None and has_frame(reply.content, UPDATE):
             frames.append(take_frame(reply.content, UPDATE))
         if evil is not None and context.node_config["partition-id"] == 1:
             reply.content = evil(reply.content) or reply.content
@@ -46,13 +47,13 @@ def run(strategy, evil=None, *, nodes=4, rounds=2, mods=True, initial=None, fram
 @pytest.mark.parametrize("inner", INNER)
 def test_changed_is_the_union_of_what_was_sent(inner: str) -> None:
     """Top-k of each client: the union of four supports; a shared random support: one. The dense rest does not count."""
-    strategy = Compressed(INNER[inner](), TopK(0.05), feedback=False)
+    strategy = Compressed(INNER[inner](), TopK(0.05), feedback=False, policy=SmallDense())
     run(strategy, rounds=1)
     chosen = [set(np.argsort(-np.abs(update(1, p, (1200,))), kind="stable")[:60].tolist()) for p in range(4)]
     union = set().union(*chosen)
     assert 120 < len(union) <= 240, "the clients agree about little"
     assert strategy.reports[1].changed == len(union)
-    shared = Compressed(INNER[inner](), RandomK(0.05), feedback=False)
+    shared = Compressed(INNER[inner](), RandomK(0.05), feedback=False, policy=SmallDense())
     run(shared, rounds=1)
     assert 60 - 4 <= shared.reports[1].changed <= 60
 
@@ -79,14 +80,14 @@ def test_changed_of_whole_models_is_counted_against_the_model(inner: str, mods: 
     assert strategy.reports[1].changed == 15 * 30
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize(
     ("scope", "names"), [("global", ["the compressed part", "the dense rest"]), ("layer", ["weight", "the dense rest"])]
 )
 def test_bytes_per_tensor_add_up_to_the_frames(inner: str, scope: str, names: list[str]) -> None:
     frames: list[bytes] = []
-    strategy = Compressed(INNER[inner](), TopK(0.05, scope=scope))
+    strategy = Compressed(INNER[inner](), TopK(0.05, scope=scope), policy=SmallDense())
     run(strategy, frames=frames, rounds=1)
     found = strategy.reports[1].tensor_bytes
     assert list(found) == names
@@ -113,7 +114,7 @@ def declare(value):
     return evil
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [0.0, 0.5, 1e300])
 def test_a_memory_ratio_is_reported_by_node(value: float) -> None:
     strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(0.05))
@@ -122,7 +123,7 @@ def test_a_memory_ratio_is_reported_by_node(value: float) -> None:
     assert not strategy.reports[2].notes
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "value",
     [math.nan, math.inf, -math.inf, -1.0, -1e-300, 3, True, "0.5", b"0.5", [0.5], [0.5, math.nan], "x" * 10**6],
@@ -143,7 +144,7 @@ def test_a_ratio_that_is_none_is_left_out_and_costs_no_update(value) -> None:
 
 
 def test_reports_survive_json() -> None:
-    strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(0.05, scope="layer"))
+    strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(0.05, scope="layer"), policy=SmallDense())
     numeric = ArrayRecord({"0": Array(np.zeros((40, 30), np.float32)), "1": Array(np.zeros(12, np.float32))})
     run(strategy, declare(0.5), initial=numeric)
     for report in strategy.reports.values():
@@ -157,9 +158,9 @@ def test_reports_survive_json() -> None:
     assert fresh.reports == strategy.reports
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_records_them_per_round(tmp_path) -> None:
-    settings = {"task.hidden": "32", "codec.density": 0.1, "codec.scope": "layer"}
+    settings = {"task.hidden": "32", "codec.density": 0.1, "codec.scope": "layer", "policy.share": 0.01}
     result = engines.run(RunSpec("topk", rounds=2, clients=3, settings=settings), checkpoint=tmp_path / "c")
     again = engines.run(RunSpec("topk", rounds=2, clients=3, settings=settings), checkpoint=tmp_path / "c")
     for record in (*result.rounds[1:], *again.rounds[1:]):

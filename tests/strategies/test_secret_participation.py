@@ -79,7 +79,7 @@ def told(
     return log, reports, [len(entry.participants) for entry in ledger.entries]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", [True, False])
 def test_a8_log_and_reports_are_the_same_whoever_was_drawn(pair: bool, caplog: pytest.LogCaptureFixture) -> None:
     runs = [told(SECRET, seed, pair, caplog) for seed in (1, 2, 3)]
@@ -116,7 +116,7 @@ def test_a8_a_meter_that_continues_knows_which_late_replies_are_secret(
     assert ("claims partition 0" in caplog.text) != secret
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", [True, False])
 def test_a8_who_asks_for_participation_sees_it(pair: bool, caplog: pytest.LogCaptureFixture) -> None:
     runs = [told(SHOWN, seed, pair, caplog) for seed in (1, 2, 3)]
@@ -124,7 +124,7 @@ def test_a8_who_asks_for_participation_sees_it(pair: bool, caplog: pytest.LogCap
     assert len({log for log, _, _ in runs}) > 1
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a8_a_clients_messages_do_not_count_the_others() -> None:
     """What a client is sent in a round is the same whether it was drawn alone or among many."""
     seen: dict[int, set[int]] = {}
@@ -142,7 +142,7 @@ def test_a8_a_clients_messages_do_not_count_the_others() -> None:
     assert seen == {r: {sum(a <= r for a in asked)} for r in asked}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a8_participation_that_is_shown_amplifies_nothing() -> None:
     def epsilon(sampling: Sampling | None) -> float:
         strategy = DpFedAvg(inner(), clip=1.0, noise_multiplier=4.0, population=NODES, delta=1e-3, sampling=sampling)
@@ -247,7 +247,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a8_records_of_a_run_hold_the_expected_bytes_and_nobody() -> None:
     results = [engines.run(RunSpec("dp-fedavg", rounds=3, clients=8, seed=seed, settings=SETTINGS)) for seed in (0, 5)]
     rounds = [record for result in results for record in result if record.round]

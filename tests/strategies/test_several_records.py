@@ -92,7 +92,7 @@ def play(strategy, mods=(), *, rounds=3, nodes=3, **options):
     return strategy.start(grid, model(), num_rounds=rounds, timeout=9), ledger
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_b9_beside_a_lossless_codec_nothing_at_all_changes() -> None:
     plain, wrapped = Controlled(), Controlled()
     expected, _ = play(plain)
@@ -106,7 +106,7 @@ def test_b9_beside_a_lossless_codec_nothing_at_all_changes() -> None:
     }
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("downlink", [None, TopK(0.2)], ids=["up", "both"])
 def test_b9_the_named_record_is_compressed_and_the_others_arrive_bit_for_bit(downlink) -> None:
     plain, wrapped = Controlled(), Controlled()

@@ -28,7 +28,7 @@ from fedcomp.flower.faults import Delivery, RandomFaults
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
-from fedcomp.flower.payload import put_frame, take_frame
+from fedcomp.flower.payload import NODE_RECORD, has_frame, put_frame, take_frame
 from fedcomp.flower.protocol import SUPPORT, UPDATE
 from fedcomp.flower.rounds import drive, fit
 from fedcomp.layout import Layout
@@ -210,7 +210,7 @@ def test_a_frame_of_another_basis_is_refused_and_goes_back_into_the_memory() -> 
     def cheat(msg: Message, context: Context) -> Message:
         number = int(msg.content.config_records.get("config", {}).get("server-round", 0))
         reply = honest(msg, context)
-        if context.node_config["partition-id"] == 1 and UPDATE in reply.content:
+        if context.node_config["partition-id"] == 1 and has_frame(reply.content, UPDATE):
             if number == 2:
                 kept.append(reply.content)
             if number == 4:
@@ -260,7 +260,7 @@ def test_a_vanished_client_changes_nothing_of_its_state(form: str) -> None:
     assert len(strategy.reports[3].refused) == 1
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("error_state", ["discard", "keep"])
 def test_conservation_under_faults(form: str, error_state: str) -> None:
@@ -305,7 +305,7 @@ def test_conservation_under_faults(form: str, error_state: str) -> None:
         assert np.abs(made[p]).max() > 1000
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_without_rolling_back_mass_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same check fails for a client that forgets what was not acknowledged."""
     monkeypatch.setattr(PowerSGD, "rollback", lambda self, state, frame, layout: state)
@@ -336,9 +336,8 @@ def test_the_aggregated_memory_is_corrected_by_the_mean_that_came_down(form: str
         state = {k: v.numpy() for k, v in context.state.array_records["fedcomp.uplink.memory"].items()}
         made = context.state.array_records["toy.sum"]["sum"].numpy()
         p = int(context.node_config["partition-id"])
-        own = strategy.codec.rollback(
-            state, take_frame(RecordDict({UPDATE: context.state["fedcomp.uplink.reply/" + UPDATE]}), UPDATE), LAYOUT
-        )["memory"]
+        stored = RecordDict({NODE_RECORD: context.state["fedcomp.uplink.reply/" + NODE_RECORD]})
+        own = strategy.codec.rollback(state, take_frame(stored, UPDATE), LAYOUT)["memory"]
         # All it was given, less the means of the rounds before: the last one has not come down.
         weight = slice(0, 1200)
         means = sum(strategy.means[number] for number in range(1, 6))

@@ -77,7 +77,7 @@ def mean_of(values: dict[int, np.ndarray]) -> np.ndarray:
     return sum(v * (10 * (p + 1) / total) for p, v in values.items())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("nodes", [1, 3, 8])
 @pytest.mark.parametrize("selector", ["exact", "chunk"])
 def test_mean_of_decoded_has_k_values_whatever_the_number_of_clients(nodes: int, selector: str) -> None:
@@ -100,7 +100,7 @@ def test_every_client_its_own_top_k_is_not_clt_k() -> None:
     assert strategy.reports[1].changed > 4 * K
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_leader_rotates_over_all_present_clients() -> None:
     strategy = SharedSupport(ScaleCom(0.02))
     run(strategy, 3, rounds=7)
@@ -138,7 +138,7 @@ def test_a_followers_gradient_never_changes_the_support() -> None:
     assert not np.array_equal(first.values[1][1], second.values[1][1])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("beta", [1.0, 0.3])
 @pytest.mark.parametrize("scope", ["layer", "global"])
 def test_one_client_is_plain_top_k(beta: float, scope: str) -> None:
@@ -149,7 +149,7 @@ def test_one_client_is_plain_top_k(beta: float, scope: str) -> None:
     np.testing.assert_array_equal(stack(shared.arrays), stack(alone.arrays))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("beta", [1.0, 0.25])
 def test_memory_on_the_support_keeps_its_share(beta: float) -> None:
     """Spec 7.1.6: after a round the memory on I is (1 - beta) of what it was; "zero it" fails for beta < 1."""
@@ -171,7 +171,7 @@ def test_memory_on_the_support_keeps_its_share(beta: float) -> None:
             assert np.abs(after[support]).max() > 1, "the variant that zeroes the memory would pass"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("error_state", "stale"), [("discard", False), ("keep", True)])
 def test_conservation_under_faults(error_state: str, stale: bool) -> None:
     """10 clients, 80 rounds, every kind of message lost, duplicated, late, crashed or damaged, nodes wiped: for every
@@ -217,7 +217,7 @@ def test_conservation_under_faults(error_state: str, stale: bool) -> None:
         assert np.abs(made[p]).max() > 1000
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_without_rolling_back_mass_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same check fails for a client that forgets what was not acknowledged."""
     monkeypatch.setattr(ScaleCom, "rollback", lambda self, state, frame, layout: state)
@@ -234,7 +234,7 @@ def test_without_rolling_back_mass_is_lost(monkeypatch: pytest.MonkeyPatch) -> N
     assert missing > 1
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_lost_leader_is_replaced_within_the_round() -> None:
     """Partition 1 leads round 2 and is lost in every way: the next client that trained chooses instead."""
     for kind in ("lost_reply", "offline", "raise", "corrupt", "silent"):
@@ -281,7 +281,7 @@ def test_a_client_that_missed_the_index_message_keeps_everything() -> None:
         np.testing.assert_allclose(strategy.codec.settle(state, LAYOUT)["memory"], beta * made, rtol=1e-6)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("stale", [False, True])
 def test_downlink_does_not_grow_with_the_number_of_clients(stale: bool) -> None:
     """Bytes per client and round after the first: the same for 2 and for 16 clients; a union's would grow."""
@@ -299,7 +299,7 @@ def test_downlink_does_not_grow_with_the_number_of_clients(stale: bool) -> None:
     assert many < 4 * (K + 30) + 200
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_replicas_are_the_servers_model_also_after_wipes() -> None:
     plan = RandomFaults(Key(17, "faults"), {"lost_reply": 0.1, "duplicate": 0.1, "late": 0.1, "raise": 0.1})
     seen: list[float] = []
@@ -330,7 +330,7 @@ def test_replicas_are_the_servers_model_also_after_wipes() -> None:
     assert resyncs, "no wiped node ever asked for a full model"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_resumed_equals_uninterrupted(tmp_path: Path) -> None:
     def build():
         faults = RandomFaults(Key(3, "resume"), {"lost_reply": 0.2, "raise": 0.1})
@@ -358,7 +358,7 @@ def test_resumed_equals_uninterrupted(tmp_path: Path) -> None:
         other.load_state_dict(strategy.state_dict())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_warm_up_is_dense_and_leaves_no_memory() -> None:
     """The first rounds equal plain FedAvg on the same updates; compression starts after them without a resync."""
     strategy = Watched(ScaleCom(0.02), warmup_rounds=2)
@@ -372,7 +372,7 @@ def test_warm_up_is_dense_and_leaves_no_memory() -> None:
     assert all(ratio == 0.0 for ratio in strategy.reports[2].memory.values())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_evaluation_uses_the_new_model() -> None:
     strategy = SharedSupport(ScaleCom(0.02), fraction_evaluate=1.0)
     result, grid = run(strategy, 3, rounds=3)
@@ -383,7 +383,7 @@ def test_evaluation_uses_the_new_model() -> None:
     assert before == 0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("stale", [False, True])
 def test_frames_too_large_to_ride_in_a_config_record(stale: bool) -> None:
     """Frames above 64 KiB travel as Arrays; neither side takes one for a model."""
@@ -412,7 +412,7 @@ def test_frames_too_large_to_ride_in_a_config_record(stale: bool) -> None:
     assert [r.compressed for r in strategy.reports.values()] == [2, 2, 2, 2]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_similarity_is_measured_on_what_the_clients_hold() -> None:
     strategy = Watched(ScaleCom(0.02, probe=1.0))
     result, _ = run(strategy, 4, rounds=3)
@@ -477,7 +477,7 @@ BAD_VALUES = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BAD_VALUES)
 def test_bad_values_cost_their_senders_update_only(name: str) -> None:
     strategy = evil_run(_put(UPDATE, BAD_VALUES[name]), kind="query", culprit=2)
@@ -493,7 +493,7 @@ BAD_BLOCKS = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BAD_BLOCKS)
 def test_a_bad_support_is_refused_and_another_leads(name: str) -> None:
     """Partition 1 leads round 2."""
@@ -509,7 +509,7 @@ def test_a_support_the_leader_did_not_send_on_is_refused() -> None:
     assert sorted(strategy.values[2]) == [0, 2, 3]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_headers_are_not_believed() -> None:
     def header(name: str, value):
         def evil(content: RecordDict) -> None:
@@ -569,7 +569,7 @@ def test_wrong_parameters() -> None:
             SharedSupport(ScaleCom(0.1), **options)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_share_of_the_nodes_takes_turns() -> None:
     strategy = Watched(ScaleCom(0.02), fraction_train=0.5)
     run(strategy, 6, rounds=8)

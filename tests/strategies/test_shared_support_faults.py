@@ -114,7 +114,7 @@ class Exchanges(SharedSupport):
 # A stale leader's support.
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", [ScaleCom(0.02), ScaleCom(0.02, values="fp16"), ScaleCom(0.02, beta=0.5)])
 def test_the_last_leaders_support_does_not_come_from_a_dense_round(codec: ScaleCom) -> None:
     """After a dense round the memory holds nothing, or rounding errors everywhere: the first compressed round chooses
@@ -125,7 +125,7 @@ def test_the_last_leaders_support_does_not_come_from_a_dense_round(codec: ScaleC
     assert strategy.exchanges == [3, 2, 2, 1, 1]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_leader_in_a_dense_round_cannot_end_the_run() -> None:
     """A support for the next round that does not fit it costs one exchange."""
     everything = support_frame((np.arange(COMPRESSED),), ScaleCom(1.0), LAYOUT)
@@ -139,7 +139,7 @@ def test_a_leader_in_a_dense_round_cannot_end_the_run() -> None:
     assert strategy.exchanges[2:] == [2, 2]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_support_that_no_longer_fits_is_not_used() -> None:
     """The codec was changed between two rounds."""
     strategy, grid = Exchanges(ScaleCom(0.05), stale_leader=True), grid_of()
@@ -151,7 +151,7 @@ def test_a_support_that_no_longer_fits_is_not_used() -> None:
     assert "does not fit" in strategy.reports[3].notes[0]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", [ScaleCom(0.02, memory=False), ScaleCom(1.0)])
 def test_an_empty_memory_chooses_nothing_for_the_next_round(codec: ScaleCom) -> None:
     """With an empty support nothing compressible is sent: in every second round at density 1, in all without memory."""
@@ -201,7 +201,7 @@ def test_a_leader_does_not_shorten_a_dense_round() -> None:
 # Whose turn it is.
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_nobody_leads_more_often_by_claiming_other_partitions() -> None:
     """Node 3 always claims the place in the order whose turn comes next; it leads when it is its turn."""
 
@@ -219,7 +219,7 @@ def test_nobody_leads_more_often_by_claiming_other_partitions() -> None:
     assert {p: leaders.count(p) for p in range(3)} == {0: 3, 1: 3, 2: 3}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("stale", [False, True])
 def test_a_node_that_never_answers_costs_no_exchanges(stale: bool) -> None:
     """Its partition stays unknown; the others take turns without it."""
@@ -327,7 +327,7 @@ def test_reading_a_means_support_allocates_nothing_of_the_models_size() -> None:
         tracemalloc.stop()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_nodes_of_two_servers_lose_rounds_but_no_run_ends() -> None:
     """Two strategies take turns on the same nodes: a foreign replica is noticed, and a full model follows."""
     grid = grid_of(3)

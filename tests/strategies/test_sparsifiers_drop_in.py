@@ -49,7 +49,7 @@ from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import put_frame, take_frame
 from fedcomp.flower.protocol import UPDATE
-from fedcomp.layout import Layout, Update
+from fedcomp.layout import NONE_DENSE, Layout, Update
 from fedcomp.rng import Key
 from fedcomp.strategies.compressed import Compressed
 
@@ -182,7 +182,7 @@ def account(codec: Codec) -> tuple[np.ndarray, float, Compressed]:
     return np.array(list(missing.values())), peak + strategy.largest + 1000.0, strategy
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", EXACT, ids=repr)
 def test_nothing_is_lost(codec: Codec) -> None:
     """For every life of every node: updates made = delivered + owed, exactly."""
@@ -191,7 +191,7 @@ def test_nothing_is_lost(codec: Codec) -> None:
     assert strategy.codec.remembers
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ROUNDED, ids=repr)
 def test_nothing_is_lost_but_roundings(codec: Codec) -> None:
     """A round adds the update, takes out what was sent and perhaps puts it back: three roundings, each of at most 2⁻²⁴
@@ -201,7 +201,7 @@ def test_nothing_is_lost_but_roundings(codec: Codec) -> None:
     assert 3 * ROUNDS * 2.0**-24 * largest < 5.0, "a lost update of up to 1000 would show"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", [ChunkTop1(0.02), AdaComp(bin=50)], ids=repr)
 def test_a_client_that_does_not_roll_back_is_noticed(codec: Codec, monkeypatch) -> None:
     monkeypatch.setattr("fedcomp.flower.state._rolled_back", lambda state, reply, config, layout: state)
@@ -209,7 +209,7 @@ def test_a_client_that_does_not_roll_back_is_noticed(codec: Codec, monkeypatch) 
     assert np.abs(missing).max() > 100 * 3 * ROUNDS * 2.0**-24 * largest
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", [*EXACT, *ROUNDED, *OTHERS], ids=repr)
 def test_the_model_is_the_mean_of_what_was_delivered(codec: Codec) -> None:
     """Around FedAvg, against the definition: per round Σ weight · decode(frame) of those whose reply was consumed."""
@@ -235,7 +235,7 @@ def test_the_model_is_the_mean_of_what_was_delivered(codec: Codec) -> None:
     grid = InProcessGrid(app, NODES, seed=5, fault=plan)
     strategy = Compressed(fedavg(fraction_evaluate=0.0, train_metrics_aggr_fn=collect), codec, seed=3)
     arrays = model()
-    layout = Layout.of({k: v.numpy() for k, v in arrays.items()})
+    layout = Layout.of({k: v.numpy() for k, v in arrays.items()}, NONE_DENSE)
     expected = layout.flatten({k: v.numpy() for k, v in arrays.items()})
     for round_ in range(1, 11):
         before = {k: v.numpy() for k, v in arrays.items()}

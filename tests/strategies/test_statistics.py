@@ -82,7 +82,7 @@ def lowest(strategy, mod, initial: ArrayRecord, rounds: int = 8) -> list[float]:
     return found
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("dead", [0, 3])
 @pytest.mark.parametrize("index", [0, 1])
 def test_b3_variances_stay_positive_and_the_report_says_so(
@@ -104,7 +104,7 @@ def test_b3_variances_stay_positive_and_the_report_says_so(
     assert "ArrayRecord(model.state_dict())" in caplog.text
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("index", [0, 1])
 def test_b3_torch_statistics_without_names_are_averaged_as_values(index: int) -> None:
     """What FedAvg makes of variances: all clients are near .02 after two rounds, compressed ones would lag behind."""

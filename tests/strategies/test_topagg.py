@@ -46,7 +46,7 @@ def equal_weights(msg: Message, context: Context, call_next) -> Message:
     return reply
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("nodes", [5, 6])
 def test_1_11_c_noiseless_whole_and_unthresholded_it_is_majority_vote_signsgd(nodes: int) -> None:
     """k = d, plain signs, beta = 0, no noise: bit for bit what SignSGD in the drop-in pair learns, ties included."""
@@ -65,7 +65,7 @@ def test_1_11_c_noiseless_whole_and_unthresholded_it_is_majority_vote_signsgd(no
     assert (plain == 0).any() or nodes % 2
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["mean", "threshold"])
 def test_the_model_moves_by_what_the_votes_say(mode: str) -> None:
     """From the definition: sums of the clients' votes, over the expected number or through the threshold."""
@@ -93,7 +93,7 @@ def test_the_threshold_counts_the_clients_expected_not_those_that_came() -> None
     assert (by_expected != by_arrived).any()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", [True, False], ids=["in the pair", "alone"])
 def test_a_client_without_the_mods_has_the_vote_it_would_have_cast(pair: bool) -> None:
     """The server casts it, with the same draws: the same bits of model, whoever packs the votes."""
@@ -112,7 +112,7 @@ def test_a_client_without_the_mods_has_the_vote_it_would_have_cast(pair: bool) -
     assert dense.ledger.summary()["payload_up"] > 2 * packed.ledger.summary()["payload_up"]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("adjacency", ["zero_out", "replace"])
 def test_noise_has_the_scale_that_is_accounted_for(adjacency: str) -> None:
     """Residuals of three rounds: variance (z sqrt(k))^2, or four times that for exchanged clients, within 5 sigma."""
@@ -166,7 +166,7 @@ def test_layers_vote_as_the_policy_says() -> None:
     np.testing.assert_array_equal(moved, LR * votes / NODES)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("downlink", [None, TopK(0.2)], ids=repr)
 def test_any_downlink_codec_goes_with_it(downlink) -> None:
     chosen = strategy(noise_multiplier=1.0, downlink=downlink)
@@ -216,7 +216,7 @@ def test_frames_of_a_run_are_within_five_per_cent_of_the_entropy() -> None:
     assert sent > entropy_bits(SIZE, BALLOT.k) / 8
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_budget_ends_the_run_before_it_is_crossed_and_the_statement_says_votes() -> None:
     chosen = strategy(noise_multiplier=20.0, budget=0.5)
     run(chosen, rounds=40)
@@ -233,7 +233,7 @@ def test_the_budget_ends_the_run_before_it_is_crossed_and_the_statement_says_vot
         assert words in statement.prose()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_resumed_run_is_the_run_and_another_ballot_is_refused() -> None:
     whole, *_ = run(strategy(noise_multiplier=1.0, mode="threshold", beta=0.1), rounds=2)
     first = strategy(noise_multiplier=1.0, mode="threshold", beta=0.1)

@@ -91,7 +91,7 @@ def without() -> tuple[np.ndarray, list]:
     return moved, chosen.inner.privacy.events
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BAD)
 def test_1_11_h_a_forged_vote_costs_nobody_but_its_sender(name: str, without: tuple[np.ndarray, list]) -> None:
     """Refused and reported; event, noise and the sum of the others are bit for bit those of its absence."""
@@ -125,7 +125,7 @@ def test_1_11_h_every_reply_twice_is_every_vote_once() -> None:
     assert models[0] == models[1]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_1_11_h_a_reply_to_another_round_is_no_vote() -> None:
     """A reply kept and sent again a round later is refused: nobody votes twice, nobody votes late."""
     kept: list[RecordDict] = []

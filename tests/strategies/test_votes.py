@@ -63,7 +63,7 @@ def majority(rounds: int, nodes: int) -> np.ndarray:
     return out
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", [SignSGD(0.25), chain(Clip(1e9), SignSGD(0.25))], ids=repr)
 def test_the_model_moves_by_the_sign_of_the_weighted_majority(codec) -> None:
     strategy = Compressed(fedavg(fraction_evaluate=0.0), codec)
@@ -110,7 +110,7 @@ def test_strategies_that_look_at_single_updates_are_refused(inner, codec) -> Non
         Compressed(inner(), codec)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("inner", [FedAvg, FedAvgM, FedAdam, FedAdagrad, FedYogi, FedProx])
 def test_weighted_means_are_accepted(inner) -> None:
     options = {"proximal_mu": 0.1} if inner is FedProx else {}
@@ -121,7 +121,7 @@ def test_weighted_means_are_accepted(inner) -> None:
     assert strategy.reports[2].compressed == 5
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("downlink", [None, TopK(0.3)], ids=["plain", "downlink"])
 def test_a_plain_reply_is_a_vote_like_any_other(downlink) -> None:
     """Some clients lack the mod: the model is that of a fleet in which all have it, bit for bit."""
@@ -197,7 +197,7 @@ def test_nobody_has_more_than_one_vote() -> None:
     np.testing.assert_array_equal(arrays["weight"].numpy(), majority(2, 4))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_majority_is_of_those_whose_vote_arrived() -> None:
     """Lost, late, duplicated and crashed replies: each round's step is the majority of what was delivered."""
     delivered: dict[int, list[int]] = {}

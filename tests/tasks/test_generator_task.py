@@ -141,7 +141,7 @@ def voted(data: Split, owner: np.ndarray, generator: str) -> list[np.ndarray]:
     return list(shown(made, state))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("generator", ["mlp", "conv"])
 @pytest.mark.parametrize("change", ["exchanged", "not finite", "taken out"])
 def test_a_record_reaches_no_other_teacher_through_a_shared_generator_or_batch(generator: str, change: str) -> None:
@@ -173,7 +173,7 @@ def test_mutant_a_record_that_two_teachers_hold_moves_the_sum_twice() -> None:
 # What a teacher learns.
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_teachers_side_by_side_are_teachers_one_by_one(kind: str) -> None:
     data, owner = records(40), np.arange(40) % 2
@@ -238,7 +238,7 @@ def test_a_client_without_records_has_teachers_that_say_nothing() -> None:
     assert not shown(ensemble, state).any()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_teachers_learn_to_tell_digits_from_noise() -> None:
     ensemble = teachers(data=records(300), batch=30)
     x, y = records(300).tensors
@@ -266,7 +266,7 @@ def test_stacked_initial_values_are_independent_and_named_by_their_seed() -> Non
 # What the generator learns.
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["digits-generator", "mnist-generator"])
 @pytest.mark.filterwarnings("ignore::fedcomp.tasks.sources.DataWarning")
 def test_a_step_is_torchs_adam_on_the_distance_to_the_targets(name: str) -> None:
@@ -384,7 +384,7 @@ def test_whether_a_classifier_died_is_decided_without_the_test_split(monkeypatch
     assert found["retrained"] == 0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_images_that_are_the_data_are_worth_nearly_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
     """The evaluation can see a good generator: with real records in place of its images it says so."""
     task = digits()
@@ -412,7 +412,7 @@ def test_simulated_records_look_like_the_set_and_say_so() -> None:
     assert not np.array_equal(again.train_split.x, x)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_generator_does_not_learn_from_records_and_touches_no_global_generator() -> None:
     task = digits()
     torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002

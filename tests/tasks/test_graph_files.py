@@ -26,7 +26,7 @@ from fedcomp.tasks.sources import DataError, DataMismatch, DataWarning
 FILES = ("cora", "citeseer", "cora-ml")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_graphs_without_their_files_are_stood_in_for_and_say_so(name: str) -> None:
     registry._build.cache_clear()

@@ -70,7 +70,7 @@ def leaked(part: Any, task: GraphTask) -> int:
     return sum(any(row in data for data in held) for row in rows)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("structure", ["full", "halo"])
 def test_nothing_in_a_part_leads_to_another_owners_features(structure: str) -> None:
     task = graph_task("digits-graph", structure=structure)
@@ -112,7 +112,7 @@ def test_the_search_for_leaks_finds_a_shared_array() -> None:
     assert leaked(replace(part, structure=Lazy()), task) > 0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GRAPHS)
 def test_global_generators_are_untouched_by_learning_from_a_graph(name: str) -> None:
     torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
@@ -265,7 +265,7 @@ def test_owners_metrics_average_to_those_of_the_test_nodes() -> None:
         assert np.average([m[key] for m in found], weights=weights) == pytest.approx(whole[key], rel=1e-5)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "steps", "lr", "least"),
     [("digits-graph", 30, 0.1, 0.95), ("karate", 60, 0.05, 0.85), ("synthetic-graph", 30, 0.1, 0.8)],
@@ -288,7 +288,7 @@ def test_weight_decay_is_part_of_the_gradient() -> None:
     np.testing.assert_allclose(to_arrays(model)["layers.0.weight"], before - 0.01 * np.sign(before), rtol=1e-4)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_7_12_the_label_stands_in_other_parts_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
     task = graph_task("cross-partition")
     model = task.model(0)
@@ -370,7 +370,7 @@ def test_planted_graphs_that_cannot_be_made_are_refused(options: dict[str, int])
     assert graph_task("synthetic-graph", nodes=100, parts=1, cross=0).shared(1).owner.tolist() == [0] * 100
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_digits_are_joined_to_their_nearest_in_both_directions() -> None:
     task = graph_task("digits-graph", k=3)
     x = task.graph.features * 16
@@ -403,7 +403,7 @@ def test_ties_of_nearest_neighbours_go_to_the_smaller_id() -> None:
             graph_sources.nearest_neighbours(grid, k)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_7_13_cuts_of_the_digits() -> None:
     graph = graph_task("digits-graph").neighbours
     found = {method: cut(graph, partition(graph, 4, method)) for method in METHODS}
@@ -429,7 +429,7 @@ def test_karate_is_networkx_own() -> None:
         graph_task("karate", labels=3)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_features_as_given_binary_or_by_rows() -> None:
     given, binary, rows = (
         graph_task("digits-graph", features=kind).graph.features for kind in ("given", "binary", "rows")

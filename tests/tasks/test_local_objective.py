@@ -36,7 +36,7 @@ def _moved(objective: LocalObjective, seed: int = 1, scale: float = 0.05) -> dic
     return out
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -200,7 +200,7 @@ def test_the_initial_model_is_the_tasks_and_evaluation_covers_the_whole_test_spl
         assert mine.loss(start) == pytest.approx(task.evaluate(model, task.client(0, 8))["loss"], rel=1e-6)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_objective_of_digits_five_is_strongly_convex_in_its_bias_too() -> None:
     task = _task("digits-five", l2=0.1, partition="sorted")
     nodes = [LocalObjective(task, i, 8, batch_size=0, dtype="float64") for i in range(8)]

@@ -29,7 +29,7 @@ def _entropies(assignment: np.ndarray, labels: np.ndarray, partitions: int) -> n
     return np.array(out)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(
     text=st.sampled_from(
@@ -95,7 +95,7 @@ def test_alpha_governs_the_skew() -> None:
     assert even.min() > 0.95
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("alpha", [0.3, 1.0, 2.5])
 def test_shares_have_the_dirichlet_mean_and_variance(alpha: float) -> None:
     n, draws, size = 5, 400, 1000

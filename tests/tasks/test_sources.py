@@ -182,7 +182,7 @@ def test_incomplete_folder_is_refused(tmp_path: Path) -> None:
         load("a9a", root=tmp_path)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mnist", "cifar10-subset", "tiny-shakespeare", "a9a", "wifi"])
 def test_stand_ins_warn_and_say_so_in_the_record(name: str) -> None:
     with pytest.warns(DataWarning, match="used instead"):
@@ -346,7 +346,7 @@ def test_the_images_of_cifar10_are_read_by_number_then_class(tmp_path: Path, mon
     assert blue.min() > 0.9
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_embedded_tables_are_scikit_learns_own_read_without_the_library() -> None:
     from sklearn.datasets import load_breast_cancer, load_digits
 

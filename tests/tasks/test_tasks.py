@@ -39,7 +39,7 @@ def _digest(arrays: dict[str, np.ndarray]) -> str:
     return hashlib.sha256(b"".join(a.tobytes() for a in arrays.values())).hexdigest()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_digits_mlp_learns() -> None:
     task = _task("digits")
     model = task.model(0)
@@ -53,7 +53,7 @@ def test_digits_mlp_learns() -> None:
     assert after["num-examples"] == len(task.test) == 355
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_norm", [False, True])
 def test_digits_cnn_learns(batch_norm: bool) -> None:
     task = _task("digits", model="cnn", batch_norm=batch_norm)
@@ -63,7 +63,7 @@ def test_digits_cnn_learns(batch_norm: bool) -> None:
     assert ("norm1.num_batches_tracked" in model.state_dict()) is batch_norm
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["logistic", "svm"])
 def test_linear_models_learn_breast_cancer(kind: str) -> None:
     task = _task("breast-cancer", model=kind, l2=1e-3)
@@ -72,7 +72,7 @@ def test_linear_models_learn_breast_cancer(kind: str) -> None:
     assert task.evaluate(model, task.test)["accuracy"] > 0.95
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_wifi_learns() -> None:
     task = _task("wifi")
     model = task.model(0)
@@ -80,7 +80,7 @@ def test_wifi_learns() -> None:
     assert task.evaluate(model, task.test)["accuracy"] > 0.85
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_char_lstm_beats_the_unigram_entropy() -> None:
     task = _task("tiny-shakespeare", speakers=4, hidden=48)
     model = task.model(0)
@@ -91,7 +91,7 @@ def test_char_lstm_beats_the_unigram_entropy() -> None:
     assert task.evaluate(model, task.test)["loss"] < 0.9 * entropy
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_char_transformer_beats_the_unigram_entropy() -> None:
     task = _task("tiny-shakespeare", speakers=4, model="transformer", hidden=32)
     model = task.model(0)
@@ -286,7 +286,7 @@ for name, options in (("digits", dict(partition="dirichlet:0.5")), ("digits", di
 """
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_two_processes_give_the_same_bits() -> None:
     """This process with one thread, and another one with two."""
     command = [sys.executable, "-c", SCRIPT.format(threads=2)]
@@ -303,7 +303,7 @@ def test_two_processes_give_the_same_bits() -> None:
     assert here.getvalue() == there
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_process_that_makes_a_model_does_not_import_what_it_never_needs() -> None:
     """Half a second in every process of a client: what torch imports to reason about shapes of meta tensors."""
     code = (
@@ -338,7 +338,7 @@ def test_a_model_loaded_into_one_that_was_used_is_the_one_loaded_into_a_new_one(
         assert len({_digest(to_arrays(model)) for model in models}) == 1
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(name for name in TASKS if not task_class(name).needs))
 def test_global_generators_are_untouched_and_irrelevant(name: str) -> None:
     task = _task(name)
@@ -351,7 +351,7 @@ def test_global_generators_are_untouched_and_irrelevant(name: str) -> None:
     assert _digest(to_arrays(task.model(7))) != _digest(to_arrays(task.model(8)))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(TASKS))
 def test_clients_cover_the_training_split(name: str) -> None:
     # Some graphs are made for a number of owners.
@@ -490,7 +490,7 @@ def test_the_quickstarts_cnn_takes_digits_enlarged_to_its_shape() -> None:
     torch.testing.assert_close(model(x), model(colours), rtol=0.0, atol=0.0)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_documented_parameter_counts() -> None:
     counts = {
         ("digits", "mlp"): 85_002,
@@ -506,7 +506,7 @@ def test_documented_parameter_counts() -> None:
         load_arrays(_task(name, model=kind).model(1), arrays)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_importing_the_package_loads_no_torch() -> None:
     code = (
         "import sys, fedcomp.tasks, fedcomp.timing\n"

@@ -8,7 +8,7 @@ from fedcomp.tasks import TASKS
 from fedcomp.tasks.__main__ import main
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_all_tasks_are_described(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     out = capsys.readouterr().out
@@ -27,7 +27,7 @@ def test_partition_and_training(capsys: pytest.CaptureFixture[str]) -> None:
     assert float(lines[13].split()[-1]) > 0.85
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_graph_is_cut_and_trained_on(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["digits-graph", "hidden=16", "--clients", "4", "--epochs", "30", "--lr", "0.1"]) == 0
     lines = capsys.readouterr().out.splitlines()

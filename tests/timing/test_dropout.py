@@ -179,7 +179,7 @@ def test_with_free_sharing_a_relay_contributes_if_it_is_alive_after_training_and
         assert [math.isfinite(at) for at in fate.known] == expected
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_plain_upload_survives_with_the_probability_of_the_exponential() -> None:
     clients, rounds, mean = 50, 80, 10.0
     there = World(OnOff(mean, key=KEY), Compute(1.0), SLOW, FAST, 50.0, 50.0)
@@ -254,7 +254,7 @@ def test_what_cannot_be_is_refused(make, said: str) -> None:
         make()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @given(
     st.lists(st.floats(0.1, 60.0), min_size=3, max_size=8),
     st.integers(1, 3),

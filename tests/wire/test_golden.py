@@ -19,7 +19,7 @@ def needs_zstd(entry: dict) -> bool:
     return "zstd" in entry["name"] or "gap-bytes" in entry["name"]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("entry", STORED, ids=NAMES)
 def test_stored_frame_decodes_to_the_stored_values(entry: dict) -> None:
     if needs_zstd(entry):
@@ -28,13 +28,13 @@ def test_stored_frame_decodes_to_the_stored_values(entry: dict) -> None:
     assert make_golden.describe(bundle) == {k: entry[k] for k in ("flags", "tlvs", "tensors")}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("entry", [e for e in STORED if e["stable"]], ids=[e["name"] for e in STORED if e["stable"]])
 def test_encoder_still_makes_the_stored_bytes(entry: dict) -> None:
     assert CASES[entry["name"]].encode().hex() == entry["frame"]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("entry", STORED, ids=NAMES)
 def test_decoded_values_are_the_ones_that_were_encoded(entry: dict) -> None:
     case = CASES[entry["name"]]

@@ -40,7 +40,7 @@ def supports(draw: st.DrawFn) -> tuple[int, list[int]]:
     return n, sorted(draw(st.sets(st.integers(0, n - 1))))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @given(supports(), st.sampled_from(("auto", *WRITERS)))
 def test_round_trip(case: tuple[int, list[int]], codec: str) -> None:
     n, indices = case
@@ -51,7 +51,7 @@ def test_round_trip(case: tuple[int, list[int]], codec: str) -> None:
     assert got.indices.tolist() == indices
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @given(st.sets(st.integers(0, 2**62 - 1), max_size=40), st.sampled_from(["auto", "raw", "fixed", "rice", "elias-fano"]))
 def test_round_trip_at_the_largest_size(chosen: set[int], codec: str) -> None:
     n, indices = 1 << 62, sorted(chosen)
@@ -61,7 +61,7 @@ def test_round_trip_at_the_largest_size(chosen: set[int], codec: str) -> None:
     assert got.indices.tolist() == indices
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", WRITERS)
 @pytest.mark.parametrize(("n", "k"), [(20_000, 8191), (20_000, 8192), (20_000, 11_809), (100_000, 20_001)])
 def test_round_trip_around_the_packing_threshold(codec: str, n: int, k: int) -> None:
@@ -116,7 +116,7 @@ def test_auto_is_near_the_bound_at_any_density(density: float) -> None:
     assert (codec.name == "complement") == (density > 0.5)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @given(supports(), st.sampled_from(["none", "zlib"]))
 @example((17, [0, 1, 2, 3, 4, 5, 6, 7, 8]), "none")
 def test_auto_is_never_worse_than_rice_plus_one_byte(case: tuple[int, list[int]], backend: str) -> None:
@@ -150,7 +150,7 @@ def test_predicted_sizes_are_exact(n: int, k: int, seed: int) -> None:
         assert elias_fano_size(support) == len(EliasFano().encode(support)[1])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @given(supports(), st.sampled_from([n for n in wire.INDEX_BY_NAME if n in wire.PLAIN]))
 def test_declared_size_is_an_upper_bound(case: tuple[int, list[int]], name: str) -> None:
     n, indices = case
@@ -161,7 +161,7 @@ def test_declared_size_is_an_upper_bound(case: tuple[int, list[int]], name: str)
     assert low <= len(section) <= high
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(supports(), st.sampled_from(wire.PLAIN), st.integers(0, 2**30), st.integers(0, 255))
 def test_what_decodes_is_valid_and_encodes_back(case: tuple[int, list[int]], name: str, where: int, byte: int) -> None:

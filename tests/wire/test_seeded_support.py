@@ -57,7 +57,7 @@ def test_known_supports() -> None:
     assert seeded_support(2**64 - 1, 2**40, 4).tolist() == far
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_every_subset_is_equally_likely() -> None:
     n, k, draws = 6, 3, 20_000
     counts = Counter(tuple(seeded_support(seed, n, k).tolist()) for seed in range(draws))

@@ -27,7 +27,7 @@ def uniforms(k: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).random(k)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @given(vectors, st.integers(1, 16), st.integers(0, 40), st.sampled_from(["none", "zlib", "auto"]), st.integers(0, 99))
 def test_round_trip(x: np.ndarray, bits: int, block: int, backend: str, seed: int) -> None:
     u = uniforms(x.size, seed)
@@ -91,14 +91,14 @@ def test_bf16_rounds_to_nearest_even() -> None:
     assert [hex(v) for v in got.tolist()] == ["0x3f80", "0x3f82", "0x3f81", "0x7f7f", "0x7f80", "0x7fc0"]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @given(vectors)
 def test_bf16_is_as_near_as_eight_bits_allow(x: np.ndarray) -> None:
     got = wire.Bf16(x).decode()
     assert bool(np.all(np.abs(got - x) <= np.abs(x) * 2.0**-8 + 1e-37))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @given(vectors, st.integers(2, 16), st.integers(0, 20))
 def test_uniform_is_within_a_step_and_keeps_zero(x: np.ndarray, bits: int, block: int) -> None:
     values = wire.Uniform.quantise(x, bits, block)
@@ -186,7 +186,7 @@ def test_qsgd_takes_the_shorter_packing() -> None:
     assert len(section) == 4 + 13
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @given(vectors, st.integers(1, 1000), st.integers(0, 20))
 def test_qsgd_levels_lie_beside_the_value(x: np.ndarray, s: int, bucket: int) -> None:
     values = wire.QsgdLevels.quantise(x, s, bucket, uniforms(x.size, 7))
@@ -400,7 +400,7 @@ def test_declarations(codec: type[wire.Values]) -> None:
 LARGEST = float(np.finfo(np.float32).max)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", range(1, 17))
 @pytest.mark.parametrize("share", [[1.0], [-1.0], [1.0, 0.5], [1.0, -1e-38], [1.0, -0.5], [-1.0, 0.9], [1.0, -1.0]])
 def test_uniform_never_makes_a_frame_its_receiver_refuses(bits: int, share: list[float]) -> None:

@@ -25,7 +25,7 @@ def some(rng: np.random.Generator) -> wire.Tensor:
     return wire.sparse(shape, np.sort(rng.choice(size, k, replace=False)), values[:k], name, backend=backend)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @settings(max_examples=100)
 @example(5, 3, bytes(6))  # one byte of slack
 @given(st.integers(0, 10**6), st.integers(0, 6), st.binary(max_size=40))

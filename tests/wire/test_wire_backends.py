@@ -50,7 +50,7 @@ def test_round_trip(name: str, size: int) -> None:
             decompress(name, compress(name, data), wrong)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("claim", [1000, 200_000, BOMB])
 @pytest.mark.parametrize("name", ["zlib", "zstd"])
 def test_a_bomb_is_refused_without_unpacking_it(name: str, claim: int) -> None:

@@ -51,7 +51,7 @@ def transcribed(n: int, length: int, indices: list[int]) -> tuple[bytes, bytes]:
     return head, number.to_bytes((len(fields) * width + 7) // 8, "little")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @given(cases())
 def test_matches_the_definition(case: Case) -> None:
     n, length, indices = case
@@ -65,7 +65,7 @@ def test_matches_the_definition(case: Case) -> None:
     assert got.tolist() == indices
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @given(cases(), st.booleans(), st.sampled_from(["none", "zlib"]))
 def test_round_trip_in_a_frame(case: Case, contest: bool, backend: str) -> None:
     n, length, indices = case
@@ -83,7 +83,7 @@ def test_round_trip_in_a_frame(case: Case, contest: bool, backend: str) -> None:
         assert wire.encode([again]) == frame
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @given(st.sets(st.integers(0, 2**62 - 1), min_size=1, max_size=40), st.integers(56, 62))
 def test_round_trip_at_the_largest_size(chosen: set[int], log2: int) -> None:
     n, indices = 1 << 62, sorted(chosen)
@@ -133,7 +133,7 @@ def test_one_per_bin_is_shorter_than_any_other_codec() -> None:
     assert len(Rice().encode(support)[1]) > 1.05 * len(section)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @given(cases())
 def test_the_shorter_of_both_is_never_longer_than_either(case: Case) -> None:
     n, length, indices = case
@@ -257,7 +257,7 @@ def test_impossible_parameters_are_corrupt(params: bytes, n: int, k: int) -> Non
         Bins().bounds(params, n, k)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(cases(), st.integers(0, 2**30), st.integers(0, 255))
 def test_what_decodes_is_valid_and_encodes_back(case: Case, where: int, byte: int) -> None:

@@ -40,7 +40,7 @@ def vertical_reference(fields: list[int], width: int) -> bytes:
     return b"".join(v.to_bytes(8, "little") for row in words for v in row)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @given(st.integers(1, 64), st.data())
 def test_fixed_width_below_the_threshold_is_one_bit_string(width: int, data: st.DataObject) -> None:
     fields = data.draw(st.lists(st.integers(0, (1 << width) - 1), max_size=70))
@@ -50,7 +50,7 @@ def test_fixed_width_below_the_threshold_is_one_bit_string(width: int, data: st.
     assert unpack(packed, len(fields), width).tolist() == fields
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [1, 3, 6, 8, 13, 32, 33, 61])
 @pytest.mark.parametrize("extra", [0, 1, 63, 64])
 def test_fixed_width_from_the_threshold_is_vertical_then_string(width: int, extra: int) -> None:
@@ -97,7 +97,7 @@ def test_a_unary_stream_of_another_count_is_corrupt(data: bytes) -> None:
         unpack_unary(data, 3)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @given(st.lists(st.integers(0, (1 << 25) - 1), max_size=200))
 def test_split_gamma_round_trip(numbers: list[int]) -> None:
     array = np.array(numbers, np.uint32)

@@ -52,7 +52,7 @@ def tensors(draw: st.DrawFn) -> wire.Tensor:
     return wire.sparse(shape, support, rng.integers(0, 2, k).astype(dtype), name, backend=backend)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(st.lists(tensors(), max_size=4), st.integers(0, 255))
 def test_round_trip_of_whole_frames(sent: list[wire.Tensor], flags: int) -> None:

@@ -103,7 +103,7 @@ def fuzzed() -> Iterator[list[Future[FuzzResult]]]:
     reason="a million and a half frames take three minutes of computing, the same ones in every run, and 8192 of each "
     "specimen are always tried: set HYPOTHESIS_PROFILE=deep",
 )
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("which", range(len(SMALL)), ids=NAMES)
 def test_at_length(which: int, fuzzed: list[Future[FuzzResult]]) -> None:
     check(fuzzed[which].result(), SMALL[which])

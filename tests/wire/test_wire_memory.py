@@ -72,7 +72,7 @@ def forms(k: int) -> list[wire.Values]:
     ]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("n", "k"), CASES)
 def test_index_codecs_take_no_more_memory_than_they_say(n: int, k: int) -> None:
     support = wire.Support(seeded_support(1, n, k), n)
@@ -96,7 +96,7 @@ def test_index_codecs_take_no_more_memory_than_they_say(n: int, k: int) -> None:
         assert used <= said + buffers(max(most, n // 2) if codec.name == "bins" else most), codec.name
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [6, 300, 100_000, 700_000])
 def test_value_codecs_take_no_more_memory_than_they_say(k: int) -> None:
     for values in forms(k):
@@ -113,7 +113,7 @@ def test_value_codecs_take_no_more_memory_than_they_say(k: int) -> None:
             assert peak(use) <= said + buffers(k), (values.name, params)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["none", "zlib", "auto"])
 @pytest.mark.parametrize(("n", "k"), CASES[:5])
 def test_limits_of_a_schema_take_every_honest_frame(n: int, k: int, backend: str) -> None:
@@ -148,7 +148,7 @@ def test_limits_of_a_dense_schema_take_every_honest_frame(n: int, backend: str) 
         assert np.array_equal(wire.decode(frame, schema)[0].values.decode(), values.decode())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["none", "zlib", "zstd"])
 @pytest.mark.parametrize("inner", wire.PLAIN)
 def test_the_complement_of_a_sparse_support_is_refused_before_it_costs_anything(inner: str, backend: str) -> None:

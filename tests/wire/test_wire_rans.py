@@ -51,7 +51,7 @@ def test_all_tiers_write_and_read_the_same_bytes(name: str) -> None:
         assert np.array_equal(got, numbers)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=400), st.integers(0, 65_000))
 def test_round_trip(numbers: list[int], low: int) -> None:
     array = np.array(numbers, np.uint16) + np.uint16(low)

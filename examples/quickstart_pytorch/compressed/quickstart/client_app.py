@@ -3,12 +3,12 @@
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from fedcomp.clients.compressed import compression
+import fedcomp as fc
 from quickstart.task import Net, load_data
 from quickstart.task import test as test_fn
 from quickstart.task import train as train_fn
 
-app = ClientApp(mods=[compression()])
+app = ClientApp(mods=[fc.compression()])
 
 
 @app.train()

@@ -4,8 +4,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 
-from fedcomp.codecs import TopK
-from fedcomp.strategies.compressed import Compressed
+import fedcomp as fc
 from quickstart.task import Net, load_test_data, test
 
 app = ServerApp()
@@ -24,7 +23,7 @@ def main(grid: Grid, context: Context) -> None:
         }
     )
 
-    strategy = Compressed(FedAvg(fraction_evaluate=config["fraction-evaluate"]), TopK(density=0.01))
+    strategy = fc.Compressed(FedAvg(fraction_evaluate=config["fraction-evaluate"]), fc.EDEN(bits=1))
     result = strategy.start(
         grid=grid,
         initial_arrays=arrays,

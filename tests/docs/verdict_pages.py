@@ -1,0 +1,64 @@
+"""Verdicts on the pages: ``python tests/docs/verdict_pages.py`` writes the words of ``fedcomp.verdicts`` there.
+
+A page of a system names its subjects below its title, one a line: ``> Verdict on `topk`: **recommended**. Why.``
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from fedcomp.verdicts import VERDICTS, WORDS, verdict_of
+
+ROOT = Path(__file__).resolve().parents[2]
+SYSTEM_PAGES = sorted((ROOT / "docs" / "systems").glob("*.md"))
+TABLES = ROOT / "docs" / "verdicts.md"
+LINE = re.compile(r"^> Verdict on `(?P<name>[^`]+)`: .*$", re.M)
+
+
+def line(name: str) -> str:
+    word, reason = verdict_of(name)
+    return f"> Verdict on `{name}`: **{word}**. {reason}"
+
+
+def subjects(page: Path) -> list[str]:
+    """Return what a page of a system is about: names of verdicts in the block below its title."""
+    title, blank, *rest = page.read_text("utf-8").split("\n")
+    assert title.startswith("# ")
+    assert not blank
+    block = rest[: next(i for i, text in enumerate(rest) if not text.startswith(">"))]
+    return [found["name"] for text in block if (found := LINE.match(text))]
+
+
+def filled(text: str) -> str:
+    """Return a page with the words that are in the code today."""
+    return LINE.sub(lambda found: line(found["name"]), text)
+
+
+def tables() -> str:
+    """Return the page of all verdicts."""
+    where = {name: page.relative_to(TABLES.parent).as_posix() for page in SYSTEM_PAGES for name in subjects(page)}
+    parts = [
+        "# Verdicts\n",
+        "One of four words for every codec and every system. The texts are those of `fedcomp/verdicts.py`;",
+        "`python -m experiments.run --list` prints them.\n",
+        "| word | meaning |\n|---|---|",
+        *(f"| **{word}** | {meaning} |" for word, meaning in WORDS.items()),
+        "\nA verdict is about what was measured here, on models of at most 100,000 parameters unless a page says",
+        "otherwise. It is not about a paper. The figures behind it are on the page that it links to.",
+    ]
+    for section, entries in VERDICTS.items():
+        parts += [f"\n## {section}\n", "| name | verdict | why | page |\n|---|---|---|---|"]
+        for name, (word, reason) in entries.items():
+            page = where.get(name, "codecs.md" if section == "Codecs" else "flower.md")
+            link = f"[{Path(page).stem}]({page})"
+            parts.append(f"| `{name}` | {word} | {reason} | {link} |")
+    return "\n".join(parts) + "\n"
+
+
+if __name__ == "__main__":
+    for path in SYSTEM_PAGES:
+        path.write_text(filled(path.read_text("utf-8")), "utf-8")
+    TABLES.write_text(tables(), "utf-8")
+    sys.exit(0)
