@@ -223,8 +223,8 @@ def _compare(task: str, cohort: str, config: Config, say: Say) -> Findings:
             curves(
                 f"Accuracy against bytes: {where}",
                 groups.values(),
-                lambda group: over_seeds(group, 2),
-                lambda group: over_seeds(group, 1),
+                lambda group: over_seeds(group, 2)[1:],  # what was sent before round 1 would fill half of the axis
+                lambda group: over_seeds(group, 1)[1:],
                 lambda group: group[0].row,
                 x_label="bytes on the wire so far, both ways (logarithmic)",
                 y_label="test accuracy, %",
