@@ -77,7 +77,7 @@ def _run(
         env={**base, "PYTHONPATH": root, **(env or {})},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=500,
         cwd=cwd,
         check=False,
     )
