@@ -247,7 +247,7 @@ class Witness:
         count = 0
         for number in range(1, rounds + 1):
             before, after = self.models[number], self.models[number + 1]
-            layout = Layout.of(before)
+            layout = Layout.of(before, strategy.inner.policy)
             # Divided and rounded once, as the server does; added as Python's integers, without field or bound.
             total = np.zeros(layout.size, object)
             for frame, weight in self.frames[number]:

@@ -188,7 +188,7 @@ def test_the_closing_table_and_the_report(call: Caller) -> None:
     assert call("tiny") == 0
     assert "offline: Flower's telemetry and update check are off" in call.stdout
     sparse = next(line for line in call.stdout.splitlines() if line.startswith("sparse"))
-    assert re.split(r" {2,}", sparse.strip())[1:] == ["60.0 %", "80 kB", "960 kB", "10x", "64 ms", "1"]
+    assert re.split(r" {2,}", sparse.strip())[1:] == ["60.0 %", "80 kB", "82.5 kB", "967 kB", "10x", "64 ms", "1"]
     (folder,) = call.folders
     assert str(folder / "report.html") in call.stdout
     names = {path.name for path in folder.iterdir()}
@@ -206,7 +206,9 @@ def test_tables_fit_the_terminal(call: Caller, monkeypatch: pytest.MonkeyPatch, 
     assert call("tiny") == 0
     table = [line for line in call.stdout.splitlines() if not line.startswith(("Report:", "tiny:"))]
     assert max(len(line) for line in table) <= columns
-    assert ("wire" in call.stdout) == (columns == 120)
+    heads = call.stdout[: call.stdout.index("sparse")]
+    assert heads.count("wire") == 2, "up and down, in narrow tables, too"
+    assert heads.count("payload") == (2 if columns == 120 else 1)
     assert "…" not in call.stdout
 
 
@@ -475,7 +477,7 @@ def test_a_small_quickstart_runs_from_a_shell(tmp_path: Path) -> None:
     done = python("-m", "experiments.run", *small, "--json", "--out", str(tmp_path / "runs"), cwd=ROOT)
     assert done.returncode == 1, done.stderr  # one round of a tiny model cannot reach the bounds of the full one
     document = json.loads(done.stdout)
-    dense, identity, kept, few, lost, quantised, both = document["rows"]
+    dense, safe, safe_both, identity, kept, few, lost, quantised, both = document["rows"]
     assert dense["accuracy"] == identity["accuracy"]
     (same,) = [claim for claim in document["claims"] if claim["name"].startswith("identity")]
     assert same["ok"]
@@ -488,6 +490,8 @@ def test_a_small_quickstart_runs_from_a_shell(tmp_path: Path) -> None:
     for row in document["rows"]:
         assert row["uplink_wire_bytes"] > row["uplink_payload_bytes"]
         assert row["failures"] == 0
+    assert (safe["label"], safe_both["label"]) == ("EDEN, 1 bit", "EDEN, 1 bit, both ways")
+    assert safe["uplink_payload_bytes"] == safe_both["uplink_payload_bytes"] < quantised["uplink_payload_bytes"]
     assert lost["label"] == "top-k 1 % without feedback"
     assert both["label"] == "top-k 1 % up, 5 % down"
     assert both["uplink_payload_bytes"] == kept["uplink_payload_bytes"], "the first model goes down whole"

@@ -162,7 +162,7 @@ def test_a_method_without_its_library_names_the_extra(
     monkeypatch: pytest.MonkeyPatch, method: str, library: str
 ) -> None:
     monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(MissingExtra, match=rf"needs {library}.*fedcomp\[graph\]"):
+    with pytest.raises(MissingExtra, match=rf"needs {library}.*\.\[graph\]"):
         partition(ring(8), 2, method)
 
 
