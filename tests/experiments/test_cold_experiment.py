@@ -61,7 +61,7 @@ def courses(kept: dict[str, Any]) -> dict[str, Record]:
     return {name: Record({"run": name, **found}) for name, found in kept.items() if name != "fixed points"}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_bits_are_those_of_the_messages(ran: Ran) -> None:
     found = courses(ran[3])
     digest = 8 * 8

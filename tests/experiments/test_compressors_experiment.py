@@ -92,7 +92,7 @@ def test_every_setting_makes_a_codec_of_its_own() -> None:
         assert len(set(row.settings)) == len(row.settings)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("row", [TOPK, BLOCKS, POWER, THRESHOLD, "ScaleCom", "AdaComp"])
 def test_settings_are_the_largest_that_keep_the_budgets(row: str) -> None:
     """Frames decide, not formulas: the next setting would not keep the budget."""
@@ -234,7 +234,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "cost", lambda model, row, budget, setting, config: {"times": 1.0 + len(row)})
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("few")
 def test_a_run_that_was_interrupted_ends_as_one_that_was_not(monkeypatch: pytest.MonkeyPatch) -> None:
     whole: dict[str, Any] = {}
@@ -351,7 +351,7 @@ def test_the_tables_name_the_front_and_what_was_left_out(monkeypatch: pytest.Mon
     assert "MLP 0.50 at 1/24 (PowerSGD)" in findings.answer
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_short_run_on_every_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ROWS", FEW_ROWS)
     monkeypatch.setattr(module, "REPETITIONS", 1)

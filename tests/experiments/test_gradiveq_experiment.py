@@ -89,7 +89,7 @@ def test_grids_are_counted_and_ring_and_star_agree() -> None:
     assert exchange.sent[-1] < exchange.sent[0] / 15
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_full_basis_is_the_dense_training(monkeypatch: pytest.MonkeyPatch) -> None:
     """A7.2, d = K: the same losses to float tolerance, whole trajectory."""
     full = Sender({"id": "gradiveq", "width": 48, "loss": 1e-9, "order": "HWFD"}, 4, 20)
@@ -119,6 +119,7 @@ def test_the_training_is_the_one_of_the_gradients_and_splits_do_not_meet() -> No
     assert len(held("nothing", 0)) == 0
 
 
+@pytest.mark.long
 def test_bases_are_measured_after_their_window() -> None:
     found = fits(2, 0, sampled=6, later=5)
     assert set(found["missed"]) == {f"{o}/{k}/{layer}" for o in LAYOUTS for k in KINDS for layer in LAYERS}

@@ -103,7 +103,7 @@ def test_one_node_speaks_for_all() -> None:
     assert done.uplink < 0.5 * all_send.uplink
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_training_has_three_stages_and_counts_weights_apart() -> None:
     plain, ours = train(FULL, 0.02, 3, steps=20), train(SERVER, 0.02, 3, steps=20)
     dense = train(DENSE, 0.02, 3, steps=20)

@@ -29,7 +29,7 @@ def run() -> tuple[Config, dict[str, RunResult], Findings]:
     return config, results, found
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_vectors_reach_the_server_whatever_is_below(run) -> None:
     _, results, _ = run
     few, some, many = (modular_sum.received(n, results) for n in modular_sum.TREES)

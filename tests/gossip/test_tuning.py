@@ -169,7 +169,7 @@ def test_c1_choco_with_scaled_signs_and_gamma_1_is_left_alone() -> None:
     assert digits(1.0, {"id": "scaledsign"}, 160) == ""
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_c1_choco_with_two_percent_and_gamma_02_is_ended_before_it_is_lost() -> None:
     """The watch ended it at iteration 939; its accuracy is best, 63 %, at 260, and 26 % at 800."""
     assert "of most of 8 nodes grew" in digits(0.2, {"id": "topk", "density": 0.02}, 420)

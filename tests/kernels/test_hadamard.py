@@ -11,7 +11,8 @@ from fedcomp.rng import Key
 
 SIZES = [1 << m for m in (0, 1, 2, 3, 5, 6, 7, 8, 9, 10, 12, 13, 14, 15, 16, 17, 18)]
 # More than one block of the compiled kernel: up to eight, up to 64, and beyond.
-SIZES += [pytest.param(1 << m, marks=pytest.mark.slow) for m in (19, 20, 21, 22, 23, 24)]
+SIZES += [pytest.param(1 << m, marks=pytest.mark.slow) for m in (19, 22)]
+SIZES += [pytest.param(1 << m, marks=pytest.mark.long) for m in (20, 21, 23, 24)]
 
 
 def _words(size: int, seed: int = 3) -> np.ndarray:
@@ -43,7 +44,7 @@ def test_it_is_the_matrix_product(size: int, dtype: type, tier: str) -> None:
 
 @pytest.mark.parametrize("inverse", [False, True])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("size", [*SIZES, pytest.param(1 << 25, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [*SIZES, pytest.param(1 << 25, marks=pytest.mark.long)])
 def test_both_tiers_give_the_same_bits(size: int, dtype: type, inverse: bool) -> None:
     """Spec: blocked, but with the additions of the plain transform. Zeros, -0.0, denormals and large numbers too."""
     rng = np.random.default_rng(size)

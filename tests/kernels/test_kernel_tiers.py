@@ -142,7 +142,7 @@ def test_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
     assert warm() is None
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("user_cache", [True, False])
 def test_read_only_package_compiles_without_warning(tmp_path: Path, user_cache: bool) -> None:
     """No cache beside the package: the user's cache is taken; without that one, none. Never a warning."""

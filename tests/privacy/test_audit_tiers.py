@@ -60,7 +60,7 @@ def test_audit_B_every_part_has_the_noise_that_was_claimed(subject: Subject) -> 
         assert verdict.trials >= 480 or verdict.part == "told"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_audit_C_no_attack_on_the_worst_pair_refutes_the_ledger(subject: Subject) -> None:
     quick = isinstance(subject, Sums | systems.PrivateMessages | systems.NoiseShares)
     found = tier_c(subject, runs=1500 if quick else 200)
