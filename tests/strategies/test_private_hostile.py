@@ -15,6 +15,7 @@ from fedcomp.codecs import Identity, TopK
 from fedcomp.errors import NoUsableReply
 from fedcomp.flower.payload import put_frame
 from fedcomp.flower.protocol import UPDATE
+from fedcomp.layout import SmallDense
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 
@@ -25,7 +26,8 @@ CLIP = 1e5
 def run(codec, change=None, *, fault=None, clip=CLIP, metered=True):
     """Return model, report and strategy after a round without noise in which ``change`` alters one reply."""
     strategy = DpFedAvg(inner(), clip=clip, noise_multiplier=0.0, population=NODES, delta=1e-3)
-    outer = strategy if codec is None else Compressed(strategy, codec)
+    # The bias travels dense: an update has both parts.
+    outer = strategy if codec is None else Compressed(strategy, codec, policy=SmallDense())
     grid = federation([compression(), private()], NODES, change=change, fault=fault, metered=metered)
     result = outer.start(grid, model(), num_rounds=1, timeout=9)
     return stack(result.arrays), outer.reports[1], strategy
@@ -149,7 +151,8 @@ def test_one_client_cannot_evict_another_by_its_form() -> None:
 @pytest.mark.parametrize("kind", ["silent", "lost_reply", "raise", "offline"])
 def test_when_all_replies_are_lost_noise_is_released_and_paid_for(kind, codec) -> None:
     strategy = DpFedAvg(inner(), clip=1.0, noise_multiplier=1.0, population=NODES, delta=1e-3)
-    outer = strategy if codec is None else Compressed(strategy, codec)
+    # The bias travels dense: an update has both parts.
+    outer = strategy if codec is None else Compressed(strategy, codec, policy=SmallDense())
     grid = federation([compression(), private()], NODES, fault=lambda d: kind)
     result = outer.start(grid, model(), num_rounds=1, timeout=9)
     noise = stack(result.arrays) * NODES

@@ -39,7 +39,11 @@ def dense(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[RecordDict], 
     """Answer as a client without the mod would, with a weight that ``change`` made."""
 
     def damage(content: RecordDict) -> RecordDict:
-        rest = {name: record for name, record in content.items() if name in ("fedcomp.node", "record-dp")}
+        rest: dict[str, ConfigRecord] = {
+            name: ConfigRecord({entry: value for entry, value in content[name].items() if not isinstance(value, bytes)})
+            for name in content
+            if name in ("fedcomp.node", "record-dp")
+        }
         tensors = {"weight": change(np.ones((40, 30), np.float32)), "bias": np.zeros(12, np.float32)}
         arrays = ArrayRecord({name: Array(np.asarray(values)) for name, values in tensors.items()})
         return RecordDict({**rest, "arrays": arrays, "metrics": MetricRecord({"num-examples": 3})})

@@ -28,6 +28,7 @@ from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import put_frame
 from fedcomp.flower.protocol import UPDATE
+from fedcomp.layout import SmallDense
 from fedcomp.rng import Key
 from fedcomp.strategies.compressed import Compressed
 
@@ -66,7 +67,7 @@ def majority(rounds: int, nodes: int) -> np.ndarray:
 @pytest.mark.slow
 @pytest.mark.parametrize("codec", [SignSGD(0.25), chain(Clip(1e9), SignSGD(0.25))], ids=repr)
 def test_the_model_moves_by_the_sign_of_the_weighted_majority(codec) -> None:
-    strategy = Compressed(fedavg(fraction_evaluate=0.0), codec)
+    strategy = Compressed(fedavg(fraction_evaluate=0.0), codec, policy=SmallDense())
     arrays = run(strategy)
     expected = majority(3, 5)
     np.testing.assert_array_equal(arrays["weight"].numpy(), expected)
