@@ -106,7 +106,7 @@ def test_e1_the_pages_name_runs() -> None:
     assert {folder for _, folder in RUNS} >= {ROOT, ROOT / "examples" / "gossip_pytorch"}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("command", "folder"), RUNS, ids=lambda value: value.at if isinstance(value, Command) else "")
 def test_e1_a_documented_run_finishes_on_the_nodes_it_gets(
     command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch

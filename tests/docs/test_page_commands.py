@@ -243,7 +243,7 @@ def test_e1_every_experiment_stands_on_a_page() -> None:
 # Other programs of the project
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("command", distinct("python -m experiments.bench"), ids=at)
 def test_e1_a_benchmark_runs_at_its_smallest_size(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
     """``wire``, ``kernels`` and ``engine`` take long even so: here they are found, and measure nothing."""
@@ -267,7 +267,7 @@ def test_e1_a_benchmark_runs_at_its_smallest_size(command: Command, capsys: pyte
         assert main([*arguments(command, 3), "--quick"]) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("command", distinct("python -m fedcomp.tasks"), ids=at)
 def test_e1_a_task_is_described_and_trained_for_one_epoch(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
     from fedcomp.tasks.__main__ import main

@@ -71,7 +71,7 @@ def programs(path: Path) -> list[tuple[Block, str]]:
 WITH_PYTHON = [path for path in PAGES if programs(path)]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("path", WITH_PYTHON, ids=name)
 def test_e1_the_python_of_a_page_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FEDCOMP_DATA", raising=False)

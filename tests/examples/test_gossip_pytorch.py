@@ -22,7 +22,7 @@ def undisturbed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     logging.getLogger("flwr").setLevel(level)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_node_learns_classes_it_has_never_seen(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -100,6 +100,7 @@ def test_a_latency_counts_runs_that_found_nothing() -> None:
     assert [latency(each) for each in records] == [float("inf"), 4.0]
 
 
+@pytest.mark.long
 def test_claims_catch_thresholds_without_calibration_and_blindness(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sensor with the textbook's threshold halved sends all the time; swapped labels must not be found by luck."""
     monkeypatch.setattr(drifting, "FOLDS", 2)

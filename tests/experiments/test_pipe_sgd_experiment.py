@@ -106,6 +106,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, *assignments: str, **changes: Any)
     return [c.name for c in sorted(findings.claims, key=lambda c: not c.gate) if c.ok is False]
 
 
+@pytest.mark.long
 def test_claims_catch_what_they_are_about(monkeypatch: pytest.MonkeyPatch) -> None:
     assert measured(monkeypatch) == []
     assert measured(monkeypatch, exact={"width 2": 1e-3})[0] == "width 2: relative distance from its recursion"

@@ -61,6 +61,7 @@ def exact(module: nn.Module, of: Callable[[nn.Module], Tensor]) -> dict[str, np.
     return dict(zip(names, (g.numpy() for g in torch.autograd.grad(of(module).mean(), parameters)), strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("make", "of"), [(mlp, losses), (Greedy, local_losses)])
 def test_the_mean_of_many_estimates_is_the_gradient(
     make: Callable[[], nn.Module], of: Callable[[nn.Module], Tensor]
@@ -79,6 +80,7 @@ def test_the_mean_of_many_estimates_is_the_gradient(
     assert loss == pytest.approx(float(of(module).mean().detach()), rel=1e-6)
 
 
+@pytest.mark.long
 def test_the_variance_is_the_formulas_and_far_below_that_of_weights() -> None:
     """Σ |a_i|² (h - 1) |δ_i|² over the squared number of examples, within 10 %; more passes, less of it."""
     module = seeded(mlp)

@@ -282,7 +282,7 @@ def sorted_digits(step: float, gamma: float, iterations: int) -> list[float]:
     return errors
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("step", [1.0, 0.5])
 def test_c3_the_default_consensus_step_does_not_diverge_at_condition_56(step: float) -> None:
     """It was 0.5, and errors passed 100 after 1300 iterations at 1/L, and after 1400 at 0.5/L."""
@@ -291,7 +291,7 @@ def test_c3_the_default_consensus_step_does_not_diverge_at_condition_56(step: fl
     assert errors[-1] == min(errors) < 0.2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_c3_with_a_smaller_step_the_same_gamma_diverges_sooner() -> None:
     assert sorted_digits(1.0, 0.05, 900)[-1] < 0.05
     quarter = sorted_digits(0.25, 0.05, 900)

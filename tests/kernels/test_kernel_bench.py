@@ -117,7 +117,7 @@ def test_without_torch_what_is_compared_with_it_is_not_measured(monkeypatch: pyt
     assert [claim for claim in found["claims"] if claim.ok is not None]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_inputs_that_are_hard_to_rank_are_measured_beside_the_usual() -> None:
     """Every input at every density has a row per call; each claim names the slowest of them."""
     found = worst(layered(30_000), 1, lambda _line: None, claimed=True)

@@ -129,6 +129,7 @@ def accuracy(model: nn.Module) -> float:
     return float(((found[-1] if isinstance(found, list) else found).argmax(1) == y).float().mean())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [mlp, Local])
 @pytest.mark.parametrize("codec", [DAD, TopK(0.2)])
 def test_it_learns_with_every_codec_also_from_local_losses(kind: Callable[[], nn.Module], codec: Codec) -> None:

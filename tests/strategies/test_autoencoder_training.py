@@ -108,7 +108,7 @@ def test_raw_gradients_train_nothing() -> None:
     assert scaled.encoder.id == same.encoder.id
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_nodes_learn_their_vectors_from_one_node_s_latents(nodes) -> None:
     """Held-out error below .1 for every pair of a common node and another one."""
     training, losses = nodes
@@ -142,7 +142,7 @@ def test_an_innovation_lowers_the_error_where_it_is(nodes) -> None:
     assert with_side < 0.9 * without
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_latents_of_different_nodes_converge(nodes) -> None:
     """Held-out latents are closer than after as many steps without the similarity loss, which falls from its peak."""
 

@@ -127,7 +127,7 @@ def test_a_member_whose_reply_was_lost_is_in_the_sum_between_peers() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["hub", "peers"])
-@pytest.mark.parametrize("error_state", ["discard", "keep"])
+@pytest.mark.parametrize("error_state", ["discard", pytest.param("keep", marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     ("groups", "integers"),
     [

@@ -351,7 +351,7 @@ LIES: dict[str, tuple[Callable, str]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["relay", "sum"])
+@pytest.mark.parametrize("name", ["relay", pytest.param("sum", marks=pytest.mark.long)])
 @pytest.mark.parametrize("lie", LIES)
 def test_a_source_fills_in_for_its_own_failed_links_alone(lie: str, name: str, nodes: Nodes) -> None:
     """One shard of one source is lost; with a relay to spare the round is whole all the same."""

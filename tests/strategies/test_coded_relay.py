@@ -415,7 +415,7 @@ def test_a_client_that_says_it_failed_is_not_counted_although_its_shards_are_the
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("transport", "broken"), [("hub", False), ("peers", False), ("peers", True)])
-@pytest.mark.parametrize("error_state", ["discard", "keep"])
+@pytest.mark.parametrize("error_state", ["discard", pytest.param("keep", marks=pytest.mark.long)])
 def test_conservation_with_clients_that_vanish_before_and_after_sharing(
     transport: str, broken: bool, error_state: str, monkeypatch
 ) -> None:

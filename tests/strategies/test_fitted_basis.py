@@ -396,7 +396,7 @@ def test_a_model_that_was_changed_between_rounds_and_one_of_other_tensors() -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"levels": 127}, {"center": True}], ids=str)
-@pytest.mark.parametrize("error_state", ["discard", "keep"])
+@pytest.mark.parametrize("error_state", ["discard", pytest.param("keep", marks=pytest.mark.long)])
 def test_conservation_under_faults(options: dict, error_state: str) -> None:
     """With the memory on: 6 clients, 50 rounds, every kind of message lost, duplicated, late, crashed or damaged,
     nodes wiped: for every life of every node, updates made = delivered + owed, elementwise."""

@@ -137,6 +137,7 @@ def test_the_server_makes_what_the_clients_would_have_made(scope: str, at_once: 
         np.testing.assert_allclose(found["b"], np.full(4, far), rtol=1e-5)
 
 
+@pytest.mark.long
 def test_it_converges_where_clients_agree_and_nears_the_mean_where_they_do_not() -> None:
     """Directions of gradients that cancel leave their noise behind, and a smaller step less of it."""
     goal = target(0).numpy()

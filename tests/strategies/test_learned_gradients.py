@@ -452,7 +452,7 @@ def test_a_stale_common_node_that_is_lost_leaves_the_round_without_a_step_and_no
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stale", [False, True])
+@pytest.mark.parametrize("stale", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
 def test_conservation_under_faults(options: dict, stale: bool) -> None:
     """8 clients, 40 rounds, messages lost, doubled, late, crashed or damaged, nodes wiped: for every life of every

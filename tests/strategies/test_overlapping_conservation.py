@@ -37,7 +37,9 @@ STRATEGIES: dict[str, Callable[[Compressed], Overlapping]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("downlink", [None, TopK(density=0.3)], ids=["plain", "downlink"])
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize(
+    "name", ["width 2", "buffered", *(pytest.param(f"width {width}", marks=pytest.mark.long) for width in (1, 4))]
+)
 def test_updates_made_are_delivered_or_owed(name: str, downlink: TopK | None) -> None:
     """Clients of very unlike pace, 40 % of messages with a fault, memories wiped at random."""
 

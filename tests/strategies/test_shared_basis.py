@@ -262,7 +262,7 @@ def test_a_vanished_client_changes_nothing_of_its_state(form: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("error_state", ["discard", "keep"])
+@pytest.mark.parametrize("error_state", ["discard", pytest.param("keep", marks=pytest.mark.long)])
 def test_conservation_under_faults(form: str, error_state: str) -> None:
     """10 clients, 60 rounds, every kind of message lost, duplicated, late, crashed or damaged, nodes wiped: for every
     life of every node, updates made = delivered + owed, elementwise."""
