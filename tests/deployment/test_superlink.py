@@ -45,7 +45,7 @@ def processes_below(folder: Path) -> list[int]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_deployment_gives_the_result_of_this_process_and_leaves_nothing(monkeypatch, tmp_path):
     """After an app that failed on the same deployment, which is an error with its log and leaves nothing, either."""
     quicken(monkeypatch)
@@ -87,7 +87,7 @@ def test_a_deployment_gives_the_result_of_this_process_and_leaves_nothing(monkey
     assert processes_below(deployment.folder) == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_node_that_dies_at_once_stops_the_deployment(monkeypatch):
     def broken(arguments):
         return ["/bin/sh", "-c", "echo no such partition >&2; exit 3"], {}
@@ -138,7 +138,7 @@ def test_nodes_get_links_to_each_other_where_the_system_uses_them(system, linked
     assert asked == ([(3, True), (3, False)] if linked else [(3, False)])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_node_killed_on_purpose_is_not_missed(tmp_path, monkeypatch):
     sleeper = [sys.executable, "-c", "import subprocess, sys; subprocess.run(['sleep', '60'])"]
     deployment = Deployment(2)
@@ -164,7 +164,7 @@ def test_a_node_killed_on_purpose_is_not_missed(tmp_path, monkeypatch):
     assert not tmp_path.exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_ends_by_itself_with_its_node_is_among_the_killed(tmp_path, monkeypatch):
     """Flower's helpers look for their parent five times a second: on a busy machine they are gone before SIGKILL."""
     # cat ends when nobody is left to write to it.

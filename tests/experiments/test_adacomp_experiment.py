@@ -87,7 +87,7 @@ def test_a_ratio_is_four_bytes_per_element_and_reply_over_bytes() -> None:
     assert math.isnan(adacomp.ratio(config, found, adacomp.FULL))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_bytes_of_the_layers_are_bytes_of_the_frames(run: tuple[Config, dict[str, RunResult], Findings]) -> None:
     _, results, _ = run
     for label in adacomp.SPARSE:
@@ -99,7 +99,7 @@ def test_bytes_of_the_layers_are_bytes_of_the_frames(run: tuple[Config, dict[str
             assert 20 <= (record.uplink_payload_bytes - sum(tensors.values())) / record.replies <= 32
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_run_without_messages_is_the_row(run: tuple[Config, dict[str, RunResult], Findings]) -> None:
     _, results, findings = run
     assert findings.claims[-1].value == 0.0

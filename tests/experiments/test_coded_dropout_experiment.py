@@ -76,7 +76,7 @@ def lived(config: Config, scheme: str, failures, codec: str = "QSGD-8") -> Life:
     return live(coded_dropout.spec_of(config, coded_dropout.schemes(config)[scheme], codec, 6.0), there)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("scheme", [MDS, RLNC, COPIES])
 def test_who_dies_after_sharing_is_in_the_sum_and_who_dies_before_is_not(scheme: str) -> None:
     config = configured(2)
@@ -97,7 +97,7 @@ def test_who_dies_after_sharing_is_in_the_sum_and_who_dies_before_is_not(scheme:
     assert different_bytes(life.result.arrays, everybody.arrays) > 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_too_few_relays_that_live_leave_nobody() -> None:
     config = configured(1, 6, "symbols=4")
     fleeting = dying(c0=1.5, c1=1.5, c2=1.5)
@@ -144,7 +144,7 @@ def test_shards_that_did_not_land_are_taken_from_the_spools(tmp_path: Path) -> N
     assert held == {0: [0], 1: [0, 1], 2: [2]}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "scheme"), [("QSGD-8", MDS), ("top-1 %", COPIES), ("QSGD-8", PLAIN), ("QSGD-8", RESUME)]
 )

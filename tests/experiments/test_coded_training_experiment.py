@@ -31,7 +31,7 @@ def run() -> tuple[Config, dict[str, RunResult], Findings, Read]:
     return config, results, coded_training.measure(config, results, Say()), settings
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_all_is_measured(run: tuple[Config, dict[str, RunResult], Findings, Read]) -> None:
     config, results, findings, settings = run
     used = settings.read | {key for spec in coded_training.rows(config) for key in spec.settings}
@@ -128,7 +128,7 @@ def test_training_under_losses_pauses_with_its_oracle(run: tuple[Config, dict[st
     assert coded_training.descend(problem, plan, 0.0, 5, 1)["decoded"] == 5
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("model", ["logistic", "svm"])
 def test_the_system_runs_end_to_end(model: str) -> None:
     settings = LINEAR | {"task.model": model, "code": "gaussian", "payload": "float32"}

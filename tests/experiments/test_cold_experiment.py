@@ -155,7 +155,7 @@ def test_c4_no_floor_is_claimed_by_theory_and_the_one_that_is_falls_with_the_ste
     assert fixed[0] > 3 * fixed[1] > 8 * fixed[2] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_c4_runs_of_d_psgd_and_choco_end_at_the_fixed_point(problem: convex.Convex) -> None:
     from fedcomp.gossip import get_algorithm
     from fedcomp.gossip.topology import Complete

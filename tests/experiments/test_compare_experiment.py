@@ -18,7 +18,7 @@ def labels(*assignments: str) -> list[str]:
     return [spec.label for spec in EXPERIMENT.specs(EXPERIMENT.configure(assignments=assignments))]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_systems_are_run_beside_a_reference_and_what_they_cost_is_theirs() -> None:
     asked = (
         "systems=topk codec.density=0.05 feedback=true,  qsgd",
@@ -55,7 +55,7 @@ def test_the_reference_can_be_chosen_and_is_listed_once() -> None:
     assert labels("systems=skewed-gcn", "task=digits-graph") == ["skewed-gcn"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", sorted(SYSTEMS))
 def test_every_system_of_the_table_can_be_named(name: str) -> None:
     task = {"generator": "digits-generator", "graph": "digits-graph", "linear": "digits-zero"}.get(

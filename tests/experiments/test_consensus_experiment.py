@@ -38,7 +38,7 @@ def run() -> tuple[Config, Findings, Read, dict[str, object]]:
     return config, consensus.measure(config, {}, Say(keep=kept.__setitem__)), settings, kept
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_setting_is_read_and_findings_survive_json(run) -> None:
     config, findings, settings, _ = run
     assert settings.read == set(consensus.OPTIONS)
@@ -60,7 +60,7 @@ def test_claims_of_theory_hold_in_a_run_of_any_length(run) -> None:
     assert not claims["Sparse-Push, random digraph: last error"].ok
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_resumed_run_finds_the_same(run) -> None:
     config, findings, _, kept = run
     again = consensus.measure(config, {}, Say(kept=kept, keep=lambda name, cell: pytest.fail(f"{name} ran again")))
@@ -136,7 +136,7 @@ def test_average_is_the_product_of_the_matrices_and_counts_real_messages() -> No
     assert exact.final < 1e-15
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_that_diverges_is_said_so_and_nothing_else_is_known() -> None:
     options = {"name": "choco", "gamma": 1.0, "compressor": {"id": "topk", "density": 0.1}}
     track = average(options, Ring(4), VALUES, 200, layout=FLAT, seed=0)
@@ -148,7 +148,7 @@ def test_a_run_that_diverges_is_said_so_and_nothing_else_is_known() -> None:
         average(options, DirectedRing(4), VALUES, 2, layout=FLAT, seed=0)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_variants_without_loss_are_push_sum_and_with_it_only_one_converges() -> None:
     graph = OnePeerExponential(4)
     matrices = [graph.mixing_matrix(t) for t in range(2)]

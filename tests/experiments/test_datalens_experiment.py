@@ -29,7 +29,7 @@ def run() -> tuple[Config, dict[str, RunResult], Findings]:
     return config, results, datalens.measure(config, results, Say())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_no_budget_is_crossed_and_one_row_ends_where_its_budget_does(run) -> None:
     config, results, findings = run
     assert [claim.name for claim in findings.claims if not claim.ok and "accuracy" not in claim.name] == []

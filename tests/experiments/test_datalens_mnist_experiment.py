@@ -82,7 +82,7 @@ def cell(**changes: Any) -> GeneratorCell:
     return GeneratorCell(**{**values, **changes})
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_f_every_setting_is_read_and_what_was_chosen_was_tried(small: Small) -> None:
     assert set(EXPERIMENT.options) == small.used
     assert set(CHOSEN) == set(GRIDS) == set(METHODS)
@@ -156,7 +156,7 @@ def test_f_claims_see_a_crossed_epsilon_a_missing_event_and_a_generator_that_lea
     assert len({names[0] for names in seen}) == 3
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_f_settings_are_chosen_on_held_out_records_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     from fedcomp.experiments import generator_training
 
@@ -181,7 +181,7 @@ def test_f_settings_are_chosen_on_held_out_records_alone(monkeypatch: pytest.Mon
     assert held.epsilon == math.inf
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_f_without_noise_teachers_move_a_generator_towards_the_class_means() -> None:
     """Fresh or kept, by plain votes of all pixels: a wrong sign, or votes on another class's images, would not."""
     from fedcomp.experiments.generator_training import _Training, _votes

@@ -37,7 +37,7 @@ def test_importing_the_engines_brings_neither_flower_nor_ray():
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_rounds_are_reported_as_they_finish_and_add_up():
     seen = []
     spec = RunSpec("topk", rounds=3, clients=4, settings=SMALL | {"link": "10mbit"})
@@ -49,7 +49,7 @@ def test_rounds_are_reported_as_they_finish_and_add_up():
     assert result.notes["messages"] == 3 * 4 * 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_virtual_clock_agrees_with_the_link_model_on_counted_bytes():
     from fedcomp.experiments.serve import _rows
     from fedcomp.timing import parse_link, simulated_seconds
@@ -74,7 +74,7 @@ def test_one_client_only():
     assert result.final.loss < result.rounds[0].loss
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_only_due_rounds_are_evaluated_but_always_the_last():
     settings = SMALL | {"evaluate_every": 3}
     result = engines.run(RunSpec("fedavg", rounds=5, clients=2, settings=settings))
@@ -82,14 +82,14 @@ def test_only_due_rounds_are_evaluated_but_always_the_last():
     assert evaluated == [0, 3, 5]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_another_seed_is_another_run_and_the_same_seed_the_same():
     runs = [engines.run(RunSpec("topk", rounds=2, clients=3, seed=s, settings=SMALL)) for s in (1, 1, 2)]
     assert same(runs[0].arrays, runs[1].arrays)
     assert not same(runs[0].arrays, runs[2].arrays)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("system", "settings"),
     [
@@ -117,7 +117,7 @@ def test_an_interrupted_run_continues_to_the_same_bits_and_bytes(tmp_path, syste
     assert resumed.ledger == whole.ledger
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_finished_checkpoint_is_only_read_and_may_be_extended(tmp_path):
     file = tmp_path / "checkpoint"
     spec = RunSpec("topk", rounds=2, clients=3, settings=SMALL)
@@ -202,7 +202,7 @@ def test_the_roll_call_is_counted_and_everybody_needs_none():
             assert grid.ledger.total("messages", message_type="query", direction="up") == messages
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_training_and_evaluation_draw_cohorts_of_their_own():
     settings = SMALL | {"fraction": 0.5, "fraction_evaluate": 0.25}
     result = engines.run(RunSpec("fedavg", rounds=3, clients=8, settings=settings))
@@ -255,7 +255,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_interrupted_simulation_lets_its_process_end():
     # Far above the time it takes: on a busy machine starting and ending Ray alone takes minutes. A process that is kept
     # alive never ends.

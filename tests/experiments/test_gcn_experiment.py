@@ -67,7 +67,7 @@ def ran(made: Asked) -> Ran:
     return config, results, gcn.measure(config, results, Say(keep=kept.__setitem__)), kept, settings
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_rows_are_what_messages_carried_and_rules_ask_for_fewer_in_their_order(ran: Ran) -> None:
     config, results, _, _, _ = ran
     found = {label.removeprefix(f"{CUT}: "): Record(outcome(result)) for label, result in results.items()}
@@ -309,7 +309,7 @@ def test_variance_ratios_are_those_worked_out_with_dense_matrices(karate: GraphT
     assert found.kept == pytest.approx(5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_c5_rivals_fetch_as_many_rows_and_only_the_input_layer_pays_for_it(karate: GraphTask) -> None:
     batches = Batches(karate, 2, 7, 40, 6)
     skew = SamplerSettings(n=12, mode="fixed", scale=4.0, layers=2)
@@ -324,7 +324,7 @@ def test_c5_rivals_fetch_as_many_rows_and_only_the_input_layer_pays_for_it(karat
     assert remote_inputs(batches, shorter) <= wanted < remote_inputs(batches, with_input_layer(uniform, n + 1))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_bias_is_that_of_samplers_that_have_one(karate: GraphTask) -> None:
     part = karate.shared(2).part(0)
 

@@ -40,7 +40,7 @@ def small() -> tuple[Config, Findings, list[Claim], set[str]]:
     return config, findings, list(findings.claims), used
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_setting_is_read(small: tuple) -> None:
     assert set(EXPERIMENT.options) <= small[3]
 
@@ -70,7 +70,7 @@ def test_findings_survive_the_summary(small: tuple) -> None:
     assert [len(figure.series) for figure in findings.figures] == [5, 5, 3]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_wrong_decoder_fails_the_claims(small: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers of the survivors, added up as if they were plain updates."""
     from fedcomp.coding.gradcode import Cyclic, Decoding
@@ -117,7 +117,7 @@ def test_backlog_is_what_a_new_beginning_saves() -> None:
     assert replay(3, 2, settings, seconds).tolist() == [2.0, 200.0]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("clients", "losses"), [(10, 0), (10, 1), (10, 3), (6, 2)])
 def test_the_formula_is_the_mean_of_draws(clients: int, losses: int) -> None:
     tail = 4.0

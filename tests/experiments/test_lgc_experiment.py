@@ -116,7 +116,7 @@ def test_a_training_has_three_stages_and_counts_weights_apart() -> None:
     assert train(EXACT, 0.02, 3, steps=20)["weights"] == 4 * 692_172 + 4 * 174_908
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_codings_are_measured_on_steps_that_were_not_trained_with(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "HELD_OUT", 3)
     found = codings(0, trained=2)["missed"]

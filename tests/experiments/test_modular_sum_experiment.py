@@ -45,7 +45,7 @@ def test_two_vectors_reach_the_server_whatever_is_below(run) -> None:
     assert many.wire > few.wire
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_claims_hold_but_for_those_about_the_size(run) -> None:
     failed = {claim.name for claim in run[2].claims if claim.gate and not claim.ok}
     # A vector of 2400 values is little longer than the entries of 32 clients.
@@ -53,7 +53,7 @@ def test_claims_hold_but_for_those_about_the_size(run) -> None:
     assert sum("values of the model that differ" in claim.name for claim in run[2].claims) == 4
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_one_bit_of_a_model_and_a_longer_sum_are_noticed(run) -> None:
     config, results, _ = run
     label = modular_sum.along(32)

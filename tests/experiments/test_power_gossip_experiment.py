@@ -65,7 +65,7 @@ def small() -> Small:
     return Small(config, results, findings, list(findings.claims), used)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_setting_is_read(small: Small) -> None:
     assert set(EXPERIMENT.options) <= small.used
 

@@ -36,7 +36,7 @@ def run() -> tuple[Config, Findings, Read, dict[str, object], tuple]:
     return config, findings, settings, kept, measured[0]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_setting_is_read_and_findings_survive_json(run) -> None:
     config, findings, settings, _, _ = run
     assert settings.read == set(privacy_audit.OPTIONS)

@@ -40,7 +40,7 @@ def kills(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_point_was_tried(kills: dict[str, dict]) -> None:
     assert set(kills) == set(EXPECTED)
     assert {found["killed"] for found in kills.values()} == {-signal.SIGKILL}

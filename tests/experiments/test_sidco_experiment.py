@@ -65,7 +65,7 @@ def test_draws_differ_and_the_scales_of_layers_stay() -> None:
     assert np.abs(np.log(widths[0] / widths[2])).max() > 2.0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_captured_memory_is_that_of_exact_selection_and_spoils_one_stage() -> None:
     source = estimates.Source("MLP", "digits", {"hidden": "64"}, 30, 16, 0.2)
     assert source.marks == (1, 3, 30)
@@ -84,7 +84,7 @@ def test_a_captured_memory_is_that_of_exact_selection_and_spoils_one_stage() -> 
     assert [r["part"] for r in by_layer[::2]] == ["layers.0.weight"]  # the output layer has less than 1024 weights
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_search_changes_stages_only_where_it_is_allowed_to() -> None:
     found = estimates.search("t(4)", 10_000, KEY)
     assert set(found) == set(estimates.SEARCHES)
@@ -97,7 +97,7 @@ def test_the_search_changes_stages_only_where_it_is_allowed_to() -> None:
     assert max(found["reversing, E from 1"]["stages"]) >= 3
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_with_memory_one_stage_selects_ever_less_and_the_search_helps() -> None:
     found = estimates.search(f"t(4){estimates.REMEMBERED}", 10_000, KEY)
     assert found["fixed, E at 1"]["achieved"][-1] < 0.3
@@ -112,7 +112,7 @@ def test_exact_selection_and_estimates_are_timed_at_every_density() -> None:
     assert all(value >= 0.0 for value in times.values())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_all_is_measured(run: tuple[Config, dict[str, RunResult], Findings, Read]) -> None:
     config, results, findings, settings = run
     used = settings.read | {key for spec in sidco.rows(config) for key in spec.settings}

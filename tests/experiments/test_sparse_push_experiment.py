@@ -48,7 +48,7 @@ def run() -> tuple[Config, dict[str, RunResult], Findings, Read]:
         return config, results, sparse_push.measure(config, results, Say()), settings
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_setting_is_used_and_the_rows_with_messages_are_those_without(
     run: tuple[Config, dict[str, RunResult], Findings, Read],
 ) -> None:
@@ -106,7 +106,7 @@ def test_a_run_shows_what_the_nodes_hold_before_and_after_the_closing_phase(
     assert all(r[8] == pytest.approx(5.0, abs=1e-12) for r in rows.values())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_rows_are_the_product_or_what_the_claims_need() -> None:
     config = sparse_push.EXPERIMENT.configure()
     chosen = sparse_push.settings_of(config)

@@ -27,7 +27,7 @@ def run() -> tuple[Config, dict[str, RunResult], Findings]:
         return config, results, sumcode.measure(config, results, Say())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_the_server_receives_is_flat_for_the_code_and_linear_without(run) -> None:
     _, results, _ = run
     five, ten = (sumcode.federation(n, results) for n in FEW)
@@ -63,7 +63,7 @@ def test_claims_hold_but_for_those_about_fifty_clients(run) -> None:
     assert sum("bit for bit" in name for name in found) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_oracle_notices_a_wrong_model(run) -> None:
     """One bit of one coordinate of one round."""
     config, _, _ = run

@@ -61,7 +61,7 @@ def small() -> Small:
     return run()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_setting_is_read(small: Small) -> None:
     assert set(EXPERIMENT.options) == small.used
 
@@ -83,7 +83,7 @@ def test_a11_plain_signs_are_tried_as_often_as_stochastic_ones_and_with_every_co
         assert 64 * 32 + 32 + 32 * 10 + 10 in {o["k"] for o in plain}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a11_a_plain_training_casts_no_coins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Same seed, same noise: stochastic signs come from coins, plain ones from the gradients alone."""
     from fedcomp.privacy import optimizers
@@ -158,7 +158,7 @@ def test_a_budget_that_was_crossed_and_a_missing_event_would_be_seen(small: Smal
     assert len({names[0] for names in seen}) == 6
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_budget_ends_every_training_that_promises_something_before_it_is_crossed(small: Small) -> None:
     config = EXPERIMENT.configure(rounds=2, assignments=SMALL, budget=2.5)
     assert EXPERIMENT.specs(config) == []
@@ -194,7 +194,7 @@ def test_messages_are_as_long_as_what_they_hold(small: Small) -> None:
     assert rows[label(LSG, 3.0)][1] < size
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_is_finished_is_kept(small: Small) -> None:
     kept: dict[str, Any] = {}
     run("seeds=1", say=Say(keep=kept.__setitem__))
@@ -203,7 +203,7 @@ def test_what_is_finished_is_kept(small: Small) -> None:
     assert [claim.name for claim in again.findings.claims] == [claim.name for claim in small.findings.claims]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_choosing_takes_the_best_on_the_validation_split(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "TARGETS", (3.0, math.inf))
     monkeypatch.setattr(module, "STEPS", {3.0: (1e-9, 0.5), math.inf: (1e-9, 0.5)})

@@ -32,7 +32,7 @@ def tiny():
         yield results, EXPERIMENT.measure(config, results, Say()), measured[0]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_tiny_run_keeps_every_claim_but_that_it_learns(tiny) -> None:
     results, findings, _ = tiny
     again = Findings.from_json(findings.to_json())
@@ -83,7 +83,7 @@ def test_every_private_training_has_its_statement(tiny) -> None:
                 assert 0.99 * epsilon <= said["epsilon"] <= epsilon
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_budget_ends_what_is_measured_as_it_ends_rows(monkeypatch) -> None:
     monkeypatch.setattr(module, "METHODS", METHODS[:3])
     config = EXPERIMENT.configure(clients=6, rounds=2, assignments=SMALL, budget=2.0)
@@ -113,7 +113,7 @@ def test_noise_is_calibrated_for_the_runs_own_rounds() -> None:
     assert EXPERIMENT.specs(EXPERIMENT.configure(rounds=0))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_tuning_uses_other_seeds_and_takes_the_least_training_loss(monkeypatch) -> None:
     two = replace(METHODS[2], candidates=METHODS[2].candidates[:2], chosen=(0, 0, 1, 1))
     monkeypatch.setattr(module, "METHODS", (two,))

@@ -81,7 +81,7 @@ def nodes() -> tuple[AutoencoderTraining, list[Losses]]:
     return training, losses
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_ring_learns_vectors_that_resemble_each_other(ring: AutoencoderTraining) -> None:
     """Held-out error below .1; what the decoder makes of the mean of latents is the mean."""
     assert ring.steps == 400
@@ -90,7 +90,7 @@ def test_a_ring_learns_vectors_that_resemble_each_other(ring: AutoencoderTrainin
     assert ring_error(AutoencoderTraining(seed=1), range(1000, 1020)) > 0.9
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_raw_gradients_train_nothing() -> None:
     """The measured mistake: values of 1e-4 as they are. Their squared error has no gradient worth its name for SGD, and
     what is decoded is far from them for Adam; divided by their root mean square they are the vectors above."""
@@ -125,7 +125,7 @@ def test_nodes_learn_their_vectors_from_one_node_s_latents(nodes) -> None:
     assert losses[-1].reconstruction < 0.2 < losses[0].reconstruction
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_innovation_lowers_the_error_where_it_is(nodes) -> None:
     """At its own positions, by the decoder alone: what is known there replaces nothing yet."""
     training, _ = nodes
@@ -163,7 +163,7 @@ def test_latents_of_different_nodes_converge(nodes) -> None:
     assert blocks[-1] < 0.2 * blocks.max()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_numpy_computes_with_trained_weights_what_torch_does(ring: AutoencoderTraining) -> None:
     """The loss of a further step, which torch computes, is the squared error of what codecs decode."""
     copy = AutoencoderTraining(seed=1)
@@ -364,7 +364,7 @@ def test_wrong_settings_are_refused() -> None:
             AutoencoderTraining(**wrong)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_torch_comes_with_the_first_step_only() -> None:
     code = """
 import sys

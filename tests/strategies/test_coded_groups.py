@@ -43,7 +43,7 @@ def grouped(inner=None, **options) -> CodedFedAvg:
     return CodedFedAvg(Compressed(inner or fedavg(), codec()), **settings)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_however_clients_are_grouped_the_result_has_the_same_bits() -> None:
     runs = {}
     for count in (1, 3, 4, 50):
@@ -60,7 +60,7 @@ def test_however_clients_are_grouped_the_result_has_the_same_bits() -> None:
     np.testing.assert_allclose(stack(coded_run.arrays), stack(plain.arrays), rtol=1e-6, atol=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_metrics_and_other_means_go_on() -> None:
     coded_run, _ = run(grouped(), NODES)
     plain, _ = run(Compressed(fedavg(), codec()), NODES)
@@ -74,7 +74,7 @@ def test_metrics_and_other_means_go_on() -> None:
     np.testing.assert_allclose(stack(coded_run.arrays), stack(plain.arrays), rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_sum_is_weighted_by_whole_numbers_and_exact() -> None:
     """Against integers: every update of the toy is one, and the step is 1."""
     result, _ = run(grouped(), NODES)
@@ -85,7 +85,7 @@ def test_the_sum_is_weighted_by_whole_numbers_and_exact() -> None:
         np.testing.assert_array_equal(result.arrays[name].numpy(), mean)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("transport", ["hub", "peers"])
 def test_an_aggregator_lost_before_it_shared_takes_its_group_with_it_and_nobody_else(transport: str) -> None:
     """Round 1: aggregators are partitions 0, 3 and 6; 3 goes before it adds, or before it trains."""
@@ -102,7 +102,7 @@ def test_an_aggregator_lost_before_it_shared_takes_its_group_with_it_and_nobody_
         assert bits(result) == bits(alone)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("transport", ["hub", "peers"])
 def test_a_member_lost_before_it_joined_is_left_out_with_its_weight(transport: str) -> None:
     strategy = grouped(transport=transport)
@@ -113,7 +113,7 @@ def test_a_member_lost_before_it_joined_is_left_out_with_its_weight(transport: s
     assert bits(result) == bits(alone)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_member_whose_reply_was_lost_is_in_the_sum_between_peers() -> None:
     strategy = grouped(transport="peers")
     result, _ = run(
@@ -125,7 +125,7 @@ def test_a_member_whose_reply_was_lost_is_in_the_sum_between_peers() -> None:
     assert bits(result) == bits(whole)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("transport", ["hub", "peers"])
 @pytest.mark.parametrize("error_state", ["discard", pytest.param("keep", marks=pytest.mark.long)])
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_conservation_over_groups_under_faults(groups, integers, transport: str,
     np.testing.assert_allclose(consumed, total, atol=0.05 * 20)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_corrupt_aggregator_can_only_harm_its_own_group() -> None:
     """It can leave members out or put wrong integers in; it cannot name others or exceed the levels."""
     app = coded_app()
@@ -222,7 +222,7 @@ def test_a_corrupt_aggregator_can_only_harm_its_own_group() -> None:
         assert bits(result) == bits(alone), name
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_forged_and_damaged_replies_of_members_are_left_out_by_the_aggregator() -> None:
     app = coded_app()
 
@@ -248,7 +248,7 @@ def test_forged_and_damaged_replies_of_members_are_left_out_by_the_aggregator() 
         assert bits(result) == bits(alone)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -287,7 +287,7 @@ def test_replies_that_are_sound_but_not_of_this_round_are_left_out(change: str, 
     assert len(strategy.reports[1].coded.included) == NODES - 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_bytes_are_those_handed_over() -> None:
     strategy = grouped(transport="peers", seal=False)
     _, grid = run(strategy, NODES)

@@ -138,7 +138,7 @@ def whole(name: str, rounds: int = 1, **options: Any) -> tuple[CodedFedAvg, byte
 
 
 @SYSTEMS
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_a_link_does_not_take_follows_through_the_server(name: str, nodes: Nodes) -> None:
     strategy = system(name)
     result, grid = run(strategy, NODES, node_config=nodes.start(closed()))
@@ -215,7 +215,7 @@ def test_a_link_that_failed_rests_for_some_rounds_and_is_then_tried_again(nodes:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["relay", "sum", "groups"])
 def test_a_peer_that_never_answers_costs_its_timeout_in_one_round(name: str, nodes: Nodes, deaf) -> None:
     addresses, taken = deaf
@@ -278,6 +278,7 @@ def test_what_is_not_sealed_is_lost_and_the_pair_is_named(name: str, nodes: Node
         assert "hub_down" not in report.payload_bytes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["relay", "mix", "sum", "groups"])
 def test_a_parcel_whose_acknowledgement_was_lost_is_kept_and_counted_once(name: str, nodes: Nodes, monkeypatch) -> None:
     original = TcpSender.send
@@ -350,7 +351,7 @@ LIES: dict[str, tuple[Callable, str]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["relay", pytest.param("sum", marks=pytest.mark.long)])
 @pytest.mark.parametrize("lie", LIES)
 def test_a_source_fills_in_for_its_own_failed_links_alone(lie: str, name: str, nodes: Nodes) -> None:

@@ -91,7 +91,7 @@ def memory_of(state: dict[str, np.ndarray]) -> np.ndarray:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("error_state", ["discard", "keep"])
+@pytest.mark.parametrize("error_state", ["discard", pytest.param("keep", marks=pytest.mark.long)])
 def test_conservation_under_faults(error_state: str) -> None:
     """10 clients, 200 rounds, 10 % each of lost, duplicated, late and crashed, nodes wiped at random.
 

@@ -394,7 +394,7 @@ def test_a_model_that_was_changed_between_rounds_and_one_of_other_tensors() -> N
     assert np.abs(stack(result.arrays)).max() > 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{}, {"levels": 127}, {"center": True}], ids=str)
 @pytest.mark.parametrize("error_state", ["discard", pytest.param("keep", marks=pytest.mark.long)])
 def test_conservation_under_faults(options: dict, error_state: str) -> None:

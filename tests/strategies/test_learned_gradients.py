@@ -182,7 +182,7 @@ def test_one_client_in_the_second_stage_is_top_k_with_error_feedback() -> None:
     np.testing.assert_array_equal(flat(run(strategy, 1)[0].arrays), flat(run(alone, 1)[0].arrays))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("stale", [False, True])
 @pytest.mark.parametrize("ef", ["mask", "decoded"])
 @pytest.mark.parametrize("values", ["float32", "bf16"])
@@ -222,7 +222,7 @@ def test_a_server_whose_innovations_are_all_of_top_k_is_top_k() -> None:
 # What arrives.
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("stale", [False, True])
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
 def test_the_model_moves_by_what_is_decoded_and_all_hold_it(options: dict, stale: bool) -> None:
@@ -283,7 +283,7 @@ def scaled(factor: float) -> ClientApp:
     return learns
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
 def test_updates_of_another_scale_give_a_model_of_that_scale(options: dict) -> None:
     """Times 2⁻¹³, about 1e-4, every number of a run is 2⁻¹³ of what it was: exactly, since values are divided by their
@@ -295,7 +295,7 @@ def test_updates_of_another_scale_give_a_model_of_that_scale(options: dict) -> N
     assert np.abs(flat(large.arrays)).max() > 1000
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_order_in_which_replies_come_does_not_matter() -> None:
     class Turned(GridWrapper):
         def send_and_receive(self, messages, *, timeout=None):
@@ -306,7 +306,7 @@ def test_the_order_in_which_replies_come_does_not_matter() -> None:
     np.testing.assert_array_equal(flat(result.arrays), flat(turned.arrays))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_server_step_scales_what_is_decoded() -> None:
     """Not latents: a decoder of half the latents is not half of what is decoded."""
     whole, half = Watched(codec()), Watched(codec(), server_lr=0.5)
@@ -328,7 +328,7 @@ def test_layers_that_are_not_coded_travel_as_values() -> None:
 # Bytes.
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_bytes_of_latents_innovations_and_weights() -> None:
     """A quarter of the values' floats in the ring; in the server instance one client sends latents and positions."""
     ring, server = Watched(codec(raw=0)), Watched(codec(raw=0, instance="server"), common="first")
@@ -346,7 +346,7 @@ def test_bytes_of_latents_innovations_and_weights() -> None:
     assert other.latents.size == 4 * -(-sum(s.size for s in server.before[9]) // 16)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "common", "encoders", "decoders"),
     [
@@ -379,7 +379,7 @@ def test_weights_go_once_to_each_node_that_needs_them_and_are_counted(
     assert max(down[2:5]) < e
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_per_node_decoders_are_of_their_nodes() -> None:
     strategy = Watched(codec(instance="server", ef="decoded"), training=AutoencoderTraining(decoders=2))
     _, grid = run(strategy, 4, rounds=8)
@@ -393,7 +393,7 @@ def test_per_node_decoders_are_of_their_nodes() -> None:
 # Who is lost, and what.
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "kind"),
     [*((options, "lost_reply") for options in VARIANTS), *((VARIANTS[-1], k) for k in ("offline", "raise", "corrupt"))],
@@ -451,7 +451,7 @@ def test_a_stale_common_node_that_is_lost_leaves_the_round_without_a_step_and_no
         assert np.abs(strategy.given[partition(context)] + owed(context, strategy, node, LAYOUT) - made).max() < 0.5
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("stale", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
 def test_conservation_under_faults(options: dict, stale: bool) -> None:
@@ -493,7 +493,7 @@ def test_conservation_under_faults(options: dict, stale: bool) -> None:
         assert np.abs(made[p]).max() > 1000
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_without_what_was_delivered_mass_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same check fails for a client that rolls nothing back."""
     monkeypatch.setattr(LGC, "rollback", lambda self, state, frame, layout: state)
@@ -509,7 +509,7 @@ def test_without_what_was_delivered_mass_is_lost(monkeypatch: pytest.MonkeyPatch
     assert missing > 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "damage"),
     [*((options, "gone") for options in VARIANTS), *((VARIANTS[1], kind) for kind in ("bytes", "other"))],
@@ -559,7 +559,7 @@ def changed(change) -> ClientApp:
     return client
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf"), 1e39, "large", None])
 @pytest.mark.parametrize("instance", ["ring", "server"])
 def test_a_leader_that_names_no_scale_is_replaced(instance: str, scale: object) -> None:
@@ -578,7 +578,7 @@ def test_a_leader_that_names_no_scale_is_replaced(instance: str, scale: object) 
     assert np.isfinite(flat(result.arrays)).all()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("loud", [1, 2])
 def test_a_guard_sees_the_scale_that_a_client_names(loud: int) -> None:
     """In the server instance a scale multiplies what is decoded: ten times the usual one is an outlier, of the common
@@ -596,7 +596,7 @@ def test_a_guard_sees_the_scale_that_a_client_names(loud: int) -> None:
     assert np.isfinite(guarded.taken[6][0]).all()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("forged", ["another encoder", "too few", "none", "bytes", "nan"])
 def test_forged_latents_of_a_common_node_are_refused_and_another_stands_by(forged: str) -> None:
     def change(reply, msg, context) -> None:
@@ -626,7 +626,7 @@ def test_forged_latents_of_a_common_node_are_refused_and_another_stands_by(forge
     assert any("as leader" in reason for reason in strategy.reports[7].refused.values())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_latents_of_a_client_that_does_not_lead_are_not_looked_at() -> None:
     def change(reply, msg, context) -> None:
         if partition(context) == 3 and number_of(msg) != 8 and has_frame(reply.content, UPDATE):
@@ -641,7 +641,7 @@ def test_latents_of_a_client_that_does_not_lead_are_not_looked_at() -> None:
     np.testing.assert_array_equal(flat(ours.arrays), flat(theirs.arrays))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_latents_of_another_encoder_are_refused_and_go_back_into_the_memory() -> None:
     """A frame names the encoder; one that was made by another is refused, and only its sender is left out."""
     stale = ConvEncoder.draw(Key(8))
@@ -680,7 +680,7 @@ def _resealed(frame: bytes) -> bytes:
 # Rounds that go on, and those that do not.
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("at", [2, 4, 5, 6])
 @pytest.mark.parametrize(
     "options",
@@ -712,7 +712,7 @@ def test_a_resumed_run_goes_on_bit_for_bit_in_every_stage(at: int, options: dict
         Watched(codec(density=0.06)).load_state_dict(first.state_dict())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
 def test_a_node_that_joins_in_the_last_stage_works_in_its_first_round(options: dict) -> None:
     away = lambda d: "offline" if d.partition == 3 and d.round < 8 else None  # noqa: E731
@@ -722,7 +722,7 @@ def test_a_node_that_joins_in_the_last_stage_works_in_its_first_round(options: d
     assert [sorted(strategy.taken[n]) for n in (8, 9)] == [[0, 1, 2, 3]] * 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_partial_participation() -> None:
     strategy = Watched(codec(instance="server", ef="decoded"), fraction_train=0.5)
     run(strategy, 6, rounds=12)
@@ -744,7 +744,7 @@ def test_too_few_values_are_never_coded_and_it_is_said() -> None:
     assert not any(now.codec.sends_latents for now in strategy.rounds.values())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_too_few_values_in_the_last_stage_travel_as_they_are() -> None:
     """A support of fewer than 16 coded values, after training on more."""
 
@@ -768,7 +768,7 @@ def _fields(codec: LGC) -> dict:
     return {k: v for k, v in codec.to_config().items() if k != "id"}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_clients_of_other_systems_are_served_beside_it() -> None:
     one = client_app([learned_gradients(), shared_support(), compression()])
     plain, _ = run(SharedSupport(ScaleCom(0.05), policy=EndsDense()), client=one)

@@ -85,7 +85,7 @@ def fails(partition: int, kind: str = "silent", *, asked: str = SUM, level: int 
     return plan
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @CODECS
 @TRANSPORTS
 def test_whatever_the_tree_the_model_has_the_bits_of_the_flat_sum(codec: Codec, transport: str) -> None:
@@ -106,7 +106,7 @@ def test_whatever_the_tree_the_model_has_the_bits_of_the_flat_sum(codec: Codec, 
     np.testing.assert_allclose(stack(result.arrays), stack(flat.arrays), rtol=1e-5, atol=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_sum_in_a_prime_field_is_the_same_one() -> None:
     app = client_app([coded(), compression(), one])
     there, _ = run(tree(TREE, key="one"), NODES, app=app)
@@ -114,7 +114,7 @@ def test_the_sum_in_a_prime_field_is_the_same_one() -> None:
     assert bits(run(field, NODES, app=app)[0]) == bits(there)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_sum_may_wrap_at_any_level_where_that_is_allowed() -> None:
     """Residues are kept at every level; the true sum would be another one, and take more bits."""
     small = 2 * 1024 * 20 + 1
@@ -127,7 +127,7 @@ def test_a_sum_may_wrap_at_any_level_where_that_is_allowed() -> None:
     assert found[1] == found[TREE] != alone()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @CODECS
 def test_what_leaves_the_tree_is_as_long_however_many_are_below(codec: Codec) -> None:
     """Two vectors, and an entry with its metrics for each member; the modulus bounds the bits of a modular sum."""
@@ -150,7 +150,7 @@ def test_what_leaves_the_tree_is_as_long_however_many_are_below(codec: Codec) ->
 # Who is lost.
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @TRANSPORTS
 @pytest.mark.parametrize(
     ("partition", "level", "subtree"), [(2, 0, [2, 3]), (6, 0, [6, 7]), (4, 1, [4, 5, 6, 7])], ids=str
@@ -167,7 +167,7 @@ def test_an_aggregator_lost_before_it_hands_its_sum_on_costs_its_subtree(
     assert bits(result) == alone(*subtree)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @TRANSPORTS
 def test_an_aggregator_that_raises_costs_its_subtree_and_no_other_sum(transport: str) -> None:
     """Between peers its sum has arrived, and must not be used: what it remembers may be as it was before."""
@@ -177,7 +177,7 @@ def test_an_aggregator_that_raises_costs_its_subtree_and_no_other_sum(transport:
     assert bits(result) == alone(2, 3)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_sum_whose_senders_answer_is_lost_has_arrived_between_peers() -> None:
     strategy = tree(transport="peers")
     result, _ = run(strategy, NODES, fault=fails(2, "lost_reply"))
@@ -189,7 +189,7 @@ def test_a_sum_whose_senders_answer_is_lost_has_arrived_between_peers() -> None:
     assert bits(run(strategy, NODES, fault=fails(2, "lost_reply"))[0]) == alone(2, 3)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @TRANSPORTS
 def test_members_and_aggregators_that_vanish_at_any_point_cost_no_more_than_theirs(transport: str) -> None:
     """A member before it trains, aggregators of both levels once they have shared."""
@@ -239,7 +239,7 @@ LIES: dict[str, tuple[Callable[[PartialSum], bytes], str]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("lie", LIES)
 def test_a_damaged_sum_is_refused_by_name_and_costs_its_own_subtree(lie: str) -> None:
     damage, reason = LIES[lie]
@@ -252,7 +252,7 @@ def test_a_damaged_sum_is_refused_by_name_and_costs_its_own_subtree(lie: str) ->
     assert bits(result) == alone(2, 3)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_others_put_in_an_aggregators_name_is_not_added(monkeypatch: pytest.MonkeyPatch) -> None:
     """Client 7 sends aggregator 0 rubbish and sums of other rounds and runs as 2's, and 2's own sum once more."""
     original, sums, sent = SpoolTransport.send, [], []
@@ -288,7 +288,7 @@ def test_what_others_put_in_an_aggregators_name_is_not_added(monkeypatch: pytest
     assert bits(result) == alone()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @TRANSPORTS
 def test_what_is_delivered_twice_is_added_once(transport: str) -> None:
     """Each of them hands its sum, or reply, over twice; sealed, two times the same is two parcels."""
@@ -297,7 +297,7 @@ def test_what_is_delivered_twice_is_added_once(transport: str) -> None:
     assert bits(run(strategy, NODES, fault=fault)[0]) == alone()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_sums_pass_the_server_sealed() -> None:
     """Unless that is not wanted: then what an aggregator hands on is there to be read."""
     app = coded_app()
@@ -328,7 +328,7 @@ def error_of(strategy: CodedFedAvg) -> float:
     return float((stack(result.arrays) - exact).var()) / expected
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_aggregator_that_takes_dithers_off_itself_doubles_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert error_of(tree(codec=COARSE)) == pytest.approx(1.0, rel=0.15)
     original = aggregators._Replies.read
@@ -344,7 +344,7 @@ def test_an_aggregator_that_takes_dithers_off_itself_doubles_the_error(monkeypat
     assert error_of(tree(codec=COARSE)) == pytest.approx(2.0, rel=0.15)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_dithers_of_another_round_triple_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     original = ModularSum.place
 
@@ -355,7 +355,7 @@ def test_dithers_of_another_round_triple_the_error(monkeypatch: pytest.MonkeyPat
     assert error_of(tree(codec=COARSE)) == pytest.approx(3.0, rel=0.15)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_sum_that_is_merged_twice_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """By whoever merges; and by the root where an aggregator does it all the same."""
 

@@ -56,7 +56,7 @@ def test_mutants_are_reproducible_and_differ_from_the_specimen() -> None:
     assert len(set(first) - set(SMALL[3].frames)) > 450
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("specimen", SMALL, ids=NAMES)
 def test_small_frames(specimen: Specimen) -> None:
     # Values are entropy-coded from some thousand on, of which each takes a step of the portable decoder.
@@ -70,7 +70,7 @@ def test_large_tensors(which: int) -> None:
     check(fuzz(large[which], large, 512, seed=2), large[which])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("specimen", SECTIONS, ids=[s.name for s in SECTIONS])
 def test_sections(specimen: SectionSpecimen) -> None:
     result = fuzz(specimen, SECTIONS, 8_192, seed=1)
