@@ -14,10 +14,8 @@ from fedcomp.experiments.experiment import Config, Experiment, Option
 from fedcomp.experiments.findings import Curves, Findings, mean
 from fedcomp.experiments.kit import Say, claim, curves, running_mean, table
 from fedcomp.experiments.spec import RunResult, RunSpec
-from fedcomp.experiments.systems import get_system
 from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key
-from fedcomp.strategies.compressed import Compressed
 
 TASK = "digits"
 DENSE = "FedAvg, 8 clients"
@@ -224,6 +222,10 @@ def settled(result: RunResult, clients: int) -> dict[str, float]:
 
 def _selected(result: RunResult) -> int:
     """Return k, summed over the layers."""
+    # These bring Flower.
+    from fedcomp.experiments.systems import get_system
+    from fedcomp.strategies.compressed import Compressed
+
     system = get_system(result.spec.system)
     strategy = system.build(system.resolve(result.spec.settings), result.spec.seed)
     # Shared supports keep the smallest tensors dense, the drop-in pair none.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from functools import partial
 
 import pytest
 from fake_engine import TINY, FakeEngine
@@ -10,6 +11,7 @@ from rich.console import Console
 
 from fedcomp.experiments.console import make_console
 from fedcomp.experiments.progress import Remaining, Watch
+from fedcomp.experiments.spec import RoundRecord, RunSpec
 
 
 class Clock:
@@ -100,13 +102,19 @@ def test_what_a_run_is_known_to_take_stands_for_what_has_not_begun(clock: Clock)
 
 
 @pytest.mark.slow
-def test_without_a_terminal_every_row_and_every_part_is_one_line() -> None:
+def test_without_a_terminal_every_row_and_every_part_is_one_line(clock: Clock) -> None:
     shown = io.StringIO()
     specs = TINY.specs(TINY.configure(rounds=2))
-    with Watch(make_console(shown), specs) as watch:
+    remaining = Remaining({spec.label: spec.rounds for spec in specs}, clock=clock)
+    with Watch(make_console(shown), specs, remaining) as watch:
+
+        def note(spec: RunSpec, record: RoundRecord) -> None:
+            clock.now += 1.0
+            watch.round(spec, record)
+
         for spec in specs:
             watch.start(spec, 0)
-            result = FakeEngine()(spec, on_round=lambda record, spec=spec: watch.round(spec, record), checkpoint=None)
+            result = FakeEngine()(spec, on_round=partial(note, spec), checkpoint=None)
             watch.done(spec, result.accuracy, kept=False)
         watch.remaining.cells(1, 3)
         watch.say("one part")
