@@ -171,7 +171,9 @@ def test_what_waiting_does_not_mend_ends_the_node(start) -> None:
 def test_a_crashed_node_is_refused_for_a_while_and_then_let_in(start) -> None:
     code = f"if count() < 3: say(*{REFUSED!r}, '[code: 2004] no'); sys.exit(1)\nsay(JOINED); stay()"
     node = start(("supernode", code))
-    assert names(node.until("joined")) == ["started", "unregistered", "restart"] * 2 + ["started", "joined"]
+    # On a busy machine a node is also told that it has no contact yet.
+    said = [name for name in names(node.until("joined")) if name != "contact"]
+    assert said == ["started", "unregistered", "restart"] * 2 + ["started", "joined"]
 
 
 def test_a_service_gives_way_to_the_others_as_it_is_asked_to(start, tmp_path) -> None:

@@ -13,7 +13,7 @@ from fedcomp.experiments.findings import LONG, Claim, Curves, Findings, HeatMap,
 from fedcomp.experiments.page import FEW, render_report
 from fedcomp.experiments.report import mark, summarise
 
-HOSTILE = "<script>alert(1)</script>'\"</style>&{{ 7*7 }}{% raw %}"
+HOSTILE = "<script>alert(1)</script>'\"</style>&{{ 'ab'*2 }}{% raw %}"
 
 
 def found(rows: int = 3) -> Findings:
@@ -72,7 +72,7 @@ def test_nobodys_text_breaks_out_of_its_place() -> None:
     assert page.attributes <= harmless.attributes | {"colspan"}
     assert text.count("</style>") == 1
     assert page.text.count(HOSTILE) > 20
-    assert "49" not in re.sub(r"\d*\.\d+|\d{3,}", "", page.text.replace(HOSTILE, ""))
+    assert "abab" not in page.text
 
 
 @pytest.mark.slow
