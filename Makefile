@@ -6,8 +6,8 @@ STAMP := $(VENV)/.installed
 KERNELS := $(VENV)/.kernels
 # Another package index, for torch alone:  make test TORCH_INDEX=URL
 TORCH_INDEX ?=
-# Files of tests run side by side, each with one thread of its own; what starts Ray or deployments stays in one row,
-# which waits so often that a worker more than the processors has something to do.
+# Files of tests run side by side, each with one thread of its own; what starts Ray or deployments stays in two rows,
+# which wait so often that a worker more than the processors has something to do.
 WORKERS ?= 3
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 

@@ -66,9 +66,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With ``--dist loadfile`` keep all that starts engines on one worker, too.
+    """With ``--dist loadfile`` keep all deployments on one worker, and all other engines on one, too.
 
-    Each has more processes than a small machine has processors: two at once would only wait for each other.
+    Each has more processes than a small machine has processors, but waits often: with two at once the processors have
+    something to do, with more of them they would only wait for each other.
     """
     if config.getvalue("dist") != "loadfile":
         return None
@@ -77,7 +78,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class EnginesTogether(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
-            return "engines" if _place(config.rootpath / file) == 0 else file
+            if _place(config.rootpath / file) > 0:
+                return file
+            return "deployments" if "deployment" in file else "engines"
 
     # The order of the workers stands.
     config.option.loadscopereorder = False
