@@ -66,7 +66,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With ``--dist loadfile`` keep all deployments on one worker, and all other engines on one, too.
+    """With ``--dist loadfile`` keep the tests of deployments on one worker, and all else that starts engines on one.
 
     Each has more processes than a small machine has processors, but waits often: with two at once the processors have
     something to do, with more of them they would only wait for each other.
@@ -80,7 +80,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             file = super()._split_scope(nodeid)
             if _place(config.rootpath / file) > 0:
                 return file
-            return "deployments" if "deployment" in file else "engines"
+            return "deployments" if file.startswith("tests/deployment/") else "engines"
 
     # The order of the workers stands.
     config.option.loadscopereorder = False

@@ -39,4 +39,6 @@ def test_one_fault_of_each_kind_loses_nothing_and_leaves_nothing() -> None:
     assert found["noticed"] == 1
     assert any("keeps its state on disk" in reason for each in found["ended"] for reason in each["refused"])
     # After the app was killed numbers go on where no message of it can have been.
-    assert [each["sequence"] >> 32 for each in found["ended"]] == [0] * 4 + [1] * 5
+    epochs = [each["sequence"] >> 32 for each in found["ended"]]
+    # On a busy machine the round in which it is killed may have ended before.
+    assert epochs in ([0] * 4 + [1] * 5, [0] * 5 + [1] * 4)
