@@ -10,9 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, ParamSpec, Protocol, overload
 
+import numpy as np
 from flwr.app import Context, Message
 
 from fedcomp.clients.kept import keep
+from fedcomp.codecs.base import underflowing
 from fedcomp.errors import ConfigError
 
 CallNext = Callable[[Message, Context], Message]
@@ -66,6 +68,12 @@ class ClientHalf:
     needs: tuple[str, ...] = ()
     drop_in: bool = False
 
+    def __post_init__(self) -> None:
+        handlers = {kind: underflowing(handler) for kind, handler in self.handlers.items()}
+        object.__setattr__(self, "handlers", handlers)
+        if self.mod is not None:
+            object.__setattr__(self, "mod", _underflowing(self.mod))
+
     def __call__(self, msg: Message, context: Context, call_next: CallNext) -> Message:
         """Run the mod of a half that may stand in ``ClientApp(mods=[...])``.
 
@@ -82,6 +90,23 @@ class ClientHalf:
         mod = self.mod
         # Nothing else in such a list keeps the node's state where it has a folder for it.
         return keep(msg, context, lambda message, state: mod(message, state, call_next))
+
+
+def _underflowing(mod: Mod) -> Mod:
+    """Return a mod in which numbers may underflow, around an app in which numpy does what the app has asked of it."""
+
+    @functools.wraps(mod)
+    def eased(msg: Message, context: Context, call_next: CallNext) -> Message:
+        own = np.geterr()
+
+        def app(message: Message, state: Context) -> Message:
+            with np.errstate(**own):
+                return call_next(message, state)
+
+        with np.errstate(under="ignore"):
+            return mod(msg, context, app)
+
+    return eased
 
 
 class DropIn(Protocol[P]):

@@ -74,9 +74,19 @@ def integer(name: str, value: Any, *, low: int, high: int | None = None) -> int:
     if type(value) is int and low <= value <= (2**53 if high is None else high):
         return value
     rule = f"an integer >= {low}" if high is None else f"an integer in [{low}, {high}]"
-    checked = number(name, value, rule=rule, ok=lambda v: v % 1 == 0 and low <= v and (high is None or v <= high))
-    # Not by way of float64, which loses digits of integers above 2**53.
+
+    def within(v: float) -> bool:
+        # Not by way of float64, which loses digits of integers above 2**53.
+        exact = int(value) if isinstance(value, numbers.Integral) else v
+        return exact % 1 == 0 and low <= exact and (high is None or exact <= high)
+
+    checked = number(name, value, rule=rule, ok=within)
     return int(value) if isinstance(value, numbers.Integral) else int(checked)
+
+
+def seed(value: Any) -> int:
+    """Return a seed: an integer of 64 bits, with sign, as messages can hold it."""
+    return integer("seed", value, low=-(2**63), high=2**63 - 1)
 
 
 def density(value: Any) -> float:

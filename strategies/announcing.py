@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Final
 from flwr.app import Array, ArrayRecord, Message, RecordDict
 from numpy.typing import NDArray
 
+from fedcomp import params
 from fedcomp.codecs import Codec
 from fedcomp.errors import ConfigError
 from fedcomp.factors.collect import Captured
@@ -121,7 +122,11 @@ class Announcer(Stateful):
         *,
         first_at_nodes: bool = False,
     ) -> None:
-        if first_at_nodes and downlink is None:
+        if policy is not None and not callable(policy):
+            raise ConfigError(f"policy={policy!r} is not valid: a DensityPolicy, such as SmallDense(min_size=1000)")
+        if record is not None and not (isinstance(record, str) and record):
+            raise ConfigError(f"record={record!r} is not valid: the name of an ArrayRecord")
+        if params.boolean("first_model_at_nodes", first_at_nodes) and downlink is None:
             raise ConfigError(
                 "first_model_at_nodes without a downlink: models travel whole in every round. Name a downlink, "
                 "Identity() for models without loss"
@@ -136,7 +141,7 @@ class Announcer(Stateful):
         self._downlink = downlink
         self._policy = policy
         self._record = record
-        self._seed = seed
+        self._seed = params.seed(seed)
         # Not from the seed: a second run with the same one must not go on with the clients' memory of the first.
         self._session = secrets.token_bytes(8)
         self.sequence = 0

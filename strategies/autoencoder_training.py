@@ -146,7 +146,7 @@ class AutoencoderTraining(Stateful):
         self.reconstruction = _weight("reconstruction", reconstruction)
         self.similarity = _weight("similarity", similarity)
         self.decoders = params.integer("decoders", decoders, low=0)
-        self.seed = seed
+        self.seed = params.seed(seed)
         key = Key(seed, "autoencoder")
         self._encoder = _Half(ConvEncoder, ConvEncoder.draw(key).weights)
         self._shared = _Half(ConvDecoder, ConvDecoder.draw(key).weights)

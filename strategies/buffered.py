@@ -103,7 +103,7 @@ class Buffered(Overlapping):
         self.max_staleness = params.integer("max_staleness", max_staleness, low=0)
         self.weight = params.choice("weight", weight, WEIGHTS)
         self.server_lr = params.positive("server_lr", server_lr)
-        self.seed = seed
+        self.seed = params.seed(seed)
         self._draws = 0
         if self.inner.codec.votes:
             raise ConfigError(

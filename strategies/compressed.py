@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
+import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
+from fedcomp import params
 from fedcomp.codecs import Codec, get_codec
 from fedcomp.codecs.eden import EDEN
 from fedcomp.codecs.feedback import ErrorFeedback
@@ -21,6 +23,7 @@ from fedcomp.errors import ConfigError
 from fedcomp.factors.collect import Captured
 from fedcomp.flower.checkpoint import INNER
 from fedcomp.flower.logs import log
+from fedcomp.flower.records import same_model
 from fedcomp.flower.rounds import own_loop
 from fedcomp.layout import NONE_DENSE, DensityPolicy, Layout, TensorSpec, Vector
 from fedcomp.rng import Key
@@ -145,7 +148,6 @@ class Compressed(Receiving, Strategy, Stateful):
                 f"{type(inner).__name__} compresses already, and frames are not compressed again; put one Compressed "
                 "around the strategy, with chain(...) for several steps and downlink= for the other direction"
             )
-        self.reception = Reception(f"Compressed({type(inner).__name__})", guard=guard)
         self._rule = rule_of(inner)
         self.codec = _remembering(get_codec(codec), feedback)
         self._rule.check(self.codec, guard)
@@ -159,11 +161,16 @@ class Compressed(Receiving, Strategy, Stateful):
         self.record = record
         self.seed = seed
         self.policy = NONE_DENSE if policy is None else policy
-        self.announcer = Announcer(self.downlink, self.policy, record, seed, first_at_nodes=first_model_at_nodes)
-        self._returning = Returning()
-        self._noted = False
+        self._first_at_nodes = first_model_at_nodes
+        self._name = f"Compressed({type(inner).__name__})"
+        self._started, self._ended = False, ArrayRecord()
+        self._begin()
         # The last one: from here on what is not an attribute of this strategy is one of the inner's.
         self.inner = inner
+
+    def __repr__(self) -> str:
+        down = "" if self.downlink is None else f", downlink={self.downlink!r}"
+        return f"{self._name}: {self.codec!r}{down}"
 
     if not TYPE_CHECKING:  # or no attribute of this class would be checked
 
@@ -181,6 +188,15 @@ class Compressed(Receiving, Strategy, Stateful):
             own = inner is None or name in self.__dict__ or hasattr(type(self), name)
             object.__setattr__(self if own else inner, name, value)
 
+    def _begin(self) -> None:
+        """Know nothing of any client: a session of its own begins, in which clients continue no memory."""
+        self.reception = Reception(self._name, guard=self.guard)
+        self.announcer = Announcer(
+            self.downlink, self.policy, self.record, self.seed, first_at_nodes=self._first_at_nodes
+        )
+        self._returning = Returning()
+        self._noted = False
+
     @property
     def own_loop(self) -> bool:
         """Whether the inner strategy overrides Flower's ``start``, and with it the rounds of this one."""
@@ -188,6 +204,9 @@ class Compressed(Receiving, Strategy, Stateful):
 
     def start(self, *args: Any, **kwargs: Any) -> Result:
         """Run the inner strategy's ``start`` with these hooks in place of its own; its arguments, its result.
+
+        Started again with the arrays that it ended with it continues; with others it starts a new training, in which
+        neither clients nor server remember anything of the former one.
 
         Examples
         --------
@@ -200,14 +219,22 @@ class Compressed(Receiving, Strategy, Stateful):
         ...         return result
         >>> strategy = Compressed(Saving(), TopK(density=0.01))  # strategy.start(...) saves; strategy.saved says what
         """
+        # By Flower's signature: start(grid, initial_arrays, ...).
+        initial = kwargs.get("initial_arrays", args[1] if len(args) > 1 else None)
+        if self._started and isinstance(initial, ArrayRecord) and not same_model(initial, self._ended):
+            log.info("started again, with another model: what was remembered of the former training is dropped")
+            self._begin()
+        self._started, self._ended = True, ArrayRecord()
         before = self.announcer.sequence
-        result = loop_of(self.inner, self).start(*args, **kwargs)
+        with np.errstate(under="ignore"):
+            result = loop_of(self.inner, self).start(*args, **kwargs)
         # Each training exchange takes a number, so an unchanged one shows that none was made.
         if self.own_loop and self.announcer.sequence == before:
             log.warning(
                 "%s.start called none of this strategy's hooks: if it made rounds, nothing in them was compressed",
                 type(self.inner).__name__,
             )
+        self._ended = result.arrays
         return result
 
     @property
@@ -410,6 +437,8 @@ def _remembering(codec: Codec, feedback: bool | None) -> Codec:
         raise ConfigError(
             f"{codec!r} needs {codec.phases} exchanges per round; Flower's hooks offer one. Use its own strategy"
         )
+    if feedback is not None:
+        params.boolean("feedback", feedback)
     # Unbiased errors average out over rounds and clients; a vote has no error that could be sent later.
     needless = codec.lossless or codec.unbiased or codec.remembers or codec.votes
     wanted = not needless if feedback is None else feedback

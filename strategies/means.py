@@ -36,8 +36,8 @@ _AGGREGATION: Final = ("aggregate_train", "_check_and_log_replies")
 
 
 def is_mean(strategy: Strategy) -> bool:
-    """Whether the strategy aggregates as one of Flower's weighted means does."""
-    return type(strategy).aggregate_train in _WEIGHTED_MEANS
+    """Whether the strategy aggregates as one of Flower's weighted means does, with no hook set on the instance."""
+    return type(strategy).aggregate_train in _WEIGHTED_MEANS and "aggregate_train" not in vars(strategy)
 
 
 def returns_mean(strategy: Strategy) -> bool:

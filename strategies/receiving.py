@@ -19,10 +19,10 @@ from flwr.serverapp import Grid
 
 from fedcomp.errors import ConfigError, FedcompError, LayoutError
 from fedcomp.flower.logs import log
-from fedcomp.flower.payload import NODE_RECORD
+from fedcomp.flower.payload import NODE_RECORD, payload_bytes
 from fedcomp.flower.protocol import RESYNC, app_failure
 from fedcomp.flower.records import config_in, count_differing, finite_where, restore_dtypes, to_record
-from fedcomp.flower.report import Report, Reports
+from fedcomp.flower.report import Report, Reports, shorten
 from fedcomp.layout import Vector
 from fedcomp.plain import Keys
 from fedcomp.stateful import Stateful, nested
@@ -238,6 +238,11 @@ class Reception(Stateful):
         # A private sum is released with its noise even when nobody sent: that nobody did is part of what it hides.
         if not arrivals and not rule.updates_only:
             return None, None
+        if not rule.updates_only and sum(arrival.weight for arrival in arrivals) <= 0:
+            # Before the strategy sees them: all of Flower's would divide by their weights' sum.
+            for arrival in arrivals:
+                report.refuse(arrival.sent.node, "weight 0, as all others of the round: nothing to average")
+            return None, None
         if not intake.updates_only:
             intake.account(arrivals)
         with np.errstate(over="ignore", invalid="ignore"):
@@ -378,6 +383,17 @@ class Reception(Stateful):
 
         found = [(pair, "", pair[1].content) for pair in self.received(sent, replies, report, read, errors)]
         kept = self.agreeing(found, report, lambda pair: pair[0].node, "evaluate")
+        if weight_key is not None and kept and sum(weight_of(pair[1].content, weight_key)[1] for pair in kept) <= 0:
+            for each, _ in kept:
+                report.refuse(each.node, "weight 0, as all others of the round: nothing to average")
+                errors.append(app_failure(each.message, "weight 0, as all others of the round"))
+            kept = []
+        report.payload_bytes = sum(payload_bytes(reply) for _, reply in kept)
+        if names := sorted({name for _, reply in kept for name in reply.content.array_records}):
+            report.notes.append(
+                f"replies to evaluation hold the ArrayRecords {shorten(str(names))}, which nobody reads: "
+                f"{report.payload_bytes:,} bytes that are in no ratio of training replies"
+            )
         self.log.warn(report)
         report.concluded = True
         return [reply for _, reply in kept], errors

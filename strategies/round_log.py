@@ -60,15 +60,15 @@ class RoundLog:
         self.warn(report)
         self._warn(report.round, "full model instead of a frame", dict.fromkeys(report.without_mod, _WITHOUT_MOD))
         self._warn(report.round, "full model instead of a frame", report.unsupported)
-        for note in report.notes:
-            self._warn(report.round, "note", {_NOBODY: note})
         if report.asked and not report.used:
             log.warning("%s, round %d: no update was used, the model is unchanged", self._name, report.round)
         log.info("%s, round %d: %s", self._name, report.round, line(report))
 
     def warn(self, report: Report) -> None:
-        """Log what was refused in a round, training or evaluation, and why."""
+        """Log what was refused in a round, training or evaluation, and why, and its notes."""
         self._warn(report.round, "reply not used", report.refused)
+        for note in report.notes:
+            self._warn(report.round, "note", {_NOBODY: note})
 
     def _warn(self, server_round: int, what: str, reasons: Mapping[int, str]) -> None:
         """Log reasons by node: each the first time, and every power of ten times; one line for all that share it."""
@@ -104,7 +104,7 @@ def line(report: Report) -> str:
     if report.lost:
         parts.append(f"{report.lost} without a reply")
     if report.payload_bytes:
-        parts.append(f"{report.payload_bytes:,} bytes, ratio {report.ratio:.3g}x")
+        parts.append(f"training replies {report.payload_bytes:,} bytes, {report.ratio:.3g}x fewer than models")
     if report.frame_bytes:
         parts.append(f"{100 * report.dense_bytes / report.frame_bytes:.0f} % of the frames dense")
     return ", ".join([*parts, *said])

@@ -12,12 +12,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
-from flwr.app import ArrayRecord, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 
 from fedcomp.codecs import Codec
 from fedcomp.errors import ConfigError
+from fedcomp.flower.payload import payload_bytes
+from fedcomp.flower.protocol import OWN_CONFIG
 from fedcomp.flower.records import count_differing, to_record
 from fedcomp.flower.report import shorten
 from fedcomp.layout import Layout, Update, Vector
@@ -190,14 +192,24 @@ class MeanRule(UpdateRule):
         warn_of_pairing(self.strategy, codec)
 
     def begin(self, intake: Intake, arrivals: Sequence[Arrival]) -> Sink:
-        """Return the sink that adds; models of their own for some nodes cannot be added as changes of one model."""
+        """Return the sink that adds; models of their own for some nodes cannot be added as changes of one model.
+
+        Raises
+        ------
+        ConfigError
+            When an ``aggregate_train`` was set on the strategy since, which is to see single updates, and the codec
+            sends votes.
+        """
+        if not is_mean(self.strategy):
+            RepliesRule(self.strategy).check(intake.codec, None)
+            return RepliesSink(self.strategy, intake)
         if any(arrival.sent.base is not None for arrival in arrivals):
             return RepliesSink(self.strategy, intake)
         return MeanSink(self.strategy, intake, sum(arrival.weight for arrival in arrivals))
 
     def ahead(self, intake: Intake, replies: Sequence[tuple[SentMessage, Message]]) -> Sink | None:
         """Return the sink that adds, where nobody has a model of its own: weights can be read before the updates."""
-        if any(sent.base is not None for sent, _ in replies):
+        if not is_mean(self.strategy) or any(sent.base is not None for sent, _ in replies):
             return None
         return MeanSink(self.strategy, intake, sum(_weight(reply, intake.weight_key) for _, reply in replies))
 
@@ -266,7 +278,7 @@ class MeanSink(Sink):
     def add(self, arrival: Arrival) -> None:
         """Add one update."""
         self._arrivals.append(arrival)
-        # finish() reports it for all of them; dividing by 0 would make everything NaN.
+        # The round is given up before finish(); dividing by 0 would make everything NaN.
         if self._weight <= 0:
             return
         intake = self._intake
@@ -297,13 +309,9 @@ class MeanSink(Sink):
         return same and self._weight == sum(arrival.weight for arrival in arrivals)
 
     def finish(self) -> Outcome:
-        """Return the step from the mean; none where nothing has a weight."""
+        """Return the step from the mean."""
         intake, arrivals, out = self._intake, self._arrivals, self._sum.update
         layout, codec, report = intake.layout, intake.codec, intake.report
-        if self._weight <= 0:
-            for arrival in arrivals:
-                report.refuse(arrival.sent.node, "weight 0, as all others of the round: nothing to average")
-            return None, None
         # All replies have the same ones. The strategy sees the mean of the models in their place.
         if unread := sorted(arrivals[0].content.array_records):
             report.notes.append(
@@ -341,7 +349,11 @@ class MeanSink(Sink):
 
 
 class RepliesSink(Sink):
-    """Decodes every update into an ordinary reply; memory grows with the number of replies, as in Flower."""
+    """Decodes every update into an ordinary reply; memory grows with the number of replies, as in Flower.
+
+    The decoded model is as large as ever. What came is in the reply's ConfigRecord ``"fedcomp"``, under
+    ``"payload-bytes"``: a strategy that measures traffic in its own ``aggregate_train`` counts these.
+    """
 
     def __init__(self, strategy: Strategy, intake: Intake) -> None:
         self._strategy = strategy
@@ -373,9 +385,11 @@ class RepliesSink(Sink):
             if intake.start is not intake.vector and own is None:
                 # A lossy downlink brought clients another model: what they changed is put on top of the server's own.
                 vector += intake.vector - intake.start
+        # Of the message as it came, before the decoded model takes the place of its frame.
+        came = ConfigRecord({"payload-bytes": payload_bytes(arrival.message)})
         # First, as in the reply of an app that puts other records beside it.
         decoded = {arrival.record: to_record(layout.unflatten(vector, arrival.exact))}
-        arrival.message.content = RecordDict({**decoded, **arrival.content})
+        arrival.message.content = RecordDict({**decoded, **arrival.content, OWN_CONFIG: came})
         self._messages.append(arrival.message)
 
     def finish(self) -> Outcome:

@@ -35,7 +35,7 @@ from fedcomp.strategies.guard import Norms
 from fedcomp.strategies.intake import mean_of_constants
 from fedcomp.strategies.parts import CODEC_PREFIX, TASK_PREFIX, Settings, below
 from fedcomp.strategies.receiving import Receiving, Reception
-from fedcomp.strategies.replies import NOT_FINITE, Peer, SentMessage, strip, weight_of
+from fedcomp.strategies.replies import NOT_FINITE, Peer, SentMessage, strip
 from fedcomp.strategies.shared_replies import WaitingRound
 from fedcomp.strategies.sinks import WeightedSum
 from fedcomp.strategies.statistics import hold_in_step
@@ -151,9 +151,7 @@ class WaitingStrategy(Receiving, ExchangeStrategy, Stateful, Generic[R]):
         sent = self._messages(dict.fromkeys(nodes, 0), now, config, "evaluate")
         replies = yield [s.message for s in sent]
         kept, _ = self.reception.evaluate(report, sent, replies, weight_key, self.announcer.version)
-        if not any(weight_of(reply.content, weight_key)[1] for reply in kept):
-            if kept:
-                report.notes.append("all replies have weight 0: no metrics to average")
+        if not kept:
             return None
         return self.cohort.evaluate_metrics_aggr_fn([strip(reply.content) for reply in kept], weight_key)
 

@@ -8,10 +8,11 @@ codec are one class, so that they are read together.
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Final, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -24,14 +25,41 @@ from fedcomp.params import Configured
 from fedcomp.rng import Key
 from fedcomp.wire import Bundle, Frame, Kind, Limits, Schema, decode
 
+T = TypeVar("T")
+
 _BLOCK: Final = 1 << 16
 
 State = dict[str, NDArray[Any]]
 """What a codec remembers between two updates of one client. Arrays only; counters are 0-d arrays."""
 
 
+_COMPUTES: Final = ("encode", "rollback", "accumulate", "enter", "gather", "conclude", "decode", "norm", "figures")
+
+
+def underflowing(function: Callable[..., T]) -> Callable[..., T]:
+    """Return a function in which what is too small for a number is zero.
+
+    Also where an application has numpy raise at that, to find faults of its own.
+    """
+
+    # Not numpy's decorator of that purpose: what it returns cannot be pickled, and Ray sends apps.
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> T:
+        with np.errstate(under="ignore"):
+            return function(*args, **kwargs)
+
+    return call
+
+
 class Receiver(ABC):
     """The server's half of a codec: which frames are taken, and what is made of them."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Let the arithmetic of every codec underflow; see :func:`underflowing`."""
+        super().__init_subclass__(**kwargs)
+        for name in _COMPUTES:
+            if name in vars(cls):
+                setattr(cls, name, underflowing(vars(cls)[name]))
 
     @abstractmethod
     def schema(self, layout: Layout) -> Schema:

@@ -8,6 +8,8 @@ expose code that depends on their order, and a virtual clock turns byte counts i
 
 from __future__ import annotations
 
+import math
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +20,8 @@ import numpy as np
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
+from fedcomp import params
+from fedcomp.errors import ConfigError
 from fedcomp.flower import ledger, store
 from fedcomp.flower._private import (
     SUPERLINK_NODE_ID,
@@ -45,6 +49,10 @@ _SNAPSHOT: Final = "grid snapshot"
 
 EXPIRY: Final = 64
 """Pushes for which a reply waits to be pulled; a SuperLink keeps it for its time to live."""
+
+_LOOKS: Final = 5
+_WAIT_SECONDS: Final = (0.5, 30.0)
+"""So many looks at the same nodes, each so long after the last one and nothing sent in between, are waiting in vain."""
 
 
 class InProcessGrid(GridNodes, Grid):
@@ -121,6 +129,9 @@ class InProcessGrid(GridNodes, Grid):
         states: Path | None = None,
     ) -> None:
         require_engine()
+        if not callable(client_app):
+            raise ConfigError(f"client_app={client_app!r} is not valid: a ClientApp")
+        num_nodes, seed = params.integer("num_nodes", num_nodes, low=0), params.seed(seed)
         self._key = Key(seed, "grid")
         super().__init__(num_nodes, self._key, run_config or {}, node_config, links, states)
         self._runner = ClientRunner(client_app, self._key, self.links, fault, error_state, compute_seconds)
@@ -133,6 +144,7 @@ class InProcessGrid(GridNodes, Grid):
         # Weak: a figure goes when its message does, or a long run would keep all its messages alive.
         self._sizes: WeakKeyDictionary[Message, int] = WeakKeyDictionary()
         self._arrivals: WeakKeyDictionary[Message, float] = WeakKeyDictionary()
+        self._looks, self._looked, self._found = 0, -math.inf, list[int]()
         self._claim: IdentityClaim | None = None
         self._identify(self.run_id)
 
@@ -155,6 +167,27 @@ class InProcessGrid(GridNodes, Grid):
         if run_id is not None:
             # Message() refuses to work without a task id; which one it is means nothing here.
             self._claim = claim_identity((run_id, SUPERLINK_NODE_ID, 1))
+
+    def get_node_ids(self) -> list[int]:
+        """Return the ids of all nodes, in partition order.
+
+        Raises
+        ------
+        GridError
+            When it is asked again and again in vain, as a strategy does that waits for nodes: nobody joins meanwhile.
+        """
+        found, now = super().get_node_ids(), time.monotonic()
+        # Flower's strategies look once a second; code that just uses the list does not pause between two looks.
+        waits = _WAIT_SECONDS[0] <= now - self._looked < _WAIT_SECONDS[1] and found == self._found
+        self._looks = self._looks + 1 if waits else 0
+        self._looked, self._found = now, found
+        if self._looks >= _LOOKS:
+            raise GridError(
+                f"a strategy waits for more nodes than the {len(found)} of this process, where none joins meanwhile: "
+                "it would wait for ever. Give InProcessGrid more nodes, or the strategy smaller min_available_nodes, "
+                "min_train_nodes and min_evaluate_nodes"
+            )
+        return found
 
     def set_run(self, run: Run) -> None:
         """Take over the run id of ``run``; contexts made before keep theirs."""
@@ -183,6 +216,7 @@ class InProcessGrid(GridNodes, Grid):
         batch = as_batch(messages)
         if not batch:
             return []
+        self._looks = 0
         exchange, self.exchange = self.exchange, self.exchange + 1
         self._flights.expire(self.exchange, self.clock)
         # For this batch only: the packer goes by object identity, and the unpacker keeps all array data it has seen.

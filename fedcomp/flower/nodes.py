@@ -133,8 +133,6 @@ class GridNodes:
         links: Links,
         states: Path | None = None,
     ) -> None:
-        if count < 0:
-            raise ConfigError(f"num_nodes is {count}, expected 0 or more")
         self.clock = 0.0
         self.run_id = key.at(purpose="run-id").u64() >> 2
         self.num_partitions = count

@@ -8,6 +8,7 @@ into a run's records and whether a private run may show it; nobody else keeps li
 
 from __future__ import annotations
 
+import html
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeVar
@@ -405,6 +406,17 @@ class Reports(dict[int, Report]):
         """Return the sections of a name by round, of the rounds that have it."""
         return {number: report.sections[name] for number, report in self.items() if name in report.sections}
 
+    def _repr_html_(self) -> str:
+        """Return a table for notebooks, a row for each round; what was secret stays so."""
+        titles = ("round", "asked", "used", "refused", "lost", "payload bytes", "times fewer", "notes")
+        rows = [
+            (r.round, r.asked, r.used, len(r.refused), r.lost, f"{r.payload_bytes:,}", f"{r.ratio:.3g}", _because(r))
+            for _, r in sorted(self.items())
+        ]
+        lines = [("th", titles), *(("td", row) for row in rows)]
+        cells = ("".join(f"<{tag}>{html.escape(str(cell))}</{tag}>" for cell in line) for tag, line in lines)
+        return f"<table>{''.join(f'<tr>{line}</tr>' for line in cells)}</table>"
+
     def to_json(self) -> dict[str, Any]:
         """Return the reports as plain data; those that will not change any more are lasting values."""
         newest = max(self, default=0)
@@ -425,6 +437,10 @@ class Reports(dict[int, Report]):
         if isinstance(value, Mapping):
             value = {number: each.read() if isinstance(each, Lasting) else each for number, each in value.items()}
         return cls(from_plain(dict[int, Report], value, "reports"))
+
+
+def _because(report: Report) -> str:
+    return "; ".join([*report.notes, *sorted(set(report.refused.values()))])
 
 
 def reports_of(strategy: object, otherwise: Reports, kind: str = "reports") -> Reports:

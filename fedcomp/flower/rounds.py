@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from inspect import getattr_static
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
+import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
@@ -27,6 +28,7 @@ from fedcomp.flower.logs import log
 from fedcomp.flower.metered import addressed, join, partition_lookup
 from fedcomp.flower.pipeline import Await, Send, collect
 from fedcomp.flower.privacy import find_private
+from fedcomp.flower.records import same_model
 from fedcomp.flower.wrapper import push
 
 T = TypeVar("T")
@@ -310,6 +312,9 @@ class ExchangeStrategy(Strategy):
     hooks cannot express such a round; calling them is refused.
     """
 
+    _started = False
+    _ended: ArrayRecord | None = None
+
     @abstractmethod
     def round(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -352,9 +357,22 @@ class ExchangeStrategy(Strategy):
         evaluate_fn: EvaluateFn | None = None,
         should_stop: ShouldStop | None = None,
     ) -> Result:
-        """Run ``num_rounds`` rounds; same meaning as Flower's ``Strategy.start``, by way of :func:`fit`."""
+        """Run ``num_rounds`` rounds; same meaning as Flower's ``Strategy.start``, by way of :func:`fit`.
+
+        Raises
+        ------
+        ConfigError
+            When it was started before, and not ended with ``initial_arrays``: what this strategy and the clients
+            remember belongs to the model that it ended with.
+        """
+        if self._started and (self._ended is None or not same_model(self._ended, initial_arrays)):
+            raise ConfigError(
+                f"this {type(self).__name__} was started before: what it and its clients remember belongs to that "
+                "training. Make a new one for another training; to continue, start it with the arrays it ended with"
+            )
         self.summary()
-        return fit(
+        self._started, self._ended = True, None
+        result = fit(
             self,
             grid,
             initial_arrays,
@@ -365,6 +383,8 @@ class ExchangeStrategy(Strategy):
             evaluate_fn=evaluate_fn,
             should_stop=should_stop,
         )
+        self._ended = result.arrays
+        return result
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -478,7 +498,9 @@ def fit(
             grid.round = server_round
         last = server_round == num_rounds
         exchanges = exchanges_of(strategy, server_round, arrays, train_config, evaluate_config, grid, last=last)
-        outcome = drive(exchanges, grid, timeout=timeout)
+        # Too small a number is zero, also where an application has numpy raise at that.
+        with np.errstate(under="ignore"):
+            outcome = drive(exchanges, grid, timeout=timeout)
         if outcome.arrays is not None:
             arrays = outcome.arrays
             result.arrays = arrays

@@ -26,6 +26,9 @@ class GridWrapper(Grid):
     inner: Grid
 
     def __init__(self, inner: Grid) -> None:
+        # By what a grid does: Flower's own, and those of tests, need not share a base class.
+        if not hasattr(inner, "push_messages"):
+            raise ConfigError(f"inner={inner!r} is not valid: a Grid, such as the one that a ServerApp is given")
         self.inner = inner
 
     def __getattr__(self, name: str) -> Any:

@@ -123,6 +123,7 @@ class CodedSettings:
         for name in ("share_timeout", "collect_timeout"):
             _require_timeout(name, getattr(self, name))
         _require_spool(self.transport, self.spool)
+        params.assign(self, seed=params.seed(self.seed))
 
     @property
     def levels(self) -> tuple[int, ...]:
@@ -339,6 +340,7 @@ class LinearSettings:
         params.number("l2", self.l2, rule="a finite number >= 0", ok=lambda v: 0.0 <= v < float("inf"))
         _require_timeout("timeout", self.timeout)
         _require_spool(self.transport, self.spool)
+        params.assign(self, seed=params.seed(self.seed))
 
 
 def _require_counts(settings: Any, *names: str, low: int = 0) -> None:

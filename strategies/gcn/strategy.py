@@ -137,8 +137,7 @@ class SkewedGCN(ExchangeStrategy, Stateful):
         configrecord_key: str = "config",
     ) -> None:
         _check_inner(inner)
-        # Any that a record can hold: its integers are signed, of 64 bits.
-        params.integer("seed", seed, low=-(2**63), high=2**63 - 1)
+        params.seed(seed)
         params.choice("structure", structure, STRUCTURES)
         if sampler.sampler == "fastgcn" and structure != "full":
             raise ConfigError(

@@ -82,8 +82,7 @@ class GossipSettings:
     configrecord_key: str = "config"
 
     def __post_init__(self) -> None:
-        # 64 bits: an instruction carries the seed as one number of that size.
-        seed = params.integer("seed", self.seed, low=-(2**63), high=2**63 - 1)
+        seed = params.seed(self.seed)
         least_one = ("patience", "observe_every", "max_store_bytes")
         counts = {name: params.integer(name, getattr(self, name), low=1) for name in least_one}
         params.assign(self, seed=seed, **counts)

@@ -72,6 +72,7 @@ class PrivacySettings:
             params.positive("budget", self.budget)
         params.boolean("insecure_deterministic", self.insecure_deterministic)
         params.boolean("pad", self.pad)
+        params.assign(self, seed=params.seed(self.seed))
         params.assign(self, population=params.integer("population", self.population, low=0))
         params.assign(self, drawn=Sampling() if self.sampling is None else self.sampling)
 

@@ -235,7 +235,7 @@ def test_b5_a_loop_that_wraps_a_hook_itself_runs_compressed() -> None:
         grid = InProcessGrid(client_app([compression()]), 2, seed=4)
         strategy.start(grid, model(), num_rounds=rounds, timeout=9)
     assert strategy.seen == [1, 2, 1], "what one run wraps is not wrapped again by the next"
-    assert [report.compressed for report in strategy.reports.values()] == [2, 2]
+    assert [report.compressed for report in strategy.reports.values()] == [2], "those of the last training"
     assert "aggregate_train" not in {**vars(strategy), **vars(strategy.inner)}
 
 

@@ -87,10 +87,9 @@ def test_b1_a_round_is_one_line_with_the_bytes_of_the_ledger(shown: Shown) -> No
         report = strategy.reports[number]
         sent = ledger.total("payload", direction="up", round=number)
         assert line.startswith("INFO")
-        assert (
-            f"round {number}: 10 asked, 10 used, {sent:,} bytes, ratio {10 * 4 * stack(model()).size / sent:.3g}x"
-            in line
-        )
+        ratio = 10 * 4 * stack(model()).size / sent
+        assert f"10 asked, 10 used, training replies {sent:,} bytes, {ratio:.3g}x fewer than models" in line
+        assert f"round {number}: " in line
         assert (report.used, report.payload_bytes, report.frame_bytes) == (10, sent, sent)
         dense = report.tensor_bytes["the dense rest"]
         assert report.dense_bytes == dense > 10 * 4 * 12
@@ -267,7 +266,9 @@ def test_b1_bytes_and_ratio_of_a_shared_support_are_those_of_both_exchanges(show
     report = strategy.reports[1]
     assert report.payload_bytes == ledger.total("payload", direction="up") > 0
     assert report.ratio == 4 * 4 * stack(model()).size / report.payload_bytes
-    assert shown.lines(f"4 used, {report.payload_bytes:,} bytes, ratio {report.ratio:.3g}x")
+    assert shown.lines(
+        f"4 used, training replies {report.payload_bytes:,} bytes, {report.ratio:.3g}x fewer than models"
+    )
 
 
 def test_b1_a_first_round_on_a_shared_support_without_a_usable_reply_ends_the_run() -> None:

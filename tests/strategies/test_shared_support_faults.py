@@ -278,7 +278,8 @@ def test_evaluation_without_any_weight_does_not_end_the_run() -> None:
     result = strategy.start(grid_of(client=altered(change)), model(), num_rounds=2, timeout=9)
     assert [r.compressed for r in strategy.reports.values()] == [4, 4]
     assert result.evaluate_metrics_clientapp == {}
-    assert "weight 0" in strategy.evaluations[2].notes[0]
+    assert all("weight 0" in reason for reason in strategy.evaluations[2].refused.values())
+    assert len(strategy.evaluations[2].refused) == 4
 
 
 def test_a_client_that_does_not_accept_the_codec_says_so() -> None:
