@@ -75,6 +75,8 @@ def client(app: ClientApp, *halves: ClientHalf, only: Iterable[str | ClientHalf]
     >>> app = client(ClientApp())
     >>> app = client(ClientApp(), only=["compression", "private"])
     """
+    if not isinstance(app, ClientApp | WrappedApp):
+        raise ConfigError(f"app={app!r} is not valid: a ClientApp")
     if isinstance(app, WrappedApp):
         raise ConfigError("this app came out of client() already; name all halves in one call")
     for mod in mods_of(app):
@@ -104,6 +106,8 @@ def client(app: ClientApp, *halves: ClientHalf, only: Iterable[str | ClientHalf]
 def _chosen(halves: Iterable[ClientHalf], only: Iterable[str | ClientHalf] | None) -> dict[str, ClientHalf]:
     """Return the halves of an app by name."""
     chosen: dict[str, ClientHalf] = {}
+    if isinstance(only, str):
+        raise ConfigError(f"only={only!r} is not valid: a list of halves, such as only=[{only!r}]")
     own = [_half(half) for half in halves]
     named = {half.name for half in own}
     # A half that was given replaces its namesake; where ``only`` names it as well, nobody can tell which is meant.
@@ -119,6 +123,8 @@ def _half(named: str | ClientHalf) -> ClientHalf:
     if isinstance(named, ClientHalf):
         return named
     if not isinstance(named, str):
+        if not callable(named):
+            raise ConfigError(f"{named!r} is not the half of a client; expected one of {', '.join(HALVES)}")
         name = getattr(named, "__name__", type(named).__name__)
         raise ConfigError(f"{name} is not the half of a client; write {name}(), or its name in quotes")
     if named not in HALVES:

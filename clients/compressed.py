@@ -27,9 +27,10 @@ from fedcomp.clients.messages import (
     partition_of,
     plain_content,
     receive,
+    require_ids,
 )
 from fedcomp.clients.private.mod import discreet, only_update, wants_padding, wants_private
-from fedcomp.errors import FedcompError
+from fedcomp.errors import ConfigError, FedcompError
 from fedcomp.exact import encode_exact
 from fedcomp.factors.collect import Captured, collecting
 from fedcomp.flower.conditional import Status
@@ -75,6 +76,10 @@ def compression(
     >>> from flwr.clientapp import ClientApp
     >>> app = ClientApp(mods=[compression()])
     """
+
+    accept = require_ids(accept)
+    if first_model is not None and not callable(first_model):
+        raise ConfigError(f"first_model={first_model!r} is not valid: a function of message and context")
 
     def compression_mod(msg: Message, context: Context, call_next: CallNext) -> Message:
         return _handle(msg, context, call_next, accept, i_know_inputs_are_visible, first_model)

@@ -18,7 +18,15 @@ from numpy.typing import NDArray
 
 from fedcomp import params
 from fedcomp.clients.half import CallNext, ClientHalf
-from fedcomp.clients.messages import choose, find_announcement, header_of, partition_of, plain_content, receive
+from fedcomp.clients.messages import (
+    choose,
+    find_announcement,
+    header_of,
+    partition_of,
+    plain_content,
+    receive,
+    require_ids,
+)
 from fedcomp.clients.private.dpsgd import TraineeOf
 from fedcomp.clients.private.mod import ABOUT_SETTINGS, discreet, wants_private
 from fedcomp.codecs import RandomProjection
@@ -88,7 +96,7 @@ def forward_gradients(
     params.choice("oracle", oracle, ORACLES)
     if objective is None and records is None:
         raise ConfigError("there is nothing to measure: give objective=..., records=... for rounds with noise, or both")
-    half = _Half(objective, records, oracle, params.integer("at_once", at_once, low=1), accept)
+    half = _Half(objective, records, oracle, params.integer("at_once", at_once, low=1), require_ids(accept))
     return ClientHalf(
         "forward_gradients",
         half.mod,

@@ -119,6 +119,11 @@ class _Lazy:
         """What stays at home, as the last gradient left it."""
         return self._own if self._local is None else self._local.at_home()
 
+    @property
+    def untrained(self) -> list[str]:
+        """Tensors of which the last gradient had nothing."""
+        return [] if self._local is None else self._local.untrained
+
     def gradient(self, z: Real, key: Key) -> Real:
         if self._local is None:
             self._local = FlatObjective(self._make(), self._layout, self._own)
@@ -149,6 +154,9 @@ def _carry_out(msg: Message, context: Context, problem: ProblemOf) -> Message:
     memory, answer = handle(algorithm, None if kept is None else kept.memory, instruction, local, start, layout)
     # Identity: an answer from memory changes nothing, and a state of several models need not be written again.
     changed = memory is not None and (kept is None or memory is not kept.memory)
+    if local.untrained and instruction.iteration <= 1:
+        # Once a run, and not in every iteration: parts may be frozen on purpose.
+        log.warning("node %d has no gradient of %s: these stay as they are", instruction.node, local.untrained[:5])
     if answer.failed:
         log.warning("node %d sent nothing in iteration %d: %s", instruction.node, instruction.iteration, answer.failed)
     reply = RecordDict()

@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 from fedcomp import wire
 from fedcomp.codecs import Codec, State, get_codec
 from fedcomp.codecs.base import norm
+from fedcomp.codecs.chain import registry as transforms
+from fedcomp.codecs.orthonormal import bases
+from fedcomp.codecs.registry import codecs
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.exact import check_exact
 from fedcomp.flower.payload import NODE_RECORD, PARTITION_KEY, is_frame, models, take_frame
@@ -19,7 +22,7 @@ from fedcomp.flower.protocol import OWN_CONFIG, PROTOCOL, STEP, Announcement, is
 from fedcomp.flower.records import config_in, to_arrays, to_record
 from fedcomp.flower.state import Replica
 from fedcomp.layout import Layout, Update, policy_from_config
-from fedcomp.params import shown
+from fedcomp.params import shown, similar
 from fedcomp.rng import Key
 from fedcomp.versions import FIRST, CodecOf, Step, advance, digest
 from fedcomp.wire import Frame
@@ -38,6 +41,29 @@ def find_announcement(content: RecordDict) -> Announcement | None:
         if found is not None:
             return found
     return None
+
+
+def require_ids(accept: object) -> frozenset[str] | None:
+    """Return the ids of codecs that a client agrees to; None: to all.
+
+    Raises
+    ------
+    ConfigError
+        When ``accept`` is not a collection of names, or one of them is not known: a client that accepts less than was
+        meant answers densely.
+    """
+    if accept is None:
+        return None
+    if isinstance(accept, str) or not isinstance(accept, Collection) or not all(isinstance(i, str) for i in accept):
+        raise ConfigError(
+            f"accept={shown(accept)} is not valid: a list of ids of codecs, such as ['topk']. What clients send is the "
+            "server's choice: Compressed(strategy, codec)"
+        )
+    known = (*codecs.known(), *transforms.known(), *bases.known())
+    for name in accept:
+        if name not in known:
+            raise ConfigError(f"accept={shown(accept)}: no codec is called {name!r}{similar(name, known)}")
+    return frozenset(accept)
 
 
 def choose(

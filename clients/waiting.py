@@ -19,6 +19,7 @@ from fedcomp.clients.messages import (
     partition_of,
     plain_content,
     receive,
+    require_ids,
 )
 from fedcomp.codecs import State
 from fedcomp.codecs.waiting import Waiting, waits
@@ -55,6 +56,7 @@ def waiting_half(
     accept : collection of str, optional
         Codec ids this client agrees to use; default all registered ones.
     """
+    accept = require_ids(accept)
 
     def mod(msg: Message, context: Context, call_next: CallNext) -> Message:
         announcement = find_announcement(msg.content)

@@ -56,6 +56,8 @@ def get_algorithm(config: Mapping[str, Any]) -> Algorithm:
     ConfigError
         For an unknown name or parameter, or a value the algorithm refuses.
     """
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"algorithm={config!r} is not valid: an Algorithm, or a mapping such as {{'name': 'dpsgd'}}")
     options = dict(config)
     name = options.pop("name", None)
     if not isinstance(name, str):

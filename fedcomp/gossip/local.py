@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from fedcomp.errors import LayoutError
 from fedcomp.gossip.vector import Real, flatten, unflatten
 from fedcomp.layout import Layout
 from fedcomp.rng import Key
@@ -34,7 +35,8 @@ class FlatObjective:
     ----------
     objective : Objective
     layout : Layout
-        Of the model. Tensors without a gradient (running statistics) have gradient zero and move by :meth:`change`.
+        Of the model. Tensors without a gradient have gradient zero: running statistics move by :meth:`change`, others
+        stay as they are, and are :attr:`untrained`.
         Tensors that stay at home (``layout.exact``) are taken from ``home``.
     home : mapping of str to ndarray, optional
         This node's own values of them; those the objective begins with when left out.
@@ -43,6 +45,8 @@ class FlatObjective:
     ----------
     home : dict of str to ndarray
         The same, as the last gradient left them.
+    untrained : list of str
+        Tensors of which the last gradient had nothing, and its forward pass changed nothing.
 
     Examples
     --------
@@ -60,12 +64,21 @@ class FlatObjective:
     def __init__(self, objective: Objective, layout: Layout, home: Arrays | None = None) -> None:
         self.objective, self.layout = objective, layout
         self.home = dict(home or {})
+        self.untrained: list[str] = []
         self._change: Real | None = None
 
     def gradient(self, z: Real, key: Key) -> Real:
-        """Return the gradient at ``z``, shape ``(d,)``, dtype of ``z``."""
+        """Return the gradient at ``z``, shape ``(d,)``, dtype of ``z``.
+
+        Raises
+        ------
+        LayoutError
+            When the objective returns a gradient of a tensor that the model does not have, or of another shape, or of
+            no tensor at all.
+        """
         found = self.objective.gradient({**unflatten(z, self.layout), **self.home}, key)
         after = self.objective.buffers_after()
+        self._check(found, after)
         out = np.zeros(self.layout.size, z.dtype)
         moved = None
         for t in self.layout.tensors:
@@ -78,6 +91,21 @@ class FlatObjective:
         self._change = moved
         self.home |= {t.name: np.asarray(after[t.name]) for t in self.layout.exact if t.name in after}
         return out
+
+    def _check(self, found: Arrays, after: Arrays) -> None:
+        shapes = {t.name: t.shape for t in self.layout.tensors}
+        known = shapes.keys() | {t.name for t in self.layout.exact}
+        if unknown := sorted(found.keys() - known):
+            # Wrappers add prefixes, such as "_module." or "_orig_mod.".
+            raise LayoutError(
+                f"there are gradients of {unknown[:3]}, which are not tensors of the model: it has {sorted(known)[:3]}"
+            )
+        if not found:
+            raise LayoutError(f"there is no gradient of any tensor; the model has {sorted(known)[:3]}")
+        for name, gradient in found.items():
+            if name in shapes and np.shape(gradient) != shapes[name]:
+                raise LayoutError(f"the gradient of {name!r} has shape {np.shape(gradient)}, expected {shapes[name]}")
+        self.untrained = sorted(shapes.keys() - found.keys() - after.keys())
 
     def change(self) -> Real | None:
         """Return by how much the last :meth:`gradient`'s forward pass moved running statistics, shape ``(d,)``; None

@@ -278,14 +278,10 @@ def test_a_claim_that_measured_nothing_fails_and_is_null_in_json(call: Caller) -
 
 
 @pytest.mark.slow
-def test_zero_rounds_say_so(call: Caller) -> None:
-    assert call("tiny", "--rounds", "0") == 0
-    assert "No round was run" in call.stdout
-    assert "No round was run" in (call.folders[0] / "report.html").read_text()
-    assert call("tiny", "--rounds", "0", "--json") == 0
-    document = json.loads(call.stdout)
-    assert document["claims"] == []
-    assert [row["uplink_ratio"] for row in document["rows"]] == [None, None]
+def test_zero_rounds_are_refused(call: Caller) -> None:
+    assert call("tiny", "--rounds", "0") == 2
+    assert "--rounds must be at least 1, not 0" in call.stderr
+    assert not call.folders
 
 
 @pytest.mark.slow

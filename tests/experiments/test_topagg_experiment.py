@@ -110,7 +110,6 @@ def test_noise_is_calibrated_for_the_runs_own_rounds() -> None:
             assert gaussian_epsilon(mu, 1e-3) < epsilon
             assert 0.999 * epsilon <= gaussian_epsilon(mu, lattice_delta(mu, 1e-3, FINE)) <= epsilon
         assert multiplier(config, math.inf) == 0.0
-    assert EXPERIMENT.specs(EXPERIMENT.configure(rounds=0))
 
 
 @pytest.mark.long

@@ -80,3 +80,38 @@ def test_another_models_arrays_are_refused() -> None:
     flat = FlatObjective(Toy(), Layout.of(MODEL, GossipPolicy()))
     with pytest.raises(LayoutError, match="missing"):
         flat.flatten({name: array for name, array in MODEL.items() if name != "bias"})
+
+
+class Given(Toy):
+    """Returns the gradients it was made with."""
+
+    def __init__(self, **gradients: np.ndarray) -> None:
+        super().__init__()
+        self.gradients = gradients
+
+    def gradient(self, arrays: Mapping[str, np.ndarray], key: Key) -> dict[str, np.ndarray]:
+        super().gradient(arrays, key)
+        return self.gradients
+
+
+WRONG = {
+    "a wrapper's prefix": ({"_module.bias": MODEL["bias"]}, "gradients of ['_module.bias']"),
+    "nothing": ({}, "no gradient of any tensor"),
+    "another shape": ({"bias": np.zeros(1), "weight": MODEL["weight"]}, "the gradient of 'bias' has shape (1,)"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_gradients_that_are_not_the_model_s_are_refused(what: str) -> None:
+    gradients, message = WRONG[what]
+    flat = FlatObjective(Given(**gradients), Layout.of(MODEL, GossipPolicy()))
+    with pytest.raises(LayoutError) as error:
+        flat.gradient(flat.flatten(MODEL), KEY)
+    assert message in str(error.value)
+
+
+def test_tensors_without_a_gradient_are_named_and_stay() -> None:
+    flat = FlatObjective(Given(weight=MODEL["weight"]), Layout.of(MODEL, GossipPolicy()))
+    gradient = flat.gradient(flat.flatten(MODEL), KEY)
+    assert flat.untrained == ["bias"], "statistics, which follow no gradient, move by themselves"
+    assert not flat.layout.view(gradient, "bias").any()
