@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from fedcomp.errors import naming
+
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
@@ -26,7 +28,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     # of all runs at the same time.
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        with partial.open("wb") as file:
+        with naming(path), partial.open("wb") as file:
             yield file
             file.flush()
             # Without it a power failure soon after the rename may leave an empty file under the final name.

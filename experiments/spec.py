@@ -195,12 +195,18 @@ class RunSpec:
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-able dictionary that keeps the settings apart and typed."""
-        return {**{f.name: getattr(self, f.name) for f in fields(self)}, SETTINGS_KEY: dict(self.settings)}
+        # As on a command line, for JSON has no infinity.
+        settings = {key: format_value(value) if _endless(value) else value for key, value in self.settings.items()}
+        return {**{f.name: getattr(self, f.name) for f in fields(self)}, SETTINGS_KEY: settings}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> RunSpec:
         """Read :meth:`to_json`'s dictionary."""
-        return cls(**document)
+        settings = {
+            key: parsed if isinstance(value, str) and _endless(parsed := parse_value(value)) else value
+            for key, value in document.get(SETTINGS_KEY, {}).items()
+        }
+        return cls(**{**document, SETTINGS_KEY: settings})
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A mapping proxy does not copy; the class's own JSON form does.
@@ -253,7 +259,7 @@ class RoundRecord:
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-able dictionary; NaN becomes ``null``, which JSON has."""
-        return {key: _json_number(value) for key, value in asdict(self).items()}
+        return {key: _null(value) for key, value in asdict(self).items()}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> RoundRecord:
@@ -262,6 +268,8 @@ class RoundRecord:
         for key in ("accuracy", "loss"):
             if values.get(key) is None:
                 values[key] = math.nan
+        metrics = values.get("metrics") or {}
+        values["metrics"] = {name: math.nan if value is None else value for name, value in metrics.items()}
         return cls(**values)
 
 
@@ -343,7 +351,7 @@ class RunResult:
             "ledger": self.ledger.to_json(),
             "seconds": self.seconds,
             "simulated_seconds": self.simulated_seconds,
-            "notes": self.notes,
+            "notes": _null(self.notes),
         }
 
     def save(self, directory: str | Path) -> Path:
@@ -355,7 +363,7 @@ class RunResult:
         folder.mkdir(parents=True, exist_ok=True)
         save_arrays(folder / ARRAYS_FILE, self.arrays)
         with replacing(folder / RESULT_FILE) as file:
-            file.write(json.dumps(self.to_json()).encode())
+            file.write(json.dumps(self.to_json(), allow_nan=False).encode())
         return folder
 
     @classmethod
@@ -412,5 +420,14 @@ def load_arrays(path: Path) -> dict[str, NDArray[Any]]:
         return {name: archive[f"array{i}"] for i, name in enumerate(names)}
 
 
-def _json_number(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def _endless(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def _null(value: Any) -> Any:
+    """Return ``value`` with None, JSON's null, for every NaN or infinity."""
+    if isinstance(value, Mapping):
+        return {key: _null(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_null(each) for each in value]
+    return None if _endless(value) else value

@@ -20,6 +20,7 @@ moment leaves either the old or the new one.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -30,7 +31,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedcomp.errors import ConfigError, StateError, nearest
+from fedcomp.errors import ConfigError, StateError, naming, nearest
 from fedcomp.experiments.experiment import Config, Experiment
 from fedcomp.experiments.files import replacing
 from fedcomp.experiments.findings import finite
@@ -229,7 +230,7 @@ class RowFolder:
 class JsonLines:
     """A file that grows by one JSON document a line; a line that a crash cut short is ignored.
 
-    NaN and infinity are written as Python's JSON has them.
+    JSON has no NaN and no infinity: they are written as ``{"float": "nan"}``, and read as what they were.
     """
 
     path: Path
@@ -239,26 +240,42 @@ class JsonLines:
         # json.dumps escapes everything but ASCII, so splitlines() finds no line end inside a document.
         for line in self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else ():
             try:
-                yield json.loads(line)
+                yield json.loads(line, object_hook=_unmarked)
             except ValueError:
                 continue
 
     def append(self, document: Mapping[str, Any]) -> None:
         """Add a document; it is on disk when this returns."""
-        with self.path.open("ab+") as file:
+        with naming(self.path), self.path.open("ab+") as file:
             if file.tell():
                 # A line that a crash cut short must not swallow this one.
                 file.seek(-1, os.SEEK_END)
                 if file.read() != b"\n":
                     file.write(b"\n")
-            file.write(json.dumps(document).encode() + b"\n")
+            file.write(_line(document).encode())
             file.flush()
             # A run that a power failure ends must not lose the rounds that it has reported.
             os.fsync(file.fileno())
 
     def replace(self, documents: Iterable[Mapping[str, Any]]) -> None:
         """Put these documents in place of all others, in one step."""
-        write_text(self.path, "".join(json.dumps(document) + "\n" for document in documents))
+        write_text(self.path, "".join(map(_line, documents)))
+
+
+def _line(document: Mapping[str, Any]) -> str:
+    return json.dumps(_marked(document), allow_nan=False) + "\n"
+
+
+def _marked(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _marked(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_marked(each) for each in value]
+    return {"float": str(value)} if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _unmarked(value: dict[str, Any]) -> Any:
+    return float(value["float"]) if value.keys() == {"float"} else value
 
 
 def locate_run(root: Path, run: str) -> Path:
@@ -282,7 +299,8 @@ def _round_line(spec: RunSpec, record: RoundRecord) -> dict[str, Any]:
 def write_text(path: Path, text: str) -> None:
     """Replace ``path`` by ``text`` in one step."""
     with replacing(path) as file:
-        file.write(text.encode())
+        # Names of folders need not be UTF-8: Python has surrogates for such bytes, which are written as JSON has them.
+        file.write(text.encode("utf-8", "backslashreplace"))
 
 
 def write_json(path: Path, document: Mapping[str, Any]) -> None:

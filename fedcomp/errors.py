@@ -41,6 +41,17 @@ class MissingExtra(FedcompError, ImportError):
     """A library that an optional extra brings is not installed."""
 
 
+@contextlib.contextmanager
+def naming(path: object) -> Iterator[None]:
+    """Let a system's error in the block name ``path``: that of a full disk names no file."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            raise type(error)(error.errno, error.strerror, str(path)) from error
+        raise
+
+
 EXTRAS: Final[Mapping[str, str]] = {
     "numba": "fast",
     "torch": "torch",

@@ -273,7 +273,9 @@ def _sides(module: nn.Module, call: _Call) -> tuple[NDArray[np.float32], NDArray
         return _rows(outputs.transpose(1, 2)), _rows(patches.transpose(1, 2))
     if isinstance(module, nn.Embedding):
         ids, places = entered.reshape(-1).unique(return_inverse=True)
-        summed = torch.zeros(len(ids), back.shape[-1]).index_add_(0, places, back.reshape(-1, back.shape[-1]))
+        summed = torch.zeros(len(ids), back.shape[-1], dtype=back.dtype).index_add_(
+            0, places, back.reshape(-1, back.shape[-1])
+        )
         if module.padding_idx is not None:
             summed[ids == module.padding_idx] = 0.0
         return _rows(nn.functional.one_hot(ids, module.num_embeddings).float()), _rows(summed)

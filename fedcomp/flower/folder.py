@@ -264,7 +264,7 @@ class StateFolder:
             store.write(path, head + data)
             self._prune(path)
         except OSError as error:
-            raise FolderError(f"the state could not be written: {error.strerror}; the former one is kept") from error
+            raise FolderError(f"{path} could not be written: {error.strerror}; the former state is kept") from error
 
     def _prune(self, latest: Path) -> None:
         """Remove the files of old series, and more of them where those that may stay take too many bytes."""

@@ -29,6 +29,7 @@ from typing import Any, BinaryIO, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from fedcomp.errors import naming
 from fedcomp.flower import store
 from fedcomp.flower.logs import log
 from fedcomp.flower.store import Lasting, StoreError
@@ -105,7 +106,7 @@ class GrowingFile:
         self._size += sum(map(len, data))
 
     def _append(self, data: list[bytes | memoryview]) -> None:
-        with self.path.open("r+b") as file:
+        with naming(self.path), self.path.open("r+b") as file:
             # What a write that failed has left behind the last value goes.
             file.truncate(self._size)
             file.seek(self._size)

@@ -25,7 +25,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, RecordDict
 from numpy.typing import NDArray
 
 from fedcomp.codecs import Codec, State, get_codec
-from fedcomp.errors import FedcompError, StateError
+from fedcomp.errors import ConfigError, FedcompError, StateError
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import NODE_RECORD, take_frame
 from fedcomp.flower.protocol import UPDATE, Announcement
@@ -37,6 +37,9 @@ from fedcomp.stateful import epoch_of
 _MEMORY: Final = "fedcomp.uplink.memory"
 _PENDING: Final = "fedcomp.uplink.reply/"
 _MODEL: Final = "fedcomp.replica.model"
+
+MOST_BYTES: Final = 2**31 - 2**20
+"""Of a node's state, which Flower keeps as one serialised message: those end at 2 GiB."""
 
 
 UNSETTLED: Final = (
@@ -124,10 +127,19 @@ class Uplink:
 
         Raises
         ------
+        ConfigError
+            When the memory would be larger than a state can be: it would be written, and not be read again.
         StaleMessage
             When a newer message of the same session was already answered.
         """
         fresh = cls(codec.init(layout), announcement.sequence, fresh=True)
+        # With a compressed downlink the model itself is in the state, too.
+        size = sum(array.nbytes for array in fresh.state.values()) + (4 * layout.size if announcement.downlink else 0)
+        if size > MOST_BYTES:
+            raise ConfigError(
+                f"{codec!r} would remember {size:,} bytes on this node, and a node's state has {MOST_BYTES:,} at most; "
+                "use memory='float16' where the codec has it, or a codec without memory, EDEN() or QSGD()"
+            )
         try:
             meta = UplinkRecord.find(context.state)
         except SchemaError:

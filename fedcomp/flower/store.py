@@ -28,7 +28,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from numpy.typing import NDArray
 
-from fedcomp.errors import FedcompError
+from fedcomp.errors import FedcompError, naming
 
 _MANIFEST: Final = "manifest"
 _NPY: Final = ".npy"
@@ -124,7 +124,7 @@ def write(path: Path, *data: bytes | memoryview) -> None:
     # In the same directory: a rename is atomic within one file system only.
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with naming(path), os.fdopen(handle, "wb") as file:
             for part in data:
                 file.write(part)
             file.flush()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 import sys
 from typing import Final, Literal
 
@@ -24,8 +25,9 @@ LOADED: Final = 4096
 
 @functools.cache
 def has_numba() -> bool:
-    """Whether numba is installed (found, not imported)."""
-    return importlib.util.find_spec("numba") is not None
+    """Whether numba is installed (found, not imported), and its compiler is on: without it the kernels cannot run."""
+    off = os.environ.get("NUMBA_DISABLE_JIT", "").strip() not in ("", "0")
+    return importlib.util.find_spec("numba") is not None and not off
 
 
 def preferred(size: int) -> Tier:
@@ -51,7 +53,10 @@ def ops(tier: Tier, size: int) -> Ops:
     if tier == "numpy":
         return portable
     if not has_numba():
-        raise ConfigError("kernel tier 'numba' was asked for but numba is not installed; use 'auto' or 'numpy'")
+        raise ConfigError(
+            "kernel tier 'numba' was asked for but numba is not installed, or its compiler is off (NUMBA_DISABLE_JIT); "
+            "use 'auto' or 'numpy'"
+        )
     if size >= 2**32:
         raise ConfigError(f"kernel tier 'numba' reaches to 2**32 elements, not {size}; use 'auto' or 'numpy'")
     # Only now: importing it imports numba, which takes a second and more.

@@ -86,7 +86,7 @@ def dirichlet(
     ConfigError
         When ``alpha`` is not positive or there are not enough examples for ``min_examples`` everywhere.
     """
-    labels = np.asarray(labels)
+    labels = _checked(labels)
     n = len(labels)
     _check_count(n, num_partitions, min_examples)
     if not _LEAST_ALPHA <= alpha < math.inf:
@@ -125,7 +125,7 @@ def shards(
         When there are fewer shards than classes, a class has fewer examples than shards, or a partition gets
         fewer than ``min_examples``: examples cannot be moved to it without breaking the bound on labels.
     """
-    labels = np.asarray(labels)
+    labels = _checked(labels)
     _check_count(len(labels), num_partitions, min_examples)
     if shards_per_client < 1:
         raise ConfigError(f"shards per client is {shards_per_client!r}; expected at least 1, e.g. 'shards:2'")
@@ -169,7 +169,7 @@ def pieces(
     ConfigError
         When there are fewer examples than pieces, or a partition gets fewer than ``min_examples``.
     """
-    labels = np.asarray(labels)
+    labels = _checked(labels)
     _check_count(len(labels), num_partitions, min_examples)
     if pieces_per_client < 1:
         raise ConfigError(f"pieces per client is {pieces_per_client!r}; expected at least 1, e.g. 'pieces:2'")
@@ -191,9 +191,26 @@ def by_label(labels: NDArray[Any], num_partitions: int, *, min_examples: int = 1
     ConfigError
         When there are not enough examples for ``min_examples`` everywhere.
     """
-    labels = np.asarray(labels)
+    labels = _checked(labels)
     _check_count(len(labels), num_partitions, min_examples)
     return _cut(labels, np.arange(num_partitions))
+
+
+def _checked(labels: NDArray[Any]) -> NDArray[Any]:
+    """Return labels as an array.
+
+    Raises
+    ------
+    ConfigError
+        When there is not one for each example.
+    """
+    labels = np.asarray(labels)
+    if labels.ndim != 1:
+        raise ConfigError(
+            f"labels have shape {labels.shape}; expected (N,), a class for each example: labels.reshape(-1) of a "
+            "column, labels.argmax(1) of one-hot rows"
+        )
+    return labels
 
 
 def _cut(labels: NDArray[Any], owner: Assignment) -> Assignment:

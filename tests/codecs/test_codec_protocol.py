@@ -547,3 +547,22 @@ def test_rollback_of_a_codec_without_memory_changes_nothing() -> None:
         if isinstance(codec, PositionalCodec) and not codec.remembers:
             frame, state = codec.encode(update(layout), codec.init(layout), KEY)
             _assert_same_state(codec.rollback(state, frame, layout), state)
+
+
+@pytest.mark.slow
+def test_numbers_too_small_for_float32_end_nothing_and_change_no_bit(codec: Codec, layout: Layout) -> None:
+    """An application may have numpy raise at everything, to find faults of its own; to underflow is none."""
+    rng = np.random.default_rng(3)
+    spread = rng.standard_normal(layout.size) * 10.0 ** rng.integers(-44, 20, layout.size)
+    for given in (spread, np.full(layout.size, 1e-42), spread * 1e-30):
+        vector, found = Update(given.astype(np.float32), layout), []
+        for under in ("ignore", "raise"):
+            with np.errstate(all="raise", under=under):
+                frame, state = codec.encode(vector, codec.init(layout), KEY)
+                second, _ = codec.encode(vector, state, KEY)
+                out = Update(np.full(layout.size, -0.0, np.float32), layout)
+                codec.gather(second, 0.3, out)
+                codec.conclude(out)
+                decoded = codec.decode(frame, layout)
+                found.append((frame, second, decoded.tobytes(), out.vector.tobytes(), codec.norm(frame, layout)))
+        assert found[0] == found[1]

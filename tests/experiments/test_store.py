@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -14,8 +15,10 @@ from fake_engine import TINY, FakeEngine
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.experiments import store
 from fedcomp.experiments.experiment import Experiment, Option
-from fedcomp.experiments.spec import RoundRecord
-from fedcomp.experiments.store import RunFolder, finite, to_json_text, write_text
+from fedcomp.experiments.spec import RoundRecord, RunResult, RunSpec
+from fedcomp.experiments.store import JsonLines, RunFolder, finite, to_json_text, write_text
+from fedcomp.flower.ledger import TrafficLedger
+from fedcomp.flower.store import write
 
 
 @pytest.fixture
@@ -164,3 +167,56 @@ def test_json_text_is_strict() -> None:
     document = {"a": math.nan, "b": [math.inf, np.float32(0.5), np.int64(3)], "c": {"d": (1, -math.inf)}}
     assert finite(document) == {"a": None, "b": [None, 0.5, 3], "c": {"d": [1, None]}}
     assert json.loads(to_json_text(document))["b"] == [None, 0.5, 3]
+
+
+def test_values_that_are_not_finite_come_back_and_every_line_is_strict_json(folder: RunFolder) -> None:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    folder.keep_cell("a", {"loss": math.nan, "each": [math.inf, -math.inf, 1.0]})
+    metrics = {"client.loss": math.nan, "report.texts": ["a"]}
+    folder.append(folder.specs[0], RoundRecord(1, math.nan, math.inf, metrics=metrics))
+    for file in folder.path.glob("*.jsonl"):
+        for line in file.read_text().splitlines():
+            json.loads(line, parse_constant=refuse)
+    kept = folder.cells()["a"]
+    assert math.isnan(kept["loss"])
+    assert kept["each"] == [math.inf, -math.inf, 1.0]
+
+
+def test_a_result_that_diverged_is_strict_json_and_comes_back(tmp_path: Path) -> None:
+    spec = RunSpec("topk", settings={"codec.density": 0.1, "lr": math.inf})
+    record = RoundRecord(1, 0.1, math.nan, metrics={"client.loss": math.nan})
+    result = RunResult(spec, [record], {"w": np.zeros(2, np.float32)}, TrafficLedger(), 1.0, 0.0, {"figure": math.inf})
+    result.save(tmp_path)
+    json.loads((tmp_path / "result.json").read_text(), parse_constant=lambda name: pytest.fail(name))
+    again = RunResult.load(tmp_path)
+    assert again.spec == spec
+    assert math.isnan(again.rounds[0].loss)
+    assert math.isnan(again.rounds[0].metrics["client.loss"])
+
+
+def test_a_text_with_a_folder_s_name_that_is_not_utf8_is_written(tmp_path: Path) -> None:
+    name = os.fsdecode(b"L\xe4ufe")
+    write_text(tmp_path / "page", f"in {name}")
+    assert (tmp_path / "page").read_text(encoding="utf-8") == "in L\\udce4ufe"
+
+
+def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    write_text(tmp_path / "page", "before")
+    growing = JsonLines(tmp_path / "lines")
+    growing.append({"a": 1})
+    monkeypatch.setattr(os, "fsync", full)
+    writes = {
+        "page": lambda: write_text(tmp_path / "page", "after"),
+        "lines": lambda: growing.append({"a": 2}),
+        "checkpoint": lambda: write(tmp_path / "checkpoint", b"data"),
+    }
+    for name, attempt in writes.items():
+        with pytest.raises(OSError, match=f"{os.strerror(errno.ENOSPC)}: '{tmp_path / name}'"):
+            attempt()
+    assert (tmp_path / "page").read_text() == "before"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lines", "page"]

@@ -288,3 +288,18 @@ def test_chains_are_recognised_wherever_functions_are_called() -> None:
     for model in (nn.Sequential(nn.Linear(5, 2)), nn.Sequential(shared, nn.ReLU(), shared)):
         with pytest.raises(ConfigError, match="a chain has two or more"):
             chain_of(model, x)
+
+
+@pytest.mark.parametrize("default", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_default_dtype_of_torch_does_not_matter(default: torch.dtype, dtype: torch.dtype) -> None:
+    ids, targets = batch("attention", 5, 0)
+    model = made("attention").to(dtype)
+    torch.set_default_dtype(default)
+    try:
+        _, found, changes, _ = trained(model, [(ids, targets)])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    outer = found["embed.weight"]
+    change = changes["embed.weight"].reshape(outer.left.shape[1], -1)
+    assert np.linalg.norm(outer.matrix() - change) <= 2e-5 * np.linalg.norm(change)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +11,8 @@ from flwr.app import ConfigRecord, Context, RecordDict
 
 from fedcomp.codecs import QSGD, TopK
 from fedcomp.codecs.feedback import ErrorFeedback
+from fedcomp.errors import ConfigError
+from fedcomp.flower import state
 from fedcomp.flower.payload import put_frame, take_frame
 from fedcomp.flower.protocol import PROTOCOL, UPDATE, Announcement
 from fedcomp.flower.schema import SchemaError
@@ -309,3 +312,15 @@ def test_a_model_that_was_checked_is_named_by_its_digest() -> None:
     # The order of values counts, their bits do, and their shape.
     others = [model["a"][::-1], -model["a"], model["a"].reshape(3, 1), model["a"].astype(np.float64)]
     assert len({asked_of(first, {"a": each}) for each in [model["a"], *others]}) == 5
+
+
+@pytest.mark.parametrize(
+    ("downlink", "most", "told"), [({}, 7999, True), ({}, 8000, False), ({"id": "topk"}, 8000, True)]
+)
+def test_a_memory_larger_than_a_state_can_be_is_refused_before_training(
+    monkeypatch: pytest.MonkeyPatch, downlink: dict, most: int, told: bool
+) -> None:
+    monkeypatch.setattr(state, "MOST_BYTES", most)
+    asked = replace(say(1), downlink=downlink)
+    with pytest.raises(ConfigError, match="would remember") if told else contextlib.nullcontext():
+        Uplink.begin(context(), asked, CODEC, LAYOUT)

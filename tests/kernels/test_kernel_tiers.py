@@ -326,3 +326,28 @@ def test_scaled_vectors_are_added_alike(size: int) -> None:
             assert made.tobytes() == expected.tobytes()
     with pytest.raises(LayoutError, match="do not fit"):
         add_scaled(out, np.zeros(size + 1, np.float32))
+
+
+_FRAMES = """
+import hashlib, numpy as np
+import fedcomp.codecs as c
+from fedcomp.codecs.keyregion import _FINE
+from fedcomp.layout import Layout, Update
+from fedcomp.rng import Key
+vector = np.random.default_rng(0).standard_normal(30_000).astype(np.float32)
+layout, found = Layout.flat(vector.size), hashlib.sha256(_FINE.tobytes())
+for codec in (c.TopK(density=0.01), c.QSGD(levels=7), c.EDEN(), c.KeyRegion(), c.AdaComp()):
+    found.update(codec.encode(Update(vector, layout), codec.init(layout), Key(0))[0])
+print(found.hexdigest())
+"""
+
+
+@pytest.mark.slow
+def test_without_a_compiler_and_with_small_numbers_flushed_the_bytes_are_the_usual_ones() -> None:
+    """A user may switch numba's compiler off, or have torch flush subnormal numbers before anything is imported."""
+    flushed = "import torch; torch.set_flush_denormal(True)" + _FRAMES.replace(
+        "vector = ", "torch.set_flush_denormal(False)\nvector = ", 1
+    )
+    runs = [_run(["-c", _FRAMES]), _run(["-c", _FRAMES], {"NUMBA_DISABLE_JIT": "1"}), _run(["-c", flushed])]
+    assert [run.returncode for run in runs] == [0, 0, 0], [run.stderr for run in runs]
+    assert len({run.stdout for run in runs}) == 1

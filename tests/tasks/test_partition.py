@@ -283,3 +283,10 @@ def test_impossible_partitions_are_refused() -> None:
         parse_partitioner("natural").assign(2, KEY, labels=LABELS)
     with pytest.raises(ConfigError, match="no single class"):
         parse_partitioner("dirichlet:1").assign(2, KEY, labels=None, ids=IDS)
+
+
+@pytest.mark.parametrize("text", ["dirichlet:0.5", "shards:2", "pieces:2", "sorted"])
+@pytest.mark.parametrize("labels", [np.zeros((20, 1), int), np.eye(4)[np.arange(20) % 4]])
+def test_labels_that_are_not_one_for_each_example_are_refused(text: str, labels: np.ndarray) -> None:
+    with pytest.raises(ConfigError, match=r"labels have shape \(20, [14]\)"):
+        parse_partitioner(text).assign(4, KEY, labels=labels)
