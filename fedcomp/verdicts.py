@@ -169,7 +169,8 @@ VERDICTS: Final[Mapping[str, Mapping[str, Verdict]]] = MappingProxyType(
             ),
             "conditional": Verdict(
                 "specialised",
-                "Experimental: for nodes that are quiet for long; defaults stop trainings that begin with a plateau.",
+                "Experimental: for long runs whose nodes have nothing new for long; in the first thirty rounds nobody is "
+                "quiet by default.",
             ),
             "Sensors": Verdict(
                 "specialised", "Experimental: they keep their false-alarm rate for independent inputs only."

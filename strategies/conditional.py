@@ -31,6 +31,7 @@ from fedcomp.privacy.local import privatised
 from fedcomp.stateful import Stateful, nested
 from fedcomp.strategies.adaptive import Outcome
 from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.forward import ForwardGradients
 from fedcomp.strategies.gossip.strategy import GossipRelay
 from fedcomp.strategies.pair_systems import build_pair
 from fedcomp.strategies.parts import PAIR_PREFIXES, Settings
@@ -95,7 +96,8 @@ class Conditional(ExchangeStrategy, Receiving, Stateful):
     ------
     ConfigError
         For private strategies and codecs: whether a node answers would follow from its data. For gossip: neighbours
-        wait for a node that is quiet, and take it for one that vanished. For other strategies that write their rounds
+        wait for a node that is quiet, and take it for one that vanished. For forward gradients, whose clients would
+        never be quiet. For other strategies that write their rounds
         as exchanges of their own, and such with a loop of their own.
 
     Examples
@@ -113,6 +115,11 @@ class Conditional(ExchangeStrategy, Receiving, Stateful):
                 "GossipRelay has no conditional rounds: a node that is quiet for an iteration keeps its neighbours "
                 "waiting, and is taken for one that vanished; let it send small differences instead, with a sparse "
                 "compressor"
+            )
+        if isinstance(inner, ForwardGradients):
+            raise ConfigError(
+                "ForwardGradients has no conditional rounds: its clients answer before they look at their losses, so "
+                "that nobody is ever quiet"
             )
         require_inner(inner, "Conditional")
         if own_loop(inner):

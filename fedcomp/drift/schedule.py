@@ -2,6 +2,9 @@
 
 Both follow from the losses that the models of the rounds have on the edge's own held-out data (FLARE, see
 :mod:`fedcomp.drift.distance`: that the loss has to be stable is recalled, the rule and its constants are derived).
+
+A loss that hardly changes from round to round is not yet stable: it may fall slowly, and a training may begin on a
+plateau that it has not left. So the best loss counts as well: for how many models nothing was better.
 """
 
 from __future__ import annotations
@@ -32,9 +35,13 @@ class ScheduleSettings(Configured):
     low : float
         Relative spread (standard deviation over mean) at or below which losses are stable.
     high : float, optional
-        Spread at or above which they no longer are; default twice ``low``. Between the two nothing changes.
+        Spread at or above which they no longer are, and the fraction by which a loss must be lower than the best one to
+        end stability; default twice ``low``. Between the two nothing changes.
     consecutive : int
         Losses in a row whose window has to be stable.
+    patience : int
+        Losses in a row of which none may be lower than the best before them by more than ``low`` of it; three times as
+        many while none was ever lower than the first.
     tolerance : float
         How much larger the loss of a model may be than that of the deployed one.
 
@@ -48,15 +55,22 @@ class ScheduleSettings(Configured):
     low: float = 0.02
     high: float | None = None
     consecutive: int = 2
+    patience: int = 20
     tolerance: float = 0.0
 
     def __post_init__(self) -> None:
         params.integer("window", self.window, low=2)
         params.integer("consecutive", self.consecutive, low=1)
+        params.integer("patience", self.patience, low=0)
         low = params.positive("low", self.low)
         if self.high is not None:
             params.number("high", self.high, rule=f"a number >= low={low:g}", ok=lambda v: low <= v < math.inf)
         params.number("tolerance", self.tolerance, rule="a finite number >= 0", ok=lambda v: 0.0 <= v < math.inf)
+
+    @property
+    def upper(self) -> float:
+        """``high``, or its default."""
+        return 2.0 * self.low if self.high is None else self.high
 
 
 class DeploymentScheduler(Stateful):
@@ -78,7 +92,7 @@ class DeploymentScheduler(Stateful):
 
     Examples
     --------
-    >>> scheduler = DeploymentScheduler(ScheduleSettings(window=2, low=0.05, consecutive=1))
+    >>> scheduler = DeploymentScheduler(ScheduleSettings(window=2, low=0.05, consecutive=1, patience=0))
     >>> [scheduler.note(loss) for loss in (2.0, 1.0, 0.5, 0.49, 0.49)]
     [True, False, False, True, False]
     >>> scheduler.stable
@@ -92,6 +106,9 @@ class DeploymentScheduler(Stateful):
         "stable": bool,
         "_losses": list[float],
         "_settled": Count,
+        "_best": float | None,
+        "_waited": Count,
+        "_fallen": bool,
         "_begun": bool,
         "_deployed": float | None,
     }
@@ -102,6 +119,9 @@ class DeploymentScheduler(Stateful):
         self.spread = math.nan
         self._losses: list[float] = []
         self._settled = 0
+        self._best: float | None = None
+        self._waited = 0
+        self._fallen = False
         self._begun = False
         self._deployed: float | None = None
 
@@ -118,6 +138,7 @@ class DeploymentScheduler(Stateful):
             self.stable, self._settled, self._losses = False, 0, []
             return False
         s = self.settings
+        self._follow(float(loss), s)
         self._losses = [*self._losses, float(loss)][-s.window :]
         turned = self._turn(s) if len(self._losses) == s.window else False
         first, self._begun = not self._begun, True
@@ -134,13 +155,25 @@ class DeploymentScheduler(Stateful):
         data that have it; the sensors would keep the old model for good.
         """
         self.stable, self._settled, self._losses, self._deployed = False, 0, [], None
+        self._best, self._waited = None, 0
+
+    def _follow(self, loss: float, s: ScheduleSettings) -> None:
+        """Count how many losses were not lower than the best one; stability ends with one that is far lower."""
+        if self._best is None:
+            self._best = loss
+        elif loss < self._best - (s.upper if self.stable else s.low) * abs(self._best):
+            self._best, self._waited, self._fallen = loss, 0, True
+            self.stable, self._settled = False, 0
+        else:
+            self._waited += 1
 
     def _turn(self, s: ScheduleSettings) -> bool:
         """Take the last window into account; return whether losses became stable with it."""
         self.spread = float(np.std(self._losses) / (abs(np.mean(self._losses)) + _EPSILON))
         self._settled = self._settled + 1 if self.spread <= s.low else 0
         if self.stable:
-            self.stable = self.spread < (2.0 * s.low if s.high is None else s.high)
+            self.stable = self.spread < s.upper
             return False
-        self.stable = self._settled >= s.consecutive
+        patience = s.patience if self._fallen else 3 * s.patience
+        self.stable = self._settled >= s.consecutive and self._waited >= patience
         return self.stable

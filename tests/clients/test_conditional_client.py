@@ -27,7 +27,7 @@ from fedcomp.flower.rounds import fit
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.conditional import Conditional, Quietness
 
-SETTLED = ScheduleSettings(window=2, low=0.1, consecutive=1)
+SETTLED = ScheduleSettings(window=2, low=0.1, consecutive=1, patience=0)
 WINDOW = 20
 SURE = [10.0, 0.0, 0.0, 0.0]
 

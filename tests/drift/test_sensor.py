@@ -174,8 +174,40 @@ def test_a_state_of_other_settings_or_damaged_is_refused() -> None:
 
 
 def losses(*values: float, **settings: Any) -> tuple[DeploymentScheduler, list[bool]]:
-    scheduler = DeploymentScheduler(ScheduleSettings(**settings))
+    scheduler = DeploymentScheduler(ScheduleSettings(**{"patience": 0, **settings}))
     return scheduler, [scheduler.note(value) for value in values]
+
+
+@pytest.mark.parametrize("fall", [0.004, 0.002])
+def test_a_loss_that_falls_slowly_is_not_stable(fall: float) -> None:
+    """Its spread over a few rounds is far below the threshold; after 200 rounds it is half or a third."""
+    scheduler, deployed_in = losses(*[(1.0 - fall) ** n for n in range(200)], patience=20)
+    assert not scheduler.stable
+    assert sum(deployed_in) == 1
+    assert scheduler.spread < scheduler.settings.low
+
+
+def test_a_plateau_at_the_beginning_is_waited_out_for_longer_than_one_after_a_fall() -> None:
+    rng = np.random.default_rng(0)
+    flat = 2.3 + 0.002 * rng.standard_normal(60)
+    plateau, _ = losses(*flat[:40], patience=20)
+    assert not plateau.stable
+    settled, _ = losses(4.0, *flat[:25], patience=20)
+    assert settled.stable
+    # In the end a training that never moves is one that has nothing to send.
+    for value in flat[40:]:
+        plateau.note(value)
+    plateau.note(2.3)
+    assert plateau.stable
+
+
+def test_a_model_that_is_better_than_all_before_ends_stability() -> None:
+    scheduler, _ = losses(4.0, *[1.0] * 25, patience=20)
+    assert scheduler.stable
+    scheduler.note(0.97)
+    assert scheduler.stable
+    scheduler.note(0.95)
+    assert not scheduler.stable
 
 
 def test_the_first_model_is_deployed_whatever_its_loss() -> None:
@@ -239,7 +271,7 @@ def test_a_loss_that_is_no_number_is_never_stable() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"window": 1}, {"low": 0.0}, {"high": 0.01}, {"consecutive": 0}, {"tolerance": -0.1}]
+    "settings", [{"window": 1}, {"low": 0.0}, {"high": 0.01}, {"consecutive": 0}, {"patience": -1}, {"tolerance": -0.1}]
 )
 def test_schedules_out_of_range_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(settings))):
@@ -249,9 +281,10 @@ def test_schedules_out_of_range_are_refused(settings: dict[str, Any]) -> None:
 def test_a_scheduler_goes_on_from_its_state() -> None:
     values = [1.0, 0.7, *[0.5] * 9, 0.2, *[0.2] * 9]
     _, whole = losses(*values)
-    scheduler, found = DeploymentScheduler(), []
+    settings = ScheduleSettings(patience=0)
+    scheduler, found = DeploymentScheduler(settings), []
     for value in values:
-        state, scheduler = scheduler.state_dict(), DeploymentScheduler()
+        state, scheduler = scheduler.state_dict(), DeploymentScheduler(settings)
         scheduler.load_state_dict(state)
         found.append(scheduler.note(value))
     assert found == whole

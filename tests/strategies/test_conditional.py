@@ -32,7 +32,7 @@ from fedcomp.strategies.conditional import Conditional, Quietness
 from fedcomp.strategies.gossip.strategy import GossipRelay
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 
-SETTLED = ScheduleSettings(window=2, low=0.1, consecutive=1)
+SETTLED = ScheduleSettings(window=2, low=0.1, consecutive=1, patience=0)
 """Losses that are alike twice are stable: a constant loss is from the second round on."""
 
 EMPTY = 560
@@ -325,7 +325,7 @@ def test_a_loss_counts_once_where_nothing_remembers_the_reply() -> None:
     def hit(delivery: Delivery) -> str | None:
         return "duplicate" if delivery.round == 1 else None
 
-    settings = ScheduleSettings(window=3, low=0.1, consecutive=1)
+    settings = ScheduleSettings(window=3, low=0.1, consecutive=1, patience=0)
     strategy = made(Compressed(fedavg(fraction_evaluate=0.0), Identity()), query=False)
     run(strategy, app(still, settings=settings), rounds=3, fault=hit)
     assert [strategy.reports[number].used for number in (1, 2, 3)] == [3, 3, 0]
@@ -354,7 +354,7 @@ def test_what_a_node_decides_by_survives_its_process() -> None:
 
 
 def test_settings_that_changed_start_anew() -> None:
-    apps = [app(still), app(still, settings=ScheduleSettings(window=3))]
+    apps = [app(still), app(still, settings=ScheduleSettings(window=3, patience=0))]
 
     def replaced(message: Message, context: Context) -> Message:
         # A query names no round.
