@@ -8,6 +8,7 @@ as the app does, and what compression remembers stays as it is while the node is
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 
 from flwr.app import Context, Message, RecordDict
@@ -133,12 +134,25 @@ class _Half:
             content = RecordDict()
             Status(offer.round, quiet=True).write(content, partition_of(context))
             return Message(content, reply_to=msg)
+        before = copy(msg)
+        before.content = RecordDict(dict(msg.content))
         reply = call_next(msg, context)
         if not reply.has_error():
+            self.try_out(memory, before, reply, context)
             # As the last act: what failed is done again with the next message.
             memory.used = sorted(windows)
             memory.save(context.state)
         return reply
+
+    def try_out(self, memory: NodeMemory, msg: Message, reply: Message, context: Context) -> None:
+        """Note what training has made of the loss of the round's model."""
+        trained = models(reply.content)
+        if len(trained) != 1 or len(models(msg.content)) != 1:
+            return
+        before = self.watch(msg, context)
+        (name,), (record,) = models(msg.content), trained.values()
+        msg.content[name] = record
+        memory.scheduler.tried(before, self.watch(msg, context))
 
     def note(self, memory: NodeMemory, offer: Offer, msg: Message, context: Context, edge: Edge | None) -> None:
         """Take the loss of a round's model into account, and give the model to sensors where it is due."""

@@ -169,8 +169,8 @@ VERDICTS: Final[Mapping[str, Mapping[str, Verdict]]] = MappingProxyType(
             ),
             "conditional": Verdict(
                 "specialised",
-                "Experimental: for long runs whose nodes have nothing new for long; in the first thirty rounds nobody is "
-                "quiet by default.",
+                "Experimental: for long runs whose nodes have nothing new for long; by default nobody is quiet in the "
+                "first twenty rounds.",
             ),
             "Sensors": Verdict(
                 "specialised", "Experimental: they keep their false-alarm rate for independent inputs only."

@@ -3,8 +3,10 @@
 Both follow from the losses that the models of the rounds have on the edge's own held-out data (FLARE, see
 :mod:`fedcomp.drift.distance`: that the loss has to be stable is recalled, the rule and its constants are derived).
 
-A loss that hardly changes from round to round is not yet stable: it may fall slowly, and a training may begin on a
-plateau that it has not left. So the best loss counts as well: for how many models nothing was better.
+A loss that hardly changes from round to round is not yet stable: it may fall slowly, a training may begin on a plateau
+that it has not left, and where clients are unlike it is the updates of all of them that hold the model where it is. So
+the best loss counts as well, for how many models nothing was better; and what was tried: an edge whose own training
+still lowers its own loss has something to say.
 """
 
 from __future__ import annotations
@@ -40,8 +42,9 @@ class ScheduleSettings(Configured):
     consecutive : int
         Losses in a row whose window has to be stable.
     patience : int
-        Losses in a row of which none may be lower than the best before them by more than ``low`` of it; three times as
-        many while none was ever lower than the first.
+        Losses in a row of which none may be lower than the best before them; three times as many while none was ever
+        lower than the first by more than ``low`` of it. And as many trainings in a row that lowered the loss by no more
+        than ``low`` of it, where trainings are noted.
     tolerance : float
         How much larger the loss of a model may be than that of the deployed one.
 
@@ -106,9 +109,11 @@ class DeploymentScheduler(Stateful):
         "stable": bool,
         "_losses": list[float],
         "_settled": Count,
+        "_first": float | None,
         "_best": float | None,
         "_waited": Count,
         "_fallen": bool,
+        "_idle": Count | None,
         "_begun": bool,
         "_deployed": float | None,
     }
@@ -119,9 +124,11 @@ class DeploymentScheduler(Stateful):
         self.spread = math.nan
         self._losses: list[float] = []
         self._settled = 0
+        self._first: float | None = None
         self._best: float | None = None
         self._waited = 0
         self._fallen = False
+        self._idle: int | None = None
         self._begun = False
         self._deployed: float | None = None
 
@@ -148,6 +155,14 @@ class DeploymentScheduler(Stateful):
         self._deployed = float(loss)
         return True
 
+    def tried(self, before: float, after: float) -> None:
+        """Take the loss of a round's model, and that of what the edge's own training has made of it."""
+        s = self.settings
+        gain = before - after if math.isfinite(before - after) else math.inf
+        self._idle = 0 if gain > s.low * abs(before) else (self._idle or 0) + 1
+        if gain > s.upper * abs(before):
+            self.stable, self._settled = False, 0
+
     def drifted(self) -> None:
         """Learn that sensors saw something new: losses have to settle again, on data that include it.
 
@@ -155,15 +170,16 @@ class DeploymentScheduler(Stateful):
         data that have it; the sensors would keep the old model for good.
         """
         self.stable, self._settled, self._losses, self._deployed = False, 0, [], None
-        self._best, self._waited = None, 0
+        self._first, self._best, self._waited = None, None, 0
 
     def _follow(self, loss: float, s: ScheduleSettings) -> None:
         """Count how many losses were not lower than the best one; stability ends with one that is far lower."""
-        if self._best is None:
-            self._best = loss
-        elif loss < self._best - (s.upper if self.stable else s.low) * abs(self._best):
-            self._best, self._waited, self._fallen = loss, 0, True
+        if self._first is None or self._best is None:
+            self._first, self._best = loss, loss
+        elif loss < self._best - (s.upper * abs(self._best) if self.stable else 0.0):
+            self._best, self._waited = loss, 0
             self.stable, self._settled = False, 0
+            self._fallen = self._fallen or loss < self._first - s.low * abs(self._first)
         else:
             self._waited += 1
 
@@ -175,5 +191,6 @@ class DeploymentScheduler(Stateful):
             self.stable = self.spread < s.upper
             return False
         patience = s.patience if self._fallen else 3 * s.patience
-        self.stable = self._settled >= s.consecutive and self._waited >= patience
+        idle = self._idle is None or self._idle >= s.patience
+        self.stable = self._settled >= s.consecutive and self._waited >= patience and idle
         return self.stable

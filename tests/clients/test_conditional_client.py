@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from flwr.app import Context, Message, RecordDict
-from toy import client_app, fedavg, model
+from toy import client_app, fedavg, fingerprint, model
 
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.conditional import Sensors, conditional
@@ -23,6 +24,7 @@ from fedcomp.flower.conditional import HEADER, QUERY_TYPE, Offer, Status
 from fedcomp.flower.faults import Delivery
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
+from fedcomp.flower.payload import round_of
 from fedcomp.flower.rounds import fit
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.conditional import Conditional, Quietness
@@ -151,3 +153,26 @@ def test_damaged_memory_is_an_error_that_says_so() -> None:
     put_frame(state, MEMORY, b"damage")
     with pytest.raises(StoreError, match="damaged"):
         NodeMemory.load(state, b"session!", SETTLED)
+
+
+@pytest.mark.parametrize("helps", [True, False])
+def test_a_node_whose_own_training_helps_it_is_never_quiet(helps: bool) -> None:
+    """Its losses stand still, for others pull the model back: without its updates the model would move."""
+
+    def watch(msg: Message, context: Context) -> float:
+        (record,) = msg.content.array_records.values()
+        # The toy's model as it came is the server's; trained, it is another one than the round's.
+        return 1.0 if fingerprint(record) == came[round_of(msg)] or not helps else 0.5
+
+    came: dict[int | None, float] = {}
+    app = client_app([compression(), conditional(watch, settings=replace(SETTLED, patience=1))])
+
+    def noted(message: Message, context: Context) -> Message:
+        for record in message.content.array_records.values():
+            came[round_of(message)] = fingerprint(record)
+        return app(message, context)
+
+    strategy = Conditional(Compressed(fedavg(fraction_evaluate=0.0), TopK(density=0.2)))
+    with InProcessGrid(noted, 3, seed=4) as inner:
+        fit(strategy, inner, model(), 8)
+    assert (max(quiet(strategy)) == 0) == helps

@@ -178,7 +178,7 @@ def losses(*values: float, **settings: Any) -> tuple[DeploymentScheduler, list[b
     return scheduler, [scheduler.note(value) for value in values]
 
 
-@pytest.mark.parametrize("fall", [0.004, 0.002])
+@pytest.mark.parametrize("fall", [0.004, 0.0004])
 def test_a_loss_that_falls_slowly_is_not_stable(fall: float) -> None:
     """Its spread over a few rounds is far below the threshold; after 200 rounds it is half or a third."""
     scheduler, deployed_in = losses(*[(1.0 - fall) ** n for n in range(200)], patience=20)
@@ -189,7 +189,7 @@ def test_a_loss_that_falls_slowly_is_not_stable(fall: float) -> None:
 
 def test_a_plateau_at_the_beginning_is_waited_out_for_longer_than_one_after_a_fall() -> None:
     rng = np.random.default_rng(0)
-    flat = 2.3 + 0.002 * rng.standard_normal(60)
+    flat = np.append(2.29, 2.3 + 0.003 * rng.random(60))
     plateau, _ = losses(*flat[:40], patience=20)
     assert not plateau.stable
     settled, _ = losses(4.0, *flat[:25], patience=20)
@@ -199,6 +199,16 @@ def test_a_plateau_at_the_beginning_is_waited_out_for_longer_than_one_after_a_fa
         plateau.note(value)
     plateau.note(2.3)
     assert plateau.stable
+
+
+@pytest.mark.parametrize(("gain", "stable"), [(0.0, True), (0.01, True), (0.03, False), (math.nan, False)])
+def test_an_edge_whose_own_training_helps_it_is_not_stable(gain: float, stable: bool) -> None:
+    """Where clients are unlike, each of them pulls at a model that stands still."""
+    scheduler = DeploymentScheduler(ScheduleSettings(patience=5))
+    for loss in [4.0] + [1.0] * 30:
+        scheduler.note(loss)
+        scheduler.tried(loss, loss * (1 - gain))
+    assert scheduler.stable == stable
 
 
 def test_a_model_that_is_better_than_all_before_ends_stability() -> None:
