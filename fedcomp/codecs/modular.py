@@ -96,7 +96,8 @@ class ModularSum(FixedPoint):
     levels : int
         Steps from 0 to ``clip``.
     summands : int
-        The largest total weight of a sum; M is 2 * levels * summands + 1, so that no sum can wrap.
+        The largest total weight of a sum, by default 65,536: of all clients' numbers of examples together where these
+        are the weights, of clients where all weigh 1. M is 2 * levels * summands + 1, so that no sum can wrap.
     modulus : int
         Another M, 2 * levels + 1 to 2**32; 0 for this one. One that leaves no room for ``summands`` needs
         ``allow_wrap``.
@@ -133,7 +134,7 @@ class ModularSum(FixedPoint):
     codec_id: ClassVar[str] = "modular"
     VALUES: ClassVar[frozenset[str]] = frozenset({Residues.name})
 
-    summands: int = 100
+    summands: int = 1 << 16
     modulus: int = 0
     allow_wrap: bool = False
 

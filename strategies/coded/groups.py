@@ -311,7 +311,10 @@ class GroupSharing(Sharing):
         try:
             self.fixed.require_room(total.weight)
         except ConfigError as error:
-            # Weights are the clients' own: a claim of theirs must not end the run.
+            # Weights are the clients' own: a claim of theirs must not end a run that has learnt something. One that
+            # would never make a step is an error.
+            if not any(earlier.used for earlier in self.inner.reports.values()):
+                raise
             report.note(f"{error}; the model is unchanged")
             return None, None
         # The stream of the clients' codecs: a support that they share is drawn again from it.

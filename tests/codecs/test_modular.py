@@ -32,9 +32,8 @@ CODECS = (
     ModularSum(RandomK(1.0), clip=4.0, levels=20, summands=CLIENTS),
     ModularSum(RandomK(0.1), clip=4.0, summands=CLIENTS),
     ModularSum(RandomBlock(0.2), clip=2.0, levels=32767, summands=CLIENTS),
-    ModularSum(RandomK(0.3, scope="layer"), clip=8.0, levels=6, modulus=4096),
+    ModularSum(RandomK(0.3, scope="layer"), clip=8.0, levels=6, summands=300, modulus=4096),
 )
-CODECS = tuple(c if c.modulus == 0 else ModularSum(c.codec, c.clip, c.levels, 300, 4096) for c in CODECS)
 
 
 def frames_of(codec: ModularSum, scale: float = 1.0) -> list[bytes]:

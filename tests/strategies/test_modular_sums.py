@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from coded_runs import after_sharing, bits, run
+from coded_runs import after_sharing, before_sharing, bits, run
 from toy import SHAPES, client_app, fedavg, model, stack, update
 
 from fedcomp.clients.compressed import compression
@@ -94,7 +94,22 @@ def test_a_coded_sum_of_weights_that_nobody_knows_is_refused() -> None:
 @pytest.mark.slow
 def test_more_weight_than_there_is_room_for_keeps_the_model_and_is_said() -> None:
     """Weights are the clients' own claims: none of them may end the run, nor make a sum that wraps."""
+    absent = before_sharing([NODES - 1])
     strategy = grouped(2, summands=WEIGHT - 1)
-    result, _ = run(strategy, NODES, rounds=2)
-    assert not stack(result.arrays).any()
-    assert f"a sum of weight {WEIGHT}" in str(strategy.reports[1].to_json())
+    result, _ = run(strategy, NODES, rounds=3, fault=lambda delivery: absent(delivery) if delivery.round == 1 else None)
+    once, _ = run(grouped(2, summands=WEIGHT - 1), NODES, rounds=1, fault=absent)
+    assert bits(result) == bits(once), "the first round's model, in which one client's weight was missing"
+    assert f"a sum of weight {WEIGHT}" in str(strategy.reports[2].to_json())
+
+
+def test_a_run_whose_sums_never_fit_ends_in_its_first_round() -> None:
+    """Examples as weights, and room for clients alone: no round would make a step."""
+    with pytest.raises(ConfigError, match=f"raise summands=6 to {WEIGHT}"):
+        run(grouped(2, NODES), NODES, rounds=2)
+
+
+def test_by_default_there_is_room_for_clients_with_many_examples() -> None:
+    codec = ModularSum(RandomK(1.0), clip=1024.0)
+    strategy = CodedFedAvg(Compressed(fedavg(), codec, feedback=False), code="mds", symbols=2, groups=2)
+    _, _ = run(strategy, NODES, rounds=1)
+    assert strategy.reports[1].used == NODES
