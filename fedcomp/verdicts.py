@@ -172,9 +172,7 @@ VERDICTS: Final[Mapping[str, Mapping[str, Verdict]]] = MappingProxyType(
                 "Experimental: for long runs whose nodes have nothing new for long; by default nobody is quiet in the "
                 "first twenty rounds.",
             ),
-            "Sensors": Verdict(
-                "specialised", "Experimental: they keep their false-alarm rate for independent inputs only."
-            ),
+            "Sensors": Verdict("specialised", "Experimental: calibrate them on figures in the stream's own order."),
             "forward": Verdict(
                 "specialised",
                 "Clients that cannot back-propagate, models of a few thousand parameters; elsewhere top-k is shorter "

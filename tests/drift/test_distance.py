@@ -145,3 +145,24 @@ def test_statistics_are_what_their_names_say() -> None:
 def test_wrong_arguments_are_refused(call, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         call()
+
+
+@pytest.mark.parametrize("run", [1, 10, 25])
+def test_streams_whose_inputs_come_in_runs_raise_no_more_alarms(run: int) -> None:
+    """A camera looks at one scene for a while: a window holds few scenes, and differs from the whole stream."""
+
+    def stream(seed: int, figures: int) -> np.ndarray:
+        rng = np.random.default_rng(seed)
+        return np.repeat(rng.random(figures // run + 1), run)[:figures] + 0.01 * rng.standard_normal(figures)
+
+    alarms, shuffled = 0, 0
+    for seed in range(6):
+        reference = stream(seed, 1000)
+        sketch = QuantileSketch.of(reference)
+        threshold = calibrated(reference, 50, Key(seed))
+        unordered = calibrated(np.random.default_rng(seed).permutation(reference), 50, Key(seed))
+        for window in stream(100 + seed, 2500).reshape(50, 50):
+            alarms += sketch.distance(window) > threshold
+            shuffled += sketch.distance(window) > unordered
+    assert alarms <= 6, "2 % of 300"
+    assert (shuffled > 60) == (run > 1), "without the order of the stream it is not known that there are runs"
