@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from flwr.serverapp.strategy import Strategy
+from flwr.serverapp.strategy import FedAdagrad, Strategy
 
 from fedcomp.codecs import Codec
 from fedcomp.flower.logs import log
@@ -22,6 +22,19 @@ def warn_of_pairing(inner: Strategy, codec: Codec) -> None:
     """Warn of what the codec and the strategy, or the clients' training, are likely to spoil for each other."""
     _warn_of_own_coordinates(held(inner)[-1], codec)
     _warn_of_momentum(held(inner)[-1], codec)
+    _warn_of_adagrad(held(inner)[-1], codec)
+
+
+def _warn_of_adagrad(rule: Strategy, codec: Codec) -> None:
+    """Warn of steps that are divided by what arrived so far: where little arrived they are as long as the first one."""
+    if isinstance(rule, FedAdagrad) and codec.sparse(_LARGE):
+        log.warning(
+            "%s divides a coordinate's step by all that arrived of it so far; of %r most coordinates hear seldom, and "
+            "their steps stay as long as the first one: training may collapse within a few rounds. Use EDEN() or "
+            "QSGD(levels=7), or FedAdam",
+            type(rule).__name__,
+            codec,
+        )
 
 
 def _warn_of_momentum(rule: Strategy, codec: Codec) -> None:
