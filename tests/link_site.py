@@ -7,6 +7,7 @@ import ssl
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -93,6 +94,20 @@ class Site:
         kind = {"content-type": PROTOBUF_MEDIA_TYPE, **dict(headers)}
         with httpx.Client(verify=trust) as client:
             return client.post(f"https://127.0.0.1:{port or self.public}{path}", content=content, headers=kind)
+
+    def asking(self, path: str, port: int) -> Callable[[], str]:
+        """Return a function that asks as the user who calls it, and returns the status or "closed"."""
+        client = httpx.Client(
+            verify=ssl.create_default_context(cafile=str(self.folder.ca)), headers={"content-type": PROTOBUF_MEDIA_TYPE}
+        )
+
+        def ask() -> str:
+            try:
+                return str(client.post(f"https://127.0.0.1:{port}{path}").status_code)
+            except httpx.TransportError:
+                return "closed"
+
+        return ask
 
     def close(self) -> None:
         for child in reversed(self.children):

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Final
 
 from fedcomp.clients import edge
+from fedcomp.clients.edge import own_user
 from fedcomp.coding.transport import parse_host_port
 from fedcomp.errors import ConfigError
 from fedcomp.experiments.commands import OK, complain
@@ -80,7 +81,7 @@ class LinkOptions:
     def superlink(self) -> list[str]:
         """Return the command line of the SuperLink."""
         folder = self.folder
-        command = [edge.program("flower-superlink"), "--host", "127.0.0.1", "--port", str(self.port)]
+        command = own_user.guarded([edge.program("flower-superlink"), "--host", "127.0.0.1", "--port", str(self.port)])
         command += ["--database", str(self.database), "--isolation", "process"]
         command += ["--superexec-auth-secret-file", str(folder.secret)]
         if self.insecure:
@@ -119,9 +120,17 @@ def prepare(options: LinkOptions) -> tuple[socket.socket, Proxy]:
     Raises
     ------
     ConfigError
-        When a port is in use, or a certificate is missing, damaged or past its end.
+        When a port is in use, a certificate is missing, damaged or past its end, or this kernel does not say which user
+        opened a connection.
     """
     folder = options.folder
+    try:
+        own_user.require_owners()
+    except OSError as error:
+        raise ConfigError(
+            f"this kernel does not say which user opened a connection ({error}), and without that every local user "
+            "could give orders; use a machine with Linux's sock_diag"
+        ) from error
     tls, trust = (None, None) if options.insecure else contexts(folder.server, folder.server_key, folder.ca)
     if tls is not None:
         _warn_of_end(folder)

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives import serialization
 from link_site import Site
+from other_users import NOBODY, as_nobody
 from quick_nodes import quicken
 
 from fedcomp.clients.edge.processes import processes_with
@@ -51,6 +52,10 @@ def authentication(key: Path, age: float) -> dict[str, str]:
         FLEET_HTTP_SIGNATURE_HEADER: base64.b64encode(signature).decode(),
         TIMESTAMP_HEADER: stamp,
     }
+
+
+def log_lines(child, text: str) -> int:
+    return sum(text in line for line in child.log.read_text().splitlines())
 
 
 def test_a_run_over_tls_gives_the_bits_of_this_process_and_strangers_get_nowhere(site, tmp_path):
@@ -90,6 +95,15 @@ def test_a_run_over_tls_gives_the_bits_of_this_process_and_strangers_get_nowhere
     assert "proxy: refused 127.0.0.1: 403 '/v1/control/start-run'" in log
     # Nor does the SuperLink's own, to one on this machine without the secret of the SuperExec.
     assert site.post("/v1/runtime/acquire-task", port=site.port).status_code == 401
+
+    # Nor to another user of this machine, whatever he has: no order, and no work of an app whose token he has read.
+    if os.geteuid() == 0:
+        for path in ("control/list-nodes", "control/register-node", "control/start-run", "runtime/acquire-task"):
+            assert as_nobody(site.asking(f"/v1/{path}", site.port)) == "closed", path
+            # And anybody at the port of the nodes.
+            assert as_nobody(site.asking(f"/v1/{path}", site.public)) == "403", path
+        assert log_lines(link, f"refused user {NOBODY} at this port") == 1
+    assert site.asking("/v1/control/list-nodes", site.port)() == "200"
 
     # A registered key and the clock: five minutes late pass, six do not, nor do six seconds early.
     key = folder.nodes / "node-0"
