@@ -322,15 +322,30 @@ def private_folder(path: Path) -> None:
 
 
 def write_new(path: Path, content: bytes, mode: int) -> None:
-    """Write a file that does not exist yet; :class:`ConfigError` when it does."""
-    # Made with its mode, so that it is at no moment readable by others; O_EXCL overwrites nothing.
+    """Write a file that does not exist yet, whole or not at all; :class:`ConfigError` when it does."""
+    # Beside its place: what a power cut leaves there is nobody's key. Of this process, and so of nobody else's making.
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial.unlink(missing_ok=True)
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    except FileExistsError:
-        raise ConfigError(f"{path} exists, and keys are not overwritten; move it away first") from None
-    with os.fdopen(descriptor, "wb") as file:
-        os.fchmod(descriptor, mode)
-        file.write(content)
+        # Made with its mode, so that it is at no moment readable by others.
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        with os.fdopen(descriptor, "wb") as file:
+            os.fchmod(descriptor, mode)
+            file.write(content)
+            file.flush()
+            os.fsync(descriptor)
+        try:
+            # A second name, and not a new one for the first: this overwrites nothing.
+            os.link(partial, path)
+        except FileExistsError:
+            raise ConfigError(f"{path} exists, and keys are not overwritten; move it away first") from None
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def main(arguments: Sequence[str] | None = None, program: str = "fedcomp certificates") -> int:

@@ -120,8 +120,8 @@ def prepare(options: LinkOptions) -> tuple[socket.socket, Proxy]:
     Raises
     ------
     ConfigError
-        When a port is in use, a certificate is missing, damaged or past its end, or this kernel does not say which user
-        opened a connection.
+        When a port is in use, a certificate is missing, damaged or past its end, the secret is damaged, or this kernel
+        does not say which user opened a connection.
     """
     folder = options.folder
     try:
@@ -136,6 +136,8 @@ def prepare(options: LinkOptions) -> tuple[socket.socket, Proxy]:
         _warn_of_end(folder)
     private_folder(folder.path)
     private_folder(folder.kept)
+    if folder.secret.exists():
+        _require_secret(folder.secret)
     # Before anything is written that belongs to a SuperLink which runs already.
     _bound("127.0.0.1", options.port, "--port").close()
     listener = _bound(*options.listen, "--listen")
@@ -148,6 +150,16 @@ def prepare(options: LinkOptions) -> tuple[socket.socket, Proxy]:
     config += f'address = "{options.address}"\n{trusted}\n'
     (folder.home("cli") / "config.toml").write_text(config, encoding="utf-8")
     return listener, Proxy(options.port, tls, trust, options.limits, say)
+
+
+def _require_secret(path: Path) -> None:
+    # Flower's processes would end, and be started again, for ever.
+    try:
+        size = len(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if size < 64:
+        raise ConfigError(f"{path} has {size} bytes of 64: it was not written whole; remove it, and another is made")
 
 
 def _warn_of_end(folder: Folder) -> None:

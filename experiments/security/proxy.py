@@ -92,7 +92,7 @@ def examine(request: h11.Request, limits: Limits) -> None:
     if not PATH.fullmatch(request.target):
         raise Refused(403, "only the calls of nodes pass here; operators reach the SuperLink on its own machine")
     # h11 bounds a head that is incomplete; one that came whole is as long as what was read at once.
-    if sum(len(name) + len(value) for name, value in request.headers) > limits.head:
+    if len(request.target) + sum(len(name) + len(value) + 4 for name, value in request.headers) > limits.head:
         raise Refused(431, f"a head has at most {limits.head} bytes")
     if request.method != b"POST":
         raise Refused(405, "the calls of nodes are POST")

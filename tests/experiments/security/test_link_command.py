@@ -78,6 +78,17 @@ def test_wrong_certificates_are_one_line_and_no_restart_mends_them(tmp_path, cap
     assert "cannot be used together" in says(capfd)
 
 
+def test_a_secret_that_was_not_written_whole_is_named_and_no_restart_mends_it(tmp_path, capfd):
+    made = options(tmp_path)
+    create(tmp_path, ["localhost"], 0)
+    made.folder.kept.mkdir()
+    asked = [str(tmp_path), "--listen", f"127.0.0.1:{made.listen[1]}", "--port", str(made.port)]
+    for content in (b"", b"0123"):
+        made.folder.secret.write_bytes(content)
+        assert fedcomp(["link", *asked]) == 78
+        assert f"{made.folder.secret} has {len(content)} bytes" in says(capfd)
+
+
 def test_a_port_in_use_is_one_line_and_leaves_the_files_of_the_running_link(tmp_path, capfd):
     folder = create(tmp_path, ["localhost"], 0)
     (public, port) = free_ports(2)

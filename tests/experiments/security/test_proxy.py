@@ -221,6 +221,7 @@ HEADS = {
     "expects": (b"Expect: 100-continue\r\nContent-Length: 3\r\n\r\n", 417),
     "upgrade": (b"Upgrade: h2c\r\nConnection: upgrade\r\n\r\n", 417),
     "long head": (b"X: " + b"a" * 20_000 + b"\r\n\r\n", 431),
+    "many headers": (b"a:\r\n" * 4_000 + b"\r\n", 431),
     "long body": (b"Content-Length: 300001\r\n\r\n", 413),
     "long chunks": (b"Transfer-Encoding: chunked\r\n\r\n" + (b"10000\r\n" + b"a" * 65536 + b"\r\n") * 5, 413),
     "bad chunk": (b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", 400),
@@ -240,6 +241,16 @@ def test_what_two_parsers_might_read_differently_is_refused(case):
     # Nothing of it was complete for the backend: no second request may hide in the rest.
     assert made.backend.received == []
     assert len(made.said) == 1
+
+
+def test_a_long_target_is_a_long_head():
+    """Also where it came with the rest at once, of a name that passes."""
+
+    async def body(s: Scene) -> None:
+        answer = await s.ask(b"POST /v1/fleet/" + b"a" * 20_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 431"), answer
+
+    assert scene(body).backend.connections == 0
 
 
 def test_other_methods_are_refused():
