@@ -79,13 +79,16 @@ class Site:
         assert (done.returncode == 0) == (status == 0), printed
         return printed
 
-    def run(self, spec: RunSpec) -> RunResult:
-        out = self.path / "out"
-        config = {**spec.to_run_config(), "out": str(out), "privacy": ""}
+    def run_command(self, spec: RunSpec, **more: str | int) -> list[str]:
+        config = {**spec.to_run_config(), "out": str(self.path / "out"), "privacy": "", **more}
         words = self.path / "run.toml"
         lines = [f"{k} = {f'{v!r}' if isinstance(v, str) else format_value(v)}" for k, v in config.items()]
         words.write_text("\n".join(lines))
-        printed = self.flwr("run", str(APP), "link", "--stream", "--run-config", str(words))
+        return [edge.program("flwr"), "run", str(APP), "link", "--stream", "--run-config", str(words)]
+
+    def run(self, spec: RunSpec, **more: str | int) -> RunResult:
+        out = self.path / "out"
+        printed = self.flwr(*self.run_command(spec, **more)[1:])
         assert (out / RESULT_FILE).exists(), printed + tail(self.path / "link.log", 60)
         return RunResult.load(out)
 

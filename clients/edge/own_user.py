@@ -30,6 +30,9 @@ _ESTABLISHED: Final = 1
 _QUIET_SECONDS: Final = 60.0
 """After a line about a user who was refused, there is none for so long."""
 
+_GRACE_SECONDS: Final = 5
+"""For so long a server that is told to end waits for its clients: `flwr run --stream`, for one, would stay for ever."""
+
 
 def guarded(command: Sequence[str]) -> list[str]:
     """Return ``command``, whose first word is the path of a Flower program, with a port for this user alone."""
@@ -149,7 +152,8 @@ def _guard() -> None:
                 super().connection_lost(exc)
 
     def configure_guarded(self: uvicorn.Config, *arguments: Any, **options: Any) -> None:
-        configure(self, *arguments, **{**options, "http": OwnUserProtocol})
+        ended = {"timeout_graceful_shutdown": _GRACE_SECONDS}
+        configure(self, *arguments, **{**options, "http": OwnUserProtocol, **ended})
         guarded_configs.append(self)
 
     def refuse_other_ports(event: str, arguments: tuple[Any, ...]) -> None:
