@@ -1,7 +1,7 @@
 """Numbers of others reach a model in every system: whatever one client sends, the run goes on, and its report says so.
 
-One client of every row of the table lies in the second round, in all messages that train: its reply is cut, has other
-shapes, types or tensors, or values that are not numbers. Nothing but this row's own checks stands in between.
+One client of every row of the table lies in the second round, in all its answers but those of evaluation: they are cut,
+have other shapes, types or tensors, or values that are not numbers. Nothing but the row's own checks stands in between.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ def spec(name: str) -> RunSpec:
             name, task="digits-graph", rounds=LAST, clients=CLIENTS, settings={"task.hidden": "8", "n": "40"}
         )
     if name == "coded-linear":
-        return RunSpec(name, task="linear", rounds=LAST, clients=CLIENTS, settings={})
-    own = {"evaluate_every": 1} if "topology" in system.needs else {}
+        return RunSpec(name, task="breast-cancer", rounds=LAST, clients=CLIENTS, settings={})
+    own: dict[str, Any] = {"evaluate_every": 1} if "topology" in system.needs else {}
+    # Through the server, where the answers are.
+    own |= {"transport": "hub"} if "transport" in system.defaults and not system.needs else {}
     return RunSpec(name, rounds=LAST, clients=CLIENTS, seed=3, settings={"task.hidden": "16", "lr": 0.05, **own})
 
 
@@ -115,14 +117,19 @@ class Liar:
     def __init__(self, lie: Callable[[RecordDict], bool]) -> None:
         self.lie, self.lied = lie, 0
         self.round: dict[int, int] = {}
+        self.phases: dict[int, int] = {}
 
     def __call__(self, message: Message, context: Context) -> Message:
         partition = int(context.node_config["partition-id"])
         config = message.content.config_records.get("config", {})
         self.round[partition] = int(config.get("server-round", self.round.get(partition, 0)))
+        if message.metadata.message_type.startswith("train.coded_phase"):
+            # Two a round, of which none says its number.
+            self.phases[partition] = self.phases.get(partition, 0) + 1
+            self.round[partition] = (self.phases[partition] + 1) // 2
         reply = honest(message, context)
-        trains = message.metadata.message_type.startswith("train")
-        if partition == LIAR and self.round[partition] == LIE and trains and not reply.has_error():
+        evaluates = message.metadata.message_type.startswith("evaluate")
+        if partition == LIAR and self.round[partition] == LIE and not evaluates and not reply.has_error():
             self.lied += self.lie(reply.content)
         return reply
 
