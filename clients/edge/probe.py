@@ -10,6 +10,7 @@ import socket
 import ssl
 import time
 import urllib.request
+from collections.abc import Callable
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from pathlib import Path
@@ -52,7 +53,9 @@ def proxy_of(address: tuple[str, int], *, tls: bool) -> SplitResult | None:
     proxies = urllib.request.getproxies_environment()
     if excepted := without_proxy(os.environ):
         proxies["no"] = excepted["no_proxy"]
-    if any(urllib.request.proxy_bypass_environment(name, proxies) for name in (host, f"{host}:{port}")):
+    # Documented by what it does for urllib alone, and not in the list of types.
+    bypass: Callable[[str, dict[str, str]], object] = vars(urllib.request)["proxy_bypass_environment"]
+    if bypass(host, proxies) or bypass(f"{host}:{port}", proxies):
         return None
     found = proxies.get("https" if tls else "http") or proxies.get("all")
     return urlsplit(found if "://" in found else f"http://{found}") if found else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import hashlib
 import ipaddress
 import os
 import shlex
@@ -92,6 +93,19 @@ class Folder:
         """Which node has which id at the SuperLink: a line for each key when it was registered."""
         return self.kept / "registered.txt"
 
+    def registrations(self) -> dict[str, tuple[str, str]]:
+        """Return the id and the digest of the key of each node that was registered, by name; the last line counts."""
+        if not self.registered.exists():
+            return {}
+        lines = [line.split() for line in self.registered.read_text(encoding="utf-8").splitlines() if line.strip()]
+        # Lines of an earlier version have no digest.
+        return {name: (node, digest[0] if digest else "") for name, node, *digest in lines}
+
+    @property
+    def status(self) -> Path:
+        """What a running link knows of its nodes, for ``fedcomp status``."""
+        return self.kept / "status.json"
+
     def home(self, name: str) -> Path:
         """Return the Flower home of the process called ``name``; the operator's is ``cli``."""
         return self.kept / name
@@ -151,6 +165,11 @@ def create(path: Path, hosts: Sequence[str], nodes: int, *, now: datetime.dateti
     write_new(folder.server, _server(authority, key, server.public_key(), names, now), 0o644)
     add_nodes(folder, nodes)
     return folder
+
+
+def digest_of(key: Path) -> str:
+    """Return what tells the contents of a public key's file from another's."""
+    return hashlib.sha256(key.read_bytes()).hexdigest()[:16]
 
 
 def add_nodes(folder: Folder, count: int) -> list[str]:

@@ -27,6 +27,7 @@ from typing import Any, ClassVar, Final
 import h11
 
 from fedcomp.errors import ConfigError
+from fedcomp.experiments.security.status import Callers
 
 PATH: Final = re.compile(rb"/v1/fleet/[a-z]+(?:-[a-z]+)*", re.ASCII)
 """The whole target of a call that passes: no query, no escapes, no second slash, nothing to be read in two ways."""
@@ -98,7 +99,7 @@ class Refused(Exception):
 
 
 class ThinnedLog:
-    """Lines about refusals, of which a flood makes few: one a minute for each address and status, and not above 100.
+    """Lines about refusals, of which a flood makes few: each once a minute, ten of an address, a hundred in all.
 
     Parameters
     ----------
@@ -108,22 +109,24 @@ class ThinnedLog:
 
     SECONDS: ClassVar[float] = 60.0
     LINES: ClassVar[int] = 100
+    EACH: ClassVar[int] = 10
 
     def __init__(self, say: Callable[[str], object]) -> None:
         self._say = say
         self._since = -self.SECONDS
-        self._said: set[tuple[str, int]] = set()
+        self._said: dict[str, set[str]] = {}
         self._more: Counter[str] = Counter()
 
-    def __call__(self, address: str, status: int, text: str) -> None:
-        """Say that ``address`` was refused with ``status``; 0 for a connection that was not taken."""
+    def __call__(self, address: str, text: str) -> None:
+        """Say that ``address`` was refused, and why."""
         if time.monotonic() - self._since >= self.SECONDS:
             self.flush()
-        if (address, status) in self._said or len(self._said) >= self.LINES:
+        said = self._said.get(address, set())
+        if text in said or len(said) >= self.EACH or sum(map(len, self._said.values())) >= self.LINES:
             # Addresses are bounded as well: those of an attacker may be as many as there are.
             self._more[address if address in self._more or len(self._more) < self.LINES else "others"] += 1
             return
-        self._said.add((address, status))
+        self._said.setdefault(address, said).add(text)
         self._say(f"proxy: refused {address}: {text}")
 
     def flush(self) -> None:
@@ -215,7 +218,9 @@ class Proxy:
         How the SuperLink's certificate is verified; None for a SuperLink without TLS.
     limits : Limits
     say : callable
-        Receives one line for each refusal.
+        Receives lines about refusals.
+    callers : Callers
+        Counts calls by their keys.
     """
 
     port: int
@@ -223,6 +228,7 @@ class Proxy:
     trust: ssl.SSLContext | None = None
     limits: Limits = field(default_factory=Limits)
     say: Callable[[str], object] = print
+    callers: Callers = field(default_factory=Callers)
     _open: Counter[str] = field(default_factory=Counter)
     _under_way: Counter[str] = field(default_factory=Counter)
     _freed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -248,8 +254,9 @@ class Proxy:
                     # Reset, not closed: a node retries after a reset, and gives up when TLS ends in the middle.
                     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                     connection.close()
-                    text = f"{self._open[address]} connections, {self._open.total()} in all"
-                    self._refusals(address, 0, text)
+                    self.callers.refused["reset"] += 1
+                    text = "as many connections as one address, or all of them, may have"
+                    self._refusals(address, text)
                     continue
                 # Before the handshake, which is where an attacker waits first.
                 self._open[address] += 1
@@ -371,22 +378,25 @@ class Proxy:
                 pass
         if not isinstance(answer, h11.Response):
             raise Refused(502, "the SuperLink broke off before it answered")
-        headers = [(name, value) for name, value in answer.headers if name not in _HOP]
+        headers, down = [(name, value) for name, value in answer.headers if name not in _HOP], 0
         await client.send(h11.Response(status_code=answer.status_code, headers=headers), limits.stall)
         try:
             while isinstance(event := await server.event(limits.answer), h11.Data):
+                down += len(event.data)
                 await client.send(h11.Data(data=event.data), limits.stall)
         except h11.RemoteProtocolError as error:
             # The answer has begun: this can only be shown by breaking off.
             raise ConnectionResetError("the SuperLink broke off within its answer") from error
         await client.send(h11.EndOfMessage(), limits.stall)
+        self.callers.note(request.headers, address, answer.status_code, size, down)
 
     async def _refuse(self, client: Peer, error: Exception, address: str, request: Any) -> None:
         """Say why, on both sides, and end the connection."""
         status = error.status if isinstance(error, Refused) else getattr(error, "error_status_hint", 400)
         target = request.target[:100] if isinstance(request, h11.Request) else b""
         # What the client wrote is shown as ASCII, so that no line of a log is another's words.
-        self._refusals(address, status, f"{status} {target.decode('latin-1')!a}: {str(error)[:200]!a}")
+        self.callers.refused[str(status)] += 1
+        self._refusals(address, f"{status} {target.decode('latin-1')!a}: {str(error)[:200]!a}")
         if client.state.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             return
         body = f"{error}\n".encode()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import base64
 import contextlib
 import datetime
+import json
 import os
 import shutil
 import signal
 import time
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,7 @@ from fedcomp.experiments.engines.processes import wait_for_port
 from fedcomp.experiments.engines.superlink import APP
 from fedcomp.experiments.program import main as fedcomp
 from fedcomp.experiments.security.certificates import create
+from fedcomp.experiments.security.status import rows
 from fedcomp.experiments.server_app import CHECKPOINT_EVERY_KEY, CHECKPOINT_KEY
 from fedcomp.experiments.spec import RESULT_FILE, ROUNDS_FILE, RunSpec
 
@@ -127,6 +130,20 @@ def test_a_run_over_tls_gives_the_bits_of_this_process_and_strangers_get_nowhere
     assert there.accuracy == here.accuracy
     assert {k: v.tobytes() for k, v in there.arrays.items()} == {k: v.tobytes() for k, v in here.arrays.items()}
 
+    # What the proxy has seen of the nodes is on one screen.
+    deadline = time.monotonic() + 60.0
+    while True:
+        document = json.loads(folder.status.read_text())
+        seen = {row["name"]: row for row in rows(folder, document, time.time())}
+        if all(seen[name]["up"] > 10_000 and seen[name]["state"] == "online" for name in ("node-0", "node-1")):
+            break
+        assert time.monotonic() < deadline, seen
+        time.sleep(0.5)
+    assert folder.registered.read_text().splitlines()[0].split()[1] == seen["node-0"]["id"]
+    assert seen["node-0"]["version"] == version("flwr")
+    assert seen["node-0"]["refused"] >= 2  # those with the wrong time
+    assert document["refused"]["403"] >= 7
+
     # A new key while it runs, and the same database after a restart.
     ids = (folder.registered).read_text()
     assert fedcomp(["certificates", str(folder.path), "--add-nodes", "1"]) == 0
@@ -155,6 +172,8 @@ def test_a_run_over_tls_gives_the_bits_of_this_process_and_strangers_get_nowhere
     shutil.move(link.log, tmp_path / "first.log")
     again = site.link()
     assert "3 keys were registered before" in again.log.read_text()
+    # Which the SuperLink was asked for, so that it has nothing to complain of.
+    assert log_lines(again, "ERROR") == 0
 
     # Killed itself, it leaves nobody behind, and whoever starts it again finds its ports free.
     again.kill()

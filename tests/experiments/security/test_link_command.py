@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import json
 import os
 import signal
 import socket
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from fedcomp.experiments.engines.processes import Child, free_ports
@@ -164,6 +166,26 @@ def test_what_ends_is_started_again_and_sigterm_leaves_nothing(tmp_path, monkeyp
     printed = capfd.readouterr().out
     assert "the SuperLink ended with status -9; it is started again" in printed
     assert printed.rstrip().endswith("stopped")
+
+
+def test_with_a_log_of_json_every_line_is_an_object_also_those_of_processes(tmp_path, monkeypatch, capfd):
+    says = "import sys; print('\\x1b[92mINFO\\x1b[0m : ready'); print('oops', file=sys.stderr); sys.exit(3)"
+    monkeypatch.setattr(LinkOptions, "superlink", lambda self: [sys.executable, "-c", says])
+    public, port = free_ports(2)
+    asked = [str(tmp_path), "--insecure", "--listen", f"127.0.0.1:{public}", "--port", str(port)]
+    assert fedcomp(["link", *asked, "--log-format", "json"]) == 75
+    deadline, printed = time.monotonic() + 60, ""
+    while printed.count("\n") < 4:
+        assert time.monotonic() < deadline
+        printed += capfd.readouterr().out
+        time.sleep(0.05)
+    lines = [json.loads(line) for line in printed.splitlines()]
+    assert {(line["event"], line.get("source"), line["message"]) for line in lines if line["event"] == "output"} == {
+        ("output", "superlink", "INFO : ready"),
+        ("output", "superlink", "oops"),
+    }
+    assert [line["message"] for line in lines if line["event"] == "link"][-1] == "stopped"
+    assert all({"time", "level", "event", "message"} <= line.keys() for line in lines)
 
 
 def test_a_superlink_that_does_not_start_is_a_temporary_failure(tmp_path, monkeypatch, capfd):
