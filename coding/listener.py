@@ -72,8 +72,9 @@ class ListenerLimits:
         From the opening of a connection to its end.
     per_key : int
         Connections at the same time that show the same key.
-    key_bytes : int
+    key_bytes, key_parcels : int
         Kept at the same time of what came under one key since the listener began; 0: half of what the store holds.
+        Likewise at most half of ``buffered_bytes`` is one key's, or one address's where there are no keys.
     """
 
     parcel_bytes: int = MAX_PARCEL_BYTES
@@ -83,6 +84,7 @@ class ListenerLimits:
     seconds: float = 30.0
     per_key: int = 16
     key_bytes: int = 0
+    key_parcels: int = 0
 
     def __post_init__(self) -> None:
         if self.parcel_bytes < HEADER_BYTES:
@@ -91,7 +93,8 @@ class ListenerLimits:
             raise ConfigError(
                 f"buffered_bytes is {self.buffered_bytes}, less than the {self.parcel_bytes} of the largest parcel"
             )
-        if min(self.connections, self.per_host, self.per_key) < 1 or not self.seconds > 0 or self.key_bytes < 0:
+        quotas = min(self.key_bytes, self.key_parcels)
+        if min(self.connections, self.per_host, self.per_key) < 1 or not self.seconds > 0 or quotas < 0:
             raise ConfigError(
                 f"connections={self.connections}, per_host={self.per_host}, per_key={self.per_key}, "
                 f"seconds={self.seconds:g}: all must be positive, or nobody could send"
@@ -121,10 +124,13 @@ class Listener:
         self._tls = tls
         self._open: Counter[str] = Counter()
         self._open_keys: Counter[int] = Counter()
+        # By partition: bytes and parcels on their way under its key.
         self._coming: Counter[int] = Counter()
+        self._coming_parcels: Counter[int] = Counter()
         # By partition: the files that came under its key, and how long each is.
         self._came: dict[int, dict[str, int]] = {}
-        self._buffered = 0
+        # By key, or address where there are none.
+        self._buffered: Counter[int | str] = Counter()
         self._told = 0
         self._last = ""
         self._stop = asyncio.Event()
@@ -222,10 +228,12 @@ class Listener:
         try:
             if partition is not None:
                 self._coming[partition] += total
+                self._coming_parcels[partition] += 1
             return await self._body(host, reader, header, total, partition)
         finally:
             if partition is not None:
                 self._coming[partition] -= total
+                self._coming_parcels[partition] -= 1
 
     def _improper(self, host: str, partition: int, header: bytes, total: int) -> bytes:
         """Return the answer to a header that its sender may not write, by its key; nothing when it may."""
@@ -235,12 +243,17 @@ class Listener:
             return self._refuse(REFUSED, "another partition", reason, header)
         # With what is still on its way: those are this key's own bytes, and its own loss where it only announces them.
         try:
-            held = self._held_of(partition) + self._coming[partition]
+            parcels, held = self._held_of(partition)
         except TransportError as error:
             return self._refuse(FAILED, "not written", f"{host}: {error}", header)
+        held += self._coming[partition]
+        parcels += self._coming_parcels[partition]
         if held + total > (self._limits.key_bytes or self._store.max_store_bytes // 2):
             reason = f"partition {partition} has {held} bytes here, and sends {total} more"
             return self._refuse(FULL, "quota", reason, header)
+        # Files cost a place in the directory whatever their size: every writer looks through all of them.
+        if parcels >= (self._limits.key_parcels or max(1, self._store.max_parcels // 2)):
+            return self._refuse(FULL, "quota", f"partition {partition} has {parcels} parcels here", header)
         return b""
 
     async def _body(
@@ -250,16 +263,19 @@ class Listener:
         # One buffer that grows: pieces may be a byte long, and as objects of their own would take far more memory.
         data = bytearray(header)
         arrived = 0
+        sender: int | str = host if partition is None else partition
+        most = max(self._limits.buffered_bytes // 2, self._limits.parcel_bytes)
         try:
             while arrived < total - HEADER_BYTES:
                 chunk = await reader.read(min(total - HEADER_BYTES - arrived, _CHUNK_BYTES))
                 if not chunk:
                     raise asyncio.IncompleteReadError(header, total)
-                if self._buffered + len(chunk) > self._limits.buffered_bytes:
+                full = self._buffered.total() + len(chunk) > self._limits.buffered_bytes
+                if full or self._buffered[sender] + len(chunk) > most:
                     return self._refuse(BUSY, "busy", f"{host} sent more than there is memory for now", header)
                 data += chunk
                 arrived += len(chunk)
-                self._buffered += len(chunk)
+                self._buffered[sender] += len(chunk)
             parcel = Parcel.from_bytes(data, self._limits.parcel_bytes)
             # Writing to a disk may take a while, and others need not wait for it.
             await asyncio.to_thread(self._store.put, parcel)
@@ -274,18 +290,20 @@ class Listener:
             return self._refuse(FAILED, "not written", f"{host}: {error}", header)
         finally:
             # Also on a timeout or an error, or the budget that all connections share would shrink for good.
-            self._buffered -= arrived
+            self._buffered[sender] -= arrived
+            if not self._buffered[sender]:
+                del self._buffered[sender]
         return acknowledgement(KEPT, header)
 
-    def _held_of(self, partition: int) -> int:
-        """Return how many bytes are in the store that came under a partition's key."""
+    def _held_of(self, partition: int) -> tuple[int, int]:
+        """Return how many parcels are in the store that came under a partition's key, and their bytes."""
         came = self._came.get(partition)
         if not came:
-            return 0
+            return 0, 0
         # What a client app has taken or dropped is no longer there.
         there = self._store.names()
         self._came[partition] = came = {name: size for name, size in came.items() if name in there}
-        return sum(came.values())
+        return len(came), sum(came.values())
 
     def _refuse(self, status: int, kind: str, reason: str, header: bytes = b"") -> bytes:
         """Count a connection that brought nothing; return the answer to it."""
@@ -358,6 +376,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             seconds=args.seconds,
             per_key=args.per_key,
             key_bytes=args.key_bytes,
+            key_parcels=args.key_parcels,
         )
         tls = _tls(args)
         # An acknowledgement says that the parcel is on disk, so it is flushed before put() returns.
@@ -422,6 +441,13 @@ def _parser() -> argparse.ArgumentParser:
         default=0,
         metavar="B",
         help="most bytes kept of one key; 0: half of the store",
+    )
+    parser.add_argument(
+        "--key-parcels",
+        type=int,
+        default=0,
+        metavar="N",
+        help="most parcels kept of one key; 0: half of those that the store may hold",
     )
     parser.add_argument("--temporary", action="store_true", help="remove the store at the end")
     parser.add_argument("--until-closed", type=int, metavar="FD", help="leave when the other end of this pipe closes")

@@ -17,6 +17,8 @@ usage: fedcomp COMMAND ...
   node               start a node that trains for a SuperLink elsewhere, and keep it running
   certificates DIR   make the certificates of a server and the keys of its nodes
   link DIR           start a SuperLink that such nodes can reach, and nobody else can command
+  status DIR         show what a running link knows of its nodes
+  --version          of fedcomp and of Flower
 
 fedcomp COMMAND --help says what a command takes."""
 
@@ -52,10 +54,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from fedcomp.experiments.security.link import main as link
 
         return link(rest)
+    if command == "status":
+        from fedcomp.experiments.security.status import main as status
+
+        return status(rest)
+    if command == "--version":
+        from importlib.metadata import version
+
+        print(f"fedcomp {version('fedcomp')}, flwr {version('flwr')}")
+        return OK
     if command in ("", "-h", "--help"):
         try:
             print(USAGE, flush=True)
         except BrokenPipeError:
             return unread()
         return OK
-    return complain(f"no command {command!r}; fedcomp has run, bench, node, certificates and link", WRONG_INPUT)
+    return complain(f"no command {command!r}; fedcomp has run, bench, node, certificates, link and status", WRONG_INPUT)

@@ -7,6 +7,7 @@ import ssl
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -78,13 +79,16 @@ class Site:
         assert (done.returncode == 0) == (status == 0), printed
         return printed
 
-    def run(self, spec: RunSpec) -> RunResult:
-        out = self.path / "out"
-        config = {**spec.to_run_config(), "out": str(out), "privacy": ""}
+    def run_command(self, spec: RunSpec, **more: str | int) -> list[str]:
+        config = {**spec.to_run_config(), "out": str(self.path / "out"), "privacy": "", **more}
         words = self.path / "run.toml"
         lines = [f"{k} = {f'{v!r}' if isinstance(v, str) else format_value(v)}" for k, v in config.items()]
         words.write_text("\n".join(lines))
-        printed = self.flwr("run", str(APP), "link", "--stream", "--run-config", str(words))
+        return [edge.program("flwr"), "run", str(APP), "link", "--stream", "--run-config", str(words)]
+
+    def run(self, spec: RunSpec, **more: str | int) -> RunResult:
+        out = self.path / "out"
+        printed = self.flwr(*self.run_command(spec, **more)[1:])
         assert (out / RESULT_FILE).exists(), printed + tail(self.path / "link.log", 60)
         return RunResult.load(out)
 
@@ -93,6 +97,20 @@ class Site:
         kind = {"content-type": PROTOBUF_MEDIA_TYPE, **dict(headers)}
         with httpx.Client(verify=trust) as client:
             return client.post(f"https://127.0.0.1:{port or self.public}{path}", content=content, headers=kind)
+
+    def asking(self, path: str, port: int) -> Callable[[], str]:
+        """Return a function that asks as the user who calls it, and returns the status or "closed"."""
+        client = httpx.Client(
+            verify=ssl.create_default_context(cafile=str(self.folder.ca)), headers={"content-type": PROTOBUF_MEDIA_TYPE}
+        )
+
+        def ask() -> str:
+            try:
+                return str(client.post(f"https://127.0.0.1:{port}{path}").status_code)
+            except httpx.TransportError:
+                return "closed"
+
+        return ask
 
     def close(self) -> None:
         for child in reversed(self.children):

@@ -92,6 +92,7 @@ _ANSWER = gossip.AnswerRecord(
 _QUERY = {"run": b"run 0001", "transport": "peers", "max_store": 1 << 20, "spool": "/tmp/x", "round": 3}
 _RELAY, _SUMS, _GRAD = ({"construction": name, **_QUERY} for name in ("relay", "sumcode", "gradcode"))
 _CODE = {"code": "mds", "symbols": 2, "shards": 2, "private": 1, "seed": -7, "max_payload": 999}
+_TRAINING = datalens.TrainingRequest("s", 1, -5, 2, 3, 4, 1, 0.5, True, 3, 2, 8, 0.1, 0.2, -7, False)
 _MIX = {"mix_bytes": 64, "clients": 3, "seed": -7, "shards": 2}
 _RELAYS = {"source": 1, "relays": (2, 0), "keys": bytes(range(64)), "addresses": ("a", "")}
 _UP = {"aggregator": 0, "max_payload": 99, "keys": bytes(range(32)), "addresses": ("a",)}
@@ -116,9 +117,7 @@ EXAMPLES: dict[str, Schema] = {
     "gcn.Fetch": gcn.Fetch("s", "rows", "csr", 0.1),
     "gcn.Fetch/structure": gcn.Fetch("s", "structure", norms=True),
     "gcn.Refused": gcn.Refused((0, 2), "ids of another part"),
-    "datalens.TrainingRequest": datalens.TrainingRequest(
-        "s", 1, -5, 2, 3, 4, 1, 0.5, True, 3, 2, 8, 0.1, 0.2, -7, False
-    ),
+    "datalens.TrainingRequest": _TRAINING,
     "datalens.Answered": datalens.Answered("s", 3),
     "parts.PartRequest": parts.PartRequest(0, 7, (2, 1, 2)),
     "parts.PartRequest/next": parts.PartRequest(2, 7),
@@ -388,6 +387,17 @@ CONFLICTS: list[Schema] = [
     coded.SumHeld(round=3, digest=b"12345678", sources=(2,)),
     gradients.GradientPlan(
         **_GRAD, index=1, partitions=(4, 4), coefficients=b"x", arithmetic="float64", parts=3, limit=0.5
+    ),
+    replace(_TRAINING, batch=1 << 31),
+    replace(_TRAINING, pixels=1 << 24),
+    replace(_TRAINING, teachers=1 << 12, images=1 << 10, pixels=1 << 8),
+    linear.Build(plan=b"12345678", sizes=(3, 2**31 - 1), columns=5, bias=True),
+    linear.Owner(rows=2**31 - 1, columns=5, loss="hinge", data=b"0123456789abcdef"),
+    coded.MixTraining(**_RELAY, **{**_MIX, "mix_bytes": 2**32 - 64}, **_RELAYS, index=1),
+    coded.Combine(**_RELAY, **{**_MIX, "mix_bytes": 2**32 - 64}, seal=True, index=1, first=2, count=3),
+    coded.Combine(**_RELAY, **{**_MIX, "mix_bytes": 1 << 20}, seal=True, index=1, first=2, count=1 << 12),
+    coded.MergedSum(
+        **_RELAY, **_CODE, **_RELAYS, **_GROUP, level=3, sources=(1,), sizes=(2,), count=2**32 - 1, levels=4
     ),
     linear.Done(),
     linear.Done(plan=b"1234567"),

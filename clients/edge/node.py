@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
+from fedcomp.clients.edge import own_user
 from fedcomp.clients.edge.events import EventLog
 from fedcomp.clients.edge.launch import environment, supernode, with_folders
 from fedcomp.clients.edge.options import NodeOptions, parse
@@ -124,7 +125,7 @@ def _workers(
         if options.allow_bundles is not None:
             raise ConfigError(f"--allow-bundles needs the executor of this project: {reason}")
         log("executor", f"messages are handled by Flower's own, a new process each: {reason}", level="warning")
-        return [Service(SUPERNODE, supernode(options), env, after=after)]
+        return [Service(SUPERNODE, _for_this_user(supernode(options), log), env, after=after)]
     # The port is open to every user of this machine; whoever has no secret gets no task. That of a former start has no
     # reader any more: its port was found free.
     secret.unlink(missing_ok=True)
@@ -136,6 +137,17 @@ def _workers(
         Service(SUPERNODE, command, env, after=after),
         Service("executor", words, env, after=after, fatal=fatal, nice=YIELDS),
     ]
+
+
+def _for_this_user(command: list[str], log: EventLog) -> list[str]:
+    """Return the command line of a SuperNode whose port serves this user alone, where the kernel says who connects:
+    Flower's own executor has no secret there, and starts its apps with their tokens in the list of processes."""
+    try:
+        own_user.require_owners()
+    except OSError as error:
+        log("port", f"every user of this machine can take this node's messages at its port: {error}", level="warning")
+        return command
+    return own_user.guarded(command)
 
 
 def _executor(options: NodeOptions, env: dict[str, str], secret: Path) -> tuple[list[str], str]:

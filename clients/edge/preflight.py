@@ -57,6 +57,21 @@ def preflight(options: NodeOptions, log: EventLog) -> int:
 def address(options: NodeOptions) -> Finding:
     """Whether the address resolves and accepts connections."""
     host, port = options.address
+    proxy = probe.proxy_of(options.address, tls=options.root_certificates is not None)
+    if proxy is not None:
+        # As the node connects, which asks the proxy and looks no name up. Without what may be its password.
+        name = f"{proxy.scheme}://{proxy.hostname}:{proxy.port or ''}".rstrip(":")
+        try:
+            context = None if options.root_certificates is None else probe.unverified()
+            status = probe.ask(options.address, context).status
+        except (OSError, http.client.HTTPException) as error:
+            text = f"{options.superlink} is not reached through the proxy {name} ({error}): put it into no_proxy"
+            return Finding("address", f"{text}, or see to the proxy", False, True)
+        # The proxy's own answer for what it cannot reach.
+        if options.root_certificates is None and status in (407, 502, 503, 504):
+            text = f"the proxy {name} answers {status} for {options.superlink}: put it into no_proxy"
+            return Finding("address", f"{text}, or see to the proxy", False, True)
+        return Finding("address", f"{options.superlink} answers through the proxy {name}, as the node asks")
     try:
         places = {str(found[4][0]) for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
     except OSError as error:

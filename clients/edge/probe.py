@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import http.client
+import os
 import socket
 import ssl
 import time
+import urllib.request
+from collections.abc import Callable
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import SplitResult, unquote, urlsplit
+
+from fedcomp.flower.offline import without_proxy
 
 
 @dataclass(frozen=True)
@@ -39,6 +46,42 @@ class Answer:
     certificate: dict[str, Any]
 
 
+def proxy_of(address: tuple[str, int], *, tls: bool) -> SplitResult | None:
+    """Return the proxy through which Flower's nodes reach ``address`` from this environment; None for none."""
+    host, port = address
+    # A node's processes are started with loopback excepted.
+    proxies = urllib.request.getproxies_environment()
+    if excepted := without_proxy(os.environ):
+        proxies["no"] = excepted["no_proxy"]
+    # Documented by what it does for urllib alone, and not in the list of types.
+    bypass: Callable[[str, dict[str, str]], object] = vars(urllib.request)["proxy_bypass_environment"]
+    if bypass(host, proxies) or bypass(f"{host}:{port}", proxies):
+        return None
+    found = proxies.get("https" if tls else "http") or proxies.get("all")
+    return urlsplit(found if "://" in found else f"http://{found}") if found else None
+
+
+def connection_to(
+    address: tuple[str, int], context: ssl.SSLContext | None, timeout: float
+) -> tuple[http.client.HTTPConnection, str, dict[str, str]]:
+    """Return a connection as a node makes it, through the environment's proxy where there is one; the target of
+    ``/health`` on it, and headers for the proxy."""
+    proxy = proxy_of(address, tls=context is not None)
+    place = address if proxy is None else (proxy.hostname or "", proxy.port or (443 if proxy.scheme == "https" else 80))
+    login = {}
+    if proxy is not None and proxy.username is not None:
+        pair = f"{unquote(proxy.username)}:{unquote(proxy.password or '')}".encode()
+        login = {"Proxy-Authorization": f"Basic {base64.b64encode(pair).decode()}"}
+    if context is None:
+        host, port = address
+        target = "/health" if proxy is None else f"http://{host}:{port}/health"
+        return http.client.HTTPConnection(*place, timeout=timeout), target, login
+    connection = http.client.HTTPSConnection(*place, timeout=timeout, context=context)
+    if proxy is not None:
+        connection.set_tunnel(*address, headers=login)
+    return connection, "/health", {}
+
+
 def ask(address: tuple[str, int], context: ssl.SSLContext | None, *, timeout: float = 5.0) -> Answer:
     """Ask for ``/health``, which any SuperLink has; behind a proxy that hides it, an error answers as well.
 
@@ -47,16 +90,14 @@ def ask(address: tuple[str, int], context: ssl.SSLContext | None, *, timeout: fl
     OSError, http.client.HTTPException
     """
     began = time.monotonic()
-    connection = http.client.HTTPConnection(*address, timeout=timeout)
-    if context is not None:
-        connection = http.client.HTTPSConnection(*address, timeout=timeout, context=context)
+    connection, target, login = connection_to(address, context, timeout)
     with contextlib.closing(connection):
         connection.connect()
         connected = time.monotonic()
         # Now: a server that closes takes the socket away with its answer.
         certificate = connection.sock.getpeercert() if isinstance(connection.sock, ssl.SSLSocket) else None
         asked = time.time()
-        connection.request("GET", "/health")
+        connection.request("GET", target, headers=login)
         answer = connection.getresponse()
         size = len(answer.read(1 << 20))
         seconds = time.monotonic() - connected
@@ -82,13 +123,11 @@ def uplink(address: tuple[str, int], context: ssl.SSLContext | None, *, timeout:
     """
     taken = []
     for padding in (0, _PADDING):
-        connection: http.client.HTTPConnection = http.client.HTTPConnection(*address, timeout=timeout)
-        if context is not None:
-            connection = http.client.HTTPSConnection(*address, timeout=timeout, context=context)
+        connection, target, login = connection_to(address, context, timeout)
         with contextlib.closing(connection):
             connection.connect()
             began = time.monotonic()
-            connection.request("GET", "/health", headers={"X-Padding": "0" * padding})
+            connection.request("GET", target, headers={**login, "X-Padding": "0" * padding})
             connection.getresponse().read(1 << 20)
             taken.append(time.monotonic() - began)
     more = taken[1] - taken[0]

@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from fedcomp.clients import edge
+from fedcomp.clients.edge import own_user
 from fedcomp.clients.edge.processes import processes_with
 from fedcomp.errors import ConfigError
 from fedcomp.experiments.engines.processes import (
@@ -175,7 +176,7 @@ class Deployment:
     def _start_server(self, ports: Sequence[int]) -> None:
         """Start the first child, which nodes and command line connect to, and wait until they can."""
         command = [edge.program("flower-superlink"), "--insecure", "--host", self.host, "--port", str(ports[0])]
-        link = self._launch("the SuperLink", "superlink", command)
+        link = self._launch("the SuperLink", "superlink", self.guarded(command))
         self._wait_for(ports[0], link)
         (self.home("cli") / "config.toml").write_text(
             f'[superlink]\ndefault = "{self.connection}"\n\n'
@@ -205,7 +206,11 @@ class Deployment:
 
     def node_command(self, arguments: list[str]) -> list[str]:
         """Return the command line of a node with these arguments; here of Flower's SuperNode alone."""
-        return edge.prepare(arguments)[0]
+        return self.guarded(edge.prepare(arguments)[0])
+
+    def guarded(self, command: list[str]) -> list[str]:
+        """Return the command line of a Flower server, here of one whose port serves this user alone."""
+        return own_user.guarded(command)
 
     def peer_store(self, node: int) -> Path:
         """Return the folder in which the listener of ``node`` keeps the parcels of other nodes."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import hashlib
 import ipaddress
 import os
 import shlex
@@ -92,6 +93,19 @@ class Folder:
         """Which node has which id at the SuperLink: a line for each key when it was registered."""
         return self.kept / "registered.txt"
 
+    def registrations(self) -> dict[str, tuple[str, str]]:
+        """Return the id and the digest of the key of each node that was registered, by name; the last line counts."""
+        if not self.registered.exists():
+            return {}
+        lines = [line.split() for line in self.registered.read_text(encoding="utf-8").splitlines() if line.strip()]
+        # Lines of an earlier version have no digest.
+        return {name: (node, digest[0] if digest else "") for name, node, *digest in lines}
+
+    @property
+    def status(self) -> Path:
+        """What a running link knows of its nodes, for ``fedcomp status``."""
+        return self.kept / "status.json"
+
     def home(self, name: str) -> Path:
         """Return the Flower home of the process called ``name``; the operator's is ``cli``."""
         return self.kept / name
@@ -151,6 +165,11 @@ def create(path: Path, hosts: Sequence[str], nodes: int, *, now: datetime.dateti
     write_new(folder.server, _server(authority, key, server.public_key(), names, now), 0o644)
     add_nodes(folder, nodes)
     return folder
+
+
+def digest_of(key: Path) -> str:
+    """Return what tells the contents of a public key's file from another's."""
+    return hashlib.sha256(key.read_bytes()).hexdigest()[:16]
 
 
 def add_nodes(folder: Folder, count: int) -> list[str]:
@@ -322,15 +341,30 @@ def private_folder(path: Path) -> None:
 
 
 def write_new(path: Path, content: bytes, mode: int) -> None:
-    """Write a file that does not exist yet; :class:`ConfigError` when it does."""
-    # Made with its mode, so that it is at no moment readable by others; O_EXCL overwrites nothing.
+    """Write a file that does not exist yet, whole or not at all; :class:`ConfigError` when it does."""
+    # Beside its place: what a power cut leaves there is nobody's key. Of this process, and so of nobody else's making.
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial.unlink(missing_ok=True)
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    except FileExistsError:
-        raise ConfigError(f"{path} exists, and keys are not overwritten; move it away first") from None
-    with os.fdopen(descriptor, "wb") as file:
-        os.fchmod(descriptor, mode)
-        file.write(content)
+        # Made with its mode, so that it is at no moment readable by others.
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        with os.fdopen(descriptor, "wb") as file:
+            os.fchmod(descriptor, mode)
+            file.write(content)
+            file.flush()
+            os.fsync(descriptor)
+        try:
+            # A second name, and not a new one for the first: this overwrites nothing.
+            os.link(partial, path)
+        except FileExistsError:
+            raise ConfigError(f"{path} exists, and keys are not overwritten; move it away first") from None
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def main(arguments: Sequence[str] | None = None, program: str = "fedcomp certificates") -> int:

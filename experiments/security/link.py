@@ -18,6 +18,7 @@ import secrets
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from pathlib import Path
 from typing import Final
 
 from fedcomp.clients import edge
+from fedcomp.clients.edge import own_user
+from fedcomp.clients.edge.events import EventLog, plain
 from fedcomp.coding.transport import parse_host_port
 from fedcomp.errors import ConfigError
 from fedcomp.experiments.commands import OK, complain
@@ -32,6 +35,7 @@ from fedcomp.experiments.engines.processes import Child, DeploymentError
 from fedcomp.experiments.security.certificates import Folder, private_folder, read, write_new
 from fedcomp.experiments.security.proxy import Limits, Proxy, contexts
 from fedcomp.experiments.security.registration import TEMPORARY
+from fedcomp.experiments.security.status import names_of
 from fedcomp.flower.offline import OFFLINE_ENVIRONMENT, without_proxy
 
 CONFIGURATION: Final = 78
@@ -41,6 +45,7 @@ CONNECTION: Final = "link"
 START_SECONDS: Final = 120.0
 SHORTEST, LONGEST = 1.0, 30.0
 """Seconds between the end of a process and its next start: doubled each time, and back when it ran for a minute."""
+STATUS_SECONDS: Final = 5.0
 INSECURE: Final = """\
 --insecure: no TLS and no keys. Whoever reaches {listen} can join as a node and get models and data of runs, and whoever
 is on the way reads and changes everything. For a network of your own only."""
@@ -63,6 +68,8 @@ class LinkOptions:
     insecure : bool
         Neither TLS nor keys.
     limits : Limits
+    json : bool
+        Every line of the log, those of the processes among them, is an object.
     """
 
     folder: Folder
@@ -71,6 +78,14 @@ class LinkOptions:
     database: Path
     insecure: bool
     limits: Limits
+    json: bool = False
+
+    def say(self, line: str) -> None:
+        """Print one line at once, or the object of a line."""
+        if self.json:
+            EventLog(json=True)("link", line)
+        else:
+            print(line, flush=True)
 
     @property
     def address(self) -> str:
@@ -80,7 +95,7 @@ class LinkOptions:
     def superlink(self) -> list[str]:
         """Return the command line of the SuperLink."""
         folder = self.folder
-        command = [edge.program("flower-superlink"), "--host", "127.0.0.1", "--port", str(self.port)]
+        command = own_user.guarded([edge.program("flower-superlink"), "--host", "127.0.0.1", "--port", str(self.port)])
         command += ["--database", str(self.database), "--isolation", "process"]
         command += ["--superexec-auth-secret-file", str(folder.secret)]
         if self.insecure:
@@ -105,12 +120,27 @@ class LinkOptions:
 
     def start(self, title: str, name: str, command: list[str]) -> Child:
         """Start a process whose output is ours."""
-        return Child(title, command, env=self.environment(name), log=None, cwd=self.folder.home(name))
+        if not self.json:
+            return Child(title, command, env=self.environment(name), log=None, cwd=self.folder.home(name))
+        mine, theirs = os.pipe()
+        try:
+            pipe = Path(f"/proc/self/fd/{theirs}")
+            child = Child(title, command, env=self.environment(name), log=pipe, cwd=self.folder.home(name))
+        finally:
+            os.close(theirs)
+        # What was written is here and not in a file.
+        child.log = None
+        threading.Thread(target=_pass_on, args=(name, mine), daemon=True).start()
+        return child
 
 
-def say(line: str) -> None:
-    """Print one line at once."""
-    print(line, flush=True)
+def _pass_on(name: str, pipe: int) -> None:
+    """Print as objects what a process and those below it write, until the last of them has ended."""
+    log = EventLog(json=True)
+    with os.fdopen(pipe, encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            if text := plain(line):
+                log.output(name, text)
 
 
 def prepare(options: LinkOptions) -> tuple[socket.socket, Proxy]:
@@ -119,14 +149,24 @@ def prepare(options: LinkOptions) -> tuple[socket.socket, Proxy]:
     Raises
     ------
     ConfigError
-        When a port is in use, or a certificate is missing, damaged or past its end.
+        When a port is in use, a certificate is missing, damaged or past its end, the secret is damaged, or this kernel
+        does not say which user opened a connection.
     """
     folder = options.folder
+    try:
+        own_user.require_owners()
+    except OSError as error:
+        raise ConfigError(
+            f"this kernel does not say which user opened a connection ({error}), and without that every local user "
+            "could give orders; use a machine with Linux's sock_diag"
+        ) from error
     tls, trust = (None, None) if options.insecure else contexts(folder.server, folder.server_key, folder.ca)
     if tls is not None:
-        _warn_of_end(folder)
+        _warn_of_end(options)
     private_folder(folder.path)
     private_folder(folder.kept)
+    if folder.secret.exists():
+        _require_secret(folder.secret)
     # Before anything is written that belongs to a SuperLink which runs already.
     _bound("127.0.0.1", options.port, "--port").close()
     listener = _bound(*options.listen, "--listen")
@@ -138,16 +178,27 @@ def prepare(options: LinkOptions) -> tuple[socket.socket, Proxy]:
     config = f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\n'
     config += f'address = "{options.address}"\n{trusted}\n'
     (folder.home("cli") / "config.toml").write_text(config, encoding="utf-8")
-    return listener, Proxy(options.port, tls, trust, options.limits, say)
+    return listener, Proxy(options.port, tls, trust, options.limits, options.say)
 
 
-def _warn_of_end(folder: Folder) -> None:
+def _require_secret(path: Path) -> None:
+    # Flower's processes would end, and be started again, for ever.
+    try:
+        size = len(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if size < 64:
+        raise ConfigError(f"{path} has {size} bytes of 64: it was not written whole; remove it, and another is made")
+
+
+def _warn_of_end(options: LinkOptions) -> None:
+    folder = options.folder
     ends = read(folder.server).not_valid_after_utc
     days = (ends.timestamp() - time.time()) / 86400
     if days <= 0:
         raise ConfigError(f"{folder.server} ended on {ends:%Y-%m-%d}; fedcomp certificates DIR --renew issues another")
     if days < 30:
-        say(f"the server certificate ends on {ends:%Y-%m-%d}: fedcomp certificates {folder.path} --renew")
+        options.say(f"the server certificate ends on {ends:%Y-%m-%d}: fedcomp certificates {folder.path} --renew")
 
 
 def _lock(folder: Folder) -> None:
@@ -203,7 +254,7 @@ async def run(options: LinkOptions, listener: socket.socket, proxy: Proxy) -> in
             child.terminate()
         for child in reversed(children):
             child.stop()
-        say("stopped")
+        options.say("stopped")
 
 
 async def _keep(options: LinkOptions, listener: socket.socket, proxy: Proxy, children: list[Child]) -> None:
@@ -214,12 +265,25 @@ async def _keep(options: LinkOptions, listener: socket.socket, proxy: Proxy, chi
         await register(options)
     children.append(options.start("the SuperExec", "superexec", options.superexec()))
     host, port = options.listen
-    say(f"ready: nodes connect to {host}:{port}; operators use FLWR_HOME={options.folder.home('cli')} flwr ...")
+    options.say(f"ready: nodes connect to {host}:{port}; operators use FLWR_HOME={options.folder.home('cli')} flwr ...")
     commands = (options.superlink, "superlink"), (options.superexec, "superexec")
     async with asyncio.TaskGroup() as group:
         group.create_task(proxy.serve(listener))
+        group.create_task(_show(options, proxy))
         for place, (command, name) in enumerate(commands):
             group.create_task(_again(options, children, place, name, command()))
+
+
+async def _show(options: LinkOptions, proxy: Proxy) -> None:
+    """Write down for ``fedcomp status`` what the proxy has seen, every five seconds."""
+    while True:
+        # Anew: keys may have been added while this runs.
+        proxy.callers.names = names_of(options.folder)
+        try:
+            proxy.callers.write(options.folder.status)
+        except OSError as error:
+            options.say(f"{options.folder.status} cannot be written: {error}")
+        await asyncio.sleep(STATUS_SECONDS)
 
 
 async def _again(options: LinkOptions, children: list[Child], place: int, name: str, command: list[str]) -> None:
@@ -232,7 +296,7 @@ async def _again(options: LinkOptions, children: list[Child], place: int, name: 
             continue
         wait = SHORTEST if loop.time() - started > 60.0 else min(2 * wait, LONGEST)
         pause = wait * (0.5 + secrets.randbelow(1000) / 2000)
-        say(f"{child.name} ended with status {child.returncode}; it is started again in {pause:.1f} s")
+        options.say(f"{child.name} ended with status {child.returncode}; it is started again in {pause:.1f} s")
         await asyncio.sleep(pause)
         started = loop.time()
         children[place] = options.start(child.name, name, command)
@@ -261,9 +325,13 @@ async def register(options: LinkOptions) -> None:
     """
     module = "fedcomp.experiments.security.registration"
     command = [sys.executable, "-m", module, str(options.folder.path), CONNECTION]
-    process = await asyncio.create_subprocess_exec(*command, env=options.environment("cli"))
+    out = asyncio.subprocess.PIPE if options.json else None
+    process = await asyncio.create_subprocess_exec(*command, env=options.environment("cli"), stdout=out, stderr=out)
     try:
-        status = await process.wait()
+        printed = b"".join(part or b"" for part in await process.communicate())
+        for line in filter(None, map(plain, printed.decode(errors="replace").splitlines())):
+            EventLog(json=True).output("register", line)
+        status = process.returncode
     except asyncio.CancelledError:
         process.kill()
         await process.wait()
@@ -285,6 +353,7 @@ def main(arguments: Sequence[str] | None = None, program: str = "fedcomp link") 
             database=(args.database or folder.kept / "state.db").absolute(),
             insecure=args.insecure,
             limits=Limits(per_address=args.per_address),
+            json=args.log_format == "json",
         )
         if args.register:
             if not (folder.home("cli") / "config.toml").exists():
@@ -296,7 +365,7 @@ def main(arguments: Sequence[str] | None = None, program: str = "fedcomp link") 
         listener, proxy = prepare(options)
         _raise_descriptors()
         if options.insecure:
-            say(INSECURE.format(listen=args.listen))
+            options.say(INSECURE.format(listen=args.listen))
         return asyncio.run(run(options, listener, proxy))
     except ConfigError as error:
         return complain(str(error), CONFIGURATION)
@@ -338,6 +407,9 @@ def _parser(program: str) -> argparse.ArgumentParser:
         default=Limits.per_address,
         metavar="N",
         help="most connections of one address; a node has about four (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--log-format", choices=("text", "json"), default="text", help="how lines are written (default: %(default)s)"
     )
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--insecure", action="store_true", help="no TLS and no keys; for a network of your own only")

@@ -16,20 +16,24 @@ import re
 import socket
 import ssl
 import struct
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import h11
 
 from fedcomp.errors import ConfigError
+from fedcomp.experiments.security.status import Callers
 
 PATH: Final = re.compile(rb"/v1/fleet/[a-z]+(?:-[a-z]+)*", re.ASCII)
 """The whole target of a call that passes: no query, no escapes, no second slash, nothing to be read in two ways."""
 _PIECE: Final = 64 * 1024
+_SMALL: Final = 64 * 1024
+"""Most bytes of a body that are as little as what its connection takes."""
 _STALE: Final = 4.0
 """Seconds after which an idle connection to the SuperLink is not used again; its server closes it after five."""
 _HOP: Final = frozenset(
@@ -54,6 +58,11 @@ class Limits:
         Most bytes of a request's line and headers.
     body : int
         Most bytes of a request's body; an object of Flower's has at most 20 MiB.
+    address_bytes, all_bytes : int
+        Bytes of bodies under way at a time, of one address and in all: the SuperLink holds a body until it is complete
+        and only then looks at who sent it. Counted as announced; bodies of 64 KiB and less are not counted.
+    queue : float
+        Seconds that a body waits for room, before it is read.
     handshake, idle : float
         Seconds for the TLS handshake, and for the next request's head to be complete.
     upload : float
@@ -70,6 +79,9 @@ class Limits:
     connections: int = 4096
     head: int = 16 * 1024
     body: int = 64 * 1024 * 1024
+    address_bytes: int = 128 * 1024 * 1024
+    all_bytes: int = 512 * 1024 * 1024
+    queue: float = 10.0
     handshake: float = 10.0
     idle: float = 60.0
     upload: float = 600.0
@@ -86,13 +98,54 @@ class Refused(Exception):
         self.status = status
 
 
+class ThinnedLog:
+    """Lines about refusals, of which a flood makes few: each once a minute, ten of an address, a hundred in all.
+
+    Parameters
+    ----------
+    say : callable
+        Receives one line for each refusal, and one for those that had none.
+    """
+
+    SECONDS: ClassVar[float] = 60.0
+    LINES: ClassVar[int] = 100
+    EACH: ClassVar[int] = 10
+
+    def __init__(self, say: Callable[[str], object]) -> None:
+        self._say = say
+        self._since = -self.SECONDS
+        self._said: dict[str, set[str]] = {}
+        self._more: Counter[str] = Counter()
+
+    def __call__(self, address: str, text: str) -> None:
+        """Say that ``address`` was refused, and why."""
+        if time.monotonic() - self._since >= self.SECONDS:
+            self.flush()
+        said = self._said.get(address, set())
+        if text in said or len(said) >= self.EACH or sum(map(len, self._said.values())) >= self.LINES:
+            # Addresses are bounded as well: those of an attacker may be as many as there are.
+            self._more[address if address in self._more or len(self._more) < self.LINES else "others"] += 1
+            return
+        self._said.setdefault(address, said).add(text)
+        self._say(f"proxy: refused {address}: {text}")
+
+    def flush(self) -> None:
+        """Say how many refusals had no line, and begin another minute."""
+        if self._more:
+            most = ", ".join(f"{address} ({count})" for address, count in self._more.most_common(3))
+            self._say(f"proxy: {self._more.total()} more refusals without a line, most of {most}")
+        self._since = time.monotonic()
+        self._said.clear()
+        self._more.clear()
+
+
 def examine(request: h11.Request, limits: Limits) -> None:
     """Raise :class:`Refused` unless ``request`` is a call of the fleet API in its one plain form."""
     names = [name for name, _ in request.headers]
     if not PATH.fullmatch(request.target):
         raise Refused(403, "only the calls of nodes pass here; operators reach the SuperLink on its own machine")
     # h11 bounds a head that is incomplete; one that came whole is as long as what was read at once.
-    if sum(len(name) + len(value) for name, value in request.headers) > limits.head:
+    if len(request.target) + sum(len(name) + len(value) + 4 for name, value in request.headers) > limits.head:
         raise Refused(431, f"a head has at most {limits.head} bytes")
     if request.method != b"POST":
         raise Refused(405, "the calls of nodes are POST")
@@ -101,9 +154,15 @@ def examine(request: h11.Request, limits: Limits) -> None:
         raise Refused(400, "a body has a length or is chunked, not both")
     if b"expect" in names or b"upgrade" in names:
         raise Refused(417, "neither Expect nor Upgrade is of use here")
-    length = next((value for name, value in request.headers if name == b"content-length"), b"0")
-    if int(length) > limits.body:
+    if announced(request, limits) > limits.body:
         raise Refused(413, f"a body has at most {limits.body} bytes")
+
+
+def announced(request: h11.Request, limits: Limits) -> int:
+    """Return how many bytes the body of ``request`` has at most."""
+    if any(name == b"transfer-encoding" for name, _ in request.headers):
+        return limits.body
+    return int(next((value for name, value in request.headers if name == b"content-length"), b"0"))
 
 
 @dataclass
@@ -159,7 +218,9 @@ class Proxy:
         How the SuperLink's certificate is verified; None for a SuperLink without TLS.
     limits : Limits
     say : callable
-        Receives one line for each refusal.
+        Receives lines about refusals.
+    callers : Callers
+        Counts calls by their keys.
     """
 
     port: int
@@ -167,8 +228,14 @@ class Proxy:
     trust: ssl.SSLContext | None = None
     limits: Limits = field(default_factory=Limits)
     say: Callable[[str], object] = print
+    callers: Callers = field(default_factory=Callers)
     _open: Counter[str] = field(default_factory=Counter)
+    _under_way: Counter[str] = field(default_factory=Counter)
+    _freed: asyncio.Event = field(default_factory=asyncio.Event)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._refusals = ThinnedLog(self.say)
 
     async def serve(self, listener: socket.socket) -> None:
         """Accept connections until cancelled; then close all of them."""
@@ -187,9 +254,9 @@ class Proxy:
                     # Reset, not closed: a node retries after a reset, and gives up when TLS ends in the middle.
                     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                     connection.close()
-                    self.say(
-                        f"proxy: refused {address}: {self._open[address]} connections, {self._open.total()} in all"
-                    )
+                    self.callers.refused["reset"] += 1
+                    text = "as many connections as one address, or all of them, may have"
+                    self._refusals(address, text)
                     continue
                 # Before the handshake, which is where an attacker waits first.
                 self._open[address] += 1
@@ -200,6 +267,7 @@ class Proxy:
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
+            self._refusals.flush()
 
     async def _client(self, connection: socket.socket, address: str) -> None:
         # Errors of the network, and clients that are too slow: there is nobody to tell.
@@ -232,11 +300,12 @@ class Proxy:
         try:
             while isinstance(request := await client.event(self.limits.idle), h11.Request):
                 examine(request, self.limits)
-                if server is None or server.reader.at_eof() or clock() - used > _STALE:
-                    if server is not None:
-                        server.writer.close()
-                    server = await self._connect()
-                await self._exchange(request, client, server, address)
+                async with self._room(address, announced(request, self.limits)):
+                    if server is None or server.reader.at_eof() or clock() - used > _STALE:
+                        if server is not None:
+                            server.writer.close()
+                        server = await self._connect()
+                    await self._exchange(request, client, server, address)
                 used, request = clock(), None
                 if not server.again():
                     server.writer.close()
@@ -248,6 +317,32 @@ class Proxy:
         finally:
             if server is not None:
                 server.writer.close()
+
+    @contextlib.asynccontextmanager
+    async def _room(self, address: str, size: int) -> AsyncIterator[None]:
+        """Hold room for a body while it and its answer pass; wait for it first, while nothing of it is read."""
+        limits = self.limits
+        if size <= _SMALL:
+            yield
+            return
+        try:
+            async with asyncio.timeout(limits.queue):
+                while (
+                    self._under_way[address] + size > limits.address_bytes
+                    or self._under_way.total() + size > limits.all_bytes
+                ):
+                    await self._freed.wait()
+        except TimeoutError:
+            raise Refused(503, "too many bodies are under way; try again") from None
+        self._under_way[address] += size
+        try:
+            yield
+        finally:
+            self._under_way[address] -= size
+            # A Counter keeps its zeros.
+            self._under_way += Counter()
+            self._freed.set()
+            self._freed = asyncio.Event()
 
     async def _connect(self) -> Peer:
         name = "localhost" if self.trust else None
@@ -283,22 +378,25 @@ class Proxy:
                 pass
         if not isinstance(answer, h11.Response):
             raise Refused(502, "the SuperLink broke off before it answered")
-        headers = [(name, value) for name, value in answer.headers if name not in _HOP]
+        headers, down = [(name, value) for name, value in answer.headers if name not in _HOP], 0
         await client.send(h11.Response(status_code=answer.status_code, headers=headers), limits.stall)
         try:
             while isinstance(event := await server.event(limits.answer), h11.Data):
+                down += len(event.data)
                 await client.send(h11.Data(data=event.data), limits.stall)
         except h11.RemoteProtocolError as error:
             # The answer has begun: this can only be shown by breaking off.
             raise ConnectionResetError("the SuperLink broke off within its answer") from error
         await client.send(h11.EndOfMessage(), limits.stall)
+        self.callers.note(request.headers, address, answer.status_code, size, down)
 
     async def _refuse(self, client: Peer, error: Exception, address: str, request: Any) -> None:
         """Say why, on both sides, and end the connection."""
         status = error.status if isinstance(error, Refused) else getattr(error, "error_status_hint", 400)
         target = request.target[:100] if isinstance(request, h11.Request) else b""
         # What the client wrote is shown as ASCII, so that no line of a log is another's words.
-        self.say(f"proxy: refused {address}: {status} {target.decode('latin-1')!a}: {str(error)[:200]!a}")
+        self.callers.refused[str(status)] += 1
+        self._refusals(address, f"{status} {target.decode('latin-1')!a}: {str(error)[:200]!a}")
         if client.state.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             return
         body = f"{error}\n".encode()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import re
 import sys
 from collections.abc import Sequence
@@ -17,10 +18,11 @@ from pathlib import Path
 import click
 
 from fedcomp.experiments.commands import OK, complain
-from fedcomp.experiments.security.certificates import Folder
+from fedcomp.experiments.security.certificates import Folder, digest_of
 
 TEMPORARY = 75
 """Exit code of what may work later, EX_TEMPFAIL of sysexits.h."""
+_GONE = ("unregistered", "deleted")
 _KNOWN = "[code: 23]"
 """What the SuperLink answers to a key that it has already."""
 
@@ -50,12 +52,46 @@ def register(key: Path, connection: str) -> str | None:
     return found[1]
 
 
+def listed(connection: str) -> set[str]:
+    """Return the ids of the nodes that are registered at the SuperLink.
+
+    Raises
+    ------
+    click.ClickException
+        When it does not answer.
+    """
+    (program,) = entry_points(group="console_scripts", name="flwr")
+    # Flower writes its JSON there whatever standard output is.
+    before, shown = sys.__stdout__, io.StringIO()
+    sys.__stdout__ = shown  # type: ignore[misc, assignment]
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            program.load()(["supernode", "list", connection, "--format", "json"], standalone_mode=False)
+    finally:
+        sys.__stdout__ = before  # type: ignore[misc]
+    printed = shown.getvalue()
+    try:
+        return {node["node-id"] for node in json.loads(printed)["nodes"] if node["status"] not in _GONE}
+    except (ValueError, KeyError, TypeError):
+        raise click.ClickException(f"flwr supernode list printed {printed!r}") from None
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Register the keys in a folder: ``python -m fedcomp.experiments.security.registration DIR CONNECTION``."""
     path, connection = sys.argv[1:] if arguments is None else arguments
     folder = Folder(Path(path))
     known = 0
+    try:
+        there = listed(connection)
+    except click.ClickException as error:
+        return complain(f"the SuperLink does not list its nodes: {error.format_message()}", TEMPORARY)
+    before = folder.registrations()
     for key in folder.public_keys():
+        # Asked first: for a key that it has already the SuperLink logs an error.
+        registered, digest = before.get(key.stem, ("", ""))
+        if registered in there and digest == digest_of(key):
+            known += 1
+            continue
         try:
             node = register(key, connection)
         except click.ClickException as error:
@@ -65,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         # The SuperLink keeps no names: this is how an operator finds the id of a lost device.
         with folder.registered.open("a", encoding="utf-8") as file:
-            file.write(f"{key.stem} {node}\n")
+            file.write(f"{key.stem} {node} {digest_of(key)}\n")
         print(f"registered {key.stem} as {node}", flush=True)
     print(f"{known} keys were registered before" if known else "all keys are registered", flush=True)
     return OK

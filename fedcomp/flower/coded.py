@@ -17,7 +17,7 @@ from flwr.app import ConfigRecord, RecordDict
 
 from fedcomp.flower._private import content_from_bytes, content_to_bytes
 from fedcomp.flower.payload import PARTITIONS, PayloadError, put_frame, take_frame
-from fedcomp.flower.schema import Bool, Data, Document, Int, Many, OneOf, Schema, Text, Version
+from fedcomp.flower.schema import MOST_VALUES, Bool, Data, Document, Int, Many, OneOf, Schema, Text, Version
 
 CODED: Final = "fedcomp.coded"
 """Key of the ConfigRecord with the plan or the header. Records with the prefix ``fedcomp.`` are never the app's."""
@@ -197,6 +197,11 @@ class _Mix(Schema):
     seed: Signed
     shards: Annotated[int, Int(1, MOST_SHARDS)]
 
+    def conflict(self) -> str:
+        # Every symbol is as long as the plan says, however short the reply in it.
+        wrong = self.mix_bytes > MOST_VALUES
+        return f"symbols of {self.mix_bytes} bytes: more than {MOST_VALUES}" if wrong else super().conflict()
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Relays(Schema):
@@ -217,7 +222,7 @@ class _Relays(Schema):
         shards: int = self.shards  # type: ignore[attr-defined]
         if len(set(self.relays)) != shards or len(self.relays) != shards:
             return f"{len(set(self.relays))} relays for {shards} shards"
-        return _odd_peers(self)  # type: ignore[arg-type]
+        return _odd_peers(self) or super().conflict()  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,6 +304,8 @@ class _Sums(_Group):
     modulus: Annotated[int, Int(most=2**32, absent=0)] = 0
 
     def conflict(self) -> str:
+        if self.count > MOST_VALUES:
+            return f"sums of {self.count} integers: more than {MOST_VALUES}"
         wrong = len(self.sources) != len(self.sizes) or sum(self.sizes) != len(self.members)
         return f"{self.sizes[:9]} members of {len(self.sources)} groups" if wrong else super().conflict()
 
@@ -359,6 +366,10 @@ class Combine(_Mix, _Sealed):
     index: Index
     first: Annotated[int, Int(most=1 << 12)]
     count: Annotated[int, Int(most=1 << 12)]
+
+    def conflict(self) -> str:
+        wrong = self.count * self.mix_bytes > 4 * MOST_VALUES
+        return f"{self.count} combinations of {self.mix_bytes} bytes" if wrong else super().conflict()
 
 
 @dataclass(frozen=True, kw_only=True)

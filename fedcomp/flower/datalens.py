@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from fedcomp.errors import StateError
 from fedcomp.flower.payload import PayloadError, put_frame, take_frame
 from fedcomp.flower.records import to_arrays, to_record
-from fedcomp.flower.schema import Bool, Int, Real, Schema, Text
+from fedcomp.flower.schema import MOST_VALUES, Bool, Int, Real, Schema, Text
 from fedcomp.rng import Key
 
 ACTION: Final = "datalens"
@@ -97,6 +97,14 @@ class TrainingRequest(Schema, key=HEADER):
     decay: Annotated[float, Real()]
     seed: Word
     pad: Annotated[bool, Bool()] = True
+
+    def conflict(self) -> str:
+        # A step has the images of every teacher in memory, and so has a vote; a batch is as long as it was asked for.
+        most = max(self.images, self.batch)
+        if self.teachers * self.pixels * most > MOST_VALUES:
+            each = f"{self.teachers} teachers with {most} images of {self.pixels} pixels"
+            return f"{each}: more than {MOST_VALUES} numbers"
+        return ""
 
     @property
     def rows(self) -> int:

@@ -16,7 +16,7 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from numpy.typing import NDArray
 
 from fedcomp.flower.payload import PayloadError, put_frame, take_frame
-from fedcomp.flower.schema import Bool, Data, Int, Many, OneOf, Schema, Text
+from fedcomp.flower.schema import MOST_VALUES, Bool, Data, Int, Many, OneOf, Schema, Text
 
 SETUP: Final = "coded_setup"
 PHASE1: Final = "coded_phase1"
@@ -117,6 +117,10 @@ class Build(Schema, key=HEADER):
     peers: Marked = False
     spool: Address = ""
 
+    def conflict(self) -> str:
+        # A combination is as long as the longest partition, whichever of them go into it.
+        return _too_large(max(self.sizes), self.columns)
+
 
 @dataclass(frozen=True)
 class Targets(Schema, key=TARGETS):
@@ -167,6 +171,10 @@ class Owner(Joined):
     data: Annotated[bytes, Data(DIGEST, least=DIGEST)]
     label_type: Annotated[str, OneOf("", "int8", "float64")] = ""
 
+    def conflict(self) -> str:
+        # What one owner states decides how much every device holds.
+        return super().conflict() or _too_large(self.rows, self.columns)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Done(Schema, key=HEADER):
@@ -211,6 +219,10 @@ def take_stage(message: Message) -> Join | Share | Build:
     kinds: dict[object, type[Share] | type[Build]] = {SHARE: Share, BUILD: Build}
     # Anything else is read as a join, which refuses it by the name of the field.
     return kinds[stage].take(message) if stage in (SHARE, BUILD) else Join.take(message)
+
+
+def _too_large(rows: int, columns: int) -> str:
+    return f"{rows} rows of {columns} columns: more than {MOST_VALUES} numbers" if rows * columns > MOST_VALUES else ""
 
 
 def _no_plan(plan: bytes) -> str:

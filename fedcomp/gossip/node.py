@@ -8,6 +8,7 @@ instruction, which the relay repeats, does the same thing again.
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,9 @@ from fedcomp.rng import Key
 
 _STATE: Final = "state/"
 _CHANGE: Final = "change"
+
+FARTHEST: Final = 1000.0
+"""By how many times its own norm the messages of one iteration may move a node's model."""
 
 
 class NodeData(Protocol):
@@ -248,9 +252,34 @@ def _taken_back(algorithm: Algorithm, state: State, messages: Sequence[GossipMes
     return state, tuple(lost)
 
 
+def _within(algorithm: Algorithm, state: State, inbox: Sequence[GossipMessage]) -> State:
+    """Return the state after ``inbox`` was received.
+
+    Raises
+    ------
+    MessageError
+        When it would move the model absurdly far: finite as they may be, such numbers end all models that they reach.
+    """
+    after = algorithm.receive(state, inbox)
+    if not inbox:
+        return after
+    old, new = algorithm.model(state), algorithm.model(after)
+    with np.errstate(over="ignore", invalid="ignore"):
+        moved = float(np.linalg.norm(new.astype(np.float64) - old))
+    # Of a model of zeros, as the first one may be, the scale is that of values of 1.
+    usual = max(float(np.linalg.norm(old.astype(np.float64))), math.sqrt(old.size))
+    if not moved <= FARTHEST * usual:
+        sources = sorted({message.source for message in inbox})
+        raise MessageError(
+            f"the model would move by {moved:.3g}, {moved / usual:.3g} times its own norm, by what came from nodes "
+            f"{sources}; at most {FARTHEST:g} times are taken"
+        )
+    return after
+
+
 def _received(algorithm: Algorithm, state: State, inbox: Sequence[GossipMessage]) -> tuple[State, dict[int, str]]:
     try:
-        return algorithm.receive(state, inbox), {}
+        return _within(algorithm, state, inbox), {}
     except (MessageError, OutOfStep) as error:
         if not algorithm.asynchronous:
             # Without one of its messages an iteration cannot be finished, so none of them is of use.
@@ -260,7 +289,7 @@ def _received(algorithm: Algorithm, state: State, inbox: Sequence[GossipMessage]
     # source, but nothing of the others.
     for source, messages in itertools.groupby(inbox, operator.attrgetter("source")):
         try:
-            state = algorithm.receive(state, tuple(messages))
+            state = _within(algorithm, state, tuple(messages))
         except (MessageError, OutOfStep) as error:
             refused[source] = str(error)
     return state, refused

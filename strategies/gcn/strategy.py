@@ -21,33 +21,44 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, ClassVar, Final
 
+import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from fedcomp import params
+from fedcomp.codecs import Identity
 from fedcomp.errors import ConfigError
 from fedcomp.flower.checkpoint import INNER
 from fedcomp.flower.gcn import EVALUATE_TYPE, FEATURES, TRAIN_TYPE, PlanRequest, put_frames
 from fedcomp.flower.logs import log
-from fedcomp.flower.payload import payload_bytes
+from fedcomp.flower.payload import models, payload_bytes
 from fedcomp.flower.privacy import find_private
-from fedcomp.flower.report import Reports, reports_of
+from fedcomp.flower.records import to_arrays
+from fedcomp.flower.report import Report, Reports, reports_of
 from fedcomp.flower.rounds import Exchanges, ExchangeStrategy, own_loop
 from fedcomp.graphs.rowcodecs import get_row_codec
 from fedcomp.graphs.scale import AdaptiveScale
 from fedcomp.graphs.settings import SamplerSettings
+from fedcomp.layout import NONE_DENSE, Layout
 from fedcomp.privacy.local import asks_for_noise
+from fedcomp.rng import Key
 from fedcomp.stateful import Stateful, each, nested
 from fedcomp.strategies.gcn.owners import Owners, Talk, sent
 from fedcomp.strategies.gcn.report import Fetching, FetchTraffic, feature_bytes
 from fedcomp.strategies.gcn.rows import Requester, Turn
 from fedcomp.strategies.gcn.settings import RoundSettings, RowSettings
+from fedcomp.strategies.guard import Norms
+from fedcomp.strategies.intake import Intake
+from fedcomp.strategies.means import weight_key_of
+from fedcomp.strategies.receiving import Reception
+from fedcomp.strategies.replies import SentMessage, note_arrivals
 from fedcomp.strategies.round_log import RoundLog
+from fedcomp.strategies.sinks import rule_of
 from fedcomp.strategies.wrapping import require_inner
 
 __all__ = ["FetchTraffic", "Fetching", "RoundSettings", "RowSettings", "SamplerSettings", "SkewedGCN"]
@@ -82,6 +93,9 @@ class SkewedGCN(ExchangeStrategy, Stateful):
         What a round asks of a client: steps, batch size, evaluation, timeout.
     structure : {"full", "halo"}
         What clients know of the edges: all of them, or those of their own nodes. It has to match their task's option.
+    guard : Norms, optional
+        Refuses replies that are far out of the ordinary; default none is. An inner strategy that checks replies by
+        itself, as :class:`~fedcomp.strategies.compressed.Compressed` does, has its own.
     seed : int
         Of batches and samples.
     configrecord_key : str
@@ -95,8 +109,8 @@ class SkewedGCN(ExchangeStrategy, Stateful):
     Raises
     ------
     ConfigError
-        For an inner strategy that has its own loop or is private, an unknown structure, or a sampler that needs to know
-        more of the edges.
+        For an inner strategy that has its own loop or is private, an unknown structure, a sampler that needs to know
+        more of the edges, or a guard beside an inner strategy that has its own.
 
     Examples
     --------
@@ -133,6 +147,7 @@ class SkewedGCN(ExchangeStrategy, Stateful):
         rows: RowSettings = RowSettings(),  # noqa: B008 - immutable
         rounds: RoundSettings = RoundSettings(),  # noqa: B008 - immutable
         structure: str = "full",
+        guard: Norms | None = None,
         seed: int = 0,
         configrecord_key: str = "config",
     ) -> None:
@@ -150,6 +165,11 @@ class SkewedGCN(ExchangeStrategy, Stateful):
         self.codec = get_row_codec(rows.codec)
         self._reports = Reports()
         self._log = RoundLog(f"SkewedGCN({type(inner).__name__})")
+        # An inner strategy of Flower's own would take replies as they come.
+        checks = isinstance(getattr(inner, "reports", None), Reports)
+        if checks and guard is not None:
+            raise ConfigError(f"{type(inner).__name__} checks replies by itself: give it the guard, not SkewedGCN")
+        self._reception = None if checks else Reception(f"SkewedGCN({type(inner).__name__})", guard=guard)
         self._key = configrecord_key
         # Clients keep norms of hidden layers per session: a second run on the same nodes must not find the first one's.
         self._session = secrets.token_hex(8)
@@ -166,8 +186,9 @@ class SkewedGCN(ExchangeStrategy, Stateful):
 
     @property
     def evaluations(self) -> Reports:
-        """Evaluation reports of the inner strategy."""
-        return reports_of(self.inner, Reports(), "evaluations")
+        """Evaluation reports: the inner strategy's where it makes any."""
+        own = Reports() if self._reception is None else self._reception.evaluations
+        return reports_of(self.inner, own, "evaluations")
 
     @property
     def method(self) -> str:
@@ -200,7 +221,10 @@ class SkewedGCN(ExchangeStrategy, Stateful):
         talk = self._talk(report, report.train, config, grid)
         self._owners.dropped = set()
         replies = yield from self._carry_out("train", messages, talk)
-        outcome, metrics = self.inner.aggregate_train(server_round, replies)
+        if self._reception is None:
+            outcome, metrics = self.inner.aggregate_train(server_round, replies)
+        else:
+            outcome, metrics = self._checked(self._reception, whole, arrays, messages, replies)
         if not whole.concluded:  # by an inner strategy that reports
             whole.asked, whole.used = len(messages), 0 if outcome is None else report.train.clients
             self._log.conclude(whole)
@@ -218,8 +242,49 @@ class SkewedGCN(ExchangeStrategy, Stateful):
             return None
         talk = self._talk(report, report.evaluate, config, grid)
         replies = yield from self._carry_out("evaluate", messages, talk)
+        if self._reception is not None:
+            # A report of its own: that of the round is about training.
+            own, sent = Report(server_round), _sent_messages(messages)
+            kept, errors = self._reception.evaluate(own, sent, replies, weight_key_of(self.inner), 0)
+            replies = [*kept, *errors]
         metrics = self.inner.aggregate_evaluate(server_round, replies)
         return MetricRecord({**(metrics or {}), **report.evaluate.metrics("gcn.evaluate_")})
+
+    def _checked(
+        self,
+        reception: Reception,
+        report: Report,
+        arrays: ArrayRecord,
+        messages: Sequence[Message],
+        replies: Sequence[Message],
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Let the inner strategy aggregate the replies that can be used, as they are; report and leave out the others.
+
+        Raises
+        ------
+        NoUsableReply
+            When clients replied, no reply of theirs can be used, and no earlier round brought an update either.
+        """
+        reception.reports = self._reports
+        model, rule, sent = to_arrays(arrays), rule_of(self.inner), _sent_messages(messages)
+        # All floats are part of an update's norm, whatever their type; nothing is encoded.
+        layout = Layout.of(model, NONE_DENSE, cast_floats=True)
+        key = Key(self.seed, "uplink", report.round)
+        intake = Intake(report, sent, layout, model, Identity(), key, weight_key_of(self.inner), models_asked=True)
+        report.asked = len(messages)
+        arrivals = list(reception.received(sent, replies, report, intake.read, intake.errors))
+        arrivals = reception.agreeing(
+            [(a, a.record, a.content) for a in arrivals], report, lambda a: a.sent.node, "train"
+        )
+        arrivals = reception.ordinary(arrivals, report)
+        note_arrivals(arrivals, report, models_asked=True)
+        kept = [arrival.message for arrival in arrivals]
+        with np.errstate(over="ignore", invalid="ignore"):
+            outcome, metrics = self.inner.aggregate_train(report.round, [*kept, *intake.errors])
+        if outcome is not None:
+            consumed = [(a.sent.node, 0, 0) for a in arrivals]
+            outcome = reception.accept(intake, rule, outcome, consumed, [a.exact for a in arrivals])
+        return reception.conclude(report, outcome, rule), None if outcome is None else metrics
 
     def _talk(self, report: Fetching, traffic: FetchTraffic, config: ConfigRecord, grid: Grid) -> Talk:
         silent = self._owners.silent
@@ -325,6 +390,13 @@ class SkewedGCN(ExchangeStrategy, Stateful):
             "structure": self.structure,
             "seed": self.seed,
         }
+
+
+def _sent_messages(messages: Sequence[Message]) -> list[SentMessage]:
+    return [
+        SentMessage(message, message.metadata.dst_node_id, 0, record=next(iter(models(message.content)), ""))
+        for message in messages
+    ]
 
 
 def _loaded(message: Message, requester: Requester, purpose: str) -> Message:

@@ -16,6 +16,7 @@ from fedcomp.flower import gossip
 from fedcomp.flower.payload import PayloadError
 from fedcomp.flower.records import read_array
 from fedcomp.flower.report import EventSection, figure
+from fedcomp.gossip.node import FARTHEST
 from fedcomp.gossip.protocol import NodeAnswer
 from fedcomp.gossip.relay import Relay
 from fedcomp.plain import fields_of
@@ -115,6 +116,26 @@ class Observed:
         if len(found) > _MOST_FIGURES:
             raise PayloadError(f"it reports {len(found)} figures; at most {_MOST_FIGURES} are taken")
         return cls(arrays, {k: float(v) for k, v in found.items() if isinstance(v, int | float)}, answer.facts)
+
+
+def far_out(seen: Mapping[int, Observed]) -> dict[int, str]:
+    """Return the vertices whose models would decide the mean alone, with the reason: finite, and absurdly large."""
+    norms: dict[int, float] = {}
+    size = 0
+    for vertex, found in seen.items():
+        floats = [array.astype(np.float64).ravel() for array in found.arrays.values() if array.dtype.kind == "f"]
+        size = sum(array.size for array in floats)
+        # A norm beyond float64 is infinite, and far out.
+        norms[vertex] = math.hypot(*(float(np.linalg.norm(array)) for array in floats))
+    # The lower of two middle values: what half of the nodes cannot push up. Values of 1 are the least scale, as for
+    # what nodes take from each other.
+    usual = max(sorted(norms.values())[(len(norms) - 1) // 2], math.sqrt(size)) if norms else 0.0
+    return {
+        vertex: f"its model has norm {value:.3g}, {value / usual:.3g} times the usual; at most {FARTHEST:g} times are "
+        "part of the mean"
+        for vertex, value in norms.items()
+        if not value <= FARTHEST * usual
+    }
 
 
 def mean_of(models: Sequence[Mapping[str, NDArray[Any]]]) -> dict[str, NDArray[Any]]:

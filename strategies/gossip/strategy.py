@@ -37,7 +37,7 @@ from fedcomp.layout import Layout
 from fedcomp.plain import Count, from_plain
 from fedcomp.stateful import Stateful, StatePart, nested
 from fedcomp.strategies.gossip.links import PeerLinks
-from fedcomp.strategies.gossip.report import Before, Iterations, Observed, answer_of, figures_of, mean_of
+from fedcomp.strategies.gossip.report import Before, Iterations, Observed, answer_of, far_out, figures_of, mean_of
 from fedcomp.strategies.gossip.seats import Seats
 from fedcomp.strategies.gossip.settings import GossipSettings
 from fedcomp.strategies.round_log import RoundLog
@@ -298,6 +298,9 @@ class GossipRelay(ExchangeStrategy, Stateful):
                 seen[vertex] = Observed.of(reply, self._initial or ArrayRecord(), self.setup.dtype)
             except FedcompError as error:
                 report.note("unseen", f"vertex {vertex}: {error}")
+        for vertex, reason in far_out(seen).items():
+            report.note("unseen", f"vertex {vertex}: {reason}")
+            del seen[vertex]
         if not seen:
             return None
         # By vertex: replies come in any order, and sums of floats depend on it.

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import select
 import socket
+import socketserver
 import subprocess
 import sys
+import threading
 from collections import namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import flwr
+import httpx
 import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
@@ -49,6 +54,84 @@ def test_address() -> None:
     verdict, text = found("address", f"127.0.0.1:{free_port()}")
     assert verdict == "later"
     assert "does not accept connections" in text
+
+
+@pytest.fixture
+def proxies(monkeypatch):
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+
+    def set_to(place: str, **more: str) -> None:
+        for name, value in {"http_proxy": place, "HTTPS_PROXY": place, **more}.items():
+            monkeypatch.setenv(name, value)
+
+    return set_to
+
+
+def test_what_a_proxy_stands_before_is_asked_through_it_as_the_node_asks(proxies) -> None:
+    """httpx, with which Flower's nodes connect, is the judge of which those are."""
+    elsewhere = "192.0.2.1:8000"  # an address that nobody has
+    with serving() as superlink:
+        proxies(f"http://someone:secret@{superlink}")
+        verdict, text = found("address", elsewhere)
+        assert (verdict, "through the proxy" in text, "secret" in text) == ("ok", True, False)
+        assert found("clock", elsewhere)[0] == "ok"
+        # Loopback is excepted, as in the node's own processes, and what no_proxy names.
+        assert "accepts connections" in found("address", superlink)[1]
+        for excepted, through in (("192.0.2.1", False), ("192.0.2.2", True), ("*", False)):
+            proxies(f"http://{superlink}", no_proxy=excepted)
+            assert (probe.proxy_of(("192.0.2.1", 8000), tls=False) is not None) == through
+            with httpx.Client() as client:
+                chosen = client._transport_for_url(httpx.URL(f"http://{elsewhere}"))
+                assert (chosen is not client._transport) == through
+    proxies(f"http://127.0.0.1:{free_port()}", no_proxy="")
+    verdict, text = found("address", elsewhere)
+    assert verdict == "later"
+    assert "put it into no_proxy" in text
+
+
+def test_tls_through_a_proxy_is_verified_at_its_end(proxies, tmp_path) -> None:
+    ca, context = authority(tmp_path)
+    with serving(context) as superlink, tunnelling(superlink) as proxy:
+        proxies(f"http://{proxy}", no_proxy="nothing")
+        # The tunnel ends at the server whatever was asked for; its certificate is for 127.0.0.1 and not for the name.
+        assert found("address", "edge.invalid:8000", root_certificates=ca)[0] == "ok"
+        verdict, text = found("tls", "edge.invalid:8000", root_certificates=ca)
+    assert verdict == "wrong"
+    assert "the certificate is refused" in text
+
+
+@contextlib.contextmanager
+def tunnelling(to: str) -> Iterator[str]:
+    """A proxy that answers CONNECT and passes bytes to one place."""
+    host, _, port = to.rpartition(":")
+
+    class Handler(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            while self.rfile.readline().strip():
+                pass
+            with socket.create_connection((host, int(port))) as there:
+                self.wfile.write(b"HTTP/1.1 200 OK\r\n\r\n")
+                pairs = {self.connection: there, there: self.connection}
+                while True:
+                    for ready in select.select(list(pairs), [], [])[0]:
+                        data = ready.recv(65536)
+                        if not data:
+                            return
+                        pairs[ready].sendall(data)
+
+    class Server(socketserver.ThreadingTCPServer):
+        daemon_threads = True
+
+    with Server(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield f"127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def test_an_address_without_a_place(monkeypatch) -> None:

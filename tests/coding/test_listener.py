@@ -223,6 +223,32 @@ def test_unfinished_parcels_share_one_memory(start) -> None:
 
 
 @pytest.mark.slow
+def test_one_address_holds_half_of_the_memory_and_others_are_served(start) -> None:
+    there = start("--parcel-bytes", "50000", "--buffered-bytes", "180000", "--seconds", "60")
+    data = parcel(1, bytes(49_000)).to_bytes()
+    flood = [there.connect() for _ in range(4)]
+    for connection in flood:
+        connection.settimeout(0.5)
+        connection.sendall(data[:-1])
+
+    def told() -> bool:
+        # What is above the share of this address is turned away: three unfinished parcels are more than half.
+        for connection in flood:
+            try:
+                if connection.recv(100)[4:5] == bytes([BUSY]):
+                    return True
+            except TimeoutError:
+                continue
+        return False
+
+    wait_until(told)
+    with socket.create_connection(("127.0.0.1", there.port), source_address=("127.0.0.2", 0)) as other:
+        assert answer_to(other, parcel(3, bytes(49_000)).to_bytes()) == KEPT
+    for connection in flood:
+        connection.close()
+
+
+@pytest.mark.slow
 def test_a_full_store_says_so_and_is_not_tried_again(start, tmp_path) -> None:
     there = start("--store-bytes", "100")
     sender = there.transport(tmp_path / "own")

@@ -185,6 +185,26 @@ def test_one_key_has_a_share_of_the_store_and_no_more(start, keys: Path) -> None
 
 
 @pytest.mark.slow
+def test_a_flood_of_small_parcels_under_one_key_leaves_room_for_others(start, keys: Path) -> None:
+    """By number, where bytes would let thousands in: every writer looks through all files there."""
+    there = start("--key-parcels", "4")
+    sender, other = (TcpSender(tls=tls(keys, i)) for i in (HERE, 3))
+    for i in range(4):
+        sender.send(there.address, parcel(body=bytes([i])))
+    for i in range(4, 6):
+        with pytest.raises(DeliveryFailed, match="store is full"):
+            sender.send(there.address, parcel(body=bytes([i])))
+    other.send(there.address, parcel(source=3))
+    assert len(stored(there)) == 5
+    # What the round's app takes makes room.
+    Spool(there.store).take(RUN, 7)
+    sender.send(there.address, parcel(body=b"x"))
+    status, _, err = there.end()
+    assert status == 0
+    assert "partition 1 has 4 parcels here" in err
+
+
+@pytest.mark.slow
 def test_one_key_has_a_share_of_the_connections_and_no_more(start, keys: Path) -> None:
     there, own = start("--per-key", "1"), tls(keys, HERE)
     with own.client.wrap_socket(there.connect()) as first:

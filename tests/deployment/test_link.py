@@ -5,16 +5,19 @@ from __future__ import annotations
 import base64
 import contextlib
 import datetime
+import json
 import os
 import shutil
 import signal
 import time
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from cryptography.hazmat.primitives import serialization
 from link_site import Site
+from other_users import NOBODY, as_nobody
 from quick_nodes import quicken
 
 from fedcomp.clients.edge.processes import processes_with
@@ -23,7 +26,9 @@ from fedcomp.experiments.engines.processes import wait_for_port
 from fedcomp.experiments.engines.superlink import APP
 from fedcomp.experiments.program import main as fedcomp
 from fedcomp.experiments.security.certificates import create
-from fedcomp.experiments.spec import RunSpec
+from fedcomp.experiments.security.status import rows
+from fedcomp.experiments.server_app import CHECKPOINT_EVERY_KEY, CHECKPOINT_KEY
+from fedcomp.experiments.spec import RESULT_FILE, ROUNDS_FILE, RunSpec
 
 pytestmark = [pytest.mark.engines, pytest.mark.long]
 
@@ -51,6 +56,10 @@ def authentication(key: Path, age: float) -> dict[str, str]:
         FLEET_HTTP_SIGNATURE_HEADER: base64.b64encode(signature).decode(),
         TIMESTAMP_HEADER: stamp,
     }
+
+
+def log_lines(child, text: str) -> int:
+    return sum(text in line for line in child.log.read_text().splitlines())
 
 
 def test_a_run_over_tls_gives_the_bits_of_this_process_and_strangers_get_nowhere(site, tmp_path):
@@ -91,6 +100,15 @@ def test_a_run_over_tls_gives_the_bits_of_this_process_and_strangers_get_nowhere
     # Nor does the SuperLink's own, to one on this machine without the secret of the SuperExec.
     assert site.post("/v1/runtime/acquire-task", port=site.port).status_code == 401
 
+    # Nor to another user of this machine, whatever he has: no order, and no work of an app whose token he has read.
+    if os.geteuid() == 0:
+        for path in ("control/list-nodes", "control/register-node", "control/start-run", "runtime/acquire-task"):
+            assert as_nobody(site.asking(f"/v1/{path}", site.port)) == "closed", path
+            # And anybody at the port of the nodes.
+            assert as_nobody(site.asking(f"/v1/{path}", site.public)) == "403", path
+        assert log_lines(link, f"refused user {NOBODY} at this port") == 1
+    assert site.asking("/v1/control/list-nodes", site.port)() == "200"
+
     # A registered key and the clock: five minutes late pass, six do not, nor do six seconds early.
     key = folder.nodes / "node-0"
     public = public_key_to_bytes(serialization.load_ssh_public_key((folder.nodes / "node-0.pub").read_bytes()))
@@ -111,6 +129,20 @@ def test_a_run_over_tls_gives_the_bits_of_this_process_and_strangers_get_nowhere
     here, there = engines.run(replace(SPEC, engine="inprocess")), site.run(SPEC)
     assert there.accuracy == here.accuracy
     assert {k: v.tobytes() for k, v in there.arrays.items()} == {k: v.tobytes() for k, v in here.arrays.items()}
+
+    # What the proxy has seen of the nodes is on one screen.
+    deadline = time.monotonic() + 60.0
+    while True:
+        document = json.loads(folder.status.read_text())
+        seen = {row["name"]: row for row in rows(folder, document, time.time())}
+        if all(seen[name]["up"] > 10_000 and seen[name]["state"] == "online" for name in ("node-0", "node-1")):
+            break
+        assert time.monotonic() < deadline, seen
+        time.sleep(0.5)
+    assert folder.registered.read_text().splitlines()[0].split()[1] == seen["node-0"]["id"]
+    assert seen["node-0"]["version"] == version("flwr")
+    assert seen["node-0"]["refused"] >= 2  # those with the wrong time
+    assert document["refused"]["403"] >= 7
 
     # A new key while it runs, and the same database after a restart.
     ids = (folder.registered).read_text()
@@ -140,6 +172,8 @@ def test_a_run_over_tls_gives_the_bits_of_this_process_and_strangers_get_nowhere
     shutil.move(link.log, tmp_path / "first.log")
     again = site.link()
     assert "3 keys were registered before" in again.log.read_text()
+    # Which the SuperLink was asked for, so that it has nothing to complain of.
+    assert log_lines(again, "ERROR") == 0
 
     # Killed itself, it leaves nobody behind, and whoever starts it again finds its ports free.
     again.kill()
@@ -162,3 +196,57 @@ def test_a_port_in_use_and_a_second_link_are_one_line(site, capfd):
     printed = capfd.readouterr()
     assert printed.err.count("\n") == 1
     assert "Address already in use" in printed.err
+
+
+@pytest.mark.parametrize("victim", ["link", "SuperExec"])
+def test_a_run_whose_link_or_superexec_is_killed_goes_on_by_the_same_command(site, tmp_path, victim):
+    """The run has failed, and what it has come to is in its checkpoint: nodes keep their ids, the server its rounds."""
+    folder = site.folder
+    assert fedcomp(["certificates", str(folder.path), "--host", "127.0.0.1", "--nodes", "2"]) == 0
+    link = site.link()
+    for number in range(2):
+        site.until(site.peer_node(f"node-{number}", number, 2, "--home", str(tmp_path / f"home-{number}")), "joined")
+    spec = replace(SPEC, rounds=4)
+    rounds, ended = tmp_path / "out" / ROUNDS_FILE, []
+
+    def killed() -> bool:
+        if ended or not rounds.exists() or rounds.read_text().count("\n") < 2:
+            return bool(ended)
+        if victim == "link":
+            link.kill()
+        else:
+            (superexec,) = leaders(folder.home("superexec"), "superexec")
+            os.kill(superexec, signal.SIGKILL)
+        ended.append(True)
+        return True
+
+    where = {CHECKPOINT_KEY: str(tmp_path / "checkpoint"), CHECKPOINT_EVERY_KEY: 1}
+    command = site.start("run", site.run_command(spec, **where), folder.home("cli"))
+    deadline = time.monotonic() + 200.0
+    while not killed():
+        assert time.monotonic() < deadline, command.tail(60)
+        time.sleep(0.05)
+    if victim == "link":
+        # The server app of the run waits for a SuperLink to tell that it ends.
+        while leaders(folder.home("superlink"), "superlink") or leaders(folder.home("superexec"), "superexec"):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        site.children.remove(link)
+        shutil.move(link.log, tmp_path / "first.log")
+        site.link()
+    else:
+        site.until(link, "the SuperExec ended with status -9; it is started again")
+    command.stop()
+    while any("flwr-serverapp" in line for line in processes_with("FLWR_HOME", str(folder.home("superexec"))).values()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert not (tmp_path / "out" / RESULT_FILE).exists()
+    found = site.run(spec, **where)
+    whole = engines.run(replace(spec, engine="inprocess"))
+    assert [record.round for record in found] == [0, 1, 2, 3, 4]
+    assert found.accuracy == whole.accuracy
+    assert {k: v.tobytes() for k, v in found.arrays.items()} == {k: v.tobytes() for k, v in whole.arrays.items()}
+
+
+def leaders(home: Path, name: str) -> list[int]:
+    return [pid for pid, command in processes_with("FLWR_HOME", str(home)).items() if f"flower-{name}" in command]

@@ -14,6 +14,7 @@ from page_reading import ROOT
 
 from fedcomp.experiments.program import main as fedcomp
 from fedcomp.experiments.security import link
+from fedcomp.experiments.security.certificates import create
 
 EDGE = ROOT / "examples" / "edge"
 UNITS = ("fedcomp-node.service", "fedcomp-link.service")
@@ -133,11 +134,46 @@ def test_the_pages_have_such_commands():
     assert len(COMMANDS) >= 5
 
 
-def test_the_image_has_no_keys_and_no_environment():
-    """Keys are made below the folder that the image is built from, and the Dockerfile copies all of it."""
-    assert "fedcomp certificates examples/edge/keys" in (EDGE / "compose.yaml").read_text()
+def in_the_image(path: str) -> bool:
+    """Whether Docker copies a file: the last pattern counts that fits it or a folder above it."""
+    kept = True
+    for line in (ROOT / ".dockerignore").read_text().splitlines():
+        if not line or line.startswith("#"):
+            continue
+        pattern = re.escape(line.removeprefix("!")).replace(r"\*\*/", "(?:.*/)?").replace(r"\*", "[^/]*")
+        if re.fullmatch(f"{pattern}(?:/.*)?", path):
+            kept = line.startswith("!")
+    return kept
+
+
+@pytest.mark.parametrize("place", ["examples/edge/keys", "site", "my.keys/deep", "experiments/site", "clients/edge/a"])
+def test_no_file_of_a_deployment_gets_into_the_image_wherever_it_is(place, tmp_path):
+    """Keys are made below the folder of the image, and the Dockerfile copies all that is not ignored."""
     assert "COPY . ." in (EDGE / "Dockerfile").read_text()
-    ignored = (ROOT / ".dockerignore").read_text().split()
-    assert {"**/keys", ".venv", ".git"} <= set(ignored)
+    folder = create(tmp_path / place, ["localhost"], 2)
+    folder.kept.mkdir()
+    for path in (folder.secret, folder.kept / "state.db", folder.registered):
+        path.write_text("x")
+    files = [path.relative_to(tmp_path) for path in (tmp_path / place).rglob("*") if path.is_file()]
+    assert len(files) == 11
+    assert [str(path) for path in files if in_the_image(str(path))] == []
+
+
+def test_the_image_has_what_the_package_is_made_of_and_no_more():
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    parts = (
+        "clients",
+        "coding",
+        "experiments",
+        "fedcomp",
+        "strategies",
+        "LICENSE",
+        "README.md",
+        "pyproject.toml",
+        "setup.py",
+    )
+    needed = {path for path in tracked if path.split("/")[0] in parts}
+    assert {path for path in tracked if in_the_image(path)} == needed
+    assert not in_the_image(".venv/bin/python")
+    assert not in_the_image(".git/config")
     assert not [path for path in tracked if "keys" in path.split("/")[:-1] or path.endswith(".key")]

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-PROGRAM = Path(sys.orig_argv[1]).name if len(sys.orig_argv) > 1 else ""
+PROGRAM = next((name for word in sys.orig_argv[1:4] if (name := Path(word).name).startswith("flower-")), "")
 LESS = {"flower-supernode": {3: 0.3, 0.5: 0.2}}
 """What an idle SuperNode sleeps between two looks for a message, and a busy one between two looks for the reply."""
 

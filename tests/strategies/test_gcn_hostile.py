@@ -10,8 +10,23 @@ from typing import Any
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
-from graph_federation import ENOUGH, FEATURES, NODES, PARTS, Meddler, client, graph, grid, reports, run, strategy
+from graph_federation import (
+    ENOUGH,
+    FEATURES,
+    NODES,
+    PARTS,
+    Meddler,
+    averaging,
+    client,
+    graph,
+    grid,
+    reports,
+    run,
+    strategy,
+)
 
+from fedcomp.codecs import TopK
+from fedcomp.errors import ConfigError
 from fedcomp.flower.gcn import (
     FEATURES as ROWS_KIND,
 )
@@ -29,7 +44,9 @@ from fedcomp.flower.gcn import (
 from fedcomp.flower.payload import frames, put_frame
 from fedcomp.graphs.ids import decode_ids, encode_ids, encode_norms
 from fedcomp.graphs.rowcodecs import get_row_codec
+from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.gcn.strategy import SkewedGCN
+from fedcomp.strategies.guard import Norms
 
 LIAR, OTHERS = 1, [0, 2, 3]
 CODEC = get_row_codec("dense-f64")
@@ -318,8 +335,30 @@ def test_norms_that_are_wrong_are_not_passed_on_and_asked_for_again() -> None:
     assert "norms" not in of.reports[2].gcn.events
 
 
+def absurd(message: Message, reply: Message) -> None:
+    for record in reply.content.array_records.values():
+        for name in list(record):
+            record[name] = Array(np.full_like(record[name].numpy(), 1e30))
+
+
 @pytest.mark.slow
-def test_training_replies_are_the_inner_strategys_to_judge() -> None:
+def test_a_guard_refuses_and_names_an_absurd_model_around_flowers_own_strategy() -> None:
+    """Without one its norm is in the report, as in every system."""
+    for guard in (Norms(), None):
+        of = everything(guard=guard)
+        model = meddled(TRAIN_TYPE, absurd, of)
+        report = of.reports[2]
+        node = max(report.norms, key=lambda node: report.norms[node])
+        assert report.norms[node] > 1e29
+        assert (max(np.abs(array).max() for array in model.values()) < 10.0) == (guard is not None)
+        assert ("times the usual" in report.refused.get(node, "")) == (guard is not None)
+        assert report.used == PARTS - (guard is not None)
+    with pytest.raises(ConfigError, match="give it the guard, not SkewedGCN"):
+        strategy(Compressed(averaging(), TopK(density=0.5), feedback=False), guard=Norms())
+
+
+@pytest.mark.slow
+def test_a_client_that_fails_is_lost_and_the_others_train() -> None:
     def nothing(message: Message, reply: Message) -> None:
         raise RuntimeError("broken")
 

@@ -9,14 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 from flwr.app import Array, ConfigRecord, Context, Message, MetricRecord, RecordDict
-from gossip_toy import COUNTER, NODES, client, grid, model, strategy
+from gossip_toy import COUNTER, NODES, Pull, client, grid, kept, model, strategy
+from toy import with_halves
 
+from fedcomp.clients.gossip import gossip_node
 from fedcomp.errors import ConfigError
 from fedcomp.flower import gossip
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import NODE_RECORD, STYPE, put_frame
 from fedcomp.flower.rounds import fit
+from fedcomp.gossip import ALGORITHMS
 from fedcomp.strategies.gossip.strategy import GossipRelay
 
 Change = Callable[[RecordDict], None]
@@ -189,6 +192,38 @@ def test_messages_damaged_on_their_way_up_cost_what_they_carried_and_not_their_s
     gone = sum(carried) * len(lost) / len(carried)  # the same message for both, or one each
     assert relay.reports[LAST].gossip.observed["sum_w"] == pytest.approx(NODES - gone, abs=1e-12)
     assert gone > 0.03
+
+
+class Gone(Pull):
+    """From the second round on one node's own data drive its model away, to values that are finite and absurd."""
+
+    def __init__(self, partition: int, now: int) -> None:
+        super().__init__(partition)
+        self.astray = partition == 2 and now >= LIE
+
+    def gradient(self, arrays: Any, key: Any) -> dict[str, np.ndarray]:
+        found = super().gradient(arrays, key)
+        return {name: np.full_like(g, -1e30) for name, g in found.items()} if self.astray else found
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_finite_and_absurd_model_stays_with_its_node_and_is_named(name: str) -> None:
+    def problem(message: Message, context: Context, setup: gossip.GossipSetup) -> Gone:
+        now = message.content.config_records["config"]["server-round"]
+        return Gone(int(context.node_config["partition-id"]), now)
+
+    relay, over = strategy(name, observe_every=1, patience=4), grid(with_halves([gossip_node(problem)]))
+    with over.inner:
+        result = fit(relay, over, model(), 6)
+    assert relay.reports[6].gossip.members == list(range(NODES))
+    for array in result.arrays.values():
+        assert np.abs(array.numpy()).max() < 10.0
+    for partition in (0, 1, 3):
+        assert np.abs(relay.algorithm.model(kept(over, partition).memory.state)).max() < 10.0
+    events = [event for report in relay.reports.values() for kind in report.gossip.events.values() for event in kind]
+    assert any("times its own norm" in event and "2" in event for event in events)
 
 
 def test_a_vertex_nobody_has_is_reported_in_the_first_round_too() -> None:

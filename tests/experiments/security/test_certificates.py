@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+import os
 import ssl
 import stat
+from pathlib import Path
 
 import pytest
 from cryptography import x509
@@ -16,7 +18,7 @@ from cryptography.x509 import verification
 from fedcomp.coding.peertls import PeerKeys, PeerTls
 from fedcomp.errors import ConfigError
 from fedcomp.experiments.program import main as fedcomp
-from fedcomp.experiments.security.certificates import CA_DAYS, Folder, add_nodes, create, read, renew
+from fedcomp.experiments.security.certificates import CA_DAYS, Folder, add_nodes, create, read, renew, write_new
 
 NOW = datetime.datetime(2030, 1, 1, tzinfo=datetime.UTC)
 
@@ -98,6 +100,27 @@ def test_nothing_is_overwritten(tmp_path):
         add_nodes(folder, 9_998)
     with pytest.raises(ConfigError, match=r"no ca\.crt"):
         add_nodes(Folder(tmp_path / "none"), 1)
+
+
+def test_a_file_has_its_name_when_it_is_on_disk_and_not_before(tmp_path, monkeypatch):
+    """A key that a power cut left empty would be used, and not be overwritten, for ever after."""
+    path, written = tmp_path / "key", []
+
+    def cut(descriptor: int) -> None:
+        written.append(Path(f"/proc/self/fd/{descriptor}").resolve().read_bytes())
+        raise OSError("the power is cut")
+
+    monkeypatch.setattr(os, "fsync", cut)
+    with pytest.raises(OSError, match="the power is cut"):
+        write_new(path, b"secret", 0o600)
+    assert written == [b"secret"]
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.undo()
+    write_new(path, b"secret", 0o600)
+    with pytest.raises(ConfigError, match="not overwritten"):
+        write_new(path, b"other", 0o600)
+    assert list(tmp_path.iterdir()) == [path]
+    assert (path.read_bytes(), path.stat().st_mode & 0o777, path.stat().st_nlink) == (b"secret", 0o600, 1)
 
 
 def test_public_keys_are_in_the_order_of_their_numbers(tmp_path):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import json
 import os
 import signal
 import socket
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from fedcomp.experiments.engines.processes import Child, free_ports
@@ -76,6 +78,17 @@ def test_wrong_certificates_are_one_line_and_no_restart_mends_them(tmp_path, cap
     folder.server_key.write_bytes(create(tmp_path / "b", ["localhost"], 0).server_key.read_bytes())
     assert fedcomp(["link", str(tmp_path / "mixed")]) == 78
     assert "cannot be used together" in says(capfd)
+
+
+def test_a_secret_that_was_not_written_whole_is_named_and_no_restart_mends_it(tmp_path, capfd):
+    made = options(tmp_path)
+    create(tmp_path, ["localhost"], 0)
+    made.folder.kept.mkdir()
+    asked = [str(tmp_path), "--listen", f"127.0.0.1:{made.listen[1]}", "--port", str(made.port)]
+    for content in (b"", b"0123"):
+        made.folder.secret.write_bytes(content)
+        assert fedcomp(["link", *asked]) == 78
+        assert f"{made.folder.secret} has {len(content)} bytes" in says(capfd)
 
 
 def test_a_port_in_use_is_one_line_and_leaves_the_files_of_the_running_link(tmp_path, capfd):
@@ -153,6 +166,26 @@ def test_what_ends_is_started_again_and_sigterm_leaves_nothing(tmp_path, monkeyp
     printed = capfd.readouterr().out
     assert "the SuperLink ended with status -9; it is started again" in printed
     assert printed.rstrip().endswith("stopped")
+
+
+def test_with_a_log_of_json_every_line_is_an_object_also_those_of_processes(tmp_path, monkeypatch, capfd):
+    says = "import sys; print('\\x1b[92mINFO\\x1b[0m : ready'); print('oops', file=sys.stderr); sys.exit(3)"
+    monkeypatch.setattr(LinkOptions, "superlink", lambda self: [sys.executable, "-c", says])
+    public, port = free_ports(2)
+    asked = [str(tmp_path), "--insecure", "--listen", f"127.0.0.1:{public}", "--port", str(port)]
+    assert fedcomp(["link", *asked, "--log-format", "json"]) == 75
+    deadline, printed = time.monotonic() + 60, ""
+    while printed.count("\n") < 4:
+        assert time.monotonic() < deadline
+        printed += capfd.readouterr().out
+        time.sleep(0.05)
+    lines = [json.loads(line) for line in printed.splitlines()]
+    assert {(line["event"], line.get("source"), line["message"]) for line in lines if line["event"] == "output"} == {
+        ("output", "superlink", "INFO : ready"),
+        ("output", "superlink", "oops"),
+    }
+    assert [line["message"] for line in lines if line["event"] == "link"][-1] == "stopped"
+    assert all({"time", "level", "event", "message"} <= line.keys() for line in lines)
 
 
 def test_a_superlink_that_does_not_start_is_a_temporary_failure(tmp_path, monkeypatch, capfd):

@@ -16,7 +16,7 @@ import h11
 import pytest
 
 from fedcomp.experiments.security.certificates import create
-from fedcomp.experiments.security.proxy import PATH, Limits, Proxy, Refused, contexts, examine
+from fedcomp.experiments.security.proxy import PATH, Limits, Proxy, Refused, ThinnedLog, contexts, examine
 
 LIMITS = Limits(
     per_address=4, connections=8, body=300_000, handshake=1.0, idle=1.0, upload=3.0, stall=1.0, answer=1.5, linger=0.02
@@ -221,6 +221,7 @@ HEADS = {
     "expects": (b"Expect: 100-continue\r\nContent-Length: 3\r\n\r\n", 417),
     "upgrade": (b"Upgrade: h2c\r\nConnection: upgrade\r\n\r\n", 417),
     "long head": (b"X: " + b"a" * 20_000 + b"\r\n\r\n", 431),
+    "many headers": (b"a:\r\n" * 4_000 + b"\r\n", 431),
     "long body": (b"Content-Length: 300001\r\n\r\n", 413),
     "long chunks": (b"Transfer-Encoding: chunked\r\n\r\n" + (b"10000\r\n" + b"a" * 65536 + b"\r\n") * 5, 413),
     "bad chunk": (b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", 400),
@@ -240,6 +241,16 @@ def test_what_two_parsers_might_read_differently_is_refused(case):
     # Nothing of it was complete for the backend: no second request may hide in the rest.
     assert made.backend.received == []
     assert len(made.said) == 1
+
+
+def test_a_long_target_is_a_long_head():
+    """Also where it came with the rest at once, of a name that passes."""
+
+    async def body(s: Scene) -> None:
+        answer = await s.ask(b"POST /v1/fleet/" + b"a" * 20_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 431"), answer
+
+    assert scene(body).backend.connections == 0
 
 
 def test_other_methods_are_refused():
@@ -315,8 +326,93 @@ def test_the_handshake_counts_as_a_connection_and_ends(tmp_path):
         assert answer.endswith(b"hi")
 
     made = scene(body, folder=folder)
-    assert any("4 connections" in line for line in made.said)
+    assert any("as many connections as" in line for line in made.said)
     assert len(made.backend.received) == 1
+
+
+def test_a_flood_of_unfinished_bodies_is_bounded_in_all_and_by_address_and_others_pass():
+    """The backend holds what it was sent until a body is complete; what is announced and never comes counts as well."""
+    limits = replace(LIMITS, per_address=20, connections=100, upload=60.0, stall=60.0, queue=0.5)
+    limits = replace(limits, body=300_000, address_bytes=600_000, all_bytes=1_000_000)
+    held = 0
+
+    async def swallow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal held
+        while data := await reader.read(65536):
+            held += len(data)
+        writer.close()
+
+    async def from_address(s: Scene, source: str):
+        return await asyncio.open_connection("127.0.0.1", s.port, local_addr=(source, 0))
+
+    async def body(s: Scene) -> None:
+        good = Scene.ask
+        backend = await asyncio.start_server(swallow, "127.0.0.1", 0)
+        real, s.proxy.port = s.proxy.port, backend.sockets[0].getsockname()[1]
+        flood = []
+        for _ in range(2):
+            for number in range(8):
+                reader, writer = await from_address(s, f"127.0.0.{2 + number % 2}")
+                writer.write(CALL + b"Content-Length: 300000\r\n\r\n" + b"a" * 299_000)
+                flood.append((reader, writer))
+        # Those for whom there is no room are told so, to try again, and nothing of their bodies is passed on.
+        waiting = {asyncio.create_task(reader.read(12)) for reader, _ in flood}
+        answered: set[asyncio.Task[bytes]] = set()
+        while len(answered) < len(flood) - 3:
+            done, waiting = await asyncio.wait(waiting, timeout=60, return_when=asyncio.FIRST_COMPLETED)
+            assert done
+            answered |= done
+        assert {task.result() for task in answered} == {b"HTTP/1.1 503"}
+        assert 0 < held <= 3 * 300_500
+        # What is small passes all the same, and once the flood is over what is large.
+        s.proxy.port = real
+        assert (await good(s, CALL + b"Connection: close\r\nContent-Length: 2\r\n\r\nhi")).endswith(b"hi")
+        large = asyncio.create_task(
+            good(s, CALL + b"Connection: close\r\nContent-Length: 200000\r\n\r\n" + b"b" * 200_000)
+        )
+        for task in waiting:
+            task.cancel()
+        for _, writer in flood:
+            writer.close()
+        assert (await large).endswith(b"b" * 200_000)
+        backend.close()
+
+    made = scene(body, limits=limits)
+    assert not made.proxy._under_way
+    # One line for each address, and one for the rest.
+    assert sum("503" in line for line in made.said) == 2
+    assert "more refusals without a line" in made.said[-1]
+
+
+def test_refusals_without_end_are_few_lines():
+    async def body(s: Scene) -> None:
+        for _ in range(50):
+            await s.ask(b"POST /v1/control/start-run HTTP/1.1\r\nHost: x\r\n\r\n")
+
+    made = scene(body)
+    assert [line for line in made.said if "403" in line] == made.said[:1]
+    assert made.said[1:] == ["proxy: 49 more refusals without a line, most of 127.0.0.1 (49)"]
+
+
+def test_one_address_has_ten_lines_a_minute_whatever_it_asks_for():
+    lines: list[str] = []
+    log = ThinnedLog(lines.append)
+    for number in range(1000):
+        log("10.0.0.1", f"403 '/{number}'")
+    log("10.0.0.2", "403 '/x'")
+    assert len(lines) == ThinnedLog.EACH + 1
+    assert lines[-1] == "proxy: refused 10.0.0.2: 403 '/x'"
+
+
+def test_a_log_of_many_addresses_is_bounded():
+    lines: list[str] = []
+    log = ThinnedLog(lines.append)
+    for number in range(10_000):
+        log(f"10.0.{number // 256}.{number % 256}", "403 no")
+    assert len(lines) == ThinnedLog.LINES
+    assert len(log._more) <= ThinnedLog.LINES + 1
+    log.flush()
+    assert lines[-1].startswith("proxy: 9900 more refusals without a line, most of others (9800)")
 
 
 def test_a_superlink_that_is_away_silent_or_breaks_off():
@@ -344,7 +440,7 @@ def test_a_superlink_that_is_away_silent_or_breaks_off():
         assert (await s.ask(ask)).startswith(b"HTTP/1.1 502")
 
     made = scene(body)
-    assert sum("502" in line or "504" in line for line in made.said) == 3
+    assert [line.split(": ")[2][:3] for line in made.said] == ["504", "502", "502"]
 
 
 @pytest.mark.parametrize("target", [b"/v1/fleet/pull-messages", b"/v1/fleet/register-node", b"/v1/fleet/get-fab"])
