@@ -186,14 +186,14 @@ def _parser() -> argparse.ArgumentParser:
         "--privacy-budget",
         type=float,
         metavar="EPS",
-        help="cross no epsilon beyond EPS, whatever the server plans, and never train without noise; only with "
-        "--privacy-ledger does this hold across restarts and runs",
+        help="cross no epsilon beyond EPS, whatever the server plans, and never train without noise; over all runs and "
+        "restarts: needs --privacy-ledger or a state folder",
     )
     private.add_argument(
         "--privacy-ledger",
         type=Path,
         metavar="F",
-        help="file that remembers what was spent when this node is restarted",
+        help="file that remembers what was spent in all runs; default with --privacy-budget: one in the state folder",
     )
     peers = parser.add_argument_group("peer links", "direct links to other clients, for systems with transport=peers")
     peers.add_argument(
@@ -244,6 +244,11 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error(f"--give-up is {args.give_up:g}; expected a positive number of seconds")
     if args.privacy_budget is not None and not 0.0 < args.privacy_budget < math.inf:
         parser.error(f"--privacy-budget is {args.privacy_budget:g}; expected an epsilon above 0")
+    if args.privacy_budget is not None and not (args.privacy_ledger or args.state_dir or args.home):
+        parser.error(
+            "--privacy-budget needs a place that outlives runs and restarts, or each of them could spend it again: add "
+            "--privacy-ledger FILE, or --state-dir DIR"
+        )
     for option in ("root_certificates", "key", "allow_bundles", "peer_keys"):
         path = getattr(args, option)
         if path is not None and not path.expanduser().is_file():

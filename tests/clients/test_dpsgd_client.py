@@ -13,7 +13,7 @@ import torch
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 
 from fedcomp.clients.app import app
-from fedcomp.clients.edge import LEDGER_FILE
+from fedcomp.clients.edge import LEDGER_FILE, OWN_BUDGET, STATE_FOLDER
 from fedcomp.clients.private.dpsgd import Trainee, train_privately
 from fedcomp.errors import ConfigError
 from fedcomp.flower.grid import InProcessGrid
@@ -238,13 +238,16 @@ def test_only_a_configuration_without_a_plan_is_trained_without_noise():
 
 
 @pytest.mark.slow
-def test_a_node_with_a_budget_of_its_own_needs_no_trust_in_the_servers_plan():
-    own = {"privacy-budget": epsilon(3) + 1e-6}
+def test_a_node_with_a_budget_of_its_own_needs_no_trust_in_the_servers_plan(tmp_path: Path):
+    own = {"privacy-budget": epsilon(3) + 1e-6, STATE_FOLDER: str(tmp_path)}
     secure = dataclasses.replace(PLAN, insecure=False)
     client = Client(plan=secure, **own)
     client.train()
     with pytest.raises(BudgetExceeded):
         client.train()
+    # Flower gives every run a new context, and a restarted node too: the budget is that of the node.
+    with pytest.raises(BudgetExceeded, match="would cross"):
+        Client(plan=secure, **own).train()
     # A server that plans no noise at all, or noise that it can take off again.
     with pytest.raises(BudgetExceeded):
         Client(plan=dataclasses.replace(secure, noise_multiplier=0.0), **own).train()
@@ -252,6 +255,32 @@ def test_a_node_with_a_budget_of_its_own_needs_no_trust_in_the_servers_plan():
         Client(plan=PLAN, **own).train()
     with pytest.raises(ConfigError, match="expected an epsilon above 0"):
         Client(plan=secure, **{"privacy-budget": 0.0}).train()
+
+
+@pytest.mark.slow
+def test_a_budget_without_a_place_that_outlives_a_run_is_refused_with_what_to_add(tmp_path: Path):
+    own, secure = {OWN_BUDGET: epsilon(6) + 1e-6}, dataclasses.replace(PLAN, insecure=False)
+    with pytest.raises(ConfigError, match="start it with --privacy-ledger FILE or --state-dir DIR"):
+        Client(plan=secure, **own).train()
+    for place in ({LEDGER_FILE: str(tmp_path / "spent.jsonl")}, {STATE_FOLDER: str(tmp_path / "state")}):
+        assert [Client(plan=secure, **own, **place).train()[0].total for _ in range(2)] == [3, 6]
+        with pytest.raises(BudgetExceeded):
+            Client(plan=secure, **own, **place).train()
+        # In a simulation every partition has its file.
+        other = Client(plan=secure, **own, **place)
+        other.context.node_config["partition-id"] = 1
+        if STATE_FOLDER in place:
+            assert other.train()[0].total == 3
+
+
+@pytest.mark.slow
+def test_what_was_spent_before_a_node_had_a_file_stays_spent(tmp_path: Path):
+    client = Client()
+    client.train()
+    client.context.node_config[LEDGER_FILE] = str(tmp_path / "spent.jsonl")
+    assert client.train()[0].total == 6
+    assert STATE not in client.context.state
+    assert Client(**{LEDGER_FILE: str(tmp_path / "spent.jsonl")}).train()[0].total == 9
 
 
 @pytest.mark.parametrize("kind", ["train", "evaluate"])
