@@ -289,3 +289,27 @@ def test_the_model_is_as_it_was() -> None:
         trainee = Trainee("arrays", model, toy(), Split(*records()), 0, Key(0))
         noisy_slopes(trainee, PLAN, context(), directions(), M, oracle=oracle)  # type: ignore[arg-type]
         assert torch.equal(model.weight, before)
+
+
+class Dropping(nn.Linear):
+    """Drops inputs, with coins from torch's global generator."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(nn.functional.dropout(x, 0.5, self.training))
+
+
+@pytest.mark.slow
+def test_no_seed_of_torch_names_what_a_model_draws_for_its_records() -> None:
+    """Dealt in the order of the batch, known coins would let a record more exchange those of all behind it."""
+    model = Dropping(P, 1, bias=False)
+    nn.init.constant_(model.weight, 0.25)
+    found: dict[bool, set[bytes]] = {True: set(), False: set()}
+    for insecure in (True, True, False, False):
+        trainee = Trainee("arrays", model, toy(), Split(*records()), 0, Key(0, "batches"))
+        torch.manual_seed(7)
+        before = torch.get_rng_state()
+        plan = dataclasses.replace(EXACT, insecure=insecure)
+        found[insecure].add(noisy_slopes(trainee, plan, context(), directions(), M)[0].tobytes())
+        assert torch.equal(before, torch.get_rng_state())
+    assert len(found[False]) == 2
+    assert len(found[True]) == 1, "experiments repeat"
