@@ -20,13 +20,16 @@ from typing import Any, Final
 
 from flwr.app import ConfigRecord, Context
 
-from fedcomp.clients.edge.node_config import LEDGER_FILE, OWN_BUDGET, STATE_FOLDER
+from fedcomp.clients.edge.node_config import LEDGER_FILE, OWN_BUDGET, OWN_DELTA, STATE_FOLDER
 from fedcomp.errors import ConfigError
 from fedcomp.flower.folder import StateFolder
 from fedcomp.flower.payload import PARTITION_KEY
 from fedcomp.flower.record_dp import DpSgdPlan, compact
 from fedcomp.privacy.errors import BudgetExceeded, PrivacyLedgerError
 from fedcomp.privacy.ledger import PrivacyLedger
+
+DELTA: Final = 1e-5
+"""Of a node's own budget, unless it names another one."""
 
 _STATE: Final = "fedcomp.record-dp"
 
@@ -37,7 +40,7 @@ def within_own(plan: DpSgdPlan, context: Context) -> DpSgdPlan:
     Raises
     ------
     ConfigError
-        When the node has a budget of its own, and the plan's noise would come from a seed.
+        When the node has a budget of its own, and the plan's noise would come from a seed, or be of floating point.
     """
     own = context.node_config.get(OWN_BUDGET)
     if own is None:
@@ -46,8 +49,16 @@ def within_own(plan: DpSgdPlan, context: Context) -> DpSgdPlan:
         raise ConfigError(f"{OWN_BUDGET} of this node is {own!r}; expected an epsilon above 0")
     if plan.insecure:
         raise ConfigError("the server plans noise from a seed that it knows; a node with a budget of its own draws its")
-    # The stricter of both; 0 in a plan is no budget.
-    return replace(plan, budget=min(float(own), plan.budget or math.inf))
+    if plan.noise == "gaussian":
+        raise ConfigError(
+            "the server plans noise of floating point (noise='gaussian'), whose last bits may show what it hides; a "
+            "node with a budget of its own adds integer noise: noise='discrete_gaussian'"
+        )
+    delta = context.node_config.get(OWN_DELTA, DELTA)
+    if isinstance(delta, bool) or not isinstance(delta, float) or not 0.0 < delta < 1.0:
+        raise ConfigError(f"{OWN_DELTA} of this node is {delta!r}; expected a probability above 0 and below 1")
+    # The stricter of both; 0 in a plan is no budget. A larger delta would be another promise under the same epsilon.
+    return replace(plan, budget=min(float(own), plan.budget or math.inf), delta=min(delta, plan.delta))
 
 
 def require_room(ledger: PrivacyLedger, plan: DpSgdPlan, size: int) -> None:
