@@ -3,7 +3,8 @@
 The likeliest mistake with many devices is a configuration that was copied with its partition id: a hundred devices then
 train as partition 0, share its random streams and count a hundred times. Nobody can tell which of them is meant, so
 among equals nobody is used. A partition that was held before stays with its holder: whoever comes later and declares it
-too does not drive out a node that answers.
+too does not drive out a node that answers, and one that took the place of a silent holder gives it back when that one
+answers again. A node with a registered key keeps its id, so that a partition is bound to the key that held it first.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from flwr.serverapp import Grid
 from fedcomp.flower.metered import engine_lookup
 from fedcomp.flower.payload import PARTITIONS
 from fedcomp.stateful import Stateful
+
+FORMER: Final = 16
+"""How many holders of a partition are remembered: without keys anybody may come under any number of ids."""
 
 _NAMED: Final = 5
 """How many node ids a reason names."""
@@ -62,7 +66,8 @@ def _reason(partition: int, nodes: Sequence[int], holder: int | None) -> str:
 class Holders(Stateful):
     """The nodes of a run that declared a partition, and the one among them that holds it; see :func:`contest`.
 
-    A holder that is offline, leaves a message unanswered or declares another partition holds it no longer. Where the
+    A holder that is offline, leaves a message unanswered or declares another partition holds it no longer, until it
+    answers again: of several that declare a partition the one that held it first is meant. Where the
     engine itself knows who holds what, as the in-process one does, the nodes' word does not count. A node without a
     configured partition declares a number drawn from its node id; two such numbers may be equal by chance, which is
     nobody's mistake and refuses nobody.
@@ -77,15 +82,23 @@ class Holders(Stateful):
         The node that holds each partition.
     silent : set of int
         Nodes that left their last message unanswered.
+    former : dict of int to list of int
+        The nodes that ever held each partition, the first ones first, at most :data:`FORMER` of each.
     """
 
-    STATE: ClassVar[Mapping[str, Any]] = {"claims": dict[int, int], "held": dict[int, int], "silent": set[int]}
+    STATE: ClassVar[Mapping[str, Any]] = {
+        "claims": dict[int, int],
+        "held": dict[int, int],
+        "silent": set[int],
+        "former": dict[int, list[int]],
+    }
 
     def __init__(self) -> None:
         self.known: dict[int, int] = {}
         self.claims: dict[int, int] = {}
         self.held: dict[int, int] = {}
         self.silent: set[int] = set()
+        self.former: dict[int, list[int]] = {}
 
     def meet(self, grid: Grid) -> None:
         """Forget the nodes that are not online any more, and learn which partitions the engine knows."""
@@ -111,5 +124,11 @@ class Holders(Stateful):
                 self.claims[node] = partition
         # The remainder is what a client declares when nothing is configured.
         meant = {n: p for n, p in self.claims.items() if n not in self.silent and p != n % PARTITIONS}
-        self.held, refused = contest(meant, self.held)
+        # The first of those that declare it: whoever came while it was silent does not keep its place.
+        there = {p: [n for n in nodes if meant.get(n) == p] for p, nodes in self.former.items()}
+        self.held, refused = contest(meant, {p: nodes[0] for p, nodes in there.items() if nodes})
+        for partition, node in self.held.items():
+            nodes = self.former.setdefault(partition, [])
+            if node not in nodes and len(nodes) < FORMER:
+                nodes.append(node)
         return {node: reason for node, reason in refused.items() if node in answers}

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from flwr.app import Context, Message
+from flwr.app import ConfigRecord, Context, Message, RecordDict
 from message_examples import fields_of
 from toy import client_app, fedavg, model
 
 from fedcomp.clients.coded.mod import coded
 from fedcomp.clients.compressed import compression
 from fedcomp.codecs import Codec, FixedPoint, RandomK, fixed_point_of
+from fedcomp.flower.coded import CODED
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import has_frame, take_frame
-from fedcomp.flower.protocol import UPDATE
+from fedcomp.flower.protocol import UPDATE, Announcement
 from fedcomp.layout import NONE_DENSE, Layout
 from fedcomp.strategies.coded.strategy import CodedFedAvg
 from fedcomp.strategies.compressed import Compressed
@@ -116,3 +118,15 @@ def sender(reply: Message, grid: Tap) -> int:
 
 def train_replies(grid: Tap) -> list[Message]:
     return [m for m in grid.received if m.has_content() and "tag" in fields_of(m.content)]
+
+
+def after_restart(asked: Message, restarts: int = 1, **others) -> RecordDict:
+    """Return what a training message holds under the number that a restarted server gives it, but for the plan."""
+    content = RecordDict({k: v for k, v in asked.content.items() if k != CODED})
+    for name, found in list(content.config_records.items()):
+        announcement = Announcement.read(found)
+        if announcement is not None:
+            record = ConfigRecord(dict(found))
+            replace(announcement, sequence=announcement.sequence + restarts * (1 << 32), **others).write(record)
+            content[name] = record
+    return content

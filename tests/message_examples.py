@@ -194,6 +194,9 @@ EXAMPLES: dict[str, Schema] = {
     "state.UplinkRecord/node": state.UplinkRecord(
         3, 9, b"session!", {"id": "topk"}, '["topk",{}]', b"digest", node=b"\0\0\0\0\0\0\0\7"
     ),
+    "state.UplinkRecord/made": state.UplinkRecord(
+        3, (1 << 32) + 9, b"session!", {"id": "topk"}, '["topk",{}]', b"digest", made=9
+    ),
     "state.ReplicaRecord": state.ReplicaRecord(7),
     "folder.KeptRecord": folder.KeptRecord("a", 7),
     "linear.Join": linear.Join(partitions=3, labels=True, peers=True, spool="/tmp/x"),

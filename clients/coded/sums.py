@@ -4,7 +4,8 @@ The update is what the compression mod made of it: a frame of integers (:class:`
 mod keeps as pending until a later message acknowledges it. Here the frame is taken out of the reply, and with it the
 weight and all metrics, unless the plan asks for these; what leaves are shards, or a masked vector and the shards of its
 mask. A message that is delivered again is coded again, under a tag of its own: the server sees to it that relays add
-shards of one tag.
+shards of one tag. So is the update of a message that a restarted server sends under another number: it is the same
+update, and is shared in one round only.
 
 Two things are remembered for longer than a run, since a server that names another run, or sends an old message in a new
 round, must not get past them: which sets this node added, and in which round it shared its last update.
@@ -55,6 +56,7 @@ from fedcomp.flower.coded import (
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import NODE_RECORD, put_frame
 from fedcomp.flower.protocol import Announcement
+from fedcomp.flower.state import update_number
 
 _BOOK: Final = "fedcomp.coded.sums"
 _ENTRY: Final = struct.Struct("<8sQ24s")
@@ -91,10 +93,12 @@ class SumCodeClient(Shards):
                 "the message announces no codec; a coded sum stands around fedcomp.strategies.compressed.Compressed"
             )
         # Before training: an update that was shared in another round is not computed again.
-        self._require_unshared(announcement)
+        self._require_unshared(announcement, announcement.sequence)
         reply = call_next(exchange.plain_message(), exchange.context)
         if reply.has_error():
             return reply
+        # And when it is there: the answer may be an update that was made for another message.
+        self._require_unshared(announcement, update_number(exchange.context, announcement))
         codec, integers = self._integers(reply.content, announcement, asked, plan)
         header = reply.content.config_records[NODE_RECORD]
         tag = make_tag(_number(header, "sequence"), _number(header, "generation", 0))
@@ -116,22 +120,34 @@ class SumCodeClient(Shards):
         # Relays of a sum go by the row of the code that is theirs.
         terms = Terms.of(asked, source, range(plan.relays))
         said = {**self.news(terms), **self.send(terms, made, content, SUM_SHARD)}
-        self._note(shared=name_of(announcement) + self._place())
+        place = self._place()
+        self._note(shared=self._update_name(announcement) + place, shared_round=_round_name(announcement) + place)
         exchange.save()
         return exchange.reply(SumShared, content, tag=tag, **said)
 
     def _place(self) -> bytes:
         return self.exchange.run + self.exchange.round.to_bytes(8, "little")
 
-    def _require_unshared(self, announcement: Announcement) -> None:
-        """Refuse to share the update of one message in a second round: two sums could differ by it alone."""
-        shared = self._noted("shared", b"")
-        name = name_of(announcement)
-        if shared.startswith(name) and shared != name + self._place():
-            raise StateError(
-                f"the update that answers message {announcement.sequence} was shared in another round; it is in one "
-                "sum at most"
-            )
+    def _update_name(self, announcement: Announcement) -> bytes:
+        """Return what names the update that answers a message, the same also after a restart of the server."""
+        return _name(announcement.session, update_number(self.exchange.context, announcement))
+
+    def _require_unshared(self, announcement: Announcement, number: int) -> None:
+        """Refuse to share the update made for message ``number`` in a second round: two sums could differ by it alone.
+
+        Where no reply is kept the client would train again for what may be the same update: then the round that the
+        message names counts. A restarted server makes its round again, in which relays give no sum over another set.
+        """
+        for entry, name in (
+            ("shared", _name(announcement.session, number)),
+            ("shared_round", _round_name(announcement)),
+        ):
+            shared = self._noted(entry, b"")
+            if shared.startswith(name) and shared != name + self._place():
+                raise StateError(
+                    f"the update made for message {number} of round {announcement.round} was shared in another round; "
+                    "it is in one sum at most"
+                )
 
     def _noted(self, name: str, default: Any) -> Any:
         return self.exchange.context.state.config_records.get(_BOOK, ConfigRecord()).get(name, default)
@@ -266,9 +282,12 @@ def _cut(codec: FixedPoint, integers: NDArray[np.int64], plan: SumPlan) -> tuple
     return tuple(-(-most * codec.grid.saturated(integers) // max(1, integers.size)) for most in plan.extras)
 
 
-def name_of(announcement: Announcement) -> bytes:
-    """Return what names a training message: its session and sequence number."""
-    return announcement.session + b"/%d/" % announcement.sequence
+def _name(session: bytes, sequence: int) -> bytes:
+    return session + b"/%d/" % sequence
+
+
+def _round_name(announcement: Announcement) -> bytes:
+    return _name(announcement.session, announcement.round)
 
 
 def _number(header: ConfigRecord, name: str, default: int | None = None) -> int:

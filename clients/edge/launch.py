@@ -14,6 +14,7 @@ from fedcomp.clients.edge.node_config import (
     DATA_PATH,
     LEDGER_FILE,
     OWN_BUDGET,
+    OWN_DELTA,
     PEER_ADDRESS,
     PEER_KEY,
     PEER_KEYS,
@@ -99,6 +100,8 @@ def _node_config(options: NodeOptions) -> str:
     entries = [f"partition-id={options.partition}", f"num-partitions={options.of}"]
     if options.privacy_budget is not None:
         entries.append(f"{OWN_BUDGET}={options.privacy_budget!r}")
+    if options.privacy_delta is not None:
+        entries.append(f"{OWN_DELTA}={options.privacy_delta!r}")
     # Single quotes: what is between them is taken as it stands.
     return " ".join([*entries, *(f"{key}='{text}'" for key, text in texts.items())])
 

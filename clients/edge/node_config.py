@@ -20,6 +20,9 @@ LEDGER_FILE: Final = "privacy-ledger"
 """An epsilon that this node's trainings never cross, whatever the server plans (it then refuses noise from a seed, and
 everything that is not trained with noise); and the file that holds the node's ledger, instead of the node's state."""
 
+OWN_DELTA: Final = "privacy-delta"
+"""The delta at which that epsilon is meant, whatever the server plans; 1e-5 where it is not given."""
+
 STATE_FOLDER: Final = "state-dir"
 """An absolute path: the folder in which clients keep what must survive a restart of the node."""
 

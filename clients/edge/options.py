@@ -62,7 +62,7 @@ class NodeOptions:
     allow_bundles : Path or None
     preload : tuple of str or None
         Modules; None for the usual ones.
-    privacy_budget : float or None
+    privacy_budget, privacy_delta : float or None
     privacy_ledger : Path or None
     peer : PeerOptions or None
     peer_keys : Path or None
@@ -86,6 +86,7 @@ class NodeOptions:
     allow_bundles: Path | None = None
     preload: tuple[str, ...] | None = None
     privacy_budget: float | None = None
+    privacy_delta: float | None = None
     privacy_ledger: Path | None = None
     peer: PeerOptions | None = None
     peer_keys: Path | None = None
@@ -126,6 +127,7 @@ def parse(argv: Sequence[str] | None = None) -> NodeOptions:
         allow_bundles=_absolute(args.allow_bundles),
         preload=None if args.preload is None else tuple(name for name in args.preload.split(",") if name),
         privacy_budget=args.privacy_budget,
+        privacy_delta=args.privacy_delta,
         privacy_ledger=_absolute(args.privacy_ledger),
         peer=_peer(parser, args),
         peer_keys=_absolute(args.peer_keys),
@@ -186,14 +188,20 @@ def _parser() -> argparse.ArgumentParser:
         "--privacy-budget",
         type=float,
         metavar="EPS",
-        help="cross no epsilon beyond EPS, whatever the server plans, and never train without noise; only with "
-        "--privacy-ledger does this hold across restarts and runs",
+        help="cross no epsilon beyond EPS, whatever the server plans, and never train without noise; over all runs and "
+        "restarts: needs --privacy-ledger or a state folder",
+    )
+    private.add_argument(
+        "--privacy-delta",
+        type=float,
+        metavar="D",
+        help="the delta of that budget, whatever the server plans; default: 1e-5",
     )
     private.add_argument(
         "--privacy-ledger",
         type=Path,
         metavar="F",
-        help="file that remembers what was spent when this node is restarted",
+        help="file that remembers what was spent in all runs; default with --privacy-budget: one in the state folder",
     )
     peers = parser.add_argument_group("peer links", "direct links to other clients, for systems with transport=peers")
     peers.add_argument(
@@ -244,6 +252,17 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error(f"--give-up is {args.give_up:g}; expected a positive number of seconds")
     if args.privacy_budget is not None and not 0.0 < args.privacy_budget < math.inf:
         parser.error(f"--privacy-budget is {args.privacy_budget:g}; expected an epsilon above 0")
+    if args.privacy_budget is not None and not (args.privacy_ledger or args.state_dir or args.home):
+        parser.error(
+            "--privacy-budget needs a place that outlives runs and restarts, or each of them could spend it again: add "
+            "--privacy-ledger FILE, or --state-dir DIR"
+        )
+    if args.privacy_delta is not None:
+        if args.privacy_budget is None:
+            parser.error("--privacy-delta is of no use without --privacy-budget")
+        # As SuperNode reads it, a number with a point or an exponent.
+        if not 0.0 < args.privacy_delta < 1.0:
+            parser.error(f"--privacy-delta is {args.privacy_delta:g}; expected a probability above 0 and below 1")
     for option in ("root_certificates", "key", "allow_bundles", "peer_keys"):
         path = getattr(args, option)
         if path is not None and not path.expanduser().is_file():

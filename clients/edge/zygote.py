@@ -69,6 +69,8 @@ def _run(work: Callable[[], None], parent: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     # Ctrl-C reaches all processes of a terminal; the executor decides what becomes of its own.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The warm process of a bundle as well: what an app draws while it is imported is not what another bundle draws.
+    reseed()
     work()
 
 
@@ -209,7 +211,6 @@ def _received(connection: Connection) -> bytes | None:
 def _handle(runtime: str, token: str, bundle: str, app: ClientApp | None, tell: Connection) -> None:
     """Handle one message; the process ends with it."""
     sys.argv = ["flwr-clientapp"]
-    reseed()
     known, folder = set(sys.modules), Path()
     ids: Sequence[str] = ()
 
@@ -265,7 +266,16 @@ def forget(folder: Path) -> None:
 
 
 def reseed() -> None:
-    """Give the global random generators new states, as a new process has; Python's own has one after every fork."""
+    """Give the global generators of numpy and torch new states, as a new process has: from the operating system.
+
+    Without it every message would draw what its siblings draw: noise, dropout, order of the data. torch's are those of
+    the processor and of every CUDA device. Python's own generator has a new state after every fork. Generators that an
+    app or another library made while it was imported are not known here, and repeat.
+    """
     numpy = sys.modules.get("numpy")
     if numpy is not None and "numpy.random" in sys.modules:
         numpy.random.seed()
+    # Only where something has imported it: that takes longer than most messages.
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.seed()

@@ -1,19 +1,21 @@
 """The client half of distributed noise: a coded sum, to which every client adds its share of the noise.
 
 The compression mod clips and rounds (:class:`fedcomp.privacy.bounded.BoundedFixedPoint`); what it remembers holds no
-noise. Here the share is added to the integers, once for each message of the server: a message that is delivered again
-is answered with the integers that answered it before, since two answers with different noise would tell more than one.
+noise. Here the share is added to the integers, once for each update: a message that is delivered again, or that a
+restarted server sends under another number, is answered with the integers that answered it before, since two answers
+with different noise would tell more than one.
 """
 
 from __future__ import annotations
 
+import hashlib
 from typing import Final
 
 import numpy as np
 from flwr.app import RecordDict
 from numpy.typing import NDArray
 
-from fedcomp.clients.coded.sums import SumCodeClient, name_of
+from fedcomp.clients.coded.sums import SumCodeClient
 from fedcomp.codecs import FixedPoint
 from fedcomp.coding.sumcode import SumPlan
 from fedcomp.errors import StateError
@@ -24,6 +26,7 @@ from fedcomp.privacy.entropy import make_entropy
 from fedcomp.rng import Key
 
 _NOISED: Final = "noised"
+_SAME: Final = "same"
 
 
 class NoisySumClient(SumCodeClient):
@@ -54,13 +57,20 @@ class NoisySumClient(SumCodeClient):
             raise StateError(
                 f"the share of noise is made for {codec.least} contributors, the plan allows sums of {plan.least}"
             )
-        name, numbers, arrays = name_of(announcement), self.exchange.numbers, self.exchange.arrays
-        # The same message again: a second noise on the same integers would let both be averaged.
-        if numbers.get(_NOISED) == name:
+        name, numbers, arrays = self._update_name(announcement), self.exchange.numbers, self.exchange.arrays
+        same = _same(announcement, integers)
+        # The same update again: a second noise on the same integers would let both be averaged. Where no reply is kept
+        # it is trained again, and the same where round and integers are.
+        if numbers.get(_NOISED) == name or numbers.get(_SAME) == same:
             return codec, arrays[_NOISED].astype(np.int64)
         key = Key(announcement.seed, "privacy/share", announcement.round, self.exchange.partition)
         entropy = make_entropy(key, insecure_deterministic=codec.insecure_deterministic)
         noised = codec.noised(integers, entropy)
-        # Kept for the same message delivered again.
-        numbers[_NOISED], arrays[_NOISED] = name, noised.astype(np.int32)
+        # Kept for the same update asked for again.
+        numbers[_NOISED], numbers[_SAME], arrays[_NOISED] = name, same, noised.astype(np.int32)
         return codec, noised
+
+
+def _same(announcement: Announcement, integers: NDArray[np.int64]) -> bytes:
+    """Return a name of these integers in this round."""
+    return announcement.session + b"/%d/" % announcement.round + hashlib.sha256(integers.tobytes()).digest()

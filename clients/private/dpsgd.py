@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from flwr.app import Context, Message, RecordDict
 
+from fedcomp.clients.edge.node_config import OWN_BUDGET
 from fedcomp.clients.half import CallNext, ClientHalf
 from fedcomp.clients.private.mod import ABOUT_SETTINGS
 from fedcomp.clients.private.node_ledger import node_ledger, require_room, within_own
@@ -123,6 +124,12 @@ def record_dp(trainee_of: TraineeOf) -> ClientHalf:
     def record_dp_mod(msg: Message, context: Context, call_next: CallNext) -> Message:
         # A plan that cannot be read raises: whoever cannot tell what is asked does not train without noise.
         plan = plan_in(msg.content)
+        kind = msg.metadata.message_type.partition(".")[0]
+        if plan is None and OWN_BUDGET in context.node_config and kind in ("train", "evaluate"):
+            raise ConfigError(
+                f"this node has a privacy budget of its own ({OWN_BUDGET} in its node configuration): it trains with "
+                "noise (record-dp), and does nothing else with its records"
+            )
         if msg.metadata.message_type != "train" or plan is None:
             return call_next(msg, context)
         if plan.method == FORWARD:

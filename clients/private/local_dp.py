@@ -2,32 +2,42 @@
 
 ``client(app, local_privacy(LocalPolicy(noise_multiplier=4.0, releases=20)))`` is an app that needs no trust in its
 server: whatever the server announces, nothing leaves but frames of a codec that privatises with that much noise of this
-node's own, and no more than twenty of them. The count is kept in ``context.state``, apart from the codec's memory,
-which restarts whenever the server says so.
+node's own, and no more than twenty of them. What has left is a file in the node's state folder, on the disk before the
+message leaves: Flower's ``context.state`` is a new one in every run, which the server starts.
 
-Without a policy the mod enforces what the server announces; :class:`fedcomp.privacy.local.Privatise` names a limit.
+Without a policy the mod enforces what the server announces, for which the context is good enough;
+:class:`fedcomp.privacy.local.Privatise` names a limit.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
+from pathlib import Path
+from typing import Any, Final, Protocol
 
 from flwr.app import ConfigRecord, Context, Message
 
 from fedcomp.clients.half import WAITING, CallNext, ClientHalf
 from fedcomp.clients.messages import NOT_WITHOUT_NOISE, choose, find_announcement
 from fedcomp.clients.private.mod import discreet
-from fedcomp.errors import StateError
+from fedcomp.clients.private.node_ledger import file_of_node
+from fedcomp.errors import ConfigError, StateError
+from fedcomp.flower.folder import FolderError
+from fedcomp.flower.logs import log
 from fedcomp.flower.payload import NODE_RECORD, frames, take_frame
-from fedcomp.flower.protocol import UPDATE, refusal
+from fedcomp.flower.protocol import UPDATE, Announcement, refusal
+from fedcomp.privacy.errors import PrivacyLedgerError
+from fedcomp.privacy.journal import Journal
 from fedcomp.privacy.local import LocalPolicy, asks_for_noise, privatised
 
 _RECORD: Final = "fedcomp.local-privacy"
+_HEADER: Final = {"format": "fedcomp.private-messages", "version": 1}
 
 
-def local_privacy(policy: LocalPolicy | None = None) -> ClientHalf:
+def local_privacy(policy: LocalPolicy | None = None, *, state_dir: Path | None = None) -> ClientHalf:
     """Return the half that counts private messages and refuses what a policy does not allow.
 
     Only the coding mod is outside of it: what another mod made there would not be checked.
@@ -36,7 +46,11 @@ def local_privacy(policy: LocalPolicy | None = None) -> ClientHalf:
     ----------
     policy : LocalPolicy, optional
         With one, every message but a training message with a codec that satisfies it is refused: evaluation, too, whose
-        metrics would leave without noise.
+        metrics would leave without noise. What was sent is counted in the node's state folder (``state-dir`` in its
+        configuration, ``--state-dir`` of ``fedcomp node``), over all runs; without one every message is refused.
+    state_dir : Path, optional
+        An absolute path, for nodes whose configuration names no folder: those of a simulation. A file for each
+        partition.
 
     Examples
     --------
@@ -58,37 +72,59 @@ def local_privacy(policy: LocalPolicy | None = None) -> ClientHalf:
             if announcement is not None and asks_for_noise(announcement.codec):
                 return refusal(msg, NOT_WITHOUT_NOISE)
             return call_next(msg, context)
-        # The server's limit and the node's own, whichever is less; 0 of the server's is none.
-        limits = [limit for limit in (found.releases, policy.releases if policy else 0) if limit]
-        held = _Sent.read(context)
-        this = (announcement.session, announcement.sequence)
-        spent = bool(limits) and held.count >= min(limits)
-        over = f"this client has sent {held.count} private messages and sends no more"
-        # At the limit only a message that is delivered again is answered, with the frame that left before.
-        if spent and this != held.message:
-            return refusal(msg, over)
-        reply = discreet(msg, lambda: call_next(msg, context))
-        if reply.has_error():
-            return reply
-        frame = take_frame(reply.content, UPDATE)
-        beside = {*reply.content, *frames(reply.content)} - {UPDATE, NODE_RECORD}
-        if frame is None or beside:
-            return refusal(msg, "this client sends privatised updates only, and its app's mods made something else")
-        digest = hashlib.sha256(frame).digest()
-        # Answered from memory: the frame that left before is not a new release.
-        if digest == held.frame:
-            return reply
-        # Another frame for the same message is another release: the memory that held the first one is gone.
-        if spent:
-            return refusal(msg, over)
-        _Sent(held.count + 1, this, digest).write(context)
-        return reply
+        # The server's limit is for its run, 0 for none; the node's own is for all runs.
+        books: list[tuple[_Book, int]] = [(_InContext(context), found.releases)] if found.releases else []
+        with contextlib.ExitStack() as stack:
+            if policy is not None:
+                try:
+                    book = stack.enter_context(_InFile.opened(context, state_dir))
+                except (ConfigError, FolderError, PrivacyLedgerError) as error:
+                    log.error("%s", error)
+                    return refusal(msg, str(error))
+                books.append((book, policy.releases))
+            return _answer(msg, context, call_next, announcement, books)
 
     inner = (*WAITING, "compression", "lsg", "private", "record_dp")
     return ClientHalf("local_privacy", local_privacy_mod, outside=inner, needs=("compression",))
 
 
 _OTHER: Final = "this client answers private training messages only"
+
+
+def _answer(
+    msg: Message,
+    context: Context,
+    call_next: CallNext,
+    announcement: Announcement,
+    books: list[tuple[_Book, int]],
+) -> Message:
+    """Answer a private message where every book has room for it, and write it into all of them."""
+    this = (announcement.session, announcement.sequence)
+    spent = [book.last for book, limit in books if book.last.count >= limit]
+    over = "".join(f"this client has sent {last.count} private messages and sends no more" for last in spent[-1:])
+    # At the limit only a message that is delivered again is answered, with the frame that left before.
+    if any(last.message != this for last in spent):
+        return refusal(msg, over)
+    reply = discreet(msg, lambda: call_next(msg, context))
+    if reply.has_error():
+        return reply
+    frame = take_frame(reply.content, UPDATE)
+    beside = {*reply.content, *frames(reply.content)} - {UPDATE, NODE_RECORD}
+    if frame is None or beside:
+        return refusal(msg, "this client sends privatised updates only, and its app's mods made something else")
+    digest = hashlib.sha256(frame).digest()
+    # Another frame for the same message is another release: the memory that held the first one is gone.
+    if any(last.frame != digest for last in spent):
+        return refusal(msg, over)
+    for book, _ in books:
+        # Answered from memory: the frame that left before is not a new release.
+        if book.last.frame != digest:
+            try:
+                book.add(_Sent(book.last.count + 1, this, digest))
+            except PrivacyLedgerError as error:
+                log.error("%s", error)
+                return refusal(msg, str(error))
+    return reply
 
 
 @dataclass(frozen=True)
@@ -99,18 +135,79 @@ class _Sent:
     message: tuple[bytes, int] = (b"", 0)
     frame: bytes = b""
 
-    @classmethod
-    def read(cls, context: Context) -> _Sent:
+
+class _Book(Protocol):
+    """Where it is written down what left."""
+
+    last: _Sent
+
+    def add(self, sent: _Sent) -> None:
+        """Write down one more message, before it leaves."""
+
+
+class _InContext:
+    """What left in this run."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self.last = _Sent()
         record = context.state.config_records.get(_RECORD)
         if record is None:
-            return cls()
+            return
         count, session, sequence, frame = (record.get(name) for name in ("releases", "session", "sequence", "frame"))
         if not (type(count) is type(sequence) is int and isinstance(session, bytes) and isinstance(frame, bytes)):
             raise StateError("this node's count of private messages is damaged; what it has spent is unknown")
-        return cls(count, (session, sequence), frame)
+        self.last = _Sent(count, (session, sequence), frame)
 
-    def write(self, context: Context) -> None:
-        session, sequence = self.message
-        context.state[_RECORD] = ConfigRecord(
-            {"releases": self.count, "session": session, "sequence": sequence, "frame": self.frame}
+    def add(self, sent: _Sent) -> None:
+        session, sequence = sent.message
+        self._context.state[_RECORD] = ConfigRecord(
+            {"releases": sent.count, "session": session, "sequence": sequence, "frame": sent.frame}
         )
+        self.last = sent
+
+
+class _InFile:
+    """What left this node in its life: a line of a file for each message."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        if journal.header is None:
+            journal.begin(_HEADER)
+        try:
+            if journal.header != _HEADER:
+                raise ValueError(f"its header is {journal.header}")
+            self.last = _Sent(len(journal.entries), *self._read(journal.entries[-1])) if journal.entries else _Sent()
+        except (KeyError, TypeError, ValueError) as error:
+            raise PrivacyLedgerError(
+                f"{journal.path} holds no private messages of this release ({error!r}); what was sent is unknown"
+            ) from error
+
+    @classmethod
+    @contextlib.contextmanager
+    def opened(cls, context: Context, state_dir: Path | None) -> Iterator[_InFile]:
+        """Hold the node's file, which a second process of the node cannot open meanwhile.
+
+        Raises
+        ------
+        ConfigError, FolderError, PrivacyLedgerError
+            When there is no folder, or the file cannot be used.
+        """
+        path = file_of_node(context, "messages", state_dir)
+        if path is None:
+            raise ConfigError(
+                "this node limits its private messages and has nowhere to count them over runs and restarts, so it "
+                "sends none: start it with --state-dir DIR (state-dir='/absolute/folder' in its node configuration); "
+                "in a simulation write local_privacy(policy, state_dir=Path('/absolute/folder'))"
+            )
+        with contextlib.closing(Journal(path)) as journal:
+            yield cls(journal)
+
+    @staticmethod
+    def _read(entry: dict[str, Any]) -> tuple[tuple[bytes, int], bytes]:
+        return (bytes.fromhex(entry["session"]), int(entry["sequence"])), bytes.fromhex(entry["frame"])
+
+    def add(self, sent: _Sent) -> None:
+        session, sequence = sent.message
+        self._journal.append({"session": session.hex(), "sequence": sequence, "frame": sent.frame.hex()})
+        self.last = sent

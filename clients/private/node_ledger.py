@@ -4,7 +4,8 @@ Training with noise and slopes with noise spend from one ledger. It lies in the 
 release whose reply is lost was paid for, one that broke left nothing and costs nothing. A SuperNode that is restarted
 forgets its state, unless it has a state folder, and a new run begins without it; with ``privacy-ledger`` in its node
 configuration the ledger is a file instead, which outlives both. How much noise there is, the server plans; a node that
-does not leave that to it has a ``privacy-budget`` of its own.
+does not leave that to it has a ``privacy-budget`` of its own. As the server could renew that by another run, its ledger
+is always a file: the one that is named, or one in the state folder.
 """
 
 from __future__ import annotations
@@ -19,11 +20,16 @@ from typing import Any, Final
 
 from flwr.app import ConfigRecord, Context
 
-from fedcomp.clients.edge.node_config import LEDGER_FILE, OWN_BUDGET
+from fedcomp.clients.edge.node_config import LEDGER_FILE, OWN_BUDGET, OWN_DELTA, STATE_FOLDER
 from fedcomp.errors import ConfigError
+from fedcomp.flower.folder import StateFolder
+from fedcomp.flower.payload import PARTITION_KEY
 from fedcomp.flower.record_dp import DpSgdPlan, compact
 from fedcomp.privacy.errors import BudgetExceeded, PrivacyLedgerError
 from fedcomp.privacy.ledger import PrivacyLedger
+
+DELTA: Final = 1e-5
+"""Of a node's own budget, unless it names another one."""
 
 _STATE: Final = "fedcomp.record-dp"
 
@@ -34,7 +40,7 @@ def within_own(plan: DpSgdPlan, context: Context) -> DpSgdPlan:
     Raises
     ------
     ConfigError
-        When the node has a budget of its own, and the plan's noise would come from a seed.
+        When the node has a budget of its own, and the plan's noise would come from a seed, or be of floating point.
     """
     own = context.node_config.get(OWN_BUDGET)
     if own is None:
@@ -43,8 +49,16 @@ def within_own(plan: DpSgdPlan, context: Context) -> DpSgdPlan:
         raise ConfigError(f"{OWN_BUDGET} of this node is {own!r}; expected an epsilon above 0")
     if plan.insecure:
         raise ConfigError("the server plans noise from a seed that it knows; a node with a budget of its own draws its")
-    # The stricter of both; 0 in a plan is no budget.
-    return replace(plan, budget=min(float(own), plan.budget or math.inf))
+    if plan.noise == "gaussian":
+        raise ConfigError(
+            "the server plans noise of floating point (noise='gaussian'), whose last bits may show what it hides; a "
+            "node with a budget of its own adds integer noise: noise='discrete_gaussian'"
+        )
+    delta = context.node_config.get(OWN_DELTA, DELTA)
+    if isinstance(delta, bool) or not isinstance(delta, float) or not 0.0 < delta < 1.0:
+        raise ConfigError(f"{OWN_DELTA} of this node is {delta!r}; expected a probability above 0 and below 1")
+    # The stricter of both; 0 in a plan is no budget. A larger delta would be another promise under the same epsilon.
+    return replace(plan, budget=min(float(own), plan.budget or math.inf), delta=min(delta, plan.delta))
 
 
 def require_room(ledger: PrivacyLedger, plan: DpSgdPlan, size: int) -> None:
@@ -71,23 +85,75 @@ def require_room(ledger: PrivacyLedger, plan: DpSgdPlan, size: int) -> None:
 def node_ledger(context: Context, plan: DpSgdPlan, records: int) -> Iterator[PrivacyLedger]:
     """Yield this node's ledger; it is back where it was when the block ends without an error."""
     ledger = plan.ledger(records)
-    path = context.node_config.get(LEDGER_FILE)
-    if path:
-        if not isinstance(path, str) or not Path(path).is_absolute():
-            raise ConfigError(f"{LEDGER_FILE} of this node is {path!r}; expected an absolute path")
-        ledger.open(Path(path))
+    path, kept = _ledger_file(context), context.state.config_records.get(_STATE)
+    if path is not None:
+        ledger.open(path)
         try:
+            # From before the node had a file: what was spent then stays spent.
+            if kept is not None:
+                ledger.load_state_dict(_read(kept))
+                del context.state[_STATE]
             yield ledger
         finally:
             ledger.close()
         return
-    kept = context.state.config_records.get(_STATE)
     if kept is not None:
         ledger.load_state_dict(_read(kept))
     # Without a file nothing is written when the block fails: no noisy value has left the node.
     yield ledger
     # Equal steps are merged: a record of thousands of rounds stays as short as that of one.
     context.state[_STATE] = ConfigRecord({"ledger": json.dumps(compact(ledger), separators=(",", ":"))})
+
+
+def _ledger_file(context: Context) -> Path | None:
+    """Return the file of this node's ledger, None where the ledger lies in the node's state.
+
+    Raises
+    ------
+    ConfigError
+        When the node has a budget of its own and no place that outlives a run, or a path is not absolute.
+    """
+    named = context.node_config.get(LEDGER_FILE)
+    if named:
+        if not isinstance(named, str) or not Path(named).is_absolute():
+            raise ConfigError(f"{LEDGER_FILE} of this node is {named!r}; expected an absolute path")
+        return Path(named)
+    if OWN_BUDGET not in context.node_config:
+        return None
+    found = file_of_node(context, "privacy")
+    if found is None:
+        raise ConfigError(
+            f"this node has a {OWN_BUDGET} of its own and nowhere to keep what it spent, so that every run could spend "
+            "it again: start it with --privacy-ledger FILE or --state-dir DIR (privacy-ledger='/absolute/file' or "
+            "state-dir='/absolute/folder' in its node configuration)"
+        )
+    return found
+
+
+def file_of_node(context: Context, name: str, fallback: Path | None = None) -> Path | None:
+    """Return the file in the node's state folder that outlives runs, None where the node has no folder.
+
+    Parameters
+    ----------
+    name : str
+        What is in it.
+    fallback : Path, optional
+        The folder of nodes whose configuration names none.
+
+    Raises
+    ------
+    ConfigError, FolderError
+        When the folder cannot be used.
+    """
+    folder = context.node_config.get(STATE_FOLDER, fallback)
+    if folder is None:
+        return None
+    if not isinstance(folder, str | Path):
+        raise ConfigError(f"{STATE_FOLDER} of this node is {folder!r}; expected an absolute path")
+    partition = context.node_config.get(PARTITION_KEY)
+    # A node id is no name: without a key it is another one after a restart.
+    own = f"{partition}." if isinstance(partition, int) else ""
+    return StateFolder(Path(folder), partition if isinstance(partition, int) else 0).path / f"{own}{name}.jsonl"
 
 
 def _read(record: ConfigRecord) -> Mapping[str, Any]:

@@ -23,7 +23,7 @@ from fedcomp.clients.private.dpsgd import Trainee
 from fedcomp.clients.private.node_ledger import node_ledger, require_room, within_own
 from fedcomp.flower.record_dp import Account, DpSgdPlan, steps_in
 from fedcomp.forward import Oracle
-from fedcomp.privacy.entropy import make_entropy
+from fedcomp.privacy.entropy import coins_of, make_entropy, secret_draws
 from fedcomp.privacy.mechanism import PrivateSum
 from fedcomp.privacy.sampling import poisson
 from fedcomp.privacy.spending import next_round
@@ -86,7 +86,7 @@ def noisy_slopes(
         # An empty batch has no slopes, and releases noise like any other.
         if chosen.size:
             batch = [tensor[torch.from_numpy(chosen)] for tensor in data.tensors]
-            with single_thread():
+            with single_thread(), secret_draws(coins_of(entropy)):
                 found = record_slopes(trainee.model, loss, batch, tangents, oracle=oracle, at_once=at_once)
             for record, row in zip(chosen.tolist(), found, strict=True):
                 # One slope that is not finite has no bound: the record contributes zeros, and nobody is told.

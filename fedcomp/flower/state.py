@@ -69,6 +69,9 @@ class UplinkRecord(Schema, key="fedcomp.uplink"):
         Names what the message answered last asked for (:func:`asked_of`); empty where that is not known.
     node : bytes
         The id under which the node answered it; empty where that is not known.
+    made : int
+        Sequence number of the message that the last reply was made for. A restarted server asks for it under another
+        one, which is then ``pending``; 0 in states of before.
     """
 
     generation: Annotated[int, Int()]
@@ -79,6 +82,7 @@ class UplinkRecord(Schema, key="fedcomp.uplink"):
     layout: Annotated[bytes, Data(256)]
     asked: Annotated[bytes, Data(64)] = b""
     node: Annotated[bytes, Data(8)] = b""
+    made: Annotated[int, Int(absent=0)] = 0
 
 
 @dataclass(frozen=True)
@@ -215,6 +219,7 @@ class Uplink:
             layout.digest,
             asked,
             _id_of(context),
+            announcement.sequence,
         ).put(store)
 
     def repeat(self, context: Context, announcement: Announcement, replica: Replica | None) -> RecordDict:
@@ -228,8 +233,26 @@ class Uplink:
         context.state[_PENDING + NODE_RECORD] = content[NODE_RECORD]
         meta = UplinkRecord.find(context.state)
         assert meta is not None
-        replace(meta, pending=announcement.sequence, node=_id_of(context)).put(context.state)
+        made = meta.made or meta.pending
+        replace(meta, pending=announcement.sequence, node=_id_of(context), made=made).put(context.state)
         return content
+
+
+def update_number(context: Context, announcement: Announcement) -> int:
+    """Return the sequence number of the message for which the update that answers ``announcement`` was made.
+
+    It is the announcement's own, unless a reply of before the server's restart answers it (:meth:`Uplink.repeat`);
+    known when the reply is there. A codec without a state keeps no reply: its client trains again.
+
+    Raises
+    ------
+    SchemaError
+        When the state is damaged.
+    """
+    meta = UplinkRecord.find(context.state)
+    if meta is None or (meta.session, meta.pending) != (announcement.session, announcement.sequence):
+        return announcement.sequence
+    return meta.made or meta.pending
 
 
 def _id_of(context: Context) -> bytes:

@@ -96,7 +96,9 @@ def record_slopes(
 ) -> NDArray[np.float64]:
     """Return how every record's own loss changes along each direction, shape (records, directions); NaN as there.
 
-    No record has a part in another one's row: each is evaluated as a batch of its own, all in one pass.
+    No record has a part in another one's row: each is evaluated as a batch of its own, all in one pass. What the model
+    draws is dealt in the order of the records, from torch's global generators: for a bound on one record's part in a
+    sum they have to be secret (:func:`fedcomp.privacy.entropy.secret_draws`).
 
     Parameters
     ----------

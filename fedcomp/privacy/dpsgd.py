@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from fedcomp import params
 from fedcomp.errors import ConfigError
-from fedcomp.privacy.entropy import Entropy, SystemEntropy
+from fedcomp.privacy.entropy import Entropy, SystemEntropy, coins_of, secret_draws
 from fedcomp.privacy.optimizers import LsgOptimizer, MaskedOptimizer, PrivateOptimizer, StepSettings, TopAggOptimizer
 from fedcomp.privacy.sampling import poisson
 
@@ -128,6 +128,8 @@ class PrivateTraining:
     hooks : opacus.grad_sample.GradSampleHooks
     per_record : bool
         Whether losses are not reduced.
+    coins : Entropy
+        Of what the module draws from torch's global generators, such as dropout's masks.
     """
 
     module: nn.Module
@@ -136,6 +138,7 @@ class PrivateTraining:
     accountant: RDPAccountant
     hooks: GradSampleHooks
     per_record: bool = False
+    coins: Entropy = field(default_factory=SystemEntropy)
 
     def step(self, batch: Sequence[Any], loss: Callable[[nn.Module, Any], Tensor]) -> None:
         """Make one private step on ``batch``; one without records releases noise, and costs, like any other.
@@ -143,6 +146,8 @@ class PrivateTraining:
         Another step on the batch that was drawn last is recorded in the same round of the ledger: it is on the same
         records, and costs more than one on records that were redrawn. Buffers of the module keep what they hold:
         what a forward pass writes into them is made of records, has no noise, and reaches the gradients of others.
+        What the module draws from torch's global generators is secret and fresh, whatever seed they were given; one
+        that draws from a generator of its own has to keep that secret itself.
 
         Parameters
         ----------
@@ -163,7 +168,8 @@ class PrivateTraining:
         self.optimizer.zero_grad(set_to_none=True)
         if len(batch[0]):
             held = _buffers(self.module)
-            with warnings.catch_warnings():
+            # Both passes: a module may draw again in the second one, as checkpointed layers do.
+            with secret_draws(self.coins), warnings.catch_warnings():
                 # Opacus hooks every layer, and the first one's inputs need no gradients: nothing is missed.
                 warnings.filterwarnings("ignore", message="Full backward hook is firing")
                 self._reduced(loss(self.module, batch), len(batch[0])).backward()
@@ -266,7 +272,7 @@ def private_training(
     hooks.forbid_grad_accumulation()
     accountant = RDPAccountant()
     private.attach_step_hook(accountant.get_optimizer_hook_fn(sample_rate=settings.rate))
-    return PrivateTraining(module, private, loader, accountant, hooks, per_record)
+    return PrivateTraining(module, private, loader, accountant, hooks, per_record, coins_of(source))
 
 
 def check_module(module: nn.Module) -> None:

@@ -60,6 +60,9 @@ NOT_COVERED: Final = (
 )
 """What the statement does not extend to."""
 
+DELIVERIES: Final = 2
+"""How often a message may have been delivered and answered by a training, on average over a run."""
+
 _NOBODY: Final = -1  # A party that has spent nothing.
 _STATISTICS: Final = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -73,24 +76,55 @@ class Claims(Stateful):
         The partition on whose records each node answered.
     steps : dict of int to dict of str to int
         Steps so far, by partition and by the name of the ledger.
+    booked : dict of int to int
+        Steps that were taken for this run's, by partition.
+    asked : dict of int to int
+        How many trainings each node was asked for.
     """
 
-    STATE: ClassVar[Mapping[str, Any]] = {"parties": dict[int, int], "steps": dict[int, dict[str, int]]}
+    STATE: ClassVar[Mapping[str, Any]] = {
+        "parties": dict[int, int],
+        "steps": dict[int, dict[str, int]],
+        "booked": dict[int, int],
+        "asked": dict[int, int],
+    }
 
     def __init__(self) -> None:
         self.parties: dict[int, int] = {}
         self.steps: dict[int, dict[str, int]] = {}
+        self.booked: dict[int, int] = {}
+        self.asked: dict[int, int] = {}
 
-    def take(self, node: int, declared: int | None, account: Account, holders: Holders) -> tuple[int, int]:
-        """Return on whose records a node trained, and how many steps were not known of before.
+    def ask(self, nodes: Iterable[int]) -> None:
+        """Take note of who is asked for a training."""
+        for node in nodes:
+            self.asked[node] = self.asked.get(node, 0) + 1
 
-        Of nodes that declare one partition each is counted, used or not: their records may be the same.
+    def take(
+        self, node: int, declared: int | None, account: Account, holders: Holders, steps: int
+    ) -> tuple[int, int, str]:
+        """Return on whose records a node trained, how many steps were not known of before, and what is wrong with it.
+
+        Of nodes that declare one partition each is counted, used or not: their records may be the same. A node's word
+        counts up to :data:`DELIVERIES` times what it was asked for, so that nobody can make a run's epsilon anything.
+
+        Parameters
+        ----------
+        steps : int
+            Of one training.
+
+        Returns
+        -------
+        (int, int, str)
+            The last is empty where nothing is wrong.
 
         Raises
         ------
         WrongAccount
-            When it is not clear on whose records.
+            When it is not clear on whose records, or the training is not the one that was asked for.
         """
+        if account.now != steps:
+            raise WrongAccount(f"the node says that it took {account.now} steps, it was asked for {steps}")
         if declared is None:
             raise WrongAccount("the reply does not say whose records it is of")
         # Where the engine knows whose they are, nobody can spend what is another's.
@@ -102,8 +136,21 @@ class Claims(Stateful):
         known = claims.get(account.run, 0)
         # Put back to an older state, as a resumed run does with its clients: what was spent since stays spent.
         put_back = account.total - account.now < known
-        claims[account.run] = account.total
-        return party, account.now if put_back else account.total - known
+        new, booked = account.now if put_back else account.total - known, self.booked.get(party, 0)
+        room = (
+            DELIVERIES * steps * sum(count for n, count in self.asked.items() if self.parties.get(n) == party) - booked
+        )
+        wrong = ""
+        if new > room:
+            if account.run in claims:
+                wrong = (
+                    f"the node says that {new} steps were taken since its last word, and {max(0, room)} at most were "
+                    "asked for"
+                )
+            # A ledger that is new to this run may hold what other runs spent: of that it is asked for its own alone.
+            new = max(0, room if wrong else min(room, steps * self.asked.get(node, 1)))
+        claims[account.run], self.booked[party] = account.total, booked + new
+        return party, new, wrong
 
 
 class RecordDp(NoClientEvaluation, Strategy, Stateful):
@@ -318,6 +365,7 @@ class RecordDp(NoClientEvaluation, Strategy, Stateful):
             self._record_name = next(iter(message.content.array_records), self._record_name)
         # Replies are matched to these: what answers nothing that was asked in this round is not booked here.
         self._sent = [SentMessage(message, message.metadata.dst_node_id, 0) for message in messages]
+        self._claims.ask(sent.node for sent in self._sent)
         return messages
 
     def aggregate_train(
@@ -373,10 +421,15 @@ class RecordDp(NoClientEvaluation, Strategy, Stateful):
                 account = Account.take(reply)
                 # The same reply, delivered again, is not another training.
                 if answered.get(number) != account:
-                    party, steps = self._claims.take(sent.node, take_node(reply), account, self._reception.holders)
+                    party, steps, wrong = self._claims.take(
+                        sent.node, take_node(reply), account, self._reception.holders, self.plan.steps
+                    )
                     # Steps draw records of their own, so they are rounds of the ledger that no entry has.
                     at = next_round(self.privacy.entries, 1)
-                    self.privacy.record(self._event, round=at, times=steps, participants=[party])
+                    if steps:
+                        self.privacy.record(self._event, round=at, times=steps, participants=[party])
+                    if wrong:
+                        raise WrongAccount(wrong)
                 answered[number] = account
             except (WrongAccount, SchemaError) as reason:
                 passed.append(app_failure(sent.message, str(reason)))

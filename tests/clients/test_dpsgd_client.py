@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
 
 from fedcomp.clients.app import app
-from fedcomp.clients.edge import LEDGER_FILE
-from fedcomp.clients.private.dpsgd import Trainee, train_privately
+from fedcomp.clients.client import client as fc_client
+from fedcomp.clients.edge import LEDGER_FILE, OWN_BUDGET, STATE_FOLDER
+from fedcomp.clients.private.dpsgd import Trainee, record_dp, train_privately
 from fedcomp.errors import ConfigError
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.record_dp import Account, DpSgdPlan
@@ -238,13 +240,16 @@ def test_only_a_configuration_without_a_plan_is_trained_without_noise():
 
 
 @pytest.mark.slow
-def test_a_node_with_a_budget_of_its_own_needs_no_trust_in_the_servers_plan():
-    own = {"privacy-budget": epsilon(3) + 1e-6}
+def test_a_node_with_a_budget_of_its_own_needs_no_trust_in_the_servers_plan(tmp_path: Path):
+    own = {"privacy-budget": epsilon(3) + 1e-6, STATE_FOLDER: str(tmp_path)}
     secure = dataclasses.replace(PLAN, insecure=False)
     client = Client(plan=secure, **own)
     client.train()
     with pytest.raises(BudgetExceeded):
         client.train()
+    # Flower gives every run a new context, and a restarted node too: the budget is that of the node.
+    with pytest.raises(BudgetExceeded, match="would cross"):
+        Client(plan=secure, **own).train()
     # A server that plans no noise at all, or noise that it can take off again.
     with pytest.raises(BudgetExceeded):
         Client(plan=dataclasses.replace(secure, noise_multiplier=0.0), **own).train()
@@ -252,6 +257,66 @@ def test_a_node_with_a_budget_of_its_own_needs_no_trust_in_the_servers_plan():
         Client(plan=PLAN, **own).train()
     with pytest.raises(ConfigError, match="expected an epsilon above 0"):
         Client(plan=secure, **{"privacy-budget": 0.0}).train()
+
+
+def test_a_node_with_a_budget_of_its_own_decides_on_noise_and_delta(tmp_path: Path):
+    own, secure = {OWN_BUDGET: 3.0, STATE_FOLDER: str(tmp_path)}, dataclasses.replace(PLAN, insecure=False)
+    with pytest.raises(ConfigError, match="noise of floating point"):
+        Client(plan=dataclasses.replace(secure, noise="gaussian"), **own).train()
+    loose = Client(plan=dataclasses.replace(secure, delta=0.9 / 400), **own)
+    loose.train()
+    ledger = tmp_path / "0.privacy.jsonl"
+    assert json.loads(ledger.read_text().splitlines()[1])["delta"] == 1e-5
+    for delta, other in ((1e-6, 1e-6), (1e-3, 1e-5)):
+        client = Client(plan=secure, **{**own, "privacy-delta": delta, STATE_FOLDER: str(tmp_path / str(delta))})
+        client.train()
+        text = (tmp_path / str(delta) / "0.privacy.jsonl").read_text()
+        assert json.loads(text.splitlines()[1])["delta"] == other
+    for wrong in (0.0, 1.0, True, "1e-5"):
+        with pytest.raises(ConfigError, match="expected a probability"):
+            Client(plan=secure, **{**own, "privacy-delta": wrong}).train()
+
+
+@pytest.mark.parametrize("kind", ["train", "evaluate"])
+def test_a_budget_of_its_own_guards_also_an_app_of_ones_own(kind):
+    inner = ClientApp()
+
+    def looked(msg: Message, context: Context) -> Message:
+        raise AssertionError("the records were looked at")
+
+    inner.train()(looked)
+    inner.evaluate()(looked)
+    around = fc_client(inner, record_dp(lambda msg, ctx: looked(msg, ctx)))  # type: ignore[arg-type, return-value]
+    with InProcessGrid(around, 1, node_config={OWN_BUDGET: 1.0}) as grid:
+        content = RecordDict({"arrays": to_record({"w": np.zeros(3, np.float32)}), "config": ConfigRecord({})})
+        (reply,) = grid.send_and_receive([Message(content, grid.get_node_ids()[0], kind)])
+    assert "it trains with noise (record-dp), and does nothing else" in reply.error.reason
+
+
+@pytest.mark.slow
+def test_a_budget_without_a_place_that_outlives_a_run_is_refused_with_what_to_add(tmp_path: Path):
+    own, secure = {OWN_BUDGET: epsilon(6) + 1e-6}, dataclasses.replace(PLAN, insecure=False)
+    with pytest.raises(ConfigError, match="start it with --privacy-ledger FILE or --state-dir DIR"):
+        Client(plan=secure, **own).train()
+    for place in ({LEDGER_FILE: str(tmp_path / "spent.jsonl")}, {STATE_FOLDER: str(tmp_path / "state")}):
+        assert [Client(plan=secure, **own, **place).train()[0].total for _ in range(2)] == [3, 6]
+        with pytest.raises(BudgetExceeded):
+            Client(plan=secure, **own, **place).train()
+        # In a simulation every partition has its file.
+        other = Client(plan=secure, **own, **place)
+        other.context.node_config["partition-id"] = 1
+        if STATE_FOLDER in place:
+            assert other.train()[0].total == 3
+
+
+@pytest.mark.slow
+def test_what_was_spent_before_a_node_had_a_file_stays_spent(tmp_path: Path):
+    client = Client()
+    client.train()
+    client.context.node_config[LEDGER_FILE] = str(tmp_path / "spent.jsonl")
+    assert client.train()[0].total == 6
+    assert STATE not in client.context.state
+    assert Client(**{LEDGER_FILE: str(tmp_path / "spent.jsonl")}).train()[0].total == 9
 
 
 @pytest.mark.parametrize("kind", ["train", "evaluate"])

@@ -85,6 +85,16 @@ def test_what_a_node_keeps_to_is_in_its_configuration(tmp_path):
     assert config == f"partition-id=1 num-partitions=4 privacy-budget=1.5 privacy-ledger='{tmp_path / 'spent'}'"
 
 
+def test_a_nodes_budget_needs_a_place_that_outlives_runs(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        prepare([*GOOD, "--privacy-budget", "1.5"])
+    assert "add --privacy-ledger FILE, or --state-dir DIR" in capsys.readouterr().err
+    for place in (["--state-dir", str(tmp_path / "state")], ["--home", str(tmp_path / "home")]):
+        command, _ = prepare([*GOOD, "--privacy-budget", "1.5", *place])
+        config = command[command.index("--node-config") + 1]
+        assert "privacy-budget=1.5 state-dir=" in config
+
+
 @pytest.mark.parametrize("budget", ["0", "-1", "nan", "inf"])
 def test_a_nodes_budget_is_an_epsilon(budget, capsys):
     with pytest.raises(SystemExit):

@@ -159,24 +159,57 @@ def test_the_bundles_own_modules_stand_over_those_of_the_executor(
     assert "executor" in fakes.said()
 
 
+DRAWS = """
+import random, torch
+from torch.utils.data import DataLoader
+note(f"python={random.random()}")
+note(f"numpy={np.random.random()}")
+note(f"torch={torch.rand(()).item()}")
+note(f"noise={torch.normal(0.0, 1.0, (2,)).tolist()}".replace(" ", ""))
+note(f"dropout={torch.nn.functional.dropout(torch.ones(64)).nonzero().flatten().tolist()}".replace(" ", ""))
+note(f"order={[int(each) for each in DataLoader(range(64), shuffle=True)]}".replace(" ", ""))
+"""
+
+
+def drawn(fakes: Fakes) -> dict[str, list[str]]:
+    """Return what was drawn since the last look, by generator, a value for each message."""
+    found: dict[str, list[str]] = {}
+    for word in fakes.said():
+        name, there, value = word.partition("=")
+        if there:
+            found.setdefault(name, []).append(value)
+    fakes.notes.write_text("")
+    return found
+
+
+@pytest.mark.slow
 def test_global_random_numbers_do_not_repeat_from_message_to_message(
     runs: Executor, fakes: Fakes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # numpy imports it when it is first used, and here that is before the fork.
+    # numpy imports it when it is first used, and here that is before the fork; so it is with torch, in the executor.
     assert np.random is sys.modules["numpy.random"]
-    draw = "import random; note(np.random.random()); note(random.random())"
+    import torch
+
+    assert torch is sys.modules["torch"]
     for _ in range(3):
-        runs.handle(NodeTask(draw, BUNDLE))
-    drawn = [word for word in fakes.said() if word.startswith("0.")]
-    assert len(drawn) == len(set(drawn)) == 6
-    # The wrong variant.
+        runs.handle(NodeTask(DRAWS, BUNDLE))
+    found = drawn(fakes)
+    assert {name: len(set(values)) for name, values in found.items()} == dict.fromkeys(found, 3)
+    assert list(found) == ["python", "numpy", "torch", "noise", "dropout", "order"]
+    # The wrong variant: all but Python's repeat.
     monkeypatch.setattr(zygote, "reseed", lambda: None)
     other = Executor("here", Waiting())
     for _ in range(3):
-        other.handle(NodeTask(draw, BUNDLE))
+        other.handle(NodeTask(DRAWS, BUNDLE))
     other.close()
-    drawn = [word for word in fakes.said() if word.startswith("0.")][6:]
-    assert len(set(drawn[::2])) == 1
+    found = drawn(fakes)
+    assert {name: len(set(values)) for name, values in found.items()} == {**dict.fromkeys(found, 1), "python": 3}
+
+
+def test_torch_is_not_imported_to_reseed_it(runs: Executor, fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    runs.handle(NodeTask("import sys; note('there' if 'torch' in sys.modules else 'missing')", BUNDLE))
+    assert fakes.said()[-2:] in (["missing", "imported"], ["imported", "missing"])
 
 
 def test_what_is_not_the_bundle_of_its_name_is_not_run(runs: Executor, fakes: Fakes) -> None:

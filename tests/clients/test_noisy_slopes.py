@@ -14,7 +14,7 @@ import torch
 from flwr.app import Context, RecordDict
 from torch import Tensor, nn
 
-from fedcomp.clients.edge import LEDGER_FILE
+from fedcomp.clients.edge import LEDGER_FILE, STATE_FOLDER
 from fedcomp.clients.private import noisy_slopes as module
 from fedcomp.clients.private.dpsgd import Trainee, train_privately
 from fedcomp.clients.private.noisy_slopes import noisy_slopes
@@ -215,7 +215,7 @@ def test_one_ledger_pays_for_slopes_and_trainings() -> None:
     assert (spent.run, spent.now, spent.total) == (account.run, 2, 3)
 
 
-def test_the_budget_is_asked_before_a_record_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_budget_is_asked_before_a_record_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     allowed = compose([PLAN.event(M)] * 2, PLAN.delta).epsilon + 1e-6
     plan, held = dataclasses.replace(PLAN, budget=allowed), context()
     release(records(), plan, held)
@@ -232,7 +232,7 @@ def test_the_budget_is_asked_before_a_record_is_looked_at(monkeypatch: pytest.Mo
         release(records(), plan, held)
     assert str(held.state.config_records[STATE]["ledger"]) == before
     # The node's own budget is one as well, and noise from a seed is none.
-    own = context(**{"privacy-budget": 1e-3})
+    own = context(**{"privacy-budget": 1e-3, STATE_FOLDER: str(tmp_path)})
     with pytest.raises(BudgetExceeded):
         release(records(), dataclasses.replace(PLAN, insecure=False), own)
     with pytest.raises(ConfigError, match="from a seed"):
@@ -289,3 +289,27 @@ def test_the_model_is_as_it_was() -> None:
         trainee = Trainee("arrays", model, toy(), Split(*records()), 0, Key(0))
         noisy_slopes(trainee, PLAN, context(), directions(), M, oracle=oracle)  # type: ignore[arg-type]
         assert torch.equal(model.weight, before)
+
+
+class Dropping(nn.Linear):
+    """Drops inputs, with coins from torch's global generator."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(nn.functional.dropout(x, 0.5, self.training))
+
+
+@pytest.mark.slow
+def test_no_seed_of_torch_names_what_a_model_draws_for_its_records() -> None:
+    """Dealt in the order of the batch, known coins would let a record more exchange those of all behind it."""
+    model = Dropping(P, 1, bias=False)
+    nn.init.constant_(model.weight, 0.25)
+    found: dict[bool, set[bytes]] = {True: set(), False: set()}
+    for insecure in (True, True, False, False):
+        trainee = Trainee("arrays", model, toy(), Split(*records()), 0, Key(0, "batches"))
+        torch.manual_seed(7)
+        before = torch.get_rng_state()
+        plan = dataclasses.replace(EXACT, insecure=insecure)
+        found[insecure].add(noisy_slopes(trainee, plan, context(), directions(), M)[0].tobytes())
+        assert torch.equal(before, torch.get_rng_state())
+    assert len(found[False]) == 2
+    assert len(found[True]) == 1, "experiments repeat"

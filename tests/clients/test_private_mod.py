@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,14 +14,19 @@ from private_runs import server
 from toy import with_halves
 
 from fedcomp.clients.compressed import compression
+from fedcomp.clients.edge import STATE_FOLDER
 from fedcomp.clients.half import ClientHalf
 from fedcomp.clients.private.local_dp import local_privacy
 from fedcomp.clients.private.mod import STAYS, private
 from fedcomp.codecs import Identity, TopK, chain
 from fedcomp.codecs.feedback import ErrorFeedback
+from fedcomp.errors import ConfigError
+from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.payload import NODE_RECORD, frames, put_frame, put_reply_frame, take_frame
 from fedcomp.flower.privacy import PRIVATE
 from fedcomp.flower.protocol import EXACT, UPDATE, Announcement, announce
+from fedcomp.privacy.errors import PrivacyLedgerError
+from fedcomp.privacy.journal import Journal
 from fedcomp.privacy.local import LocalPolicy, Privatise
 
 MODEL = {
@@ -162,8 +169,22 @@ POLICY = LocalPolicy(noise_multiplier=2.0, releases=3)
 LOCAL = chain(Privatise(1.0, 2.0), TopK(density=0.5))
 
 
+class Folder:
+    """The state folder of this test's nodes."""
+
+    path = Path()
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(Folder, "path", tmp_path / "state")
+    return Folder.path
+
+
 def local_app(policy=POLICY, *, mods=None, answer=talkative) -> ClientApp:
-    return app_of([local_privacy(policy), *([compression(), private()] if mods is None else mods)], answer)
+    return app_of(
+        [local_privacy(policy, state_dir=Folder.path), *([compression(), private()] if mods is None else mods)], answer
+    )
 
 
 def test_a_locally_private_reply_holds_a_frame_and_nothing_beside_it() -> None:
@@ -242,6 +263,89 @@ def test_a_redelivered_message_gets_the_stored_frame_and_is_counted_once() -> No
     # With the memory gone the same message would be noised anew: another release, which is over the limit.
     del context.state["fedcomp.uplink"]
     assert "sends no more" in ask(app, codec=LOCAL, sequence=3, context=context).error.reason
+
+
+@pytest.mark.parametrize("where", ["the node's configuration", "the app, as in a simulation"])
+def test_a_limit_holds_over_runs_and_restarts(where, folder) -> None:
+    """Flower gives an app a new context in every run, and a restarted node one, too."""
+    named = where.startswith("the node")
+    app = app_of([local_privacy(POLICY, state_dir=None if named else folder), compression(), private()])
+
+    def fresh(run: int) -> Context:
+        return Context(run, 1, {"partition-id": 2, **({STATE_FOLDER: str(folder)} if named else {})}, RecordDict(), {})
+
+    sent = set()
+    for run in (1, 2, 3):
+        reply = ask(app, codec=LOCAL, session=b"run %d" % run, context=fresh(run))
+        sent.add(take_frame(reply.content, UPDATE))
+    assert len(sent) == 3
+    for run in (4, 1, 5):
+        reply = ask(app, codec=LOCAL, session=b"run %d" % run, context=fresh(run))
+        assert "has sent 3 private messages and sends no more" in reply.error.reason
+    # Another partition has other data, and a count of its own.
+    other = fresh(1)
+    other.node_config["partition-id"] = 3
+    assert not ask(app, codec=LOCAL, context=other).has_error()
+    # And so has a node with an older copy of its folder, of which no node can know: the page says so.
+    (folder / "2.messages.jsonl").unlink()
+    assert not ask(app, codec=LOCAL, context=fresh(5)).has_error()
+
+
+def test_a_limit_without_a_place_to_count_is_refused_with_what_to_add() -> None:
+    def never(content: RecordDict) -> RecordDict:
+        raise AssertionError("nothing is trained for an answer that cannot leave")
+
+    app = app_of([local_privacy(POLICY), compression(), private()], never)
+    for folder, said in ((None, "start it with --state-dir DIR"), (7, "expected an absolute"), ("here", "absolute")):
+        context = Context(1, 1, {} if folder is None else {STATE_FOLDER: folder}, RecordDict(), {})
+        try:
+            reason = ask(app, codec=LOCAL, context=context).error.reason
+        except ConfigError as error:
+            # What keeps the whole state says it first.
+            reason = str(error)
+        assert said in reason
+
+
+def test_a_message_is_counted_on_the_disk_before_it_leaves(folder, monkeypatch) -> None:
+    app = local_app()
+    with monkeypatch.context() as patch:
+
+        def full(self: Journal, entry: Any) -> None:
+            raise PrivacyLedgerError("the disk is full; nothing was released")
+
+        patch.setattr(Journal, "append", full)
+        reply = ask(app, codec=LOCAL, context=node())
+        assert "the disk is full" in reply.error.reason
+    for _ in range(3):
+        assert not ask(app, codec=LOCAL, context=node()).has_error()
+    assert ask(app, codec=LOCAL, context=node()).has_error()
+    # Cut off at its end, it is not read as fewer messages.
+    path = folder / "2.messages.jsonl"
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
+    assert "was cut off at its end" in ask(app, codec=LOCAL, context=node()).error.reason
+
+
+def test_nodes_without_a_partition_count_under_one_name(folder) -> None:
+    """A node id is another one after a restart without a key."""
+    app = local_app()
+    for node_id in (1, 2, 3):
+        assert not ask(app, codec=LOCAL, context=Context(1, node_id, {}, RecordDict(), {})).has_error()
+    assert ask(app, codec=LOCAL, context=Context(1, 4, {}, RecordDict(), {})).has_error()
+
+
+def test_a_limit_holds_over_two_runs_of_a_grid(folder) -> None:
+    app = app_of([local_privacy(LocalPolicy(noise_multiplier=2.0, releases=1)), compression(), private()])
+    errors = []
+    for run in (1, 2):
+        with InProcessGrid(app, 2, seed=run, node_config={STATE_FOLDER: str(folder)}) as grid:
+            messages = []
+            for node_id in grid.get_node_ids():
+                content = RecordDict({"arrays": record(MODEL), "config": ConfigRecord({})})
+                announced = Announcement("arrays", 1, 0, codec=LOCAL.to_config(), session=b"run %d" % run, sequence=1)
+                announce(content, announced)
+                messages.append(Message(content, node_id, "train"))
+            errors.append([reply.has_error() for reply in grid.send_and_receive(messages)])
+    assert errors == [[False, False], [True, True]]
 
 
 def test_the_servers_limit_is_kept_without_a_policy() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 from dataclasses import replace
@@ -15,6 +16,8 @@ from fedcomp.experiments.bench.node import MixedNodes, family
 from fedcomp.experiments.spec import RunResult, RunSpec
 
 pytestmark = pytest.mark.engines
+
+DRAWING = Path(__file__).parent / "drawing_app"
 
 SPEC = RunSpec("topk", rounds=2, clients=2, seed=4, settings={"codec.density": 0.05, "momentum": 0.9, "lr": 0.05})
 
@@ -51,3 +54,17 @@ def test_a_bundle_runs_once_it_is_on_the_list_and_gives_the_bytes_of_one_process
     here = engines.run(replace(SPEC, engine="inprocess"))
     assert {k: v.tobytes() for k, v in there.arrays.items()} == {k: v.tobytes() for k, v in here.arrays.items()}
     assert [record.metrics["report.fresh"] for record in there.rounds[1:]] == [2, 0]
+
+
+@pytest.mark.long
+def test_no_message_of_a_live_node_draws_what_another_one_drew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second message on all of them are forks of one process, which has torch and the app imported."""
+    quicken(monkeypatch)
+    nodes = MixedNodes(1, [0])
+    with nodes:
+        file = nodes.folder / "drawn"
+        nodes.run_app({"file": str(file)}, limit=200, project=DRAWING)
+        found = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    assert len(found) == 3
+    for name in ("python", "numpy", "torch", "noise"):
+        assert len({str(drawn[name]) for drawn in found}) == 3, name

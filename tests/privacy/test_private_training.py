@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -521,3 +522,99 @@ def test_the_operating_systems_noise_differs_from_run_to_run() -> None:
             t.step([*records(6).tensors], loss)
         found.append(weights(module))
     assert np.abs(found[0] - found[1]).max() > 1e-3
+
+
+# What a module draws for its records.
+
+HIDDEN, CLIP = 2, 0.5
+
+
+def dropping(hidden: int = HIDDEN) -> nn.Sequential:
+    first, tanh, last = net(hidden=hidden).children()
+    return nn.Sequential(first, tanh, nn.Dropout(0.5), last)
+
+
+def contributions(data: TensorDataset) -> np.ndarray:
+    """Return what each record contributes under each mask of the hidden layer, (records, 2^hidden, d), by a loop."""
+    out = []
+    for x, y in data:
+        rows = []
+        for mask in itertools.product((0.0, 2.0), repeat=HIDDEN):
+            module = dropping()
+            hidden = torch.tanh(module[0](x[None])) * torch.tensor(mask)
+            nn.functional.cross_entropy(module[3](hidden), y[None]).backward()
+            row = torch.cat([p.grad.reshape(-1) for p in module.parameters()]).double().numpy()  # type: ignore[union-attr]
+            rows.append(row * min(1.0, CLIP / np.linalg.norm(row)))
+        out.append(rows)
+    return np.array(out)
+
+
+def dealt(found: np.ndarray, coins: tuple[int, ...]) -> np.ndarray:
+    """Return the sum in which record i has the mask ``coins[i]``."""
+    return sum(row[coin] for row, coin in zip(found, coins, strict=True))
+
+
+@pytest.mark.slow
+def test_a_sum_with_dropout_is_that_of_independent_coins_which_one_record_moves_by_its_bound():
+    """Brute force over all coins of three records: the mechanism's sums are all of these, equally often, and every one
+    is as near as the bound to one of each neighbour's, which has it as often for each coin of the record that is gone.
+    """
+    data = records(3)
+    found = contributions(data)
+    every = list(itertools.product(range(2**HIDDEN), repeat=3))
+    sums = np.array([dealt(found, coins) for coins in every])
+    steps = 12 * len(every)
+    made = training(dropping(), data, steps=steps, max_grad_norm=CLIP, lr=0.0)
+    counts = np.zeros(len(every), int)
+    with made:
+        for batch in made.loader:
+            made.step(batch, loss)
+            away = np.abs(sums - 3 * gradient(made.module)).max(axis=1)
+            # Up to the rounding to the grid.
+            assert away.min() < 0.01, "the sum of no coins"
+            counts[away.argmin()] += 1
+    # 64 sums of which some are the same: 12 of each on average, chi-square of at most 63 degrees of freedom.
+    kinds: dict[bytes, list[int]] = {}
+    for place, row in enumerate(sums):
+        kinds.setdefault(np.round(row, 6).tobytes(), []).append(place)
+    grouped = np.array([[counts[places].sum(), 12 * len(places)] for places in kinds.values()])
+    assert ((grouped[:, 0] - grouped[:, 1]) ** 2 / grouped[:, 1]).sum() < 130
+    # Neighbours: with the coins of the others as they are, whoever is gone.
+    for gone in range(3):
+        left = np.delete(found, gone, axis=0)
+        moved = [np.linalg.norm(dealt(found, c) - dealt(left, (*c[:gone], *c[gone + 1 :]))) for c in every]
+        assert max(moved) <= CLIP * (1 + 1e-9)
+    # The wrong variant: public coins, dealt in the order of the batch.
+    moved = [np.linalg.norm(dealt(found, coins) - dealt(found[1:], coins[:2])) for coins in every]
+    assert max(moved) > 1.5 * CLIP
+
+
+@pytest.mark.parametrize("method", OPTIONS)
+def test_no_seed_of_torch_names_what_a_module_draws(method):
+    given: dict[str, set[bytes]] = {}
+    for entropy in ("secret", "secret", "seeded", "seeded"):
+        module = dropping(hidden=64)
+        settings = {} if entropy == "seeded" else {"entropy": None}
+        made = training(module, records(20), method, lr=0.0, **settings)
+        torch.manual_seed(7)
+        before = torch.get_rng_state()
+        with made:
+            for batch in made.loader:
+                made.step(batch, loss)
+                given.setdefault(entropy, set()).add(gradient(module).tobytes())
+        # And the app's own generator is where it was.
+        assert torch.equal(before, torch.get_rng_state())
+    assert len(given["secret"]) == 2
+    # Experiments that must repeat do, and say so in their statement.
+    assert len(given["seeded"]) == 1
+
+
+def test_coins_are_fresh_in_every_step():
+    module = dropping(hidden=64)
+    made = training(module, records(20), steps=3, lr=0.0)
+    found = set()
+    with made:
+        for batch in made.loader:
+            made.step(batch, loss)
+            found.add(gradient(module).tobytes())
+    assert len(found) == 3

@@ -8,9 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from coded_sum_runs import (
+    CODEC,
     NODES,
     TRANSPORTS,
     Tap,
+    after_restart,
     coded_sum,
     grid_of,
     included,
@@ -21,7 +23,7 @@ from coded_sum_runs import (
 )
 from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
 from message_examples import fields_of
-from toy import client_app, stack
+from toy import client_app, fedavg, stack
 
 from fedcomp.clients.coded.mod import coded
 from fedcomp.clients.compressed import compression
@@ -29,6 +31,7 @@ from fedcomp.coding.sumcode import SumPlan, contribution
 from fedcomp.coding.sumshards import Shard, make_tag, set_digest
 from fedcomp.coding.transport import Parcel
 from fedcomp.flower.coded import CODED, HELLO, PUT, SUM, Query, put_bundle, take_bundle
+from fedcomp.strategies.compressed import Compressed
 
 
 def ask(grid: Tap, asked: Message, sources: list[int], **changes) -> Message:
@@ -146,6 +149,28 @@ def test_an_update_is_shared_in_one_round_only() -> None:
     for later in ({"round": 2}, {"run": b"another."}):
         content = RecordDict({k: v for k, v in asked.content.items() if k != "fedcomp.coded"})
         assert "shared in another round" in put(grid, asked, "train", {**record, **later}, content).error.reason
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("feedback", [True, False])
+def test_an_update_is_shared_in_one_round_only_under_whichever_number_it_is_asked_for(feedback: bool) -> None:
+    """A server that says it was restarted gets the update of before again: in that round, and in no other.
+
+    Without a memory the client trains again, which may give the same update.
+    """
+    grid = grid_of()
+    run(coded_sum(inner=Compressed(fedavg(fraction_evaluate=0.0), CODEC, feedback=feedback)), grid, 1)
+    asked = first(grid, "train")
+    record = dict(asked.content.config_records[CODED])
+    for restarts in (1, 2):
+        assert "tag" in fields_of(put(grid, asked, "train", record, after_restart(asked, restarts)).content)
+    for restarts, later in ((3, {"round": 2}), (4, {"run": b"another."}), (5, {"round": 2, "run": b"another."})):
+        reply = put(grid, asked, "train", {**record, **later}, after_restart(asked, restarts))
+        assert reply.has_error(), "the update of round 1 is in a second sum"
+        assert "of round 1 was shared in another round" in reply.error.reason
+    # Nor under its last number, with another round named beside it.
+    content = after_restart(asked, 2, round=2)
+    assert "was shared in another round" in put(grid, asked, "train", {**record, "round": 2}, content).error.reason
 
 
 @pytest.mark.slow

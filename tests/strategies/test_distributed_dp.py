@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-from coded_sum_runs import LAYOUT, SIZE, Recorder, Tap, included, json_of, train_replies
+from coded_sum_runs import LAYOUT, SIZE, Recorder, Tap, after_restart, included, json_of, train_replies
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.serverapp.strategy import FedMedian
 from message_examples import fields_of
@@ -23,7 +23,7 @@ from fedcomp.codecs import FixedPoint, RandomK, TopK, fixed_point_of
 from fedcomp.coding.sumcode import SumPlan
 from fedcomp.errors import ConfigError, NoUsableReply
 from fedcomp.flower.checkpoint import capture_strategy, restore_strategy
-from fedcomp.flower.coded import SUM
+from fedcomp.flower.coded import CODED, SUM
 from fedcomp.flower.faults import Delivery
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
@@ -191,6 +191,32 @@ def test_a_message_that_comes_twice_is_answered_with_the_same_noise(monkeypatch:
     assert included(strategy, grid) == list(range(NODES))
     one, other = made.values()
     assert not {c.tobytes() for c in one} & {c.tobytes() for c in other}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("feedback", [True, False])
+def test_an_update_asked_for_by_a_restarted_server_has_the_same_noise(
+    feedback: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The update of before is sent again; with noise of its own each time, the mean of the answers would show it."""
+    made: list[bytes] = []
+    given = coded_sum_client.contribution
+
+    def kept(plan: SumPlan, integers, *rest):
+        made.append(np.array(integers).tobytes())
+        return given(plan, integers, *rest)
+
+    grid, strategy = grid_of(), distributed(feedback=feedback)
+    run(strategy, grid)
+    asked = next(m for m in grid.sent if m.metadata.message_type == "train")
+    monkeypatch.setattr(coded_sum_client, "contribution", kept)
+    for restarts in (0, 1, 2):
+        content = after_restart(asked, restarts)
+        content[CODED] = asked.content[CODED]
+        (reply,) = grid.send_and_receive([Message(content, asked.metadata.dst_node_id, "train")], timeout=9)
+        assert not reply.has_error()
+    assert len(made) == 3
+    assert len(set(made)) == 1
 
 
 @pytest.mark.slow

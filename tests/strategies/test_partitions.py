@@ -280,13 +280,36 @@ def test_d1_a_holder_that_is_silent_or_offline_or_declares_another_partition_hol
     assert book.settle([1, 2], {1: 0, 2: 5}) == {}
     assert book.settle([1, 3], {1: None, 3: 0}).keys() == {3}, "its last word stands"
     assert book.settle([1, 3], {3: 0}) == {}, "the holder did not answer"
-    assert book.settle([1, 3], {1: 0, 3: 0}).keys() == {1}, "and finds its place taken"
+    assert book.settle([1, 3], {1: 0, 3: 0}).keys() == {3}, "and is heard when it comes back"
     book.meet(Room([1, 2]))
     assert book.settle([1], {1: 0}) == {}
     assert book.settle([1, 2], {1: 5, 2: 5}).keys() == {1}
     again = Holders()
     again.load_state_dict(book.state_dict())
     assert again.settle([1, 2], {1: 5, 2: 5}).keys() == {1}
+
+
+def test_who_declares_a_partition_while_its_holder_misses_a_reply_does_not_keep_it() -> None:
+    """Node 1 has a key, or has it not: under its id it held partition 0 first."""
+    book = Holders()
+    assert book.settle([1, 2], {1: 0, 2: 5}) == {}
+    for _ in range(3):
+        assert book.settle([1, 2, 3], {2: 5, 3: 0}) == {}, "a replacement is used while nobody else answers"
+        restored = Holders()
+        restored.load_state_dict(book.state_dict())
+        for each in (book, restored):
+            assert each.settle([1, 2, 3], {1: 0, 2: 5, 3: 0}).keys() == {3}
+    # A holder that came back under another id is one that came later; of the later ones the first is meant, too.
+    book.meet(Room([2, 4]))
+    assert book.settle([2, 4], {2: 5, 4: 0}) == {}
+    assert book.settle([2, 4, 6], {2: 5, 6: 0}) == {}
+    assert book.settle([2, 4, 6], {2: 5, 4: 0, 6: 0}).keys() == {6}
+    # Whoever comes under many ids fills no memory.
+    for stranger in range(100, 200):
+        book.meet(Room([4, stranger]))
+        assert book.settle([4, stranger], {stranger: 0}) == {}
+    assert len(book.former[0]) == 16
+    assert book.settle([4, 199], {4: 0, 199: 0}).keys() == {199}
 
 
 # What a tie of forms decides.

@@ -255,7 +255,38 @@ def test_a_node_cannot_spend_what_is_anothers_where_the_engine_knows_whose_it_is
 
     strategy = record_dp(budget=epsilon(6) + 1e-6)
     play(strategy, rounds=2, clients=2, alter=alter)
-    assert strategy.privacy.participations == {0: 6, 1: 10**6}
+    assert strategy.privacy.participations == {0: 6, 1: 6}
+
+
+def test_nobody_makes_the_epsilon_of_a_run_what_it_likes():
+    """A stated total counts up to twice what was asked for; who says more is named, and not used."""
+
+    def alter(reply: RecordDict, server_round: int, partition: int) -> None:
+        if partition == 1:
+            Account("ledger 1", 3, 3 if server_round == 1 else 1 << 40).put(reply)
+        if partition == 2:
+            # What other runs spent is in a node's own ledger, and no news of this one.
+            Account("ledger of years", 3, (1 << 39) + 3 * server_round).put(reply)
+
+    strategy = record_dp()
+    result = play(strategy, rounds=2, clients=3, alter=alter)
+    assert strategy.privacy.participations == {0: 6, 1: 12, 2: 6}
+    assert strategy.privacy.epsilon() == pytest.approx(epsilon(12))
+    (reason,) = strategy.reports[2].refused.values()
+    assert "1099511627773 steps were taken since its last word, and 9 at most were asked for" in reason
+    # The means of 0, 1, 2 and of 0 and 2.
+    assert weight(result) == pytest.approx(2.0)
+
+
+def test_a_training_of_other_steps_than_were_asked_for_is_refused():
+    def alter(reply: RecordDict, server_round: int, partition: int) -> None:
+        if partition == 1:
+            Account("ledger 1", 2, 2).put(reply)
+
+    strategy = record_dp()
+    play(strategy, rounds=1, clients=2, alter=alter)
+    (reason,) = strategy.reports[1].refused.values()
+    assert "took 2 steps, it was asked for 3" in reason
 
 
 @pytest.mark.slow
