@@ -105,8 +105,9 @@ class Factors(Codec):
     per_layer : {"auto", "factors"}
         "factors": as factors also what is shorter whole, as long as the frame is shorter than the model.
     first_layer : {"factors", "gradient"}
-        "gradient": of layers that see the examples themselves only the sum over all rows travels. Labels, and what
-        the other layers saw, are shown all the same.
+        "gradient": of layers that see the examples themselves, wherever they stand
+        (:mod:`fedcomp.factors.following`), only the sum over all rows travels. Labels, and what the other layers saw,
+        are shown all the same.
     values : {"float32", "fp16", "bf16", "q8"}
         How factors travel; "q8" also what is whole.
     chain : sequence of str, or str
