@@ -93,7 +93,7 @@ VERDICTS: Final[Mapping[str, Mapping[str, Verdict]]] = MappingProxyType(
             "factors": Verdict(
                 "specialised",
                 "Exact gradients in fewer bytes for wide linear layers and small batches, but the server sees the "
-                'examples; do not use mode="rank" with clipping or privacy.',
+                "examples.",
             ),
             "modular": Verdict(
                 "specialised",

@@ -179,12 +179,12 @@ class Codec(Receiver, Configured):
     linear : bool
         For one support and one key, decoding commutes with addition: frames of several clients may be summed.
     unbiased : bool
-        ``E[decode(encode(x))] == x``.
+        ``E[decode(encode(x))] == x``; of a rotation that is not uniform, up to what its class says.
     remembers : bool
         The codec holds memory of what was not sent; it needs no error feedback around it.
     never_enlarges : bool
-        ``‖decode(encode(x))‖ <= ‖x‖`` for every x, every draw and every state, up to the rounding of float32: an update
-        that was clipped before it was encoded is still within the clip norm after it was decoded.
+        ``‖decode(encode(x))‖ <= ‖x‖`` for every x, every draw, every state and every shared basis, up to the rounding of
+        float32: an update that was clipped before it was encoded is still within the clip norm after it was decoded.
     phases : int
         Exchanges an encoding needs. 1 for everything that fits Flower's own hooks.
     votes : bool
@@ -241,7 +241,8 @@ class Codec(Receiver, Configured):
     def contraction(self, layout: Layout) -> float | None:
         """Return δ with ``‖x - C(x)‖² <= (1-δ)‖x‖²`` for every x, or None when no such bound holds.
 
-        For a codec that draws at random the bound is on the expectation over the key.
+        For a codec that draws at random the bound is on the expectation over the key. Where values are smaller than the
+        least normal float32, 2^-126, what they lose of it is not counted.
         """
         return None
 

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp import params, wire
+from fedcomp.codecs.base import all_finite
 from fedcomp.codecs.listed import without_densities
 from fedcomp.codecs.orthonormal import SHORTEST, blocks, rotate
 from fedcomp.codecs.positional import (
@@ -52,6 +53,8 @@ _WORST: Final[Mapping[int, tuple[float, float]]] = MappingProxyType(
 """By bits: bounds on the expected squared error of unit vectors, of the least one and of the unbiased form."""
 
 _BLOCK: Final = 1 << 16
+
+_LARGEST: Final = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -149,9 +152,18 @@ class EDEN(SeededCodec):
             scale = product / float(counts @ centroids**2)
         with np.errstate(over="ignore", under="ignore"):  # refused below; what underflows is as good as nothing
             magnitudes = np.ldexp(scale * centroids, exponent).astype(np.float32)
-        if not np.isfinite(magnitudes).all():
-            raise NonFiniteUpdate(f"{stretch.name}: the values of a rotated block overflow float32")
-        return wire.Codebook(codes, magnitudes, self.bits)
+        overflow = NonFiniteUpdate(f"{stretch.name}: the values of a rotated block overflow float32")
+        if not all_finite(magnitudes):
+            raise overflow
+        found = wire.Codebook(codes, magnitudes, self.bits)
+        # Coordinates of a block that is turned back are as large as its norm at most; below that there is no look.
+        if float(counts @ magnitudes.astype(np.float64) ** 2) > _LARGEST**2:
+            back = found.decoded()
+            with np.errstate(over="ignore", invalid="ignore"):
+                rotate(back, rotation, inverse=True)
+            if not all_finite(back):
+                raise overflow
+        return found
 
     def form(self) -> dict[str, int]:
         """Return the bits."""

@@ -105,8 +105,9 @@ class Factors(Codec):
     per_layer : {"auto", "factors"}
         "factors": as factors also what is shorter whole, as long as the frame is shorter than the model.
     first_layer : {"factors", "gradient"}
-        "gradient": of layers that see the examples themselves only the sum over all rows travels. Labels, and what
-        the other layers saw, are shown all the same.
+        "gradient": of layers that see the examples themselves, wherever they stand
+        (:mod:`fedcomp.factors.following`), only the sum over all rows travels. Labels, and what the other layers saw,
+        are shown all the same.
     values : {"float32", "fp16", "bf16", "q8"}
         How factors travel; "q8" also what is whole.
     chain : sequence of str, or str
@@ -419,6 +420,9 @@ class _Sender:
             saved = bias.size if bias is not None and follows else 0
             if codec.mode == "rank":
                 outer = self._reduced(spec, self.key.at(layer=index))
+                # A sum of few has larger entries than the matrix: what receivers could not hold travels whole.
+                if not _holds(outer):
+                    continue
             elif spec.name in given:
                 outer = given[spec.name]
             else:
@@ -512,6 +516,12 @@ class _Sender:
             return tensor.values.k * _BYTES[self.codec.values]
         index = _INDEX_BYTES if tensor.indices is not None else 0.0
         return tensor.values.k * (_BYTES["q8" if self.codec.values == "q8" else "float32"] + index)
+
+
+def _holds(outer: OuterProducts) -> bool:
+    """Whether float32 holds every entry of the matrix, for sure."""
+    left, right = (np.abs(side).max(axis=1, initial=0.0).astype(np.float64) for side in (outer.left, outer.right))
+    return float(left @ right) <= float(np.finfo(np.float32).max)
 
 
 def _exponent(rows: NDArray[Any]) -> NDArray[np.float64]:

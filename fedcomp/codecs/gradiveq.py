@@ -20,6 +20,7 @@ from fedcomp.codecs.base import Codec, State
 from fedcomp.codecs.coefficients import VALUES, SharedCoefficients
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.codecs.fixedpoint import IntegerGrid
+from fedcomp.codecs.forms import FORMS
 from fedcomp.codecs.identity import Identity
 from fedcomp.codecs.positional import Stretch, expected_dense
 from fedcomp.codecs.slices import Slices
@@ -215,7 +216,6 @@ class GradiVeQ(InBasis[SliceBasis]):
     codec_id: ClassVar[str] = "gradiveq"
     # Of a client without others, whose updates travel as they are.
     linear = True
-    never_enlarges = True
     passing = InBasis.passing | {_STEPS}
 
     width: int = 512
@@ -249,6 +249,12 @@ class GradiVeQ(InBasis[SliceBasis]):
             params.assign(self, levels=params.integer("levels", self.levels, low=1, high=32767))
             if self.values != "float32":
                 raise ConfigError(f"levels={self.levels} is a form of its own; leave values={self.values!r} out")
+
+    @property
+    def never_enlarges(self) -> bool:  # type: ignore[override]  # an attribute of most classes, here of the options
+        """Whether what a basis makes of an update is never longer: a projection is not. A mean of former updates that
+        is added, a memory, and rounding lengthen it."""
+        return not (self.center or self.memory or self.levels) and FORMS[self.values].exact
 
     @property
     def fit(self) -> BasisFit:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from fedcomp.errors import ConfigError
 from fedcomp.factors.backprop import ACTIVATIONS
 from fedcomp.factors.collect import Captured, collecting, current
+from fedcomp.factors.following import Following
 from fedcomp.factors.outer import OuterProducts
 from fedcomp.logs import log
 
@@ -79,11 +80,13 @@ def capture(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
         yield
         return
     with ExitStack() as hooks:
-        layers = _watch(model, collected, hooks)
+        following = Following(model)
+        layers = _watch(model, collected, hooks, following)
         if optimizer is not None:
             handle = optimizer.register_step_pre_hook(lambda taken, *_: _scale(taken, layers, collected))
             hooks.callback(handle.remove)
-        yield
+        with following:
+            yield
     _note_others(model, layers, collected)
     for layer in layers:
         for _, call in layer.calls:
@@ -176,8 +179,9 @@ def _renormalised(module: nn.Module) -> bool:
     return getattr(module, "max_norm", None) is not None or bool(getattr(module, "scale_grad_by_freq", False))
 
 
-def _watch(model: nn.Module, collected: Captured, hooks: ExitStack) -> list[_Layer]:
+def _watch(model: nn.Module, collected: Captured, hooks: ExitStack, following: Following) -> list[_Layer]:
     """Put hooks on every layer that can be captured; return their weights."""
+    hooks.callback(model.register_forward_pre_hook(following.refresh).remove)
     names: dict[nn.Parameter, list[str]] = {}
     # A weight of two layers has two names, and is sent under both.
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -190,8 +194,8 @@ def _watch(model: nn.Module, collected: Captured, hooks: ExitStack) -> list[_Lay
             if not (torch.is_grad_enabled() and output.requires_grad):
                 return
             entered = inputs[0].detach()
-            # What no parameter had a part in is the data; and so is what the first layer sees, whatever came before it.
-            layer.at_input |= state["first"] or not inputs[0].requires_grad
+            # What no gradient leads to counts as the data; and so does what the first layer sees, whatever came before.
+            layer.at_input |= state["first"] or not inputs[0].requires_grad or following.holds_examples(inputs[0])
             state["first"] = False
             call = _Call(entered)
             layer.calls.append((module, call))

@@ -36,6 +36,10 @@ FEW: Final = 128
 _NOISE: Final = 16.0 * float(np.finfo(np.float32).eps)
 """A singular value this small beside the largest is what float32 leaves of a zero."""
 
+_LEAST: Final = -96
+_MOST: Final = 126
+"""Exponents of the largest magnitude of a left side that float32 holds with all its digits."""
+
 ONE_THREAD: Final = 1 << 18
 """Multiplications in a product of matrices up to which OpenBLAS uses one thread."""
 
@@ -162,7 +166,8 @@ class Reduction:
 
     def of(self, given: OuterProducts, key: Key) -> OuterProducts:
         """Return at most ``rank`` outer products whose sum is near that of ``given``: orthogonal left sides, with the
-        singular values as their lengths, and right sides of length 1, the largest first.
+        singular values as their lengths, and right sides of length 1, the largest first. Where float32 cannot hold such
+        a length, a power of two is moved from one side to the other.
 
         Their number is the effective rank. The squared error is what the squares of the singular values lack of the
         squared norm of the matrix.
@@ -200,7 +205,7 @@ class Reduction:
         """Return directions found one after the other: ``square`` is M M', ``across`` is M'."""
         found, sides, sigmas = np.zeros((0, m)), np.zeros((0, p)), np.zeros(0)
         for number in range(min(self.rank, m, p)):
-            v = _unit(_without(key.at(layer=number).uniform(m) - 0.5, found))
+            v = _beside(key.at(layer=number).uniform(m) - 0.5, found)
             if v is None:
                 break
             for _ in range(self.iterations):
@@ -213,7 +218,7 @@ class Reduction:
             if self.stop == "distance" and number and np.linalg.norm(v - found[-1]) < self.theta:
                 break
             # Few iterations leave a rest along earlier directions, and their lengths would count twice.
-            v = _unit(_without(v, found))
+            v = _beside(v, found)
             if v is None:
                 break
             side = across(v)
@@ -226,11 +231,17 @@ class Reduction:
         return _result((found * sigmas[:, None])[order].T, sides[order].T)
 
 
-def _without(vector: Real, found: Real) -> Real:
+def _beside(vector: Real, found: Real) -> Real | None:
+    """Return the unit vector along what ``vector`` has beside orthonormal rows; None where that is rounding noise.
+
+    Of a matrix whose rank is found, deflation leaves rounding errors: they point anywhere, along earlier rows too, and
+    what is along those would count twice.
+    """
+    left = vector
     # Twice: one pass leaves a rest where most of the vector cancels.
     for _ in range(2):
-        vector = vector - (found @ vector) @ found
-    return vector
+        left = left - (found @ left) @ found
+    return _unit(left) if float(np.linalg.norm(left)) > _NOISE * float(np.linalg.norm(vector)) else None
 
 
 def _unit(vector: Real) -> Real | None:
@@ -243,4 +254,9 @@ def _none(m: int, p: int) -> OuterProducts:
 
 
 def _result(left: Real, right: Real) -> OuterProducts:
+    # A singular value may leave float32's range where no entry of the matrix does. A power of two from one side to the
+    # other changes no bit of their product.
+    exponent = np.frexp(np.abs(left).max(axis=0, initial=0.0))[1]
+    shift = np.clip(exponent, _LEAST, _MOST) - exponent
+    left, right = np.ldexp(left, shift), np.ldexp(right, -shift)
     return OuterProducts(np.ascontiguousarray(left.T, np.float32), np.ascontiguousarray(right.T, np.float32))

@@ -27,6 +27,7 @@ from torch.func import jvp
 from fedcomp import params
 from fedcomp.errors import ConfigError
 from fedcomp.factors.collect import current
+from fedcomp.factors.following import Following
 from fedcomp.factors.outer import OuterProducts
 from fedcomp.factors.signed import SignedRows
 from fedcomp.rng import Key
@@ -99,7 +100,9 @@ def activity_gradients(
     with torch.no_grad():
         reached: set[str] = set()
         seen = _Watched(layers, reached)
-        value = seen.run(module, losses, {})
+        with Following(module) as following:
+            value = seen.run(module, losses, {})
+            raw = {name for name in layers if following.holds_examples(seen.inputs[name])}
         lefts: dict[str, SignedRows] = {}
         for name in layers:
             (n, width), weight = seen.outputs[name], f"{name}.weight".lstrip(".")
@@ -112,8 +115,9 @@ def activity_gradients(
         outer: dict[str, OuterProducts] = {}
         vectors: dict[str, NDArray[np.float32]] = {}
         for name, rows in lefts.items():
-            # What no other layer has a part in is the data.
-            found = OuterProducts.of_signed(rows, seen.inputs[name].float().cpu().numpy(), name not in reached)
+            # What no other layer has a part in is the data, and so is what the data reach past the layers.
+            at_input = name in raw or name not in reached
+            found = OuterProducts.of_signed(rows, seen.inputs[name].float().cpu().numpy(), at_input)
             outer[rows.name] = found
             if layers[name].bias is not None:
                 # As receivers add them up.

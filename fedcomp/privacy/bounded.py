@@ -128,7 +128,9 @@ class BoundedFixedPoint(FixedPoint):
         tensors = self.codec.open(frame, update.layout).tensors
         values = [t.values.decode() for t in tensors]
         # All tensors together: the promise bounds one norm over the whole update.
-        integers = self.bounded(np.concatenate(values), key) if values else np.zeros(0, np.int64)
+        if not values:
+            return wire.encode(()), state
+        integers = self.bounded(np.concatenate(values), key)
         parts = np.split(integers.astype(np.int32), np.cumsum([v.size for v in values])[:-1])
         pairs = zip(tensors, parts, strict=True)
         # This frame, without its noise, never leaves the client: compressing it gains nothing.

@@ -193,6 +193,51 @@ LAYOUTS: dict[str, Layout] = {
 }
 
 
+WIDE = Layout.of(
+    {"wide.weight": np.zeros((140, 150), np.float32), "wide.bias": np.zeros(150, np.float32)}, SmallDense(share=1.0)
+)
+"""A matrix both of whose sides are longer than what small exact solvers take."""
+
+EMPTY = Layout.of({"nothing": np.zeros((0, 5), np.float32)}, SmallDense(share=1.0))
+"""A tensor without elements, and nothing else."""
+
+
+def structured(layout: Layout) -> dict[str, np.ndarray]:
+    """By what they are: vectors as trained models produce them and random ones are not, float32."""
+    rng, n = np.random.default_rng(5), layout.size
+    places = np.arange(n)
+    signs = np.where(rng.random(n) < 0.5, -1.0, 1.0)
+    found = {
+        "constant": np.ones(n),
+        "one-hot": np.where(places == n // 3, -2.5, 0.0),
+        "mask": np.where((places >= n // 4) & (places < n // 2), 1.0, 0.0),
+        "signs": signs,
+        "two magnitudes": np.where(places % 5 == 0, 3.0, -0.1),
+        "two magnitudes among zeros": np.where(places % 7 == 1, 3.0, np.where(places % 3 == 0, 0.3, 0.0)),
+        "ties": np.round(2.0 * rng.normal(size=n)),
+        "denormal": np.full(n, 2.0**-149),
+        "tiny": signs * 1e-38,
+        "huge": signs * 1e37,
+        "largest": signs * float(np.finfo(np.float32).max),
+        "all exponents": rng.normal(size=n) * 10.0 ** rng.uniform(-30.0, 30.0, n),
+    }
+    matrices = {
+        name: np.zeros(n) for name in ("rank two", "outer product of signs", "blocks", "diagonal", "huge rank one")
+    }
+    for t in layout.tensors:
+        if len(t.shape) < 2 or not t.size:
+            continue
+        rows, columns = t.shape[0], t.size // t.shape[0]
+        blocks = np.zeros((rows, columns))
+        blocks[: rows // 3, : columns // 2] = 1.0
+        blocks[rows // 2 :, columns // 3 :] = -2.0
+        one = np.outer(np.where(rng.random(rows) < 0.5, -1.0, 1.0), np.where(rng.random(columns) < 0.5, -1.0, 1.0))
+        two = rng.normal(size=(rows, 2)) @ rng.normal(size=(2, columns))
+        for name, matrix in zip(matrices, (two, one, blocks, np.eye(rows, columns), 1e38 * one), strict=True):
+            matrices[name][t.slice] = matrix.reshape(-1)
+    return {name: vector.astype(np.float32) for name, vector in (found | matrices).items()}
+
+
 @functools.cache
 def _heavy_tailed(size: int, seed: int, scale: float) -> np.ndarray:
     vector = np.random.default_rng([seed, size]).standard_t(3, size) * scale

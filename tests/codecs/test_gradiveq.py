@@ -93,6 +93,36 @@ def test_1_sums_of_frames_are_projections_of_means(options: dict, d: int) -> Non
         np.testing.assert_allclose(decoded, updates[0].vector, atol=2e-5)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"order": "FDHW"},
+        {"basis": "per_slice"},
+        {"center": True},
+        {"levels": 3},
+        {"memory": True},
+        {"values": "q4"},
+    ],
+)
+def test_it_says_of_itself_whether_a_basis_may_lengthen_an_update(options: dict) -> None:
+    """A projection shortens; a mean that is added, memory, and rounding of a vector that is in the basis do not."""
+    own = codec(**options)
+    basis, longest = basis_of(own), 0.0
+    inside = Update(basis.reconstruct(np.where(np.arange(basis.size) % 9, 0.95, 1.0).astype(np.float32)), LAYOUT)
+    for update in (inside, drawn(1)):
+        state, length = own.init(LAYOUT), np.linalg.norm(update.vector.astype(np.float64))
+        for r in range(3):
+            state = own.begin(update, state, KEY.at(round=r))
+            # What the first basis missed is in the memory.
+            basis_now = basis if r == 0 else basis_of(own, seed=r)
+            grids = own.grids([own.peaks(state, basis_now, LAYOUT)]) if own.rounds(basis_now) else ()
+            frame, state = own.send(state, basis_now, LAYOUT, KEY.at(round=r), grids)
+            arrived = own.on(basis_now, grids).decode(frame, LAYOUT)
+            longest = max(longest, float(np.linalg.norm(arrived.astype(np.float64)) / length))
+    assert own.never_enlarges == (longest <= 1.0 + 1e-6), longest
+
+
 def test_frames_have_the_bytes_they_had() -> None:
     """Of the first four coordinates of a slice, so that no library's last bit matters."""
     made = {}
