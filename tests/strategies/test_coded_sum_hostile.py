@@ -276,5 +276,5 @@ def test_a_sum_shows_what_one_client_alone_has_changed_and_that_client_is_warned
 @pytest.mark.parametrize("codec", [TopK(0.1), RandomK(0.1, shared=False)])
 def test_supports_of_the_clients_own_are_not_summed(codec) -> None:
     """The union of them would say who sent which coordinate."""
-    with pytest.raises(ConfigError, match="RandomBlock with shared=True|draws a support for"):
+    with pytest.raises(ConfigError, match=r"RandomBlock with shared=True|draws a support for"):
         FixedPoint(codec, clip=1.0)
