@@ -14,7 +14,7 @@ round, must not get past them: which sets this node added, and in which round it
 from __future__ import annotations
 
 import struct
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 from flwr.app import ConfigRecord, Message, RecordDict
@@ -67,7 +67,15 @@ _RUNS: Final = 64
 
 
 class SumCodeClient(Shards):
-    """Answers the messages of a coded sum."""
+    """Answers the messages of a coded sum.
+
+    Attributes
+    ----------
+    hides_zeros : bool
+        Whether what is shared has noise in every coordinate.
+    """
+
+    hides_zeros: ClassVar[bool] = False
 
     def answer(self, call_next: CallNext) -> Message:
         """Train and share, report what is held, or add it up."""
@@ -101,6 +109,7 @@ class SumCodeClient(Shards):
         self._require_unshared(announcement, update_number(exchange.context, announcement))
         codec, integers = self._integers(reply.content, announcement, asked, plan)
         header = reply.content.config_records[NODE_RECORD]
+        self._warn_alone(integers)
         tag = make_tag(_number(header, "sequence"), _number(header, "generation", 0))
         weight = self._weight(reply.content, asked.weight, plan)
         vector = contribution(plan, integers, weight, _cut(codec, integers, plan))
@@ -124,6 +133,18 @@ class SumCodeClient(Shards):
         self._note(shared=self._update_name(announcement) + place, shared_round=_round_name(announcement) + place)
         exchange.save()
         return exchange.reply(SumShared, content, tag=tag, **said)
+
+    def _warn_alone(self, integers: NDArray[np.int64]) -> None:
+        """Say once in this node's log that a sum hides a coordinate only where others have changed it, too."""
+        changed = int(np.count_nonzero(integers))
+        if not self.hides_zeros and 2 * changed < integers.size and not self._noted("alone", False):
+            log.warning(
+                "this update changes %d of %d coordinates: of those that no other client of the round changes, the sum "
+                "shows the server this node's values. Train dense layers alone, or add noise (DistributedDp)",
+                changed,
+                integers.size,
+            )
+            self._note(alone=True)
 
     def _place(self) -> bytes:
         return self.exchange.run + self.exchange.round.to_bytes(8, "little")

@@ -9,7 +9,7 @@ with different noise would tell more than one.
 from __future__ import annotations
 
 import hashlib
-from typing import Final
+from typing import ClassVar, Final
 
 import numpy as np
 from flwr.app import RecordDict
@@ -31,6 +31,8 @@ _SAME: Final = "same"
 
 class NoisySumClient(SumCodeClient):
     """Answers the messages of a noisy sum."""
+
+    hides_zeros: ClassVar[bool] = True
 
     def _integers(
         self, content: RecordDict, announcement: Announcement, asked: SumTraining, plan: SumPlan

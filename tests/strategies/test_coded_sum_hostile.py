@@ -10,6 +10,7 @@ import pytest
 from coded_sum_runs import (
     CODEC,
     NODES,
+    SIZE,
     TRANSPORTS,
     Tap,
     after_restart,
@@ -21,16 +22,19 @@ from coded_sum_runs import (
     sender,
     train_replies,
 )
-from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
+from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from message_examples import fields_of
-from toy import client_app, fedavg, stack
+from toy import client_app, fedavg, stack, with_halves
 
 from fedcomp.clients.coded.mod import coded
 from fedcomp.clients.compressed import compression
+from fedcomp.codecs import FixedPoint, RandomK, TopK
 from fedcomp.coding.sumcode import SumPlan, contribution
 from fedcomp.coding.sumshards import Shard, make_tag, set_digest
 from fedcomp.coding.transport import Parcel
+from fedcomp.errors import ConfigError
 from fedcomp.flower.coded import CODED, HELLO, PUT, SUM, Query, put_bundle, take_bundle
+from fedcomp.flower.records import to_record
 from fedcomp.strategies.compressed import Compressed
 
 
@@ -243,3 +247,34 @@ def test_an_automatic_code_that_cannot_reach_the_target_says_so() -> None:
     run(many, grid_of(10), 1)
     assert many.reports[1].coded.symbols == 4
     assert many.reports[1].coded.notes == []
+
+
+@pytest.mark.slow
+def test_a_sum_shows_what_one_client_alone_has_changed_and_that_client_is_warned(caplog) -> None:
+    """As rows of an embedding whose tokens nobody else has; with 6 contributors as with 2, and with any ``least``."""
+    app = with_halves([coded(), compression()])
+
+    @app.train()
+    def train(msg: Message, context: Context) -> Message:
+        arrays = {name: array.numpy().copy() for name, array in msg.content["arrays"].items()}
+        own = int(context.node_config["partition-id"])
+        arrays["weight"].reshape(-1)[own] += 100.0 * (own + 1)
+        metrics = MetricRecord({"num-examples": 1})
+        return Message(RecordDict({"arrays": to_record(arrays), "metrics": metrics}), reply_to=msg)
+
+    codec = FixedPoint(RandomK(1.0), clip=2.0**12, levels=2**11)
+    grid, strategy = grid_of(client=app), coded_sum(codec, weighted=False, least=4)
+    with caplog.at_level("WARNING", "flwr.fedcomp"):
+        result = run(strategy, grid, 2)
+    shown = result.arrays["weight"].numpy().reshape(-1)[:NODES] * NODES / 2
+    np.testing.assert_allclose(shown, 100.0 * np.arange(1, NODES + 1), atol=codec.step)
+    warned = [m for m in caplog.messages if "the sum shows the server this node's values" in m]
+    assert len(warned) == NODES, "each once"
+    assert all(f"changes 1 of {SIZE} coordinates" in m for m in warned)
+
+
+@pytest.mark.parametrize("codec", [TopK(0.1), RandomK(0.1, shared=False)])
+def test_supports_of_the_clients_own_are_not_summed(codec) -> None:
+    """The union of them would say who sent which coordinate."""
+    with pytest.raises(ConfigError, match=r"RandomBlock with shared=True|draws a support for"):
+        FixedPoint(codec, clip=1.0)
