@@ -247,7 +247,7 @@ class Proxy:
                     connection, (address, *_) = await loop.sock_accept(listener)
                 except OSError as error:
                     # Out of descriptors, or the client left in the queue.
-                    self.say(f"proxy: no connection accepted: {error}")
+                    self._refusals("somebody", f"no connection accepted: {error}")
                     await asyncio.sleep(0.1)
                     continue
                 if self._open[address] >= self.limits.per_address or self._open.total() >= self.limits.connections:

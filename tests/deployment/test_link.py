@@ -58,6 +58,12 @@ def authentication(key: Path, age: float) -> dict[str, str]:
     }
 
 
+def command_lines(home: Path) -> list[str]:
+    """Return the command lines of all processes whose Flower home is below a folder."""
+    names = {path.name for path in home.iterdir() if path.is_dir()}
+    return [line for name in names for line in processes_with("FLWR_HOME", str(home / name)).values()]
+
+
 def log_lines(child, text: str) -> int:
     return sum(text in line for line in child.log.read_text().splitlines())
 
@@ -124,6 +130,12 @@ def test_a_run_over_tls_gives_the_bits_of_this_process_and_strangers_get_nowhere
     headers = authentication(other.nodes / "node-0", 0.0)
     answer = site.post("/v1/fleet/register-node", content=bring, headers=headers)
     assert (answer.status_code, "must be registered via the CLI" in answer.text) == (412, True)
+
+    # What is secret is in files: no command line shows it, of which every user can read all.
+    secrets = [folder.secret.read_text(), *(key.read_text().splitlines()[2] for key in folder.nodes.glob("node-?"))]
+    shown = [command for home in (tmp_path, folder.kept) for command in command_lines(home)]
+    assert len(shown) >= 4
+    assert not [command for command in shown if any(secret in command for secret in secrets)]
 
     # Every one of them has come and gone; the run does not notice.
     here, there = engines.run(replace(SPEC, engine="inprocess")), site.run(SPEC)

@@ -88,9 +88,12 @@ def test_a_deployment_gives_the_result_of_this_process_and_leaves_nothing(monkey
 
 
 @pytest.mark.long
-def test_a_node_that_dies_at_once_stops_the_deployment(monkeypatch):
+def test_a_node_that_dies_at_once_stops_the_deployment(monkeypatch, tmp_path):
+    program = tmp_path / "flower-supernode"
+    program.write_text("import sys\nprint('no such partition', file=sys.stderr)\nsys.exit(3)\n")
+
     def broken(arguments):
-        return ["/bin/sh", "-c", "echo no such partition >&2; exit 3"], {}
+        return [str(program)], {}
 
     monkeypatch.setattr(superlink.edge, "prepare", broken)
     deployment = Deployment(1)
