@@ -291,7 +291,7 @@ class WaitingStrategy(Receiving, ExchangeStrategy, Stateful, Generic[R]):
         sent = [client.exact for client in senders]
         exact = mean_of_constants(added.exact, now.model)
         exact = to_arrays(restore_dtypes(to_record(exact), now.model, sent)) if exact else {}
-        former = broadcast.reference
+        former = {t.name: broadcast.reference[t.slice].copy() for t in layout.wide}
         version = broadcast.push(frame, mean, exact, layout, now.block or None)
         # Only now that their values are in a version of the model.
         now.acknowledge(senders)
@@ -307,7 +307,7 @@ class WaitingStrategy(Receiving, ExchangeStrategy, Stateful, Generic[R]):
         arrays = layout.unflatten(broadcast.reference, broadcast.exact)
         for t in layout.wide:
             # What did not move keeps the digits that replicas do not have.
-            stood = (broadcast.reference[t.slice] == former[t.slice]).reshape(t.shape)
+            stood = (broadcast.reference[t.slice] == former[t.name]).reshape(t.shape)
             arrays[t.name] = np.where(stood, now.model[t.name], arrays[t.name])
         record = to_record(arrays)
         metrics = self.cohort.train_metrics_aggr_fn([client.content for client in senders], self.cohort.weighted_by_key)

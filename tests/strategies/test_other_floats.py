@@ -22,7 +22,7 @@ EVERYBODY = {"fraction_evaluate": 0.0, "min_train_nodes": NODES, "min_available_
 
 MODEL = {
     "coef": np.zeros((20, 50)),
-    "origin": np.array([1.7e9 + 0.123456, 123456789.0, -1e39]),
+    "origin": np.array([1.7e9 + 0.123456, 123456789.0, -1e30 / 3.0]),
     "tiny": np.array([1e-300, 3e-46]),
     "intercept": np.full(40, 1e8),
     "half": np.full(30, 0.1, np.float16),
@@ -66,10 +66,12 @@ SYSTEMS: dict[str, Callable[[], Any]] = {
     "median": lambda: compressed(fc.TopK(density=1.0), inner=FedMedian),
     "trimmed": lambda: compressed(fc.TopK(density=1.0), inner=FedTrimmedAvg),
     "downlink": lambda: compressed(fc.TopK(density=0.3), fc.TopK(density=0.5)),
-    "pipelined": lambda: fc.PipelinedStrategy(compressed(fc.TopK(density=1.0), feedback=False), 2),
+    "pipelined": lambda: fc.PipelinedStrategy(
+        compressed(fc.TopK(density=1.0), feedback=False), mode="node", stateless_clients=True
+    ),
     "buffered": lambda: fc.Buffered(compressed(fc.TopK(density=1.0), feedback=False), concurrency=NODES, buffer=2),
-    "low rank": lambda: fc.SharedBasis(fc.PowerSGD(rank=2), average()),
-    "shared support": lambda: fc.SharedSupport(fc.ScaleCom(density=0.3), average()),
+    "low rank": lambda: fc.SharedBasis(fc.PowerSGD(rank=2)),
+    "shared support": lambda: fc.SharedSupport(fc.ScaleCom(density=0.3)),
 }
 
 ROUNDS = 6
@@ -80,8 +82,6 @@ STANDS: dict[str, set[str]] = {"low rank": {"intercept"}, "shared support": {"in
 
 def trained(strategy: Any, rounds: int = ROUNDS, *, modded: bool = True) -> dict[str, np.ndarray]:
     model = ArrayRecord({name: Array(array) for name, array in MODEL.items()})
-    if isinstance(strategy, fc.SharedBasis | fc.SharedSupport | fc.Compressed):
-        pass
     with InProcessGrid(app(modded=modded), NODES, seed=3) as inner:
         result = fit(strategy, MeteredGrid(inner), model, rounds)
     return {name: array.numpy() for name, array in result.arrays.items()}

@@ -155,7 +155,9 @@ def test_2_wider_ones_are_the_closed_recursion_from_the_first_step_to_the_drain(
 @pytest.mark.parametrize("lossless", [True, False])
 def test_2_models_of_other_floats_follow_the_same_recursion(dtype: str, within: float, lossless: bool) -> None:
     """Beside a lossless codec they travel as values, of which the mean is no step."""
-    strategy = pipe(mode="node") if lossless else pipe(Compressed(quiet(), TopK(density=1.0), feedback=False), mode="node")
+    strategy = (
+        pipe(mode="node") if lossless else pipe(Compressed(quiet(), TopK(density=1.0), feedback=False), mode="node")
+    )
     app = squares([] if lossless else [compression()])
     with InProcessGrid(app, 4, seed=3) as inner:
         end = fit(strategy, MeteredGrid(inner), start(dtype), 10).arrays["w"].numpy()
