@@ -155,8 +155,8 @@ class Codec(Receiver, Configured):
     remembers : bool
         The codec holds memory of what was not sent; it needs no error feedback around it.
     never_enlarges : bool
-        ``‖decode(encode(x))‖ <= ‖x‖`` for every x, every draw, every state and every shared basis, up to the rounding of
-        float32: an update that was clipped before it was encoded is still within the clip norm after it was decoded.
+        ``‖decode(encode(x))‖ <= ‖x‖`` for every x, every draw, every state and every shared basis, up to the rounding
+        of float32: an update that was clipped before it was encoded is still within the clip norm after it was decoded.
     phases : int
         Exchanges an encoding needs. 1 for everything that fits Flower's own hooks.
     votes : bool

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
-import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -104,10 +103,7 @@ class Following(TorchDispatchMode):
         )
         weighed = any(_address(factor) in self._weights for factor in factors)
         # Over a single value a product is a multiple of the example.
-        if "conv" in name:
-            summed = factors[1].numel() // max(1, factors[1].shape[0])
-        else:
-            summed = factors[0].shape[-1]
+        summed = factors[1].numel() // max(1, factors[1].shape[0]) if "conv" in name else factors[0].shape[-1]
         return weighed and not added and summed > 1
 
 

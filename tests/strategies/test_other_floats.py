@@ -13,9 +13,11 @@ from flwr.serverapp.strategy import FedAvg, FedMedian, FedTrimmedAvg
 
 import fedcomp as fc
 from fedcomp.codecs import Codec
+from fedcomp.errors import ConfigError
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.rounds import fit
+from fedcomp.layout import Layout
 
 NODES = 4
 EVERYBODY = {"fraction_evaluate": 0.0, "min_train_nodes": NODES, "min_available_nodes": NODES}
@@ -109,3 +111,15 @@ def test_dense_frames_and_whole_models_give_what_plain_averaging_gives(modded: b
     found = trained(compressed(fc.TopK(density=1.0), feedback=False), modded=modded)
     for key, array in plain.items():
         np.testing.assert_allclose(found[key], array, rtol=1e-6 if array.dtype == np.float32 else 1e-12, err_msg=key)
+
+
+def test_the_advice_for_numbers_that_cannot_travel_is_one_that_works() -> None:
+    """Complex numbers as pairs of floats, as the refusal says: their mean is the mean of the numbers."""
+    model = np.array([1.0 + 2.0j, -0.5j], np.complex64)
+    with pytest.raises(ConfigError, match="complex numbers to pairs of floats"):
+        Layout.of({"w": model})
+    moved = model + np.array([0.25 - 1.0j, 2.0], np.complex64)
+    before, after = ({"w": array.view(np.float32).reshape(-1, 2)} for array in (model, moved))
+    layout = Layout.of(before)
+    found = before["w"].reshape(-1) + layout.difference(after, before)
+    np.testing.assert_array_equal(found.view(np.complex64), moved)
