@@ -8,7 +8,7 @@ aggregation alone; any other strategy may declare one by a method ``update_rule(
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
@@ -370,7 +370,7 @@ class RepliesSink(Sink):
             vector = arrival.sent.codec(intake.codec).decode(arrival.opened, layout)
             arrival.parsed = None
         scale = intake.scale_of(arrival.sent)
-        changes: dict[str, Vector] = {}
+        changes: Mapping[str, NDArray[Any]] = {}
         if arrival.plain is None and not intake.codec.lossless:
             # Before the base is added, as above.
             self._changed |= vector != 0.0
