@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
-import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Context, RecordDict
 from numpy.typing import NDArray
 
@@ -261,11 +260,7 @@ def learnt(
     name, after = reply_arrays(content, record)
     layout.check(after)
     exact = {t.name: check_exact(after[t.name], t, before[t.name]) for t in layout.exact}
-    vector = layout.flatten(after)
-    if not lossless:
-        for t in layout.tensors:
-            # Tensor by tensor, in float32 as in the vector: no second vector.
-            vector[t.slice] -= before[t.name].reshape(-1).astype(np.float32, copy=False)
+    vector = layout.flatten(after) if lossless else layout.difference(after, before)
     return name, Update(vector, layout), exact
 
 

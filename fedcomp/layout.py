@@ -479,6 +479,50 @@ class Layout:
             vector[t.slice] = np.asarray(arrays[t.name]).reshape(-1)
         return vector
 
+    @cached_property
+    def wide(self) -> tuple[TensorSpec, ...]:
+        """The tensors of the vector whose own dtype holds more than float32 does: changes of them are added to the
+        model as it is, which the vector only rounds."""
+        return tuple(t for t in self.tensors if t.dtype == "float64")
+
+    def difference(self, after: Mapping[str, NDArray[Any]], before: Mapping[str, NDArray[Any]]) -> Vector:
+        """Return ``after - before``, formed in each tensor's own dtype and only then rounded to float32.
+
+        Raises
+        ------
+        LayoutError
+            As :meth:`flatten`.
+        """
+        with np.errstate(over="ignore", invalid="ignore"):
+            vector = self.flatten(after)
+            for t in self.tensors:
+                # Tensor by tensor, in float32 as in the vector: no second vector.
+                if t.dtype != "float64":
+                    vector[t.slice] -= before[t.name].reshape(-1).astype(np.float32, copy=False)
+            self.difference_of_wide(vector, after, before)
+        return vector
+
+    def difference_of_wide(
+        self, vector: Vector, after: Mapping[str, NDArray[Any]], before: Mapping[str, NDArray[Any]], scale: float = 1.0
+    ) -> None:
+        """Set the elements of :attr:`wide` tensors in ``vector`` to ``scale`` times what changed of them."""
+        for t in self.wide:
+            change = np.subtract(after[t.name], before[t.name], dtype=np.float64)
+            with np.errstate(over="ignore"):
+                vector[t.slice] = (change if scale == 1.0 else change * scale).reshape(-1)
+
+    def added(
+        self,
+        model: Mapping[str, NDArray[Any]],
+        changes: Mapping[str, NDArray[Any]],
+        vector: Vector,
+        exact: Mapping[str, NDArray[Any]],
+    ) -> dict[str, NDArray[Any]]:
+        """Return the tensors of ``vector``, but of those in ``changes`` the model's own with these added."""
+        wide = {name: np.asarray(model[name] + change.reshape(model[name].shape)) for name, change in changes.items()}
+        found = self.unflatten(vector, exact)
+        return {name: wide.get(name, array) for name, array in found.items()}
+
     def unflatten(self, vector: Vector, exact: Mapping[str, NDArray[Any]] | None = None) -> dict[str, NDArray[Any]]:
         """Return the named tensors in the model's own order and dtypes; float32 ones are views of ``vector``.
 

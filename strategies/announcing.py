@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Final
 
+import numpy as np
 from flwr.app import Array, ArrayRecord, Message, RecordDict
 from numpy.typing import NDArray
 
@@ -314,6 +315,11 @@ class Announcer(Stateful):
     ) -> Intake:
         """Return messages as their replies are to be received: updates will be added to the model adopted last."""
         report.asked = len(sent)
+        stepped: frozenset[str] = frozenset()
+        if codec.lossless and any(np.dtype(t.dtype).kind == "f" for t in self.layout.exact):
+            # Beside a lossless codec floats of other sizes travel as values: not what the policy leaves out, too.
+            steps = Layout.of(self._model, self._policy, cast_floats=True)
+            stepped = frozenset(t.name for t in self.layout.exact) & {t.name for t in steps.tensors}
         return Intake(
             report,
             sent,
@@ -325,6 +331,7 @@ class Announcer(Stateful):
             weight_key=weight_key,
             record=sent[0].record if sent else "arrays",
             updates_only=updates_only,
+            stepped=stepped,
         )
 
     def _model_in(self, message: Message) -> tuple[str, ArrayRecord]:

@@ -75,6 +75,9 @@ class Intake:
         ``model``, whatever a reply holds.
     models_asked : bool
         Whether clients were asked for whole models, so that frames are not missed.
+    stepped : frozenset of str
+        Tensors that travel as values for their dtype alone, beside a lossless codec: what clients changed of them is
+        added to the server's model where that is no longer the one they trained from.
     errors : list of Message
         What stands for the replies that could not be used, for the inner strategy.
     parsed_bytes : int
@@ -95,6 +98,7 @@ class Intake:
     summands: list[tuple[Frame | Bundle, float]] | None = None
     updates_only: bool = False
     models_asked: bool = False
+    stepped: frozenset[str] = frozenset()
     errors: list[Message] = field(default_factory=list)
     parsed_bytes: int = 0
 
@@ -119,6 +123,19 @@ class Intake:
             return self.vector
         return origin.start
 
+    def trained(self, sent: SentMessage) -> Arrays:
+        """Return the tensors that the client of a message trained from, in their own dtypes."""
+        if sent.base is not None:
+            return sent.base
+        if sent.origin is None:
+            return self.model
+        reference = sent.origin.reference
+        return sent.origin.model if reference is None else self.layout.unflatten(reference, sent.origin.model)
+
+    def changes_of(self, vector: Vector) -> dict[str, Vector]:
+        """Return a copy of what ``vector``, a change, holds of tensors that float32 would round."""
+        return {t.name: vector[t.slice].copy() for t in self.layout.wide}
+
     def scale_of(self, sent: SentMessage) -> float:
         """Return what an update is multiplied by beside its weight."""
         return self.scales.get(sent.node, 1.0)
@@ -135,6 +152,24 @@ class Intake:
         trained *= np.float32(self.scale_of(sent))
         trained += self.start
         return trained
+
+    def placed_values(self, arrival: Arrival) -> Arrays:
+        """Return the tensors of an arrival that travel as values, those of :attr:`stepped` as they were trained from
+        the server's own model."""
+        sent = arrival.sent
+        then = None if sent.base is not None or sent.origin is None else sent.origin.model
+        scale = self.scale_of(sent)
+        if not self.stepped or then is None or (then is self.model and scale == 1.0):
+            return arrival.exact
+        placed = dict(arrival.exact)
+        for name in self.stepped & set(placed):
+            own = self.model[name].astype(np.float64)
+            change = placed[name].astype(np.float64) - then[name].astype(np.float64)
+            step = change * scale
+            if self.compensation:
+                step -= self.compensation * step * step * (own - then[name].astype(np.float64))
+            placed[name] = own + step
+        return placed
 
     @property
     def buffers(self) -> dict[str, NDArray[Any]]:
@@ -209,7 +244,9 @@ class Intake:
                 vector = arrival.sent.codec(self.codec).decode(arrival.opened, self.layout)
                 return vector - base if self.codec.lossless else vector
             assert arrival.plain is not None
-            return self.layout.flatten(arrival.plain) - base
+            vector = self.layout.flatten(arrival.plain) - base
+            self.layout.difference_of_wide(vector, arrival.plain, self.trained(arrival.sent))
+            return vector
 
     def account(self, arrivals: Sequence[Arrival]) -> None:
         """Add up what the usable replies took, and what as many full models take."""

@@ -320,7 +320,7 @@ class Reception(Stateful):
             return self.conclude(report, None, rule), None
         report.changed = count_differing(mean[: layout.compressed_size], 0.0)
         with np.errstate(over="ignore", invalid="ignore"):
-            moved = to_record(layout.unflatten(intake.vector + mean, intake.buffers))
+            moved = to_record(layout.added(intake.model, intake.changes_of(mean), intake.vector + mean, intake.buffers))
             arrays, metrics = aggregate_once(
                 strategy,
                 report.round,

@@ -8,7 +8,7 @@ aggregation alone; any other strategy may declare one by a method ``update_rule(
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
@@ -290,6 +290,8 @@ class MeanSink(Sink):
             # A lossless codec sums whole models, plain ones as they are.
             if not codec.lossless:
                 update -= intake.start
+                scale = intake.scale_of(arrival.sent)
+                intake.layout.difference_of_wide(update, arrival.plain, intake.trained(arrival.sent), scale)
         elif codec.lossless and intake.moves(arrival.sent):
             update = intake.placed(arrival.sent, codec.decode(arrival.opened, intake.layout))
         else:
@@ -300,7 +302,7 @@ class MeanSink(Sink):
                     intake.captured.stack(name, outer.scaled(factor))
             if intake.summands is not None:
                 intake.summands.append((update, factor))
-        self._sum.add(codec, update, factor, arrival.exact)
+        self._sum.add(codec, update, factor, intake.placed_values(arrival))
         arrival.parsed = None
 
     def holds(self, arrivals: Sequence[Arrival]) -> bool:
@@ -324,7 +326,9 @@ class MeanSink(Sink):
         # Counted before the model is added, while zero still means that nothing arrived.
         part = slice(layout.compressed_size)
         report.changed = count_differing(out.vector[part], intake.start[part] if codec.lossless else 0.0)
+        changes: dict[str, Vector] = {}
         if not codec.lossless:
+            changes = intake.changes_of(out.vector)
             np.add(intake.vector, out.vector, out=out.vector)
         elif intake.start is not intake.vector:
             # Clients sent whole models grown from the reference: add what the reference lacks of the true model.
@@ -332,13 +336,18 @@ class MeanSink(Sink):
         if intake.compensation:
             step = out.vector - intake.vector
             step *= np.float32(intake.compensation) * step
-            np.subtract(out.vector, step * (intake.vector - intake.start), out=out.vector)
+            moved = intake.vector - intake.start
+            np.subtract(out.vector, step * moved, out=out.vector)
+            for t in layout.wide:
+                if t.name in changes:
+                    own = changes[t.name]
+                    own -= np.float32(intake.compensation) * own * own * moved[t.slice]
         first = arrivals[0]
         exact = mean_of_constants(self._sum.exact, intake.model)
         return aggregate_once(
             self._strategy,
             report.round,
-            (first.record, to_record(layout.unflatten(out.vector, exact))),
+            (first.record, to_record(layout.added(intake.model, changes, out.vector, exact))),
             first.sent.message,
             # Metrics depend on the data, and a private round has paid for the update alone.
             [] if intake.updates_only else [a.content for a in arrivals],
@@ -372,11 +381,14 @@ class RepliesSink(Sink):
             assert arrival.opened is not None
             vector = arrival.sent.codec(intake.codec).decode(arrival.opened, layout)
             arrival.parsed = None
+        scale = intake.scale_of(arrival.sent)
+        changes: Mapping[str, NDArray[Any]] = {}
         if arrival.plain is None and not intake.codec.lossless:
             # Before the base is added, as above.
             self._changed |= vector != 0.0
-            if (scale := intake.scale_of(arrival.sent)) != 1.0:
+            if scale != 1.0:
                 vector *= np.float32(scale)
+            changes = intake.changes_of(vector)
             vector += base
         else:
             if own is None:
@@ -385,10 +397,15 @@ class RepliesSink(Sink):
             if intake.start is not intake.vector and own is None:
                 # A lossy downlink brought clients another model: what they changed is put on top of the server's own.
                 vector += intake.vector - intake.start
+            if arrival.plain is not None and not intake.codec.lossless:
+                trained, plain = intake.trained(arrival.sent), arrival.plain
+                changes = {t.name: (plain[t.name] - trained[t.name]) * (1.0 if own else scale) for t in layout.wide}
         # Of the message as it came, before the decoded model takes the place of its frame.
         came = ConfigRecord({"payload-bytes": payload_bytes(arrival.message)})
         # First, as in the reply of an app that puts other records beside it.
-        decoded = {arrival.record: to_record(layout.unflatten(vector, arrival.exact))}
+        model = intake.model if own is None else own
+        exact = intake.placed_values(arrival)
+        decoded = {arrival.record: to_record(layout.added(model, changes, vector, exact))}
         arrival.message.content = RecordDict({**decoded, **arrival.content, OWN_CONFIG: came})
         self._messages.append(arrival.message)
 

@@ -289,6 +289,7 @@ class WaitingStrategy(Receiving, ExchangeStrategy, Stateful, Generic[R]):
         sent = [client.exact for client in senders]
         exact = mean_of_constants(added.exact, now.model)
         exact = to_arrays(restore_dtypes(to_record(exact), now.model, sent)) if exact else {}
+        former = {t.name: broadcast.reference[t.slice].copy() for t in layout.wide}
         version = broadcast.push(frame, mean, exact, layout, now.block or None)
         # Only now that their values are in a version of the model.
         now.acknowledge(senders)
@@ -301,7 +302,12 @@ class WaitingStrategy(Receiving, ExchangeStrategy, Stateful, Generic[R]):
         report.account(now.fixed, layout, [found for found in sizes if found is not None])
         report.changed = count_differing(out.vector[: layout.compressed_size], 0.0)
         # The reference and not ``moved``: the model is what every replica makes of the frame, bit for bit.
-        record = to_record(layout.unflatten(broadcast.reference, broadcast.exact))
+        arrays = layout.unflatten(broadcast.reference, broadcast.exact)
+        for t in layout.wide:
+            # What did not move keeps the digits that replicas do not have.
+            stood = (broadcast.reference[t.slice] == former[t.name]).reshape(t.shape)
+            arrays[t.name] = np.where(stood, now.model[t.name], arrays[t.name])
+        record = to_record(arrays)
         metrics = self.cohort.train_metrics_aggr_fn([client.content for client in senders], self.cohort.weighted_by_key)
         return record, MetricRecord({**metrics, **now.metrics()})
 

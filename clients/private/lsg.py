@@ -65,7 +65,7 @@ def lsg() -> ClientHalf:
                 return reply
             _, after = reply_arrays(reply.content)
             with np.errstate(over="ignore", invalid="ignore"):
-                moved = layout.flatten(after) - layout.flatten(before)
+                moved = layout.difference(after, before)
                 short = np.concatenate(plan.project(moved, pairs))[chosen]
             # After the mask: noise is then paid for nothing but what leaves.
             (short,), _ = clip_arrays([short], request.clip)

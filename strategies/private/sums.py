@@ -106,6 +106,10 @@ class PrivateSink(Sink):
         if step is None:
             return None, None
         # The inner strategy gets a model, not an update: its own step (momentum, Adam) starts from the same place.
+        change = step
+        if self.support is not None:
+            change = np.zeros(layout.size, np.float32)
+            change[self.support] = step
         moved = intake.vector.copy()
         if self.support is None:
             moved += step
@@ -113,7 +117,7 @@ class PrivateSink(Sink):
             moved[self.support] += step
         # A round that nobody was drawn for has no message to answer.
         asked = intake.sent[0].message if intake.sent else Message(RecordDict(), 1, "train")
-        mean = (intake.record, to_record(layout.unflatten(moved, intake.buffers)))
+        mean = (intake.record, to_record(layout.added(intake.model, intake.changes_of(change), moved, intake.buffers)))
         sparse = self.support is not None
         arrays, _ = aggregate_once(self.strategy.inner, intake.report.round, mean, asked, (), sparse=sparse)
         if arrays is None:

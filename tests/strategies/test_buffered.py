@@ -66,16 +66,19 @@ def definition(rounds: int, buffer: int, eta: float) -> tuple[np.ndarray, float,
 
 @pytest.mark.parametrize("eta", [1.0, 0.5])
 @pytest.mark.parametrize("codec", [None, TopK(density=1.0), Identity()], ids=["plain", "topk", "identity"])
-def test_the_steps_are_those_of_the_definition_event_by_event(codec: Codec | None, eta: float) -> None:
+@pytest.mark.parametrize(("dtype", "within"), [("float32", 3e-6), ("float64", 3e-6), ("float16", 8e-3)])
+def test_the_steps_are_those_of_the_definition_event_by_event(
+    codec: Codec | None, eta: float, dtype: str, within: float
+) -> None:
     """Every client busy, so that the clock alone decides who is asked."""
     inner = quiet() if codec is None else Compressed(quiet(), codec, feedback=False)
     strategy = Buffered(inner, concurrency=NODES, buffer=2, server_lr=eta)
     app = squares([] if codec is None else [compression()])
     with InProcessGrid(app, NODES, seed=3, compute_seconds=seconds) as grid:
-        end = fit(strategy, MeteredGrid(grid), start(), 14).arrays["w"].numpy()
+        end = fit(strategy, MeteredGrid(grid), start(dtype), 14).arrays["w"].numpy()
         took = grid.clock
     wanted, clock, ages = definition(14, 2, eta)
-    np.testing.assert_allclose(end, wanted, atol=3e-6)
+    np.testing.assert_allclose(end, wanted, atol=within)
     assert took == pytest.approx(clock)
     assert [sorted(flight(strategy, r).staleness.values()) for r in range(1, 15)] == ages
     assert max(map(max, ages)) >= 3, "the slowest client's updates are old"

@@ -76,8 +76,8 @@ def squares(halves: Any = (), log: list[tuple[int, int, np.ndarray]] | None = No
     return app
 
 
-def start() -> ArrayRecord:
-    return ArrayRecord({"w": Array(np.linspace(-1, 1, SIZE).astype(np.float32))})
+def start(dtype: str = "float32") -> ArrayRecord:
+    return ArrayRecord({"w": Array(np.linspace(-1, 1, SIZE).astype(np.float32).astype(dtype))})
 
 
 def run(strategy: Any, rounds: int, nodes: int = 4, *, app: Any = None, **options: Any) -> Result:
@@ -149,6 +149,20 @@ def test_2_wider_ones_are_the_closed_recursion_from_the_first_step_to_the_drain(
     assert strategy.steps == rounds
     delays = [max(strategy.reports[r].overlap.staleness.values()) for r in range(1, rounds + 1)]  # type: ignore[attr-defined]
     assert delays == [min(r - 1, width - 1) for r in range(1, rounds + 1)]
+
+
+@pytest.mark.parametrize(("dtype", "within"), [("float64", 2e-6), ("float16", 4e-3)])
+@pytest.mark.parametrize("lossless", [True, False])
+def test_2_models_of_other_floats_follow_the_same_recursion(dtype: str, within: float, lossless: bool) -> None:
+    """Beside a lossless codec they travel as values, of which the mean is no step."""
+    strategy = (
+        pipe(mode="node") if lossless else pipe(Compressed(quiet(), TopK(density=1.0), feedback=False), mode="node")
+    )
+    app = squares([] if lossless else [compression()])
+    with InProcessGrid(app, 4, seed=3) as inner:
+        end = fit(strategy, MeteredGrid(inner), start(dtype), 10).arrays["w"].numpy()
+    assert end.dtype == dtype
+    np.testing.assert_allclose(end, recursion(10, 2, 0, lambda _: [0, 1, 2, 3])[-1], atol=within)
 
 
 def test_2_averaging_models_instead_would_be_two_trainings() -> None:

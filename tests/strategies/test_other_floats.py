@@ -1,0 +1,125 @@
+"""Models of float64: what nobody trains comes back bit for bit, and small steps of large values arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import FedAvg, FedMedian, FedTrimmedAvg
+
+import fedcomp as fc
+from fedcomp.codecs import Codec
+from fedcomp.errors import ConfigError
+from fedcomp.flower.grid import InProcessGrid
+from fedcomp.flower.metered import MeteredGrid
+from fedcomp.flower.rounds import fit
+from fedcomp.layout import Layout
+
+NODES = 4
+EVERYBODY = {"fraction_evaluate": 0.0, "min_train_nodes": NODES, "min_available_nodes": NODES}
+
+MODEL = {
+    "coef": np.zeros((20, 50)),
+    "origin": np.array([1.7e9 + 0.123456, 123456789.0, -1e30 / 3.0]),
+    "tiny": np.array([1e-300, 3e-46]),
+    "intercept": np.full(40, 1e8),
+    "half": np.full(30, 0.1, np.float16),
+    "weight": np.full((30, 30), 0.1, np.float32),
+}
+UNTRAINED = ("origin", "tiny", "half")
+INTERCEPT, COEF = 0.5, 0.25
+
+
+def app(*, modded: bool = True) -> ClientApp:
+    found = ClientApp()
+
+    @found.train()
+    def train(msg: Message, context: Context) -> Message:
+        (name, record) = next(iter(msg.content.array_records.items()))
+        arrays = {key: array.numpy() for key, array in record.items()}
+        arrays["intercept"] = arrays["intercept"] + INTERCEPT
+        arrays["coef"] = arrays["coef"] + COEF
+        arrays["weight"] = arrays["weight"] + np.float32(COEF)
+        content = RecordDict({name: ArrayRecord({k: Array(v) for k, v in arrays.items()})})
+        content["metrics"] = MetricRecord({"num-examples": 1})
+        return Message(content, reply_to=msg)
+
+    return fc.client(found) if modded else found
+
+
+def average(**options: Any) -> FedAvg:
+    return FedAvg(**EVERYBODY, **options)
+
+
+def compressed(codec: Codec, downlink: Codec | None = None, inner: type[FedAvg] = FedAvg, **options: Any) -> Any:
+    return fc.Compressed(inner(**EVERYBODY), codec, downlink, **options)
+
+
+SYSTEMS: dict[str, Callable[[], Any]] = {
+    "top-k": lambda: compressed(fc.TopK(density=0.3)),
+    "all": lambda: compressed(fc.TopK(density=1.0)),
+    "random-k": lambda: compressed(fc.RandomK(density=0.5)),
+    "qsgd": lambda: compressed(fc.QSGD(levels=127), policy=fc.SmallDense(share=0.3)),
+    "dense rest": lambda: compressed(fc.TopK(density=0.3), policy=fc.SmallDense(share=1.0)),
+    "median": lambda: compressed(fc.TopK(density=1.0), inner=FedMedian),
+    "trimmed": lambda: compressed(fc.TopK(density=1.0), inner=FedTrimmedAvg),
+    "downlink": lambda: compressed(fc.TopK(density=0.3), fc.TopK(density=0.5)),
+    "pipelined": lambda: fc.PipelinedStrategy(
+        compressed(fc.TopK(density=1.0), feedback=False), mode="node", stateless_clients=True
+    ),
+    "buffered": lambda: fc.Buffered(compressed(fc.TopK(density=1.0), feedback=False), concurrency=NODES, buffer=2),
+    "low rank": lambda: fc.SharedBasis(fc.PowerSGD(rank=2)),
+    "shared support": lambda: fc.SharedSupport(fc.ScaleCom(density=0.3)),
+}
+
+ROUNDS = 6
+
+STANDS: dict[str, set[str]] = {"low rank": {"intercept"}, "shared support": {"intercept"}}
+"""Systems in which every node's replica is the model, which is one of float32."""
+
+
+def trained(strategy: Any, rounds: int = ROUNDS, *, modded: bool = True) -> dict[str, np.ndarray]:
+    model = ArrayRecord({name: Array(array) for name, array in MODEL.items()})
+    with InProcessGrid(app(modded=modded), NODES, seed=3) as inner:
+        result = fit(strategy, MeteredGrid(inner), model, rounds)
+    return {name: array.numpy() for name, array in result.arrays.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_what_nobody_trains_comes_back_bit_for_bit_and_small_steps_arrive(name: str) -> None:
+    found = trained(SYSTEMS[name]())
+    for key in UNTRAINED:
+        assert found[key].dtype == MODEL[key].dtype
+        assert found[key].tobytes() == MODEL[key].tobytes(), key
+    moved = found["intercept"] - MODEL["intercept"]
+    if "intercept" not in STANDS.get(name, ()):
+        # Of a sparse codec what error feedback still keeps.
+        assert moved.mean() >= 0.3 * INTERCEPT * ROUNDS, moved
+    assert found["coef"].mean() > 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("modded", [True, False])
+def test_dense_frames_and_whole_models_give_what_plain_averaging_gives(modded: bool) -> None:
+    """A client without the mod answers with its model: what it changed is formed in float64 as well."""
+    plain = trained(average(), modded=False)
+    found = trained(compressed(fc.TopK(density=1.0), feedback=False), modded=modded)
+    for key, array in plain.items():
+        np.testing.assert_allclose(found[key], array, rtol=1e-6 if array.dtype == np.float32 else 1e-12, err_msg=key)
+
+
+def test_the_advice_for_numbers_that_cannot_travel_is_one_that_works() -> None:
+    """Complex numbers as pairs of floats, as the refusal says: their mean is the mean of the numbers."""
+    model = np.array([1.0 + 2.0j, -0.5j], np.complex64)
+    with pytest.raises(ConfigError, match="complex numbers to pairs of floats"):
+        Layout.of({"w": model})
+    moved = model + np.array([0.25 - 1.0j, 2.0], np.complex64)
+    before, after = ({"w": array.view(np.float32).reshape(-1, 2)} for array in (model, moved))
+    layout = Layout.of(before)
+    found = before["w"].reshape(-1) + layout.difference(after, before)
+    np.testing.assert_array_equal(found.view(np.complex64), moved)
