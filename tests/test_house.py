@@ -232,7 +232,7 @@ for module in {", ".join(IMPORTED)!r}.split(", "):
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-KNOW_TORCH = {"dpsgd.py", "optimizers.py"}
+KNOW_TORCH = {"coins.py", "dpsgd.py", "optimizers.py"}
 """The files of fedcomp/privacy that are about Opacus and torch, and import them at once."""
 
 

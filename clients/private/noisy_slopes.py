@@ -23,7 +23,7 @@ from fedcomp.clients.private.dpsgd import Trainee
 from fedcomp.clients.private.node_ledger import node_ledger, require_room, within_own
 from fedcomp.flower.record_dp import Account, DpSgdPlan, steps_in
 from fedcomp.forward import Oracle
-from fedcomp.privacy.entropy import coins_of, make_entropy, secret_draws
+from fedcomp.privacy.entropy import coins_of, make_entropy
 from fedcomp.privacy.mechanism import PrivateSum
 from fedcomp.privacy.sampling import poisson
 from fedcomp.privacy.spending import next_round
@@ -67,6 +67,7 @@ def noisy_slopes(
     import torch
 
     from fedcomp.forward.evaluate import record_slopes
+    from fedcomp.privacy.coins import secret_draws
     from fedcomp.tasks.base import single_thread
 
     trainee.check()
