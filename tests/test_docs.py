@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import re
 from pathlib import Path
@@ -24,6 +25,18 @@ def page(path: Path) -> str:
 def test_links_lead_somewhere(path: Path) -> None:
     targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", path.read_text())
     missing = [t for t in targets if "://" not in t and not (path.parent / t).exists()]
+    assert not missing
+
+
+@functools.cache
+def tests_defined() -> frozenset[str]:
+    files = (ROOT / "tests").rglob("*.py")
+    return frozenset(name for path in files for name in re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE))
+
+
+@pytest.mark.parametrize("path", PAGES, ids=page)
+def test_a_test_that_a_page_names_exists(path: Path) -> None:
+    missing = set(re.findall(r"`(test_\w+)`", path.read_text())) - tests_defined()
     assert not missing
 
 

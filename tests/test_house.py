@@ -232,7 +232,7 @@ for module in {", ".join(IMPORTED)!r}.split(", "):
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-KNOW_TORCH = {"dpsgd.py", "draws.py", "optimizers.py"}
+KNOW_TORCH = {"coins.py", "dpsgd.py", "optimizers.py"}
 """The files of fedcomp/privacy that are about Opacus and torch, and import them at once."""
 
 
@@ -259,15 +259,9 @@ assert not heavy, heavy
 def test_privacy_draws_from_its_own_entropy_alone() -> None:
     """Noise from numpy's or torch's generators can be drawn again by whoever seeds them."""
     banned = ("np.random", "numpy.random", "random.", "torch.normal", "torch.rand", "torch.Generator", "time.time")
-    # Puts torch's generators back as they were.
-    restores = {"torch.random", "torch.random.fork_rng"}
     wrong = []
     for path in (ROOT / "fedcomp" / "privacy").glob("*.py"):
-        wrong += [
-            f"{path.relative_to(ROOT)} uses {n}"
-            for n in names(path).attributes
-            if n.startswith(banned) and n not in restores
-        ]
+        wrong += [f"{path.relative_to(ROOT)} uses {n}" for n in names(path).attributes if n.startswith(banned)]
         wrong += [f"{path.relative_to(ROOT)} imports {n}" for n in imports(path) & {"numpy.random", "random", "uuid"}]
     assert not wrong
 
@@ -275,9 +269,8 @@ def test_privacy_draws_from_its_own_entropy_alone() -> None:
 READS_PICKLES = {"fedcomp/tasks/planetoid.py"}
 """Published data files are pickles; they are read after their SHA-256 was compared, by an unpickler of six names."""
 
-RESEEDS = {"clients/edge/zygote.py": {"numpy.random.seed"}, "fedcomp/privacy/draws.py": {"torch.manual_seed"}}
-"""A fork would repeat what its siblings draw, in apps that use the global generators, and a model under record-level
-privacy draws from them: for as long as it does they have a secret state. Nothing of ours draws from them."""
+RESEEDS = {"clients/edge/zygote.py": {"numpy.random.seed"}}
+"""A fork would repeat what its siblings draw, in apps that use the global generators; nothing of ours does."""
 
 
 @pytest.mark.slow

@@ -67,7 +67,7 @@ def noisy_slopes(
     import torch
 
     from fedcomp.forward.evaluate import record_slopes
-    from fedcomp.privacy.draws import secret_draws
+    from fedcomp.privacy.coins import secret_draws
     from fedcomp.tasks.base import single_thread
 
     trainee.check()

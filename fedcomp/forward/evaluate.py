@@ -98,7 +98,7 @@ def record_slopes(
 
     No record has a part in another one's row: each is evaluated as a batch of its own, all in one pass. What the model
     draws is dealt in the order of the records, from torch's global generators: for a bound on one record's part in a
-    sum they have to be secret (:func:`fedcomp.privacy.draws.secret_draws`).
+    sum they have to be secret (:func:`fedcomp.privacy.coins.secret_draws`).
 
     Parameters
     ----------

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from fedcomp import params
 from fedcomp.errors import ConfigError
-from fedcomp.privacy.draws import secret_draws
+from fedcomp.privacy.coins import secret_draws
 from fedcomp.privacy.entropy import Entropy, SystemEntropy, coins_of
 from fedcomp.privacy.optimizers import LsgOptimizer, MaskedOptimizer, PrivateOptimizer, StepSettings, TopAggOptimizer
 from fedcomp.privacy.sampling import poisson

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from fedcomp.errors import ConfigError
 from fedcomp.flower.record_dp import TRAININGS
+from fedcomp.privacy.coins import secret_draws
 from fedcomp.privacy.dpsgd import PoissonLoader, StepSettings, private_training
 from fedcomp.privacy.entropy import SeededEntropy
 from fedcomp.privacy.errors import BudgetExceeded
@@ -618,3 +619,16 @@ def test_coins_are_fresh_in_every_step():
             made.step(batch, loss)
             found.add(gradient(module).tobytes())
     assert len(found) == 3
+
+
+def test_the_state_of_torchs_generator_is_laid_out_as_torch_itself_does():
+    """The first draws are those of numpy's twister in the same state, and what was there before comes back."""
+    before = torch.get_rng_state()
+    with secret_draws(seeded("coins")):
+        found = torch.randint(0, 2**16, (1500,)).numpy()
+        torch.randn(3)
+    assert torch.equal(before, torch.get_rng_state())
+    words = seeded("coins").words(624) & np.uint64(0xFFFFFFFF)
+    twister = np.random.MT19937()
+    twister.state = {"bit_generator": "MT19937", "state": {"key": words.astype(np.uint32), "pos": 624}}
+    np.testing.assert_array_equal(found, twister.random_raw(1500) % 2**16)
