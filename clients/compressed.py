@@ -39,7 +39,7 @@ from fedcomp.flower.payload import NODE_RECORD, put_reply_frame
 from fedcomp.flower.protocol import EXACT, RESYNC, STALE, UPDATE, refusal
 from fedcomp.flower.records import to_arrays
 from fedcomp.flower.state import UNSETTLED, StaleMessage, Uplink, asked_of
-from fedcomp.layout import Layout, Update, policy_from_config
+from fedcomp.layout import Layout, Update, Vector, policy_from_config
 from fedcomp.privacy.local import asks_for_noise, privatised
 from fedcomp.rng import Key
 
@@ -172,11 +172,16 @@ def _handle(
                 log.info("round %d: %s", announcement.round, note)
             if notes and not private:
                 header["remark"] = "; ".join(notes)
-            frame, state = codec.at_model(before).encode(update, uplink.state if uplink else codec.init(layout), key)
+            given = uplink.state if uplink else codec.init(layout)
+            owed = codec.residual(given)
+            frame, state = codec.at_model(before).encode(update, given, key)
             if padded:
                 frame = equally_long(frame, codec, layout, key)
             header["record"] = name
             header["sequence"] = announcement.sequence
+            unchanged = [] if private or codec.lossless or codec.sparse(layout) else _unchanged(update, owed)
+            if unchanged:
+                header["unchanged"] = unchanged
             if uplink is not None:
                 header["generation"] = uplink.generation
                 header["rolled-back"] = uplink.rolled_back
@@ -198,6 +203,16 @@ def _handle(
         return reply
 
     return discreet(msg, answer) if private else answer()
+
+
+def _unchanged(update: Update, owed: Vector | None) -> list[int]:
+    """Return the numbers of the tensors of which nothing is to be sent, as of frozen ones.
+
+    A codec that turns or rounds all coordinates together brings something other than zero of them; the server leaves
+    tensors alone that nobody has changed.
+    """
+    parts = [update.vector] if owed is None else [update.vector, owed]
+    return [i for i, t in enumerate(update.layout.tensors) if not any(part[t.slice].any() for part in parts)]
 
 
 def _nothing(count: int, rows: int, columns: int, slopes: int) -> bool:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from fedcomp.coding.errors import PacketError
 from fedcomp.coding.field import GF256
-from fedcomp.coding.packet import DIGEST_BYTES, Mode, Packet, PacketLimits, PayloadHead
+from fedcomp.coding.packet import DIGEST_BYTES, Mode, Packet, PacketLimits, PayloadHead, bytes_of
 from fedcomp.coding.stream import SplitMix64
 from fedcomp.errors import ConfigError, nearest
 
@@ -172,7 +172,7 @@ class Encoder(ABC):
         insecure_seed: int | None = None,
     ) -> None:
         # As bytes, whatever the elements of the buffer that was given.
-        view = memoryview(payload).cast("B")
+        view = bytes_of(payload)
         # Numbers out of an array have 64 bits, and the streams that are named by these wrap around.
         symbols, round, source = index(symbols), index(place.round), index(place.source)
         run = place.run if isinstance(place.run, bytes) else index(place.run)

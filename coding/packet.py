@@ -101,6 +101,12 @@ class PacketLimits:
                 raise PacketError(f"the header claims {name} = {claimed}; this receiver accepts at most {most}")
 
 
+def bytes_of(buffer: Any) -> memoryview:
+    """Return a buffer as bytes, whatever its elements: a view. Of one without elements the shape does not matter."""
+    view = memoryview(buffer)
+    return view.cast("B") if view.nbytes else memoryview(b"")
+
+
 class PayloadHead(NamedTuple):
     """What all packets of one payload have in common; packets that differ in any of it never meet in one product."""
 
@@ -312,7 +318,7 @@ class Packet:
             When the bytes are no packet, are damaged, or claim more than ``limits`` accept.
         """
         # Lengths and offsets below count bytes, whatever the elements of the buffer that came.
-        view = memoryview(data).cast("B")
+        view = bytes_of(data)
         if len(view) < HEADER_BYTES:
             raise PacketError(f"{len(view)} bytes are no packet: the header alone has {HEADER_BYTES}")
         (

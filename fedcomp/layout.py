@@ -402,6 +402,12 @@ class Layout:
                     f"tensor {name!r} is {dtype}, which cannot travel; supported: {', '.join(DTYPES.values())}. "
                     "Convert it before it is sent (bfloat16 to float32, complex numbers to pairs of floats)"
                 )
+            if dtype == "uint16":
+                # numpy has no bfloat16: its bits travel as these, and the mean of bits is no mean of values.
+                raise ConfigError(
+                    f"tensor {name!r} is uint16, of which no mean is taken: the bits of bfloat16 look like that. "
+                    "Convert it before it is sent (bfloat16 to float32, whole numbers to int32)"
+                )
             # Infinities in a model are constants (attention masks), not something to take differences of.
             in_vector = dtype == "float32" or (cast_floats and array.dtype.kind == "f")
             in_vector = in_vector and bool(np.isfinite(array).all())

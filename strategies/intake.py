@@ -300,6 +300,9 @@ class Intake:
         if arrival.record in rest or arrival.record.startswith(PREFIX):
             raise Rejected(f"the update's record is named {arrival.record!r}, like another record of the reply")
         arrival.metrics_name, arrival.weight = metrics_name, weight
+        numbers = header.get("unchanged")
+        if frame is not None and isinstance(numbers, list) and not self.updates_only:
+            arrival.unchanged = frozenset(number for number in numbers if isinstance(number, int))
         # Of any other type it says nothing: what is only reported refuses no update.
         arrival.rolled_back = header.get("rolled-back") is True
         unsupported, said = header.get("unsupported"), header.get("remark")

@@ -163,7 +163,8 @@ class Arrival:
     The frame is kept as bytes, which are in the message anyway. What was parsed of it is kept until it is added, or
     until :meth:`~fedcomp.strategies.intake.Intake.keep` drops it. ``sizes`` are those of a frame that travelled.
     ``figures`` are what the codec shows of the frame, ``said`` what the client says of its update. ``norm`` is that of
-    the update, None where nobody may know it; an ``outlier`` is one that a guard refused.
+    the update, None where nobody may know it; an ``outlier`` is one that a guard refused. ``unchanged`` are numbers of
+    tensors that the client says it has not changed.
     """
 
     sent: SentMessage
@@ -187,6 +188,7 @@ class Arrival:
     figures: Mapping[str, float] = field(default_factory=dict)
     norm: float | None = None
     outlier: bool = False
+    unchanged: frozenset[int] = frozenset()
 
     @property
     def opened(self) -> Frame | Bundle | None:

@@ -323,6 +323,8 @@ class MeanSink(Sink):
             )
         # Votes become a step here: it is the sum that decides, not the single update. A domain is left, once per round.
         codec.conclude(out)
+        if not codec.lossless:
+            _leave(out.vector, layout, frozenset.intersection(*(arrival.unchanged for arrival in arrivals)))
         # Counted before the model is added, while zero still means that nothing arrived.
         part = slice(layout.compressed_size)
         report.changed = count_differing(out.vector[part], intake.start[part] if codec.lossless else 0.0)
@@ -357,6 +359,13 @@ class MeanSink(Sink):
         )
 
 
+def _leave(vector: Vector, layout: Layout, unchanged: frozenset[int]) -> None:
+    """Take from an update, in place, what a codec has made of tensors that nobody has changed."""
+    for number, tensor in enumerate(layout.tensors):
+        if number in unchanged:
+            vector[tensor.slice] = 0.0
+
+
 class RepliesSink(Sink):
     """Decodes every update into an ordinary reply; memory grows with the number of replies, as in Flower.
 
@@ -381,6 +390,7 @@ class RepliesSink(Sink):
             assert arrival.opened is not None
             vector = arrival.sent.codec(intake.codec).decode(arrival.opened, layout)
             arrival.parsed = None
+            _leave(vector, layout, arrival.unchanged)
         scale = intake.scale_of(arrival.sent)
         changes: Mapping[str, NDArray[Any]] = {}
         if arrival.plain is None and not intake.codec.lossless:

@@ -10,8 +10,10 @@ import pytest
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg, FedMedian, FedTrimmedAvg
+from toy import fedavg, with_halves
 
 import fedcomp as fc
+from fedcomp.clients.compressed import compression
 from fedcomp.codecs import Codec
 from fedcomp.errors import ConfigError
 from fedcomp.flower.grid import InProcessGrid
@@ -123,3 +125,29 @@ def test_the_advice_for_numbers_that_cannot_travel_is_one_that_works() -> None:
     layout = Layout.of(before)
     found = before["w"].reshape(-1) + layout.difference(after, before)
     np.testing.assert_array_equal(found.view(np.complex64), moved)
+
+
+def test_the_bits_of_bfloat16_are_refused_and_its_values_as_float32_are_averaged() -> None:
+    """numpy has no bfloat16; the mean of the bits of 1.25 and -.25 is 1.9e38."""
+
+    def bits(values: np.ndarray) -> np.ndarray:
+        return (values.view(np.uint32) >> 16).astype(np.uint16)
+
+    model = np.full(100, 0.25, np.float32)
+    with pytest.raises(ConfigError, match=r"no mean is taken: .*bfloat16 to float32"):
+        Layout.of({"w": bits(model)})
+    app = with_halves([compression()])
+
+    @app.train()
+    def train(msg, context):
+        name, record = next(iter(msg.content.array_records.items()))
+        # As a model in bfloat16 is sent after the advice: as the float32 that it stands for.
+        moved = record["w"].numpy() + np.float32(-0.5 if context.node_config["partition-id"] % 2 else 1.0)
+        arrays = ArrayRecord({"w": Array(np.asarray(moved, np.float32))})
+        return Message(RecordDict({name: arrays, "metrics": MetricRecord({"num-examples": 1})}), reply_to=msg)
+
+    with InProcessGrid(app, 4, seed=1) as grid:
+        strategy = fc.Compressed(fedavg(fraction_evaluate=0.0), fc.TopK(density=0.5))
+        found = strategy.start(grid, ArrayRecord({"w": Array(model)}), num_rounds=1).arrays["w"].numpy()
+    assert strategy.reports[1].used == 4
+    assert found.max() == 0.5
