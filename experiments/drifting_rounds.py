@@ -154,7 +154,7 @@ def app_of(nodes: Sequence[WatchedNode], seed: int) -> ClientApp:
         lambda msg, context, arrays: node(context).measure(arrays),
         lambda msg, context, windows: node(context).absorb(windows),
     )
-    settings = ScheduleSettings(window=4, low=0.03, patience=4)
+    settings = ScheduleSettings(window=4, low=0.03, patience=0)
     return client(app, conditional(watch, sensors=sensors, settings=settings), only=["compression"])
 
 

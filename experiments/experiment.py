@@ -251,9 +251,8 @@ class Experiment:
         sizes |= {size: int(least.pop(size)) for size in sizes if size in least}
         rounds = sizes["rounds"] if rounds is None else rounds
         clients = sizes["clients"] if clients is None else clients
-        # Some experiments train nothing.
-        if rounds < min(1, self.rounds):
-            raise ConfigError(f"--rounds must be at least {min(1, self.rounds)}, not {rounds}")
+        if rounds < 0:
+            raise ConfigError(f"--rounds must be at least 0, not {rounds}")
         if clients < 1:
             raise ConfigError(f"--clients must be at least 1, not {clients}")
         if not 0 <= seed < 2**63:

@@ -150,6 +150,9 @@ class Request:
         else:
             kept = {name: getattr(stored, name) for name in (*given, "budget", "quick")}
         named = {name: value for name, value in given.items() if value is not None}
+        # Some experiments train nothing, and have no rounds.
+        if self.rounds == 0 and experiment.rounds:
+            raise ConfigError("--rounds must be at least 1, not 0")
         return experiment.configure(assignments=self.assignments or (), **kept | named)
 
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from fedcomp.errors import ConfigError, FedcompError, StateError
 
 
 class TopologyError(ConfigError):
     """A graph or its weights cannot carry the algorithm: not connected, not stochastic, no weight left for oneself."""
+
+
+TOO_FAR: Final = "the model would move by"
+"""How a :class:`MessageError` begins that is about numbers, of a hostile node or of iterations that diverge."""
 
 
 class MessageError(FedcompError, ValueError):

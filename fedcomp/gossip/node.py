@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from fedcomp.errors import NonFiniteUpdate, StateError
 from fedcomp.gossip.base import Algorithm, GossipMessage, Gradient, Outbox, Real, State, View
-from fedcomp.gossip.errors import Diverged, MessageError, OutOfStep, StaleInstruction
+from fedcomp.gossip.errors import TOO_FAR, Diverged, MessageError, OutOfStep, StaleInstruction
 from fedcomp.gossip.protocol import Instruction, NodeAnswer, Parts
 from fedcomp.layout import Layout
 from fedcomp.rng import Key
@@ -271,7 +271,7 @@ def _within(algorithm: Algorithm, state: State, inbox: Sequence[GossipMessage]) 
     if not moved <= FARTHEST * usual:
         sources = sorted({message.source for message in inbox})
         raise MessageError(
-            f"the model would move by {moved:.3g}, {moved / usual:.3g} times its own norm, by what came from nodes "
+            f"{TOO_FAR} {moved:.3g}, {moved / usual:.3g} times its own norm, by what came from nodes "
             f"{sources}; at most {FARTHEST:g} times are taken"
         )
     return after

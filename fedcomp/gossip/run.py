@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Final, Literal, Protocol
 
 from fedcomp.errors import ConfigError
 from fedcomp.gossip.base import Algorithm, GossipMessage, View
-from fedcomp.gossip.errors import MessageError
+from fedcomp.gossip.errors import TOO_FAR, Diverged, MessageError
 from fedcomp.gossip.events import RelayReport
 from fedcomp.gossip.mailbox import Pending
 from fedcomp.gossip.membership import Membership
@@ -121,7 +121,7 @@ class Epochs:
 
         Raises
         ------
-        MessageError
+        Diverged, MessageError
             When messages could not be read in more than ``patience`` epochs in a row.
         """
         if self.unread:
@@ -130,7 +130,9 @@ class Epochs:
             self.in_vain = 0  # messages were read
         # Damage on the way is mended by the next epoch; what can never be read would restart the run for ever.
         if self.in_vain > patience:
-            raise MessageError(f"messages could not be read in {self.in_vain} epochs in a row; last: {self.unread}")
+            # Numbers too large again and again are those of a step size that is too large.
+            kind = Diverged if TOO_FAR in self.unread else MessageError
+            raise kind(f"messages could not be read in {self.in_vain} epochs in a row; last: {self.unread}")
         self.restarted = self.torn or changed
         self.number += self.restarted
         return self.restarted

@@ -673,3 +673,13 @@ def test_a_repair_leaves_packets_and_the_decoder_that_was_merged_as_they_were() 
     assert one.symbol(3) == forged[3].body.tobytes()[: len(one.symbol(3))]
     with pytest.raises(CorruptGeneration, match="0 surplus"):
         one.payload()
+
+
+@pytest.mark.parametrize("shape", [(7, 9), (0,), (0, 5), (3, 0, 2), ()])
+def test_a_payload_may_be_any_contiguous_array_also_one_without_elements(shape: tuple[int, ...]) -> None:
+    array = np.ones(shape, np.float32)
+    made = encoder("rlnc", array, symbols=4, round=1, source=0, run=7)
+    decoder = Decoder(expect=(1, 0))
+    for number in range(made.symbols):
+        decoder.add(Packet.from_bytes(made.packet(number).to_bytes(), PacketLimits()))
+    assert decoder.payload() == array.tobytes()

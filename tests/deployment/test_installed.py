@@ -109,11 +109,11 @@ def test_the_commands_of_an_installation(programs: Path, tmp_path: Path) -> None
     wrong = fresh(programs, "fedcomp", "walk", cwd=tmp_path)
     assert (wrong.returncode, wrong.stderr) == (
         2,
-        "error: no command 'walk'; fedcomp has run, bench, node, certificates and link\n",
+        "error: no command 'walk'; fedcomp has run, bench, node, certificates, link and status\n",
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_app_with_folders_of_our_names_is_compressed(
     programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flower_home: Path
 ) -> None:

@@ -84,6 +84,7 @@ def test_a_reference_after_drift_is_not_made_of_examples_that_the_model_knows() 
     assert site.measure(to_arrays(site.model)) is None
 
 
+@pytest.mark.long
 def test_rounds_have_all_rows_and_quiet_ones_spare_bytes() -> None:
     plain, asked = (
         drifting_rounds.run(row, 0, rounds=50, drift=40) for row in ("every round", "conditional, asked first")

@@ -555,7 +555,7 @@ def dealt(found: np.ndarray, coins: tuple[int, ...]) -> np.ndarray:
     return sum(row[coin] for row, coin in zip(found, coins, strict=True))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_sum_with_dropout_is_that_of_independent_coins_which_one_record_moves_by_its_bound():
     """Brute force over all coins of three records: the mechanism's sums are all of these, equally often, and every one
     is as near as the bound to one of each neighbour's, which has it as often for each coin of the record that is gone.
