@@ -42,8 +42,9 @@ class ScheduleSettings(Configured):
     consecutive : int
         Losses in a row whose window has to be stable.
     patience : int
-        Losses in a row of which none may be lower than the best before them; three times as many while none was ever
-        lower than the first by more than ``low`` of it. And as many trainings in a row that lowered the loss by no more
+        Losses in a row of which none may be lower than the best before them by more than a twentieth of ``low`` of it,
+        which a slow fall adds up to; three times as many while none was ever lower than the first by more than ``low``
+        of it. And as many trainings in a row that lowered the loss by no more
         than ``low`` of it, where trainings are noted.
     tolerance : float
         How much larger the loss of a model may be than that of the deployed one.
@@ -176,7 +177,7 @@ class DeploymentScheduler(Stateful):
         """Count how many losses were not lower than the best one; stability ends with one that is far lower."""
         if self._first is None or self._best is None:
             self._first, self._best = loss, loss
-        elif loss < self._best - (s.upper * abs(self._best) if self.stable else 0.0):
+        elif loss < self._best - (s.upper if self.stable else s.low / 20.0) * abs(self._best):
             self._best, self._waited = loss, 0
             self.stable, self._settled = False, 0
             self._fallen = self._fallen or loss < self._first - s.low * abs(self._first)
