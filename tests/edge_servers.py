@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import http.server
+import socketserver
 import ssl
 import threading
 import time
@@ -71,7 +72,14 @@ def serving(context: ssl.SSLContext | None = None, *, ahead: float | None = 0.0)
             sock.settimeout(5)
             return (sock if context is None else context.wrap_socket(sock, server_side=True)), address
 
-    with Server(("127.0.0.1", 0), Handler) as server:
+    with in_a_thread(Server(("127.0.0.1", 0), Handler)) as address:
+        yield address
+
+
+@contextlib.contextmanager
+def in_a_thread(server: socketserver.TCPServer) -> Iterator[str]:
+    """Let a server answer in a thread of its own; yield its address."""
+    with server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:

@@ -9,7 +9,6 @@ import socket
 import socketserver
 import subprocess
 import sys
-import threading
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ import httpx
 import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
-from edge_servers import authority, serving
+from edge_servers import authority, in_a_thread, serving
 
 from fedcomp.clients.edge import main, preflight, probe
 from fedcomp.clients.edge.options import NodeOptions
@@ -124,14 +123,8 @@ def tunnelling(to: str) -> Iterator[str]:
     class Server(socketserver.ThreadingTCPServer):
         daemon_threads = True
 
-    with Server(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            yield f"127.0.0.1:{server.server_address[1]}"
-        finally:
-            server.shutdown()
-            thread.join()
+    with in_a_thread(Server(("127.0.0.1", 0), Handler)) as address:
+        yield address
 
 
 def test_an_address_without_a_place(monkeypatch) -> None:
