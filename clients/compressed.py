@@ -27,8 +27,10 @@ from fedcomp.clients.messages import (
     partition_of,
     plain_content,
     receive,
+    reply_arrays,
     require_ids,
 )
+from fedcomp.clients.personal import Followed, ease, kept_note, names_note, second_names
 from fedcomp.clients.private.mod import discreet, only_update, wants_padding, wants_private
 from fedcomp.errors import ConfigError, FedcompError
 from fedcomp.exact import encode_exact
@@ -161,19 +163,30 @@ def _handle(
         content = RecordDict({k: v for k, v in reply.content.items() if k != NODE_RECORD})
         content[NODE_RECORD] = header
 
+        followed: Followed | None = None
         # A node that has nothing to send keeps the model that came, and its memory as it was.
         if codec is not None and layout is not None and Status.read(content) is None:
             name, update, exact_arrays = learnt(
                 content, before, layout, lossless=codec.lossless, record=announcement.record
             )
+            given = uplink.state if uplink else codec.init(layout)
+            owed = codec.residual(given)
+            copies: dict[int, int] = {}
+            notes = [UNSETTLED] if uplink is not None and uplink.unsettled else []
+            # A lossless codec sends the model as it is; in a private round nothing is said of single tensors.
+            if not codec.lossless and not private:
+                followed = Followed.load(context, layout)
+                copies = second_names(reply_arrays(content, name)[1], layout)
+                notes += [names_note(copies, layout)] if copies and followed.fresh else []
+                found = followed.judge(update, before)
+                notes += [kept_note(found, followed)] if found else []
+                update = ease(update, followed.kept, copies, owed)
             update = _with_outer(update, collected, before)
-            notes = [*collected.notes, *([UNSETTLED] if uplink is not None and uplink.unsettled else [])]
+            notes += collected.notes
             for note in notes:
                 log.info("round %d: %s", announcement.round, note)
             if notes and not private:
                 header["remark"] = "; ".join(notes)
-            given = uplink.state if uplink else codec.init(layout)
-            owed = codec.residual(given)
             frame, state = codec.at_model(before).encode(update, given, key)
             if padded:
                 frame = equally_long(frame, codec, layout, key)
@@ -182,6 +195,8 @@ def _handle(
             unchanged = [] if private or codec.lossless or codec.sparse(layout) else _unchanged(update, owed)
             if unchanged:
                 header["unchanged"] = unchanged
+            if copies:
+                header["copies"] = [number for pair in copies.items() for number in pair]
             if uplink is not None:
                 header["generation"] = uplink.generation
                 header["rolled-back"] = uplink.rolled_back
@@ -195,6 +210,8 @@ def _handle(
             if exact is not None:
                 put_reply_frame(content, EXACT, exact)
             # As the last acts, after everything that can fail: with an exception in between the memory is as it was.
+            if followed is not None:
+                followed.save(context)
             if uplink is not None:
                 uplink.commit(context, state, announcement, codec, layout, content, asked)
         if replica is not None:

@@ -21,10 +21,12 @@ from fedcomp.clients.messages import (
     receive,
     require_ids,
 )
+from fedcomp.clients.personal import Followed, ease, kept_note
 from fedcomp.codecs import State
 from fedcomp.codecs.waiting import Waiting, waits
 from fedcomp.errors import FedcompError
 from fedcomp.exact import encode_exact
+from fedcomp.flower.logs import log
 from fedcomp.flower.payload import NODE_RECORD, has_frame, put_reply_frame, take_frame
 from fedcomp.flower.protocol import EXACT, RESYNC, STALE, SUPPORT, UPDATE, Announcement, refusal
 from fedcomp.flower.records import to_arrays
@@ -162,16 +164,24 @@ class Exchange(ABC, Generic[C]):
     ) -> RecordDict:
         """Return the reply to a training message: all of it but the model, which waits or leaves as values."""
         name, update, exact = learnt(content, before, layout)
-        state = self.codec.begin(update, self.settled(uplink, layout), self.key)
+        state = self.settled(uplink, layout)
+        followed = Followed.load(self.context, layout)
+        found = followed.judge(update, before)
+        update = ease(update, followed.kept, {}, self.codec.residual(state))
+        state = self.codec.begin(update, state, self.key)
         out = RecordDict({k: v for k, v in content.items() if k not in (NODE_RECORD, name)})
         header = out[NODE_RECORD] = header_of(content, self.context, replica)
         header["record"] = name
+        if found:
+            header["remark"] = kept_note(found, followed)
+            log.info("round %d: %s", self.announcement.round, header["remark"])
         frame = encode_exact(exact, layout)
         if frame is not None:
             # Buffers leave together with the values: until these may leave they wait in the state.
             state[_EXACT] = np.frombuffer(frame, np.uint8)
         state = self.trained(state, layout, out, block)
         self._close(out, state, layout, uplink, update)
+        followed.save(self.context)
         return out
 
     def _send(self) -> Message:

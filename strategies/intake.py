@@ -303,6 +303,8 @@ class Intake:
         numbers = header.get("unchanged")
         if frame is not None and isinstance(numbers, list) and not self.updates_only:
             arrival.unchanged = frozenset(number for number in numbers if isinstance(number, int))
+        if frame is not None and not self.updates_only:
+            arrival.copies = _copies(header.get("copies"), layout)
         # Of any other type it says nothing: what is only reported refuses no update.
         arrival.rolled_back = header.get("rolled-back") is True
         unsupported, said = header.get("unsupported"), header.get("remark")
@@ -342,6 +344,20 @@ class Intake:
             # From what clients trained from, which with a lossy downlink is not the server's own model.
             vector -= self.start
         return self.codec.encode(Update(vector, self.layout), self.codec.init(self.layout), key)[0]
+
+
+def _copies(given: object, layout: Layout) -> dict[int, int]:
+    """Return which tensors a client says to be another name of an earlier one; what cannot be is left out."""
+    numbers = given if isinstance(given, list) else []
+    found: dict[int, int] = {}
+    for second, first in zip(numbers[::2], numbers[1::2], strict=False):
+        # Not of a subclass: True would pass for 1.
+        whole = type(second) is int and type(first) is int
+        if whole and 0 <= first < second < len(layout.tensors) and first not in found:
+            one, other = layout.tensors[first], layout.tensors[second]
+            if (one.shape, one.dtype) == (other.shape, other.dtype):
+                found[second] = first
+    return found
 
 
 def require_finite(arrays: Arrays, layout: Layout) -> None:

@@ -164,7 +164,8 @@ class Arrival:
     until :meth:`~fedcomp.strategies.intake.Intake.keep` drops it. ``sizes`` are those of a frame that travelled.
     ``figures`` are what the codec shows of the frame, ``said`` what the client says of its update. ``norm`` is that of
     the update, None where nobody may know it; an ``outlier`` is one that a guard refused. ``unchanged`` are numbers of
-    tensors that the client says it has not changed.
+    tensors that the client says it has not changed; ``copies`` those that are another name of an earlier one, whose
+    change they share.
     """
 
     sent: SentMessage
@@ -189,6 +190,7 @@ class Arrival:
     norm: float | None = None
     outlier: bool = False
     unchanged: frozenset[int] = frozenset()
+    copies: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def opened(self) -> Frame | Bundle | None:

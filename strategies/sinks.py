@@ -325,6 +325,7 @@ class MeanSink(Sink):
         codec.conclude(out)
         if not codec.lossless:
             _leave(out.vector, layout, frozenset.intersection(*(arrival.unchanged for arrival in arrivals)))
+            self._share(out.vector)
         # Counted before the model is added, while zero still means that nothing arrived.
         part = slice(layout.compressed_size)
         report.changed = count_differing(out.vector[part], intake.start[part] if codec.lossless else 0.0)
@@ -357,6 +358,29 @@ class MeanSink(Sink):
             received=(len(arrivals), len(report.refused)),
             sparse=codec.sparse(layout),
         )
+
+    def _share(self, step: Vector) -> None:
+        """Give tensors that are another name of an earlier one the change of that one, in place."""
+        intake, arrivals = self._intake, self._arrivals
+        everywhere = set.intersection(*(set(arrival.copies.items()) for arrival in arrivals))
+        for arrival in arrivals:
+            # Where others send both names, as one does that answers densely, this one's share of the second is added.
+            own = dict(set(arrival.copies.items()) - everywhere)
+            if own and arrival.opened is not None:
+                codec = arrival.sent.codec(intake.codec)
+                change = codec.decode(arrival.opened, intake.layout)
+                change *= np.float32(arrival.weight / self._weight * intake.scale_of(arrival.sent))
+                for second, first in own.items():
+                    step[intake.layout.tensors[second].slice] += change[intake.layout.tensors[first].slice]
+        _copy(step, intake.vector, intake.layout, dict(everywhere))
+
+
+def _copy(step: Vector, model: Vector, layout: Layout, copies: Mapping[int, int]) -> None:
+    """Make the second name of a tensor what the first will be once ``step`` is added to ``model``, in place."""
+    for second, first in copies.items():
+        to, of = layout.tensors[second].slice, layout.tensors[first].slice
+        np.subtract(model[of], model[to], out=step[to])
+        step[to] += step[of]
 
 
 def _leave(vector: Vector, layout: Layout, unchanged: frozenset[int]) -> None:
@@ -391,6 +415,8 @@ class RepliesSink(Sink):
             vector = arrival.sent.codec(intake.codec).decode(arrival.opened, layout)
             arrival.parsed = None
             _leave(vector, layout, arrival.unchanged)
+            if not intake.codec.lossless:
+                _copy(vector, base, layout, arrival.copies)
         scale = intake.scale_of(arrival.sent)
         changes: Mapping[str, NDArray[Any]] = {}
         if arrival.plain is None and not intake.codec.lossless:
