@@ -120,7 +120,7 @@ VERDICTS: Final[Mapping[str, Mapping[str, Verdict]]] = MappingProxyType(
             "signsgd": Verdict("baseline", "Votes have a step of their own to tune, and never settle."),
             "normsign": Verdict("baseline", "The quantiser of Dyna-COLD."),
             "dithering": Verdict(
-                "baseline", "The quantiser of LEAD; its fields have a fixed width, far above their entropy."
+                "baseline", "The quantiser of LEAD; one norm for all, where QSGD has one for each bucket."
             ),
             "low-rank": Verdict("baseline", "PowerSGD of one client alone; as a downlink it makes matrices thin."),
             "chunk": Verdict("superseded", "By ChunkTopK and TopK, which keep more of the update at the same density."),

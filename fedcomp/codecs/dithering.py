@@ -28,8 +28,10 @@ class Dithering(PositionalCodec):
     """Send ``‖x‖∞ 2^-(b-1) sign(x) floor(2^(b-1) |x| / ‖x‖∞ + u)`` with u uniform in [0, 1) per coordinate: unbiased.
 
     u is drawn from the key. The norm is rounded *up* to float32, so that no coordinate lies beyond the last level; what
-    arrives is rounded to float32 once. ``4 + ceil(n (b + 1) / 8)`` bytes of values: a level needs b bits, as level
-    ``2^(b-1)`` occurs, and its sign one. A vector whose norm is below 1.2e-38 is sent as zeros.
+    arrives is rounded to float32 once. At most ``4 + ceil(n (b + 1) / 8)`` bytes of values: a level needs b bits, as
+    level ``2^(b-1)`` occurs, and its sign one; in frames levels are entropy-coded where that is shorter, as QSGD's are.
+    Sections without a frame (gossip) have this length in any case. A vector whose norm is below 1.2e-38 is sent as
+    zeros.
 
     Parameters
     ----------
@@ -66,11 +68,11 @@ class Dithering(PositionalCodec):
             drawn = np.floor(magnitudes / norm * self.levels + key.uniform(values.size))
             levels = np.minimum(drawn, self.levels).astype(np.int32)
             np.negative(levels, out=levels, where=values < 0.0)
-        coded = wire.QsgdLevels(levels, self.levels, 0, np.full(1, norm, np.float32), fixed=True)
+        coded = wire.QsgdLevels(levels, self.levels, 0, np.full(1, norm, np.float32))
         return Tensor(coded, (stretch.size,))
 
     def form(self) -> dict[str, int]:
-        """Return levels, one norm for all, and that every level has as many bits."""
+        """Return levels, one norm for all, and that without a frame every level has as many bits."""
         return {"levels": self.levels, "bucket": 0, "fixed": 1}
 
     def expect(self, stretch: Stretch) -> Expected:

@@ -82,8 +82,8 @@ class EDEN(SeededCodec):
         is no uniform one, and the mean of a sparse vector stays off: (3, 1, 0, ...) at one bit arrives as
         (3.33, 0, ...). With 5, 10, 30 and 100 normal values among zeros it is off by .27, .08, .05 and .008 of the
         length at one bit, at two by a third of that (measured). In short blocks dense vectors are off, too: normal
-        values by 1 % in blocks of 64 and .4 % of 256, two magnitudes (3 in a fifth of the places, -.1 elsewhere) by
-        13 %, 8 %, 4 % and .4 % in 64, 128, 256 and 1,024 (one bit, measured).
+        values by 1.5 % in blocks of 64 and .3 % of 256, two magnitudes (3 in a fifth of the places, -.1 elsewhere) by
+        7 %, 9 %, 4 % and .3 % in 64, 128, 256 and 1,024 (one bit, measured).
         "least": S = <y, q> / ‖q‖², the smallest error, but shortened: for error feedback.
     scope : {"global", "layer"}
         Split the whole model, or every tensor by itself.

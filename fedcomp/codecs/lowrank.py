@@ -43,7 +43,7 @@ class Ranks:
     rank : int
         Columns of a factor; of a matrix m x p at most ``min(m, p)``.
     min_rate : float
-        Matrices m x p are factored when r (m + p) times this is less than m p, as in the authors' package (read).
+        Matrices m x p are factored when r (m + p), the values of both factors, times this is less than m p.
     """
 
     rank: int

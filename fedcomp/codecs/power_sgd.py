@@ -23,7 +23,7 @@ from fedcomp.codecs.coefficients import VALUES
 from fedcomp.codecs.feedback import ErrorFeedback, shorten
 from fedcomp.codecs.lowrank import LEFT, RIGHT, Basis, LowRank, Part, Projection, Ranks
 from fedcomp.codecs.memory import number_of, vector_of
-from fedcomp.codecs.waiting import InBasis, id_of_basis
+from fedcomp.codecs.waiting import InBasis, id_of_basis, too_long
 from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key
 from fedcomp.stateful import within_epoch
@@ -41,7 +41,7 @@ class PowerSGD(InBasis[Basis]):
 
         p = memory + update                                       # of client i: M_i
         alternating:   V of the last round;  C_i = M_i V;  step (Σ a_i C_i) V';  next V = orthonormal(Σ a_i C_i)
-        two-exchange:  P = orthonormal(Σ a_i M_i Q);  C_i = M_i'P;  step P (Σ a_i C_i)';  next Q = Σ a_i C_i
+        two-exchange:  P = orthonormal(Σ a_i M_i Q);  C_i = M_i'P;  step P (Σ a_i C_i)';  next Q = Σ a_i C_i, scaled
         memory = p - C_i V'                                       # "local"
         memory = p - (Σ a_i C_i) V'                               # "aggregated"
 
@@ -68,8 +68,10 @@ class PowerSGD(InBasis[Basis]):
     warm_start : bool
         Whether a round begins with what the last one found, or with a new draw.
     min_rate : float
-        At least 0. A matrix is factored when r (m + p) times this is less than m p (2 in the authors' package, read).
-        Vectors, and matrices that are too small, travel whole.
+        At least 0. A matrix is factored when what a client sends of it, times this, is less than m p: r (m + p) / 2 on
+        average over two rounds in the alternating form, as in the authors' package (read: its default is 2, too), and
+        r (m + p) in the two-exchange form, as in PyTorch's hook (read). Vectors, and matrices that are too small,
+        travel whole.
     values : {"float32", "bf16", "q8", "q4"}
         How clients send factors; what they round stays in their memory. The server always sends float32.
     norm_guard : float, optional
@@ -118,7 +120,9 @@ class PowerSGD(InBasis[Basis]):
     @property
     def ranks(self) -> Ranks:
         """Which tensors are factored."""
-        return Ranks(self.rank, math.inf if self.dense else self.min_rate)
+        # Of the two factors one travels in a round; both do in a round of two exchanges.
+        share = 1.0 if self.form == "two-exchange" else 0.5
+        return Ranks(self.rank, math.inf if self.dense else share * self.min_rate)
 
     @property
     def two_exchanges(self) -> bool:
@@ -142,7 +146,7 @@ class PowerSGD(InBasis[Basis]):
             return Basis.of(None, RIGHT, self.ranks, layout, key)
         basis, factors = mean
         if self.two_exchanges:
-            return Basis(RIGHT, tuple(factors))
+            return Basis(RIGHT, tuple(scaled(part) for part in factors))
         return Basis.of(factors, 1 - basis.side, self.ranks, layout, key)
 
     def between(self, factors: Sequence[Part], layout: Layout, key: Key) -> Basis:
@@ -183,8 +187,8 @@ class PowerSGD(InBasis[Basis]):
     def correct(self, state: State, mean: Frame, layout: Layout) -> State:
         """Return ``state`` with the product of ``mean``, the step that the last frame is part of, in place of its own.
 
-        Of what was factored: tensors that travel whole leave nothing. Changes nothing under the local convention. A
-        guard cuts again.
+        Of what was factored: tensors that travel whole leave nothing. Changes nothing under the local convention, and
+        nothing where the other memory would be too long to be sent. A guard cuts again.
 
         Raises
         ------
@@ -201,6 +205,8 @@ class PowerSGD(InBasis[Basis]):
         ):
             if codec.count(stretch) is not None:
                 codec.add(memory[stretch.slice], (sent - came).reshape(-1), stretch)
+        if too_long(memory, layout) is not None:
+            return state
         bound = number_of(state, "bound", "f")
         if self.norm_guard is not None and bound is not None:
             shorten(memory, bound)
@@ -218,6 +224,18 @@ class PowerSGD(InBasis[Basis]):
     def reader(self, basis: Basis, state: State) -> Codec:
         """Return what wrote the last frame, which was sent in ``basis``."""
         return self.on(basis)
+
+
+def scaled(factor: Part) -> Part:
+    """Return a factor whose columns are at most 1 long: times powers of two, which change no digit of a product.
+
+    The basis of M Q is the same for all lengths of Q's columns, and M Q overflows only where M does.
+    """
+    if not factor.size:
+        return factor
+    _, exponents = np.frexp(np.abs(factor).max(axis=0))
+    longest = (factor.shape[0] - 1).bit_length() / 2  # sqrt(rows) <= 2**longest
+    return np.ldexp(factor, -exponents - math.ceil(longest)).astype(np.float32)
 
 
 def basis_key(seed: int, version: int) -> Key:

@@ -7,14 +7,18 @@ from typing import ClassVar, Final, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from fedcomp.codecs.base import Codec, State, all_finite, require_finite
+from fedcomp.codecs.base import Codec, State, all_finite, norm, require_finite
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.codecs.memory import not_finite, vector_of
+from fedcomp.codecs.positional import stretches
 from fedcomp.codecs.wrapper import Wrapper
-from fedcomp.errors import StateError
+from fedcomp.errors import NonFiniteUpdate, StateError
 from fedcomp.layout import Layout, Update, Vector
 from fedcomp.rng import Key
 from fedcomp.wire import Frame
+
+LONGEST: Final = float(np.finfo(np.float32).max) / 256.0
+"""Euclidean norm of a tensor up to which float32 holds the sum of 65,536 products with orthonormal columns."""
 
 _WAITING: Final = "update"
 _BLOCK: Final = "basis"
@@ -55,7 +59,7 @@ class Waiting(Wrapper):
         Raises
         ------
         NonFiniteUpdate
-            When the update, or its sum with the memory, holds NaN or infinity.
+            When the update, or its sum with the memory, holds NaN or infinity, or cannot be sent.
         """
         require_finite(update)
         settled = self.settle(state, update.layout)
@@ -64,8 +68,12 @@ class Waiting(Wrapper):
             total = settled["memory"] + update.vector
         if not all_finite(total):
             raise not_finite(update, {"memory": settled["memory"]})
+        self.require_sendable(total, update.layout)
         # A copy: the update's buffer is the caller's and may change before the update leaves.
         return {**settled, "round": np.asarray(key.round, np.int64), _WAITING: update.vector.copy()}
+
+    def require_sendable(self, total: Vector, layout: Layout) -> None:
+        """Refuse a p of which nothing could ever be sent: it would stay in the memory for good."""
 
     def total(self, state: State, layout: Layout) -> Vector:
         """Return p, memory plus waiting update: what is sent of; the memory alone when nothing waits."""
@@ -133,6 +141,21 @@ class InBasis(Waiting, Generic[B]):
             When the frame does not hold it.
         """
 
+    def require_sendable(self, total: Vector, layout: Layout) -> None:
+        """Refuse a p that is too long for sums of its products with a basis, whichever that will be.
+
+        Raises
+        ------
+        NonFiniteUpdate
+            With the tensor's name.
+        """
+        name = too_long(total, layout)
+        if name is not None:
+            raise NonFiniteUpdate(
+                f"{name}: update and memory are longer than {LONGEST:.1e}, and their products with a basis would "
+                "overflow float32; nothing of this update is kept"
+            )
+
     @property
     def feedback(self) -> ErrorFeedback:
         """The memory of a client without others."""
@@ -179,6 +202,11 @@ class InBasis(Waiting, Generic[B]):
         if _BLOCK not in state or number is None:
             return None
         return self.open_basis(state[_BLOCK].tobytes(), number, layout)
+
+
+def too_long(vector: Vector, layout: Layout) -> str | None:
+    """Return the name of a tensor whose coefficients, or what they stand for, could overflow; None where none is."""
+    return next((s.name for s in stretches(layout, "layer") if norm(vector[s.slice]) > LONGEST), None)
 
 
 def id_of_basis(state: State) -> int | None:

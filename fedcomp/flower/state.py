@@ -137,12 +137,12 @@ class Uplink:
             When a newer message of the same session was already answered.
         """
         fresh = cls(codec.init(layout), announcement.sequence, fresh=True)
-        # With a compressed downlink the model itself is in the state, too.
-        size = sum(array.nbytes for array in fresh.state.values()) + (4 * layout.size if announcement.downlink else 0)
+        size = _most_bytes(fresh.state, announcement, codec, layout)
         if size > MOST_BYTES:
             raise ConfigError(
-                f"{codec!r} would remember {size:,} bytes on this node, and a node's state has {MOST_BYTES:,} at most; "
-                "use memory='float16' where the codec has it, or a codec without memory, EDEN() or QSGD()"
+                f"{codec!r} would remember up to {size:,} bytes on this node, its last reply among them, and a node's "
+                f"state has {MOST_BYTES:,} at most; use memory='float16' where the codec has it, or a codec without "
+                "memory, EDEN() or QSGD()"
             )
         try:
             meta = UplinkRecord.find(context.state)
@@ -236,6 +236,22 @@ class Uplink:
         made = meta.made or meta.pending
         replace(meta, pending=announcement.sequence, node=_id_of(context), made=made).put(context.state)
         return content
+
+
+def _most_bytes(begun: State, announcement: Announcement, codec: Codec, layout: Layout) -> int:
+    """Return how large the state gets that begins as ``begun``, up to some hundred bytes: all that a node keeps between
+    two messages, after the longest frame of any round."""
+    vector = 4 * layout.size
+    frame = codec.longest(layout) or vector
+    size = frame + sum(array.nbytes for array in begun.values())
+    if "momentum" in begun:
+        # What was taken from it where values were sent, by which a lost frame is put back.
+        size += sum(4 * expected.most_values for expected in codec.schema(layout))
+    if codec.phases > 1:
+        # The model is in the state, and between two exchanges an update, or after them a frame that is corrected later.
+        return size + vector + max(vector, frame)
+    # With a compressed downlink the model itself is in the state, too.
+    return size + (vector if announcement.downlink else 0)
 
 
 def update_number(context: Context, announcement: Announcement) -> int:

@@ -213,6 +213,11 @@ class GossipRelay(ExchangeStrategy, Stateful):
     def _begin(self, arrays: ArrayRecord, count: int, report: Iterations) -> Relay:
         named = to_arrays(arrays)
         layout = Layout.of(named, self.setup.policy)
+        if self.setup.dtype == "float32" and layout.wide:
+            raise ConfigError(
+                f"{layout.wide[0].name} of the model is float64, and nodes would compute in float32, where small steps "
+                "of large values are lost: set dtype='float64', or convert the model to float32"
+            )
         size = flatten(named, layout, self.setup.dtype).nbytes // max(1, layout.size)
         self._initial = arrays
         largest = largest_message(self.algorithm, layout.size, size)

@@ -159,8 +159,10 @@ def values_of(codec: Any, part: Part, x: np.ndarray, y: np.ndarray, most: bool) 
         case SignSGD():
             return Section(n, n, 0, 0, 1, 4 + fields(n, 1), True)
         case Dithering():
-            params = 1 + varint(2 ** (codec.bits - 1)) + 1
-            return Section(n, n, 0, 0, params, 4 + fields(n, codec.bits + 1), True)
+            params = 1 + varint(codec.levels) + 1
+            top = np.abs(x.astype(np.float64)).max(initial=0.0) or 1.0
+            packed = min(fields(n, codec.bits + 1), gamma(np.rint(y / top * codec.levels).astype(int)))
+            return Section(n, n, 0, 0, params, 4 + packed, True)
         case ScaledSign():
             scales = -(-n // codec.block) if codec.block else 1
             return Section(n, n, 0, 0, varint(codec.block), 4 * scales + fields(n, 1), True)

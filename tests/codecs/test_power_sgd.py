@@ -14,6 +14,7 @@ from fedcomp.codecs.lowrank import LEFT, RIGHT, Basis, Projection, Ranks
 from fedcomp.codecs.matrices import add_product, orthonormal, product
 from fedcomp.codecs.positional import stretches
 from fedcomp.codecs.power_sgd import nothing_factored
+from fedcomp.codecs.waiting import LONGEST
 from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
 from fedcomp.layout import Layout, TensorSpec, Update
 from fedcomp.rng import Key
@@ -174,6 +175,23 @@ def test_what_is_factored_and_what_travels_whole() -> None:
     assert Ranks(3, 2.0).matrix(line) is None
     assert Ranks(3, 0.0).matrix(line) == (1, 500, 1)
     assert LowRank().schema(layout_of((0, 5)))[:0] == ()
+
+
+@pytest.mark.parametrize("shape", [(12, 6), (12, 7), (6, 4), (8, 9), (64, 10), (16, 3, 3, 3), (100, 100)])
+@pytest.mark.parametrize("rank", [1, 2, 4, 50])
+@pytest.mark.parametrize("rate", [0.5, 1.0, 2.0, 3.0])
+def test_the_rate_is_that_of_the_authors_package_and_of_the_hook(
+    shape: tuple[int, ...], rank: int, rate: float
+) -> None:
+    """epfml/powersgd ``_should_compress``, ``avg_compressed_size`` and PyTorch's ``_should_compress``, written down."""
+    m, p = shape[0], int(np.prod(shape[1:]))
+    least = min(rank, m, p)
+    (stretch,) = LowRank().stretches(layout_of(shape))
+    authors = m * p / (0.5 * 1 * least * sum((m, p))) > rate
+    hook = (m + p) * min(rank, m, p) * rate < m * p
+    if len(shape) == 2:  # of a kernel they add up all its sizes, which is not what travels
+        assert (PowerSGD(rank, min_rate=rate).ranks.matrix(stretch) is not None) == authors
+    assert (PowerSGD(rank, form="two-exchange", min_rate=rate).ranks.matrix(stretch) is not None) == hook
 
 
 @pytest.mark.parametrize("rank", [1, 2, 7])
@@ -481,6 +499,53 @@ def test_updates_that_are_not_finite_are_refused_before_anything_changes() -> No
     large = Update(np.full(MIXED.size, 3e38, np.float32), MIXED)
     with pytest.raises(NonFiniteUpdate):
         LowRank(1).encode(large, {}, KEY)
+
+
+@pytest.mark.parametrize("length", [1e-30, 1e-3, 1.0, 1e3, 1e25])
+def test_what_is_multiplied_first_has_a_length_of_its_own(length: float) -> None:
+    """The basis that is found does not depend on how long the last factors were, to the last bit."""
+    codec = PowerSGD(2, form="two-exchange")
+    given = drawn(MIXED)
+    key = Key(0, "basis", 1)
+    basis = codec.start(None, MIXED, key)
+    factors = [part * np.float32(3.7) for part in basis.parts]
+    power = np.float32(2.0 ** round(np.log2(length)))
+    found = []
+    for parts in (factors, [part * power for part in factors]):
+        start = codec.start((basis, parts), MIXED, key)
+        assert all(np.linalg.norm(part.astype(float), axis=0).max() <= 1.0 for part in start.parts if part.size)
+        frame = codec.first(codec.begin(given, codec.init(MIXED), key), start, MIXED, key)
+        found.append(codec.between(codec.mean(start).coefficients(frame, MIXED), MIXED, key).id)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("form", ["alternating", "two-exchange"])
+@pytest.mark.parametrize("value", [1e37, 1e38, 3e38])
+def test_what_could_overflow_in_a_basis_never_waits(form: str, value: float) -> None:
+    """Refused before it is kept: the state is what it was, and the next update is sent as if nothing had been."""
+    codec = PowerSGD(2, form=form)
+    state = codec.init(MIXED)
+    huge = Update(np.full(MIXED.size, value, np.float32), MIXED)
+    with pytest.raises(NonFiniteUpdate, match="overflow"):
+        codec.begin(huge, state, KEY)
+    assert not state["memory"].any()
+
+
+def test_a_memory_that_could_not_be_sent_stays_the_local_one() -> None:
+    codec = PowerSGD(1, memory="aggregated", min_rate=0.0)
+    layout = layout_of((4, 5))
+    basis = codec.start(None, layout, KEY)
+    near = 0.9 * LONGEST
+    one = np.zeros(20, np.float32)
+    one[0] = near
+    _, state = codec.send(codec.begin(Update(one, layout), codec.init(layout), KEY), basis, layout, KEY)
+    mean = codec.mean(basis)
+    total = Update(-one, layout)
+    mean.enter(total)
+    total.vector[...] *= np.float32(4.0)
+    after = codec.correct(state, mean.sum_frame(total), layout)
+    # The mean of others, subtracted, would pass what can be sent; the next update can.
+    codec.begin(Update(np.ones(20, np.float32), layout), after, KEY)
 
 
 def test_dense_rounds_factor_nothing() -> None:

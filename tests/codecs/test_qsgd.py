@@ -10,7 +10,7 @@ import pytest
 from codec_examples import update
 
 from fedcomp import wire
-from fedcomp.codecs import QSGD
+from fedcomp.codecs import QSGD, Dithering
 from fedcomp.errors import NonFiniteUpdate
 from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key
@@ -112,3 +112,41 @@ def test_a_norm_that_overflows_is_refused() -> None:
     layout = Layout.flat(512)
     with pytest.raises(NonFiniteUpdate, match="overflows"):
         QSGD(7).encode(Update(np.full(512, 3e38, np.float32), layout), {}, KEY)
+
+
+def dithered(x: np.ndarray, bits: int) -> tuple[int, float]:
+    """Return the bytes of a frame, and those of its levels' order-0 entropy."""
+    codec, layout = Dithering(bits), Layout.flat(x.size)
+    frame, _ = codec.encode(Update(x.astype(np.float32), layout), {}, Key(1, "dithering"))
+    values = codec.open(frame, layout).tensors[0].values
+    assert isinstance(values, wire.QsgdLevels)
+    shares = np.unique(values.levels, return_counts=True)[1] / x.size
+    return len(frame), float(-(shares * np.log2(shares)).sum()) * x.size / 8
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8, 11])
+@pytest.mark.parametrize("freedom", [3, 30])
+def test_dithering_takes_about_the_entropy_of_its_levels(bits: int, freedom: int) -> None:
+    size, entropy = dithered(np.random.default_rng(bits).standard_t(freedom, 60_000), bits)
+    assert size <= 1.07 * entropy + 200
+
+
+@pytest.mark.parametrize("n", [1, 2, 9, 300, 5000])
+@pytest.mark.parametrize("bits", [1, 2, 7, 12, 16])
+@pytest.mark.parametrize("kind", ["zeros", "one-hot", "equal", "two magnitudes", "uniform", "denormal", "huge"])
+def test_dithering_is_never_longer_than_fields(n: int, bits: int, kind: str) -> None:
+    draws = np.random.default_rng(n)
+    x = {
+        "zeros": np.zeros(n),
+        "one-hot": np.eye(1, n).reshape(-1),
+        "equal": np.full(n, -0.3),
+        "two magnitudes": np.where(np.arange(n) % 3, 1.0, -1e-3),
+        "uniform": draws.uniform(-1.0, 1.0, n),
+        "denormal": draws.standard_normal(n) * 1e-41,
+        "huge": draws.uniform(-3e38, 3e38, n),
+    }[kind]
+    layout = Layout.flat(n)
+    size, _ = dithered(x, bits)
+    levels = wire.QsgdLevels(np.ones(n, int), 2 ** (bits - 1), 0, np.ones(1, np.float32), fixed=True)
+    assert size <= len(wire.encode([wire.Tensor(levels, (n,))]))
+    assert size <= Dithering(bits).longest(layout)

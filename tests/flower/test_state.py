@@ -315,7 +315,7 @@ def test_a_model_that_was_checked_is_named_by_its_digest() -> None:
 
 
 @pytest.mark.parametrize(
-    ("downlink", "most", "told"), [({}, 7999, True), ({}, 8000, False), ({"id": "topk"}, 8000, True)]
+    ("downlink", "most", "told"), [({}, 8100, True), ({}, 8200, False), ({"id": "topk"}, 16000, True)]
 )
 def test_a_memory_larger_than_a_state_can_be_is_refused_before_training(
     monkeypatch: pytest.MonkeyPatch, downlink: dict, most: int, told: bool

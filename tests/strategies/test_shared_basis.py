@@ -8,12 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from toy import client_app, fedavg, fingerprint, model, stack
 from waiting_runs import Sent, owed
 
 from fedcomp import wire
+from fedcomp.clients.client import client as with_halves
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.power_sgd import shared_basis
 from fedcomp.clients.shared_support import shared_support
@@ -123,6 +124,42 @@ def test_two_exchanges_send_a_basis_to_each_and_probe_first() -> None:
         # A step of a basis that the node has just sent in does not bring it again.
         step = {f"fedcomp.step.{number}"} if number > 1 else {"arrays"}
         assert keys == (step if kind == "train" else {SUPPORT})
+
+
+@pytest.mark.parametrize("memory", ["local", "aggregated"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("value", [1e19, 1e25, 1e38, 3e38])
+def test_a_client_is_heard_again_after_an_update_that_overflows(value: float, form: str, memory: str) -> None:
+    """Its products overflow float32 in round 2: refused once, by name, and everybody takes part in all other rounds."""
+
+    def app_of(rounds: dict[int, int]) -> ClientApp:
+        client = with_halves(ClientApp())
+
+        @client.train()
+        def train(msg: Message, context: Context) -> Message:
+            node = int(context.node_config["partition-id"])
+            rounds[node] = rounds.get(node, 0) + 1
+            draws = np.random.default_rng([node, rounds[node]])
+            arrays = {name: array.numpy() for name, array in msg.content["arrays"].items()}
+            for name, array in arrays.items():
+                step = 0.01 * draws.standard_normal(array.shape)
+                if node == 0 and rounds[node] == 2:
+                    step = np.full(array.shape, value)
+                arrays[name] = (array + step).astype(np.float32)
+            record = ArrayRecord({name: Array(array) for name, array in arrays.items()})
+            metrics = MetricRecord({"num-examples": 1})
+            return Message(RecordDict({"arrays": record, "metrics": metrics}), reply_to=msg)
+
+        return client
+
+    strategy = SharedBasis(PowerSGD(2, form=form, memory=memory), fraction_evaluate=0.0)
+    result = strategy.start(InProcessGrid(app_of({}), 3, seed=0), model(), num_rounds=6, timeout=9)
+    used = [strategy.reports[number].used for number in range(1, 7)]
+    assert used == ([3, 2, 3, 3, 3, 3] if value > 1e36 else [3] * 6)
+    refused = [text for number in range(1, 7) for text in strategy.reports[number].refused.values()]
+    assert len(refused) == (value > 1e36)
+    assert all("overflow" in text for text in refused)
+    assert all(np.isfinite(array.numpy()).all() for array in result.arrays.values())
 
 
 @pytest.mark.parametrize("clients", [2, 16])
