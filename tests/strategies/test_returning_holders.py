@@ -10,6 +10,7 @@ import graph_federation
 import linear_toy
 import pytest
 import toy
+from coded_runs import coded_app
 from flwr.app import ArrayRecord, ConfigRecord
 
 from fedcomp.clients.compressed import compression
@@ -20,6 +21,7 @@ from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.rounds import fit
 from fedcomp.strategies.coded.linear import CodedLinearGD
+from fedcomp.strategies.coded.strategy import CodedFedAvg
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.partitions import Holders
 
@@ -49,6 +51,12 @@ PATHS: dict[str, tuple[Callable[[], Any], Callable[[], Any], Callable[[], ArrayR
         lambda: toy.client_app([compression()]),
         toy.model,
         lambda strategy: strategy.reception.holders,
+    ),
+    "coded rounds": (
+        lambda: CodedFedAvg(Compressed(toy.fedavg(), TopK(1.0)), construction="relay", symbols=2),
+        coded_app,
+        toy.model,
+        lambda strategy: strategy._holders,
     ),
     "gossip": (
         lambda: gossip_toy.strategy("sparse-push", nodes=NODES),
