@@ -19,7 +19,7 @@ from fedcomp.clients.peers import identity_in, keep_identity, link_tls, own_end,
 from fedcomp.coding.errors import CodingError, SealError
 from fedcomp.coding.sealing import seal
 from fedcomp.coding.sealkeys import NO_RUN, require_signed, sign
-from fedcomp.coding.transport import MemoryStore, Parcel, deliver
+from fedcomp.coding.transport import MAX_STORE_BYTES, MemoryStore, Parcel, deliver
 from fedcomp.errors import ConfigError
 from fedcomp.flower.coded import NO_ADDRESS
 from fedcomp.flower.gossip import KEY_BYTES, SIMULATED, LinkHello, LinkReport, LinkTerms
@@ -53,7 +53,7 @@ class GossipLinks:
     def __init__(self, context: Context, vertex: int, terms: LinkTerms) -> None:
         self._context, self._vertex, self._terms = context, vertex, terms
         self._identity = identity_in(context)
-        self._transport = own_end(context, vertex, terms.spool, terms.max_store)
+        self._transport = own_end(context, vertex, terms.spool, min(terms.max_store, MAX_STORE_BYTES))
         self._tls = link_tls(context)
         self._parcels: dict[int, list[Parcel]] = {}
         # Why messages of the inbox could not be read, by source.

@@ -29,6 +29,10 @@ from fedcomp.errors import ConfigError
 DEFAULT_SYMBOLS: Final = 16
 """K is chosen no larger than this: beyond it the gain in storage per relay is small and inverting costs more."""
 
+MOST_BYTES: Final = 1 << 32
+"""Of all packets that one message has a node make. A payload is as long as the model, and the number of its packets is
+the server's choice."""
+
 DEFAULT_LOSS: Final = 0.1
 """Fraction of relays that is expected to vanish, unless another one is given."""
 
@@ -223,6 +227,7 @@ class RelayPlan:
                 f"the payload has {len(payload)} bytes, more than the {self.max_payload} this round accepts: an update "
                 "cannot be that much larger than the model"
             )
+        self._require_room(self.shards, payload)
         return encoder(
             self.code,
             payload,
@@ -241,6 +246,14 @@ class RelayPlan:
         """
         return [packet.to_bytes() for packet in self.encode(source, payload).packets(range(self.shards))]
 
+    def _require_room(self, packets: int, payload: bytes) -> None:
+        """Refuse to make packets that are too long together: how many there are is the server's choice."""
+        if packets * len(payload) > MOST_BYTES * self.symbols:
+            raise ConfigError(
+                f"{packets} packets of {len(payload) // self.symbols} bytes: more than {MOST_BYTES} together. Have "
+                "more symbols (K), or fewer shards"
+            )
+
     def fresh(self, source: int, payload: bytes, count: int) -> list[bytes]:
         """Return ``count`` more packets, other ones than those the relays got; fewer where the code has no more.
 
@@ -248,6 +261,7 @@ class RelayPlan:
         """
         if self.threshold:
             return []
+        self._require_room(count, payload)
         # Packet i has the same bytes however many there are, so numbers from N on are new ones.
         made = self.encode(source, payload, endless=True)
         most = self.shards + count if made.shards is None else min(made.shards, self.shards + count)

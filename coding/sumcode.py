@@ -33,6 +33,12 @@ from fedcomp.errors import ConfigError
 
 MODES: Final = ("share", "mask")
 
+MOST: Final[Mapping[str, int]] = {"contributors": 1 << 20, "relays": 1024, "checks": 16, "extras": 16}
+"""A plan comes from the server, and each of these costs who works by it: rows, bits of a set, lengths of vectors."""
+
+MOST_SYMBOLS: Final = 1 << 30
+"""Field elements of one contributor's shards together, and of a vector with its check symbols: 4 GiB at most."""
+
 _RETRIES: Final = 64
 """How many relays are left out, one after the other, when a check is violated and there are more than are needed. Each
 costs an inversion and a product."""
@@ -134,6 +140,15 @@ class SumPlan:
             raise ConfigError(
                 f"{self.field.name} has {self.field.order - 1} different rows for relays, the plan has {self.relays}; "
                 "use a larger prime"
+            )
+        for name, most in MOST.items():
+            count = len(self.extras) if name == "extras" else getattr(self, name)
+            if count > most:
+                raise ConfigError(f"the plan has {name}={count}; at most {most} are worked with")
+        if max(self.checks * self.length, self.relays * self.shard_symbols) > MOST_SYMBOLS:
+            raise ConfigError(
+                f"{self.relays} shards of {self.shard_symbols} symbols, {self.checks} checks of {self.length}: more "
+                f"than {MOST_SYMBOLS}. Have more symbols (K), or fewer shards"
             )
         if self.contributors * self.max_weight * self.bound > self.field.half:
             raise ConfigError(_wraps(self.field, self.contributors, self.max_weight, self.bound))

@@ -9,7 +9,7 @@ answers again. A node with a registered key keeps its id, so that a partition is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Final
 
 from flwr.serverapp import Grid
@@ -105,7 +105,15 @@ class Holders(Stateful):
         present, lookup = set(grid.get_node_ids()), engine_lookup(grid)
         self.known = {node: partition for node in present if (partition := lookup(node)) is not None}
         self.claims = {node: partition for node, partition in self.claims.items() if node in present} | self.known
-        self.silent &= present
+        self.silent.intersection_update(present)
+
+    def doubted(self, among: Container[int]) -> list[int]:
+        """Return the silent nodes ``among`` some whose partition another node declares, too: to be asked once more.
+
+        A process that was killed is listed as online for a while, and one that is there keeps its partition.
+        """
+        declared = {partition for node, partition in self.claims.items() if node not in self.silent and node in among}
+        return [node for node in sorted(self.silent) if node in among and self.claims.get(node) in declared]
 
     def settle(self, asked: Iterable[int], answers: Mapping[int, int | None]) -> dict[int, str]:
         """Take the answers of one exchange; return why nodes that answered are refused, by node.
@@ -118,7 +126,8 @@ class Holders(Stateful):
             The partition each node that answered declares; None where it says nothing, and stays with its last word.
         """
         # Silence counts until the next answer: a holder that is down must not lock out its replacement.
-        self.silent = (self.silent | set(asked)) - answers.keys()
+        self.silent.update(asked)
+        self.silent.difference_update(answers)
         for node, partition in answers.items():
             if partition is not None and node not in self.known:
                 self.claims[node] = partition

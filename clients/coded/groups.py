@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
@@ -38,6 +39,7 @@ from fedcomp.flower.coded import (
 )
 from fedcomp.flower.payload import NODE_RECORD, PARTITION_KEY
 from fedcomp.flower.records import config_in
+from fedcomp.flower.schema import MOST_VALUES
 from fedcomp.layout import Layout, TensorSpec
 from fedcomp.rng import Key
 
@@ -183,7 +185,16 @@ class _Replies:
             self.key = Key(int(spec["seed"]), "uplink", round)
         except (ValueError, KeyError, TypeError) as error:
             raise StateError(f"the description of the group's updates cannot be read: {error!r}") from error
+        ends = list(itertools.accumulate((t.size for t in tensors), initial=0))
+        # A negative size would hide how large another one is.
+        if any(
+            (t.offset, t.size) != (at, math.prod(t.shape)) or t.size < 0 for t, at in zip(tensors, ends, strict=False)
+        ):
+            raise StateError("the description of the group's updates cannot be read: its tensors do not lie end to end")
         self.layout = Layout(tuple(tensors))
+        # Nothing else has bounded it: no model of this node's has to be as large as the shapes that the server names.
+        if self.layout.size > MOST_VALUES:
+            raise StateError(f"updates of {self.layout.size} numbers: more than {MOST_VALUES}")
         self.fixed = fixed_point_of(self.codec)
         self.count, self.modulus = self.fixed.count(self.layout), self.fixed.m
 

@@ -62,6 +62,9 @@ _BOOK: Final = "fedcomp.coded.sums"
 _ENTRY: Final = struct.Struct("<8sQ24s")
 """Run, round and name of the last set that was added in the run."""
 
+_EVERY_SUM: Final = 2
+"""Contributors that every sum has: of fewer it would be somebody's own update."""
+
 _RUNS: Final = 64
 """Runs for which one node adds up. Forgetting one would allow a second answer in it."""
 
@@ -109,7 +112,7 @@ class SumCodeClient(Shards):
         self._require_unshared(announcement, update_number(exchange.context, announcement))
         codec, integers = self._integers(reply.content, announcement, asked, plan)
         header = reply.content.config_records[NODE_RECORD]
-        self._warn_alone(integers)
+        self._look_for_alone(integers, plan)
         tag = make_tag(_number(header, "sequence"), _number(header, "generation", 0))
         weight = self._weight(reply.content, asked.weight, plan)
         vector = contribution(plan, integers, weight, _cut(codec, integers, plan))
@@ -134,16 +137,29 @@ class SumCodeClient(Shards):
         exchange.save()
         return exchange.reply(SumShared, content, tag=tag, **said)
 
-    def _warn_alone(self, integers: NDArray[np.int64]) -> None:
-        """Say once in this node's log that a sum hides a coordinate only where others have changed it, too."""
+    def _look_for_alone(self, integers: NDArray[np.int64], plan: SumPlan) -> None:
+        """Warn once in this node's log that a sum hides a coordinate only where others have changed it, too.
+
+        Raises
+        ------
+        StateError
+            In place of the warning, where more contributors are asked for than the two that every sum has.
+        """
         changed = int(np.count_nonzero(integers))
-        if not self.hides_zeros and 2 * changed < integers.size and not self._noted("alone", False):
-            log.warning(
-                "this update changes %d of %d coordinates: of those that no other client of the round changes, the sum "
-                "shows the server this node's values. Train dense layers alone, or add noise (DistributedDp)",
-                changed,
-                integers.size,
+        if self.hides_zeros or 2 * changed >= integers.size:
+            return
+        alone = (
+            f"this update changes {changed} of {integers.size} coordinates: of those that no other client of the round "
+            "changes, the sum shows the server this node's values"
+        )
+        if plan.least > _EVERY_SUM:
+            raise StateError(
+                f"{alone}, and min_contributors={plan.least} are asked for. Share a support on which all clients train "
+                "(RandomK with shared=True, or dense layers alone), use a finer grid (a smaller clip, more levels), or "
+                "add noise (DistributedDp)"
             )
+        if not self._noted("alone", False):
+            log.warning("%s. Train dense layers alone, or add noise (DistributedDp)", alone)
             self._note(alone=True)
 
     def _place(self) -> bytes:

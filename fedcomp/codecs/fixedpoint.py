@@ -333,9 +333,12 @@ def _require_summable(codec: Codec) -> None:
     if isinstance(codec, FixedPoint) or not codec.linear:
         raise ConfigError(
             f"{codec!r} is not linear: its frames cannot be added value by value, since each client chooses "
-            f"coordinates or scales of its own; {usable}"
+            f"coordinates or scales of its own, which a sum would show; {usable}"
         )
     if getattr(codec, "shared", False) is not True:
-        raise ConfigError(f"{codec!r} draws a support for every client: values of different coordinates would be added")
+        raise ConfigError(
+            f"{codec!r} draws a support for every client: values of different coordinates would be added, and "
+            f"what one client alone sent would be shown; {usable}"
+        )
     if getattr(codec, "unbiased", False):
         raise ConfigError(f"{codec!r} scales values by n/k, beyond any clip that suits the others; use unbiased=False")

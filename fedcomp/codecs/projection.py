@@ -38,6 +38,22 @@ from fedcomp.wire import COEFFICIENTS, DENSE, Bundle, Expected, Frame, Limits, S
 
 _LARGEST: Final = float(np.finfo(np.float32).max)
 
+MOST_SIGNS: Final = 1 << 40
+"""Signs that all directions of one stretch may have together: some ten minutes. Their number may come from a server."""
+
+
+def _require_worth(directions: int, size: int, stretch: Stretch) -> None:
+    if directions * size > MOST_SIGNS:
+        raise ConfigError(
+            f"{stretch.name}: {directions} directions of {size} signs: more than {MOST_SIGNS} signs; lower directions"
+        )
+
+
+def _coordinates(size: int) -> Iterator[Vector]:
+    """Yield the directions of a stretch that travels as it is, one at a time."""
+    for at in range(size):
+        yield np.eye(1, size, at, np.float32)[0]
+
 
 @dataclass(frozen=True, repr=False, eq=False)
 class RandomProjection(SeededCodec):
@@ -117,6 +133,7 @@ class RandomProjection(SeededCodec):
         seed : int
             That of the frame, :meth:`seed_of` the round's key.
         """
+        _require_worth(self.directions, stretch.size, stretch)
         return Directions(Key(seed, f"projection/{stretch.index}"), [stretch.size], self.directions)
 
     def pack(self, values: Vector, stretch: Stretch, key: Key) -> Tensor:
@@ -180,8 +197,8 @@ class RandomProjection(SeededCodec):
         """
         seed = self.seed_of(key)
         for stretch in self.stretches(layout):
-            whole = self.whole(stretch)
-            for part in np.eye(stretch.size, dtype=np.float32) if whole else self.drawn(seed, stretch).each(0):
+            _require_worth(self.count(stretch), layout.size, stretch)
+            for part in _coordinates(stretch.size) if self.whole(stretch) else self.drawn(seed, stretch).each(0):
                 out = np.zeros(layout.size, np.float32)
                 out[stretch.slice] = part
                 yield out
@@ -307,7 +324,7 @@ class Replay(Wrapper):
         params.assign(
             self,
             codec=codec,
-            most_signs=params.integer("most_signs", self.most_signs, low=1),
+            most_signs=params.integer("most_signs", self.most_signs, low=1, high=MOST_SIGNS),
             unbiased=codec.unbiased,
             linear=codec.linear,
         )

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp import params
+from fedcomp.errors import ConfigError
 from fedcomp.factors.signed import SignedRows
 from fedcomp.rng import Key
 
@@ -44,6 +45,10 @@ ONE_THREAD: Final = 1 << 18
 """Multiplications in a product of matrices up to which OpenBLAS uses one thread."""
 
 _TILE: Final = 64
+
+MOST_PRODUCTS: Final = 1 << 42
+"""Multiplications that the power iterations of one matrix may take: some ten minutes. Rank and iterations may come from
+a server."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,6 +185,7 @@ class Reduction:
         if self.solver == "qr" or (self.solver == "auto" and n <= FEW):
             return self._exact(b, c)
         gram = c.T @ c
+        self._require_worth(n * (m + p), m, p)
         return self._powers(lambda v: b @ (gram @ (b.T @ v)), lambda v: c @ (b.T @ v), m, p, key)
 
     def of_matrix(self, matrix: NDArray[Any], key: Key) -> OuterProducts:
@@ -188,7 +194,17 @@ class Reduction:
         wide = matrix.astype(np.float64)
         if self.solver == "qr" or (self.solver == "auto" and min(m, p) <= FEW):
             return self._exact(wide, np.eye(p)) if m > p else self._exact(np.eye(m), wide.T)
+        self._require_worth(m * p, m, p)
         return self._powers(lambda v: wide @ (wide.T @ v), lambda v: wide.T @ v, m, p, key)
+
+    def _require_worth(self, products: int, m: int, p: int) -> None:
+        """Refuse power iterations that take too long, at so many products each: the server chooses their number."""
+        steps = min(self.rank, m, p) * self.iterations
+        if steps * products > MOST_PRODUCTS:
+            raise ConfigError(
+                f"rank={self.rank} with iterations={self.iterations} takes {steps} steps on a matrix of {m} by {p}: "
+                f"more than {MOST_PRODUCTS} products; lower them"
+            )
 
     def _exact(self, b: Real, c: Real) -> OuterProducts:
         """Return the best sum for ``b @ c.T``."""

@@ -47,6 +47,9 @@ Name = Annotated[str, Text(256, least=1)]
 Word = Annotated[int, Int(least=-(2**63))]
 Steps = Annotated[int, Int(most=1 << 20)]
 
+MOST_STEPS: Final = 1 << 24
+"""Steps of all teachers of a node together that one message may ask for."""
+
 
 @dataclass(frozen=True)
 class TrainingRequest(Schema, key=HEADER):
@@ -99,6 +102,11 @@ class TrainingRequest(Schema, key=HEADER):
     pad: Annotated[bool, Bool()] = True
 
     def conflict(self) -> str:
+        # Every teacher makes them.
+        if self.teachers * (self.steps + self.pretrain) > MOST_STEPS:
+            return (
+                f"{self.teachers} teachers with {self.steps} + {self.pretrain} steps: more than {MOST_STEPS} together"
+            )
         # A step has the images of every teacher in memory, and so has a vote; a batch is as long as it was asked for.
         most = max(self.images, self.batch)
         if self.teachers * self.pixels * most > MOST_VALUES:

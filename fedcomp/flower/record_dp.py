@@ -33,8 +33,11 @@ FORWARD: Final = "forward"
 
 METHODS: Final = (*TRAININGS, FORWARD)
 
+MOST_STEPS: Final = 1 << 20
+"""Of one training: each is a pass over a batch with a gradient for every record."""
+
 MAX_STEPS: Final = 1 << 40
-"""Steps that a plan asks for, or a client says it took."""
+"""Steps that a client says it took."""
 
 
 class WrongAccount(FedcompError):
@@ -77,7 +80,7 @@ class DpSgdPlan(TextSchema, key=RECORD_DP):
     noise_multiplier: Annotated[float, Real(least=0.0)]
     clip: Annotated[float, Real(least=0.0)] = 1.0
     rate: Annotated[float, Real(above=0.0, most=1.0)]
-    steps: Annotated[int, Int(1, MAX_STEPS)]
+    steps: Annotated[int, Int(1, MOST_STEPS)]
     delta: Annotated[float, Real(least=0.0, most=1.0)]
     adjacency: Annotated[Adjacency, OneOf(*ADJACENCIES)] = "add_remove"
     budget: Annotated[float, Real(least=0.0)] = 0.0

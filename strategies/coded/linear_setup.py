@@ -27,16 +27,15 @@ from fedcomp.coding.transport import MAX_STORE_BYTES
 from fedcomp.errors import ConfigError, FedcompError, StateError
 from fedcomp.flower import linear
 from fedcomp.flower.coded import NO_HANDLER
-from fedcomp.flower.metered import partition_lookup
 from fedcomp.flower.payload import put_frame, take_frame, take_node
 from fedcomp.flower.report import ReportSection, figure, shorten
 from fedcomp.flower.rounds import Enough, Exchanges, Push
 from fedcomp.flower.schema import Schema
 from fedcomp.plain import Count
-from fedcomp.stateful import Stateful
+from fedcomp.stateful import Stateful, nested
 from fedcomp.strategies.coded.links import SimulatedLinks, record_peer
 from fedcomp.strategies.coded.settings import LinearSettings
-from fedcomp.strategies.partitions import contest
+from fedcomp.strategies.partitions import Holders
 from fedcomp.strategies.replies import first_replies
 
 Real = NDArray[np.float64]
@@ -132,6 +131,15 @@ def exchange(
     return list(first_replies(messages, (yield Push(messages, timeout, enough))).items())
 
 
+@dataclass(frozen=True)
+class _Join:
+    """What a node that joins says: which device it is, and of an owner its labels if they are not known."""
+
+    device: int
+    header: linear.Joined
+    labels: Real | None = None
+
+
 class LinearSetup(Stateful):
     """Who the devices are, what they own, and whether they hold their combination.
 
@@ -148,6 +156,8 @@ class LinearSetup(Stateful):
         y by partition.
     devices : dict of int to int
         Device by node id.
+    holders : Holders
+        What the nodes say, and who holds a partition that several declare.
     ready : set of int
         Devices that hold their combination of this plan, as far as is known.
     """
@@ -158,6 +168,7 @@ class LinearSetup(Stateful):
         "labels": dict[int, NDArray[np.float64]],
         "_data": dict[int, bytes],
         "devices": dict[int, int],
+        "holders": nested("holders"),
         "_addresses": dict[int, str],
         "ready": set[int],
     }
@@ -168,6 +179,7 @@ class LinearSetup(Stateful):
         self.plan_id = b""
         self.labels: dict[int, Real] = {}
         self.devices: dict[int, int] = {}
+        self.holders = Holders()
         self.ready: set[int] = set()
         self._data: dict[int, bytes] = {}
         self._addresses: dict[int, str] = {}
@@ -268,45 +280,38 @@ class LinearSetup(Stateful):
         self, nodes: list[int], count: int, config: ConfigRecord, shape: LinearShape, grid: Grid, report: Descent
     ) -> Exchanges[None]:
         """Ask nodes that are not known who they are, and owners for their labels, once; then make the plan."""
-        unknown: dict[int, RecordDict | None] = {n: None for n in nodes if n not in self.devices}
+        self.holders.meet(grid)
+        # Who was offline is asked again: it may have lost what it held, and another may have come.
+        known = self.devices.keys() & self.holders.claims.keys()
+        unknown: dict[int, RecordDict | None] = {n: None for n in nodes if n not in known}
         # Labels are long and never change: they are asked for until all are here.
         header = linear.Join(partitions=count, labels=len(self.labels) < count)
         replies = yield from self._exchange(unknown, header, config)
-        lookup = partition_lookup(grid)
-        claims: dict[int, int | None] = {}
+        joins: dict[int, _Join] = {}
         for node, reply in replies:
-            known = lookup(node)
             # A node may claim any partition; where the engine knows better, its word counts.
-            claims[node] = take_node(reply) if known is None else known
-        # Who holds a seat keeps it while it is online; a newcomer cannot drive it out.
-        seats = {d: n for n, d in self.devices.items() if n in nodes}
-        newcomers = {n: d for n, d in claims.items() if d is not None}
-        _, refused = contest({n: d for d, n in seats.items()} | newcomers, seats)
-        held: dict[int, bytes] = {}
-        for node, reply in replies:
-            device = claims[node]
+            device = self.holders.known.get(node, take_node(reply))
             try:
-                if reply.has_error():
-                    reason = str(reply.error.reason)
-                    hint = "; the app needs fedcomp.client(app, linear_device(rows))" if NO_HANDLER in reason else ""
-                    raise StateError(shorten(reason)[:200] + hint)
-                devices = count + self.settings.parities
-                if device is None or device >= devices:
-                    raise StateError(f"a node holds partition {device}, expected 0 to {devices - 1}")
-                if node in refused:
-                    raise StateError(refused[node])
-                holder = next((n for n, d in self.devices.items() if d == device), None)
-                joined = linear.Owner.take(reply) if device < count else linear.Joined.take(reply)
-                if isinstance(joined, linear.Owner):
-                    self._take_owner(device, joined, reply, shape)
-                self._addresses[device] = joined.address
+                joins[node] = self._read(reply, device, count, shape)
             except FedcompError as error:
                 report.refuse(device, error)
+        # Who could not be the device it declares has no say in who holds it.
+        refused = self.holders.settle(unknown, {node: join.device for node, join in joins.items()})
+        for node, reason in refused.items():
+            report.refuse(joins[node].device, StateError(reason))
+        held: dict[int, bytes] = {}
+        for device, node in sorted(self.holders.held.items()):
+            if node not in joins:
                 continue
-            if holder is not None:
+            joined, labels = joins[node].header, joins[node].labels
+            holder = next((n for n, d in self.devices.items() if d == device), None)
+            if holder not in (None, node):
                 # Another node in its place: what the former one stored is gone with it.
                 del self.devices[holder]
                 self.ready.discard(device)
+            if isinstance(joined, linear.Owner) and labels is not None:
+                self.labels[device], self._data[device] = labels, joined.data
+            self._addresses[device] = joined.address
             self.devices[node] = device
             report.joined.append(device)
             held[device] = joined.plan
@@ -315,9 +320,29 @@ class LinearSetup(Stateful):
             # Only now: before the plan is made there is no id to compare with what the devices say they hold.
             self.ready |= {device for device, plan in held.items() if plan == self.plan_id}
 
-    def _take_owner(self, device: int, owner: linear.Owner, reply: Message, shape: LinearShape) -> None:
-        """Check what an owner says about its partition, and take its labels if they are not known."""
-        rows, data = owner.rows, owner.data
+    def _read(self, reply: Message, device: int | None, count: int, shape: LinearShape) -> _Join:
+        """Return what a node that joins says.
+
+        Raises
+        ------
+        FedcompError
+            When it cannot be the device it declares.
+        """
+        if reply.has_error():
+            reason = str(reply.error.reason)
+            hint = "; the app needs fedcomp.client(app, linear_device(rows))" if NO_HANDLER in reason else ""
+            raise StateError(shorten(reason)[:200] + hint)
+        devices = count + self.settings.parities
+        if device is None or device >= devices:
+            raise StateError(f"a node holds partition {device}, expected 0 to {devices - 1}")
+        if device >= count:
+            return _Join(device, linear.Joined.take(reply))
+        owner = linear.Owner.take(reply)
+        return _Join(device, owner, self._labels_of(owner, device, reply, shape))
+
+    def _labels_of(self, owner: linear.Owner, device: int, reply: Message, shape: LinearShape) -> Real | None:
+        """Check what an owner says about its partition; return its labels if they are not known."""
+        rows = owner.rows
         if owner.loss != self.settings.loss:
             raise StateError(
                 f"the task of device {device} has loss {owner.loss!r}, this server has {self.settings.loss!r}"
@@ -328,15 +353,15 @@ class LinearSetup(Stateful):
         if device in self.labels:
             if len(self.labels[device]) != rows:
                 raise StateError(f"device {device} came back with {rows} examples, not {len(self.labels[device])}")
-            if self._data[device] != data:
+            if self._data[device] != owner.data:
                 raise StateError(f"device {device} came back with other examples than those the others have combined")
-            return
+            return None
         if not owner.label_type:
             raise StateError(f"device {device} sent no labels")
         y = linear.take_vector(reply.content, linear.LABELS, rows, owner.label_type)
         if self.settings.loss != "squares" and not np.isin(y, (0.0, 1.0)).all():
             raise StateError(f"device {device} sent labels other than 0 and 1")
-        self.labels[device], self._data[device] = y, data
+        return y
 
     def _make_plan(self, count: int, config: ConfigRecord, shape: LinearShape, report: Descent) -> None:
         if self.plan is not None:

@@ -194,22 +194,24 @@ class SumOptions:
     metrics : bool
         Let the clients' training metrics travel, in the clear and with them their weights. False: the server learns
         sums only.
-    least : int
-        Contributors below which a sum is neither asked for nor given, at least 2 unless the point is not secrecy.
+    min_contributors : int
+        Contributors below which a sum is neither asked for nor given: 2 for every sum, 1 only where the point is not
+        secrecy. With more than 2 a client whose update is zero in more than half of its coordinates shares nothing and
+        says why; with 2 it warns in its log.
     """
 
     mode: str = "share"
     weighted: bool = True
     max_weight: int = 0
     metrics: bool = False
-    least: int = 2
+    min_contributors: int = 2
 
     def __post_init__(self) -> None:
         params.choice("mode", self.mode, MODES)
         params.boolean("weighted", self.weighted)
         params.boolean("metrics", self.metrics)
         _require_counts(self, "max_weight")
-        _require_counts(self, "least", low=1)
+        _require_counts(self, "min_contributors", low=1)
 
 
 @dataclass(frozen=True, kw_only=True)

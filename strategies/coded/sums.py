@@ -180,10 +180,11 @@ class SumCode(Stateful):
         """
         s = self.settings
         relays = s.shards or clients
-        if clients < max(self.options.least, relays, s.symbols + s.threshold, 1):
+        least = self.options.min_contributors
+        if clients < max(least, relays, s.symbols + s.threshold, 1):
             raise _Skipped(
-                f"{clients} clients take part; the sum needs {self.options.least} contributors and {relays} relays, of "
-                f"which {max(1, s.symbols) + s.threshold} decode"
+                f"{clients} clients take part; the sum needs {least} contributors and {relays} relays, of which "
+                f"{max(1, s.symbols) + s.threshold} decode"
             )
         max_weight = 1
         if self.weight_key is not None:
@@ -203,7 +204,7 @@ class SumCode(Stateful):
             # As fine as the field has room for, since all clients' shares are added in it.
             extras=(min(CUT_STEPS, prime.half // clients),),
             seed=Key(s.seed, "sumcode", number).u64(),
-            least=self.options.least,
+            least=least,
             mode=self.options.mode,
         )
 
@@ -456,7 +457,7 @@ class _Summing:
         if len(self.chosen) < self.plan.least:
             raise _Skipped(
                 f"{len(self.held)} of {self.plan.relays} relays reported, and {self.plan.needed} of them hold the same "
-                f"{len(self.chosen)} contributors; at least {self.plan.least} are needed"
+                f"{len(self.chosen)} contributors; at least {self.plan.least} are needed (min_contributors)"
             )
         # Relays compare this name with what they hold, and answer for one name a round only.
         self.name = set_digest(self.plan, self.now.number, {source: self.tags[source] for source in self.chosen})

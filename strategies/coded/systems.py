@@ -85,7 +85,7 @@ SYSTEMS: Final = (
         {
             "transport": "peers",
             "threshold": 1,
-            **settings_of(SumOptions, "mode", "weighted", "max_weight", "metrics", "least"),
+            **settings_of(SumOptions, "mode", "weighted", "max_weight", "metrics", "min_contributors"),
         },
         codec="fixedpoint",
         **FIXED_POINT,

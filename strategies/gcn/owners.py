@@ -18,13 +18,12 @@ from flwr.serverapp import Grid
 from fedcomp.errors import ConfigError, FedcompError
 from fedcomp.flower.gcn import IDS, NORMS, SETUP_TYPE, GraphHello, GraphSetup, Refused, expect, put_frames, take_frames
 from fedcomp.flower.logs import log
-from fedcomp.flower.metered import partition_lookup
 from fedcomp.flower.rounds import Exchanges, Push
 from fedcomp.graphs.base import GraphError, Ids
 from fedcomp.graphs.ids import decode_ids, decode_norms
-from fedcomp.stateful import Stateful
+from fedcomp.stateful import Stateful, nested
 from fedcomp.strategies.gcn.report import Fetching, FetchTraffic
-from fedcomp.strategies.partitions import contest
+from fedcomp.strategies.partitions import Holders
 
 _OWN_ERRORS: Final = (2, 6)
 """Codes of errors that an app raises: its node is there, whatever it refuses. All others come from a SuperLink, or from
@@ -209,17 +208,17 @@ class Owners(Stateful):
         By node; None for a node that cannot take part.
     seats : dict of int to int
         The node of each part that has one online.
-    silent : set of int
-        Nodes that left their last message unanswered.
+    holders : Holders
+        What the nodes say, and who holds a part that several declare.
     dropped : set of int
-        Those of them that are not asked again in this round.
+        Silent nodes that are not asked again in this round.
     """
 
     STATE: ClassVar[Mapping[str, Any]] = {
         "common": Common | None,
         "met": dict[int, GraphHello | None],
         "seats": dict[int, int],
-        "silent": set[int],
+        "holders": nested("holders"),
         "_wanted": dict[int, dict[int, bytes]],
         "_norms": dict[int, dict[int, bytes]],
         "_delivered": dict[int, dict[int, bytes]],
@@ -232,12 +231,17 @@ class Owners(Stateful):
     common: Common | None = None
     met: dict[int, GraphHello | None] = field(default_factory=dict)
     seats: dict[int, int] = field(default_factory=dict)
-    silent: set[int] = field(default_factory=set)
+    holders: Holders = field(default_factory=Holders)
     dropped: set[int] = field(default_factory=set)
     _wanted: dict[int, dict[int, bytes]] = field(default_factory=dict)
     _norms: dict[int, dict[int, bytes]] = field(default_factory=dict)
     _delivered: dict[int, dict[int, bytes]] = field(default_factory=dict)
     _counts: dict[int, dict[int, int]] = field(default_factory=dict)
+
+    @property
+    def silent(self) -> set[int]:
+        """Nodes that left their last message unanswered; a conversation adds to the same set."""
+        return self.holders.silent
 
     def hello(self, part: int) -> GraphHello:
         """Return the hello of the node in a seat."""
@@ -263,8 +267,8 @@ class Owners(Stateful):
         """Ask new nodes, and those that were silent, for a hello; settle the seats.
 
         Where a newcomer claims a part that another node holds, that node is asked for a hello too: a killed process is
-        still listed as online for a while. A node that answers keeps its seat. Of several newcomers that claim one part
-        none is seated.
+        still listed as online for a while. A node that answers keeps its seat, and has it back where another one took
+        it meanwhile. Of several newcomers that claim one part none is seated.
 
         Raises
         ------
@@ -276,17 +280,16 @@ class Owners(Stateful):
         # Who went offline is asked for a hello again when it is back: it may have restarted without its state.
         self.met = {node: hello for node, hello in self.met.items() if node in present}
         self.seats = {part: node for part, node in self.seats.items() if node in present}
-        # In place: the conversation adds to the same set.
-        self.silent.intersection_update(present)
+        self.holders.meet(talk.grid)
         newcomers = [node for node in online if node not in self.met]
         # Those that were silent in this round's training are not asked in its evaluation: each would cost a timeout.
-        suspects = [node for _, node in sorted(self.seats.items()) if node in self.silent - self.dropped]
+        suspects = sorted(node for node in self.silent - self.dropped if node in self.met)
         yield from self._ask_hello([*newcomers, *suspects], talk)
         claims = {hello.index for node in newcomers if (hello := self.met.get(node)) is not None}
         # Asked after the newcomers, not with them: which seats are in doubt is known from their claims alone.
         contested = [n for part, n in sorted(self.seats.items()) if part in claims and n not in self.silent]
         yield from self._ask_hello(contested, talk)
-        self._seat(online, newcomers, talk.report)
+        self._seat(newcomers, talk.report)
         if self.norms:
             yield from self._fetch_norms(talk)
 
@@ -298,14 +301,14 @@ class Owners(Stateful):
         talk.traffic.count_frames(replies.values(), _SETUP_FRAMES)
         for failure in answers.failures.values():
             talk.report.note("unknown", f"a node could not say which part it holds: {failure.reason}")
-        known = partition_lookup(talk.grid)
+        known = self.holders.known
         hellos: dict[int, tuple[GraphHello, dict[int, bytes]]] = {}
         for node, reply in replies.items():
             try:
                 hello = GraphHello.take(reply)
                 # An engine that knows who holds what is believed, not the node.
-                if known(node) not in (None, hello.index):
-                    raise GraphError(f"the node of partition {known(node)} says it holds part {hello.index}")
+                if known.get(node) not in (None, hello.index):
+                    raise GraphError(f"the node of partition {known[node]} says it holds part {hello.index}")
                 wants = take_frames(reply, hello.parts, IDS)[IDS]
                 # Read for the check alone: a list nobody can read turns its node away now, not in the middle of a
                 # round.
@@ -355,14 +358,18 @@ class Owners(Stateful):
             )
         self.common = common
 
-    def _seat(self, online: list[int], newcomers: list[int], report: Fetching) -> None:
-        hellos = [(node, self.met.get(node)) for node in online if node not in self.silent]
-        held, refused = contest({node: hello.index for node, hello in hellos if hello is not None}, self.seats)
-        self.seats |= held
-        for node in newcomers:
-            if node in refused:
-                report.note("unknown", refused[node])
-        for reason in sorted({refused[node] for node in newcomers if node in refused}):
+    def _seat(self, newcomers: list[int], report: Fetching) -> None:
+        # Who cannot be an owner declares nothing.
+        owners = {node: hello.index for node, hello in self.met.items() if hello is not None}
+        self.holders.claims = {node: part for node, part in self.holders.claims.items() if node in owners}
+        answers = {node: part for node, part in owners.items() if node not in self.silent}
+        refused = self.holders.settle((), answers)
+        # Beside newcomers who had a seat that somebody else has back.
+        reasons = [reason for node, reason in refused.items() if node in newcomers or self.part_of(node) is not None]
+        self.seats |= self.holders.held
+        for reason in reasons:
+            report.note("unknown", reason)
+        for reason in sorted(set(reasons)):
             log.warning("round %d: %s", report.round, reason)
 
     # Norms of features, for the sampler's mode "measured".

@@ -12,15 +12,15 @@ from flwr.serverapp import Grid
 from fedcomp.errors import FedcompError
 from fedcomp.flower import gossip
 from fedcomp.flower.logs import log
-from fedcomp.flower.metered import addressed, partition_lookup
+from fedcomp.flower.metered import addressed
 from fedcomp.flower.payload import take_node
 from fedcomp.flower.rounds import Exchanges, Push
 from fedcomp.gossip.relay import Relay
-from fedcomp.stateful import Stateful
+from fedcomp.stateful import Stateful, nested
 from fedcomp.strategies.gossip.links import PeerLinks
 from fedcomp.strategies.gossip.report import Iterations
 from fedcomp.strategies.gossip.settings import GossipSettings
-from fedcomp.strategies.partitions import contest
+from fedcomp.strategies.partitions import Holders
 
 _POLL_SECONDS: Final = 0.2
 
@@ -38,32 +38,34 @@ class Seats(Stateful):
     ----------
     node_of : dict of int to int
         The node of every vertex that has one online.
-    silent : set of int
-        Nodes that left their last message unanswered.
+    holders : Holders
+        What the nodes say, and who holds a vertex that several declare.
     dismissed : set of int
         Vertices that were let go and are not let in again.
     """
 
     STATE: ClassVar[Mapping[str, Any]] = {
         "node_of": dict[int, int],
-        "silent": set[int],
+        "holders": nested("holders"),
         "dismissed": set[int],
-        "_vertex_of": dict[int, int | None],
+        "_met": set[int],
     }
 
     def __init__(self, settings: GossipSettings, links: PeerLinks | None = None) -> None:
         self._settings = settings
         self._links = links
         self.node_of: dict[int, int] = {}
-        self.silent: set[int] = set()
+        self.holders = Holders()
         self.dismissed: set[int] = set()
-        # What each node said it is; None: it does not know.
-        self._vertex_of: dict[int, int | None] = {}
+        # Those online that have answered a hello.
+        self._met: set[int] = set()
 
     def meet(
         self, grid: Grid, config: ConfigRecord, report: Iterations, relay: Relay | None, expected: Collection[int]
     ) -> Exchanges[None]:
         """Ask the nodes that are new which vertex they are, and wait a while for ``expected`` vertices without a node.
+
+        Where another node declares the vertex of one that has left its last message unanswered, that one is asked, too.
 
         Parameters
         ----------
@@ -72,11 +74,12 @@ class Seats(Stateful):
         """
         deadline = time.monotonic() + self._settings.wait
         while True:
+            self.holders.meet(grid)
             online = list(grid.get_node_ids())
-            new_nodes = [node for node in online if node not in self._vertex_of]
-            if new_nodes:
-                yield from self._introduce(new_nodes, grid, config, report, relay)
-            self._seat(online, new_nodes, report, relay)
+            self._met.intersection_update(online)
+            heard = yield from self._introduce([n for n in online if n not in self._met], config, report, relay)
+            heard |= yield from self._introduce(self.holders.doubted(self._met), config, report, relay)
+            self._seat(online, heard, report, relay)
             if not set(expected) - self.node_of.keys() or time.monotonic() >= deadline:
                 return
             time.sleep(_POLL_SECONDS)
@@ -90,8 +93,8 @@ class Seats(Stateful):
 
     def note_outside(self, vertices: int, report: Iterations) -> None:
         """Report the nodes that introduced themselves, before the number of vertices was known, as one beyond it."""
-        for vertex in self._vertex_of.values():
-            if vertex is not None and vertex >= vertices:
+        for node, vertex in self.holders.claims.items():
+            if node in self._met and vertex >= vertices:
                 report.note("unknown", _outside(vertex, vertices))
 
     def away(self, relay: Relay) -> list[int]:
@@ -101,21 +104,16 @@ class Seats(Stateful):
         return sorted(known - set(relay.members) - self.dismissed - relay.nodes.excluded.keys())
 
     def _introduce(
-        self,
-        new_nodes: Sequence[int],
-        grid: Grid,
-        config: ConfigRecord,
-        report: Iterations,
-        relay: Relay | None,
-    ) -> Exchanges[None]:
-        messages = [self.hello(node, config) for node in new_nodes]
+        self, nodes: Sequence[int], config: ConfigRecord, report: Iterations, relay: Relay | None
+    ) -> Exchanges[set[int]]:
+        """Ask ``nodes`` which vertex they are; return those that answered."""
+        if not nodes:
+            return set()
+        messages = [self.hello(node, config) for node in nodes]
         replies = yield Push(messages, self._settings.timeout)
-        asked, known = dict(addressed(messages)), partition_lookup(grid)
+        asked, answers = dict(addressed(messages)), dict[int, int | None]()
         for reply in replies:
             node = asked[reply.metadata.reply_to_message_id]
-            vertex = known(node)
-            # The grid's own knowledge goes before what a node claims.
-            vertex = take_node(reply) if vertex is None else vertex
             # It stays unknown, so that it is asked again in the next round.
             if reply.has_error():
                 report.note("unknown", f"a node could not say which vertex it is: {reply.error.reason}")
@@ -126,35 +124,36 @@ class Seats(Stateful):
             except FedcompError as error:
                 report.note("unknown", f"a node cannot be reached by others: {error}")
                 continue
-            self._vertex_of[node] = vertex
+            answers[node] = take_node(reply)
+            self._met.add(node)
+        self.holders.settle(nodes, answers)
+        for node in answers:
+            # The grid's own knowledge goes before what a node claims.
+            vertex = self.holders.claims.get(node)
             if vertex is None:
                 report.note("unknown", "a node does not say which vertex it is")
             elif relay is not None and vertex >= relay.topology.n:
                 report.note("unknown", _outside(vertex, relay.topology.n))
+        return set(answers)
 
-    def _seat(
-        self, online: Collection[int], new_nodes: Collection[int], report: Iterations, relay: Relay | None
-    ) -> None:
-        """Settle which node is which vertex, and report the ``new_nodes`` that are refused.
+    def _seat(self, online: Collection[int], heard: Collection[int], report: Iterations, relay: Relay | None) -> None:
+        """Settle which node is which vertex; report who is refused of those just ``heard`` and those that had one.
 
-        A newcomer takes the place of one that is offline or has left its last message unanswered: a process that was
-        killed is listed as online for a while. One that answers is not driven out by a claim, and of several newcomers
-        that claim one vertex none is seated.
+        A node that does not answer keeps its vertex until another one declares it, and has it back when it answers.
         """
+        refused = self.holders.settle((), dict.fromkeys(self._met - self.holders.silent))
+        named = {*heard, *self.node_of.values()}
         self.node_of = {vertex: node for vertex, node in self.node_of.items() if node in online}
-        there = [(node, vertex) for node, vertex in self._vertex_of.items() if node in online]
-        claims = {node: vertex for node, vertex in there if vertex is not None and node not in self.silent}
-        held, refused = contest(claims, self.node_of)
-        for vertex, node in held.items():
-            if self.node_of.get(vertex) != node:
+        for vertex, node in self.holders.held.items():
+            if node in self._met and self.node_of.get(vertex) != node:
                 self.node_of[vertex] = node
                 # It was given up, and its state went with the old node id: it joins with a new one.
                 if relay is not None and vertex in self.away(relay):
                     relay.join(vertex)
-        for node in new_nodes:
-            if node in refused:
-                report.note("unknown", refused[node])
-        for reason in sorted({refused[node] for node in new_nodes if node in refused}):
+        reasons = [reason for node, reason in refused.items() if node in named]
+        for reason in reasons:
+            report.note("unknown", reason)
+        for reason in sorted(set(reasons)):
             log.warning("round %d: %s", report.round, reason)
 
 

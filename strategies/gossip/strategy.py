@@ -252,13 +252,14 @@ class GossipRelay(ExchangeStrategy, Stateful):
         calls = {v: self._seats.hello(node_of[v], config) for v in away if v not in messages}
         replies = yield Push([*messages.values(), *calls.values()], self.settings.timeout)
         vertices = {m.metadata.message_id: v for v, m in (*messages.items(), *calls.items())}
-        answers: dict[int, NodeAnswer] = {}
+        answers, heard = dict[int, NodeAnswer](), set[int]()
         for reply in replies:
             vertex = vertices[reply.metadata.reply_to_message_id]
             if vertex in calls:
                 # A sign of life is enough: it joins with a new state, whatever it says.
                 if reply.has_content():
                     relay.join(vertex)
+                    heard.add(vertex)
                 continue
             try:
                 answer = answer_of(reply)
@@ -268,8 +269,8 @@ class GossipRelay(ExchangeStrategy, Stateful):
             except FedcompError as error:
                 errors[vertex] = f"{type(error).__name__}: {error}"
         errors |= {v: "nothing came back in time" for v in messages if v not in answers and v not in errors}
-        # Replaced each time: a node that answers again is trusted with its vertex again.
-        self._seats.silent = {node_of[vertex] for vertex in errors if vertex in node_of}
+        heard |= answers.keys()
+        self._seats.holders.settle((node_of[v] for v in vertices.values()), {node_of[v]: None for v in heard})
         relay.take(answers, errors)
         report.exchanges += 1
         report.answers += len(answers)

@@ -238,7 +238,7 @@ class NoisySum(SumCode):
                 "lower tolerated or threshold, or ask more clients"
             )
         self.codec = codec
-        self.options = replace(self.options, least=mechanism.least)
+        self.options = replace(self.options, min_contributors=mechanism.least)
         # As many sums decode as there are symbols and private ones together: exactly the least number of contributors.
         self.settings = replace(self.settings, symbols=mechanism.least - threshold)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
-from codec_examples import LAYOUTS, update
+from codec_examples import EXAMPLES, LAYOUTS, update
 
 from fedcomp import wire
 from fedcomp.codecs import (
@@ -227,3 +229,30 @@ def test_a_sum_of_another_length_is_refused() -> None:
 def test_it_travels_by_its_configuration() -> None:
     for codec in CODECS:
         assert get_codec(codec.to_config()) == codec
+
+
+@pytest.mark.parametrize("codec", EXAMPLES, ids=repr)
+def test_no_codec_brings_supports_of_the_clients_own_into_a_sum(codec) -> None:
+    """Of every codec: two clients send the same coordinates, or it is refused with what to use instead."""
+    layout = LAYOUT
+    summed, refusal = codec, ""
+    if not isinstance(codec, FixedPoint):
+        try:
+            summed = FixedPoint(codec, clip=1.0)
+        except ConfigError as error:
+            refusal = str(error)
+    if refusal:
+        assert re.search("shared=True|put it outside|use unbiased=False", refusal)
+        return
+    frames = [
+        summed.encode(
+            Update(np.eye(1, layout.size, at, dtype=np.float32)[0], layout),
+            summed.init(layout),
+            Key(0, "uplink", 1, partition),
+        )[0]
+        for partition, at in enumerate((3, layout.size - 1))
+    ]
+    one, other = (summed.open(frame, layout).tensors for frame in frames)
+    for a, b in zip(one, other, strict=True):
+        assert a.values.k == b.values.k
+        np.testing.assert_array_equal(a.indices, b.indices)

@@ -222,7 +222,7 @@ def test_wrong_owners_are_not_taken_in() -> None:
         assert "[2] have not joined" in strategy.reports[1].linear.skipped
 
 
-class Blind(MeteredGrid):
+class Blind(InProcessGrid):
     """An engine that does not know which partitions its nodes hold, as a deployment."""
 
     def partition_of(self, node_id: int) -> None:
@@ -242,8 +242,8 @@ def test_a_second_node_for_the_same_partition_does_not_replace_the_first() -> No
         return honest(msg, context)
 
     strategy = CodedLinearGD(partitions=3, parities=2, code="mds", lr=0.5)
-    within = InProcessGrid(liar, 5, seed=4, fault=twins)
-    result = run(strategy, Blind(within, TrafficLedger()), 2)
+    within = Blind(liar, 5, seed=4, fault=twins)
+    result = run(strategy, MeteredGrid(within, TrafficLedger()), 2)
     assert f"only node {within.node_id_of(1)}" in strategy.reports[2].linear.refused[1]
     assert moves(strategy) == [True, True]
     assert np.abs(vector(result.arrays) - uncoded(3, [True] * 2)).max() < 1e-10

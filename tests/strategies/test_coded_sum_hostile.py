@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from coded_sum_runs import (
     CODEC,
+    MODES,
     NODES,
     SIZE,
     TRANSPORTS,
@@ -24,17 +25,19 @@ from coded_sum_runs import (
 )
 from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from message_examples import fields_of
-from toy import client_app, fedavg, stack, with_halves
+from toy import client_app, fedavg, model, stack, with_halves
 
 from fedcomp.clients.coded.mod import coded
 from fedcomp.clients.compressed import compression
-from fedcomp.codecs import FixedPoint, RandomK, TopK
+from fedcomp.codecs import FixedPoint, RandomK
 from fedcomp.coding.sumcode import SumPlan, contribution
 from fedcomp.coding.sumshards import Shard, make_tag, set_digest
 from fedcomp.coding.transport import Parcel
 from fedcomp.errors import ConfigError
+from fedcomp.experiments.systems import SYSTEMS
 from fedcomp.flower.coded import CODED, HELLO, PUT, SUM, Query, put_bundle, take_bundle
 from fedcomp.flower.records import to_record
+from fedcomp.strategies.coded.strategy import CodedFedAvg
 from fedcomp.strategies.compressed import Compressed
 
 
@@ -249,32 +252,102 @@ def test_an_automatic_code_that_cannot_reach_the_target_says_so() -> None:
     assert many.reports[1].coded.notes == []
 
 
-@pytest.mark.slow
-def test_a_sum_shows_what_one_client_alone_has_changed_and_that_client_is_warned(caplog) -> None:
-    """As rows of an embedding whose tokens nobody else has; with 6 contributors as with 2, and with any ``least``."""
+WIDE = FixedPoint(RandomK(1.0), clip=2.0**12, levels=2**11)
+
+
+def trained(change):
+    """Return an app whose clients change their arrays by ``change(partition, arrays)``, and weigh 1."""
     app = with_halves([coded(), compression()])
 
     @app.train()
     def train(msg: Message, context: Context) -> Message:
         arrays = {name: array.numpy().copy() for name, array in msg.content["arrays"].items()}
-        own = int(context.node_config["partition-id"])
-        arrays["weight"].reshape(-1)[own] += 100.0 * (own + 1)
+        change(int(context.node_config["partition-id"]), arrays)
         metrics = MetricRecord({"num-examples": 1})
         return Message(RecordDict({"arrays": to_record(arrays), "metrics": metrics}), reply_to=msg)
 
-    codec = FixedPoint(RandomK(1.0), clip=2.0**12, levels=2**11)
-    grid, strategy = grid_of(client=app), coded_sum(codec, weighted=False, least=4)
+    return app
+
+
+@pytest.mark.slow
+def test_a_sum_shows_what_one_client_alone_has_changed_and_that_client_is_warned(caplog) -> None:
+    """As rows of an embedding whose tokens nobody else has; with 6 contributors as with 2."""
+
+    def alone(own: int, arrays: dict) -> None:
+        arrays["weight"].reshape(-1)[own] += 100.0 * (own + 1)
+
+    grid, strategy = grid_of(client=trained(alone)), coded_sum(WIDE, weighted=False)
     with caplog.at_level("WARNING", "flwr.fedcomp"):
         result = run(strategy, grid, 2)
     shown = result.arrays["weight"].numpy().reshape(-1)[:NODES] * NODES / 2
-    np.testing.assert_allclose(shown, 100.0 * np.arange(1, NODES + 1), atol=codec.step)
+    np.testing.assert_allclose(shown, 100.0 * np.arange(1, NODES + 1), atol=WIDE.step)
     warned = [m for m in caplog.messages if "the sum shows the server this node's values" in m]
     assert len(warned) == NODES, "each once"
     assert all(f"changes 1 of {SIZE} coordinates" in m for m in warned)
 
 
-@pytest.mark.parametrize("codec", [TopK(0.1), RandomK(0.1, shared=False)])
-def test_supports_of_the_clients_own_are_not_summed(codec) -> None:
-    """The union of them would say who sent which coordinate."""
-    with pytest.raises(ConfigError, match=r"RandomBlock with shared=True|draws a support for"):
-        FixedPoint(codec, clip=1.0)
+def lone(own: int, arrays: dict) -> None:
+    """Partition 0 changes one coordinate, the others all of them."""
+    for array in arrays.values():
+        if own:
+            array += 100.0 * (own + 1)
+    if not own:
+        arrays["weight"].reshape(-1)[0] += 100.0
+
+
+@pytest.mark.slow
+@MODES
+def test_with_a_threshold_of_contributors_an_update_of_ones_own_support_is_not_shared(mode) -> None:
+    grid, strategy = grid_of(client=trained(lone)), coded_sum(WIDE, weighted=False, min_contributors=4, mode=mode)
+    run(strategy, grid, 1)
+    assert included(strategy, grid) == [1, 2, 3, 4, 5]
+    ((node, reason),) = strategy.reports[1].coded.excluded.items()
+    assert grid.partition_of(node) == 0
+    assert f"this update changes 1 of {SIZE} coordinates" in reason
+    assert "min_contributors=4 are asked for" in reason
+    assert "RandomK with shared=True" in reason
+    assert [grid.partition_of(sender(m, grid)) for m in grid.received if m.has_error()] == [0]
+
+
+@pytest.mark.slow
+@MODES
+def test_a_sum_of_fewer_contributors_than_asked_is_not_released(mode, caplog) -> None:
+    """Three of six share: fewer than four, although as many relays as decode are there. No relay is asked for a sum."""
+
+    def few(own: int, arrays: dict) -> None:
+        if own < 3:
+            raise ValueError("away")
+        lone(own, arrays)
+
+    options = {"symbols": 2, "weighted": False, "mode": mode}
+    grid, strategy = grid_of(client=trained(few)), coded_sum(WIDE, min_contributors=4, **options)
+    start = model()
+    with caplog.at_level("WARNING", "flwr.fedcomp"):
+        result = run(strategy, grid, 1, start)
+    for name, array in start.items():
+        np.testing.assert_array_equal(result.arrays[name].numpy(), array.numpy())
+    said = "3 contributors; at least 4 are needed (min_contributors)"
+    assert any(said in note for note in strategy.reports[1].coded.notes)
+    assert any(said in message for message in caplog.messages)
+    assert not [m for m in grid.sent if m.metadata.message_type == SUM]
+    allowed = coded_sum(WIDE, min_contributors=3, **options)
+    run(allowed, grid := grid_of(client=trained(few)), 1)
+    assert included(allowed, grid) == [3, 4, 5], "three are enough where three are asked for"
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_every_system_inside_a_sum_shares_its_support_or_is_refused(name) -> None:
+    """Whatever strategy stands inside: a codec of one grid and one support, or no sum, before any node is asked."""
+    system = SYSTEMS[name]
+    try:
+        inner = system.build(system.resolve({}), 0)
+    except ConfigError:
+        pytest.skip("cannot be built without a task of its own")
+    if isinstance(inner, CodedFedAvg):
+        inner = inner.inner
+    try:
+        outer = CodedFedAvg(inner, construction="sumcode", symbols=3, threshold=1, min_contributors=4, weighted=False)
+    except ConfigError:
+        return
+    assert outer.construction.codec.codec.shared is True
+    assert outer.construction.codec.codec.linear

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
 import json
 import os
 import signal
 import socket
+import ssl
 import stat
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
+
+import pytest
 
 from fedcomp.experiments.engines.processes import Child, free_ports
 from fedcomp.experiments.program import main as fedcomp
@@ -42,6 +47,32 @@ def test_the_superlink_is_on_loopback_with_keys_and_asks_for_its_secret(tmp_path
     assert "--enable-supernode-auth" not in words
     assert words[words.index("--host") + 1] == "127.0.0.1"
     assert "--superexec-auth-secret-file" in words
+
+
+def test_the_port_of_the_nodes_takes_no_older_tls(tmp_path):
+    """Both ends in memory: a client of 1.3 gets through, one that offers 1.1 at most does not."""
+    create(tmp_path, ["localhost"], 0)
+    listener, proxy = prepare(options(tmp_path))
+    listener.close()
+
+    def version(newest: ssl.TLSVersion) -> str | None:
+        theirs = ssl.create_default_context(cafile=str(Folder(tmp_path).ca))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            theirs.minimum_version, theirs.maximum_version = ssl.TLSVersion.TLSv1, newest
+        theirs.set_ciphers("DEFAULT:@SECLEVEL=0")
+        up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
+        ends = (theirs.wrap_bio(down, up, server_hostname="localhost"), proxy.tls.wrap_bio(up, down, server_side=True))
+        for _ in range(4):
+            for end in ends:
+                with contextlib.suppress(ssl.SSLWantReadError):
+                    end.do_handshake()
+        return ends[0].version()
+
+    assert version(ssl.TLSVersion.TLSv1_3) == "TLSv1.3"
+    assert version(ssl.TLSVersion.TLSv1_2) == "TLSv1.2"
+    with pytest.raises(ssl.SSLError):
+        version(ssl.TLSVersion.TLSv1_1)
 
 
 def test_what_is_written_is_the_owners_alone_and_kept(tmp_path):

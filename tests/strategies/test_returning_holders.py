@@ -1,0 +1,119 @@
+"""Who declares a partition while its holder is away gives it back, on every path that knows nodes by partitions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import gossip_toy
+import graph_federation
+import linear_toy
+import pytest
+import toy
+from coded_runs import coded_app
+from flwr.app import ArrayRecord, ConfigRecord
+
+from fedcomp.clients.compressed import compression
+from fedcomp.codecs import TopK
+from fedcomp.flower.faults import Delivery
+from fedcomp.flower.grid import InProcessGrid
+from fedcomp.flower.ledger import TrafficLedger
+from fedcomp.flower.metered import MeteredGrid
+from fedcomp.flower.rounds import fit
+from fedcomp.strategies.coded.linear import CodedLinearGD
+from fedcomp.strategies.coded.strategy import CodedFedAvg
+from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.partitions import Holders
+
+NODES, TWIN, STOLEN, AWAY, ROUNDS = 4, 7, 2, 3, 6
+"""The node added as ``TWIN`` after the first round declares ``STOLEN``, whose holder is away in round ``AWAY``."""
+
+
+class Deployment(InProcessGrid):
+    """Knows of its nodes what they say; some that are registered are not online."""
+
+    def __init__(self, app: Any, **options: Any) -> None:
+        super().__init__(
+            app, NODES, seed=4, node_config=lambda p: {"partition-id": STOLEN if p >= TWIN else p}, **options
+        )
+        self.offline: set[int] = set()
+
+    def partition_of(self, node_id: int) -> None:
+        return None
+
+    def get_node_ids(self) -> list[int]:
+        return [node for node in super().get_node_ids() if node not in self.offline]
+
+
+PATHS: dict[str, tuple[Callable[[], Any], Callable[[], Any], Callable[[], ArrayRecord], Callable[[Any], Holders]]] = {
+    "pair": (
+        lambda: Compressed(toy.fedavg(fraction_evaluate=0.0), TopK(1.0)),
+        lambda: toy.client_app([compression()]),
+        toy.model,
+        lambda strategy: strategy.reception.holders,
+    ),
+    "coded rounds": (
+        lambda: CodedFedAvg(Compressed(toy.fedavg(), TopK(1.0)), construction="relay", symbols=2),
+        coded_app,
+        toy.model,
+        lambda strategy: strategy._holders,
+    ),
+    "gossip": (
+        lambda: gossip_toy.strategy("sparse-push", nodes=NODES),
+        gossip_toy.client,
+        gossip_toy.model,
+        lambda strategy: strategy._seats.holders,
+    ),
+    "graph": (
+        lambda: graph_federation.strategy(timeout=5.0),
+        lambda: graph_federation.client(graph_federation.graph()),
+        lambda: graph_federation.record(graph_federation.initial()),
+        lambda strategy: strategy._owners.holders,
+    ),
+    "coded data": (
+        lambda: CodedLinearGD(partitions=3, parities=1, code="mds", lr=0.5),
+        linear_toy.client,
+        linear_toy.model,
+        lambda strategy: strategy._setup.holders,
+    ),
+}
+
+
+@pytest.mark.parametrize("away", ["misses a reply", "is offline under a key"])
+@pytest.mark.parametrize("path", PATHS)
+def test_who_declares_a_partition_while_its_holder_is_away_is_refused_when_that_one_is_back(
+    path: str, away: str
+) -> None:
+    """Before, on three of these paths, the holder was refused for ever; a node with a key comes back under its id."""
+    make, app, model, holders_of = PATHS[path]
+    silent = away == "misses a reply"
+
+    def fault(delivery: Delivery) -> str:
+        return "silent" if silent and (delivery.partition, delivery.round) == (STOLEN, AWAY) else "none"
+
+    grid, strategy, seen = Deployment(app(), fault=fault), make(), {}
+    holder = grid.node_id_of(STOLEN)
+
+    def after(number: int, *_: Any) -> None:
+        seen[number] = holders_of(strategy).held.get(STOLEN)
+        if number == 1:
+            grid.add_node(TWIN)
+        grid.offline = {holder} if not silent and number == AWAY - 1 else set()
+
+    config = ConfigRecord({"seed": 3})
+    with grid:
+        fit(
+            strategy,
+            MeteredGrid(grid, TrafficLedger()),
+            model(),
+            ROUNDS,
+            timeout=9,
+            train_config=config,
+            on_round=after,
+        )
+    twin = grid.node_id_of(TWIN)
+    assert [seen[number] for number in (1, 2, ROUNDS - 1, ROUNDS)] == [holder] * 4
+    if not silent:
+        assert seen[AWAY] == twin, "a replacement is used while nobody else answers"
+    later = " ".join(str(vars(strategy.reports[number])) for number in range(2, ROUNDS + 1))
+    assert f"only node {holder}, which held it before, is used" in later

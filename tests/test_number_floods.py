@@ -1,0 +1,139 @@
+"""No number that a server or a node names makes the other one hold, or do, more than a model allows."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import numpy as np
+import pytest
+from message_examples import EXAMPLES
+
+from fedcomp.clients.coded.groups import _Replies
+from fedcomp.codecs import Factors, FixedPoint, RandomK, RandomProjection
+from fedcomp.codecs.projection import MOST_SIGNS
+from fedcomp.coding.relay import RelayPlan
+from fedcomp.coding.sumcode import SumPlan
+from fedcomp.errors import ConfigError, StateError
+from fedcomp.flower.coded import GroupSum
+from fedcomp.flower.schema import Int, Many
+from fedcomp.layout import NONE_DENSE, Layout, Update
+from fedcomp.rng import Key
+
+HERE = Path(__file__).parent
+
+FREE = {
+    # Compared, counted or looked up; nothing is as long as they are.
+    "round sequence sequences acknowledged generation pending made version base support serial epoch iteration oldest "
+    "node hop norms resync noticed now number total": "compared with the receiver's own",
+    "seed draw": "names a random stream",
+    "index source sources members aggregator relays partition partitions to out in_ inbox_from returned_to needs "
+    "missed messages_to named unknown": "names parties; a list is as long as the message that brings it",
+    "sizes sent held kept left_out cut messages_counts payload checksum steps examples inputs remote_inputs wanted "
+    "candidates owned train test": "a figure, reported or compared with what came",
+    "max_store max_payload cache_bytes dense_below modulus levels": "a limit, where the receiver has one, too",
+    # Bounded as products, in Schema.conflict.
+    "columns rows": "linear: rows times columns",
+    "mix_bytes count": "coded rounds: symbols and sums of at most MOST_VALUES",
+    "pixels k batch": "DataLens: teachers, images and pixels",
+    # Bounded where they are used.
+    "nodes features": "graphs: rows of a frame are bounded in bytes before they are made",
+    "batch_size": "graphs: never more than a part's own training nodes",
+}
+"""What the large numbers of messages cost, by their names."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["codecs", "gossip", "plans"])
+def test_hostile_numbers_are_refused_or_cost_no_more_than_the_model_allows(kind: str) -> None:
+    """Every number of every codec, gossip algorithm and plan, with half a gigabyte to spare; see number_floods.py."""
+    path = os.pathsep.join(str(HERE / name) for name in (".", "codecs", "gossip"))
+    done = subprocess.run(
+        [sys.executable, str(HERE / "number_floods.py"), kind],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    *faults, last = done.stdout.splitlines() or [done.stderr[-2000:]]
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert faults == []
+    assert int(last.removesuffix(" cases")) > 80
+
+
+def test_every_large_number_of_a_message_has_a_reason_why_it_costs_nothing() -> None:
+    """A new field has a bound of a million at most, or says here why it needs none."""
+    known = {name for names in FREE for name in names.split()}
+    large: dict[str, str] = {}
+    for schema in {type(example) for example in EXAMPLES.values()}:
+        for name, hint in get_type_hints(schema, include_extras=True).items():
+            for rule in getattr(hint, "__metadata__", ()):
+                each = rule.each if isinstance(rule, Many) else rule
+                if isinstance(each, Int) and each.most > 1 << 20:
+                    large[name] = schema.__name__
+    assert sorted(large.keys() - known) == []
+    assert sorted(known - large.keys()) == [], "a reason for a field that is no more"
+
+
+def update(layout: Layout) -> Update:
+    return Update(np.random.default_rng(0).normal(size=layout.size).astype(np.float32), layout)
+
+
+def test_directions_and_iterations_that_take_too_long_are_refused_before_the_first() -> None:
+    wide = Layout.of({"a": np.zeros((1300, 1700), np.float32)}, NONE_DENSE)
+    projection = RandomProjection(directions=wide.size - 1)
+    assert projection.directions * wide.size > MOST_SIGNS
+    with pytest.raises(ConfigError, match="lower directions"):
+        projection.encode(update(wide), {}, Key(0))
+    with pytest.raises(ConfigError, match="lower directions"):
+        next(projection.tangents(wide, Key(0)))
+    # As coordinates, one at a time: all at once are the square of the model.
+    assert next(RandomProjection(directions=700_000).tangents(Layout.flat(600_000), Key(0))).sum() == 1.0
+    flat = Layout.of({"a": np.zeros((200, 150), np.float32)}, NONE_DENSE)
+    for codec in (Factors(mode="rank", iterations=2**40), Factors(mode="rank", rank=2**40, iterations=10**6)):
+        with pytest.raises(ConfigError, match=r"more than \d+ products"):
+            codec.encode(update(flat), codec.init(flat), Key(0))
+
+
+def test_a_plan_of_a_sum_is_bounded_in_what_it_costs() -> None:
+    plan = {"p": 2**31 - 1, "size": 10, "bound": 1, "contributors": 3, "relays": 3, "symbols": 2, "private": 1}
+    plan |= {"max_weight": 1, "seed": 0, "checks": 1, "least": 2, "mode": "share", "extras": []}
+    assert SumPlan.from_config(plan).relays == 3
+    hostile = ({"contributors": 2**29}, {"relays": 2**30}, {"checks": 2**40}, {"extras": [0] * 17}, {"size": 2**31})
+    for change in (*hostile, {"size": 2**29, "relays": 1000}):
+        with pytest.raises(ConfigError, match=r"at most|more than"):
+            SumPlan.from_config(plan | change)
+
+
+def test_shards_of_a_payload_are_bounded_together() -> None:
+    payload = bytes(1 << 23)
+    for make in (
+        lambda: RelayPlan("rlnc", 1, 1024, 1).packets(0, payload),
+        lambda: RelayPlan("rlnc", 1, 1, 1).fresh(0, payload, 1024),
+    ):
+        with pytest.raises(ConfigError, match=r"Have more symbols \(K\), or fewer shards"):
+            make()
+
+
+def test_an_aggregator_holds_no_sum_of_a_model_that_a_server_makes_up() -> None:
+    asked: Any = next(example for example in EXAMPLES.values() if type(example) is GroupSum)
+    codec = FixedPoint(RandomK(1.0), clip=1.0).to_config()
+
+    def of(*sizes: int, first: tuple[int, ...] = ()) -> _Replies:
+        tensors, start = [], 0
+        for number, size in enumerate(sizes):
+            shape = list(first) if first and not number else [size]
+            tensors.append({"name": f"{number}", "shape": shape, "dtype": "float32", "offset": start, "size": size})
+            start += size
+        spec = {"codec": codec, "tensors": tensors, "seed": 1}
+        return _Replies(type(asked)(**{**vars(asked), "spec": spec}), 1)
+
+    assert of(200, 30, first=(10, 20)).count == 230
+    with pytest.raises(StateError, match="more than"):
+        of(2**40)
+    for sizes, shape in (((2**40, 100 - 2**40), ()), ((2**40,), (1,)), ((10,), (2**40,))):
+        with pytest.raises(StateError, match="do not lie end to end"):
+            of(*sizes, first=shape)
