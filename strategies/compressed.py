@@ -24,7 +24,7 @@ from fedcomp.factors.collect import Captured
 from fedcomp.flower.checkpoint import INNER
 from fedcomp.flower.logs import log
 from fedcomp.flower.records import same_model
-from fedcomp.flower.rounds import own_loop
+from fedcomp.flower.rounds import own_loop, planned
 from fedcomp.layout import NONE_DENSE, DensityPolicy, Layout, TensorSpec, Vector
 from fedcomp.rng import Key
 from fedcomp.stateful import Stateful, nested
@@ -226,6 +226,7 @@ class Compressed(Receiving, Strategy, Stateful):
             self._begin()
         self._started, self._ended = True, ArrayRecord()
         before = self.announcer.sequence
+        planned.set(int(kwargs.get("num_rounds", args[2] if len(args) > 2 else 3)))
         with np.errstate(under="ignore"):
             result = loop_of(self.inner, self).start(*args, **kwargs)
         # Each training exchange takes a number, so an unchanged one shows that none was made.
