@@ -12,13 +12,14 @@ import functools
 import re
 from pathlib import Path
 
+import advice_of_parts
 import advice_of_systems
 import advice_rows
 import pytest
 from advice_rows import Row, provoked
 from page_reading import ROOT
 
-ROWS = (*advice_rows.ROWS, *advice_of_systems.ROWS)
+ROWS = (*advice_rows.ROWS, *advice_of_systems.ROWS, *advice_of_parts.ROWS)
 LIST = Path(__file__).with_name("advice_not_followed.txt")
 LAYERS = ("fedcomp", "strategies", "clients", "coding", "experiments")
 VERBS = (
