@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from advice_rows import (
+from advice import (
     LAYOUT,
     Row,
     damaged,

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from advice_rows import (
+from advice import (
     KEY,
     LAYOUT,
     PLAN,

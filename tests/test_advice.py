@@ -12,14 +12,27 @@ import functools
 import re
 from pathlib import Path
 
+import advice_of_codecs
+import advice_of_coding
+import advice_of_nodes
+import advice_of_pair
 import advice_of_parts
+import advice_of_privacy
 import advice_of_systems
-import advice_rows
 import pytest
-from advice_rows import Row, provoked
+from advice import Row, provoked
 from page_reading import ROOT
 
-ROWS = (*advice_rows.ROWS, *advice_of_systems.ROWS, *advice_of_parts.ROWS)
+MODULES = (
+    advice_of_codecs,
+    advice_of_coding,
+    advice_of_nodes,
+    advice_of_pair,
+    advice_of_parts,
+    advice_of_privacy,
+    advice_of_systems,
+)
+ROWS = tuple(row for module in MODULES for row in module.ROWS)
 LIST = Path(__file__).with_name("advice_not_followed.txt")
 LAYERS = ("fedcomp", "strategies", "clients", "coding", "experiments")
 VERBS = (
@@ -65,7 +78,7 @@ def test_every_advice_has_a_row_or_is_listed_as_not_followed():
     places = {place: text for place, text in texts().items() if ADVICE.search(text)}
     listed = set(LIST.read_text(encoding="utf-8").splitlines())
     done = followed(places)
-    assert sorted(set(places) - done - listed) == [], "a new advice: add a row to tests/advice_rows.py"
+    assert sorted(set(places) - done - listed) == [], "a new advice: add a row to a file tests/advice_of_*.py"
     assert sorted(listed - set(places)) == [], "gone, or written anew: take it from the list"
     assert sorted(listed & done) == [], "followed by now: take it from the list"
 
