@@ -9,3 +9,7 @@ import logging
 from typing import Final
 
 log: Final = logging.getLogger("flwr.fedcomp")
+
+ROUNDS_VARIABLE: Final = "FEDCOMP_ROUNDS"
+"""Environment variable that names a file, to which the end of every training round is added as a line of JSON: for
+``fedcomp link``, which starts server apps by way of a process that does not pass on what they print."""

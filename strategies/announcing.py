@@ -130,7 +130,7 @@ class Announcer(Stateful):
         if params.boolean("first_model_at_nodes", first_at_nodes) and downlink is None:
             raise ConfigError(
                 "first_model_at_nodes without a downlink: models travel whole in every round. Name a downlink, "
-                "Identity() for models without loss"
+                "Identity() for models without loss, and give the clients compression(first_model=...)"
             )
         # Of a node that was never asked; the digest shows whether it is true.
         self._held_at_first = FIRST if first_at_nodes else 0

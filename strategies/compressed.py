@@ -24,7 +24,7 @@ from fedcomp.factors.collect import Captured
 from fedcomp.flower.checkpoint import INNER
 from fedcomp.flower.logs import log
 from fedcomp.flower.records import same_model
-from fedcomp.flower.rounds import own_loop
+from fedcomp.flower.rounds import own_loop, planned
 from fedcomp.layout import NONE_DENSE, DensityPolicy, Layout, TensorSpec, Vector
 from fedcomp.rng import Key
 from fedcomp.stateful import Stateful, nested
@@ -226,6 +226,7 @@ class Compressed(Receiving, Strategy, Stateful):
             self._begin()
         self._started, self._ended = True, ArrayRecord()
         before = self.announcer.sequence
+        planned.set(int(kwargs.get("num_rounds", args[2] if len(args) > 2 else 3)))
         with np.errstate(under="ignore"):
             result = loop_of(self.inner, self).start(*args, **kwargs)
         # Each training exchange takes a number, so an unchanged one shows that none was made.
@@ -437,8 +438,12 @@ def _remembering(codec: Codec, feedback: bool | None) -> Codec:
         raise ConfigError(
             f"{codec!r} needs {codec.phases} exchanges per round; Flower's hooks offer one. Use its own strategy"
         )
+    if codec.replays:
+        raise ConfigError(f"{codec!r} is for the way down, not for what clients send; use downlink={codec!r}")
     if feedback is not None:
         params.boolean("feedback", feedback)
+    if feedback and codec.lossless:
+        raise ConfigError(f"{codec!r} leaves nothing out, so nothing is to be remembered; leave feedback=True out")
     # Unbiased errors average out over rounds and clients; a vote has no error that could be sent later.
     needless = codec.lossless or codec.unbiased or codec.remembers or codec.votes
     wanted = not needless if feedback is None else feedback

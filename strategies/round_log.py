@@ -6,7 +6,10 @@ and again the 10th, 100th and 1000th time.
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import Final
@@ -14,6 +17,8 @@ from typing import Final
 from fedcomp.errors import NoUsableReply
 from fedcomp.flower.logs import log
 from fedcomp.flower.report import WITHHELD, Report
+from fedcomp.flower.rounds import planned
+from fedcomp.logs import ROUNDS_VARIABLE
 
 _REASONS: Final = 8
 """Different reasons of one node that are told apart: error texts are the clients' own, and they may all differ."""
@@ -56,13 +61,33 @@ class RoundLog:
             log.info("%s, round %d: %s", self._name, report.round, WITHHELD)
             # In place: checkpoints store this very object.
             report.withhold()
+            self._publish(report, WITHHELD)
             return
         self.warn(report)
         self._warn(report.round, "full model instead of a frame", dict.fromkeys(report.without_mod, _WITHOUT_MOD))
         self._warn(report.round, "full model instead of a frame", report.unsupported)
         if report.asked and not report.used:
             log.warning("%s, round %d: no update was used, the model is unchanged", self._name, report.round)
-        log.info("%s, round %d: %s", self._name, report.round, line(report))
+        text = line(report)
+        log.info("%s, round %d: %s", self._name, report.round, text)
+        self._publish(report, text)
+
+    def _publish(self, report: Report, text: str) -> None:
+        """Add the round's end to the file that the environment names, if it names one."""
+        path = os.environ.get(ROUNDS_VARIABLE)
+        if not path:
+            return
+        used = [node for node in report.weights if node not in report.refused] if report.used else []
+        end = {"time": time.time(), "name": self._name, "round": report.round, "of": planned.get()}
+        data = f"{json.dumps({**end, 'text': text, 'nodes': [str(node) for node in used]})}\n".encode()
+        try:
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            try:
+                os.write(file, data)
+            finally:
+                os.close(file)
+        except OSError as error:
+            log.warning("%s, round %d: its end is not in %s: %s", self._name, report.round, path, error)
 
     def warn(self, report: Report) -> None:
         """Log what was refused in a round, training or evaluation, and why, and its notes."""

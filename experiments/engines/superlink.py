@@ -143,12 +143,15 @@ class Deployment:
         self.close()
 
     def stop(self) -> None:
-        """Stop every process that was started, nodes first; the folder stays."""
+        """Stop every process that was started, nodes first, and what those that were killed left; the folder stays."""
         # All are asked before any is waited for: a node that still talks to its SuperLink leaves at once.
         for child in reversed(self.children):
             child.terminate()
         for child in reversed(self.children):
             child.stop()
+        # A server that was killed is nobody's parent any more: the app that it started asks for it for minutes.
+        for home in {self.server_app_home, *(self.home(f"node-{node}") for node in range(self.nodes))}:
+            kill_all(processes_with("FLWR_HOME", str(home)))
 
     def close(self) -> None:
         """Stop every process that was started, and remove the folder."""

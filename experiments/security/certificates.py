@@ -106,6 +106,11 @@ class Folder:
         """What a running link knows of its nodes, for ``fedcomp status``."""
         return self.kept / "status.json"
 
+    @property
+    def rounds(self) -> Path:
+        """What server apps say of the rounds that ended since the link began."""
+        return self.kept / "rounds.jsonl"
+
     def home(self, name: str) -> Path:
         """Return the Flower home of the process called ``name``; the operator's is ``cli``."""
         return self.kept / name

@@ -35,8 +35,9 @@ from fedcomp.experiments.engines.processes import Child, DeploymentError
 from fedcomp.experiments.security.certificates import Folder, private_folder, read, write_new
 from fedcomp.experiments.security.proxy import Limits, Proxy, contexts
 from fedcomp.experiments.security.registration import TEMPORARY
-from fedcomp.experiments.security.status import names_of
+from fedcomp.experiments.security.status import Rounds, names_of
 from fedcomp.flower.offline import OFFLINE_ENVIRONMENT, without_proxy
+from fedcomp.logs import ROUNDS_VARIABLE
 
 CONFIGURATION: Final = 78
 """Exit code of what a restart does not mend, EX_CONFIG of sysexits.h."""
@@ -116,6 +117,7 @@ class LinkOptions:
         home = self.folder.home(name)
         private_folder(home)
         own = {"PATH": path, "FLWR_HOME": str(home), "PYTHONUNBUFFERED": "1"}
+        own |= {ROUNDS_VARIABLE: str(self.folder.rounds)}
         return {**OFFLINE_ENVIRONMENT, **os.environ, **without_proxy(os.environ), **own}
 
     def start(self, title: str, name: str, command: list[str]) -> Child:
@@ -275,14 +277,17 @@ async def _keep(options: LinkOptions, listener: socket.socket, proxy: Proxy, chi
 
 
 async def _show(options: LinkOptions, proxy: Proxy) -> None:
-    """Write down for ``fedcomp status`` what the proxy has seen, every five seconds."""
+    """Say which rounds have ended, and write down for ``fedcomp status`` what was seen, every five seconds."""
+    rounds = Rounds(options.folder.rounds)
     while True:
         # Anew: keys may have been added while this runs.
         proxy.callers.names = names_of(options.folder)
         try:
-            proxy.callers.write(options.folder.status)
+            for line in rounds.new():
+                options.say(line)
+            proxy.callers.write(options.folder.status, rounds=rounds.last)
         except OSError as error:
-            options.say(f"{options.folder.status} cannot be written: {error}")
+            options.say(f"{error.filename or options.folder.status}: {error.strerror}")
         await asyncio.sleep(STATUS_SECONDS)
 
 

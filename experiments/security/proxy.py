@@ -59,14 +59,15 @@ class Limits:
     body : int
         Most bytes of a request's body; an object of Flower's has at most 20 MiB.
     address_bytes, all_bytes : int
-        Bytes of bodies under way at a time, of one address and in all: the SuperLink holds a body until it is complete
-        and only then looks at who sent it. Counted as announced; bodies of 64 KiB and less are not counted.
+        Bytes of bodies under way at a time, of one address and in all, and as many of answers: the SuperLink holds a
+        body until it is complete and only then looks at who sent it, and an answer until it is taken. Counted as
+        announced; what has 64 KiB and less is not counted.
     queue : float
         Seconds that a body waits for room, before it is read.
     handshake, idle : float
         Seconds for the TLS handshake, and for the next request's head to be complete.
-    upload : float
-        Seconds for a request's body to be complete; Flower gives up a message after 180.
+    transfer : float
+        Seconds for a request's body to be complete, and for an answer to be taken; Flower gives up a message after 180.
     stall : float
         Seconds without a byte from the client, or in which it takes none.
     answer : float
@@ -84,7 +85,7 @@ class Limits:
     queue: float = 10.0
     handshake: float = 10.0
     idle: float = 60.0
-    upload: float = 600.0
+    transfer: float = 600.0
     stall: float = 60.0
     answer: float = 300.0
     linger: float = 2.0
@@ -165,6 +166,53 @@ def announced(request: h11.Request, limits: Limits) -> int:
     return int(next((value for name, value in request.headers if name == b"content-length"), b"0"))
 
 
+def of_answer(answer: h11.Response, limits: Limits) -> int:
+    """Return how many bytes an answer has, or as many as a body may have where it does not say."""
+    return int(next((value for name, value in answer.headers if name == b"content-length"), limits.body))
+
+
+@dataclass
+class UnderWay:
+    """Bytes under way in one direction, of which each address and all of them may have so many.
+
+    Parameters
+    ----------
+    limits : Limits
+    """
+
+    limits: Limits
+    sizes: Counter[str] = field(default_factory=Counter)
+    _freed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def fits(self, address: str, size: int) -> bool:
+        """Return whether there is room for ``size`` bytes more of ``address``."""
+        limits = self.limits
+        return size <= _SMALL or (
+            self.sizes[address] + size <= limits.address_bytes and self.sizes.total() + size <= limits.all_bytes
+        )
+
+    async def until_it_fits(self, address: str, size: int) -> None:
+        """Return when there is room."""
+        while not self.fits(address, size):
+            await self._freed.wait()
+
+    @contextlib.contextmanager
+    def hold(self, address: str, size: int) -> Iterator[None]:
+        """Hold room."""
+        if size <= _SMALL:
+            yield
+            return
+        self.sizes[address] += size
+        try:
+            yield
+        finally:
+            self.sizes[address] -= size
+            # A Counter keeps its zeros.
+            self.sizes += Counter()
+            self._freed.set()
+            self._freed = asyncio.Event()
+
+
 @dataclass
 class Peer:
     """One end of a connection: its streams, its parser, and how long it may take.
@@ -230,12 +278,11 @@ class Proxy:
     say: Callable[[str], object] = print
     callers: Callers = field(default_factory=Callers)
     _open: Counter[str] = field(default_factory=Counter)
-    _under_way: Counter[str] = field(default_factory=Counter)
-    _freed: asyncio.Event = field(default_factory=asyncio.Event)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._refusals = ThinnedLog(self.say)
+        self._bodies, self._answers = UnderWay(self.limits), UnderWay(self.limits)
 
     async def serve(self, listener: socket.socket) -> None:
         """Accept connections until cancelled; then close all of them."""
@@ -321,28 +368,13 @@ class Proxy:
     @contextlib.asynccontextmanager
     async def _room(self, address: str, size: int) -> AsyncIterator[None]:
         """Hold room for a body while it and its answer pass; wait for it first, while nothing of it is read."""
-        limits = self.limits
-        if size <= _SMALL:
-            yield
-            return
         try:
-            async with asyncio.timeout(limits.queue):
-                while (
-                    self._under_way[address] + size > limits.address_bytes
-                    or self._under_way.total() + size > limits.all_bytes
-                ):
-                    await self._freed.wait()
+            async with asyncio.timeout(self.limits.queue):
+                await self._bodies.until_it_fits(address, size)
         except TimeoutError:
             raise Refused(503, "too many bodies are under way; try again") from None
-        self._under_way[address] += size
-        try:
+        with self._bodies.hold(address, size):
             yield
-        finally:
-            self._under_way[address] -= size
-            # A Counter keeps its zeros.
-            self._under_way += Counter()
-            self._freed.set()
-            self._freed = asyncio.Event()
 
     async def _connect(self) -> Peer:
         name = "localhost" if self.trust else None
@@ -364,7 +396,7 @@ class Proxy:
         size = 0
         with _to_server():
             await server.send(h11.Request(method="POST", target=request.target, headers=kept), limits.stall)
-        async with asyncio.timeout(limits.upload):
+        async with asyncio.timeout(limits.transfer):
             while isinstance(event := await client.event(limits.stall), h11.Data):
                 size += len(event.data)
                 if size > limits.body:
@@ -378,6 +410,19 @@ class Proxy:
                 pass
         if not isinstance(answer, h11.Response):
             raise Refused(502, "the SuperLink broke off before it answered")
+        announces = of_answer(answer, limits)
+        if not self._answers.fits(address, announces):
+            # It does not wait: the SuperLink holds it meanwhile, and lets it go when the connection ends.
+            server.writer.close()
+            raise Refused(503, "too many answers are under way; try again")
+        with self._answers.hold(address, announces):
+            async with asyncio.timeout(limits.transfer):
+                down = await self._answer(answer, client, server)
+        self.callers.note(request.headers, address, answer.status_code, size, down)
+
+    async def _answer(self, answer: h11.Response, client: Peer, server: Peer) -> int:
+        """Pass an answer back; return the bytes of its body."""
+        limits = self.limits
         headers, down = [(name, value) for name, value in answer.headers if name not in _HOP], 0
         await client.send(h11.Response(status_code=answer.status_code, headers=headers), limits.stall)
         try:
@@ -388,7 +433,7 @@ class Proxy:
             # The answer has begun: this can only be shown by breaking off.
             raise ConnectionResetError("the SuperLink broke off within its answer") from error
         await client.send(h11.EndOfMessage(), limits.stall)
-        self.callers.note(request.headers, address, answer.status_code, size, down)
+        return down
 
     async def _refuse(self, client: Peer, error: Exception, address: str, request: Any) -> None:
         """Say why, on both sides, and end the connection."""

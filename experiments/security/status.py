@@ -1,7 +1,8 @@
 """What ``fedcomp link`` knows of its nodes, and ``fedcomp status``, which shows it on one screen.
 
 The proxy counts what passes it, by the key that a call was signed with: only where the SuperLink took the call, which
-checks the signature. A node that is not in ``nodes/`` any more is not shown.
+checks the signature. Server apps add the end of every training round to a file that the link reads, with the nodes
+whose replies are in the new model. A node that is not in ``nodes/`` any more is not shown.
 """
 
 from __future__ import annotations
@@ -53,6 +54,58 @@ class Caller:
     refused: int = 0
     up: int = 0
     down: int = 0
+
+
+@dataclass
+class Rounds:
+    """Ends of rounds, as server apps add them to a file.
+
+    Parameters
+    ----------
+    path : Path
+        The file; what is in it when this is made is an earlier link's, and is removed.
+
+    Attributes
+    ----------
+    last : dict of str to dict
+        For each node, by its id, the last round in which its reply was used: ``round``, ``of`` and ``time``.
+    """
+
+    path: Path
+    last: dict[str, dict[str, Any]] = field(default_factory=dict)
+    _read: int = 0
+
+    def __post_init__(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+    def new(self) -> list[str]:
+        """Return a line for each round that has ended since the last call."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._read)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        # The rest is being written.
+        whole = data[: data.rfind(b"\n") + 1]
+        self._read += len(whole)
+        return [self._take(line) for line in whole.splitlines()]
+
+    def _take(self, line: bytes) -> str:
+        try:
+            end = json.loads(line)
+            shown = {"round": int(end["round"]), "of": int(end["of"]), "time": float(end["time"])}
+            self.last |= {str(node): shown for node in end["nodes"]}
+            said = f"{end['name']}, {numbered(shown)}: {end['text']}"
+        except (ValueError, KeyError, TypeError) as error:
+            return f"{self.path}: a line says nothing of a round: {error!r}"
+        # Clients wrote a part of it.
+        return "".join(c if c.isascii() and c.isprintable() else "?" for c in said)
+
+
+def numbered(end: Mapping[str, Any]) -> str:
+    """Return which round it is, and of how many where that is known."""
+    return f"round {end['round']}" + (f" of {end['of']}" if end["of"] else "")
 
 
 @dataclass
@@ -117,18 +170,32 @@ def rows(folder: Folder, document: Mapping[str, Any], now: float) -> list[dict[s
         state = "never seen" if not caller.last else "online" if now - caller.last < ONLINE_SECONDS else "away"
         partition = path.stem.removeprefix("node-")
         named = {"partition": partition, "name": path.stem, "id": ids.get(path.stem, ("", ""))[0], "state": state}
-        found.append({**named, **asdict(caller)})
+        found.append({**named, **asdict(caller), "last_round": document["rounds"].get(named["id"])})
     return found
 
 
 def table(found: Sequence[Mapping[str, Any]], now: float) -> list[str]:
     """Return the rows as lines of text."""
-    head = ("part", "name", "id", "state", "last seen", "Flower", "address", "calls", "up MB", "down MB", "refused")
-    lines = [head]
+    head = [
+        "part",
+        "name",
+        "id",
+        "state",
+        "last seen",
+        "last round",
+        "Flower",
+        "address",
+        "calls",
+        "up MB",
+        "down MB",
+        "refused",
+    ]
+    lines: list[Sequence[str]] = [head]
     for row in found:
         seen = f"{now - row['last']:.0f} s ago" if row["last"] else "-"
         moved = (f"{row['up'] / 1e6:.2f}", f"{row['down'] / 1e6:.2f}")
-        cells = (row["partition"], row["name"], row["id"] or "-", row["state"], seen, row["version"] or "-")
+        used = numbered(row["last_round"]).removeprefix("round ") if row["last_round"] else "-"
+        cells = (row["partition"], row["name"], row["id"] or "-", row["state"], seen, used, row["version"] or "-")
         lines.append((*cells, row["address"] or "-", str(row["calls"]), *moved, str(row["refused"])))
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from inspect import getattr_static
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
@@ -39,6 +40,9 @@ Exchanges = Generator[Iterable[Message] | Send | Await, list[Message], T]
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 
 ShouldStop = Callable[[int, Result], bool]
+
+planned: ContextVar[int] = ContextVar("planned", default=0)
+"""The number of the last round of the training under way; 0 where nobody has said it."""
 
 Enough = Callable[[Sequence[Message]], bool]
 """Whether the replies that have come are all that is needed."""
@@ -472,6 +476,7 @@ def fit(
     """
     if start_round < 1:
         raise ConfigError(f"start_round is {start_round}; rounds are numbered from 1")
+    planned.set(num_rounds)
     if isinstance(strategy, Strategy) and not isinstance(strategy, ExchangeStrategy) and own_loop(strategy):
         raise ConfigError(
             f"{type(strategy).__name__} runs a loop of its own (start is overridden), which fit() would pass by; call "

@@ -67,6 +67,7 @@ from fedcomp.strategies.coded.links import RestingLinks, SimulatedLinks, record_
 from fedcomp.strategies.coded.report import Coding
 from fedcomp.strategies.coded.settings import CONSTRUCTIONS, CodedSettings
 from fedcomp.strategies.partitions import Holders
+from fedcomp.strategies.private.flower_dp import promises
 from fedcomp.strategies.replies import Rejected, first_replies
 from fedcomp.strategies.wrapping import require_inner
 
@@ -372,10 +373,10 @@ class CodedFedAvg(ExchangeStrategy, Stateful):
         promise = find_private(inner)
         # Without a promise there is none that coding could break.
         may_be_coded = getattr(promise, "may_be_coded", lambda construction: True)
-        if not may_be_coded(construction):
+        if not may_be_coded(construction) or promises(inner):
             raise ConfigError(
-                f"{type(promise).__name__} trusts the server with updates, not other clients, which relays of the "
-                f"construction {construction!r} are; use distributed_dp() or local_dp()"
+                f"{type(promise or inner).__name__} trusts the server with updates, not other clients, which relays of "
+                f"the construction {construction!r} are; use distributed_dp() or local_dp()"
             )
         self.inner = inner
         self._reports = Reports()

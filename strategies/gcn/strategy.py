@@ -48,6 +48,7 @@ from fedcomp.layout import NONE_DENSE, Layout
 from fedcomp.privacy.local import asks_for_noise
 from fedcomp.rng import Key
 from fedcomp.stateful import Stateful, each, nested
+from fedcomp.strategies.forward import ForwardGradients
 from fedcomp.strategies.gcn.owners import Owners, Talk, sent
 from fedcomp.strategies.gcn.report import Fetching, FetchTraffic, feature_bytes
 from fedcomp.strategies.gcn.rows import Requester, Turn
@@ -55,6 +56,7 @@ from fedcomp.strategies.gcn.settings import RoundSettings, RowSettings
 from fedcomp.strategies.guard import Norms
 from fedcomp.strategies.intake import Intake
 from fedcomp.strategies.means import weight_key_of
+from fedcomp.strategies.private.flower_dp import promises
 from fedcomp.strategies.receiving import Reception
 from fedcomp.strategies.replies import SentMessage, note_arrivals
 from fedcomp.strategies.round_log import RoundLog
@@ -109,8 +111,8 @@ class SkewedGCN(ExchangeStrategy, Stateful):
     Raises
     ------
     ConfigError
-        For an inner strategy that has its own loop or is private, an unknown structure, a sampler that needs to know
-        more of the edges, or a guard beside an inner strategy that has its own.
+        For an inner strategy that has its own loop, is private or measures slopes, an unknown structure, a sampler that
+        needs to know more of the edges, or a guard beside an inner strategy that has its own.
 
     Examples
     --------
@@ -427,7 +429,12 @@ def _check_inner(inner: Strategy) -> None:
             f"{type(inner).__name__} runs its own loop (it overrides start); SkewedGCN stands around strategies that "
             "work through configure_train and aggregate_train"
         )
-    if find_private(inner) is not None:
+    if isinstance(inner, ForwardGradients):
+        raise ConfigError(
+            "ForwardGradients has no graph rounds: nodes of a graph train on rows that they fetched, and measure no "
+            "slopes; use Compressed with a codec"
+        )
+    if find_private(inner) is not None or promises(inner):
         raise ConfigError(
             f"{type(inner).__name__} promises privacy, and feature rows leave their owners in the clear: the promise "
             "would not hold. Use an inner strategy without one"

@@ -30,6 +30,7 @@ from fedcomp.errors import ConfigError
 from fedcomp.flower.checkpoint import INNER
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import take_node
+from fedcomp.flower.privacy import find_private
 from fedcomp.flower.protocol import app_failure
 from fedcomp.flower.record_dp import FORWARD, METHODS, RECORD_DP, Account, DpSgdPlan, WrongAccount
 from fedcomp.flower.records import to_arrays
@@ -49,7 +50,8 @@ from fedcomp.strategies.private.nodes import Shown, online
 from fedcomp.strategies.private.promise import NoClientEvaluation
 from fedcomp.strategies.receiving import Reception
 from fedcomp.strategies.replies import SentMessage
-from fedcomp.strategies.sinks import rule_of
+from fedcomp.strategies.sinks import UpdateRule, rule_of
+from fedcomp.strategies.wrapping import require_inner
 
 NOT_COVERED: Final = (
     "the choice of hyper-parameters and of the model, and preprocessing of the data",
@@ -195,6 +197,13 @@ class RecordDp(NoClientEvaluation, Strategy, Stateful):
     }
 
     def __init__(self, inner: Strategy, plan: DpSgdPlan, *, records: int = 0, guard: Norms | None = None) -> None:
+        # Coding, relays and graphs go around this strategy, where they go together with it at all.
+        require_inner(inner, "RecordDp")
+        if (private := find_private(inner)) is not None:
+            raise ConfigError(
+                f"{type(private).__name__} keeps a promise of privacy of its own, and its clients would not train as "
+                "the plan says; use one of the two"
+            )
         # The mean itself, or the one in the drop-in pair.
         mean = getattr(inner, "inner", inner)
         if not isinstance(mean, Strategy) or not is_mean(mean):
@@ -330,6 +339,18 @@ class RecordDp(NoClientEvaluation, Strategy, Stateful):
             failure=self.privacy.failure,
             secure=not plan.insecure,
             dropouts="a training whose reply was lost has cost what it cost, and is accounted by its client",
+        )
+
+    def update_rule(self) -> UpdateRule:
+        """Refuse to stand inside of the drop-in pair, which gives no strategy the replies that say what they cost.
+
+        Raises
+        ------
+        ConfigError
+        """
+        raise ConfigError(
+            "RecordDp inside of Compressed would book no training: put it outside, "
+            f"RecordDp(Compressed({type(self.inner).__name__}(...), codec), plan)"
         )
 
     def summary(self) -> None:

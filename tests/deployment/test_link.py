@@ -147,7 +147,10 @@ def test_a_run_over_tls_gives_the_bits_of_this_process_and_strangers_get_nowhere
     while True:
         document = json.loads(folder.status.read_text())
         seen = {row["name"]: row for row in rows(folder, document, time.time())}
-        if all(seen[name]["up"] > 10_000 and seen[name]["state"] == "online" for name in ("node-0", "node-1")):
+        two = seen["node-0"], seen["node-1"]
+        if all(row["up"] > 10_000 and row["state"] == "online" and row["last_round"] for row in two) and (
+            {row["last_round"]["round"] for row in two} == {SPEC.rounds}
+        ):
             break
         assert time.monotonic() < deadline, seen
         time.sleep(0.5)
@@ -155,6 +158,10 @@ def test_a_run_over_tls_gives_the_bits_of_this_process_and_strangers_get_nowhere
     assert seen["node-0"]["version"] == version("flwr")
     assert seen["node-0"]["refused"] >= 2  # those with the wrong time
     assert document["refused"]["403"] >= 7
+    # And how far the run is, in the log of the link.
+    assert [row["last_round"]["of"] for row in two] == [SPEC.rounds] * 2
+    for number in range(1, SPEC.rounds + 1):
+        assert log_lines(link, f", round {number} of {SPEC.rounds}: 2 asked, 2 used") == 1
 
     # A new key while it runs, and the same database after a restart.
     ids = (folder.registered).read_text()

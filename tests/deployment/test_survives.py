@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from quick_nodes import quicken
 
+from fedcomp.clients.edge.processes import processes_with
 from fedcomp.experiments import engines
 from fedcomp.experiments.engines import superlink
 from fedcomp.experiments.engines.processes import DeploymentError
@@ -86,6 +87,8 @@ def test_a_run_whose_server_is_killed_in_a_round_goes_on_to_the_same_bits(
     monkeypatch.setattr(superlink, "Deployment", Watched)
     with pytest.raises(DeploymentError):
         engines.run(SPEC, on_round=on_round, checkpoint=checkpoint)
+    # Its server app, too, which would ask for its SuperLink for minutes.
+    assert processes_with("FLWR_HOME", str(used[0].folder / "superlink")) == {}
     assert not used[0].folder.exists()
 
     seen: list[RoundRecord] = []

@@ -6,21 +6,36 @@ have other shapes, types or tensors, or values that are not numbers. Nothing but
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
+from functools import wraps
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.serverapp.strategy import FedAvg
+from page_reading import ROOT
 from private_rows import small as private
 
 from fedcomp.clients.app import app as honest
+from fedcomp.errors import ConfigError
 from fedcomp.experiments import engines
 from fedcomp.experiments.engines import inprocess
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.experiments.systems import SYSTEMS
 from fedcomp.flower.payload import is_frame
+from fedcomp.strategies.coded.strategy import CodedFedAvg
+from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.conditional import Conditional
+from fedcomp.strategies.forward import ForwardGradients
+from fedcomp.strategies.gradiveq import FittedBasis
+from fedcomp.strategies.guard import Norms
+from fedcomp.strategies.lgc import LearnedGradients
+from fedcomp.strategies.power_sgd import SharedBasis
+from fedcomp.strategies.shared_support import SharedSupport
+from fedcomp.tasks.base import Classification, Task
 
 LIAR, CLIENTS, LIE, LAST = 1, 4, 2, 3
 
@@ -173,3 +188,118 @@ def test_what_one_client_sends_ends_no_run_and_ruins_no_model(name, lie, monkeyp
 def test_only_flowers_own_strategy_is_not_tried():
     (left,) = set(SYSTEMS) - set(NAMES)
     assert type(SYSTEMS[left].build(SYSTEMS[left].resolve({}), 0)) is FedAvg
+
+
+class Absurd(Liar):
+    """One client trains to 1e30 everywhere: finite, and what its half of the system then makes of it."""
+
+    VALUE = 1e30
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(lambda content: False)
+        self.now = False
+        train, objective = Task.train, Classification.objective
+
+        def absurd(task: Task, model: torch.nn.Module, *args: Any, **options: Any) -> Any:
+            metrics = train(task, model, *args, **options)
+            if self.now:
+                self.lied += 1
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.fill_(self.VALUE)
+            return metrics
+
+        def measured(task: Any, *args: Any) -> torch.Tensor:
+            self.lied += self.now
+            return objective(task, *args) * (self.VALUE if self.now else 1.0)
+
+        monkeypatch.setattr(Task, "train", absurd)
+        # Which forward gradients measure instead of training.
+        monkeypatch.setattr(Classification, "objective", measured)
+        monkeypatch.setattr(inprocess, "client_app", self)
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        partition = int(context.node_config["partition-id"])
+        config = message.content.config_records.get("config", {})
+        number = int(config.get("server-round", self.round.get(partition, 0)))
+        self.now = partition == LIAR and number == LIE and message.metadata.message_type.startswith("train")
+        try:
+            return super().__call__(message, context)
+        finally:
+            self.now = False
+
+
+def with_guards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have every strategy that takes a guard be built with one."""
+    for kind in (Compressed, SharedSupport, SharedBasis, FittedBasis, LearnedGradients, ForwardGradients):
+        init = kind.__init__
+
+        @wraps(init)
+        def guarded(self: Any, *args: Any, _init: Any = init, **options: Any) -> None:
+            _init(self, *args, **{"guard": Norms(), **options})
+
+        monkeypatch.setattr(kind, "__init__", guarded)
+
+
+def largest(result: RunResult) -> float:
+    return max(float(np.abs(array).max()) for array in result.arrays.values() if array.size)
+
+
+TRAINED_OTHERWISE = ("record-dp", "forward-dp", "skewed-gcn", "coded-linear", "datalens")
+"""Systems whose clients do not call a task's training, and are absurd in other ways, in tests of their own (of
+coded-linear, which believes its rows, in none); so are all decentralised ones, whose nodes have a guard."""
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in ("topk", "scalecom", "sumcode") else pytest.mark.long)
+        for name in NAMES
+        if name not in TRAINED_OTHERWISE and "topology" not in SYSTEMS[name].needs
+    ],
+)
+def test_a_client_that_trains_to_1e30_is_refused_by_a_guard_or_bounded_by_the_system(name, monkeypatch):
+    bare = Absurd(monkeypatch)
+    without = largest(engines.run(spec(name)))
+    assert bare.lied
+    # Nothing in between: the model is ruined, or bounded by what the system makes of every update.
+    assert without > 1e20 or without < 100
+    with monkeypatch.context() as patched:
+        with_guards(patched)
+        guarded, refusal = Absurd(patched), ""
+        try:
+            result = engines.run(spec(name))
+        except ConfigError as error:
+            refusal = str(error)
+    if refusal:
+        assert "leave guard out" in refusal
+        assert without < 100
+        return
+    assert guarded.lied
+    assert largest(result) < 100
+    if without > 1e20:
+        assert "times the usual" in str(said(result))
+
+
+UNGUARDED = {"GossipRelay", "CodedLinearGD", "DpFedAvg", "DistributedDp", "Lsg", "DataLens"}
+"""Classes of systems that take no guard, each with the reason on the page."""
+
+
+def test_every_system_takes_a_guard_or_the_page_says_why_not():
+    built = {}
+    for name in NAMES:
+        strategy = SYSTEMS[name].build(SYSTEMS[name].resolve(spec(name).settings), 0)
+        # What stands around another strategy takes the guard of that.
+        while type(strategy) in (CodedFedAvg, Conditional) and isinstance(strategy.inner, Compressed):
+            strategy = strategy.inner
+        built[name] = type(strategy)
+    without = {
+        kind.__name__
+        for kind in built.values()
+        if not any("guard" in inspect.signature(base.__init__).parameters for base in kind.__mro__)
+    }
+    page = (ROOT / "docs" / "flower.md").read_text().split("## A guard against absurd replies")[1].split("\n## ")[0]
+    assert without - {"CodedFedAvg"} == UNGUARDED
+    for kind in ["CodedFedAvg", "Conditional", *(kind.__name__ for kind in built.values())]:
+        assert f"`{kind}" in page or f" {kind}(" in page, kind

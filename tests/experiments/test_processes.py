@@ -20,6 +20,7 @@ from fedcomp.experiments.engines.processes import (
     tail,
     wait_for_port,
 )
+from fedcomp.experiments.engines.superlink import Deployment
 
 # A parent that ignores SIGTERM and has a child that ignores it too; both say when they are ready.
 STUBBORN = """
@@ -108,6 +109,23 @@ def test_a_dead_child_is_reported_with_its_last_words(tmp_path):
     with pytest.raises(DeploymentError, match=r"(?s)the child ended with status 1.*no such option"):
         child.require_running()
     child.stop()
+
+
+@pytest.mark.parametrize("name", ["superlink", "node-0"])
+def test_a_deployment_ends_the_app_of_a_server_that_was_killed(name, tmp_path):
+    """Flower's app processes lead sessions of their own, and ask for their server until they are given up."""
+    apart = f"subprocess.Popen([sys.executable, '-c', {STUBBORN!r}], start_new_session=True)"
+    deployment = Deployment(1)
+    deployment.folder = tmp_path
+    home = str(deployment.home(name))
+    child = deployment._launch(
+        "the server", name, [sys.executable, "-c", f"import subprocess, sys, time; {apart}; time.sleep(60)"]
+    )
+    wait_until(lambda: child.tail().count("ready") == 2)
+    child.kill()
+    assert len(processes_with("FLWR_HOME", home)) == 2
+    deployment.stop()
+    wait_until(lambda: not processes_with("FLWR_HOME", home))
 
 
 def test_a_port_that_never_opens_is_an_error(tmp_path):

@@ -25,7 +25,7 @@ from toy import client_app, fedavg, model, stack, update
 
 from fedcomp.clients import messages
 from fedcomp.clients.compressed import compression
-from fedcomp.codecs import EDEN, QSGD, Clip, Codec, Identity, RandomK, TopK, chain
+from fedcomp.codecs import EDEN, QSGD, Clip, Codec, Identity, RandomK, RandomProjection, Replay, TopK, chain
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.errors import ConfigError, NoUsableReply
 from fedcomp.flower.grid import InProcessGrid
@@ -140,7 +140,10 @@ def test_biased_codecs_get_feedback_and_unbiased_ones_do_not() -> None:
     assert isinstance(Compressed(fedavg(), TopK(density=0.1)).codec, ErrorFeedback)
     assert isinstance(Compressed(fedavg(), QSGD(levels=4)).codec, QSGD)
     assert isinstance(Compressed(fedavg(), TopK(density=0.1), feedback=False).codec, TopK)
-    assert isinstance(Compressed(fedavg(), Identity(), feedback=True).codec, Identity)
+    with pytest.raises(ConfigError, match="nothing is to be remembered"):
+        Compressed(fedavg(), Identity(), feedback=True)
+    with pytest.raises(ConfigError, match="is for the way down"):
+        Compressed(fedavg(), Replay(RandomProjection(3)))
 
 
 def test_integer_buffers_keep_dtype_and_travel_exactly() -> None:

@@ -19,9 +19,18 @@ from fedcomp.experiments.security.certificates import create
 from fedcomp.experiments.security.proxy import PATH, Limits, Proxy, Refused, ThinnedLog, contexts, examine
 
 LIMITS = Limits(
-    per_address=4, connections=8, body=300_000, handshake=1.0, idle=1.0, upload=3.0, stall=1.0, answer=1.5, linger=0.02
+    per_address=4,
+    connections=8,
+    body=300_000,
+    handshake=1.0,
+    idle=1.0,
+    transfer=3.0,
+    stall=1.0,
+    answer=1.5,
+    linger=0.02,
 )
 CALL = b"POST /v1/fleet/push-object HTTP/1.1\r\nHost: x\r\n"
+PULL = b"POST /v1/fleet/pull-object HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n"
 
 
 class Backend:
@@ -94,7 +103,7 @@ def scene(body: Callable[[Scene], Awaitable[None]], *, limits: Limits = LIMITS, 
         made.proxy = Proxy(backend.sockets[0].getsockname()[1], tls, trust, limits, made.said.append)
         listener = socket.create_server(("127.0.0.1", 0))
         made.port = listener.getsockname()[1]
-        made.server = backend
+        made.server, made.listener = backend, listener
         serving = asyncio.create_task(made.proxy.serve(listener))
         try:
             await body(made)
@@ -159,7 +168,7 @@ def test_bodies_pass_in_pieces_both_ways():
             assert await reader.readuntil(b"0\r\n\r\n") == b"1\r\nc\r\n0\r\n\r\n"
             writer.close()
 
-    scene(body, limits=replace(LIMITS, stall=20.0, answer=20.0, upload=20.0))
+    scene(body, limits=replace(LIMITS, stall=20.0, answer=20.0, transfer=20.0))
 
 
 TRICKS = {
@@ -332,7 +341,7 @@ def test_the_handshake_counts_as_a_connection_and_ends(tmp_path):
 
 def test_a_flood_of_unfinished_bodies_is_bounded_in_all_and_by_address_and_others_pass():
     """The backend holds what it was sent until a body is complete; what is announced and never comes counts as well."""
-    limits = replace(LIMITS, per_address=20, connections=100, upload=60.0, stall=60.0, queue=0.5)
+    limits = replace(LIMITS, per_address=20, connections=100, transfer=60.0, stall=60.0, queue=0.5)
     limits = replace(limits, body=300_000, address_bytes=600_000, all_bytes=1_000_000)
     held = 0
 
@@ -378,10 +387,89 @@ def test_a_flood_of_unfinished_bodies_is_bounded_in_all_and_by_address_and_other
         backend.close()
 
     made = scene(body, limits=limits)
-    assert not made.proxy._under_way
+    assert not made.proxy._bodies.sizes
     # One line for each address, and one for the rest.
     assert sum("503" in line for line in made.said) == 2
     assert "more refusals without a line" in made.said[-1]
+
+
+def test_slow_readers_are_bounded_in_all_and_by_address_and_others_pass():
+    """The backend holds an answer until it is taken: of sixteen that nobody reads it holds five."""
+    limits = replace(LIMITS, per_address=20, connections=100, transfer=60.0, stall=60.0, answer=60.0)
+    limits = replace(limits, address_bytes=1_000_000, all_bytes=1_500_000)
+    size, held = 300_000, 0
+
+    async def until(so: Callable[[], bool]) -> None:
+        async with asyncio.timeout(60):
+            while not so():
+                await asyncio.sleep(0.01)
+
+    async def server(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal held
+        while head := await reader.read(65536):
+            length = size if b"pull-object" in head else 2
+            held += length
+            try:
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % length + b"a" * length)
+                await reader.read(1)
+            finally:
+                held -= length
+        writer.close()
+
+    async def slow(s: Scene, source: str):
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.setblocking(False)
+        connection.bind((source, 0))
+        await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", s.port))
+        reader, writer = await asyncio.open_connection(sock=connection, limit=16)
+        writer.write(PULL)
+        status = await asyncio.wait_for(reader.readexactly(12), 60)
+        return status, reader, writer
+
+    async def body(s: Scene) -> None:
+        # What the kernel holds is nobody's memory here.
+        s.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        backend = await asyncio.start_server(server, "127.0.0.1", 0)
+        s.proxy.port = backend.sockets[0].getsockname()[1]
+        clients = [await slow(s, f"127.0.0.{2 + number % 2}") for number in range(16)]
+        assert [status for status, _, _ in clients].count(b"HTTP/1.1 200") == 5
+        assert {status for status, _, _ in clients} == {b"HTTP/1.1 200", b"HTTP/1.1 503"}
+        assert max(s.proxy._answers.sizes.values()) == 3 * size
+        assert s.proxy._answers.sizes.total() == 5 * size
+        # What is small passes all the same, and once the slow ones are gone what is large.
+        assert (await s.ask(CALL + b"Connection: close\r\n\r\n")).endswith(b"aa")
+        # What was refused is nobody's any more.
+        await until(lambda: held == 5 * size)
+        for _, _, writer in clients:
+            writer.transport.abort()
+        await until(lambda: not held)
+        assert (await s.ask(PULL.replace(b"Host", b"Connection: close\r\nHost"))).endswith(b"a" * size)
+        backend.close()
+
+    made = scene(body, limits=limits)
+    assert not made.proxy._answers.sizes
+    assert sum("503" in line for line in made.said) == 2
+
+
+def test_an_answer_is_taken_in_time_or_broken_off():
+    """Whoever takes a little of it again and again is not silent, and is cut off all the same."""
+    limits = replace(LIMITS, transfer=0.5, stall=60.0, answer=60.0)
+
+    async def long(body: bytes, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 300000\r\n\r\n")
+        for _ in range(2000):
+            writer.write(b"a")
+            await writer.drain()
+            await asyncio.sleep(0.05)
+
+    async def body(s: Scene) -> None:
+        s.backend.reply = long
+        answer = await s.ask(CALL + b"Content-Length: 0\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 200")
+        assert len(answer) < 1000
+
+    scene(body, limits=limits)
 
 
 def test_refusals_without_end_are_few_lines():

@@ -7,10 +7,17 @@ import time
 
 from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLWR_PACKAGE_VERSION_METADATA_KEY
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+from toy import client_app, fedavg, model
 
+import fedcomp as fc
+from fedcomp.clients.compressed import compression
 from fedcomp.experiments.program import main as fedcomp
 from fedcomp.experiments.security.certificates import Folder, create, digest_of
-from fedcomp.experiments.security.status import KEY_HEADER, VERSION_HEADER, Callers, names_of, rows
+from fedcomp.experiments.security.status import KEY_HEADER, VERSION_HEADER, Callers, Rounds, names_of, rows
+from fedcomp.flower.grid import InProcessGrid
+from fedcomp.flower.report import WITHHELD, Report
+from fedcomp.logs import ROUNDS_VARIABLE
+from fedcomp.strategies.round_log import RoundLog, line
 
 
 def called(folder: Folder, name: str, version: str = "1.42.0") -> list[tuple[bytes, bytes]]:
@@ -54,7 +61,7 @@ def test_one_screen_shows_every_node_and_one_document_the_same(tmp_path, capsys)
     callers.note(called(folder, "node-1"), "10.0.0.8", 200, 1, 1)
     callers.nodes["node-1"].last -= 3600.0
     callers.refused["403"] += 7
-    callers.write(folder.status)
+    callers.write(folder.status, rounds={"19": {"round": 3, "of": 5, "time": time.time()}})
     assert fedcomp(["status", str(tmp_path)]) == 0
     head, *lines, last = capsys.readouterr().out.splitlines()
     assert head.split()[:3] == ["part", "name", "id"]
@@ -64,6 +71,7 @@ def test_one_screen_shows_every_node_and_one_document_the_same(tmp_path, capsys)
         ["2", "node-2", "-", "never"],
     ]
     assert "1.42.0" in lines[0]
+    assert ["3 of 5" in line for line in lines] == [True, False, False]
     assert lines[0].split()[-4:] == ["1", "1.50", "20.00", "0"]
     assert last == "1 of 3 nodes online; refused at the port of the nodes: 7 with 403"
     assert fedcomp(["status", str(tmp_path), "--json"]) == 0
@@ -72,6 +80,50 @@ def test_one_screen_shows_every_node_and_one_document_the_same(tmp_path, capsys)
     # A lost device that was taken out is not shown.
     (folder.nodes / "node-1.pub").unlink()
     assert len(rows(folder, json.loads(folder.status.read_text()), time.time())) == 2
+
+
+def test_the_end_of_a_round_is_a_line_of_the_log_and_the_last_round_of_the_nodes_that_were_used(tmp_path, monkeypatch):
+    """As a strategy writes it, with a client whose words would be other lines, or colours."""
+    path = tmp_path / "rounds.jsonl"
+    path.write_text("of an earlier link")
+    rounds = Rounds(path)
+    monkeypatch.setenv(ROUNDS_VARIABLE, str(path))
+
+    def broken(message, context, forward):
+        first = message.content.config_records["config"]["server-round"] == 1
+        if first and context.node_config["partition-id"] == 1:
+            raise ValueError("\x1b[31mnothing\nround 9: \u00e9")
+        return forward(message, context)
+
+    grid = InProcessGrid(client_app([compression(), broken]), 3)
+    strategy = fc.Compressed(fedavg(min_train_nodes=3, fraction_evaluate=0.0), fc.QSGD(levels=7))
+    assert rounds.new() == []
+    strategy.start(grid, model(), num_rounds=2)
+    first, second = rounds.new()
+    assert first.startswith("Compressed(FedAvg), round 1 of 2: 3 asked, 2 used, 1 refused")
+    assert first.isascii()
+    assert first.isprintable()
+    assert second.startswith("Compressed(FedAvg), round 2 of 2: 3 asked, 3 used, training replies")
+    ids = {str(node) for node in grid.get_node_ids()}
+    assert {node: end["round"] for node, end in rounds.last.items()} == dict.fromkeys(ids, 2)
+    # Whoever was not used has the round before.
+    later = Report(3, asked=3, used=1, weights=dict.fromkeys(map(int, ids), 1.0))
+    kept = sorted(ids)[0]
+    later.refused = {int(node): "an outlier" for node in ids if node != kept}
+    RoundLog("Compressed").conclude(later)
+    assert rounds.new() == ["Compressed, round 3 of 2: " + line(later)]
+    assert {node: end["round"] for node, end in rounds.last.items()} == {**dict.fromkeys(ids, 2), kept: 3}
+    # Where nobody may know who took part, nobody is named.
+    RoundLog("Private").conclude(Report(4, asked=3, used=3, weights=dict.fromkeys(map(int, ids), 1.0)), withheld=True)
+    (said,) = rounds.new()
+    assert WITHHELD in said
+    assert max(end["round"] for end in rounds.last.values()) == 3
+    # A line that is being written is not one yet, and one that is damaged ends nothing.
+    with path.open("ab") as file:
+        file.write(b'{"round": 3}\n{"rou')
+    (said,) = rounds.new()
+    assert "says nothing of a round" in said
+    assert rounds.new() == []
 
 
 def test_versions_are_one_line(capsys):

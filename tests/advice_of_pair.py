@@ -1,0 +1,285 @@
+"""Advice of the drop-in pair and of strategies around it."""
+
+from __future__ import annotations
+
+import numpy as np
+from advice import ALL, CODED, INTEGERS, PRIVATE, PROMISE, Row, coded_sum, ended, quiet, row, same, system, trains
+from flwr.app import Array, ArrayRecord
+from flwr.server import strategy as legacy
+from flwr.serverapp.strategy import (
+    FedAdagrad,
+    FedAdam,
+    FedAvg,
+    FedAvgM,
+    FedMedian,
+)
+from toy import model
+
+import fedcomp as fc
+from fedcomp.clients.compressed import compression
+from fedcomp.clients.gradiveq import fitted_basis
+from fedcomp.clients.power_sgd import shared_basis
+from fedcomp.clients.shared_support import shared_support
+from fedcomp.codecs import (
+    EDEN,
+    LGC,
+    QSGD,
+    Clip,
+    GradiVeQ,
+    Identity,
+    PowerSGD,
+    RandomK,
+    RandomProjection,
+    Replay,
+    ScaleCom,
+    ScaledSign,
+    SignSGD,
+    TopK,
+    chain,
+)
+from fedcomp.codecs.feedback import ErrorFeedback
+from fedcomp.strategies.buffered import Buffered
+from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.conditional import Conditional
+from fedcomp.strategies.deadlines import Deadline
+from fedcomp.strategies.gradiveq import FittedBasis
+from fedcomp.strategies.guard import Norms
+from fedcomp.strategies.lgc import LearnedGradients
+from fedcomp.strategies.pipelined import PipelinedStrategy
+from fedcomp.strategies.power_sgd import SharedBasis
+from fedcomp.strategies.private.dp_fedavg import DpFedAvg
+from fedcomp.strategies.shared_support import SharedSupport
+
+
+class TwoRecords(FedAvg):
+    """A server that sends something beside the model."""
+
+    def configure_train(self, server_round, arrays, config, grid):
+        messages = list(super().configure_train(server_round, arrays, config, grid))
+        for message in messages:
+            message.content["beside"] = ArrayRecord({"x": Array(np.zeros(2, np.float32))})
+        return messages
+
+
+def numbered() -> ArrayRecord:
+    return ArrayRecord([array.numpy() for array in model().values()])
+
+
+PAIR = (
+    row(
+        "strategies/wrapping.py",
+        "has no hooks that {} could stand around; run it by itself",
+        lambda: Compressed(SharedSupport(ScaleCom(0.1))),
+        lambda: trains(SharedSupport(ScaleCom(0.1)), (shared_support, compression)),
+    ),
+    row(
+        "strategies/wrapping.py",
+        "expected a Flower Strategy instance: write {}(...)",
+        lambda: Compressed(FedAvg),
+        lambda: trains(Compressed(quiet())),
+    ),
+    row(
+        "strategies/wrapping.py",
+        "Write 'from flwr.serverapp.strategy import {}', and a ServerApp",
+        lambda: Compressed(legacy.FedAvg()),
+        lambda: trains(Compressed(quiet())),
+    ),
+    row(
+        "strategies/compressed.py",
+        "put one Compressed around the strategy, with chain(...) for several steps",
+        lambda: Compressed(Compressed(quiet(), TopK(0.1)), TopK(0.1)),
+        lambda: trains(Compressed(quiet(), chain(Clip(1e6), TopK(0.1)), downlink=TopK(0.5))),
+    ),
+    row(
+        "strategies/compressed.py",
+        "judges single updates, of which a coded sum shows none; leave guard out",
+        lambda: coded_sum(Compressed(quiet(), INTEGERS, guard=Norms())),
+        lambda: same(coded_sum(Compressed(quiet(), INTEGERS)), quiet(), halves=CODED),
+    ),
+    row(
+        "strategies/compressed.py",
+        "exchanges per round; Flower's hooks offer one. Use its own strategy",
+        lambda: Compressed(quiet(), PowerSGD(form="two-exchange")),
+        lambda: trains(SharedBasis(PowerSGD(form="two-exchange")), (shared_basis, compression)),
+    ),
+    row(
+        "strategies/compressed.py",
+        "is for the way down, not for what clients send; use downlink={}",
+        lambda: Compressed(quiet(), Replay(RandomProjection(64))),
+        lambda: trains(Compressed(quiet(), RandomProjection(64), downlink=Replay(RandomProjection(64)))),
+    ),
+    row(
+        "strategies/compressed.py",
+        "leaves nothing out, so nothing is to be remembered; leave feedback=True out",
+        lambda: Compressed(quiet(), Identity(), feedback=True),
+        lambda: same(Compressed(quiet(), Identity()), quiet()),
+    ),
+    row(
+        "strategies/sinks.py",
+        "looks at single updates, of which a coded sum shows none; use one of {}",
+        lambda: coded_sum(Compressed(quiet(FedMedian), INTEGERS)),
+        lambda: trains(coded_sum(Compressed(quiet(FedAdam), INTEGERS)), CODED),
+    ),
+    row(
+        "strategies/sinks.py",
+        "bounds every update by itself, and a guard would make one client's",
+        lambda: Compressed(DpFedAvg(quiet(), clip=1.0, **PROMISE), TopK(0.1), guard=Norms()),
+        lambda: trains(Compressed(DpFedAvg(quiet(), clip=1.0, **PROMISE), TopK(0.1)), PRIVATE),
+    ),
+    row(
+        "strategies/sinks.py",
+        "looks at single updates. Use one of {}",
+        lambda: Compressed(quiet(FedMedian), SignSGD(step=0.5)),
+        lambda: trains(Compressed(quiet(FedAvgM), SignSGD(step=0.5))),
+    ),
+    row(
+        "strategies/announcing.py",
+        "Name a downlink, Identity() for models without loss",
+        lambda: Compressed(quiet(), TopK(0.1), first_model_at_nodes=True),
+        lambda: trains(
+            Compressed(quiet(), TopK(0.1), downlink=Identity(), first_model_at_nodes=True),
+            [lambda: compression(first_model=lambda *_: model())],
+        ),
+    ),
+    row(
+        "strategies/announcing.py",
+        "Name it with record=...; the others pass through untouched",
+        lambda: ended(Compressed(TwoRecords(**ALL), QSGD(levels=7))),
+        lambda: trains(Compressed(quiet(), QSGD(levels=7), record="arrays")),
+    ),
+    row(
+        "strategies/statistics.py",
+        "Name the tensors (ArrayRecord(model.state_dict()), or a dictionary of Arrays)",
+        lambda: ended(Compressed(quiet(), QSGD(levels=7)), start=numbered()),
+        lambda: trains(Compressed(quiet(), QSGD(levels=7))),
+    ),
+    row(
+        "strategies/pairings.py",
+        "training may collapse within a few rounds. Use EDEN() or QSGD(levels=7), or FedAdam",
+        lambda: Compressed(quiet(FedAdagrad), TopK(0.01)),
+        lambda: all(
+            trains(Compressed(inner, codec))
+            for inner, codec in (
+                (quiet(FedAdagrad), EDEN()),
+                (quiet(FedAdagrad), QSGD(levels=7)),
+                (quiet(FedAdam), TopK(0.1)),
+            )
+        ),
+    ),
+    row(
+        "strategies/pairings.py",
+        "has momentum, too: use FedAvg",
+        lambda: Compressed(quiet(FedAdam), ErrorFeedback(TopK(0.1), momentum=0.9)),
+        lambda: trains(Compressed(quiet(), ErrorFeedback(TopK(0.1)))),
+    ),
+    row(
+        "strategies/pairings.py",
+        "what the rule discards is lost. Use RandomK or RandomBlock",
+        lambda: Compressed(quiet(FedMedian), TopK(0.1)),
+        lambda: all(
+            trains(Compressed(inner, codec))
+            for inner, codec in (
+                (quiet(FedMedian), RandomK(0.5)),
+                (quiet(FedMedian), fc.RandomBlock(0.5)),
+                (quiet(FedMedian), QSGD(7)),
+                (quiet(FedMedian), ScaledSign()),
+                (quiet(), TopK(0.1)),
+            )
+        ),
+    ),
+    row(
+        "strategies/buffered.py",
+        "use a codec without votes, or PipelinedStrategy",
+        lambda: Buffered(Compressed(quiet(), SignSGD(0.5)), concurrency=3, buffer=2),
+        lambda: (
+            trains(Buffered(Compressed(quiet(), QSGD(7)), concurrency=3, buffer=2))
+            and trains(PipelinedStrategy(Compressed(quiet(), SignSGD(0.5))))
+        ),
+    ),
+    row(
+        "strategies/pipelined.py",
+        'stateless_clients=True if the app keeps nothing there, or use mode="cohort"',
+        lambda: PipelinedStrategy(quiet(), mode="node"),
+        lambda: (
+            trains(PipelinedStrategy(quiet(), mode="node", stateless_clients=True))
+            and trains(PipelinedStrategy(quiet(), mode="cohort"))
+        ),
+    ),
+    row(
+        "strategies/pipelined.py",
+        'use Compressed(..., feedback=False) without downlink, or mode="cohort"',
+        lambda: PipelinedStrategy(Compressed(quiet(), TopK(0.1)), mode="node", stateless_clients=True),
+        lambda: (
+            trains(
+                PipelinedStrategy(Compressed(quiet(), TopK(0.1), feedback=False), mode="node", stateless_clients=True)
+            )
+            and trains(PipelinedStrategy(Compressed(quiet(), TopK(0.1)), mode="cohort"))
+        ),
+    ),
+    row(
+        "strategies/pipelined.py",
+        "compensation is for the mean update, and {} looks at single ones; use one of",
+        lambda: PipelinedStrategy(quiet(FedMedian), compensation=0.1),
+        lambda: trains(PipelinedStrategy(quiet(), compensation=1e-9)),
+    ),
+    row(
+        "strategies/overlapping.py",
+        "which is not shown for overlapping rounds; run it",
+        lambda: PipelinedStrategy(DpFedAvg(quiet(), clip=1.0, **PROMISE)),
+        lambda: trains(DpFedAvg(quiet(), clip=1.0, **PROMISE), PRIVATE),
+    ),
+    row(
+        "strategies/deadlines.py",
+        "is not valid: write 'auto', or with a quantile and slack 'auto:0.9:2'",
+        lambda: Deadline.parse("auto:"),
+        lambda: Deadline.parse("auto") and Deadline.parse("auto:0.9:2"),
+    ),
+    row(
+        "strategies/guard.py",
+        "is not valid: give a finite number > 1",
+        lambda: Norms(times_median=1.0),
+        lambda: trains(Compressed(quiet(), guard=Norms(times_median=1e6))),
+    ),
+    row(
+        "strategies/guard.py",
+        "is not valid: give a whole number of rounds >= 1",
+        lambda: Norms(window=0),
+        lambda: trains(Compressed(quiet(), guard=Norms(window=1))),
+    ),
+    row(
+        "strategies/power_sgd.py",
+        "which memory='aggregated' subtracts; use 1, or memory='local'",
+        lambda: SharedBasis(PowerSGD(form="two-exchange", memory="aggregated"), server_lr=0.5),
+        lambda: (
+            trains(
+                SharedBasis(PowerSGD(form="two-exchange", memory="aggregated"), server_lr=1.0),
+                (shared_basis, compression),
+            )
+            and trains(SharedBasis(PowerSGD(memory="local"), server_lr=0.5), (shared_basis, compression))
+        ),
+    ),
+    row(
+        "strategies/gradiveq.py",
+        "the mean that they are measured from; use 1, or center=False",
+        lambda: FittedBasis(GradiVeQ(width=40, center=True), server_lr=0.5),
+        lambda: (
+            trains(FittedBasis(GradiVeQ(width=40, center=True), server_lr=1.0), (fitted_basis, compression))
+            and trains(FittedBasis(GradiVeQ(width=40, center=False), server_lr=0.5), (fitted_basis, compression))
+        ),
+    ),
+    row(
+        "strategies/lgc.py",
+        "common node's latents, which ef='decoded' needs; use ef='mask'",
+        lambda: LearnedGradients(LGC(0.1, instance="server", innovation=0.01, ef="decoded"), stale_leader=True),
+        lambda: LearnedGradients(LGC(0.1, instance="server", innovation=0.01, ef="mask"), stale_leader=True),
+    ),
+    row(
+        "strategies/conditional.py",
+        "let it send small differences instead, with a sparse",
+        lambda: Conditional(system("choco")),
+        lambda: system("choco", compressor="topk", **{"compressor.density": 0.1}),
+    ),
+)
+
+
+ROWS: tuple[Row, ...] = (*PAIR,)

@@ -1,0 +1,277 @@
+"""Every strategy around every other: what has no effect is refused by name when it is built, and all else has one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+from flwr.serverapp.strategy import (
+    DifferentialPrivacyClientSideFixedClipping,
+    DifferentialPrivacyServerSideFixedClipping,
+    FedAdam,
+    FedAvg,
+    FedMedian,
+    Strategy,
+)
+
+from fedcomp.clients import app as generic
+from fedcomp.clients.client import client
+from fedcomp.clients.compressed import compression
+from fedcomp.clients.conditional import conditional
+from fedcomp.clients.forward import forward_gradients
+from fedcomp.clients.gcn import graph_owner
+from fedcomp.clients.private.dpsgd import record_dp
+from fedcomp.codecs import LGC, QSGD, Factors, FixedPoint, GradiVeQ, PowerSGD, RandomK, ScaleCom, SignSGD, TopK
+from fedcomp.drift.schedule import ScheduleSettings
+from fedcomp.errors import ConfigError
+from fedcomp.experiments import engines, systems
+from fedcomp.experiments.engines import inprocess
+from fedcomp.experiments.spec import RunResult, RunSpec
+from fedcomp.flower.record_dp import DpSgdPlan
+from fedcomp.privacy.local import Privatise
+from fedcomp.privacy.votes import TopkSign
+from fedcomp.strategies.buffered import Buffered
+from fedcomp.strategies.coded.strategy import CodedFedAvg
+from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.conditional import Conditional
+from fedcomp.strategies.forward import ForwardGradients
+from fedcomp.strategies.gcn.strategy import SkewedGCN
+from fedcomp.strategies.gradiveq import FittedBasis
+from fedcomp.strategies.lgc import LearnedGradients
+from fedcomp.strategies.pipelined import PipelinedStrategy
+from fedcomp.strategies.power_sgd import SharedBasis
+from fedcomp.strategies.private.distributed_dp import DistributedDp
+from fedcomp.strategies.private.dp_fedavg import DpFedAvg
+from fedcomp.strategies.private.local_dp import local_dp
+from fedcomp.strategies.private.lsg import Lsg
+from fedcomp.strategies.private.record_dp import RecordDp
+from fedcomp.strategies.private.settings import LsgSettings, ShareSettings
+from fedcomp.strategies.private.topagg import TopAgg
+from fedcomp.strategies.shared_support import SharedSupport
+
+CLIENTS, ROUNDS = 4, 3
+PROMISE: dict[str, Any] = {
+    "population": CLIENTS,
+    "delta": 1e-3,
+    "insecure_deterministic": True,
+    "noise_multiplier": 0.5,
+}
+PLAN = DpSgdPlan(noise_multiplier=1.5, rate=0.1, steps=3, delta=1e-5, insecure=True)
+SLOPES = replace(PLAN, steps=1, method="forward")
+BALLOT = TopkSign(k=50)
+INTEGERS = FixedPoint(RandomK(1.0), clip=1.0, levels=1024)
+LOCAL = Privatise(1.0, 0.5, insecure_deterministic=True)
+
+
+def flowers(kind: type[FedAvg] = FedAvg) -> FedAvg:
+    return kind(min_train_nodes=1, min_available_nodes=1, fraction_evaluate=0.0)
+
+
+def named(name: str) -> Callable[[], Strategy]:
+    system = systems.SYSTEMS[name]
+    own = {"insecure_deterministic": True} if system.private else {}
+    return lambda: system.build(system.resolve(own), 0)
+
+
+Wrap = Callable[[Any], Strategy]
+
+OUTER: Mapping[str, Wrap] = {
+    "pair": lambda inner: Compressed(inner, TopK(0.01)),
+    "conditional": Conditional,
+    "pipelined": PipelinedStrategy,
+    "buffered": lambda inner: Buffered(inner, concurrency=3, buffer=2),
+    "relay": lambda inner: CodedFedAvg(inner, symbols=2),
+    "groups": lambda inner: CodedFedAvg(inner, code="mds", symbols=2, groups=2),
+    "coded sum": lambda inner: CodedFedAvg(inner, construction="sumcode", symbols=2, threshold=1),
+    "gradient code": lambda inner: CodedFedAvg(inner, construction="gradcode", losses=1),
+    "dp-fedavg": lambda inner: DpFedAvg(inner, clip=1.0, **PROMISE),
+    "distributed dp": lambda inner: DistributedDp(inner, ShareSettings(clip=1.0, tolerated=1), **PROMISE),
+    "topagg": lambda inner: TopAgg(inner, BALLOT, server_lr=0.1, **PROMISE),
+    "lsg": lambda inner: Lsg(inner, LsgSettings(clip=1.0, rank=2), **PROMISE),
+    "local dp": lambda inner: local_dp(inner, LOCAL, QSGD(levels=7), population=CLIENTS, delta=1e-3),
+    "record dp": lambda inner: RecordDp(inner, PLAN, records=1000),
+    "record dp of slopes": lambda inner: RecordDp(inner, SLOPES, records=1000),
+    "forward": lambda inner: ForwardGradients(inner, 8),
+    "graph": SkewedGCN,
+}
+
+MEANS: Mapping[str, Callable[[], Strategy]] = {
+    "FedAvg": flowers,
+    "FedAdam": lambda: flowers(FedAdam),
+    "FedMedian": lambda: flowers(FedMedian),
+    "Flower's server-side dp": lambda: DifferentialPrivacyServerSideFixedClipping(flowers(), 0.1, 1.0, 5),
+    "Flower's client-side dp": lambda: DifferentialPrivacyClientSideFixedClipping(flowers(), 0.1, 1.0, 5),
+}
+
+PAIRS: Mapping[str, Callable[[], Strategy]] = {
+    "pair": lambda: Compressed(flowers(), TopK(0.01)),
+    "pair, downlink": lambda: Compressed(flowers(), TopK(0.01), downlink=TopK(0.1)),
+    "pair of votes": lambda: Compressed(flowers(), SignSGD(step=0.01)),
+    "pair of integers": lambda: Compressed(flowers(), INTEGERS),
+    "pair of factors": lambda: Compressed(flowers(), Factors()),
+}
+
+
+def around(outer: str, inner: Callable[[], Strategy]) -> Callable[[], Strategy]:
+    return lambda: OUTER[outer](inner())
+
+
+ALONE_IS_NONE = ("pair", "groups", "coded sum", "record dp of slopes")
+
+INNER: Mapping[str, Callable[[], Strategy]] = {
+    **MEANS,
+    **PAIRS,
+    **{
+        name: around(name, flowers)
+        for name in OUTER
+        if name not in ("pair", "groups", "coded sum", "record dp of slopes")
+    },
+    "groups": around("groups", PAIRS["pair of integers"]),
+    "coded sum": around("coded sum", PAIRS["pair of integers"]),
+    "pair around dp-fedavg": lambda: Compressed(DpFedAvg(flowers(), clip=1.0, **PROMISE), TopK(0.1)),
+    "record dp around the pair": around("record dp", PAIRS["pair"]),
+    "record dp of slopes": around("record dp of slopes", around("forward", flowers)),
+    "shared support": lambda: SharedSupport(ScaleCom(0.05)),
+    "shared basis": lambda: SharedBasis(PowerSGD(rank=2)),
+    "fitted basis": lambda: FittedBasis(GradiVeQ(width=40)),
+    "learned gradients": lambda: LearnedGradients(LGC(0.05)),
+    "gossip": named("choco"),
+    "coded linear": named("coded-linear"),
+    "datalens": named("datalens"),
+}
+
+WITH_FLOWERS = ("FedAvg", "FedAdam", "FedMedian")
+ACCEPTED: Mapping[str, tuple[str, ...]] = {
+    "pair": (*WITH_FLOWERS, "dp-fedavg", "Flower's server-side dp"),
+    "conditional": (*WITH_FLOWERS, *PAIRS),
+    "pipelined": (*WITH_FLOWERS, *PAIRS, "forward"),
+    "buffered": (*WITH_FLOWERS, *(name for name in PAIRS if name != "pair of votes"), "forward"),
+    "relay": (
+        *WITH_FLOWERS,
+        *PAIRS,
+        *("local dp", "record dp", "record dp around the pair", "forward", "record dp of slopes"),
+    ),
+    "groups": ("pair of integers",),
+    "coded sum": ("pair of integers",),
+    "gradient code": ("FedAvg", "FedAdam"),
+    "dp-fedavg": ("FedAvg", "FedAdam"),
+    "distributed dp": ("FedAvg", "FedAdam"),
+    "topagg": ("FedAvg", "FedAdam"),
+    "lsg": ("FedAvg", "FedAdam"),
+    "local dp": ("FedAvg", "FedAdam"),
+    "record dp": ("FedAvg", "FedAdam", *PAIRS),
+    "record dp of slopes": ("forward",),
+    "forward": WITH_FLOWERS,
+    "graph": (*WITH_FLOWERS, *PAIRS),
+}
+
+
+def names_in(strategy: Any) -> list[str]:
+    """Return what a refusal may call a strategy: its class, or that of what is inside."""
+    found = []
+    while strategy is not None:
+        found += [kind.__name__ for kind in type(strategy).__mro__ if issubclass(kind, Strategy)]
+        found += re.findall(r"\w+(?=\()", repr(vars(strategy).get("codec")))
+        strategy = vars(strategy).get("inner") or vars(strategy).get("strategy")
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("outer", OUTER)
+def test_what_is_not_accepted_is_refused_by_name_when_it_is_built(outer: str) -> None:
+    texts: dict[str, str] = {}
+    for name, make in INNER.items():
+        inner = make()
+        try:
+            OUTER[outer](inner)
+        except ConfigError as error:
+            texts[name] = str(error)
+            texts[name] += "" if any(each in texts[name] for each in names_in(inner)) else " NAMES NOBODY"
+    assert [text for text in texts.values() if "NAMES NOBODY" in text] == []
+    accepted = set(INNER) - set(texts)
+    assert sorted(accepted) == sorted(ACCEPTED[outer])
+
+
+APP = client(
+    generic._app,
+    compression(i_know_inputs_are_visible=True),
+    # So impatient that a node is quiet in its third round.
+    conditional(generic.own_loss, settings=ScheduleSettings(window=2, low=0.5, consecutive=1, patience=0)),
+    forward_gradients(generic.measured, records=generic.trainee, at_once=16),
+    record_dp(generic.trainee),
+    graph_owner(generic.graph_part, generic.graph_learner),
+)
+
+
+def run(make: Callable[[], Strategy], patch: pytest.MonkeyPatch, like: str, task: str, **options: Any) -> RunResult:
+    """Run a strategy in process, in place of the one that the row ``like`` of the table builds."""
+    with patch.context() as patched:
+        system = replace(systems.SYSTEMS[like], build=lambda settings, seed: make(), check=lambda *_: None)
+        patched.setattr(systems, "SYSTEMS", MappingProxyType({**systems.SYSTEMS, like: system}))
+        patched.setattr(inprocess, "client_app", APP)
+        settings = {"task.hidden": "16", **options}
+        return engines.run(RunSpec(like, task=task, rounds=ROUNDS, clients=CLIENTS, seed=3, settings=settings))
+
+
+def up(result: RunResult) -> int:
+    return sum(record.uplink_payload_bytes for record in result.rounds)
+
+
+def down(result: RunResult) -> int:
+    return sum(record.downlink_payload_bytes for record in result.rounds)
+
+
+def last(result: RunResult) -> Mapping[str, Any]:
+    return result.rounds[-1].metrics
+
+
+SHOWN: Mapping[str, Callable[[RunResult], bool]] = {
+    "conditional": lambda r: any(record.metrics["conditional.quiet"] for record in r.rounds[1:]),
+    "pipelined": lambda r: last(r)["overlap.staleness_max"] == 1,
+    "buffered": lambda r: last(r)["overlap.step"] == ROUNDS - 1,
+    "relay": lambda r: last(r).get("coded.shards", 4) == 4,
+    "groups": lambda r: last(r)["coded.included"] == 4,
+    "coded sum": lambda r: last(r)["coded.contributors"] == 4,
+    "gradient code": lambda r: last(r)["coded.included"] == 4,
+    "forward": lambda r: last(r).get("forward.signs", 1) > 0,
+    "graph": lambda r: last(r)["gcn.rows_fetched"] > 0,
+}
+"""What a part's report shows where it works; privacy is shown by what was spent, compression by bytes."""
+
+PRIVATE = ("dp-fedavg", "distributed dp", "topagg", "lsg", "local dp", "record dp", "record dp of slopes")
+SHORTER = {"pair": 10, "pair, downlink": 10, "pair of votes": 10, "pair of integers": 2, "pair of factors": 1.02}
+"""How many times fewer bytes go up than with whole models, at least."""
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(("outer", "inner"), [(outer, inner) for outer in ACCEPTED for inner in ACCEPTED[outer]])
+def test_each_part_of_an_accepted_pair_has_its_effect(outer: str, inner: str, monkeypatch) -> None:
+    graph, forward = outer == "graph", {"forward", "record dp of slopes"} & {outer, inner}
+    like = "skewed-gcn" if graph else "forward" if forward else "identity"
+    task = "digits-graph" if graph else "digits"
+    # Losses stand still where nodes are to be quiet.
+    options = {"lr": 1e-9} if outer == "conditional" else {"lr": 0.05}
+    result = run(lambda: OUTER[outer](INNER[inner]()), monkeypatch, like, task, **options)
+    assert not any(record.metrics.get("report.refused") for record in result.rounds[1:])
+    assert result.rounds[-1].failures == 0
+    for part in {outer, inner} & set(SHOWN):
+        assert SHOWN[part](result), (part, last(result))
+    parts = {outer, inner}
+    if private := parts & set(PRIVATE) or {"record dp around the pair"} & parts:
+        alone = run(INNER[next(iter(private))], monkeypatch, like, task, **options)
+        assert last(result)["privacy.epsilon"] == pytest.approx(last(alone)["privacy.epsilon"], rel=1e-6)
+        assert last(result)["privacy.epsilon"] > 0
+    if inner in SHORTER and outer not in ("groups", "coded sum"):  # which take nothing but integers
+        whole = run(around(outer, flowers), monkeypatch, like, task, **options)
+        # Of a graph the rows that nodes fetch go up as well, the same ones.
+        rows = sum(record.metrics["gcn.feature_bytes_link"] for record in result.rounds[1:]) // 2 if graph else 0
+        assert up(whole) - rows > SHORTER[inner] * (up(result) - rows)
+    if outer == "pair":
+        assert up(run(INNER[inner], monkeypatch, like, task, **options)) > 10 * up(result)
+    if inner == "pair, downlink":
+        assert down(result) < down(run(lambda: OUTER[outer](INNER["pair"]()), monkeypatch, like, task, **options))

@@ -1,0 +1,104 @@
+"""Every advice that an error gives is followed to the letter, and leads to something that works.
+
+A row provokes a text, follows its advice, and says whether the result is right. Texts that advise something are found
+in the sources; one without a row is in ``tests/advice_not_followed.txt``, or this test asks for a row. A text that only
+states what is wrong needs none.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from pathlib import Path
+
+import advice_of_codecs
+import advice_of_coding
+import advice_of_nodes
+import advice_of_pair
+import advice_of_parts
+import advice_of_privacy
+import advice_of_systems
+import pytest
+from advice import Row, provoked
+from page_reading import ROOT
+
+MODULES = (
+    advice_of_codecs,
+    advice_of_coding,
+    advice_of_nodes,
+    advice_of_pair,
+    advice_of_parts,
+    advice_of_privacy,
+    advice_of_systems,
+)
+ROWS = tuple(row for module in MODULES for row in module.ROWS)
+LIST = Path(__file__).with_name("advice_not_followed.txt")
+LAYERS = ("fedcomp", "strategies", "clients", "coding", "experiments")
+VERBS = (
+    "use|set|pass|convert|call|add|give|take|choose|lower|raise|make|run|start|build|send|put|wrap|write|name|try|leave"
+    "|remove|install|register|increase|decrease|split|move|copy|declare|drop|train|ask|keep|let|update|select|cast"
+    "|delete|allow|mark|free|sample|end"
+)
+ADVICE = re.compile(rf"(?:^|[;:.(] ?|, |\bor |\band )(?:{VERBS})\b|\binstead\b", re.IGNORECASE)
+LOGGED = ("warning", "error", "warn")
+
+
+@functools.cache
+def texts() -> dict[str, str]:
+    """Return the texts of errors and warnings in the sources by where they stand: the file, and how they begin."""
+    found = {}
+    for path in sorted(path for layer in LAYERS for path in (ROOT / layer).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            call = node.exc if isinstance(node, ast.Raise) else node
+            if not isinstance(call, ast.Call):
+                continue
+            if not isinstance(node, ast.Raise) and getattr(call.func, "attr", "") not in LOGGED:
+                continue
+            text = "".join(written(argument) for argument in call.args)
+            found[f"{path.relative_to(ROOT)}: {text[:70].strip()}"] = text
+    return found
+
+
+def written(node: ast.AST) -> str:
+    """Return what is written of a text: its constant parts, and {} for the others."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else ""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(written(part) for part in node.values)
+    return "{}" if isinstance(node, ast.FormattedValue) else "".join(map(written, ast.iter_child_nodes(node)))
+
+
+def followed(places: dict[str, str]) -> set[str]:
+    return {place for place in places for row in ROWS if row.file in place and row.text in places[place]}
+
+
+@pytest.mark.long
+def test_every_advice_has_a_row_or_is_listed_as_not_followed():
+    places = {place: text for place, text in texts().items() if ADVICE.search(text)}
+    listed = set(LIST.read_text(encoding="utf-8").splitlines())
+    done = followed(places)
+    assert sorted(set(places) - done - listed) == [], "a new advice: add a row to a file tests/advice_of_*.py"
+    assert sorted(listed - set(places)) == [], "gone, or written anew: take it from the list"
+    assert sorted(listed & done) == [], "followed by now: take it from the list"
+
+
+@pytest.mark.long
+def test_every_row_is_about_a_text_of_the_sources():
+    places = texts()
+    assert [row for row in ROWS if not any(row.file in place and row.text in places[place] for place in places)] == []
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, marks=pytest.mark.long if row.long else (), id=f"{row.file}: {row.text}") for row in ROWS]
+)
+def test_the_advice_leads_to_something_that_works(row: Row, tmp_path, caplog):
+    said = provoked(row.provoke, tmp_path, caplog)
+    for part in re.split(r"\{\}|%[a-z]", row.text):
+        assert part in said
+    caplog.clear()
+    (tmp_path / "followed").mkdir()
+    assert row.follow(tmp_path / "followed")
+    assert row.text not in caplog.text
