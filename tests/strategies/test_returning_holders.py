@@ -79,6 +79,7 @@ PATHS: dict[str, tuple[Callable[[], Any], Callable[[], Any], Callable[[], ArrayR
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("away", ["misses a reply", "is offline under a key"])
 @pytest.mark.parametrize("path", PATHS)
 def test_who_declares_a_partition_while_its_holder_is_away_is_refused_when_that_one_is_back(

@@ -49,6 +49,7 @@ def test_the_superlink_is_on_loopback_with_keys_and_asks_for_its_secret(tmp_path
     assert "--superexec-auth-secret-file" in words
 
 
+@pytest.mark.slow
 def test_the_port_of_the_nodes_takes_no_older_tls(tmp_path):
     """Both ends in memory: a client of 1.3 gets through, one that offers 1.1 at most does not."""
     create(tmp_path, ["localhost"], 0)
