@@ -31,7 +31,7 @@ class GossipSettings:
     observe_every : int
         Rounds between two observations; the last round always is one.
     dtype : str
-        "float32" or "float64": of the vectors on the nodes.
+        "float32" or "float64": of the vectors on the nodes. Models with float64 tensors need "float64".
     dense_below : int
         Tensors with fewer elements, and vectors, travel whole.
     buffers : str
