@@ -86,8 +86,8 @@ def said(strategy: Compressed) -> list[tuple[int, int, str]]:
 LONG = pytest.mark.long
 CODECS = [
     TopK(density=0.05),
-    RandomK(density=0.1),
     EDEN(bits=1),
+    pytest.param(RandomK(density=0.1), marks=LONG),
     pytest.param(TopK(density=0.01), marks=LONG),
     pytest.param(TopK(density=0.3), marks=LONG),
     pytest.param(STC(density=0.05), marks=LONG),
@@ -120,12 +120,13 @@ def test_a_kept_head_spoils_neither_the_body_nor_itself(codec: Codec) -> None:
     [
         # Nodes that have settled where their updates cancel: each returns the same again and again, but follows.
         pytest.param(sharing, id="unlike"),
-        pytest.param(lambda arrays, node: sharing(arrays, node, 0.5), id="far-apart"),
+        pytest.param(lambda arrays, node: sharing(arrays, node, 0.5), id="far-apart", marks=LONG),
         pytest.param(
             lambda arrays, node: {k: v + np.float32(0.001) for k, v in arrays.items()},
             id="constant",
+            marks=LONG,
         ),
-        pytest.param(lambda arrays, node: {**sharing(arrays, node), "head": arrays["head"]}, id="frozen"),
+        pytest.param(lambda arrays, node: {**sharing(arrays, node), "head": arrays["head"]}, id="frozen", marks=LONG),
     ],
 )
 def test_layers_that_follow_the_server_are_never_called_kept(codec: Codec, step: Step) -> None:
@@ -150,7 +151,7 @@ def test_noise_is_not_taken_for_a_will_of_its_own() -> None:
 @pytest.mark.parametrize(
     "strategy",
     [
-        pytest.param(lambda: SharedSupport(ScaleCom(density=0.05)), id="SharedSupport"),
+        pytest.param(lambda: SharedSupport(ScaleCom(density=0.05)), id="SharedSupport", marks=LONG),
         pytest.param(lambda: SharedBasis(PowerSGD(rank=2)), id="SharedBasis", marks=LONG),
     ],
 )
@@ -165,6 +166,7 @@ def test_a_kept_head_is_kept_out_of_the_memory_of_shared_supports_and_bases(
     assert any("keeps head to itself" in text for r in kept.reports.values() for text in r.remarks.values())
 
 
+@LONG
 def test_an_app_that_ignores_the_message_is_told_that_nothing_is_learnt_together() -> None:
     own = [dict(ZERO) for _ in range(NODES)]
 
@@ -211,8 +213,8 @@ def tied(arrays: Arrays, partition: int) -> Arrays:
     ("codec", "inner"),
     [
         pytest.param(RandomK(density=0.1), FedAvg, id="RandomK"),
-        pytest.param(TopK(density=0.1), FedAvg, id="TopK"),
-        pytest.param(EDEN(bits=1), FedAvg, id="EDEN"),
+        pytest.param(TopK(density=0.1), FedAvg, id="TopK", marks=LONG),
+        pytest.param(EDEN(bits=1), FedAvg, id="EDEN", marks=LONG),
         pytest.param(QSGD(levels=7), FedMedian, id="FedMedian"),
         pytest.param(ScaledSign(), FedAvg, id="ScaledSign", marks=LONG),
     ],
