@@ -18,7 +18,7 @@ export FLWR_TELEMETRY_ENABLED := 0
 export FLWR_DISABLE_UPDATE_CHECK := 1
 export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION := 1
 
-.PHONY: quickstart test test-long test-fast lint bench clean
+.PHONY: quickstart test test-long test-fast lint golden bench clean
 
 quickstart: $(STAMP)  ## set up and run the main job
 	$(BIN)/python -m experiments.run
@@ -37,6 +37,9 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	.ci/types
+
+golden: $(KERNELS)  ## compare what every system and experiment does at toy size with the records of it
+	PYTHONPATH=tests $(BIN)/python tests/golden/golden_runs.py check
 
 bench: $(KERNELS)  ## wire, kernels, peers, engine, graphs, codes: ratios taken in one run
 	$(BIN)/python -m experiments.bench wire

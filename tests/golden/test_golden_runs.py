@@ -1,0 +1,65 @@
+"""What every path of updates does is what it did: models, memories, bytes, reports, releases, and how a run resumes.
+
+The records are made by ``golden_runs.py``, which also keeps those of rows and experiments: they train with torch, whose
+last bits are a processor's own, and are compared by its command.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import golden_runs as runs
+import pytest
+from round_paths import PATHS
+
+LIBRARIES = (
+    "private factors",
+    "fitted basis",
+    "fitted basis, shared grids",
+    "latents in a ring",
+    "latents of a common node",
+)
+"""Paths with bases from LAPACK, or weights from torch, whose last bits differ between machines."""
+
+COUNTED = ("used", "refused", "resumed", "up frames", "down frames", "epsilon")
+"""What is the same everywhere also there."""
+
+STORED = runs.stored()
+
+
+def compared(name: str, record: runs.Record) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the record that is kept and the new one, as far as they can be compared."""
+    kept = STORED[name]
+    if name.removeprefix("path: ").partition(", seed ")[0] in LIBRARIES:
+        kept, record = ({key: found[key] for key in COUNTED if key in found} for found in (kept, record))
+    return kept, record
+
+
+ALL = [(name, seed, faulty) for name in PATHS for faulty in (False, True) for seed in runs.SEEDS]
+QUICK = {(name, 1, True) for name in ("mean", "adaptive", "shared support", "coded sum", "private mean", "median")}
+
+
+@pytest.mark.parametrize(
+    ("name", "seed", "faulty"), [pytest.param(*one, marks=() if one in QUICK else pytest.mark.long) for one in ALL]
+)
+def test_a_path_does_what_it_did(name: str, seed: int, faulty: bool) -> None:
+    run = runs.run_name(f"path: {name}", seed, faulty)
+    kept, record = compared(run, runs.record_of(f"path: {name}", seed, faulty))
+    assert runs.differing({run: kept}, {run: record}) == []
+
+
+def test_there_is_a_record_of_everything() -> None:
+    assert {run.partition(", seed ")[0] for run in STORED} == {*runs.names()}
+
+
+def test_every_run_that_was_stopped_and_resumed_ended_the_same() -> None:
+    assert [run for run, record in STORED.items() if not record.get("resumed", True)] == []
+
+
+def test_a_change_is_seen_aspect_by_aspect() -> None:
+    old = {"a": {"models": ["1", "2"], "used": [5], "ledger": runs.UNSTEADY}}
+    assert runs.differing(old, {"a": {"models": ["1", "2"], "used": [5], "ledger": 7}}) == []
+    (line,) = runs.differing(old, {"a": {"models": ["1", "3"], "used": [5], "ledger": 7}})
+    assert line.startswith("a: models was")
+    assert runs.differing(old, {"b": {}}) == ["b: there is no record of it"]
+    assert len(runs.differing(old, {"a": {"used": [5], "more": 1}})) == 2
