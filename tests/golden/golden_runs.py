@@ -38,7 +38,6 @@ from round_paths import NODES, PATHS
 from round_paths import Path as Route
 
 from fedcomp.clients.app import app as honest
-from fedcomp.errors import FedcompError
 from fedcomp.experiments import engines
 from fedcomp.experiments.catalog import CATALOG
 from fedcomp.experiments.engines import inprocess
@@ -177,18 +176,22 @@ def of_path(route: Route, seed: int, faulty: bool) -> Record:
     reports = getattr(strategy, "reports", {})
     record["reports"] = [_figures(reports[n].figures()) for n in sorted(reports)]
     record |= watch.record()
-    record["resumed"] = _resumed_path(route, engine) == made
+    again: Record = {}
+    resumed = _resumed_path(route, engine, again)
+    # A run that ends before its time ends so again; one that cannot be stopped says why.
+    same = again.get("ended") == record.get("ended")
+    record["resumed"] = resumed == made if same else again.get("ended", False)
     return record
 
 
-def _resumed_path(route: Route, engine: Mapping[str, Any]) -> list[str]:
-    """Return the models of a run that stops after round :data:`STOP` and goes on in new objects."""
+def _resumed_path(route: Route, engine: Mapping[str, Any], record: Record) -> list[str]:
+    """Return the models of a run that stops after round :data:`STOP` and goes on in new objects; note why it cannot."""
     made: list[str] = []
 
     def note(number: int, arrays: ArrayRecord, outcome: Any) -> None:
         made.append(digest_of(arrays))
 
-    with tempfile.TemporaryDirectory() as folder, contextlib.suppress(FedcompError):
+    with tempfile.TemporaryDirectory() as folder, ended(record):
         path, result = Path(folder, "run.ckpt"), Result()
         with InProcessGrid(route.app(), NODES, **engine) as grid:
             strategy = route.strategy()
@@ -247,7 +250,8 @@ def ended(record: Record) -> Iterator[None]:
     """Note why a run ended before its time: that, too, is what a system does."""
     try:
         yield
-    except FedcompError as error:
+    except Exception as error:
+        # Flower's own strategy, which is among the rows, reads replies as they come.
         record["ended"] = plain(f"{type(error).__name__}: {error}")
 
 
@@ -279,7 +283,9 @@ def of_row(name: str, seed: int, faulty: bool) -> Record:
         file, stopped = Path(folder, "run.ckpt"), {}
         _run_row(name, seed, faulty, stopped, checkpoint=file, stop=True)
         again, _ = _run_row(name, seed, faulty, stopped, checkpoint=file)
-        record["resumed"] = again is not None and whole is not None and digest_of(again.arrays) == record["models"][0]
+        # A run that ends before its time ends so again.
+        same = stopped.get("ended") == record.get("ended")
+        record["resumed"] = same and (again is None or [digest_of(again.arrays)] == record["models"])
     return record
 
 
