@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,16 +71,21 @@ class Row:
 
 
 def provoked(call: Followed, path: Path, caplog: Any) -> str:
-    """Return the text of the error that is raised, else what is logged."""
+    """Return the text of the error that is raised, else what is logged or warned of."""
     printed = io.StringIO()
-    with caplog.at_level(logging.WARNING, "flwr.fedcomp"), contextlib.redirect_stderr(printed):
+    with (
+        caplog.at_level(logging.WARNING, "flwr.fedcomp"),
+        contextlib.redirect_stderr(printed),
+        warnings.catch_warnings(record=True) as warned,
+    ):
+        warnings.simplefilter("always")
         try:
             call(path)
         except FedcompError as error:
             return str(error)
         except SystemExit:
             return " ".join(printed.getvalue().split())
-    return "\n".join(record.getMessage() for record in caplog.records)
+    return "\n".join([*(record.getMessage() for record in caplog.records), *(str(each.message) for each in warned)])
 
 
 def quiet(kind: type[FedAvg] = FedAvg, **options: Any) -> FedAvg:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import advice_of_codecs
 import advice_of_coding
+import advice_of_frames
 import advice_of_nodes
 import advice_of_pair
 import advice_of_parts
@@ -26,6 +27,7 @@ from page_reading import ROOT
 MODULES = (
     advice_of_codecs,
     advice_of_coding,
+    advice_of_frames,
     advice_of_nodes,
     advice_of_pair,
     advice_of_parts,
@@ -40,7 +42,8 @@ VERBS = (
     "|remove|install|register|increase|decrease|split|move|copy|declare|drop|train|ask|keep|let|update|select|cast"
     "|delete|allow|mark|free|sample|end"
 )
-ADVICE = re.compile(rf"(?:^|[;:.(] ?|, |\bor |\band )(?:{VERBS})\b|\binstead\b", re.IGNORECASE)
+BEFORE = r"(?:^|[;:.] |\(|, |\bor |\band )(?!update (?:vector|answers|and))"  # there an update is a thing
+ADVICE = re.compile(rf"{BEFORE}(?:{VERBS})(?=[ ,]|$)|\binstead\b(?! of)", re.IGNORECASE)
 LOGGED = ("warning", "error", "warn")
 
 
