@@ -276,7 +276,13 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
                 ">= 0.95",
                 "with labels it is no blind spot",
             ),
-            claim("rounds: uplink over that of every round", over(ASKED, "up"), "<= 0.85", "chosen"),
+            claim(
+                "rounds: uplink over that of every round",
+                over(ASKED, "up"),
+                "<= 0.85",
+                "a goal, chosen: a node is quiet only when nothing it tries helps, and its answers to questions count",
+                gate=False,
+            ),
             claim("rounds: downlink over that of every round", over(ASKED, "down"), "<= 0.7", "chosen"),
             claim("rounds: points of accuracy lost against every round", lost, "<= 1.0", "chosen"),
             claim(
