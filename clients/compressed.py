@@ -30,7 +30,7 @@ from fedcomp.clients.messages import (
     reply_arrays,
     require_ids,
 )
-from fedcomp.clients.personal import Followed, ease, kept_note, names_note, second_names
+from fedcomp.clients.personal import Followed, ease, kept_note, names_note
 from fedcomp.clients.private.mod import discreet, only_update, wants_padding, wants_private
 from fedcomp.errors import ConfigError, FedcompError
 from fedcomp.exact import encode_exact
@@ -176,8 +176,8 @@ def _handle(
             # A lossless codec sends the model as it is; in a private round nothing is said of single tensors.
             if not codec.lossless and not private:
                 followed = Followed.load(context, layout)
-                copies = second_names(reply_arrays(content, name)[1], layout)
-                notes += [names_note(copies, layout)] if copies and followed.fresh else []
+                copies, proven = followed.second_names(reply_arrays(content, name)[1], before)
+                notes += [names_note(proven, layout)] if proven else []
                 found = followed.judge(update, before)
                 notes += [kept_note(found, followed)] if found else []
                 update = ease(update, followed.kept, copies, owed)

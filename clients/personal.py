@@ -13,7 +13,7 @@ Judged are at most :data:`SAMPLE` values of each tensor, so that little has to b
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final
 
@@ -55,12 +55,15 @@ class Followed:
     received, returned : ndarray of float64, shape (followed values,)
         The values that a former message brought and that its reply held. One that moved too little to judge by since is
         compared with the same message again.
+    proven : dict of int to int
+        Tensors that are another name of an earlier one, and that one: they came unlike and were returned alike.
     """
 
     layout: Layout
     evidence: NDArray[np.int64]
     received: NDArray[np.float64]
     returned: NDArray[np.float64]
+    proven: dict[int, int] = field(default_factory=dict)
 
     @classmethod
     def load(cls, context: Context, layout: Layout) -> Followed:
@@ -68,10 +71,10 @@ class Followed:
         record = context.state.get(_RECORD)
         held = to_arrays(record) if isinstance(record, ArrayRecord) else {}
         wanted = {"evidence": (len(layout.tensors),), "received": (_total(layout),), "returned": (_total(layout),)}
-        digest = held.pop("layout", None)
+        digest, pairs = held.pop("layout", None), held.pop("names", np.zeros((0, 2), np.int64))
         shapes = {name: array.shape for name, array in held.items()}
         if digest is not None and digest.tobytes() == layout.digest and shapes == wanted:
-            return cls(layout, **held)
+            return cls(layout, **held, proven={int(second): int(first) for second, first in pairs})
         # NaN differs from everything and moves nowhere: there is nothing to compare the first message with.
         nothing = np.full(_total(layout), np.nan)
         return cls(layout, np.zeros(len(layout.tensors), np.int64), nothing, nothing.copy())
@@ -80,12 +83,28 @@ class Followed:
         """Write it into the node's state."""
         digest = np.frombuffer(self.layout.digest, np.uint8)
         held = {"evidence": self.evidence, "received": self.received, "returned": self.returned}
+        if self.proven:
+            held["names"] = np.array(sorted(self.proven.items()), np.int64)
         context.state[_RECORD] = to_record({"layout": digest, **held})
 
-    @property
-    def fresh(self) -> bool:
-        """Whether nothing is remembered yet: this is the first message."""
-        return bool(np.isnan(self.returned).all())
+    def second_names(
+        self, returned: Mapping[str, NDArray[Any]], before: Mapping[str, NDArray[Any]]
+    ) -> tuple[dict[int, int], dict[int, int]]:
+        """Return which tensors of a reply are another name of an earlier one, and which of them are newly known.
+
+        Tensors that always were equal may be trained each by itself, as the two biases of a recurrent layer are that
+        begin at zero. Two names of one tensor come back alike also where they came unlike.
+        """
+        tensors = self.layout.tensors
+        alike = equal_tensors(returned, self.layout)
+        found = {
+            second: first
+            for second, first in alike.items()
+            if self.proven.get(second) != first
+            and not np.array_equal(before[tensors[second].name], before[tensors[first].name])
+        }
+        self.proven |= found
+        return {second: first for second, first in alike.items() if self.proven.get(second) == first}, found
 
     @property
     def kept(self) -> list[int]:
@@ -154,8 +173,8 @@ def ease(update: Update, kept: list[int], copies: Mapping[int, int], owed: Vecto
     return Update(vector, update.layout)
 
 
-def second_names(arrays: Mapping[str, NDArray[Any]], layout: Layout) -> dict[int, int]:
-    """Return which tensors of a reply are another name of an earlier one: equal in every bit, and not constant."""
+def equal_tensors(arrays: Mapping[str, NDArray[Any]], layout: Layout) -> dict[int, int]:
+    """Return which tensors equal an earlier one in every bit, and are not constant."""
     first: dict[tuple[Any, ...], list[int]] = {}
     found = {}
     for number, t in enumerate(layout.tensors):

@@ -368,10 +368,12 @@ class MeanSink(Sink):
             own = dict(set(arrival.copies.items()) - everywhere)
             if own and arrival.opened is not None:
                 codec = arrival.sent.codec(intake.codec)
+                factor = np.float32(arrival.weight / self._weight * intake.scale_of(arrival.sent))
                 change = codec.decode(arrival.opened, intake.layout)
-                change *= np.float32(arrival.weight / self._weight * intake.scale_of(arrival.sent))
-                for second, first in own.items():
-                    step[intake.layout.tensors[second].slice] += change[intake.layout.tensors[first].slice]
+                _copy(change, intake.start, intake.layout, own)
+                for second in own:
+                    part = intake.layout.tensors[second].slice
+                    step[part] += factor * change[part]
         _copy(step, intake.vector, intake.layout, dict(everywhere))
 
 
