@@ -176,7 +176,7 @@ def _handle(
             # A lossless codec sends the model as it is; in a private round nothing is said of single tensors.
             if not codec.lossless and not private:
                 followed = Followed.load(context, layout)
-                copies, proven = followed.second_names(reply_arrays(content, name)[1], before)
+                copies, proven = followed.second_names(reply_arrays(content, before, name)[1], before)
                 notes += [names_note(proven, layout)] if proven else []
                 found = followed.judge(update, before)
                 notes += [kept_note(found, followed)] if found else []

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Context, RecordDict
 from numpy.typing import NDArray
 
@@ -18,13 +19,13 @@ from fedcomp.errors import ConfigError, StateError
 from fedcomp.exact import check_exact
 from fedcomp.flower.payload import NODE_RECORD, PARTITION_KEY, is_frame, models, take_frame
 from fedcomp.flower.protocol import OWN_CONFIG, PROTOCOL, STEP, Announcement, is_own
-from fedcomp.flower.records import config_in, to_arrays, to_record
+from fedcomp.flower.records import BFLOAT16, config_in, to_arrays, to_record, widened
 from fedcomp.flower.state import Replica
 from fedcomp.layout import Layout, Update, policy_from_config
 from fedcomp.params import shown, similar
 from fedcomp.rng import Key
 from fedcomp.versions import FIRST, CodecOf, Step, advance, digest
-from fedcomp.wire import Frame
+from fedcomp.wire import Bf16, Frame
 
 NOT_WITHOUT_NOISE = (
     "the announced codec privatises updates, and this client cannot or may not use it; it sends nothing without that "
@@ -188,12 +189,17 @@ def plain_content(content: RecordDict, announcement: Announcement, record: Array
             Announcement.erase(value)
             if name == OWN_CONFIG and not value:
                 continue
-        out[name] = value
+        out[name] = widened(value) if isinstance(value, ArrayRecord) else value
     return out
 
 
-def reply_arrays(content: RecordDict, record: str = "") -> tuple[str, dict[str, NDArray[Any]]]:
+def reply_arrays(
+    content: RecordDict, before: Mapping[str, NDArray[Any]], record: str = ""
+) -> tuple[str, dict[str, NDArray[Any]]]:
     """Return the model of an app's reply, to be read: the ArrayRecord called ``record``, else the only one.
+
+    A tensor that comes in bfloat16 was trained from the bfloat16 nearest to that of ``before``, the model the app was
+    given: what it changed is added to ``before``, so that changes below its spacing add up over rounds.
 
     Raises
     ------
@@ -207,7 +213,15 @@ def reply_arrays(content: RecordDict, record: str = "") -> tuple[str, dict[str, 
             f"the reply holds {len(records)} ArrayRecords {sorted(records)}; expected exactly one, the trained model, "
             f"or several of which one is called {record!r}, as the model of the message was"
         )
-    return name, to_arrays(records[name], copy=False)
+    after = to_arrays(records[name], copy=False)
+    for key, array in records[name].items():
+        given = before.get(key)
+        if array.dtype == BFLOAT16 and given is not None and given.shape == after[key].shape:
+            nearest = Bf16(given).decode().reshape(given.shape)
+            # Not where nothing changed: infinities of a mask have no difference.
+            with np.errstate(invalid="ignore"):
+                after[key] = np.where(after[key] == nearest, given, given + (after[key] - nearest))
+    return name, after
 
 
 def partition_of(context: Context) -> int:
@@ -257,7 +271,7 @@ def learnt(
     FedcompError
         When the reply holds no model of this layout.
     """
-    name, after = reply_arrays(content, record)
+    name, after = reply_arrays(content, before, record)
     layout.check(after)
     exact = {t.name: check_exact(after[t.name], t, before[t.name]) for t in layout.exact}
     vector = layout.flatten(after) if lossless else layout.difference(after, before)

@@ -23,7 +23,7 @@ from fedcomp.errors import ConfigError, FedcompError, StateError
 from fedcomp.flower._private import content_from_bytes, content_to_bytes
 from fedcomp.flower.gradients import ANSWER, Form, GradientAnswer, GradientPlan, change_of, checksum
 from fedcomp.flower.payload import PARTITION_KEY, put_frame
-from fedcomp.flower.records import to_arrays
+from fedcomp.flower.records import to_arrays, widened
 from fedcomp.layout import Layout
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def _copy(content: RecordDict) -> RecordDict:
     out = RecordDict()
     for name, record in content.items():
         if isinstance(record, ArrayRecord):
-            out[name] = ArrayRecord(dict(record.items()))
+            out[name] = ArrayRecord(dict(widened(record).items()))
         elif isinstance(record, ConfigRecord):
             out[name] = ConfigRecord(dict(record.items()))
         else:
@@ -145,7 +145,7 @@ def _row(
     content: RecordDict, before: dict[str, NDArray[Any]], layout: Layout, weight_key: str, values: Arithmetic
 ) -> tuple[NDArray[Any], Form]:
     """Return a partition's row: the weighted change and, as scalars, weight, metrics and what is beside the vector."""
-    name, after = reply_arrays(content)
+    name, after = reply_arrays(content, before)
     metrics = content.metric_records
     if len(metrics) != 1:
         raise ConfigError(f"the reply holds {len(metrics)} MetricRecords, expected exactly one")

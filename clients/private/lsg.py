@@ -63,7 +63,7 @@ def lsg() -> ClientHalf:
             reply = call_next(msg, context)
             if reply.has_error():
                 return reply
-            _, after = reply_arrays(reply.content)
+            _, after = reply_arrays(reply.content, before)
             with np.errstate(over="ignore", invalid="ignore"):
                 moved = layout.difference(after, before)
                 short = np.concatenate(plan.project(moved, pairs))[chosen]

@@ -123,7 +123,7 @@ def only_update(content: RecordDict, before: Mapping[str, NDArray[Any]], layout:
     LayoutError
         When its tensors are not those of the model.
     """
-    name, after = reply_arrays(content)
+    name, after = reply_arrays(content, before)
     layout.check(after)
     # Integers take no noise, and running statistics are made of records: both go back as they came.
     out = RecordDict({name: to_record({**after, **{t.name: before[t.name] for t in layout.exact}})})

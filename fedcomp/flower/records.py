@@ -16,8 +16,12 @@ from numpy.typing import DTypeLike, NDArray
 
 from fedcomp.errors import LayoutError
 from fedcomp.flower._private import filled, make_array
+from fedcomp.wire import Bf16
 
 _NUMPY: Final = "numpy.ndarray"
+BFLOAT16: Final = "bfloat16"
+"""Dtype of an Array that was made of an ``ml_dtypes`` array. numpy writes its values as two nameless bytes each."""
+
 _HEADER: Final = 256
 """Longest header that is remembered; numpy's own of a tensor is 128 bytes."""
 
@@ -61,11 +65,29 @@ def config_in(content: RecordDict, name: str) -> ConfigRecord:
 
 
 def to_arrays(record: ArrayRecord, *, copy: bool = True) -> Named:
-    """Return a record's tensors as new, writable arrays; without ``copy`` plain ones are read-only views."""
+    """Return a record's tensors as new, writable arrays; without ``copy`` plain ones are read-only views.
+
+    Tensors in bfloat16 are returned in float32, which holds every number of theirs.
+    """
     return {name: _numbers(array, copy) for name, array in record.items()}
 
 
+def widened(record: ArrayRecord) -> ArrayRecord:
+    """Return the record with its bfloat16 tensors in float32; itself where it has none."""
+    if all(array.dtype != BFLOAT16 for array in record.values()):
+        return record
+    wide = {k: _array(_numbers(a)) if a.dtype == BFLOAT16 else a for k, a in record.items()}
+    return filled(ArrayRecord(), wide)
+
+
 def _numbers(array: Array, copy: bool = True) -> NDArray[Any]:
+    found = _as_written(array, copy)
+    if array.dtype != BFLOAT16 or found.dtype.str != "|V2":
+        return found
+    return Bf16(found.view(np.uint16).reshape(-1)).decode().reshape(found.shape)
+
+
+def _as_written(array: Array, copy: bool) -> NDArray[Any]:
     # np.load reads a header as Python source, which for tensors of a small model is most of the work.
     data = array.data
     # Version 1.0 of npy: six bytes of magic, two of version, two that give the length of the header after them.
@@ -102,9 +124,10 @@ def read_array(array: Array, name: str, shape: tuple[int, ...], dtype: DTypeLike
         version = np.lib.format.read_magic(data)
         read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         found, _, kind = read_header(data)
+        given = np.dtype(np.float32) if array.dtype == BFLOAT16 and kind.str == "|V2" else kind
         # Of the expected shape: the one in the header may claim anything.
         size = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
-        if found != shape or not np.can_cast(kind, wanted, "same_kind") or len(array.data) - data.tell() != size:
+        if found != shape or not np.can_cast(given, wanted, "same_kind") or len(array.data) - data.tell() != size:
             raise LayoutError(f"tensor {name!r} is {kind}{found} in {len(array.data)} bytes, expected {wanted}{shape}")
         # A float64 may exceed float32: infinity is refused where finite values are asked for.
         with np.errstate(over="ignore"):

@@ -24,7 +24,7 @@ from fedcomp import params
 from fedcomp.errors import ConfigError, FedcompError, StateError
 from fedcomp.flower import gossip
 from fedcomp.flower.logs import log
-from fedcomp.flower.records import to_arrays
+from fedcomp.flower.records import to_arrays, widened
 from fedcomp.flower.report import Reports
 from fedcomp.flower.rounds import Exchanges, ExchangeStrategy, Push
 from fedcomp.gossip import get_algorithm
@@ -219,7 +219,7 @@ class GossipRelay(ExchangeStrategy, Stateful):
                 "of large values are lost: set dtype='float64', or convert the model to float32"
             )
         size = flatten(named, layout, self.setup.dtype).nbytes // max(1, layout.size)
-        self._initial = arrays
+        self._initial = widened(arrays)
         largest = largest_message(self.algorithm, layout.size, size)
         # Random and not from the seed: two runs with one seed must not continue each other's memories.
         self._relay = self._made(count, ENDLESS, secrets.token_hex(8), largest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -19,8 +20,10 @@ from fedcomp.codecs import Codec
 from fedcomp.errors import ConfigError
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
+from fedcomp.flower.records import to_arrays, to_record
 from fedcomp.flower.rounds import fit
 from fedcomp.layout import Layout
+from fedcomp.wire import Bf16
 
 NODES = 4
 EVERYBODY = {"fraction_evaluate": 0.0, "min_train_nodes": NODES, "min_available_nodes": NODES}
@@ -208,6 +211,98 @@ def test_the_bits_of_bfloat16_are_refused_and_its_values_as_float32_are_averaged
         found = strategy.start(grid, ArrayRecord({"w": Array(model)}), num_rounds=1).arrays["w"].numpy()
     assert strategy.reports[1].used == 4
     assert found.max() == 0.5
+
+
+def in_bfloat16(values: np.ndarray) -> Array:
+    """Return ``Array(values.astype(ml_dtypes.bfloat16))``, as Flower and numpy write it."""
+    bits = io.BytesIO()
+    np.lib.format.write_array_header_1_0(bits, {"descr": "<V2", "fortran_order": False, "shape": values.shape})
+    return Array("bfloat16", values.shape, "numpy.ndarray", bits.getvalue() + Bf16(values).words.tobytes())
+
+
+SPACING = 2.0**-7
+"""Of bfloat16 from 1 to 2."""
+
+HALVES = {"w": np.full((30, 40), 1.0, np.float32), "bias": np.zeros(20, np.float32), "mask": np.full(3, -np.inf)}
+
+
+def app_in_bfloat16(seen: set[str], *, modded: bool = True) -> ClientApp:
+    """Every node keeps its model in bfloat16, and every other one moves ``w``, by one spacing a round."""
+    found = ClientApp()
+
+    @found.train()
+    def train(msg: Message, context: Context) -> Message:
+        (name, record) = next(iter(msg.content.array_records.items()))
+        seen.update(array.dtype for array in record.values())
+        arrays = {key: array.numpy() for key, array in to_record(to_arrays(record)).items()}
+        if context.node_config["partition-id"] % 2:
+            arrays["w"] = Bf16(arrays["w"]).decode().reshape(arrays["w"].shape) + np.float32(SPACING)
+        content = RecordDict({name: ArrayRecord({k: in_bfloat16(v) for k, v in arrays.items()})})
+        content["metrics"] = MetricRecord({"num-examples": 1})
+        return Message(content, reply_to=msg)
+
+    return fc.client(found) if modded else found
+
+
+def test_an_array_of_bfloat16_is_written_as_ml_dtypes_and_numpy_write_it() -> None:
+    # Array(np.array([1.25, -0.25], ml_dtypes.bfloat16)), ml_dtypes 0.5.4, numpy 2.4.
+    head = b"{'descr': '<V2', 'fortran_order': False, 'shape': (2,), }"
+    written = b"\x93NUMPY\x01\x00v\x00" + head.ljust(117) + b"\n" + bytes.fromhex("a03f80be")
+    given = np.array([1.25, -0.25], np.float32)
+    assert in_bfloat16(given).data == written
+    np.testing.assert_array_equal(to_arrays(ArrayRecord({"w": in_bfloat16(given)}))["w"], given)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long) if n == "coded sum" else n for n in SYSTEMS])
+def test_models_in_bfloat16_train_in_float32_and_small_means_add_up(name: str) -> None:
+    """Means half of bfloat16's spacing: in bfloat16 all but the first would round to nothing."""
+    seen: set[str] = set()
+    rounds = 8
+    with InProcessGrid(app_in_bfloat16(seen), NODES, seed=3) as grid:
+        strategy = SYSTEMS[name]()
+        # A coded sum has no place for what travels as values.
+        given = {key: array for key, array in HALVES.items() if key != "mask" or name != "coded sum"}
+        model = ArrayRecord({key: in_bfloat16(array) for key, array in given.items()})
+        found = {k: a.numpy() for k, a in fit(strategy, MeteredGrid(grid), model, rounds).arrays.items()}
+    assert seen == {"float32"}
+    assert {array.dtype for array in found.values()} == {np.dtype(np.float32)}
+    moved = found["w"].mean() - 1.0
+    # Of a sparse codec what error feedback still keeps.
+    assert 0.3 * rounds * SPACING / 2 < moved < 1.1 * rounds * SPACING / 2
+    np.testing.assert_allclose(found["bias"], 0.0, atol=1e-3 if name in MOVED else 0.0)
+    assert np.all(found.get("mask", -np.inf) == -np.inf)
+
+
+def test_a_dense_answer_in_bfloat16_is_read_as_float32() -> None:
+    with InProcessGrid(app_in_bfloat16(set(), modded=False), NODES, seed=3) as grid:
+        strategy = compressed(fc.TopK(density=0.5))
+        model = ArrayRecord({key: in_bfloat16(array) for key, array in HALVES.items()})
+        found = fit(strategy, MeteredGrid(grid), model, 1).arrays
+    assert strategy.reports[1].used == NODES
+    np.testing.assert_array_equal(found["w"].numpy(), HALVES["w"] + np.float32(SPACING / 2))
+
+
+@pytest.mark.parametrize("shares", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_private_rounds_take_models_in_bfloat16(shares: bool) -> None:
+    noise = {"population": 5, "delta": 1e-3, "insecure_deterministic": True, "seed": 7, "noise_multiplier": 1e-3}
+    if shares:
+        strategy = fc.DistributedDp(average(), fc.ShareSettings(clip=1.0, tolerated=2), **noise)
+    else:
+        strategy = compressed(fc.TopK(density=1.0), inner=lambda **o: fc.DpFedAvg(FedAvg(**o), clip=1.0, **noise))
+    model = ArrayRecord({"w": in_bfloat16(HALVES["w"])})
+    with InProcessGrid(app_in_bfloat16(set()), NODES, seed=3) as grid:
+        found = fit(strategy, MeteredGrid(grid), model, ROUNDS).arrays["w"].numpy()
+    # Two of four nodes move; the sum is divided by the population.
+    assert abs(found.mean() - 1.0 - 2 * ROUNDS * SPACING / 5) < 0.2 * ROUNDS * SPACING
+
+
+def test_gossip_takes_models_in_bfloat16() -> None:
+    model = ArrayRecord(
+        {n: in_bfloat16(a.numpy()) if a.dtype == "float32" else a for n, a in gossip_toy.model().items()}
+    )
+    found = gossip_toy.strategy("choco").start(gossip_toy.grid(), model, num_rounds=2).arrays
+    assert {array.dtype for array in found.values()} == {"float32", "int64"}
 
 
 @pytest.mark.slow
