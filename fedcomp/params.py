@@ -14,7 +14,7 @@ import numpy as np
 from fedcomp.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
-    from typing import Self
+    pass
 
 _LONGEST_NAME = 64
 
@@ -141,29 +141,6 @@ def assign(target: Any, **values: Any) -> None:
     """Set checked parameters on a frozen dataclass, from its ``__post_init__``."""
     for name, value in values.items():
         object.__setattr__(target, name, value)
-
-
-class Configured:
-    """What its parameters recreate, a dataclass: with equal parameters two objects of a class are equal."""
-
-    def get_config(self) -> dict[str, Any]:
-        """Return the JSON-able parameters that recreate this object."""
-        return dataclass_config(self)
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Self:
-        """Create the object from :meth:`get_config`'s dictionary."""
-        return cls(**config)
-
-    def __repr__(self) -> str:
-        return dataclass_repr(self)
-
-    def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and isinstance(other, Configured) and self.get_config() == other.get_config()
-
-    def __hash__(self) -> int:
-        # By the repr, because configurations hold lists and dictionaries, which have no hash.
-        return hash(repr(self))
 
 
 def dataclass_config(target: Any) -> dict[str, Any]:

@@ -29,24 +29,8 @@ from fedcomp.flower import (
     state,
 )
 from fedcomp.flower.payload import put_frame
-from fedcomp.flower.schema import (
-    LARGEST,
-    REQUIRED,
-    Data,
-    Document,
-    Field,
-    FieldRule,
-    Frames,
-    Int,
-    Many,
-    OneOf,
-    Options,
-    Real,
-    Schema,
-    Text,
-    TextSchema,
-    Version,
-)
+from fedcomp.flower.schema import Document, Field, Frames, Options, Schema, TextSchema, Version
+from fedcomp.rules import LARGEST, REQUIRED, Data, Int, Many, OneOf, Real, Rule, Text
 
 _ASK = gcn.PlanRequest("s", -3, 1, "train", 2, 8, "{}", "dense-f64", "lru", 4096, 0.5, (0, 3), 2.0, 1)
 _HELLO = gcn.GraphHello("d", 1, 4, 40, 10, 8, 2, 6, "halo")
@@ -532,7 +516,7 @@ def _changes(schema: type[Schema], entry: Field, value: Any) -> Iterator[tuple[s
     yield from _beyond(entry.rule)
 
 
-def _beyond(rule: FieldRule) -> Iterator[tuple[str, Any]]:
+def _beyond(rule: Rule) -> Iterator[tuple[str, Any]]:
     """Yield values of the right type that break a rule."""
     if isinstance(rule, Int):
         yield from ((f"is {n}", n) for n in (rule.least - 1, rule.most + 1) if -LARGEST - 1 <= n <= LARGEST)
@@ -566,7 +550,7 @@ def _beyond(rule: FieldRule) -> Iterator[tuple[str, Any]]:
             yield "is in descending order", [item + 1, item]
 
 
-def _valid(rule: FieldRule) -> Any:
+def _valid(rule: Rule) -> Any:
     if isinstance(rule, Int):
         return rule.least
     if isinstance(rule, Real):

@@ -19,9 +19,9 @@ from fedcomp.coding.relay import RelayPlan
 from fedcomp.coding.sumcode import SumPlan
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.flower.coded import GroupSum
-from fedcomp.flower.schema import Int, Many
 from fedcomp.layout import NONE_DENSE, Layout, Update
 from fedcomp.rng import Key
+from fedcomp.rules import Int, Many
 
 HERE = Path(__file__).parent
 

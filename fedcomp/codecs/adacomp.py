@@ -8,11 +8,11 @@ abstract's ratios, and its scale is the least-squares optimum (both derived). Ed
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 
-from fedcomp import params, wire
+from fedcomp import wire
 from fedcomp.codecs.base import State, all_finite
 from fedcomp.codecs.forms import FORMS, RESTS, ValueForm
 from fedcomp.codecs.listed import without_densities
@@ -22,6 +22,7 @@ from fedcomp.errors import NonFiniteUpdate
 from fedcomp.kernels import adaptive_step, select_bins
 from fedcomp.layout import Layout, Update, Vector
 from fedcomp.rng import Key
+from fedcomp.rules import Int, OneOf, Real, Switch
 from fedcomp.wire import Bundle, Expected, Frame, SchemaMismatch, Tensor
 
 # The wire's bins are no longer than that.
@@ -82,21 +83,11 @@ class AdaComp(PositionalCodec):
     remembers = True
     scope = "layer"
 
-    bin: int = 500
-    conv_bin: int = 50
-    factor: float = 2.0
-    guard: bool = False
-    rest: str = "float32"
-
-    def __post_init__(self) -> None:
-        params.assign(
-            self,
-            bin=params.integer("bin", self.bin, low=1, high=_LONGEST_BIN),
-            conv_bin=params.integer("conv_bin", self.conv_bin, low=1, high=_LONGEST_BIN),
-            factor=params.number("factor", self.factor, rule="a number in [1, 1e6]", ok=lambda v: 1.0 <= v <= 1e6),
-            guard=params.boolean("guard", self.guard),
-            rest=params.choice("rest", self.rest, RESTS[1:]),
-        )
+    bin: Annotated[int, Int(1, _LONGEST_BIN)] = 500
+    conv_bin: Annotated[int, Int(1, _LONGEST_BIN)] = 50
+    factor: Annotated[float, Real(least=1.0, most=1e6)] = 2.0
+    guard: Switch = False
+    rest: Annotated[str, OneOf(*RESTS[1:])] = "float32"
 
     @property
     def rest_form(self) -> ValueForm:

@@ -9,8 +9,6 @@ from __future__ import annotations
 from itertools import permutations
 from typing import Final
 
-from fedcomp import params
-from fedcomp.errors import ConfigError
 from fedcomp.layout import Vector
 
 NATURAL: Final = "FDHW"
@@ -18,11 +16,13 @@ ORDERS: Final = tuple("".join(letters) for letters in permutations(NATURAL))
 """All orders of axes, the slowest first."""
 
 
-def order_for(order: str, scope: str) -> str:
-    """Return ``order`` when it is one and suits ``scope``; raise ConfigError otherwise."""
-    if params.choice("order", order, ORDERS) != NATURAL and scope != "layer":
-        raise ConfigError(f"order={order!r} needs scope='layer': a whole model has no axes")
-    return order
+def order_conflict(order: str, scope: str) -> str:
+    """Return why ``order`` does not suit ``scope``; empty where it does."""
+    return (
+        ""
+        if order == NATURAL or scope == "layer"
+        else f"order={order!r} needs scope='layer': a whole model has no axes"
+    )
 
 
 def read_in(values: Vector, shape: tuple[int, ...], order: str) -> None:

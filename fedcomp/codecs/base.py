@@ -21,8 +21,8 @@ from fedcomp.errors import ConfigError, LayoutError, NonFiniteUpdate
 from fedcomp.factors.outer import OuterProducts
 from fedcomp.kernels import tiers
 from fedcomp.layout import Layout, Update, Vector
-from fedcomp.params import Configured
 from fedcomp.rng import Key
+from fedcomp.rules import Configured
 from fedcomp.wire import Bundle, Frame, Kind, Limits, Schema, decode
 
 T = TypeVar("T")

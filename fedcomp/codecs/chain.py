@@ -15,8 +15,9 @@ from fedcomp.codecs.registry import Registry, codecs
 from fedcomp.codecs.wrapper import Wrapper
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.layout import Layout, Update, Vector
-from fedcomp.params import Configured, shown
+from fedcomp.params import shown
 from fedcomp.rng import Key
+from fedcomp.rules import Configured
 from fedcomp.wire import Frame
 
 

@@ -7,7 +7,7 @@ own, a few bits per index. Several of every chunk is how SparseLoCo selects (202
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from fedcomp import params
 from fedcomp.codecs.forms import FORMS, RESTS
@@ -16,6 +16,7 @@ from fedcomp.codecs.positional import SCOPES, Stretch, with_rest
 from fedcomp.kernels import select_bins, select_of_bins
 from fedcomp.layout import Layout, Vector
 from fedcomp.rng import Key
+from fedcomp.rules import Density, Int, OneOf
 from fedcomp.wire import Expected, Tensor
 
 _LONGEST_CHUNK = 1 << 40
@@ -54,19 +55,10 @@ class ChunkTop1(ListedCodec):
     finds_non_finite = True
     index = "auto"
 
-    density: float
-    scope: str = "layer"
-    values: str = "float32"
-    rest: str = "auto"
-
-    def __post_init__(self) -> None:
-        params.assign(
-            self,
-            density=params.density(self.density),
-            scope=params.choice("scope", self.scope, SCOPES),
-            values=params.choice("values", self.values, FORMS),
-            rest=params.choice("rest", self.rest, RESTS),
-        )
+    density: Density
+    scope: Annotated[str, OneOf(*SCOPES)] = "layer"
+    values: Annotated[str, OneOf(*FORMS)] = "float32"
+    rest: Annotated[str, OneOf(*RESTS)] = "auto"
 
     def chunk(self, stretch: Stretch) -> int:
         """Return c of ``stretch``, at most its size."""
@@ -133,23 +125,12 @@ class ChunkTopK(ListedCodec):
     codec_id: ClassVar[str] = "chunk-topk"
     finds_non_finite = True
 
-    density: float
-    chunk: int = 4096
-    scope: str = "layer"
-    values: str = "float32"
-    index: str = "auto"
-    rest: str = "auto"
-
-    def __post_init__(self) -> None:
-        params.assign(
-            self,
-            density=params.density(self.density),
-            chunk=params.integer("chunk", self.chunk, low=1, high=_LONGEST_CHUNK),
-            scope=params.choice("scope", self.scope, SCOPES),
-            values=params.choice("values", self.values, FORMS),
-            index=params.choice("index", self.index, INDICES),
-            rest=params.choice("rest", self.rest, RESTS),
-        )
+    density: Density
+    chunk: Annotated[int, Int(1, _LONGEST_CHUNK)] = 4096
+    scope: Annotated[str, OneOf(*SCOPES)] = "layer"
+    values: Annotated[str, OneOf(*FORMS)] = "float32"
+    index: Annotated[str, OneOf(*INDICES)] = "auto"
+    rest: Annotated[str, OneOf(*RESTS)] = "auto"
 
     def counts(self, stretch: Stretch) -> tuple[int, int]:
         """Return how many of a full chunk of ``stretch`` travel, and how many of a shorter last one (0: none is)."""

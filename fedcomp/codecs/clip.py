@@ -7,11 +7,11 @@ from typing import ClassVar
 
 import numpy as np
 
-from fedcomp import params
 from fedcomp.codecs.base import State, norm, require_finite
 from fedcomp.codecs.chain import Transform
 from fedcomp.layout import Update
 from fedcomp.rng import Key
+from fedcomp.rules import Positive
 
 
 @dataclass(frozen=True, repr=False)
@@ -42,10 +42,7 @@ class Clip(Transform):
     transform_id: ClassVar[str] = "clip"
     never_enlarges = True
 
-    max_norm: float
-
-    def __post_init__(self) -> None:
-        params.assign(self, max_norm=params.positive("max_norm", self.max_norm))
+    max_norm: Positive
 
     def apply(self, update: Update, state: State, key: Key) -> tuple[Update, State]:
         """Return the clipped update (a new vector only when it was too long).

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from fedcomp import params
 from fedcomp.codecs.base import State
 from fedcomp.codecs.clip import Clip
 from fedcomp.codecs.feedback import ErrorFeedback
-from fedcomp.codecs.topk import TopK
+from fedcomp.codecs.forms import FORMS, RESTS
+from fedcomp.codecs.listed import INDICES
+from fedcomp.codecs.positional import SCOPES
+from fedcomp.codecs.topk import LONGEST_WARMUP, TopK
 from fedcomp.codecs.wrapper import Wrapper
 from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key
+from fedcomp.rules import BelowOne, Density, Int, Maybe, OneOf, Real, Switch
 from fedcomp.wire import Frame
 
 
@@ -87,37 +91,27 @@ class DGC(Wrapper):
     codec_id: ClassVar[str] = "dgc"
     remembers = True
 
-    density: float = 0.001
-    momentum: float = 0.9
-    nesterov: bool = False
-    masking: bool = True
-    warmup: int = 4
-    clip: float | None = None
-    clients: int = 1
-    scope: str = "global"
-    values: str = "float32"
-    index: str = "auto"
-    max_age: int | None = None
-    rest: str = "auto"
+    density: Density = 0.001
+    momentum: BelowOne = 0.9
+    nesterov: Switch = False
+    masking: Switch = True
+    warmup: Annotated[int, Int(0, LONGEST_WARMUP)] = 4
+    clip: Annotated[float | None, Maybe(Real(above=0.0))] = None
+    clients: Annotated[int, Int(1)] = 1
+    scope: Annotated[str, OneOf(*SCOPES)] = "global"
+    values: Annotated[str, OneOf(*FORMS)] = "float32"
+    index: Annotated[str, OneOf(*INDICES)] = "auto"
+    max_age: Annotated[int | None, Maybe(Int(1))] = None
+    rest: Annotated[str, OneOf(*RESTS)] = "auto"
 
     def __post_init__(self) -> None:
-        # The parts check and convert what is theirs; the fields take that over, so that equal codecs are equal.
+        super().__post_init__()
         topk = TopK(self.density, self.scope, self.values, self.index, self.warmup, self.rest)
         memory = ErrorFeedback(
             topk, momentum=self.momentum, nesterov=self.nesterov, masking=self.masking, max_age=self.max_age
         )
-        params.assign(
-            self,
-            codec=memory,
-            gain=memory.gain,
-            density=topk.density,
-            warmup=topk.warmup,
-            momentum=memory.momentum,
-            max_age=memory.max_age,
-            clients=params.integer("clients", self.clients, low=1),
-        )
+        params.assign(self, codec=memory, gain=memory.gain)
         if self.clip is not None:
-            params.assign(self, clip=params.positive("clip", self.clip))
             # Made only to fail here, not in the first round: a share may be too small to be a positive number.
             Clip(self._share(self.clip))
 

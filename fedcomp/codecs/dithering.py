@@ -7,15 +7,16 @@ the b-bit quantiser with the norm p = ∞. :class:`~fedcomp.codecs.QSGD` is the 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp import params, wire
+from fedcomp import wire
 from fedcomp.codecs.positional import PositionalCodec, Stretch, expected_dense, require_values
 from fedcomp.layout import Layout
 from fedcomp.rng import Key
+from fedcomp.rules import Int
 from fedcomp.wire import Expected, SchemaMismatch, Tensor
 from fedcomp.wire.quantised import round_up
 
@@ -48,10 +49,7 @@ class Dithering(PositionalCodec):
     unbiased = True
     wide = True
 
-    bits: int = 2
-
-    def __post_init__(self) -> None:
-        params.assign(self, bits=params.integer("bits", self.bits, low=1, high=16))
+    bits: Annotated[int, Int(1, 16)] = 2
 
     @property
     def levels(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ from fedcomp.errors import ConfigError, NonFiniteUpdate
 from fedcomp.kernels import add_scaled
 from fedcomp.layout import Layout, Update, Vector
 from fedcomp.rng import Key
+from fedcomp.rules import Made
 from fedcomp.wire import Bundle, Frame
 
 
@@ -59,11 +60,11 @@ class Domain(Wrapper):
 
     codec_id: ClassVar[str] = "domain"
 
-    transform: Orthonormal
-    codec: Codec
+    transform: Annotated[Orthonormal, Made(bases.get)]
+    codec: Annotated[Codec, Made(codecs.get)]
 
     def __post_init__(self) -> None:
-        params.assign(self, transform=bases.get(self.transform), codec=codecs.get(self.codec))
+        super().__post_init__()
         if self.codec.phases != 1:
             raise ConfigError(f"{self.codec!r} needs {self.codec.phases} exchanges and has no domain of its own")
         inner: Any = self.codec

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import ClassVar, Final
+from typing import Annotated, ClassVar, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,7 @@ from fedcomp.codecs.positional import (
 from fedcomp.errors import NonFiniteUpdate
 from fedcomp.layout import Layout, Vector
 from fedcomp.rng import Key
+from fedcomp.rules import Int, OneOf
 from fedcomp.wire import Bundle, Expected, SchemaMismatch, Section, Tensor
 
 CENTROIDS: Final[Mapping[int, tuple[float, ...]]] = MappingProxyType(
@@ -96,17 +97,12 @@ class EDEN(SeededCodec):
 
     codec_id: ClassVar[str] = "eden"
 
-    bits: int = 1
-    scale: str = "unbiased"
-    scope: str = "global"
+    bits: Annotated[int, Int(1, 4)] = 1
+    scale: Annotated[str, OneOf("unbiased", "least")] = "unbiased"
+    scope: Annotated[str, OneOf(*SCOPES)] = "global"
 
     def __post_init__(self) -> None:
-        params.assign(
-            self,
-            bits=params.integer("bits", self.bits, low=1, high=4),
-            scale=params.choice("scale", self.scale, ("unbiased", "least")),
-            scope=params.choice("scope", self.scope, SCOPES),
-        )
+        super().__post_init__()
         params.assign(self, unbiased=self.scale == "unbiased", never_enlarges=self.scale == "least")
 
     def stretches(self, layout: Layout) -> tuple[Stretch, ...]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Annotated, Any, ClassVar, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,12 +27,13 @@ from fedcomp.codecs.base import Codec, State, norm, require_finite
 from fedcomp.codecs.forms import FORMS, ValueForm, rest_form
 from fedcomp.errors import ConfigError
 from fedcomp.factors.backprop import ChainLayer, explained, lefts, parse_chain
-from fedcomp.factors.outer import OuterProducts, Reduction, add_outer, inner
+from fedcomp.factors.outer import SOLVERS, STOPS, OuterProducts, Reduction, add_outer, inner
 from fedcomp.factors.signed import SignedRows
 from fedcomp.kernels import add_scaled, scatter_add
 from fedcomp.layout import Layout, TensorSpec, Update, Vector
 from fedcomp.logs import log
 from fedcomp.rng import Key
+from fedcomp.rules import BelowOne, Int, Made, OneOf, Switch
 from fedcomp.wire import DENSE, SEED, SPARSE, Bundle, Expected, Frame, LimitExceeded, Schema, SchemaMismatch, Tensor
 
 MODES: Final = ("dad", "edad", "rank")
@@ -77,6 +78,12 @@ class _Change(NamedTuple):
     values: Vector | None = None
     indices: NDArray[np.int64] | None = None
     outer: OuterProducts | None = None
+
+
+def _names(chain: Any) -> tuple[str, ...]:
+    """Return the layers of a chain; a text has commas between them."""
+    named = chain.split(",") if isinstance(chain, str) else chain
+    return tuple(str(name).strip() for name in named if str(name).strip())
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -143,29 +150,22 @@ class Factors(Codec):
 
     codec_id: ClassVar[str] = "factors"
 
-    mode: str = "rank"
-    rank: int = 10
-    iterations: int = 3
-    theta: float = 1e-3
-    solver: str = "auto"
-    stop: str = "sigma"
-    per_layer: str = "auto"
-    first_layer: str = "factors"
-    values: str = "float32"
-    chain: Sequence[str] | str = ()
-    i_know_inputs_are_visible: bool = False
+    mode: Annotated[str, OneOf(*MODES)] = "rank"
+    rank: Annotated[int, Int(1)] = 10
+    iterations: Annotated[int, Int(1)] = 3
+    theta: BelowOne = 1e-3
+    solver: Annotated[str, OneOf(*SOLVERS)] = "auto"
+    stop: Annotated[str, OneOf(*STOPS)] = "sigma"
+    per_layer: Annotated[str, OneOf(*PER_LAYER)] = "auto"
+    first_layer: Annotated[str, OneOf(*FIRST)] = "factors"
+    values: Annotated[str, OneOf(*VALUES)] = "float32"
+    chain: Annotated[Sequence[str] | str, Made(_names)] = ()
+    i_know_inputs_are_visible: Switch = False
     # Weights of the chain, of a codec that :meth:`at_model` has made.
     model: ClassVar[Mapping[str, NDArray[Any]] | None] = None
 
     def __post_init__(self) -> None:
-        params.choice("mode", self.mode, MODES)
-        params.choice("per_layer", self.per_layer, PER_LAYER)
-        params.choice("first_layer", self.first_layer, FIRST)
-        params.choice("values", self.values, VALUES)
-        params.boolean("i_know_inputs_are_visible", self.i_know_inputs_are_visible)
-        named = self.chain.split(",") if isinstance(self.chain, str) else self.chain
-        params.assign(self, chain=tuple(str(name).strip() for name in named if str(name).strip()))
-        _ = self.reduction
+        super().__post_init__()
         if bool(self.chain) != (self.mode == "edad"):
             raise ConfigError(
                 f"mode={self.mode!r} with chain={list(self.chain)!r}: edad needs a chain, others have none"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,7 @@ from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
 from fedcomp.kernels import feedback_step
 from fedcomp.layout import Layout, Update, Vector
 from fedcomp.rng import Key
+from fedcomp.rules import BelowOne, Int, Made, Maybe, OneOf, Real, Share, Switch
 from fedcomp.wire import Bundle, Frame
 
 _INNER = "codec."
@@ -109,18 +110,19 @@ class ErrorFeedback(Wrapper):
     codec_id: ClassVar[str] = "feedback"
     remembers = True
 
-    codec: Codec
-    decay: float = 1.0
-    beta: float = 1.0
-    momentum: float = 0.0
-    nesterov: bool = False
-    masking: bool = True
-    max_age: int | None = None
-    norm_guard: float | None = None
-    memory: str = "float32"
+    codec: Annotated[Codec, Made(codecs.get)]
+    decay: Share = 1.0
+    beta: Share = 1.0
+    momentum: BelowOne = 0.0
+    nesterov: Switch = False
+    masking: Switch = True
+    max_age: Annotated[int | None, Maybe(Int(1))] = None
+    norm_guard: Annotated[float | None, Maybe(Real(above=0.0))] = None
+    memory: Annotated[str, OneOf(*MEMORIES)] = "float32"
 
     def __post_init__(self) -> None:
-        codec = codecs.get(self.codec)
+        super().__post_init__()
+        codec = self.codec
         # Two memories would both hold what the inner codec left out, and send it twice.
         if codec.remembers or codec.phases != 1:
             why = "has memory of its own" if codec.remembers else f"needs {codec.phases} exchanges"
@@ -130,20 +132,6 @@ class ErrorFeedback(Wrapper):
                 f"{codec!r} sends votes, which are not in the update's unit: what they leave out cannot be remembered. "
                 "ScaledSign is the sign codec for error feedback"
             )
-        params.assign(
-            self,
-            codec=codec,
-            decay=params.unit("decay", self.decay),
-            beta=params.unit("beta", self.beta),
-            momentum=params.number("momentum", self.momentum, rule="a number in [0, 1)", ok=lambda v: 0.0 <= v < 1.0),
-            nesterov=params.boolean("nesterov", self.nesterov),
-            masking=params.boolean("masking", self.masking),
-            memory=params.choice("memory", self.memory, MEMORIES),
-        )
-        if self.max_age is not None:
-            params.assign(self, max_age=params.integer("max_age", self.max_age, low=1))
-        if self.norm_guard is not None:
-            params.assign(self, norm_guard=params.positive("norm_guard", self.norm_guard))
         if self.nesterov and not self.momentum:
             raise ConfigError("nesterov=True needs momentum > 0")
         # What momentum correction makes of a constant update.

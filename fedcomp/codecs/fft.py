@@ -9,20 +9,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Final
+from typing import Annotated, ClassVar, Final
 
 import numpy as np
 
 from fedcomp import params
-from fedcomp.codecs.axes import NATURAL, order_for
+from fedcomp.codecs.axes import NATURAL, ORDERS, order_conflict
 from fedcomp.codecs.base import State
 from fedcomp.codecs.domain import Domain
+from fedcomp.codecs.forms import FORMS, RESTS
+from fedcomp.codecs.listed import INDICES
 from fedcomp.codecs.orthonormal import Orthonormal, bases
 from fedcomp.codecs.positional import SCOPES
-from fedcomp.codecs.topk import Schedule, TopK
+from fedcomp.codecs.topk import Schedule, TopK, checked_schedule
 from fedcomp.codecs.wrapper import Wrapper
 from fedcomp.layout import Layout, Update, Vector
 from fedcomp.rng import Key
+from fedcomp.rules import Density, Made, OneOf
 from fedcomp.wire import Frame
 
 _ROOT: Final = math.sqrt(2.0)
@@ -60,11 +63,12 @@ class DFT(Orthonormal):
 
     basis_id: ClassVar[str] = "dft"
 
-    scope: str = "layer"
-    order: str = NATURAL
+    scope: Annotated[str, OneOf(*SCOPES)] = "layer"
+    order: Annotated[str, OneOf(*ORDERS)] = NATURAL
 
-    def __post_init__(self) -> None:
-        params.assign(self, scope=params.choice("scope", self.scope, SCOPES), order=order_for(self.order, self.scope))
+    def conflict(self) -> str:
+        """Return why order and scope contradict each other."""
+        return order_conflict(self.order, self.scope)
 
     def turn(self, values: Vector, layer: int, *, inverse: bool = False) -> None:
         """Transform in place, or back."""
@@ -123,23 +127,18 @@ class FFT(Wrapper):
 
     codec_id: ClassVar[str] = "fft"
 
-    density: float = 0.15
-    values: str = "range8"
-    order: str = NATURAL
-    index: str = "auto"
-    schedule: Schedule = ()
-    rest: str = "auto"
+    density: Density = 0.15
+    values: Annotated[str, OneOf(*FORMS)] = "range8"
+    order: Annotated[str, OneOf(*ORDERS)] = NATURAL
+    index: Annotated[str, OneOf(*INDICES)] = "auto"
+    schedule: Annotated[Schedule, Made(checked_schedule)] = ()
+    rest: Annotated[str, OneOf(*RESTS)] = "auto"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         topk = TopK(self.density, "layer", self.values, self.index, rest=self.rest, schedule=self.schedule)
         domain = Domain(DFT(order=self.order), topk)
-        params.assign(
-            self,
-            codec=domain,
-            density=topk.density,
-            schedule=topk.schedule,
-            never_enlarges=domain.never_enlarges,
-        )
+        params.assign(self, codec=domain, never_enlarges=domain.never_enlarges)
 
     def encode(self, update: Update, state: State, key: Key) -> tuple[Frame, State]:
         """Transform, select, round; see :meth:`fedcomp.codecs.base.Codec.encode`. The round is the key's."""

@@ -10,18 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp import params, wire
+from fedcomp import wire
 from fedcomp.codecs.base import Codec, State
 from fedcomp.codecs.registry import codecs
 from fedcomp.codecs.wrapper import Wrapper
 from fedcomp.errors import ConfigError, LayoutError
 from fedcomp.layout import Layout, Update, Vector
 from fedcomp.rng import Key
+from fedcomp.rules import Int, Made, Positive
 from fedcomp.wire import Bundle, Frame, Schema, SchemaMismatch, Tensor
 
 _BLOCK = 1 << 16
@@ -154,20 +155,15 @@ class FixedPoint(Wrapper):
     codec_id: ClassVar[str] = "fixedpoint"
     VALUES: ClassVar[frozenset[str]] = frozenset({wire.Uniform.name})
 
-    codec: Codec
-    clip: float
-    levels: int = 127
+    codec: Annotated[Codec, Made(codecs.get)]
+    clip: Positive
+    levels: Annotated[int, Int(1, 32767)] = 127
 
     def __post_init__(self) -> None:
-        params.assign(
-            self,
-            codec=codecs.get(self.codec),
-            clip=params.positive("clip", self.clip),
-            levels=params.integer("levels", self.levels, low=1, high=32767),
-        )
+        super().__post_init__()
         _require_summable(self.codec)
-        # A receiver refuses scales whose outermost code overflows, used or not.
         reach = self.step * max(self.levels, (1 << self.grid.bits) - 1 - self.levels)
+        # A receiver refuses scales whose outermost code overflows, used or not.
         if not np.finfo(np.float32).tiny <= self.step <= reach <= float(np.finfo(np.float32).max):
             raise ConfigError(
                 f"clip={self.clip:g} in {self.levels} levels gives the step {self.step:g}, which float32 cannot hold "

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Final
+from typing import Annotated, ClassVar, Final
 
 import numpy as np
 
@@ -24,12 +24,13 @@ from fedcomp.codecs.forms import FORMS
 from fedcomp.codecs.identity import Identity
 from fedcomp.codecs.positional import Stretch, expected_dense
 from fedcomp.codecs.slices import Slices
-from fedcomp.codecs.subspace import BasisFit, SliceBasis, Subspace, shared_grid
+from fedcomp.codecs.subspace import KINDS, BasisFit, SliceBasis, Subspace, shared_grid
 from fedcomp.codecs.waiting import InBasis
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.kernels import add_scaled
 from fedcomp.layout import Layout, Update, Vector
 from fedcomp.rng import Key
+from fedcomp.rules import Inside, Int, Maybe, OneOf, Real, Switch
 from fedcomp.wire import Bundle, Frame, Tensor, Values
 
 _STEPS: Final = "steps"
@@ -218,37 +219,23 @@ class GradiVeQ(InBasis[SliceBasis]):
     linear = True
     passing = InBasis.passing | {_STEPS}
 
-    width: int = 512
-    order: str = "HWFD"
-    basis: str = "pooled"
-    loss: float = 0.05
-    most: int | None = None
-    center: bool = False
-    refresh_tol: float | None = None
-    values: str = "float32"
-    levels: int | None = None
-    memory: bool = False
-    norm_guard: float | None = None
+    width: Annotated[int, Int(1)] = 512
+    order: Annotated[str, OneOf(*ORDERS)] = "HWFD"
+    basis: Annotated[str, OneOf(*KINDS)] = "pooled"
+    loss: Inside = 0.05
+    most: Annotated[int | None, Maybe(Int(1))] = None
+    center: Switch = False
+    refresh_tol: Annotated[float | None, Maybe(Real(above=0.0, most=1.0))] = None
+    values: Annotated[str, OneOf(*VALUES)] = "float32"
+    levels: Annotated[int | None, Maybe(Int(1, 32767))] = None
+    memory: Switch = False
+    norm_guard: Annotated[float | None, Maybe(Real(above=0.0))] = None
 
     def __post_init__(self) -> None:
-        params.assign(
-            self,
-            width=params.integer("width", self.width, low=1),
-            order=params.choice("order", self.order, ORDERS),
-            values=params.choice("values", self.values, VALUES),
-            memory=params.boolean("memory", self.memory),
-            codec=Identity(),
-        )
-        _ = self.fit, self.feedback  # refuse wrong parameters of theirs
-        if self.refresh_tol is not None:
-            rule = "a number in (0, 1]"
-            params.assign(
-                self, refresh_tol=params.number("refresh_tol", self.refresh_tol, rule=rule, ok=lambda v: 0.0 < v <= 1.0)
-            )
-        if self.levels is not None:
-            params.assign(self, levels=params.integer("levels", self.levels, low=1, high=32767))
-            if self.values != "float32":
-                raise ConfigError(f"levels={self.levels} is a form of its own; leave values={self.values!r} out")
+        super().__post_init__()
+        params.assign(self, codec=Identity())
+        if self.levels is not None and self.values != "float32":
+            raise ConfigError(f"levels={self.levels} is a form of its own; leave values={self.values!r} out")
 
     @property
     def never_enlarges(self) -> bool:  # type: ignore[override]  # an attribute of most classes, here of the options

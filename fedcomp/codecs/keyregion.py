@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Annotated, Any, ClassVar, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,7 @@ from fedcomp.kernels.checks import bits_of
 from fedcomp.kernels.interface import BIN_SHIFT, INFINITY
 from fedcomp.layout import Layout, Vector
 from fedcomp.rng import Key
+from fedcomp.rules import Density, OneOf, Real, Share
 from fedcomp.wire import Tensor
 
 BLOCK: Final = 256
@@ -113,27 +114,14 @@ class KeyRegion(AdaptiveCodec, ListedCodec):
     codec_id: ClassVar[str] = "keyregion"
     finds_non_finite = True
 
-    key_density: float = 0.10
-    sparse_density: float = 0.005
-    kappa: float = 2.0
-    decay: float = 0.9
-    scope: str = "layer"
-    values: str = "float32"
-    index: str = "auto"
-    rest: str = "auto"
-
-    def __post_init__(self) -> None:
-        params.assign(
-            self,
-            key_density=_fraction("key_density", self.key_density),
-            sparse_density=_fraction("sparse_density", self.sparse_density),
-            kappa=params.number("kappa", self.kappa, rule="a finite number >= 1", ok=lambda v: 1.0 <= v < math.inf),
-            decay=params.unit("decay", self.decay),
-            scope=params.choice("scope", self.scope, SCOPES),
-            values=params.choice("values", self.values, FORMS),
-            index=params.choice("index", self.index, INDICES),
-            rest=params.choice("rest", self.rest, RESTS),
-        )
+    key_density: Density = 0.10
+    sparse_density: Density = 0.005
+    kappa: Annotated[float, Real(least=1.0)] = 2.0
+    decay: Share = 0.9
+    scope: Annotated[str, OneOf(*SCOPES)] = "layer"
+    values: Annotated[str, OneOf(*FORMS)] = "float32"
+    index: Annotated[str, OneOf(*INDICES)] = "auto"
+    rest: Annotated[str, OneOf(*RESTS)] = "auto"
 
     def stretches(self, layout: Layout) -> tuple[Stretch, ...]:
         """Return the parts of the vector that become tensors; densities of single tensors are refused."""
@@ -245,10 +233,6 @@ class KeyRegion(AdaptiveCodec, ListedCodec):
         index of the stretch; ``state`` is one of this codec, alone or inside that of a wrapper."""
         found = {name.split(".")[-2]: array for name, array in state.items() if name.endswith(".wanted")}
         return {index: (int(array[_KEY]), int(array[_SPARSE])) for index, array in found.items()}
-
-
-def _fraction(name: str, value: Any) -> float:
-    return params.number(name, value, rule="a number in (0, 1]", ok=lambda v: 0.0 < v <= 1.0)
 
 
 class _Magnitudes(NamedTuple):

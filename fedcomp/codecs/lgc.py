@@ -18,12 +18,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Final
+from typing import Annotated, ClassVar, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp import params, wire
+from fedcomp import wire
 from fedcomp.codecs.autoencoder import IDENTITY, IdentityDecoder, IdentityEncoder, LatentDecoder, LatentEncoder, latents
 from fedcomp.codecs.base import State, all_finite, norm
 from fedcomp.codecs.coefficients import id_bytes, id_of
@@ -35,6 +35,7 @@ from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
 from fedcomp.kernels import add_scaled, scatter_add, select_topk
 from fedcomp.layout import Layout, Update, Vector
 from fedcomp.rng import Key
+from fedcomp.rules import Density, Int, OneOf, Positive
 from fedcomp.wire import BASIS_ID, COEFFICIENTS, SPARSE, Bundle, Expected, Frame, SchemaMismatch, Tensor
 
 INSTANCES: Final = ("ring", "server")
@@ -321,28 +322,18 @@ class LGC(LeaderSelected):
     codec_id: ClassVar[str] = "lgc"
     passing = frozenset({*LeaderSelected.passing, _DELIVERED})
 
-    innovation: float = 0.001
-    instance: str = "ring"
-    ef: str = "mask"
-    raw: int = 1
-    encoder: int = 0
-    decoder: int = 0
-    scale: float = 1.0
+    innovation: Density = 0.001
+    instance: Annotated[str, OneOf(*INSTANCES)] = "ring"
+    ef: Annotated[str, OneOf(*EFS)] = "mask"
+    raw: Annotated[int, Int()] = 1
+    encoder: Annotated[int, Int()] = 0
+    decoder: Annotated[int, Int()] = 0
+    scale: Positive = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.scope != "layer":
             raise ConfigError(f"scope={self.scope!r} does not fit: LGC ranks every tensor by itself")
-        params.assign(
-            self,
-            innovation=params.density(self.innovation),
-            instance=params.choice("instance", self.instance, INSTANCES),
-            ef=params.choice("ef", self.ef, EFS),
-            raw=params.integer("raw", self.raw, low=0),
-            encoder=params.integer("encoder", self.encoder, low=0),
-            decoder=params.integer("decoder", self.decoder, low=0),
-            scale=params.positive("scale", self.scale),
-        )
 
     @property
     def sends_latents(self) -> bool:

@@ -10,18 +10,19 @@ import hashlib
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Final
+from typing import Annotated, ClassVar, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp import params, wire
+from fedcomp import wire
 from fedcomp.codecs.base import all_finite, norm
 from fedcomp.codecs.coefficients import ID_BYTES, Coefficients, SharedCoefficients
 from fedcomp.codecs.matrices import add_product, orthonormal, product
 from fedcomp.codecs.positional import Stretch, expected_dense, stretches
 from fedcomp.layout import Layout, Vector
 from fedcomp.rng import Key
+from fedcomp.rules import Int, Real
 from fedcomp.wire import Bundle, Frame, SchemaMismatch
 
 Part = NDArray[np.float32]
@@ -187,15 +188,8 @@ class LowRank(Factored):
     codec_id: ClassVar[str] = "low-rank"
     never_enlarges = True
 
-    rank: int = 2
-    min_rate: float = 2.0
-
-    def __post_init__(self) -> None:
-        params.assign(
-            self,
-            rank=params.integer("rank", self.rank, low=1),
-            min_rate=params.number("min_rate", self.min_rate, rule="a number of at least 1", ok=lambda v: v >= 1.0),
-        )
+    rank: Annotated[int, Int(1)] = 2
+    min_rate: Annotated[float, Real(least=1.0)] = 2.0
 
     def count(self, stretch: Stretch) -> int | None:
         """Return r (m + p)."""

@@ -10,18 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp import params, wire
+from fedcomp import wire
 from fedcomp.codecs.base import Codec
 from fedcomp.codecs.fixedpoint import FixedPoint, IntegerGrid
 from fedcomp.errors import ConfigError
 from fedcomp.layout import Layout, Vector
 from fedcomp.logs import log
 from fedcomp.rng import Key
+from fedcomp.rules import Int, Switch
 from fedcomp.wire import SEED, Bundle, Frame, Residues, SchemaMismatch, Tensor
 from fedcomp.wire.residues import MAX_MODULUS
 
@@ -134,18 +135,13 @@ class ModularSum(FixedPoint):
     codec_id: ClassVar[str] = "modular"
     VALUES: ClassVar[frozenset[str]] = frozenset({Residues.name})
 
-    summands: int = 1 << 16
-    modulus: int = 0
-    allow_wrap: bool = False
+    summands: Annotated[int, Int(1)] = 1 << 16
+    modulus: Annotated[int, Int(0, MAX_MODULUS)] = 0
+    allow_wrap: Switch = False
 
     def __post_init__(self) -> None:
         FixedPoint.__post_init__(self)
-        room = 2 * self.levels * params.integer("summands", self.summands, low=1) + 1
-        params.assign(
-            self,
-            modulus=params.integer("modulus", self.modulus, low=0, high=MAX_MODULUS),
-            allow_wrap=params.boolean("allow_wrap", self.allow_wrap),
-        )
+        room = 2 * self.levels * self.summands + 1
         if room > MAX_MODULUS and not self.modulus:
             raise ConfigError(
                 f"summands={self.summands} of {self.levels} levels need a modulus of {room}, beyond 2**32; use fewer "

@@ -11,20 +11,18 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp import params
-from fedcomp.codecs.axes import NATURAL, order_for, read_in, write_back
+from fedcomp.codecs.axes import NATURAL, ORDERS, order_conflict, read_in, write_back
 from fedcomp.codecs.positional import SCOPES
 from fedcomp.codecs.registry import Registry
-from fedcomp.errors import ConfigError
 from fedcomp.kernels import hadamard, preferred
 from fedcomp.layout import Layout, Vector
-from fedcomp.params import Configured
 from fedcomp.rng import Key
+from fedcomp.rules import Configured, Int, OneOf
 
 SHORTEST: Final = 64
 """Elements of the shortest block that a rotation turns; a tail below that stays as it is."""
@@ -145,15 +143,8 @@ class Rotation(Orthonormal):
 
     basis_id: ClassVar[str] = "rotation"
 
-    seed: int = 0
-    scope: str = "global"
-
-    def __post_init__(self) -> None:
-        params.assign(
-            self,
-            seed=params.integer("seed", self.seed, low=0, high=2**63 - 1),
-            scope=params.choice("scope", self.scope, SCOPES),
-        )
+    seed: Annotated[int, Int(0, 2**63 - 1)] = 0
+    scope: Annotated[str, OneOf(*SCOPES)] = "global"
 
     def turn(self, values: Vector, layer: int, *, inverse: bool = False) -> None:
         """Rotate in place, or back."""
@@ -191,19 +182,15 @@ class DCT(Orthonormal):
 
     basis_id: ClassVar[str] = "dct"
 
-    chunk: int = 64
-    scope: str = "layer"
-    order: str = NATURAL
+    chunk: Annotated[int, Int(2, 1024)] = 64
+    scope: Annotated[str, OneOf(*SCOPES)] = "layer"
+    order: Annotated[str, OneOf(*ORDERS)] = NATURAL
 
-    def __post_init__(self) -> None:
-        params.assign(
-            self,
-            chunk=params.integer("chunk", self.chunk, low=2, high=1024),
-            scope=params.choice("scope", self.scope, SCOPES),
-            order=order_for(self.order, self.scope),
-        )
+    def conflict(self) -> str:
+        """Return why the chunk cannot be transformed, or not be read in this order."""
         if self.chunk & (self.chunk - 1):
-            raise ConfigError(f"chunk={self.chunk} is not valid: chunk must be a power of two")
+            return f"chunk={self.chunk} is not valid: chunk must be a power of two"
+        return order_conflict(self.order, self.scope)
 
     def turn(self, values: Vector, layer: int, *, inverse: bool = False) -> None:
         """Transform every chunk in place, or back."""

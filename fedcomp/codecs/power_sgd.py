@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Final
+from typing import Annotated, ClassVar, Final
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from fedcomp.codecs.memory import number_of, vector_of
 from fedcomp.codecs.waiting import InBasis, id_of_basis, too_long
 from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key
+from fedcomp.rules import Int, Maybe, OneOf, Real, Switch
 from fedcomp.stateful import within_epoch
 from fedcomp.wire import Frame
 
@@ -93,29 +94,19 @@ class PowerSGD(InBasis[Basis]):
     codec_id: ClassVar[str] = "power-sgd"
     passing = InBasis.passing | {_SENT}
 
-    rank: int = 2
-    form: str = "alternating"
-    memory: str = "local"
-    warm_start: bool = True
-    min_rate: float = 2.0
-    values: str = "float32"
-    norm_guard: float | None = None
-    dense: bool = False
+    rank: Annotated[int, Int(1)] = 2
+    form: Annotated[str, OneOf(*FORMS)] = "alternating"
+    memory: Annotated[str, OneOf(*MEMORIES)] = "local"
+    warm_start: Switch = True
+    min_rate: Annotated[float, Real(least=0.0)] = 2.0
+    values: Annotated[str, OneOf(*VALUES)] = "float32"
+    norm_guard: Annotated[float | None, Maybe(Real(above=0.0))] = None
+    dense: Switch = False
 
     def __post_init__(self) -> None:
-        params.assign(
-            self,
-            rank=params.integer("rank", self.rank, low=1),
-            form=params.choice("form", self.form, FORMS),
-            memory=params.choice("memory", self.memory, MEMORIES),
-            warm_start=params.boolean("warm_start", self.warm_start),
-            min_rate=params.number("min_rate", self.min_rate, rule="a number of at least 0", ok=lambda v: v >= 0.0),
-            values=params.choice("values", self.values, VALUES),
-            dense=params.boolean("dense", self.dense),
-        )
+        super().__post_init__()
         # Both factors of a client's own travel, which is no gain below a rate of 1.
         params.assign(self, codec=LowRank(self.rank, max(1.0, self.min_rate)))
-        _ = self.feedback  # refuses a wrong norm_guard
 
     @property
     def ranks(self) -> Ranks:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Final
+from typing import Annotated, ClassVar, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +34,7 @@ from fedcomp.forward.directions import Directions
 from fedcomp.kernels import add_scaled
 from fedcomp.layout import Layout, Update, Vector
 from fedcomp.rng import Key
+from fedcomp.rules import Int, Made, OneOf, Real, Switch
 from fedcomp.wire import COEFFICIENTS, DENSE, Bundle, Expected, Frame, Limits, SchemaMismatch, Section, Tensor
 
 _LARGEST: Final = float(np.finfo(np.float32).max)
@@ -92,21 +93,14 @@ class RandomProjection(SeededCodec):
 
     codec_id: ClassVar[str] = "projection"
 
-    directions: int = 32
-    scope: str = "global"
-    scale: str = "unbiased"
-    shared: bool = False
-    clip: float = 0.0
+    directions: Annotated[int, Int(1)] = 32
+    scope: Annotated[str, OneOf(*SCOPES)] = "global"
+    scale: Annotated[str, OneOf("unbiased", "least")] = "unbiased"
+    shared: Switch = False
+    clip: Annotated[float, Real(least=0.0, most=_LARGEST)] = 0.0
 
     def __post_init__(self) -> None:
-        params.assign(
-            self,
-            directions=params.integer("directions", self.directions, low=1),
-            scope=params.choice("scope", self.scope, SCOPES),
-            scale=params.choice("scale", self.scale, ("unbiased", "least")),
-            shared=params.boolean("shared", self.shared),
-            clip=params.number("clip", self.clip, rule="a finite number >= 0", ok=lambda v: 0.0 <= v <= _LARGEST),
-        )
+        super().__post_init__()
         params.assign(self, unbiased=self.scale == "unbiased" and not self.clip, linear=not self.clip)
 
     def stretches(self, layout: Layout) -> tuple[Stretch, ...]:
@@ -314,20 +308,15 @@ class Replay(Wrapper):
     codec_id: ClassVar[str] = "replay"
     replays: ClassVar[bool] = True
 
-    codec: RandomProjection
-    most_signs: int = 10**10
+    codec: Annotated[RandomProjection, Made(codecs.get)]
+    most_signs: Annotated[int, Int(1, MOST_SIGNS)] = 10**10
 
     def __post_init__(self) -> None:
-        codec = codecs.get(self.codec)
+        super().__post_init__()
+        codec: object = self.codec
         if not isinstance(codec, RandomProjection):
             raise ConfigError(f"Replay repeats the frames of RandomProjection, not those of {codec!r}")
-        params.assign(
-            self,
-            codec=codec,
-            most_signs=params.integer("most_signs", self.most_signs, low=1, high=MOST_SIGNS),
-            unbiased=codec.unbiased,
-            linear=codec.linear,
-        )
+        params.assign(self, codec=codec, unbiased=codec.unbiased, linear=codec.linear)
 
     def encode(self, update: Update, state: State, key: Key) -> tuple[Frame, State]:
         """Encode a single update, as the codec does."""

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp import params, wire
+from fedcomp import wire
 from fedcomp.codecs.positional import PositionalCodec, Stretch, expected_dense, require_values
 from fedcomp.errors import NonFiniteUpdate
 from fedcomp.layout import Layout, Vector
 from fedcomp.rng import Key
+from fedcomp.rules import Int
 from fedcomp.wire import Expected, SchemaMismatch, Tensor
 
 _BLOCK = 1 << 16
@@ -39,15 +40,8 @@ class QSGD(PositionalCodec):
     codec_id: ClassVar[str] = "qsgd"
     unbiased = True
 
-    levels: int = 127
-    bucket: int = 512
-
-    def __post_init__(self) -> None:
-        params.assign(
-            self,
-            levels=params.integer("levels", self.levels, low=1, high=32767),
-            bucket=params.integer("bucket", self.bucket, low=1, high=1 << 24),
-        )
+    levels: Annotated[int, Int(1, 32767)] = 127
+    bucket: Annotated[int, Int(1, 1 << 24)] = 512
 
     def pack(self, values: Vector, stretch: Stretch, key: Key) -> Tensor:
         """Return the dense tensor of signed levels and one float32 norm per bucket."""

@@ -7,11 +7,12 @@ read); block length, wrapping and the shared draw as in the public code of the s
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from fedcomp.codecs.positional import Stretch
+from fedcomp.codecs.positional import SCOPES, Stretch
 from fedcomp.codecs.randomk import RandomK
 from fedcomp.params import to_float
+from fedcomp.rules import OneOf
 from fedcomp.wire.support import BLOCK
 
 
@@ -44,7 +45,7 @@ class RandomBlock(RandomK):
     codec_id: ClassVar[str] = "randomblock"
     algorithm: ClassVar[int] = BLOCK
 
-    scope: str = "layer"
+    scope: Annotated[str, OneOf(*SCOPES)] = "layer"
 
     def count(self, stretch: Stretch) -> int:
         """Return b of ``stretch``: the floor of the number the density was meant as, so that 0.29 of 100 is 29."""

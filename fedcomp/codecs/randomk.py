@@ -7,7 +7,7 @@ client draws the same support, so that the sum of N frames has k non-zeros inste
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,7 @@ from fedcomp.codecs.positional import (
 from fedcomp.errors import ConfigError, NonFiniteUpdate
 from fedcomp.layout import Layout, Vector
 from fedcomp.rng import Key
+from fedcomp.rules import Density, OneOf, Switch
 from fedcomp.wire import Bundle, Expected, Frame, SchemaMismatch, Seeded, Tensor
 from fedcomp.wire.support import SCATTERED
 
@@ -62,21 +63,14 @@ class RandomK(PositionalCodec):
     wide = True
     index = "seeded"
 
-    density: float
-    unbiased: bool = False
-    scope: str = "global"
-    shared: bool = True
-    values: str = "float32"
+    density: Density
+    unbiased: Switch = False
+    scope: Annotated[str, OneOf(*SCOPES)] = "global"
+    shared: Switch = True
+    values: Annotated[str, OneOf(*_VALUES)] = "float32"
 
     def __post_init__(self) -> None:
-        params.assign(
-            self,
-            density=params.density(self.density),
-            unbiased=params.boolean("unbiased", self.unbiased),
-            scope=params.choice("scope", self.scope, SCOPES),
-            shared=params.boolean("shared", self.shared),
-            values=params.choice("values", self.values, _VALUES),
-        )
+        super().__post_init__()
         form = FORMS[self.values]
         if self.unbiased and not form.exact:
             raise ConfigError(

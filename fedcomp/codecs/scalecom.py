@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,7 @@ from fedcomp.codecs.waiting import Waiting
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.layout import Layout, Vector
 from fedcomp.rng import Key
+from fedcomp.rules import Density, Maybe, OneOf, Real, Share, Switch
 from fedcomp.wire import SHARED, Bundle, Expected, Frame, SchemaMismatch, SharedSupport, Tensor
 
 Supports = tuple[NDArray[np.int64], ...]
@@ -172,33 +173,22 @@ class LeaderSelected(Waiting):
 
     passing = frozenset({_BLOCK, _BLOCK_ID})
 
-    density: float = 0.01
-    beta: float = 1.0
-    selector: str = "exact"
-    scope: str = "layer"
-    values: str = "float32"
-    memory: bool = True
-    norm_guard: float | None = None
-    dense: bool = False
-    probe: float = 0.0
+    density: Density = 0.01
+    beta: Annotated[float, Real(above=0.0, most=1.0)] = 1.0
+    selector: Annotated[str, OneOf(*SELECTORS)] = "exact"
+    scope: Annotated[str, OneOf(*SCOPES)] = "layer"
+    values: Annotated[str, OneOf(*FORMS)] = "float32"
+    memory: Switch = True
+    norm_guard: Annotated[float | None, Maybe(Real(above=0.0))] = None
+    dense: Switch = False
+    probe: Share = 0.0
 
     def __post_init__(self) -> None:
-        params.assign(
-            self,
-            density=params.density(self.density),
-            beta=params.number("beta", self.beta, rule="a number in (0, 1]", ok=lambda v: 0.0 < v <= 1.0),
-            selector=params.choice("selector", self.selector, SELECTORS),
-            scope=params.choice("scope", self.scope, SCOPES),
-            values=params.choice("values", self.values, FORMS),
-            memory=params.boolean("memory", self.memory),
-            dense=params.boolean("dense", self.dense),
-            probe=params.unit("probe", self.probe),
-        )
+        super().__post_init__()
         if not self.memory and self.beta != 1.0:
             raise ConfigError(f"beta={self.beta} filters a memory, but memory=False keeps none; leave beta at 1")
         leader = TopK if self.selector == "exact" else ChunkTop1
         params.assign(self, codec=leader(1.0 if self.dense else self.density, scope=self.scope, values=self.values))
-        self.feedback  # noqa: B018  # refuses a wrong norm_guard
 
     @property
     def leader(self) -> PositionalCodec:

@@ -7,12 +7,12 @@ Schemes", ICML 2019, arXiv:1901.09847. ``ErrorFeedback(ScaledSign())`` is EF-sig
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp import params, wire
+from fedcomp import wire
 from fedcomp.codecs.forms import narrowed
 from fedcomp.codecs.listed import without_densities
 from fedcomp.codecs.positional import (
@@ -22,9 +22,9 @@ from fedcomp.codecs.positional import (
     expected_dense,
     require_values,
 )
-from fedcomp.errors import ConfigError
 from fedcomp.layout import Layout
 from fedcomp.rng import Key
+from fedcomp.rules import Int, OneOf
 from fedcomp.wire import Expected, SchemaMismatch, Tensor
 
 _BLOCK = 1 << 16
@@ -60,20 +60,17 @@ class ScaledSign(PositionalCodec):
     never_enlarges = True
     wide = True
 
-    scope: str = "layer"
-    block: int = 0
+    scope: Annotated[str, OneOf(*SCOPES)] = "layer"
+    block: Annotated[int, Int(0, 1 << 24)] = 0
 
-    def __post_init__(self) -> None:
-        params.assign(
-            self,
-            scope=params.choice("scope", self.scope, SCOPES),
-            block=params.integer("block", self.block, low=0, high=1 << 24),
+    def conflict(self) -> str:
+        """Return why the block is too small."""
+        if self.block != 1:
+            return ""
+        return (
+            "block=1 is not valid: a scale for every coordinate makes frames longer than the float32 values, which no "
+            "receiver takes; block must be 0 or at least 2"
         )
-        if self.block == 1:
-            raise ConfigError(
-                "block=1 is not valid: a scale for every coordinate makes frames longer than the float32 values, which "
-                "no receiver takes; block must be 0 or at least 2"
-            )
 
     def stretches(self, layout: Layout) -> tuple[Stretch, ...]:
         """Return the parts of the vector that become tensors of their own; densities of single tensors are refused."""

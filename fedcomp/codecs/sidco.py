@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, Literal, NamedTuple, get_args
+from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,7 @@ from fedcomp.kernels import Exceedances, exceedances, select_above, select_topk
 from fedcomp.kernels.tiers import Tier
 from fedcomp.layout import Layout, Vector
 from fedcomp.rng import Key
+from fedcomp.rules import Density, Int, Maybe, OneOf, Switch
 from fedcomp.wire import Tensor
 
 Family = Literal["exponential", "pareto", "gamma-pareto"]
@@ -241,30 +242,19 @@ class SIDCo(AdaptiveCodec, ListedCodec):
     codec_id: ClassVar[str] = "sidco"
     finds_non_finite = True
 
-    density: float
-    family: str = "pareto"
-    stages: int | None = None
-    adapt: str = "reversing"
-    adapt_first: bool = False
-    scope: str = "global"
-    values: str = "float32"
-    index: str = "auto"
-    rest: str = "auto"
+    density: Density
+    family: Annotated[str, OneOf(*FAMILIES)] = "pareto"
+    stages: Annotated[int | None, Maybe(Int(0, _MOST_STAGES))] = None
+    adapt: Annotated[str, OneOf(*ADAPTS)] = "reversing"
+    adapt_first: Switch = False
+    scope: Annotated[str, OneOf(*SCOPES)] = "global"
+    values: Annotated[str, OneOf(*FORMS)] = "float32"
+    index: Annotated[str, OneOf(*INDICES)] = "auto"
+    rest: Annotated[str, OneOf(*RESTS)] = "auto"
 
     def __post_init__(self) -> None:
-        stages = 0 if self.stages is None else params.integer("stages", self.stages, low=0, high=_MOST_STAGES)
-        params.assign(
-            self,
-            density=params.density(self.density),
-            family=params.choice("family", self.family, FAMILIES),
-            stages=stages or None,
-            adapt=params.choice("adapt", self.adapt, ADAPTS),
-            adapt_first=params.boolean("adapt_first", self.adapt_first),
-            scope=params.choice("scope", self.scope, SCOPES),
-            values=params.choice("values", self.values, FORMS),
-            index=params.choice("index", self.index, INDICES),
-            rest=params.choice("rest", self.rest, RESTS),
-        )
+        super().__post_init__()
+        params.assign(self, stages=self.stages or None)
 
     def count(self, stretch: Stretch) -> int:
         """Return k of ``stretch``, what is wanted."""

@@ -8,15 +8,16 @@ updates, and the majority is weighted as the mean would be (both ours).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 
-from fedcomp import params, wire
+from fedcomp import wire
 from fedcomp.codecs.listed import without_densities
 from fedcomp.codecs.positional import SCOPES, PositionalCodec, Stretch, expected_dense, require_values
 from fedcomp.layout import Layout, Update, Vector
 from fedcomp.rng import Key
+from fedcomp.rules import OneOf, Real
 from fedcomp.wire import Expected, SchemaMismatch, Tensor
 
 _BLOCK = 1 << 16
@@ -61,17 +62,8 @@ class SignSGD(PositionalCodec):
     codec_id: ClassVar[str] = "signsgd"
     votes = True
 
-    step: float
-    scope: str = "global"
-
-    def __post_init__(self) -> None:
-        params.assign(
-            self,
-            step=params.number(
-                "step", self.step, rule="a positive number within float32", ok=lambda v: _SMALLEST <= v <= _LARGEST
-            ),
-            scope=params.choice("scope", self.scope, SCOPES),
-        )
+    step: Annotated[float, Real(least=_SMALLEST, most=_LARGEST)]
+    scope: Annotated[str, OneOf(*SCOPES)] = "global"
 
     def stretches(self, layout: Layout) -> tuple[Stretch, ...]:
         """Return the parts of the vector that become tensors of their own; densities of single tensors are refused."""

@@ -8,7 +8,7 @@ and compresses the downlink, too. The paper's Golomb-coded gaps are here the wir
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from fedcomp import params
 from fedcomp.codecs.forms import RESTS
@@ -17,6 +17,7 @@ from fedcomp.codecs.positional import SCOPES, Stretch, with_rest
 from fedcomp.kernels import select_topk
 from fedcomp.layout import Layout, Vector
 from fedcomp.rng import Key
+from fedcomp.rules import Density, OneOf
 from fedcomp.wire import Tensor
 
 
@@ -51,17 +52,9 @@ class STC(ListedCodec):
     values = "sign"
     index = "auto"
 
-    density: float
-    scope: str = "global"
-    rest: str = "float32"
-
-    def __post_init__(self) -> None:
-        params.assign(
-            self,
-            density=params.density(self.density),
-            scope=params.choice("scope", self.scope, SCOPES),
-            rest=params.choice("rest", self.rest, RESTS[1:]),
-        )
+    density: Density
+    scope: Annotated[str, OneOf(*SCOPES)] = "global"
+    rest: Annotated[str, OneOf(*RESTS[1:])] = "float32"
 
     def most(self, stretch: Stretch) -> int:
         """Return k of ``stretch``."""

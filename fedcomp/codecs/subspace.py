@@ -18,7 +18,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,7 @@ from fedcomp.codecs.fixedpoint import IntegerGrid
 from fedcomp.codecs.slices import Slices
 from fedcomp.errors import ConfigError, LayoutError, StateError
 from fedcomp.layout import Layout, Vector
+from fedcomp.rules import Configured, Inside, Int, Maybe, OneOf, Switch
 from fedcomp.stateful import Stateful
 from fedcomp.wire import DENSE, Expected, Frame, SchemaMismatch
 from fedcomp.wire.quantised import round_up
@@ -250,7 +251,7 @@ def shared_grid(peaks: Sequence[float], levels: int) -> IntegerGrid:
 
 
 @dataclass(frozen=True)
-class BasisFit:
+class BasisFit(Configured):
     """How a basis is fitted.
 
     Parameters
@@ -264,17 +265,10 @@ class BasisFit:
         Whether the mean of the aggregated slices is subtracted. It travels with the basis, as large as the slices.
     """
 
-    kind: str = "pooled"
-    loss: float = 0.05
-    most: int | None = None
-    center: bool = True
-
-    def __post_init__(self) -> None:
-        params.choice("kind", self.kind, KINDS)
-        params.number("loss", self.loss, rule="a number in (0, 1)", ok=lambda v: 0 < v < 1)
-        params.boolean("center", self.center)
-        if self.most is not None:
-            params.integer("most", self.most, low=1)
+    kind: Annotated[str, OneOf(*KINDS)] = "pooled"
+    loss: Inside = 0.05
+    most: Annotated[int | None, Maybe(Int(1))] = None
+    center: Switch = True
 
 
 class Moments(Stateful):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from fedcomp.codecs.listed import without_densities
 from fedcomp.codecs.positional import SCOPES, PositionalCodec, Stretch, expected_dense, require_values
 from fedcomp.layout import Layout, Vector
 from fedcomp.rng import Key
+from fedcomp.rules import NotNegative, OneOf
 from fedcomp.wire import Expected, Tensor
 
 _BLOCK = 1 << 16
@@ -54,12 +55,12 @@ class TernGrad(PositionalCodec):
 
     codec_id: ClassVar[str] = "terngrad"
 
-    clip: float = 0.0
-    scope: str = "layer"
+    clip: NotNegative = 0.0
+    scope: Annotated[str, OneOf(*SCOPES)] = "layer"
 
     def __post_init__(self) -> None:
-        clip = params.number("clip", self.clip, rule="a finite number >= 0", ok=lambda v: 0.0 <= v < math.inf)
-        params.assign(self, clip=clip, scope=params.choice("scope", self.scope, SCOPES), unbiased=clip == 0.0)
+        super().__post_init__()
+        params.assign(self, unbiased=self.clip == 0.0)
 
     def stretches(self, layout: Layout) -> tuple[Stretch, ...]:
         """Return the parts of the vector that become tensors of their own; densities of single tensors are refused."""

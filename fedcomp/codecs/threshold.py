@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 
-from fedcomp import params
 from fedcomp.codecs.forms import FORMS, RESTS
 from fedcomp.codecs.listed import INDICES, ListedCodec, without_densities
 from fedcomp.codecs.positional import SCOPES, Stretch
 from fedcomp.kernels import select_above
 from fedcomp.layout import Layout, Vector
 from fedcomp.rng import Key
+from fedcomp.rules import OneOf, Positive
 from fedcomp.wire import Tensor
 
 
@@ -45,21 +45,11 @@ class Threshold(ListedCodec):
     codec_id: ClassVar[str] = "threshold"
     finds_non_finite = True
 
-    level: float
-    scope: str = "global"
-    values: str = "float32"
-    index: str = "auto"
-    rest: str = "auto"
-
-    def __post_init__(self) -> None:
-        params.assign(
-            self,
-            level=params.positive("level", self.level),
-            scope=params.choice("scope", self.scope, SCOPES),
-            values=params.choice("values", self.values, FORMS),
-            index=params.choice("index", self.index, INDICES),
-            rest=params.choice("rest", self.rest, RESTS),
-        )
+    level: Positive
+    scope: Annotated[str, OneOf(*SCOPES)] = "global"
+    values: Annotated[str, OneOf(*FORMS)] = "float32"
+    index: Annotated[str, OneOf(*INDICES)] = "auto"
+    rest: Annotated[str, OneOf(*RESTS)] = "auto"
 
     def stretches(self, layout: Layout) -> tuple[Stretch, ...]:
         """Return the parts of the vector that become tensors; densities of single tensors are refused."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,9 +18,10 @@ from fedcomp.errors import ConfigError
 from fedcomp.kernels import select_topk
 from fedcomp.layout import Layout, Vector
 from fedcomp.rng import Key
+from fedcomp.rules import Density, Int, Made, OneOf
 from fedcomp.wire import Bundle, Frame, LimitExceeded, Tensor
 
-_LONGEST_WARMUP = 10**6
+LONGEST_WARMUP = 10**6
 
 Schedule = tuple[tuple[int, float], ...]
 """Pairs of a round and the density from that round on, rounds ascending from 1."""
@@ -101,27 +102,17 @@ class TopK(ListedCodec):
     finds_non_finite = True
     wide = True
 
-    density: float
-    scope: str = "global"
-    values: str = "float32"
-    index: str = "auto"
-    warmup: int = 0
-    rest: str = "auto"
-    schedule: Schedule = ()
+    density: Density
+    scope: Annotated[str, OneOf(*SCOPES)] = "global"
+    values: Annotated[str, OneOf(*FORMS)] = "float32"
+    index: Annotated[str, OneOf(*INDICES)] = "auto"
+    warmup: Annotated[int, Int(0, LONGEST_WARMUP)] = 0
+    rest: Annotated[str, OneOf(*RESTS)] = "auto"
+    schedule: Annotated[Schedule, Made(checked_schedule)] = ()
 
-    def __post_init__(self) -> None:
-        params.assign(
-            self,
-            density=params.density(self.density),
-            scope=params.choice("scope", self.scope, SCOPES),
-            values=params.choice("values", self.values, FORMS),
-            index=params.choice("index", self.index, INDICES),
-            warmup=params.integer("warmup", self.warmup, low=0, high=_LONGEST_WARMUP),
-            rest=params.choice("rest", self.rest, RESTS),
-            schedule=_checked(self.schedule),
-        )
-        if self.warmup and self.schedule:
-            raise ConfigError("a density has a warm-up or a schedule, not both")
+    def conflict(self) -> str:
+        """Return why the fields contradict each other; empty when they do not."""
+        return "a density has a warm-up or a schedule, not both" if self.warmup and self.schedule else ""
 
     def count(self, stretch: Stretch, key: Key | None = None) -> int:
         """Return k of ``stretch`` in the round of ``key``; without one, the least k after the warm-up."""
@@ -189,7 +180,7 @@ class TopK(ListedCodec):
         return with_rest(self, [form.kept_of_top(self.count(s), s.size) for s in self.stretches(layout)], layout)
 
 
-def _checked(schedule: Any) -> Schedule:
+def checked_schedule(schedule: Any) -> Schedule:
     """Return a schedule as it is kept; raise ConfigError where it is none."""
     try:
         pairs = tuple((start, density) for start, density in schedule)

@@ -14,13 +14,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final
 
 import numpy as np
 
-from fedcomp import params
-from fedcomp.params import Configured
 from fedcomp.plain import Count
+from fedcomp.rules import Configured, Int, Maybe, NotNegative, Positive, Real
 from fedcomp.stateful import Stateful
 
 _EPSILON: Final = 1e-12
@@ -55,21 +54,17 @@ class ScheduleSettings(Configured):
         For a value out of range, or ``high`` below ``low``.
     """
 
-    window: int = 5
-    low: float = 0.02
-    high: float | None = None
-    consecutive: int = 2
-    patience: int = 20
-    tolerance: float = 0.0
+    window: Annotated[int, Int(2)] = 5
+    low: Positive = 0.02
+    high: Annotated[float | None, Maybe(Real(above=0.0))] = None
+    consecutive: Annotated[int, Int(1)] = 2
+    patience: Annotated[int, Int()] = 20
+    tolerance: NotNegative = 0.0
 
-    def __post_init__(self) -> None:
-        params.integer("window", self.window, low=2)
-        params.integer("consecutive", self.consecutive, low=1)
-        params.integer("patience", self.patience, low=0)
-        low = params.positive("low", self.low)
-        if self.high is not None:
-            params.number("high", self.high, rule=f"a number >= low={low:g}", ok=lambda v: low <= v < math.inf)
-        params.number("tolerance", self.tolerance, rule="a finite number >= 0", ok=lambda v: 0.0 <= v < math.inf)
+    def conflict(self) -> str:
+        """Return why the two thresholds contradict each other."""
+        wrong = self.high is not None and self.high < self.low
+        return f"high={self.high} is not valid: high must be a number >= low={self.low:g}" if wrong else ""
 
     @property
     def upper(self) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -17,8 +17,8 @@ from numpy.typing import ArrayLike, NDArray
 from fedcomp import params
 from fedcomp.drift.distance import QuantileSketch
 from fedcomp.errors import ConfigError, StateError
-from fedcomp.params import Configured
 from fedcomp.plain import Count
+from fedcomp.rules import Configured, Int, Maybe
 from fedcomp.stateful import Stateful
 
 
@@ -41,15 +41,9 @@ class SensorSettings(Configured):
         For a number below 1, or a negative ``cooldown``.
     """
 
-    window: int = 100
-    consecutive: int = 2
-    cooldown: int | None = None
-
-    def __post_init__(self) -> None:
-        params.integer("window", self.window, low=1)
-        params.integer("consecutive", self.consecutive, low=1)
-        if self.cooldown is not None:
-            params.integer("cooldown", self.cooldown, low=0)
+    window: Annotated[int, Int(1)] = 100
+    consecutive: Annotated[int, Int(1)] = 2
+    cooldown: Annotated[int | None, Maybe(Int())] = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,15 +12,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp import params
 from fedcomp.errors import ConfigError
 from fedcomp.factors.signed import SignedRows
 from fedcomp.rng import Key
+from fedcomp.rules import BelowOne, Configured, Int, OneOf
 
 Rows = NDArray[np.float32]
 Real = NDArray[np.float64]
@@ -132,7 +132,7 @@ def add_outer(out: NDArray[Any], left: NDArray[Any], right: NDArray[Any], scale:
 
 
 @dataclass(frozen=True, slots=True)
-class Reduction:
+class Reduction(Configured):
     """How a matrix becomes few outer products.
 
     Parameters
@@ -156,18 +156,11 @@ class Reduction:
         For anything else.
     """
 
-    rank: int = 10
-    iterations: int = 3
-    theta: float = 1e-3
-    solver: str = "auto"
-    stop: str = "sigma"
-
-    def __post_init__(self) -> None:
-        params.integer("rank", self.rank, low=1)
-        params.integer("iterations", self.iterations, low=1)
-        params.number("theta", self.theta, rule="a number in [0, 1)", ok=lambda v: 0.0 <= v < 1.0)
-        params.choice("solver", self.solver, SOLVERS)
-        params.choice("stop", self.stop, STOPS)
+    rank: Annotated[int, Int(1)] = 10
+    iterations: Annotated[int, Int(1)] = 3
+    theta: BelowOne = 1e-3
+    solver: Annotated[str, OneOf(*SOLVERS)] = "auto"
+    stop: Annotated[str, OneOf(*STOPS)] = "sigma"
 
     def of(self, given: OuterProducts, key: Key) -> OuterProducts:
         """Return at most ``rank`` outer products whose sum is near that of ``given``: orthogonal left sides, with the

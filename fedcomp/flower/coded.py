@@ -17,7 +17,8 @@ from flwr.app import ConfigRecord, RecordDict
 
 from fedcomp.flower._private import content_from_bytes, content_to_bytes
 from fedcomp.flower.payload import PARTITIONS, PayloadError, put_frame, take_frame
-from fedcomp.flower.schema import MOST_VALUES, Bool, Data, Document, Int, Many, OneOf, Schema, Text, Version
+from fedcomp.flower.schema import MOST_VALUES, Document, Schema, Version
+from fedcomp.rules import Data, Flag, Int, Many, OneOf, Text
 
 CODED: Final = "fedcomp.coded"
 """Key of the ConfigRecord with the plan or the header. Records with the prefix ``fedcomp.`` are never the app's."""
@@ -100,7 +101,7 @@ Signature = Annotated[bytes, Data(SIGNATURE)]
 Signatures = Annotated[tuple[bytes, ...], Many(Data(SIGNATURE), MOST_SHARDS)]
 Metric = Annotated[str, Text()]
 Missed = Annotated[tuple[int, ...], Many(Int(most=2**32 - 1), MOST_SHARDS)]
-Switch = Annotated[bool, Bool()]
+Switch = Annotated[bool, Flag()]
 SumDocument = Annotated[dict[str, Any], Document(4096)]
 Row = Annotated[int, Int(most=2**16 - 1)]
 
@@ -355,7 +356,7 @@ class CollectFresh(_Code, Collect):
     """Collect, and make ``fresh`` more packets of what this node shared as ``source``; ``sum``: of a group's sum."""
 
     source: Index
-    sum: Annotated[bool, Bool(absent=False)] = False
+    sum: Annotated[bool, Flag(absent=False)] = False
     fresh: Annotated[int, Int(1, MOST_SHARDS)]
 
 

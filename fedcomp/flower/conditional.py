@@ -12,8 +12,9 @@ from fedcomp.drift.schedule import DeploymentScheduler, ScheduleSettings
 from fedcomp.flower import store
 from fedcomp.flower.payload import NODE_RECORD, put_frame, put_node, take_frame
 from fedcomp.flower.records import config_in
-from fedcomp.flower.schema import Bool, Data, Int, Schema
+from fedcomp.flower.schema import Schema
 from fedcomp.plain import Count
+from fedcomp.rules import Data, Flag, Int
 from fedcomp.stateful import Stateful, nested
 
 HEADER: Final = "fedcomp.conditional"
@@ -45,7 +46,7 @@ class Offer(Schema, key=HEADER):
 
     session: Annotated[bytes, Data(64, least=1)]
     round: Annotated[int, Int()]
-    must: Annotated[bool, Bool(absent=False)] = False
+    must: Annotated[bool, Flag(absent=False)] = False
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Status(Schema, key=NODE_RECORD, prefix="conditional-"):
     """
 
     round: Annotated[int, Int()]
-    quiet: Annotated[bool, Bool()]
+    quiet: Annotated[bool, Flag()]
 
     def write(self, content: RecordDict, partition: int) -> None:
         """Write this into a reply, with the node's partition."""

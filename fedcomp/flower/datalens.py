@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from fedcomp.errors import StateError
 from fedcomp.flower.payload import PayloadError, put_frame, take_frame
 from fedcomp.flower.records import to_arrays, to_record
-from fedcomp.flower.schema import MOST_VALUES, Bool, Int, Real, Schema, Text
+from fedcomp.flower.schema import MOST_VALUES, Schema
 from fedcomp.rng import Key
+from fedcomp.rules import Flag, Int, Real, Text
 
 ACTION: Final = "datalens"
 TYPE: Final = f"train.{ACTION}"
@@ -92,14 +93,14 @@ class TrainingRequest(Schema, key=HEADER):
     teachers: Annotated[int, Int(1, 1 << 16)]
     k: Annotated[int, Int(1, 1 << 24)]
     saturation: Annotated[float, Real(least=0.0)]
-    stochastic: Annotated[bool, Bool()]
+    stochastic: Annotated[bool, Flag()]
     steps: Steps
     pretrain: Steps
     batch: Annotated[int, Int(1, 1 << 31)]
     lr: Annotated[float, Real()]
     decay: Annotated[float, Real()]
     seed: Word
-    pad: Annotated[bool, Bool()] = True
+    pad: Annotated[bool, Flag()] = True
 
     def conflict(self) -> str:
         # Every teacher makes them.

@@ -29,8 +29,9 @@ from fedcomp.errors import ConfigError, FedcompError, StateError
 from fedcomp.flower import store
 from fedcomp.flower.logs import log
 from fedcomp.flower.protocol import PREFIX
-from fedcomp.flower.schema import Int, Schema, Text
+from fedcomp.flower.schema import Schema
 from fedcomp.plain import Count, fields_of, from_fields
+from fedcomp.rules import Int, Text
 
 VERSION: Final = 1
 """Version of the files; a reader refuses newer ones."""

@@ -9,7 +9,8 @@ from flwr.app import RecordDict
 
 from fedcomp.flower.payload import NODE_RECORD
 from fedcomp.flower.records import config_in
-from fedcomp.flower.schema import Int, Real, Schema
+from fedcomp.flower.schema import Schema
+from fedcomp.rules import Int, Real
 
 MEASURE: Final = "fedcomp.forward"
 

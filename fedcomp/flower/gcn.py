@@ -23,9 +23,10 @@ from typing import Annotated, Final, Self
 from flwr.app import Message, MetricRecord, RecordDict
 
 from fedcomp.flower.payload import PayloadError, put_frame, take_frame
-from fedcomp.flower.schema import Bool, Int, Many, OneOf, Real, Schema, Text
+from fedcomp.flower.schema import Schema
 from fedcomp.graphs.base import StepPlan
 from fedcomp.graphs.settings import MOST_LAYERS
+from fedcomp.rules import Flag, Int, Many, OneOf, Real, Text
 
 SETUP: Final = "gcn_setup"
 PLAN: Final = "gcn_plan"
@@ -65,7 +66,7 @@ Name = Annotated[str, Text(256, least=1)]
 Part = Annotated[int, Int(most=MOST_PARTS - 1)]
 Parts = Annotated[tuple[int, ...], Many(Int(most=MOST_PARTS - 1), MOST_PARTS, ascending=True)]
 Count = Annotated[int, Int()]
-Switch = Annotated[bool, Bool()]
+Switch = Annotated[bool, Flag()]
 Amount = Annotated[float, Real(least=0.0)]
 
 

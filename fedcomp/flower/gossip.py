@@ -27,11 +27,12 @@ from fedcomp.errors import ConfigError, StateError
 from fedcomp.flower.coded import SIGNATURE
 from fedcomp.flower.payload import PayloadError
 from fedcomp.flower.records import to_arrays
-from fedcomp.flower.schema import Bool, Data, Document, Frames, Int, Many, OneOf, Real, Schema, Text
+from fedcomp.flower.schema import Document, Frames, Schema
 from fedcomp.gossip.node import Memory
 from fedcomp.gossip.protocol import ACTIONS, STARTS, Instruction, NodeAnswer, Parts
 from fedcomp.gossip.vector import GossipPolicy
 from fedcomp.layout import Layout, TensorSpec
+from fedcomp.rules import Data, Flag, Int, Many, OneOf, Real, Text
 
 HELLO: Final = "gossip_hello"
 START: Final = "gossip_start"
@@ -63,7 +64,7 @@ MOST_MESSAGES: Final = 65_536
 
 Name = Annotated[str, Text(256, least=1)]
 Count = Annotated[int, Int(absent=0)]
-Switch = Annotated[bool, Bool(absent=False)]
+Switch = Annotated[bool, Flag(absent=False)]
 Nodes = Annotated[tuple[int, ...], Many(Int(), MOST_MESSAGES)]
 Weights = Annotated[tuple[float, ...], Many(Real(), MOST_MESSAGES)]
 Texts = Annotated[tuple[str, ...], Many(Text(1 << 12), MOST_MESSAGES)]

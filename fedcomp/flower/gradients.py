@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from fedcomp.errors import LayoutError, NonFiniteUpdate, StateError
 from fedcomp.flower.coded import Header, Indexed
 from fedcomp.flower.payload import PARTITIONS
-from fedcomp.flower.schema import Data, Int, Many, Real, Text
 from fedcomp.layout import Layout
 from fedcomp.plain import Range, from_plain
+from fedcomp.rules import Data, Int, Many, Real, Text
 
 ANSWER: Final = "fedcomp.coded.answer"
 """Key of the frame that holds a device's combined row."""

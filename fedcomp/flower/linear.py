@@ -16,7 +16,8 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from numpy.typing import NDArray
 
 from fedcomp.flower.payload import PayloadError, put_frame, take_frame
-from fedcomp.flower.schema import MOST_VALUES, Bool, Data, Int, Many, OneOf, Schema, Text
+from fedcomp.flower.schema import MOST_VALUES, Schema
+from fedcomp.rules import Data, Flag, Int, Many, OneOf, Text
 
 SETUP: Final = "coded_setup"
 PHASE1: Final = "coded_phase1"
@@ -60,8 +61,8 @@ _CHECK: Final = 4
 
 Plan = Annotated[bytes, Data(PLAN, least=PLAN)]
 Sizes = Annotated[tuple[int, ...], Many(Int(), MOST_DEVICES)]
-Switch = Annotated[bool, Bool()]
-Marked = Annotated[bool, Bool(absent=False)]
+Switch = Annotated[bool, Flag()]
+Marked = Annotated[bool, Flag(absent=False)]
 Address = Annotated[str, Text(4096)]
 
 

@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 
 from fedcomp import wire
 from fedcomp.flower.payload import PayloadError, put_frame, take_frame
-from fedcomp.flower.schema import Bool, Int, Real, Schema, Text
+from fedcomp.flower.schema import Schema
 from fedcomp.layout import Layout
 from fedcomp.privacy.lsg import Carriers, LowRankPlan, count_kept, kept
 from fedcomp.rng import Key
+from fedcomp.rules import Flag, Int, Real, Text
 from fedcomp.wire import Expected
 from fedcomp.wire.limits import DENSE, SPARSE
 
@@ -62,7 +63,7 @@ class LsgRequest(Schema, key=HEADER):
     share: Annotated[float, Real(above=0.0, most=1.0)]
     draw: Annotated[int, Int(least=-(2**63))]
     clip: Annotated[float, Real(above=0.0)]
-    chosen: Annotated[bool, Bool()]
+    chosen: Annotated[bool, Flag()]
 
     def plan(self, layout: Layout) -> LowRankPlan:
         """Return how the model of ``layout`` is shortened."""

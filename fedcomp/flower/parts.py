@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Annotated, Final
 
 from fedcomp import wire
-from fedcomp.flower.schema import Int, Many, Schema
+from fedcomp.flower.schema import Schema
 from fedcomp.layout import Layout
+from fedcomp.rules import Int, Many
 from fedcomp.wire import Frame, Limits
 
 HEADER: Final = "fedcomp.parts"

@@ -13,7 +13,8 @@ from typing import Annotated, Any, Final
 
 from flwr.app import ConfigRecord, Error, Message, RecordDict
 
-from fedcomp.flower.schema import Data, Document, Int, OtherVersion, Schema, Text, Version
+from fedcomp.flower.schema import Document, OtherVersion, Schema, Version
+from fedcomp.rules import Data, Int, Text
 
 PROTOCOL: Final = 2
 """Version of these fields, and of where the frames of a reply lie: since 2 in its header. A peer that speaks another

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 from flwr.app import ConfigRecord, RecordDict
 
 from fedcomp.errors import FedcompError
-from fedcomp.flower.schema import Bool, Int, OneOf, Options, Real, Schema, Text, TextSchema
+from fedcomp.flower.schema import Options, Schema, TextSchema
 from fedcomp.plain import fields_of
 from fedcomp.privacy.events import ADJACENCIES, NOISES, Adjacency, Event
 from fedcomp.privacy.ledger import PrivacyLedger
 from fedcomp.privacy.sampling import Sampling
+from fedcomp.rules import Flag, Int, OneOf, Real, Text
 
 if TYPE_CHECKING:
     from fedcomp.privacy.mechanism import Mechanism
@@ -85,7 +86,7 @@ class DpSgdPlan(TextSchema, key=RECORD_DP):
     adjacency: Annotated[Adjacency, OneOf(*ADJACENCIES)] = "add_remove"
     budget: Annotated[float, Real(least=0.0)] = 0.0
     noise: Annotated[str, OneOf(*NOISES)] = "discrete_gaussian"
-    insecure: Annotated[bool, Bool()] = False
+    insecure: Annotated[bool, Flag()] = False
     options: Annotated[Mapping[str, Any], Options(16)] = field(default_factory=dict)
 
     @classmethod

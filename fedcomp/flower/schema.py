@@ -1,6 +1,6 @@
-"""What a message says, as a frozen dataclass whose fields carry type and range: one way to write it, one to read it.
+"""What a message says, as a frozen dataclass whose fields have rules: one way to write it, one to read it.
 
-A record is described once, by annotations::
+A record is described once, by annotations (:mod:`fedcomp.rules`)::
 
     Name = Annotated[str, Text(256, least=1)]
 
@@ -24,22 +24,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import json
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Final, Self, get_args, get_origin, get_type_hints
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, Self
 
 from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 
 from fedcomp.flower.payload import PayloadError, put_frame, take_frame
-
-REQUIRED: Final = object()
-"""A field without a value that stands for its absence."""
-
-LARGEST: Final = 2**63 - 1
-"""Largest integer a record can hold."""
+from fedcomp.params import shown
+from fedcomp.rules import REQUIRED, Real, Rule, rules_of
 
 MOST_VALUES: Final = 1 << 28
 """Most numbers that the fields of one message may have its reader hold at once: a gigabyte of float32. Fields that
@@ -81,89 +75,8 @@ class OtherVersion(SchemaError):
     version: int = -1
 
 
-class FieldRule:
-    """What a field's value may be. ``str()`` states the rule."""
-
-    @property
-    def missing(self) -> Any:
-        """What an entry that is not there stands for; :data:`REQUIRED` where it has to be there."""
-        return REQUIRED
-
-    def read(self, value: Any) -> Any:
-        """Return the field's value for an entry of a record; raise ``ValueError`` for one that breaks the rule."""
-        raise NotImplementedError
-
-    def write(self, value: Any) -> Any:
-        """Return the entry for a field's value."""
-        return value
-
-
 @dataclass(frozen=True)
-class Number(FieldRule):
-    """A number or flag; ``absent`` is the value that is not written, for one that most messages have."""
-
-    absent: Any = field(default=REQUIRED, kw_only=True)
-
-    @property
-    def missing(self) -> Any:
-        return self.absent
-
-
-@dataclass(frozen=True)
-class Int(Number):
-    """A whole number from ``least`` to ``most``, both included."""
-
-    least: int = 0
-    most: int = LARGEST
-
-    def __str__(self) -> str:
-        if self.most < LARGEST:
-            return f"a whole number from {self.least} to {self.most}"
-        return f"a whole number of at least {self.least}" if self.least >= -LARGEST else "a whole number"
-
-    def read(self, value: Any) -> Any:
-        # type() and not isinstance(): True is an int.
-        if type(value) is not int or not self.least <= value <= self.most:
-            raise ValueError
-        return value
-
-
-@dataclass(frozen=True)
-class Real(Number):
-    """A number from ``least`` to ``most``, both included; greater than ``above`` where that is given.
-
-    Infinity and NaN are refused, unless ``finite`` is False: then any float will do.
-    """
-
-    least: float = -math.inf
-    most: float = math.inf
-    above: float = -math.inf
-    finite: bool = True
-
-    def __str__(self) -> str:
-        if not self.finite:
-            return "a number"
-        parts = [f"at least {self.least}"] if self.least > -math.inf else []
-        parts += [f"above {self.above}"] if self.above > -math.inf else []
-        parts += [f"at most {self.most}"] if self.most < math.inf else []
-        return " ".join(["a finite number", " and ".join(parts)]).rstrip()
-
-    def read(self, value: Any) -> Any:
-        # JSON has integers of any length, and float() of a very long one raises OverflowError.
-        if type(value) is int and abs(value) <= LARGEST:
-            value = float(value)
-        if type(value) is not float:
-            raise ValueError
-        if not self.finite:
-            return value
-        # Every comparison with NaN is false.
-        if not (math.isfinite(value) and self.least <= value <= self.most and value > self.above):
-            raise ValueError
-        return value
-
-
-@dataclass(frozen=True)
-class Version(FieldRule):
+class Version(Rule):
     """The version of a protocol. It is read before anything else: fields of another version may mean something else."""
 
     number: int
@@ -178,116 +91,7 @@ class Version(FieldRule):
 
 
 @dataclass(frozen=True)
-class Bool(Number):
-    """True or false."""
-
-    def __str__(self) -> str:
-        return "true or false"
-
-    def read(self, value: Any) -> Any:
-        if type(value) is not bool:
-            raise ValueError
-        return value
-
-
-@dataclass(frozen=True)
-class Text(FieldRule):
-    """A text of ``least`` to ``most`` characters."""
-
-    most: int = 512
-    least: int = 0
-
-    @property
-    def missing(self) -> Any:
-        return REQUIRED if self.least else ""
-
-    def __str__(self) -> str:
-        return f"a text of {self.least} to {self.most} characters"
-
-    def read(self, value: Any) -> Any:
-        if type(value) is not str or not self.least <= len(value) <= self.most:
-            raise ValueError
-        return value
-
-
-class OneOf(FieldRule):
-    """One of some texts; where the empty text is one of them, it is what an absent entry stands for."""
-
-    def __init__(self, *choices: str) -> None:
-        self.choices = choices
-
-    @property
-    def missing(self) -> Any:
-        return "" if "" in self.choices else REQUIRED
-
-    def __str__(self) -> str:
-        return f"one of {', '.join(map(repr, self.choices))}"
-
-    def read(self, value: Any) -> Any:
-        if type(value) is not str or value not in self.choices:
-            raise ValueError
-        return value
-
-
-@dataclass(frozen=True)
-class Data(FieldRule):
-    """From ``least`` to ``most`` bytes."""
-
-    most: int
-    least: int = 0
-
-    @property
-    def missing(self) -> Any:
-        return REQUIRED if self.least else b""
-
-    def __str__(self) -> str:
-        return f"{self.most} bytes" if self.least == self.most else f"{self.least} to {self.most} bytes"
-
-    def read(self, value: Any) -> Any:
-        if type(value) is not bytes or not self.least <= len(value) <= self.most:
-            raise ValueError
-        return value
-
-
-@dataclass(frozen=True)
-class Many(FieldRule):
-    """A list of ``least`` to ``most`` values that follow a rule; a tuple in the dataclass.
-
-    Parameters
-    ----------
-    each : FieldRule
-    ascending : bool
-        No value is smaller than, or the same as, the one before it.
-    """
-
-    each: FieldRule
-    most: int
-    least: int = 0
-    ascending: bool = False
-
-    @property
-    def missing(self) -> Any:
-        return REQUIRED if self.least else ()
-
-    def __str__(self) -> str:
-        order = " in ascending order, none twice" if self.ascending else ""
-        return f"a list of {self.least} to {self.most} values{order}, each {self.each}"
-
-    def read(self, value: Any) -> Any:
-        if not isinstance(value, list | tuple) or not self.least <= len(value) <= self.most:
-            raise ValueError
-        # Only after the length was checked: this is where a list costs memory.
-        found = tuple(map(self.each.read, value))
-        if self.ascending and any(a >= b for a, b in itertools.pairwise(found)):
-            raise ValueError
-        return found
-
-    def write(self, value: Any) -> Any:
-        return list(map(self.each.write, value))
-
-
-@dataclass(frozen=True)
-class Frames(FieldRule):
+class Frames(Rule):
     """Up to ``most`` byte strings, each of them one frame beside the record."""
 
     most: int
@@ -297,7 +101,7 @@ class Frames(FieldRule):
 
 
 @dataclass(frozen=True)
-class Document(FieldRule):
+class Document(Rule):
     """A small dictionary (the description of a codec) as JSON of at most ``most`` characters; {} travels as nothing.
 
     Parameters
@@ -336,7 +140,7 @@ class Document(FieldRule):
 
 
 @dataclass(frozen=True)
-class Options(FieldRule):
+class Options(Rule):
     """A dictionary of at most ``most`` names with plain values (texts, numbers, flags), in a :class:`TextSchema`."""
 
     most: int
@@ -364,12 +168,12 @@ class Field:
     ----------
     field, name : str
         Of the dataclass; in the record.
-    rule : FieldRule
+    rule : Rule
     """
 
     field: str
     name: str
-    rule: FieldRule
+    rule: Rule
 
 
 class Schema:
@@ -414,9 +218,12 @@ class Schema:
     @functools.cache
     def entries(cls) -> tuple[Field, ...]:
         """Return the fields with their rules, in the order in which they are written."""
-        hints = get_type_hints(cls, include_extras=True)
+        kind: Any = cls
+        rules = rules_of(kind)
+        if bare := [f.name for f in dataclasses.fields(cls) if f.name not in rules]:
+            raise TypeError(f"fields {bare} of {cls.__name__} have no rule; annotate each with one")
         return tuple(
-            Field(f.name, cls.PREFIX + f.name.rstrip("_").replace("_", cls.SEPARATOR), _rule(cls, f.name, hints))
+            Field(f.name, cls.PREFIX + f.name.rstrip("_").replace("_", cls.SEPARATOR), rules[f.name])
             for f in dataclasses.fields(cls)
         )
 
@@ -564,12 +371,6 @@ class TextSchema(Schema):
         return cls.of(values)
 
 
-def shown(value: object) -> str:
-    """Return a value as it appears in an error: short."""
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
 def _read(entry: Field, values: Mapping[str, Any], where: str) -> Any:
     if entry.name not in values:
         if entry.rule.missing is REQUIRED:
@@ -593,16 +394,6 @@ def _require_version(entry: Field, value: Any, where: str) -> None:
         # A peer may put anything here, and True equals 1.
         other.version = value if type(value) is int else -1
         raise other from error
-
-
-def _rule(cls: type[Schema], field: str, hints: Mapping[str, Any]) -> FieldRule:
-    hint = hints[field]
-    rules = (
-        [extra for extra in get_args(hint)[1:] if isinstance(extra, FieldRule)] if get_origin(hint) is Annotated else []
-    )
-    if len(rules) != 1:
-        raise TypeError(f"field {field!r} of {cls.__name__} has {len(rules)} rules; annotate it with exactly one")
-    return rules[0]
 
 
 def _frame_name(key: str, entry: Field, place: int) -> str:

@@ -30,8 +30,9 @@ from fedcomp.flower.logs import log
 from fedcomp.flower.payload import NODE_RECORD, take_frame
 from fedcomp.flower.protocol import UPDATE, Announcement
 from fedcomp.flower.records import to_arrays, to_record
-from fedcomp.flower.schema import Data, Document, Int, Schema, SchemaError, Text
+from fedcomp.flower.schema import Document, Schema, SchemaError
 from fedcomp.layout import Layout
+from fedcomp.rules import Data, Int, Text
 from fedcomp.stateful import epoch_of
 
 _MEMORY: Final = "fedcomp.uplink.memory"

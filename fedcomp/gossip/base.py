@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 from fedcomp.gossip.errors import MessageError
 from fedcomp.layout import Layout
-from fedcomp.params import Configured
 from fedcomp.rng import Key
+from fedcomp.rules import Configured
 
 Real = NDArray[Any]
 """A float32 or float64 vector of the model's size, shape ``(d,)``."""

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, Literal, Self
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +47,7 @@ from fedcomp.gossip.packet import MessageFlag, all_finite, pack, peek, require_f
 from fedcomp.gossip.pushsum import ROUNDING, heirs
 from fedcomp.kernels import select_topk
 from fedcomp.layout import Layout
+from fedcomp.rules import Density, Inside, Int, OneOf
 from fedcomp.wire import Section, Values, WireError
 from fedcomp.wire.bits import Buffer
 from fedcomp.wire.limits import NUMPY_DTYPES
@@ -129,19 +130,10 @@ class CoordinatePush(Algorithm):
     time_varying: ClassVar[bool] = True
     asynchronous: ClassVar[bool] = True
 
-    density: float = 0.01
-    values: Literal["model", "float32"] = "model"
-    w_min: float = 1e-3
-    nodes: int = 0
-
-    def __post_init__(self) -> None:
-        params.assign(
-            self,
-            density=params.density(self.density),
-            values=params.choice("values", self.values, ("model", "float32")),
-            nodes=params.integer("nodes", self.nodes, low=0),
-            w_min=params.number("w_min", self.w_min, rule="a number in (0, 1)", ok=lambda v: 0.0 < v < 1.0),
-        )
+    density: Density = 0.01
+    values: Annotated[Literal["model", "float32"], OneOf("model", "float32")] = "model"
+    w_min: Inside = 1e-3
+    nodes: Annotated[int, Int()] = 0
 
     def fitted(self, graph: KnownGraph) -> Algorithm:
         """Return this algorithm with ``nodes`` filled in."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,7 @@ from fedcomp.privacy.entropy import Entropy
 from fedcomp.privacy.errors import Unbounded
 from fedcomp.privacy.rotation import rotate, unrotate
 from fedcomp.rng import Key
+from fedcomp.rules import Int, NotNegative, OneOf, Switch
 from fedcomp.wire import Bundle, Frame
 
 
@@ -63,27 +64,17 @@ class BoundedFixedPoint(FixedPoint):
 
     codec_id: ClassVar[str] = "bounded"
 
-    scale: int = 64
-    reach: int = 0
-    rotation: int = 0
-    noise: str = "discrete_gaussian"
-    sigma: float = 0.0
-    least: int = 1
-    insecure_deterministic: bool = False
+    scale: Annotated[int, Int(1, 32767)] = 64
+    reach: Annotated[int, Int(0, 32767)] = 0
+    rotation: Annotated[int, Int()] = 0
+    noise: Annotated[str, OneOf("discrete_gaussian", "skellam")] = "discrete_gaussian"
+    sigma: NotNegative = 0.0
+    least: Annotated[int, Int(1)] = 1
+    insecure_deterministic: Switch = False
 
     def __post_init__(self) -> None:
-        params.assign(
-            self,
-            scale=params.integer("scale", self.scale, low=1, high=32767),
-            reach=params.integer("reach", self.reach, low=0, high=32767) or self.scale,
-            rotation=params.integer("rotation", self.rotation, low=0),
-            sigma=params.number("sigma", self.sigma, rule="a number >= 0", ok=lambda v: 0.0 <= v < math.inf),
-            least=params.integer("least", self.least, low=1),
-            insecure_deterministic=params.boolean("insecure_deterministic", self.insecure_deterministic),
-        )
-        if self.noise not in ("discrete_gaussian", "skellam"):
-            raise ConfigError(f"noise={self.noise!r} is not valid: shares are of 'discrete_gaussian' or 'skellam'")
         super().__post_init__()
+        params.assign(self, reach=self.reach or self.scale)
         if self.reach > self.levels:
             raise ConfigError(
                 f"levels={self.levels} leave no room for integers of magnitude {self.reach}, before noise"

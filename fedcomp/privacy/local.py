@@ -16,11 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 
-from fedcomp import params
 from fedcomp.codecs.base import Codec, State, all_finite
 from fedcomp.codecs.chain import Chain, Transform, registry
 from fedcomp.codecs.feedback import ErrorFeedback
@@ -30,6 +29,7 @@ from fedcomp.privacy.entropy import make_entropy
 from fedcomp.privacy.errors import BudgetExceeded
 from fedcomp.privacy.mechanism import GridGaussian
 from fedcomp.rng import Key
+from fedcomp.rules import Configured, Int, NotNegative, Positive, Switch
 
 _COUNT = "releases"
 
@@ -69,21 +69,10 @@ class Privatise(Transform):
 
     transform_id: ClassVar[str] = "privatise"
 
-    clip: float
-    noise_multiplier: float
-    releases: int = 0
-    insecure_deterministic: bool = False
-
-    def __post_init__(self) -> None:
-        params.assign(
-            self,
-            clip=params.positive("clip", self.clip),
-            noise_multiplier=params.number(
-                "noise_multiplier", self.noise_multiplier, rule="a finite number >= 0", ok=lambda v: 0.0 <= v < np.inf
-            ),
-            releases=params.integer("releases", self.releases, low=0),
-            insecure_deterministic=params.boolean("insecure_deterministic", self.insecure_deterministic),
-        )
+    clip: Positive
+    noise_multiplier: NotNegative
+    releases: Annotated[int, Int()] = 0
+    insecure_deterministic: Switch = False
 
     def mechanism(self, size: int) -> GridGaussian:
         """Return the mechanism of one message of ``size`` coordinates."""
@@ -127,7 +116,7 @@ def _sent(state: State) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalPolicy:
+class LocalPolicy(Configured):
     """What a client demands of every training message, whatever the server announces.
 
     Parameters
@@ -148,12 +137,8 @@ class LocalPolicy:
     'this client sends privatised updates only, and the announced codec does not privatise'
     """
 
-    noise_multiplier: float
-    releases: int
-
-    def __post_init__(self) -> None:
-        params.positive("noise_multiplier", self.noise_multiplier)
-        params.integer("releases", self.releases, low=1)
+    noise_multiplier: Positive
+    releases: Annotated[int, Int(1)]
 
     def refuses(self, codec: Codec | None) -> str:
         """Return why this client sends nothing encoded by ``codec``, empty when it may."""

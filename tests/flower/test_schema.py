@@ -14,7 +14,8 @@ from message_examples import CONFLICTS, EXAMPLES, content_of, damages, taken, wh
 
 from fedcomp.flower._private import adopt_identity, content_from_bytes, content_to_bytes
 from fedcomp.flower.payload import PayloadError
-from fedcomp.flower.schema import Document, Field, Frames, Int, Many, OtherVersion, Real, Schema, SchemaError, Text
+from fedcomp.flower.schema import Document, Field, Frames, OtherVersion, Schema, SchemaError
+from fedcomp.rules import Int, Many, Real, Text
 
 GOLDEN = json.loads(Path(__file__).with_name("messages.json").read_text())
 """Per message: the serialised content of its example, and the rules of its fields. Written once; a change of either is
@@ -148,7 +149,7 @@ def test_an_integer_is_read_as_the_number_it_is() -> None:
 
 @pytest.mark.parametrize("value", [0.0, math.nextafter(1.0, 2.0), math.nan, math.inf])
 def test_numbers_beyond_open_and_closed_ends_are_refused(value: float) -> None:
-    with pytest.raises(SchemaError, match=r"field 'in' of record 'toy'.*above 0\.0 and at most 1\.0"):
+    with pytest.raises(SchemaError, match=r"field 'in' of record 'toy'.*number in \(0, 1\]"):
         Toy.of({"most-of": 2, "in": [0.5, value]})
 
 
@@ -157,7 +158,7 @@ def test_an_error_says_field_value_rule_and_remedy() -> None:
         Toy.of({"most-of": 6})
     assert refused.value.field == "most-of"
     assert str(refused.value) == (
-        "field 'most-of' of record 'toy' is 6, expected a whole number from 2 to 5; run the same release on both "
+        "field 'most-of' of record 'toy' is 6, expected an integer in [2, 5]; run the same release on both "
         "sides; if they are the same, the sender or the link is faulty"
     )
 
@@ -181,5 +182,5 @@ def test_a_field_without_one_rule_is_a_mistake_of_the_programmer() -> None:
     class Bare(Schema, key="bare"):
         x: int
 
-    with pytest.raises(TypeError, match="field 'x' of Bare has 0 rules"):
+    with pytest.raises(TypeError, match=r"fields \['x'\] of Bare have no rule"):
         Bare.entries()
