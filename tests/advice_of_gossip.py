@@ -83,7 +83,7 @@ def shaken(gamma: float) -> bool:
 def largest_step() -> float:
     """Begin with 0.001 and double it while runs converge; return the last one."""
     gamma = 0.001
-    while gamma <= 0.5 and near(ended(cold(2.0 * gamma), iterations=30, watch=False)) < 1.0:
+    while gamma <= 0.5 and near(ended(cold(2.0 * gamma), iterations=12, watch=False)) < 1.0:
         gamma *= 2.0
     return gamma
 
@@ -93,7 +93,7 @@ def pushed(**options: Any) -> SparsePush:
 
 
 def tuned() -> SparsePush:
-    found = tune_gamma(lambda gamma: pushed(gamma=gamma), lambda made: near(ended(made, "exponential", 30)), start=0.5)
+    found = tune_gamma(lambda gamma: pushed(gamma=gamma), lambda made: near(ended(made, "exponential", 20)), start=0.5)
     assert isinstance(found.algorithm, SparsePush)
     return found.algorithm
 
