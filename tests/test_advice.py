@@ -15,6 +15,8 @@ from pathlib import Path
 import advice_of_codecs
 import advice_of_coding
 import advice_of_frames
+import advice_of_gossip
+import advice_of_graphs
 import advice_of_nodes
 import advice_of_pair
 import advice_of_parts
@@ -28,6 +30,8 @@ MODULES = (
     advice_of_codecs,
     advice_of_coding,
     advice_of_frames,
+    advice_of_gossip,
+    advice_of_graphs,
     advice_of_nodes,
     advice_of_pair,
     advice_of_parts,

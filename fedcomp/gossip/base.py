@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from fedcomp.errors import StateError
 from fedcomp.gossip.errors import MessageError
 from fedcomp.layout import Layout
 from fedcomp.rng import Key
@@ -271,8 +272,16 @@ class Algorithm(Named, ABC):
         """Return the state with which a node goes on after the set of nodes has changed.
 
         The model stays; duals, tracked gradients and estimates restart (the first messages carry whole estimates, by
-        the views' ``resync``). Asynchronous algorithms need none of this and are not asked.
+        the views' ``resync``).
+
+        Raises
+        ------
+        StateError
+            Of an asynchronous algorithm, which needs none of this: a weight that is set back to 1 while others keep
+            theirs makes mass out of nothing.
         """
+        if self.asynchronous:
+            raise StateError(f"{self.name} is never reset: mass would be made out of nothing")
         return self.init(self.model(state), layout)
 
     def take_back(self, state: State, messages: Sequence[GossipMessage]) -> State:
@@ -306,3 +315,17 @@ def real(model: Real) -> Real:
         raise MessageError(f"a model is {model.dtype}{model.shape}; expected a float32 or float64 vector")
     # A copy in any case: the caller may go on writing to its model.
     return np.ascontiguousarray(model).copy()
+
+
+def opened(model: Real, layout: Layout) -> Real:
+    """Return a copy of ``model``, as :func:`real` does.
+
+    Raises
+    ------
+    StateError
+        When its size is not the layout's.
+    """
+    x = real(model)
+    if x.size != layout.size:
+        raise StateError(f"the model has {x.size} elements, its layout {layout.size}; they must be of one model")
+    return x

@@ -22,11 +22,11 @@ from typing import Any, ClassVar, Final
 import numpy as np
 
 from fedcomp.codecs import Dithering, NormSign, ScaledSign
-from fedcomp.gossip.base import GossipMessage, Gradient, Outbox, Real, State, View, real
+from fedcomp.gossip.base import GossipMessage, Gradient, Outbox, Real, State, View, opened, real
 from fedcomp.gossip.compressor import Compressor, get_compressor
 from fedcomp.gossip.estimates import absorb, broadcast, disagreement, open_estimates
-from fedcomp.gossip.exact import opened, share_or_auto, step_size, tracked, untracked
-from fedcomp.gossip.steps import BEGUN, Compressing, begun, finite, incoming, refuse_dense, settled
+from fedcomp.gossip.exact import share_or_auto, step_size, tracked, untracked
+from fedcomp.gossip.steps import BEGUN, Compressing, begun, finite, incoming, settled
 from fedcomp.layout import Layout
 
 _NAMES: Final = ("h", "g")
@@ -108,7 +108,6 @@ class BEER(Compressing):
 
     def send(self, state: State, gradient: Gradient | None, view: View) -> tuple[State, Outbox]:
         """Add the gradient's change to v; send the compressed innovations of x and v."""
-        refuse_dense(self, view)
         x = finite(state["x"], "the model")
         v, last = tracked(state["y"], state["gradient"], gradient, x)
         sent = broadcast(state, {"h": x, "g": v}, self._compressor, view, digest_every=self.digest_every)

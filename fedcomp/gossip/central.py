@@ -280,6 +280,7 @@ def simulate(
     how = SimulationSettings() if settings is None else settings
     every, observe = how.every, how.observe
     _check_starts(starts, topology.n, how.common)
+    topology.check(algorithm)
     algorithm = algorithm.fitted(topology)
     nodes = SimulatedNodes(algorithm, locals, starts, layout, common=how.common, faults=how.faults)
     relay = Relay(

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp import params
-from fedcomp.errors import ConfigError, StateError
+from fedcomp.errors import ConfigError
 from fedcomp.gossip.base import (
     Algorithm,
     GossipMessage,
@@ -40,6 +40,7 @@ from fedcomp.gossip.base import (
     Real,
     State,
     View,
+    opened,
     real,
 )
 from fedcomp.gossip.errors import MessageError
@@ -145,9 +146,7 @@ class CoordinatePush(Algorithm):
 
     def init(self, model: Real, layout: Layout, *, common: Real | None = None) -> State:
         """Return (x, w) = (model, 1); what a coordinate moved counts from ``common``, by default from the model."""
-        model = real(model)
-        if model.size != layout.size:
-            raise StateError(f"the model has {model.size} elements, its layout {layout.size}; give both of one model")
+        model = opened(model, layout)
         return {
             "x": model.astype(np.float64),
             "weights": np.ones(model.size),
@@ -159,10 +158,6 @@ class CoordinatePush(Algorithm):
         """Return (x, w) = (0, 0): the mean of the others stays; ``model`` is shown until there is weight."""
         state = self.init(model, layout)
         return {**state, "x": np.zeros(layout.size), "weights": np.zeros(layout.size)}
-
-    def reset(self, state: State, layout: Layout) -> State:
-        """Raise StateError: weights that are set back to 1 while others keep theirs make mass out of nothing."""
-        raise StateError(f"{self.name} is never reset: nodes join with weight 0, and leave their mass")
 
     def model(self, state: State) -> Real:
         """Return z = x / w in the model's dtype; where w is below ``w_min``, what was last sent."""

@@ -31,7 +31,6 @@ from fedcomp.gossip.steps import (
     descent,
     finite,
     incoming,
-    refuse_dense,
     settled,
     velocity,
 )
@@ -90,7 +89,6 @@ class DeepSqueeze(Compressing):
 
     def send(self, state: State, gradient: Gradient | None, view: View) -> tuple[State, Outbox]:
         """Begin an iteration: the local step, and the compressed model to all neighbours."""
-        refuse_dense(self, view)
         state = settled(state)
         step, moved = descent(state, gradient, state["x"], self.lr, self.momentum)
         x = finite(state["x"] if step is None else state["x"] - step, "the model after the local step")

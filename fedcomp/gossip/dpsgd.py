@@ -24,7 +24,6 @@ from fedcomp.gossip.steps import (
     finite,
     incoming,
     pull,
-    refuse_dense,
     settled,
     velocity,
     whole,
@@ -80,7 +79,6 @@ class DPSGD(Algorithm):
 
     def send(self, state: State, gradient: Gradient | None, view: View) -> tuple[State, Outbox]:
         """Begin an iteration: the model goes out as it is, then makes its step."""
-        refuse_dense(self, view)
         announced = finite(state["x"], "the model")
         step, moved = descent(state, gradient, announced, self.lr, self.momentum)
         x = announced if step is None else finite(announced - step, "the model after the local step")

@@ -8,11 +8,10 @@ from collections.abc import Iterable
 import numpy as np
 
 from fedcomp.codecs import Dithering, NormSign, ScaledSign, TopK
-from fedcomp.errors import ConfigError, StateError
-from fedcomp.gossip.base import Gradient, Real, State, real
+from fedcomp.errors import ConfigError
+from fedcomp.gossip.base import Gradient, Real, State
 from fedcomp.gossip.compressor import Compressor
 from fedcomp.gossip.steps import descent, finite
-from fedcomp.layout import Layout
 
 
 def step_size(lr: float) -> float:
@@ -90,20 +89,6 @@ def consensus_step(gamma: float | str, compressor: Compressor, size: int) -> flo
             "elements. Give a number in (0, 1]: begin with 0.001 and double it while runs converge"
         )
     return delta**2 / (4.0 if isinstance(codec, TopK | ScaledSign) else 32.0)
-
-
-def opened(model: Real, layout: Layout) -> Real:
-    """Return a copy of ``model``.
-
-    Raises
-    ------
-    StateError
-        When its size is not the layout's.
-    """
-    x = real(model)
-    if x.size != layout.size:
-        raise StateError(f"the model has {x.size} elements, its layout {layout.size}; they must be of one model")
-    return x
 
 
 def tracked(y: Real, last: Real, gradient: Gradient | None, at: Real) -> tuple[Real, Real]:

@@ -17,9 +17,9 @@ from typing import ClassVar, Final
 
 import numpy as np
 
-from fedcomp.gossip.base import Algorithm, GossipMessage, Gradient, Outbox, Real, State, View
-from fedcomp.gossip.exact import opened, step_size, tracked, untracked
-from fedcomp.gossip.steps import BEGUN, begun, finite, incoming, pull, refuse_dense, settled, whole
+from fedcomp.gossip.base import Algorithm, GossipMessage, Gradient, Outbox, Real, State, View, opened
+from fedcomp.gossip.exact import step_size, tracked, untracked
+from fedcomp.gossip.steps import BEGUN, begun, finite, incoming, pull, settled, whole
 from fedcomp.layout import Layout
 
 _ANNOUNCED: Final = BEGUN + "announced"
@@ -62,7 +62,6 @@ class GradientTracking(Algorithm):
 
     def send(self, state: State, gradient: Gradient | None, view: View) -> tuple[State, Outbox]:
         """Add the gradient's change to y; send x and y."""
-        refuse_dense(self, view)
         y, g = tracked(state["y"], state["gradient"], gradient, state["x"])
         # Here, where the error can name it: whole would only say that a vector is not finite.
         finite(state["x"], "the model")

@@ -288,7 +288,7 @@ class Topology(NeighbourTables):
             static = f"{_UNDIRECTED}, directed-ring, exponential" if algorithm.directed else _UNDIRECTED
             raise TopologyError(
                 f"{algorithm.name} needs the same neighbours in every iteration, and {self.text} changes; use a static "
-                f"graph ({static}) or an algorithm for graphs that change: {_PUSH_SUM}"
+                f"graph ({static}) or an algorithm for graphs that change: sgp, or sparse-push with estimates='edge'"
             )
         self.validate(symmetric=not algorithm.directed)
 

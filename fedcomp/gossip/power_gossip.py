@@ -57,7 +57,6 @@ from fedcomp.gossip.steps import (
     descent,
     finite,
     incoming,
-    refuse_dense,
     settled,
     velocity,
 )
@@ -165,7 +164,6 @@ class PowerGossip(Algorithm):
 
     def send(self, state: State, gradient: Gradient | None, view: View) -> tuple[State, Outbox]:
         """Begin an iteration: one message per neighbour, through that edge's factor."""
-        refuse_dense(self, view)
         # Raises now if the rate is still "auto", and not after messages have left.
         _ = self._rate
         state = settled(state)
@@ -274,8 +272,6 @@ def auto_rate(graph: KnownGraph) -> float:
     spectrum = 1.0 - np.linalg.eigvalsh(graph.mixing_matrix(0, symmetric=True))
     # The eigenvalue 0 of the constant vector comes out as rounding.
     positive = spectrum[spectrum > 1e-12]
-    if not len(positive):
-        raise ConfigError(f"no rate follows from {graph.name}: it has no edge; use 1.0")
     return float(2.0 / (positive.max() + positive.min()))
 
 

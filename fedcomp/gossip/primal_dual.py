@@ -20,9 +20,8 @@ from typing import Final
 
 import numpy as np
 
-from fedcomp.gossip.base import Algorithm, Gradient, Real, State, View
-from fedcomp.gossip.exact import opened
-from fedcomp.gossip.steps import BEGUN, descent, finite, refuse_dense, settled
+from fedcomp.gossip.base import Algorithm, Gradient, Real, State, View, opened
+from fedcomp.gossip.steps import BEGUN, descent, finite, settled
 from fedcomp.layout import Layout
 
 DECISION: Final = BEGUN + "z"
@@ -51,7 +50,6 @@ class PrimalDual(Algorithm):
         ConfigError
             In a closing phase of whole models, which is push-sum's.
         """
-        refuse_dense(self, view)
         step, _ = descent(state, gradient, state["x"], self.lr, 0.0)
         z = state["x"] - self.lr * state["dual"]
         return finite(z if step is None else z - step, "the decision vector")

@@ -20,7 +20,7 @@ from typing import ClassVar, Final
 import numpy as np
 
 from fedcomp import params
-from fedcomp.errors import ConfigError, StateError
+from fedcomp.errors import ConfigError
 from fedcomp.gossip.base import (
     Algorithm,
     GossipMessage,
@@ -31,6 +31,7 @@ from fedcomp.gossip.base import (
     Real,
     State,
     View,
+    opened,
     real,
 )
 from fedcomp.gossip.errors import MessageError, TopologyError
@@ -146,9 +147,7 @@ class PushSum(Algorithm):
 
     def init(self, model: Real, layout: Layout, *, common: Real | None = None) -> State:
         """Return (x, w) = (model, 1); see :meth:`Algorithm.init`."""
-        model = real(model)
-        if model.size != layout.size:
-            raise StateError(f"the model has {model.size} elements, its layout {layout.size}; give both of one model")
+        model = opened(model, layout)
         return {
             "x": model.astype(np.float64),
             "w": np.array(1.0),
@@ -170,10 +169,6 @@ class PushSum(Algorithm):
             "held": real(model),
             "fresh": np.array(True),
         }
-
-    def reset(self, state: State, layout: Layout) -> State:
-        """Raise StateError: a weight that is set back to 1 while others keep theirs makes mass out of nothing."""
-        raise StateError(f"{self.name} is never reset: nodes join with weight 0, and leave their mass")
 
     def model(self, state: State) -> Real:
         """Return z = x / w in the model's dtype.

@@ -192,11 +192,3 @@ def whole_of(payload: bytes, like: Real, iteration: int, source: int) -> Real:
     if header.flags != MessageFlag.DENSE or header.iteration != iteration:
         raise MessageError(f"node {source} sent {header}, expected a whole model of iteration {iteration}")
     return take_real(body, like.size, like.dtype)
-
-
-def refuse_dense(algorithm: Algorithm, view: View) -> None:
-    """Raise ConfigError in a closing phase: whole models that are merely averaged are push-sum's."""
-    if view.dense:
-        raise ConfigError(
-            f"{algorithm.name} has no closing phase of whole models, which belongs to push-sum; use skew_rounds=0"
-        )

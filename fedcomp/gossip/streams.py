@@ -61,7 +61,6 @@ class Draft:
         self.deltas: dict[str, Delta] = {}
         self.digest = b""
         sections = []
-        split = int(new["split"])
         for name, target in targets.items():
             before = _own(new, name, to)
             # Refused here, before anything has left: a NaN in the neighbours' copies would stay there.
@@ -73,7 +72,7 @@ class Draft:
             key = _key(view.seed, name, view.iteration, view.node, to)
             # An overflow leaves an infinity, which require_finite reports below with the name of the vector.
             with np.errstate(over="ignore"):
-                section, delta = compressor.compress(target - before, split, key)
+                section, delta = compressor.compress(target - before, int(new["split"]), key)
                 after = before.copy()
                 # The decoded change, not the innovation itself: it is what the receivers will add.
                 delta.add_to(after, alpha)
@@ -283,7 +282,8 @@ def _own(state: State, name: str, to: int | None) -> Real:
     key = own_key(name, to)
     if key in state:
         return state[key]
-    if to is None or f"{name}.start" not in state:
+    # Streams per edge alone make theirs later: that of a broadcast is there from the beginning.
+    if to is None or name in state or f"{name}.start" not in state:
         raise StateError(f"no estimate {key!r} was opened; call open_estimates first, with the same kind of streams")
     # An edge that has not spoken yet: its estimate comes into being with the first message.
     return start_of(state, name)

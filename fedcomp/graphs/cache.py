@@ -215,13 +215,13 @@ class FeatureCache:
         try:
             said, form, ids, lengths, blob = (arrays[n] for n in ("key", "form", "ids", "lengths", "rows"))
         except KeyError as error:
-            raise StateError(f"array {error} of a stored cache is missing; delete the state") from None
+            raise StateError(f"array {error} of a stored cache is missing") from None
         if said.tobytes() != _digest(key) or policy == "none" or not ids.size:
             return cache
         # Against a torn write, not against an attacker: who can write the state can write its checksum, too.
         sound = form.shape == (3,) and form[2] == _checksum(form[:2], ids, lengths, blob)
         if not sound or int(lengths.sum()) != blob.size:
-            raise StateError("a stored cache is damaged; delete the state")
+            raise StateError("a stored cache is damaged")
         cache._features = int(form[0])
         cache._dtype = np.dtype(f"f{form[1]}")
         whole = blob.tobytes()

@@ -453,3 +453,13 @@ def test_opening_again_forgets_the_former_stream_and_nothing_else() -> None:
     state = {**write(fresh(), 0).state, "x": np.ones(3), "zz": np.ones(2)}
     again = open_estimates(state, {"z": np.zeros(D)}, SPLIT)
     assert set(again) == {"x", "zz", *fresh()}
+
+
+def test_estimates_that_were_not_opened_or_are_of_the_other_kind_are_refused() -> None:
+    target = {"z": draw("x")}
+    for state in ({}, fresh("float64", edges=True)):
+        with pytest.raises(StateError, match="no estimate 'z' was opened"):
+            broadcast(state, target, TOP, pair_view(0, 0))
+    for state in ({}, fresh("float64")):
+        with pytest.raises(StateError, match="no estimate 'z>1' was opened"):
+            along_edge(state, target, TOP, pair_view(0, 0), 1)

@@ -11,6 +11,8 @@ from gossip_problems import ring_weights, view_of
 from fedcomp.codecs.matrices import normals, orthonormal
 from fedcomp.errors import ConfigError
 from fedcomp.gossip.base import State, View, deliver
+from fedcomp.gossip.central import simulate
+from fedcomp.gossip.errors import TopologyError
 from fedcomp.gossip.packet import HEADER_BYTES, MessageFlag, peek
 from fedcomp.gossip.power_gossip import PowerGossip, auto_rate
 from fedcomp.gossip.topology import Complete, DirectedRing, RandomDigraph, Ring
@@ -380,6 +382,15 @@ def test_the_rate_of_the_ring_of_eight_is_the_authors() -> None:
     for graph in (DirectedRing(4), RandomDigraph(5, 0.6, 0)):
         with pytest.raises(ConfigError, match="no rate follows"):
             auto_rate(graph)
+
+
+def test_a_graph_without_edges_is_refused_as_one_that_is_not_connected() -> None:
+    class Lonely(Ring):
+        def targets(self, t: int) -> list[list[int]]:
+            return [[] for _ in range(self.n)]
+
+    with pytest.raises(TopologyError, match=r"not strongly connected .* add edges"):
+        simulate(PowerGossip(rate="auto"), Lonely(3), None, np.zeros(4), 1, layout=Layout.flat(4), seed=0)
 
 
 def test_an_auto_rate_is_that_of_the_graph_and_of_nothing_else() -> None:

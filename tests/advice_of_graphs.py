@@ -1,0 +1,405 @@
+"""Advice of samplers, plans, row codecs and caches of graphs, and of runs over a graph that several owners hold."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from advice import KEY, Row, row
+from graph_federation import PARTS, graph, grid, initial, reports, run, strategy
+from graph_nodes import FULL, Nodes, asking, node, ready, values
+from graph_toys import toy_adjacency, toy_parts
+from torch_geometric.data import Data
+from torch_geometric.loader import LinkLoader, NodeLoader
+from torch_geometric.nn import SimpleConv
+from torch_geometric.sampler import NegativeSampling
+
+from fedcomp.experiments import engines
+from fedcomp.experiments.spec import RunSpec
+from fedcomp.experiments.systems import check
+from fedcomp.flower._private import adopt_identity
+from fedcomp.graphs.adjacency import HaloStructure
+from fedcomp.graphs.base import Conditions, GraphPart, UnknownStructure
+from fedcomp.graphs.cache import noisy_rows
+from fedcomp.graphs.ids import decode_norms
+from fedcomp.graphs.plan import plan_round, plan_step
+from fedcomp.graphs.pyg import SkewedSampler
+from fedcomp.graphs.rowcodecs import get_row_codec
+from fedcomp.graphs.settings import SamplerSettings
+from fedcomp.strategies.gcn.settings import RoundSettings
+
+NODES, OWNERS = 40, 4  # of toy_parts
+P = toy_adjacency(NODES, OWNERS, 5.0)
+HALO = toy_parts(structure="halo")
+PART = toy_parts()[0]
+MANY = 1 << 18
+USUAL = Conditions()
+
+
+def drawn(part: GraphPart = PART, batch: Any = None, conditions: Conditions = USUAL, **settings: Any) -> np.ndarray:
+    """Return what a plan makes of P's rows of a batch: its matrices from the output layer to the input layer."""
+    given = SamplerSettings(**{"layers": 1, **settings})
+    plan = plan_step(part, part.ids if batch is None else batch, given, KEY, conditions)
+    product: Any = None
+    for layer in reversed(plan.layers):
+        matrix = np.zeros((len(layer.rows), NODES))
+        rows = np.repeat(np.arange(len(layer.rows)), np.diff(layer.indptr))
+        matrix[rows, layer.columns[layer.positions]] = layer.values
+        product = matrix if product is None else product[:, layer.rows] @ matrix
+    return np.asarray(product)
+
+
+def estimated(*arguments: Any, layers: int = 1, **options: Any) -> bool:
+    """Whether that is what all neighbours would give."""
+    whole = np.zeros((NODES, NODES))
+    whole[np.repeat(np.arange(NODES), np.diff(P.indptr)), P.columns] = P.values
+    exact = np.linalg.matrix_power(whole, layers)[PART.ids]
+    return float(np.abs(drawn(*arguments, layers=layers, **options) - exact).max()) < 0.05
+
+
+def steps(most: int, **options: Any) -> int:
+    """Return how many entries the plans of some steps have, where so many are allowed."""
+    given = {"steps": 100, "batch_size": 0, "settings": FULL, **options}
+    settings = given.pop("settings")
+    with patch("fedcomp.graphs.plan.MOST_ENTRIES", most):
+        plans = plan_round(PART, settings, seed=0, round=1, **given)
+    assert len(plans) == given["steps"]
+    return sum(len(layer.values) for plan in plans for layer in plan.layers)
+
+
+def planned(part: GraphPart) -> Any:
+    return plan_round(part, FULL, seed=0, round=1, steps=2, batch_size=3)
+
+
+def taught() -> bool:
+    """Whether an owner that asks for the rows it lacks, and plans again, plans as one that knows all edges."""
+    part = HALO[0]
+    while True:
+        try:
+            plans = planned(part)
+        except UnknownStructure as unknown:
+            owners = part.structure.owner_of(unknown.ids)
+            for owner in np.unique(owners):
+                rows = HALO[owner].structure.rows(unknown.ids[owners == owner])
+                assert isinstance(part.structure, HaloStructure)
+                learnt = part.structure.learn(rows, HALO[owner].structure.owner_of(rows.columns))
+                part = replace(part, structure=learnt)
+        else:
+            return all(np.array_equal(one.inputs, two.inputs) for one, two in zip(plans, planned(PART), strict=True))
+
+
+def owned(index: int, ids: Any) -> bool:
+    part = toy_parts()[index]
+    return np.array_equal(part.ids[part.positions(ids)], ids)
+
+
+def noise(secret: bytes) -> bool:
+    """Whether the noise of a row is what it should be, and the same each time."""
+    rows = np.zeros((200, 50), np.float32)
+    one, two = (noisy_rows(rows, np.arange(200), 2.0, secret) for _ in range(2))
+    return bool(np.array_equal(one, two) and 1.9 < one.std() < 2.1)
+
+
+def coded(name: str, rows: Any, dtype: Any = None, within: float = 0.0) -> bool:
+    """Whether rows come out as they went in, up to a part of the largest value."""
+    given, codec = np.asarray(rows), get_row_codec(name)
+    ids = np.arange(len(given))
+    _, found = codec.decode(codec.encode(ids, given), features=given.shape[1], dtype=dtype or given.dtype)
+    return bool(np.abs(found - given).max() <= within * np.abs(given).max())
+
+
+SINGLES = np.array([[0.0, 2.0, 2.0], [0.5, 0.0, 0.0]])
+SEVERAL = np.array([[0.0, 2.0, 3.0], [0.5, 0.0, 0.1]])
+
+
+PLANS = (
+    row(
+        "fedcomp/graphs/base.py",
+        "ask their owner",
+        lambda: owned(0, HALO[1].ids),
+        lambda: owned(int(PART.structure.owner_of(HALO[1].ids)[0]), HALO[1].ids),
+    ),
+    row(
+        "fedcomp/graphs/plan.py",
+        "has repeats; give every node once",
+        lambda: drawn(batch=PART.ids[[0, 1, 1]]),
+        lambda: estimated(batch=np.unique(PART.ids), sampler="full"),
+    ),
+    row(
+        "fedcomp/graphs/plan.py",
+        "give one mapping per layer",
+        lambda: drawn(layers=2, mode="measured", conditions=Conditions(norms=[{}])),
+        lambda: estimated(
+            layers=2, mode="measured", estimator="multinomial", n=MANY, conditions=Conditions(norms=[{}, {0: 3.0}])
+        ),
+    ),
+    row(
+        "fedcomp/graphs/plan.py",
+        "take fewer steps per round, smaller batches, or fewer columns per layer",
+        lambda: steps(4000),
+        lambda: (
+            0 < steps(4000, steps=3) <= 4000
+            and 0 < steps(4000, batch_size=1) <= 4000
+            and 0 < steps(4000, settings=SamplerSettings(n=2)) <= 4000
+        ),
+    ),
+    row("fedcomp/graphs/plan.py", "ask their owners for them and plan again", lambda: planned(HALO[0]), taught),
+    row(
+        "fedcomp/graphs/samplers.py",
+        "use structure 'full', or another sampler",
+        lambda: drawn(HALO[0], sampler="fastgcn"),
+        lambda: estimated(sampler="fastgcn", n=MANY) and estimated(HALO[0], estimator="multinomial", n=MANY),
+    ),
+    row(
+        "fedcomp/graphs/samplers.py",
+        "Lower n or fanout",
+        lambda: drawn(estimator="multinomial", n=1 << 25),
+        lambda: (
+            estimated(estimator="multinomial", n=MANY)
+            and estimated(sampler="node", estimator="multinomial", fanout=1 << 15)
+        ),
+    ),
+    row(
+        "fedcomp/graphs/cache.py",
+        "is too short; take {} or more from os.urandom",
+        lambda: noise(b"secret"),
+        lambda: noise(os.urandom(16)) and noise(os.urandom(40)),
+    ),
+)
+
+
+ROW_CODECS = (
+    row(
+        "fedcomp/graphs/rowcodecs.py",
+        "take float32 or float64, as the features are",
+        lambda: coded("dense-f16", SINGLES, dtype=np.float16),
+        lambda: coded("dense-f16", SINGLES, dtype=np.float32) and coded("dense-f16", SINGLES, dtype=np.float64),
+    ),
+    row(
+        "fedcomp/graphs/rowcodecs.py",
+        "cannot; scale the features or take another codec than {}",
+        lambda: coded("dense-f16", SINGLES * 1e5),
+        lambda: coded("dense-f16", SINGLES * 1e5 / 1e5) and coded("dense-f32", SINGLES * 1e5),
+    ),
+    row(
+        "fedcomp/graphs/rowcodecs.py",
+        "are; scale the features or take another codec",
+        lambda: coded("int8", SINGLES * 1e300),
+        lambda: coded("int8", SINGLES * 1e300 / 1e300, within=0.01) and coded("dense-f64", SINGLES * 1e300),
+    ),
+    row(
+        "fedcomp/graphs/rowcodecs.py",
+        "has different values beside 0, which {} cannot hold; take 'csr' or 'auto'",
+        lambda: coded("binary-rice", SEVERAL),
+        lambda: coded("csr", SEVERAL, within=1e-6) and coded("auto", SEVERAL) and coded("binary-rice", SINGLES),
+    ),
+)
+
+
+EDGES = np.repeat(np.arange(NODES), np.diff(P.indptr))
+"""The row of every entry of P: P[v, u] is the edge that carries u's message to v."""
+OWNER = PART.structure.owner_of(np.arange(NODES))
+SEEDS = torch.from_numpy(PART.ids)
+
+
+def data(**attributes: Any) -> Data:
+    index = torch.from_numpy(np.stack([P.columns.astype(np.int64), EDGES]))
+    kept = index[:, index[0] != index[1]] if not attributes else index
+    x = torch.arange(2.0 * NODES, dtype=torch.float64).reshape(NODES, 2)
+    return Data(x=x, edge_index=kept, **attributes)
+
+
+def sampler(given: Data | None = None, normalisation: str = "sym", **settings: Any) -> SkewedSampler:
+    made = SamplerSettings(**{"sampler": "node", "fanout": NODES, "layers": 1, **settings})
+    return SkewedSampler(data() if given is None else given, OWNER, 0, made, normalisation=normalisation)
+
+
+def loaded(made: SkewedSampler, **options: Any) -> Any:
+    return next(iter(NodeLoader(made.data, made, input_nodes=SEEDS, batch_size=len(SEEDS), **options)))
+
+
+def sums(made: SkewedSampler, **options: Any) -> bool:
+    """Whether a convolution on what the loader gives is P times the features, with a fanout above all degrees."""
+    batch = loaded(made, **options)
+    found = SimpleConv(aggr="sum")(batch.x, batch.edge_index, batch.edge_weight)[: len(SEEDS)]
+    whole = torch.zeros(NODES, NODES, dtype=torch.float64)
+    whole[EDGES, P.columns.astype(np.int64)] = torch.from_numpy(P.values)
+    return torch.allclose(found, (whole @ data().x)[SEEDS])
+
+
+def links(**options: Any) -> list[float]:
+    """Return the labels of links as a loader gives them."""
+    made, ends = sampler(), torch.stack([SEEDS[:4], SEEDS[2:6]])
+    loader = LinkLoader(made.data, made, **{"edge_label_index": ends, "batch_size": 8, **options})
+    (batch,) = loader
+    return batch.edge_label.tolist()
+
+
+def pyg(text: str, wrong: Callable[[], Any], right: Callable[[], Any]) -> Row:
+    return row("fedcomp/graphs/pyg.py", text, wrong, right)
+
+
+PYG = (
+    pyg("no attributes of edges; use 'node'", lambda: sampler(sampler="skewed"), lambda: sums(sampler(sampler="node"))),
+    pyg(
+        "counts draws, which no attribute of an edge can; use 'poisson'",
+        lambda: sampler(estimator="multinomial"),
+        lambda: sums(sampler(estimator="poisson")),
+    ),
+    pyg(
+        "changes from layer to layer or in time; use matched, worst or fixed",
+        lambda: sampler(mode="adaptive"),
+        lambda: all(sums(sampler(mode=mode)) for mode in ("matched", "worst", "fixed")),
+    ),
+    pyg(
+        "changes from layer to layer; use 'owned'",
+        lambda: sampler(favour="halo"),
+        lambda: sums(sampler(favour="owned")),
+    ),
+    pyg(
+        "remove them, or normalise the graph yourself and say 'given'",
+        lambda: sampler(data(edge_weight=torch.from_numpy(P.values))),
+        lambda: sums(sampler(data())) and sums(sampler(data(edge_weight=torch.from_numpy(P.values)), "given")),
+    ),
+    pyg(
+        "negative links are not drawn here; add them to edge_label_index, with their own label",
+        lambda: links(neg_sampling=NegativeSampling("binary")),
+        lambda: links(edge_label=torch.tensor([1.0, 1.0, 0.0, 0.0])) == [1.0, 1.0, 0.0, 0.0],
+    ),
+    pyg(
+        "sample a homogeneous, static graph",
+        lambda: loaded(sampler(), input_time=torch.zeros(len(SEEDS))),
+        lambda: sums(sampler()),
+    ),
+)
+
+
+SOME = SamplerSettings(n=12)
+MEASURED = asking(SamplerSettings(n=8, mode="measured"), batch_size=4)
+
+
+def owners(parts: list[GraphPart]) -> Nodes:
+    """Return nodes without a server; messages are made outside of an app, which needs an identity."""
+    adopt_identity((1, 1, 1))
+    return Nodes(parts)
+
+
+def interrupted(again: bool, ask: Any = None, structure: str = "full", norms: bool = False) -> bool:
+    """Whether a node that loses its state between plan and training, and plans again, learns as one that kept it."""
+    models = []
+    for lost in (False, True):
+        nodes = owners(toy_parts(structure=structure))
+        sent = nodes.norms(1) if norms else {}
+        known = sum(len(decode_norms(frame)[0]) for frame in sent.values())
+        asked = replace(ask or asking(SOME, batch_size=4, cache="all"), norms=known)
+        planned_for, wants, _ = nodes.plan(1, asked, sent)
+        rows = nodes.rows(1, planned_for, wants)
+        if lost:
+            nodes.contexts[1] = node(1)
+            if again:
+                planned_for, wants, _ = nodes.plan(1, asked, sent)
+                rows = nodes.rows(1, planned_for, wants)
+        models.append(values(nodes.carry_out(1, planned_for, rows)))
+    return all(np.array_equal(models[0][name], models[1][name]) for name in models[0])
+
+
+def without_rows(again: bool) -> bool:
+    """Whether a node learns that lacks rows it wants; ``again``: that plans and fetches before."""
+    nodes, ask = owners(toy_parts()), asking(SOME, batch_size=4)
+    asked, rows = ready(nodes, 1, ask)
+    reply = nodes.carry_out(1, asked, rows if again else {})
+    return bool(reply.content["metrics"]["num-examples"] == 4)
+
+
+def nothing_to_learn_from(index: int) -> list[GraphPart]:
+    return [replace(part, train=part.train[: 0 if part.index == index else None]) for part in graph()]
+
+
+def trains(of: Any, parts: Any, clients: int = PARTS) -> bool:
+    """Whether so many clients train in each of two rounds, and the model moves."""
+    after = run(of, grid(parts), 2)
+    moved = any(not np.array_equal(after[name], value) for name, value in initial().items())
+    return moved and [report.train.clients for report in reports(of)] == [clients] * 2
+
+
+def spec(task: str = "karate", clients: int = 2, **settings: Any) -> RunSpec:
+    return RunSpec("skewed-gcn", task=task, rounds=2, clients=clients, settings={"n": "8", "batch_size": 4, **settings})
+
+
+def learns(*arguments: Any, **settings: Any) -> bool:
+    result = engines.run(spec(*arguments, **settings))
+    return bool(result.final.loss < result.rounds[0].loss)
+
+
+RUNS = (
+    row(
+        "clients/gcn.py",
+        "has no node to learn from; use fewer parts, or skip the client",
+        lambda: owners(nothing_to_learn_from(1)).turn(1, asking(SOME)),
+        lambda: trains(strategy(), nothing_to_learn_from(1), PARTS - 1) and trains(strategy(), graph(2), 2),
+    ),
+    row(
+        "clients/gcn.py",
+        "this node no longer has the adjacency rows it planned with ({}); let it plan again",
+        lambda: interrupted(again=False, structure="halo"),
+        lambda: interrupted(again=True, structure="halo"),
+    ),
+    row(
+        "clients/gcn.py",
+        "this node no longer has the feature norms it planned with; let it plan again",
+        lambda: interrupted(again=False, ask=MEASURED, norms=True),
+        lambda: interrupted(again=True, ask=MEASURED, norms=True),
+    ),
+    row(
+        "clients/gcn.py",
+        "are neither in the message nor kept here, the first of node {}; let this node plan again",
+        lambda: without_rows(again=False),
+        lambda: without_rows(again=True),
+    ),
+    row(
+        "strategies/gcn/owners.py",
+        "Give all of them the same task, options and seed",
+        lambda: trains(strategy(), [*graph()[:3], graph(seed=4)[3]]),
+        lambda: trains(strategy(), graph()),
+    ),
+    row(
+        "strategies/gcn/owners.py",
+        "set structure={}, or the task's option to {}",
+        lambda: trains(strategy(), graph(structure="halo")),
+        lambda: trains(strategy(structure="halo"), graph(structure="halo")) and trains(strategy(), graph()),
+    ),
+    row(
+        "strategies/gcn/settings.py",
+        "is not valid: give seconds > 0, or None",
+        lambda: RoundSettings(timeout=0.0),
+        lambda: trains(strategy(timeout=9.0), graph()) and trains(strategy(timeout=None), graph()),
+    ),
+    row(
+        "strategies/gcn/strategy.py",
+        "use structure='full', or another sampler",
+        lambda: strategy(sampler="fastgcn", structure="halo"),
+        lambda: (
+            trains(strategy(sampler="fastgcn"), graph()) and trains(strategy(structure="halo"), graph(structure="halo"))
+        ),
+    ),
+    row(
+        "strategies/gcn/system.py",
+        "cannot hold rows with noise on them; use a dense row codec or noise=0",
+        lambda: check(spec(row_codec="binary-rice", noise=0.1)),
+        lambda: learns(row_codec="dense-f32", noise=0.1) and learns(row_codec="binary-rice", noise=0.0),
+    ),
+    row(
+        "strategies/gcn/system.py",
+        "and the sampler is to make {}; set layers={}",
+        lambda: check(spec(layers=3)),
+        lambda: learns(layers=2),
+    ),
+)
+
+
+ROWS: tuple[Row, ...] = (*PLANS, *ROW_CODECS, *PYG, *RUNS)
