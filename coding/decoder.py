@@ -326,7 +326,7 @@ def _repaired(held: _Held, threshold: int, surplus: list[Row]) -> bytes:
         held.correct(column, change)
     raise CorruptGeneration(
         f"the decoded payload of source {held.head.source} in round {held.head.round} does not have its digest, "
-        f"with {len(surplus)} surplus packets to find out why; leave this source out"
+        f"with {len(surplus)} surplus packets to find out which one is wrong"
     )
 
 

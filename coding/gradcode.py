@@ -535,8 +535,8 @@ class Cyclic(Assignment):
         assert self.field is not None
         if approximate and not self.can_decode_sum(devices):
             raise ConfigError(
-                "a field has no least squares: a cyclic code over a prime field cannot be decoded approximately. Code "
-                "real numbers, or use fractional repetition"
+                "a field has no least squares: a cyclic code over a prime field cannot be decoded approximately; use "
+                "float64 (field=None), or fractional repetition"
             )
         weights = np.zeros(self.n, self.dtype)
         # Any n - s determine the sum; of more the first are enough, and fewer cannot have the rank that is needed.

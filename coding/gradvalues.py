@@ -163,7 +163,7 @@ class PrimeArithmetic(Arithmetic):
         if whole.size and float(np.max(np.abs(whole))) * self.parts >= 2.0 ** (_WORD - 1):
             raise CodingError(
                 f"a weight or metric reaches {float(np.max(np.abs(scalars))):.3g}; a field has room for "
-                f"{SCALAR_STEP * 2.0 ** (_WORD - 1) / self.parts:.3g}. Code float64 instead"
+                f"{SCALAR_STEP * 2.0 ** (_WORD - 1) / self.parts:.3g}. Use arithmetic='float64'"
             )
         # Seen as unsigned words, negative scalars are cut into the limbs of their two's complement.
         words = whole.astype(np.int64).view(np.uint64)

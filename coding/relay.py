@@ -360,7 +360,7 @@ class Collector:
         """Raise :class:`CorruptGeneration` when a payload is not the one its source announced."""
         expected = self._sources[source].expected
         if expected is not None and Commitment(len(payload), payload_digest(payload)) != expected:
-            raise CorruptGeneration(f"the payload of source {source} is not the one it announced; leave it out")
+            raise CorruptGeneration(f"the payload of source {source} is not the one it announced")
 
     def give_up(self, source: int) -> None:
         """Ask nobody for ``source`` any more: it shared nothing, or answers in another way."""

@@ -106,7 +106,7 @@ class PeerIdentity:
         except InvalidTag as error:
             raise SealError(
                 f"a sealed parcel of {len(sealed)} bytes does not open: it was made for another node, another place in "
-                "the protocol, or was changed on the way; drop it, the code stands for its loss"
+                "the protocol, or was changed on the way"
             ) from error
 
     def __repr__(self) -> str:

@@ -125,8 +125,8 @@ class Spool:
             require_room(parcel, held, self.max_store_bytes, f"the parcel store {self.directory}")
             if count >= self.max_parcels:
                 raise StoreFull(
-                    f"the parcel store {self.directory} holds {count} parcels, as many as it may; send fewer shards "
-                    "or end rounds that are over"
+                    f"the parcel store {self.directory} holds {count} parcels, as many as it may; send fewer shards, "
+                    "or drop those of rounds that are over with drop_before()"
                 )
             partial = path.with_suffix(_PARTIAL)
             try:

@@ -95,10 +95,17 @@ def quiet(kind: type[FedAvg] = FedAvg, **options: Any) -> FedAvg:
 ALL: dict[str, Any] = {"min_train_nodes": 1, "min_available_nodes": 1, "fraction_evaluate": 0.0}
 
 
-def ended(strategy: Strategy, halves: Any = (compression,), rounds: int = 2, start: Any = None, mods: Any = ()) -> Any:
+def ended(
+    strategy: Strategy,
+    halves: Any = (compression,),
+    rounds: int = 2,
+    start: Any = None,
+    mods: Any = (),
+    nodes: int = NODES,
+) -> Any:
     """Return the model after some rounds with the toy's clients."""
     app = client_app([*mods, *(half() for half in halves)])
-    with InProcessGrid(app, NODES, seed=4) as grid:
+    with InProcessGrid(app, nodes, seed=4) as grid:
         return fit(strategy, grid, model() if start is None else start, rounds, timeout=9.0).arrays
 
 

@@ -22,6 +22,7 @@ import advice_of_pair
 import advice_of_parts
 import advice_of_privacy
 import advice_of_systems
+import advice_of_tasks
 import pytest
 from advice import Row, provoked
 from page_reading import ROOT
@@ -37,6 +38,7 @@ MODULES = (
     advice_of_parts,
     advice_of_privacy,
     advice_of_systems,
+    advice_of_tasks,
 )
 ROWS = tuple(row for module in MODULES for row in module.ROWS)
 LIST = Path(__file__).with_name("advice_not_followed.txt")

@@ -262,7 +262,9 @@ def _smallest(scores: NDArray[np.float64], count: int, what: str) -> Ids:
     if not count:
         return np.zeros((len(scores), 0), np.int64)
     if (have := int((scores < 2.0).sum(1).min())) < count:
-        raise ConfigError(f"a node was to have {count} {what} as neighbours and there are {have}; use more nodes")
+        raise ConfigError(
+            f"a node was to have {count} {what} as neighbours and there are {have}; use more nodes or fewer neighbours"
+        )
     # argpartition leaves the order open: sorted, the edges are listed the same way everywhere.
     return np.sort(np.argpartition(scores, count - 1, axis=1)[:, :count], axis=1).astype(np.int64)
 

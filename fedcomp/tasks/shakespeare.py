@@ -58,7 +58,8 @@ class TinyShakespeare(Task):
         least = max(options["min_chars"], 2 * width + 1)
         kept = [(speaker, said) for speaker, said in by_length if len(said) >= least][: options["speakers"]]
         if not kept:
-            raise ConfigError(f"no speaker has {least} characters; lower min_chars or seq_len")
+            asked = "min_chars" if least == options["min_chars"] else "seq_len"
+            raise ConfigError(f"no speaker has {least} characters; lower {asked}")
         self.speakers = tuple(speaker for speaker, _ in kept)
         train, test, ids = [], [], []
         for number, (_, said) in enumerate(kept):

@@ -176,7 +176,7 @@ def local_stamp(name: str, root: str | None) -> Stamp | None:
             raise DataError(f"{folder / file} cannot be read ({error.strerror}); make it readable") from error
         # Not even opened: reading a pipe would block for ever.
         if not stat.S_ISREG(found.st_mode):
-            raise DataError(f"{folder / file} is not a regular file; put the data file there or remove the folder")
+            raise DataError(f"{folder / file} is not a regular file; put the data file there or remove {_rest(entry)}")
         stamps.append((found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino))
     # A link that leads nowhere is a broken file of this set, not the lack of one.
     if not stamps and not any((folder / file).is_symlink() for file in missing) and _shares(entry):
@@ -192,6 +192,11 @@ def local_stamp(name: str, root: str | None) -> Stamp | None:
 def _shares(entry: _Set) -> bool:
     """Return whether another set has other files in the same folder."""
     return any(other.folder == entry.folder and other.files != entry.files for other in SETS.values())
+
+
+def _rest(entry: _Set) -> str:
+    """Return what has to go for the search to go on, without the files of other sets."""
+    return "all files of this set" if _shares(entry) else "the folder"
 
 
 def _is_folder(path: Path) -> bool:
@@ -234,7 +239,7 @@ class _Set:
 def _load(name: str, root: str | None, download: bool, stamp: Stamp | None) -> tuple[Content, DataSource]:
     entry = SETS[name]
     if stamp is not None and root is not None and entry.files is not None and entry.read is not None:
-        content = entry.read(_verified(Path(root) / entry.folder, entry.files))
+        content = entry.read(_verified(Path(root) / entry.folder, entry, entry.files))
         note = f"{name}: read from local files, SHA-256 verified"
         return _frozen(content), DataSource(name, "local", name, True, False, note)
     what = "files of it in" if _shares(entry) else "folder"
@@ -254,7 +259,7 @@ def _load(name: str, root: str | None, download: bool, stamp: Stamp | None) -> t
     return content, DataSource(name, "offline", entry.offline_is, False, entry.substitute, note)
 
 
-def _verified(folder: Path, files: Mapping[str, str]) -> dict[str, bytes]:
+def _verified(folder: Path, entry: _Set, files: Mapping[str, str]) -> dict[str, bytes]:
     out = {}
     for name, expected in files.items():
         try:
@@ -265,7 +270,7 @@ def _verified(folder: Path, files: Mapping[str, str]) -> dict[str, bytes]:
         found = hashlib.sha256(data).hexdigest()
         if found != expected:
             raise DataMismatch(
-                f"{folder / name} has SHA-256 {found}, expected {expected}; replace the file or remove the folder"
+                f"{folder / name} has SHA-256 {found}, expected {expected}; replace the file or remove {_rest(entry)}"
             )
         out[name] = data
     return out

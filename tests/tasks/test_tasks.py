@@ -443,6 +443,7 @@ def test_one_speaker_is_one_client() -> None:
         ("digits", {"root": 10**5000}, "written down"),
         ("tiny-shakespeare", {"seq_len": 1}, r"integer in \[2, "),
         ("tiny-shakespeare", {"min_chars": 10**9}, "lower min_chars"),
+        ("tiny-shakespeare", {"seq_len": 10**6}, "lower seq_len"),
         ("tiny-shakespeare", {"model": "transformer", "hidden": 30}, "heads=4 does not divide"),
         ("tiny-shakespeare", {"model": "transformers"}, "did you mean 'transformer'"),
     ],
