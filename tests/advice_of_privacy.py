@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
+import pytest
 from advice import (
     CODED,
     DENSE,
@@ -24,31 +31,44 @@ from advice import (
     shares,
     trains,
 )
+from dpsgd_problems import loss, net, records, training
 from flwr.serverapp.strategy import (
     DifferentialPrivacyServerSideFixedClipping,
     FedMedian,
 )
-from toy import fedavg
+from opacus.validators import ModuleValidator
+from torch import nn
+from toy import client_app, fedavg, model, stack
 
 from fedcomp.clients.private.lsg import lsg
 from fedcomp.clients.private.mod import private
 from fedcomp.codecs import (
     QSGD,
     TopK,
+    chain,
 )
-from fedcomp.privacy.adaptive import AdaptiveClip
+from fedcomp.flower.grid import InProcessGrid
+from fedcomp.flower.rounds import fit
+from fedcomp.privacy.__main__ import main as plan_of
+from fedcomp.privacy.accounting import compose
+from fedcomp.privacy.adaptive import AdaptiveClip, joint_event
+from fedcomp.privacy.audit import farthest, project
 from fedcomp.privacy.distributed import DistributedSum
 from fedcomp.privacy.entropy import SeededEntropy
 from fedcomp.privacy.events import Event
 from fedcomp.privacy.ledger import PrivacyLedger
+from fedcomp.privacy.local import Privatise
+from fedcomp.privacy.mechanism import GridGaussian
 from fedcomp.privacy.sampling import Sampling
+from fedcomp.privacy.statement import make_statement
 from fedcomp.privacy.votes import TopkSign, topk_stochastic_sign
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.guard import Norms
+from fedcomp.strategies.private.distributed_dp import DistributedDp
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 from fedcomp.strategies.private.lsg import Lsg
 from fedcomp.strategies.private.record_dp import RecordDp
-from fedcomp.strategies.private.settings import LsgSettings
+from fedcomp.strategies.private.settings import LsgSettings, ShareSettings
 from fedcomp.strategies.private.topagg import TopAgg
 
 BALLOT = TopkSign(k=50)
@@ -60,6 +80,9 @@ def noise_shares(**options: Any) -> DistributedSum:
 
 
 NOISE = Event("gaussian", noise_multiplier=1.0)
+
+
+PRIVATISE = Privatise(1e4, 0.5, insecure_deterministic=True)
 
 
 def rounds_of(found: PrivacyLedger, rounds: int, nodes: Any = (1, 2), event: Event = NOISE) -> bool:
@@ -291,8 +314,221 @@ LEDGERS = (
 )
 
 
+def asked(*words: str) -> bool:
+    """Ask the command line how much noise is needed; an error that it prints is left to be read."""
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        if plan_of(["plan", *words]):
+            raise SystemExit
+    return "releases" in said.getvalue()
+
+
+def asked_with_the_figure_of_the_text() -> bool:
+    with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.suppress(SystemExit):
+        asked("--epsilon", "1", "--noise-multiplier", "0.5")
+    return asked("--epsilon", "1", "--noise-multiplier", said.getvalue().split()[-3])
+
+
+def noise_of(noise: str) -> GridGaussian:
+    return GridGaussian(noise_multiplier=2.0**0.5, clip=1.0, size=3, noise=noise)
+
+
+def one_of_both() -> bool:
+    """Whether two releases of one round cost what the event that joins them says."""
+    gaussian = noise_of("discrete_gaussian")
+    apart = compose([[gaussian.event(size=3), gaussian.event(size=1)]], 1e-5)
+    joint = compose([joint_event(1.0, gaussian, gaussian, size=3)], 1e-5)
+    return abs(joint.epsilon - apart.epsilon) < 1e-3
+
+
+def stated(adjacency: str, other: str) -> bool:
+    mechanism = GridGaussian(noise_multiplier=2.0, clip=1.0, size=3, adjacency=adjacency)
+    said = make_statement(ledger(adjacency=other), mechanism=mechanism, trust="the server", protects="all")
+    return said.sensitivity == mechanism.sensitivity * mechanism.step
+
+
+def of_mean(units: Any) -> Any:
+    return np.sum(units, axis=0)
+
+
+def refining(**options: Any) -> bool:
+    """Whether a run goes well whose shares have noise on a grid that is a bit too fine for 16 bits."""
+    given = {"clip": 500.0, "tolerated": 1, "scale": 7500, **options}
+    clients = given.pop("clients", NODES)
+    strategy = DistributedDp(quiet(), ShareSettings(**given), **{**PROMISE, "population": clients})
+    app = client_app([half() for half in CODED])
+    with InProcessGrid(app, clients, seed=4) as grid:
+        return bool(stack(fit(strategy, grid, model(), 1, timeout=9.0).arrays).any())
+
+
+def each(module: nn.Module, batch: Any) -> Any:
+    return nn.functional.cross_entropy(module(batch[0]), batch[1], reduction="none")
+
+
+def stepped(norm: nn.Module | None = None, fix: bool = False, loss: Any = loss, **options: Any) -> bool:
+    """Whether a step without noise moves a module, by no more than its clip norm allows."""
+    module = nn.Sequential(nn.Linear(6, 4), norm or nn.Tanh(), nn.Linear(4, 3))
+    module = ModuleValidator.fix(module) if fix else module
+    before = nn.utils.parameters_to_vector(module.parameters()).detach().clone()
+    with training(module, records(8), lr=1.0, max_grad_norm=0.25, **options) as found:
+        for batch in found.loader:
+            found.step(batch, loss)
+    moved = float((nn.utils.parameters_to_vector(module.parameters()) - before).norm())
+    return 0.0 < moved <= 0.25 * 1.01
+
+
+def counted(sampling: Sampling) -> bool:
+    """Whether two steps are in the ledger, and cost less where records are drawn."""
+    book, steps = ledger(sampling=sampling), {"steps": 2, "noise_multiplier": 1.0}
+    with training(net(), records(8), ledger=book, rate=sampling.event_rate, **steps) as found:
+        for batch in found.loader:
+            found.step(batch, loss)
+    return book.rounds == 2
+
+
+def continued(path: Path, change: Callable[[Path], Path]) -> bool:
+    """Whether a run goes on with all it released, one event of it after its checkpoint; ``change`` names the file."""
+    with contextlib.closing(ledger(path=path / "own")) as begun:
+        rounds_of(begun, 1)
+        state = begun.state_dict()
+        begun.record(NOISE, round=2, participants=[1])
+    with contextlib.closing(ledger(path=path / "other")) as another:
+        rounds_of(another, 1)
+    found = ledger()
+    found.load_state_dict(state)
+    with contextlib.closing(found):
+        found.open(change(path))
+        return found.releases == 2
+
+
+def begun_anew(path: Path) -> bool:
+    with contextlib.closing(ledger(path=path / "new")) as found:
+        return rounds_of(found, 3) and found.releases == 3
+
+
+def without_locks(path: Path | None) -> bool:
+    with mock.patch.dict(sys.modules, {"fcntl": None}):
+        return rounds_of(ledger(path=path), 1)
+
+
+def capped(population: int, nodes: Any) -> bool:
+    found = ledger(population=population, sampling=Sampling("capped", cap=2))
+    for number, node in enumerate(nodes, 1):
+        found.record(NOISE, round=number, participants=[node])
+    return len(found.participations) <= population
+
+
+CORE = (
+    row(
+        "fedcomp/privacy/__main__.py",
+        "give two of --epsilon, --noise-multiplier and --releases; the third is computed",
+        lambda: asked("--epsilon", "1"),
+        lambda: (
+            asked("--epsilon", "1", "--releases", "3")
+            and asked("--epsilon", "1", "--noise-multiplier", "9")
+            and asked("--noise-multiplier", "9", "--releases", "3")
+        ),
+    ),
+    row(
+        "fedcomp/privacy/__main__.py",
+        "add noise: {} or more",
+        lambda: asked("--epsilon", "1", "--noise-multiplier", "0.5"),
+        asked_with_the_figure_of_the_text,
+    ),
+    row(
+        "fedcomp/privacy/accounting.py",
+        "a round without events cannot be accounted; leave it out",
+        lambda: compose([NOISE, [], NOISE], 1e-5),
+        lambda: compose([NOISE, NOISE], 1e-5).epsilon > compose([NOISE], 1e-5).epsilon,
+    ),
+    row(
+        "fedcomp/privacy/adaptive.py",
+        "which Skellam noise does not allow; use noise='discrete_gaussian'",
+        lambda: joint_event(1.0, noise_of("skellam"), noise_of("skellam"), size=3),
+        one_of_both,
+    ),
+    row(
+        "fedcomp/privacy/audit.py",
+        "a search over no pairs finds nothing; give at least one pair of data sets",
+        lambda: farthest(of_mean, [], 1.0),
+        lambda: farthest(of_mean, [([np.zeros(2)], [np.ones(2)])], 2.0**0.5).ok,
+    ),
+    row(
+        "fedcomp/privacy/audit.py",
+        "choose one of a finite distance above 0",
+        lambda: project(np.zeros((4, 2)), np.zeros(2), np.zeros(2)),
+        lambda: project(np.ones((4, 2)), np.zeros(2), np.ones(2))[0] == pytest.approx(2.0**0.5),
+    ),
+    row(
+        "fedcomp/privacy/bounded.py",
+        "lower scale (now {}), rotate, tolerate fewer losses, or ask more clients",
+        lambda: refining(),
+        lambda: all(refining(**each) for each in ({"scale": 4096}, {"rotate": True}, {"tolerated": 0}, {"clients": 8})),
+    ),
+    row(
+        "fedcomp/privacy/dpsgd.py",
+        "use reduction='none', or say how it is reduced",
+        lambda: stepped(loss_reduction="none"),
+        lambda: stepped(loss=each, loss_reduction="none") and stepped(loss_reduction="mean"),
+    ),
+    row(
+        "fedcomp/privacy/dpsgd.py",
+        "Use GroupNorm or LayerNorm; opacus.validators.ModuleValidator.fix(module) returns a copy",
+        lambda: stepped(nn.BatchNorm1d(4, affine=False), fix=True),
+        lambda: stepped(nn.GroupNorm(2, 4)) and stepped(nn.LayerNorm(4)) and stepped(nn.BatchNorm1d(4), fix=True),
+    ),
+    row(
+        "fedcomp/privacy/local.py",
+        "the state holds no count of private messages; start from init(layout)",
+        lambda: decoded(chain(PRIVATISE, QSGD(7)), state={}),
+        lambda: decoded(chain(PRIVATISE, QSGD(7))).any(),
+    ),
+    row(
+        "fedcomp/privacy/optimizers.py",
+        "use Sampling('poisson', rate=...), or Sampling('everyone')",
+        lambda: counted(Sampling("capped", cap=3)),
+        lambda: counted(Sampling("poisson", rate=0.5)) and counted(Sampling("everyone")),
+    ),
+    row(
+        "fedcomp/privacy/statement.py",
+        "adjacency, the ledger accounts for {}; give both the same",
+        lambda: stated("replace", "zero_out"),
+        lambda: stated("replace", "replace") and stated("zero_out", "zero_out"),
+    ),
+)
+
+
+FILES = (
+    Row(
+        "fedcomp/privacy/journal.py",
+        "a ledger on disk needs POSIX file locks, which this system lacks; run without a ledger file",
+        lambda path: without_locks(path / "spent"),
+        lambda _: without_locks(None),
+    ),
+    Row(
+        "fedcomp/privacy/ledger.py",
+        "is of another run; a run has one ledger. Put this run's own file there, or begin a new run",
+        lambda path: continued(path, lambda path: path / "other"),
+        lambda path: continued(path, lambda path: (path / "own").replace(path / "other")) and begun_anew(path),
+    ),
+    Row(
+        "fedcomp/privacy/ledger.py",
+        "after the checkpoint would not be counted; put the run's file back",
+        lambda path: continued(path, lambda path: path / "new"),
+        lambda path: continued(path, lambda path: (path / "own").replace(path / "new")),
+    ),
+    row(
+        "fedcomp/privacy/ledger.py",
+        "Declare the number of all that may ever take part, and let them keep their ids",
+        lambda: capped(2, (1, 2, 3)),
+        lambda: capped(3, (1, 2, 3)) and capped(2, (1, 2, 1, 2)),
+    ),
+)
+
+
 ROWS: tuple[Row, ...] = (
     *PRIVACY,
     *PRIVATE_PARTS,
     *LEDGERS,
+    *CORE,
+    *FILES,
 )
