@@ -6,6 +6,7 @@ import contextlib
 import io
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,17 +30,34 @@ from advice import (
     quiet,
     row,
     shares,
+    system,
     trains,
 )
+from advice_of_nodes import GOOD
+from datalens_toy import grid as teachers
+from datalens_toy import model as images
+from datalens_toy import row as taught_row
+from datalens_toy import strategy as datalens
 from dpsgd_problems import loss, net, records, training
+from flwr.app import ConfigRecord, Context, RecordDict
+from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import (
     DifferentialPrivacyServerSideFixedClipping,
     FedMedian,
+    FedProx,
 )
 from opacus.validators import ModuleValidator
 from torch import nn
 from toy import client_app, fedavg, model, stack
 
+from fedcomp.clients.app import app as node_app
+from fedcomp.clients.app import trainee
+from fedcomp.clients.client import client
+from fedcomp.clients.compressed import compression
+from fedcomp.clients.edge import LEDGER_FILE, OWN_BUDGET, STATE_FOLDER, prepare
+from fedcomp.clients.forward import forward_gradients
+from fedcomp.clients.private.dpsgd import Trainee, record_dp, train_privately
+from fedcomp.clients.private.local_dp import local_privacy
 from fedcomp.clients.private.lsg import lsg
 from fedcomp.clients.private.mod import private
 from fedcomp.codecs import (
@@ -47,7 +65,10 @@ from fedcomp.codecs import (
     TopK,
     chain,
 )
+from fedcomp.errors import NoUsableReply
 from fedcomp.flower.grid import InProcessGrid
+from fedcomp.flower.record_dp import DpSgdPlan
+from fedcomp.flower.records import to_record
 from fedcomp.flower.rounds import fit
 from fedcomp.privacy.__main__ import main as plan_of
 from fedcomp.privacy.accounting import compose
@@ -57,19 +78,23 @@ from fedcomp.privacy.distributed import DistributedSum
 from fedcomp.privacy.entropy import SeededEntropy
 from fedcomp.privacy.events import Event
 from fedcomp.privacy.ledger import PrivacyLedger
-from fedcomp.privacy.local import Privatise
+from fedcomp.privacy.local import LocalPolicy, Privatise
 from fedcomp.privacy.mechanism import GridGaussian
 from fedcomp.privacy.sampling import Sampling
 from fedcomp.privacy.statement import make_statement
 from fedcomp.privacy.votes import TopkSign, topk_stochastic_sign
 from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.forward import ForwardGradients
 from fedcomp.strategies.guard import Norms
-from fedcomp.strategies.private.distributed_dp import DistributedDp
+from fedcomp.strategies.private.distributed_dp import DistributedDp, NoisyMean
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
+from fedcomp.strategies.private.local_dp import local_dp
 from fedcomp.strategies.private.lsg import Lsg
 from fedcomp.strategies.private.record_dp import RecordDp
 from fedcomp.strategies.private.settings import LsgSettings, ShareSettings
 from fedcomp.strategies.private.topagg import TopAgg
+from fedcomp.tasks import get_task
+from fedcomp.tasks.arrays import to_arrays
 
 BALLOT = TopkSign(k=50)
 
@@ -525,10 +550,191 @@ FILES = (
 )
 
 
+def node(partitions: int = 4, task: Any = None, **options: Any) -> Any:
+    """Return what a node has trained with a bound on each record and no noise, begun at zeros."""
+    task = get_task("digits-zero", **(task or {}))
+    model, data = task.model(0), task.client(partitions - 1, partitions)
+    plan = replace(PLAN, noise_multiplier=0.0, rate=1.0, insecure=True)
+    train_privately(Trainee("arrays", model, task, data, 0, KEY, **options), plan, Context(1, 2, {}, RecordDict(), {}))
+    return nn.utils.parameters_to_vector(model.parameters()).detach().numpy()
+
+
+def noisy(strategy: Any = None, plan: DpSgdPlan = PLAN, over: Any = node_app, **config: Any) -> bool:
+    """Whether a round of training with noise on one node moves the model."""
+    start = to_record(to_arrays(get_task("digits-zero").model(0)))
+    given = ConfigRecord({"task": "digits-zero", "clients": 1, "seed": 0})
+    with InProcessGrid(over, 1, node_config=config, seed=4) as grid:
+        run = RecordDp(strategy or quiet(), plan, records=2000)
+        return bool(stack(fit(run, grid, start, 1, train_config=given, timeout=9.0).arrays).any())
+
+
+def once(**config: Any) -> bool:
+    """Whether a node with a budget for one training trains in one run, and in the next one no more."""
+    plan = replace(PLAN, noise_multiplier=8.0)
+    own = {OWN_BUDGET: compose([plan.event(65)] * plan.steps, plan.delta).epsilon + 1e-6, **config}
+    return noisy(plan=plan, **own) and stopped("would cross", lambda: noisy(plan=plan, **own))
+
+
+def stopped(text: str, call: Callable[[], Any]) -> bool:
+    with pytest.raises(NoUsableReply, match=text):
+        call()
+    return True
+
+
+def limited(state_dir: Path | None = None, **config: Any) -> bool:
+    """Whether a node that sends one message sends it, and in the next run no more."""
+
+    def run() -> bool:
+        app = client_app(
+            [local_privacy(LocalPolicy(noise_multiplier=0.5, releases=1), state_dir=state_dir), compression()]
+        )
+        strategy = local_dp(quiet(), Privatise(1e4, 0.5), QSGD(7), population=NODES, delta=1e-3)
+        with InProcessGrid(app, NODES, node_config=config, seed=4) as grid:
+            return bool(stack(fit(strategy, grid, model(), 1, timeout=9.0).arrays).any())
+
+    return run() and stopped("has sent 1 private messages", run)
+
+
+def in_node_config(path: Path, *words: str) -> bool:
+    """Whether the command line of a node tells its app what the configuration of a SuperNode would."""
+    command, _ = prepare([*GOOD, *words, str(path / "place")])
+    return f"{words[-1].removeprefix('--')}='{path / 'place'}'" in command[-1]
+
+
+SLOPES = replace(PLAN, method="forward", steps=1)
+
+
+NODES_OWN = (
+    row(
+        "clients/private/dpsgd.py",
+        "no place in a record's gradient; use FedAvg (inner=fedavg)",
+        lambda: noisy(quiet(FedProx, proximal_mu=0.1)),
+        lambda: noisy(quiet()) and system("record-dp", inner="fedavg", noise_multiplier=2.0),
+    ),
+    row(
+        "clients/private/dpsgd.py",
+        "this partition holds no record; use fewer partitions, or min_examples >= 1",
+        lambda: node(10, {"min_examples": 0, "partition": "dirichlet:0.01"}),
+        lambda: (
+            node(1, {"min_examples": 0, "partition": "dirichlet:0.01"}).any()
+            and node(10, {"min_examples": 1, "partition": "dirichlet:0.01"}).any()
+        ),
+    ),
+    row(
+        "clients/private/dpsgd.py",
+        "use weight_decay, which is added after the noise",
+        lambda: node(task={"l2": 0.5}),
+        lambda: 0 < np.linalg.norm(node(weight_decay=0.5)) < np.linalg.norm(node()),
+    ),
+    row(
+        "clients/private/dpsgd.py",
+        "add forward_gradients(records=...), or plan a training, such as method='dp-sgd'",
+        lambda: noisy(ForwardGradients(quiet()), SLOPES, client(ClientApp(), record_dp(trainee))),
+        lambda: (
+            noisy(
+                ForwardGradients(quiet()),
+                SLOPES,
+                client(ClientApp(), record_dp(trainee), forward_gradients(records=trainee)),
+            )
+            and noisy(plan=replace(SLOPES, method="dp-sgd"), over=client(ClientApp(), record_dp(trainee)))
+        ),
+    ),
+    Row(
+        "clients/private/node_ledger.py",
+        "start it with --privacy-ledger FILE or --state-dir DIR (privacy-ledger='/absolute/file' or",
+        lambda _: once(),
+        lambda path: (
+            once(**{LEDGER_FILE: str(path / "spent")})
+            and once(**{STATE_FOLDER: str(path / "state")})
+            and in_node_config(path, "--privacy-budget", "1", "--privacy-ledger")
+        ),
+    ),
+    Row(
+        "clients/private/local_dp.py",
+        "in a simulation write local_privacy(policy, state_dir=Path('/absolute/folder'))",
+        lambda _: limited(),
+        lambda path: (
+            limited(path / "simulated")
+            and limited(**{STATE_FOLDER: str(path / "state")})
+            and in_node_config(path, "--state-dir")
+        ),
+    ),
+)
+
+
+class Unmeasured(TopK):
+    """A codec of somebody's own, that does not say how long its frames get."""
+
+    def longest(self, layout: Any) -> None:
+        return None
+
+
+def taught(**options: Any) -> bool:
+    """Whether teachers move a generator."""
+    return bool(taught_row(fit(datalens(**options), teachers(), images(), 1, timeout=9.0).arrays).any())
+
+
+def generated(task: str) -> bool:
+    """Whether a round moves the model of a task."""
+    made, start = system("datalens", k=10, noise_multiplier=5.0), to_record(to_arrays(get_task(task).model(0)))
+    made.declare(2)
+    with InProcessGrid(node_app, 2, seed=4) as grid:
+        given = ConfigRecord({"task": task, "clients": 2, "seed": 0})
+        return bool((stack(fit(made, grid, start, 1, train_config=given, timeout=9.0).arrays) != stack(start)).any())
+
+
+SYSTEMS = (
+    row(
+        "strategies/private/datalens.py",
+        "the public number of clients is not known: give clients=N",
+        lambda: datalens(clients=0).statement(),
+        lambda: taught(clients=NODES) and datalens(clients=NODES).statement().population == NODES,
+    ),
+    row(
+        "strategies/private/datalens.py",
+        "give population, the public number of records of all clients",
+        lambda: datalens(teachers=3, population=0),
+        lambda: taught(teachers=3, population=180),
+    ),
+    row(
+        "strategies/private/distributed_dp.py",
+        "lower tolerated or threshold, or ask more clients",
+        lambda: refining(scale=0, tolerated=2, threshold=2),
+        lambda: all(
+            refining(**{"scale": 0, "tolerated": 2, "threshold": 2, **each})
+            for each in ({"tolerated": 1}, {"threshold": 1}, {"clients": 5})
+        ),
+    ),
+    row(
+        "strategies/private/distributed_dp.py",
+        "shows the server single updates; make the strategy with DistributedDp(...)",
+        lambda: Compressed(NoisyMean(quiet(), ShareSettings(clip=500.0, tolerated=1), **PROMISE), QSGD(7)),
+        lambda: trains(shares(), CODED),
+    ),
+    row(
+        "strategies/private/strategy.py",
+        "use another codec, or accept that with pad=False",
+        lambda: Compressed(DpFedAvg(quiet(), clip=1.0, **PROMISE), Unmeasured(0.1)),
+        lambda: (
+            trains(Compressed(DpFedAvg(quiet(), clip=1.0, **PROMISE), TopK(0.1)), PRIVATE)
+            and trains(Compressed(DpFedAvg(quiet(), clip=1.0, pad=False, **PROMISE), Unmeasured(0.1)), PRIVATE)
+        ),
+    ),
+    row(
+        "strategies/private/systems.py",
+        "has no generator; use one that has, such as 'digits-generator'",
+        lambda: generated("digits"),
+        lambda: generated("digits-generator"),
+    ),
+)
+
+
 ROWS: tuple[Row, ...] = (
     *PRIVACY,
     *PRIVATE_PARTS,
     *LEDGERS,
     *CORE,
     *FILES,
+    *NODES_OWN,
+    *SYSTEMS,
 )
