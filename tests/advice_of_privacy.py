@@ -641,7 +641,7 @@ NODES_OWN = (
     ),
     Row(
         "clients/private/node_ledger.py",
-        "start it with --privacy-ledger FILE or --state-dir DIR (privacy-ledger='/absolute/file' or",
+        "DIR (privacy-ledger='/absolute/file' or state-dir='/absolute/folder' in its node configuration)",
         lambda _: once(),
         lambda path: (
             once(**{LEDGER_FILE: str(path / "spent")})

@@ -19,6 +19,7 @@ import advice_of_nodes
 import advice_of_pair
 import advice_of_parts
 import advice_of_privacy
+import advice_of_rounds
 import advice_of_systems
 import pytest
 from advice import Row, provoked
@@ -32,6 +33,7 @@ MODULES = (
     advice_of_pair,
     advice_of_parts,
     advice_of_privacy,
+    advice_of_rounds,
     advice_of_systems,
 )
 ROWS = tuple(row for module in MODULES for row in module.ROWS)
