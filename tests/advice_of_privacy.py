@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
+import pytest
 from advice import (
     CODED,
     DENSE,
@@ -22,34 +30,71 @@ from advice import (
     quiet,
     row,
     shares,
+    system,
     trains,
 )
+from advice_of_nodes import GOOD
+from datalens_toy import grid as teachers
+from datalens_toy import model as images
+from datalens_toy import row as taught_row
+from datalens_toy import strategy as datalens
+from dpsgd_problems import loss, net, records, training
+from flwr.app import ConfigRecord, Context, RecordDict
+from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import (
     DifferentialPrivacyServerSideFixedClipping,
     FedMedian,
+    FedProx,
 )
-from toy import fedavg
+from opacus.validators import ModuleValidator
+from torch import nn
+from toy import client_app, fedavg, model, stack
 
+from fedcomp.clients.app import app as node_app
+from fedcomp.clients.app import trainee
+from fedcomp.clients.client import client
+from fedcomp.clients.compressed import compression
+from fedcomp.clients.edge import LEDGER_FILE, OWN_BUDGET, STATE_FOLDER, prepare
+from fedcomp.clients.forward import forward_gradients
+from fedcomp.clients.private.dpsgd import Trainee, record_dp, train_privately
+from fedcomp.clients.private.local_dp import local_privacy
 from fedcomp.clients.private.lsg import lsg
 from fedcomp.clients.private.mod import private
 from fedcomp.codecs import (
     QSGD,
     TopK,
+    chain,
 )
-from fedcomp.privacy.adaptive import AdaptiveClip
+from fedcomp.errors import NoUsableReply
+from fedcomp.flower.grid import InProcessGrid
+from fedcomp.flower.record_dp import DpSgdPlan
+from fedcomp.flower.records import to_record
+from fedcomp.flower.rounds import fit
+from fedcomp.privacy.__main__ import main as plan_of
+from fedcomp.privacy.accounting import compose
+from fedcomp.privacy.adaptive import AdaptiveClip, joint_event
+from fedcomp.privacy.audit import farthest, project
 from fedcomp.privacy.distributed import DistributedSum
 from fedcomp.privacy.entropy import SeededEntropy
 from fedcomp.privacy.events import Event
 from fedcomp.privacy.ledger import PrivacyLedger
+from fedcomp.privacy.local import LocalPolicy, Privatise
+from fedcomp.privacy.mechanism import GridGaussian
 from fedcomp.privacy.sampling import Sampling
+from fedcomp.privacy.statement import make_statement
 from fedcomp.privacy.votes import TopkSign, topk_stochastic_sign
 from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.forward import ForwardGradients
 from fedcomp.strategies.guard import Norms
+from fedcomp.strategies.private.distributed_dp import DistributedDp, NoisyMean
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
+from fedcomp.strategies.private.local_dp import local_dp
 from fedcomp.strategies.private.lsg import Lsg
 from fedcomp.strategies.private.record_dp import RecordDp
-from fedcomp.strategies.private.settings import LsgSettings
+from fedcomp.strategies.private.settings import LsgSettings, ShareSettings
 from fedcomp.strategies.private.topagg import TopAgg
+from fedcomp.tasks import get_task
+from fedcomp.tasks.arrays import to_arrays
 
 BALLOT = TopkSign(k=50)
 
@@ -60,6 +105,9 @@ def noise_shares(**options: Any) -> DistributedSum:
 
 
 NOISE = Event("gaussian", noise_multiplier=1.0)
+
+
+PRIVATISE = Privatise(1e4, 0.5, insecure_deterministic=True)
 
 
 def rounds_of(found: PrivacyLedger, rounds: int, nodes: Any = (1, 2), event: Event = NOISE) -> bool:
@@ -291,8 +339,402 @@ LEDGERS = (
 )
 
 
+def asked(*words: str) -> bool:
+    """Ask the command line how much noise is needed; an error that it prints is left to be read."""
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        if plan_of(["plan", *words]):
+            raise SystemExit
+    return "releases" in said.getvalue()
+
+
+def asked_with_the_figure_of_the_text() -> bool:
+    with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.suppress(SystemExit):
+        asked("--epsilon", "1", "--noise-multiplier", "0.5")
+    return asked("--epsilon", "1", "--noise-multiplier", said.getvalue().split()[-3])
+
+
+def noise_of(noise: str) -> GridGaussian:
+    return GridGaussian(noise_multiplier=2.0**0.5, clip=1.0, size=3, noise=noise)
+
+
+def one_of_both() -> bool:
+    """Whether two releases of one round cost what the event that joins them says."""
+    gaussian = noise_of("discrete_gaussian")
+    apart = compose([[gaussian.event(size=3), gaussian.event(size=1)]], 1e-5)
+    joint = compose([joint_event(1.0, gaussian, gaussian, size=3)], 1e-5)
+    return abs(joint.epsilon - apart.epsilon) < 1e-3
+
+
+def stated(adjacency: str, other: str) -> bool:
+    mechanism = GridGaussian(noise_multiplier=2.0, clip=1.0, size=3, adjacency=adjacency)
+    said = make_statement(ledger(adjacency=other), mechanism=mechanism, trust="the server", protects="all")
+    return said.sensitivity == mechanism.sensitivity * mechanism.step
+
+
+def of_mean(units: Any) -> Any:
+    return np.sum(units, axis=0)
+
+
+def refining(**options: Any) -> bool:
+    """Whether a run goes well whose shares have noise on a grid that is a bit too fine for 16 bits."""
+    given = {"clip": 500.0, "tolerated": 1, "scale": 7500, **options}
+    clients = given.pop("clients", NODES)
+    strategy = DistributedDp(quiet(), ShareSettings(**given), **{**PROMISE, "population": clients})
+    app = client_app([half() for half in CODED])
+    with InProcessGrid(app, clients, seed=4) as grid:
+        return bool(stack(fit(strategy, grid, model(), 1, timeout=9.0).arrays).any())
+
+
+def each(module: nn.Module, batch: Any) -> Any:
+    return nn.functional.cross_entropy(module(batch[0]), batch[1], reduction="none")
+
+
+def stepped(norm: nn.Module | None = None, fix: bool = False, loss: Any = loss, **options: Any) -> bool:
+    """Whether a step without noise moves a module, by no more than its clip norm allows."""
+    module = nn.Sequential(nn.Linear(6, 4), norm or nn.Tanh(), nn.Linear(4, 3))
+    module = ModuleValidator.fix(module) if fix else module
+    before = nn.utils.parameters_to_vector(module.parameters()).detach().clone()
+    with training(module, records(8), lr=1.0, max_grad_norm=0.25, **options) as found:
+        for batch in found.loader:
+            found.step(batch, loss)
+    moved = float((nn.utils.parameters_to_vector(module.parameters()) - before).norm())
+    return 0.0 < moved <= 0.25 * 1.01
+
+
+def counted(sampling: Sampling) -> bool:
+    """Whether two steps are in the ledger, and cost less where records are drawn."""
+    book, steps = ledger(sampling=sampling), {"steps": 2, "noise_multiplier": 1.0}
+    with training(net(), records(8), ledger=book, rate=sampling.event_rate, **steps) as found:
+        for batch in found.loader:
+            found.step(batch, loss)
+    return book.rounds == 2
+
+
+def continued(path: Path, change: Callable[[Path], Path]) -> bool:
+    """Whether a run goes on with all it released, one event of it after its checkpoint; ``change`` names the file."""
+    with contextlib.closing(ledger(path=path / "own")) as begun:
+        rounds_of(begun, 1)
+        state = begun.state_dict()
+        begun.record(NOISE, round=2, participants=[1])
+    with contextlib.closing(ledger(path=path / "other")) as another:
+        rounds_of(another, 1)
+    found = ledger()
+    found.load_state_dict(state)
+    with contextlib.closing(found):
+        found.open(change(path))
+        return found.releases == 2
+
+
+def begun_anew(path: Path) -> bool:
+    with contextlib.closing(ledger(path=path / "new")) as found:
+        return rounds_of(found, 3) and found.releases == 3
+
+
+def without_locks(path: Path | None) -> bool:
+    with mock.patch.dict(sys.modules, {"fcntl": None}):
+        return rounds_of(ledger(path=path), 1)
+
+
+def capped(population: int, nodes: Any) -> bool:
+    found = ledger(population=population, sampling=Sampling("capped", cap=2))
+    for number, node in enumerate(nodes, 1):
+        found.record(NOISE, round=number, participants=[node])
+    return len(found.participations) <= population
+
+
+CORE = (
+    row(
+        "fedcomp/privacy/__main__.py",
+        "give two of --epsilon, --noise-multiplier and --releases; the third is computed",
+        lambda: asked("--epsilon", "1"),
+        lambda: (
+            asked("--epsilon", "1", "--releases", "3")
+            and asked("--epsilon", "1", "--noise-multiplier", "9")
+            and asked("--noise-multiplier", "9", "--releases", "3")
+        ),
+    ),
+    row(
+        "fedcomp/privacy/__main__.py",
+        "add noise: {} or more",
+        lambda: asked("--epsilon", "1", "--noise-multiplier", "0.5"),
+        asked_with_the_figure_of_the_text,
+    ),
+    row(
+        "fedcomp/privacy/accounting.py",
+        "a round without events cannot be accounted; leave it out",
+        lambda: compose([NOISE, [], NOISE], 1e-5),
+        lambda: compose([NOISE, NOISE], 1e-5).epsilon > compose([NOISE], 1e-5).epsilon,
+    ),
+    row(
+        "fedcomp/privacy/adaptive.py",
+        "which Skellam noise does not allow; use noise='discrete_gaussian'",
+        lambda: joint_event(1.0, noise_of("skellam"), noise_of("skellam"), size=3),
+        one_of_both,
+    ),
+    row(
+        "fedcomp/privacy/audit.py",
+        "a search over no pairs finds nothing; give at least one pair of data sets",
+        lambda: farthest(of_mean, [], 1.0),
+        lambda: farthest(of_mean, [([np.zeros(2)], [np.ones(2)])], 2.0**0.5).ok,
+    ),
+    row(
+        "fedcomp/privacy/audit.py",
+        "choose one of a finite distance above 0",
+        lambda: project(np.zeros((4, 2)), np.zeros(2), np.zeros(2)),
+        lambda: project(np.ones((4, 2)), np.zeros(2), np.ones(2))[0] == pytest.approx(2.0**0.5),
+    ),
+    row(
+        "fedcomp/privacy/bounded.py",
+        "lower scale (now {}), rotate, tolerate fewer losses, or ask more clients",
+        lambda: refining(),
+        lambda: all(refining(**each) for each in ({"scale": 4096}, {"rotate": True}, {"tolerated": 0}, {"clients": 8})),
+    ),
+    row(
+        "fedcomp/privacy/dpsgd.py",
+        "use reduction='none', or say how it is reduced",
+        lambda: stepped(loss_reduction="none"),
+        lambda: stepped(loss=each, loss_reduction="none") and stepped(loss_reduction="mean"),
+    ),
+    row(
+        "fedcomp/privacy/dpsgd.py",
+        "Use GroupNorm or LayerNorm; opacus.validators.ModuleValidator.fix(module) returns a copy",
+        lambda: stepped(nn.BatchNorm1d(4, affine=False), fix=True),
+        lambda: stepped(nn.GroupNorm(2, 4)) and stepped(nn.LayerNorm(4)) and stepped(nn.BatchNorm1d(4), fix=True),
+    ),
+    row(
+        "fedcomp/privacy/local.py",
+        "the state holds no count of private messages; start from init(layout)",
+        lambda: decoded(chain(PRIVATISE, QSGD(7)), state={}),
+        lambda: decoded(chain(PRIVATISE, QSGD(7))).any(),
+    ),
+    row(
+        "fedcomp/privacy/optimizers.py",
+        "use Sampling('poisson', rate=...), or Sampling('everyone')",
+        lambda: counted(Sampling("capped", cap=3)),
+        lambda: counted(Sampling("poisson", rate=0.5)) and counted(Sampling("everyone")),
+    ),
+    row(
+        "fedcomp/privacy/statement.py",
+        "adjacency, the ledger accounts for {}; give both the same",
+        lambda: stated("replace", "zero_out"),
+        lambda: stated("replace", "replace") and stated("zero_out", "zero_out"),
+    ),
+)
+
+
+FILES = (
+    Row(
+        "fedcomp/privacy/journal.py",
+        "a ledger on disk needs POSIX file locks, which this system lacks; run without a ledger file",
+        lambda path: without_locks(path / "spent"),
+        lambda _: without_locks(None),
+    ),
+    Row(
+        "fedcomp/privacy/ledger.py",
+        "is of another run; a run has one ledger. Put this run's own file there, or begin a new run",
+        lambda path: continued(path, lambda path: path / "other"),
+        lambda path: continued(path, lambda path: (path / "own").replace(path / "other")) and begun_anew(path),
+    ),
+    Row(
+        "fedcomp/privacy/ledger.py",
+        "after the checkpoint would not be counted; put the run's file back",
+        lambda path: continued(path, lambda path: path / "new"),
+        lambda path: continued(path, lambda path: (path / "own").replace(path / "new")),
+    ),
+    row(
+        "fedcomp/privacy/ledger.py",
+        "Declare the number of all that may ever take part, and let them keep their ids",
+        lambda: capped(2, (1, 2, 3)),
+        lambda: capped(3, (1, 2, 3)) and capped(2, (1, 2, 1, 2)),
+    ),
+)
+
+
+def node(partitions: int = 4, task: Any = None, **options: Any) -> Any:
+    """Return what a node has trained with a bound on each record and no noise, begun at zeros."""
+    task = get_task("digits-zero", **(task or {}))
+    model, data = task.model(0), task.client(partitions - 1, partitions)
+    plan = replace(PLAN, noise_multiplier=0.0, rate=1.0, insecure=True)
+    train_privately(Trainee("arrays", model, task, data, 0, KEY, **options), plan, Context(1, 2, {}, RecordDict(), {}))
+    return nn.utils.parameters_to_vector(model.parameters()).detach().numpy()
+
+
+def noisy(strategy: Any = None, plan: DpSgdPlan = PLAN, over: Any = node_app, **config: Any) -> bool:
+    """Whether a round of training with noise on one node moves the model."""
+    start = to_record(to_arrays(get_task("digits-zero").model(0)))
+    given = ConfigRecord({"task": "digits-zero", "clients": 1, "seed": 0})
+    with InProcessGrid(over, 1, node_config=config, seed=4) as grid:
+        run = RecordDp(strategy or quiet(), plan, records=2000)
+        return bool(stack(fit(run, grid, start, 1, train_config=given, timeout=9.0).arrays).any())
+
+
+def once(**config: Any) -> bool:
+    """Whether a node with a budget for one training trains in one run, and in the next one no more."""
+    plan = replace(PLAN, noise_multiplier=8.0)
+    own = {OWN_BUDGET: compose([plan.event(65)] * plan.steps, plan.delta).epsilon + 1e-6, **config}
+    return noisy(plan=plan, **own) and stopped("would cross", lambda: noisy(plan=plan, **own))
+
+
+def stopped(text: str, call: Callable[[], Any]) -> bool:
+    with pytest.raises(NoUsableReply, match=text):
+        call()
+    return True
+
+
+def limited(state_dir: Path | None = None, **config: Any) -> bool:
+    """Whether a node that sends one message sends it, and in the next run no more."""
+
+    def run() -> bool:
+        app = client_app(
+            [local_privacy(LocalPolicy(noise_multiplier=0.5, releases=1), state_dir=state_dir), compression()]
+        )
+        strategy = local_dp(quiet(), Privatise(1e4, 0.5), QSGD(7), population=NODES, delta=1e-3)
+        with InProcessGrid(app, NODES, node_config=config, seed=4) as grid:
+            return bool(stack(fit(strategy, grid, model(), 1, timeout=9.0).arrays).any())
+
+    return run() and stopped("has sent 1 private messages", run)
+
+
+def in_node_config(path: Path, *words: str) -> bool:
+    """Whether the command line of a node tells its app what the configuration of a SuperNode would."""
+    command, _ = prepare([*GOOD, *words, str(path / "place")])
+    return f"{words[-1].removeprefix('--')}='{path / 'place'}'" in command[-1]
+
+
+SLOPES = replace(PLAN, method="forward", steps=1)
+
+
+NODES_OWN = (
+    row(
+        "clients/private/dpsgd.py",
+        "no place in a record's gradient; use FedAvg (inner=fedavg)",
+        lambda: noisy(quiet(FedProx, proximal_mu=0.1)),
+        lambda: noisy(quiet()) and system("record-dp", inner="fedavg", noise_multiplier=2.0),
+    ),
+    row(
+        "clients/private/dpsgd.py",
+        "this partition holds no record; use fewer partitions, or min_examples >= 1",
+        lambda: node(10, {"min_examples": 0, "partition": "dirichlet:0.01"}),
+        lambda: (
+            node(1, {"min_examples": 0, "partition": "dirichlet:0.01"}).any()
+            and node(10, {"min_examples": 1, "partition": "dirichlet:0.01"}).any()
+        ),
+    ),
+    row(
+        "clients/private/dpsgd.py",
+        "use weight_decay, which is added after the noise",
+        lambda: node(task={"l2": 0.5}),
+        lambda: 0 < np.linalg.norm(node(weight_decay=0.5)) < np.linalg.norm(node()),
+    ),
+    row(
+        "clients/private/dpsgd.py",
+        "add forward_gradients(records=...), or plan a training, such as method='dp-sgd'",
+        lambda: noisy(ForwardGradients(quiet()), SLOPES, client(ClientApp(), record_dp(trainee))),
+        lambda: (
+            noisy(
+                ForwardGradients(quiet()),
+                SLOPES,
+                client(ClientApp(), record_dp(trainee), forward_gradients(records=trainee)),
+            )
+            and noisy(plan=replace(SLOPES, method="dp-sgd"), over=client(ClientApp(), record_dp(trainee)))
+        ),
+    ),
+    Row(
+        "clients/private/node_ledger.py",
+        "DIR (privacy-ledger='/absolute/file' or state-dir='/absolute/folder' in its node configuration)",
+        lambda _: once(),
+        lambda path: (
+            once(**{LEDGER_FILE: str(path / "spent")})
+            and once(**{STATE_FOLDER: str(path / "state")})
+            and in_node_config(path, "--privacy-budget", "1", "--privacy-ledger")
+        ),
+    ),
+    Row(
+        "clients/private/local_dp.py",
+        "in a simulation write local_privacy(policy, state_dir=Path('/absolute/folder'))",
+        lambda _: limited(),
+        lambda path: (
+            limited(path / "simulated")
+            and limited(**{STATE_FOLDER: str(path / "state")})
+            and in_node_config(path, "--state-dir")
+        ),
+    ),
+)
+
+
+class Unmeasured(TopK):
+    """A codec of somebody's own, that does not say how long its frames get."""
+
+    def longest(self, layout: Any) -> None:
+        return None
+
+
+def taught(**options: Any) -> bool:
+    """Whether teachers move a generator."""
+    return bool(taught_row(fit(datalens(**options), teachers(), images(), 1, timeout=9.0).arrays).any())
+
+
+def generated(task: str) -> bool:
+    """Whether a round moves the model of a task."""
+    made, start = system("datalens", k=10, noise_multiplier=5.0), to_record(to_arrays(get_task(task).model(0)))
+    made.declare(2)
+    with InProcessGrid(node_app, 2, seed=4) as grid:
+        given = ConfigRecord({"task": task, "clients": 2, "seed": 0})
+        return bool((stack(fit(made, grid, start, 1, train_config=given, timeout=9.0).arrays) != stack(start)).any())
+
+
+SYSTEMS = (
+    row(
+        "strategies/private/datalens.py",
+        "the public number of clients is not known: give clients=N",
+        lambda: datalens(clients=0).statement(),
+        lambda: taught(clients=NODES) and datalens(clients=NODES).statement().population == NODES,
+    ),
+    row(
+        "strategies/private/datalens.py",
+        "give population, the public number of records of all clients",
+        lambda: datalens(teachers=3, population=0),
+        lambda: taught(teachers=3, population=180),
+    ),
+    row(
+        "strategies/private/distributed_dp.py",
+        "lower tolerated or threshold, or ask more clients",
+        lambda: refining(scale=0, tolerated=2, threshold=2),
+        lambda: all(
+            refining(**{"scale": 0, "tolerated": 2, "threshold": 2, **each})
+            for each in ({"tolerated": 1}, {"threshold": 1}, {"clients": 5})
+        ),
+    ),
+    row(
+        "strategies/private/distributed_dp.py",
+        "shows the server single updates; make the strategy with DistributedDp(...)",
+        lambda: Compressed(NoisyMean(quiet(), ShareSettings(clip=500.0, tolerated=1), **PROMISE), QSGD(7)),
+        lambda: trains(shares(), CODED),
+    ),
+    row(
+        "strategies/private/strategy.py",
+        "use another codec, or accept that with pad=False",
+        lambda: Compressed(DpFedAvg(quiet(), clip=1.0, **PROMISE), Unmeasured(0.1)),
+        lambda: (
+            trains(Compressed(DpFedAvg(quiet(), clip=1.0, **PROMISE), TopK(0.1)), PRIVATE)
+            and trains(Compressed(DpFedAvg(quiet(), clip=1.0, pad=False, **PROMISE), Unmeasured(0.1)), PRIVATE)
+        ),
+    ),
+    row(
+        "strategies/private/systems.py",
+        "has no generator; use one that has, such as 'digits-generator'",
+        lambda: generated("digits"),
+        lambda: generated("digits-generator"),
+    ),
+)
+
+
 ROWS: tuple[Row, ...] = (
     *PRIVACY,
     *PRIVATE_PARTS,
     *LEDGERS,
+    *CORE,
+    *FILES,
+    *NODES_OWN,
+    *SYSTEMS,
 )

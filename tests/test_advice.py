@@ -21,6 +21,7 @@ import advice_of_nodes
 import advice_of_pair
 import advice_of_parts
 import advice_of_privacy
+import advice_of_rounds
 import advice_of_systems
 import advice_of_tasks
 import pytest
@@ -37,6 +38,7 @@ MODULES = (
     advice_of_pair,
     advice_of_parts,
     advice_of_privacy,
+    advice_of_rounds,
     advice_of_systems,
     advice_of_tasks,
 )

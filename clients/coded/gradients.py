@@ -109,9 +109,9 @@ def _as_partition(context: Context, partition: int) -> Iterator[None]:
     # After the finally block: raised inside, this would replace an exception of the app's own.
     if changed:
         raise StateError(
-            f"the app changed the node's state ({', '.join(names)}) while it trained on partition {partition}; "
-            "with gradient coding an update may depend on the model, the round and the partition only, or devices that "
-            "hold the same partition disagree. Use an app, and mods, that keep no state between rounds"
+            # Short: a report keeps no more of it.
+            f"the app changed the node's state ({', '.join(names[:3])}) while it trained on partition {partition}; use "
+            "an app, and mods, that keep none: devices that hold the same partition would disagree"
         )
 
 

@@ -149,17 +149,20 @@ class SumCodeClient(Shards):
         if self.hides_zeros or 2 * changed >= integers.size:
             return
         alone = (
-            f"this update changes {changed} of {integers.size} coordinates: of those that no other client of the round "
-            "changes, the sum shows the server this node's values"
+            f"this update changes {changed} of {integers.size} coordinates: what no other client changes, the sum "
+            "shows as it is"
         )
         if plan.least > _EVERY_SUM:
             raise StateError(
-                f"{alone}, and min_contributors={plan.least} are asked for. Share a support on which all clients train "
-                "(RandomK with shared=True, or dense layers alone), use a finer grid (a smaller clip, more levels), or "
-                "add noise (DistributedDp)"
+                f"{alone}, and min_contributors={plan.least} are asked for. Train dense layers alone, use a finer grid "
+                "(a smaller clip, more levels), or add noise (DistributedDp)"
             )
         if not self._noted("alone", False):
-            log.warning("%s. Train dense layers alone, or add noise (DistributedDp)", alone)
+            log.warning(
+                "%s. Train dense layers alone, use a finer grid (a smaller clip, more levels), or add noise "
+                "(DistributedDp)",
+                alone,
+            )
             self._note(alone=True)
 
     def _place(self) -> bytes:
@@ -213,8 +216,8 @@ class SumCodeClient(Shards):
             # The number itself stays here: the server is to learn of weights no more than their sum.
             log.warning("metric %r is %s, more than the %d for which the sum has room", key, value, plan.max_weight)
             raise ConfigError(
-                f"metric {key!r} is more than the {plan.max_weight} for which the sum has room; raise max_weight, "
-                "lower the codec's levels, or use weighted=False"
+                f"metric {key!r} is more than the {plan.max_weight} for which the sum has room; raise max_weight if it "
+                "is given, lower the codec's levels if not, or use weighted=False"
             )
         return value
 

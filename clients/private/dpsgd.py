@@ -80,10 +80,12 @@ class Trainee:
         from fedcomp.tasks.base import EmptyPartition
 
         if not len(self.data):
-            raise EmptyPartition(f"task {self.task.name!r}: this partition holds no record; use fewer partitions")
+            raise EmptyPartition(
+                f"task {self.task.name!r}: this partition holds no record; use fewer partitions, or min_examples >= 1"
+            )
         # Its gradient is the same for all records, and would be clipped and noised with theirs.
         if self.proximal:
-            raise ConfigError("FedProx's term has no place in a record's gradient; use inner=fedavg")
+            raise ConfigError("FedProx's term has no place in a record's gradient; use FedAvg (inner=fedavg)")
         if self.task.options.get("l2"):
             raise ConfigError(
                 f"task.l2={self.task.options['l2']} is no part of a record's gradient; use weight_decay, which is "

@@ -123,8 +123,8 @@ def _ledger_file(context: Context) -> Path | None:
     found = file_of_node(context, "privacy")
     if found is None:
         raise ConfigError(
-            f"this node has a {OWN_BUDGET} of its own and nowhere to keep what it spent, so that every run could spend "
-            "it again: start it with --privacy-ledger FILE or --state-dir DIR (privacy-ledger='/absolute/file' or "
+            f"this node has a {OWN_BUDGET} of its own and no place for what it spent that outlives a run: start it "
+            "with --privacy-ledger FILE or --state-dir DIR (privacy-ledger='/absolute/file' or "
             "state-dir='/absolute/folder' in its node configuration)"
         )
     return found

@@ -100,7 +100,10 @@ def planned(args: argparse.Namespace) -> Iterator[str]:
             yield f"any number of rounds: {args.cap} of each unit are within the budget, which would allow {releases}"
             releases = args.cap
         elif releases == 0:
-            raise ConfigError(f"not one release of noise multiplier {z:g} fits into epsilon={epsilon:g}; add noise")
+            least = _up(noise_multiplier_for(epsilon, delta, releases=1, rate=rate))
+            raise ConfigError(
+                f"not one release of noise multiplier {z:g} fits into epsilon={epsilon:g}; add noise: {least} or more"
+            )
     cost = _cost(z, rate, releases, delta, args.cap)
     plain = _cost(z, 1.0, releases, delta, 0)
     sensitivity = args.bound * (2.0 if args.adjacency == "replace" else 1.0)

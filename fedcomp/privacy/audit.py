@@ -363,7 +363,7 @@ def project(outputs: NDArray[Any], without: NDArray[Any], within: NDArray[Any]) 
     gap = np.asarray(within, np.float64).ravel() - start
     length = float(np.linalg.norm(gap))
     if not 0.0 < length < math.inf:
-        raise ConfigError(f"the canary moves the output by {length}; choose one that moves it by a finite amount")
+        raise ConfigError(f"the canary moves the output by {length}; choose one of a finite distance above 0")
     rows = np.asarray(outputs, np.float64).reshape(-1, start.size)
     return (rows - start) @ (gap / length), length / 2.0
 

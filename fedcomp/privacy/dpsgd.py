@@ -283,7 +283,8 @@ def check_module(module: nn.Module) -> None:
         raise ConfigError(
             f"{', '.join(mixing[:3])}: normalises over the records of a batch or keeps statistics of them, so that one "
             "record's influence has no bound. Use GroupNorm or LayerNorm; "
-            "opacus.validators.ModuleValidator.fix(module) replaces BatchNorm by GroupNorm"
+            "opacus.validators.ModuleValidator.fix(module) returns a copy with GroupNorm in place of BatchNorm, "
+            "unless that was made with affine=False"
         )
     errors = ModuleValidator.validate(module, strict=False)
     if errors:

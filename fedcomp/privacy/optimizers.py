@@ -311,8 +311,8 @@ class PrivateOptimizer(DPOptimizer):
         BudgetExceeded, PrivacyLedgerError
             Nothing was released; the gradients are gone.
         """
-        if self._using is None or self.total is None:
-            raise ValueError("there is no sum to add noise to: call step() after a backward pass")
+        assert self._using is not None
+        assert self.total is not None
         # The mechanism that bounded these contributions, also where a schedule has moved on since.
         mechanism, total = self._using, self.total
         # Whatever happens next, no gradient without noise is left for the optimiser beneath.

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
+from fedcomp import params
 from fedcomp.errors import ConfigError
 from fedcomp.plain import Null, fields_of, from_fields
 from fedcomp.privacy.accounting import is_fine
@@ -148,9 +149,8 @@ class Statement:
     run: str
 
     def __post_init__(self) -> None:
-        if self.population < 1:
-            raise ConfigError("a statement needs the population: declare the public number of units")
         # Also of a statement that is read back.
+        params.integer("population", self.population, low=1)
         check_population(self.delta, self.population)
         for name, value, known in (
             ("adjacency", self.adjacency, ADJACENCIES),
@@ -320,7 +320,7 @@ def make_statement(
         if mechanism.adjacency != ledger.adjacency:
             raise ConfigError(
                 f"the mechanism is scaled for {mechanism.adjacency!r} adjacency, the ledger accounts for "
-                f"{ledger.adjacency!r}; use one"
+                f"{ledger.adjacency!r}; give both the same"
             )
         values |= {
             "mechanism": type(mechanism).__name__,

@@ -252,7 +252,7 @@ class LinearSetup(Stateful):
         if not isinstance(clients, int) or clients <= self.settings.parities:
             raise ConfigError(
                 f"partitions=0 takes the number of clients less {self.settings.parities} parities; the configuration "
-                f"says clients={clients!r}; give partitions, or fewer parities"
+                f"says clients={clients!r}; give partitions, or a configuration with clients=N and fewer parities"
             )
         return clients - self.settings.parities
 

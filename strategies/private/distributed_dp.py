@@ -26,7 +26,7 @@ from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
-from fedcomp.codecs import Codec, FixedPoint, RandomK, fixed_point_of, get_codec
+from fedcomp.codecs import Codec, FixedPoint, RandomK, get_codec
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.coding.sumcode import Summed, SumPlan
 from fedcomp.errors import ConfigError
@@ -132,7 +132,8 @@ class NoisyMean(PrivateStrategy):
     def check_codec(self, codec: Codec) -> None:
         """Refuse a codec whose updates the server could read."""
         super().check_codec(codec)
-        if not isinstance(fixed_point_of(codec), BoundedFixedPoint):
+        summed = codec.codec if isinstance(codec, ErrorFeedback) else codec
+        if not isinstance(summed, BoundedFixedPoint):
             raise ConfigError(f"{codec!r} shows the server single updates; make the strategy with DistributedDp(...)")
 
     def update_rule(self) -> PrivateRule:

@@ -281,7 +281,7 @@ def test_a_sum_shows_what_one_client_alone_has_changed_and_that_client_is_warned
         result = run(strategy, grid, 2)
     shown = result.arrays["weight"].numpy().reshape(-1)[:NODES] * NODES / 2
     np.testing.assert_allclose(shown, 100.0 * np.arange(1, NODES + 1), atol=WIDE.step)
-    warned = [m for m in caplog.messages if "the sum shows the server this node's values" in m]
+    warned = [m for m in caplog.messages if "what no other client changes, the sum shows as it is" in m]
     assert len(warned) == NODES, "each once"
     assert all(f"changes 1 of {SIZE} coordinates" in m for m in warned)
 
@@ -305,7 +305,7 @@ def test_with_a_threshold_of_contributors_an_update_of_ones_own_support_is_not_s
     assert grid.partition_of(node) == 0
     assert f"this update changes 1 of {SIZE} coordinates" in reason
     assert "min_contributors=4 are asked for" in reason
-    assert "RandomK with shared=True" in reason
+    assert "use a finer grid (a smaller clip, more levels), or add noise (DistributedDp)" in reason
     assert [grid.partition_of(sender(m, grid)) for m in grid.received if m.has_error()] == [0]
 
 

@@ -1,0 +1,204 @@
+"""Advice of coded rounds that shows while they are made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+from advice import CODED, INTEGERS, NODES, Row, coded_sum, quiet, row, shares
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.serverapp.strategy import Strategy
+from linear_toy import client as device
+from linear_toy import model as weights
+from linear_toy import uncoded, vector
+from running_listener import Running, free_port
+from toy import model, stack, with_halves
+
+from fedcomp.clients.app import app as node_app
+from fedcomp.clients.coded.mod import coded
+from fedcomp.clients.edge.node_config import PEER_ADDRESS, PEER_STORE
+from fedcomp.codecs import FixedPoint, RandomK
+from fedcomp.errors import FedcompError
+from fedcomp.flower.grid import InProcessGrid
+from fedcomp.flower.records import to_record
+from fedcomp.flower.rounds import fit
+from fedcomp.strategies.coded.linear import CodedLinearGD
+from fedcomp.strategies.coded.links import SimulatedLinks
+from fedcomp.strategies.coded.strategy import CodedFedAvg
+from fedcomp.strategies.compressed import Compressed
+from fedcomp.tasks import get_task
+from fedcomp.tasks.arrays import to_arrays
+
+Step = Callable[[int, np.ndarray], np.ndarray]
+"""What partition p adds to a tensor."""
+
+
+def everywhere(partition: int, tensor: np.ndarray) -> np.ndarray:
+    return np.full_like(tensor, partition + 1.0)
+
+
+def in_one_place(partition: int, tensor: np.ndarray) -> np.ndarray:
+    return np.where(np.arange(tensor.size).reshape(tensor.shape) == partition, np.float32(8.0), np.float32(0.0))
+
+
+def by_little(partition: int, tensor: np.ndarray) -> np.ndarray:
+    return np.full_like(tensor, 0.25)
+
+
+def round_of(
+    strategy: Strategy,
+    step: Step = everywhere,
+    *,
+    halves: Any = CODED,
+    keeps: bool = False,
+    examples: int = 1,
+    **own: Any,
+) -> Any:
+    """Return what a round adds to a model of zeros; raise what the report says of a node that had no part in it.
+
+    Clients add what ``step`` says, weigh p + 1 times ``examples``, and remember it in their state where one ``keeps``.
+    """
+    app = with_halves([half() for half in halves])
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        partition = int(context.node_config["partition-id"])
+        arrays = {name: array.numpy() for name, array in message.content["arrays"].items()}
+        out = {name: (tensor + step(partition, tensor)).astype(np.float32) for name, tensor in arrays.items()}
+        if keeps:
+            context.state["rounds"] = ConfigRecord({"last": 1})
+        metrics = MetricRecord({"num-examples": examples * (partition + 1)})
+        return Message(RecordDict({"arrays": to_record(out), "metrics": metrics}), reply_to=message)
+
+    with InProcessGrid(app, NODES, seed=4, **own) as grid:
+        after = fit(strategy, grid, model(), 1, timeout=9.0).arrays
+    report = strategy.reports[1].coded
+    told = [*report.excluded.values(), *report.refused, *report.direct.values()]
+    if told:
+        raise FedcompError("; ".join(told))
+    return stack(after)
+
+
+def added(*found: Any, what: float) -> bool:
+    """Whether rounds have added this to every coordinate, to within a quarter of the grid's step."""
+    return all(bool(np.allclose(each, what, atol=0.25)) for each in found)
+
+
+def summed(codec: Any = INTEGERS, **options: Any) -> CodedFedAvg:
+    return coded_sum(Compressed(quiet(), codec), **options)
+
+
+def stopped(text: str, call: Callable[[], Any]) -> bool:
+    with pytest.raises(FedcompError, match=text):
+        call()
+    return True
+
+
+EIGHTH = FixedPoint(RandomK(1.0), clip=128.0, levels=1024)
+MORE = FixedPoint(RandomK(1.0), clip=1024.0, levels=8192)
+FINE = FixedPoint(RandomK(1.0), clip=1024.0, levels=32767)
+
+
+def dense_or_fine_or_noisy(**options: Any) -> bool:
+    """Whether all nodes take part in a sum that hides what each of them has changed."""
+    return (
+        added(round_of(summed(**options)), what=3.0)
+        and added(*(round_of(summed(codec, **options), by_little) for codec in (EIGHTH, MORE)), what=0.25)
+        and np.count_nonzero(round_of(shares(), in_one_place)) > 600
+    )
+
+
+def gradients(**options: Any) -> Any:
+    return round_of(CodedFedAvg(quiet(), construction="gradcode", losses=1), halves=(coded,), **options)
+
+
+def unsealed(path: Path, listeners: int, **options: Any) -> bool:
+    """Whether all take part over links between nodes, of which the first ``listeners`` can be reached."""
+    running = [Running(path / f"store-{p}") for p in range(listeners)]
+    try:
+        addresses = [each.address for each in running] or [None, *(f"tcp://127.0.0.1:{free_port()}" for _ in range(3))]
+        own = [
+            {"partition-id": p, **({PEER_ADDRESS: at, PEER_STORE: str(path / f"store-{p}")} if at else {})}
+            for p, at in enumerate(addresses)
+        ]
+        strategy = CodedFedAvg(
+            quiet(), transport="peers", code="mds", symbols=2, collect_timeout=20.0, **{"seal": False, **options}
+        )
+        # Simulated links are on the server's machine, and nodes are to be on other ones.
+        with mock.patch.object(SimulatedLinks, "root", ""):
+            return added(round_of(strategy, node_config=lambda partition: own[partition]), what=3.0)
+    finally:
+        for each in running:
+            each.kill()
+
+
+def descent(given: dict[str, Any], **options: Any) -> bool:
+    """Whether a step of coded gradient descent with four nodes is that of all rows of two."""
+    strategy = CodedLinearGD(code="mds", lr=0.5, **options)
+    with InProcessGrid(device(), NODES, seed=4) as grid:
+        after = fit(strategy, grid, weights(), 1, train_config=ConfigRecord(given), timeout=9.0).arrays
+    return bool(np.abs(vector(after) - uncoded(strategy.plan.partitions, [True])).max() < 1e-10)
+
+
+def task_descends(name: str) -> bool:
+    start = to_record(to_arrays(get_task(name).model(0)))
+    given = ConfigRecord({"task": name, "clients": 3, "seed": 0})
+    with InProcessGrid(node_app, 3, seed=4) as grid:
+        strategy = CodedLinearGD(partitions=2, parities=1, code="mds", lr=0.5)
+        return bool(stack(fit(strategy, grid, start, 1, train_config=given, timeout=9.0).arrays).any())
+
+
+ROWS: tuple[Row, ...] = (
+    row(
+        "clients/coded/sums.py",
+        "raise max_weight if it is given, lower the codec's levels if not, or use weighted=False",
+        lambda: round_of(summed(max_weight=2)),
+        lambda: (
+            added(round_of(summed(max_weight=4)), what=3.0)
+            and stopped("lower the codec's levels", lambda: round_of(summed(FINE), examples=3000))
+            and added(round_of(summed(INTEGERS), examples=3000), what=3.0)
+            and added(round_of(summed(FINE, weighted=False), examples=3000), what=2.5)
+        ),
+    ),
+    row(
+        "clients/coded/sums.py",
+        ". Train dense layers alone, use a finer grid (a smaller clip, more levels), or add noise (DistributedDp)",
+        lambda: round_of(summed(), in_one_place),
+        dense_or_fine_or_noisy,
+    ),
+    row(
+        "clients/coded/sums.py",
+        "are asked for. Train dense layers alone, use a finer grid (a smaller clip, more levels), or add",
+        lambda: round_of(summed(min_contributors=3), by_little),
+        lambda: dense_or_fine_or_noisy(min_contributors=3),
+    ),
+    row(
+        "clients/coded/gradients.py",
+        "use an app, and mods, that keep none: devices that hold the same partition would disagree",
+        lambda: gradients(keeps=True),
+        lambda: added(gradients(), what=3.0),
+    ),
+    Row(
+        "strategies/coded/strategy.py",
+        "start it with --peer HOST:PORT, or leave out seal=False",
+        lambda path: unsealed(path, 0),
+        lambda path: unsealed(path, NODES) and unsealed(path / "sealed", 0, seal=None),
+        long=True,
+    ),
+    row(
+        "strategies/coded/linear.py",
+        "is exact for linear models only; use a linear task, such as 'digits-zero'",
+        lambda: task_descends("digits"),
+        lambda: task_descends("digits-zero"),
+    ),
+    row(
+        "strategies/coded/linear_setup.py",
+        "give partitions, or a configuration with clients=N and fewer parities",
+        lambda: descent({}, parities=2),
+        lambda: descent({}, partitions=2, parities=2) and descent({"clients": NODES}, parities=2),
+    ),
+)
