@@ -15,6 +15,7 @@ from pathlib import Path
 import advice_of_codecs
 import advice_of_coding
 import advice_of_edge
+import advice_of_flower
 import advice_of_frames
 import advice_of_nodes
 import advice_of_pair
@@ -29,6 +30,7 @@ MODULES = (
     advice_of_codecs,
     advice_of_coding,
     advice_of_edge,
+    advice_of_flower,
     advice_of_frames,
     advice_of_nodes,
     advice_of_pair,
