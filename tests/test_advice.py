@@ -14,6 +14,8 @@ from pathlib import Path
 
 import advice_of_codecs
 import advice_of_coding
+import advice_of_edge
+import advice_of_flower
 import advice_of_frames
 import advice_of_gossip
 import advice_of_graphs
@@ -31,6 +33,8 @@ from page_reading import ROOT
 MODULES = (
     advice_of_codecs,
     advice_of_coding,
+    advice_of_edge,
+    advice_of_flower,
     advice_of_frames,
     advice_of_gossip,
     advice_of_graphs,

@@ -146,7 +146,8 @@ class AllowList:
     Parameters
     ----------
     path : Path
-        One hash in hexadecimal a line; what follows a ``#`` is a comment.
+        One hash in hexadecimal a line, alone or as ``sha256sum`` prints it before the file's name; what follows a ``#``
+        is a comment.
 
     Raises
     ------
@@ -174,13 +175,16 @@ class AllowList:
             lines = [line.partition("#")[0].strip() for line in self.path.read_text(encoding="utf-8").splitlines()]
         except (OSError, ValueError) as error:
             raise ConfigError(f"the list of bundles {self.path} cannot be read: {error}") from error
+        hashes = set()
         for number, line in enumerate(lines, 1):
-            if line and not re.fullmatch("[0-9a-f]{64}", line):
+            if found := re.fullmatch("([0-9a-f]{64})(?: [ *].+)?", line):
+                hashes.add(found[1])
+            elif line:
                 raise ConfigError(
                     f"{self.path}, line {number}: {line[:80]!r} is not the SHA-256 of a bundle; take what "
                     "sha256sum prints of the .fab file"
                 )
-        return frozenset(filter(None, lines))
+        return frozenset(hashes)
 
 
 class Executor:

@@ -154,7 +154,10 @@ class StateFolder:
         try:
             import fcntl  # noqa: F401  only asked for here, so that a missing one is found at the start
         except ImportError as error:
-            raise ConfigError("a state folder needs POSIX file locks, which this system lacks; run without") from error
+            raise ConfigError(
+                "a state folder needs POSIX file locks, which this system lacks; start the node without --state-dir "
+                "and --home"
+            ) from error
         if not path.is_absolute() or partition < 0:
             raise ConfigError(
                 f"the state folder is {str(path)!r} of partition {partition}; expected an absolute path, and a "

@@ -232,17 +232,13 @@ def _opened(file: BinaryIO, start: int, kind: str) -> tuple[dict[str, Any], Call
     try:
         end = _LENGTH.size + _LENGTH.unpack(data[: _LENGTH.size])[0]
         document = json.loads(data[_LENGTH.size : end])
-        label, version, found = document["format"], document["version"], document["kind"]
+        store.require_readable(document, kind, _FORMAT, VERSION)
+    except StoreError:
+        raise
     except (ValueError, KeyError, TypeError, struct.error) as error:
         raise StoreError(f"stored {kind} is damaged or not one: {error}") from error
     except RecursionError as error:
         raise StoreError(f"stored {kind} is nested deeper than anything that is stored; it is forged") from error
-    if label != _FORMAT or found != kind:
-        raise StoreError(f"stored data is a {found!r} of format {label!r}, expected a {kind!r}")
-    if not isinstance(version, int) or version > VERSION:
-        raise StoreError(
-            f"stored {kind} has version {version!r}, this release reads up to {VERSION}; use the release that wrote it"
-        )
     places: dict[str, slice] = {}
     with store.reading(f"stored {kind}"):
         for number, length in enumerate(document["members"]):

@@ -18,7 +18,7 @@ import os
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tokenize import TokenError
@@ -99,7 +99,7 @@ def loads(data: bytes, kind: str) -> Any:
         members = _members(data, kind)
         # Taken out, so that no value can point at the manifest itself.
         document = json.loads(members.pop(_MANIFEST).tobytes())
-        label, version, found = document["format"], document["version"], document["kind"]
+        require_readable(document, kind, "fedcomp.store", VERSION)
     except StoreError:
         raise
     except (zipfile.BadZipFile, zlib.error, ValueError, KeyError, EOFError, OSError, TypeError) as error:
@@ -108,14 +108,27 @@ def loads(data: bytes, kind: str) -> Any:
         raise StoreError(f"stored {kind} is nested deeper than anything that is stored; it is forged") from error
     except (NotImplementedError, RuntimeError) as error:  # zipfile on a damaged method or flag field
         raise StoreError(f"stored {kind} is damaged: {error}") from error
-    if label != "fedcomp.store" or found != kind:
-        raise StoreError(f"stored data is a {found!r} of format {label!r}, expected a {kind!r}")
-    if not isinstance(version, int) or version > VERSION:
-        raise StoreError(
-            f"stored {kind} has version {version!r}, this release reads up to {VERSION}; use the release that wrote it"
-        )
     with reading(f"stored {kind}"):
         return decode(document["value"], members.pop)
+
+
+def require_readable(document: Mapping[str, Any], kind: str, form: str, newest: int) -> None:
+    """Check what a document says of itself: its format, its kind, and a version that this release reads.
+
+    Raises
+    ------
+    StoreError
+        When it is another.
+    KeyError
+        When it does not say it.
+    """
+    label, version, found = document["format"], document["version"], document["kind"]
+    if label != form or found != kind:
+        raise StoreError(f"stored data is a {found!r} of format {label!r}, expected a {kind!r}")
+    if not isinstance(version, int) or version > newest:
+        raise StoreError(
+            f"stored {kind} has version {version!r}, this release reads up to {newest}; use the release that wrote it"
+        )
 
 
 def write(path: Path, *data: bytes | memoryview) -> None:

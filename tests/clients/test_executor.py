@@ -330,7 +330,7 @@ def test_only_bundles_on_the_list_run(fakes: Fakes, tmp_path: Path, caplog: pyte
     made.close()
 
 
-@pytest.mark.parametrize("text", ["cafe", "A" * 64, "a" * 64 + " " + "b" * 64, "*"])
+@pytest.mark.parametrize("text", ["cafe", "A" * 64, "a" * 64 + " " + "b" * 64, "x  " + "a" * 64, "*"])
 def test_a_list_with_something_else_in_it_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "allowed"
     path.write_text(f"{HASHES[0]}\n{text}\n")
