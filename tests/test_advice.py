@@ -14,6 +14,7 @@ from pathlib import Path
 
 import advice_of_codecs
 import advice_of_coding
+import advice_of_experiments
 import advice_of_frames
 import advice_of_nodes
 import advice_of_pair
@@ -27,6 +28,7 @@ from page_reading import ROOT
 MODULES = (
     advice_of_codecs,
     advice_of_coding,
+    advice_of_experiments,
     advice_of_frames,
     advice_of_nodes,
     advice_of_pair,
