@@ -28,7 +28,7 @@ from fedcomp.codecs import Codec, Identity, get_codec
 from fedcomp.codecs.scalecom import ScaleCom
 from fedcomp.errors import ConfigError, NonFiniteUpdate
 from fedcomp.experiments.findings import Table, different_bytes
-from fedcomp.experiments.schemes import Learned, Led, RoundExchange, RoundScheme, scheme_of
+from fedcomp.experiments.schemes import Learned, Led, RoundExchange, RoundScheme, run_it_on_an_engine, scheme_of
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.experiments.systems import get_system
 from fedcomp.flower.grid import InProcessGrid
@@ -89,11 +89,8 @@ class Clients:
         self.views = {name: tensor.detach().numpy() for name, tensor in self.model.state_dict().items()}
         self.layout = Layout.of(self.views, dense, cast_floats=not lossless)
         if self.layout.exact:
-            raise ConfigError(
-                f"the model has {len(self.layout.exact)} buffers that are not weights, first "
-                f"{self.layout.exact[0].name!r}; without messages only weights are trained: use a model without them, "
-                "or an engine"
-            )
+            first, count = self.layout.exact[0].name, len(self.layout.exact)
+            run_it_on_an_engine(f"only weights are trained, not the model's {count} buffers, first {first!r}")
         self.data = [task.client(i, clients) for i in range(clients)]
 
     @property
@@ -190,12 +187,12 @@ class Plan:
         system = get_system(spec.system)
         settings = system.resolve(spec.settings)
         strategy = system.build(settings, spec.seed)
-        if isinstance(strategy, Conditional | ForwardGradients):
-            raise ConfigError(f"without messages nobody is asked what {system.title} asks; run it on an engine")
+        if system.needs or isinstance(strategy, Conditional | ForwardGradients):
+            run_it_on_an_engine(f"nobody is asked what {system.title} asks")
         stages = isinstance(strategy, LearnedGradients)
         for key, only in _WITHOUT_MESSAGES.items():
             if settings.get(key, only) != only and not (stages and key == "warmup_rounds"):
-                raise ConfigError(f"without messages {key} is {only!r}, not {settings[key]!r}; run it on an engine")
+                run_it_on_an_engine(f"{key} is {only!r}, not {settings[key]!r}")
         server = {key: value for key, value in settings.items() if key.startswith(INNER_PREFIX)}
         if settings["inner"] != "fedavg" or server:
             server = {"inner": settings["inner"], **server}
@@ -394,9 +391,8 @@ class _Server:
         self.inner = make_inner({"fraction_evaluate": 0.0, **plan.server}) if plan.server else None
         self.stale: list[float] = []
         if self.inner is not None and not has_moments(self.inner):
-            raise ConfigError(
-                f"without messages inner is 'fedavg' or one with moments, not {type(self.inner).__name__}, with no "
-                "settings of its own; run it on an engine"
+            run_it_on_an_engine(
+                f"inner is 'fedavg' without settings of its own or one with moments, not {type(self.inner).__name__}"
             )
 
     def step(self, number: int, model: Vector, mean: Vector) -> Vector:
@@ -467,10 +463,10 @@ def simulate_private(spec: RunSpec) -> PrivateOutcome:
     if not isinstance(pair, Compressed) or not isinstance(pair.inner, PrivateStrategy):
         raise ConfigError(f"{spec.system!r} with these settings is not a private system in the drop-in pair")
     if settings["downlink"]:
-        raise ConfigError(f"without messages there is no downlink={settings['downlink']!r}; run it on an engine")
+        run_it_on_an_engine(f"downlink is '', not {settings['downlink']!r}")
     strategy, codec = pair.inner, pair.codec
     if codec.remembers:
-        raise ConfigError(f"{codec!r} keeps a memory on its client, which is not simulated here; run it on an engine")
+        run_it_on_an_engine(f"private clients have no memory, as {codec!r} needs")
     strategy.declare(spec.clients)
     # A closure, since the layout exists only once the clients below are made.
     strategy.within(lambda arrays, number: layout)

@@ -113,16 +113,16 @@ def optimum(objectives: Sequence[LocalObjective], layout: Layout, tolerance: flo
         curvature = np.sum([_hessian(f, z, layout) for f in objectives], axis=0) / len(objectives)
         try:
             step = np.linalg.solve(curvature, gradient)
-        except np.linalg.LinAlgError as error:
-            raise ConfigError("the objective is not strongly convex; use a logistic task with l2 > 0") from error
+        except np.linalg.LinAlgError:
+            break
         # Halved while the gradient grows: far from the minimum a full Newton step of the logistic loss can overshoot.
         length = 1.0
         while length > 1e-3 and _mean_gradient_norm(objectives, z - length * step, layout) > size:
             length /= 2
         z = z - length * step
     raise ConfigError(
-        f"no minimum after {_NEWTON_STEPS} Newton steps (gradient {size:.3g}): the objective is not smooth or not "
-        "strongly convex; use a logistic task with l2 > 0"
+        f"Newton's method finds no minimum (gradient {size:.3g}): the objective is not smooth or not strongly convex "
+        "enough; use a logistic task with a larger l2"
     )
 
 

@@ -35,9 +35,6 @@ _BISECTIONS: Final = 16
 
 _MEANS: Final = ("predicted", "local_mass", "scale", "remote", "remote_unskewed", "candidates", "kept")
 
-EXACT: Final = ("skewed",)
-"""Samplers whose input layer is one Poisson or multinomial draw from skewed base weights."""
-
 
 @dataclass(frozen=True)
 class Batches:
@@ -91,8 +88,11 @@ def measured(batches: Batches, settings: SamplerSettings) -> dict[str, float]:
     ConfigError
         For a sampler without one scale per layer.
     """
-    if settings.sampler not in EXACT or settings.keep_self or settings.favour != "owned":
-        raise ConfigError(f"sampler {settings!r} has no single scale per layer to measure; use {EXACT} and owned nodes")
+    if settings.sampler != "skewed" or settings.keep_self or settings.favour != "owned":
+        raise ConfigError(
+            f"sampler {settings!r} has no single scale per layer to measure; use sampler='skewed', favour='owned' and "
+            "keep_self=False"
+        )
     task = batches.task
     norms = np.linalg.norm(all_features(task, batches.parts), axis=1)
     known: Norms | None = None

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,6 +69,11 @@ class RoundExchange:
     seconds: float = 0.0
 
 
+def run_it_on_an_engine(why: str) -> NoReturn:
+    """Refuse what only messages can do."""
+    raise ConfigError(f"without messages {why}; run it on an engine")
+
+
 class RoundScheme(Protocol):
     """How the clients of a round agree on one update."""
 
@@ -104,10 +109,10 @@ class Separate:
     codec: Codec
 
     def __post_init__(self) -> None:
+        if self.codec.exposes:
+            run_it_on_an_engine(f"nothing is captured that {self.codec!r} could send")
         if self.codec.phases != 1:
-            raise ConfigError(
-                f"{self.codec!r} needs {self.codec.phases} exchanges; use Led for a shared support, Based for a basis"
-            )
+            run_it_on_an_engine(f"the {self.codec.phases} exchanges of {self.codec!r} are not made")
 
     @property
     def lossless(self) -> bool:
@@ -440,10 +445,9 @@ def scheme_of(codec: Codec) -> RoundScheme:
     Raises
     ------
     ConfigError
-        For a codec of what is captured while a client trains, which nobody does here.
+        For a codec of what is captured while a client trains, which nobody does here, and for one whose exchanges are
+        not written here.
     """
-    if codec.exposes:
-        raise ConfigError(f"without messages nothing is captured that {codec!r} could send; run it on an engine")
     if isinstance(codec, PowerSGD):
         return Based(codec)
     if isinstance(codec, LGC):

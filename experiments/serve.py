@@ -238,7 +238,7 @@ class _Run:
             raise PrivacyLedgerError(
                 f"the ledger {self.privacy} counts the rounds of {len(ledger.participations)} nodes, none of which is "
                 "online: on this engine nodes get new ids when a run starts again, and a cap on participations cannot "
-                "be kept over that. Start a new run, or use sampling=everyone"
+                "be kept over that; start a new run, with sampling=everyone if it is to go on when nodes come back"
             )
 
     def _end(self) -> None:

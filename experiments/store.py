@@ -326,7 +326,8 @@ def _new_directory(root: Path, name: str) -> Path:
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     try:
         root.mkdir(parents=True, exist_ok=True)
-        for attempt in range(1, 1000):
+        attempt = 1
+        while True:
             path = root / (f"{stamp}-{name}" if attempt == 1 else f"{stamp}-{name}-{attempt}")
             try:
                 # No exist_ok: of two runs started in the same second, only one gets the name.
@@ -334,11 +335,11 @@ def _new_directory(root: Path, name: str) -> Path:
             except FileExistsError:
                 if attempt == 1 and not root.is_dir():
                     raise
+                attempt += 1
                 continue
             return path
     except OSError as error:
         raise ConfigError(f"cannot make a run folder in {root}: {error.strerror}; choose another with --out") from error
-    raise ConfigError(f"cannot find a free name for a run folder in {root}; choose another with --out")
 
 
 def slug(label: str) -> str:

@@ -16,6 +16,7 @@ import advice_of_codecs
 import advice_of_coding
 import advice_of_edge
 import advice_of_flower
+import advice_of_experiments
 import advice_of_frames
 import advice_of_gossip
 import advice_of_graphs
@@ -35,6 +36,7 @@ MODULES = (
     advice_of_coding,
     advice_of_edge,
     advice_of_flower,
+    advice_of_experiments,
     advice_of_frames,
     advice_of_gossip,
     advice_of_graphs,

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp.errors import ConfigError
 from fedcomp.graphs.base import GraphError, Ids
 from fedcomp.graphs.ids import decode_ids, encode_ids
 from fedcomp.graphs.rowcodecs import ROW_CODECS, RowCodec, codec_of
@@ -140,8 +139,8 @@ def _others(ids: Ids, rows: Floats) -> list[Way]:
     return found
 
 
-def tables(task: str = "cora") -> dict[str, Any]:
-    """Return the tables of a graph's features: all rows, and as many as one step may fetch.
+def tables() -> dict[str, Any]:
+    """Return the tables of Cora's features: all rows, and as many as one step may fetch.
 
     Returns
     -------
@@ -154,9 +153,8 @@ def tables(task: str = "cora") -> dict[str, Any]:
 
     rows, ids, features = {}, {}, {}
     for kind in ("binary", "rows"):
-        loaded = get_task(task, features=kind)
-        if not isinstance(loaded, GraphTask):
-            raise ConfigError(f"task {task!r} has no graph; take cora, citeseer or cora-ml")
+        loaded = get_task("cora", features=kind)
+        assert isinstance(loaded, GraphTask)
         features[kind] = loaded.graph.features
     nodes = features["binary"].shape[0]
     for count in (nodes, 128, 20):

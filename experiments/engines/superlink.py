@@ -116,7 +116,7 @@ class Deployment:
             )
         if not Path("/proc/self/stat").exists():
             raise ConfigError(
-                "the superlink engine finds its processes in /proc and runs on Linux only; use engine=ray"
+                "the superlink engine finds its processes in /proc and runs on Linux only; use engine=inprocess"
             )
         self.nodes = nodes
         self.peers = peers

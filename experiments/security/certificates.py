@@ -236,7 +236,7 @@ def renew(folder: Folder, hosts: Sequence[str] = (), *, now: datetime.datetime |
     if authority.not_valid_after_utc < now + datetime.timedelta(days=SERVER_DAYS):
         raise ConfigError(
             f"the authority ends on {authority.not_valid_after_utc:%Y-%m-%d}, before a new server certificate would; "
-            "make a new folder and give every node its ca.crt"
+            "make a new folder, and give every node ca.crt and a key from there"
         )
     names = [_name(host) for host in dict.fromkeys((*hosts, *LOOPBACK))]
     if not hosts:
@@ -362,7 +362,8 @@ def write_new(path: Path, content: bytes, mode: int) -> None:
             # A second name, and not a new one for the first: this overwrites nothing.
             os.link(partial, path)
         except FileExistsError:
-            raise ConfigError(f"{path} exists, and keys are not overwritten; move it away first") from None
+            # Whoever calls has looked before: another process has made it since.
+            raise ConfigError(f"{path} was made by another process meanwhile; try again when that has ended") from None
         folder = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)

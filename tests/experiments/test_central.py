@@ -248,9 +248,16 @@ def test_other_models_than_the_shared_one_are_not_touched() -> None:
     assert all(np.array_equal(tensor, before[name]) for name, tensor in task.model(0).state_dict().items())
 
 
-def test_codecs_of_two_exchanges_need_a_leader() -> None:
-    with pytest.raises(ConfigError, match="Led"):
+def test_codecs_of_two_exchanges_do_not_encode_by_themselves() -> None:
+    with pytest.raises(ConfigError, match="2 exchanges"):
         Separate(ScaleCom(0.01))
+
+
+@pytest.mark.parametrize("system", ["gradiveq", "dpsgd", "coded-linear", "conditional"])
+def test_systems_that_are_not_written_here_name_an_engine(system: str) -> None:
+    """A decentralised run was averaged as FedAvg's before; FittedBasis named schemes that nobody can ask for."""
+    with pytest.raises(ConfigError, match=r"without messages .*; run it on an engine$"):
+        Plan.of(RunSpec(system, rounds=1, clients=3))
 
 
 @pytest.mark.slow

@@ -52,7 +52,7 @@ def call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Caller:
 
 
 def python(*arguments: str, cwd: Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'experiments'}"}
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
     return subprocess.run(
         [sys.executable, *arguments], capture_output=True, text=True, cwd=cwd, env=environment, timeout=timeout
     )

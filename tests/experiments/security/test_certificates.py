@@ -117,7 +117,7 @@ def test_a_file_has_its_name_when_it_is_on_disk_and_not_before(tmp_path, monkeyp
     assert list(tmp_path.iterdir()) == []
     monkeypatch.undo()
     write_new(path, b"secret", 0o600)
-    with pytest.raises(ConfigError, match="not overwritten"):
+    with pytest.raises(ConfigError, match="made by another process"):
         write_new(path, b"other", 0o600)
     assert list(tmp_path.iterdir()) == [path]
     assert (path.read_bytes(), path.stat().st_mode & 0o777, path.stat().st_nlink) == (b"secret", 0o600, 1)
