@@ -1,8 +1,7 @@
 """Every advice that an error gives is followed to the letter, and leads to something that works.
 
 A row provokes a text, follows its advice, and says whether the result is right. Texts that advise something are found
-in the sources; one without a row is in ``tests/advice_not_followed.txt``, or this test asks for a row. A text that only
-states what is wrong needs none.
+in the sources; this test asks for a row for each. A text that only states what is wrong needs none.
 """
 
 from __future__ import annotations
@@ -10,13 +9,12 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from pathlib import Path
 
 import advice_of_codecs
 import advice_of_coding
 import advice_of_edge
-import advice_of_flower
 import advice_of_experiments
+import advice_of_flower
 import advice_of_frames
 import advice_of_gossip
 import advice_of_graphs
@@ -49,7 +47,6 @@ MODULES = (
     advice_of_tasks,
 )
 ROWS = tuple(row for module in MODULES for row in module.ROWS)
-LIST = Path(__file__).with_name("advice_not_followed.txt")
 LAYERS = ("fedcomp", "strategies", "clients", "coding", "experiments")
 VERBS = (
     "use|set|pass|convert|call|add|give|take|choose|lower|raise|make|run|start|build|send|put|wrap|write|name|try|leave"
@@ -91,13 +88,9 @@ def followed(places: dict[str, str]) -> set[str]:
 
 
 @pytest.mark.long
-def test_every_advice_has_a_row_or_is_listed_as_not_followed():
+def test_every_advice_has_a_row():
     places = {place: text for place, text in texts().items() if ADVICE.search(text)}
-    listed = set(LIST.read_text(encoding="utf-8").splitlines())
-    done = followed(places)
-    assert sorted(set(places) - done - listed) == [], "a new advice: add a row to a file tests/advice_of_*.py"
-    assert sorted(listed - set(places)) == [], "gone, or written anew: take it from the list"
-    assert sorted(listed & done) == [], "followed by now: take it from the list"
+    assert sorted(set(places) - followed(places)) == [], "a new advice: add a row to a file tests/advice_of_*.py"
 
 
 @pytest.mark.long
