@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 import shlex
 import sys
 import traceback
@@ -45,7 +46,7 @@ from fedcomp.experiments.sheets import Sheet, claims_sheet, result_sheet
 from fedcomp.experiments.spec import RoundRecord, RunResult, RunSpec
 from fedcomp.experiments.store import RunFolder, to_json_text, write_json, write_text
 from fedcomp.experiments.two_runs import compare
-from fedcomp.flower.offline import go_offline
+from fedcomp.flower.offline import go_offline, proxied
 from fedcomp.verdicts import VERDICTS
 
 DEFAULT = "quickstart"
@@ -395,6 +396,8 @@ def _announce(job: Job) -> None:
     if _known_minutes(job):
         console.print(f"takes {takes(experiment.minutes)} on two cores that do nothing else", soft_wrap=True)
     console.print("offline: Flower's telemetry and update check are off", soft_wrap=True)
+    if proxied(os.environ):
+        console.print("proxy: connections to this machine go past that of the environment", soft_wrap=True)
 
 
 def _close(summary: Mapping[str, Any], folder: RunFolder, as_json: bool, stdout: TextIO) -> None:

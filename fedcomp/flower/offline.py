@@ -22,6 +22,11 @@ OFFLINE_ENVIRONMENT = {
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
+def proxied(environment: Mapping[str, str]) -> bool:
+    """Whether a proxy is set, for any scheme."""
+    return any(name.lower().endswith("_proxy") and name.lower() != "no_proxy" for name in environment)
+
+
 def without_proxy(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variable that keeps connections to this machine from going through a proxy.
 
@@ -38,7 +43,7 @@ def without_proxy(environment: Mapping[str, str]) -> dict[str, str]:
     dict of str to str
         ``no_proxy`` with the loopback names; empty where no proxy is set or all names are listed already.
     """
-    if not any(name.lower().endswith("_proxy") and name.lower() != "no_proxy" for name in environment):
+    if not proxied(environment):
         return {}
     before = environment.get("no_proxy", environment.get("NO_PROXY", ""))
     listed = [entry.strip() for entry in before.split(",") if entry.strip()]

@@ -184,8 +184,10 @@ def test_json_stays_pure_when_everybody_below_prints(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_closing_table_and_the_report(call: Caller) -> None:
+def test_the_closing_table_and_the_report(call: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     assert call("tiny") == 0
+    assert "proxy: connections to this machine go past that of the environment" in call.stdout
     assert "offline: Flower's telemetry and update check are off" in call.stdout
     sparse = next(line for line in call.stdout.splitlines() if line.startswith("sparse"))
     assert re.split(r" {2,}", sparse.strip())[1:] == ["60.0 %", "80 kB", "82.5 kB", "967 kB", "10x", "64 ms", "1"]
