@@ -26,6 +26,10 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
         "fedcomp.experiments.bench.server",
         "a client's cost to the server by codec, against FedAvg's own, with up to 1000 clients",
     ),
+    "round": (
+        "fedcomp.experiments.bench.round",
+        "a round of both halves beside the app: read passes, models of memory, bytes; plain FedAvg in the same run",
+    ),
     "upkeep": (
         "fedcomp.experiments.bench.upkeep",
         "a round's cost beside its updates: the step from their mean, the checkpoint, new arrays",

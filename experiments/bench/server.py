@@ -72,7 +72,7 @@ _UPLINK: Final = Key(0, "uplink", 1)
 _MB: Final = 1e6
 
 
-class _Nodes:
+class Nodes:
     """The nodes of a federation, for what strategies ask of a grid."""
 
     def __init__(self, count: int) -> None:
@@ -157,7 +157,7 @@ def round_of(
     server: Any = inner if codec is None else Compressed(inner, codec, feedback=False)
     size = updates[0].layout.size
     model = ArrayRecord({"w": Array(np.zeros(size, np.float32))})
-    messages = list(server.configure_train(1, model, ConfigRecord(), _Nodes(clients)))
+    messages = list(server.configure_train(1, model, ConfigRecord(), Nodes(clients)))
     plain = [ArrayRecord({"w": Array(update.vector)}) for update in updates] if frames is None else None
     replies = []
     for index, message in enumerate(messages):
