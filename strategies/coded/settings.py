@@ -285,10 +285,6 @@ class LinearSettings:
     approximate : bool
         Go on with the partitions that are determined instead of skipping a round. What is lost in phase 2 alone is
         given up only from the third retry on.
-    surplus : int, optional
-        Go on to phase 2 as soon as the answers decode and this many more than ``partitions`` have come, without waiting
-        for the rest. With two or more, one wrong answer is found in phase 1. Which answers come first does not repeat
-        from run to run, and neither do the last bits of the model. Default: wait for all answers, until ``timeout``.
     retries : int
         How often phase 2 may be repeated in a round. With a fifth of all messages lost 3 leave a seventh of the rounds
         undone, 7 hardly any.
@@ -320,7 +316,6 @@ class LinearSettings:
     lr: float = 0.1
     l2: float = 0.0
     approximate: bool = False
-    surplus: int | None = None
     retries: int = 7
     timeout: float | None = None
     payload: str = "float64"
@@ -331,8 +326,6 @@ class LinearSettings:
 
     def __post_init__(self) -> None:
         _require_counts(self, "partitions", "parities", "retries")
-        if self.surplus is not None:
-            _require_counts(self, "surplus")
         # Says what is wrong with a code or density before any node is asked.
         encoding_matrix(self.code, self.parities + 1, 1, density=self.density)
         params.choice("loss", self.loss, LOSSES)
