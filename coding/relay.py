@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from fedcomp.coding.code import GENERATION_BYTES, CodeName, Encoder, payload_digest, shape_of
+from fedcomp.coding.code import GENERATION_BYTES, CodeName, Encoder, shape_of
 from fedcomp.coding.decoder import Decoder
 from fedcomp.coding.encoder import encoder
 from fedcomp.coding.errors import CodingError, CorruptGeneration, NotDecodable, PacketError
@@ -164,7 +164,7 @@ class RelayPlan:
 
     >>> plan = RelayPlan("mds", symbols=4, shards=6, round=1)
     >>> shards = plan.packets(0, b"an update" * 100)
-    >>> collector = Collector(plan, [0], clients=7)
+    >>> collector = Collector(plan, range(7))
     >>> for relay, shard in list(zip(plan.holders(0, 7), shards))[2:]:
     ...     _ = collector.add(relay, shard)
     >>> collector.payload(0) == b"an update" * 100
@@ -320,9 +320,7 @@ class Collector:
     ----------
     plan : RelayPlan
     sources : iterable of int
-        Contributors by index.
-    clients : int, optional
-        How many clients take part; by default as many as there are contributors.
+        Contributors by index; as many clients take part, as relays.
 
     Attributes
     ----------
@@ -332,15 +330,13 @@ class Collector:
         Why packets were thrown away.
     """
 
-    def __init__(self, plan: RelayPlan, sources: Iterable[int], clients: int | None = None) -> None:
+    def __init__(self, plan: RelayPlan, sources: Iterable[int]) -> None:
         sources = list(sources)
-        # Relays are all clients, contributors perhaps fewer: with groups only the aggregators share.
-        count = len(sources) if clients is None else clients
         self.plan = plan
         self.received = self.innovative = self.dependent = 0
         self.refused: list[str] = []
         self._limits = plan.limits
-        self._sources = {source: _Source(plan.holders(source, count)) for source in sources}
+        self._sources = {source: _Source(plan.holders(source, len(sources))) for source in sources}
 
     def expect(self, source: int, commitment: Commitment, hashes: Iterable[bytes] = ()) -> None:
         """Accept only packets of this very payload from now on; those of others are as good as lost.
@@ -355,12 +351,6 @@ class Collector:
         """
         known = self._sources[source]
         known.expected, known.hashes = commitment, frozenset(hashes)
-
-    def check(self, source: int, payload: bytes) -> None:
-        """Raise :class:`CorruptGeneration` when a payload is not the one its source announced."""
-        expected = self._sources[source].expected
-        if expected is not None and Commitment(len(payload), payload_digest(payload)) != expected:
-            raise CorruptGeneration(f"the payload of source {source} is not the one it announced")
 
     def give_up(self, source: int) -> None:
         """Ask nobody for ``source`` any more: it shared nothing, or answers in another way."""

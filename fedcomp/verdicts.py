@@ -201,9 +201,6 @@ VERDICTS: Final[Mapping[str, Mapping[str, Verdict]]] = MappingProxyType(
                 "baseline",
                 "As relay-mds but for 0.4 % of failures at exactly K shards (derived); needed above 256 shards.",
             ),
-            "groups, mix": Verdict(
-                "baseline", "Options of coded relays; no page measures a gain, and a mix is all or nothing."
-            ),
             'sumcode mode="mask"': Verdict(
                 "baseline",
                 "LightSecAgg: the server receives a vector from every client, where mode=share needs one in all.",

@@ -66,23 +66,6 @@ def below(settings: Settings, prefix: str) -> dict[str, Any]:
     return {key.removeprefix(prefix): value for key, value in settings.items() if key.startswith(prefix)}
 
 
-def whole_numbers(name: str, text: str) -> int | tuple[int, ...]:
-    """Read ``"512"`` or ``"512,384"``, a setting that may be several numbers.
-
-    Raises
-    ------
-    ConfigError
-        When it is something else.
-    """
-    try:
-        found = tuple(int(word) for word in text.split(","))
-    except ValueError as error:
-        raise ConfigError(
-            f"setting {name!r} is {text!r}; expected a whole number such as 512, or several such as 512,384"
-        ) from error
-    return found[0] if len(found) == 1 else found
-
-
 def make_inner(settings: Settings) -> Strategy:
     """Return the Flower strategy that ``inner`` and ``inner.*`` describe.
 

@@ -161,14 +161,6 @@ CODING = (
         ),
     ),
     row(
-        "strategies/coded/groups.py",
-        "groups add integers, {} sends floating-point models; wrap it",
-        lambda: CodedFedAvg(quiet(), code="mds", symbols=2, groups=2),
-        lambda: same(
-            CodedFedAvg(Compressed(quiet(), INTEGERS), code="mds", symbols=2, groups=2), quiet(), halves=CODED
-        ),
-    ),
-    row(
         "strategies/coded/gradients.py",
         "means nothing to a gradient code; use losses=",
         lambda: CodedFedAvg(quiet(), construction="gradcode", symbols=3),
@@ -185,12 +177,6 @@ CODING = (
         "of which a gradient code shows none; use one of {}",
         lambda: CodedFedAvg(quiet(FedMedian), construction="gradcode", losses=1),
         lambda: CodedFedAvg(quiet(FedAdam), construction="gradcode", losses=1),
-    ),
-    row(
-        "strategies/coded/mixing.py",
-        "mix=True combines what relays hold at random; code={} cannot, use 'rlnc'",
-        lambda: CodedFedAvg(quiet(), mix=True, code="mds"),
-        lambda: trains(CodedFedAvg(quiet(), mix=True, code="rlnc"), CODED),
     ),
     row(
         "strategies/coded/settings.py",

@@ -1,4 +1,4 @@
-"""More rows of advice: states, packets, partial sums, ledgers, nodes."""
+"""More rows of advice: states, packets, ledgers, nodes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ from fedcomp.codecs.topk import TopK
 from fedcomp.coding.code import PacketPlace
 from fedcomp.coding.gradvalues import PrimeArithmetic
 from fedcomp.coding.mds import MdsEncoder
-from fedcomp.coding.partial import GroupPart, PartialSum
 from fedcomp.coding.prime import PrimeField
 from fedcomp.coding.rlnc import RlncEncoder
 from fedcomp.flower import store
@@ -60,10 +59,6 @@ def coded_with(kind: Any, **options: Any) -> bool:
     """Whether as many packets as there are symbols are made."""
     encoder = kind(PAYLOAD, PLACE, **options)
     return encoder.symbols > 0
-
-
-def summed(*parts: int, weight: int = 1, largest: int = 5) -> PartialSum:
-    return PartialSum(np.full(3, largest, np.int64), tuple(GroupPart(index, weight, 0, 0) for index in parts))
 
 
 def another(name: str, replace: bool = False) -> Any:
@@ -162,18 +157,6 @@ ROWS: tuple[Row, ...] = (
         "Use code 'mds'",
         lambda: coded_with(RlncEncoder, symbols=5, threshold=1),
         lambda: coded_with(MdsEncoder, symbols=5, threshold=1),
-    ),
-    row(
-        "coding/partial.py",
-        "each counts once: leave one of them out",
-        lambda: summed(1, 2).merged(summed(2, 3)),
-        lambda: summed(1, 2).merged(summed(3)).integers.tolist() == [10, 10, 10],
-    ),
-    row(
-        "coding/partial.py",
-        "beyond 64 bits; use smaller weights or fewer levels",
-        lambda: summed(1).plus(np.full(3, 9, np.int64), GroupPart(2, 1 << 62, 0, 0)),
-        lambda: summed(1).plus(np.full(3, 9, np.int64), GroupPart(2, 3, 0, 0)).integers.tolist() == [32, 32, 32],
     ),
     row(
         "coding/gradvalues.py",

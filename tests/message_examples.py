@@ -77,10 +77,7 @@ _QUERY = {"run": b"run 0001", "transport": "peers", "max_store": 1 << 20, "spool
 _RELAY, _SUMS, _GRAD = ({"construction": name, **_QUERY} for name in ("relay", "sumcode", "gradcode"))
 _CODE = {"code": "mds", "symbols": 2, "shards": 2, "private": 1, "seed": -7, "max_payload": 999}
 _TRAINING = datalens.TrainingRequest("s", 1, -5, 2, 3, 4, 1, 0.5, True, 3, 2, 8, 0.1, 0.2, -7, False)
-_MIX = {"mix_bytes": 64, "clients": 3, "seed": -7, "shards": 2}
 _RELAYS = {"source": 1, "relays": (2, 0), "keys": bytes(range(64)), "addresses": ("a", "")}
-_UP = {"aggregator": 0, "max_payload": 99, "keys": bytes(range(32)), "addresses": ("a",)}
-_GROUP = {"seal": True, "index": 1, "members": (1, 2), "sequences": (7, 9)}
 _PROOF = {"partitions": (7, 3), "signatures": (b"", b"signed")}
 _NEWS = {"round": 3, "public": bytes(range(32)), "address": "host:1"}
 
@@ -204,43 +201,15 @@ EXAMPLES: dict[str, Schema] = {
     "coded.Indexed": coded.Indexed(**_RELAY, index=1),
     "coded.Hello": coded.Hello(partition=4, public=bytes(range(32)), address="host:1"),
     "coded.Header": coded.Header(round=3),
-    "coded.Introduced": coded.Introduced(**_NEWS),
     "coded.RelayTraining": coded.RelayTraining(**_RELAY, **_CODE, **_RELAYS, index=1),
-    "coded.MixTraining": coded.MixTraining(**_RELAY, **_MIX, **_RELAYS, index=1),
-    "coded.GroupTraining": coded.GroupTraining(
-        **_RELAY, index=1, aggregator=0, max_payload=99, keys=bytes(range(32)), addresses=("a",)
-    ),
-    "coded.GroupSum": coded.GroupSum(
-        **_RELAY,
-        **_CODE,
-        **_RELAYS,
-        seal=True,
-        index=1,
-        members=(1, 2),
-        sequences=(7, 9),
-        spec={"codec": {"id": "fixed"}, "seed": 3},
-        weight="num-examples",
-    ),
-    "coded.GroupForward": coded.GroupForward(
-        **_RELAY, **_UP, **_GROUP, spec={"codec": {"id": "fixed"}, "seed": 3}, weight="num-examples"
-    ),
-    "coded.MergedSum": coded.MergedSum(
-        **_RELAY, **_CODE, **_RELAYS, **_GROUP, level=2, sources=(1, 2), sizes=(1, 1), count=9, levels=4, modulus=2**32
-    ),
-    "coded.MergedForward": coded.MergedForward(
-        **_RELAY, **_UP, **_GROUP, level=3, sources=(1,), sizes=(2,), count=9, levels=4
-    ),
     "coded.Collect": coded.Collect(**_RELAY, seal=True, index=1, sources=(0, 2), hashes=bytes(range(16))),
     "coded.CollectFresh": coded.CollectFresh(
-        **_RELAY, **_CODE, seal=True, index=1, sources=(0,), hashes=bytes(8), source=1, sum=True, fresh=2
+        **_RELAY, **_CODE, seal=True, index=1, sources=(0,), hashes=bytes(8), source=1, fresh=2
     ),
-    "coded.Combine": coded.Combine(**_RELAY, **_MIX, seal=True, index=1, first=2, count=3),
-    "coded.Handed": coded.Handed(**_NEWS, sent=(5, 0), failed=("no room",)),
     "coded.Shared": coded.Shared(
         **_NEWS, sent=(5, 0), failed=("no room",), hashes=bytes(range(16)), payload=99, digest=b"12345678"
     ),
     "coded.Kept": coded.Kept(round=3, kept=2, refused=("no room",)),
-    "coded.Combined": coded.Combined(round=3, refused=("no room",), held=(0, 99)),
     "coded.Collected": coded.Collected(round=3, fresh=2, refused=("no room",), held=(0, 99)),
     "coded.SumTraining": coded.SumTraining(
         **_SUMS,
@@ -285,7 +254,6 @@ EXAMPLES: dict[str, Schema] = {
         weight="num-examples",
     ),
     "coded.Hello/signed": coded.Hello(partition=4, public=bytes(range(32)), signature=b"signed"),
-    "coded.Introduced/signed": coded.Introduced(**_NEWS, signature=b"signed"),
     "coded.RelayTraining/signed": coded.RelayTraining(**_RELAY, **_CODE, **_RELAYS, **_PROOF, index=1),
     "coded.SumTraining/signed": coded.SumTraining(
         **_SUMS,
@@ -298,10 +266,6 @@ EXAMPLES: dict[str, Schema] = {
         keys=bytes(64),
         addresses=("", ""),
     ),
-    "coded.GroupTraining/signed": coded.GroupTraining(
-        **_RELAY, **_UP, index=1, partitions=(7,), signatures=(b"signed",)
-    ),
-    "coded.Handed/missed": coded.Handed(round=3, sent=(5,), missed=(2,), causes=("refused",)),
     "coded.Shared/missed": coded.Shared(
         round=3, sent=(5, 0), hashes=bytes(8), missed=(0, 2), causes=("", "no address"), payload=9, digest=bytes(8)
     ),
@@ -335,16 +299,15 @@ CONFLICTS: list[Schema] = [
     parts.PartAnswer(3, 3, 7),
     parts.PartRequest(1, 7, (2,)),
     linear.Targets((0, 4), ("a",)),
-    coded.Introduced(round=3, public=b"short"),
     gossip.LinkTerms(run=b"run-0001", seal=True, max_store=1, known=b"short"),
     gossip.LinkTerms(run=b"run-0001", seal=True, max_store=1, to=(1,), addresses=("tcp://h:1",)),
     gossip.LinkReport(to=(1,), sent=(136,)),
     gossip.LinkTerms(
         run=b"run-0001", seal=True, max_store=1, to=(1,), addresses=("",), keys=bytes(32), signatures=(b"", b"")
     ),
-    coded.Handed(round=3, missed=(2,)),
-    coded.Handed(round=3, missed=(2, 2), causes=("x", "y")),
-    coded.Handed(round=3, public=b"short", missed=(2,), causes=("x",)),
+    coded.Shared(round=3, missed=(2,), payload=9, digest=bytes(8)),
+    coded.Shared(round=3, missed=(2, 2), causes=("x", "y"), payload=9, digest=bytes(8)),
+    coded.Shared(round=3, public=b"short", payload=9, digest=bytes(8)),
     coded.Shared(round=3, causes=("x",), payload=9, digest=bytes(8)),
     coded.SumShared(round=3, tag=bytes(24), missed=(2,)),
     coded.RelayTraining(**_RELAY, **_CODE, **_RELAYS, index=1, partitions=(7, 7)),
@@ -355,18 +318,8 @@ CONFLICTS: list[Schema] = [
     coded.RelayTraining(**_RELAY, **_CODE, **{**_RELAYS, "relays": (2, 2)}, index=1),
     coded.RelayTraining(**_RELAY, **_CODE, **{**_RELAYS, "relays": (2, 0, 1)}, index=1),
     coded.RelayTraining(**_RELAY, **_CODE, **{**_RELAYS, "keys": b"short"}, index=1),
-    coded.MixTraining(**_RELAY, **_MIX, **{**_RELAYS, "addresses": ("a",)}, index=1),
-    coded.MixTraining(**{**_RELAY, "transport": "hub"}, **_MIX, **_RELAYS, index=1),
-    coded.GroupTraining(**_RELAY, index=1, aggregator=0, max_payload=99, keys=b"short"),
-    coded.GroupSum(**_RELAY, **_CODE, **_RELAYS, seal=True, index=1, members=(1, 2), sequences=(7,), spec={}),
-    coded.GroupSum(**_RELAY, **_CODE, **{**_RELAYS, "keys": b"short"}, seal=True, index=1, spec={}),
-    coded.GroupForward(**_RELAY, **_UP, **{**_GROUP, "members": (1,)}, spec={}),
-    coded.GroupForward(**_RELAY, **{**_UP, "keys": b"short"}, **_GROUP, spec={}),
-    coded.MergedSum(**_RELAY, **_CODE, **_RELAYS, **_GROUP, level=3, sources=(1,), sizes=(1,), count=9, levels=4),
-    coded.MergedForward(**_RELAY, **_UP, **_GROUP, level=3, sources=(1,), sizes=(1, 1), count=9, levels=4),
-    coded.MergedForward(
-        **_RELAY, **_UP, **{**_GROUP, "members": (1,)}, level=3, sources=(1,), sizes=(1,), count=9, levels=4
-    ),
+    coded.RelayTraining(**_RELAY, **_CODE, **{**_RELAYS, "addresses": ("a",)}, index=1),
+    coded.RelayTraining(**{**_RELAY, "transport": "hub"}, **_CODE, **_RELAYS, index=1),
     coded.Collect(**_RELAY, seal=True, index=1, sources=(0, 2), hashes=bytes(8)),
     coded.SumTraining(**_SUMS, index=1, plan={}, seal=True, relays=(2, 0), metrics=True, keys=b"short"),
     coded.SumTraining(**_SUMS, index=1, plan={}, seal=True, relays=(2, 0), metrics=True, addresses=("a",)),
@@ -380,12 +333,6 @@ CONFLICTS: list[Schema] = [
     replace(_TRAINING, teachers=1 << 12, images=1 << 10, pixels=1 << 8),
     linear.Build(plan=b"12345678", sizes=(3, 2**31 - 1), columns=5, bias=True),
     linear.Owner(rows=2**31 - 1, columns=5, loss="hinge", data=b"0123456789abcdef"),
-    coded.MixTraining(**_RELAY, **{**_MIX, "mix_bytes": 2**32 - 64}, **_RELAYS, index=1),
-    coded.Combine(**_RELAY, **{**_MIX, "mix_bytes": 2**32 - 64}, seal=True, index=1, first=2, count=3),
-    coded.Combine(**_RELAY, **{**_MIX, "mix_bytes": 1 << 20}, seal=True, index=1, first=2, count=1 << 12),
-    coded.MergedSum(
-        **_RELAY, **_CODE, **_RELAYS, **_GROUP, level=3, sources=(1,), sizes=(2,), count=2**32 - 1, levels=4
-    ),
     linear.Done(),
     linear.Done(plan=b"1234567"),
 ]

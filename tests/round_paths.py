@@ -26,7 +26,6 @@ from fedcomp.codecs import (
     FixedPoint,
     GradiVeQ,
     Identity,
-    ModularSum,
     PowerSGD,
     RandomK,
     ScaleCom,
@@ -63,8 +62,6 @@ PROMISE: dict[str, Any] = {"population": NODES, "delta": 1e-3, "insecure_determi
 NOISY = {**PROMISE, "noise_multiplier": 0.5}
 BALLOT = TopkSign(k=50)
 INTEGERS = FixedPoint(RandomK(1.0), clip=1024.0, levels=1024)
-
-RESIDUES = ModularSum(RandomK(1.0), clip=1024.0, levels=1024, summands=10 * NODES * (NODES + 1) // 2)
 
 
 class Stepping(FedAvg):
@@ -182,17 +179,6 @@ PATHS: dict[str, Path] = {
         lambda *o: client_app([*o, learned_gradients(), compression()]),
     ),
     "relay": Path(lambda: CodedFedAvg(Compressed(quiet(), SPARSE, policy=DENSE_BIAS), symbols=2), coded_app),
-    "groups": Path(
-        lambda: CodedFedAvg(Compressed(quiet(), INTEGERS, policy=DENSE_BIAS), code="mds", symbols=2, groups=2),
-        coded_app,
-        buffers=False,
-    ),
-    # No node is alone in a group: one that is answers nothing that could be damaged on the way.
-    "tree of groups": Path(
-        lambda: CodedFedAvg(Compressed(quiet(), RESIDUES, policy=DENSE_BIAS), code="mds", symbols=2, groups=(2, 1)),
-        coded_app,
-        buffers=False,
-    ),
     "coded sum": Path(
         lambda: CodedFedAvg(
             Compressed(quiet(), INTEGERS, policy=DENSE_BIAS), construction="sumcode", symbols=2, threshold=1

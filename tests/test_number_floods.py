@@ -6,19 +6,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import get_type_hints
 
 import numpy as np
 import pytest
 from message_examples import EXAMPLES
 
-from fedcomp.clients.coded.groups import _Replies
-from fedcomp.codecs import Factors, FixedPoint, RandomK, RandomProjection
+from fedcomp.codecs import Factors, RandomProjection
 from fedcomp.codecs.projection import MOST_SIGNS
 from fedcomp.coding.relay import RelayPlan
 from fedcomp.coding.sumcode import SumPlan
-from fedcomp.errors import ConfigError, StateError
-from fedcomp.flower.coded import GroupSum
+from fedcomp.errors import ConfigError
 from fedcomp.layout import NONE_DENSE, Layout, Update
 from fedcomp.rng import Key
 from fedcomp.rules import Int, Many
@@ -27,17 +25,16 @@ HERE = Path(__file__).parent
 
 FREE = {
     # Compared, counted or looked up; nothing is as long as they are.
-    "round sequence sequences acknowledged generation pending made version base support serial epoch iteration oldest "
+    "round sequence acknowledged generation pending made version base support serial epoch iteration oldest "
     "node hop norms resync noticed now number total": "compared with the receiver's own",
     "seed draw": "names a random stream",
-    "index source sources members aggregator relays partition partitions to out in_ inbox_from returned_to needs "
+    "index source sources relays partition partitions to out in_ inbox_from returned_to needs "
     "missed messages_to named unknown": "names parties; a list is as long as the message that brings it",
     "sizes sent held kept left_out cut messages_counts payload checksum steps examples inputs remote_inputs wanted "
     "candidates owned train test": "a figure, reported or compared with what came",
-    "max_store max_payload cache_bytes dense_below modulus levels": "a limit, where the receiver has one, too",
+    "max_store max_payload cache_bytes dense_below": "a limit, where the receiver has one, too",
     # Bounded as products, in Schema.conflict.
     "columns rows": "linear: rows times columns",
-    "mix_bytes count": "coded rounds: symbols and sums of at most MOST_VALUES",
     "pixels k batch": "DataLens: teachers, images and pixels",
     # Bounded where they are used.
     "nodes features": "graphs: rows of a frame are bounded in bytes before they are made",
@@ -116,24 +113,3 @@ def test_shards_of_a_payload_are_bounded_together() -> None:
     ):
         with pytest.raises(ConfigError, match=r"Have more symbols \(K\), or fewer shards"):
             make()
-
-
-def test_an_aggregator_holds_no_sum_of_a_model_that_a_server_makes_up() -> None:
-    asked: Any = next(example for example in EXAMPLES.values() if type(example) is GroupSum)
-    codec = FixedPoint(RandomK(1.0), clip=1.0).to_config()
-
-    def of(*sizes: int, first: tuple[int, ...] = ()) -> _Replies:
-        tensors, start = [], 0
-        for number, size in enumerate(sizes):
-            shape = list(first) if first and not number else [size]
-            tensors.append({"name": f"{number}", "shape": shape, "dtype": "float32", "offset": start, "size": size})
-            start += size
-        spec = {"codec": codec, "tensors": tensors, "seed": 1}
-        return _Replies(type(asked)(**{**vars(asked), "spec": spec}), 1)
-
-    assert of(200, 30, first=(10, 20)).count == 230
-    with pytest.raises(StateError, match="more than"):
-        of(2**40)
-    for sizes, shape in (((2**40, 100 - 2**40), ()), ((2**40,), (1,)), ((10,), (2**40,))):
-        with pytest.raises(StateError, match="do not lie end to end"):
-            of(*sizes, first=shape)

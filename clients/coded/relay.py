@@ -6,18 +6,18 @@ other bytes, and shards of two payloads do not fit together.
 
 from __future__ import annotations
 
+from typing import Final, Literal
+
 import numpy as np
 from flwr.app import Message, RecordDict
 
-from fedcomp.clients.coded.groups import add_up, array_of, join, plan_of
-from fedcomp.clients.coded.mixing import combine, mix_in
 from fedcomp.clients.coded.mod import REASON
-from fedcomp.clients.coded.shards import PAYLOAD, SHARED, Shards, Terms
+from fedcomp.clients.coded.shards import Shards, Terms
 from fedcomp.clients.half import CallNext
 from fedcomp.coding.code import MAX_SYMBOLS
 from fedcomp.coding.errors import CodingError, PacketError
 from fedcomp.coding.packet import DIGEST_BYTES, Packet, PacketLimits
-from fedcomp.coding.relay import packet_hash
+from fedcomp.coding.relay import RelayPlan, packet_hash
 from fedcomp.errors import StateError
 from fedcomp.flower.coded import (
     COLLECT,
@@ -25,7 +25,6 @@ from fedcomp.flower.coded import (
     PER_SOURCE,
     PUT,
     SHARD,
-    SUM,
     Collect,
     Collected,
     CollectFresh,
@@ -33,10 +32,14 @@ from fedcomp.flower.coded import (
     Kept,
     RelayTraining,
     Shared,
+    pack_content,
     put_bundle,
 )
 
-_UNKNOWN = bytes(DIGEST_BYTES)
+_UNKNOWN: Final = bytes(DIGEST_BYTES)
+
+_PAYLOAD: Final = "payload"
+_SHARED: Final = "shared"
 
 
 class RelayClient(Shards):
@@ -49,13 +52,9 @@ class RelayClient(Shards):
         if kind == PUT:
             return self._keep()
         if kind == COLLECT:
-            return combine(self) if self.exchange.asks("mix-bytes") else self._hand_out()
-        if kind == SUM:
-            return add_up(self)
+            return self._hand_out()
         if kind.partition(".")[0] == "train":
-            if self.exchange.asks("mix-bytes"):
-                return mix_in(self, call_next)
-            return join(self, call_next) if self.exchange.asks("aggregator") else self._share(call_next)
+            return self._share(call_next)
         raise StateError(f"a relayed round has no messages of type {kind!r}")
 
     # Sharing.
@@ -64,16 +63,21 @@ class RelayClient(Shards):
         """Train unless that was done already, then share; the plan is checked whole before anything is done."""
         exchange = self.exchange
         asked = exchange.take(RelayTraining)
-        terms, plan = Terms.of(asked, asked.source), plan_of(asked)
-        kept = self.exchange.arrays if self.exchange.numbers.get(SHARED) == self.exchange.round else {}
-        if kept and PAYLOAD not in kept:
+        terms, plan = Terms.of(asked, asked.source), _plan_of(asked)
+        kept = exchange.arrays if exchange.numbers.get(_SHARED) == exchange.round else {}
+        if kept and _PAYLOAD not in kept:
             packets = [kept[f"{i}"].tobytes() for i in range(len(kept))]
         else:
-            payload = self.trained(call_next)
-            if isinstance(payload, Message):
-                return payload
+            if kept:
+                payload = kept[_PAYLOAD].tobytes()
+            else:
+                reply = call_next(exchange.plain_message(), exchange.context)
+                if reply.has_error():
+                    return reply
+                payload = pack_content(reply.content)
             packets = plan.packets(terms.source, payload)
-            self.remember(payload)
+            exchange.numbers[_SHARED] = exchange.round
+            exchange.arrays = {_PAYLOAD: np.frombuffer(payload, np.uint8)}
             if plan.threshold:
                 # Every encoder draws its own random symbols, and shards of two do not decode together: keep these.
                 exchange.arrays = {f"{i}": np.frombuffer(p, np.uint8) for i, p in enumerate(packets)}
@@ -98,13 +102,30 @@ class RelayClient(Shards):
         """Answer with the shards of the sources that are asked for, and with fresh shards of the own payload."""
         exchange = self.exchange
         asked = exchange.take(CollectFresh if exchange.asks("fresh") else Collect)
-        bodies, held, refused = self.opened(asked, SHARD, set(asked.sources))
+        bodies, held, refused = self._opened(asked)
         packets = self._sound(asked, bodies, refused)
         fresh = self._fresh(asked) if isinstance(asked, CollectFresh) else []
         content = RecordDict()
         put_bundle(content, [*packets, *fresh])
         held = [] if exchange.hub else held
         return exchange.reply(Collected, content, fresh=len(fresh), refused=refused[:MOST_REASONS], held=held)
+
+    def _opened(self, asked: Collect) -> tuple[list[tuple[int, bytes]], list[int], list[str]]:
+        """Return what this relay keeps: (source, body) of what it can open; source and size in turn; what it cannot."""
+        bodies: list[tuple[int, bytes]] = []
+        held: dict[int, int] = {}
+        refused: list[str] = []
+        wanted = set(asked.sources)
+        for parcel in self.stored(SHARD, asked.index):
+            # Before it is opened: its bytes crossed the link, readable or not.
+            held.setdefault(parcel.source, len(parcel))
+            if parcel.source not in wanted:
+                continue
+            try:
+                bodies.append((parcel.source, self.open(parcel, asked.seal)))
+            except CodingError as error:
+                refused.append(f"source {parcel.source}: {error}"[:REASON])
+        return bodies, [number for pair in held.items() for number in pair], refused[:MOST_REASONS]
 
     @staticmethod
     def _sound(asked: Collect, bodies: list[tuple[int, bytes]], refused: list[str]) -> list[bytes]:
@@ -139,7 +160,12 @@ class RelayClient(Shards):
     def _fresh(self, asked: CollectFresh) -> list[bytes]:
         """Return further shards of what this node shared; none when that was in another round."""
         exchange = self.exchange
-        name = array_of(asked.source) if asked.sum else PAYLOAD
-        if exchange.numbers.get(SHARED) != exchange.round or name not in exchange.arrays:
+        if exchange.numbers.get(_SHARED) != exchange.round or _PAYLOAD not in exchange.arrays:
             return []
-        return plan_of(asked).fresh(asked.source, exchange.arrays[name].tobytes(), asked.fresh)
+        return _plan_of(asked).fresh(asked.source, exchange.arrays[_PAYLOAD].tobytes(), asked.fresh)
+
+
+def _plan_of(asked: RelayTraining | CollectFresh) -> RelayPlan:
+    """Return the code that a message asks for; raise :class:`FedcompError` where there is no such one."""
+    code: Literal["rlnc", "mds"] = "mds" if asked.code == "mds" else "rlnc"
+    return RelayPlan(code, asked.symbols, asked.shards, asked.round, asked.private, asked.seed, asked.max_payload)

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any
 
-import numpy as np
-from flwr.app import Message, RecordDict
+from flwr.app import RecordDict
 
 from fedcomp.clients.coded.mod import REASON, CodedMessage
-from fedcomp.clients.half import CallNext
 from fedcomp.coding.errors import CodingError
 from fedcomp.coding.relay import packet_hash
 from fedcomp.coding.sealing import KEY_BYTES, seal
 from fedcomp.coding.sealkeys import require_signed
 from fedcomp.coding.transport import Parcel, deliver
-from fedcomp.errors import ConfigError
-from fedcomp.flower.coded import MOST_REASONS, NO_ADDRESS, SHARD, pack_content, put_bundle
-from fedcomp.flower.logs import log
-from fedcomp.flower.payload import NODE_RECORD, has_frame, take_frame
-from fedcomp.flower.protocol import EXACT, UPDATE
-
-PAYLOAD: Final = "payload"
-SHARED: Final = "shared"
+from fedcomp.flower.coded import NO_ADDRESS, SHARD, put_bundle
 
 
 @dataclass(frozen=True)
@@ -98,23 +89,6 @@ class Shards:
         own = None if terms.own is None else terms.relays[terms.own]
         return self.exchange.news(own.key, own.signature) if own is not None and own.key else {}
 
-    def trained(self, call_next: CallNext) -> bytes | Message:
-        """Return the complete reply of this round as bytes, kept from an earlier delivery of the message or made now.
-
-        An error is returned as the message that it is. Whoever shares keeps the bytes: training twice could give
-        others, and shards of two payloads do not fit together.
-        """
-        exchange = self.exchange
-        if exchange.numbers.get(SHARED) == exchange.round and PAYLOAD in exchange.arrays:
-            return exchange.arrays[PAYLOAD].tobytes()
-        reply = call_next(exchange.plain_message(), exchange.context)
-        return reply if reply.has_error() else pack_content(reply.content)
-
-    def remember(self, payload: bytes) -> None:
-        """Keep what was shared in this round."""
-        self.exchange.numbers[SHARED] = self.exchange.round
-        self.exchange.arrays = {PAYLOAD: np.frombuffer(payload, np.uint8)}
-
     def send(self, terms: Terms, packets: list[bytes], content: RecordDict, kind: int = SHARD) -> dict[str, Any]:
         """Keep the own shard, send the others; return what the header says of it."""
         exchange = self.exchange
@@ -125,14 +99,14 @@ class Shards:
             try:
                 # Sealed one by one: a relay whose key is wrong costs its own shard, not the round.
                 if i != terms.own:
-                    others.append((to, self.sealed(parcel, to)))
+                    others.append((to, self._sealed(parcel, to)))
                 else:
                     exchange.store.put(_seal(parcel, exchange.identity.public) if to.key else parcel)
             except CodingError as error:
                 # A relay whose key is not valid is a lost relay, for which the others stand.
                 whose = "own shard" if i == terms.own else f"relay {to.called}"
                 failed.append(f"{whose}: {error}"[:REASON])
-        handed, missed = self.post(others, content)
+        handed, missed = self._post(others, content)
         if exchange.hub:
             return {"failed": failed}
         sent = [handed.get(to.called, 0) for to in terms.relays]
@@ -142,7 +116,7 @@ class Shards:
             said["hashes"] = b"".join(map(packet_hash, packets))
         return said
 
-    def sealed(self, parcel: Parcel, to: Peer) -> Parcel:
+    def _sealed(self, parcel: Parcel, to: Peer) -> Parcel:
         """Return a parcel as it leaves: sealed where its receiver has a key.
 
         Raises
@@ -155,7 +129,7 @@ class Shards:
             require_signed(tls.keys, to.partition, self.exchange.run, to.key, to.signature)
         return _seal(parcel, to.key) if to.key else parcel
 
-    def post(
+    def _post(
         self, outgoing: Sequence[tuple[Peer, Parcel]], content: RecordDict
     ) -> tuple[dict[int, int], dict[str, Any]]:
         """Hand parcels over; return the bytes by receiver, and what the answer says of parcels that no link took.
@@ -189,63 +163,6 @@ class Shards:
         """Return what is in a parcel; raise :class:`CodingError` where it is sealed for somebody else."""
         return self.exchange.identity.open(parcel.body, parcel.coordinates) if sealed else parcel.body
 
-    def opened(
-        self, asked: Any, kind: int, wanted: Collection[int] | None = None
-    ) -> tuple[list[tuple[int, bytes]], list[int], list[str]]:
-        """Return what this relay keeps: (source, body) of what it can open; source and size in turn; what it cannot."""
-        bodies: list[tuple[int, bytes]] = []
-        held: dict[int, int] = {}
-        refused: list[str] = []
-        for parcel in self.stored(kind, asked.index):
-            # Before it is opened: its bytes crossed the link, readable or not.
-            held.setdefault(parcel.source, len(parcel))
-            if wanted is not None and parcel.source not in wanted:
-                continue
-            try:
-                bodies.append((parcel.source, self.open(parcel, asked.seal)))
-            except CodingError as error:
-                refused.append(f"source {parcel.source}: {error}"[:REASON])
-        return bodies, [number for pair in held.items() for number in pair], refused[:MOST_REASONS]
-
 
 def _seal(parcel: Parcel, key: bytes) -> Parcel:
     return replace(parcel, body=seal(parcel.body, key, parcel.coordinates))
-
-
-def summable_frame(content: RecordDict) -> bytes:
-    """Return the frame of integers in a reply.
-
-    Raises
-    ------
-    ConfigError
-        When there is none, or the reply holds buffers, which are no integers on the codec's grid.
-    """
-    frame = take_frame(content, UPDATE)
-    if frame is None:
-        header = content.config_records.get(NODE_RECORD)
-        said = None if header is None else header.get("unsupported")
-        why = said if isinstance(said, str) else "is compression() among its mods, behind coded()?"
-        raise ConfigError(f"the app's reply holds no frame that could be added to others' ({why})")
-    if has_frame(content, EXACT):
-        raise ConfigError("the model has buffers that travel as values; of these there is no coded sum")
-    return frame
-
-
-def whole_weight(content: RecordDict, key: str) -> int:
-    """Return the metric that weighs an update in a sum of integers; 1 without a key.
-
-    Raises
-    ------
-    ConfigError
-        When it is not a whole number >= 0. The number itself is only logged here: the server is to learn of weights no
-        more than their sum.
-    """
-    if not key:
-        return 1
-    found = [record[key] for record in content.metric_records.values() if key in record]
-    # Where two records have such a metric, which of them weighs the update cannot be told.
-    value = found[0] if len(found) == 1 else None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not float(value).is_integer() or value < 0:
-        log.warning("metric %r is %r: it cannot be the weight in a sum", key, value)
-        raise ConfigError(f"metric {key!r} is no whole number >= 0, as the weight in a sum must be")
-    return int(value)

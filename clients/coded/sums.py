@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from fedcomp import wire
 from fedcomp.clients.coded.mod import REASON
-from fedcomp.clients.coded.shards import Shards, Terms, summable_frame, whole_weight
+from fedcomp.clients.coded.shards import Shards, Terms
 from fedcomp.clients.half import CallNext
 from fedcomp.clients.messages import find_announcement
 from fedcomp.codecs import FixedPoint, fixed_point_of, get_codec
@@ -54,8 +54,8 @@ from fedcomp.flower.coded import (
     put_bundle,
 )
 from fedcomp.flower.logs import log
-from fedcomp.flower.payload import NODE_RECORD, put_frame
-from fedcomp.flower.protocol import Announcement
+from fedcomp.flower.payload import NODE_RECORD, has_frame, put_frame, take_frame
+from fedcomp.flower.protocol import EXACT, UPDATE, Announcement
 from fedcomp.flower.state import update_number
 
 _BOOK: Final = "fedcomp.coded.sums"
@@ -201,7 +201,7 @@ class SumCodeClient(Shards):
         self, content: RecordDict, announcement: Announcement, asked: SumTraining, plan: SumPlan
     ) -> tuple[FixedPoint, NDArray[np.int64]]:
         """Return the codec, and what the compression mod sent in steps of its grid."""
-        frame = summable_frame(content)
+        frame = _summable_frame(content)
         codec = fixed_point_of(get_codec(announcement.codec))
         if codec.levels != plan.bound:
             raise StateError(f"the codec has {codec.levels} levels, the plan {plan.bound}")
@@ -211,7 +211,7 @@ class SumCodeClient(Shards):
     @staticmethod
     def _weight(content: RecordDict, key: str, plan: SumPlan) -> int:
         """Return the update's weight as an integer the plan has room for; 1 when all count the same."""
-        value = whole_weight(content, key)
+        value = _whole_weight(content, key)
         if value > plan.max_weight:
             # The number itself stays here: the server is to learn of weights no more than their sum.
             log.warning("metric %r is %s, more than the %d for which the sum has room", key, value, plan.max_weight)
@@ -335,3 +335,42 @@ def _number(header: ConfigRecord, name: str, default: int | None = None) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise StateError(f"the reply's header field {name!r} is {value!r}, expected a whole number")
     return value
+
+
+def _summable_frame(content: RecordDict) -> bytes:
+    """Return the frame of integers in a reply.
+
+    Raises
+    ------
+    ConfigError
+        When there is none, or the reply holds buffers, which are no integers on the codec's grid.
+    """
+    frame = take_frame(content, UPDATE)
+    if frame is None:
+        header = content.config_records.get(NODE_RECORD)
+        said = None if header is None else header.get("unsupported")
+        why = said if isinstance(said, str) else "is compression() among its mods, behind coded()?"
+        raise ConfigError(f"the app's reply holds no frame that could be added to others' ({why})")
+    if has_frame(content, EXACT):
+        raise ConfigError("the model has buffers that travel as values; of these there is no coded sum")
+    return frame
+
+
+def _whole_weight(content: RecordDict, key: str) -> int:
+    """Return the metric that weighs an update in a sum of integers; 1 without a key.
+
+    Raises
+    ------
+    ConfigError
+        When it is not a whole number >= 0. The number itself is only logged here: the server is to learn of weights no
+        more than their sum.
+    """
+    if not key:
+        return 1
+    found = [record[key] for record in content.metric_records.values() if key in record]
+    # Where two records have such a metric, which of them weighs the update cannot be told.
+    value = found[0] if len(found) == 1 else None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not float(value).is_integer() or value < 0:
+        log.warning("metric %r is %r: it cannot be the weight in a sum", key, value)
+        raise ConfigError(f"metric {key!r} is no whole number >= 0, as the weight in a sum must be")
+    return int(value)

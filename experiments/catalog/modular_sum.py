@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from fedcomp.experiments.experiment import Config, Experiment, Option
-from fedcomp.experiments.findings import Claim, Findings, Say, Table, mean
-from fedcomp.experiments.kit import Record, Records, Sweep, claim, curves, repetitions, table, workers
-from fedcomp.experiments.spec import RoundRecord, RunResult, RunSpec
+from fedcomp.experiments.experiment import Config, Experiment, Option, no_rows
+from fedcomp.experiments.findings import Findings, Say, mean
+from fedcomp.experiments.kit import Sweep, claim, curves, repetitions, table, workers
+from fedcomp.experiments.spec import RunResult
 
 if TYPE_CHECKING:
     from fedcomp.codecs import ModularSum
@@ -26,30 +25,7 @@ EXPECTED: Final[Mapping[str, float]] = {RIGHT: 1.0, WRONG: 3.0, NONE: 2.0}
 
 SNRS: Final = tuple(range(0, 45, 5))
 
-TREES: Final[Mapping[int, str]] = {8: "4,2", 16: "8,4,2", 32: "16,8,4,2"}
-"""By number of clients, the aggregators of each level: two share with the server, however many are below."""
-
-SHARING: Final = 2
-SUMMANDS: Final = 1797
-"""Room for every example of the task: what an update weighs."""
-
-LINES: Final[Mapping[str, str]] = {
-    "uploads": "uploads",
-    "tree, all payload": "payload",
-    "tree, vectors": "vectors",
-    "tree, who is in them": "members",
-}
-"""Lines of the plot of bytes, and what of a record each shows."""
-
-SETTLED: Final = 2
-"""First round whose messages count: in the one before, clients and server introduce themselves."""
-
 OPTIONS = {
-    "task.hidden": Option("1024", "widths of the hidden layers of the model that clients train"),
-    "lr": Option(0.2, "step size of the clients' SGD", above=0.0),
-    "max_steps": Option(4, "steps of SGD a round", least=1),
-    "codec.clip": Option(0.1, "largest change of one coordinate that is sent at once", above=0.0),
-    "codec.levels": Option(127, "steps from zero to the clip in what clients send", least=1, most=127),
     "seeds": Option(3, "draws per row, with the seeds from --seed on", least=1, most=100),
     "workers": workers(2),
     "values": Option(20_000, "values of an update", least=16),
@@ -58,49 +34,6 @@ OPTIONS = {
     "uses": Option(4, "uses of the emulated channel for each value", least=1, most=8),
     "senders": Option(8, "senders in the emulated channel", least=2),
 }
-
-
-def uploads(clients: int) -> str:
-    """Return the label of the row whose clients send the server their integers themselves."""
-    return f"uploads, {clients} clients"
-
-
-def along(clients: int) -> str:
-    """Return the label of the row whose sums go along a tree."""
-    return f"tree, {clients} clients"
-
-
-def flat(clients: int) -> str:
-    """Return the label of the row in which one client adds all updates."""
-    return f"one aggregator, {clients} clients"
-
-
-FEW: Final = min(TREES)
-INTEGERS: Final = f"tree of plain integers, {FEW} clients"
-FIELD: Final = f"plain integers in a prime field, {FEW} clients"
-
-
-def rows(config: Config) -> list[RunSpec]:
-    """Uploads, a tree and one aggregator for every number of clients; plain integers along a tree and in a field."""
-
-    def spec(system: str, label: str, clients: int, codec: str = "fixedpoint", **fixed: Any) -> RunSpec:
-        settings = {"task.partition": "iid", "evaluate_every": max(1, config.rounds), "feedback": True, **fixed}
-        settings |= {} if system == "fixedpoint" else {"transport": "peers", "codec": codec}
-        settings |= {"codec.summands": SUMMANDS} if codec == "modular" else {}
-        settings |= {"codec.codec": "randomk", "codec.density": 1.0}
-        take = ("task.", "lr", "max_steps", "codec.")
-        return replace(config.spec(system, label, "digits", take=take, **settings), clients=clients)
-
-    def tree(label: str, clients: int, groups: str, codec: str = "modular") -> RunSpec:
-        return spec("relay-mds", label, clients, codec, symbols=2, groups=groups)
-
-    return [
-        *(spec("fixedpoint", uploads(n), n) for n in TREES),
-        *(tree(along(n), n, groups) for n, groups in TREES.items()),
-        *(tree(flat(n), n, "1") for n in TREES),
-        tree(INTEGERS, FEW, TREES[FEW], "fixedpoint"),
-        spec("sumcode", FIELD, FEW, symbols=3, threshold=1),
-    ]
 
 
 def exact(clients: int, seed: int, *, size: int, levels: int, trees: int) -> dict[str, Any]:
@@ -152,118 +85,8 @@ def air(snr: float, fading: bool, seed: int, *, senders: int, uses: int, size: i
     return errors(snr, fading, seed, senders=senders, uses=uses, count=size)
 
 
-def received(clients: int, results: Mapping[str, RunResult], label: str = "") -> Record:
-    """Return what reaches the server in a round along a tree, and by uploads, in bytes; what of it is the sums."""
-    tree, plain = results[label or along(clients)], results[uploads(clients)]
-    sums = [record.metrics["coded.sum_bytes"] for record in settled(tree)]
-    count = sum(array.size for array in tree.arrays.values())
-    return Record(
-        {
-            "clients": clients,
-            "aggregators": str(tree.spec.settings["groups"]),
-            "vectors": mean(each["vectors"] for each in sums),
-            "members": mean(each["members"] for each in sums),
-            # Less the heads of the sums, and rounded down: their last bytes are filled up.
-            "bits": max((each["vectors"] // SHARING - 12) * 8 // count for each in sums),
-            "payload": per_round(tree, "uplink_payload_bytes"),
-            "wire": per_round(tree, "uplink_wire_bytes"),
-            "between": per_round(tree, "peer_payload_bytes") / clients,
-            "uploads": per_round(plain, "uplink_payload_bytes"),
-            "uploads_wire": per_round(plain, "uplink_wire_bytes"),
-            "missing": clients - min(record.metrics["coded.included"] for record in tree.rounds[1:]),
-            "accuracy": tree.final.accuracy - plain.final.accuracy,
-        }
-    )
-
-
-def settled(result: RunResult) -> list[RoundRecord]:
-    """Return the rounds that count."""
-    return [record for record in result.rounds if record.round >= min(SETTLED, result.spec.rounds)]
-
-
-def per_round(result: RunResult, name: str) -> float:
-    """Return the mean of a record's number over the rounds that count."""
-    return mean(getattr(record, name) for record in settled(result))
-
-
-def different(one: RunResult, other: RunResult) -> int:
-    """Return in how many values two models differ, by their bits."""
-    pairs = [(array.view("u4"), other.arrays[name].view("u4")) for name, array in one.arrays.items()]
-    return sum(int((mine != theirs).sum()) for mine, theirs in pairs)
-
-
-def _tree_table(trees: Records) -> Table:
-    def kilo(name: str) -> Any:
-        return lambda record: record[name] / 1000
-
-    return table(
-        "What reaches the server along a tree of relays",
-        {
-            "clients": lambda record: str(record.clients),
-            "aggregators, from the clients upwards": "aggregators",
-            "bits of a value": "bits",
-            "vectors, kB": kilo("vectors"),
-            "who is in them, kB": kilo("members"),
-            "all payload, kB": kilo("payload"),
-            "on the wire, kB": kilo("wire"),
-            "uploads: payload, kB": kilo("uploads"),
-            "uploads: on the wire, kB": kilo("uploads_wire"),
-            "a client to others, kB": kilo("between"),
-        },
-        trees,
-        f"Measured, a round. {SHARING} sums are shared with the server, as shards of which two decode; who is in them "
-        "is a number, a weight and the metrics of each client. On the wire includes the framing of every message, most "
-        "of it that of each client's answer to its training message.",
-    )
-
-
-def tree_claims(config: Config, trees: Records, differing: Mapping[str, int]) -> list[Claim]:
-    """Return what is claimed of trees: flat, no more bits than the modulus has, the same models."""
-    few, *_, many = trees
-    levels = int(config.settings["codec.levels"])
-    most, each = (2 * levels * SUMMANDS).bit_length(), (2 * levels).bit_length()
-    return [
-        claim(
-            f"along a tree: bytes of the sums' vectors with {many.clients} clients over those with {few.clients}",
-            many.vectors / few.vectors,
-            "<= 1.05",
-            "derived: two vectors, whatever is below",
-        ),
-        claim(
-            f"uploads: payload with {many.clients} clients over that with {few.clients}",
-            many.uploads / few.uploads,
-            f">= {0.99 * many.clients / few.clients}",
-            "derived: one vector for each client",
-        ),
-        claim(
-            f"along a tree: all payload over that of uploads, {many.clients} clients",
-            many.payload / many.uploads,
-            # A tenth for who is in the sums, and for headers.
-            f"<= {1.1 * SHARING * most / (each * many.clients)}",
-            f"derived: two vectors of ⌈log2 M⌉ = {most} bits for a value against {each} bits from each client",
-        ),
-        claim("bits of a value in a sum, largest", max(trees.each("bits")), f"<= {most}", "derived: ⌈log2 M⌉"),
-        *(
-            claim(f"values of the model that differ: {name}", count, "== 0", "integers are added, in any order")
-            for name, count in differing.items()
-        ),
-        claim("clients missing from a tree's sum, largest", max(trees.each("missing")), "== 0", "nobody was lost"),
-        claim(
-            "accuracy against uploads, largest difference",
-            max(abs(record.accuracy) for record in trees),
-            "<= 0.03",
-            "the same updates, rounded otherwise",
-        ),
-    ]
-
-
 def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findings:
-    """Count bytes along trees of relays; add frames without messages, also with wrong dithers; emulate a channel."""
-    trees = Records(received(clients, results) for clients in TREES)
-    differing = {
-        f"{along(n)}, from one aggregator's": different(results[along(n)], results[flat(n)]) for n in TREES
-    } | {f"{INTEGERS}, from the prime field's": different(results[INTEGERS], results[FIELD])}
-    plain = received(FEW, results, INTEGERS)
+    """Add frames, also with wrong dithers; emulate a channel."""
     given = {name: int(config.settings[name]) for name in ("values", "levels", "trees", "uses", "senders", "workers")}
     size, seeds = given["values"], repetitions(config)
     sums = Sweep(
@@ -296,7 +119,6 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
     crossing = next((snr for snr in SNRS if error("coded", snr) < error("uncoded", snr)), float("inf"))
     return Findings(
         tables=[
-            _tree_table(Records([*trees, Record({**plain, "aggregators": f"{plain.aggregators}, plain integers"})])),
             table(
                 "What leaves a relay",
                 {
@@ -343,20 +165,6 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
         ],
         figures=[
             curves(
-                "What reaches the server against the number of clients",
-                [
-                    Record({"line": line, "clients": record.clients, "kB": record[name] / 1000})
-                    for line, name in LINES.items()
-                    for record in trees
-                ],
-                "clients",
-                "kB",
-                "line",
-                y_label="kB a round",
-                log_x=True,
-                log_y=True,
-            ),
-            curves(
                 "Error of a sum over a channel that adds",
                 lines,
                 "snr",
@@ -368,7 +176,6 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
             ),
         ],
         claims=[
-            *tree_claims(config, trees, differing),
             claim("different sums along all trees", max(sums.each("sums")), "<= 1.0", "spec 3.4: exact, any order"),
             claim(
                 "largest difference of a decoded sum from the sum of decoded frames",
@@ -412,27 +219,22 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
                 gate=False,
             ),
         ],
-        answer=f"Along a tree of relays {trees[-1].clients} clients bring the server "
-        f"{trees[-1].payload / trees[0].payload:.2f} times the payload of {trees[0].clients}, by uploads "
-        f"{trees[-1].uploads / trees[0].uploads:.1f} times, and every model has the bits of the flat sum. The error of "
-        f"a sum is {variance(RIGHT):.2f} times the one derived; over a channel that adds, coded sums beat amplitudes "
-        f"from {crossing:g} dB on.",
+        answer=f"All trees along which frames are added give {max(sums.each('sums')):g} sum. Its error is "
+        f"{variance(RIGHT):.2f} times the one derived; over a channel that adds, coded sums beat amplitudes from "
+        f"{crossing:g} dB on.",
     )
 
 
 EXPERIMENT = Experiment(
     name="modular_sum",
     question="What does it take to let anybody on the way add updates without decoding them?",
-    rows=rows,
+    rows=no_rows,
     measure=measure,
     options=OPTIONS,
-    rounds=3,
-    clients=FEW,
-    minutes=1.0,
+    rounds=0,
+    clients=1,
+    minutes=0.5,
     quick=(
-        "rounds=1",
-        "task.hidden=32",
-        "max_steps=1",
         "seeds=1",
         "values=500",
         "trees=2",
@@ -444,10 +246,6 @@ EXPERIMENT = Experiment(
         "Clients round their updates with a dither of their own to integers modulo M, which has room for the sum of "
         "all. Relays add frames without decoding, along random trees. Whoever knows whose frames are in a sum takes "
         "their dithers off.\n\n"
-        "Rows are runs over Flower's messages. Along a tree clients hand their replies to aggregators, which are "
-        "clients, too, and these their sums to others, from client to client; the last two share with all, and the "
-        "server collects shards. The number of clients is part of each row; the option --clients changes nothing "
-        "here.\n\n"
         "The channel is emulated in this process and is no part of the package: it adds real amplitudes and noise, as "
         "a radio does (Zhang, Tao, Wang, Shao 2023, of which the abstract was read; the scheme is derived)."
     ),

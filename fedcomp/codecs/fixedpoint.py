@@ -178,11 +178,6 @@ class FixedPoint(Wrapper):
             return float(np.float32(self.clip / self.levels))
 
     @property
-    def m(self) -> int:
-        """The modulus in which sums of the integers may be kept; 0: they do not wrap."""
-        return 0
-
-    @property
     def grid(self) -> IntegerGrid:
         """The integers that frames hold."""
         return IntegerGrid(self.step, self.levels)
@@ -245,13 +240,6 @@ class FixedPoint(Wrapper):
         """Return how many integers a frame holds."""
         return sum(expected.most_values for expected in self.schema(layout))
 
-    def integers(self, frame: Frame | Bundle, layout: Layout) -> NDArray[np.int64]:
-        """Return the frame's values in steps, shape ``(count(layout),)``: what may be added to other clients'."""
-        return self.grid.integers(self.open(frame, layout))
-
-    def require_room(self, weight: int) -> None:
-        """Check that integers of a total weight may be added; integers that do not wrap always may."""
-
     def place(
         self,
         integers: NDArray[Any],
@@ -260,12 +248,12 @@ class FixedPoint(Wrapper):
         key: Key,
         contributors: Mapping[int, int] | None = None,
     ) -> Vector:
-        """Return the update for a sum of :meth:`integers`: float32 of the layout's size.
+        """Return the update for a sum of frames' integers: float32 of the layout's size.
 
         Parameters
         ----------
         integers : ndarray of int, (count(layout),)
-            Sum over the clients of weight times integers.
+            Sum over the clients of weight times the integers of a frame.
         divisor : float
             The sum of the weights.
         key : Key

@@ -257,7 +257,7 @@ class ModularSum(FixedPoint):
         Parameters
         ----------
         integers : ndarray of int, (count(layout),)
-            As :meth:`total` returns them, or the sum of :meth:`integers` by weight.
+            As :meth:`total` returns them, or the sum of frames' integers by weight.
         contributors : mapping of int to int
             By partition, whose frames are in the sum: by what weight.
 

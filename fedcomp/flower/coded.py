@@ -17,7 +17,7 @@ from flwr.app import ConfigRecord, RecordDict
 
 from fedcomp.flower._private import content_from_bytes, content_to_bytes
 from fedcomp.flower.payload import PARTITIONS, PayloadError, put_frame, take_frame
-from fedcomp.flower.schema import MOST_VALUES, Document, Schema, Version
+from fedcomp.flower.schema import Document, Schema, Version
 from fedcomp.rules import Data, Flag, Int, Many, OneOf, Text
 
 CODED: Final = "fedcomp.coded"
@@ -35,23 +35,11 @@ COLLECT: Final = "query.coded_collect"
 SUM: Final = "query.coded_sum"
 MORE: Final = "query.coded_more"
 
-MEMBER: Final = 2
-"""Kind of a parcel that holds one member's whole reply, for the aggregator of its group."""
-
-MIXED: Final = 3
-"""Kind of a parcel that holds one client's whole reply as a symbol of a mixture."""
-
 SHARD: Final = 1
 """Kind of a parcel that holds one shard of one contributor's payload. Other constructions number their own from 16."""
 
 SUM_SHARD: Final = 16
 """Kind of a parcel that holds one shard of a contributor's integers, to be added to others'."""
-
-GROUP: Final = 32
-"""Kind of a parcel that holds the sum of a group, less its level: an aggregator may be one at several levels."""
-
-MOST_LEVELS: Final = 32
-"""Levels of aggregators."""
 
 MASKED_UPDATE: Final = "fedcomp.coded.masked"
 """Key of the frame with a contributor's masked integers, where masks are what is coded."""
@@ -60,7 +48,7 @@ PER_SOURCE: Final = 4
 """How many packets of one source a relay hands out at most: between peers others may have forged some."""
 
 MOST_REASONS: Final = 16
-"""Reasons that one answer of a relay or aggregator lists."""
+"""Reasons that one answer of a relay lists."""
 
 # Flower has no error code of its own for this: the text is all there is to recognise it by.
 NO_HANDLER: Final = "function registered with name"
@@ -160,19 +148,6 @@ class Header(Schema, key=CODED, separator="-"):
     round: Index
 
 
-@dataclass(frozen=True, kw_only=True)
-class Introduced(Header):
-    """An answer by which a client that lost its state, and with it its key, introduces itself again."""
-
-    public: Annotated[bytes, Data(KEY)] = b""
-    address: Annotated[str, Text()] = ""
-    signature: Signature = b""
-
-    def conflict(self) -> str:
-        # Empty from a client that still has the key which the server knows.
-        return "" if len(self.public) in (0, KEY) else f"a public key of {len(self.public)} bytes, expected {KEY}"
-
-
 # Relayed shards.
 
 
@@ -190,25 +165,11 @@ class _Code(Schema):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Mix(Schema):
-    """How payloads of several clients are mixed; see :class:`fedcomp.coding.mixing.MixPlan`."""
+class RelayTraining(_Code, Indexed):
+    """Train, and share the reply among relays.
 
-    mix_bytes: Annotated[int, Int(64, 2**32 - 64)]
-    clients: Annotated[int, Int(1, MOST_SHARDS)]
-    seed: Signed
-    shards: Annotated[int, Int(1, MOST_SHARDS)]
-
-    def conflict(self) -> str:
-        # Every symbol is as long as the plan says, however short the reply in it.
-        wrong = self.mix_bytes > MOST_VALUES
-        return f"symbols of {self.mix_bytes} bytes: more than {MOST_VALUES}" if wrong else super().conflict()
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Relays(Schema):
-    """Who keeps the shards of ``source``: members, their keys where shards are sealed, their addresses as peers.
-
-    Where nodes sign their keys, ``partitions`` and ``signatures`` say whose these are and prove it.
+    Of the shards of ``source``: the members that keep them, their keys where shards are sealed, their addresses as
+    peers. Where nodes sign their keys, ``partitions`` and ``signatures`` say whose these are and prove it.
     """
 
     source: Index
@@ -219,129 +180,19 @@ class _Relays(Schema):
     signatures: Signatures = ()
 
     def conflict(self) -> str:
-        # Both attributes come from the other bases of each class that derives from this one.
-        shards: int = self.shards  # type: ignore[attr-defined]
-        if len(set(self.relays)) != shards or len(self.relays) != shards:
-            return f"{len(set(self.relays))} relays for {shards} shards"
-        return _odd_peers(self) or super().conflict()  # type: ignore[arg-type]
+        if len(set(self.relays)) != self.shards or len(self.relays) != self.shards:
+            return f"{len(set(self.relays))} relays for {self.shards} shards"
+        return _odd_peers(self)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RelayTraining(_Relays, _Code, Indexed):
-    """Train, and share the reply among relays."""
+class Collect(Query):
+    """Hand out the packets of ``sources``; ``hashes`` say which ones they announced, zeros where they did not.
 
-
-@dataclass(frozen=True, kw_only=True)
-class MixTraining(_Relays, _Mix, Indexed):
-    """Train, and hand the reply, as one symbol, to every relay."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Aggregator(Schema):
-    """To whom something is handed: a member, with its key where parcels are sealed and its address as a peer."""
-
-    aggregator: Index
-    max_payload: Annotated[int, Int(1, 2**32 - 1)]
-    keys: Annotated[bytes, Data(KEY)] = b""
-    addresses: Annotated[tuple[str, ...], Many(Text(), 1)] = ()
-    partitions: Annotated[tuple[int, ...], Many(Int(most=PARTITIONS - 1), 1)] = ()
-    signatures: Annotated[tuple[bytes, ...], Many(Data(SIGNATURE), 1)] = ()
-
-    def conflict(self) -> str:
-        return "" if len(self.keys) in (0, KEY) else f"{len(self.keys)} bytes of keys, expected {KEY}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class GroupTraining(_Aggregator, Indexed):
-    """Train, and hand the reply to the aggregator of the group."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Group(Schema):
-    """Whose updates are in the sum of aggregator ``index``: members, with the number of the message each one answers.
-
-    ``seal``: what it was handed is sealed.
+    ``seal``: they are sealed for the relay that is asked.
     """
 
     seal: Switch
-    index: Index
-    members: Indices = ()
-    sequences: Annotated[tuple[int, ...], Many(Int(), 1 << 20)] = ()
-
-    def conflict(self) -> str:
-        wrong = len(self.members) != len(self.sequences)
-        return f"{len(self.sequences)} messages of {len(self.members)} members" if wrong else super().conflict()
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Replies(_Group):
-    """Add up replies: codec, layout and seed of the updates (``spec``), and the metric that weighs them."""
-
-    spec: Annotated[dict[str, Any], Document(1 << 24)]
-    weight: Metric = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Sums(_Group):
-    """Add up sums of groups, of which nothing has to be known but how long they are and how large they can be.
-
-    Attributes
-    ----------
-    level : int
-        Of this aggregator; 1 is that of those which add replies.
-    sources, sizes : tuple of int
-        The groups' aggregators, and how many of ``members``, in order, belong to each.
-    count, levels : int
-        Integers of a sum, and the largest magnitude of a member's own.
-    modulus : int
-        Integers are added modulo this; 0: they are not reduced.
-    """
-
-    level: Annotated[int, Int(2, MOST_LEVELS)]
-    sources: Indices = ()
-    sizes: Indices = ()
-    count: Annotated[int, Int(most=2**32 - 1)]
-    levels: Annotated[int, Int(1, 2**32 - 1)]
-    modulus: Annotated[int, Int(most=2**32, absent=0)] = 0
-
-    def conflict(self) -> str:
-        if self.count > MOST_VALUES:
-            return f"sums of {self.count} integers: more than {MOST_VALUES}"
-        wrong = len(self.sources) != len(self.sizes) or sum(self.sizes) != len(self.members)
-        return f"{self.sizes[:9]} members of {len(self.sources)} groups" if wrong else super().conflict()
-
-
-@dataclass(frozen=True, kw_only=True)
-class GroupSum(_Replies, _Relays, _Code, Query):
-    """Add up the members' replies, and share the sum."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class GroupForward(_Replies, _Aggregator, Query):
-    """Add up the members' replies, and hand the sum to the aggregator above."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MergedSum(_Sums, _Relays, _Code, Query):
-    """Add up sums of groups, and share what comes out."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MergedForward(_Sums, _Aggregator, Query):
-    """Add up sums of groups, and hand what comes out to the aggregator above."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Sealed(Query):
-    """Whether shards are sealed for the relay that is asked."""
-
-    seal: Switch
-
-
-@dataclass(frozen=True, kw_only=True)
-class Collect(_Sealed):
-    """Hand out the packets of ``sources``; ``hashes`` say which ones they announced, zeros where they did not."""
-
     index: Index
     sources: Indices = ()
     hashes: Annotated[bytes, Data(DIGEST << 20)] = b""
@@ -353,52 +204,43 @@ class Collect(_Sealed):
 
 @dataclass(frozen=True, kw_only=True)
 class CollectFresh(_Code, Collect):
-    """Collect, and make ``fresh`` more packets of what this node shared as ``source``; ``sum``: of a group's sum."""
+    """Collect, and make ``fresh`` more packets of what this node shared as ``source``."""
 
     source: Index
-    sum: Annotated[bool, Flag(absent=False)] = False
     fresh: Annotated[int, Int(1, MOST_SHARDS)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Combine(_Mix, _Sealed):
-    """Hand out combinations ``first`` to ``first + count`` of what is held."""
-
-    index: Index
-    first: Annotated[int, Int(most=1 << 12)]
-    count: Annotated[int, Int(most=1 << 12)]
-
-    def conflict(self) -> str:
-        wrong = self.count * self.mix_bytes > 4 * MOST_VALUES
-        return f"{self.count} combinations of {self.mix_bytes} bytes" if wrong else super().conflict()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Handed(Introduced):
-    """What a client handed over: bytes by receiver between peers, and what failed.
+class Shared(Header):
+    """What a contributor shared.
 
     Attributes
     ----------
+    public, address, signature
+        By these a client that lost its state, and with it its key, introduces itself again.
+    sent, failed : tuple of int, tuple of str
+        Between peers the bytes that each relay was handed; why shards were not.
     missed, causes : tuple of int, tuple of str
         Destinations of parcels that no link took, and why.
+    hashes : bytes
+        Between peers, those of its packets.
+    payload, digest
+        Length and digest of the payload.
     """
 
+    public: Annotated[bytes, Data(KEY)] = b""
+    address: Annotated[str, Text()] = ""
+    signature: Signature = b""
     sent: Sizes = ()
     failed: Reasons = ()
     missed: Missed = ()
     causes: Reasons = ()
-
-    def conflict(self) -> str:
-        return _odd_causes(self) or super().conflict()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shared(Handed):
-    """What a contributor shared: hashes of its packets between peers, length and digest of the payload."""
-
     hashes: Annotated[bytes, Data(DIGEST * MOST_SHARDS)] = b""
     payload: Index
     digest: Annotated[bytes, Data(DIGEST, least=DIGEST)]
+
+    def conflict(self) -> str:
+        return _odd_news(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -410,16 +252,11 @@ class Kept(Header):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Combined(Header):
-    """What a relay left out; between peers, what lies in its store: source and bytes in turn."""
-
-    refused: Reasons = ()
-    held: Annotated[tuple[int, ...], Many(Int(), 1 << 20)] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
 class Collected(Header):
-    """What :class:`Combined` says, and how many packets of the bundle are fresh: the last ones."""
+    """How many packets of the bundle are fresh, the last ones, and what the relay left out.
+
+    Between peers also what lies in its store: source and bytes in turn.
+    """
 
     fresh: Annotated[int, Int(most=MOST_SHARDS)]
     refused: Reasons = ()
@@ -504,7 +341,6 @@ class SumQuestion(Query):
 class SumShared(Header):
     """What a contributor to a sum shared: the tag of the encoding, what it handed to peers, and what failed."""
 
-    # First in the record, as it always was: fields of a base class would come before it, so this is no Introduced.
     tag: Annotated[bytes, Data(TAG, least=TAG)]
     public: Annotated[bytes, Data(KEY)] = b""
     address: Annotated[str, Text()] = ""
@@ -515,9 +351,7 @@ class SumShared(Header):
     signature: Signature = b""
 
     def conflict(self) -> str:
-        if len(self.public) not in (0, KEY):
-            return f"a public key of {len(self.public)} bytes, expected {KEY}"
-        return _odd_causes(self)
+        return _odd_news(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -556,7 +390,7 @@ def speaks(content: RecordDict) -> bool:
     return isinstance(record, ConfigRecord) and record.get("protocol") == PROTOCOL
 
 
-def _odd_peers(asked: RelayTraining | MixTraining | GroupSum | MergedSum | SumTraining) -> str:
+def _odd_peers(asked: RelayTraining | SumTraining) -> str:
     count = len(asked.relays)
     if len(asked.keys) not in (0, KEY * count):
         return f"{len(asked.keys)} bytes of keys for {count} relays, {KEY} each"
@@ -571,7 +405,10 @@ def _odd_peers(asked: RelayTraining | MixTraining | GroupSum | MergedSum | SumTr
     return ""
 
 
-def _odd_causes(said: Handed | SumShared) -> str:
+def _odd_news(said: Shared | SumShared) -> str:
+    # Empty from a client that still has the key which the server knows.
+    if len(said.public) not in (0, KEY):
+        return f"a public key of {len(said.public)} bytes, expected {KEY}"
     if len(set(said.missed)) == len(said.missed) == len(said.causes):
         return ""
     return f"{len(said.causes)} causes for {len(set(said.missed))} parcels that no link took"

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
     from fedcomp.strategies.coded.strategy import CodedRound, Member, Outcome
 
-_FOREIGN: Final = ("symbols", "shards", "threshold", "groups", "mix", "loss")
+_FOREIGN: Final = ("symbols", "shards", "threshold", "loss")
 """Settings of other constructions, which mean nothing here."""
 
 _AGREES: Final = 1e-9

@@ -22,11 +22,11 @@ set: then it goes on with the partitions that are determined, and the report say
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
@@ -38,7 +38,7 @@ from fedcomp.flower import linear
 from fedcomp.flower.logs import log
 from fedcomp.flower.records import to_arrays, to_record
 from fedcomp.flower.report import Reports, shorten
-from fedcomp.flower.rounds import Enough, Exchanges, ExchangeStrategy
+from fedcomp.flower.rounds import Exchanges, ExchangeStrategy
 from fedcomp.stateful import Stateful, nested
 from fedcomp.strategies.coded.linear_setup import Descent, LinearSetup, LinearShape, exchange
 from fedcomp.strategies.coded.settings import LinearSettings
@@ -168,7 +168,7 @@ class CodedLinearGD(ExchangeStrategy, Stateful):
         vectors = dict.fromkeys(sorted(online.keys() & self._setup.ready), sent)
         report.asked = len(vectors)
         answers = yield from self._ask(
-            linear.PHASE1, vectors, (linear.MODEL, linear.MARGINS), step.margins_size, online, report, self._enough
+            linear.PHASE1, vectors, (linear.MODEL, linear.MARGINS), step.margins_size, online, report
         )
         report.answered = len(answers)
         return answers
@@ -202,23 +202,6 @@ class CodedLinearGD(ExchangeStrategy, Stateful):
             report.retries += 1
             assigned = _again(step, (never, once), report.retries, again=not wrong)
 
-    @property
-    def _enough(self) -> Enough | None:
-        """What ends phase 1 before all have answered or the deadline has come."""
-        if self.settings.surplus is None:
-            return None
-        plan, surplus = self.plan, self.settings.surplus
-        assert plan is not None
-
-        def enough(replies: Sequence[Message]) -> bool:
-            # They are checked when phase 1 is over.
-            nodes = {r.metadata.src_node_id for r in replies if r.has_content() and linear.MARGINS in r.content}
-            devices = {self._setup.devices[node] for node in nodes if node in self._setup.devices}
-            more = len(devices) - plan.partitions
-            return more >= surplus and plan.subset(devices, CONDITION_OF[self.settings.payload]).decodes_all
-
-        return enough
-
     def _ask(
         self,
         phase: str,
@@ -227,7 +210,6 @@ class CodedLinearGD(ExchangeStrategy, Stateful):
         size: int,
         online: Mapping[int, int],
         report: Descent,
-        enough: Enough | None = None,
     ) -> Exchanges[dict[int, Real]]:
         """Send each device its vector; return the usable answers of ``size`` numbers, note why others are not."""
         take, give = names[1], names[0]
@@ -236,7 +218,7 @@ class CodedLinearGD(ExchangeStrategy, Stateful):
             content = contents[online[device]] = RecordDict()
             linear.put_vector(content, give, vector, self.settings.payload)
         header = linear.Phase(self._setup.plan_id, self.settings.payload)
-        replies = yield from exchange(contents, f"train.{phase}", header, timeout=self.settings.timeout, enough=enough)
+        replies = yield from exchange(contents, f"train.{phase}", header, timeout=self.settings.timeout)
         answers: dict[int, Real] = {}
         for node, reply in replies:
             device = self._setup.devices[node]

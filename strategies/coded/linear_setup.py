@@ -29,7 +29,7 @@ from fedcomp.flower import linear
 from fedcomp.flower.coded import NO_HANDLER
 from fedcomp.flower.payload import put_frame, take_frame, take_node
 from fedcomp.flower.report import ReportSection, figure, shorten
-from fedcomp.flower.rounds import Enough, Exchanges, Push
+from fedcomp.flower.rounds import Exchanges, Push
 from fedcomp.flower.schema import Schema
 from fedcomp.plain import Count
 from fedcomp.stateful import Stateful, nested
@@ -116,7 +116,6 @@ def exchange(
     config: ConfigRecord | None = None,
     config_key: str = "config",
     timeout: float | None = None,
-    enough: Enough | None = None,
 ) -> Exchanges[list[tuple[int, Message]]]:
     """Send one message to each node, header first; return the replies with the nodes they come from."""
     messages = []
@@ -128,7 +127,7 @@ def exchange(
         for name, record in (given or RecordDict()).items():
             content[name] = record
         messages.append(Message(content, node, message_type))
-    return list(first_replies(messages, (yield Push(messages, timeout, enough))).items())
+    return list(first_replies(messages, (yield Push(messages, timeout))).items())
 
 
 @dataclass(frozen=True)

@@ -22,13 +22,9 @@ from flwr.app import ArrayRecord
 from fedcomp.coding.code import CodeName
 from fedcomp.coding.errors import NotDecodable
 from fedcomp.coding.relay import RelayPlan, check, choose
-from fedcomp.errors import ConfigError
-from fedcomp.flower.logs import log
 from fedcomp.flower.rounds import Exchanges, Push
 from fedcomp.stateful import Stateful
-from fedcomp.strategies.coded.groups import GroupSharing, require_summable, tree_of
-from fedcomp.strategies.coded.mixing import MixSharing, check_mix, symbol_bytes
-from fedcomp.strategies.coded.settings import CodedSettings, RelayOptions
+from fedcomp.strategies.coded.settings import CodedSettings, NoOptions
 from fedcomp.strategies.coded.sharing import Sharing
 from fedcomp.strategies.coded.strategy import CodedRound, Outcome
 
@@ -42,22 +38,12 @@ PAYLOAD_SLACK: Final = 1 << 20
 
 
 class RelayedShards(Stateful):
-    """The construction ``"relay"``; its own options are :class:`fedcomp.strategies.coded.settings.RelayOptions`."""
+    """The construction ``"relay"``, which has no options of its own."""
 
     def __init__(self, settings: CodedSettings, inner: Strategy) -> None:
-        self.options = settings.own(RelayOptions)
+        settings.own(NoOptions)
         # Before any round: what works with no number of relays must not be found out by losing rounds.
         check(code=settings.code, symbols=settings.symbols, shards=settings.shards, threshold=settings.threshold)
-        if settings.mix:
-            check_mix(settings)
-            log.warning(
-                "mix=True is all or nothing: with fewer independent combinations than clients a round decodes nobody, "
-                "and one relay that is wrong spoils everybody's update"
-            )
-        elif self.options.mix_bytes:
-            raise ConfigError("mix_bytes is the room of a symbol in a mixture; it needs mix=True")
-        if settings.groups:
-            require_summable(inner)
         self.settings = settings
         self.inner = inner
         # None leaves it to the construction, and this one seals.
@@ -80,8 +66,7 @@ class RelayedShards(Stateful):
             symbols, shards = choose(
                 len(now.members),
                 code=self.settings.code,
-                # Mixed replies are not cut: relays combine whole ones.
-                symbols=1 if self.settings.mix else self.settings.symbols,
+                symbols=self.settings.symbols,
                 shards=self.settings.shards,
                 loss=self.settings.loss,
                 target=self.settings.target,
@@ -99,21 +84,11 @@ class RelayedShards(Stateful):
             self.settings.seed,
             _payload_limit(now.arrays),
         )
-        sharing = self._sharing(now, plan)
+        sharing = Sharing(now, plan, self.seal)
         yield from sharing.share()
         yield from sharing.collection.collect()
         yield from sharing.collection.recollect()
         return sharing.conclude()
-
-    def _sharing(self, now: CodedRound, plan: RelayPlan) -> Sharing:
-        if self.settings.mix:
-            room = symbol_bytes(self.options.mix_bytes, sum(len(array.data) for array in now.arrays.values()))
-            return MixSharing(now, plan, self.seal, self.options.top_up, now.members, symbol_bytes=room)
-        if not self.settings.groups:
-            return Sharing(now, plan, self.seal, self.options.top_up, now.members)
-        levels = tree_of(now.members, self.settings.levels, now.number - 1)
-        owners = [group.owner for group in levels[-1]]
-        return GroupSharing(now, plan, self.seal, self.options.top_up, owners, levels=levels)
 
 
 def _payload_limit(arrays: ArrayRecord) -> int:

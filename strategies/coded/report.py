@@ -17,7 +17,7 @@ class Coding(ReportSection, name="coded"):
     planned, relays, symbols, shards, threshold : int
         Contributors and relays of the plan; data symbols K, shards N, and T, the relays that together learn nothing.
     included : list of int
-        Nodes whose update is in the result, in source order; with groups, members of every group that was decoded.
+        Nodes whose update is in the result, in source order.
     partitions : list of int
         The partitions they hold, in order.
     excluded : dict
@@ -39,8 +39,6 @@ class Coding(ReportSection, name="coded"):
     payload_bytes : dict
         Coded bytes by link: ``hub_up`` and ``hub_down`` in messages, ``peer`` between clients. Sums of ``len()`` of
         what was handed over; Flower's framing is in the ledger, not here.
-    sum_bytes : dict
-        Of the decoded sums of groups: ``vectors``, their integers, and ``members``, who is in them, with metrics.
     decode_seconds : float
         Time the server took to decode.
     residual : float
@@ -66,7 +64,6 @@ class Coding(ReportSection, name="coded"):
     asked: int = figure(unit="nodes", public=True)
     recollects: int = figure(unit="nodes", public=True)
     payload_bytes: dict[str, int] = figure(dict, unit="bytes", public=True, show="table")
-    sum_bytes: dict[str, int] = figure(dict, unit="bytes", public=True, show="table")
     decode_seconds: float = figure(0.0, unit="seconds", show="seconds")
     residual: float = figure(0.0)
     notes: list[str] = figure(list, show="texts")

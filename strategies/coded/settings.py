@@ -1,13 +1,12 @@
 """Settings of the coded strategies, in groups: of all constructions, of each of them alone, of coded descent.
 
-Strategies take all of these as keyword arguments: ``CodedFedAvg(inner, code="mds", symbols=7, top_up=True)``.
+Strategies take all of these as keyword arguments: ``CodedFedAvg(inner, code="mds", symbols=7)``.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Final, TypeVar
 
@@ -18,7 +17,7 @@ from fedcomp.coding.gradvalues import ARITHMETICS, values_of
 from fedcomp.coding.linearloss import LOSSES
 from fedcomp.coding.sumcode import MODES
 from fedcomp.errors import ConfigError, nearest
-from fedcomp.flower.coded import MAX_STORE_BYTES, MOST_LEVELS
+from fedcomp.flower.coded import MAX_STORE_BYTES
 from fedcomp.flower.linear import VECTOR_TYPES
 
 # As text: every construction imports this module, and some bring libraries that others do without.
@@ -60,12 +59,6 @@ class CodedSettings:
         Shards travel through the server's messages, or from client to client.
     seal : bool, optional
         Encrypt each shard for its relay. Default: the construction's choice.
-    groups : int or sequence of int
-        Edge groups whose exact partial sum is coded; 0: every client by itself. Several numbers, from the members
-        upwards and each smaller than the one before, are the aggregators of a tree's levels: of ``(8, 2)``, 8 add
-        replies, and 2 add their sums.
-    mix : bool
-        One code over several clients; see :mod:`fedcomp.strategies.coded.mixing`.
     share_timeout, collect_timeout : float, optional
         Seconds for training and sharing, and for each exchange after it. Default: the run's timeout.
     max_store_bytes : int
@@ -93,8 +86,6 @@ class CodedSettings:
     threshold: int = 0
     transport: str = "hub"
     seal: bool | None = None
-    groups: int | Sequence[int] = 0
-    mix: bool = False
     share_timeout: float | None = None
     collect_timeout: float | None = None
     max_store_bytes: int = MAX_STORE_BYTES
@@ -115,8 +106,6 @@ class CodedSettings:
         params.choice("code", self.code, CODES)
         params.choice("transport", self.transport, TRANSPORTS)
         _require_counts(self, "symbols", "shards", "threshold", "max_store_bytes")
-        # Made for its checks.
-        _ = self.levels
         if self.loss is not None:
             params.number("loss", self.loss, rule="a fraction of relays in [0, 1)", ok=lambda v: 0.0 <= v < 1.0)
         params.number("target", self.target, rule="a probability of decoding in (0, 1)", ok=lambda v: 0.0 < v < 1.0)
@@ -124,20 +113,6 @@ class CodedSettings:
             _require_timeout(name, getattr(self, name))
         _require_spool(self.transport, self.spool)
         params.assign(self, seed=params.seed(self.seed))
-
-    @property
-    def levels(self) -> tuple[int, ...]:
-        """How many aggregators each level of ``groups`` has, from the members upwards."""
-        if not isinstance(self.groups, tuple | list):
-            count = params.integer("groups", self.groups, low=0)
-            return (count,) if count else ()
-        counts = tuple(params.integer("groups", count, low=1) for count in self.groups)
-        if len(counts) > MOST_LEVELS or any(above >= below for below, above in itertools.pairwise(counts)):
-            raise ConfigError(
-                f"groups={counts} is not valid: each level, from the members upwards, must have fewer aggregators than "
-                f"the one below it, as in (8, 2), and there are {MOST_LEVELS} levels at most"
-            )
-        return counts
 
     def own(self, kind: type[Options]) -> Options:
         """Return the construction's own options as ``kind``, a dataclass.
@@ -154,27 +129,9 @@ class CodedSettings:
         return kind(**self.options)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RelayOptions:
-    """Options of relayed shards alone.
-
-    Parameters
-    ----------
-    top_up : bool
-        In the recollection ask contributors that are still there for every missing shard, not only in place of shards
-        that came and depend on others. An update whose relays vanished then still comes, from its owner. False: where
-        fewer than K relays answer, nobody is decoded.
-    mix_bytes : int
-        With ``mix=True`` (:mod:`fedcomp.strategies.coded.mixing`): the longest reply there is room for. 0: a dense
-        model.
-    """
-
-    top_up: bool = False
-    mix_bytes: int = 0
-
-    def __post_init__(self) -> None:
-        params.boolean("top_up", self.top_up)
-        _require_counts(self, "mix_bytes")
+@dataclass(frozen=True)
+class NoOptions:
+    """Of a construction without options of its own: any is refused."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,10 +242,6 @@ class LinearSettings:
     approximate : bool
         Go on with the partitions that are determined instead of skipping a round. What is lost in phase 2 alone is
         given up only from the third retry on.
-    surplus : int, optional
-        Go on to phase 2 as soon as the answers decode and this many more than ``partitions`` have come, without waiting
-        for the rest. With two or more, one wrong answer is found in phase 1. Which answers come first does not repeat
-        from run to run, and neither do the last bits of the model. Default: wait for all answers, until ``timeout``.
     retries : int
         How often phase 2 may be repeated in a round. With a fifth of all messages lost 3 leave a seventh of the rounds
         undone, 7 hardly any.
@@ -320,7 +273,6 @@ class LinearSettings:
     lr: float = 0.1
     l2: float = 0.0
     approximate: bool = False
-    surplus: int | None = None
     retries: int = 7
     timeout: float | None = None
     payload: str = "float64"
@@ -331,8 +283,6 @@ class LinearSettings:
 
     def __post_init__(self) -> None:
         _require_counts(self, "partitions", "parities", "retries")
-        if self.surplus is not None:
-            _require_counts(self, "surplus")
         # Says what is wrong with a code or density before any node is asked.
         encoding_matrix(self.code, self.parities + 1, 1, density=self.density)
         params.choice("loss", self.loss, LOSSES)

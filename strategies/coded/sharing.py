@@ -10,11 +10,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from flwr.app import Message, RecordDict
 
-from fedcomp.coding.mixing import Mixture
 from fedcomp.coding.packet import DIGEST_BYTES
 from fedcomp.coding.relay import Collector, Commitment, RelayPlan
 from fedcomp.coding.sealing import OVERHEAD
@@ -31,7 +30,6 @@ from fedcomp.flower.coded import (
     CollectFresh,
     Indexed,
     Kept,
-    Query,
     RelayTraining,
     Shared,
     open_content,
@@ -46,12 +44,10 @@ from fedcomp.strategies.replies import GONE, Rejected
 
 @dataclass
 class Sharing:
-    """The moving parts of one round.
+    """The moving parts of one round. Source i is member i of it.
 
     Attributes
     ----------
-    owners : list of Member
-        Who shares source 0, 1, ...: everybody its own reply, or a group's aggregator the group's sum.
     ordinary : list of Message
         Replies without coding, handed on as they came.
     errors : dict of int to Message
@@ -61,14 +57,10 @@ class Sharing:
     alive : set of int
         Members that answered the last thing they were asked.
     announced : set of int
-        Sources whose owner itself said what it sent.
-    failed : set of int
-        Members that say they failed: their memory may be as it was before, so nothing of them may be counted.
+        Sources that said themselves what they sent.
     hashes : dict of int to list of bytes
-        Hashes of packets 0, 1, ... by source whose owner announced them. Between peers only: through the hub the server
-        sees who sent a parcel.
-    kind : int
-        Kind of the parcels.
+        Hashes of packets 0, 1, ... by source that announced them. Between peers only: through the hub the server sees
+        who sent a parcel.
     numbers : dict
         Fields by which every plan of the round says how payloads are coded.
     """
@@ -76,20 +68,13 @@ class Sharing:
     now: CodedRound
     plan: RelayPlan
     seal: bool
-    top_up: bool
-    owners: list[Member]
     ordinary: list[Message] = field(default_factory=list)
     errors: dict[int, Message] = field(default_factory=dict)
     reasons: dict[int, str] = field(default_factory=dict)
     alive: set[int] = field(default_factory=set)
     announced: set[int] = field(default_factory=set)
-    failed: set[int] = field(default_factory=set)
     hashes: dict[int, list[bytes]] = field(default_factory=dict)
     numbers: dict[str, Any] = field(default_factory=dict)
-    kind: int = SHARD
-    training: ClassVar[type[Indexed]] = RelayTraining
-    announces: ClassVar[bool] = True
-    """Whether the packets that relays hand out are those that were shared: then their hashes are announced."""
 
     def __post_init__(self) -> None:
         self.hub = self.now.settings.transport == "hub"
@@ -106,77 +91,62 @@ class Sharing:
     def share(self) -> Exchanges[None]:
         """Let everybody train and share; put into the relays what has to go through the server."""
         now = self.now
-        for source, member in enumerate(self.owners):
-            now.plan(member, self.training, self.plan_of(source))
+        for member in now.members:
+            now.plan(member, RelayTraining, self._plan_of(member))
         # Clients without the half train in the same exchange: their replies are ordinary ones.
         got = yield from now.ask(now.messages, now.settings.share_timeout)
         nodes = [message.metadata.dst_node_id for message in now.uncoded]
         self.ordinary = [got[node] for node in nodes if node in got]
-        yield from self.spread(got)
-
-    def spread(self, got: Mapping[int, Message]) -> Exchanges[None]:
-        """Take what every owner shared, and put it into the relays where it came through the server."""
         bags: dict[int, list[bytes]] = {}
-        for source, member in enumerate(self.owners):
+        for member in now.members:
             try:
-                self._take_shared(source, got.get(member.node), bags)
+                self._take_shared(member, got.get(member.node), bags)
             except FedcompError as error:
-                # The owner's own answer is of no use; its shards may be at the relays all the same.
-                self.reasons[source] = str(error)
+                # The source's own answer is of no use; its shards may be at the relays all the same.
+                self.reasons[member.index] = str(error)
                 if self.hub:
-                    self.collection.give_up(source)
+                    self.collection.give_up(member.index)
         if bags:
             yield from self._put(bags)
 
-    def plan_of(self, source: int) -> dict[str, Any]:
-        """Return the plan for the owner of a source: who keeps its shards 0, 1, ..."""
-        relays = [self.now.members[i] for i in self.holders(source)]
+    def _plan_of(self, member: Member) -> dict[str, Any]:
+        """Return the plan for a source: who keeps its shards 0, 1, ..."""
+        relays = [self.now.members[i] for i in self.holders(member.index)]
         return {
             **self.numbers,
-            "source": source,
+            "source": member.index,
             "relays": tuple(relay.index for relay in relays),
-            **self.now.peers(self.owners[source], relays, seal=self.seal),
+            **self.now.peers(member, relays, seal=self.seal),
         }
 
     def holders(self, source: int) -> list[int]:
         """Return the relays that keep shards 0, 1, ... of a source."""
         return self.plan.holders(source, len(self.now.members))
 
-    def take_error(self, member: Member, reply: Message | None) -> Message:
-        """Return an answer to training that is no error; note what an error says of its sender.
-
-        Raises
-        ------
-        Rejected
-            When there is no answer, or it is an error.
-        """
+    def _take_shared(self, member: Member, reply: Message | None, bags: dict[int, list[bytes]]) -> None:
+        """Take what a source answered."""
+        source, report = member.index, self.now.report
         if reply is None:
             raise Rejected("no reply in time")
         if reply.has_error():
-            self.errors[member.index] = reply
+            self.errors[source] = reply
             if reply.error.code not in GONE:
-                self.failed.add(member.index)
+                # What a node shared that failed itself must not be counted: its memory may be as it was before.
+                self.alive.add(source)
+                self.collection.give_up(source)
             raise Rejected(f"error {reply.error.code}: {reply.error.reason}")
-        self.alive.add(member.index)
-        return reply
-
-    def _take_shared(self, source: int, answer: Message | None, bags: dict[int, list[bytes]]) -> None:
-        """Take what the owner of a source answered."""
-        member, report = self.owners[source], self.now.report
-        if answer is not None and answer.has_error() and answer.error.code not in GONE:
-            # What a node shared that failed itself must not be counted: its memory may be as it was before.
-            self.alive.add(member.index)
-            self.collection.give_up(source)
-        reply = self.take_error(member, answer)
+        self.alive.add(source)
         # A client may have been updated to an app without the half since its hello.
         if not speaks(reply.content):
-            self.take_ordinary(source, reply)
+            self.ordinary.append(reply)
+            report.direct[member.node] = "it answered without coding, although it said hello"
+            self.collection.give_up(source)
             return
         header = self.now.header(member, reply, Shared)
         if header.payload > self.plan.max_payload:
             raise Rejected(f"a payload of {header.payload} bytes, at most {self.plan.max_payload} are accepted")
         hashes = []
-        if self.announces and not self.hub:
+        if not self.hub:
             hashes = [header.hashes[i : i + DIGEST_BYTES] for i in range(0, len(header.hashes), DIGEST_BYTES)]
             if len(header.hashes) != DIGEST_BYTES * self.plan.shards:
                 raise Rejected(
@@ -199,12 +169,6 @@ class Sharing:
         for reason in limited(header.failed, self.plan.shards, "reasons"):
             report.refuse(f"source {source}: {reason}")
 
-    def take_ordinary(self, source: int, reply: Message) -> None:
-        """Take a reply without coding as what it is."""
-        self.ordinary.append(reply)
-        self.now.report.direct[self.owners[source].node] = "it answered without coding, although it said hello"
-        self.collection.give_up(source)
-
     def _take_parcels(self, source: int, content: RecordDict, bags: dict[int, list[bytes]], free: set[int]) -> None:
         """Sort a source's parcels by relay; each is refused by itself. ``free``: for whom they may be."""
         # Each relay once: a source that sends two shards to one relay wants to fill its store.
@@ -212,7 +176,7 @@ class Sharing:
         self.now.report.count("hub_up", sum(map(len, items)))
         for data in items:
             try:
-                parcel = self.now.parcel(data, self.kind, source, free, self.longest)
+                parcel = self.now.parcel(data, SHARD, source, free, self.longest)
             except FedcompError as error:
                 self.now.report.refuse(f"source {source}: {error}")
                 continue
@@ -246,41 +210,29 @@ class Sharing:
         """Rebuild the replies that were decoded and let the inner strategy aggregate them."""
         report = self.now.report
         replies = list(self.ordinary)
-        for source, member in enumerate(self.owners):
+        for member in self.now.members:
             if member.node in report.direct:
                 continue
             try:
-                content = open_content(self.payload(source))
+                content = open_content(self.collection.collector.payload(member.index))
                 # Whatever a client calls so is not the app's.
                 for name in [k for k in content if k.startswith(CODED)]:
                     del content[name]
                 replies.append(Message(content, reply_to=member.message))
                 report.included.append(member.node)
             except FedcompError as error:
-                report.exclude(member.node, self.why(source, error))
+                known = self.reasons.get(member.index)
+                report.exclude(member.node, str(error) if known is None else f"{known}; {error}")
                 if member.index in self.errors:
                     # The inner strategy counts failures, as in an uncoded round; a lost client's error is one.
                     replies.append(self.errors[member.index])
-        self.account(nobody=not report.included and not self.ordinary)
-        return self.now.aggregate(replies)
-
-    def payload(self, source: int) -> bytes:
-        """Return what a source shared; raise a :class:`FedcompError` where it was not decoded."""
-        return self.collection.payload(source)
-
-    def account(self, *, nobody: bool) -> None:
-        """Put what was counted into the report; ``nobody``: that no update was decoded at all."""
         self.collection.account()
-        if nobody:
-            self.now.report.note(
-                f"none of {len(self.owners)} sources could be decoded (K={self.plan.needed} of {self.plan.shards}): "
-                "the model is unchanged"
+        if not report.included and not self.ordinary:
+            report.note(
+                f"none of {len(self.now.members)} sources could be decoded (K={self.plan.needed} of "
+                f"{self.plan.shards}): the model is unchanged"
             )
-
-    def why(self, source: int, error: Exception) -> str:
-        """Return why a source is not in the result."""
-        known = self.reasons.get(source)
-        return str(error) if known is None else f"{known}; {error}"
+        return self.now.aggregate(replies)
 
 
 class Collection:
@@ -289,25 +241,19 @@ class Collection:
     Attributes
     ----------
     collector : Collector
-        Decodes, and checks payloads against what their owners committed themselves to.
-    decoder : Collector or Mixture
-        What counts packets: the collector, unless payloads are mixed.
+        Decodes, and checks payloads against what their sources committed themselves to.
     silent : list of int
         Relays that were asked and did not answer.
     reported : set of int
         Relays that said what lies in their store.
-    fresh : dict
-        How a query for fresh shards names what its owner shared, beside the source.
     """
 
     def __init__(self, sharing: Sharing) -> None:
         self.sharing = sharing
         self.now = sharing.now
-        self.collector = Collector(sharing.plan, range(len(sharing.owners)), len(sharing.now.members))
-        self.decoder: Collector | Mixture = self.collector
+        self.collector = Collector(sharing.plan, range(len(self.now.members)))
         self.silent: list[int] = []
         self.reported: set[int] = set()
-        self.fresh: dict[str, Any] = {}
 
     def give_up(self, source: int) -> None:
         """Expect nothing more of a source."""
@@ -324,7 +270,7 @@ class Collection:
             wanted = self.collector.ask(able, away)
             if not wanted:
                 return
-            got = yield from self.ask(
+            got = yield from self._ask(
                 {members[relay].node: self._held_of(relay, sources) for relay, sources in wanted.items()}
             )
             for relay, sources in wanted.items():
@@ -343,10 +289,9 @@ class Collection:
             if sharing.hub and source in sharing.reasons:
                 continue
             missing = self.collector.missing(source)
-            owner = sharing.owners[source].index
-            there = owner in sharing.alive and owner not in sharing.errors and not sharing.plan.threshold
+            there = source in sharing.alive and source not in sharing.errors and not sharing.plan.threshold
             # Packets that came but depend on each other are the code's own failure; packets that did not come are not.
-            there = there and (sharing.top_up or self.collector.arrived(source) >= sharing.plan.needed)
+            there = there and self.collector.arrived(source) >= sharing.plan.needed
             if there or missing <= len(set(self.silent) & set(sharing.holders(source))):
                 candidates.append(source)
             if there:
@@ -360,22 +305,20 @@ class Collection:
                 asked[members[silent].node] = self._held_of(silent, kept)
         # A node that is asked as a relay, too, gets both questions in one message.
         for source, count in fresh.items():
-            more = {**sharing.numbers, "source": source, **self.fresh, "fresh": count}
-            asked.setdefault(sharing.owners[source].node, {"index": 0, "sources": ()}).update(more)
+            more = {**sharing.numbers, "source": source, "fresh": count}
+            asked.setdefault(members[source].node, {"index": 0, "sources": ()}).update(more)
         self.now.report.recollects += len(candidates)
-        got = yield from self.ask(asked)
+        got = yield from self._ask(asked)
         for node, fields in asked.items():
             if (reply := got.get(node)) is not None:
                 relay = fields["index"] if fields["sources"] else None
                 self._take(relay, reply, fields["sources"], [fields["source"]] if "fresh" in fields else [])
 
-    def ask(
-        self, asked: Mapping[int, Mapping[str, Any]], schema: type[Query] | None = None
-    ) -> Exchanges[dict[int, Message]]:
+    def _ask(self, asked: Mapping[int, Mapping[str, Any]]) -> Exchanges[dict[int, Message]]:
         """Send a query with these fields to each node; return the replies."""
         queries = []
         for node, fields in asked.items():
-            kind = schema or (CollectFresh if "fresh" in fields else Collect)
+            kind = CollectFresh if "fresh" in fields else Collect
             queries.append(self.now.query(COLLECT, node, kind, {"seal": self.sharing.seal, **fields}))
         self.now.report.waves += 1
         self.now.report.asked += len(queries)
@@ -398,7 +341,7 @@ class Collection:
         try:
             header = self.now.answer(reply, Collected)
             # Relays hand out PER_SOURCE packets of a source at most; fresh ones come on top.
-            most = PER_SOURCE * len(sharing.owners) + sharing.plan.needed
+            most = PER_SOURCE * len(self.now.members) + sharing.plan.needed
             # Each packet is measured by itself: between peers a relay may have been given one that is too long.
             items = take_bundle(reply.content, most=most, longest=1 << 32)
             report.count("hub_up", sum(map(len, items)))
@@ -412,13 +355,13 @@ class Collection:
                 self.collector.add(-1, data, list(own))
             report.decode_seconds += time.perf_counter() - began
             if relay is not None:
-                self.count_held(relay, header.held)
+                self._count_held(relay, header.held)
             for reason in limited(header.refused, most, "reasons"):
                 report.refuse(f"{name}: {reason}")
         except FedcompError as error:
             report.refuse(f"{name}: {error}")
 
-    def count_held(self, relay: int, numbers: tuple[int, ...]) -> None:
+    def _count_held(self, relay: int, numbers: tuple[int, ...]) -> None:
         """Take a relay's word of what lies in its own store: whom to ask for, and what those sent who no longer say."""
         sharing = self.sharing
         # Once per relay: a second wave would count what its peers sent to it again.
@@ -428,18 +371,14 @@ class Collection:
         held = dict(zip(numbers[::2], numbers[1::2], strict=False))
         self.collector.holds(relay, held.keys())
         for source, size in held.items():
-            # What an owner keeps of its own was never sent, and what no plan makes room for was not sent by it.
-            known = source < len(sharing.owners) and size <= sharing.longest
-            if known and source not in sharing.announced and sharing.owners[source].index != relay:
-                self.now.count_peer(sharing.owners[source], [size])
-
-    def payload(self, source: int) -> bytes:
-        """Return what a source shared; raise what :meth:`fedcomp.coding.relay.Collector.payload` raises."""
-        return self.collector.payload(source)
+            # What a source keeps of its own was never sent, and what no plan makes room for was not sent by it.
+            known = source < len(self.now.members) and size <= sharing.longest
+            if known and source not in sharing.announced and source != relay:
+                self.now.count_peer(self.now.members[source], [size])
 
     def account(self) -> None:
         """Report packets received, innovative and dependent, and why others were thrown away."""
-        report, counted = self.now.report, self.decoder
+        report, counted = self.now.report, self.collector
         report.received, report.innovative, report.dependent = counted.received, counted.innovative, counted.dependent
         for reason in counted.refused:
             report.refuse(reason)

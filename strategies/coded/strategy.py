@@ -49,12 +49,11 @@ from fedcomp.flower.coded import (
     HELLO,
     NO_HANDLER,
     THROUGH_SERVER,
-    Handed,
     Header,
     Hello,
     Indexed,
-    Introduced,
     Query,
+    Shared,
     SumShared,
 )
 from fedcomp.flower.logs import log
@@ -152,7 +151,7 @@ class CodedRound:
     uncoded: list[Message]
     report: Coding
     resting: RestingLinks
-    _learn: Callable[[int, Introduced | SumShared], None]
+    _learn: Callable[[int, Shared | SumShared], None]
 
     def plan(self, member: Member, schema: type[Indexed], fields: Mapping[str, Any]) -> Message:
         """Return the member's training message with the plan in it."""
@@ -208,7 +207,7 @@ class CodedRound:
         return fields
 
     def take_missed(
-        self, source: Member, said: Handed | SumShared, relays: Mapping[int, Member], *, seal: bool
+        self, source: Member, said: Shared | SumShared, relays: Mapping[int, Member], *, seal: bool
     ) -> set[int]:
         """Take what a member says of the parcels that no link took; return for whom they may come through the server.
 
@@ -263,7 +262,7 @@ class CodedRound:
         """Return the header of a member's reply, and take note of what it says of the member; see :meth:`answer`."""
         found = self.answer(reply, schema)
         # A restarted client has a new key; shards sealed for the old one are lost, later ones must not be.
-        if isinstance(found, Introduced | SumShared):
+        if isinstance(found, Shared | SumShared):
             self._learn(member.node, found)
         return found
 
@@ -328,7 +327,6 @@ class CodedFedAvg(ExchangeStrategy, Stateful):
         Any Flower strategy that works through hooks, usually :class:`fedcomp.strategies.compressed.Compressed`.
     **settings
         See :class:`fedcomp.strategies.coded.settings.CodedSettings`; and what only the chosen construction has:
-        :class:`~fedcomp.strategies.coded.settings.RelayOptions`,
         :class:`~fedcomp.strategies.coded.settings.SumOptions`,
         :class:`~fedcomp.strategies.coded.settings.GradientOptions`.
 
@@ -527,7 +525,7 @@ class CodedFedAvg(ExchangeStrategy, Stateful):
             "spool": self._links.root,
         }
 
-    def _learn(self, node: int, header: Introduced | SumShared) -> None:
+    def _learn(self, node: int, header: Shared | SumShared) -> None:
         """Take over a public key and address that a node says are new: it was restarted with an empty state."""
         if header.public:
             partition = self._known[node].partition

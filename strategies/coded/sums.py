@@ -96,8 +96,6 @@ class SumCode(Stateful):
 
     def __init__(self, settings: CodedSettings, inner: Strategy) -> None:
         self.options = settings.own(SumOptions)
-        if settings.groups or settings.mix:
-            raise ConfigError("groups and mix belong to construction='relay'; a coded sum adds all clients")
         if not isinstance(inner, Compressed):
             raise ConfigError(
                 f"a coded sum adds integers, {type(inner).__name__} sends floating-point models; wrap it: "

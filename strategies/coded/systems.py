@@ -10,19 +10,18 @@ from fedcomp.errors import ConfigError
 from fedcomp.strategies.coded.settings import CodedSettings, GradientOptions, SumOptions
 from fedcomp.strategies.coded.strategy import CodedFedAvg
 from fedcomp.strategies.pair_systems import FIXED_POINT, build_pair
-from fedcomp.strategies.parts import PAIR_PREFIXES, Settings, make_inner, whole_numbers
+from fedcomp.strategies.parts import PAIR_PREFIXES, Settings, make_inner
 from fedcomp.strategies.system import System, arguments, settings_of
 
 CODED: Final[Settings] = MappingProxyType(
     {
         **settings_of(CodedSettings, "symbols", "shards", "loss", "target"),
         "seal": "",
-        "groups": "0",
         **settings_of(CodedSettings, "share_timeout", "collect_timeout", "spool"),
     }
 )
 """Settings of every system around the pair; 0 and the empty text leave the choice to :class:`CodedFedAvg`. ``seal`` is
-"yes" or "no", ``groups`` a number or, for the levels of a tree, several: "8,2"."""
+"yes" or "no"."""
 
 # A setting cannot be None on the command line, so the third value, the construction's own choice, is a text.
 _SEAL: Final = {"": None, "yes": True, "no": False}
@@ -34,7 +33,6 @@ def _around_pair(settings: Settings, seed: int, *, construction: str, names: tup
             f"setting 'seal' is {settings['seal']!r}; expected yes, no, or nothing for the system's choice"
         )
     own = {**arguments(CodedSettings, settings, [*CODED, *names]), "seal": _SEAL[str(settings["seal"])]}
-    own["groups"] = whole_numbers("groups", str(settings["groups"]))
     inner = build_pair(settings, seed, codec=str(settings["codec"]))
     return CodedFedAvg(inner, construction=construction, seed=seed, **own)
 
@@ -62,7 +60,7 @@ SYSTEMS: Final = (
         "Ho et al. 2006, A random linear network coding approach to multicast; the relay of updates is derived here",
         "shards of the coded update, spread over the other clients, of which any K decode but for 0.4 %",
         "relay",
-        {"code": "rlnc", "transport": "peers", **settings_of(CodedSettings, "mix")},
+        {"code": "rlnc", "transport": "peers"},
         codec="qsgd",
     ),
     _system(

@@ -12,7 +12,7 @@ from fedcomp.graphs.base import GraphError
 from fedcomp.graphs.settings import SamplerSettings
 from fedcomp.strategies.gcn.settings import RoundSettings, RowSettings
 from fedcomp.strategies.gcn.strategy import SkewedGCN
-from fedcomp.strategies.parts import CODEC_PREFIXES, TASK_PREFIX, Settings, around, make_inner, whole_numbers
+from fedcomp.strategies.parts import CODEC_PREFIXES, TASK_PREFIX, Settings, around, make_inner
 from fedcomp.strategies.system import System, refuse_others, settings_of
 
 if TYPE_CHECKING:
@@ -146,8 +146,20 @@ def sampler_settings(settings: Settings) -> SamplerSettings:
 
 
 def layer_sizes(text: str) -> int | tuple[int, ...]:
-    """Read ``"512"`` or ``"512,384"``: nodes kept at a layer, input layer first; one number is for all layers."""
-    return whole_numbers("n", text)
+    """Read ``"512"`` or ``"512,384"``: nodes kept at a layer, input layer first; one number is for all layers.
+
+    Raises
+    ------
+    ConfigError
+        When it is something else.
+    """
+    try:
+        found = tuple(int(word) for word in text.split(","))
+    except ValueError as error:
+        raise ConfigError(
+            f"setting 'n' is {text!r}; expected a whole number such as 512, or several such as 512,384"
+        ) from error
+    return found[0] if len(found) == 1 else found
 
 
 SYSTEM: Final = System(

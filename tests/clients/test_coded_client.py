@@ -33,14 +33,7 @@ from fedcomp.flower.coded import (
     THROUGH_SERVER,
     Collect,
     CollectFresh,
-    Combine,
-    GroupForward,
-    GroupSum,
-    GroupTraining,
     Indexed,
-    MergedForward,
-    MergedSum,
-    MixTraining,
     Query,
     RelayTraining,
     SumQuestion,
@@ -320,9 +313,6 @@ QUERY = {"run": RUN, "transport": "hub", "max_store": 1 << 20, "round": 1}
 CODE = {"code": "mds", "symbols": 2, "shards": 3, "private": 0, "seed": 0, "max_payload": 1 << 20}
 RELAYS = {"source": 1, "relays": (0, 1, 2)}
 RELAY, SUMS, NOISY = ({"construction": name, **QUERY} for name in ("relay", "sumcode", "noisysum"))
-UP = {"aggregator": 0, "max_payload": 99}
-GROUP = {"seal": False, "index": 1, "members": (1,), "sequences": (1,)}
-MIX = {"mix_bytes": 64, "clients": 3, "seed": 0, "shards": 3}
 
 
 @pytest.mark.parametrize(
@@ -330,16 +320,9 @@ MIX = {"mix_bytes": 64, "clients": 3, "seed": 0, "shards": 3}
     [
         (HELLO, Query(**RELAY)),
         ("train", RelayTraining(**RELAY, **CODE, **RELAYS, index=1)),
-        ("train", MixTraining(**RELAY, **MIX, **RELAYS, index=1)),
-        ("train", GroupTraining(**RELAY, index=1, aggregator=0, max_payload=99)),
         (PUT, Indexed(**RELAY, index=1)),
         (COLLECT, Collect(**RELAY, seal=False, index=1, sources=(0,))),
         (COLLECT, CollectFresh(**RELAY, **CODE, seal=False, index=1, source=1, fresh=2)),
-        (COLLECT, Combine(**RELAY, **MIX, seal=False, index=1, first=0, count=1)),
-        (SUM, GroupSum(**RELAY, **CODE, **RELAYS, seal=False, index=1, members=(1,), sequences=(1,), spec={"a": 1})),
-        (SUM, GroupForward(**RELAY, **UP, **GROUP, spec={"a": 1})),
-        (SUM, MergedSum(**RELAY, **CODE, **RELAYS, **GROUP, level=2, sources=(1,), sizes=(1,), count=1, levels=1)),
-        (SUM, MergedForward(**RELAY, **UP, **GROUP, level=2, sources=(1,), sizes=(1,), count=1, levels=1)),
         ("train", SumTraining(**SUMS, index=1, plan={"a": 1}, seal=False, relays=(0, 1), metrics=False)),
         ("train", SumTraining(**NOISY, index=1, plan={"a": 1}, seal=False, relays=(0, 1), metrics=False)),
         (COLLECT, SumReport(**SUMS, plan={"a": 1}, seal=False, row=0)),

@@ -249,7 +249,7 @@ def test_integers_are_summed_in_a_domain_that_is_inside() -> None:
     total, expected = 0, np.zeros(layout.size)
     for i in range(3):
         frame, _ = codec.encode(update(layout, seed=i), {}, Key(0, "codec", partition=i))
-        total = total + codec.integers(frame, layout)
+        total = total + codec.grid.integers(codec.open(frame, layout))
         expected += codec.decode(frame, layout) / 3.0
     mean = codec.place(total, 3.0, layout, Key(0, "codec"))
     assert np.linalg.norm(mean - expected) <= 1e-5 * np.linalg.norm(expected)

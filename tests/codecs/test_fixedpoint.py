@@ -49,7 +49,7 @@ def test_a_sum_of_integers_is_the_weighted_mean_of_the_frames(codec: FixedPoint)
     """To the precision of float32: what is summed in the field is what would have been summed as floats."""
     weights = [3, 1, 5]
     frames = [frame_of(codec, client) for client in range(3)]
-    total = sum(w * codec.integers(f, LAYOUT) for w, f in zip(weights, frames, strict=True))
+    total = sum(w * codec.grid.integers(codec.open(f, LAYOUT)) for w, f in zip(weights, frames, strict=True))
     placed = codec.place(total, 9, LAYOUT, KEY.at(partition=77))
     mean = sum(w * codec.decode(f, LAYOUT).astype(np.float64) for w, f in zip(weights, frames, strict=True)) / 9
     assert placed.dtype == np.float32
@@ -69,7 +69,7 @@ def test_the_mean_of_many_lies_within_a_step_of_the_true_one(codec: FixedPoint) 
         given = update(LAYOUT, seed=client)
         plain = codec.codec.decode(codec.codec.encode(given, {}, KEY)[0], LAYOUT)
         exact += np.clip(plain.astype(np.float64), -codec.clip, codec.clip) / clients
-        total += codec.integers(codec.encode(given, {}, KEY.at(partition=client))[0], LAYOUT)
+        total += codec.grid.integers(codec.open(codec.encode(given, {}, KEY.at(partition=client))[0], LAYOUT))
     error = codec.place(total, clients, LAYOUT, KEY) - exact
     assert np.abs(error).max() <= codec.step
     # The variance of one rounding is at most step^2 / 4; clients draw for themselves.
@@ -119,7 +119,7 @@ def test_draws_differ_between_clients_rounds_and_tensors() -> None:
     half = Update(np.full(layout.size, 0.25, np.float32), layout)
 
     def drawn(key: Key) -> np.ndarray:
-        return codec.integers(codec.encode(half, {}, key)[0], layout)
+        return codec.grid.integers(codec.open(codec.encode(half, {}, key)[0], layout))
 
     one = drawn(KEY)
     assert not np.array_equal(one[:1600], one[1600:])

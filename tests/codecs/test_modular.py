@@ -49,7 +49,7 @@ def test_a_sum_is_that_of_what_each_frame_says_in_every_order_and_grouping(codec
     """3.4, first. Exactly: integers add, and the same dithers are taken off, in one order."""
     frames = frames_of(codec)
     flat = codec.add(frames, LAYOUT)
-    exact = sum(codec.integers(frame, LAYOUT) for frame in frames)
+    exact = sum(codec.grid.integers(codec.open(frame, LAYOUT)) for frame in frames)
     np.testing.assert_array_equal(codec.total(flat, LAYOUT), exact)
     trees = [
         [frames[4], frames[2], frames[0], frames[3], frames[1]],
@@ -138,7 +138,7 @@ def test_a_smaller_modulus_needs_a_word_and_is_logged(caplog: pytest.LogCaptureF
     codec = ModularSum(RandomK(1.0), clip=1.0, levels=10, summands=5, modulus=64, allow_wrap=True)
     _x, frames, layout = flat_frames(codec, CLIENTS, 500)
     total = codec.total(codec.add(frames, layout), layout)
-    exact = sum(codec.integers(frame, layout) for frame in frames)
+    exact = sum(codec.grid.integers(codec.open(frame, layout)) for frame in frames)
     # Small sums come out; those that wrap are off by the modulus.
     assert set(np.unique((total - exact) // 64)) <= {-1, 0, 1}
     codec.place(total, 5, layout, KEY, ones())
@@ -157,7 +157,7 @@ def test_weights_multiply_integers_and_dithers_alike() -> None:
     weights = {0: 3, 1: 1, 2: 7}
     codec = ModularSum(RandomK(0.5), clip=4.0, levels=50, summands=11)
     frames = frames_of(codec)[:3]
-    total = sum(w * codec.integers(f, LAYOUT) for w, f in zip(weights.values(), frames, strict=True))
+    total = sum(w * codec.grid.integers(codec.open(f, LAYOUT)) for w, f in zip(weights.values(), frames, strict=True))
     placed = codec.place(total, 11, LAYOUT, KEY, weights)
     decoded = [codec.decode(f, LAYOUT).astype(np.float64) for f in frames]
     mean = sum(w * d for w, d in zip(weights.values(), decoded, strict=True)) / 11
@@ -183,7 +183,7 @@ def test_residues_and_masks_of_secure_aggregation_compose_bit_for_bit() -> None:
     frames = frames_of(codec)
     size = codec.count(LAYOUT)
     masked = MaskedSum.deal(CLIENTS, size, codec.m, SystemEntropy())
-    uploads = {c: masked.upload(c, codec.integers(frames[c], LAYOUT)) for c in range(CLIENTS)}
+    uploads = {c: masked.upload(c, codec.grid.integers(codec.open(frames[c], LAYOUT))) for c in range(CLIENTS)}
     for there in (range(CLIENTS), (0, 2, 3)):
         who = dict.fromkeys(there, 1)
         open_sum = codec.total(codec.add([frames[c] for c in there], LAYOUT), LAYOUT)
@@ -200,7 +200,9 @@ def test_sums_in_a_prime_field_compose_bit_for_bit() -> None:
     frames = frames_of(codec)
     field = prime_for(CLIENTS, codec.levels)
     assert field in FIELDS
-    centred = field.lift(field.sum([field.residues(codec.integers(frame, LAYOUT)) for frame in frames]))
+    centred = field.lift(
+        field.sum([field.residues(codec.grid.integers(codec.open(frame, LAYOUT))) for frame in frames])
+    )
     plain = codec.place(codec.total(codec.add(frames, LAYOUT), LAYOUT), CLIENTS, LAYOUT, KEY, ones())
     assert codec.place(centred, CLIENTS, LAYOUT, KEY, ones()).tobytes() == plain.tobytes()
 

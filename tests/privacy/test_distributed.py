@@ -236,7 +236,7 @@ def test_frames_hold_the_clipped_update(rotation: int) -> None:
     assert float(np.linalg.norm(decoded - clipped)) < math.sqrt(400) * made.step
     assert float(decoded @ clipped) == pytest.approx(4.0, rel=0.05)
     # A sum of integers, placed, is the sum of frames.
-    integers = made.integers(frame, LAYOUT)
+    integers = made.grid.integers(made.open(frame, LAYOUT))
     np.testing.assert_allclose(made.place(2 * integers, 2.0, LAYOUT, KEY), decoded, atol=1e-6)
     assert get_codec(made.to_config()) == made
 
@@ -276,7 +276,7 @@ def test_error_feedback_remembers_what_was_clipped_and_no_noise() -> None:
     for round_ in range(3):
         frame, memory = around.encode(Update(vector, LAYOUT), memory, KEY.at(round=round_))
         frames.append(around.decode(frame, LAYOUT))
-        made.require_bounded(made.integers(frame, LAYOUT))
+        made.require_bounded(made.grid.integers(made.open(frame, LAYOUT)))
     np.testing.assert_allclose(memory["memory"], 3 * vector - sum(frames), atol=1e-4)
     again, _ = around.encode(Update(vector, LAYOUT), around.init(LAYOUT), KEY.at(round=0))
     np.testing.assert_array_equal(around.decode(again, LAYOUT), frames[0])

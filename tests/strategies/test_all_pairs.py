@@ -85,7 +85,6 @@ OUTER: Mapping[str, Wrap] = {
     "pipelined": PipelinedStrategy,
     "buffered": lambda inner: Buffered(inner, concurrency=3, buffer=2),
     "relay": lambda inner: CodedFedAvg(inner, symbols=2),
-    "groups": lambda inner: CodedFedAvg(inner, code="mds", symbols=2, groups=2),
     "coded sum": lambda inner: CodedFedAvg(inner, construction="sumcode", symbols=2, threshold=1),
     "gradient code": lambda inner: CodedFedAvg(inner, construction="gradcode", losses=1),
     "dp-fedavg": lambda inner: DpFedAvg(inner, clip=1.0, **PROMISE),
@@ -120,17 +119,12 @@ def around(outer: str, inner: Callable[[], Strategy]) -> Callable[[], Strategy]:
     return lambda: OUTER[outer](inner())
 
 
-ALONE_IS_NONE = ("pair", "groups", "coded sum", "record dp of slopes")
+ALONE_IS_NONE = ("pair", "coded sum", "record dp of slopes")
 
 INNER: Mapping[str, Callable[[], Strategy]] = {
     **MEANS,
     **PAIRS,
-    **{
-        name: around(name, flowers)
-        for name in OUTER
-        if name not in ("pair", "groups", "coded sum", "record dp of slopes")
-    },
-    "groups": around("groups", PAIRS["pair of integers"]),
+    **{name: around(name, flowers) for name in OUTER if name not in ("pair", "coded sum", "record dp of slopes")},
     "coded sum": around("coded sum", PAIRS["pair of integers"]),
     "pair around dp-fedavg": lambda: Compressed(DpFedAvg(flowers(), clip=1.0, **PROMISE), TopK(0.1)),
     "record dp around the pair": around("record dp", PAIRS["pair"]),
@@ -155,7 +149,6 @@ ACCEPTED: Mapping[str, tuple[str, ...]] = {
         *PAIRS,
         *("local dp", "record dp", "record dp around the pair", "forward", "record dp of slopes"),
     ),
-    "groups": ("pair of integers",),
     "coded sum": ("pair of integers",),
     "gradient code": ("FedAvg", "FedAdam"),
     "dp-fedavg": ("FedAvg", "FedAdam"),
@@ -234,7 +227,6 @@ SHOWN: Mapping[str, Callable[[RunResult], bool]] = {
     "pipelined": lambda r: last(r)["overlap.staleness_max"] == 1,
     "buffered": lambda r: last(r)["overlap.step"] == ROUNDS - 1,
     "relay": lambda r: last(r).get("coded.shards", 4) == 4,
-    "groups": lambda r: last(r)["coded.included"] == 4,
     "coded sum": lambda r: last(r)["coded.contributors"] == 4,
     "gradient code": lambda r: last(r)["coded.included"] == 4,
     "forward": lambda r: last(r).get("forward.signs", 1) > 0,
@@ -266,7 +258,7 @@ def test_each_part_of_an_accepted_pair_has_its_effect(outer: str, inner: str, mo
         alone = run(INNER[next(iter(private))], monkeypatch, like, task, **options)
         assert last(result)["privacy.epsilon"] == pytest.approx(last(alone)["privacy.epsilon"], rel=1e-6)
         assert last(result)["privacy.epsilon"] > 0
-    if inner in SHORTER and outer not in ("groups", "coded sum"):  # which take nothing but integers
+    if inner in SHORTER and outer != "coded sum":  # which takes nothing but integers
         whole = run(around(outer, flowers), monkeypatch, like, task, **options)
         # Of a graph the rows that nodes fetch go up as well, the same ones.
         rows = sum(record.metrics["gcn.feature_bytes_link"] for record in result.rounds[1:]) // 2 if graph else 0

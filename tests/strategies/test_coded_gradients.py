@@ -530,7 +530,6 @@ def test_an_answer_is_as_long_as_an_update_of_its_number_format() -> None:
         (lambda: strategy(True), "losses=True"),
         (lambda: strategy(1, loses=2), "did you mean 'losses'"),
         (lambda: strategy(1, symbols=3), "symbols=3"),
-        (lambda: strategy(1, groups=2), "groups=2"),
         (lambda: strategy(1, scheme="round"), "scheme='round'"),
         (lambda: strategy(1, arithmetic="float32"), "arithmetic='float32'"),
         (lambda: strategy(1, arithmetic="gf31", limit=-1.0), "limit"),

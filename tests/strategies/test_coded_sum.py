@@ -419,7 +419,7 @@ def test_in_the_clear_the_server_could_decode_everybody() -> None:
     pieces = plan.field.matmul(inverse(plan.field, rows), np.stack([s.body for s in shards])).reshape(-1)
     vector = plan.field.lift(pieces[: plan.size]) // int(pieces[plan.size])
     partition = int(reply.content["fedcomp.node"]["partition-id"])
-    np.testing.assert_array_equal(vector, CODEC.integers(recorder.frames[1, partition][0], LAYOUT))
+    np.testing.assert_array_equal(vector, CODEC.grid.integers(CODEC.open(recorder.frames[1, partition][0], LAYOUT)))
 
 
 @pytest.mark.slow
@@ -471,7 +471,6 @@ def test_values_at_the_clip_show_in_the_sum() -> None:
         (None, {"max_weight": -1}, "max_weight=-1"),
         (None, {"min_contributors": 0}, "min_contributors=0"),
         (None, {"min_contributor": 3}, "did you mean 'min_contributors'"),
-        (None, {"groups": 2}, "construction='relay'"),
         (None, {"shards": 3}, "shards=3 are fewer than the 4"),
     ],
 )

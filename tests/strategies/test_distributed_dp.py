@@ -68,7 +68,7 @@ def at(kind: str, *partitions: int, fault: str = "silent"):
 def plain_sum(strategy: DistributedDp, recorder: Recorder, partitions, round_: int = 1) -> np.ndarray:
     """Return the sum of what the clients rounded, in steps, before any noise."""
     codec = fixed_point_of(strategy.inner.codec)
-    return sum(codec.integers(recorder.frames[round_, p][0], LAYOUT) for p in partitions)
+    return sum(codec.grid.integers(codec.open(recorder.frames[round_, p][0], LAYOUT)) for p in partitions)
 
 
 def in_steps(strategy: DistributedDp, arrays: ArrayRecord) -> np.ndarray:

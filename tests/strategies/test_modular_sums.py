@@ -1,4 +1,4 @@
-"""Modular sums in rounds: the drop-in pair, groups of any size, and sums in a prime field give the same model."""
+"""Modular sums in rounds: the drop-in pair, and sums in a prime field."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from coded_runs import after_sharing, before_sharing, bits, run
+from coded_runs import run
 from toy import SHAPES, client_app, fedavg, model, stack, update
 
 from fedcomp.clients.compressed import compression
@@ -27,11 +27,6 @@ WEIGHT = 10 * NODES * (NODES + 1) // 2
 def pair(summands: int = WEIGHT, *, memory: bool = False, levels: int = 1024, **options: Any) -> Compressed:
     codec = ModularSum(RandomK(1.0), clip=1024.0, levels=levels, summands=summands)
     return Compressed(fedavg(**options), ErrorFeedback(codec) if memory else codec, feedback=memory)
-
-
-def grouped(groups: int, summands: int = WEIGHT, **options: Any) -> CodedFedAvg:
-    settings = {"code": "mds", "symbols": 2, "groups": groups, "collect_timeout": 5.0, **options}
-    return CodedFedAvg(pair(summands), **settings)
 
 
 def test_the_pair_takes_every_clients_dither_off() -> None:
@@ -57,20 +52,6 @@ def test_memory_keeps_what_the_dither_left() -> None:
 
 
 @pytest.mark.slow
-def test_however_clients_are_grouped_the_model_has_the_same_bits() -> None:
-    found = {}
-    for count in (1, 2, 4):
-        strategy = grouped(count, transport=("hub", "peers")[count % 2])
-        result, _ = run(strategy, NODES, rounds=2, fault=after_sharing([0, 3]))
-        assert [len(strategy.reports[r].coded.included) for r in (1, 2)] == [NODES, NODES]
-        found[count] = bits(result)
-    assert len(set(found.values())) == 1
-    plain, _ = run(pair(fraction_evaluate=0.0), NODES, rounds=2)
-    last, _ = run(grouped(3), NODES, rounds=2)
-    np.testing.assert_allclose(stack(last.arrays), stack(plain.arrays), rtol=1e-6, atol=1e-3)
-
-
-@pytest.mark.slow
 def test_a_sum_in_a_prime_field_takes_the_contributors_dithers_off() -> None:
     """Of equal weights, since the server of a coded sum knows no single one."""
     # Steps of which the toy's whole numbers are no multiples: of those the dither would be all of the error.
@@ -91,25 +72,7 @@ def test_a_coded_sum_of_weights_that_nobody_knows_is_refused() -> None:
     CodedFedAvg(Compressed(fedavg(), FixedPoint(RandomK(1.0), clip=1.0)), **options)
 
 
-@pytest.mark.slow
-def test_more_weight_than_there_is_room_for_keeps_the_model_and_is_said() -> None:
-    """Weights are the clients' own claims: none of them may end the run, nor make a sum that wraps."""
-    absent = before_sharing([NODES - 1])
-    strategy = grouped(2, summands=WEIGHT - 1)
-    result, _ = run(strategy, NODES, rounds=3, fault=lambda delivery: absent(delivery) if delivery.round == 1 else None)
-    once, _ = run(grouped(2, summands=WEIGHT - 1), NODES, rounds=1, fault=absent)
-    assert bits(result) == bits(once), "the first round's model, in which one client's weight was missing"
-    assert f"a sum of weight {WEIGHT}" in str(strategy.reports[2].to_json())
-
-
 def test_a_run_whose_sums_never_fit_ends_in_its_first_round() -> None:
-    """Examples as weights, and room for clients alone: no round would make a step."""
-    with pytest.raises(ConfigError, match=f"raise summands=6 to {WEIGHT}"):
-        run(grouped(2, NODES), NODES, rounds=2)
-
-
-def test_by_default_there_is_room_for_clients_with_many_examples() -> None:
-    codec = ModularSum(RandomK(1.0), clip=1024.0)
-    strategy = CodedFedAvg(Compressed(fedavg(), codec, feedback=False), code="mds", symbols=2, groups=2)
-    _, _ = run(strategy, NODES, rounds=1)
-    assert strategy.reports[1].used == NODES
+    coded = CodedFedAvg(pair(NODES - 1), construction="sumcode", symbols=2, threshold=1, weighted=False)
+    with pytest.raises(ConfigError, match=f"raise summands={NODES - 1} to {NODES}"):
+        run(coded, NODES, rounds=2)
