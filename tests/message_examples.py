@@ -184,7 +184,7 @@ EXAMPLES: dict[str, Schema] = {
         8,
         b"digest..",
         7,
-        3,
+        1,
     ),
     "protocol.Announcement/plain": protocol.Announcement("arrays", 1, 0),
     "state.UplinkRecord": state.UplinkRecord(3, 9, b"session!", {"id": "topk"}, '["topk",{}]', b"digest"),
