@@ -44,6 +44,7 @@ from fedcomp.privacy.ledger import PrivacyLedger
 from fedcomp.privacy.sampling import Sampling
 from fedcomp.privacy.votes import TopkSign, topk_stochastic_sign
 from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.forward import ForwardGradients
 from fedcomp.strategies.guard import Norms
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 from fedcomp.strategies.private.lsg import Lsg
@@ -170,6 +171,12 @@ PRIVACY = (
         "the plan says; use one of the two",
         lambda: RecordDp(DpFedAvg(quiet(), clip=1.0, **PROMISE), PLAN, records=100),
         lambda: RecordDp(quiet(), PLAN, records=100) and DpFedAvg(quiet(), clip=1.0, **PROMISE),
+    ),
+    row(
+        "strategies/forward.py",
+        "slopes are neither. Use a codec without forward gradients",
+        lambda: ForwardGradients(DpFedAvg(quiet(), clip=1.0, **PROMISE), 8),
+        lambda: Compressed(DpFedAvg(quiet(), clip=1.0, **PROMISE), TopK(0.1)),
     ),
 )
 
