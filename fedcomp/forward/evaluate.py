@@ -164,7 +164,7 @@ def _differences(
     out = []
     for tangent in tangents:
         direction = _tensors(tangent, held)
-        out.append(((at(direction, h) - at(direction, -h)) / (2.0 * h)).tolist())
+        out.append(((at(direction, h) - at(direction, -h)) / (2.0 * h)).item())
     return value, out
 
 
