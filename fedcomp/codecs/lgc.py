@@ -429,7 +429,6 @@ class LGC(LeaderSelected):
         StateError
             When no update waits, or what is needed is missing.
         """
-        self.waiting(state, layout)  # refused before anything is encoded
         total, codec = self.total(state, layout), self.innovations(layout)
         frame, _ = codec.encode(Update(total, layout), {}, key)
         bundle, where = codec.open(frame, layout), self.shared_positions(supports, layout)
