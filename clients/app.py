@@ -208,7 +208,7 @@ app = client(
     # What it learns is what a run's settings name.
     compression(i_know_inputs_are_visible=True),
     conditional(own_loss),
-    forward_gradients(measured, records=trainee, at_once=16),
+    forward_gradients(measured, at_once=16),
     record_dp(trainee),
     linear_device(rows_of_task),
     gossip_node(local_objective),

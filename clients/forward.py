@@ -2,8 +2,7 @@
 
 The app does not train, and nothing is differentiated backwards. The numbers are products with the directions that the
 announced :class:`fedcomp.codecs.RandomProjection` draws, so that what the server decodes is an estimate of the
-gradient, times a step. They say of a node's data what so many numbers can say, which is no promise of privacy. Where
-the message has a plan for record-level privacy there is noise on them (:mod:`fedcomp.clients.private.noisy_slopes`).
+gradient, times a step. They say of a node's data what so many numbers can say, which is no promise of privacy.
 """
 
 from __future__ import annotations
@@ -27,16 +26,15 @@ from fedcomp.clients.messages import (
     receive,
     require_ids,
 )
-from fedcomp.clients.private.dpsgd import TraineeOf
-from fedcomp.clients.private.mod import ABOUT_SETTINGS, discreet, wants_private
+from fedcomp.clients.private.mod import wants_private
 from fedcomp.codecs import RandomProjection
-from fedcomp.errors import ConfigError, FedcompError
+from fedcomp.errors import FedcompError
 from fedcomp.exact import encode_exact
 from fedcomp.flower.forward import Measure, Measured
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import NODE_RECORD, put_reply_frame
 from fedcomp.flower.protocol import EXACT, RESYNC, UPDATE, refusal
-from fedcomp.flower.record_dp import FORWARD, DpSgdPlan, plan_in
+from fedcomp.flower.record_dp import plan_in
 from fedcomp.flower.records import to_arrays
 from fedcomp.flower.schema import SchemaError
 from fedcomp.forward import ORACLES, Oracle
@@ -51,9 +49,8 @@ ObjectiveOf = Callable[[Message, Context], "Objective"]
 
 
 def forward_gradients(
-    objective: ObjectiveOf | None = None,
+    objective: ObjectiveOf,
     *,
-    records: TraineeOf | None = None,
     oracle: Oracle = "jvp",
     at_once: int = 1,
     accept: Collection[str] | None = None,
@@ -62,24 +59,14 @@ def forward_gradients(
 
     Parameters
     ----------
-    objective : callable, optional
-        ``objective(message, context) -> Objective`` of the message's model, on a batch of this node's examples. Without
-        it the node answers messages with a plan alone.
-    records : callable, optional
-        ``records(message, context)`` returns the message's model and this node's records, as for
-        :func:`fedcomp.clients.private.dpsgd.record_dp`; for rounds of
-        :class:`fedcomp.strategies.private.record_dp.RecordDp`. The half draws the batch.
+    objective : callable
+        ``objective(message, context) -> Objective`` of the message's model, on a batch of this node's examples.
     oracle : {"jvp", "differences"}
         How slopes are measured; central differences do for models that cannot be differentiated.
     at_once : int
         Directions in one pass, see :func:`fedcomp.forward.evaluate.slopes`.
     accept : collection of str, optional
         Codec ids this client agrees to use; default all registered ones.
-
-    Raises
-    ------
-    ConfigError
-        When there is neither an objective nor records.
 
     Examples
     --------
@@ -94,9 +81,7 @@ def forward_gradients(
     >>> app = client(ClientApp(), forward_gradients(objective))
     """
     params.choice("oracle", oracle, ORACLES)
-    if objective is None and records is None:
-        raise ConfigError("there is nothing to measure: give objective=..., records=... for rounds with noise, or both")
-    half = _Half(objective, records, oracle, params.integer("at_once", at_once, low=1), require_ids(accept))
+    half = _Half(objective, oracle, params.integer("at_once", at_once, low=1), require_ids(accept))
     return ClientHalf(
         "forward_gradients",
         half.mod,
@@ -108,8 +93,7 @@ def forward_gradients(
 
 @dataclass(frozen=True)
 class _Half:
-    objective: ObjectiveOf | None
-    records: TraineeOf | None
+    objective: ObjectiveOf
     oracle: Oracle
     at_once: int
     accept: Collection[str] | None
@@ -125,9 +109,8 @@ class _Half:
         if wants_private(msg.content):
             return refusal(msg, "a private round needs an update that is bounded and noised; slopes are neither")
         # A plan that cannot be read raises: whoever cannot tell what is asked sends nothing without noise.
-        plan = plan_in(msg.content)
-        if reason := self._why_not(plan):
-            return refusal(msg, reason)
+        if (plan := plan_in(msg.content)) is not None:
+            return refusal(msg, f"the plan is for a training with noise ({plan.method}), and slopes are asked for")
         announced = find_announcement(msg.content)
         codec, reason = (
             (None, "no codec is announced") if announced is None else choose(announced, announced.codec, self.accept)
@@ -144,68 +127,36 @@ class _Half:
         before = to_arrays(record)
         layout = Layout.of(before, policy_from_config(announced.policy))
 
-        def answer() -> Message:
-            key = Key(announced.seed, "uplink", announced.round, partition_of(context))
-            measured, content = self._measure(msg, context, plan, codec, layout, key)
-            said = Measured(asked.round, int(np.isnan(measured).sum()), _beyond(measured, asked.clip))
-            if asked.clip:
-                measured = np.clip(measured, -asked.clip, asked.clip)
-            if said.left_out:
-                log.warning("round %d: %d of %d slopes are not finite", asked.round, said.left_out, measured.size)
-            header = header_of(content, context, replica, no_downlink)
-            header["record"], header["sequence"] = announced.record or "arrays", announced.sequence
-            header.update(said.check())
-            content[NODE_RECORD] = header
-            put_reply_frame(content, UPDATE, codec.frame_of_products(-asked.step * measured, layout, key))
-            exact = encode_exact({t.name: before[t.name] for t in layout.exact}, layout)
-            if exact is not None:
-                put_reply_frame(content, EXACT, exact)
-            # As the last act, after everything that can fail.
-            if replica is not None:
-                replica.save(context)
-            return Message(content, reply_to=msg)
-
-        return answer() if plan is None else discreet(msg, answer, passing=ABOUT_SETTINGS)
-
-    def _why_not(self, plan: DpSgdPlan | None) -> str:
-        """Return why this node does not measure as it is asked to, empty when it does."""
-        if plan is None:
-            return "" if self.objective else "this node sends slopes with noise alone; ask with RecordDp(...) around it"
-        if plan.method != FORWARD:
-            return f"the plan is for a training with noise ({plan.method}), and slopes are asked for"
-        return "" if self.records else "noise takes this node's records, and forward_gradients(records=...) has none"
+        key = Key(announced.seed, "uplink", announced.round, partition_of(context))
+        measured, content = self._measure(msg, context, codec, layout, key)
+        said = Measured(asked.round, int(np.isnan(measured).sum()), _beyond(measured, asked.clip))
+        if asked.clip:
+            measured = np.clip(measured, -asked.clip, asked.clip)
+        if said.left_out:
+            log.warning("round %d: %d of %d slopes are not finite", asked.round, said.left_out, measured.size)
+        header = header_of(content, context, replica, no_downlink)
+        header["record"], header["sequence"] = announced.record or "arrays", announced.sequence
+        header.update(said.check())
+        content[NODE_RECORD] = header
+        put_reply_frame(content, UPDATE, codec.frame_of_products(-asked.step * measured, layout, key))
+        exact = encode_exact({t.name: before[t.name] for t in layout.exact}, layout)
+        if exact is not None:
+            put_reply_frame(content, EXACT, exact)
+        # As the last act, after everything that can fail.
+        if replica is not None:
+            replica.save(context)
+        return Message(content, reply_to=msg)
 
     def _measure(
-        self,
-        msg: Message,
-        context: Context,
-        plan: DpSgdPlan | None,
-        codec: RandomProjection,
-        layout: Layout,
-        key: Key,
+        self, msg: Message, context: Context, codec: RandomProjection, layout: Layout, key: Key
     ) -> tuple[NDArray[np.float64], RecordDict]:
-        """Return the slopes, with noise where there is a plan, and what is said beside them."""
+        """Return the slopes, and what is said beside them."""
         # torch, which a node that measures nothing does without
         from fedcomp.forward.evaluate import slopes, trained
 
         tangents = (_by_name(tangent, layout) for tangent in codec.tangents(layout, key))
-        names = [t.name for t in layout.tensors]
-        if plan is not None and self.records is not None:
-            # Here, since a node without a plan does not need it.
-            from fedcomp.clients.private.noisy_slopes import noisy_slopes
-
-            trainee, content = self.records(msg, context), RecordDict()
-            trained(trainee.model, names)
-            count = sum(map(codec.count, codec.stretches(layout)))
-            measured, account = noisy_slopes(
-                trainee, plan, context, tangents, count, oracle=self.oracle, at_once=self.at_once
-            )
-            # No loss, no number of examples: nothing else of the records leaves.
-            account.put(content)
-            return measured, content
-        assert self.objective is not None
         found = self.objective(msg, context)
-        trained(found.module, names)
+        trained(found.module, [t.name for t in layout.tensors])
         loss, measured = slopes(found, tangents, oracle=self.oracle, at_once=self.at_once)
         return measured, RecordDict({"metrics": MetricRecord({"num-examples": found.examples, "loss": loss})})
 

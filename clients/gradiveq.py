@@ -58,7 +58,7 @@ class _Exchange(Exchange[GradiVeQ]):
         """Find the round's basis."""
         self._basis = self._find(self.announcement.support, layout)
 
-    def trained(self, state: State, layout: Layout, out: RecordDict, block: Frame | None) -> State:
+    def trained(self, state: State, layout: Layout, out: RecordDict) -> State:
         """Send in the basis, or what its grids are made of; wait where this node lacks the basis."""
         basis = self._basis
         if basis is None:

@@ -29,7 +29,7 @@ from fedcomp.codecs.lgc import LGC, scale_of
 from fedcomp.codecs.scalecom import Supports
 from fedcomp.errors import StateError
 from fedcomp.flower.payload import NODE_RECORD, put_frame, take_frame
-from fedcomp.flower.protocol import DECODER, ENCODER, LEADS, PROBE, Announcement
+from fedcomp.flower.protocol import DECODER, ENCODER, PROBE, Announcement
 from fedcomp.flower.records import to_arrays, to_record
 from fedcomp.layout import Layout, Vector
 from fedcomp.wire import Frame, WireError
@@ -84,13 +84,12 @@ class _Exchange(SupportExchange[LGC]):
         encodes = self.codec.instance == "ring" or self._common
         return (encodes and self._encoder is None) or (self.codec.ef == "decoded" and self._decoder is None)
 
-    def trained(self, state: State, layout: Layout, out: RecordDict, block: Frame | None) -> State:
+    def trained(self, state: State, layout: Layout, out: RecordDict) -> State:
         """Lead, send or wait as for ScaleCom; wait where this node lacks what the server named."""
         if self._lacks:
             out.config_records[NODE_RECORD]["lacks"] = True
-            self.probe(state, layout, out)
             return state
-        return super().trained(state, layout, out, block)
+        return super().trained(state, layout, out)
 
     def queried(self, state: State, layout: Layout, out: RecordDict, block: Frame | None) -> State:
         """Send on the support of the message, or on this node's own choice."""
@@ -112,7 +111,7 @@ class _Exchange(SupportExchange[LGC]):
         if self._common or by_node:
             out.config_records[NODE_RECORD]["scale"] = scale
         # On a support of its own a leader divides by a scale of its own, which all others will be told.
-        if self.announcement.leader & LEADS:
+        if self._common:
             codec = replace(codec, scale=scale)
         if by_node:
             return self._send_innovation(values, state, supports, layout, out)

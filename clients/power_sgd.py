@@ -73,7 +73,7 @@ class _Exchange(Exchange[PowerSGD]):
             return uplink.state
         return self.codec.correct(uplink.state, mean, layout)
 
-    def trained(self, state: State, layout: Layout, out: RecordDict, block: Frame | None) -> State:
+    def trained(self, state: State, layout: Layout, out: RecordDict) -> State:
         """Send in the basis, or what it will be made of; wait where this node lacks what the server named."""
         if self._start is None:
             return state

@@ -25,15 +25,9 @@ from fedcomp.codecs.scalecom import (
 )
 from fedcomp.errors import StateError
 from fedcomp.flower.payload import put_frame
-from fedcomp.flower.protocol import (
-    LEADS,
-    LOOKS_AHEAD,
-    NEXT_SUPPORT,
-    PROBE,
-    SUPPORT,
-)
+from fedcomp.flower.protocol import SUPPORT
 from fedcomp.flower.state import remembered
-from fedcomp.layout import Layout, Update
+from fedcomp.layout import Layout
 from fedcomp.versions import CodecOf, Step
 from fedcomp.wire import Frame
 
@@ -60,17 +54,13 @@ def shared_support(accept: Collection[str] | None = None) -> ClientHalf:
 class SupportExchange(Exchange[L]):
     """One message of a shared-support server."""
 
-    def trained(self, state: State, layout: Layout, out: RecordDict, block: Frame | None) -> State:
-        """Lead, send on the support of an earlier leader, or wait."""
-        self.probe(state, layout, out)
-        if block is not None:
-            # The support of an earlier leader: values leave at once, and the next support is chosen from what is left.
-            return self._values(state, open_support(block, self.codec, layout), layout, out)
-        return self._lead(state, layout, out) if self.announcement.leader & LEADS else state
+    def trained(self, state: State, layout: Layout, out: RecordDict) -> State:
+        """Lead or wait."""
+        return self._lead(state, layout, out) if self.announcement.leader else state
 
     def queried(self, state: State, layout: Layout, out: RecordDict, block: Frame | None) -> State:
         """Send on the support of the message, or on this node's own choice."""
-        if self.announcement.leader & LEADS:
+        if self.announcement.leader:
             return self._lead(state, layout, out)
         if block is None:
             raise StateError("the query holds no index block")
@@ -89,21 +79,7 @@ class SupportExchange(Exchange[L]):
     def _values(self, state: State, supports: Supports, layout: Layout, out: RecordDict) -> State:
         frame, after = self.send(state, supports, layout, out)
         self.put_values(frame, state, out)
-        if self.announcement.leader & LOOKS_AHEAD:
-            # From what sending leaves in the memory, which is what the next round begins with.
-            ahead = self.codec.choose(after, layout, self.key)
-            put_frame(out, NEXT_SUPPORT, support_frame(ahead, self.codec, layout))
         return after
-
-    def probe(self, state: State, layout: Layout, out: RecordDict) -> None:
-        """Add the samples of memory and p from which the server computes similarity figures, if it asks for them."""
-        codec = self.codec.sampler
-        if codec is None:
-            return
-        key = self.key.at(purpose="probe")
-        for name, vector in (("memory", state["memory"]), ("sum", self.codec.total(state, layout))):
-            frame, _ = codec.encode(Update(vector, layout), codec.init(layout), key)
-            put_frame(out, f"{PROBE}.{name}", frame)
 
     def codec_of(self, layout: Layout) -> CodecOf:
         """Return what reads a step: the mean on the support it came with, or on the one of this node's last frame."""

@@ -96,7 +96,7 @@ class Exchange(ABC, Generic[C]):
         self.key = Key(announcement.seed, "uplink", announcement.round, partition_of(context))
 
     @abstractmethod
-    def trained(self, state: State, layout: Layout, out: RecordDict, block: Frame | None) -> State:
+    def trained(self, state: State, layout: Layout, out: RecordDict) -> State:
         """Write what a training message is answered with beside metrics into ``out``; return the state after it."""
 
     @abstractmethod
@@ -138,8 +138,7 @@ class Exchange(ABC, Generic[C]):
         before = to_arrays(record)
         layout = self.layout_of(replica)
         uplink: Uplink | None = None
-        block = take_frame(self.msg.content, SUPPORT)
-        self.prepare(layout, block)
+        self.prepare(layout, take_frame(self.msg.content, SUPPORT))
         # An evaluation takes nothing from the memory and leaves nothing in it.
         if kind == "train":
             uplink = Uplink.begin(self.context, self.announcement, self.codec, layout)
@@ -153,15 +152,13 @@ class Exchange(ABC, Generic[C]):
             content = RecordDict({k: v for k, v in reply.content.items() if k != NODE_RECORD})
             content[NODE_RECORD] = header_of(reply.content, self.context, replica)
         else:
-            content = self._learn(reply.content, before, layout, uplink, block, replica)
+            content = self._learn(reply.content, before, layout, uplink, replica)
         replica.save(self.context)
         self.keep()
         reply.content = content
         return reply
 
-    def _learn(
-        self, content: RecordDict, before: dict, layout: Layout, uplink: Uplink, block: Frame | None, replica: Replica
-    ) -> RecordDict:
+    def _learn(self, content: RecordDict, before: dict, layout: Layout, uplink: Uplink, replica: Replica) -> RecordDict:
         """Return the reply to a training message: all of it but the model, which waits or leaves as values."""
         name, update, exact = learnt(content, before, layout)
         state = self.settled(uplink, layout)
@@ -179,7 +176,7 @@ class Exchange(ABC, Generic[C]):
         if frame is not None:
             # Buffers leave together with the values: until these may leave they wait in the state.
             state[_EXACT] = np.frombuffer(frame, np.uint8)
-        state = self.trained(state, layout, out, block)
+        state = self.trained(state, layout, out)
         self._close(out, state, layout, uplink, update)
         followed.save(self.context)
         return out

@@ -128,7 +128,6 @@ _WITHOUT_MESSAGES: Final[Mapping[str, Any]] = {
     "downlink": "",
     "server_lr": 1.0,
     "warmup_rounds": 0,
-    "stale_leader": False,
     "common": "turn",
     "coder": "convolutions",
 }

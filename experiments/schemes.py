@@ -25,7 +25,6 @@ from fedcomp.codecs.lowrank import Basis, Part
 from fedcomp.codecs.positional import Stretch, stretches
 from fedcomp.codecs.power_sgd import PowerSGD, basis_key
 from fedcomp.codecs.scalecom import ScaleCom, Supports, support_frame
-from fedcomp.codecs.similarity import similarity
 from fedcomp.errors import ConfigError
 from fedcomp.layout import Layout, Update, Vector
 from fedcomp.rng import Key
@@ -238,9 +237,17 @@ class Led:
         chosen = np.zeros(end, np.bool_)
         for stretch, indices in zip(parts, supports, strict=True):
             chosen[indices + stretch.start] = True
-        totals = [_total(s, u)[:end] for s, u in zip(states, updates, strict=True)]
-        memories = [state["memory"][:end] for state in states]
-        return similarity(memories, totals, weights, chosen, [s.slice for s in parts]).overlap
+        mean = np.zeros(end)
+        for state, update, share in zip(
+            states, updates, np.asarray(weights, np.float64) / np.sum(weights), strict=True
+        ):
+            mean += share * _total(state, update)[:end]
+        energy, best = mean**2, np.zeros(end, np.bool_)
+        for stretch in parts:
+            k = int(np.count_nonzero(chosen[stretch.slice]))
+            # Stable, so that ties go to the lowest index, as they do when a leader selects.
+            best[np.argsort(-energy[stretch.slice], kind="stable")[:k] + stretch.start] = True
+        return float(np.count_nonzero(best & chosen)) / max(1, int(np.count_nonzero(best)))
 
 
 @dataclass

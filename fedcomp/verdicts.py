@@ -236,7 +236,6 @@ VERDICTS: Final[Mapping[str, Mapping[str, Verdict]]] = MappingProxyType(
                 "specialised",
                 "Nobody is trusted: only for tens of thousands of clients, whose noise then averages out.",
             ),
-            "forward-dp": Verdict("specialised", "Only where a backward pass is impossible."),
             "DP-SGD on one machine": Verdict("baseline", "What the private rows are compared with."),
             "topagg": Verdict(
                 "superseded",

@@ -111,9 +111,7 @@ class ForwardGradients(Compressed):
     Raises
     ------
     ConfigError
-        For private strategies: slopes are no bounded update. For privacy of records
-        :class:`fedcomp.strategies.private.record_dp.RecordDp` goes around this one. In the first round, when the
-        directions cost too much.
+        For private strategies: slopes are no bounded update. In the first round, when the directions cost too much.
 
     Examples
     --------
@@ -142,8 +140,7 @@ class ForwardGradients(Compressed):
         if find_private(inner) is not None or promises(inner):
             raise ConfigError(
                 f"{type(inner).__name__} keeps a promise of privacy, for which updates are bounded and noised; slopes "
-                "are neither. For privacy of records: RecordDp(ForwardGradients(FedAvg(...)), plan) with "
-                "method='forward' in the plan; else use a codec without forward gradients"
+                "are neither. Use a codec without forward gradients"
             )
         codec = self.projection = RandomProjection(directions, scope=scope, shared=shared)
         self.lr = params.positive("lr", lr)
@@ -179,13 +176,6 @@ class ForwardGradients(Compressed):
         own = 1 if self.projection.shared else max(1, clients)
         return float(self.lr * step_scale(longest, own * self.projection.directions))
 
-    def slopes(self, arrays: ArrayRecord) -> int:
-        """Return how many slopes each client measures of a model."""
-        return self._count(self.announcer.layout_of(arrays, self.codec, updates_only=False))
-
-    def _count(self, layout: Layout) -> int:
-        return sum(map(self.projection.count, self.projection.stretches(layout)))
-
     def ask(self, server_round: int, arrays: ArrayRecord, messages: list[Message]) -> list[SentMessage]:
         """Return the messages of a training exchange, with what is to be measured.
 
@@ -207,7 +197,7 @@ class ForwardGradients(Compressed):
     def _weigh(self, layout: Layout, clients: int) -> None:
         """Say what a round costs, once for each layout and number of clients; refuse what nobody would wait for."""
         each = self.projection.signs(layout)
-        signs, numbers = each * clients, self._count(layout)
+        signs, numbers = each * clients, sum(map(self.projection.count, self.projection.stretches(layout)))
         cost = (
             f"{clients} clients evaluate {numbers} directions of {layout.size} parameters each; the server draws "
             f"{signs:.3g} signs a round, about {signs / SIGNS_A_SECOND:.3g} s"

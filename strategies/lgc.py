@@ -111,13 +111,11 @@ class LatentRound(SupportRound[LGC]):
         """Return the decoder of a node."""
         return self.decoders[node] if node in self.decoders else self.decoders[0]
 
-    def note_lead(self, client: Client, reply: Message, *, known: bool) -> None:
+    def note_lead(self, client: Client, reply: Message) -> None:
         """Take the leader's scale, and its latents where it is the common node."""
         if self.codec.dense:
             return
-        scale = self._scale_of(client)
-        if not known:
-            self.codec = replace(self.codec, scale=scale)
+        self.codec = replace(self.codec, scale=self._scale_of(client))
         if not self.by_node:
             return
         frame = take_frame(reply.content, PROBE)
@@ -217,14 +215,14 @@ class LearnedGradients(LeaderStrategy[LatentRound]):
     training : AutoencoderTraining, optional
         With which settings it is trained; default Adam, a step in each round. It begins afresh, with ``seed``.
     **options
-        ``server_lr``, ``stale_leader``, ``policy``, ``guard``, ``seed`` and who takes part, as of
+        ``server_lr``, ``policy``, ``guard``, ``seed`` and who takes part, as of
         :class:`~fedcomp.strategies.shared_support.SharedSupport`; the policy's default is
         :class:`fedcomp.layout.EndsDense`, with which the first tensor travels dense.
 
     Raises
     ------
     ConfigError
-        For another codec, and for a stale leader where clients need the common node's latents before they send.
+        For another codec, and for one that names an autoencoder.
 
     Notes
     -----
@@ -262,11 +260,6 @@ class LearnedGradients(LeaderStrategy[LatentRound]):
         super().__init__(codec, warmup_rounds=warmup_rounds, **{"policy": EndsDense(), **options})
         if self.codec.sends_latents:
             raise ConfigError("the ids of the autoencoder are set by the server; leave encoder and decoder at 0")
-        if self.stale_leader and self.codec.instance == "server" and self.codec.ef == "decoded":
-            raise ConfigError(
-                "with stale_leader=True clients send before they have the common node's latents, which ef='decoded' "
-                "needs; use ef='mask'"
-            )
         self.training_rounds = params.integer("training_rounds", training_rounds, low=0)
         self.coder = params.choice("coder", coder, CODERS)
         self.common = params.choice("common", common, ("turn", "first"))
@@ -378,5 +371,5 @@ SYSTEM: Final = waiting_system(
     "client's latents, and of all others a few values",
     LearnedGradients,
     ("density", "innovation", "instance", "ef"),
-    ("training_rounds", "coder", "common", "stale_leader"),
+    ("training_rounds", "coder", "common"),
 )

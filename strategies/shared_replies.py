@@ -12,21 +12,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
-import numpy as np
 from flwr.app import ConfigRecord, Message, RecordDict
 from numpy.typing import NDArray
 
 from fedcomp.codecs.base import Codec
 from fedcomp.codecs.scalecom import LeaderSelected, Supports, everything, open_support, support_frame
-from fedcomp.codecs.similarity import similarity
 from fedcomp.codecs.waiting import Waiting
 from fedcomp.errors import FedcompError
 from fedcomp.exact import check_exact, decode_exact
 from fedcomp.flower.payload import NODE_RECORD, has_frame, payload_bytes, take_frame, take_node
-from fedcomp.flower.protocol import EXACT, LEADS, LOOKS_AHEAD, NEXT_SUPPORT, PREFIX, PROBE, SUPPORT, UPDATE
+from fedcomp.flower.protocol import EXACT, PREFIX, SUPPORT, UPDATE
 from fedcomp.flower.records import config_in
 from fedcomp.flower.report import Report, shorten
-from fedcomp.layout import Layout, Update, Vector
+from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key
 from fedcomp.strategies.receiving import Reception
 from fedcomp.strategies.replies import Rejected, SentMessage, integer, strip, text, weight_of
@@ -48,8 +46,6 @@ class Client:
         Its metrics and whatever else its app replied.
     values : Bundle or None
         Its values on the support, once they are here.
-    sample : tuple of two float32 arrays, or None
-        Its memory and its memory plus update at the probed coordinates.
     payload : int
         Bytes of payload in what it answered, both exchanges together.
     norm : float or None
@@ -63,7 +59,6 @@ class Client:
     partition: int
     values: Bundle | None = None
     exact: Mapping[str, NDArray[Any]] = field(default_factory=dict)
-    sample: tuple[Vector, Vector] | None = None
     payload: int = 0
     norm: float | None = None
     outlier: bool = False
@@ -254,9 +249,6 @@ class SupportRound(WaitingRound[L]):
 
     Attributes
     ----------
-    looks_ahead : bool
-        Whether a leader is asked for the next round's support. A dense round leaves nothing in the memory to choose it
-        from.
     supports : Supports or None
         The support, None until a leader has chosen; ``block`` is its index block.
     leader : int or None
@@ -265,7 +257,6 @@ class SupportRound(WaitingRound[L]):
 
     half = "shared_support"
 
-    looks_ahead: bool = False
     supports: Supports | None = None
     leader: int | None = None
 
@@ -280,11 +271,6 @@ class SupportRound(WaitingRound[L]):
         """The round's number."""
         return self.number
 
-    @property
-    def asks(self) -> int:
-        """What is asked of the leader: this round's support unless it is known, and the next one's."""
-        return (LEADS if self.supports is None else 0) | (LOOKS_AHEAD if self.looks_ahead else 0)
-
     def step(self, total: Update) -> tuple[Frame, Codec]:
         """Return the mean on the support."""
         assert self.supports is not None
@@ -292,34 +278,25 @@ class SupportRound(WaitingRound[L]):
         mean = self.codec.mean(self.supports, self.number)
         return mean.encode(total, {}, Key(self.seed, "downlink", self.number))[0], mean
 
-    def note_trained(self, client: Client, reply: Message) -> None:
-        """Take the samples that were asked for."""
-        client.sample = self.sample_in(reply)
-
     def take_lead(self, client: Client, reply: Message) -> bool:
-        """Take the support a leader chose, unless the round's is known, and its values on it.
+        """Take the support a leader chose, and its values on it.
 
         Return whether they can be used; what cannot is reported.
         """
-        # Known from the round before (stale_leader): the leader's values are taken like everybody's.
-        known = self.supports is not None
         try:
-            if not known:
-                self.supports, self.block = self.support_in(reply, SUPPORT)
-            self.note_lead(client, reply, known=known)
-            if not known:
-                self.take_values(client, reply)
+            self.supports, self.block = self.support_in(reply)
+            self.note_lead(client, reply)
+            self.take_values(client, reply)
         except FedcompError as reason:
             # Back to nobody: the next candidate is asked, and its support is the one that all will use.
-            self.supports = self.supports if known else None
+            self.supports = None
             self.report.refuse(client.sent.node, f"as leader: {reason}")
             return False
-        if not known:
-            self.leader = client.partition
+        self.leader = client.partition
         return True
 
-    def note_lead(self, client: Client, reply: Message, *, known: bool) -> None:
-        """Take what a leader sends beside support and values; ``known``: the support is that of the round before.
+    def note_lead(self, client: Client, reply: Message) -> None:
+        """Take what a leader sends beside support and values.
 
         Raises
         ------
@@ -332,78 +309,22 @@ class SupportRound(WaitingRound[L]):
         """What those that wait are sent."""
         return {SUPPORT: self.block}
 
-    def next_support(self, reply: Message) -> Frame | None:
-        """Return the index block a leader chose for the next round; None, with a note, when it cannot be used."""
-        try:
-            supports, block = self.support_in(reply, NEXT_SUPPORT)
-            if supports and not any(s.size for s in supports):
-                raise Rejected("nothing is left in the leader's memory")
-        except FedcompError as reason:
-            self.report.notes.append(shorten(f"no support for the next round, which will have two exchanges: {reason}"))
-            return None
-        return block
-
-    def support_in(self, reply: Message, key: str) -> tuple[Supports, Frame]:
-        """Return the support a leader sent under ``key``, checked, and its index block.
+    def support_in(self, reply: Message) -> tuple[Supports, Frame]:
+        """Return the support a leader sent, checked, and its index block.
 
         Raises
         ------
         FedcompError
             When there is none, or it is not one of this model and density.
         """
-        block = take_frame(reply.content, key)
+        block = take_frame(reply.content, SUPPORT)
         if block is None:
-            raise Rejected(f"the client was asked to lead and sent no {key}")
+            raise Rejected(f"the client was asked to lead and sent no {SUPPORT}")
         if self.codec.dense:
             # There is nothing to choose, so nothing of the leader's choice is read.
             supports = everything(self.codec.leader, self.layout)
             return supports, support_frame(supports, self.codec, self.layout)
         return open_support(block, self.codec, self.layout), block
-
-    def sample_in(self, reply: Message) -> tuple[Vector, Vector] | None:
-        """Return the sampled memory and memory plus update of a client that was asked for them.
-
-        Raises
-        ------
-        FedcompError
-            When they are missing, or sampled elsewhere.
-        """
-        codec = self.codec.sampler
-        if codec is None:
-            return None
-        found = []
-        for name in ("memory", "sum"):
-            frame = take_frame(reply.content, f"{PROBE}.{name}")
-            if frame is None:
-                raise Rejected(f"the reply lacks the sample {name!r} that was asked for")
-            # The draw is a shared one, in which the partition does not count: all are probed at the same coordinates.
-            bundle = codec.verify(frame, self.layout, self._probe_key)
-            # What follows is the dense rest, from which no support chooses.
-            parts = bundle.tensors[: len(codec.stretches(self.layout))]
-            found.append(np.concatenate([t.values.decode() for t in parts]) if parts else np.zeros(0, np.float32))
-        return found[0], found[1]
-
-    def metrics(self) -> dict[str, float]:
-        """Return the similarity figures of the senders by name; none when no samples were asked for."""
-        codec = self.codec.sampler
-        if codec is None or self.supports is None:
-            return {}
-        chosen, parts, start = [np.zeros(0, np.bool_)], [], 0
-        for stretch, support in zip(codec.stretches(self.layout), self.supports, strict=True):
-            positions = codec.positions(stretch, self._probe_key.at(layer=stretch.index))
-            # Both hold each coordinate once, which spares isin() two sorts.
-            chosen.append(np.isin(positions, support, assume_unique=True))
-            parts.append(slice(start, start + positions.size))
-            start += positions.size
-        samples = [(c.sample, c.weight) for c in self.senders if c.sample is not None]
-        memories = [memory for (memory, _), _ in samples]
-        totals = [total for (_, total), _ in samples]
-        weights = [weight for _, weight in samples]
-        return similarity(memories, totals, weights, np.concatenate(chosen), parts).to_metrics()
-
-    @property
-    def _probe_key(self) -> Key:
-        return Key(self.seed, "probe", self.number)
 
 
 def _require_answer(header: ConfigRecord, sent: SentMessage) -> None:

@@ -5,9 +5,6 @@ the support it chose and its values on it, the others answer that they are ready
 support and answer with their values. When the leader is lost, or its answer cannot be used, the next client that
 trained is asked to lead instead. The mean has as many values as the support, and that is what the next round's
 messages carry: neither it nor the support grows with the number of clients.
-
-With ``stale_leader`` the support comes from the client that led the round before and rides in the training message, so
-that one exchange is enough. That is a variant of ours (derived), not ScaleCom.
 """
 
 from __future__ import annotations
@@ -19,18 +16,13 @@ from typing import Any, ClassVar, Final, TypeVar
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 
-from fedcomp.codecs.scalecom import LeaderSelected, ScaleCom, open_support
-from fedcomp.errors import FedcompError
-from fedcomp.flower.logs import log
-from fedcomp.flower.protocol import SUPPORT
-from fedcomp.flower.report import shorten
+from fedcomp.codecs.scalecom import LeaderSelected, ScaleCom
 from fedcomp.flower.rounds import Exchanges
 from fedcomp.layout import DensityPolicy
 from fedcomp.strategies.guard import Norms
 from fedcomp.strategies.replies import SentMessage
 from fedcomp.strategies.shared_replies import Client, SupportRound
 from fedcomp.strategies.waiting import WaitingStrategy, waiting_system
-from fedcomp.wire import Frame
 
 _CANDIDATES: Final = 4
 """How many clients are asked to lead in one round before it is given up."""
@@ -46,20 +38,16 @@ class LeaderStrategy(WaitingStrategy[S]):
     ----------
     codec : LeaderSelected or dict, optional
         Of the class :attr:`CODEC`; default one with its own defaults.
-    server_lr, warmup_rounds, stale_leader, policy, guard, seed, **cohort
+    server_lr, warmup_rounds, policy, guard, seed, **cohort
         As of :class:`SharedSupport`.
 
     Attributes
     ----------
     leaders : dict of int to int
-        Partition of the client whose support each round used (of the client that chose it, with ``stale_leader``).
+        Partition of the client whose support each round used.
     """
 
-    STATE: ClassVar[Mapping[str, Any]] = {
-        **WaitingStrategy.STATE,
-        "leaders": dict[int, int],
-        "_ahead": tuple[bytes, int] | None,
-    }
+    STATE: ClassVar[Mapping[str, Any]] = {**WaitingStrategy.STATE, "leaders": dict[int, int]}
 
     def __init__(
         self,
@@ -67,7 +55,6 @@ class LeaderStrategy(WaitingStrategy[S]):
         *,
         server_lr: float = 1.0,
         warmup_rounds: int = 0,
-        stale_leader: bool = False,
         policy: DensityPolicy | None = None,
         guard: Norms | None = None,
         seed: int = 0,
@@ -82,15 +69,7 @@ class LeaderStrategy(WaitingStrategy[S]):
             seed=seed,
             **cohort,
         )
-        self.stale_leader = stale_leader
         self.leaders: dict[int, int] = {}
-        self._ahead: tuple[Frame, int] | None = None
-
-    def summary(self) -> None:
-        """Log the codec and the variant."""
-        super().summary()
-        if self.stale_leader:
-            log.info("\t│\t└──> on the support of the last leader")
 
     def _exchanges(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -98,24 +77,11 @@ class LeaderStrategy(WaitingStrategy[S]):
         report = self.reports.begin(server_round)
         now, nodes = self._begin("train", report, arrays, config, grid)
         now.codec = self._stage(now)
-        now.looks_ahead = self.stale_leader and not now.codec.dense
-        # A warm-up round is dense and needs no choice.
-        ahead = self._ahead if self.stale_leader and server_round > self.warmup_rounds else None
-        # Used up, whatever becomes of this round: the next one needs a newer choice.
-        self._ahead = None
-        if ahead is not None:
-            try:
-                now.supports = open_support(ahead[0], now.codec, now.layout)
-                now.block, now.leader = ahead
-            except FedcompError as reason:  # the model or the codec was changed since
-                report.notes.append(shorten(f"the last leader's support does not fit this round: {reason}"))
         # The turn goes by partition, since node ids are redrawn in every run. Replies say which partition a node holds,
         # so in the first round nobody is appointed, on any engine, and the leader is chosen after training.
         known = [node for node in nodes if node in self._partitions]
         appointed = known[self._turn(now, len(known))] if known else None
-        extra = {SUPPORT: now.block} if now.supports is not None else {}
-        asks = {node: now.asks if node == appointed else 0 for node in nodes}
-        sent = self._messages(asks, now, config, "train", extra)
+        sent = self._messages({node: int(node == appointed) for node in nodes}, now, config, "train")
         replies = yield [s.message for s in sent]
         self._take_trained(sent, replies, now, appointed)
         if now.supports is None:
@@ -137,30 +103,19 @@ class LeaderStrategy(WaitingStrategy[S]):
         return (now.number - 1) % candidates
 
     def _take_trained(self, sent: list[SentMessage], replies: Iterable[Message], now: S, appointed: int | None) -> None:
-        """Check the answers to training; take the leader's support, or everybody's values where it was known before."""
-        known = now.supports is not None
+        """Check the answers to training; take the leader's support."""
 
         def read(each: SentMessage, reply: Message) -> tuple[Client, Message]:
-            client = now.trained(each, reply)
-            if known and client.sent.node not in now.lacking:
-                now.take_values(client, reply)
-            return client, reply
+            return now.trained(each, reply), reply
 
         arrived: list[tuple[Client, str, RecordDict]] = []
         for client, reply in self.reception.received(sent, replies, now.report, read):
             # What a leader sent that cannot be used goes back into its memory: it is not acknowledged.
             # One that lacks what it needs waits like the others, and is sent it when it is asked again.
             leads = client.sent.node == appointed and appointed not in now.lacking
-            if not leads or self._take_lead(client, reply, now):
+            if not leads or now.take_lead(client, reply):
                 arrived.append((client, "", client.content))
         now.clients = self.reception.agreeing(arrived, now.report, lambda client: client.sent.node, "train")
-
-    def _take_lead(self, client: Client, reply: Message, now: S) -> bool:
-        """Take the supports a leader chose; return whether its own values can be used."""
-        taken = now.take_lead(client, reply)
-        if taken and now.looks_ahead and (block := now.next_support(reply)) is not None:
-            self._ahead = (block, client.partition)
-        return taken
 
     def _elect(self, now: S) -> Exchanges[None]:
         """Ask a few of those that trained, one after the other from the turn on, to lead until one does.
@@ -171,7 +126,7 @@ class LeaderStrategy(WaitingStrategy[S]):
         waiting.sort(key=lambda client: (client.partition, client.sent.node))
         turn = self._turn(now, len(waiting)) if waiting else 0
         for client in [*waiting[turn:], *waiting[:turn]][:_CANDIDATES]:
-            asked = self._messages({client.sent.node: now.asks}, now, ConfigRecord(), "query")
+            asked = self._messages({client.sent.node: 1}, now, ConfigRecord(), "query")
             # Before the answer: who does not lead now is not asked for values either, which could cost another timeout.
             now.silent.add(client.sent.node)
             replies = yield [each.message for each in asked]
@@ -180,7 +135,7 @@ class LeaderStrategy(WaitingStrategy[S]):
                 return now.answered(client, each, reply), reply
 
             for _, reply in self.reception.received(asked, replies, now.report, check, role="as leader: "):
-                self._take_lead(client, reply, now)
+                now.take_lead(client, reply)
             if now.supports is not None:
                 return
 
@@ -196,8 +151,6 @@ class SharedSupport(LeaderStrategy[SupportRound[ScaleCom]]):
         Step size of the server: model += server_lr * mean.
     warmup_rounds : int
         The first rounds are sent at density 1.
-    stale_leader : bool
-        One exchange per round; see the module.
     policy : DensityPolicy, optional
         Per tensor: what travels dense, and which density the others have; default
         :class:`fedcomp.layout.SmallDense`.
@@ -216,7 +169,7 @@ class SharedSupport(LeaderStrategy[SupportRound[ScaleCom]]):
     announcer : Announcer
         The session, and the versions of the model.
     leaders : dict of int to int
-        Partition of the client whose support each round used (of the client that chose it, with ``stale_leader``).
+        Partition of the client whose support each round used.
 
     Examples
     --------
@@ -237,5 +190,4 @@ SYSTEM: Final = waiting_system(
     "the rest is remembered",
     SharedSupport,
     ("density", "beta"),
-    ("stale_leader",),
 )

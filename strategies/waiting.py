@@ -199,13 +199,15 @@ class WaitingStrategy(Receiving, ExchangeStrategy, Stateful, Generic[R]):
 
     def _messages(
         self,
-        asks: Mapping[int, int],
+        leads: Mapping[int, int],
         now: R,
         config: ConfigRecord,
         kind: str,
         frames: Mapping[str, Frame] | None = None,
     ) -> list[SentMessage]:
-        """Return the messages of an exchange by what is asked of each node; all but queries carry the model.
+        """Return the messages of an exchange; all but queries carry the model.
+
+        ``leads`` has 1 for a node that is asked to choose the round's support, and 0 for the others.
 
         A node that sent on the last support still holds it; older ones are not kept.
         """
@@ -217,7 +219,7 @@ class WaitingStrategy(Receiving, ExchangeStrategy, Stateful, Generic[R]):
         whole = to_record(now.layout.unflatten(broadcast.reference, broadcast.exact)) if kind != "query" else None
         sent = []
         # One message a node: acknowledgement and steps are its own.
-        for node, asked in asks.items():
+        for node, asked in leads.items():
             peer = self.reception.peers.setdefault(node, Peer())
             content = RecordDict({self.cohort.configrecord_key: ConfigRecord(dict(config))})
             fields: dict[str, Any] = {"policy": announcer.policy_fields()}

@@ -16,7 +16,6 @@ from toy import client_app, model, stack
 from fedcomp.clients.client import client
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.edge import prepare
-from fedcomp.clients.forward import forward_gradients
 from fedcomp.clients.lgc import learned_gradients
 from fedcomp.clients.private.topagg import votes_only
 from fedcomp.clients.shared_support import shared_support
@@ -348,14 +347,6 @@ FLOWER = (
         "the state folder cannot be made: {}; name another one",
         below_a_file,
         lambda path: StateFolder(path / "other", 0),
-    ),
-    row(
-        "clients/forward.py",
-        "give objective=..., records=... for rounds with noise, or both",
-        lambda: forward_gradients(),
-        lambda: (
-            forward_gradients(print) and forward_gradients(records=print) and forward_gradients(print, records=print)
-        ),
     ),
     row(
         "clients/half.py",

@@ -22,7 +22,6 @@ from fedcomp.clients.power_sgd import shared_basis
 from fedcomp.clients.shared_support import shared_support
 from fedcomp.codecs import (
     EDEN,
-    LGC,
     QSGD,
     Clip,
     GradiVeQ,
@@ -44,7 +43,6 @@ from fedcomp.strategies.conditional import Conditional
 from fedcomp.strategies.deadlines import Deadline
 from fedcomp.strategies.gradiveq import FittedBasis
 from fedcomp.strategies.guard import Norms
-from fedcomp.strategies.lgc import LearnedGradients
 from fedcomp.strategies.pipelined import PipelinedStrategy
 from fedcomp.strategies.power_sgd import SharedBasis
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
@@ -266,12 +264,6 @@ PAIR = (
             trains(FittedBasis(GradiVeQ(width=40, center=True), server_lr=1.0), (fitted_basis, compression))
             and trains(FittedBasis(GradiVeQ(width=40, center=False), server_lr=0.5), (fitted_basis, compression))
         ),
-    ),
-    row(
-        "strategies/lgc.py",
-        "common node's latents, which ef='decoded' needs; use ef='mask'",
-        lambda: LearnedGradients(LGC(0.1, instance="server", innovation=0.01, ef="decoded"), stale_leader=True),
-        lambda: LearnedGradients(LGC(0.1, instance="server", innovation=0.01, ef="mask"), stale_leader=True),
     ),
     row(
         "strategies/conditional.py",

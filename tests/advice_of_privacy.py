@@ -219,6 +219,12 @@ PRIVACY = (
         lambda: RecordDp(DpFedAvg(quiet(), clip=1.0, **PROMISE), PLAN, records=100),
         lambda: RecordDp(quiet(), PLAN, records=100) and DpFedAvg(quiet(), clip=1.0, **PROMISE),
     ),
+    row(
+        "strategies/forward.py",
+        "slopes are neither. Use a codec without forward gradients",
+        lambda: ForwardGradients(DpFedAvg(quiet(), clip=1.0, **PROMISE), 8),
+        lambda: Compressed(DpFedAvg(quiet(), clip=1.0, **PROMISE), TopK(0.1)),
+    ),
 )
 
 

@@ -125,9 +125,6 @@ EXAMPLES: dict[str, Schema] = {
         insecure=True,
         options={"k": 3},
     ),
-    "record_dp.DpSgdPlan/slopes": record_dp.DpSgdPlan(
-        method="forward", noise_multiplier=1.5, clip=4.0, rate=0.2, steps=1, delta=1e-5
-    ),
     "record_dp.Account": record_dp.Account("a", 2, 9),
     "gossip.GossipSetup": gossip.GossipSetup(
         {"id": "choco", "gamma": 0.5, "compressor": {"id": "topk"}}, "float64", 32, "local"
@@ -165,7 +162,7 @@ EXAMPLES: dict[str, Schema] = {
         8,
         b"digest..",
         7,
-        3,
+        1,
     ),
     "protocol.Announcement/plain": protocol.Announcement("arrays", 1, 0),
     "state.UplinkRecord": state.UplinkRecord(3, 9, b"session!", {"id": "topk"}, '["topk",{}]', b"digest"),
@@ -295,7 +292,6 @@ CONFLICTS: list[Schema] = [
     replace(_ASK, scale=0.5),
     gcn.Fetch("s", "rows"),
     record_dp.Account("a", 10, 9),
-    record_dp.DpSgdPlan(method="forward", noise_multiplier=1.5, rate=0.2, steps=2, delta=1e-5),
     parts.PartAnswer(3, 3, 7),
     parts.PartRequest(1, 7, (2,)),
     linear.Targets((0, 4), ("a",)),

@@ -20,12 +20,6 @@ OWN: Mapping[str, Mapping[str, Any]] = {
         "images": 2,
         "teacher_steps": 1,
     },
-    "forward-dp": {
-        "task.hidden": "16",
-        "directions": 4,
-        "insecure_deterministic": True,
-        "noise_multiplier": 2.0,
-    },
 }
 """Settings of rows that are not trained as the others are."""
 

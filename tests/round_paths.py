@@ -150,10 +150,6 @@ PATHS: dict[str, Path] = {
         lambda: SharedSupport(ScaleCom(density=0.05), policy=DENSE_BIAS),
         lambda *o: client_app([*o, shared_support(), compression()]),
     ),
-    "shared support, stale leader": Path(
-        lambda: SharedSupport(ScaleCom(density=0.05), stale_leader=True, policy=DENSE_BIAS),
-        lambda *o: client_app([*o, shared_support(), compression()]),
-    ),
     "shared basis": Path(
         lambda: SharedBasis(PowerSGD(rank=2), policy=DENSE_BIAS),
         lambda *o: client_app([*o, shared_basis(), compression()]),

@@ -24,7 +24,7 @@ from fedcomp.clients.private.node_ledger import node_ledger, require_room, withi
 from fedcomp.errors import ConfigError, optional
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import put_node
-from fedcomp.flower.record_dp import FORWARD, Account, DpSgdPlan, plan_in, steps_in
+from fedcomp.flower.record_dp import Account, DpSgdPlan, plan_in, steps_in
 from fedcomp.flower.records import to_record
 from fedcomp.privacy.entropy import make_entropy
 from fedcomp.privacy.errors import PrivacyError
@@ -134,11 +134,6 @@ def record_dp(trainee_of: TraineeOf) -> ClientHalf:
             )
         if msg.metadata.message_type != "train" or plan is None:
             return call_next(msg, context)
-        if plan.method == FORWARD:
-            raise ConfigError(
-                "the plan is for slopes with noise, and this node's app trains: add forward_gradients(records=...), or "
-                "plan a training, such as method='dp-sgd'"
-            )
         # Here, since it brings torch, which clients without a plan do not need.
         from fedcomp.tasks.arrays import to_arrays
 

@@ -1,6 +1,6 @@
 """A node's own privacy ledger, which outlives the round: what every release of noise on records is paid from.
 
-Training with noise and slopes with noise spend from one ledger. It lies in the node's state, written as the last act: a
+It lies in the node's state, written as the last act: a
 release whose reply is lost was paid for, one that broke left nothing and costs nothing. A SuperNode that is restarted
 forgets its state, unless it has a state folder, and a new run begins without it; with ``privacy-ledger`` in its node
 configuration the ledger is a file instead, which outlives both. How much noise there is, the server plans; a node that

@@ -56,18 +56,6 @@ ROWS: Final[Mapping[str, tuple[str, dict[str, Any]]]] = {
 
 RIVALS: Final = (PROJECTED, SPARSE, BOTH, BITS, PASS)
 
-NOISY: Final = "32 directions, with noise"
-DENSE: Final = "DP-SGD, one step"
-
-PRIVATE: Final[Mapping[str, tuple[str, dict[str, Any], tuple[float, ...]]]] = {
-    # A record's slopes are sqrt(m) times as long as its gradient.
-    NOISY: ("forward-dp", {"directions": 32, "clip": 32**0.5}, (10.0, 30.0, 100.0)),
-    DENSE: ("record-dp", {**STEP, "clip": 1.0}, (1.0, 3.0, 10.0)),
-}
-"""System, settings and step sizes by label; the same probability of a record, number of steps and noise multiplier."""
-
-DELTA: Final = 1e-5
-
 MATCHES: Final = "activities"
 LOCAL: Final = "local losses, activities"
 EXACT: Final = "back-propagation"
@@ -84,9 +72,6 @@ OPTIONS = {
         "step sizes; each row takes the one that does best on a validation split, of exact gradients",
         check=lambda text: numbers(text, each=Option(0.3, "a step size", above=0.0)),
     ),
-    "private_rounds": Option(30, "rounds with noise on every record", least=1),
-    "record_rate": Option(0.4, "probability with which a record is in a batch there", above=0.0, most=1.0),
-    "noise_multiplier": Option(3.3, "noise there, over the bound of a record; epsilon is just below 3", above=0.0),
     "mnist_steps": Option(500, "steps of each estimate on MNIST", least=1),
     "mnist_hidden": Option(64, "width of both hidden layers there", least=1),
 }
@@ -119,29 +104,6 @@ def train(label: str, lr: float, seed: int, *, config: Config, tuning: bool = Fa
     }
 
 
-def train_noisily(label: str, lr: float, seed: int, *, config: Config, tuning: bool) -> dict[str, Any]:
-    """Train with noise on every record, which is taken from the seed: the run is to repeat."""
-    from fedcomp.experiments.engines import inprocess
-    from fedcomp.flower.logs import quiet
-
-    system, settings, _ = PRIVATE[label]
-    rounds = int(config.settings["private_rounds"])
-    own: dict[str, Any] = {"lr": lr, "delta": DELTA, "insecure_deterministic": True}
-    own |= {"evaluate_every": rounds, "task.validation": tuning}
-    taken = ("task.", "record_rate", "noise_multiplier")
-    spec = config.spec(system, label, TASK, take=taken, **{**settings, **own})
-    with quiet():
-        result = inprocess.run(replace(spec, seed=seed, rounds=rounds))
-    parameters = sum(array.size for array in result.arrays.values())
-    return {
-        "accuracy": 100 * result.accuracy,
-        "up": result.uplink_payload_bytes / rounds / config.clients,
-        "drawn": min(int(settings.get("directions", parameters)), parameters),
-        "epsilon": result.final.metrics["privacy.epsilon"],
-        "statement": result.notes["privacy"],
-    }
-
-
 def estimate(row: str, lr: float, seed: int, *, steps: int, tuning: bool, width: int) -> dict[str, Any]:
     """Train on MNIST by an estimate of the gradient."""
     from fedcomp.experiments.measuring import run
@@ -170,7 +132,6 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
     best = {label: max(group, key=lambda r: r.settled).lr for label, group in tuned.groups("label").items()}
     cells = [{"label": label, "lr": best[label], "seed": seed} for label in ROWS for seed in seeds]
     groups = Sweep(train, cells, shared={"config": config})(say, processes).groups("label")
-    private = _private(config, say, processes)
     images, model = _mnist(config, say, processes)
 
     def settled(label: str) -> float:
@@ -208,22 +169,6 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
         "parameters": lambda row: images[row][0].parameters,
     }
 
-    with_noise = {
-        "row": lambda label: label,
-        "step size": lambda label: private[label][0].lr,
-        "test, %": lambda label: round(accurate(label), 1),
-        "±": lambda label: round(spread(private[label].each("accuracy")), 1),
-        "epsilon": lambda label: round(private[label][0].epsilon, 2),
-        "uplink, bytes": lambda label: round(private[label][0].up),
-        "noise values": lambda label: private[label][0].drawn,
-    }
-
-    def accurate(label: str) -> float:
-        return mean(private[label].each("accuracy"))
-
-    def fewer(field: str) -> float:
-        return float(private[DENSE][0][field] / private[NOISY][0][field])
-
     def behind(row: str) -> float:
         return mean(images[EXACT].each("accuracy")) - mean(images[row].each("accuracy"))
 
@@ -238,17 +183,6 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
                 "on a validation split; forward gradients scale it by themselves. Bytes of payload are per client and "
                 "round. The last two columns are accuracies when a row has sent as many bytes as 32 directions do in "
                 "all rounds; a row that has not sent as many by the end is taken at its end.",
-            ),
-            table(
-                "With noise on every record",
-                with_noise,
-                private,
-                f"{config.settings['private_rounds']} rounds of one step, every record in a batch with probability "
-                f"{config.settings['record_rate']:g}, noise multiplier {config.settings['noise_multiplier']:g}, delta "
-                f"{DELTA:g}; the bound is 1 for gradients and sqrt(m) for slopes: the same noise in an estimate. Test "
-                "accuracy is that of the end, mean and half the range over seeds; step sizes by a validation split, "
-                "which epsilon does not cover. Bytes and values drawn are per client and round. Noise is taken from "
-                "seeds: it protects nobody here.",
             ),
             table(
                 "Estimates of the gradient on MNIST",
@@ -312,31 +246,6 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
                 "goal",
                 gate=False,
             ),
-            claim(
-                "noise on scalars: times fewer uplink bytes than DP-SGD",
-                fewer("up"),
-                ">= 50.0",
-                "4 p bytes against 4 m, and a frame's head",
-            ),
-            claim(
-                "noise on scalars: times fewer values of noise than DP-SGD",
-                fewer("drawn"),
-                ">= 75.0",
-                "derived: p / m",
-            ),
-            claim(
-                f"noise on scalars and DP-SGD: the larger epsilon, at delta {DELTA:g}",
-                max(record.epsilon for label in PRIVATE for record in private[label]),
-                "<= 3.0",
-                "theory: the noise was chosen for it, the numerical error of the accountant included",
-            ),
-            claim(
-                "noise on scalars: points behind DP-SGD at the same epsilon",
-                accurate(DENSE) - accurate(NOISY),
-                "<= 2.0",
-                "goal: the noise is the same, the error of few directions comes on top",
-                gate=False,
-            ),
             *(
                 claim(
                     f"MNIST: points behind back-propagation, {row}",
@@ -358,24 +267,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
         f"{settled(BACKPROP) - settled(OURS):.1f} points lost in as many rounds; in as many uplink bytes "
         f"{abs(ahead):.1f} points "
         f"{'ahead of' if ahead >= 0 else 'behind'} the best rival.",
-        statements={label: private[label][0].statement for label in PRIVATE},
     )
-
-
-def _private(config: Config, say: Say, processes: int) -> dict[str, Records]:
-    """Return the trainings with noise by row."""
-    tried = Sweep(
-        train_noisily,
-        [{"label": row, "lr": lr, "seed": config.seed + 2**32} for row, (*_, grid) in PRIVATE.items() for lr in grid],
-        "tuning with noise",
-        {"config": config, "tuning": True},
-    )(say, processes)
-    best = {label: max(group, key=lambda r: r.accuracy).lr for label, group in tried.groups("label").items()}
-    # Noise differs more from seed to seed than batches do.
-    seeds = range(config.seed, config.seed + 2 * len(repetitions(config)))
-    cells = [{"label": label, "lr": best[label], "seed": seed} for label in PRIVATE for seed in seeds]
-    found = Sweep(train_noisily, cells, "with noise", {"config": config, "tuning": False})(say, processes)
-    return found.groups("label")
 
 
 def _mnist(config: Config, say: Say, processes: int) -> tuple[dict[str, Records], Any]:
@@ -409,7 +301,6 @@ EXPERIMENT = Experiment(
         "seeds=1",
         "steps=0.3",
         "task.hidden=4",
-        "private_rounds=2",
         "mnist_steps=4",
         "mnist_hidden=4",
     ),
@@ -419,7 +310,6 @@ EXPERIMENT = Experiment(
         "batch changes along random directions of signs, without back-propagation; the server makes the estimate of "
         "these numbers and the directions, and sends the numbers of all clients down in place of the model.\n\n"
         "Rivals back-propagate and send the same number of projections (FedMPDD), the largest hundredth of the "
-        "gradient with error feedback, with the model or with compressed steps down, or one bit per coordinate.\n\n"
-        "With noise on every record, slopes are compared with DP-SGD of one step a round: same rate, steps and ledger."
+        "gradient with error feedback, with the model or with compressed steps down, or one bit per coordinate."
     ),
 )

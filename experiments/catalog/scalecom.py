@@ -11,8 +11,8 @@ import numpy as np
 from fedcomp.codecs import Codec, RandomK, ScaleCom, TopK
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.experiments.experiment import Config, Experiment, Option
-from fedcomp.experiments.findings import Curves, Findings, mean
-from fedcomp.experiments.kit import Say, claim, curves, running_mean, table
+from fedcomp.experiments.findings import Findings, mean
+from fedcomp.experiments.kit import Say, claim, curves, table
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key
@@ -21,8 +21,6 @@ TASK = "digits"
 DENSE = "FedAvg, 8 clients"
 # Each twice the one before: a downlink that grows with the clients is a straight line on logarithmic axes.
 FEDERATIONS = (2, 4, 8, 16, 32, 64)
-TURN = 8
-"""Rounds in which every client of a probed row leads once."""
 SETTLED = 3
 """First round that counts: before it, nodes get whole models."""
 
@@ -31,7 +29,6 @@ OPTIONS = {
     "lr": Option(0.2, "step size of the clients' SGD", above=0.0),
     "batch_size": Option(16, "examples per step", least=1),
     "codec.density": Option(0.01, "share of the coordinates sent", above=0.0, most=1.0),
-    "similarity_rounds": Option(150, "rounds of the two rows whose memories are compared", least=4),
     "norm_rounds": Option(2000, "rounds of the memory-norm measurement", least=20),
 }
 
@@ -48,36 +45,24 @@ def shared(clients: int) -> str:
     return f"CLT-k, {clients} clients"
 
 
-STALE = "CLT-k of the last leader (variant), 8 clients"
-PROBED = {"iid": "CLT-k with probes, IID", "shards:2": "CLT-k with probes, label-sorted"}
-
-
 def rows(config: Config) -> list[RunSpec]:
-    """One dense reference; local top-k and CLT-k for every number of clients; the rows whose memories are probed."""
+    """One dense reference; local top-k and CLT-k for every number of clients."""
 
-    def spec(system: str, label: str, clients: int, fixed: Mapping[str, Any], rounds: int = config.rounds) -> RunSpec:
+    def spec(system: str, label: str, clients: int, fixed: Mapping[str, Any]) -> RunSpec:
         # FedAvg has no codec to give a density.
         take = _TAKE if system != "fedavg" else _TAKE[:-1]
-        settings = {"task.partition": "iid", "max_steps": 1, "evaluate_every": max(1, rounds), **fixed}
-        return replace(config.spec(system, label, TASK, take=take, **settings), clients=clients, rounds=rounds)
+        settings = {"task.partition": "iid", "max_steps": 1, "evaluate_every": max(1, config.rounds), **fixed}
+        return replace(config.spec(system, label, TASK, take=take, **settings), clients=clients)
 
     # At density 1 the downlink's top-k sends every coordinate that changed and no other: the union of all supports.
     union = {"downlink": "topk", "downlink.density": 1.0, "downlink.scope": "layer", "codec.scope": "layer"}
     out = [spec("fedavg", DENSE, 8, {})]
     out += [spec("topk", local(n), n, {"feedback": True, **union}) for n in FEDERATIONS]
-    out += [spec("scalecom", shared(n), n, {}) for n in FEDERATIONS]
-    out.append(spec("scalecom", STALE, 8, {"stale_leader": True}))
-    # With no rounds asked for nothing is trained, here either.
-    probed = int(config.settings["similarity_rounds"]) if config.rounds else 0
-    out += [
-        spec("scalecom", label, 8, {"codec.probe": 1.0, "task.partition": partition}, probed)
-        for partition, label in PROBED.items()
-    ]
-    return out
+    return [*out, *(spec("scalecom", shared(n), n, {}) for n in FEDERATIONS)]
 
 
 def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findings:
-    """Bytes and union against the number of clients, similarity over rounds, memory norms."""
+    """Bytes and union against the number of clients, memory norms."""
     density, few, many = float(config.settings["codec.density"]), FEDERATIONS[0], FEDERATIONS[-1]
     rounds = int(config.settings["norm_rounds"])
     norms = say.cell("norms", lambda: memory_norms(rounds, say))
@@ -85,8 +70,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
     led = {n: settled(results[shared(n)], n) for n in FEDERATIONS}
     grown = [side[many]["down"] / side[few]["down"] for side in (led, alone)]
     unions = [led[n]["union"] for n in FEDERATIONS]
-    probed = {label: similarity(results[label]) for label in PROBED.values()}
-    iid, last = probed[PROBED["iid"]], {name: series[-1] for name, series in norms["ratios"].items()}
+    last = {name: series[-1] for name, series in norms["ratios"].items()}
     # The bound is that of 2000 rounds; after fewer the norm is still on its way.
     long = [
         claim(
@@ -106,16 +90,6 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
         "CLT-k: up, kB": lambda n: led[n]["up"],
     }
 
-    def over_rounds(title: str, name: str, words: str) -> Curves:
-        lines = [(label, *_similarity(results[label], name)) for label in probed]
-        x, y, by = ((lambda line, i=i: line[i]) for i in (1, 2, 0))
-        return curves(title, lines, x, y, by, x_label="round", y_label=words)
-
-    similar: dict[str, Any] = {"row": lambda label: label} | {
-        # Bound as a default: a closure would see the last name only.
-        name: (lambda label, name=name: probed[label][name])
-        for name in _SIMILAR
-    }
     return Findings(
         tables=[
             table(
@@ -125,13 +99,6 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
                 f"Payload per client and round, mean over the rounds from {SETTLED} on. k is {100 * density:g} % of "
                 "the compressible coordinates; a union counts those that the mean update changes. "
                 "Biases travel whole in both.",
-            ),
-            table(
-                "One client's support and the mean",
-                similar,
-                probed,
-                "Overlap is the share of the mean's true top k that the leader's support contains; energy kept is that "
-                "of the mean on the support. Means over the first and the last tenth of the rounds.",
             ),
         ],
         figures=[
@@ -146,8 +113,6 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
                 log_x=True,
                 log_y=True,
             ),
-            over_rounds("Overlap of the leader's support with the mean's true top k", "overlap", "share"),
-            over_rounds("Cosine distance of the clients' memories", "memory_distance", "1 - cosine, mean over pairs"),
             curves(
                 "Memory against gradient, four clients with constant gradients",
                 norms["ratios"].items(),
@@ -196,14 +161,6 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
                 "<= 15.0",
                 "measured 10.7 after 2000 rounds (n = 300, k = 15)",
             ),
-            # A premise of the method and no promise of this package: reported, and no gate.
-            claim(
-                "overlap of a leader's support with the true top k, IID: first rounds minus last",
-                iid["overlap, first rounds"] - iid["last rounds"],
-                ">= 0.0",
-                "the premise of similar memories is weakest late in training (measured .52 to .16 on gradients)",
-                gate=False,
-            ),
         ],
         answer=f"With {many} clients in place of {few} a client receives {grown[0]:.2f} times the bytes under one "
         f"shared support, and {grown[1]:.1f} times where every client selects by itself.",
@@ -233,32 +190,6 @@ def _selected(result: RunResult) -> int:
     # By layer, as both kinds of rows rank.
     codec = TopK(float(result.spec.settings["codec.density"]), scope="layer")
     return sum(codec.count(stretch) for stretch in codec.stretches(layout))
-
-
-_SIMILAR = ("overlap, first rounds", "last rounds", "energy kept, first", "last", "best possible, last")
-
-
-def similarity(result: RunResult) -> dict[str, float]:
-    """Return the similarity figures of the first and the last tenth of a probed row."""
-    records = [record for record in result.rounds if "similarity.overlap" in record.metrics]
-    tenth = max(1, len(records) // 10)
-    first, last = records[:tenth], records[-tenth:]
-    parts = (
-        (first, "overlap"),
-        (last, "overlap"),
-        (first, "energy_kept"),
-        (last, "energy_kept"),
-        (last, "energy_best"),
-    )
-    found = (mean(record.metrics[f"similarity.{name}"] for record in part) for part, name in parts)
-    return dict(zip(_SIMILAR, found, strict=True))
-
-
-def _similarity(result: RunResult, name: str) -> tuple[list[float], list[float]]:
-    """Return rounds and the running mean of a figure over one turn of the eight leaders."""
-    found = {r.round: r.metrics[f"similarity.{name}"] for r in result.rounds if f"similarity.{name}" in r.metrics}
-    # One turn: every leader counts once, since one client's support may be better than another's for good.
-    return running_mean(list(found), list(found.values()), TURN)
 
 
 def memory_norms(rounds: int, say: Callable[[str], object] = lambda _text: None) -> dict[str, Any]:
@@ -317,22 +248,17 @@ EXPERIMENT = Experiment(
     options=OPTIONS,
     rounds=10,
     clients=8,
-    minutes=2.2,
+    minutes=0.7,
     quick=(
         "rounds=2",
         "clients=3",
         "task.hidden=16",
-        "similarity_rounds=4",
         "norm_rounds=20",
     ),
     notes=(
         "The number of clients is part of each row; the option --clients changes nothing here. Every client makes one "
         "step of SGD a round. Local top-k's downlink sends every coordinate that changed, values and indices, to nodes "
         "that hold the last model; CLT-k's sends the values of the mean, and the index block to those that do not hold "
-        "it. Layers are ranked one by one, biases travel whole.\n\n"
-        "The rows with probes have every client send its whole memory beside its values, to measure similarity: their "
-        "bytes are those of the measurement, not of the method.\n\n"
-        "The variant takes the support from the client that led the round before, which saves one exchange per round; "
-        "it is ours, not ScaleCom."
+        "it. Layers are ranked one by one, biases travel whole."
     ),
 )

@@ -300,7 +300,7 @@ class LGC(LeaderSelected):
         Ids of the autoencoder's halves in the last stage; 0 before it. Set by the server, with every message.
     scale : float
         By which values are divided before they are encoded: the root mean square of the leader's. Set by the server.
-    beta, selector, values, memory, norm_guard, dense, probe
+    beta, selector, values, memory, norm_guard, dense
         As of :class:`~fedcomp.codecs.ScaleCom`; latents travel in the form of ``values``, too.
 
     Raises
@@ -420,7 +420,6 @@ class LGC(LeaderSelected):
         StateError
             When no update waits, or what is needed is missing.
         """
-        self.waiting(state, layout)  # refused before anything is encoded
         total, codec = self.total(state, layout), self.innovations(layout)
         frame, _ = codec.encode(Update(total, layout), {}, key)
         bundle, where = codec.open(frame, layout), self.shared_positions(supports, layout)

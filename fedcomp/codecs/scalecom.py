@@ -25,13 +25,12 @@ from fedcomp.codecs.chunk import ChunkTop1
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.codecs.forms import FORMS, ValueForm, rest_form
 from fedcomp.codecs.positional import SCOPES, PositionalCodec, Stretch, expected_sparse, require_values
-from fedcomp.codecs.randomk import RandomK
 from fedcomp.codecs.topk import TopK
 from fedcomp.codecs.waiting import Waiting
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.layout import Layout, Vector
 from fedcomp.rng import Key
-from fedcomp.rules import Density, Maybe, OneOf, Real, Share, Switch
+from fedcomp.rules import Density, Maybe, OneOf, Real, Switch
 from fedcomp.wire import SHARED, Bundle, Expected, Frame, SchemaMismatch, SharedSupport, Tensor
 
 Supports = tuple[NDArray[np.int64], ...]
@@ -167,7 +166,7 @@ class LeaderSelected(Waiting):
 
     Parameters
     ----------
-    density, beta, selector, scope, values, memory, norm_guard, dense, probe
+    density, beta, selector, scope, values, memory, norm_guard, dense
         As of :class:`ScaleCom`.
     """
 
@@ -181,7 +180,6 @@ class LeaderSelected(Waiting):
     memory: Switch = True
     norm_guard: Annotated[float | None, Maybe(Real(above=0.0))] = None
     dense: Switch = False
-    probe: Share = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -195,11 +193,6 @@ class LeaderSelected(Waiting):
         """The selector: what a leader without followers would send its values with."""
         assert isinstance(self.codec, PositionalCodec)
         return self.codec
-
-    @property
-    def sampler(self) -> RandomK | None:
-        """What samples memories for similarity figures, the same coordinates everywhere; None without ``probe``."""
-        return _Sampler(self.probe, scope=self.scope) if self.probe else None
 
     def choose(self, state: State, layout: Layout, key: Key) -> Supports:
         """Return the support a leader with ``state`` chooses; coordinates that are zero are left out."""
@@ -301,9 +294,6 @@ class ScaleCom(LeaderSelected):
         Bound of ‖memory‖ in multiples of ‖g‖; see :class:`~fedcomp.codecs.feedback.ErrorFeedback`.
     dense : bool
         Share the support of all coordinates, whatever ``density`` says: the rounds before compression starts.
-    probe : float
-        Share of the coordinates, in [0, 1], of which clients also send memory and p so that the server can report how
-        similar they are. It costs 8 bytes per probed coordinate, client and round; 0 sends nothing.
 
     Notes
     -----
@@ -317,14 +307,6 @@ class ScaleCom(LeaderSelected):
     """
 
     codec_id: ClassVar[str] = "scalecom"
-
-
-class _Sampler(RandomK):
-    """Draws the probed share of every tensor, whatever density a policy asks of what is sent."""
-
-    def count(self, stretch: Stretch) -> int:
-        """Return the number of probed coordinates of ``stretch``."""
-        return params.count(self.density, stretch.size)
 
 
 def everything(leader: PositionalCodec, layout: Layout) -> Supports:

@@ -76,9 +76,14 @@ class Waiting(Wrapper):
         """Refuse a p of which nothing could ever be sent: it would stay in the memory for good."""
 
     def total(self, state: State, layout: Layout) -> Vector:
-        """Return p, memory plus waiting update: what is sent of; the memory alone when nothing waits."""
-        memory = vector_of(state, "memory", layout)
-        return memory + vector_of(state, _WAITING, layout) if waits(state) else memory
+        """Return p, memory plus waiting update: what is sent of.
+
+        Raises
+        ------
+        StateError
+            When no update waits.
+        """
+        return vector_of(state, "memory", layout) + self.waiting(state, layout).vector
 
     def settle(self, state: State, layout: Layout) -> State:
         """Return ``state`` with a waiting update taken into the memory as one that was not sent."""

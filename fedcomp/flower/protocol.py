@@ -25,20 +25,15 @@ UPDATE: Final = "fedcomp.update"
 EXACT: Final = "fedcomp.exact"
 STEP: Final = "fedcomp.step"
 SUPPORT: Final = "fedcomp.support"
-NEXT_SUPPORT: Final = "fedcomp.next-support"
 PROBE: Final = "fedcomp.probe"
 ENCODER: Final = "fedcomp.encoder"
 DECODER: Final = "fedcomp.decoder"
 """Keys of frames: a client's update, its exact buffers, the downlink's steps (``fedcomp.step.<version>``), the index
-block of a support all clients share, what a client says beside its values (samples of its memory, peaks, latents), and
+block of a support all clients share, what a client says beside its values (peaks, latents), and
 the weights of an autoencoder."""
 
-OWN_FRAMES: Final = (UPDATE, EXACT, STEP, SUPPORT, NEXT_SUPPORT, PROBE, ENCODER, DECODER)
+OWN_FRAMES: Final = (UPDATE, EXACT, STEP, SUPPORT, PROBE, ENCODER, DECODER)
 """All of them; a dot and more may follow."""
-
-LEADS: Final = 1
-LOOKS_AHEAD: Final = 2
-"""Bits of :attr:`Announcement.leader`: choose this round's support; choose the next round's from what is left."""
 
 OWN_CONFIG: Final = "fedcomp"
 """Name of the ConfigRecord that carries the announcement when the strategy sends none of its own."""
@@ -99,7 +94,7 @@ class Announcement(Schema, key=OWN_CONFIG, prefix=PREFIX):
     support : int
         In an exchange about a shared support: the support's id; 0 when none is meant.
     leader : int
-        What a client that leads is asked for: :data:`LEADS`, :data:`LOOKS_AHEAD` or both.
+        1 asks the client to choose the round's support; 0 does not.
     """
 
     protocol: Annotated[int, Version(PROTOCOL)] = field(default=PROTOCOL, kw_only=True)
@@ -117,7 +112,7 @@ class Announcement(Schema, key=OWN_CONFIG, prefix=PREFIX):
     base: Number = 0
     digest: Name = b""
     support: Number = 0
-    leader: Annotated[int, Int(most=LEADS | LOOKS_AHEAD, absent=0)] = 0
+    leader: Annotated[int, Int(most=1, absent=0)] = 0
 
     def write(self, config: ConfigRecord) -> None:
         """Add the announcement's fields to ``config``. Fields at their default are left out.

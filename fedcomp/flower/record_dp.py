@@ -1,4 +1,4 @@
-"""What the two sides of record-level privacy say to each other: how to train or measure, and what was spent by it.
+"""What the two sides of record-level privacy say to each other: how to train, and what was spent by it.
 
 A client protects its own records: it adds the noise, keeps the ledger, and refuses to go on. The server is told what
 was spent, since only whoever knows all clients can say what the run as a whole promises.
@@ -26,13 +26,8 @@ if TYPE_CHECKING:
 RECORD_DP: Final = "record-dp"
 """Key of the training configuration (a plan), and name of the record in the reply (what was spent)."""
 
-TRAININGS: Final = ("dp-sgd", "topagg", "random-mask", "lsg")
+METHODS: Final = ("dp-sgd", "topagg", "random-mask", "lsg")
 """Ways to train with noise."""
-
-FORWARD: Final = "forward"
-"""Noise on slopes along directions, in place of training."""
-
-METHODS: Final = (*TRAININGS, FORWARD)
 
 MOST_STEPS: Final = 1 << 20
 """Of one training: each is a pass over a batch with a gradient for every record."""
@@ -54,12 +49,11 @@ class DpSgdPlan(TextSchema, key=RECORD_DP):
     method : str
         One of :data:`METHODS`.
     noise_multiplier, clip : float
-        Of every step; ``clip`` is the largest L2 norm of one record's gradient, or of its vector of slopes along all
-        directions of a round, and unused by votes.
+        Of every step; ``clip`` is the largest L2 norm of one record's gradient, and unused by votes.
     rate : float
         Probability with which a record is in a step's batch (Poisson). Public, and the same for all clients.
     steps : int
-        Of one training; 1 for slopes.
+        Of one training.
     delta : float
     adjacency : {"zero_out", "add_remove"}
     budget : float
@@ -101,11 +95,6 @@ class DpSgdPlan(TextSchema, key=RECORD_DP):
         text = config.get(RECORD_DP)
         return None if text is None else cls.from_text(text)
 
-    def conflict(self) -> str:
-        if self.method == FORWARD and self.steps != 1:
-            return f"steps={self.steps} of method={FORWARD!r}; slopes are those of one model: say 1, in more rounds"
-        return ""
-
     def ledger(self, records: int) -> PrivacyLedger:
         """Return an empty ledger of somebody with ``records`` records.
 
@@ -143,7 +132,7 @@ class DpSgdPlan(TextSchema, key=RECORD_DP):
         return GridGaussian(clip=self.clip, size=size, **common)
 
     def event(self, size: int) -> Event:
-        """Return what one step costs that releases ``size`` coordinates: the model's, or slopes."""
+        """Return what one step costs that releases ``size`` coordinates."""
         return self.mechanism(size).event(rate=self.rate, size=size, label="gradient")
 
 

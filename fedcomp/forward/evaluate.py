@@ -80,63 +80,6 @@ def slopes(
     LayoutError
         When a direction names what is not a parameter of the module, or has another shape.
     """
-    value, found = _slopes(objective, tangents, oracle, at_once, step)
-    return float(value), found
-
-
-def record_slopes(
-    module: nn.Module,
-    loss: Callable[..., Tensor],
-    records: Sequence[Tensor],
-    tangents: Iterable[Tangent],
-    *,
-    oracle: Oracle = "jvp",
-    at_once: int = 1,
-    step: float = 1e-3,
-) -> NDArray[np.float64]:
-    """Return how every record's own loss changes along each direction, shape (records, directions); NaN as there.
-
-    No record has a part in another one's row: each is evaluated as a batch of its own, all in one pass. What the model
-    draws is dealt in the order of the records, from torch's global generators: for a bound on one record's part in a
-    sum they have to be secret (:func:`fedcomp.privacy.coins.secret_draws`).
-
-    Parameters
-    ----------
-    module : torch.nn.Module
-    loss : callable
-        ``loss(model, *record) -> tensor`` without dimensions, of one record, whose tensors lack the first axis.
-    records : sequence of Tensor
-        The first axis of each is the records, at least one.
-    tangents, oracle, at_once, step
-        As for :func:`slopes`.
-
-    Raises
-    ------
-    LayoutError
-        As :func:`slopes`.
-
-    Examples
-    --------
-    >>> module = nn.Linear(2, 1, bias=False)
-    >>> _ = module.weight.data.copy_(torch.tensor([[1.0, 2.0]]))
-    >>> records = [torch.tensor([[1.0, 1.0], [0.0, 1.0]])]
-    >>> record_slopes(module, lambda model, x: model(x).square().sum(), records, [{"weight": np.float32([[1.0, 0.0]])}])
-    array([[6.],
-           [0.]])
-    """
-
-    def losses(model: Callable[..., Any]) -> Tensor:
-        # Dropout draws for each record, as in training.
-        each: Tensor = vmap(lambda *record: loss(model, *record), randomness="different")(*records)
-        return each
-
-    return _slopes(Objective(module, losses, len(records[0])), tangents, oracle, at_once, step)[1].T
-
-
-def _slopes(
-    objective: Objective, tangents: Iterable[Tangent], oracle: Oracle, at_once: int, step: float
-) -> tuple[Tensor, NDArray[np.float64]]:
-    """Return the loss, and its derivatives, shape (directions, ...) for a loss of shape (...)."""
     params.choice("oracle", oracle, ORACLES)
     params.integer("at_once", at_once, low=1)
     params.positive("step", step)
@@ -147,12 +90,12 @@ def _slopes(
             value, found = _forward(objective, tangents, at_once, again)
     out = np.array(found, np.float64)
     out[~np.isfinite(out)] = np.nan
-    return value, out
+    return float(value), out
 
 
 def _forward(
     objective: Objective, tangents: Iterable[Tangent], at_once: int, again: Callable[[], None]
-) -> tuple[Tensor, list[Any]]:
+) -> tuple[Tensor, list[float]]:
     module = objective.module
     held = {name: p.detach() for name, p in module.named_parameters()}
     buffers = {name: b.detach() for name, b in module.named_buffers()}
@@ -171,7 +114,7 @@ def _forward(
         return found
 
     value = loss(held, buffers)
-    out: list[Any] = []
+    out: list[float] = []
     for ready in _together((_tensors(tangent, held) for tangent in tangents), at_once):
         stacked = {name: torch.stack([tangent[name] for tangent in ready]) for name in ready[0]}
         # Of each direction's own: what is written into one buffer for all of them has no place.
@@ -195,7 +138,7 @@ def _together(tangents: Iterable[dict[str, Tensor]], at_once: int) -> Iterator[l
 
 def _differences(
     objective: Objective, tangents: Iterable[Tangent], step: float, again: Callable[[], None]
-) -> tuple[Tensor, list[Any]]:
+) -> tuple[Tensor, list[float]]:
     module = objective.module
     held = dict(module.named_parameters())
     kept = {name: tensor.detach().clone() for name, tensor in [*held.items(), *module.named_buffers()]}
@@ -221,7 +164,7 @@ def _differences(
     out = []
     for tangent in tangents:
         direction = _tensors(tangent, held)
-        out.append(((at(direction, h) - at(direction, -h)) / (2.0 * h)).tolist())
+        out.append(((at(direction, h) - at(direction, -h)) / (2.0 * h)).item())
     return value, out
 
 

@@ -1,6 +1,6 @@
 """Graph convolutions on the operators of a plan: torch sparse matrices, and the features they multiply.
 
-This and :mod:`fedcomp.graphs.pyg` are the only modules here that import torch. Nothing reads or writes a global
+This is the only module here that imports torch. Nothing reads or writes a global
 generator: initial values come from whoever builds the module, dropout masks from a generator that is passed in.
 Whoever trains sets the number of threads; for a given number, sums always have the same order.
 """

@@ -6,9 +6,6 @@ noisy models, and whatever a codec does to them, is post-processing. What it doe
 only clients that can still afford a training, takes no reply that does not say what it cost, and states what all of it
 came to. Clients hold disjoint records, so the run costs what its dearest client spent, never the sum over clients.
 
-Around forward gradients, ``RecordDp(ForwardGradients(FedAvg(...)), plan)`` with ``method="forward"`` in the plan,
-clients add noise to slopes along directions and do not train; all else is the same.
-
 A training may have cost something though its reply was lost: clients say what they spent in all. One that forgot
 (another ledger) is accounted as having spent both.
 """
@@ -32,7 +29,7 @@ from fedcomp.flower.logs import log
 from fedcomp.flower.payload import take_node
 from fedcomp.flower.privacy import find_private
 from fedcomp.flower.protocol import app_failure
-from fedcomp.flower.record_dp import FORWARD, METHODS, RECORD_DP, Account, DpSgdPlan, WrongAccount
+from fedcomp.flower.record_dp import METHODS, RECORD_DP, Account, DpSgdPlan, WrongAccount
 from fedcomp.flower.records import to_arrays
 from fedcomp.flower.report import Reports, reports_of
 from fedcomp.flower.schema import SchemaError
@@ -42,6 +39,7 @@ from fedcomp.privacy.spending import next_round
 from fedcomp.privacy.statement import Statement, make_statement
 from fedcomp.rng import Key
 from fedcomp.stateful import Stateful, nested
+from fedcomp.strategies.forward import ForwardGradients
 from fedcomp.strategies.guard import Norms
 from fedcomp.strategies.intake import Intake
 from fedcomp.strategies.means import MEANS, is_mean, weight_key_of
@@ -161,8 +159,8 @@ class RecordDp(NoClientEvaluation, Strategy, Stateful):
     Parameters
     ----------
     inner : Strategy
-        One of Flower's weighted means, made with ``fraction_evaluate=0.0``, or the drop-in pair around one, or
-        :class:`fedcomp.strategies.forward.ForwardGradients`. All replies weigh the same.
+        One of Flower's weighted means, made with ``fraction_evaluate=0.0``, or the drop-in pair around one. All replies
+        weigh the same.
     plan : DpSgdPlan
         How clients train.
     records : int
@@ -216,15 +214,8 @@ class RecordDp(NoClientEvaluation, Strategy, Stateful):
                 "fraction_evaluate=0.0, and evaluate on the server (evaluate_fn)"
             )
         params.choice("method", plan.method, METHODS)
-        # As many numbers are released as slopes are asked for; of a training, as the model has coordinates.
-        self._slopes = getattr(inner, "slopes", None)
-        if (plan.method == FORWARD) != (self._slopes is not None):
-            raise ConfigError(
-                f"method={plan.method!r} does not fit {type(inner).__name__}: clients of ForwardGradients measure "
-                f"slopes (method={FORWARD!r}), all others train"
-            )
-        if reason := plan.conflict():
-            raise ConfigError(reason)
+        if isinstance(inner, ForwardGradients):
+            raise ConfigError("clients of ForwardGradients measure slopes, and a plan is for a training with noise")
         if plan.adjacency == "replace":
             raise ConfigError("adjacency='replace' has no amplification by sampling here; say add_remove or zero_out")
         params.integer("steps", plan.steps, low=1)
@@ -290,7 +281,7 @@ class RecordDp(NoClientEvaluation, Strategy, Stateful):
                 "opacus.validators.ModuleValidator.fix replaces it)"
             )
         self._model = to_arrays(arrays)
-        self._size = Layout.of(self._model).size if self._slopes is None else self._slopes(arrays)
+        self._size = Layout.of(self._model).size
 
     def open_ledger(self, path: Path) -> None:
         """Keep the books in a file from now on."""
@@ -321,10 +312,11 @@ class RecordDp(NoClientEvaluation, Strategy, Stateful):
     def statement(self) -> Statement:
         """Return what may be said about the run so far."""
         plan = self.plan
-        bounded = {
-            "topagg": f"each record casts at most {plan.options.get('k')} votes on its gradient",
-            FORWARD: f"each record's slopes along public directions clipped together to L2 norm {plan.clip:g}",
-        }.get(plan.method, f"each record's gradient clipped to L2 norm {plan.clip:g}")
+        bounded = (
+            f"each record casts at most {plan.options.get('k')} votes on its gradient"
+            if plan.method == "topagg"
+            else f"each record's gradient clipped to L2 norm {plan.clip:g}"
+        )
         return make_statement(
             self.privacy,
             mechanism=plan.mechanism(max(self._size, 1)),

@@ -14,14 +14,13 @@ from fedcomp import params
 from fedcomp.codecs import RandomK
 from fedcomp.errors import ConfigError
 from fedcomp.flower.privacy import find_private
-from fedcomp.flower.record_dp import FORWARD, DpSgdPlan
+from fedcomp.flower.record_dp import DpSgdPlan
 from fedcomp.layout import Layout
 from fedcomp.privacy.adaptive import AdaptiveClip
 from fedcomp.privacy.local import Privatise
 from fedcomp.privacy.sampling import Sampling
 from fedcomp.privacy.votes import TopkSign
 from fedcomp.rng import Key
-from fedcomp.strategies.forward import ForwardGradients
 from fedcomp.strategies.parts import (
     BUDGET,
     CODEC_PREFIXES,
@@ -180,8 +179,7 @@ def _topagg(settings: Settings, seed: int) -> Strategy:
     return topagg(make_inner(settings), ballot, downlink=downlink(settings), **own, **promise(settings, seed))
 
 
-def _plan(settings: Settings, method: str, steps: int, options: tuple[str, ...] = ()) -> DpSgdPlan:
-    """Return the plan of record-level privacy; ``steps`` 0: a pass over the records."""
+def _record_dp(settings: Settings, seed: int) -> Strategy:
     if settings["sampling"] != "everyone":
         raise ConfigError(
             f"sampling={settings['sampling']!r} is about clients, and here records are drawn; use record_rate"
@@ -189,31 +187,19 @@ def _plan(settings: Settings, method: str, steps: int, options: tuple[str, ...] 
     given = settings["record_rate"]
     rate = params.number("record_rate", given, rule="a probability in (0, 1]", ok=lambda v: 0.0 < v <= 1.0)
     own: dict[str, Any] = {key: settings[key] for key in ("noise_multiplier", "clip", "delta", "adjacency")}
-    return DpSgdPlan(
+    method = str(settings["method"])
+    options = {"topagg": ("k",), "random-mask": ("keep",), "lsg": ("keep", "rank")}.get(method, ())
+    plan = DpSgdPlan(
         method=method,
         rate=rate,
         # A step sees ``rate`` of the records on average, so a pass over them takes 1 / rate steps.
-        steps=steps or max(1, round(int(settings["epochs"]) / rate)),
+        steps=int(settings["max_steps"]) or max(1, round(int(settings["epochs"]) / rate)),
         budget=budget_of(settings) or 0.0,
         insecure=bool(settings["insecure_deterministic"]),
         options={key: settings[key] for key in options},
         **own,
     )
-
-
-def _record_dp(settings: Settings, seed: int) -> Strategy:
-    method = str(settings["method"])
-    options = {"topagg": ("k",), "random-mask": ("keep",), "lsg": ("keep", "rank")}.get(method, ())
-    plan = _plan(settings, method, int(settings["max_steps"]), options)
     return RecordDp(around(make_inner(settings), settings, seed), plan)
-
-
-def _forward_dp(settings: Settings, seed: int) -> Strategy:
-    given = {key: default for key, default in TRAINING.items() if key != "lr"}
-    refuse_others(settings, given, "a round is one step along noisy slopes; use lr, record_rate, and more rounds")
-    own = arguments(ForwardGradients, settings, _SLOPES)
-    slopes = ForwardGradients(make_inner(settings), lr=float(settings["lr"]), seed=seed, **own)
-    return RecordDp(slopes, _plan(settings, FORWARD, 1))
 
 
 def _system(
@@ -267,7 +253,6 @@ _DISTRIBUTED: Final[Mapping[str, Scalar]] = {
 _BALLOT: Final = settings_of(TopkSign, "k", "scope", "saturation", "stochastic")
 _TOPAGG: Final = settings_of(TopAgg, "mode", "beta")
 _VOTES: Final = settings_of(VoteSettings, "images", "eta", "beta", "saturation", "stochastic")
-_SLOPES: Final = settings_of(ForwardGradients, "directions", "lr_scale", "scope", "shared", "replay")
 _TEACHERS: Final = settings_of(TeacherSettings, "teachers", "teacher_lr", "decay", "pretrain", "batch", "send")
 
 SYSTEMS: Final = (
@@ -377,14 +362,5 @@ SYSTEMS: Final = (
             "keep": 0.5,
             "rank": 4,
         },
-    ),
-    _system(
-        _forward_dp,
-        "forward-dp",
-        "forward gradients with noise",
-        "derived here: forward gradients (BAFFLE, arXiv:2301.12195: abstract) with DP-SGD's sampling and ledger",
-        "how far the loss of a secret sample of records changes along a few random directions, each record's slopes "
-        "clipped together, noise added there; and what it cost",
-        {**_SLOPES, **settings_of(DpSgdPlan, "adjacency", "clip"), "record_rate": 0.1},
     ),
 )

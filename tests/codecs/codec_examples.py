@@ -108,7 +108,7 @@ EXAMPLES: tuple[Codec, ...] = (
     ModularSum(RandomBlock(0.3, scope="global"), clip=2048.0, levels=2048, summands=100, modulus=5000, allow_wrap=True),
     ErrorFeedback(ModularSum(RandomK(0.5, scope="layer"), clip=3.0, levels=100, summands=100)),
     ScaleCom(0.05),
-    ScaleCom(0.1, beta=0.5, selector="chunk", values="bf16", probe=0.5),
+    ScaleCom(0.1, beta=0.5, selector="chunk", values="bf16"),
     BoundedFixedPoint(RandomK(0.9), clip=4.0, levels=400, scale=128, sigma=20.0, least=8),
     BoundedFixedPoint(RandomK(0.4), clip=90.0, levels=900, scale=256, rotation=7, noise="skellam", sigma=50.0),
     ErrorFeedback(BoundedFixedPoint(RandomK(0.5), clip=30.0, levels=300, scale=100)),

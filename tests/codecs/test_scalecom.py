@@ -12,7 +12,6 @@ from codec_examples import update as an_update
 from fedcomp import wire
 from fedcomp.codecs import ScaleCom, TopK, get_codec
 from fedcomp.codecs.scalecom import FixedSupport, held_support, open_support, support_frame, support_id_of
-from fedcomp.codecs.similarity import similarity
 from fedcomp.codecs.waiting import waits
 from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
 from fedcomp.layout import Layout, SmallDense, Update
@@ -274,39 +273,13 @@ def test_layer_densities_of_a_policy_are_honoured() -> None:
 
 
 def test_configuration() -> None:
-    for wrong in ({"beta": 0.0}, {"beta": 1.1}, {"selector": "best"}, {"probe": 2.0}, {"norm_guard": -1.0}):
+    for wrong in ({"beta": 0.0}, {"beta": 1.1}, {"selector": "best"}, {"norm_guard": -1.0}):
         with pytest.raises(ConfigError):
             ScaleCom(0.1, **wrong)
     with pytest.raises(ConfigError, match="memory=False"):
         ScaleCom(0.1, memory=False, beta=0.5)
-    codec = ScaleCom(0.1, beta=0.5, selector="chunk", probe=0.25)
+    codec = ScaleCom(0.1, beta=0.5, selector="chunk")
     assert get_codec(json.loads(json.dumps(codec.to_config()))) == codec
     assert codec.phases == 2
     with pytest.raises(ConfigError, match="index block"):
         FixedSupport((), 1).to_config()
-
-
-def test_similarity_figures_by_definition() -> None:
-    rng = np.random.default_rng(2)
-    memories = [rng.normal(size=60).astype(np.float32) for _ in range(5)]
-    totals = [rng.normal(size=60).astype(np.float32) for _ in range(5)]
-    weights = [1.0, 2.0, 3.0, 4.0, 5.0]
-    chosen = np.zeros(60, np.bool_)
-    chosen[[1, 5, 9, 40, 41]] = True
-    parts = [slice(0, 30), slice(30, 60)]
-    found = similarity(memories, totals, weights, chosen, parts)
-    cosines = [
-        float(a @ b) / float(np.linalg.norm(a) * np.linalg.norm(b))
-        for i, a in enumerate(memories)
-        for b in memories[:i]
-    ]
-    assert found.memory_distance == pytest.approx(1 - np.mean(cosines), rel=1e-5)
-    mean = np.average(np.asarray(totals, np.float64), axis=0, weights=weights)
-    best = set(np.argsort(-np.abs(mean[:30]))[:3].tolist()) | {30 + i for i in np.argsort(-np.abs(mean[30:]))[:2]}
-    assert found.overlap == pytest.approx(len(best & {1, 5, 9, 40, 41}) / 5)
-    assert found.energy_kept == pytest.approx((mean[chosen] ** 2).sum() / (mean**2).sum())
-    assert found.energy_best == pytest.approx((mean[sorted(best)] ** 2).sum() / (mean**2).sum())
-    same = similarity([memories[0]] * 3, totals[:3], weights[:3], chosen, parts)
-    assert same.memory_distance == pytest.approx(0.0, abs=1e-7)
-    lone = similarity([np.zeros(60, np.float32)] * 2, totals[:2], weights[:2], chosen, parts)
-    assert "similarity.memory_distance" not in lone.to_metrics()

@@ -123,7 +123,6 @@ def test_what_only_messages_can_do_is_refused() -> None:
             simulate(*Plan.of(RunSpec("topk", rounds=1, clients=3, settings=SMALL | settings)))
     for system, setting, value in (
         ("scalecom", "warmup_rounds", 2),
-        ("scalecom", "stale_leader", True),
         ("power-sgd", "server_lr", 0.5),
         ("lgc", "common", "first"),
         ("lgc", "coder", "identity"),

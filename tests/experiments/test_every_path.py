@@ -245,7 +245,7 @@ def largest(result: RunResult) -> float:
     return max(float(np.abs(array).max()) for array in result.arrays.values() if array.size)
 
 
-TRAINED_OTHERWISE = ("record-dp", "forward-dp", "skewed-gcn", "coded-linear", "datalens")
+TRAINED_OTHERWISE = ("record-dp", "skewed-gcn", "coded-linear", "datalens")
 """Systems whose clients do not call a task's training, and are absurd in other ways, in tests of their own (of
 coded-linear, which believes its rows, in none); so are all decentralised ones, whose nodes have a guard."""
 

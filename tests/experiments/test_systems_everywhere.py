@@ -50,7 +50,7 @@ SEEN = {
 DEPLOYED_PRIVATE = "topagg"
 BUDGETS = {"topagg": 2.5}
 """Of the private rows those that a budget ends after the first of two rounds."""
-PAID_BY_NODES = [name for name in PRIVATE if name in ("record-dp", "forward-dp")]
+PAID_BY_NODES = [name for name in PRIVATE if name == "record-dp"]
 """Rows whose nodes have ledgers of their own: where the nodes are the same, the second is paid on top of the first."""
 APP = Path(__file__).parent / "several_app"
 GOSSIP = {

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fedcomp.errors import ConfigError, LayoutError
 from fedcomp.forward.directions import Directions
-from fedcomp.forward.evaluate import Objective, record_slopes, slopes, trained
+from fedcomp.forward.evaluate import Objective, slopes, trained
 from fedcomp.rng import Key
 
 COUNT = 7
@@ -167,71 +167,3 @@ def test_what_is_refused() -> None:
     for name in ("0.weight", "1.running_mean"):
         with pytest.raises(LayoutError, match="directions would move them at random"):
             trained(found.module, [name])
-
-
-def grouped() -> nn.Module:
-    return nn.Sequential(
-        nn.Unflatten(1, (1, 3, 4)), nn.Conv2d(1, 6, 2), nn.GroupNorm(2, 6), nn.Tanh(), nn.Flatten(), nn.Linear(36, 4)
-    )
-
-
-def tanh() -> nn.Module:
-    return nn.Sequential(nn.Linear(12, 20), nn.Tanh(), nn.Linear(20, 4, bias=False))
-
-
-def one_record(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(model(x[None]), y[None])
-
-
-def batch(count: int = 9) -> list[Tensor]:
-    return [torch.randn(count, 12), torch.randint(0, 4, (count,))]
-
-
-@pytest.mark.parametrize(("oracle", "close"), [("jvp", 1e-5), ("differences", 1e-3)])
-@pytest.mark.parametrize("make", [tanh, grouped])
-def test_every_record_has_slopes_of_its_own_loss(make: type, oracle: str, close: float) -> None:
-    """Those of autograd, record by record."""
-    module, records = make(), batch()
-    if oracle == "differences":
-        module, records[0] = module.double(), records[0].double()
-    given = tangents(module)
-    found = record_slopes(module, one_record, records, given, oracle=oracle, at_once=3)  # type: ignore[arg-type]
-    assert found.shape == (9, COUNT)
-    for i, row in enumerate(found):
-        own = Objective(module, lambda model, i=i: one_record(model, records[0][i], records[1][i]), 1)
-        np.testing.assert_allclose(row, expected(own, given), rtol=close, atol=close)
-    # Their mean is the slope of the mean loss.
-    whole = Objective(module, lambda model: nn.functional.cross_entropy(model(records[0]), records[1]), 9)
-    np.testing.assert_allclose(found.mean(axis=0), slopes(whole, given)[1], rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("oracle", ["jvp", "differences"])
-@pytest.mark.parametrize("make", [tanh, grouped])
-def test_no_record_has_a_part_in_the_slopes_of_another(make: type, oracle: str) -> None:
-    """To the last bit, also beside one that is not finite. A loss that is taken of the batch would not do.
-
-    With one record less, vector units may take another path to the same number: a rounding is allowed there.
-    """
-    module, records = make(), batch()
-    given = tangents(module)
-    found = record_slopes(module, one_record, records, given, oracle=oracle)  # type: ignore[arg-type]
-    others = [i for i in range(9) if i != 4]
-    without = record_slopes(module, one_record, [t[others] for t in records], given, oracle=oracle)  # type: ignore[arg-type]
-    np.testing.assert_allclose(found[others], without, rtol=1e-4, atol=1e-5 if oracle == "jvp" else 3e-3)
-    records[0][4] = torch.inf
-    beside = record_slopes(module, one_record, records, given, oracle=oracle)  # type: ignore[arg-type]
-    np.testing.assert_array_equal(beside[others], found[others])
-    assert np.isnan(beside[4]).any()
-
-
-def test_dropout_draws_for_each_record_and_the_same_along_all_directions() -> None:
-    """Slopes are linear in the direction only where the masks are the same."""
-    module = nn.Sequential(nn.Linear(12, 20), nn.Dropout(0.5), nn.Linear(20, 4))
-    x, y = batch(1)
-    twins = [x.repeat(6, 1), y.repeat(6)]
-    a, b, *_ = tangents(module)
-    both = {name: a[name] + b[name] for name in a}
-    for at_once in (1, 3):
-        found = record_slopes(module, one_record, twins, [a, b, both], at_once=at_once)
-        np.testing.assert_allclose(found[:, 0] + found[:, 1], found[:, 2], rtol=1e-4, atol=1e-5)
-        assert np.ptp(found[:, 0]) > 1e-2

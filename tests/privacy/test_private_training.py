@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from fedcomp.errors import ConfigError
-from fedcomp.flower.record_dp import TRAININGS
+from fedcomp.flower.record_dp import METHODS
 from fedcomp.privacy.coins import secret_draws
 from fedcomp.privacy.dpsgd import PoissonLoader, StepSettings, private_training
 from fedcomp.privacy.entropy import SeededEntropy
@@ -74,7 +74,7 @@ def test_1_9_the_noise_on_votes_has_the_deviation_z_sqrt_k() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", TRAININGS)
+@pytest.mark.parametrize("method", METHODS)
 def test_1_9_a_record_whose_gradient_is_not_finite_contributes_nothing(method: str) -> None:
     data = records(8)
     broken = TensorDataset(data.tensors[0].clone(), data.tensors[1])
@@ -144,7 +144,7 @@ def test_dp_sgd_without_noise_is_the_sum_of_clipped_gradients_over_the_expected_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", TRAININGS)
+@pytest.mark.parametrize("method", METHODS)
 def test_one_record_moves_the_sum_by_the_bound_at_most(method: str) -> None:
     """On what is really summed: with and without a record, at several scales of its gradient."""
     data = records(5)
@@ -186,7 +186,7 @@ def test_a_rounded_row_is_inside_the_bound_in_exact_arithmetic_and_close_to_what
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", TRAININGS)
+@pytest.mark.parametrize("method", METHODS)
 def test_the_event_is_recorded_before_the_noise_is_drawn_and_says_what_was_drawn(method: str) -> None:
     class Watching(SeededEntropy):
         def bytes(self, count: int) -> bytes:
@@ -371,7 +371,7 @@ def test_a_noise_schedule_reaches_the_noise_and_the_event_alike() -> None:
     assert np.std(spread[20:]) == pytest.approx(3.0, rel=0.03)
 
 
-@pytest.mark.parametrize("method", TRAININGS)
+@pytest.mark.parametrize("method", METHODS)
 def test_state_dict_keys_stay_and_the_hooks_go(method: str) -> None:
     module, data = net(), records(6)
     keys = list(module.state_dict())

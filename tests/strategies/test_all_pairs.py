@@ -61,7 +61,6 @@ PROMISE: dict[str, Any] = {
     "noise_multiplier": 0.5,
 }
 PLAN = DpSgdPlan(noise_multiplier=1.5, rate=0.1, steps=3, delta=1e-5, insecure=True)
-SLOPES = replace(PLAN, steps=1, method="forward")
 BALLOT = TopkSign(k=50)
 INTEGERS = FixedPoint(RandomK(1.0), clip=1.0, levels=1024)
 LOCAL = Privatise(1.0, 0.5, insecure_deterministic=True)
@@ -93,7 +92,6 @@ OUTER: Mapping[str, Wrap] = {
     "lsg": lambda inner: Lsg(inner, LsgSettings(clip=1.0, rank=2), **PROMISE),
     "local dp": lambda inner: local_dp(inner, LOCAL, QSGD(levels=7), population=CLIENTS, delta=1e-3),
     "record dp": lambda inner: RecordDp(inner, PLAN, records=1000),
-    "record dp of slopes": lambda inner: RecordDp(inner, SLOPES, records=1000),
     "forward": lambda inner: ForwardGradients(inner, 8),
     "graph": SkewedGCN,
 }
@@ -119,16 +117,15 @@ def around(outer: str, inner: Callable[[], Strategy]) -> Callable[[], Strategy]:
     return lambda: OUTER[outer](inner())
 
 
-ALONE_IS_NONE = ("pair", "coded sum", "record dp of slopes")
+ALONE_IS_NONE = ("pair", "coded sum")
 
 INNER: Mapping[str, Callable[[], Strategy]] = {
     **MEANS,
     **PAIRS,
-    **{name: around(name, flowers) for name in OUTER if name not in ("pair", "coded sum", "record dp of slopes")},
+    **{name: around(name, flowers) for name in OUTER if name not in ("pair", "coded sum")},
     "coded sum": around("coded sum", PAIRS["pair of integers"]),
     "pair around dp-fedavg": lambda: Compressed(DpFedAvg(flowers(), clip=1.0, **PROMISE), TopK(0.1)),
     "record dp around the pair": around("record dp", PAIRS["pair"]),
-    "record dp of slopes": around("record dp of slopes", around("forward", flowers)),
     "shared support": lambda: SharedSupport(ScaleCom(0.05)),
     "shared basis": lambda: SharedBasis(PowerSGD(rank=2)),
     "fitted basis": lambda: FittedBasis(GradiVeQ(width=40)),
@@ -147,7 +144,7 @@ ACCEPTED: Mapping[str, tuple[str, ...]] = {
     "relay": (
         *WITH_FLOWERS,
         *PAIRS,
-        *("local dp", "record dp", "record dp around the pair", "forward", "record dp of slopes"),
+        *("local dp", "record dp", "record dp around the pair", "forward"),
     ),
     "coded sum": ("pair of integers",),
     "gradient code": ("FedAvg", "FedAdam"),
@@ -157,7 +154,6 @@ ACCEPTED: Mapping[str, tuple[str, ...]] = {
     "lsg": ("FedAvg", "FedAdam"),
     "local dp": ("FedAvg", "FedAdam"),
     "record dp": ("FedAvg", "FedAdam", *PAIRS),
-    "record dp of slopes": ("forward",),
     "forward": WITH_FLOWERS,
     "graph": (*WITH_FLOWERS, *PAIRS),
 }
@@ -194,7 +190,7 @@ APP = client(
     compression(i_know_inputs_are_visible=True),
     # So impatient that a node is quiet in its third round.
     conditional(generic.own_loss, settings=ScheduleSettings(window=2, low=0.5, consecutive=1, patience=0)),
-    forward_gradients(generic.measured, records=generic.trainee, at_once=16),
+    forward_gradients(generic.measured, at_once=16),
     record_dp(generic.trainee),
     graph_owner(generic.graph_part, generic.graph_learner),
 )
@@ -234,7 +230,7 @@ SHOWN: Mapping[str, Callable[[RunResult], bool]] = {
 }
 """What a part's report shows where it works; privacy is shown by what was spent, compression by bytes."""
 
-PRIVATE = ("dp-fedavg", "distributed dp", "topagg", "lsg", "local dp", "record dp", "record dp of slopes")
+PRIVATE = ("dp-fedavg", "distributed dp", "topagg", "lsg", "local dp", "record dp")
 SHORTER = {"pair": 10, "pair, downlink": 10, "pair of votes": 10, "pair of integers": 2, "pair of factors": 1.02}
 """How many times fewer bytes go up than with whole models, at least."""
 
@@ -243,7 +239,7 @@ SHORTER = {"pair": 10, "pair, downlink": 10, "pair of votes": 10, "pair of integ
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(("outer", "inner"), [(outer, inner) for outer in ACCEPTED for inner in ACCEPTED[outer]])
 def test_each_part_of_an_accepted_pair_has_its_effect(outer: str, inner: str, monkeypatch) -> None:
-    graph, forward = outer == "graph", {"forward", "record dp of slopes"} & {outer, inner}
+    graph, forward = outer == "graph", "forward" in (outer, inner)
     like = "skewed-gcn" if graph else "forward" if forward else "identity"
     task = "digits-graph" if graph else "digits"
     # Losses stand still where nodes are to be quiet.

@@ -13,9 +13,11 @@ from flwr.serverapp.strategy import FedAdam, FedAvg, FedAvgM, FedMedian
 from torch import Tensor, nn
 from toy import fedavg
 
-from fedcomp.clients.client import client
+from fedcomp.clients.client import HALVES, client, in_order
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.forward import forward_gradients
+from fedcomp.clients.half import ClientHalf
+from fedcomp.clients.private.topagg import votes_only
 from fedcomp.codecs import RandomProjection, TopK
 from fedcomp.errors import ConfigError, NoUsableReply
 from fedcomp.flower import checkpoint
@@ -23,6 +25,7 @@ from fedcomp.flower.faults import Delivery, RandomFaults
 from fedcomp.flower.forward import Measure
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
+from fedcomp.flower.record_dp import RECORD_DP, DpSgdPlan
 from fedcomp.flower.records import to_arrays, to_record
 from fedcomp.flower.rounds import fit
 from fedcomp.forward.directions import step_scale
@@ -33,6 +36,7 @@ from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.conditional import Conditional
 from fedcomp.strategies.forward import ForwardGradients, Slopes
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
+from fedcomp.strategies.private.record_dp import RecordDp
 
 P = 600
 NODES = 3
@@ -335,8 +339,6 @@ def test_what_the_half_refuses() -> None:
             with_order(msg.content, order)
             return call_next(msg, context)
 
-        from fedcomp.clients.half import ClientHalf
-
         made_app = client(ClientApp(), half, ClientHalf("order", mod, outside=("forward_gradients",)))
         with pytest.raises(NoUsableReply) as caught:
             run(asked, made_app, rounds=1)
@@ -365,6 +367,34 @@ def test_what_the_strategy_refuses() -> None:
             made(**options)
     with pytest.raises(ConfigError, match="compresses already"):
         ForwardGradients(Compressed(fedavg(), TopK(0.1)))
+
+
+def test_slopes_without_noise_are_no_answer_to_a_plan_for_noise() -> None:
+    plan = DpSgdPlan(noise_multiplier=2.0, rate=0.4, steps=1, delta=1e-3)
+
+    def plans(msg: Message, context: Context, call_next: Any) -> Message:
+        msg.content["config"][RECORD_DP] = plan.to_text()
+        return call_next(msg, context)
+
+    strategy = made()
+    planned = client(ClientApp(), forward_gradients(point), ClientHalf("plans", plans, outside=("forward_gradients",)))
+    with pytest.raises(NoUsableReply, match="plan is for a training"):
+        run(strategy, planned, rounds=1)
+    assert len(strategy.reports[1].refused) == NODES
+    with pytest.raises(ConfigError, match="measure slopes"):
+        RecordDp(ForwardGradients(fedavg(fraction_evaluate=0.0), 8), plan, records=100)
+
+
+def test_guards_of_a_node_stand_outside() -> None:
+    """Else the half would answer before a guard has seen the message."""
+    half = forward_gradients(point)
+    guards = {"votes_only": votes_only(), **{name: make() for name, make in HALVES.items()}}
+    for named in ({half.name: half, **guards}, {**guards, half.name: half}):
+        order = [each.name for each in in_order(named)]
+        assert order.index("forward_gradients") > max(map(order.index, ("votes_only", "coded", "local_privacy")))
+    strategy = made()
+    with pytest.raises(NoUsableReply, match="casts private votes"):
+        run(strategy, client(ClientApp(), half, votes_only()), rounds=1)
 
 
 def test_the_log_says_beforehand_what_a_round_costs(caplog: Any) -> None:

@@ -183,16 +183,14 @@ def test_one_client_in_the_second_stage_is_top_k_with_error_feedback() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("stale", [False, True])
 @pytest.mark.parametrize("ef", ["mask", "decoded"])
 @pytest.mark.parametrize("values", ["float32", "bf16"])
-def test_a_ring_with_an_identity_is_scalecom_bit_for_bit(ef: str, stale: bool, values: str) -> None:
+def test_a_ring_with_an_identity_is_scalecom_bit_for_bit(ef: str, values: str) -> None:
     """Models and memories. What rounding loses stays in ScaleCom's memory, and in that of ``decoded`` alone."""
-    strategy = Watched(codec(ef=ef, values=values), coder="identity", stale_leader=stale)
+    strategy = Watched(codec(ef=ef, values=values), coder="identity")
     plain = SharedSupport(
         ScaleCom(0.05, values=values),
         warmup_rounds=2,
-        stale_leader=stale,
         policy=EndsDense(),
         fraction_evaluate=0.0,
     )
@@ -223,16 +221,11 @@ def test_a_server_whose_innovations_are_all_of_top_k_is_top_k() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("stale", [False, True])
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
-def test_the_model_moves_by_what_is_decoded_and_all_hold_it(options: dict, stale: bool) -> None:
+def test_the_model_moves_by_what_is_decoded_and_all_hold_it(options: dict) -> None:
     """Ring: the decoder's of the mean latents, found here from the clients' latents; server: the mean of decoded ones.
     Every replica is the server's model, bit for bit."""
-    if stale and options == VARIANTS[-1]:
-        with pytest.raises(ConfigError, match="stale_leader"):
-            Watched(codec(**options), stale_leader=True)
-        return
-    strategy = Watched(codec(**options), stale_leader=stale, fraction_evaluate=1.0)
+    strategy = Watched(codec(**options), fraction_evaluate=1.0)
     seen: list[set[float]] = []
     average = strategy.cohort.evaluate_metrics_aggr_fn
 
@@ -436,35 +429,18 @@ class Accounted(Watched):
         return out
 
 
-def test_a_stale_common_node_that_is_lost_leaves_the_round_without_a_step_and_nothing_is_lost() -> None:
-    def fault(delivery: Delivery):
-        return "lost_reply" if delivery.round == 7 and delivery.partition == 2 else None
-
-    grid = InProcessGrid(app(), 4, seed=4, fault=fault)
-    strategy = Accounted(grid, codec(instance="server"), stale_leader=True)
-    fit(strategy, grid, model(), 7, timeout=9)
-    assert 7 not in strategy.taken
-    assert any("cannot be used" in note for note in strategy.reports[7].notes)
-    for node in grid.get_node_ids():
-        context = grid.context(node)
-        made = made_by(context)
-        assert np.abs(strategy.given[partition(context)] + owed(context, strategy, node, LAYOUT) - made).max() < 0.5
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("stale", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("error_state", ["discard", "keep"])
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
-def test_conservation_under_faults(options: dict, stale: bool) -> None:
+def test_conservation_under_faults(options: dict, error_state: str) -> None:
     """8 clients, 40 rounds, messages lost, doubled, late, crashed or damaged, nodes wiped: for every life of every
     node, updates made = given away + owed, with ``mask`` and with ``decoded``. A value that was lost or counted twice
     shows as 1 at least."""
-    if stale and options == VARIANTS[-1]:
-        return
     plan = RandomFaults(
         Key(11, "faults"), {"lost_reply": 0.08, "duplicate": 0.1, "late": 0.1, "raise": 0.08, "corrupt": 0.02}, pushes=1
     )
-    grid = InProcessGrid(app(), 8, seed=5, fault=plan, error_state="keep" if stale else "discard")
-    strategy = Accounted(grid, codec(**options), stale_leader=stale)
+    grid = InProcessGrid(app(), 8, seed=5, fault=plan, error_state=error_state)
+    strategy = Accounted(grid, codec(**options))
     arrays, made, left = model(), defaultdict(lambda: np.zeros(SIZE)), defaultdict(lambda: np.zeros(SIZE))
     nodes = list(grid.get_node_ids())
 
@@ -687,14 +663,13 @@ def _resealed(frame: bytes) -> bytes:
     [
         {},
         {"instance": "server", "ef": "decoded"},
-        {"stale_leader": True},
         {"training": AutoencoderTraining(optimizer="sgd")},
     ],
-    ids=["ring", "server", "stale", "sgd"],
+    ids=["ring", "server", "sgd"],
 )
 def test_a_resumed_run_goes_on_bit_for_bit_in_every_stage(at: int, options: dict, tmp_path: Path) -> None:
     """Weights, moments, decoders, loans and the last leader's scale are in the checkpoint."""
-    own = {k: v for k, v in options.items() if k in ("stale_leader", "training")}
+    own = {k: v for k, v in options.items() if k == "training"}
     made = codec(**{k: v for k, v in options.items() if k not in own})
     result, _ = run(Watched(made, **own), 3)
     first, grid = Watched(made, **own), metered(3)

@@ -24,7 +24,6 @@ SKIPS = {"coded sum", "distributed noise"}
 SORTED = SKIPS | {
     "relay",
     "shared support",
-    "shared support, stale leader",
     "shared basis",
     "shared basis, two exchanges",
     "fitted basis",
