@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,7 @@ from fedcomp.errors import ConfigError, NonFiniteUpdate
 from fedcomp.kernels import select_topk
 from fedcomp.layout import DENSE, Layout, Update, Vector
 from fedcomp.rng import Key
+from fedcomp.rules import Int, Maybe, OneOf, Real, Switch
 from fedcomp.wire import Bundle, Expected, Frame, Limits, SchemaMismatch, Tensor, UnitSign
 
 __all__ = [
@@ -263,26 +264,17 @@ class TopkSign(PositionalCodec):
     votes = True
     finds_non_finite = True
 
-    k: int | None = None
-    density: float | None = None
-    scope: str = "global"
-    saturation: float | None = None
-    stochastic: bool = True
+    k: Annotated[int | None, Maybe(Int(1))] = None
+    density: Annotated[float | None, Maybe(Real(above=0.0, most=1.0))] = None
+    scope: Annotated[str, OneOf(*SCOPES)] = "global"
+    saturation: Annotated[float | None, Maybe(Real(above=0.0))] = None
+    stochastic: Switch = True
 
-    def __post_init__(self) -> None:
-        if (self.k is None) == (self.density is None):
-            raise ConfigError(
-                f"give either k or density, the number of votes; got k={self.k!r} and density={self.density!r}"
-            )
-        if self.saturation is not None:
-            params.positive("saturation", self.saturation)
-        params.assign(
-            self,
-            k=None if self.k is None else params.integer("k", self.k, low=1),
-            density=None if self.density is None else params.density(self.density),
-            scope=params.choice("scope", self.scope, SCOPES),
-            stochastic=params.boolean("stochastic", self.stochastic),
-        )
+    def conflict(self) -> str:
+        """Return why the number of votes is not one."""
+        if (self.k is None) != (self.density is None):
+            return ""
+        return f"give either k or density, the number of votes; got k={self.k!r} and density={self.density!r}"
 
     def stretches(self, layout: Layout) -> tuple[Stretch, ...]:
         """Return the whole vector, or every tensor of it, as what votes: nothing travels dense.
