@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from fedcomp.experiments.experiment import Config, Experiment, Option
+from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option
 from fedcomp.experiments.findings import Claim, Findings, Say, Table, mean
 from fedcomp.experiments.kit import Record, Records, Sweep, claim, curves, repetitions, table, workers
 from fedcomp.experiments.spec import RoundRecord, RunResult, RunSpec
+from fedcomp.rules import Int, Real
 
 if TYPE_CHECKING:
     from fedcomp.codecs import ModularSum
@@ -45,18 +46,18 @@ SETTLED: Final = 2
 """First round whose messages count: in the one before, clients and server introduce themselves."""
 
 OPTIONS = {
-    "task.hidden": Option("1024", "widths of the hidden layers of the model that clients train"),
-    "lr": Option(0.2, "step size of the clients' SGD", above=0.0),
-    "max_steps": Option(4, "steps of SGD a round", least=1),
-    "codec.clip": Option(0.1, "largest change of one coordinate that is sent at once", above=0.0),
-    "codec.levels": Option(127, "steps from zero to the clip in what clients send", least=1, most=127),
-    "seeds": Option(3, "draws per row, with the seeds from --seed on", least=1, most=100),
+    "task.hidden": Option("1024", TEXT, "widths of the hidden layers of the model that clients train"),
+    "lr": Option(0.2, Real(above=0.0), "step size of the clients' SGD"),
+    "max_steps": Option(4, Int(1), "steps of SGD a round"),
+    "codec.clip": Option(0.1, Real(above=0.0), "largest change of one coordinate that is sent at once"),
+    "codec.levels": Option(127, Int(1, 127), "steps from zero to the clip in what clients send"),
+    "seeds": Option(3, Int(1, 100), "draws per row, with the seeds from --seed on"),
     "workers": workers(2),
-    "values": Option(20_000, "values of an update", least=16),
-    "levels": Option(10, "steps from zero to the clip, in sums without messages", least=1),
-    "trees": Option(40, "random trees of relays by which the frames are added", least=1),
-    "uses": Option(4, "uses of the emulated channel for each value", least=1, most=8),
-    "senders": Option(8, "senders in the emulated channel", least=2),
+    "values": Option(20_000, Int(16), "values of an update"),
+    "levels": Option(10, Int(1), "steps from zero to the clip, in sums without messages"),
+    "trees": Option(40, Int(1), "random trees of relays by which the frames are added"),
+    "uses": Option(4, Int(1, 8), "uses of the emulated channel for each value"),
+    "senders": Option(8, Int(2), "senders in the emulated channel"),
 }
 
 
