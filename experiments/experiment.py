@@ -49,6 +49,7 @@ class Option:
 
     Examples
     --------
+    >>> from fedcomp.rules import Real
     >>> Option(0.01, Real(above=0.0, most=1.0), "share of the coordinates sent").parse("codec.density", "0.1")
     0.1
     """
@@ -172,6 +173,7 @@ class Experiment:
     ...     return [config.spec(system, system, "digits", take=("lr",)) for system in ("fedavg", "qsgd")]
     >>> def measure(config, results, say):
     ...     return Findings(answer=f"QSGD reaches {100 * results['qsgd'].accuracy:.1f} %.")
+    >>> from fedcomp.rules import Real
     >>> options = {"lr": Option(0.1, Real(above=0.0), "step size of the clients' SGD")}
     >>> experiment = Experiment("levels", "Does QSGD train as well?", rows, measure, options, rounds=20, clients=10)
     >>> [spec.settings["lr"] for spec in experiment.specs(experiment.configure(assignments=["lr=0.3"]))]
