@@ -159,6 +159,20 @@ def test_rows_describe_themselves():
         assert not set(system.defaults) & set(COMMON)
 
 
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_the_defaults_of_a_system_follow_the_rules_of_its_settings(name):
+    known = SYSTEMS[name].known_settings()
+    resolved = SYSTEMS[name].resolve(known)
+    assert resolved == SYSTEMS[name].resolve({}) == known
+    assert list(map(type, resolved.values())) == list(map(type, known.values()))
+
+
+def test_all_examples_at_once_are_for_those_who_train_so():
+    assert get_system("dpsgd").resolve({"batch_size": 0})["batch_size"] == 0
+    with pytest.raises(ConfigError, match="expected an integer >= 1, for instance 32"):
+        get_system("fedavg").resolve({"batch_size": 0})
+
+
 @pytest.mark.parametrize(
     ("spec", "said"),
     [

@@ -20,6 +20,7 @@ from fedcomp.tasks import TASKS, get_task
 from fedcomp.tasks.arrays import load_arrays, to_arrays
 from fedcomp.tasks.base import EmptyPartition, Split, Task, single_thread
 from fedcomp.tasks.models import CharTransformer, build
+from fedcomp.tasks.options import resolve
 from fedcomp.tasks.partition import dirichlet
 from fedcomp.tasks.registry import task_class
 from fedcomp.tasks.sgd import Sgd
@@ -459,6 +460,18 @@ def test_options_in_text_form_are_the_same_task() -> None:
     assert [tuple(p.shape) for p in task.model(0).parameters()][::2] == [(64, 64), (32, 64), (10, 32)]
     assert len(task.train_split) == 500
     assert task.record()["options"]["hidden"] == [64, 32]
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_defaults_follow_their_rules_and_have_a_text_form(name: str) -> None:
+    table = task_class(name).OPTIONS
+    defaults = {key: option.default for key, option in table.items()}
+    texts = {key: "" if value is None else str(value).strip("(,)") for key, value in defaults.items()}
+    assert resolve(name, table, {}) == resolve(name, table, texts) == defaults
+
+
+def test_one_width_is_a_number_in_a_run_configuration() -> None:
+    assert resolve("digits", task_class("digits").OPTIONS, {"hidden": 64})["hidden"] == (64,)
 
 
 def test_the_partition_of_the_record_is_the_one_that_was_asked_for() -> None:
