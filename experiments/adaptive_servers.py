@@ -15,6 +15,7 @@ from typing import Any, Final
 from fedcomp.experiments.experiment import Config, Option
 from fedcomp.experiments.findings import Claim, Table, mean
 from fedcomp.experiments.kit import Records, Say, Sweep, claim, repetitions, table
+from fedcomp.rules import Int, Real
 
 SERVERS: Final = {"FedAvg": "fedavg", "FedAdam": "fedadam", "FedYogi": "fedyogi", "FedAdagrad": "fedadagrad"}
 DENSE: Final = "dense"
@@ -32,8 +33,10 @@ LOST: Final = 2.0
 """Goal: points of accuracy that sparse updates may cost an adaptive server."""
 
 OPTIONS: Final = {
-    "server_rounds": Option(25, "rounds of the rows with an adaptive server", least=1),
-    "server_lr": Option(0.1, "step size of the clients' SGD there: one pass over their images a round", above=0.0),
+    "server_rounds": Option(25, Int(1), "rounds of the rows with an adaptive server"),
+    "server_lr": Option(
+        0.1, Real(above=0.0), "step size of the clients' SGD there: one pass over their images a round"
+    ),
 }
 
 

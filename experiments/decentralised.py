@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp.errors import ConfigError, NonFiniteUpdate
-from fedcomp.experiments.experiment import Option
+from fedcomp.experiments.experiment import TEXT, Option
 from fedcomp.experiments.findings import Table
 from fedcomp.experiments.kit import table
 from fedcomp.gossip.base import Algorithm
@@ -349,8 +349,8 @@ def _joules(value: str) -> float:
 
 
 ENERGY_OPTIONS: Final[Mapping[str, Option]] = {
-    "energy_tx": Option("", "joules per bit sent, of your radio; empty: no energy column", check=_joules),
-    "energy_rx": Option("", "joules per bit received; empty: no energy column", check=_joules),
+    "energy_tx": Option("", TEXT, "joules per bit sent, of your radio; empty: no energy column", check=_joules),
+    "energy_rx": Option("", TEXT, "joules per bit received; empty: no energy column", check=_joules),
 }
 """Options of experiments with an energy column. There are no built-in figures."""
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from fedcomp.errors import ConfigError, FedcompError, nearest
 from fedcomp.experiments.engines import ENGINES
 from fedcomp.experiments.findings import Findings, Say
 from fedcomp.experiments.spec import RunResult, RunSpec
+from fedcomp.params import shown
+from fedcomp.rules import Rule, Text
 from fedcomp.strategies.parts import BUDGET
 
 if TYPE_CHECKING:
@@ -23,9 +25,8 @@ if TYPE_CHECKING:
 
 Value = bool | int | float | str
 
-_TRUE = frozenset({"true", "yes", "on", "1"})
-_FALSE = frozenset({"false", "no", "off", "0"})
-_EXPECTED = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+TEXT: Final = Text(65_536)
+"""The rule of a setting that is any text, or one that its own check reads."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +36,11 @@ class Option:
     Parameters
     ----------
     default : bool, int, float or str
-        The value used when nothing is said. Its type is the type of the setting.
+        The value used when nothing is said.
+    rule : Rule
+        What a value may be, of the default's type.
     help : str
         One line: what it means, with its unit.
-    above, least, most : float, optional
-        Numbers only: the value must be ``> above``, ``>= least`` and ``<= most``.
-    choices : tuple of str
-        Text only: the values allowed; empty allows any.
     check : callable, optional
         Receives the parsed value and raises ``ValueError`` when it cannot work.
     neutral : bool
@@ -50,63 +49,30 @@ class Option:
 
     Examples
     --------
-    >>> density = Option(0.01, "share of the coordinates sent", above=0.0, most=1.0)
-    >>> density.parse("codec.density", "0.1")
+    >>> from fedcomp.rules import Real
+    >>> Option(0.01, Real(above=0.0, most=1.0), "share of the coordinates sent").parse("codec.density", "0.1")
     0.1
-    >>> density.range()
-    'greater than 0 and at most 1'
     """
 
     default: Value
+    rule: Rule
     help: str
-    above: float | None = None
-    least: float | None = None
-    most: float | None = None
-    choices: tuple[str, ...] = ()
     check: Callable[[Any], object] | None = None
     neutral: bool = False
 
     def parse(self, key: str, text: str) -> Value:
-        """Return ``text`` as a value of this setting's type, or raise :class:`ConfigError` that names ``key``."""
-        value = self._convert(key, text)
-        if self.choices and value not in self.choices:
-            raise ConfigError(f"{key} cannot be {text!r}{nearest(text, self.choices)}")
-        if isinstance(value, int | float) and not isinstance(value, bool) and not self._in_range(value):
-            raise ConfigError(f"{key} must be {self.range()}, not {text}")
+        """Return the value that ``text`` means, or raise :class:`ConfigError` that names ``key``."""
+        try:
+            value: Value = self.rule.parse(text.strip())
+        except ValueError as why:
+            wanted = f"{self.rule} (default {show_value(self.default)})"
+            raise ConfigError(f"{key} must be {wanted}, not {shown(text)}{why}") from None
         if self.check is not None:
             try:
                 self.check(value)
             except (ValueError, FedcompError) as error:
                 raise ConfigError(f"{key} cannot be {text!r}: {_one_line(error)}") from error
         return value
-
-    def range(self) -> str:
-        """Return the allowed range of a number in words, ``"finite"`` when it has no bound."""
-        low = f"greater than {self.above:g}" if self.above is not None else ""
-        low = f"at least {self.least:g}" if self.least is not None else low
-        high = f"at most {self.most:g}" if self.most is not None else ""
-        return " and ".join(part for part in (low, high) if part) or "finite"
-
-    def _convert(self, key: str, text: str) -> Value:
-        kind = type(self.default)
-        word = text.strip().lower()
-        try:
-            if kind is bool:
-                if word not in _TRUE | _FALSE:
-                    raise ValueError(text)
-                return word in _TRUE
-            return kind(text.strip())
-        except ValueError:
-            wanted = f"{_EXPECTED[kind]} (default {show_value(self.default)})"
-            raise ConfigError(f"{key} must be {wanted}, not {text!r}") from None
-
-    def _in_range(self, value: float) -> bool:
-        return (
-            math.isfinite(value)
-            and (self.above is None or value > self.above)
-            and (self.least is None or value >= self.least)
-            and (self.most is None or value <= self.most)
-        )
 
 
 @dataclass(frozen=True)
@@ -207,7 +173,8 @@ class Experiment:
     ...     return [config.spec(system, system, "digits", take=("lr",)) for system in ("fedavg", "qsgd")]
     >>> def measure(config, results, say):
     ...     return Findings(answer=f"QSGD reaches {100 * results['qsgd'].accuracy:.1f} %.")
-    >>> options = {"lr": Option(0.1, "step size of the clients' SGD", above=0.0)}
+    >>> from fedcomp.rules import Real
+    >>> options = {"lr": Option(0.1, Real(above=0.0), "step size of the clients' SGD")}
     >>> experiment = Experiment("levels", "Does QSGD train as well?", rows, measure, options, rounds=20, clients=10)
     >>> [spec.settings["lr"] for spec in experiment.specs(experiment.configure(assignments=["lr=0.3"]))]
     [0.3, 0.3]

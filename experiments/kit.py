@@ -29,12 +29,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, overload
 
 from fedcomp.clients.edge.children import end_with
 from fedcomp.experiments.experiment import Config, Option
 from fedcomp.experiments.findings import Claim, Curves, Say, Series, Table, mean
 from fedcomp.plain import from_fields
+from fedcomp.rules import Int, Real, Rule, checked
 
 if TYPE_CHECKING:
     from fedcomp.experiments.spec import RoundRecord, RunResult
@@ -384,7 +385,7 @@ def claim(name: str, value: float, bound: str, source: str, *, gate: bool = True
 def workers(default: int = 1) -> Option:
     """Return the setting that says how many processes a sweep may use."""
     text = "processes that train side by side; changes nothing but the time"
-    return Option(default, text, least=1, most=256, neutral=True)
+    return Option(default, Int(1, 256), text, neutral=True)
 
 
 def train_losses(task: Task, results: Mapping[str, RunResult], say: Say) -> dict[str, float]:
@@ -440,13 +441,16 @@ def over_seeds(runs: Records, column: int, factor: float = 1.0) -> list[float]:
     return [factor * mean(row[column] for row in rows) for rows in zip(*runs.each("points"), strict=False)]
 
 
-def numbers(text: str, *, each: Option) -> tuple[float, ...]:
+_POSITIVE: Final = Real(above=0.0)
+
+
+def numbers(text: str, each: Rule = _POSITIVE) -> tuple[float, ...]:
     """Return the different numbers in a text that separates them by commas, ascending.
 
     Parameters
     ----------
-    each : Option
-        What every one of them has to be.
+    each : Rule
+        What every one of them has to be; positive where nothing is said.
 
     Raises
     ------
@@ -455,10 +459,10 @@ def numbers(text: str, *, each: Option) -> tuple[float, ...]:
 
     Examples
     --------
-    >>> numbers("0.1, 0.01", each=Option(0.1, "share of the coordinates sent", above=0.0, most=1.0))
+    >>> numbers("0.1, 0.01", each=Real(above=0.0, most=1.0))
     (0.01, 0.1)
     """
-    return tuple(sorted({float(each.parse("an entry", word)) for word in text.split(",")}))
+    return tuple(sorted({float(checked("entry", word.strip(), each, text=True)) for word in text.split(",")}))
 
 
 def repetitions(config: Config, setting: str = "seeds") -> range:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from fedcomp.experiments.experiment import Config, Option
+from fedcomp.experiments.experiment import Config
 from fedcomp.experiments.findings import Say
 from fedcomp.experiments.kit import Record, Records, Sweep, numbers, repetitions
 from fedcomp.rng import Key
@@ -174,7 +174,7 @@ def timed(run: Callable[..., Mapping[str, Any]], rows: Iterable[str], config: Co
         ``(row, lr, seed, config=, tuning=)``, a function of a module, returns a training's ``line`` and ``settled``.
     """
     processes, target = int(config.settings["workers"]), float(config.settings["target"])
-    steps = numbers(str(config.settings["steps"]), each=Option(0.3, "a step size", above=0.0))
+    steps = numbers(str(config.settings["steps"]))
     tuned: dict[str, Any] = {"row": list(rows), "lr": list(steps), "seed": [config.seed]}
     tried = Sweep(run, tuned, "tuning", {"config": config, "tuning": True})(say, processes)
 

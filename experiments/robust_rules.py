@@ -18,6 +18,7 @@ from fedcomp.experiments.findings import Claim, Table
 from fedcomp.experiments.kit import Say, claim, table
 from fedcomp.flower.logs import quiet
 from fedcomp.rng import Key
+from fedcomp.rules import Int, Real
 from fedcomp.strategies.parts import make_inner
 
 if TYPE_CHECKING:
@@ -55,8 +56,8 @@ CODECS: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 
 OPTIONS: Final = {
-    "rule_rounds": Option(20, "rounds of the rows with a rule other than the mean", least=1),
-    "rule_density": Option(0.1, "share of the coordinates that their sparse codecs send", above=0.0, most=1.0),
+    "rule_rounds": Option(20, Int(1), "rounds of the rows with a rule other than the mean"),
+    "rule_density": Option(0.1, Real(above=0.0, most=1.0), "share of the coordinates that their sparse codecs send"),
 }
 
 

@@ -14,6 +14,7 @@ from typing import Any, Final
 from fedcomp.experiments.experiment import Config, Option
 from fedcomp.experiments.findings import Claim, Table, mean
 from fedcomp.experiments.kit import Say, Sweep, claim, repetitions, table
+from fedcomp.rules import Flag, Int, OneOf
 
 CLIENTS: Final = 10
 EXAMPLES: Final[int | None] = None
@@ -37,12 +38,10 @@ RATES: Final = (0.01, 0.03, 0.06, 0.1, 0.15)
 TUNING_SEED: Final = 2**32
 
 OPTIONS: Final = {
-    "cnn_task": Option(
-        "digits", "what the CNN learns: digits, or cifar10-subset", choices=("digits", "cifar10-subset")
-    ),
-    "cnn_rounds": Option(30, "rounds of the CNN's rows", least=1),
-    "cnn_seeds": Option(2, "trainings of each of the CNN's rows", least=1, most=100),
-    "cnn_tune": Option(False, "choose the CNN's step sizes again on the validation split, and use those"),
+    "cnn_task": Option("digits", OneOf("digits", "cifar10-subset"), "what the CNN learns: digits, or cifar10-subset"),
+    "cnn_rounds": Option(30, Int(1), "rounds of the CNN's rows"),
+    "cnn_seeds": Option(2, Int(1, 100), "trainings of each of the CNN's rows"),
+    "cnn_tune": Option(False, Flag(), "choose the CNN's step sizes again on the validation split, and use those"),
 }
 
 

@@ -13,11 +13,12 @@ import types
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
-from typing import Annotated, Any, Final, Literal, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Final, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 
 from fedcomp.errors import FedcompError
+from fedcomp.rules import Int, Rule
 
 T = TypeVar("T")
 
@@ -29,38 +30,8 @@ class PlainError(FedcompError, ValueError):
     """Plain data are not what the declared type says; the message names where."""
 
 
-class ValueRule(Protocol):
-    """What an annotated value may be, as in ``Annotated[int, Range(0)]``; ``str()`` states the rule."""
-
-    def read(self, value: Any) -> Any:
-        """Return the value; raise ``ValueError`` for one that breaks the rule."""
-
-
 @dataclass(frozen=True)
-class Range:
-    """The rule for an int or float: ``Annotated[int, Range(0)]``.
-
-    Attributes
-    ----------
-    least, most : float
-        Bounds, both included. NaN is never in a range.
-    """
-
-    least: float = -math.inf
-    most: float = math.inf
-
-    def __str__(self) -> str:
-        return f"a number from {self.least:g} to {self.most:g}"
-
-    def read(self, value: Any) -> Any:
-        """Return a value inside; raise ``ValueError`` for another."""
-        if not self.least <= value <= self.most:
-            raise ValueError
-        return value
-
-
-@dataclass(frozen=True)
-class Keys:
+class Keys(Rule):
     """The rule for a mapping that has these keys and no others."""
 
     names: tuple[str, ...]
@@ -76,7 +47,7 @@ class Keys:
 
 
 @dataclass(frozen=True)
-class Null:
+class Null(Rule):
     """The rule for a number that JSON has no word for: NaN and infinity are null in a document, or ``word``.
 
     Fields of dataclasses that are annotated so are written as such (:func:`fields_of`).
@@ -93,7 +64,7 @@ class Null:
         return value
 
 
-Count = Annotated[int, Range(0)]
+Count = Annotated[int, Int()]
 """A whole number that cannot be negative."""
 
 OrNaN = Annotated[float, Null(math.nan)]
@@ -148,9 +119,9 @@ def from_plain(kind: Any, value: Any, where: str = "value") -> Any:
     ----------
     kind : type
         A class or annotation: bool, int, float, str, bytes, None, Any, Literal, unions, lists, tuples, sets, mappings
-        with keys that are int or str, ``Annotated`` ones with a :class:`ValueRule`, arrays (``NDArray[np.float32]`` of
-        that dtype alone), dataclasses with such fields, and classes with a ``from_json`` of their own. Of any other
-        class the value has to be an instance.
+        with keys that are int or str, ``Annotated`` ones with a :class:`~fedcomp.rules.Rule`, arrays
+        (``NDArray[np.float32]`` of that dtype alone), dataclasses with such fields, and classes with a ``from_json`` of
+        their own. Of any other class the value has to be an instance.
     where : str
         What errors call the value.
 
@@ -166,7 +137,7 @@ def from_plain(kind: Any, value: Any, where: str = "value") -> Any:
     >>> from_plain(dict[int, Count], {"3": -1}, "clips")
     Traceback (most recent call last):
     ...
-    fedcomp.plain.PlainError: clips['3'] is -1 (int), expected a number from 0 to inf
+    fedcomp.plain.PlainError: clips['3'] is -1 (int), expected an integer >= 0
     """
     origin, args = get_origin(kind), get_args(kind)
     if kind is Any:

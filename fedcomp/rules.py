@@ -9,9 +9,9 @@ A rule is part of a field's annotation::
 
         def conflict(self) -> str: ...  # why fields that are each in range contradict each other
 
-It reads a value in two places: from a caller in Python (:meth:`Rule.take`, numbers of numpy are welcome), and from a
-message (:meth:`Rule.read`, where types are exact, nothing is converted and every length is bounded). The words of a
-refusal are ``str(rule)``, everywhere.
+It reads a value in three places: from a caller in Python (:meth:`Rule.take`, numbers of numpy are welcome), from a text
+that somebody typed (:meth:`Rule.parse`), and from a message (:meth:`Rule.read`, where types are exact, nothing is
+converted and every length is bounded). The words of a refusal are ``str(rule)``, everywhere.
 """
 
 from __future__ import annotations
@@ -22,16 +22,20 @@ import math
 import numbers
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Annotated, Any, Final, Self, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Final, Self, TypeVar, get_args, get_origin, get_type_hints
 
 from fedcomp.errors import ConfigError
 from fedcomp.params import shown, similar, to_float
+
+T = TypeVar("T", int, float)
 
 REQUIRED: Final = object()
 """A field without a value that stands for its absence."""
 
 LARGEST: Final = 2**63 - 1
 """Largest integer that a message can hold."""
+
+_WORDS: Final = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
 
 
 class Rule:
@@ -49,6 +53,10 @@ class Rule:
     def take(self, value: Any) -> Any:
         """Return what a caller means by ``value``; raise ``ValueError``, its text is advice, for the others."""
         return self.read(value)
+
+    def parse(self, text: str) -> Any:
+        """Return what a person means by ``text``; raise ``ValueError`` as :meth:`take` does."""
+        return self.take(text)
 
     def write(self, value: Any) -> Any:
         """Return the entry for a field's value: plain data."""
@@ -88,6 +96,9 @@ class Int(Number):
         if isinstance(value, bool) or not isinstance(value, numbers.Real) or value % 1 != 0:
             raise ValueError
         return self.read(int(value))  # type: ignore[call-overload]  # every real number of Python has it
+
+    def parse(self, text: str) -> int:
+        return self.read(_written(int, text))
 
 
 @dataclass(frozen=True)
@@ -137,6 +148,9 @@ class Real(Number):
         except OverflowError as error:
             raise ValueError from error
 
+    def parse(self, text: str) -> float:
+        return self.read(_written(float, text))
+
 
 @dataclass(frozen=True)
 class Flag(Number):
@@ -149,6 +163,12 @@ class Flag(Number):
         if type(value) is not bool:
             raise ValueError
         return value
+
+    def parse(self, text: str) -> bool:
+        word = text.strip().lower()
+        if word not in _WORDS:
+            raise ValueError
+        return _WORDS[word]
 
 
 class OneOf(Rule):
@@ -246,6 +266,10 @@ class Many(Rule):
     def take(self, value: Any) -> tuple[Any, ...]:
         return self._all(value, self.each.take)
 
+    def parse(self, text: str) -> tuple[Any, ...]:
+        """Return the values between commas; nothing between two is no value."""
+        return self._all([part.strip() for part in text.split(",") if part.strip()], self.each.parse)
+
     def _all(self, value: Any, of: Callable[[Any], Any]) -> tuple[Any, ...]:
         # Only after the length was checked: this is where a list costs memory.
         if not isinstance(value, list | tuple) or not self.least <= len(value) <= self.most:
@@ -274,6 +298,9 @@ class Maybe(Rule):
     def take(self, value: Any) -> Any:
         return None if value is None else self.rule.take(value)
 
+    def parse(self, text: str) -> Any:
+        return self.rule.parse(text) if text else None
+
     def write(self, value: Any) -> Any:
         return None if value is None else self.rule.write(value)
 
@@ -289,6 +316,14 @@ class Made(Rule):
 
     def write(self, value: Any) -> Any:
         return value.to_config() if hasattr(value, "to_config") else [v.to_config() for v in value]
+
+
+def _written(kind: type[T], text: str) -> T:
+    try:
+        return kind(text)
+    except ValueError:
+        # Without the words of Python: the rule's own say what is expected.
+        raise ValueError from None
 
 
 Density = Annotated[float, Real(above=0.0, most=1.0)]
@@ -332,8 +367,8 @@ def rules_of(kind: Any) -> dict[str, Rule]:
     return {each.name: found[each.name] for each in fields(kind) if each.name in found}
 
 
-def checked(name: str, value: Any, rule: Rule) -> Any:
-    """Return what a caller means by ``value`` of the parameter ``name``.
+def checked(name: str, value: Any, rule: Rule, *, text: bool = False) -> Any:
+    """Return what a caller means by ``value`` of the parameter ``name``; with ``text`` it may be written out.
 
     Raises
     ------
@@ -341,7 +376,7 @@ def checked(name: str, value: Any, rule: Rule) -> Any:
         Naming the parameter, the value and the rule.
     """
     try:
-        return rule.take(value)
+        return rule.parse(value) if text and isinstance(value, str) else rule.take(value)
     except ConfigError:
         raise
     except ValueError as why:

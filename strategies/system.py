@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from fedcomp.errors import ConfigError, nearest
+from fedcomp.rules import LARGEST, Flag, Int, Real, Rule
 from fedcomp.strategies.parts import CODEC_PREFIX, PLAIN_PREFIXES, Scalar, Settings
 from fedcomp.verdicts import Verdict, verdict_of
 
@@ -115,13 +116,11 @@ class System:
         for key in settings:
             if key not in known and not key.startswith(self.prefixes):
                 raise ConfigError(f"system {self.name!r} has no setting {key!r}{_nearest_setting(key, known)}")
-        out = {
-            key: _typed(key, settings[key], default) if key in settings else default for key, default in known.items()
-        }
+        all_examples = "topology" in self.needs or self.needs.get("task") == "graph"
+        rules = {**_RULES, **_ALL_EXAMPLES} if all_examples else _RULES
         # Below a prefix no type is declared: the part that gets them checks them.
-        out |= {key: value for key, value in settings.items() if key not in known}
-        _check_ranges(out, all_examples="topology" in self.needs or self.needs.get("task") == "graph")
-        return out
+        given = {k: _checked(k, v, known[k], rules) if k in known else v for k, v in settings.items()}
+        return {**known, **given}
 
 
 _EMPTY: Final[Mapping[str, Scalar]] = MappingProxyType({"bool": False, "int": 0, "float": 0.0, "str": ""})
@@ -192,40 +191,35 @@ def _nearest_setting(key: str, known: Settings) -> str:
     return nearest(key, known)
 
 
-EXPECTED: Final = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-"""How a message names the types of settings."""
+_RULES: Final[Mapping[str, Rule]] = MappingProxyType(
+    {
+        "lr": Real(above=0.0),
+        "momentum": Real(least=0.0, below=1.0),
+        "weight_decay": Real(least=0.0),
+        "epochs": Int(1),
+        "batch_size": Int(1),
+        "max_steps": Int(0),
+        "fraction": Real(above=0.0, most=1.0),
+        "fraction_evaluate": Real(least=0.0, most=1.0),
+        "evaluate_every": Int(1),
+        "timeout": Real(above=0.0),
+        "start_timeout": Real(above=0.0),
+    }
+)
+
+_ALL_EXAMPLES: Final = {"batch_size": Int(0)}
+"""0 means all examples at once, which only gossip and graph systems train with."""
+
+TYPES: Final[Mapping[type, Rule]] = MappingProxyType({bool: Flag(), int: Int(-LARGEST - 1), float: Real(finite=False)})
+"""The rules of settings that the parts check which get them."""
 
 
-def _typed(key: str, value: Scalar, default: Scalar) -> Scalar:
-    kind = type(default)
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if kind is str and not isinstance(value, str):
+def _checked(key: str, value: Scalar, default: Scalar, rules: Mapping[str, Rule]) -> Scalar:
+    if isinstance(default, str):
         return str(value)
-    if type(value) is not kind:
-        raise ConfigError(f"setting {key!r} is {value!r}; expected {EXPECTED[kind]}, for instance {default!r}")
-    return value
-
-
-_RANGES: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
-    "lr": (lambda v: 0 < v < float("inf"), "a positive number"),
-    "momentum": (lambda v: 0 <= v < 1, "at least 0 and below 1"),
-    "weight_decay": (lambda v: 0 <= v < float("inf"), "a number of at least 0"),
-    "epochs": (lambda v: v >= 1, "at least 1"),
-    "batch_size": (lambda v: v >= 1, "at least 1"),
-    "max_steps": (lambda v: v >= 0, "at least 0 (0: no limit)"),
-    "fraction": (lambda v: 0 < v <= 1, "above 0 and at most 1"),
-    "fraction_evaluate": (lambda v: 0 <= v <= 1, "0 to 1"),
-    "evaluate_every": (lambda v: v >= 1, "at least 1"),
-    "timeout": (lambda v: 0 < v < float("inf"), "a positive number of seconds"),
-    "start_timeout": (lambda v: 0 < v < float("inf"), "a positive number of seconds"),
-}
-
-
-def _check_ranges(settings: Settings, *, all_examples: bool) -> None:
-    for key, (holds, expected) in _RANGES.items():
-        # 0 means all examples at once, which only gossip and graph systems train with.
-        if all_examples and key == "batch_size" and settings[key] == 0:
-            continue
-        if not holds(settings[key]):
-            raise ConfigError(f"setting {key!r} is {settings[key]!r}; expected {expected}")
+    rule = rules.get(key, TYPES[type(default)])
+    try:
+        checked: Scalar = rule.read(value)
+    except ValueError:
+        raise ConfigError(f"setting {key!r} is {value!r}; expected {rule}, for instance {default!r}") from None
+    return checked

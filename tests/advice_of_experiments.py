@@ -50,6 +50,7 @@ from fedcomp.experiments.spec import RunSpec
 from fedcomp.experiments.store import RunFolder
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.graphs.settings import SamplerSettings
+from fedcomp.rules import Int
 from fedcomp.tasks import get_task
 
 VERSION = fedcomp.__version__
@@ -297,7 +298,7 @@ def compared(path: Path, damage: Callable[[Path], object], *mend: str, stops: bo
     return tiny(path, "--compare", names[0], names[-1])
 
 
-OTHER = {"options": {**TINY.options, "more": Option(1, "an option of a later version")}}
+OTHER = {"options": {**TINY.options, "more": Option(1, Int(), "an option of a later version")}}
 
 RUNS = (
     Row(

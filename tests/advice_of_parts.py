@@ -35,7 +35,6 @@ from fedcomp.graphs.settings import SamplerSettings
 from fedcomp.kernels.tiers import ops
 from fedcomp.privacy.ledger import PrivacyLedger
 from fedcomp.privacy.sampling import Sampling
-from fedcomp.tasks import get_task
 from fedcomp.timing.dropout import OnOff
 
 HALF = ErrorFeedback(TopK(0.1), memory="float16")
@@ -231,12 +230,6 @@ ROWS: tuple[Row, ...] = (
         "its W must be symmetric and stay the same; use 1.0",
         lambda: PowerGossip(rate="auto").fitted(directed()),
         lambda: PowerGossip(rate=1.0).fitted(directed()).rate == 1.0,
-    ),
-    row(
-        "fedcomp/tasks/options.py",
-        "is not a boolean; use true or false",
-        lambda: get_task("digits", download="maybe"),
-        lambda: get_task("digits", download="false") and get_task("digits", download="true"),
     ),
 )
 

@@ -216,12 +216,6 @@ OTHERS = (
         lambda: SparsePush(density=0.1) and SparsePush(compressor=TopK(0.1)) and SparsePush(),
     ),
     row(
-        "fedcomp/tasks/options.py",
-        "is not a list of layer widths; write e.g. '256,256'",
-        lambda: get_task("digits", hidden=0.5),
-        lambda: get_task("digits", hidden="256,256"),
-    ),
-    row(
         "fedcomp/tasks/base.py",
         "use a linear task, such as 'digits-zero', ",
         lambda: get_task("digits").linear_loss,

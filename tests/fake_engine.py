@@ -8,9 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from fedcomp.experiments.experiment import Config, Experiment, Option, no_rows
+from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option, no_rows
 from fedcomp.experiments.findings import Claim, Curves, Findings, HeatMap, Say, Series, Table
 from fedcomp.experiments.spec import RoundRecord, RunResult, RunSpec
+from fedcomp.rules import Flag, Int, OneOf, Real
 
 DATA = {"note": "numbers made by formula", "used": "offline", "verified": False, "substitute": False}
 
@@ -101,12 +102,12 @@ TINY = Experiment(
     rows=rows,
     measure=compare,
     options={
-        "train.lr": Option(0.1, "learning rate", above=0.0),
-        "train.epochs": Option(1, "passes over the client's data", least=1),
-        "codec.density": Option(0.1, "fraction kept", above=0.0, most=1.0),
-        "feedback": Option(True, "error feedback"),
-        "task.model": Option("mlp", "model", choices=("mlp", "cnn")),
-        "link": Option("10mbit", "link of every client"),
+        "train.lr": Option(0.1, Real(above=0.0), "learning rate"),
+        "train.epochs": Option(1, Int(1), "passes over the client's data"),
+        "codec.density": Option(0.1, Real(above=0.0, most=1.0), "fraction kept"),
+        "feedback": Option(True, Flag(), "error feedback"),
+        "task.model": Option("mlp", OneOf("mlp", "cnn"), "model"),
+        "link": Option("10mbit", TEXT, "link of every client"),
     },
     rounds=5,
     clients=4,

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from fedcomp.plain import Count, OrInfinite, PlainError, Range, from_plain, to_plain
+from fedcomp.plain import Count, OrInfinite, PlainError, from_plain, to_plain
+from fedcomp.rules import Real
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Leaf:
 class Tree:
     kind: Literal["oak", "elm"]
     leaves: dict[int, Leaf] = field(default_factory=dict)
-    rate: Annotated[float, Range(0.0, 1.0)] = 0.5
+    rate: Annotated[float, Real(least=0.0, most=1.0)] = 0.5
     best: Leaf | None = None
     path: tuple[int, str] = (0, "")
     marks: set[int] = field(default_factory=set)
@@ -50,8 +51,8 @@ def test_a_value_survives_json() -> None:
         (("leaves",), {"one": {"count": 1, "name": ""}}, "not a whole number"),
         (("leaves",), {1: {"count": 1, "name": ""}}, "expected str"),
         (("leaves",), {"3": {"count": 1, "name": ""}, "03": {"count": 2, "name": ""}}, "one key twice"),
-        (("rate",), float("nan"), "expected a number from 0 to 1"),
-        (("rate",), 1.5, "expected a number from 0 to 1"),
+        (("rate",), float("nan"), r"expected a number in \[0, 1\]"),
+        (("rate",), 1.5, r"expected a number in \[0, 1\]"),
         (("rate",), "1", "expected a number"),
         (("rate",), True, "expected a number"),
         (("best",), 3, "expected Leaf or NoneType"),

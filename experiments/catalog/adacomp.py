@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp.experiments.experiment import Config, Experiment, Option
+from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option
 from fedcomp.experiments.findings import Claim, Curves, Findings, Say, Series, mean
 from fedcomp.experiments.kit import Record, Records, claim, running_mean, table, train_losses
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.layout import Layout, TensorSpec
+from fedcomp.rules import Int, Real
 from fedcomp.strategies.parts import TASK_PREFIX, below, policy
 
 if TYPE_CHECKING:
@@ -46,14 +47,14 @@ JUDGED_BINS = 20
 """Layers of fewer bins are in the tables and in no claim; the output layer, 640 weights, has two."""
 
 OPTIONS = {
-    "task.train_examples": Option(6000, "training images used, of all clients together", least=1),
-    "task.partition": Option("iid", "how images are spread: iid, dirichlet:ALPHA, shards:COUNT"),
-    "lr": Option(0.1, "step size of the clients' SGD", above=0.0),
-    "batch_size": Option(64, "images per step", least=1),
-    "max_steps": Option(1, "steps a client makes in one round; 0: one pass over its images", least=0),
-    "codec.conv_bin": Option(50, "AdaComp: elements per bin of convolutional layers", least=1),
-    "codec.bin": Option(500, "AdaComp: elements per bin of the other layers", least=1),
-    "codec.density": Option(0.003, "share of the coordinates top-k sends", above=0.0, most=1.0),
+    "task.train_examples": Option(6000, Int(1), "training images used, of all clients together"),
+    "task.partition": Option("iid", TEXT, "how images are spread: iid, dirichlet:ALPHA, shards:COUNT"),
+    "lr": Option(0.1, Real(above=0.0), "step size of the clients' SGD"),
+    "batch_size": Option(64, Int(1), "images per step"),
+    "max_steps": Option(1, Int(0), "steps a client makes in one round; 0: one pass over its images"),
+    "codec.conv_bin": Option(50, Int(1), "AdaComp: elements per bin of convolutional layers"),
+    "codec.bin": Option(500, Int(1), "AdaComp: elements per bin of the other layers"),
+    "codec.density": Option(0.003, Real(above=0.0, most=1.0), "share of the coordinates top-k sends"),
 }
 
 _SHARED = ("task.", "lr", "batch_size", "max_steps")

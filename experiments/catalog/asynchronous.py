@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from fedcomp.experiments.catalog.factors import TUNING_SEED
-from fedcomp.experiments.experiment import Config, Experiment, Option, no_rows
+from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option, no_rows
 from fedcomp.experiments.findings import Findings, Say, mean
 from fedcomp.experiments.kit import (
     claim,
@@ -16,6 +16,7 @@ from fedcomp.experiments.kit import (
     workers,
 )
 from fedcomp.experiments.spec import RunResult, RunSpec
+from fedcomp.rules import Flag, Int, Real
 
 SYNCHRONOUS: Final = "synchronous"
 DEADLINES: Final[Mapping[str, float]] = {f"deadline, {share} %": share / 100 for share in (50, 70, 90)}
@@ -40,19 +41,20 @@ ROWS: Final[Mapping[str, str]] = {
 """What each row does."""
 
 OPTIONS = {
-    "seeds": Option(3, "trainings per row, with the seeds from --seed on", least=1, most=100),
+    "seeds": Option(3, Int(1, 100), "trainings per row, with the seeds from --seed on"),
     "workers": workers(2),
-    "task.partition": Option("dirichlet:0.3", "how examples are spread: iid, dirichlet:ALPHA, shards:COUNT"),
+    "task.partition": Option("dirichlet:0.3", TEXT, "how examples are spread: iid, dirichlet:ALPHA, shards:COUNT"),
     "steps": Option(
         "0.1,0.3,0.6,1.2",
+        TEXT,
         "step sizes of the clients; each row takes the one that does best on a validation split",
-        check=lambda text: numbers(text, each=Option(0.3, "a step size", above=0.0)),
+        check=numbers,
     ),
-    "seconds": Option(60.0, "simulated seconds of a training; a message takes one on average", above=0.0),
-    "variation": Option(1.0, "coefficient of variation of the clients' paces", least=0.0, most=5.0),
-    "target": Option(93.0, "accuracy to reach, %", above=0.0, most=100.0),
-    "deployment": Option(True, "time three rows in a real deployment, too: some 100 s"),
-    "deployed_steps": Option(6, "rounds there, of four clients each", least=2),
+    "seconds": Option(60.0, Real(above=0.0), "simulated seconds of a training; a message takes one on average"),
+    "variation": Option(1.0, Real(least=0.0, most=5.0), "coefficient of variation of the clients' paces"),
+    "target": Option(93.0, Real(above=0.0, most=100.0), "accuracy to reach, %"),
+    "deployment": Option(True, Flag(), "time three rows in a real deployment, too: some 100 s"),
+    "deployed_steps": Option(6, Int(2), "rounds there, of four clients each"),
 }
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from fedcomp.experiments.catalog.quickstart import points
-from fedcomp.experiments.experiment import Config, Experiment, Option, no_rows
+from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option, no_rows
 from fedcomp.experiments.findings import Findings, Say, mean, spread
 from fedcomp.experiments.kit import (
     Records,
@@ -22,6 +22,7 @@ from fedcomp.experiments.kit import (
     workers,
 )
 from fedcomp.experiments.spec import RunResult, RunSpec
+from fedcomp.rules import Int
 
 if TYPE_CHECKING:
     from fedcomp.experiments.central import Outcome
@@ -35,16 +36,17 @@ TUNING_SEED: Final = 2**32
 """Added to the seed of the trainings by which step sizes are chosen."""
 
 OPTIONS = {
-    "seeds": Option(3, "trainings per row, with the seeds from --seed on", least=1, most=100),
+    "seeds": Option(3, Int(1, 100), "trainings per row, with the seeds from --seed on"),
     "workers": workers(),
-    "task.partition": Option("dirichlet:0.5", "how examples are spread: iid, dirichlet:ALPHA, shards:COUNT"),
-    "task.hidden": Option("256,256", "widths of the model's hidden layers"),
+    "task.partition": Option("dirichlet:0.5", TEXT, "how examples are spread: iid, dirichlet:ALPHA, shards:COUNT"),
+    "task.hidden": Option("256,256", TEXT, "widths of the model's hidden layers"),
     "steps": Option(
         "0.2,0.3,0.5,0.8",
+        TEXT,
         "step sizes of the clients' SGD; each row takes the one that does best on a validation split",
-        check=lambda text: numbers(text, each=Option(0.3, "a step size", above=0.0)),
+        check=numbers,
     ),
-    "batch_size": Option(64, "examples per step; a client makes one pass over its data a round", least=1),
+    "batch_size": Option(64, Int(1), "examples per step; a client makes one pass over its data a round"),
 }
 
 _SHARED = ("task.", "batch_size")
@@ -149,7 +151,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
     """Choose every row's step size on a validation split, train it with several seeds, and compare with FedAvg."""
     processes, shared = int(config.settings["workers"]), {"config": config}
     every = (*ROWS, *ROTATED)
-    steps = numbers(str(config.settings["steps"]), each=Option(0.3, "a step size", above=0.0))
+    steps = numbers(str(config.settings["steps"]))
     tried = Sweep(tune, {"label": list(every), "lr": list(steps), "seed": [config.seed]}, "tuning", shared)(
         say, processes
     )

@@ -12,21 +12,22 @@ from fedcomp.experiments.experiment import Config, Experiment, Option, no_rows
 from fedcomp.experiments.findings import Findings, Say
 from fedcomp.experiments.kit import Record, Records, Sweep, claim, curves, repetitions, table, workers
 from fedcomp.experiments.spec import RunResult
+from fedcomp.rules import Int, Real
 
 PLACES: Final = 1e-5
 """Share of a node's mass that float32 sums of sixty rounds may leave without a place."""
 
 OPTIONS = {
-    "seeds": Option(3, "runs with state folders, each with a schedule of its own; one without is run beside", least=1),
-    "each": Option(
-        3, "faults of each kind that nodes have: SIGKILL, pulled link, full disk, wrong clock", least=0, most=8
-    ),
-    "server": Option(1, "faults of each kind that the server has: SIGKILL of app and of SuperLink", least=0, most=4),
+    "seeds": Option(3, Int(1), "runs with state folders, each with a schedule of its own; one without is run beside"),
+    "each": Option(3, Int(0, 8), "faults of each kind that nodes have: SIGKILL, pulled link, full disk, wrong clock"),
+    "server": Option(1, Int(0, 4), "faults of each kind that the server has: SIGKILL of app and of SuperLink"),
     "deadline": Option(
-        30.0, "seconds that a round waits for nodes that answered the one before", least=4.0, most=600.0
+        30.0, Real(least=4.0, most=600.0), "seconds that a round waits for nodes that answered the one before"
     ),
     "pause": Option(
-        1.0, "seconds that a client waits before its state is written, so that faults find it", least=0.0, most=5.0
+        1.0,
+        Real(least=0.0, most=5.0),
+        "seconds that a client waits before its state is written, so that faults find it",
     ),
     "workers": workers(4),
 }

@@ -11,12 +11,13 @@ from statistics import median
 from typing import Any, Final
 
 from fedcomp.coding.relay import RelayPlan
-from fedcomp.experiments.experiment import Config, Experiment, Option
+from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option
 from fedcomp.experiments.findings import Claim, Curves, Findings, Table, different_bytes, mean
 from fedcomp.experiments.kit import Record, Records, Say, Sweep, claim, curves, table
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.experiments.vanishing import live, relive, wasted
 from fedcomp.rng import Key
+from fedcomp.rules import Int, OneOf, Real
 from fedcomp.timing import parse_link
 from fedcomp.timing.dropout import Compute, Fate, OnOff, Trace, World, in_turn, plain, relay
 
@@ -25,26 +26,28 @@ CODECS: Final[Mapping[str, str]] = {"QSGD-8": "qsgd", "top-1 %": "topk"}
 UNDISTURBED: Final = {name: f"{name}, nobody vanishes" for name in CODECS}
 
 OPTIONS = {
-    "task": Option("digits", "data; mnist reads local files where there are any", choices=("digits", "mnist")),
-    "task.partition": Option("dirichlet:0.5", "how examples are spread: iid, dirichlet:ALPHA, shards:COUNT"),
-    "task.model": Option("mlp", "network", choices=("mlp", "cnn")),
-    "lr": Option(0.3, "step size of the clients' SGD", above=0.0),
-    "batch_size": Option(16, "examples per step", least=1),
-    "max_steps": Option(20, "steps a client makes in one round at most", least=1),
-    "life": Option(20.0, "mean seconds from a round's beginning until a device dies", above=0.0),
-    "stay": Option(6.0, "mean seconds a device stays, where devices come back", above=0.0),
-    "away": Option(4.0, "mean seconds until it is back, there", above=0.0),
-    "trace": Option("", "file of lines client,from,until in seconds: when devices can be reached, in place of draws"),
-    "period": Option(60.0, "seconds from one round's beginning to the next in a trace", above=0.0),
-    "compute": Option(2.0, "mean seconds a client trains, spread evenly by 30 % to either side", least=0.0),
-    "server_link": Option("100kbit/10mbit@50ms", "every device's link to the server", check=parse_link),
-    "peer_link": Option("10mbit@5ms", "every device's link to its peers", check=parse_link),
-    "share_by": Option(3.6, "seconds until shards have to have landed", above=0.0),
-    "end": Option(40.0, "seconds until the server takes nothing more", above=0.0),
-    "symbols": Option(8, "K: shards that make an update", least=1, most=256),
-    "peers": Option(2, "peers each update is copied to, by replication", least=1),
-    "chunk": Option(4096, "bytes that resumed uploads keep at a time", least=1),
-    "model_rounds": Option(60, "rounds of the model per point of a curve", least=2),
+    "task": Option("digits", OneOf("digits", "mnist"), "data; mnist reads local files where there are any"),
+    "task.partition": Option("dirichlet:0.5", TEXT, "how examples are spread: iid, dirichlet:ALPHA, shards:COUNT"),
+    "task.model": Option("mlp", OneOf("mlp", "cnn"), "network"),
+    "lr": Option(0.3, Real(above=0.0), "step size of the clients' SGD"),
+    "batch_size": Option(16, Int(1), "examples per step"),
+    "max_steps": Option(20, Int(1), "steps a client makes in one round at most"),
+    "life": Option(20.0, Real(above=0.0), "mean seconds from a round's beginning until a device dies"),
+    "stay": Option(6.0, Real(above=0.0), "mean seconds a device stays, where devices come back"),
+    "away": Option(4.0, Real(above=0.0), "mean seconds until it is back, there"),
+    "trace": Option(
+        "", TEXT, "file of lines client,from,until in seconds: when devices can be reached, in place of draws"
+    ),
+    "period": Option(60.0, Real(above=0.0), "seconds from one round's beginning to the next in a trace"),
+    "compute": Option(2.0, Real(least=0.0), "mean seconds a client trains, spread evenly by 30 % to either side"),
+    "server_link": Option("100kbit/10mbit@50ms", TEXT, "every device's link to the server", check=parse_link),
+    "peer_link": Option("10mbit@5ms", TEXT, "every device's link to its peers", check=parse_link),
+    "share_by": Option(3.6, Real(above=0.0), "seconds until shards have to have landed"),
+    "end": Option(40.0, Real(above=0.0), "seconds until the server takes nothing more"),
+    "symbols": Option(8, Int(1, 256), "K: shards that make an update"),
+    "peers": Option(2, Int(1), "peers each update is copied to, by replication"),
+    "chunk": Option(4096, Int(1), "bytes that resumed uploads keep at a time"),
+    "model_rounds": Option(60, Int(2), "rounds of the model per point of a curve"),
 }
 
 _TRAINING: Final = ("task.", "lr", "batch_size", "max_steps")

@@ -27,8 +27,9 @@ from fedcomp.experiments.experiment import Config, Experiment, Option
 from fedcomp.experiments.findings import Claim, Findings, Table
 from fedcomp.experiments.kit import Record, Records, Say, Sweep, claim, curves, table
 from fedcomp.experiments.spec import RunResult, RunSpec
+from fedcomp.rules import Int, Real
 
-Real = NDArray[np.float64]
+Doubles = NDArray[np.float64]
 
 TASK: Final = "digits-zero"
 LOSS_RATES: Final = (0.0, 0.1, 0.2, 0.3)
@@ -63,13 +64,13 @@ SIMULATED: Final = ("binary", "gaussian", "balanced")
 """Codes whose decode probabilities have no formula here."""
 
 OPTIONS = {
-    "parities": Option(10, "devices that own no data; the others own one partition each", least=2),
-    "density": Option(0.5, "share of nonzero coefficients in the parities", above=0.0, most=1.0),
-    "lr": Option(0.3, "step size of gradient descent", above=0.0),
-    "task.l2": Option(0.001, "coefficient of |w|^2 / 2", least=0.0),
-    "draws": Option(400, "encoding matrices drawn for the mean set-up traffic", least=2),
-    "trials": Option(10_000, "simulated losses per decode probability", least=100),
-    "faulty_rounds": Option(60, "rounds with lost messages in both phases", least=1),
+    "parities": Option(10, Int(2), "devices that own no data; the others own one partition each"),
+    "density": Option(0.5, Real(above=0.0, most=1.0), "share of nonzero coefficients in the parities"),
+    "lr": Option(0.3, Real(above=0.0), "step size of gradient descent"),
+    "task.l2": Option(0.001, Real(least=0.0), "coefficient of |w|^2 / 2"),
+    "draws": Option(400, Int(2), "encoding matrices drawn for the mean set-up traffic"),
+    "trials": Option(10_000, Int(100), "simulated losses per decode probability"),
+    "faulty_rounds": Option(60, Int(1), "rounds with lost messages in both phases"),
 }
 
 
@@ -118,10 +119,10 @@ def _coded(spec: Any, label: str, n: int, parities: int, code: str, **fixed: Any
 class LinearProblem:
     """Partitions, test rows and initial model of one linear task; constant columns included except in ``x``."""
 
-    x: list[Real]
-    y: list[Real]
-    test: tuple[Real, Real]
-    start: Real
+    x: list[Doubles]
+    y: list[Doubles]
+    test: tuple[Doubles, Doubles]
+    start: Doubles
     loss: str
     lr: float
     l2: float
@@ -149,31 +150,31 @@ class LinearProblem:
             l2,
         )
 
-    def step(self, w: Real, gradient: Real | float) -> Real:
+    def step(self, w: Doubles, gradient: Doubles | float) -> Doubles:
         """Return the model after one step along the mean gradient."""
         # The bias is not penalised, as in the task's own objective.
         pull = np.append(w[:-1], 0.0)
         return w - self.lr * (gradient / sum(map(len, self.y)) + self.l2 * pull)
 
-    def gradient(self, w: Real) -> Real:
+    def gradient(self, w: Doubles) -> Doubles:
         """Return the gradient summed over all rows, uncoded."""
         x, y = _with_bias(np.concatenate(self.x)), np.concatenate(self.y)
         return x.T @ residuals(self.loss, x @ w, y)
 
-    def uncoded(self, steps: int) -> Real:
+    def uncoded(self, steps: int) -> Doubles:
         """Return the model after uncoded gradient descent."""
         w = self.start
         for _ in range(steps):
             w = self.step(w, self.gradient(w))
         return w
 
-    def accuracy(self, w: Real) -> float:
+    def accuracy(self, w: Doubles) -> float:
         """Return the share of test rows on the right side."""
         x, y = self.test
         return float(np.mean((_with_bias(x) @ w > 0) == (y > 0)))
 
 
-def _with_bias(x: Real) -> Real:
+def _with_bias(x: Doubles) -> Doubles:
     return np.column_stack([x, np.ones(len(x))])
 
 

@@ -8,10 +8,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from fedcomp.experiments.decentralised import ENERGY_OPTIONS, Energy
-from fedcomp.experiments.experiment import Config, Experiment, Option
+from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option
 from fedcomp.experiments.findings import Claim, Curves, Findings, Table, different_bytes, largest, mean
 from fedcomp.experiments.kit import Record, Say, Sweep, claim, curves, table
 from fedcomp.experiments.spec import RunResult, RunSpec
+from fedcomp.rules import Int, Real
 
 if TYPE_CHECKING:
     # Listing the experiments needs no torch: it is imported when one is run.
@@ -45,14 +46,14 @@ THEORY: Final = "theory"
 DERIVED: Final = "derived"
 
 OPTIONS = {
-    "tolerance": Option(1e-6, "relative distance to the optimum that counts as reached", above=1e-12, most=0.1),
-    "l2": Option(0.1, "coefficient of the regulariser", above=0.0),
-    "topology": Option("ring", "undirected graph: ring, torus, complete or edges:0-1,1-2"),
-    "rho": Option(0.97, "what the geometric scale shrinks by per iteration", above=0.0, most=0.9999),
-    "gamma": Option(0.5, "consensus step beside the geometric scale", above=0.0, most=1.0),
-    "floor_iterations": Option(1200, "iterations of methods that stop at a floor", least=10),
-    "strong_iterations": Option(1000, "iterations with strong compression, which do not arrive", least=10),
-    "most": Option(4000, "no run is longer than so many iterations", least=3),
+    "tolerance": Option(1e-6, Real(above=1e-12, most=0.1), "relative distance to the optimum that counts as reached"),
+    "l2": Option(0.1, Real(above=0.0), "coefficient of the regulariser"),
+    "topology": Option("ring", TEXT, "undirected graph: ring, torus, complete or edges:0-1,1-2"),
+    "rho": Option(0.97, Real(above=0.0, most=0.9999), "what the geometric scale shrinks by per iteration"),
+    "gamma": Option(0.5, Real(above=0.0, most=1.0), "consensus step beside the geometric scale"),
+    "floor_iterations": Option(1200, Int(10), "iterations of methods that stop at a floor"),
+    "strong_iterations": Option(1000, Int(10), "iterations with strong compression, which do not arrive"),
+    "most": Option(4000, Int(3), "no run is longer than so many iterations"),
     **ENERGY_OPTIONS,
 }
 

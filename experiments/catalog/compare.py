@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from fedcomp.errors import ConfigError
-from fedcomp.experiments.experiment import Config, Experiment, Option
+from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option
 from fedcomp.experiments.findings import Findings, Say
 from fedcomp.experiments.kit import table
 from fedcomp.experiments.spec import RunResult, RunSpec, Scalar, parse_settings
@@ -68,15 +68,16 @@ def _check_task(text: str) -> None:
 OPTIONS = {
     "systems": Option(
         "topk feedback=true, qsgd",
+        TEXT,
         "systems, separated by commas, each with settings of its own: 'topk codec.density=0.05, qsgd'",
         check=_check_systems,
     ),
     "task": Option(
-        "digits", "what is learnt, with its options: 'mnist model=cnn partition=shards:2'", check=_check_task
+        "digits", TEXT, "what is learnt, with its options: 'mnist model=cnn partition=shards:2'", check=_check_task
     ),
-    "settings": Option("", "settings of all systems: 'lr=0.3 batch_size=16 link=10mbit'", check=parse_settings),
+    "settings": Option("", TEXT, "settings of all systems: 'lr=0.3 batch_size=16 link=10mbit'", check=parse_settings),
     "reference": Option(
-        "", "what they are compared with; empty: fedavg, of decentralised systems dpsgd, else the first"
+        "", TEXT, "what they are compared with; empty: fedavg, of decentralised systems dpsgd, else the first"
     ),
 }
 

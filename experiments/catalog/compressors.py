@@ -11,10 +11,11 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
 from fedcomp.errors import ConfigError, nearest
-from fedcomp.experiments.experiment import Config, Experiment, Option, no_rows
+from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option, no_rows
 from fedcomp.experiments.findings import Claim, Curves, Findings, Say, Series, Table, largest, mean, spread
 from fedcomp.experiments.kit import Record, Records, Sweep, claim, repetitions, table, workers
 from fedcomp.experiments.spec import RunResult
+from fedcomp.rules import Flag, Int
 
 if TYPE_CHECKING:
     # Listing the experiments needs no torch: it is imported when one is run.
@@ -252,10 +253,10 @@ def _models(text: str) -> tuple[str, ...]:
 
 
 OPTIONS = {
-    "full": Option(False, f"all budgets, {', '.join(BUDGETS)}, and not {' and '.join(DEFAULT_BUDGETS)} alone"),
-    "seeds": Option(3, "trainings per cell, with the seeds from --seed on", least=1, most=100),
+    "full": Option(False, Flag(), f"all budgets, {', '.join(BUDGETS)}, and not {' and '.join(DEFAULT_BUDGETS)} alone"),
+    "seeds": Option(3, Int(1, 100), "trainings per cell, with the seeds from --seed on"),
     "workers": workers(2),
-    "models": Option(",".join(MODELS), "which models are trained, separated by commas", check=_models),
+    "models": Option(",".join(MODELS), TEXT, "which models are trained, separated by commas", check=_models),
 }
 
 

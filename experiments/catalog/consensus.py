@@ -23,6 +23,7 @@ from fedcomp.gossip.topology import Edges, Topology, topology_of
 from fedcomp.gossip.vector import GossipPolicy
 from fedcomp.layout import Layout
 from fedcomp.rng import Key
+from fedcomp.rules import Int, Real
 
 UNBALANCED: Final = "unbalanced"
 DIGRAPH: Final = "digraph"
@@ -50,13 +51,13 @@ MATRIX_ROUNDS: Final = 40
 """Rounds of PowerGossip at full rank."""
 
 OPTIONS = {
-    "size": Option(50, "elements of the vectors", least=10),
-    "k": Option(5, "elements of a sparse message", least=1),
-    "p": Option(0.3, "probability of an edge of the random digraph", above=0.0, most=1.0),
-    "matrix": Option(16, "rows and columns of PowerGossip's matrices", least=2),
-    "dense_rounds": Option(120, "rounds without compression", least=12),
-    "sweep_rounds": Option(100, "rounds per cell of the sweep of gamma", least=1),
-    "variant_rounds": Option(1200, "rounds of the three variants of compressed push-sum", least=1),
+    "size": Option(50, Int(10), "elements of the vectors"),
+    "k": Option(5, Int(1), "elements of a sparse message"),
+    "p": Option(0.3, Real(above=0.0, most=1.0), "probability of an edge of the random digraph"),
+    "matrix": Option(16, Int(2), "rows and columns of PowerGossip's matrices"),
+    "dense_rounds": Option(120, Int(12), "rounds without compression"),
+    "sweep_rounds": Option(100, Int(1), "rounds per cell of the sweep of gamma"),
+    "variant_rounds": Option(1200, Int(1), "rounds of the three variants of compressed push-sum"),
     **ENERGY_OPTIONS,
 }
 

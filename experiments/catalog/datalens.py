@@ -5,20 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from fedcomp.errors import ConfigError
 from fedcomp.experiments.ballots import DELTA, PUBLISHED, dealt, packed, published, surviving_signs
-from fedcomp.experiments.experiment import Config, Experiment, Option
+from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option
 from fedcomp.experiments.findings import Claim, Curves, Findings, Pictures, Say, Table, largest, mean, spread
 from fedcomp.experiments.kit import claim, curves, numbers, table
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.privacy.accounting import noise_multiplier_for, releases_for
 from fedcomp.privacy.votes import entropy_bits, longest_rows
 from fedcomp.rng import Key
+from fedcomp.rules import Flag, Int, OneOf, Real
 from fedcomp.tasks.teachers import MNIST_CLASSES
 from fedcomp.wire import FILLED
 
@@ -50,21 +51,21 @@ FULL: Final[Mapping[str, Any]] = {
 """The published settings for MNIST that do not depend on epsilon; widths of the networks are ours."""
 
 
-_epsilons: Final = partial(numbers, each=Option(10.0, "budget", above=0.0))
-
 OPTIONS = {
-    "full": Option(False, "MNIST with the published settings, where its files are; more than a day of one core a row"),
-    "epsilons": Option("10,1", "budgets at delta 1e-5, one row for each and each seed", check=_epsilons),
-    "seeds": Option(3, "runs for each epsilon", least=1, most=20),
-    "teachers": Option(150, "teachers of each client", least=1),
-    "records": Option(22_500, "simulated records of all clients together (not with full)", least=100),
-    "k": Option(28, "votes of a teacher on an image (not with full)", least=1),
-    "images": Option(15, "generated images of a step (not with full)", least=1),
-    "beta": Option(0.2, "threshold as a share of the teachers (not with full)", least=0.0),
-    "generator_lr": Option(0.01, "step size of the generator's Adam (not with full)", above=0.0),
-    "teacher_lr": Option(0.005, "step size of the teachers' Adam (not with full)", above=0.0),
-    "discriminator": Option("bilinear", "a teacher's network (not with full)", choices=("bilinear", "mlp", "conv")),
-    "pixels": Option(784, "size of the vectors on which signs are compared", least=50),
+    "full": Option(
+        False, Flag(), "MNIST with the published settings, where its files are; more than a day of one core a row"
+    ),
+    "epsilons": Option("10,1", TEXT, "budgets at delta 1e-5, one row for each and each seed", check=numbers),
+    "seeds": Option(3, Int(1, 20), "runs for each epsilon"),
+    "teachers": Option(150, Int(1), "teachers of each client"),
+    "records": Option(22_500, Int(100), "simulated records of all clients together (not with full)"),
+    "k": Option(28, Int(1), "votes of a teacher on an image (not with full)"),
+    "images": Option(15, Int(1), "generated images of a step (not with full)"),
+    "beta": Option(0.2, Real(least=0.0), "threshold as a share of the teachers (not with full)"),
+    "generator_lr": Option(0.01, Real(above=0.0), "step size of the generator's Adam (not with full)"),
+    "teacher_lr": Option(0.005, Real(above=0.0), "step size of the teachers' Adam (not with full)"),
+    "discriminator": Option("bilinear", OneOf("bilinear", "mlp", "conv"), "a teacher's network (not with full)"),
+    "pixels": Option(784, Int(50), "size of the vectors on which signs are compared"),
 }
 
 
@@ -75,7 +76,7 @@ def label(epsilon: float, run: int) -> str:
 
 def budgets(config: Config) -> tuple[float, ...]:
     """Return the epsilons of the rows, the largest first."""
-    return tuple(sorted(_epsilons(str(config.settings["epsilons"])), reverse=True))
+    return tuple(sorted(numbers(str(config.settings["epsilons"])), reverse=True))
 
 
 def runs(config: Config) -> range:

@@ -14,6 +14,7 @@ from fedcomp.experiments.findings import Claim, Findings, Pictures, Say, Table, 
 from fedcomp.experiments.generator_training import EACH, HELD, PROXY, GeneratorCell, task_of
 from fedcomp.experiments.kit import Record, claim, named, repetitions, table, workers
 from fedcomp.experiments.spec import RunResult
+from fedcomp.rules import Flag, Int, Real
 
 TOPAGG: Final = "TopAgg votes"
 PLAIN: Final = "plain signs"
@@ -83,15 +84,15 @@ CHOSEN: Final[Mapping[str, tuple[int, int]]] = {
 """What it found: places in :data:`GRIDS` for epsilon 1 and 10."""
 
 OPTIONS = {
-    "seeds": Option(3, "trainings per row and epsilon, with the seeds from --seed on", least=1, most=20),
+    "seeds": Option(3, Int(1, 20), "trainings per row and epsilon, with the seeds from --seed on"),
     "workers": workers(),
-    "tune": Option(False, "choose settings again on held-out training images, and use those"),
-    "images": Option(EACH, "generated images that teachers vote on in a step; each is a release", least=1),
+    "tune": Option(False, Flag(), "choose settings again on held-out training images, and use those"),
+    "images": Option(EACH, Int(1), "generated images that teachers vote on in a step; each is a release"),
     "teacher_lr": Option(
-        0.0, "step size of teachers that are kept between steps; 0: they restart at every step", least=0.0
+        0.0, Real(least=0.0), "step size of teachers that are kept between steps; 0: they restart at every step"
     ),
-    "synthetic": Option(4000, "generated images that the evaluating network learns from", least=10),
-    "classifier_epochs": Option(5, "its passes over them; the last one counts", least=1),
+    "synthetic": Option(4000, Int(10), "generated images that the evaluating network learns from"),
+    "classifier_epochs": Option(5, Int(1), "its passes over them; the last one counts"),
 }
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Final
 
 from fedcomp.experiments.catalog.quickstart import points
-from fedcomp.experiments.experiment import Config, Experiment, Option, no_rows
+from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option, no_rows
 from fedcomp.experiments.findings import Findings, Say, mean, spread
 from fedcomp.experiments.kit import (
     Records,
@@ -25,6 +25,7 @@ from fedcomp.experiments.kit import (
 )
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.rng import Key
+from fedcomp.rules import Int
 
 TASK: Final = "digits"
 FEDAVG: Final = "FedAvg"
@@ -39,16 +40,17 @@ CHAIN: Final = "layers.0.weight:relu,layers.1.weight:relu,layers.2.weight"
 ROWS_OF_A_BATCH: Final = 32
 
 OPTIONS = {
-    "seeds": Option(3, "trainings per row, with the seeds from --seed on", least=1, most=100),
+    "seeds": Option(3, Int(1, 100), "trainings per row, with the seeds from --seed on"),
     "workers": workers(2),
-    "task.partition": Option("iid", "how examples are spread: iid, dirichlet:ALPHA, shards:COUNT"),
-    "task.hidden": Option("256,128", "widths of the model's two hidden layers"),
+    "task.partition": Option("iid", TEXT, "how examples are spread: iid, dirichlet:ALPHA, shards:COUNT"),
+    "task.hidden": Option("256,128", TEXT, "widths of the model's two hidden layers"),
     "steps": Option(
         "0.4,0.8,1.6",
+        TEXT,
         "step sizes of the clients' SGD; each row takes the one that does best on a validation split",
-        check=lambda text: numbers(text, each=Option(0.3, "a step size", above=0.0)),
+        check=numbers,
     ),
-    "pooled_rounds": Option(20, "rounds that are compared with one batch of all examples", least=1),
+    "pooled_rounds": Option(20, Int(1), "rounds that are compared with one batch of all examples"),
 }
 
 
@@ -247,7 +249,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
     equal = say.cell("one batch of all examples", lambda: equalities(pooled_rounds, config.seed))
     parted = say.cell("layer by layer", lambda: layer_by_layer(pooled_rounds, config.seed))
     held = say.cell("lengths", lambda: lengths(config.seed))
-    steps = numbers(str(config.settings["steps"]), each=Option(0.3, "a step size", above=0.0))
+    steps = numbers(str(config.settings["steps"]))
     tuned: dict[str, Any] = {"label": list(ROWS), "lr": list(steps), "seed": [config.seed]}
     tried = Sweep(train, tuned, "tuning", {**shared, "tuning": True})(say, processes)
     best = {label: max(group, key=lambda r: r.settled).lr for label, group in tried.groups("label").items()}

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp.experiments.experiment import Config, Experiment, Option, no_rows
+from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option, no_rows
 from fedcomp.experiments.findings import Findings, Say, mean, spread
 from fedcomp.experiments.kit import Records, Sweep, claim, curves, numbers, over_seeds, repetitions, table, workers
 from fedcomp.experiments.spec import RunResult
+from fedcomp.rules import Int
 
 if TYPE_CHECKING:
     from fedcomp.codecs import Codec
@@ -42,16 +43,17 @@ COSINES: Final = "DCT, F,D,H,W"
 ORDERED: Final = "DCT, H,W,D,F"
 
 OPTIONS = {
-    "seeds": Option(3, "trainings per row, with the seeds from --seed on", least=1, most=100),
+    "seeds": Option(3, Int(1, 100), "trainings per row, with the seeds from --seed on"),
     "workers": workers(),
-    "task.partition": Option("dirichlet:0.5", "how examples are spread: iid, dirichlet:ALPHA, shards:COUNT"),
+    "task.partition": Option("dirichlet:0.5", TEXT, "how examples are spread: iid, dirichlet:ALPHA, shards:COUNT"),
     "steps": Option(
         "0.03,0.1,0.3",
+        TEXT,
         "step sizes of the clients' SGD; each row takes the one that does best on a validation split",
-        check=lambda text: numbers(text, each=Option(0.1, "a step size", above=0.0)),
+        check=numbers,
     ),
-    "batch_size": Option(32, "examples per step; a client makes one pass over its data a round", least=1),
-    "last_step": Option(STEPS[-1], "gradients are those of the steps up to this one", least=STEPS[0], most=10_000),
+    "batch_size": Option(32, Int(1), "examples per step; a client makes one pass over its data a round"),
+    "last_step": Option(STEPS[-1], Int(STEPS[0], 10_000), "gradients are those of the steps up to this one"),
 }
 
 
@@ -204,7 +206,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
     processes, shared = int(config.settings["workers"]), {"config": config}
     seeds = list(repetitions(config))
     looked = Sweep(signals, {"seed": seeds}, "gradients", {"last": int(config.settings["last_step"])})(say, processes)
-    steps = numbers(str(config.settings["steps"]), each=Option(0.1, "a step size", above=0.0))
+    steps = numbers(str(config.settings["steps"]))
     axes: dict[str, Sequence[Any]] = {"label": list(ROWS), "lr": steps, "seed": [config.seed]}
     tried = Sweep(train, axes, "tuning", {**shared, "tuning": True})(say, processes)
     best = {label: max(group, key=lambda r: r.settled).lr for label, group in tried.groups("label").items()}

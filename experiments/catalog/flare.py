@@ -13,6 +13,7 @@ from fedcomp.experiments.experiment import Config, Experiment, Option, no_rows
 from fedcomp.experiments.findings import Findings, Say, mean
 from fedcomp.experiments.kit import Records, Sweep, claim, repetitions, table, workers
 from fedcomp.experiments.spec import RunResult
+from fedcomp.rules import Int, Real
 
 SLOW: Final = "fixed, every 50 ticks"
 QUICK: Final = "fixed, every 10 ticks"
@@ -34,12 +35,12 @@ ASKED: Final = "conditional, asked first"
 GIVEN: Final = "conditional, with the model"
 
 OPTIONS = {
-    "seeds": Option(6, "runs per row, with the seeds from --seed on", least=1, most=100),
+    "seeds": Option(6, Int(1, 100), "runs per row, with the seeds from --seed on"),
     "workers": workers(2),
-    "ticks": Option(500, "ticks of a run; the drift begins at two fifths, or a little later", least=50),
-    "quiet_ticks": Option(2000, "ticks without drift in which false alarms are counted", least=100),
-    "level": Option(0.01, "level of the textbook's test that calibration is compared with", above=0.0, most=0.5),
-    "federated_rounds": Option(90, "rounds between nodes with sensors; the drift begins in the middle", least=12),
+    "ticks": Option(500, Int(50), "ticks of a run; the drift begins at two fifths, or a little later"),
+    "quiet_ticks": Option(2000, Int(100), "ticks without drift in which false alarms are counted"),
+    "level": Option(0.01, Real(above=0.0, most=0.5), "level of the textbook's test that calibration is compared with"),
+    "federated_rounds": Option(90, Int(12), "rounds between nodes with sensors; the drift begins in the middle"),
 }
 
 

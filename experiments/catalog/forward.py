@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from fedcomp.experiments.catalog.quickstart import points
-from fedcomp.experiments.experiment import Config, Experiment, Option, no_rows
+from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option, no_rows
 from fedcomp.experiments.findings import Findings, Say, mean, spread
 from fedcomp.experiments.kit import (
     Records,
@@ -22,6 +22,7 @@ from fedcomp.experiments.kit import (
     workers,
 )
 from fedcomp.experiments.spec import RunResult, RunSpec
+from fedcomp.rules import Int
 
 TASK: Final = "digits"
 BACKPROP: Final = "back-propagation"
@@ -62,18 +63,19 @@ EXACT: Final = "back-propagation"
 WEIGHTS: Final = "weights, one direction for all"
 
 OPTIONS = {
-    "seeds": Option(2, "trainings per row, with the seeds from --seed on", least=1, most=100),
+    "seeds": Option(2, Int(1, 100), "trainings per row, with the seeds from --seed on"),
     "workers": workers(2),
-    "task.hidden": Option("32", "widths of the model's hidden layers"),
-    "task.partition": Option("iid", "how examples are spread: iid, dirichlet:ALPHA, shards:COUNT"),
-    "batch_size": Option(64, "examples of a step", least=1),
+    "task.hidden": Option("32", TEXT, "widths of the model's hidden layers"),
+    "task.partition": Option("iid", TEXT, "how examples are spread: iid, dirichlet:ALPHA, shards:COUNT"),
+    "batch_size": Option(64, Int(1), "examples of a step"),
     "steps": Option(
         "0.1,0.3,1,3,10,30",
+        TEXT,
         "step sizes; each row takes the one that does best on a validation split, of exact gradients",
-        check=lambda text: numbers(text, each=Option(0.3, "a step size", above=0.0)),
+        check=numbers,
     ),
-    "mnist_steps": Option(500, "steps of each estimate on MNIST", least=1),
-    "mnist_hidden": Option(64, "width of both hidden layers there", least=1),
+    "mnist_steps": Option(500, Int(1), "steps of each estimate on MNIST"),
+    "mnist_hidden": Option(64, Int(1), "width of both hidden layers there"),
 }
 
 _SHARED = ("task.", "batch_size")
@@ -122,7 +124,7 @@ def reached(line: list[list[float]], bytes_: float) -> float:
 def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findings:
     """Choose every row's step size on a validation split, train it with several seeds, and compare."""
     processes, seeds = int(config.settings["workers"]), repetitions(config)
-    grid = numbers(str(config.settings["steps"]), each=Option(0.3, "a step size", above=0.0))
+    grid = numbers(str(config.settings["steps"]))
     tuned = Sweep(
         train,
         {"label": list(ROWS), "lr": list(grid), "seed": [config.seed + 2**32]},

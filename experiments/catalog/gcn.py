@@ -10,7 +10,7 @@ from statistics import stdev
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from fedcomp.errors import ConfigError
-from fedcomp.experiments.experiment import Config, Experiment, Option
+from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option
 from fedcomp.experiments.findings import Claim, Curves, Findings, Say, Series, Table, largest, mean
 from fedcomp.experiments.graph_runs import SYSTEM, after, outcome, train
 from fedcomp.experiments.kit import (
@@ -26,6 +26,7 @@ from fedcomp.experiments.kit import (
     workers,
 )
 from fedcomp.experiments.spec import RunResult, RunSpec
+from fedcomp.rules import Flag, Int, OneOf, Real
 
 if TYPE_CHECKING:
     # Listing the experiments needs no torch: it is imported when one is run.
@@ -91,7 +92,7 @@ Own = Mapping[str, Any]
 """Settings of one rule."""
 
 
-_budgets: Final = partial(numbers, each=Option(1.5, "budget of the axis", least=1.0))
+_budgets: Final = partial(numbers, each=Real(least=1.0))
 
 
 def _layer_sizes(text: str) -> None:
@@ -103,38 +104,42 @@ def _layer_sizes(text: str) -> None:
 OPTIONS = {
     "task": Option(
         "digits-graph",
+        OneOf("digits-graph", "cora", "citeseer", "cora-ml"),
         "the graph; all but digits-graph need files under $FEDCOMP_DATA",
-        choices=("digits-graph", "cora", "citeseer", "cora-ml"),
     ),
     "cut": Option(
         "auto",
+        OneOf("auto", "metis", "kernighan-lin", "greedy"),
         "how parts with few cut edges are made; auto: METIS where it is installed",
-        choices=("auto", "metis", "kernighan-lin", "greedy"),
     ),
-    "seeds": Option(3, "trainings of each kind, with the seeds from --seed on", least=1, most=20),
+    "seeds": Option(3, Int(1, 20), "trainings of each kind, with the seeds from --seed on"),
     "workers": workers(2),
-    "full": Option(False, "every axis as long as the rows and with all seeds, instead of short and with the first one"),
-    "task.hidden": Option("64", "width of the hidden layer"),
-    "k": Option(4, "digits-graph: nearest digits that one is joined to", least=1, most=100),
-    "n": Option("256", "nodes kept at a layer, or one number per layer, input layer first", check=_layer_sizes),
-    "fanout": Option(5, "neighbours of a row, node-wise", least=1),
-    "q": Option(0.1, "share of the boundary that boundary sampling keeps", above=0.0, most=1.0),
-    "batch_size": Option(128, "nodes of a batch on each client", least=1),
-    "local_steps": Option(1, "steps of a client in a round; more than one is local SGD", least=1),
-    "lr": Option(1.0, "step size of the clients' SGD; at 1 and one step the server's Adam sees gradients", above=0.0),
-    "rate": Option(0.01, "step size of the server's Adam", above=0.0),
-    "budget": Option(1.5, "D of the rows, and of all axes but its own", least=1.0),
-    "budgets": Option("1.1,2", "more D along its axis, separated by commas", check=_budgets),
-    "scale": Option(4.0, "s of the rule that has a fixed one", least=1.0, most=16.0),
-    "short_rounds": Option(20, "rounds of the trainings along the axes, unless full", least=2),
-    "cross_rounds": Option(40, "rounds on the cross-partition graph after which rules are compared", least=1),
-    "cross_long": Option(120, "rounds after which they are compared once more, and training ends", least=1),
-    "cross_rate": Option(0.1, "step size of the server's Adam there", above=0.0),
-    "cross_n": Option(200, "nodes kept there", least=1),
-    "cross_batch": Option(64, "nodes of a batch there", least=1),
-    "draws": Option(400, "draws from which the bias of a sampler is measured", least=2),
-    "bias_n": Option(64, "nodes kept of them", least=1),
-    "bias_batch": Option(32, "nodes of that batch", least=1),
+    "full": Option(
+        False, Flag(), "every axis as long as the rows and with all seeds, instead of short and with the first one"
+    ),
+    "task.hidden": Option("64", TEXT, "width of the hidden layer"),
+    "k": Option(4, Int(1, 100), "digits-graph: nearest digits that one is joined to"),
+    "n": Option("256", TEXT, "nodes kept at a layer, or one number per layer, input layer first", check=_layer_sizes),
+    "fanout": Option(5, Int(1), "neighbours of a row, node-wise"),
+    "q": Option(0.1, Real(above=0.0, most=1.0), "share of the boundary that boundary sampling keeps"),
+    "batch_size": Option(128, Int(1), "nodes of a batch on each client"),
+    "local_steps": Option(1, Int(1), "steps of a client in a round; more than one is local SGD"),
+    "lr": Option(
+        1.0, Real(above=0.0), "step size of the clients' SGD; at 1 and one step the server's Adam sees gradients"
+    ),
+    "rate": Option(0.01, Real(above=0.0), "step size of the server's Adam"),
+    "budget": Option(1.5, Real(least=1.0), "D of the rows, and of all axes but its own"),
+    "budgets": Option("1.1,2", TEXT, "more D along its axis, separated by commas", check=_budgets),
+    "scale": Option(4.0, Real(least=1.0, most=16.0), "s of the rule that has a fixed one"),
+    "short_rounds": Option(20, Int(2), "rounds of the trainings along the axes, unless full"),
+    "cross_rounds": Option(40, Int(1), "rounds on the cross-partition graph after which rules are compared"),
+    "cross_long": Option(120, Int(1), "rounds after which they are compared once more, and training ends"),
+    "cross_rate": Option(0.1, Real(above=0.0), "step size of the server's Adam there"),
+    "cross_n": Option(200, Int(1), "nodes kept there"),
+    "cross_batch": Option(64, Int(1), "nodes of a batch there"),
+    "draws": Option(400, Int(2), "draws from which the bias of a sampler is measured"),
+    "bias_n": Option(64, Int(1), "nodes kept of them"),
+    "bias_batch": Option(32, Int(1), "nodes of that batch"),
 }
 
 TAKEN: Final = ("n", "fanout", "q", "batch_size", "local_steps", "lr", "task.hidden")

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp.experiments.experiment import Config, Experiment, Option
+from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option
 from fedcomp.experiments.findings import Claim, Findings, Table, different_bytes, mean
 from fedcomp.experiments.kit import Record, Records, Say, Sweep, claim, curves, table
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.rng import Key
+from fedcomp.rules import Real
 
 TASK = "digits"
 SYSTEM = "gradient-code"
@@ -28,10 +29,10 @@ TAILS = (1.05, 1.2, 1.5, 2.0, 3.0, 5.0, 10.0)
 """Tail indices of the plot: P(slower than x) = x^-index."""
 
 OPTIONS = {
-    "task.partition": Option("shards:2", "how examples are spread: iid, dirichlet:ALPHA, shards:COUNT"),
-    "task.hidden": Option("", "widths of the model's hidden layers; empty: logistic regression"),
-    "lr": Option(0.5, "step size of gradient descent", above=0.0),
-    "tail": Option(1.2, "index of the stragglers' Pareto tail; the smaller, the heavier", above=1.0, most=100.0),
+    "task.partition": Option("shards:2", TEXT, "how examples are spread: iid, dirichlet:ALPHA, shards:COUNT"),
+    "task.hidden": Option("", TEXT, "widths of the model's hidden layers; empty: logistic regression"),
+    "lr": Option(0.5, Real(above=0.0), "step size of gradient descent"),
+    "tail": Option(1.2, Real(above=1.0, most=100.0), "index of the stragglers' Pareto tail; the smaller, the heavier"),
 }
 
 _TAKE = ("task.", "lr")

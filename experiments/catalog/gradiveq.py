@@ -15,13 +15,14 @@ from fedcomp.codecs.cycle import COMPRESSION, SAMPLING, Cycle
 from fedcomp.codecs.fixedpoint import IntegerGrid
 from fedcomp.codecs.slices import Slices
 from fedcomp.codecs.subspace import KINDS, BasisFit, Moments, SliceBasis
-from fedcomp.experiments.experiment import Config, Experiment, Option, no_rows
+from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option, no_rows
 from fedcomp.experiments.findings import Findings, Say, mean, spread
 from fedcomp.experiments.kit import Records, Sweep, claim, numbers, repetitions, table, workers
 from fedcomp.experiments.spec import RunResult
 from fedcomp.gossip.ring import ring_sum
 from fedcomp.layout import Layout, SmallDense, Update, Vector
 from fedcomp.rng import Key
+from fedcomp.rules import Int
 from fedcomp.timing.collectives import Coding, Network
 
 if TYPE_CHECKING:
@@ -45,16 +46,17 @@ TUNING_SEED: Final = 2**32
 """Added to the seed of the trainings by which step sizes are chosen."""
 
 OPTIONS = {
-    "seeds": Option(3, "trainings per row, with the seeds from --seed on", least=1, most=100),
+    "seeds": Option(3, Int(1, 100), "trainings per row, with the seeds from --seed on"),
     "workers": workers(),
     "rates": Option(
         "0.01,0.02,0.04,0.08",
+        TEXT,
         "step sizes; each row takes the one that does best on a validation split",
-        check=lambda text: numbers(text, each=Option(0.02, "a step size", above=0.0)),
+        check=numbers,
     ),
-    "steps": Option(500, "steps of a training", least=5, most=100_000),
-    "later": Option(400, "steps after the sampled ones on which bases are measured", least=1, most=10_000),
-    "sampled": Option(100, "steps that are sampled where bases are compared", least=3, most=10_000),
+    "steps": Option(500, Int(5, 100_000), "steps of a training"),
+    "later": Option(400, Int(1, 10_000), "steps after the sampled ones on which bases are measured"),
+    "sampled": Option(100, Int(3, 10_000), "steps that are sampled where bases are compared"),
 }
 
 DENSE: Final = "dense"
@@ -324,7 +326,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
     processes, seeds = int(settings["workers"]), list(repetitions(config))
     window = {"sampled": int(settings["sampled"]), "later": int(settings["later"])}
     looked = Sweep(fits, {"before": [EARLY, LATE], "seed": seeds}, "bases", window)(say, processes).groups("before")
-    rates = numbers(str(settings["rates"]), each=Option(0.02, "a step size", above=0.0))
+    rates = numbers(str(settings["rates"]))
     shared = {"steps": int(settings["steps"])}
     axes: dict[str, Sequence[Any]] = {"label": list(ROWS), "rate": rates, "seed": [config.seed]}
     tried = Sweep(train, axes, "tuning", {**shared, "tuning": True})(say, processes)

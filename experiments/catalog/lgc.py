@@ -13,7 +13,7 @@ import numpy as np
 from fedcomp.codecs import LGC, ErrorFeedback, Identity, ScaleCom, State, TopK
 from fedcomp.codecs.forms import FORMS
 from fedcomp.codecs.scalecom import support_frame
-from fedcomp.experiments.experiment import Config, Experiment, Option, no_rows
+from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option, no_rows
 from fedcomp.experiments.findings import Findings, Say, mean, spread
 from fedcomp.experiments.kit import Records, Sweep, claim, numbers, repetitions, table, workers
 from fedcomp.experiments.schemes import Learned, Led, RoundExchange, RoundScheme, Separate
@@ -21,6 +21,7 @@ from fedcomp.experiments.spec import RunResult
 from fedcomp.kernels import select_topk
 from fedcomp.layout import EndsDense, Layout, Update, Vector
 from fedcomp.rng import Key
+from fedcomp.rules import Int
 from fedcomp.strategies.autoencoder_training import AutoencoderTraining
 
 LAYER: Final = "conv3"
@@ -37,15 +38,16 @@ TUNING_SEED: Final = 2**32
 """Added to the seed of the trainings by which step sizes are chosen."""
 
 OPTIONS = {
-    "seeds": Option(3, "trainings per row, with the seeds from --seed on", least=1, most=100),
+    "seeds": Option(3, Int(1, 100), "trainings per row, with the seeds from --seed on"),
     "workers": workers(),
     "rates": Option(
         "0.01,0.02,0.04,0.08",
+        TEXT,
         "step sizes; each row takes the one that does best on a validation split",
-        check=lambda text: numbers(text, each=Option(0.02, "a step size", above=0.0)),
+        check=numbers,
     ),
-    "steps": Option(500, "steps of a training", least=5, most=100_000),
-    "trained": Option(300, "steps on whose gradients autoencoders are trained where codings are compared", least=1),
+    "steps": Option(500, Int(5, 100_000), "steps of a training"),
+    "trained": Option(300, Int(1), "steps on whose gradients autoencoders are trained where codings are compared"),
 }
 
 
@@ -285,7 +287,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
     settings = config.settings
     processes, seeds = int(settings["workers"]), list(repetitions(config))
     found = Sweep(codings, {"seed": seeds}, "codings", {"trained": int(settings["trained"])})(say, processes)
-    rates = numbers(str(settings["rates"]), each=Option(0.02, "a step size", above=0.0))
+    rates = numbers(str(settings["rates"]))
     shared = {"steps": int(settings["steps"])}
     axes: dict[str, Sequence[Any]] = {"label": list(ROWS), "rate": rates, "seed": [config.seed]}
     tried = Sweep(train, axes, "tuning", {**shared, "tuning": True})(say, processes)

@@ -11,6 +11,7 @@ from fedcomp.experiments.experiment import Config, Experiment, Option, no_rows
 from fedcomp.experiments.findings import Findings, Say, mean
 from fedcomp.experiments.kit import Sweep, claim, curves, repetitions, table, workers
 from fedcomp.experiments.spec import RunResult
+from fedcomp.rules import Int
 
 if TYPE_CHECKING:
     from fedcomp.codecs import ModularSum
@@ -26,13 +27,13 @@ EXPECTED: Final[Mapping[str, float]] = {RIGHT: 1.0, WRONG: 3.0, NONE: 2.0}
 SNRS: Final = tuple(range(0, 45, 5))
 
 OPTIONS = {
-    "seeds": Option(3, "draws per row, with the seeds from --seed on", least=1, most=100),
+    "seeds": Option(3, Int(1, 100), "draws per row, with the seeds from --seed on"),
     "workers": workers(2),
-    "values": Option(20_000, "values of an update", least=16),
-    "levels": Option(10, "steps from zero to the clip, in sums without messages", least=1),
-    "trees": Option(40, "random trees of relays by which the frames are added", least=1),
-    "uses": Option(4, "uses of the emulated channel for each value", least=1, most=8),
-    "senders": Option(8, "senders in the emulated channel", least=2),
+    "values": Option(20_000, Int(16), "values of an update"),
+    "levels": Option(10, Int(1), "steps from zero to the clip, in sums without messages"),
+    "trees": Option(40, Int(1), "random trees of relays by which the frames are added"),
+    "uses": Option(4, Int(1, 8), "uses of the emulated channel for each value"),
+    "senders": Option(8, Int(2), "senders in the emulated channel"),
 }
 
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, Final
 
 from fedcomp.experiments.catalog.factors import TUNING_SEED
-from fedcomp.experiments.experiment import Config, Experiment, Option, no_rows
+from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option, no_rows
 from fedcomp.experiments.findings import Findings, Say, mean
 from fedcomp.experiments.kit import (
     Sweep,
@@ -19,6 +19,7 @@ from fedcomp.experiments.kit import (
     workers,
 )
 from fedcomp.experiments.spec import RunResult, RunSpec
+from fedcomp.rules import Flag, Int, Real
 
 WIDTHS: Final = (1, 2, 3)
 GRID: Final = ((0.1, 0.0), (0.25, 0.0), (0.5, 0.0), (1.0, 0.0), (0.1, 0.9), (0.3, 0.9))
@@ -46,18 +47,19 @@ TIMES: Final = ((1.0, 0.3), (1.0, 1.0), (1.0, 2.5), (0.2, 3.0))
 VARIATIONS: Final = (0.1, 0.5, 1.0)
 
 OPTIONS = {
-    "seeds": Option(3, "trainings per cell, with the seeds from --seed on", least=1, most=100),
+    "seeds": Option(3, Int(1, 100), "trainings per cell, with the seeds from --seed on"),
     "workers": workers(2),
     "steps": Option(
         "0.08,0.15,0.3,0.6,1.2",
+        TEXT,
         "step sizes of the clients on the virtual clock; each row takes the one that does best on a validation split",
-        check=lambda text: numbers(text, each=Option(0.3, "a step size", above=0.0)),
+        check=numbers,
     ),
-    "seconds": Option(150.0, "simulated seconds of a training", above=0.0),
-    "variation": Option(0.5, "coefficient of variation of the clients' paces", least=0.0, most=5.0),
-    "target": Option(90.0, "accuracy to reach, %", above=0.0, most=100.0),
-    "deployment": Option(True, "time width one and two in a real deployment, too: some 100 s"),
-    "deployed_rounds": Option(8, "rounds there", least=2),
+    "seconds": Option(150.0, Real(above=0.0), "simulated seconds of a training"),
+    "variation": Option(0.5, Real(least=0.0, most=5.0), "coefficient of variation of the clients' paces"),
+    "target": Option(90.0, Real(above=0.0, most=100.0), "accuracy to reach, %"),
+    "deployment": Option(True, Flag(), "time width one and two in a real deployment, too: some 100 s"),
+    "deployed_rounds": Option(8, Int(2), "rounds there"),
 }
 
 

@@ -23,7 +23,7 @@ from fedcomp.experiments.decentralised import (
     cost_table,
     ratio,
 )
-from fedcomp.experiments.experiment import Config, Experiment, Option
+from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option
 from fedcomp.experiments.findings import Claim, Curves, Findings, Table, largest, mean
 from fedcomp.experiments.kit import Say, Sweep, claim, curves, numbers, repetitions, table, workers
 from fedcomp.experiments.relayed import beside, claims_of_messages
@@ -33,6 +33,7 @@ from fedcomp.gossip.topology import Ring
 from fedcomp.layout import Layout
 from fedcomp.plain import from_fields
 from fedcomp.rng import Key
+from fedcomp.rules import Int, Real
 
 TASK: Final = "digits"
 TAKE: Final = ("task.", "lr", "momentum", "batch_size")
@@ -62,25 +63,23 @@ DECAY: Final = 0.8
 RANDOM_GAMMAS: Final = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4)
 
 
-_gammas: Final = partial(numbers, each=Option(0.1, "consensus step size", above=0.0, most=1.0))
+_gammas: Final = partial(numbers, each=Real(above=0.0, most=1.0))
 
 OPTIONS = {
-    "seeds": Option(1, "trainings per setting, with the seeds from --seed on", least=1, most=100),
+    "seeds": Option(1, Int(1, 100), "trainings per setting, with the seeds from --seed on"),
     "workers": workers(),
     "gammas": Option(
-        "0.05,0.1,0.2,0.4,0.6,0.8,1.0", "consensus step sizes every row that has one is tried with", check=_gammas
+        "0.05,0.1,0.2,0.4,0.6,0.8,1.0", TEXT, "consensus step sizes every row that has one is tried with", check=_gammas
     ),
-    "fraction": Option(0.02, "density of CHOCO's and DeepSqueeze's top-k", above=0.0, most=1.0),
-    "task.partition": Option("shards:3", "how examples are spread: iid, dirichlet:ALPHA, shards:COUNT, sorted"),
-    "task.hidden": Option("32", "widths of the model's hidden layers"),
-    "lr": Option(0.05, "step size", above=0.0),
-    "momentum": Option(0.9, "heavy ball", least=0.0),
-    "batch_size": Option(32, "examples of a gradient; 0: all of a node", least=0),
-    "relay_rounds": Option(8, "iterations of the runs that go through messages", least=1),
-    "matrix": Option(SIZE, "rows and columns of the matrices that are averaged without gradients", least=8),
-    "matrix_rounds": Option(
-        2000, "iterations of averaging at rank 1; fewer at higher ranks, for equal floats", least=8
-    ),
+    "fraction": Option(0.02, Real(above=0.0, most=1.0), "density of CHOCO's and DeepSqueeze's top-k"),
+    "task.partition": Option("shards:3", TEXT, "how examples are spread: iid, dirichlet:ALPHA, shards:COUNT, sorted"),
+    "task.hidden": Option("32", TEXT, "widths of the model's hidden layers"),
+    "lr": Option(0.05, Real(above=0.0), "step size"),
+    "momentum": Option(0.9, Real(least=0.0), "heavy ball"),
+    "batch_size": Option(32, Int(0), "examples of a gradient; 0: all of a node"),
+    "relay_rounds": Option(8, Int(1), "iterations of the runs that go through messages"),
+    "matrix": Option(SIZE, Int(8), "rows and columns of the matrices that are averaged without gradients"),
+    "matrix_rounds": Option(2000, Int(8), "iterations of averaging at rank 1; fewer at higher ranks, for equal floats"),
     **ENERGY_OPTIONS,
 }
 

@@ -13,7 +13,7 @@ from fedcomp.codecs import PowerSGD
 from fedcomp.codecs.lowrank import Basis
 from fedcomp.codecs.power_sgd import FORMS, MEMORIES
 from fedcomp.experiments.catalog.quickstart import points
-from fedcomp.experiments.experiment import Config, Experiment, Option, no_rows
+from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option, no_rows
 from fedcomp.experiments.findings import Findings, Say, mean, spread
 from fedcomp.experiments.kit import (
     Records,
@@ -30,6 +30,7 @@ from fedcomp.experiments.kit import (
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.layout import Layout, TensorSpec, Update
 from fedcomp.rng import Key
+from fedcomp.rules import Int
 from fedcomp.wire import Frame
 
 TASK: Final = "digits"
@@ -41,17 +42,18 @@ TUNING_SEED: Final = 2**32
 """Added to the seed of the trainings by which step sizes are chosen."""
 
 OPTIONS = {
-    "seeds": Option(3, "trainings per row, with the seeds from --seed on", least=1, most=100),
+    "seeds": Option(3, Int(1, 100), "trainings per row, with the seeds from --seed on"),
     "workers": workers(),
-    "task.partition": Option("dirichlet:0.5", "how examples are spread: iid, dirichlet:ALPHA, shards:COUNT"),
-    "task.hidden": Option("256,256", "widths of the model's hidden layers"),
+    "task.partition": Option("dirichlet:0.5", TEXT, "how examples are spread: iid, dirichlet:ALPHA, shards:COUNT"),
+    "task.hidden": Option("256,256", TEXT, "widths of the model's hidden layers"),
     "steps": Option(
         "0.2,0.3,0.5,0.8",
+        TEXT,
         "step sizes of the clients' SGD; each row takes the one that does best on a validation split",
-        check=lambda text: numbers(text, each=Option(0.3, "a step size", above=0.0)),
+        check=numbers,
     ),
-    "batch_size": Option(64, "examples per step; a client makes one pass over its data a round", least=1),
-    "norm_rounds": Option(200, "rounds of the memory-norm measurement", least=10),
+    "batch_size": Option(64, Int(1), "examples per step; a client makes one pass over its data a round"),
+    "norm_rounds": Option(200, Int(10), "rounds of the memory-norm measurement"),
 }
 
 _SHARED = ("task.", "batch_size")
@@ -122,7 +124,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
     processes, shared = int(config.settings["workers"]), {"config": config}
     rounds = int(config.settings["norm_rounds"])
     norms = say.cell("norms", lambda: memory_norms(rounds))
-    steps = numbers(str(config.settings["steps"]), each=Option(0.3, "a step size", above=0.0))
+    steps = numbers(str(config.settings["steps"]))
     tuned: dict[str, Any] = {"label": list(ROWS), "lr": list(steps), "seed": [config.seed]}
     tried = Sweep(train, tuned, "tuning", {**shared, "tuning": True})(say, processes)
     best = {label: max(group, key=lambda r: r.settled).lr for label, group in tried.groups("label").items()}

@@ -15,18 +15,19 @@ from fedcomp.experiments.findings import Claim, Curves, Findings, Say, Table, la
 from fedcomp.experiments.kit import claim, curves, table
 from fedcomp.experiments.spec import RunResult
 from fedcomp.rng import Key
+from fedcomp.rules import Int, Real
 
 if TYPE_CHECKING:
     from fedcomp.experiments.audits.tiers import Verdict
 
 OPTIONS = {
-    "runs": Option(300, "runs of every attack, as many with the canary as without", least=50),
-    "noise_runs": Option(30, "runs whose noise is measured", least=5),
-    "canaries": Option(1000, "canaries of the audits in one run", least=100),
-    "guesses": Option(100, "guesses of the audits in one run", least=10),
-    "confidence": Option(0.99, "of the lower bounds on mu", least=0.5, most=0.9999),
-    "clip_rounds": Option(60, "rounds of the clip norms' trajectories", least=5),
-    "float_draws": Option(100_000, "noisy values whose last bits are looked at", least=1000),
+    "runs": Option(300, Int(50), "runs of every attack, as many with the canary as without"),
+    "noise_runs": Option(30, Int(5), "runs whose noise is measured"),
+    "canaries": Option(1000, Int(100), "canaries of the audits in one run"),
+    "guesses": Option(100, Int(10), "guesses of the audits in one run"),
+    "confidence": Option(0.99, Real(least=0.5, most=0.9999), "of the lower bounds on mu"),
+    "clip_rounds": Option(60, Int(5), "rounds of the clip norms' trajectories"),
+    "float_draws": Option(100_000, Int(1000), "noisy values whose last bits are looked at"),
 }
 
 # The claim itself, a tenth and a fifth more than claimed, and the factors by which mistakes of sensitivity or adjacency

@@ -6,10 +6,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from fedcomp.experiments.experiment import Config, Experiment, Option
+from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option
 from fedcomp.experiments.findings import Findings, Say, different_bytes
 from fedcomp.experiments.kit import claim, curves, learning_line
 from fedcomp.experiments.spec import RunResult, RunSpec
+from fedcomp.rules import Int, Real
 
 TASK = "digits"
 FEDAVG = "FedAvg"
@@ -30,16 +31,16 @@ FEW_BITS: dict[str, Any] = {"codec.values": "q2"}
 """A sign and one of two magnitudes for each value."""
 
 OPTIONS = {
-    "task.partition": Option("dirichlet:0.5", "how examples are spread: iid, dirichlet:ALPHA, shards:COUNT"),
-    "task.hidden": Option("256,256", "widths of the model's hidden layers"),
-    "lr": Option(0.3, "step size of the clients' SGD", above=0.0),
-    "momentum": Option(0.0, "momentum of the clients' SGD", least=0.0, most=0.999),
-    "epochs": Option(1, "passes over its data a client makes in one round", least=1),
-    "batch_size": Option(64, "examples per step", least=1),
-    "fraction": Option(1.0, "share of the clients that train in a round", above=0.0, most=1.0),
-    "codec.density": Option(0.01, "share of the coordinates top-k sends", above=0.0, most=1.0),
-    "codec.levels": Option(127, "positive levels of QSGD", least=1, most=32767),
-    "link": Option("10mbit", "every client's link: a preset or UP[/DOWN][@LATENCY]; empty for none"),
+    "task.partition": Option("dirichlet:0.5", TEXT, "how examples are spread: iid, dirichlet:ALPHA, shards:COUNT"),
+    "task.hidden": Option("256,256", TEXT, "widths of the model's hidden layers"),
+    "lr": Option(0.3, Real(above=0.0), "step size of the clients' SGD"),
+    "momentum": Option(0.0, Real(least=0.0, most=0.999), "momentum of the clients' SGD"),
+    "epochs": Option(1, Int(1), "passes over its data a client makes in one round"),
+    "batch_size": Option(64, Int(1), "examples per step"),
+    "fraction": Option(1.0, Real(above=0.0, most=1.0), "share of the clients that train in a round"),
+    "codec.density": Option(0.01, Real(above=0.0, most=1.0), "share of the coordinates top-k sends"),
+    "codec.levels": Option(127, Int(1, 32767), "positive levels of QSGD"),
+    "link": Option("10mbit", TEXT, "every client's link: a preset or UP[/DOWN][@LATENCY]; empty for none"),
 }
 
 _SHARED = ("task.", "lr", "momentum", "epochs", "batch_size", "fraction", "link")

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Final
 
 from fedcomp.errors import ConfigError, nearest
-from fedcomp.experiments.experiment import Config, Experiment, Option, no_rows
+from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option, no_rows
 from fedcomp.experiments.findings import Findings, Say, mean, spread
 from fedcomp.experiments.kit import (
     Records,
@@ -24,6 +24,7 @@ from fedcomp.experiments.kit import (
     workers,
 )
 from fedcomp.experiments.spec import RunResult, RunSpec
+from fedcomp.rules import Int, OneOf
 
 FEDAVG: Final = "FedAvg"
 SAFE: Final = "safe: EDEN, 1 bit"
@@ -89,15 +90,13 @@ def _names(text: str, known: Mapping[str, Any]) -> list[str]:
 
 
 OPTIONS = {
-    "seeds": Option(3, "trainings per row, with the seeds from --seed on", least=1, most=100),
-    "tasks": Option(",".join(TASKS), "what is learnt", check=lambda text: _names(text, TASKS)),
-    "cohorts": Option(",".join(COHORTS), "who trains in a round", check=lambda text: _names(text, COHORTS)),
+    "seeds": Option(3, Int(1, 100), "trainings per row, with the seeds from --seed on"),
+    "tasks": Option(",".join(TASKS), TEXT, "what is learnt", check=lambda text: _names(text, TASKS)),
+    "cohorts": Option(",".join(COHORTS), TEXT, "who trains in a round", check=lambda text: _names(text, COHORTS)),
     "steps": Option(
-        "0.5,1,2,4",
-        "step sizes that are tried on a validation split, in multiples of the task's",
-        check=lambda text: numbers(text, each=Option(1.0, "a multiple", above=0.0)),
+        "0.5,1,2,4", TEXT, "step sizes that are tried on a validation split, in multiples of the task's", check=numbers
     ),
-    "tune": Option(FEDAVG, "whose step size is looked for; FedAvg's is every row's", choices=(FEDAVG, "every row")),
+    "tune": Option(FEDAVG, OneOf(FEDAVG, "every row"), "whose step size is looked for; FedAvg's is every row's"),
     "workers": workers(),
 }
 
@@ -163,7 +162,7 @@ def _best(tried: Records) -> dict[str, float]:
 
 def _compare(task: str, cohort: str, config: Config, say: Say) -> Findings:
     lr, processes = TASKS[task][0], int(config.settings["workers"])
-    steps = [lr * times for times in numbers(str(config.settings["steps"]), each=Option(1.0, "a multiple", above=0.0))]
+    steps = [lr * times for times in numbers(str(config.settings["steps"]))]
     tuned = [FEDAVG] if config.settings["tune"] == FEDAVG else list(ROWS)
     axes: dict[str, list[Any]] = {"task": [task], "cohort": [cohort], "row": tuned, "lr": steps, "seed": [config.seed]}
     tried = Sweep(train, axes, "tuning", {"config": config, "tuning": True})(say, processes)

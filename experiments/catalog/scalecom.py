@@ -10,12 +10,13 @@ import numpy as np
 
 from fedcomp.codecs import Codec, RandomK, ScaleCom, TopK
 from fedcomp.codecs.feedback import ErrorFeedback
-from fedcomp.experiments.experiment import Config, Experiment, Option
+from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option
 from fedcomp.experiments.findings import Findings, mean
 from fedcomp.experiments.kit import Say, claim, curves, table
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key
+from fedcomp.rules import Int, Real
 
 TASK = "digits"
 DENSE = "FedAvg, 8 clients"
@@ -25,11 +26,11 @@ SETTLED = 3
 """First round that counts: before it, nodes get whole models."""
 
 OPTIONS = {
-    "task.hidden": Option("256", "widths of the model's hidden layers"),
-    "lr": Option(0.2, "step size of the clients' SGD", above=0.0),
-    "batch_size": Option(16, "examples per step", least=1),
-    "codec.density": Option(0.01, "share of the coordinates sent", above=0.0, most=1.0),
-    "norm_rounds": Option(2000, "rounds of the memory-norm measurement", least=20),
+    "task.hidden": Option("256", TEXT, "widths of the model's hidden layers"),
+    "lr": Option(0.2, Real(above=0.0), "step size of the clients' SGD"),
+    "batch_size": Option(16, Int(1), "examples per step"),
+    "codec.density": Option(0.01, Real(above=0.0, most=1.0), "share of the coordinates sent"),
+    "norm_rounds": Option(2000, Int(20), "rounds of the memory-norm measurement"),
 }
 
 _TAKE = ("task.", "lr", "batch_size", "codec.density")

@@ -23,11 +23,12 @@ from fedcomp.experiments.estimates import (
     search,
     timing,
 )
-from fedcomp.experiments.experiment import Config, Experiment, Option
+from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option
 from fedcomp.experiments.findings import Claim, Curves, Findings, HeatMap, Say, Series, Table, mean
 from fedcomp.experiments.kit import Record, Records, Sweep, claim, curves, running_mean, table, train_losses
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.rng import Key
+from fedcomp.rules import Int, Real
 
 TASK: Final = "digits"
 DENSE: Final = "FedAvg"
@@ -39,17 +40,17 @@ DEFAULT: Final = ("pareto", 2)
 """What the codec does when it is given nothing but a density."""
 
 OPTIONS = {
-    "task.hidden": Option("256", "widths of the hidden layers of the rows' model"),
-    "lr": Option(0.2, "step size of the clients' SGD", above=0.0),
-    "batch_size": Option(16, "examples per step; a client makes one step a round", least=1),
-    "codec.density": Option(0.01, "share of the coordinates sent", above=0.0, most=1.0),
-    "mlp_steps": Option(300, "steps over which gradients of the digits model are captured", least=1),
-    "cnn_steps": Option(60, "steps over which gradients of the MNIST network are captured", least=1),
-    "cnn_examples": Option(2000, "training images of the MNIST network", least=2),
-    "size": Option(1_000_000, "elements of the synthetic vectors", least=10_000),
-    "timing_size": Option(1_000_000, "elements of the vector selections are timed on", least=10_000),
-    "draws": Option(4, "draws of every synthetic vector", least=1),
-    "repetitions": Option(9, "interleaved repetitions of the timing, of which the median counts", least=1),
+    "task.hidden": Option("256", TEXT, "widths of the hidden layers of the rows' model"),
+    "lr": Option(0.2, Real(above=0.0), "step size of the clients' SGD"),
+    "batch_size": Option(16, Int(1), "examples per step; a client makes one step a round"),
+    "codec.density": Option(0.01, Real(above=0.0, most=1.0), "share of the coordinates sent"),
+    "mlp_steps": Option(300, Int(1), "steps over which gradients of the digits model are captured"),
+    "cnn_steps": Option(60, Int(1), "steps over which gradients of the MNIST network are captured"),
+    "cnn_examples": Option(2000, Int(2), "training images of the MNIST network"),
+    "size": Option(1_000_000, Int(10_000), "elements of the synthetic vectors"),
+    "timing_size": Option(1_000_000, Int(10_000), "elements of the vector selections are timed on"),
+    "draws": Option(4, Int(1), "draws of every synthetic vector"),
+    "repetitions": Option(9, Int(1), "interleaved repetitions of the timing, of which the median counts"),
 }
 
 _SHARED = ("task.", "lr", "batch_size")

@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any, Final
 
 from fedcomp.clients.edge.links import Link
 from fedcomp.experiments.catalog.factors import TUNING_SEED
-from fedcomp.experiments.experiment import Config, Experiment, Option, no_rows
+from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option, no_rows
 from fedcomp.experiments.findings import Findings, Say
 from fedcomp.experiments.kit import Record, Records, Sweep, claim, curves, numbers, table, workers
 from fedcomp.experiments.links import HEADERS, pace, unavailable
 from fedcomp.experiments.spec import RunResult
+from fedcomp.rules import Flag, Int, Real
 
 FEDAVG, UP, BOTH, LOW_BIT, STOCK = "FedAvg", "top-k up", "top-k both ways", "EDEN both ways", "stock Flower"
 AT_NODES: Final = "EDEN, first model at nodes"
@@ -43,23 +45,25 @@ IDLE: Final = 60.0
 OPTIONS = {
     "rates": Option(
         "64,200,1000,10000",
+        TEXT,
         "kbit/s of every node's link, both ways",
-        check=lambda text: numbers(text, each=Option(1.0, "kbit/s", least=1.0, most=1e6)),
+        check=partial(numbers, each=Real(least=1.0, most=1e6)),
     ),
-    "dense": Option(32.0, "seconds that a model takes to a node: its size, up to 4 MB", above=0.0, most=600.0),
-    "target": Option(95.0, "accuracy to reach, %", above=0.0, most=100.0),
+    "dense": Option(32.0, Real(above=0.0, most=600.0), "seconds that a model takes to a node: its size, up to 4 MB"),
+    "target": Option(95.0, Real(above=0.0, most=100.0), "accuracy to reach, %"),
     "limit": Option(
-        240.0, "seconds after which a row is ended; after three rounds, if its pace is too slow for it", least=5.0
+        240.0, Real(least=5.0), "seconds after which a row is ended; after three rounds, if its pace is too slow for it"
     ),
-    "local": Option(2, "steps of a client per round", least=1),
+    "local": Option(2, Int(1), "steps of a client per round"),
     "steps": Option(
         "0.1,0.3,1,3",
+        TEXT,
         "step sizes of the clients; each row and size takes the one that is there first on a validation split, "
         "of three trainings",
-        check=lambda text: numbers(text, each=Option(0.1, "a step size", above=0.0)),
+        check=numbers,
     ),
-    "stock": Option(True, "8 MB at 200 kbit/s, too, by stock Flower and by ours"),
-    "stock_limit": Option(420.0, "seconds of that", least=5.0),
+    "stock": Option(True, Flag(), "8 MB at 200 kbit/s, too, by stock Flower and by ours"),
+    "stock_limit": Option(420.0, Real(least=5.0), "seconds of that"),
     "workers": workers(2),
     "links": workers(3),
 }
@@ -195,10 +199,10 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
     """Choose step sizes in this process, train over links, then account for every byte."""
     s = config.settings
     skipped = unavailable()
-    rates = numbers(str(s["rates"]), each=Option(1.0, "kbit/s"))
+    rates = numbers(str(s["rates"]))
     sizes = {kbit: hidden_at(kbit, float(s["dense"])) for kbit in rates}
     processes, side_by_side = int(s["workers"]), int(s["links"])
-    grid = numbers(str(s["steps"]), each=Option(0.1, "a step size"))
+    grid = numbers(str(s["steps"]))
     shared = {"config": config}
     seeds = [config.seed + TUNING_SEED + i for i in range(TRIALS)]
     axes = {"row": TRAINED, "hidden": sorted(set(sizes.values())), "rate": grid, "seed": seeds}

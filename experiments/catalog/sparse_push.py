@@ -18,11 +18,12 @@ from fedcomp.experiments.decentralised import (
     honest_ratio,
     ratio,
 )
-from fedcomp.experiments.experiment import Config, Experiment, Option, Value
+from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option, Value
 from fedcomp.experiments.findings import Claim, Curves, Findings, Table, largest, mean
 from fedcomp.experiments.kit import Records, Say, Sweep, claim, curves, table, workers
 from fedcomp.experiments.relayed import claims_of_messages
 from fedcomp.experiments.spec import RunResult, RunSpec
+from fedcomp.rules import Flag, Int, Real
 
 TASK: Final = "digits"
 SGP: Final = "SGP"
@@ -81,19 +82,19 @@ def _gamma(text: str) -> float | str:
 
 
 OPTIONS = {
-    "seeds": Option(1, "trainings per cell, with the seeds from --seed on", least=1, most=20),
+    "seeds": Option(1, Int(1, 20), "trainings per cell, with the seeds from --seed on"),
     "workers": workers(2),
-    "full": Option(False, "the whole product of graphs, data, sizes, levels and losses: and long rows"),
-    "task.hidden": Option("32", "widths of the model's hidden layers"),
-    "lr": Option(0.1, "step size of the nodes' SGD", above=0.0),
-    "decay": Option(True, "the step size falls to zero along half a cosine"),
-    "momentum": Option(0.9, "of the nodes' SGD", least=0.0, most=0.99),
-    "batch_size": Option(32, "examples per step", least=1),
-    "gamma.exponential": Option("auto", "consensus step on the static graph: a number or auto", check=_gamma),
-    "gamma.one-peer": Option("auto", "on the one-peer exponential graph, 1 % and more", check=_gamma),
-    "gamma.digraph": Option("0.2", "on the random digraph, 1 % and more; below it is auto", check=_gamma),
-    "drop": Option(0.1, "share of instructions lost, or their answers, in rows with loss", above=0.0, most=0.5),
-    "check_rounds": Option(40, "iterations of the runs that are also made with messages", least=1),
+    "full": Option(False, Flag(), "the whole product of graphs, data, sizes, levels and losses: and long rows"),
+    "task.hidden": Option("32", TEXT, "widths of the model's hidden layers"),
+    "lr": Option(0.1, Real(above=0.0), "step size of the nodes' SGD"),
+    "decay": Option(True, Flag(), "the step size falls to zero along half a cosine"),
+    "momentum": Option(0.9, Real(least=0.0, most=0.99), "of the nodes' SGD"),
+    "batch_size": Option(32, Int(1), "examples per step"),
+    "gamma.exponential": Option("auto", TEXT, "consensus step on the static graph: a number or auto", check=_gamma),
+    "gamma.one-peer": Option("auto", TEXT, "on the one-peer exponential graph, 1 % and more", check=_gamma),
+    "gamma.digraph": Option("0.2", TEXT, "on the random digraph, 1 % and more; below it is auto", check=_gamma),
+    "drop": Option(0.1, Real(above=0.0, most=0.5), "share of instructions lost, or their answers, in rows with loss"),
+    "check_rounds": Option(40, Int(1), "iterations of the runs that are also made with messages"),
     **ENERGY_OPTIONS,
 }
 

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from fedcomp.experiments.experiment import Config, Experiment, Option, no_rows
+from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option, no_rows
 from fedcomp.experiments.findings import Findings, HeatMap, mean, spread
 from fedcomp.experiments.kit import Records, Say, Sweep, claim, curves, numbers, over_seeds, repetitions, table, workers
 from fedcomp.experiments.spec import RunResult
+from fedcomp.rules import Int, Real
 
 if TYPE_CHECKING:
     # Listing the experiments needs no torch: it is imported when one is run.
@@ -37,16 +38,16 @@ MEMORY: Final = ("memory", "none")
 DENSE: Final = "dense"
 
 
-_densities: Final = partial(numbers, each=Option(0.01, "density", above=0.0, most=1.0))
+_densities: Final = partial(numbers, each=Real(above=0.0, most=1.0))
 
 OPTIONS = {
-    "seeds": Option(2, "trainings per cell, with the seeds from --seed on", least=1, most=100),
+    "seeds": Option(2, Int(1, 100), "trainings per cell, with the seeds from --seed on"),
     "workers": workers(),
-    "densities": Option("0.001,0.01,0.1", "shares of the coordinates sent", check=_densities),
-    "task.partition": Option("iid", "how examples are spread: iid, dirichlet:ALPHA, shards:COUNT"),
-    "task.hidden": Option("256", "widths of the model's hidden layers"),
-    "lr": Option(0.1, "step size of the clients' SGD", above=0.0),
-    "batch_size": Option(16, "examples per step; a client makes one step a round", least=1),
+    "densities": Option("0.001,0.01,0.1", TEXT, "shares of the coordinates sent", check=_densities),
+    "task.partition": Option("iid", TEXT, "how examples are spread: iid, dirichlet:ALPHA, shards:COUNT"),
+    "task.hidden": Option("256", TEXT, "widths of the model's hidden layers"),
+    "lr": Option(0.1, Real(above=0.0), "step size of the clients' SGD"),
+    "batch_size": Option(16, Int(1), "examples per step; a client makes one step a round"),
 }
 
 

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from fedcomp.experiments import adaptive_servers, robust_rules, small_cnn
-from fedcomp.experiments.experiment import Config, Experiment, Option
+from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option
 from fedcomp.experiments.findings import Claim, Findings, Table, mean, spread
 from fedcomp.experiments.kit import Records, Say, Sweep, claim, curves, over_seeds, repetitions, table, workers
 from fedcomp.experiments.spec import RunResult, RunSpec
+from fedcomp.rules import Int, Real
 
 if TYPE_CHECKING:
     # Listing the experiments needs no torch: it is imported when one is run.
@@ -35,14 +36,14 @@ LOOKS: Final = 20
 """Evaluations per training."""
 
 OPTIONS = {
-    "seeds": Option(3, "trainings per scheme and partition, with the seeds from --seed on", least=1, most=100),
-    "baseline_seeds": Option(1, "the same for the baselines, the lower part of the table", least=1, most=100),
+    "seeds": Option(3, Int(1, 100), "trainings per scheme and partition, with the seeds from --seed on"),
+    "baseline_seeds": Option(1, Int(1, 100), "the same for the baselines, the lower part of the table"),
     "workers": workers(),
-    "task.hidden": Option("256", "widths of the model's hidden layers"),
-    "lr": Option(0.05, "step size of the clients' SGD", above=0.0),
-    "batch_size": Option(16, "examples per step; a client makes one step a round", least=1),
-    "density": Option(0.01, "share of the coordinates that schemes with a density send", above=0.0, most=1.0),
-    "check_rounds": Option(40, "rounds of the runs that are also made with messages", least=1),
+    "task.hidden": Option("256", TEXT, "widths of the model's hidden layers"),
+    "lr": Option(0.05, Real(above=0.0), "step size of the clients' SGD"),
+    "batch_size": Option(16, Int(1), "examples per step; a client makes one step a round"),
+    "density": Option(0.01, Real(above=0.0, most=1.0), "share of the coordinates that schemes with a density send"),
+    "check_rounds": Option(40, Int(1), "rounds of the runs that are also made with messages"),
     **adaptive_servers.OPTIONS,
     **robust_rules.OPTIONS,
     **small_cnn.OPTIONS,

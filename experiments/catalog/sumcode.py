@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from fedcomp.experiments.experiment import Config, Experiment, Option
+from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option
 from fedcomp.experiments.findings import Claim, Findings, Table, mean
 from fedcomp.experiments.kit import Record, Records, Say, Sweep, claim, curves, table
 from fedcomp.experiments.spec import RunResult, RunSpec
+from fedcomp.rules import Int, Real
 
 TASK = "digits"
 SYSTEM = "sumcode"
@@ -26,13 +27,13 @@ CHECKED = {"share": 12, "mask": 6}
 """Clients of the runs whose sums are compared with integers added without any code, by mode."""
 
 OPTIONS = {
-    "task.hidden": Option("1024", "widths of the model's hidden layers"),
-    "lr": Option(0.2, "step size of the clients' SGD", above=0.0),
-    "max_steps": Option(4, "steps of SGD a round", least=1),
-    "codec.density": Option(1.0, "share of the coordinates sent, the same on all clients", above=0.0, most=1.0),
-    "codec.clip": Option(0.1, "largest change of one coordinate that is sent at once", above=0.0),
-    "codec.levels": Option(127, "steps from zero to the clip", least=1, most=127),
-    "exact_rounds": Option(3, "rounds that are compared with the sum of integers", least=1),
+    "task.hidden": Option("1024", TEXT, "widths of the model's hidden layers"),
+    "lr": Option(0.2, Real(above=0.0), "step size of the clients' SGD"),
+    "max_steps": Option(4, Int(1), "steps of SGD a round"),
+    "codec.density": Option(1.0, Real(above=0.0, most=1.0), "share of the coordinates sent, the same on all clients"),
+    "codec.clip": Option(0.1, Real(above=0.0), "largest change of one coordinate that is sent at once"),
+    "codec.levels": Option(127, Int(1, 127), "steps from zero to the clip"),
+    "exact_rounds": Option(3, Int(1), "rounds that are compared with the sum of integers"),
 }
 
 _TAKE = ("task.", "lr", "max_steps", "codec.")

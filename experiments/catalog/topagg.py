@@ -10,11 +10,12 @@ from itertools import accumulate, product
 from typing import TYPE_CHECKING, Any, Final
 
 from fedcomp.experiments.ballots import PUBLISHED, SHARES, agreement, drawn_difference, passing
-from fedcomp.experiments.experiment import Config, Experiment, Option
+from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option
 from fedcomp.experiments.findings import Claim, Curves, Findings, Say, Series, Table, largest, mean, spread
 from fedcomp.experiments.kit import Records, Sweep, claim, curves, repetitions, table, workers
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.rng import Key
+from fedcomp.rules import Flag, Int, OneOf, Real
 
 if TYPE_CHECKING:
     from fedcomp.experiments.central import Beside
@@ -90,19 +91,21 @@ METHODS: Final = (
 all gradients."""
 
 OPTIONS = {
-    "task": Option("digits", "what is learnt; the settings were chosen on digits", choices=("digits", "mnist")),
-    "task.hidden": Option("32", "widths of the model's hidden layers"),
-    "task.model": Option("mlp", "the model: mlp, or cnn for MNIST", choices=("mlp", "cnn")),
-    "seeds": Option(3, "trainings per method and epsilon, with the seeds from --seed on", least=1, most=100),
+    "task": Option("digits", OneOf("digits", "mnist"), "what is learnt; the settings were chosen on digits"),
+    "task.hidden": Option("32", TEXT, "widths of the model's hidden layers"),
+    "task.model": Option("mlp", OneOf("mlp", "cnn"), "the model: mlp, or cnn for MNIST"),
+    "seeds": Option(3, Int(1, 100), "trainings per method and epsilon, with the seeds from --seed on"),
     "workers": workers(2),
-    "lr": Option(0.5, "step size of the clients' SGD", above=0.0),
-    "epochs": Option(4, "passes of a client over its examples in a round", least=1),
-    "batch_size": Option(8, "examples per step", least=1),
-    "max_steps": Option(0, "steps a client makes in a round at most; 0: no limit but the epochs", least=0),
-    "delta": Option(1e-3, "delta of every guarantee; below one over the clients", above=0.0, most=0.1),
-    "tune": Option(False, "choose clip, rates, votes and thresholds again, on other seeds, by the training loss"),
-    "tune_seeds": Option(1, "trainings per candidate when tuning", least=1, most=10),
-    "agreement_size": Option(2000, "coordinates of the synthetic gradients", least=10),
+    "lr": Option(0.5, Real(above=0.0), "step size of the clients' SGD"),
+    "epochs": Option(4, Int(1), "passes of a client over its examples in a round"),
+    "batch_size": Option(8, Int(1), "examples per step"),
+    "max_steps": Option(0, Int(0), "steps a client makes in a round at most; 0: no limit but the epochs"),
+    "delta": Option(1e-3, Real(above=0.0, most=0.1), "delta of every guarantee; below one over the clients"),
+    "tune": Option(
+        False, Flag(), "choose clip, rates, votes and thresholds again, on other seeds, by the training loss"
+    ),
+    "tune_seeds": Option(1, Int(1, 10), "trainings per candidate when tuning"),
+    "agreement_size": Option(2000, Int(10), "coordinates of the synthetic gradients"),
 }
 
 _TRAINING: Final = ("lr", "epochs", "batch_size", "max_steps")

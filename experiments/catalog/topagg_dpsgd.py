@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any, Final
 
-from fedcomp.experiments.experiment import Config, Experiment, Option, no_rows
+from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option, no_rows
 from fedcomp.experiments.findings import Claim, Curves, Findings, Say, Table, largest, mean, spread
 from fedcomp.experiments.kit import Record, claim, curves, named, repetitions, table, workers
 from fedcomp.experiments.record_training import TASK, RecordCell
 from fedcomp.experiments.spec import RunResult
+from fedcomp.rules import Flag, Int, Real
 
 DP_SGD: Final = "DP-SGD"
 TOPAGG: Final = "TopAgg"
@@ -73,14 +74,16 @@ CHOSEN: Final[Mapping[str, tuple[Options, ...]]] = {
 """What it found, in the order of :data:`TARGETS`."""
 
 OPTIONS = {
-    "seeds": Option(5, "trainings per method and epsilon, with the seeds from --seed on", least=1, most=100),
+    "seeds": Option(5, Int(1, 100), "trainings per method and epsilon, with the seeds from --seed on"),
     "workers": workers(2),
-    "tune": Option(False, "choose step sizes, k, rank and kept fraction again on the validation split, and use those"),
-    "secure": Option(False, "take noise and samples from the operating system instead of the seed"),
-    "rate": Option(0.2, "probability with which a record is in a batch", above=0.0, most=1.0),
-    "delta": Option(1e-5, "delta of every epsilon", above=0.0, most=1e-4),
-    "clip": Option(1.0, "clip norm of one record's gradient; votes need none", above=0.0),
-    "task.hidden": Option("32", "widths of the model's hidden layers"),
+    "tune": Option(
+        False, Flag(), "choose step sizes, k, rank and kept fraction again on the validation split, and use those"
+    ),
+    "secure": Option(False, Flag(), "take noise and samples from the operating system instead of the seed"),
+    "rate": Option(0.2, Real(above=0.0, most=1.0), "probability with which a record is in a batch"),
+    "delta": Option(1e-5, Real(above=0.0, most=1e-4), "delta of every epsilon"),
+    "clip": Option(1.0, Real(above=0.0), "clip norm of one record's gradient; votes need none"),
+    "task.hidden": Option("32", TEXT, "widths of the model's hidden layers"),
 }
 
 

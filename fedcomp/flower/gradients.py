@@ -22,7 +22,7 @@ from fedcomp.errors import LayoutError, NonFiniteUpdate, StateError
 from fedcomp.flower.coded import Header, Indexed
 from fedcomp.flower.payload import PARTITIONS
 from fedcomp.layout import Layout
-from fedcomp.plain import Range, from_plain
+from fedcomp.plain import from_plain
 from fedcomp.rules import Data, Int, Many, Real, Text
 
 ANSWER: Final = "fedcomp.coded.answer"
@@ -34,7 +34,7 @@ MAX_DEVICES: Final = 4096
 MAX_METRICS: Final = 4096
 """Largest number of metric values in an answer."""
 
-_FORM: Final = tuple[str, str, tuple[tuple[str, Annotated[int, Range(0, MAX_METRICS)]], ...]]
+_FORM: Final = tuple[str, str, tuple[tuple[str, Annotated[int, Int(0, MAX_METRICS)]], ...]]
 
 Doubles = NDArray[np.float64]
 Arrays = Mapping[str, NDArray[Any]]

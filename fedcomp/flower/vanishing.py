@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Final, cast
+from typing import Any, Final, cast
 
 from flwr.app import Message
 
@@ -19,7 +19,8 @@ from fedcomp.flower._private import Packer
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.nodes import GridError
 from fedcomp.flower.wrapper import GridWrapper
-from fedcomp.plain import Count, Range, from_plain, to_plain
+from fedcomp.plain import Count, from_plain, to_plain
+from fedcomp.rules import NotNegative
 from fedcomp.timing.dropout import NEVER, Compute, Failures, Situation
 from fedcomp.timing.links import Link
 
@@ -34,8 +35,6 @@ SETUP: Final = ("query", "query.coded_hello")
 """Message types that pass whoever is away and take no time: the roll call and the greeting, once per run."""
 
 _SNAPSHOT: Final = "vanishing grid snapshot"
-
-_Seconds = Annotated[float, Range(0.0)]
 
 
 @dataclass
@@ -216,7 +215,7 @@ class VanishingGrid(GridWrapper):
         with store.reading(_SNAPSHOT):
             # Read before anything is changed.
             current = from_plain(Count, state["round"], "round")
-            before, now = (from_plain(_Seconds, state[name], name) for name in ("before", "now"))
+            before, now = (from_plain(NotNegative, state[name], name) for name in ("before", "now"))
             log = from_plain(dict[int, RoundTrace], state["log"], "log")
             self._devices.restore(state["inner"])
         self._devices.round = self._round = current

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
 from fedcomp import params
-from fedcomp.plain import Count, Range
+from fedcomp.plain import Count
 from fedcomp.privacy.accounting import (
     Cost,
     Profile,
@@ -24,6 +24,7 @@ from fedcomp.privacy.accounting import (
 from fedcomp.privacy.events import Adjacency, Event, check_adjacency
 from fedcomp.privacy.gaussian import check_delta, lattice_delta
 from fedcomp.privacy.sampling import Sampling
+from fedcomp.rules import Int
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class LedgerEntry:
     serial: Count
     attempt: Count
     round: Count
-    times: Annotated[int, Range(1)]
+    times: Annotated[int, Int(1)]
     participants: tuple[int, ...]
     event: Event
 

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from numbers import Integral
 from typing import Any, ClassVar, Self
 
@@ -23,8 +24,9 @@ from torch import Tensor, nn
 from fedcomp.errors import ConfigError, FedcompError
 from fedcomp.params import shown
 from fedcomp.rng import Key
+from fedcomp.rules import Flag, Int, Made, Maybe
 from fedcomp.tasks import models
-from fedcomp.tasks.options import TaskOption, flag, integer, optional, text
+from fedcomp.tasks.options import TaskOption, plain
 from fedcomp.tasks.partition import Assignment, parse_partitioner, permutation
 from fedcomp.tasks.sgd import Sgd
 from fedcomp.tasks.sources import DataSource
@@ -138,7 +140,7 @@ class ClientData(Split):
     indices: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
 
 
-def _partitioner_text(option: str, value: Any) -> str:
+def _partitioner_text(value: Any) -> str:
     return str(parse_partitioner(value))
 
 
@@ -155,12 +157,12 @@ def _check_limits(batch_size: int, epochs: int | None, max_steps: int | None) ->
 
 COMMON_OPTIONS: Mapping[str, TaskOption] = {
     "partition": TaskOption(
-        "iid", _partitioner_text, "iid, dirichlet:ALPHA, shards:COUNT, pieces:COUNT, sorted, natural"
+        "iid", Made(_partitioner_text), "iid, dirichlet:ALPHA, shards:COUNT, pieces:COUNT, sorted, natural"
     ),
-    "partition_seed": TaskOption(0, integer(0), "names the draw of the partition"),
-    "min_examples": TaskOption(1, integer(0), "least examples of any partition; 0 allows empty ones"),
-    "root": TaskOption(None, optional(text), "folder of local data sets (default: $FEDCOMP_DATA)"),
-    "download": TaskOption(False, flag, "let a library fetch the set from the network"),
+    "partition_seed": TaskOption(0, Int(0), "names the draw of the partition"),
+    "min_examples": TaskOption(1, Int(0), "least examples of any partition; 0 allows empty ones"),
+    "root": TaskOption(None, Maybe(Made(partial(plain, "root"))), "folder of local data sets (default: $FEDCOMP_DATA)"),
+    "download": TaskOption(False, Flag(), "let a library fetch the set from the network"),
 }
 """Options every task has."""
 

@@ -21,10 +21,11 @@ from torch import nn
 
 from fedcomp.errors import ConfigError
 from fedcomp.rng import Key
+from fedcomp.rules import Int, OneOf, Real
 from fedcomp.tasks import gan
 from fedcomp.tasks.base import COMMON_OPTIONS, Classification, Split, evaluating
 from fedcomp.tasks.models import Cnn, Mlp, build
-from fedcomp.tasks.options import TaskOption, choice, integer, number, widths
+from fedcomp.tasks.options import WIDTHS, TaskOption
 from fedcomp.tasks.sources import DataSource, LabelledExamples, load
 from fedcomp.tasks.teachers import by_hash
 
@@ -255,23 +256,23 @@ def _simulated(source: DataSource, count: int) -> DataSource:
 
 OPTIONS: Final[Mapping[str, TaskOption]] = {
     **COMMON_OPTIONS,
-    "noise": TaskOption(20, integer(1), "numbers of noise the generator gets"),
-    "generator": TaskOption("mlp", choice("mlp", "conv"), "mlp, or conv (transposed convolutions)"),
-    "hidden": TaskOption((128,), widths, "widths of the mlp generator's hidden layers"),
-    "width": TaskOption(16, integer(1), "channels of the conv generator's last layer"),
+    "noise": TaskOption(20, Int(1), "numbers of noise the generator gets"),
+    "generator": TaskOption("mlp", OneOf("mlp", "conv"), "mlp, or conv (transposed convolutions)"),
+    "hidden": TaskOption((128,), WIDTHS, "widths of the mlp generator's hidden layers"),
+    "width": TaskOption(16, Int(1), "channels of the conv generator's last layer"),
     "discriminator": TaskOption(
-        "bilinear", choice("bilinear", "mlp", "conv"), "a teacher's network: bilinear in label and pixels, mlp or conv"
+        "bilinear", OneOf("bilinear", "mlp", "conv"), "a teacher's network: bilinear in label and pixels, mlp or conv"
     ),
-    "teacher_hidden": TaskOption((16,), widths, "widths of an mlp teacher's hidden layers"),
-    "teacher_width": TaskOption(8, integer(1), "channels of a conv teacher's first layer"),
-    "records": TaskOption(0, integer(0), "simulated records to learn from instead of the set's own; 0: the set's own"),
-    "records_seed": TaskOption(0, integer(0), "names the draw of simulated records"),
-    "classifier": TaskOption("mlp", choice("mlp", "cnn"), "the classifier that evaluates: mlp or cnn"),
-    "synthetic": TaskOption(2000, integer(1), "generated images it learns from"),
-    "classifier_epochs": TaskOption(20, integer(1), "passes over them; the last one counts"),
-    "classifier_lr": TaskOption(0.1, number(0.0), "its step size"),
-    "classifier_momentum": TaskOption(0.9, number(0.0, 0.999), "its momentum"),
-    "classifier_batch": TaskOption(64, integer(1), "its images per step"),
+    "teacher_hidden": TaskOption((16,), WIDTHS, "widths of an mlp teacher's hidden layers"),
+    "teacher_width": TaskOption(8, Int(1), "channels of a conv teacher's first layer"),
+    "records": TaskOption(0, Int(0), "simulated records to learn from instead of the set's own; 0: the set's own"),
+    "records_seed": TaskOption(0, Int(0), "names the draw of simulated records"),
+    "classifier": TaskOption("mlp", OneOf("mlp", "cnn"), "the classifier that evaluates: mlp or cnn"),
+    "synthetic": TaskOption(2000, Int(1), "generated images it learns from"),
+    "classifier_epochs": TaskOption(20, Int(1), "passes over them; the last one counts"),
+    "classifier_lr": TaskOption(0.1, Real(least=0.0), "its step size"),
+    "classifier_momentum": TaskOption(0.9, Real(least=0.0, most=0.999), "its momentum"),
+    "classifier_batch": TaskOption(64, Int(1), "its images per step"),
 }
 
 

@@ -27,10 +27,11 @@ from fedcomp.graphs.base import GraphPart, Ids, Structure
 from fedcomp.graphs.layers import GraphConvolutions
 from fedcomp.graphs.layers import whole as whole_operators
 from fedcomp.rng import Key
+from fedcomp.rules import Flag, Int, OneOf, Real
 from fedcomp.tasks.base import COMMON_OPTIONS, Classification, Split, single_thread
 from fedcomp.tasks.gan import Adam
 from fedcomp.tasks.graph_sources import LabelledGraph, cross_partition, karate_clubs, nearest_neighbours, planted
-from fedcomp.tasks.options import TaskOption, choice, flag, integer, number
+from fedcomp.tasks.options import TaskOption
 from fedcomp.tasks.partition import Assignment, permutation
 from fedcomp.tasks.sources import DataSource, load
 
@@ -40,27 +41,23 @@ PLANTED: Final = "planted"
 OPTIONS: Final[Mapping[str, TaskOption]] = {
     "root": COMMON_OPTIONS["root"],
     "download": COMMON_OPTIONS["download"],
-    "cut": TaskOption(
-        "auto", choice("auto", *sharing.METHODS), "how nodes get owners: auto, metis, kernighan-lin, ..."
-    ),
+    "cut": TaskOption("auto", OneOf("auto", *sharing.METHODS), "how nodes get owners: auto, metis, kernighan-lin, ..."),
     "partition_seed": COMMON_OPTIONS["partition_seed"],
-    "normalisation": TaskOption(
-        "sym", choice("sym", "mean"), "of the adjacency: sym, or mean over a node's neighbours"
-    ),
-    "self_loops": TaskOption(True, flag, "whether a node is a neighbour of itself"),
+    "normalisation": TaskOption("sym", OneOf("sym", "mean"), "of the adjacency: sym, or mean over a node's neighbours"),
+    "self_loops": TaskOption(True, Flag(), "whether a node is a neighbour of itself"),
     "features": TaskOption(
         "given",
-        choice("given", "binary", "rows"),
+        OneOf("given", "binary", "rows"),
         "given; binary: 1 for all that is not 0; rows: divided by their row's sum",
     ),
-    "structure": TaskOption("full", choice("full", "halo"), "what an owner knows of the edges: all, or its own rows"),
-    "split": TaskOption("random", choice("random"), "which nodes are held out"),
-    "split_seed": TaskOption(0, integer(0), "names the draw of the held-out nodes"),
-    "held_out": TaskOption(0.2, number(0.0, 0.99), "share of the labelled nodes that is held out"),
-    "hidden": TaskOption(64, integer(1), "width of the hidden layers"),
-    "layers": TaskOption(2, integer(1, 16), "graph convolutions"),
-    "dropout": TaskOption(0.0, number(0.0, 0.99), "share of inputs to each layer that training drops"),
-    "dtype": TaskOption("float32", choice("float32", "float64"), "of features and model"),
+    "structure": TaskOption("full", OneOf("full", "halo"), "what an owner knows of the edges: all, or its own rows"),
+    "split": TaskOption("random", OneOf("random"), "which nodes are held out"),
+    "split_seed": TaskOption(0, Int(0), "names the draw of the held-out nodes"),
+    "held_out": TaskOption(0.2, Real(least=0.0, most=0.99), "share of the labelled nodes that is held out"),
+    "hidden": TaskOption(64, Int(1), "width of the hidden layers"),
+    "layers": TaskOption(2, Int(1, 16), "graph convolutions"),
+    "dropout": TaskOption(0.0, Real(least=0.0, most=0.99), "share of inputs to each layer that training drops"),
+    "dtype": TaskOption("float32", OneOf("float32", "float64"), "of features and model"),
 }
 """Options of every graph task."""
 
@@ -402,7 +399,7 @@ def _prepared(features: NDArray[np.float32], kind: str, dtype: str) -> NDArray[n
 
 _PUBLIC: Final[Mapping[str, TaskOption]] = {
     **OPTIONS,
-    "split": TaskOption("random", choice("random", "public"), "which nodes are held out: random, or public"),
+    "split": TaskOption("random", OneOf("random", "public"), "which nodes are held out: random, or public"),
 }
 
 
@@ -443,7 +440,7 @@ class DigitsGraph(GraphTask):
     name = "digits-graph"
     OPTIONS: ClassVar[Mapping[str, TaskOption]] = {
         **OPTIONS,
-        "k": TaskOption(10, integer(1), "nearest digits that one is joined to"),
+        "k": TaskOption(10, Int(1), "nearest digits that one is joined to"),
     }
 
     def _load(self, options: Mapping[str, Any]) -> tuple[LabelledGraph, DataSource]:
@@ -459,7 +456,7 @@ class Karate(GraphTask):
     name = "karate"
     OPTIONS: ClassVar[Mapping[str, TaskOption]] = {
         **OPTIONS,
-        "labels": TaskOption(4, integer(2, 4), "2: the clubs it split into; 4: communities by modularity"),
+        "labels": TaskOption(4, Int(2, 4), "2: the clubs it split into; 4: communities by modularity"),
         "hidden": replace(OPTIONS["hidden"], default=16),
     }
 
@@ -487,19 +484,19 @@ class CrossPartition(GraphTask):
     planted_only = True
     OPTIONS: ClassVar[Mapping[str, TaskOption]] = {
         **OPTIONS,
-        "cut": TaskOption("auto", choice("auto", PLANTED), "auto and planted are the parts the graph is made of"),
+        "cut": TaskOption("auto", OneOf("auto", PLANTED), "auto and planted are the parts the graph is made of"),
         "normalisation": replace(OPTIONS["normalisation"], default="mean"),
         "self_loops": replace(OPTIONS["self_loops"], default=False),
         "held_out": replace(OPTIONS["held_out"], default=0.25),
         "layers": replace(OPTIONS["layers"], default=1),
-        "nodes": TaskOption(1200, integer(1, 8192), "N; memory grows with its square"),
-        "parts": TaskOption(4, integer(2), "owners the graph is made for, at least two"),
-        "classes": TaskOption(4, integer(2), "colours, and labels"),
-        "noise": TaskOption(0.3, number(0.0), "standard deviation of the columns of noise"),
-        "own": TaskOption(10, integer(0), "neighbours of the same owner"),
-        "telling": TaskOption(7, integer(0), "neighbours of other owners that have the label's colour"),
-        "other": TaskOption(3, integer(0), "neighbours of other owners of any colour"),
-        "graph_seed": TaskOption(0, integer(0), "names the draw of the graph"),
+        "nodes": TaskOption(1200, Int(1, 8192), "N; memory grows with its square"),
+        "parts": TaskOption(4, Int(2), "owners the graph is made for, at least two"),
+        "classes": TaskOption(4, Int(2), "colours, and labels"),
+        "noise": TaskOption(0.3, Real(least=0.0), "standard deviation of the columns of noise"),
+        "own": TaskOption(10, Int(0), "neighbours of the same owner"),
+        "telling": TaskOption(7, Int(0), "neighbours of other owners that have the label's colour"),
+        "other": TaskOption(3, Int(0), "neighbours of other owners of any colour"),
+        "graph_seed": TaskOption(0, Int(0), "names the draw of the graph"),
     }
 
     def _load(self, options: Mapping[str, Any]) -> tuple[LabelledGraph, DataSource]:
@@ -517,16 +514,16 @@ class SyntheticGraph(GraphTask):
         **OPTIONS,
         "cut": TaskOption(
             "auto",
-            choice("auto", PLANTED, *sharing.METHODS),
+            OneOf("auto", PLANTED, *sharing.METHODS),
             "planted, which auto is for as many owners as the graph is made of; metis, ...",
         ),
-        "nodes": TaskOption(4000, integer(1), "N"),
-        "degree": TaskOption(20, integer(1), "mean number of neighbours"),
-        "parts": TaskOption(4, integer(1), "parts the graph is made of"),
-        "cross": TaskOption(0.05, number(0.0, 1.0), "share of edges between them"),
-        "columns": TaskOption(16, integer(1), "features of a node"),
-        "classes": TaskOption(8, integer(2), "labels"),
-        "graph_seed": TaskOption(0, integer(0), "names the draw of the graph"),
+        "nodes": TaskOption(4000, Int(1), "N"),
+        "degree": TaskOption(20, Int(1), "mean number of neighbours"),
+        "parts": TaskOption(4, Int(1), "parts the graph is made of"),
+        "cross": TaskOption(0.05, Real(least=0.0, most=1.0), "share of edges between them"),
+        "columns": TaskOption(16, Int(1), "features of a node"),
+        "classes": TaskOption(8, Int(2), "labels"),
+        "graph_seed": TaskOption(0, Int(0), "names the draw of the graph"),
     }
 
     def _load(self, options: Mapping[str, Any]) -> tuple[LabelledGraph, DataSource]:

@@ -7,17 +7,18 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from fedcomp.rules import Flag, Int, Maybe, OneOf
 from fedcomp.tasks.base import COMMON_OPTIONS, Classification
 from fedcomp.tasks.models import Cnn, Mlp, QuickstartCnn
-from fedcomp.tasks.options import TaskOption, choice, flag, integer, optional, widths
+from fedcomp.tasks.options import WIDTHS, TaskOption
 from fedcomp.tasks.sources import LabelledExamples, held_out, load
 
 MODEL_OPTIONS: Mapping[str, TaskOption] = {
-    "model": TaskOption("mlp", choice("mlp", "cnn"), "mlp or cnn"),
-    "hidden": TaskOption((256, 256), widths, "widths of the mlp's hidden layers"),
-    "batch_norm": TaskOption(False, flag, "batch normalisation after the cnn's convolutions"),
-    "train_examples": TaskOption(None, optional(integer(1)), "use only the first so many training examples"),
-    "validation": TaskOption(False, flag, "hold out a fifth of the training examples and test on them: for tuning"),
+    "model": TaskOption("mlp", OneOf("mlp", "cnn"), "mlp or cnn"),
+    "hidden": TaskOption((256, 256), WIDTHS, "widths of the mlp's hidden layers"),
+    "batch_norm": TaskOption(False, Flag(), "batch normalisation after the cnn's convolutions"),
+    "train_examples": TaskOption(None, Maybe(Int(1)), "use only the first so many training examples"),
+    "validation": TaskOption(False, Flag(), "hold out a fifth of the training examples and test on them: for tuning"),
 }
 
 
@@ -68,7 +69,7 @@ class DigitImages(_Images):
     OPTIONS: ClassVar[Mapping[str, TaskOption]] = {
         **COMMON_OPTIONS,
         **MODEL_OPTIONS,
-        "model": TaskOption("mlp", choice("mlp", "cnn", "quickstart"), "mlp, cnn or quickstart"),
+        "model": TaskOption("mlp", OneOf("mlp", "cnn", "quickstart"), "mlp, cnn or quickstart"),
     }
 
 
@@ -85,7 +86,7 @@ class Mnist(_Images):
     OPTIONS: ClassVar[Mapping[str, TaskOption]] = {
         **COMMON_OPTIONS,
         **MODEL_OPTIONS,
-        "model": TaskOption("cnn", choice("mlp", "cnn"), "mlp or cnn"),
+        "model": TaskOption("cnn", OneOf("mlp", "cnn"), "mlp or cnn"),
     }
 
 
@@ -103,7 +104,7 @@ class Cifar(_Images):
         **COMMON_OPTIONS,
         # Without batch_norm, which only the CNN for one colour has.
         **{key: MODEL_OPTIONS[key] for key in ("hidden", "train_examples", "validation")},
-        "model": TaskOption("quickstart", choice("mlp", "quickstart"), "mlp or quickstart"),
+        "model": TaskOption("quickstart", OneOf("mlp", "quickstart"), "mlp or quickstart"),
     }
 
     def _make_model(self) -> nn.Module:

@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedcomp.errors import ConfigError
+from fedcomp.rules import OneOf, Real
 from fedcomp.tasks.base import COMMON_OPTIONS, Split, Task
 from fedcomp.tasks.models import Mlp
-from fedcomp.tasks.options import TaskOption, choice, number
+from fedcomp.tasks.options import TaskOption
 from fedcomp.tasks.sources import LabelledExamples, load
 
 
@@ -40,8 +41,8 @@ def linear_rows(task: Task, data: Split) -> tuple[NDArray[np.float64], NDArray[n
 class _LinearTask(Task):
     OPTIONS: ClassVar[Mapping[str, TaskOption]] = {
         **COMMON_OPTIONS,
-        "model": TaskOption("logistic", choice("logistic", "svm"), "logistic (regression) or svm (hinge loss)"),
-        "l2": TaskOption(0.0, number(0.0), "coefficient of |w|^2 / 2 in the objective"),
+        "model": TaskOption("logistic", OneOf("logistic", "svm"), "logistic (regression) or svm (hinge loss)"),
+        "l2": TaskOption(0.0, Real(least=0.0), "coefficient of |w|^2 / 2 in the objective"),
     }
 
     def __init__(self, options: Mapping[str, Any]) -> None:

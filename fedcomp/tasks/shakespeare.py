@@ -9,9 +9,10 @@ import numpy as np
 from torch import Tensor, nn
 
 from fedcomp.errors import ConfigError
+from fedcomp.rules import Int, Maybe, OneOf
 from fedcomp.tasks.base import COMMON_OPTIONS, Task
 from fedcomp.tasks.models import CharLstm, CharTransformer
-from fedcomp.tasks.options import TaskOption, choice, integer, optional
+from fedcomp.tasks.options import TaskOption
 from fedcomp.tasks.partition import parse_partitioner
 from fedcomp.tasks.sources import Corpus, load
 
@@ -27,15 +28,15 @@ class TinyShakespeare(Task):
     name = "tiny-shakespeare"
     OPTIONS: ClassVar[Mapping[str, TaskOption]] = {
         **COMMON_OPTIONS,
-        "partition": TaskOption("natural", COMMON_OPTIONS["partition"].parse, "natural (by speaker) or iid"),
-        "seq_len": TaskOption(32, integer(2), "characters per window"),
-        "speakers": TaskOption(None, optional(integer(1)), "keep the speakers with the most text"),
-        "min_chars": TaskOption(1000, integer(0), "drop speakers with less text"),
-        "model": TaskOption("lstm", choice("lstm", "transformer"), "lstm or transformer"),
-        "embedding": TaskOption(16, integer(1), "size of the lstm's character embedding"),
-        "hidden": TaskOption(128, integer(1), "units of each recurrent layer, or the transformer's width"),
-        "layers": TaskOption(1, integer(1), "recurrent layers, or the transformer's blocks"),
-        "heads": TaskOption(4, integer(1), "attention heads of the transformer, a divisor of its width"),
+        "partition": TaskOption("natural", COMMON_OPTIONS["partition"].rule, "natural (by speaker) or iid"),
+        "seq_len": TaskOption(32, Int(2), "characters per window"),
+        "speakers": TaskOption(None, Maybe(Int(1)), "keep the speakers with the most text"),
+        "min_chars": TaskOption(1000, Int(0), "drop speakers with less text"),
+        "model": TaskOption("lstm", OneOf("lstm", "transformer"), "lstm or transformer"),
+        "embedding": TaskOption(16, Int(1), "size of the lstm's character embedding"),
+        "hidden": TaskOption(128, Int(1), "units of each recurrent layer, or the transformer's width"),
+        "layers": TaskOption(1, Int(1), "recurrent layers, or the transformer's blocks"),
+        "heads": TaskOption(4, Int(1), "attention heads of the transformer, a divisor of its width"),
     }
 
     def __init__(self, options: Mapping[str, Any]) -> None:

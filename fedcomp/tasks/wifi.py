@@ -9,7 +9,7 @@ from torch import nn
 
 from fedcomp.tasks.base import COMMON_OPTIONS, Classification
 from fedcomp.tasks.models import Mlp
-from fedcomp.tasks.options import TaskOption, widths
+from fedcomp.tasks.options import WIDTHS, TaskOption
 from fedcomp.tasks.sources import LabelledExamples, load
 
 
@@ -23,7 +23,7 @@ class Wifi(Classification):
     name = "wifi"
     OPTIONS: ClassVar[Mapping[str, TaskOption]] = {
         **COMMON_OPTIONS,
-        "hidden": TaskOption((64,), widths, "widths of the hidden layers; empty: linear"),
+        "hidden": TaskOption((64,), WIDTHS, "widths of the hidden layers; empty: linear"),
     }
 
     def __init__(self, options: Mapping[str, Any]) -> None:

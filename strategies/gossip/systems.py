@@ -13,7 +13,7 @@ from fedcomp.gossip import algorithm_class, get_algorithm
 from fedcomp.strategies.gossip.settings import GossipSettings
 from fedcomp.strategies.gossip.strategy import GossipRelay
 from fedcomp.strategies.parts import TASK_PREFIX, Scalar, Settings, below
-from fedcomp.strategies.system import EXPECTED, System, arguments, refuse_others, settings_of
+from fedcomp.strategies.system import TYPES, System, arguments, refuse_others, settings_of
 
 if TYPE_CHECKING:
     from fedcomp.tasks.base import Task
@@ -102,9 +102,9 @@ def _number_or(text: str, word: str, key: str, kind: type[int] | type[float]) ->
     if text == word:
         return word
     try:
-        return kind(text)
-    except ValueError as error:
-        raise ConfigError(f"setting {key!r} is {text!r}; expected {EXPECTED[kind]} or {word!r}") from error
+        return TYPES[kind].parse(text)
+    except ValueError:
+        raise ConfigError(f"setting {key!r} is {text!r}; expected {TYPES[kind]} or {word!r}") from None
 
 
 def _check(strategy: GossipRelay, task: Task, clients: int) -> None:

@@ -8,6 +8,7 @@ from fedcomp.experiments.experiment import Config, Experiment, Option
 from fedcomp.experiments.findings import Findings, Say
 from fedcomp.experiments.kit import claim
 from fedcomp.experiments.spec import RunResult, RunSpec
+from fedcomp.rules import Int, Real
 
 COMMON = {"task.hidden": "16", "max_steps": 2, "insecure_deterministic": True}
 
@@ -28,8 +29,8 @@ EXPERIMENT = Experiment(
     rows=rows,
     measure=measure,
     options={
-        "noise_multiplier": Option(2.0, "noise over sensitivity", above=0.0),
-        "evaluate_every": Option(1, "rounds between evaluations", least=1),
+        "noise_multiplier": Option(2.0, Real(above=0.0), "noise over sensitivity"),
+        "evaluate_every": Option(1, Int(1), "rounds between evaluations"),
     },
     rounds=4,
     clients=3,

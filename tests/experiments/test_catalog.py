@@ -7,7 +7,8 @@ from fake_engine import TINY
 
 from fedcomp.errors import ConfigError
 from fedcomp.experiments.catalog import CATALOG, get_experiment
-from fedcomp.experiments.experiment import Config, Experiment, Option
+from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option
+from fedcomp.rules import Flag, Int, Real
 
 READ_BY_THEIR_TESTS = set(CATALOG) - {"quickstart"}
 """Experiments whose own tests show that every setting is read."""
@@ -80,12 +81,12 @@ def test_a_name_is_looked_up_with_a_hint() -> None:
 @pytest.mark.parametrize(
     ("option", "text", "value"),
     [
-        (Option(1.0, ""), "1e-3", 0.001),
-        (Option(1, ""), " 7 ", 7),
-        (Option(False, ""), "Yes", True),
-        (Option(True, ""), "0", False),
-        (Option("a", ""), "b=c", "b=c"),
-        (Option(0.5, "", least=0.0, most=1.0), "1", 1.0),
+        (Option(1.0, Real(), ""), "1e-3", 0.001),
+        (Option(1, Int(), ""), " 7 ", 7),
+        (Option(False, Flag(), ""), "Yes", True),
+        (Option(True, Flag(), ""), "0", False),
+        (Option("a", TEXT, ""), "b=c", "b=c"),
+        (Option(0.5, Real(least=0.0, most=1.0), ""), "1", 1.0),
     ],
 )
 def test_values_take_the_type_of_the_default(option: Option, text: str, value: object) -> None:
@@ -95,7 +96,7 @@ def test_values_take_the_type_of_the_default(option: Option, text: str, value: o
 
 
 def test_a_setting_that_changes_no_figure_is_not_listed_as_changed() -> None:
-    options = {"workers": Option(1, "", neutral=True), "lr": Option(0.1, "")}
+    options = {"workers": Option(1, Int(), "", neutral=True), "lr": Option(0.1, Real(), "")}
     experiment = Experiment(**{**vars(TINY), "options": options})
     assert experiment.changed(experiment.configure(assignments=["workers=4", "lr=0.2"])) == ["lr=0.2"]
 
@@ -105,7 +106,7 @@ def test_an_options_own_check_becomes_one_line() -> None:
         raise ValueError("no\nsuch thing")
 
     with pytest.raises(ConfigError, match=r"^link cannot be 'x': no such thing$"):
-        Option("", "", check=check).parse("link", "x")
+        Option("", TEXT, "", check=check).parse("link", "x")
 
 
 def test_a_spec_takes_prefixes_names_and_fixed_settings() -> None:

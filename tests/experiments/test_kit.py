@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from fedcomp.errors import ConfigError
-from fedcomp.experiments.experiment import Option
 from fedcomp.experiments.findings import Findings, Say
 from fedcomp.experiments.kit import Record, Records, Sweep, claim, curves, named, numbers, over_seeds, table
+from fedcomp.rules import Real
 
 CALLS: list[tuple[str, float]] = []
 
@@ -199,7 +199,7 @@ def test_means_over_seeds_end_where_the_shortest_training_does() -> None:
 
 @pytest.mark.parametrize("text", ["", "0", "2", "0.1;0.2", "0.1,", "nan", "inf"])
 def test_a_list_of_numbers_is_checked_one_by_one(text: str) -> None:
-    each = Option(0.1, "a share", above=0.0, most=1.0)
+    each = Real(above=0.0, most=1.0)
     assert numbers("0.1, 0.01,0.1", each=each) == (0.01, 0.1)
-    with pytest.raises(ConfigError, match="an entry"):
+    with pytest.raises(ConfigError, match=r"^entry=.* must be a number in \(0, 1\]$"):
         numbers(text, each=each)

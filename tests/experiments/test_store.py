@@ -19,6 +19,7 @@ from fedcomp.experiments.spec import RoundRecord, RunResult, RunSpec
 from fedcomp.experiments.store import JsonLines, RunFolder, finite, to_json_text, write_text
 from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.store import write
+from fedcomp.rules import Int, Real
 
 
 @pytest.fixture
@@ -129,7 +130,7 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: p
 
 
 def test_a_run_goes_on_with_another_number_of_workers(tmp_path: Path) -> None:
-    options = {"workers": Option(1, "", neutral=True), "lr": Option(0.1, "")}
+    options = {"workers": Option(1, Int(), "", neutral=True), "lr": Option(0.1, Real(), "")}
     experiment = Experiment(**{**vars(TINY), "options": options})
     config = experiment.configure()
     folder = RunFolder.create(tmp_path, config, experiment.specs(config))

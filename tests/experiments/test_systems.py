@@ -159,6 +159,20 @@ def test_rows_describe_themselves():
         assert not set(system.defaults) & set(COMMON)
 
 
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_the_defaults_of_a_system_follow_the_rules_of_its_settings(name):
+    known = SYSTEMS[name].known_settings()
+    resolved = SYSTEMS[name].resolve(known)
+    assert resolved == SYSTEMS[name].resolve({}) == known
+    assert list(map(type, resolved.values())) == list(map(type, known.values()))
+
+
+def test_all_examples_at_once_are_for_those_who_train_so():
+    assert get_system("dpsgd").resolve({"batch_size": 0})["batch_size"] == 0
+    with pytest.raises(ConfigError, match="expected an integer >= 1, for instance 32"):
+        get_system("fedavg").resolve({"batch_size": 0})
+
+
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
@@ -172,7 +186,7 @@ def test_rows_describe_themselves():
         (RunSpec("topk", settings={"codec.density": 2}), "density=2.0 is not valid"),
         (RunSpec("topk", settings={"codec.density": math.nan}), "density=nan is not valid"),
         (RunSpec("topk", settings={"codec.density": "1%"}), "expected a number"),
-        (RunSpec("topk", settings={"feedback": 1}), "expected true or false"),
+        (RunSpec("topk", settings={"feedback": 1}), "expected True or False, for instance True"),
         (RunSpec("topk", settings={"feedback": False, "feedback.beta": 0.5}), "need feedback=true"),
         (RunSpec("topk", settings={"downlink.density": 0.5}), "need a codec"),
         (RunSpec("dgc", settings={"feedback": True}), "has memory of its own"),
@@ -183,10 +197,10 @@ def test_rows_describe_themselves():
         (RunSpec("fedavg", settings={"inner": "fedavgmm"}), "did you mean 'fedavgm'"),
         (RunSpec("fedavg", settings={"inner.server_lr": 1.0}), "has no parameter 'server_lr'"),
         (RunSpec("fedavg", settings={"inner.fraction_train": 0.5}), "use 'fraction'"),
-        (RunSpec("fedavg", settings={"lr": 0.0}), "'lr' is 0.0; expected a positive number"),
+        (RunSpec("fedavg", settings={"lr": 0.0}), "'lr' is 0.0; expected a positive finite number"),
         (RunSpec("fedavg", settings={"lr": math.nan}), "'lr' is nan"),
-        (RunSpec("fedavg", settings={"epochs": 1.5}), "expected a whole number"),
-        (RunSpec("fedavg", settings={"fraction": 0.0}), "above 0 and at most 1"),
+        (RunSpec("fedavg", settings={"epochs": 1.5}), "expected an integer >= 1"),
+        (RunSpec("fedavg", settings={"fraction": 0.0}), "expected a number in (0, 1]"),
         (RunSpec("fedavg", settings={"task.partition": "dirichle:1"}), "did you mean 'dirichlet'"),
         (RunSpec("fedavg", clients=2000, settings={"task.partition": "dirichlet:1"}), "cannot give 2000 partitions"),
         (RunSpec("fedavg", settings={"link": "10 furlongs"}), "is not a bandwidth"),

@@ -455,7 +455,7 @@ def _other_form(reply: Message, _partition: int) -> None:
         (_replace_header("form", "[1, 2]"), "form"),
         (_replace_header("form", '["a", "b", [["x", 1000000000]]]'), "form"),
         (_replace_header("form", 17), "expected a text"),
-        (_replace_header("checksum", "x"), "whole number"),
+        (_replace_header("checksum", "x"), "an integer"),
         (_other_form, "not the others'"),
     ],
 )
