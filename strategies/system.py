@@ -140,8 +140,9 @@ def settings_of(constructor: Callable[..., Any], *names: str) -> dict[str, Scala
     for name in names:
         default = parameters[name].default
         if default is None:
-            # Annotations are strings here: "float | None" begins with the type that counts.
-            default = _EMPTY.get(str(parameters[name].annotation).partition(" ")[0])
+            # Annotations are strings here, with a rule or without: "float | None" begins with the type that counts.
+            annotation = str(parameters[name].annotation).removeprefix("Annotated[")
+            default = _EMPTY.get(annotation.partition(" ")[0])
         if not isinstance(default, bool | int | float | str):
             raise TypeError(f"parameter {name!r} of {constructor!r} has no default that a setting could have")
         out[name] = default
