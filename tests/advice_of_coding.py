@@ -44,7 +44,6 @@ from fedcomp.coding.kernels.dispatch import TIERS, load, tiers
 from fedcomp.coding.kernels.product import matmul, reduce
 from fedcomp.coding.kernels.rows import Rows
 from fedcomp.coding.listener import Listener, ListenerLimits
-from fedcomp.coding.mixing import MixPlan
 from fedcomp.coding.packet import Packet, PacketLimits
 from fedcomp.coding.parcels import Parcel
 from fedcomp.coding.peertls import PeerKeys, PeerTls
@@ -105,12 +104,6 @@ CODING = (
                 {"symbols": 2, "shards": 2, "max_store_bytes": 12000},
             )
         ),
-    ),
-    row(
-        "coding/mixing.py",
-        "bytes, a symbol of this round has room for {}: raise mix_bytes",
-        lambda: MixPlan(4, 64, 1).packet(0, bytes(53)),
-        lambda: same(CodedFedAvg(quiet(), mix=True, mix_bytes=6000), quiet(), halves=CODED),
     ),
     row(
         "strategies/coded/sums.py",

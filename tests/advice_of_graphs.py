@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-import torch
 from advice import KEY, Row, row
 from graph_federation import PARTS, graph, grid, initial, reports, run, strategy
 from graph_nodes import FULL, Nodes, asking, node, ready, values
 from graph_toys import toy_adjacency, toy_parts
-from torch_geometric.data import Data
-from torch_geometric.loader import LinkLoader, NodeLoader
-from torch_geometric.nn import SimpleConv
-from torch_geometric.sampler import NegativeSampling
 
 from fedcomp.experiments import engines
 from fedcomp.experiments.spec import RunSpec
@@ -28,7 +22,6 @@ from fedcomp.graphs.base import Conditions, GraphPart, UnknownStructure
 from fedcomp.graphs.cache import noisy_rows
 from fedcomp.graphs.ids import decode_norms
 from fedcomp.graphs.plan import plan_round, plan_step
-from fedcomp.graphs.pyg import SkewedSampler
 from fedcomp.graphs.rowcodecs import get_row_codec
 from fedcomp.graphs.settings import SamplerSettings
 from fedcomp.strategies.gcn.settings import RoundSettings
@@ -201,84 +194,6 @@ ROW_CODECS = (
 )
 
 
-EDGES = np.repeat(np.arange(NODES), np.diff(P.indptr))
-"""The row of every entry of P: P[v, u] is the edge that carries u's message to v."""
-OWNER = PART.structure.owner_of(np.arange(NODES))
-SEEDS = torch.from_numpy(PART.ids)
-
-
-def data(**attributes: Any) -> Data:
-    index = torch.from_numpy(np.stack([P.columns.astype(np.int64), EDGES]))
-    kept = index[:, index[0] != index[1]] if not attributes else index
-    x = torch.arange(2.0 * NODES, dtype=torch.float64).reshape(NODES, 2)
-    return Data(x=x, edge_index=kept, **attributes)
-
-
-def sampler(given: Data | None = None, normalisation: str = "sym", **settings: Any) -> SkewedSampler:
-    made = SamplerSettings(**{"sampler": "node", "fanout": NODES, "layers": 1, **settings})
-    return SkewedSampler(data() if given is None else given, OWNER, 0, made, normalisation=normalisation)
-
-
-def loaded(made: SkewedSampler, **options: Any) -> Any:
-    return next(iter(NodeLoader(made.data, made, input_nodes=SEEDS, batch_size=len(SEEDS), **options)))
-
-
-def sums(made: SkewedSampler, **options: Any) -> bool:
-    """Whether a convolution on what the loader gives is P times the features, with a fanout above all degrees."""
-    batch = loaded(made, **options)
-    found = SimpleConv(aggr="sum")(batch.x, batch.edge_index, batch.edge_weight)[: len(SEEDS)]
-    whole = torch.zeros(NODES, NODES, dtype=torch.float64)
-    whole[EDGES, P.columns.astype(np.int64)] = torch.from_numpy(P.values)
-    return torch.allclose(found, (whole @ data().x)[SEEDS])
-
-
-def links(**options: Any) -> list[float]:
-    """Return the labels of links as a loader gives them."""
-    made, ends = sampler(), torch.stack([SEEDS[:4], SEEDS[2:6]])
-    loader = LinkLoader(made.data, made, **{"edge_label_index": ends, "batch_size": 8, **options})
-    (batch,) = loader
-    return batch.edge_label.tolist()
-
-
-def pyg(text: str, wrong: Callable[[], Any], right: Callable[[], Any]) -> Row:
-    return row("fedcomp/graphs/pyg.py", text, wrong, right)
-
-
-PYG = (
-    pyg("no attributes of edges; use 'node'", lambda: sampler(sampler="skewed"), lambda: sums(sampler(sampler="node"))),
-    pyg(
-        "counts draws, which no attribute of an edge can; use 'poisson'",
-        lambda: sampler(estimator="multinomial"),
-        lambda: sums(sampler(estimator="poisson")),
-    ),
-    pyg(
-        "changes from layer to layer or in time; use matched, worst or fixed",
-        lambda: sampler(mode="adaptive"),
-        lambda: all(sums(sampler(mode=mode)) for mode in ("matched", "worst", "fixed")),
-    ),
-    pyg(
-        "changes from layer to layer; use 'owned'",
-        lambda: sampler(favour="halo"),
-        lambda: sums(sampler(favour="owned")),
-    ),
-    pyg(
-        "remove them, or normalise the graph yourself and say 'given'",
-        lambda: sampler(data(edge_weight=torch.from_numpy(P.values))),
-        lambda: sums(sampler(data())) and sums(sampler(data(edge_weight=torch.from_numpy(P.values)), "given")),
-    ),
-    pyg(
-        "negative links are not drawn here; add them to edge_label_index, with their own label",
-        lambda: links(neg_sampling=NegativeSampling("binary")),
-        lambda: links(edge_label=torch.tensor([1.0, 1.0, 0.0, 0.0])) == [1.0, 1.0, 0.0, 0.0],
-    ),
-    pyg(
-        "sample a homogeneous, static graph",
-        lambda: loaded(sampler(), input_time=torch.zeros(len(SEEDS))),
-        lambda: sums(sampler()),
-    ),
-)
-
-
 SOME = SamplerSettings(n=12)
 MEASURED = asking(SamplerSettings(n=8, mode="measured"), batch_size=4)
 
@@ -402,4 +317,4 @@ RUNS = (
 )
 
 
-ROWS: tuple[Row, ...] = (*PLANS, *ROW_CODECS, *PYG, *RUNS)
+ROWS: tuple[Row, ...] = (*PLANS, *ROW_CODECS, *RUNS)

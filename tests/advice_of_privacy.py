@@ -40,7 +40,6 @@ from datalens_toy import row as taught_row
 from datalens_toy import strategy as datalens
 from dpsgd_problems import loss, net, records, training
 from flwr.app import ConfigRecord, Context, RecordDict
-from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import (
     DifferentialPrivacyServerSideFixedClipping,
     FedMedian,
@@ -51,12 +50,9 @@ from torch import nn
 from toy import client_app, fedavg, model, stack
 
 from fedcomp.clients.app import app as node_app
-from fedcomp.clients.app import trainee
-from fedcomp.clients.client import client
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.edge import LEDGER_FILE, OWN_BUDGET, STATE_FOLDER, prepare
-from fedcomp.clients.forward import forward_gradients
-from fedcomp.clients.private.dpsgd import Trainee, record_dp, train_privately
+from fedcomp.clients.private.dpsgd import Trainee, train_privately
 from fedcomp.clients.private.local_dp import local_privacy
 from fedcomp.clients.private.lsg import lsg
 from fedcomp.clients.private.mod import private
@@ -631,19 +627,6 @@ NODES_OWN = (
         "use weight_decay, which is added after the noise",
         lambda: node(task={"l2": 0.5}),
         lambda: 0 < np.linalg.norm(node(weight_decay=0.5)) < np.linalg.norm(node()),
-    ),
-    row(
-        "clients/private/dpsgd.py",
-        "add forward_gradients(records=...), or plan a training, such as method='dp-sgd'",
-        lambda: noisy(ForwardGradients(quiet()), SLOPES, client(ClientApp(), record_dp(trainee))),
-        lambda: (
-            noisy(
-                ForwardGradients(quiet()),
-                SLOPES,
-                client(ClientApp(), record_dp(trainee), forward_gradients(records=trainee)),
-            )
-            and noisy(plan=replace(SLOPES, method="dp-sgd"), over=client(ClientApp(), record_dp(trainee)))
-        ),
     ),
     Row(
         "clients/private/node_ledger.py",

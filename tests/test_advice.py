@@ -63,13 +63,20 @@ def texts() -> dict[str, str]:
     """Return the texts of errors and warnings in the sources by where they stand: the file, and how they begin."""
     found = {}
     for path in sorted(path for layer in LAYERS for path in (ROOT / layer).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        conflicts = [f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) and f.name == "conflict"]
+        returned = {id(node) for f in conflicts for node in ast.walk(f) if isinstance(node, ast.Return)}
+        for node in ast.walk(tree):
             call = node.exc if isinstance(node, ast.Raise) else node
-            if not isinstance(call, ast.Call):
+            if id(node) in returned:
+                # What fields contradict: whoever made the object gets it as an error.
+                text = written(node)
+            elif not isinstance(call, ast.Call) or (
+                not isinstance(node, ast.Raise) and getattr(call.func, "attr", "") not in LOGGED
+            ):
                 continue
-            if not isinstance(node, ast.Raise) and getattr(call.func, "attr", "") not in LOGGED:
-                continue
-            text = "".join(written(argument) for argument in call.args)
+            else:
+                text = "".join(written(argument) for argument in call.args)
             found[f"{path.relative_to(ROOT)}: {text[:70].strip()}"] = text
     return found
 
