@@ -64,8 +64,8 @@ class Null(Rule):
         return value
 
 
-Count = Annotated[int, Int()]
-"""A whole number that cannot be negative."""
+Count = Annotated[int, Int(most=2**64 - 1)]
+"""An integer that cannot be negative. Files hold hashes as such, of all 64 bits, which messages could not."""
 
 OrNaN = Annotated[float, Null(math.nan)]
 OrInfinite = Annotated[float, Null(math.inf)]
