@@ -106,5 +106,5 @@ def test_null_stands_for_what_json_lacks_where_the_type_says_so() -> None:
 def test_a_count_may_be_a_hash_of_64_bits():
     assert from_plain(Count, 2**64 - 1) == 2**64 - 1
     for wrong in (-1, 2**64, 1.0, True):
-        with pytest.raises(PlainError, match="expected (an integer >= 0|int)"):
+        with pytest.raises(PlainError, match=r"expected (an integer >= 0|int)"):
             from_plain(Count, wrong)
