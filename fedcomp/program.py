@@ -1,0 +1,394 @@
+"""A round as a program of plain values: what is asked, what is answered. Drivers deliver it.
+
+A system is two pure halves in one file (:mod:`fedcomp.systems`). ``round`` yields asks and receives answers; ``client``
+takes a memory and an ask and returns the memory after it and an answer. Who crashed, what was lost, what is sent again,
+how bytes travel, what is logged and what a mean is handed to are the driver's business, once for all systems:
+:class:`fedcomp.local.Local` in this process, and Flower's messages.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
+
+import numpy as np
+
+from fedcomp.codecs import Codec, State
+from fedcomp.errors import FedcompError
+from fedcomp.layout import Layout, Update, Vector
+from fedcomp.params import shown
+from fedcomp.rng import Key
+from fedcomp.rules import REQUIRED, Configured, rules_of
+from fedcomp.wire import Bundle, Frame
+
+T = TypeVar("T")
+Frames = Mapping[str, Frame]
+"""Bytes by name."""
+
+Collect = Callable[[int, int, int, int], bool]
+"""Whether a matrix that is known as so many outer products is captured; :meth:`fedcomp.codecs.Codec.takes_outer`."""
+
+NO_FRAMES: Frames = {}
+
+HEAVIEST = 2**63
+"""No weight is as large: a sum of weights stays finite, and an integer of a message holds it."""
+
+
+class AnswerError(FedcompError, ValueError):
+    """An answer, or what it says, is not what was asked for; it alone is refused."""
+
+
+class Said(Configured):
+    """What an ask or an answer says in words: a frozen dataclass, every field of which has a rule."""
+
+    def entries(self) -> dict[str, Any]:
+        """Return the fields as plain entries, without those that their absence stands for."""
+        kind: Any = type(self)
+        rules, found = rules_of(kind), {}
+        for name, rule in rules.items():
+            value = getattr(self, name)
+            if value != rule.missing:
+                found[name] = rule.write(value)
+        return found
+
+    @classmethod
+    def of(cls, entries: Mapping[str, Any]) -> Self:
+        """Return what entries of a message say.
+
+        Raises
+        ------
+        AnswerError
+            Naming the entry that is missing, unknown or breaks its rule, or saying why fields contradict each other.
+        """
+        kind: Any = cls
+        rules = rules_of(kind)
+        if unknown := sorted(entries.keys() - rules.keys()):
+            raise AnswerError(f"{cls.__name__} has no entries {unknown[:5]}")
+        found = {}
+        for name, rule in rules.items():
+            value = entries.get(name, rule.missing)
+            if value is REQUIRED:
+                raise AnswerError(f"{name!r} of {cls.__name__} is missing, expected {rule}")
+            try:
+                found[name] = rule.read(value) if name in entries else value
+            except ValueError:
+                raise AnswerError(f"{name!r} of {cls.__name__} is {shown(value)}, expected {rule}") from None
+        try:
+            return cls(**found)
+        except FedcompError as why:
+            raise AnswerError(f"not a valid {cls.__name__}: {why}") from why
+
+
+class Ask(NamedTuple):
+    """What one node is asked. Nodes are partitions; a driver knows their addresses.
+
+    Attributes
+    ----------
+    node : int
+    kind : str
+        "train": the app trains when the client half asks for an update. "query": it is not called.
+    say : Said, optional
+        What is said in words.
+    frames : mapping of str to bytes
+        What is said in bytes, to this node and once.
+    blobs : mapping of str to bytes
+        Bytes that rounds or nodes share (a basis, an autoencoder): a driver sends them to nodes that lack them alone.
+    expects : type of Said, optional
+        What the answer has to say; an answer that says anything else is refused by the driver.
+    """
+
+    node: int
+    kind: str = "train"
+    say: Said | None = None
+    frames: Frames = NO_FRAMES
+    blobs: Frames = NO_FRAMES
+    expects: type[Said] | None = None
+
+
+class Answer(NamedTuple):
+    """What a client half answers.
+
+    Attributes
+    ----------
+    node : int
+    weight : float
+        In a weighted mean; the driver's, who knows the app's metrics. 0 until the app has trained.
+    say : Said, optional
+    frames : mapping of str to bytes
+    sent : bytes, optional
+        The frame by which mass leaves the memory, where that is not the one called :attr:`System.SENT`.
+    """
+
+    node: int
+    weight: float = 0.0
+    say: Said | None = None
+    frames: Frames = NO_FRAMES
+    sent: Frame | None = None
+
+
+class Given(NamedTuple):
+    """One client's part of a sum."""
+
+    node: int
+    weight: float
+    frame: Frame | Bundle
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a round came to: a change of the model, or the model itself, or single updates.
+
+    Attributes
+    ----------
+    consumed : tuple of int
+        The nodes whose memory may forget what it sent.
+    change, model : float32 array, shape (layout size,), optional
+        The one of them that is not None says how the model moves; both are None where ``single`` or ``frame`` do.
+    single : mapping of int to float32 array, optional
+        Every node's change by itself, for a strategy that looks at them.
+    frame : bytes, optional
+        The change as ``codec`` reads it, where the program knows a shorter form than a driver would make of it; it goes
+        down with ``blobs``, which :meth:`System.reads` needs.
+    support : bool
+        Whether the change lists coordinates, so that nothing is said of the others.
+    """
+
+    consumed: tuple[int, ...]
+    change: Vector | None = None
+    model: Vector | None = None
+    single: Mapping[int, Vector] | None = None
+    frame: Frame | None = None
+    blobs: Frames = field(default_factory=dict)
+    codec: Codec | None = None
+    support: bool = False
+
+
+Round = Generator[Sequence[Ask], Sequence[Answer], Step | None]
+"""Each yield is one exchange; the answers come in the order of nodes. None: the round came to nothing."""
+
+
+class Rule(Protocol):
+    """What becomes of contributions: a mean, single updates, a private sum. The driver's choice, not the program's."""
+
+    def total(self, now: Now, codec: Codec, given: Sequence[Given], *, raw: bool = False) -> Step | None:
+        """Return the step that contributions come to, taken in the order of nodes; None where nothing can be taken.
+
+        ``raw`` leaves the sum in the coordinates in which the codec adds (:meth:`fedcomp.codecs.Codec.gather`), for a
+        program that sends it down in them.
+        """
+        ...
+
+
+class Mean:
+    """The weighted mean in one buffer, whatever the number of clients."""
+
+    def total(self, now: Now, codec: Codec, given: Sequence[Given], *, raw: bool = False) -> Step | None:
+        """Return the mean; None where all weights are 0."""
+        good = now.verified(codec, given)
+        weight = sum(g.weight for g in good)
+        if weight <= 0:
+            return None
+        # -0.0 is the exact identity of addition.
+        out = Update(np.full(now.layout.size, -0.0, np.float32), now.layout)
+        for g in good:
+            codec.gather(g.frame, g.weight / weight * now.scales.get(g.node, 1.0), out)
+        if not raw:
+            codec.conclude(out)
+        consumed = tuple(g.node for g in good)
+        if codec.lossless:
+            return Step(consumed, model=out.vector)
+        return Step(consumed, change=out.vector, support=codec.sparse(now.layout))
+
+
+class Single:
+    """Every update by itself, for a strategy such as a median; memory grows with the number of clients."""
+
+    def total(self, now: Now, codec: Codec, given: Sequence[Given], *, raw: bool = False) -> Step | None:
+        """Return all updates as changes of the model."""
+        single = {g.node: codec.decode(g.frame, now.layout) for g in now.verified(codec, given)}
+        if codec.lossless:
+            single = {node: vector - now.model for node, vector in single.items()}
+        return Step(tuple(single), single=single, support=codec.sparse(now.layout)) if single else None
+
+
+@dataclass(frozen=True)
+class Now:
+    """One round as the server half sees it.
+
+    Attributes
+    ----------
+    number : int
+        Of the round, from 1.
+    nodes : tuple of int
+        Who takes part, ascending.
+    layout : Layout
+    model : float32 array, shape (layout size,)
+        What clients train from; not to be written to.
+    seed : int
+        Of the random streams of both halves.
+    rule : Rule
+    state : dict
+        What the system keeps between rounds, plain data. A round that breaks leaves the former one, so values are
+        replaced and never changed in place.
+    refuse : callable
+        ``refuse(node, reason)``: that node's answer is not used; nobody acknowledges it.
+    note : callable
+        ``note(text)``: one line of the round's report.
+    scales : mapping of int to float
+        What single nodes' parts are multiplied by beside their share, such as for their age.
+    """
+
+    number: int
+    nodes: tuple[int, ...]
+    layout: Layout
+    model: Vector
+    seed: int = 0
+    rule: Rule = field(default_factory=Mean)
+    state: dict[str, Any] = field(default_factory=dict)
+    refuse: Callable[[int, str], None] = lambda node, reason: None
+    note: Callable[[str], None] = lambda text: None
+    scales: Mapping[int, float] = field(default_factory=dict)
+
+    def key(self, purpose: str, node: int = 0) -> Key:
+        """Return the key of this round for a purpose; that of "uplink" is what the client half of ``node`` draws by."""
+        return Key(self.seed, purpose, self.number, node)
+
+    def verified(self, codec: Codec, given: Sequence[Given]) -> list[Given]:
+        """Return the contributions whose frames are what ``codec`` would send, parsed; refuse the others one by one."""
+        good = []
+        # Parsed once, as far as the size of a model goes; beyond it memory would grow with the number of clients.
+        room = 4 * self.layout.size
+        for g in given:
+            try:
+                # Every comparison with NaN is false.
+                if not 0 <= g.weight < HEAVIEST:
+                    raise AnswerError(f"weight {g.weight!r} is not valid")
+                bundle = codec.verify(g.frame, self.layout, self.key("uplink", g.node))
+            except FedcompError as why:
+                self.refuse(g.node, f"{type(why).__name__}: {why}")
+                continue
+            room -= bundle.held_bytes()
+            good.append(g._replace(frame=bundle) if room >= 0 else g)
+        return good
+
+    def read(self, answers: Sequence[Answer], name: str, read: Callable[[Frame], T]) -> dict[int, T]:
+        """Return what ``read`` makes of the frame ``name``, by node, of answers that hold it; refuse where it raises a
+        FedcompError."""
+        found = {}
+        for answer in answers:
+            if name not in answer.frames:
+                continue
+            try:
+                found[answer.node] = read(answer.frames[name])
+            except FedcompError as why:
+                self.refuse(answer.node, f"{name}: {why}")
+        return found
+
+    def total(self, codec: Codec, given: Sequence[Given], *, raw: bool = False) -> Step | None:
+        """Return what contributions come to, by the round's rule; see :meth:`Rule.total`."""
+        return self.rule.total(self, codec, given, raw=raw)
+
+    def mean_of(
+        self, codec: Codec, answers: Sequence[Answer], name: str = "values", *, raw: bool = False
+    ) -> Step | None:
+        """Return :meth:`total` of the frames ``name`` of answers."""
+        return self.total(
+            codec, [Given(a.node, a.weight, a.frames[name]) for a in answers if name in a.frames], raw=raw
+        )
+
+
+@dataclass(frozen=True)
+class Me:
+    """One client as its half sees it.
+
+    Attributes
+    ----------
+    node, number, seed
+        Its partition; the round's number; the seed of the random streams.
+    layout : Layout
+    start : float32 array, shape (layout size,)
+        The model that the round begins with; not to be written to.
+    learn : callable
+        ``learn(whole, collect)`` lets the app train; :meth:`update`.
+    """
+
+    node: int
+    number: int
+    seed: int
+    layout: Layout
+    start: Vector
+    learn: Callable[[bool, Collect | None], Update]
+
+    @property
+    def key(self) -> Key:
+        """What this client's codec draws by; the server half knows it, too."""
+        return Key(self.seed, "uplink", self.number, self.node)
+
+    def update(self, *, whole: bool = False, collect: Collect | None = None) -> Update:
+        """Let the app train; return what changed, or with ``whole`` the model that it trained.
+
+        ``collect`` says which matrices are captured as outer products while it trains.
+        """
+        return self.learn(whole, collect)
+
+
+class System(Configured, ABC):
+    """One algorithm, both halves: a frozen dataclass whose fields, with rules, are its options.
+
+    A driver announces the options to clients, whose halves are made of them. ``id`` is the name they travel by.
+    """
+
+    ID: ClassVar[str] = ""
+
+    SAYS: ClassVar[tuple[type[Said], ...]] = ()
+    """What its asks and answers may say."""
+
+    RULES: ClassVar[tuple[type, ...]] = (Mean,)
+    """What may become of its contributions."""
+
+    SENT: ClassVar[str] = "values"
+    """The frame by which mass leaves a client's memory: what :meth:`rollback` puts back."""
+
+    SHARED: ClassVar[tuple[str, ...]] = ()
+    """Frames of answers that are blobs from then on: whoever made one holds it."""
+
+    def __init_subclass__(cls, *, id: str = "") -> None:
+        super().__init_subclass__()
+        cls.ID = id or cls.ID
+
+    def to_config(self) -> dict[str, Any]:
+        """Return ``{"id": ID, **options}``: JSON-able, what :func:`fedcomp.systems.get_system` takes."""
+        return {"id": self.ID, **self.get_config()}
+
+    def start(self, layout: Layout) -> State:
+        """Return the memory of a client that has sent nothing; a layout that cannot be served is refused."""
+        return {}
+
+    @abstractmethod
+    def round(self, now: Now) -> Round:
+        """Yield what is asked, receive what is answered, return what the round came to."""
+
+    @abstractmethod
+    def client(self, memory: State, ask: Ask, me: Me) -> tuple[State, Answer]:
+        """Return the memory after an ask, and the answer.
+
+        ``memory`` is never changed in place. A FedcompError refuses the ask; the memory is then as it was.
+        """
+
+    def rollback(self, memory: State, frame: Frame, layout: Layout) -> State:
+        """Return ``memory`` with the mass of a frame that was not consumed."""
+        return memory
+
+    def residual(self, memory: State, layout: Layout) -> Vector | None:
+        """Return what is made and not sent, float32 of the layout's size: made = delivered + residual. None: no law."""
+        return None
+
+    def reads(self, blobs: Frames, number: int, layout: Layout) -> Codec:
+        """Return the codec that reads the frame of round ``number``'s step; the same at both ends."""
+        raise NotImplementedError
+
+    def after(self, frame: Frame, blobs: Frames, number: int, seed: int, layout: Layout) -> Frames:
+        """Return blobs that follow from round ``number``'s step: whoever has applied it need not be sent them."""
+        return {}
