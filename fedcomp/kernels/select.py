@@ -244,7 +244,8 @@ def _select(
         # Large elements that lie side by side make a sample of runs much less certain than one of single elements:
         # the second guess allows for that, and for how far the first was off.
         hits = np.count_nonzero(lines >= guess, axis=1)
-        spread = max(1.0, float(hits.var() / max(hits.mean(), 1e-9)))
+        # Of a vector shorter than one line there is no sample.
+        spread = max(1.0, float(hits.var() / max(hits.mean(), 1e-9))) if hits.size else 1.0
         expected = max(hits.sum() * k / max(1, found[0].size), _expected(lines, bits.size, k))
         guess = min(_guess(lines.reshape(-1), expected, spread), guess - 1)
         found, guess = _gather(kernels, bits, k, guess, collect)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+import warnings
 from typing import Any
 
 import numpy as np
@@ -257,3 +258,13 @@ def test_fused_step_checks_its_arrays() -> None:
         feedback_step(x, x[:5], 1)
     with pytest.raises(LayoutError, match="out must be"):
         feedback_step(x, x, 1, out=np.ones(20, np.float32)[::2])
+
+
+def test_a_vector_shorter_than_a_sample_raises_no_warning() -> None:
+    memory = np.zeros(3, np.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        # A threshold that is too high by now, as after a large step: what is found is fewer than wanted.
+        for threshold in (1e3, 1e-3):
+            step = feedback_step(memory, np.array([1.0, -2.0, 0.5], np.float32), 1, threshold=threshold)
+            assert step.indices.tolist() == [1]
