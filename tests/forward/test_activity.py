@@ -82,7 +82,7 @@ def test_the_mean_of_many_estimates_is_the_gradient(
 
 @pytest.mark.long
 def test_the_variance_is_the_formulas_and_far_below_that_of_weights() -> None:
-    """Σ |a_i|² (h - 1) |δ_i|² over the squared number of examples, within 10 %; more passes, less of it."""
+    """Σ |a_i|² (h - 1) |δ_i|² over the squared number of examples, within 15 %; more passes, less of it."""
     module = seeded(mlp)
     hidden = torch.tanh(module[0](X)).detach()  # type: ignore[index]
     outputs = module[2](hidden).detach().requires_grad_(True)  # type: ignore[index]
@@ -92,11 +92,11 @@ def test_the_variance_is_the_formulas_and_far_below_that_of_weights() -> None:
     spread = {}
     for count in (1, 4):
         draws = [
-            activity_gradients(module, losses, KEY.at(round=r), count=count).gradients()["2.weight"] for r in range(600)
+            activity_gradients(module, losses, KEY.at(round=r), count=count).gradients()["2.weight"] for r in range(250)
         ]
         spread[count] = np.mean([np.square(d - gradient).sum() for d in draws])
-    assert spread[1] == pytest.approx(formula, rel=0.1)
-    assert spread[4] == pytest.approx(formula / 4, rel=0.1)
+    assert spread[1] == pytest.approx(formula, rel=0.15)
+    assert spread[4] == pytest.approx(formula / 4, rel=0.15)
     weights = (gradient.size - 1) * float(np.square(gradient).sum())
     assert weights > 20 * spread[1]
 
