@@ -54,6 +54,7 @@ class Books(Local):
 
     made: Any = 0.0
     learnt: Vector | None = None
+    damaged: bool = False
     passed: list[tuple[Ask, Reply]] = field(default_factory=list)
 
     def _receive(self, client: Node, now: Now, ask: Ask, *, crash: bool) -> Reply | None:
@@ -61,9 +62,13 @@ class Books(Local):
         reply = super()._receive(client, now, ask, crash=crash)
         if reply is not None and self.learnt is not None:
             self.made = self.made + self.learnt.astype(np.float64)
-        if reply is not None:
-            self.passed.append((ask, reply))
-        return reply
+        if reply is None:
+            return None
+        self.passed.append((ask, reply))
+        if not self.damaged:
+            return reply
+        frames = {name: frame[:-1] + bytes([frame[-1] ^ 255]) for name, frame in reply.answer.frames.items()}
+        return reply._replace(answer=reply.answer._replace(frames=frames))
 
     def owed(self, node: int) -> Any:
         """Return what a client has made and the model has not."""
@@ -86,7 +91,8 @@ def local(entry: Entry, rule: Rule | None = None, dtype: str = "float32", **opti
         return start + driver.learnt
 
     given = {"train": train, "weight": lambda node: node + 1.0, "nodes": NODES, "rule": rule or Mean()} | options
-    driver = Books(entry.system, layout, layout.flatten(arrays), **given)
+    # Made anew: what a system kept in itself would not survive a restart.
+    driver = Books(altered(entry.system), layout, layout.flatten(arrays), **given)
     return driver
 
 
@@ -300,6 +306,7 @@ FAULTS = (
     "stale",
     "restored",  # from an older copy of its memory
     "restart",  # of the server, in the midst of a round
+    "damaged",  # on the way, so that the server refuses it
 )
 
 
@@ -318,6 +325,7 @@ class Faults:
     copies: dict[int, tuple[Any, Node, Any]] = field(default_factory=dict)
 
     def __call__(self, number: int, node: int, exchange: int) -> str:
+        self.driver.damaged = False
         kinds = [kind for kind in self.kinds if kind != "restored" and (kind != "second" or exchange == 2)]
         draw = Key(3, "faults", number, node, exchange).uniform(1)[0]
         which = int(draw // self.rate)
@@ -331,9 +339,10 @@ class Faults:
         self.happened[kind] = self.happened.get(kind, 0) + 1
         if kind == "restart":
             raise RestartError
+        self.driver.damaged = kind == "damaged"
         if kind == "wiped" and node in self.driver.clients:
             self.driver.made = self.driver.made - self.driver.owed(node)
-        return {"second": "crash"}.get(kind, kind)
+        return {"second": "crash", "damaged": ""}.get(kind, kind)
 
     def step(self, number: int) -> Step | None:
         """Run a round; a server that ended goes on from what it had before it."""
