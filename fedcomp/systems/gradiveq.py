@@ -21,7 +21,7 @@ from fedcomp.codecs.cycle import COMPRESSION, SAMPLING, Cycle
 from fedcomp.codecs.fixedpoint import IntegerGrid
 from fedcomp.codecs.gradiveq import open_steps, steps_frame
 from fedcomp.codecs.subspace import Moments, SliceBasis
-from fedcomp.layout import Layout, Update, Vector
+from fedcomp.layout import Layout, Vector
 from fedcomp.plain import to_plain
 from fedcomp.program import NO_FRAMES, Answer, Ask, Frames, Me, Now, Round, Said, Step, System
 from fedcomp.rules import Int, Made, NotNegative, Positive
@@ -100,13 +100,9 @@ class FittedBasis(System, id="gradiveq"):
             answers = yield [Ask(node, "query", frames=frames, blobs=blobs, expects=says) for node in peaks]
         fixed = codec.on(basis, grids)
         total = now.mean_of(fixed, answers, raw=True)
-        if total is None:
+        if total is None or (mean := now.downward(total, self.server_lr)) is None:
             return None
-        assert total.change is not None
-        mean, metrics = Update(total.change, layout), {}
-        # A product with 1 changes nothing, but takes a pass over the model.
-        if self.server_lr != 1.0:
-            mean.vector[...] *= np.float32(self.server_lr)
+        metrics = {}
         # The mean's coefficients go down; its tensors are formed once, whatever the number of clients.
         frame = fixed.sum_frame(mean)
         fixed.conclude(mean)
