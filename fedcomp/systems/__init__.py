@@ -11,7 +11,10 @@ from fedcomp.params import shown
 from fedcomp.program import System
 
 SYSTEMS: Final[Mapping[str, str]] = {
+    "gradiveq": "gradiveq:FittedBasis",
     "pair": "pair:Pair",
+    "shared-support": "shared_support:SharedSupport",
+    "power-sgd": "power_sgd:SharedBasis",
 }
 """Where a system is, by its id."""
 
