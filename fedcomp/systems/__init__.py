@@ -11,6 +11,7 @@ from fedcomp.params import shown
 from fedcomp.program import System
 
 SYSTEMS: Final[Mapping[str, str]] = {
+    "forward": "forward:Forward",
     "pair": "pair:Pair",
 }
 """Where a system is, by its id."""
