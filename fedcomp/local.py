@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -77,6 +77,8 @@ class Local:
         Number of clients.
     seed : int
     rule : Rule
+    data : mapping of int to object
+        By node: :attr:`fedcomp.program.Me.data`.
     fault : callable
         ``fault(number, node, exchange)``: "" for none, "silent" (the ask is lost), "lost" (the answer is), "late" (the
         answer comes in the next exchange), "stale" (in place of the answer comes that to an earlier exchange), "crash"
@@ -108,6 +110,7 @@ class Local:
     nodes: int
     seed: int = 0
     rule: Rule = field(default_factory=Mean)
+    data: Mapping[int, Any] = field(default_factory=dict)
     fault: Callable[[int, int, int], str] = lambda number, node, exchange: ""
     state: dict[str, Any] = field(default_factory=dict)
     clients: dict[int, Node] = field(default_factory=dict)
@@ -230,7 +233,7 @@ class Local:
         for array in memory.values():
             # A half that wrote into what it was given would have acted by half where it breaks.
             array.setflags(write=False)
-        me = Me(ask.node, now.number, self.seed, self.layout, now.model, learn)
+        me = Me(ask.node, now.number, self.seed, self.layout, now.model, learn, self.data.get(ask.node))
         memory, answer = self.system.client(dict(memory), ask, me)
         if crash:
             return None

@@ -336,6 +336,9 @@ class Me:
         The model that the round begins with; not to be written to.
     learn : callable
         ``learn(whole, collect)`` lets the app train; :meth:`update`.
+    data : object, optional
+        What the app brings for a system that does not let it train: how to measure slopes, the rows of a graph. The
+        system says what it has to be.
     """
 
     node: int
@@ -344,6 +347,7 @@ class Me:
     layout: Layout
     start: Vector
     learn: Callable[[bool, Collect | None], Update]
+    data: Any = None
 
     @property
     def key(self) -> Key:
