@@ -11,7 +11,11 @@ from fedcomp.params import shown
 from fedcomp.program import System
 
 SYSTEMS: Final[Mapping[str, str]] = {
+    "forward": "forward:Forward",
+    "gradiveq": "gradiveq:FittedBasis",
     "pair": "pair:Pair",
+    "shared-support": "shared_support:SharedSupport",
+    "power-sgd": "power_sgd:SharedBasis",
 }
 """Where a system is, by its id."""
 
