@@ -34,8 +34,8 @@ FRAME: Final = "fedcomp.frame."
 BLOB: Final = "fedcomp.blob."
 STEP: Final = "fedcomp.step."
 EXACT: Final = "fedcomp.exact"
-"""Names of a program's bytes in messages: a frame by its name, a blob by its digest, a step of the model by its version
-(``.exact`` and ``.blob.`` with a name may follow), exact buffers."""
+"""Names of a program's bytes in messages: a frame by its name, a blob by its digest (those that read steps, too), a
+step of the model by its version (``.exact`` follows for its buffers), exact buffers."""
 
 BYTES: Final = (FRAME, BLOB, STEP, EXACT)
 """With these begin the names of entries that hold such bytes, in any ConfigRecord."""
