@@ -97,6 +97,10 @@ class Held(Schema, key="fedcomp.held"):
     node: Annotated[bytes, Data(8, 8)]
     length: Annotated[float, Real(least=0.0)]
 
+    def made_by(self, system: System) -> bool:
+        """Whether the memory is one of ``system``: it outlives other options, not another algorithm."""
+        return self.system.get("id") == system.ID and lineage(self.system) == lineage(system.to_config())
+
 
 @dataclass(frozen=True)
 class ModelRecord(Schema, key="fedcomp.model.version"):
@@ -161,7 +165,7 @@ class Memory:
         # answer to this very message of which nothing is left is as good as a damaged memory.
         if held is None or held.sequence == head.sequence:
             return fresh
-        if held.layout != layout.text or lineage(held.system) != lineage(system.to_config()):
+        if held.layout != layout.text or not held.made_by(system):
             return fresh
         if (head.generation, head.consumed) > (held.generation, held.sent):
             # The server consumed a frame this memory knows nothing of, its own or one of a memory that began later:
@@ -215,7 +219,8 @@ class Memory:
         held = _held(context, head)
         if (
             held is None
-            or (held.number, lineage(held.system)) != (head.number, lineage(system.to_config()))
+            or held.number != head.number
+            or not held.made_by(system)
             or (head.generation, head.consumed) > (held.generation, held.sent)
         ):
             raise StateError(NOT_WAITING)
