@@ -32,7 +32,7 @@ from fedcomp.flower.logs import log
 from fedcomp.flower.payload import FRAME, NODE_RECORD, put_frame, take_frame
 from fedcomp.flower.records import to_arrays, to_record
 from fedcomp.flower.schema import Document, Schema, SchemaError
-from fedcomp.flower.state import MOST_BYTES, UNSETTLED, StaleMessage, lineage
+from fedcomp.flower.state import MOST_BYTES, UNSETTLED, ReplicaRecord, StaleMessage, lineage
 from fedcomp.layout import Layout
 from fedcomp.program import Answer, System
 from fedcomp.rules import Data, Int, Real, Text
@@ -51,7 +51,7 @@ BEFORE: Final = "fedcomp.before"
 
 REPLY: Final = "fedcomp.reply/"
 BLOB: Final = "fedcomp.kept/"
-MODEL: Final = "fedcomp.model"
+MODEL: Final = "fedcomp.replica.model"
 
 BLOBS_KEPT: Final = 8
 """The newest; one that was dropped is asked for again, which costs an exchange."""
@@ -100,13 +100,6 @@ class Held(Schema, key="fedcomp.held"):
     def made_by(self, system: System) -> bool:
         """Whether the memory is one of ``system``: it outlives other options, not another algorithm."""
         return self.system.get("id") == system.ID and lineage(self.system) == lineage(system.to_config())
-
-
-@dataclass(frozen=True)
-class ModelRecord(Schema, key="fedcomp.model.version"):
-    """Which version of the model a node holds."""
-
-    version: Annotated[int, Int()]
 
 
 @dataclass
@@ -349,7 +342,7 @@ def asked_of(head: AskHead, model: Mapping[str, NDArray[Any]]) -> bytes:
 def held_model(state: RecordDict) -> tuple[int, ArrayRecord] | None:
     """Return version and tensors of the model that a node holds, None when it holds none."""
     try:
-        found, model = ModelRecord.find(state), state.get(MODEL)
+        found, model = ReplicaRecord.find(state), state.get(MODEL)
     except SchemaError:
         # As good as none: the server is asked for the whole model.
         return None
@@ -359,7 +352,7 @@ def held_model(state: RecordDict) -> tuple[int, ArrayRecord] | None:
 def hold_model(store: RecordDict, version: int, model: ArrayRecord) -> None:
     """Keep a model."""
     store[MODEL] = model
-    ModelRecord(version).put(store)
+    ReplicaRecord(version).put(store)
 
 
 def held_blob(state: RecordDict, digest: str) -> Frame | None:
