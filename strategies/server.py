@@ -496,7 +496,7 @@ class Server(ExchangeStrategy, Stateful):
                 peer.version = 0
             raise Rejected(reason)
         head = asks.find_answer(content)
-        if head is None or not head.sequence:
+        if head is None or not head.sequence or (ask.kind == "train" and not (head.record or head.lacks)):
             why = "" if head is None else head.unsupported
             raise Rejected(
                 f"the client answered with a model: its app cannot take part in {self._name} "
@@ -521,10 +521,10 @@ class Server(ExchangeStrategy, Stateful):
             node = head.partition_id
         if ask.kind == "train":
             x.trained[node] = trained
-            self._note_trained(x, sent.node, head)
             x.exact_bytes[node] = len(asks.data_in(content, EXACT).get("", b""))
             if self.broadcast is not None:
                 self._note_version(peer, head.version)
+        self._note_state(x.report, sent, head)
         peer.blobs |= {digest_of(blob) for blob in ask.blobs.values()}
         peer.blobs |= {digest_of(frames[name]) for name in self.system.SHARED if name in frames}
         x.payload[node] = x.payload.get(node, 0) + payload_bytes(reply)
@@ -551,19 +551,17 @@ class Server(ExchangeStrategy, Stateful):
         held = {t.name: check_exact(received[t.name], t, x.model[t.name]) for t in x.layout.exact}
         return Trained(reply, head, content, metrics, weight, held)
 
-    def _note_trained(self, x: Running, address: int, head: AnswerHead) -> None:
-        report = x.report
-        if head.state == "rolled back":
-            report.rolled_back.append(address)
+    def _note_state(self, report: Report, sent: SentMessage, head: AnswerHead) -> None:
+        """Report what a client says of its memory and its update."""
+        if head.state == "rolled back" and sent.node not in report.rolled_back:
+            report.rolled_back.append(sent.node)
         # A memory bears the number of the message it began with.
-        if head.generation == head.sequence:
-            report.fresh.append(address)
+        if head.generation == sent.sequence:
+            report.fresh.append(sent.node)
         if head.memory >= 0.0:
-            report.memory[address] = head.memory
+            report.memory[sent.node] = head.memory
         if head.remark:
-            report.remarks[address] = shorten(head.remark)
-        if head.unsupported:
-            report.unsupported[address] = shorten(head.unsupported)
+            report.remarks[sent.node] = shorten(head.remark)
 
     def _note_version(self, peer: Peer, version: int) -> None:
         """Note which model a node says it holds, and the blobs that follow from its steps."""
