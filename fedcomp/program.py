@@ -17,8 +17,9 @@ from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
 import numpy as np
 
 from fedcomp.codecs import Codec, State
+from fedcomp.codecs.base import all_finite
 from fedcomp.errors import FedcompError
-from fedcomp.layout import Layout, Update, Vector
+from fedcomp.layout import Layout, Update, Vector, hold_in_step, note_of_held
 from fedcomp.params import shown
 from fedcomp.rng import Key
 from fedcomp.rules import REQUIRED, Configured, rules_of
@@ -301,6 +302,23 @@ class Now:
         return self.total(
             codec, [Given(a.node, a.weight, a.frames[name]) for a in answers if name in a.frames], raw=raw
         )
+
+    def downward(self, total: Step, rate: float) -> Update | None:
+        """Return a raw sum times the server's step size, of which what goes down is made; None where it is not finite.
+
+        What may be a running variance stays positive.
+        """
+        assert total.change is not None
+        out = Update(total.change, self.layout)
+        if rate != 1.0:
+            with np.errstate(over="ignore", invalid="ignore"):
+                out.vector[...] *= np.float32(rate)
+        if held := hold_in_step(out.vector, self.layout, self.model):
+            self.note(note_of_held(held))
+        if all_finite(out.vector):
+            return out
+        self.note("the mean is not finite: the model is unchanged")
+        return None
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ from fedcomp.program import System
 
 SYSTEMS: Final[Mapping[str, str]] = {
     "pair": "pair:Pair",
+    "shared-support": "shared_support:SharedSupport",
+    "power-sgd": "power_sgd:SharedBasis",
 }
 """Where a system is, by its id."""
 
