@@ -13,6 +13,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, 
 from message_examples import all_damages
 
 from fedcomp.clients import memory
+from fedcomp.clients.compressed import compression
 from fedcomp.clients.memory import BLOB, BLOBS_KEPT, Held, Memory
 from fedcomp.clients.programs import programs
 from fedcomp.codecs import QSGD, Codec, ErrorFeedback, Factors, Identity, State, TopK, get_codec
@@ -22,8 +23,8 @@ from fedcomp.flower import asks
 from fedcomp.flower._private import acting_as
 from fedcomp.flower.asks import AnswerHead, AskHead, digest_of, named
 from fedcomp.flower.payload import BLOB as BLOBS
-from fedcomp.flower.payload import EXACT, FRAME, NODE_RECORD, STEP
-from fedcomp.flower.protocol import RESYNC, STALE
+from fedcomp.flower.payload import EXACT, FRAME, NODE_RECORD, STEP, take_frame
+from fedcomp.flower.protocol import RESYNC, STALE, UPDATE, Announcement, announce
 from fedcomp.flower.records import to_arrays, to_record
 from fedcomp.flower.schema import OtherVersion, SchemaError
 from fedcomp.layout import Layout, Update, Vector
@@ -272,6 +273,93 @@ def test_a_node_of_another_partition_or_round_draws_otherwise() -> None:
     assert frames(first.ask(1)) != frames(second.ask(1))
 
 
+ODD = {
+    "weight": np.linspace(-1, 1, 1200).reshape(40, 30).astype(np.float32),
+    "tied": np.linspace(-1, 1, 1200).reshape(40, 30).astype(np.float32),
+    "kept": np.linspace(0, 1, 300).astype(np.float32),
+    "wide": np.linspace(0, 1e9, 200),
+    "half": np.linspace(0, 1, 100).astype(np.float16),
+    "frozen": np.ones(50, np.float32),
+    "mask": np.float32([0, -np.inf]),
+    "running_var": np.ones(30, np.float32),
+    "steps": np.array(3),
+}
+"""A model with everything that is odd about models."""
+
+
+def odd(msg: Message, context: Context) -> Message:
+    """Train such a model: one tensor under two names, one of the client's own, one that does not change."""
+    number = int(msg.content["config"]["server-round"])
+    after = to_arrays(msg.content["arrays"])
+    for layer, name in enumerate(("weight", "kept", "wide", "half", "running_var")):
+        words = Key(number, "odd", layer).bits(after[name].size) % np.uint64(2001)
+        step = (words.astype(np.float64).reshape(after[name].shape) - 1000) / 1e5
+        after[name] = ((ODD[name] if name == "kept" else after[name]) + step).astype(after[name].dtype)
+    after["tied"] = after["weight"]
+    after["steps"] = after["steps"] + 7
+    if number == 4:
+        after["weight"][0, 0] += 100
+    metrics = MetricRecord({"num-examples": 4, "loss": 0.25})
+    return Message(RecordDict({"arrays": to_record(after), "more": metrics}), reply_to=msg)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "codec",
+    [
+        ErrorFeedback(TopK(density=0.05)),
+        ErrorFeedback(TopK(density=0.05, scope="layer", values="fp16"), momentum=0.9, decay=0.9),
+        ErrorFeedback(QSGD(levels=7), memory="float16", norm_guard=2.0),
+        QSGD(levels=7),
+        Identity(),
+    ],
+    ids=repr,
+)
+def test_frames_memories_and_remarks_are_those_of_the_mod_of_the_pair(codec: Codec) -> None:
+    system = Pair(codec)
+    new, old = Node(system, app=odd), Node(system, half=compression(), app=odd)
+    arrays = {name: array.copy() for name, array in ODD.items()}
+    remarks = ""
+    for number in range(1, 9):
+        content = RecordDict({"arrays": to_record(arrays), "config": ConfigRecord({"server-round": number, "lr": 0.5})})
+        known = {"acknowledged": old.consumed, "generation": old.generation}
+        announce(
+            content, Announcement("arrays", number, 5, codec.to_config(), session=b"session!", sequence=number, **known)
+        )
+        with acting_as(1, 0):
+            message = Message(content, 2, "train")
+        with acting_as(1, 2):
+            reply = old.half.mod(message, old.context, old.train)
+        found = new.ask(number, arrays=to_record(arrays))
+        said, header = answer(found), dict(reply.content[NODE_RECORD])
+        assert frames(found) == {"values": take_frame(reply.content, UPDATE)}
+        assert asks.data_in(found.content, EXACT)[""] == take_frame(reply.content, "fedcomp.exact")
+        assert [name for name in found.content if name != NODE_RECORD] == ["more"]
+        assert (said.record, said.remark) == (header["record"], header.get("remark", ""))
+        remarks += said.remark
+        assert said.copies == tuple(header.get("copies", ()))
+        if not codec.sparse(LAYOUT):
+            assert said.unchanged == tuple(header.get("unchanged", ()))
+        assert said.memory == header.get("memory", -1.0)
+        assert (said.state == "rolled back") == header.get("rolled-back", False)
+        if codec.init(LAYOUT):
+            memories = new.context.state[memory.MEMORY], old.context.state["fedcomp.uplink.memory"]
+            assert memories[0] == memories[1]
+            assert new.context.state["fedcomp.followed"] == old.context.state["fedcomp.followed"]
+        if number not in (3, 6):
+            old.consumed = new.consumed = number
+            old.generation = new.generation = said.generation
+        # The server moves the model, and the two names of one tensor come apart once.
+        for layer, name in enumerate(("weight", "tied", "kept", "wide", "half")):
+            words = Key(number, "moved", layer).bits(arrays[name].size) % np.uint64(2001)
+            arrays[name] = arrays[name] + ((words.astype(np.float64).reshape(arrays[name].shape) - 1000) / 1e4).astype(
+                arrays[name].dtype
+            )
+    if not codec.lossless:
+        assert "tied is weight" in remarks
+        assert "keeps kept to itself" in remarks
+
+
 # The transaction, row by row.
 
 
@@ -436,6 +524,7 @@ def test_a_node_under_another_id_does_not_send_again_what_may_have_arrived() -> 
     assert answer(other.ask(3)).state == "rolled back"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [entry.name for entry in Held.entries()])
 @pytest.mark.parametrize("value", [None, "x", 7, b"x", [1]], ids=repr)
 def test_a_damaged_description_begins_the_memory_anew(name: str, value: Any) -> None:
