@@ -53,6 +53,10 @@ REPLY: Final = "fedcomp.reply/"
 BLOB: Final = "fedcomp.kept/"
 MODEL: Final = "fedcomp.replica.model"
 
+_LARGE: Final = 1 << 16
+_BLOCK: Final = 1 << 14
+"""Bytes of a tensor that is read in parts, and of which so many are one part."""
+
 NOT_WAITING: Final = "no update waits here: this node did not train in this round, or its state was lost"
 
 
@@ -330,9 +334,11 @@ def asked_of(head: AskHead, model: Mapping[str, NDArray[Any]]) -> bytes:
         return name.digest()
     for key, array in model.items():
         # As bytes: not every dtype can be shown as a buffer.
-        values = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-        # A checksum tells two models of one run apart, and takes a quarter of a hash's time in every round.
-        name.update(f"{key}:{array.dtype.str}:{array.shape}:{zlib.crc32(values)}".encode())
+        values = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        whole = values.size // _BLOCK * _BLOCK if values.size > _LARGE else 0
+        # Of a large tensor a sixteenth: two models of one run and round that are alike in all of it hardly differ.
+        part = np.ascontiguousarray(values[:whole].reshape(-1, _BLOCK)[:, : _BLOCK // 16])
+        name.update(f"{key}:{array.dtype.str}:{array.shape}:{zlib.crc32(values[whole:], zlib.crc32(part))}".encode())
     return name.digest()
 
 

@@ -521,6 +521,22 @@ def test_a_round_that_the_server_has_consumed_is_not_made_again() -> None:
     assert node.conserves()
 
 
+def test_a_model_is_named_by_its_values_bits_and_shapes_or_by_its_digest() -> None:
+    head = AskHead(number=1, seed=0, session=b"session!", sequence=1)
+    values = np.arange(100_000, dtype=np.float32)
+    other, tail = values.copy(), values.copy()
+    # Of a large tensor a part is looked at: a change of a hundredth of it is seen.
+    other[Key(3).bits(1000) % np.uint64(values.size)] += 1
+    tail[-1] += 1
+    models = [values, other, tail, values[::-1], -values, values.reshape(10, -1), values.astype(np.float64)]
+    assert len({memory.asked_of(head, {"a": each}) for each in models}) == len(models)
+    assert memory.asked_of(head, {"a": values.copy()}) == memory.asked_of(head, {"a": values})
+    assert memory.asked_of(head, {"a": values}) != memory.asked_of(replace(head, number=2), {"a": values})
+    named = replace(head, digest=b"d" * 16)
+    assert memory.asked_of(named, {"a": values}) == memory.asked_of(named, {"a": other})
+    assert memory.asked_of(named, {}) != memory.asked_of(replace(head, digest=b"e" * 16), {})
+
+
 # Queries and blobs.
 
 
