@@ -27,7 +27,7 @@ from fedcomp.codecs import State
 from fedcomp.codecs.base import norm
 from fedcomp.errors import ConfigError, FedcompError, StateError
 from fedcomp.flower import asks
-from fedcomp.flower.asks import AskHead
+from fedcomp.flower.asks import BLOBS_KEPT, AskHead
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import FRAME, NODE_RECORD, put_frame, take_frame
 from fedcomp.flower.records import to_arrays, to_record
@@ -52,9 +52,6 @@ BEFORE: Final = "fedcomp.before"
 REPLY: Final = "fedcomp.reply/"
 BLOB: Final = "fedcomp.kept/"
 MODEL: Final = "fedcomp.replica.model"
-
-BLOBS_KEPT: Final = 8
-"""The newest; one that was dropped is asked for again, which costs an exchange."""
 
 _LARGE: Final = 1 << 16
 _BLOCK: Final = 1 << 14

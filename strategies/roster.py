@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from fedcomp.flower.asks import BLOBS_KEPT
 from fedcomp.flower.payload import PARTITIONS
 from fedcomp.strategies.partitions import Holders
 
@@ -22,14 +23,26 @@ class Peer:
         Of the memory that frame came from.
     version : int
         Of the model that the node is known to hold; 0: unknown.
-    blobs : set of str
-        Digests of the blobs that it holds.
+    blobs : list of str
+        Digests of the blobs that it holds, the newest last.
     """
 
     consumed: int = 0
     generation: int = 0
     version: int = 0
-    blobs: set[str] = field(default_factory=set)
+    blobs: list[str] = field(default_factory=list)
+
+    def take(self, digests: Iterable[str]) -> None:
+        """Note which blobs the node has now."""
+        for digest in digests:
+            if digest in self.blobs:
+                self.blobs.remove(digest)
+            self.blobs.append(digest)
+        del self.blobs[:-BLOBS_KEPT]
+
+    def forget(self) -> None:
+        """Take nothing for granted: the next message brings the model whole, with all that it needs."""
+        self.version, self.blobs = 0, []
 
 
 class Roster(Holders):

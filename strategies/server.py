@@ -432,7 +432,7 @@ class Server(ExchangeStrategy, Stateful):
             fields["policy"] = policy_config(self.policy, x.layout)
         blobs = {name: digest_of(blob) for name, blob in ask.blobs.items()}
         # What follows from the steps in this message the node has by the time it looks.
-        data |= {BLOB + blobs[name]: b for name, b in ask.blobs.items() if blobs[name] not in peer.blobs | coming}
+        data |= {BLOB + blobs[name]: b for name, b in ask.blobs.items() if blobs[name] not in coming.union(peer.blobs)}
         data |= {FRAME + name: frame for name, frame in ask.frames.items()}
         head = AskHead(
             number=now.number,
@@ -491,9 +491,8 @@ class Server(ExchangeStrategy, Stateful):
         peer, content = self.roster.peer(sent.node), reply.content if reply.has_content() else RecordDict()
         if reply.has_error():
             reason = f"error {reply.error.code}: {reply.error.reason}"
-            # Version 0 is unknown: the next message to this node carries the full model.
             if RESYNC in reason:
-                peer.version = 0
+                peer.forget()
             raise Rejected(reason)
         head = asks.find_answer(content)
         if head is None or not head.sequence or (ask.kind == "train" and not (head.record or head.lacks)):
@@ -507,7 +506,7 @@ class Server(ExchangeStrategy, Stateful):
         if sent.node in self.roster.known and head.partition_id != self.roster.known[sent.node]:
             raise Rejected(f"the client says that it is partition {head.partition_id}, and it is {node}")
         if head.lacks:
-            peer.blobs -= set(head.lacks)
+            peer.blobs = [digest for digest in peer.blobs if digest not in head.lacks]
             return None
         say = asks.say_of(content, head, self.system)
         if ask.expects is not None and not isinstance(say, ask.expects):
@@ -525,8 +524,8 @@ class Server(ExchangeStrategy, Stateful):
             if self.broadcast is not None:
                 self._note_version(peer, head.version)
         self._note_state(x.report, sent, head)
-        peer.blobs |= {digest_of(blob) for blob in ask.blobs.values()}
-        peer.blobs |= {digest_of(frames[name]) for name in self.system.SHARED if name in frames}
+        peer.take(digest_of(blob) for blob in ask.blobs.values())
+        peer.take(digest_of(frames[name]) for name in self.system.SHARED if name in frames)
         x.payload[node] = x.payload.get(node, 0) + payload_bytes(reply)
         if self.system.SENT in frames:
             x.sent[node] = head.sequence, head.generation
@@ -569,7 +568,7 @@ class Server(ExchangeStrategy, Stateful):
         # Only the current version is trusted; with a wrong one the node would get steps it cannot apply.
         peer.version = version if version == self.broadcast.version else 0
         if peer.version in self.own_steps:
-            peer.blobs |= self.own_steps[peer.version].derived
+            peer.take(sorted(self.own_steps[peer.version].derived))
 
     def _agree(self, x: Running, answers: dict[int, Answer]) -> None:
         """Refuse what came of training in another form than most: Flower's own check would end the run over it."""
@@ -863,7 +862,8 @@ class Server(ExchangeStrategy, Stateful):
             try:
                 if reply.has_error():
                     reason = f"error {reply.error.code}: {reply.error.reason}"
-                    peer.version = 0 if RESYNC in reason else peer.version
+                    if RESYNC in reason:
+                        peer.forget()
                     raise Rejected(reason)
                 # Refused here by itself: Flower's own check ends the whole run over one reply without a weight.
                 weight_of(reply.content, key)

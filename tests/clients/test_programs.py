@@ -14,14 +14,14 @@ from message_examples import all_damages
 
 from fedcomp.clients import memory
 from fedcomp.clients.compressed import compression
-from fedcomp.clients.memory import BLOB, BLOBS_KEPT, Held, Memory
+from fedcomp.clients.memory import BLOB, Held, Memory
 from fedcomp.clients.programs import programs
 from fedcomp.codecs import QSGD, Codec, ErrorFeedback, Factors, Identity, State, TopK, get_codec
 from fedcomp.errors import FedcompError
 from fedcomp.exact import decode_exact
 from fedcomp.flower import asks
 from fedcomp.flower._private import acting_as
-from fedcomp.flower.asks import AnswerHead, AskHead, digest_of, named
+from fedcomp.flower.asks import BLOBS_KEPT, AnswerHead, AskHead, digest_of, named
 from fedcomp.flower.payload import BLOB as BLOBS
 from fedcomp.flower.payload import EXACT, FRAME, NODE_RECORD, STEP, take_frame
 from fedcomp.flower.protocol import RESYNC, STALE, UPDATE, Announcement, announce
