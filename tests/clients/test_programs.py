@@ -5,20 +5,26 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from message_examples import all_damages
+from toy import in_bfloat16
 
 from fedcomp.clients import memory
 from fedcomp.clients.compressed import compression
+from fedcomp.clients.half import ClientHalf
+from fedcomp.clients.kept import keep
 from fedcomp.clients.memory import BLOB, Held, Memory
 from fedcomp.clients.programs import programs
 from fedcomp.codecs import QSGD, Codec, ErrorFeedback, Factors, Identity, State, TopK, get_codec
 from fedcomp.errors import FedcompError
 from fedcomp.exact import decode_exact
+from fedcomp.factors.collect import current
+from fedcomp.factors.outer import OuterProducts
 from fedcomp.flower import asks
 from fedcomp.flower._private import acting_as
 from fedcomp.flower.asks import BLOBS_KEPT, AnswerHead, AskHead, digest_of, named
@@ -36,7 +42,7 @@ from fedcomp.stateful import next_epoch
 from fedcomp.systems import SYSTEMS
 from fedcomp.systems.pair import Pair
 from fedcomp.versions import Broadcast
-from fedcomp.wire import Frame
+from fedcomp.wire import Bf16, Frame
 
 SHAPES = {"weight": (40, 30), "bias": (12,)}
 LAYOUT = Layout.of({name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()})
@@ -301,6 +307,78 @@ def odd(msg: Message, context: Context) -> Message:
         after["weight"][0, 0] += 100
     metrics = MetricRecord({"num-examples": 4, "loss": 0.25})
     return Message(RecordDict({"arrays": to_record(after), "more": metrics}), reply_to=msg)
+
+
+def test_of_several_records_the_one_called_as_the_models_is_the_model() -> None:
+    def app(msg: Message, context: Context) -> Message:
+        content = {"first": model(5.0), "arrays": model(2.0), "third": model(6.0)}
+        return Message(RecordDict({name: content[name] for name in records}), reply_to=msg)
+
+    node, records = Node(Pair(Identity()), app=app), ["first", "arrays", "third"]
+    reply = node.ask(arrays=model(1.0))
+    assert answer(reply).record == "arrays"
+    assert list(reply.content) == ["first", "third", NODE_RECORD]
+    np.testing.assert_array_equal(node.system.codec.decode(frames(reply)["values"], LAYOUT), np.full(LAYOUT.size, 2))
+    # A single one may be called as it likes.
+    records = ["third"]
+    assert answer(node.ask(2, arrays=model(1.0))).record == "third"
+    for records in (["first", "third"], []):
+        with pytest.raises(FedcompError, match=f"holds {len(records)} ArrayRecords"):
+            node.ask(3)
+
+
+def test_a_reply_of_another_model_changes_nothing() -> None:
+    node = Node()
+    node.consume(node.ask(1))
+    before = stored(node)
+    for arrays in ({"weight": np.ones((40, 30), np.float32)}, {"weight": np.ones((4, 3)), "bias": np.ones(12)}):
+        node.app = lambda msg, context, arrays=arrays: Message(RecordDict({"a": to_record(arrays)}), reply_to=msg)
+        with pytest.raises(FedcompError, match="must hold the same model"):
+            node.ask(2)
+    assert stored(node) == before
+
+
+def test_a_model_in_bfloat16_counts_as_the_change_to_the_nearest_one() -> None:
+    given = {"w": np.float32([1.0, 1.001, -2.0, 3.0])}
+    nearest = Bf16(given["w"]).decode()
+    moved = nearest + np.float32([0, 0.5, 0, -1])
+
+    def app(msg: Message, context: Context) -> Message:
+        assert msg.content["arrays"]["w"].dtype == "float32"
+        return Message(RecordDict({"arrays": ArrayRecord({"w": in_bfloat16(moved)})}), reply_to=msg)
+
+    node = Node(Pair(ErrorFeedback(QSGD(levels=32_767))), app=app)
+    layout = Layout.of(given)
+    reply = node.ask(arrays=to_record(given))
+    found = (
+        node.system.codec.decode(frames(reply)["values"], layout)
+        + to_arrays(node.context.state[memory.MEMORY])["memory"]
+    )
+    np.testing.assert_allclose(found, [0, 0.5, 0, -1], atol=1e-6)
+
+
+def test_what_training_captures_is_sent_as_outer_products() -> None:
+    weight = np.zeros((40, 30), np.float32)
+    left, right = np.ones((2, 40), np.float32), np.arange(60, dtype=np.float32).reshape(2, 30)
+
+    def app(msg: Message, context: Context) -> Message:
+        place = current()
+        assert place is not None
+        place.stack("weight", OuterProducts(left, right))
+        after = {"weight": weight + left.T @ right, "bias": np.ones(12, np.float32)}
+        return Message(RecordDict({"arrays": to_record(after)}), reply_to=msg)
+
+    codec = Factors(mode="rank")
+    node, other = Node(Pair(codec), app=app), Node(Pair(codec), half=compression(), app=app)
+    reply = node.ask()
+    content = RecordDict({"arrays": model(), "config": ConfigRecord({"server-round": 1})})
+    announce(content, Announcement("arrays", 1, 5, codec.to_config(), session=b"session!", sequence=1))
+    with acting_as(1, 0):
+        message = Message(content, 2, "train")
+    with acting_as(1, 2):
+        expected = take_frame(other.half.mod(message, other.context, other.train).content, UPDATE)
+    assert frames(reply) == {"values": expected}
+    assert codec.outer(expected, LAYOUT).keys() == {"weight"}
 
 
 @pytest.mark.slow
@@ -624,6 +702,18 @@ def test_a_model_is_named_by_its_values_bits_and_shapes_or_by_its_digest() -> No
     named = replace(head, digest=b"d" * 16)
     assert memory.asked_of(named, {"a": values}) == memory.asked_of(named, {"a": other})
     assert memory.asked_of(named, {}) != memory.asked_of(replace(head, digest=b"e" * 16), {})
+
+
+def test_a_node_with_a_state_folder_goes_on_after_a_restart(tmp_path: Path) -> None:
+    node = Node()
+    node.half = ClientHalf("kept", lambda msg, context, app: keep(msg, context, lambda m, c: programs().mod(m, c, app)))
+    node.context.node_config["state-dir"] = str(tmp_path)
+    node.consume(node.ask(1))
+    node.context.state = RecordDict()
+    reply = node.ask(2)
+    assert (answer(reply).generation, answer(reply).state) == (1, "")
+    node.consume(reply)
+    assert node.conserves()
 
 
 # Queries and blobs.
