@@ -24,11 +24,13 @@ from fedcomp.clients.power_sgd import shared_basis
 from fedcomp.clients.private.local_dp import local_privacy
 from fedcomp.clients.private.lsg import lsg
 from fedcomp.clients.private.mod import private
+from fedcomp.clients.programs import programs
 from fedcomp.clients.shared_support import shared_support
 from fedcomp.errors import ConfigError
 from fedcomp.flower._private import WrappedApp, mods_of
 
 HALVES: Final[Mapping[str, Callable[[], ClientHalf]]] = {
+    "programs": programs,
     "coded": coded,
     "local_privacy": local_privacy,
     "learned_gradients": learned_gradients,

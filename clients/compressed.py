@@ -175,7 +175,7 @@ def _handle(
             notes = [UNSETTLED] if uplink is not None and uplink.unsettled else []
             # A lossless codec sends the model as it is; in a private round nothing is said of single tensors.
             if not codec.lossless and not private:
-                followed = Followed.load(context, layout)
+                followed = Followed.load(context.state, layout)
                 copies, proven = followed.second_names(reply_arrays(content, before, name)[1], before)
                 notes += [names_note(proven, layout)] if proven else []
                 found = followed.judge(update, before)
@@ -211,7 +211,7 @@ def _handle(
                 put_reply_frame(content, EXACT, exact)
             # As the last acts, after everything that can fail: with an exception in between the memory is as it was.
             if followed is not None:
-                followed.save(context)
+                followed.save(context.state)
             if uplink is not None:
                 uplink.commit(context, state, announcement, codec, layout, content, asked)
         if replica is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Context, RecordDict
@@ -27,6 +27,8 @@ from fedcomp.rng import Key
 from fedcomp.versions import FIRST, CodecOf, Step, advance, digest
 from fedcomp.wire import Bf16, Frame
 
+T = TypeVar("T")
+
 NOT_WITHOUT_NOISE = (
     "the announced codec privatises updates, and this client cannot or may not use it; it sends nothing without that "
     "noise. Use the same release on both sides, and accept its codecs"
@@ -43,8 +45,8 @@ def find_announcement(content: RecordDict) -> Announcement | None:
     return None
 
 
-def require_ids(accept: object) -> frozenset[str] | None:
-    """Return the ids of codecs that a client agrees to; None: to all.
+def require_ids(accept: object, *others: str) -> frozenset[str] | None:
+    """Return the ids of codecs that a client agrees to, or of ``others``; None: to all.
 
     Raises
     ------
@@ -59,7 +61,7 @@ def require_ids(accept: object) -> frozenset[str] | None:
             f"accept={shown(accept)} is not valid: a list of ids of codecs, such as ['topk']. What clients send is the "
             "server's choice: Compressed(strategy, codec)"
         )
-    known = (*codecs.known(), *transforms.known(), *bases.known())
+    known = (*codecs.known(), *transforms.known(), *bases.known(), *others)
     for name in accept:
         if name not in known:
             raise ConfigError(f"accept={shown(accept)}: no codec is called {name!r}{similar(name, known)}")
@@ -75,6 +77,17 @@ def choose(
     """
     if announcement.protocol != PROTOCOL:
         return None, f"server speaks protocol {announcement.protocol}, this client {PROTOCOL}"
+    codec, refused = made(config, get_codec, accept)
+    if codec is not None and codec.phases != phases:
+        return None, f"{codec!r} needs {codec.phases} exchanges; this client's mods offer {phases}"
+    return codec, refused
+
+
+def made(
+    config: dict[str, Any], make: Callable[[dict[str, Any]], T], accept: Collection[str] | None
+) -> tuple[T | None, str]:
+    """Return what ``make`` makes of a configuration, or None and the reason why it may not or cannot be made (none if
+    there is no configuration)."""
     if not config:
         return None, ""
     # Before it is built, which imports what its id names and may take what its parameters ask for.
@@ -82,12 +95,9 @@ def choose(
     if refused:
         return None, f"this client accepts the codecs {sorted(accept or ())}, not {shown(refused)}"
     try:
-        codec = get_codec(config)
+        return make(config), ""
     except ConfigError as error:
         return None, str(error)
-    if codec.phases != phases:
-        return None, f"{codec!r} needs {codec.phases} exchanges; this client's mods offer {phases}"
-    return codec, ""
 
 
 def _ids(config: Any) -> list[str]:
@@ -272,10 +282,17 @@ def learnt(
         When the reply holds no model of this layout.
     """
     name, after = reply_arrays(content, before, record)
+    return name, *changed(after, before, layout, lossless=lossless)
+
+
+def changed(
+    after: Mapping[str, NDArray[Any]], before: Mapping[str, NDArray[Any]], layout: Layout, *, lossless: bool = False
+) -> tuple[Update, dict[str, NDArray[Any]]]:
+    """Return the update between two models, or ``after`` itself where ``lossless``, and the exact buffers."""
     layout.check(after)
     exact = {t.name: check_exact(after[t.name], t, before[t.name]) for t in layout.exact}
     vector = layout.flatten(after) if lossless else layout.difference(after, before)
-    return name, Update(vector, layout), exact
+    return Update(vector, layout), exact
 
 
 def equally_long(frame: Frame, codec: Codec, layout: Layout, key: Key) -> Frame:

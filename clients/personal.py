@@ -18,7 +18,7 @@ from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
-from flwr.app import ArrayRecord, Context
+from flwr.app import ArrayRecord, RecordDict
 from numpy.typing import NDArray
 
 from fedcomp.flower.records import to_arrays, to_record
@@ -66,9 +66,9 @@ class Followed:
     proven: dict[int, int] = field(default_factory=dict)
 
     @classmethod
-    def load(cls, context: Context, layout: Layout) -> Followed:
-        """Return what the node remembers; nothing for another model than it followed."""
-        record = context.state.get(_RECORD)
+    def load(cls, state: RecordDict, layout: Layout) -> Followed:
+        """Return what the node remembers in its state; nothing for another model than it followed."""
+        record = state.get(_RECORD)
         held = to_arrays(record) if isinstance(record, ArrayRecord) else {}
         wanted = {"evidence": (len(layout.tensors),), "received": (_total(layout),), "returned": (_total(layout),)}
         digest, pairs = held.pop("layout", None), held.pop("names", np.zeros((0, 2), np.int64))
@@ -79,13 +79,13 @@ class Followed:
         nothing = np.full(_total(layout), np.nan)
         return cls(layout, np.zeros(len(layout.tensors), np.int64), nothing, nothing.copy())
 
-    def save(self, context: Context) -> None:
+    def save(self, state: RecordDict) -> None:
         """Write it into the node's state."""
         digest = np.frombuffer(self.layout.digest, np.uint8)
         held = {"evidence": self.evidence, "received": self.received, "returned": self.returned}
         if self.proven:
             held["names"] = np.array(sorted(self.proven.items()), np.int64)
-        context.state[_RECORD] = to_record({"layout": digest, **held})
+        state[_RECORD] = to_record({"layout": digest, **held})
 
     def second_names(
         self, returned: Mapping[str, NDArray[Any]], before: Mapping[str, NDArray[Any]]

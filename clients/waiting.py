@@ -162,7 +162,7 @@ class Exchange(ABC, Generic[C]):
         """Return the reply to a training message: all of it but the model, which waits or leaves as values."""
         name, update, exact = learnt(content, before, layout)
         state = self.settled(uplink, layout)
-        followed = Followed.load(self.context, layout)
+        followed = Followed.load(self.context.state, layout)
         found = followed.judge(update, before)
         update = ease(update, followed.kept, {}, self.codec.residual(state))
         state = self.codec.begin(update, state, self.key)
@@ -178,7 +178,7 @@ class Exchange(ABC, Generic[C]):
             state[_EXACT] = np.frombuffer(frame, np.uint8)
         state = self.trained(state, layout, out)
         self._close(out, state, layout, uplink, update)
-        followed.save(self.context)
+        followed.save(self.context.state)
         return out
 
     def _send(self) -> Message:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
+import itertools
 import json
 import math
 from collections import Counter
@@ -489,8 +490,30 @@ class Layout:
         """Eight bytes that both ends can compare: SHA-256 over names, shapes, dtypes, densities, groups and order."""
         # Against mistakes: two ends that hold different models. Eight bytes do not stop somebody who looks for a
         # collision.
+        return hashlib.sha256(self.text.encode()).digest()[:8]
+
+    @cached_property
+    def text(self) -> str:
+        """All that the layout consists of, as :meth:`from_text` reads it."""
         groups = [[[t.name, t.shape, t.dtype, t.density] for t in group] for group in (self.tensors, self.exact)]
-        return hashlib.sha256(json.dumps([*groups, self.order]).encode()).digest()[:8]
+        return json.dumps([*groups, self.order])
+
+    @classmethod
+    def from_text(cls, text: str) -> Layout:
+        """Return the layout whose :attr:`text` this is."""
+        tensors, exact, order = json.loads(text)
+        sizes = [math.prod(shape) for _, shape, _, _ in tensors]
+        offsets = itertools.accumulate(sizes, initial=0)
+        return _shared(
+            cls(
+                tuple(
+                    TensorSpec(name, tuple(shape), dtype, offset, size, density)
+                    for (name, shape, dtype, density), offset, size in zip(tensors, offsets, sizes, strict=False)
+                ),
+                tuple(TensorSpec(n, tuple(shape), dtype, 0, math.prod(shape), d) for n, shape, dtype, d in exact),
+                tuple(order),
+            )
+        )
 
     def flatten(self, arrays: Mapping[str, NDArray[Any]], out: Vector | None = None) -> Vector:
         """Copy the float tensors of ``arrays`` into one float32 vector of shape ``(size,)``.
@@ -520,13 +543,13 @@ class Layout:
         LayoutError
             As :meth:`flatten`.
         """
+        self.check(after)
+        vector = np.empty(self.size, np.float32)
         with np.errstate(over="ignore", invalid="ignore"):
-            vector = self.flatten(after)
             for t in self.tensors:
-                # Tensor by tensor, in float32 as in the vector: no second vector.
-                if t.dtype != "float64":
-                    vector[t.slice] -= before[t.name].reshape(-1).astype(np.float32, copy=False)
-            self.difference_of_wide(vector, after, before)
+                wide = np.float64 if t.dtype == "float64" else np.float32
+                part = vector[t.slice].reshape(t.shape)
+                np.subtract(after[t.name], before[t.name], out=part, dtype=wide, casting="unsafe")
         return vector
 
     def difference_of_wide(

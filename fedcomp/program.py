@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
@@ -332,8 +333,8 @@ class Me:
     node, number, seed
         Its partition; the round's number; the seed of the random streams.
     layout : Layout
-    start : float32 array, shape (layout size,)
-        The model that the round begins with; not to be written to.
+    model : callable
+        ``model()`` returns :attr:`start`.
     learn : callable
         ``learn(whole, collect)`` lets the app train; :meth:`update`.
     data : object, optional
@@ -345,9 +346,14 @@ class Me:
     number: int
     seed: int
     layout: Layout
-    start: Vector
+    model: Callable[[], Vector]
     learn: Callable[[bool, Collect | None], Update]
     data: Any = None
+
+    @cached_property
+    def start(self) -> Vector:
+        """The model that the round begins with, float32 of the layout's size; not to be written to."""
+        return self.model()
 
     @property
     def key(self) -> Key:

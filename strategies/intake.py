@@ -373,14 +373,6 @@ def require_finite(arrays: Arrays, layout: Layout) -> None:
             raise Rejected(f"tensor {t.name!r} holds non-finite values")
 
 
-def mean_of_constants(exact: Mapping[str, NDArray[Any]], model: Arrays) -> dict[str, NDArray[Any]]:
-    """Return the mean buffers with the infinities that are the model's own constants (masks).
-
-    Times a weight of 0 these are not numbers.
-    """
-    return {n: np.where(np.isnan(v) & ~np.isfinite(model[n]), model[n], v) for n, v in exact.items()}
-
-
 def _note_memory(arrival: Arrival, header: ConfigRecord) -> None:
     memory = header.get("memory")
     if isinstance(memory, float) and 0.0 <= memory < math.inf:

@@ -7,15 +7,18 @@ Either way the inner strategy runs once, on one synthetic reply: FedAvg stores t
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import get_ident
 from typing import Any, Final
 
+import numpy as np
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedYogi, Strategy
+from numpy.typing import NDArray
 
 from fedcomp.flower.logs import flowers
+from fedcomp.layout import Layout, Vector
 from fedcomp.strategies.adaptive import Outcome, arrived_in, has_moments, step_on_support
 
 _WEIGHTED_MEANS: Final = tuple(strategy.aggregate_train for strategy in (FedAvg, FedAvgM, FedAdagrad, FedAdam, FedYogi))
@@ -155,3 +158,26 @@ def _counts(received: tuple[int, int] | None) -> Iterator[None]:
 def _said(hook: Any, received: tuple[int, int] | None) -> tuple[Any, ...]:
     """Return Flower's line about the replies, and what is put into it."""
     return (_RECEIVED_SUM, hook) if received is None else (_RECEIVED, hook, *received)
+
+
+def mean_of_constants(exact: Mapping[str, NDArray[Any]], model: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """Return the mean buffers with the infinities that are the model's own constants (masks).
+
+    Times a weight of 0 these are not numbers.
+    """
+    return {n: np.where(np.isnan(v) & ~np.isfinite(model[n]), model[n], v) for n, v in exact.items()}
+
+
+def copy_names(step: Vector, model: Vector, layout: Layout, copies: Mapping[int, int]) -> None:
+    """Make the second name of a tensor what the first will be once ``step`` is added to ``model``, in place."""
+    for second, first in copies.items():
+        to, of = layout.tensors[second].slice, layout.tensors[first].slice
+        np.subtract(model[of], model[to], out=step[to])
+        step[to] += step[of]
+
+
+def leave(vector: Vector, layout: Layout, unchanged: frozenset[int]) -> None:
+    """Take from an update, in place, what a codec has made of tensors that nobody has changed."""
+    for number, tensor in enumerate(layout.tensors):
+        if number in unchanged:
+            vector[tensor.slice] = 0.0

@@ -25,8 +25,8 @@ from fedcomp.flower.report import shorten
 from fedcomp.layout import Layout, Update, Vector
 from fedcomp.strategies.adaptive import Outcome, has_moments, step_on_support
 from fedcomp.strategies.guard import Norms
-from fedcomp.strategies.intake import Intake, mean_of_constants
-from fedcomp.strategies.means import MEANS, aggregate_once, is_mean
+from fedcomp.strategies.intake import Intake
+from fedcomp.strategies.means import MEANS, aggregate_once, copy_names, is_mean, leave, mean_of_constants
 from fedcomp.strategies.pairings import warn_of_pairing
 from fedcomp.strategies.private.flower_dp import promises
 from fedcomp.strategies.replies import NOT_FINITE, Arrays, Arrival, Rejected, SentMessage, weight_of
@@ -324,7 +324,7 @@ class MeanSink(Sink):
         # Votes become a step here: it is the sum that decides, not the single update. A domain is left, once per round.
         codec.conclude(out)
         if not codec.lossless:
-            _leave(out.vector, layout, frozenset.intersection(*(arrival.unchanged for arrival in arrivals)))
+            leave(out.vector, layout, frozenset.intersection(*(arrival.unchanged for arrival in arrivals)))
             self._share(out.vector)
         # Counted before the model is added, while zero still means that nothing arrived.
         part = slice(layout.compressed_size)
@@ -370,26 +370,11 @@ class MeanSink(Sink):
                 codec = arrival.sent.codec(intake.codec)
                 factor = np.float32(arrival.weight / self._weight * intake.scale_of(arrival.sent))
                 change = codec.decode(arrival.opened, intake.layout)
-                _copy(change, intake.start, intake.layout, own)
+                copy_names(change, intake.start, intake.layout, own)
                 for second in own:
                     part = intake.layout.tensors[second].slice
                     step[part] += factor * change[part]
-        _copy(step, intake.vector, intake.layout, dict(everywhere))
-
-
-def _copy(step: Vector, model: Vector, layout: Layout, copies: Mapping[int, int]) -> None:
-    """Make the second name of a tensor what the first will be once ``step`` is added to ``model``, in place."""
-    for second, first in copies.items():
-        to, of = layout.tensors[second].slice, layout.tensors[first].slice
-        np.subtract(model[of], model[to], out=step[to])
-        step[to] += step[of]
-
-
-def _leave(vector: Vector, layout: Layout, unchanged: frozenset[int]) -> None:
-    """Take from an update, in place, what a codec has made of tensors that nobody has changed."""
-    for number, tensor in enumerate(layout.tensors):
-        if number in unchanged:
-            vector[tensor.slice] = 0.0
+        copy_names(step, intake.vector, intake.layout, dict(everywhere))
 
 
 class RepliesSink(Sink):
@@ -416,9 +401,9 @@ class RepliesSink(Sink):
             assert arrival.opened is not None
             vector = arrival.sent.codec(intake.codec).decode(arrival.opened, layout)
             arrival.parsed = None
-            _leave(vector, layout, arrival.unchanged)
+            leave(vector, layout, arrival.unchanged)
             if not intake.codec.lossless:
-                _copy(vector, base, layout, arrival.copies)
+                copy_names(vector, base, layout, arrival.copies)
         scale = intake.scale_of(arrival.sent)
         changes: Mapping[str, NDArray[Any]] = {}
         if arrival.plain is None and not intake.codec.lossless:

@@ -32,7 +32,7 @@ from fedcomp.stateful import Stateful, nested
 from fedcomp.strategies.announcing import Announcer
 from fedcomp.strategies.cohort import CohortSettings
 from fedcomp.strategies.guard import Norms
-from fedcomp.strategies.intake import mean_of_constants
+from fedcomp.strategies.means import mean_of_constants
 from fedcomp.strategies.parts import CODEC_PREFIX, TASK_PREFIX, Settings, below
 from fedcomp.strategies.receiving import Receiving, Reception
 from fedcomp.strategies.replies import NOT_FINITE, Peer, SentMessage, strip

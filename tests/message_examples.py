@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from flwr.app import ConfigRecord, RecordDict
 
+from fedcomp.clients import memory
 from fedcomp.errors import ConfigError
 from fedcomp.flower import (
     asks,
@@ -31,6 +32,7 @@ from fedcomp.flower import (
 )
 from fedcomp.flower.payload import put_frame
 from fedcomp.flower.schema import Document, Field, Frames, Options, Schema, TextSchema, Version
+from fedcomp.layout import Layout
 from fedcomp.rules import LARGEST, REQUIRED, Data, Int, Many, OneOf, Real, Rule, Text
 
 _ASK = gcn.PlanRequest("s", -3, 1, "train", 2, 8, "{}", "dense-f64", "lru", 4096, 0.5, (0, 3), 2.0, 1)
@@ -213,6 +215,19 @@ EXAMPLES: dict[str, Schema] = {
         3, (1 << 32) + 9, b"session!", {"id": "topk"}, '["topk",{}]', b"digest", made=9
     ),
     "state.ReplicaRecord": state.ReplicaRecord(7),
+    "memory.Held": memory.Held(
+        session=b"session!",
+        sequence=9,
+        number=4,
+        generation=3,
+        sent=8,
+        before=5,
+        system={"id": "pair", "codec": {"id": "topk"}},
+        layout=Layout.flat(3).text,
+        asked=b"a" * 16,
+        node=b"\0\0\0\0\0\0\0\7",
+        length=0.5,
+    ),
     "folder.KeptRecord": folder.KeptRecord("a", 7),
     "linear.Join": linear.Join(partitions=3, labels=True, peers=True, spool="/tmp/x"),
     "linear.Join/hub": linear.Join(partitions=3, labels=False),

@@ -234,3 +234,29 @@ def test_b3_torch_statistics_are_known_by_shape_where_names_say_nothing() -> Non
     assert [t.name for t in Layout.of(named).exact] == ["layer.5"]
     # Without the counter (Keras, or a list without buffers) nothing tells them apart.
     assert not Layout.of({n: v for n, v in unnamed.items() if n != "5"}).exact
+
+
+def test_a_layout_is_recreated_from_its_text() -> None:
+    model = {
+        "mask": np.array([0.0, -np.inf], np.float32),
+        "weight": np.ones((300, 300), np.float64),
+        "bias": np.zeros(300, np.float32),
+        "scale": np.ones((), np.float16),
+        "steps": np.array(3),
+    }
+    for layout in (Layout.of(model), Layout.of(model, cast_floats=False), Layout.of({})):
+        again = Layout.from_text(layout.text)
+        assert again == layout
+        assert again.digest == layout.digest
+
+
+def test_a_difference_is_formed_in_each_tensors_own_dtype_whatever_the_app_returns() -> None:
+    before = {"a": np.float32([1, 2]), "b": np.float64([[1e9 + 0.25]]), "c": np.float16(0.1), "d": np.float32([0.1])}
+    after = {"a": np.array([3, 5]), "b": np.float64([[1e9 + 0.5]]), "c": np.float16(0.3), "d": np.float64([0.3])}
+    layout = Layout.of(before, policy=lambda name, shape, dtype: None)
+    found = layout.view(layout.difference(after, before), "b")
+    np.testing.assert_array_equal(found, [[0.25]])
+    vector = layout.difference(after, before)
+    np.testing.assert_array_equal(layout.view(vector, "a"), [2, 3])
+    assert layout.view(vector, "c") == np.float32(np.float16(0.3)) - np.float32(np.float16(0.1))
+    assert layout.view(vector, "d") == np.float32(0.3) - np.float32(0.1)

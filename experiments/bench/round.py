@@ -1,7 +1,8 @@
 """What a round costs beside the app: a client's half, the server's, in read passes and models of memory, and the bytes.
 
-The drop-in pair (FedAvg inside ``Compressed``, top-k 1 % with error feedback) and plain FedAvg in the same run, on
-models of 50 tensors. The app is a record that was made before and takes no time: what is measured is delivery.
+The drop-in pair (FedAvg inside ``Compressed``, top-k 1 % with error feedback), the same as a program, and plain FedAvg
+in the same run, on models of 50 tensors. The app is a record that was made before and takes no time: what is measured
+is delivery.
 Processor time of one thread, divided by that of reading the model once (:mod:`fedcomp.experiments.bench.readpass`).
 Memory is what is allocated at the peak, in models: at a client beside the message, its state and the app's reply, at
 the server beside its own model and the replies.
@@ -21,7 +22,8 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 from flwr.serverapp.strategy import FedAvg
 
 from fedcomp.clients.compressed import compression
-from fedcomp.codecs import Codec, TopK
+from fedcomp.clients.programs import programs
+from fedcomp.codecs import Codec, ErrorFeedback, TopK
 from fedcomp.experiments.bench.engine import BenchError
 from fedcomp.experiments.bench.readpass import Vector, layered, read_pass
 from fedcomp.experiments.bench.server import Nodes
@@ -29,13 +31,17 @@ from fedcomp.experiments.kit import claim
 from fedcomp.flower._private import acting_as, content_to_bytes, set_message_id
 from fedcomp.flower.logs import quiet
 from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.server import Server
+from fedcomp.systems.pair import Pair
 
 TENSORS: Final = 50
 DENSITY: Final = 0.01
 PLAIN: Final = "FedAvg, plain"
 PAIR: Final = "pair"
 DOWN: Final = "pair, downlink top-k 1 %"
-SYSTEMS: Final = (PLAIN, PAIR, DOWN)
+PROGRAM: Final = "pair as a program"
+PROGRAM_DOWN: Final = "pair as a program, downlink top-k 1 %"
+SYSTEMS: Final = (PLAIN, PAIR, DOWN, PROGRAM, PROGRAM_DOWN)
 FEW, MANY = 2, 20
 
 GOALS: Final = (
@@ -69,7 +75,9 @@ def _record(vector: Vector) -> ArrayRecord:
 
 def _strategy(name: str, clients: int) -> Any:
     inner = FedAvg(fraction_evaluate=0.0, min_train_nodes=clients, min_available_nodes=clients)
-    down: Codec | None = TopK(DENSITY) if name == DOWN else None
+    down: Codec | None = TopK(DENSITY) if name in (DOWN, PROGRAM_DOWN) else None
+    if name in (PROGRAM, PROGRAM_DOWN):
+        return Server(Pair(ErrorFeedback(TopK(DENSITY))), inner, downlink=down)
     return inner if name == PLAIN else Compressed(inner, TopK(DENSITY), down)
 
 
@@ -81,8 +89,8 @@ def _row(name: str, size: int, clients: int) -> dict[str, Any]:
     contexts = [
         Context(1, i + 1, {"partition-id": i, "num-partitions": clients}, RecordDict(), {}) for i in range(clients)
     ]
-    # Two apps' replies for all: a third would only be a third model in memory.
-    trained = [_record(model + 1e-3 * layered(size, seed + 1)) for seed in range(2)]
+    # Two apps' changes for all: a third would only be a third model in memory.
+    changes = [1e-3 * layered(size, seed + 1) for seed in range(2)]
     found: dict[str, list[float]] = {"client": [], "server": [], "client peak": [], "server peak": []}
     down = up = 0
     # The first round warms up, and in the last one memory is traced, which takes time.
@@ -96,6 +104,9 @@ def _row(name: str, size: int, clients: int) -> dict[str, Any]:
         sent = _measured(configure, limit, trace=tracing)
         messages = sent.result
         replies = []
+        # Models that grew from the one that was sent: what does not follow it counts as a client's own.
+        current = np.concatenate([array.numpy() for array in arrays.values()])
+        trained = [_record(current + change) for change in changes]
         for i, message in enumerate(messages):
             # Flower's ids are hashes of the content; any name will do to match a reply with what it answers.
             set_message_id(message, f"{number * clients + i:064x}")
@@ -143,7 +154,8 @@ def _client(
 
     if name == PLAIN:
         return _Measured(app(message, node))
-    mod = compression()
+    mod = (compression if name in (PAIR, DOWN) else programs)().mod
+    assert mod is not None
     return _measured(lambda: mod(message, node, app), limit, trace=trace)
 
 
@@ -184,7 +196,7 @@ def _claims(rows: Sequence[dict[str, Any]]) -> list[Any]:
             "goal of this project",
             gate=False,
         )
-        for system in (PAIR, DOWN)
+        for system in (PAIR, DOWN, PROGRAM, PROGRAM_DOWN)
         for side, what, bound in GOALS
     ]
     over = at[PAIR, FEW]["server, read passes"] / at[PLAIN, FEW]["server, read passes"]

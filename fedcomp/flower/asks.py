@@ -31,6 +31,9 @@ ASKS: Final = 3
 """Version of the heads. A client answers in the version that it is asked in; the drop-in pair's own messages have the
 versions before this one."""
 
+BLOBS_KEPT: Final = 8
+"""Blobs that a node keeps, the newest; one that was dropped is asked for again, which costs an exchange."""
+
 SAY: Final = PREFIX + "say."
 """Before every word's entry."""
 

@@ -329,17 +329,17 @@ def _context() -> Context:
 def test_another_model_is_followed_from_the_beginning() -> None:
     first, other = _layout(a=10), _layout(b=10)
     context = _context()
-    followed = Followed.load(context, first)
+    followed = Followed.load(context.state, first)
     assert np.isnan(followed.returned).all()
     followed.judge(Update(np.ones(10, np.float32), first), {"a": np.zeros(10, np.float32)})
-    followed.save(context)
-    assert not np.isnan(Followed.load(context, first).returned).any()
-    assert np.isnan(Followed.load(context, other).returned).all()
+    followed.save(context.state)
+    assert not np.isnan(Followed.load(context.state, first).returned).any()
+    assert np.isnan(Followed.load(context.state, other).returned).all()
 
 
 def test_what_is_remembered_does_not_grow_with_the_model() -> None:
     layout, context = _layout(a=1_000_000), _context()
-    Followed.load(context, layout).save(context)
+    Followed.load(context.state, layout).save(context.state)
     assert sum(len(a.data) for r in context.state.array_records.values() for a in r.values()) < 20 * SAMPLE + 1000
 
 

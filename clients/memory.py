@@ -1,0 +1,438 @@
+"""What a client remembers of a system between messages, as a transaction.
+
+An answer can be lost after the client has updated its memory, and with it the mass of the frame in it. So the frame
+stays *pending* until a message says that it was consumed; a training message that does not puts its mass back. A
+message that comes twice is answered twice alike. So is one that a restarted server sends in place of a message whose
+answer it forgot: training again would put the update into the memory twice. A round of several exchanges is then made
+again as a whole, from the memory that it began with.
+
+All of it lies in Flower's ``context.state``. It is read without being modified and written in one assignment, as the
+last act before a reply leaves: whatever breaks before that leaves the state as it was, on every engine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Final
+
+import numpy as np
+from flwr.app import ArrayRecord, Context, RecordDict
+from numpy.typing import NDArray
+
+from fedcomp.codecs import State
+from fedcomp.codecs.base import norm
+from fedcomp.errors import ConfigError, FedcompError, StateError
+from fedcomp.flower import asks
+from fedcomp.flower.asks import BLOBS_KEPT, AskHead
+from fedcomp.flower.logs import log
+from fedcomp.flower.payload import FRAME, NODE_RECORD, put_frame, take_frame
+from fedcomp.flower.records import to_arrays, to_record
+from fedcomp.flower.schema import Document, Schema, SchemaError
+from fedcomp.flower.state import MOST_BYTES, UNSETTLED, ReplicaRecord, StaleMessage, lineage
+from fedcomp.layout import Layout
+from fedcomp.program import Answer, System
+from fedcomp.rules import Data, Int, Real, Text
+from fedcomp.stateful import epoch_of
+from fedcomp.systems import get_system
+from fedcomp.wire import Frame
+
+MEMORY: Final = "fedcomp.memory"
+"""The system's memory."""
+
+PENDING: Final = "fedcomp.pending"
+"""The frame that left it last, while it is not known whether the server has consumed it."""
+
+BEFORE: Final = "fedcomp.before"
+"""The memory that a round of several exchanges began with, until the next round begins."""
+
+REPLY: Final = "fedcomp.reply/"
+BLOB: Final = "fedcomp.kept/"
+MODEL: Final = "fedcomp.replica.model"
+
+_LARGE: Final = 1 << 16
+_BLOCK: Final = 1 << 14
+"""Bytes of a tensor that is read in parts, and of which so many are one part."""
+
+NOT_WAITING: Final = "no update waits here: this node did not train in this round, or its state was lost"
+
+
+@dataclass(frozen=True)
+class Held(Schema, key="fedcomp.held"):
+    """What a node keeps beside memory and reply.
+
+    Attributes
+    ----------
+    session : bytes
+        Of the server.
+    sequence, number : int
+        Of the message answered last, and its round.
+    generation : int
+        Sequence of the message with which the memory began.
+    sent, before : int
+        Sequence of the message that the last frame answered, 0 for none; and what that was when the round began.
+    system : dict
+        What made that answer.
+    layout : str
+        Of its updates.
+    asked : bytes
+        Names what the round asked for (:func:`asked_of`).
+    node : bytes
+        The id under which the node answered.
+    length : float
+        ‖update‖ of the round's training; 0 where it was not asked for.
+    """
+
+    session: Annotated[bytes, Data(8, 8)]
+    sequence: Annotated[int, Int()]
+    number: Annotated[int, Int()]
+    generation: Annotated[int, Int()]
+    sent: Annotated[int, Int()]
+    before: Annotated[int, Int()]
+    system: Annotated[Mapping[str, Any], Document(1 << 20, sort=True)]
+    layout: Annotated[str, Text(1 << 24)]
+    asked: Annotated[bytes, Data(16, 16)]
+    node: Annotated[bytes, Data(8, 8)]
+    length: Annotated[float, Real(least=0.0)]
+
+    def made_by(self, system: System) -> bool:
+        """Whether the memory is one of ``system``: it outlives other options, not another algorithm."""
+        return self.system.get("id") == system.ID and lineage(self.system) == lineage(system.to_config())
+
+
+@dataclass
+class Memory:
+    """One message's view of what the client remembers.
+
+    Attributes
+    ----------
+    state : dict of str to ndarray
+        The system's memory; arrays of it are not to be written to.
+    layout : Layout
+    asked : bytes
+    generation : int
+    sent : int
+        Sequence of the message that the last frame answered; 0: none has left this memory.
+    before : int
+        What ``sent`` was when the round began.
+    pending : bytes, optional
+    what : str
+        What became of the memory with this message: "begun", "rolled back", "repeated".
+    unsettled : bool
+        Whether the node came back under another id, of which the server knows nothing. What became of its last frame
+        cannot be told: it counts as delivered, since what is lost is less harm than what counts twice.
+    stored : bool
+        Whether ``state`` is what was stored, as it was.
+    length : float
+        ‖update‖ of the round's training; 0 where it was not asked for.
+    """
+
+    state: State
+    layout: Layout
+    asked: bytes
+    generation: int
+    sent: int = 0
+    before: int = 0
+    pending: Frame | None = None
+    what: str = ""
+    unsettled: bool = False
+    stored: bool = False
+    length: float = 0.0
+
+    @classmethod
+    def begin(cls, context: Context, head: AskHead, system: System, layout: Layout, asked: bytes) -> Memory:
+        """Read the memory for a training message, with its pending frame settled. Modifies nothing.
+
+        Raises
+        ------
+        ConfigError
+            When the memory would be larger than a state can be: it would be written, and not be read again.
+        """
+        begun = system.start(layout)
+        _require_room(system, sum(array.nbytes for array in begun.values()))
+        fresh = cls(begun, layout, asked, head.sequence, what="begun")
+        held = _held(context, head)
+        # What became of the last frame of another session is unknown: its memory cannot be continued honestly. An
+        # answer to this very message of which nothing is left is as good as a damaged memory.
+        if held is None or held.sequence == head.sequence:
+            return fresh
+        if held.layout != layout.text or not held.made_by(system):
+            return fresh
+        if (head.generation, head.consumed) > (held.generation, held.sent):
+            # The server consumed a frame this memory knows nothing of, its own or one of a memory that began later:
+            # it is an older copy, restored after a crash.
+            return fresh
+        try:
+            memory = cls._settled(context, head, held, system, layout, asked)
+            memory.state = _fitted(memory.state, begun)
+        except (FedcompError, ValueError):
+            # Damaged where it was kept: reported to the server as a memory that begins with this message.
+            return fresh
+        return memory
+
+    @classmethod
+    def _settled(
+        cls, context: Context, head: AskHead, held: Held, system: System, layout: Layout, asked: bytes
+    ) -> Memory:
+        """Return the memory as the frame's fate leaves it."""
+        state = context.state
+        found = cls(_arrays(state, MEMORY), layout, asked, held.generation, held.sent, held.sent, stored=True)
+        pending = _pending(state, system)
+        # Both numbers: an acknowledgement of a memory that was lost since says nothing of the one that followed it.
+        lost = (head.generation, head.consumed) != (held.generation, held.sent)
+        again = epoch_of(head.sequence) > epoch_of(held.sequence) and held.asked == asked
+        if again and BEFORE in state and (lost or held.sent == held.before):
+            found.state, found.sent, found.before = _arrays(state, BEFORE), held.before, held.before
+            found.stored = False
+            return found
+        if pending is None or not lost:
+            return found
+        if again:
+            found.what = "repeated"
+        elif head.consumed == 0 and held.node != _id_of(context):
+            log.warning("this node came back under another id: %s", UNSETTLED)
+            found.unsettled = True
+        else:
+            # By the options that made the frame: the server may announce others by now.
+            found.state = get_system(dict(held.system)).rollback(found.state, pending, layout)
+            found.what, found.stored = "rolled back", False
+        return found
+
+    @classmethod
+    def resume(cls, context: Context, head: AskHead, system: System) -> Memory:
+        """Read the memory for a query, which continues the round that a training message began.
+
+        Raises
+        ------
+        StateError
+            When this is not the memory of that round.
+        """
+        held = _held(context, head)
+        if (
+            held is None
+            or held.number != head.number
+            or not held.made_by(system)
+            or (head.generation, head.consumed) > (held.generation, held.sent)
+        ):
+            raise StateError(NOT_WAITING)
+        state = context.state
+        layout = Layout.from_text(held.layout)
+        memory = _arrays(state, MEMORY), layout, held.asked, held.generation, held.sent, held.before
+        return cls(*memory, _pending(state, system), length=held.length)
+
+    def ratio(self, system: System, state: State, answer: Answer) -> float | None:
+        """Return ‖memory‖ / ‖update‖ after an answer that sends: grows without bound when what is sent never catches
+        up; None for another answer, without a memory, and where nothing changed."""
+        if self.length <= 0.0 or _left(system, answer) is None:
+            return None
+        owed = system.residual(state, self.layout)
+        return None if owed is None else norm(owed) / self.length
+
+    def commit(
+        self,
+        context: Context,
+        head: AskHead,
+        system: System,
+        state: State,
+        answer: Answer,
+        reply: RecordDict,
+        store: RecordDict,
+        *,
+        train: bool,
+    ) -> None:
+        """Write the memory after an answer, together with what else is new.
+
+        Parameters
+        ----------
+        state : dict of str to ndarray
+            The memory after it.
+        reply : RecordDict
+            The answer as it leaves.
+        store : RecordDict
+            The context's state with all else that is new; it takes its place.
+
+        Raises
+        ------
+        ConfigError
+            When the state would be larger than one can be.
+        """
+        keeps = bool(state) or bool(self.state)
+        left = _left(system, answer)
+        former = store.pop(MEMORY, None)
+        if train:
+            store.pop(BEFORE, None)
+            if keeps and left is None:
+                store[BEFORE] = former if self.stored and former is not None else to_record(self.state)
+        for name in [PENDING, *(key for key in store if key.startswith(REPLY))]:
+            store.pop(name, None)
+        if keeps:
+            store[MEMORY] = to_record(state)
+            # In the reply it is kept already.
+            apart = self.pending if left is None else answer.sent
+            if apart is not None:
+                put_frame(store, PENDING, apart)
+            # One by one under a prefix: a RecordDict cannot hold another.
+            for name, record in reply.items():
+                store[REPLY + name] = record
+        sent = head.sequence if keeps and left is not None else self.sent
+        Held(
+            head.session,
+            head.sequence,
+            head.number,
+            self.generation,
+            sent,
+            self.before,
+            system.to_config(),
+            self.layout.text,
+            self.asked,
+            _id_of(context),
+            self.length,
+        ).put(store)
+        _require_room(system, sum(_size(record) for name, record in store.items() if name.startswith("fedcomp.")))
+        context.state = store
+
+    def repeat(self, context: Context, head: AskHead, version: int, store: RecordDict) -> RecordDict:
+        """Return the stored answer as one to a restarted server's message, and keep it under that message's number."""
+        content = _stored(context.state)
+        former, held = asks.find_answer(content), Held.take(context.state)
+        if former is None:
+            raise StateError("the stored answer has no head")
+        asks.put(content, replace(former, sequence=head.sequence, version=version, state="repeated"))
+        store[REPLY + NODE_RECORD] = content[NODE_RECORD]
+        sequence = head.sequence
+        replace(held, sequence=sequence, sent=sequence, node=_id_of(context)).put(store)
+        context.state = store
+        return content
+
+
+def answered(context: Context, head: AskHead) -> RecordDict | None:
+    """Return the answer to a message that was answered already, None for another one.
+
+    Raises
+    ------
+    StaleMessage
+        When a newer message of the session was answered.
+    """
+    held = _held(context, head)
+    if held is None or head.sequence > held.sequence:
+        return None
+    if head.sequence < held.sequence:
+        raise StaleMessage(f"this node already answered message {held.sequence}; message {head.sequence} came too late")
+    # A system without memory keeps no answer: its client does it again.
+    return _stored(context.state) or None
+
+
+def asked_of(head: AskHead, model: Mapping[str, NDArray[Any]]) -> bytes:
+    """Return a name of what a training message asks for: the same for equal models in one round of one seed."""
+    name = hashlib.blake2b(digest_size=16)
+    name.update(json.dumps([head.number, head.seed, head.system, head.policy], sort_keys=True).encode())
+    if head.digest:
+        name.update(head.digest)
+        return name.digest()
+    for key, array in model.items():
+        # As bytes: not every dtype can be shown as a buffer.
+        values = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        whole = values.size // _BLOCK * _BLOCK if values.size > _LARGE else 0
+        # Of a large tensor a sixteenth: two models of one run and round that are alike in all of it hardly differ.
+        part = np.ascontiguousarray(values[:whole].reshape(-1, _BLOCK)[:, : _BLOCK // 16])
+        checksum = zlib.crc32(values[whole:].data, zlib.crc32(part.data))
+        name.update(f"{key}:{array.dtype.str}:{array.shape}:{checksum}".encode())
+    return name.digest()
+
+
+def held_model(state: RecordDict) -> tuple[int, ArrayRecord] | None:
+    """Return version and tensors of the model that a node holds, None when it holds none."""
+    try:
+        found, model = ReplicaRecord.find(state), state.get(MODEL)
+    except SchemaError:
+        # As good as none: the server is asked for the whole model.
+        return None
+    return (found.version, model) if found is not None and isinstance(model, ArrayRecord) else None
+
+
+def hold_model(store: RecordDict, version: int, model: ArrayRecord) -> None:
+    """Keep a model."""
+    store[MODEL] = model
+    ReplicaRecord(version).put(store)
+
+
+def held_blob(state: RecordDict, digest: str) -> Frame | None:
+    """Return a blob that is kept, None where it is not."""
+    return take_frame(state, BLOB + digest)
+
+
+def keep_blobs(store: RecordDict, blobs: Mapping[str, Frame]) -> None:
+    """Keep blobs, by their digests, as the newest ones."""
+    for digest, data in blobs.items():
+        store.pop(BLOB + digest, None)
+        put_frame(store, BLOB + digest, data)
+    for name in [key for key in store if key.startswith(BLOB)][:-BLOBS_KEPT]:
+        del store[name]
+
+
+def _held(context: Context, head: AskHead) -> Held | None:
+    """Return what the node keeps of the head's session; None where that is nothing, or is damaged."""
+    try:
+        held = Held.find(context.state)
+    except SchemaError:
+        return None
+    return held if held is not None and held.session == head.session else None
+
+
+def _arrays(state: RecordDict, name: str) -> State:
+    record = state.get(name)
+    return to_arrays(record, copy=False) if isinstance(record, ArrayRecord) else {}
+
+
+def _stored(state: RecordDict) -> RecordDict:
+    return RecordDict({k.removeprefix(REPLY): v for k, v in state.items() if k.startswith(REPLY)})
+
+
+def _left(system: System, answer: Answer) -> Frame | None:
+    """Return the frame by which mass leaves a memory with an answer."""
+    return answer.frames.get(system.SENT) if answer.sent is None else answer.sent
+
+
+def _pending(state: RecordDict, system: System) -> Frame | None:
+    """Return the frame that left last, where its fate is not known."""
+    frame = take_frame(state, PENDING)
+    return asks.data_in(_stored(state), FRAME).get(system.SENT) if frame is None else frame
+
+
+def _fitted(state: State, begun: State) -> State:
+    """Return ``state`` with what a system of other options needs in addition, as it begins.
+
+    Raises
+    ------
+    StateError
+        When an array has another shape than the system's own.
+    """
+    for name, array in begun.items():
+        if name in state and state[name].shape != array.shape:
+            raise StateError(f"memory {name!r} has shape {state[name].shape}, the system needs {array.shape}")
+    # What is stored wins; the initial value only fills in arrays that the former options did not need.
+    return {**begun, **state}
+
+
+def _id_of(context: Context) -> bytes:
+    # Of 64 bits, more than an integer of a ConfigRecord has.
+    return context.node_id.to_bytes(8, "big")
+
+
+def _size(record: Any) -> int:
+    """Return the bytes of what is large in a record."""
+    if isinstance(record, ArrayRecord):
+        return sum(len(array.data) for array in record.values())
+    return sum(len(value) for value in record.values() if isinstance(value, bytes | str))
+
+
+def _require_room(system: System, size: int) -> None:
+    if size > MOST_BYTES:
+        raise ConfigError(
+            f"{system!r} would remember {size:,} bytes on this node, its last reply among them, and a node's state has "
+            f"{MOST_BYTES:,} at most; use memory='float16' where the codec has it, or a codec without memory, EDEN() "
+            "or QSGD()"
+        )

@@ -1,0 +1,464 @@
+"""The client half of all systems that are programs (:mod:`fedcomp.systems`): one mod, which needs no configuration.
+
+What is asked names the system and its options; the half makes it, lets its ``client`` answer and keeps its memory
+(:mod:`fedcomp.clients.memory`). A message without an ask passes through untouched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Final
+
+from flwr.app import ArrayRecord, Context, Message, RecordDict
+from numpy.typing import NDArray
+
+from fedcomp.clients.half import CallNext, ClientHalf
+from fedcomp.clients.memory import (
+    Memory,
+    answered,
+    asked_of,
+    held_blob,
+    held_model,
+    hold_model,
+    keep_blobs,
+)
+from fedcomp.clients.messages import NOT_WITHOUT_NOISE, changed, made, partition_of, reply_arrays, require_ids
+from fedcomp.clients.personal import Followed, ease, kept_note, names_note
+from fedcomp.clients.private.mod import discreet, only_update, wants_private
+from fedcomp.codecs import Codec, get_codec
+from fedcomp.codecs.base import norm, require_finite
+from fedcomp.errors import ConfigError, FedcompError, StateError
+from fedcomp.exact import encode_exact
+from fedcomp.factors.collect import collecting
+from fedcomp.flower import asks
+from fedcomp.flower.asks import AnswerHead, AskHead, OwnStep, digest_of, digests_of
+from fedcomp.flower.logs import log
+from fedcomp.flower.payload import BLOB, EXACT, FRAME, NODE_RECORD, STEP, models
+from fedcomp.flower.protocol import RESYNC, STALE, refusal
+from fedcomp.flower.records import to_arrays, to_record, widened
+from fedcomp.flower.schema import OtherVersion, SchemaError
+from fedcomp.flower.state import UNSETTLED, StaleMessage
+from fedcomp.layout import Layout, Update, Vector, policy_from_config
+from fedcomp.privacy.local import asks_for_noise
+from fedcomp.program import Ask, Collect, Me, System
+from fedcomp.rng import Key
+from fedcomp.systems import SYSTEMS, get_system
+from fedcomp.versions import FIRST, Step, advance, digest
+from fedcomp.wire import Frame
+
+FirstModel = Callable[[Message, Context], ArrayRecord]
+
+_LONGEST_REMARK: Final = 4096
+
+
+def programs(
+    accept: Collection[str] | None = None,
+    *,
+    i_know_inputs_are_visible: bool = False,
+    first_model: FirstModel | None = None,
+) -> ClientHalf:
+    """Return the client half of all systems that are programs.
+
+    Parameters
+    ----------
+    accept : collection of str, optional
+        Ids of systems and codecs that this client agrees to use, wrappers ("feedback", "chain") included; default all
+        registered ones. What needs another one is answered with the app's own reply and reported to the server, never
+        silently; where it privatises updates it is not answered at all.
+    i_know_inputs_are_visible : bool
+        Agree to codecs whose frames show the server single examples (:class:`fedcomp.codecs.Factors` in the modes "dad"
+        and "edad"); without it they, too, are answered with the app's own reply. Agree only where the server may see
+        the data.
+    first_model : callable, optional
+        Takes message and context, returns the ArrayRecord that the run begins with, bit for bit the server's: made from
+        a seed in the message's configuration, or read from a file of this node. It is asked for once, and only by a
+        server that does not send that model. The digest in the message shows a difference; the server then sends its
+        own in the next round.
+
+    Examples
+    --------
+    >>> from flwr.clientapp import ClientApp
+    >>> from fedcomp.clients.client import client
+    >>> app = client(ClientApp(), only=[programs()])
+    """
+    agreed = require_ids(accept, *SYSTEMS)
+    if first_model is not None and not callable(first_model):
+        raise ConfigError(f"first_model={first_model!r} is not valid: a function of message and context")
+
+    def programs_mod(msg: Message, context: Context, call_next: CallNext) -> Message:
+        try:
+            head = asks.find_ask(msg.content)
+        except OtherVersion:
+            # The halves of systems that are no programs yet speak other versions.
+            return call_next(msg, context)
+        if head is None:
+            return call_next(msg, context)
+        system, why = made(head.system, get_system, agreed)
+        downlink, why_not = made(head.downlink, get_codec, agreed)
+        exposed = "" if system is None or i_know_inputs_are_visible else _exposes(system)
+        if exposed:
+            system, why = None, f"this client has not agreed to show the server {exposed}, as {system!r} does"
+        if asks_for_noise(head.system):
+            # What is spent on this node is in the ledger of another half, which such a message would pass by.
+            return refusal(msg, f"{NOT_WITHOUT_NOISE} ({why or 'not through programs'})")
+        private = wants_private(msg.content)
+        exchange = _Exchange(msg, context, call_next, head, system, downlink, (why, why_not), private, first_model)
+        return discreet(msg, exchange.answer) if private else exchange.answer()
+
+    return ClientHalf("programs", programs_mod, outside=OUTSIDE, inside=("votes_only",))
+
+
+OUTSIDE: Final = (
+    *("coded", "local_privacy", "learned_gradients", "fitted_basis", "shared_support", "shared_basis", "by_layer"),
+    *("compression", "lsg", "private", "record_dp"),
+)
+"""Halves that stand inside: all others of this project."""
+
+
+class _AppError(Exception):
+    """The app answered with an error, which goes back as it is."""
+
+    def __init__(self, reply: Message) -> None:
+        super().__init__()
+        self.reply = reply
+
+
+@dataclass
+class _Exchange:
+    """One ask and what this node answers.
+
+    Attributes
+    ----------
+    system, downlink : System, Codec, optional
+        What is asked for, as far as this client can and may use it.
+    refused : (str, str)
+        Why it cannot or may not use the one or the other.
+    private : bool
+        The update leaves, and nothing else of the data.
+    blobs : dict of str to bytes
+        By digest, those that this message brought or that followed from it.
+    """
+
+    msg: Message
+    context: Context
+    call_next: CallNext
+    head: AskHead
+    system: System | None
+    downlink: Codec | None
+    refused: tuple[str, str]
+    private: bool
+    first_model: FirstModel | None
+    blobs: dict[str, Frame] = field(default_factory=dict)
+
+    def answer(self) -> Message:
+        """Return the reply; the node's state changes as the last act."""
+        msg, context, head, system = self.msg, self.context, self.head, self.system
+        kind = msg.metadata.message_type.partition(".")[0]
+        if kind == "evaluate" or (kind == "train" and self.refused[0]):
+            return self._app_alone()
+        if system is None:
+            return refusal(msg, self.refused[0] or "the message says of no system what it asks for")
+        if not head.sequence:
+            raise SchemaError("an ask that is to be answered has no number", "sequence")
+        try:
+            content = answered(context, head)
+        except StaleMessage as error:
+            return refusal(msg, f"{STALE}: {error}")
+        if content is not None:
+            return Message(content, reply_to=msg)
+        if kind != "train":
+            try:
+                memory = Memory.resume(context, head, system)
+            except StateError as error:
+                return refusal(msg, str(error))
+            return self._answered(system, memory, None)
+        try:
+            record, version = self._receive()
+        except FedcompError as error:
+            # The server sends the whole model next time; training from a model it does not know would spoil the mean.
+            return refusal(msg, f"{RESYNC}: {error}")
+        before = to_arrays(record, copy=False)
+        layout = Layout.of(before, policy_from_config(head.policy), cast_floats=head.cast)
+        memory = Memory.begin(context, head, system, layout, asked_of(head, before))
+        if memory.what == "repeated":
+            log.info("round %d: answered before the server was restarted, and answered so again", head.number)
+            return Message(memory.repeat(context, head, version, self._store(record, version)), reply_to=msg)
+        return self._answered(system, memory, _Training(self, record, version, before, system, memory))
+
+    def _answered(self, system: System, memory: Memory, training: _Training | None) -> Message:
+        """Let the client half of the system answer, with an app to train in a training message."""
+        head, number = self.head, partition_of(self.context)
+        sent, lacks = self._blobs()
+        if lacks:
+            out = RecordDict()
+            asks.put(out, AnswerHead(number, head.sequence, lacks=lacks))
+            return Message(out, reply_to=self.msg)
+        frames = asks.data_in(self.msg.content, FRAME)
+        ask = Ask(
+            number, "query" if training is None else "train", asks.say_of(self.msg.content, head, system), frames, sent
+        )
+        model, learn = (_no_model, _no_model) if training is None else (training.start, training.learn)
+        me = Me(number, head.number, head.seed, memory.layout, model, learn)
+        try:
+            state, answer = system.client(dict(memory.state), ask, me)
+        except _AppError as error:
+            return error.reply
+        out, said, data = RecordDict(), {}, {FRAME + name: frame for name, frame in answer.frames.items()}
+        if training is not None:
+            out, said = training.beside, training.said
+            if training.exact is not None:
+                data[EXACT] = training.exact
+        if state or memory.state:
+            said |= {"generation": memory.generation, "state": memory.what}
+            ratio = None if self.private else memory.ratio(system, state, answer)
+            if ratio is not None:
+                said["memory"] = ratio
+        asks.put(out, AnswerHead(number, head.sequence, say=asks.id_of(answer.say), **said), answer.say, data)
+        for name in system.SHARED:
+            if name in answer.frames:
+                self.blobs[digest_of(answer.frames[name])] = answer.frames[name]
+        store = self._store(None) if training is None else self._store(training.record, training.version)
+        if training is not None and training.followed is not None:
+            training.followed.save(store)
+        memory.commit(self.context, head, system, state, answer, out, store, train=training is not None)
+        return Message(out, reply_to=self.msg)
+
+    def _app_alone(self) -> Message:
+        """Return the app's own reply, and what it is to know of this node."""
+        try:
+            record, version = self._receive()
+        except FedcompError as error:
+            return refusal(self.msg, f"{RESYNC}: {error}")
+        self.msg.content = _plain(self.msg.content, self.head.model, record)
+        reply = self.call_next(self.msg, self.context)
+        if reply.has_error():
+            return reply
+        content = reply.content
+        if self.private:
+            before = to_arrays(record, copy=False)
+            content = only_update(content, before, Layout.of(before, policy_from_config(self.head.policy)))
+        content = _beside(content)
+        number, head = partition_of(self.context), self.head
+        asks.put(
+            content,
+            AnswerHead(number, head.sequence, version=version, unsupported="; ".join(filter(None, self.refused))),
+        )
+        self.context.state = self._store(record, version)
+        reply.content = content
+        return reply
+
+    def _store(self, record: ArrayRecord | None, version: int = 0) -> RecordDict:
+        """Return a copy of the node's state with the blobs and the model of this message."""
+        store = RecordDict(dict(self.context.state.items()))
+        keep_blobs(store, self.blobs)
+        if version and record is not None:
+            hold_model(store, version, record)
+        return store
+
+    def _blobs(self) -> tuple[dict[str, Frame], tuple[str, ...]]:
+        """Return the blobs that the ask names, and the digests of those that are nowhere."""
+        wanted, brought = digests_of(self.head.blobs), asks.data_in(self.msg.content, BLOB)
+        found = {name: self._blob(digest, brought.get(digest)) for name, digest in wanted.items()}
+        lacks = tuple(digest for name, digest in wanted.items() if found[name] is None)
+        return {name: data for name, data in found.items() if data is not None}, lacks
+
+    def _blob(self, digest: str, brought: Frame | None) -> Frame | None:
+        """Return a blob: what the message brought, or what is kept; None where it is not what its digest says."""
+        for data in (brought, self.blobs.get(digest), held_blob(self.context.state, digest)):
+            if data is not None and digest_of(data) == digest:
+                self.blobs[digest] = data
+                return data
+        return None
+
+    def _receive(self) -> tuple[ArrayRecord, int]:
+        """Return the model of the message, and the version to keep it as; 0: it is not to be kept.
+
+        Raises
+        ------
+        FedcompError
+            When it cannot be had, or is not the announced model.
+        """
+        head, codec, state = self.head, self.downlink, self.context.state
+        sent = models(self.msg.content).get(head.model)
+        # Base 0 is no version: the message holds the whole model.
+        if sent is None and (codec is None or not head.base):
+            raise StateError(f"the message holds no ArrayRecord {head.model!r} and no steps this node can use")
+        if codec is None:
+            assert sent is not None
+            return sent, 0
+        held = held_model(state)
+        if head.base == FIRST and self.first_model is not None and (held is None or held[0] != FIRST):
+            held = FIRST, self.first_model(self.msg, self.context)
+        if not head.base:
+            assert sent is not None
+            held = head.version, sent
+        if held is None:
+            raise StateError(f"this node holds no model, but the message starts from version {head.base}")
+        own, record = held
+        arrays = to_arrays(record, copy=False)
+        # Laid out as the server lays out its reference: the digest is over this very vector.
+        layout = Layout.of(arrays, policy_from_config(head.policy), cast_floats=not codec.lossless)
+        exact = {t.name: arrays[t.name] for t in layout.exact}
+        steps = self._steps() if head.base else []
+        vector, exact, version = advance(layout.flatten(arrays), exact, own, steps, self._reader(codec, layout), layout)
+        # Without this check a model that differs in one bit would drift from the server's for the rest of the run.
+        if version != head.version or digest(vector, exact) != head.digest:
+            raise StateError(
+                f"the replica (version {version}) is not the server's model of version {head.version}: digests differ"
+            )
+        return record if version == own else to_record(layout.unflatten(vector, exact)), version
+
+    def _steps(self) -> list[Step]:
+        """Return the steps of the model in the message."""
+        data = asks.data_in(self.msg.content, STEP)
+        numbers = range(self.head.base + 1, self.head.version + 1)
+        if missing := [number for number in numbers if str(number) not in data]:
+            raise StateError(f"the message lacks step {missing[0]} of the model")
+        return [Step(number, data[str(number)], data.get(f"{number}.exact")) for number in numbers]
+
+    def _reader(self, codec: Codec, layout: Layout) -> Callable[[Step], Codec]:
+        """Return what reads a step of the model: the downlink's codec, or the system where it made the step."""
+        own = {step.version: step for step in map(OwnStep.of, self.head.steps)}
+        brought = asks.data_in(self.msg.content, BLOB) if own else {}
+
+        def reads(step: Step) -> Codec:
+            made = own.get(step.version)
+            if made is None:
+                return codec
+            if self.system is None:
+                raise StateError(f"step {step.version} is of a system this client does not use: {self.refused[0]}")
+            blobs = {}
+            for name, wanted in made.blobs.items():
+                data = self._blob(wanted, brought.get(wanted))
+                if data is None:
+                    raise StateError(f"this node lacks the {name} by which step {step.version} is read")
+                blobs[name] = data
+            derived = self.system.after(step.frame, blobs, made.number, self.head.seed, layout)
+            self.blobs |= {digest_of(data): data for data in derived.values()}
+            return self.system.reads(blobs, made.number, layout)
+
+        return reads
+
+
+@dataclass
+class _Training:
+    """The app's part in an answer: what it is given, and what of its reply goes beside the frames.
+
+    Attributes
+    ----------
+    record, version : ArrayRecord, int
+        The model that it is given.
+    before : dict of str to ndarray
+        The same, to be read.
+    beside : RecordDict
+        Its reply without the model.
+    said : dict
+        Fields of the answer's head.
+    exact : bytes, optional
+        The frame of the exact buffers.
+    followed : Followed, optional
+        What the node remembers to know its own tensors by.
+    """
+
+    exchange: _Exchange
+    record: ArrayRecord
+    version: int
+    before: dict[str, NDArray[Any]]
+    system: System
+    memory: Memory
+    beside: RecordDict = field(default_factory=RecordDict)
+    said: dict[str, Any] = field(default_factory=dict)
+    exact: Frame | None = None
+    followed: Followed | None = None
+
+    def __post_init__(self) -> None:
+        if self.version:
+            self.said["version"] = self.version
+
+    def start(self) -> Vector:
+        """Return the model as a vector."""
+        return self.memory.layout.flatten(self.before)
+
+    def learn(self, whole: bool, collect: Collect | None) -> Update:
+        """Let the app train; see :attr:`fedcomp.program.Me.learn`.
+
+        Raises
+        ------
+        NonFiniteUpdate
+            When the update holds NaN or infinity.
+        """
+        exchange, memory, before = self.exchange, self.memory, self.before
+        msg, context, head, private = exchange.msg, exchange.context, exchange.head, exchange.private
+        layout = memory.layout
+        msg.content = _plain(msg.content, head.model, self.record)
+        key = Key(head.seed, "uplink", head.number, partition_of(context))
+        with collecting(collect or _nothing, key.u64()) as collected:
+            reply = exchange.call_next(msg, context)
+        if reply.has_error():
+            raise _AppError(reply)
+        content = only_update(reply.content, before, layout) if private else reply.content
+        name, after = reply_arrays(content, before, head.model)
+        update, exact = changed(after, before, layout, lossless=whole)
+        require_finite(update)
+        notes = [note for note in (exchange.refused[1], UNSETTLED if memory.unsettled else "") if note]
+        # Where the model itself is sent nothing adds up; of a private round nothing is said of single tensors.
+        if not whole and not private:
+            update = self._eased(update, after, notes)
+        if collected.outer:
+            changes = {t.name: update.vector[t.slice] for t in layout.tensors}
+            update = Update(update.vector, layout, collected.explaining(changes, before))
+        notes += collected.notes
+        for note in notes:
+            log.info("round %d: %s", head.number, note)
+        self.said["record"] = name
+        if notes and not private:
+            self.said["remark"] = "; ".join(notes)[:_LONGEST_REMARK]
+        self.beside = _beside(content, name)
+        # Buffers would be a release that no ledger accounts for.
+        self.exact = None if private else encode_exact(exact, layout)
+        return update
+
+    def _eased(self, update: Update, after: Mapping[str, NDArray[Any]], notes: list[str]) -> Update:
+        """Return the update without what this node keeps to itself; note what is new, and what did not change."""
+        memory, before, layout = self.memory, self.before, self.memory.layout
+        owed = self.system.residual(memory.state, layout)
+        followed = self.followed = Followed.load(self.exchange.context.state, layout)
+        copies, proven = followed.second_names(after, before)
+        notes += [names_note(proven, layout)] if proven else []
+        kept = followed.judge(update, before)
+        notes += [kept_note(kept, followed)] if kept else []
+        update = ease(update, followed.kept, copies, owed)
+        parts = [update.vector] if owed is None else [update.vector, owed]
+        # A codec that turns or rounds all coordinates together brings something other than zero of frozen ones, too.
+        unchanged = [i for i, t in enumerate(layout.tensors) if not any(part[t.slice].any() for part in parts)]
+        self.said |= {"unchanged": tuple(unchanged), "copies": tuple(n for pair in copies.items() for n in pair)}
+        if owed is not None:
+            memory.length = norm(update.vector)
+        return update
+
+
+def _plain(content: RecordDict, name: str, model: ArrayRecord) -> RecordDict:
+    """Return the message's content as the app would have seen it without this project."""
+    found = {k: widened(v) if isinstance(v, ArrayRecord) else v for k, v in asks.without(content).items()}
+    return RecordDict({name: widened(model), **{k: v for k, v in found.items() if k != name}})
+
+
+def _beside(content: RecordDict, model: str = NODE_RECORD) -> RecordDict:
+    """Return an app's reply without the model, and without what it says of the node: that is the head's."""
+    return RecordDict({k: v for k, v in content.items() if k not in (model, NODE_RECORD)})
+
+
+def _exposes(system: System) -> str:
+    """Return what of single examples the codecs of a system show; empty for nothing."""
+    kind: Any = type(system)
+    codecs = [value for f in fields(kind) if isinstance(value := getattr(system, f.name), Codec)]
+    return next((codec.exposes for codec in codecs if codec.exposes), "")
+
+
+def _nothing(count: int, rows: int, columns: int, slopes: int) -> bool:
+    return False
+
+
+def _no_model(*args: object) -> Any:
+    raise StateError("a query brings no model, and no app trains in it")

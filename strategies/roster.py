@@ -1,0 +1,92 @@
+"""Who is there: address, partition, what was consumed of a node and what it holds. One register for all systems."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from fedcomp.flower.asks import BLOBS_KEPT
+from fedcomp.flower.payload import PARTITIONS
+from fedcomp.strategies.partitions import Holders
+
+
+@dataclass
+class Peer:
+    """What the server knows of one node, by its address.
+
+    Attributes
+    ----------
+    consumed : int
+        Sequence of its last frame that is in the model; 0: none.
+    generation : int
+        Of the memory that frame came from.
+    version : int
+        Of the model that the node is known to hold; 0: unknown.
+    blobs : list of str
+        Digests of the blobs that it holds, the newest last.
+    """
+
+    consumed: int = 0
+    generation: int = 0
+    version: int = 0
+    blobs: list[str] = field(default_factory=list)
+
+    def take(self, digests: Iterable[str]) -> None:
+        """Note which blobs the node has now."""
+        for digest in digests:
+            if digest in self.blobs:
+                self.blobs.remove(digest)
+            self.blobs.append(digest)
+        del self.blobs[:-BLOBS_KEPT]
+
+    def forget(self) -> None:
+        """Take nothing for granted: the next message brings the model whole, with all that it needs."""
+        self.version, self.blobs = 0, []
+
+
+class Roster(Holders):
+    """All nodes of a run.
+
+    Attributes
+    ----------
+    peers : dict of int to Peer
+        By address: a device that takes another one's partition has a memory of its own.
+    """
+
+    STATE: ClassVar[Mapping[str, Any]] = {"peers": dict[int, Peer]}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peers: dict[int, Peer] = {}
+
+    def peer(self, address: int) -> Peer:
+        """Return what is known of a node."""
+        return self.peers.setdefault(address, Peer())
+
+    def numbered(self, addresses: Iterable[int]) -> dict[int, int]:
+        """Return nodes by their numbers, ascending: a node's partition, where it holds one.
+
+        For a node that has not said yet which partition it holds, or declares another one's, the remainder stands that
+        nodes without a configured partition draw themselves.
+        """
+        found: dict[int, int] = {}
+        others = []
+        for address in sorted(addresses):
+            partition = self.claims.get(address)
+            if partition is None or partition in found or self.held.get(partition, address) != address:
+                others.append(address)
+            else:
+                found[partition] = address
+        for address in others:
+            number = address % PARTITIONS
+            while number in found:
+                number = (number + 1) % PARTITIONS
+            found[number] = address
+        return dict(sorted(found.items()))
+
+    def renumber(self) -> None:
+        """Forget which model the nodes hold: they may have got later ones. The next message brings it whole."""
+        super().renumber()
+        for peer in self.peers.values():
+            peer.version = 0

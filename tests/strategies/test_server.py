@@ -1,0 +1,461 @@
+"""Programs over Flower's messages: the pair's bits, nothing lost under faults, nobody believed beyond the rules."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord
+from flwr.serverapp.strategy import FedAdam, FedAvg, FedMedian, FedProx, Krum, Strategy
+from message_examples import all_damages
+from plain_grid import PlainGrid
+from toy import client_app, model, stack, update
+
+from fedcomp.clients import memory as kept
+from fedcomp.clients.compressed import compression
+from fedcomp.clients.programs import programs
+from fedcomp.codecs import QSGD, Codec, ErrorFeedback, Identity, PowerSGD, ScaleCom, SignSGD, TopK
+from fedcomp.errors import ConfigError, NoUsableReply
+from fedcomp.flower import asks, checkpoint
+from fedcomp.flower.faults import RandomFaults
+from fedcomp.flower.grid import InProcessGrid
+from fedcomp.flower.ledger import TrafficLedger
+from fedcomp.flower.metered import MeteredGrid
+from fedcomp.flower.payload import FRAME, NODE_RECORD, take_frame
+from fedcomp.flower.records import to_arrays, to_record
+from fedcomp.flower.rounds import drive, exchanges_of, fit
+from fedcomp.layout import NONE_DENSE, Layout
+from fedcomp.local import Local
+from fedcomp.program import Step, System
+from fedcomp.rng import Key
+from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.guard import Norms
+from fedcomp.strategies.server import Running, Server
+from fedcomp.systems.pair import Pair
+from fedcomp.systems.power_sgd import SharedBasis
+from fedcomp.systems.shared_support import SharedSupport
+
+NODES, ROUNDS = 4, 5
+ONE: dict[str, Any] = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
+QUIET = {**ONE, "fraction_evaluate": 0.0}
+SPARSE = ErrorFeedback(TopK(density=0.02))
+LAYOUT = Layout.of({name: array.numpy() for name, array in model().items()})
+
+SYSTEMS: dict[str, Callable[[], Server]] = {
+    "pair": lambda: Server(Pair(ErrorFeedback(TopK(0.05))), FedAvg(**QUIET)),
+    "pair, lossless steps": lambda: Server(Pair(ErrorFeedback(TopK(0.05))), FedAvg(**QUIET), downlink=Identity()),
+    "shared support": lambda: Server(SharedSupport(ScaleCom(0.05)), FedAvg(**QUIET), downlink=ScaleCom(0.05)),
+    "shared basis": lambda: Server(SharedBasis(PowerSGD(rank=2)), FedAvg(**QUIET), downlink=PowerSGD(rank=2)),
+}
+
+
+class Saving(FedAvg):
+    """A strategy with a loop of its own."""
+
+    def start(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().start(*args, **kwargs)
+        self.saved = sorted(result.arrays)
+        return result
+
+
+def grid_of(*halves: Any, nodes: int = NODES, **engine: Any) -> MeteredGrid:
+    return MeteredGrid(InProcessGrid(client_app(halves or [programs()]), nodes, seed=4, **engine), TrafficLedger())
+
+
+def bits(arrays: ArrayRecord) -> dict[str, tuple[str, bytes]]:
+    return {name: (array.dtype, array.numpy().tobytes()) for name, array in arrays.items()}
+
+
+def play(strategy: Strategy, grid: Any, rounds: int = ROUNDS, **options: Any) -> ArrayRecord:
+    return fit(strategy, grid, options.pop("arrays", None) or model(), rounds, timeout=9, **options).arrays
+
+
+PAIRS: list[tuple[str, Callable[[], Strategy], Codec, Codec | None, str]] = [
+    ("feedback", lambda: FedAvg(**ONE), SPARSE, None, ""),
+    ("whole models", lambda: FedAvg(**ONE), Identity(), None, ""),
+    ("votes", lambda: FedAvg(**QUIET), SignSGD(step=0.1), None, ""),
+    ("half of the nodes", lambda: FedAvg(**{**QUIET, "fraction_train": 0.5}), SPARSE, None, ""),
+    ("moments on the support", lambda: FedAdam(**ONE), SPARSE, None, ""),
+    ("median", lambda: FedMedian(**ONE), SPARSE, None, ""),
+    ("median of whole models", lambda: FedMedian(**ONE), Identity(), None, ""),
+    ("krum", lambda: Krum(num_malicious_nodes=1, **ONE), QSGD(levels=127), None, ""),
+    ("a term in the loss", lambda: FedProx(proximal_mu=0.1, **ONE), SPARSE, None, ""),
+    ("an own loop", lambda: Saving(**ONE), SPARSE, None, "start"),
+    ("start", lambda: FedAvg(**ONE), SPARSE, None, "start"),
+    ("buffers", lambda: FedAvg(**ONE), SPARSE, None, "counter"),
+    ("median and buffers", lambda: FedMedian(**ONE), SPARSE, None, "counter"),
+    ("lossy steps", lambda: FedAvg(**ONE), SPARSE, TopK(0.05), ""),
+    ("lossy steps, whole models", lambda: FedAvg(**ONE), Identity(), TopK(0.05), ""),
+    ("lossless steps, moments", lambda: FedAdam(**ONE), SPARSE, Identity(), ""),
+    ("lossy steps, median", lambda: FedMedian(**ONE), SPARSE, TopK(0.05), ""),
+    ("lossy steps and buffers", lambda: FedAvg(**ONE), SPARSE, TopK(0.05), "counter"),
+]
+QUICK = ("feedback", "lossy steps, whole models", "median and buffers")
+
+
+@pytest.mark.parametrize(
+    ("inner", "codec", "downlink", "how"),
+    [pytest.param(*p, id=name, marks=() if name in QUICK else pytest.mark.long) for name, *p in PAIRS],
+)
+def test_the_pair_is_compressed_bit_for_bit(
+    inner: Callable[[], Strategy], codec: Codec, downlink: Codec | None, how: str
+) -> None:
+    """Models, metrics, evaluations and reports."""
+    found = []
+    for make, half in (
+        (lambda: Server(Pair(codec), inner(), downlink=downlink, policy=NONE_DENSE), programs()),
+        (lambda: Compressed(inner(), codec, downlink, feedback=False), compression()),
+    ):
+        random.seed(1)
+        strategy, grid, arrays = make(), grid_of(half), model(counter=how == "counter")
+        run = strategy.start if how == "start" else lambda *a, s=strategy, **k: fit(s, *a, **k)
+        result = run(grid, arrays, num_rounds=ROUNDS, timeout=9)
+        metrics = (dict(result.train_metrics_clientapp), dict(result.evaluate_metrics_clientapp))
+        found.append((bits(result.arrays), metrics, strategy.reports, strategy.evaluations))
+    new, old = found
+    assert new == old
+    assert all(report.used for report in old[2].values())
+
+
+def test_the_driver_in_memory_is_flowers_bit_for_bit() -> None:
+    """After every round, whose model the next one trains from."""
+
+    def train(number: int, node: int, start: np.ndarray) -> np.ndarray:
+        steps = {name: update(number, node, array.shape, i) for i, (name, array) in enumerate(model().items())}
+        return start + LAYOUT.flatten({name: array.numpy() * 0 + steps[name] for name, array in model().items()})
+
+    system, made = Pair(SPARSE), list[bytes]()
+    local = Local(system, LAYOUT, np.zeros(LAYOUT.size, np.float32), train, lambda node: 10.0 * (node + 1), NODES)
+    play(
+        Server(system, FedAvg(**QUIET)),
+        grid_of(),
+        on_round=lambda number, arrays, outcome: made.append(LAYOUT.flatten(to_arrays(arrays)).tobytes()),
+    )
+    for number, model_ in enumerate(made, start=1):
+        local.step(number)
+        assert local.model.tobytes() == model_
+
+
+# Faults.
+
+
+class Watched(Server):
+    """Adds up, by node, what is in the model."""
+
+    delivered: dict[int, np.ndarray]
+    steps = 0
+
+    def _take(self, x: Running, now: Any, step: Step | None) -> Any:
+        codec, given = x.given
+        out = super()._take(x, now, step)
+        if step is not None and out[0] is not None:
+            self.steps += 1
+            for each in given:
+                self.delivered[each.node] = self.delivered.get(each.node, 0.0) + codec.decode(each.frame, LAYOUT)
+        return out
+
+
+def owed(server: Server, context: Context, address: int, system: System) -> np.ndarray:
+    """Return what a client remembers, with what it sent last where that was not consumed."""
+    state = context.state
+    if kept.MEMORY not in state:
+        return np.zeros(LAYOUT.size)
+    memory = {name: np.array(array) for name, array in to_arrays(state[kept.MEMORY]).items()}
+    held, peer = kept.Held.take(state), server.roster.peer(address)
+    if held.sent and (peer.generation, peer.consumed) != (held.generation, held.sent):
+        frame = take_frame(state, kept.PENDING) or state[kept.REPLY + NODE_RECORD].get(FRAME + "values")
+        # Else it was put back already.
+        memory = memory if frame is None else system.rollback(memory, frame, LAYOUT)
+    residual = system.residual(memory, LAYOUT)
+    assert residual is not None
+    return residual.astype(np.float64)
+
+
+@pytest.mark.parametrize("which", [pytest.param(name, marks=pytest.mark.long) for name in list(SYSTEMS)[:3]])
+def test_what_is_made_is_delivered_or_remembered_under_six_faults(which: str) -> None:
+    """Updates are integers, so that sums are exact; each kind of fault meets one message in ten or twelve."""
+    plan = {"lost_reply": 0.1, "silent": 0.08, "duplicate": 0.08, "duplicate_reply": 0.05, "raise": 0.08, "late": 0.08}
+    made = SYSTEMS[which]()
+    server = Watched(made.system, FedAvg(**QUIET), downlink=made.downlink)
+    server.delivered = {}
+    grid = grid_of(nodes=5, fault=RandomFaults(Key(9, "server"), plan))
+    rounds = 40
+
+    def without_model(number: int) -> None:
+        # From a model of zeros all clients start with integers.
+        outcome = drive(exchanges_of(server, number, model(), ConfigRecord(), ConfigRecord(), grid), grid, timeout=9)
+        assert outcome is not None
+
+    for number in range(1, rounds + 1):
+        grid.round = number
+        without_model(number)
+    assert server.steps > rounds // 2
+    dense = LAYOUT.compressed_size
+    for address in grid.get_node_ids():
+        context = grid.inner.context(address)
+        node = int(context.node_config["partition-id"])
+        total = context.state["toy.sum"]["sum"].numpy()
+        vector = LAYOUT.flatten(dict(zip(("weight", "bias"), np.split(total, [1200]), strict=True)) | _shaped(total))
+        rest = vector - owed(server, context, address, server.system) - server.delivered[node]
+        assert not rest[:dense].any()
+
+
+def _shaped(total: np.ndarray) -> dict[str, np.ndarray]:
+    return {"weight": total[:1200].reshape(40, 30), "bias": total[1200:]}
+
+
+@pytest.mark.parametrize("which", [pytest.param(n, marks=() if n == "pair" else pytest.mark.long) for n in SYSTEMS])
+@pytest.mark.parametrize("restart", [False, True], ids=["resumed", "crashed"])
+def test_a_run_that_goes_on_elsewhere_ends_the_same(which: str, restart: bool, tmp_path: Path) -> None:
+    """A run that is resumed; and a server that crashes once its clients have answered, whose round is made again."""
+    whole, path = SYSTEMS[which](), tmp_path / "run.ckpt"
+    expected = play(whole, grid_of())
+    first, grid = SYSTEMS[which](), grid_of()
+
+    def save(number: int, arrays: ArrayRecord, outcome: Any) -> None:
+        if number == 2:
+            checkpoint.save(path, server_round=2, arrays=arrays, strategy=first, grid=grid)
+
+    play(first, grid, 3 if restart else 2, on_round=save)
+    second = SYSTEMS[which]()
+    held = checkpoint.load(path)
+    if restart:
+        # The nodes are as they were left.
+        held.apply(second)
+        assert second.sequence > first.sequence
+    else:
+        grid = grid_of()
+        held.apply(second, grid)
+        assert second.sequence < first.sequence + 1
+    assert bits(play(second, grid, start_round=3, arrays=held.arrays)) == bits(expected)
+    if not restart:
+        assert second.reports == whole.reports
+
+
+# Nobody is believed beyond the rules.
+
+
+def lying(about: Callable[[Message], None], *, node: int = 2) -> Callable[..., Message]:
+    """Return a mod by which one client changes its reply to training."""
+
+    def mod(msg: Message, context: Context, call_next: Any) -> Message:
+        reply = call_next(msg, context)
+        if context.node_config["partition-id"] == node and msg.metadata.message_type == "train":
+            about(reply)
+        return reply
+
+    return mod
+
+
+def of_honest(missing: int) -> ArrayRecord:
+    """Return the model after a round without one client."""
+
+    def refuse(reply: Message) -> None:
+        del reply.content[NODE_RECORD]
+
+    return play(Server(Pair(SPARSE), FedAvg(**QUIET)), grid_of(lying(refuse, node=missing), programs()), 1)
+
+
+@pytest.mark.long
+def test_a_damaged_head_refuses_that_answer_alone_and_by_name() -> None:
+    head = asks.AnswerHead(partition_id=2, sequence=1, generation=1, record="arrays", state="begun", memory=0.5)
+    without, tried = bits(of_honest(2)), 0
+    for what, content in all_damages(head):
+        damaged = content.config_records.get(NODE_RECORD)
+        # An optional field that is left out, or of the right type and range, is no damage.
+        if damaged is None or len(damaged) > 1000:
+            continue
+
+        def about(reply: Message, damaged: ConfigRecord = damaged) -> None:
+            frames = {k: v for k, v in reply.content[NODE_RECORD].items() if k.startswith(FRAME)}
+            reply.content[NODE_RECORD] = ConfigRecord({**damaged, **frames})
+
+        server, grid = Server(Pair(SPARSE), FedAvg(**QUIET)), grid_of(lying(about), programs())
+        assert bits(play(server, grid, 1)) == without, what
+        (reason,) = server.reports[1].refused.values()
+        assert len(reason) < 400, what
+        tried += 1
+    assert tried > 50
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"sequence": 7}, "answers message 7, expected 1: a stale reply"),
+        ({"partition-id": 1}, "says that it is partition 1, and it is 2"),
+        ({"record": "fedcomp.x"}, "named 'fedcomp.x', like another record"),
+        ({"record": "metrics"}, "named 'metrics', like another record"),
+        ({"lacks": ["0" * 32]}, "lacks, as it says, the very blobs that it was sent"),
+        ({"say": "Lead"}, "has no words 'Lead'"),
+        ({FRAME + "values": b"junk"}, "Error: "),
+    ],
+)
+def test_an_answer_that_is_not_what_was_asked_for_is_refused(change: dict[str, Any], why: str) -> None:
+    def about(reply: Message) -> None:
+        reply.content[NODE_RECORD] = ConfigRecord({**reply.content[NODE_RECORD], **change})
+
+    server = Server(Pair(SPARSE), FedAvg(**QUIET))
+    assert bits(play(server, grid_of(lying(about), programs()), 1)) == bits(of_honest(2))
+    (reason,) = server.reports[1].refused.values()
+    assert why.removesuffix(": ") in reason or why == "Error: "
+    assert server.reports[1].used == NODES - 1
+
+
+def test_a_client_that_trained_without_weight_or_in_another_form_is_refused() -> None:
+    for metrics in ({"num-examples": float("nan")}, {"num-examples": 3, "other": 1}):
+
+        def about(reply: Message, metrics: dict[str, Any] = metrics) -> None:
+            reply.content["metrics"] = MetricRecord(metrics)
+
+        server = Server(Pair(SPARSE), FedAvg(**QUIET))
+        assert bits(play(server, grid_of(lying(about), programs()), 1)) == bits(of_honest(2))
+
+
+def test_weights_of_zero_leave_the_model_and_every_memory() -> None:
+    def about(reply: Message) -> None:
+        reply.content["metrics"] = MetricRecord({**reply.content["metrics"], "num-examples": 0})
+
+    server = Server(Pair(SPARSE), FedAvg(**QUIET))
+    with pytest.raises(NoUsableReply, match="weight 0, as all others of the round"):
+        play(server, grid_of(*(lying(about, node=n) for n in range(NODES)), programs()), 1)
+    assert not any(peer.consumed for peer in server.roster.peers.values())
+
+
+def test_clients_without_the_half_are_named_and_a_run_that_learns_nothing_ends() -> None:
+    server = Server(Pair(SPARSE), FedAvg(**QUIET))
+    with pytest.raises(NoUsableReply, match=r"4 x the client answered with a model: its app cannot take part in Pair"):
+        play(server, grid_of(compression()), 1)
+    refusing = Server(Pair(SPARSE), FedAvg(**QUIET))
+    with pytest.raises(NoUsableReply, match=r"cannot take part in Pair \(this client accepts .*'qsgd'"):
+        play(refusing, grid_of(programs(accept=["qsgd"])), 1)
+
+
+def test_an_outlier_is_dropped_for_good_and_the_others_are_used() -> None:
+    def about(reply: Message) -> None:
+        reply.content["metrics"] = MetricRecord({**reply.content["metrics"], "num-examples": 10**9})
+
+    server = Server(Pair(SPARSE), FedAvg(**QUIET), guard=Norms())
+    assert bits(play(server, grid_of(lying(about), programs()), 1)) == bits(of_honest(2))
+    (address,) = server.reports[1].refused
+    assert "times the usual" in server.reports[1].refused[address]
+    assert server.roster.peer(address).consumed == 1
+
+
+# Who is there.
+
+
+def test_on_a_grid_that_knows_no_partitions_their_own_word_gives_the_same_bits() -> None:
+    """With two exchanges and blobs, from the first round on."""
+    for which in ("pair", "shared basis"):
+        plain = PlainGrid(InProcessGrid(client_app([programs()]), NODES, seed=4))
+        assert bits(play(SYSTEMS[which](), MeteredGrid(plain, TrafficLedger()))) == bits(
+            play(SYSTEMS[which](), grid_of())
+        )
+
+
+def test_of_two_nodes_with_one_partition_the_one_that_held_it_is_used() -> None:
+    class Blind(InProcessGrid):
+        def partition_of(self, node_id: int) -> None:
+            return None
+
+    def grid() -> Blind:
+        return Blind(client_app([programs()]), 3, seed=4, node_config=lambda p: {"partition-id": min(p, 2)})
+
+    server, blind = Server(Pair(SPARSE), FedAvg(**QUIET)), grid()
+    first = play(server, MeteredGrid(blind, TrafficLedger()), 1)
+    twin = blind.add_node(3)
+    assert twin not in server.roster.peers
+    play(server, MeteredGrid(blind, TrafficLedger()), 2, start_round=2, arrays=first)
+    assert server.reports[2].used == 3
+    assert "2 nodes declare partition 2" in server.reports[2].refused[twin]
+    # And where nobody held it before, neither is.
+    fresh, both = Server(Pair(SPARSE), FedAvg(**QUIET)), grid()
+    both.add_node(3)
+    play(fresh, MeteredGrid(both, TrafficLedger()), 1)
+    assert fresh.reports[1].used == 2
+    assert len(fresh.reports[1].refused) == 2
+
+
+# What a node holds.
+
+
+def forget_all(grid: MeteredGrid, prefix: str) -> list[str]:
+    """Let the first node lose what it keeps under names that begin so; return the names."""
+    node = grid.inner.node(0)
+    context = node.context()
+    lost = [key for key in context.state if key.startswith(prefix)]
+    for key in lost:
+        del context.state[key]
+    node.commit(context)
+    return lost
+
+
+def test_a_node_that_lost_its_blobs_is_asked_once_more_in_the_same_round() -> None:
+    """It holds the model, since it has evaluated it, and the basis follows from the last step."""
+
+    def make() -> Server:
+        return Server(SharedBasis(PowerSGD(rank=2)), FedAvg(**ONE), downlink=PowerSGD(rank=2))
+
+    server, grid = make(), grid_of()
+    forgetting: list[str] = []
+
+    def forget(number: int, arrays: ArrayRecord, outcome: Any) -> None:
+        if number == 2:
+            forgetting.extend(forget_all(grid, kept.BLOB))
+
+    assert bits(play(server, grid, on_round=forget)) == bits(play(make(), grid_of()))
+    assert forgetting
+    assert all(report.used == NODES and not report.refused for report in server.reports.values())
+
+
+def test_a_model_that_somebody_changed_goes_down_whole_and_steps_go_on() -> None:
+    server, grid = SYSTEMS["shared support"](), grid_of()
+    play(server, grid, 2)
+    changed = play(server, grid, 4, start_round=3, arrays=model(3.0))
+    assert all(report.used == NODES for report in server.reports.values())
+    assert np.array_equal(server.broadcast.reference, LAYOUT.flatten(to_arrays(changed)))
+
+
+def test_steps_cost_less_than_models_and_a_lost_replica_is_replaced() -> None:
+    server, grid = SYSTEMS["shared support"](), grid_of()
+    play(server, grid, 3)
+    down = grid.ledger.total("payload", direction="down")
+    assert forget_all(grid, kept.MODEL)
+    held = to_record(LAYOUT.unflatten(server.broadcast.reference))
+    play(server, grid, 5, start_round=4, arrays=held)
+    (reason,) = server.reports[4].refused.values()
+    assert "fedcomp.resync" in reason
+    assert server.reports[5].used == NODES
+    # Three rounds before, two since: one whole model more.
+    assert grid.ledger.total("payload", direction="down") < 2 * down
+
+
+# What is refused before a run.
+
+
+def test_what_does_not_fit_is_refused_with_reason() -> None:
+    with pytest.raises(ConfigError, match="no single updates, which FedMedian looks at"):
+        Server(SharedSupport(ScaleCom(0.05)), FedMedian())
+    with pytest.raises(ConfigError, match="makes steps, which are changes"):
+        Server(SharedSupport(ScaleCom(0.05)), FedAvg(), downlink=Identity())
+    with pytest.raises(ConfigError, match="expected a Flower Strategy instance"):
+        Server(Pair(SPARSE), FedAvg)  # type: ignore[arg-type]
+    server = Server(Pair(SPARSE), FedAvg(**QUIET))
+    with pytest.raises(ConfigError, match="round 3 was not configured"):
+        server.aggregate_train(3, [])
+
+
+def test_another_training_begins_with_nothing_known() -> None:
+    server = Server(Pair(SPARSE), FedAvg(**QUIET))
+    once = server.start(grid_of(), model(), num_rounds=2, timeout=9).arrays
+    grid = grid_of()
+    again = server.start(grid, model(), num_rounds=2, timeout=9).arrays
+    assert bits(once) == bits(again)
+    assert len(server.reports) == 2
+    more = server.start(grid, again, num_rounds=2, timeout=9).arrays
+    assert stack(more).any()
+    assert not any(report.fresh for report in server.reports.values() if report.round > 2)
