@@ -5,18 +5,34 @@ Updates are integers, so that sums of them are exact in float32 and nothing can 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp.codecs import DGC, EDEN, QSGD, ErrorFeedback, Identity, RandomK, ScaledSign, TopK
+from fedcomp.codecs import (
+    DGC,
+    EDEN,
+    QSGD,
+    ErrorFeedback,
+    GradiVeQ,
+    Identity,
+    PowerSGD,
+    RandomK,
+    ScaleCom,
+    ScaledSign,
+    TopK,
+)
 from fedcomp.layout import Layout, Vector
-from fedcomp.program import System
+from fedcomp.program import Me, System
 from fedcomp.rng import Key
+from fedcomp.systems.forward import Forward
+from fedcomp.systems.gradiveq import FittedBasis
 from fedcomp.systems.pair import Pair
+from fedcomp.systems.power_sgd import SharedBasis
+from fedcomp.systems.shared_support import SharedSupport
 
 NODES: Final = 5
 
@@ -47,8 +63,10 @@ class Entry:
     frozen : float, optional
         How far a value that no update changes may move: 0 where it stays as it is to the bit; None where it takes part
         in what is rounded at random.
-    dear : bool
-        Whether a round of it takes more than a few milliseconds.
+    data : callable, optional
+        What the app brings beside training (:attr:`fedcomp.program.Me.data`); its first argument is a client.
+    another : bool
+        Whether another entry stands for it in the tests of every day.
     """
 
     system: System
@@ -57,7 +75,8 @@ class Entry:
     exchanges: int = 1
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=lambda: {"weight": (40, 30), "bias": (12,)})
     frozen: float | None = 0.0
-    dear: bool = False
+    data: Callable[..., Any] | None = None
+    another: bool = False
 
     def arrays(self, dtype: str = "float32") -> dict[str, NDArray[Any]]:
         """Return a model of zeros."""
@@ -126,19 +145,64 @@ def signs(vector: NDArray[np.float64], layout: Layout) -> NDArray[np.float64]:
     return np.concatenate([np.where(vector[:part] < 0, -scale, scale), vector[part:]])
 
 
+def led(density: float) -> Reference:
+    """Return the reference of a shared support: in round t node t - 1 chooses by its memory, all send on its choice."""
+
+    def run(updates: Updates, rounds: int, layout: Layout) -> NDArray[np.float64]:
+        model, memory, part = np.zeros(layout.size), np.zeros((NODES, layout.size)), layout.compressed_size
+        for t in range(1, rounds + 1):
+            memory += [updates(t, n) for n in range(NODES)]
+            leader = (t - 1) % NODES
+            chosen = [*largest(memory[leader, :part], round(density * part)), *range(part, layout.size)]
+            model[chosen] += mean({n: memory[n, chosen] for n in range(NODES)})
+            memory[:, chosen] = 0.0
+        return model
+
+    return run
+
+
+def slopes(me: Me, directions: Iterable[Vector]) -> NDArray[np.float64]:
+    """Return the slopes of a loss that falls along what the node would have made."""
+    made = update(me.number, me.node, me.layout.size).astype(np.float64)
+    return np.array([-made @ direction for direction in directions])
+
+
 ROUNDED: Final = 1e-6
 """Of float32, with room for a few hundred operations."""
 
 ENTRIES: Final[Mapping[str, Entry]] = {
     "pair-identity": Entry(Pair(Identity()), reference=plain_averaging, frozen=ROUNDED),
     "pair-topk": Entry(Pair(ErrorFeedback(TopK(0.05))), law=0.0, reference=feedback(top(0.05))),
-    "pair-layers": Entry(Pair(ErrorFeedback(TopK(0.1, scope="layer", index="bitmap"))), law=0.0),
-    "pair-momentum": Entry(Pair(ErrorFeedback(TopK(0.05), momentum=0.9)), reference=feedback(top(0.05), 0.9)),
-    "pair-few-bits": Entry(Pair(ErrorFeedback(TopK(0.05, values="q2"))), law=ROUNDED),
+    "pair-layers": Entry(Pair(ErrorFeedback(TopK(0.1, scope="layer", index="bitmap"))), law=0.0, another=True),
+    "pair-momentum": Entry(
+        Pair(ErrorFeedback(TopK(0.05), momentum=0.9)), reference=feedback(top(0.05), 0.9), another=True
+    ),
+    "pair-few-bits": Entry(Pair(ErrorFeedback(TopK(0.05, values="q2"))), law=ROUNDED, another=True),
     "pair-signs": Entry(Pair(ErrorFeedback(ScaledSign())), law=ROUNDED, reference=feedback(signs), frozen=None),
     "pair-randomk": Entry(Pair(ErrorFeedback(RandomK(0.1))), law=0.0),
-    "pair-own-randomk": Entry(Pair(RandomK(0.1, unbiased=True, shared=False))),
+    "pair-own-randomk": Entry(Pair(RandomK(0.1, unbiased=True, shared=False)), another=True),
     "pair-qsgd": Entry(Pair(QSGD(levels=127))),
-    "pair-eden": Entry(Pair(EDEN(bits=1)), frozen=None),
-    "pair-dgc": Entry(Pair(DGC(density=0.05, warmup=2))),
+    "pair-eden": Entry(Pair(EDEN(bits=1)), frozen=None, another=True),
+    "shared-support": Entry(SharedSupport(ScaleCom(0.05)), law=0.0, reference=led(0.05), exchanges=2),
+    "shared-support-filtered": Entry(
+        SharedSupport(ScaleCom(0.05, beta=0.5, selector="chunk"), warmup_rounds=1, server_lr=0.5),
+        exchanges=2,
+        another=True,
+    ),
+    "power-sgd": Entry(SharedBasis(PowerSGD(rank=2), warmup_rounds=1), law=ROUNDED, frozen=None, another=True),
+    "power-sgd-two": Entry(SharedBasis(PowerSGD(rank=2, form="two-exchange")), law=ROUNDED, exchanges=2, frozen=None),
+    "gradiveq": Entry(
+        FittedBasis(GradiVeQ(width=47, loss=0.3, memory=True), sampling=3, compression=3),
+        law=ROUNDED,
+        frozen=None,
+        another=True,
+    ),
+    "gradiveq-levels": Entry(
+        FittedBasis(GradiVeQ(width=47, loss=0.3, memory=True, levels=15), sampling=3, compression=3),
+        law=ROUNDED,
+        exchanges=2,
+        frozen=None,
+    ),
+    "forward": Entry(Forward(directions=4), shapes={"weight": (40, 30)}, data=slopes, frozen=None),
+    "pair-dgc": Entry(Pair(DGC(density=0.05, warmup=2)), another=True),
 }
