@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -219,6 +219,39 @@ def test_a_client_half_that_refuses_leaves_everything_as_it_was(entry: Entry) ->
                 k: v for k, v in before.items() if k[0] == "2"
             }
     require_law(entry, driver)
+
+
+@every
+def test_a_damaged_ask_is_answered_or_refused(entry: Entry) -> None:
+    """It breaks by no other error, and leaves memory as it was."""
+    refused = 0
+
+    def damaged(ask: Ask) -> Iterator[Ask]:
+        for each in ("frames", "blobs"):
+            for name, data in getattr(ask, each).items():
+                held = dict(getattr(ask, each))
+                for wrong in (b"", data[:-1], data + b"x", data[::-1]):
+                    yield ask._replace(**{each: {**held, name: wrong}})
+                yield ask._replace(**{each: {k: v for k, v in held.items() if k != name}})
+        if ask.say is not None:
+            yield ask._replace(say=None)
+
+    def client(self: System, memory: Any, ask: Ask, me: Me) -> Any:
+        nonlocal refused
+        before = copy.deepcopy(memory)
+        for wrong in damaged(ask):
+            try:
+                type(self).__mro__[1].client(self, memory, wrong, me)
+            except FedcompError:
+                refused += 1
+            assert memory.keys() == before.keys()
+            assert all(memory[name].tobytes() == before[name].tobytes() for name in before)
+        return type(self).__mro__[1].client(self, memory, ask, me)
+
+    driver = local(entry)
+    driver.system = altered(entry.system, client=client)
+    run(driver, 7)
+    assert refused > 0 or not any(ask.frames or ask.blobs for ask, _ in driver.passed)
 
 
 # Resuming
@@ -549,6 +582,55 @@ def test_hostile_answers_harm_nobody_else(entry: Entry, how: str) -> None:
     attacked(entry, dict(spoilt())[how])
 
 
+@every
+def test_absurd_updates_leave_the_others_a_model(entry: Entry) -> None:
+    """One client learns as much as float32 holds, once; the model stays finite, and the others stay in."""
+    driver = local(entry)
+    usual = driver.train
+
+    def train(number: int, node: int, start: Vector) -> Vector:
+        trained = usual(number, node, start)
+        return np.where(trained > start, np.float32(3e38), np.float32(-3e38)) if (number, node) == (2, 2) else trained
+
+    driver.train = train
+    for number in range(1, 7):
+        step = driver.step(number)
+        assert np.isfinite(driver.model).all()
+        assert all(reason.startswith("2: ") for reason in driver.refused[number])
+        assert step is None or {0, 1, 3, 4} <= set(step.consumed)
+        assert step is not None or number == 2
+
+
+def extremes(rule: Any) -> list[Any]:
+    """Return values that a rule takes and that are as far out as it allows."""
+    tries: list[Any] = [0, 1, -1, 2**62, -(2**62), 2**63 - 1, 0.0, 1.0, -1.0, 1e308, -1e308, 5e-324, True, False]
+    tries += [None, "", "x" * 512, b"", *getattr(rule, "choices", ())]
+    tries += [getattr(rule, name) for name in ("least", "most", "absent") if hasattr(rule, name)]
+
+    def taken(value: Any) -> bool:
+        try:
+            rule.read(value)
+        except ValueError:
+            return False
+        return True
+
+    return [value for value in tries if taken(value)]
+
+
+@every
+def test_extreme_words_harm_nobody_else(entry: Entry) -> None:
+    """Whatever a client says that the rules allow."""
+    for kind in entry.system.SAYS:
+        for name, rule in rules_of(kind).items():
+            for value in extremes(rule):
+
+                def spoil(answer: Answer, number: int, kind: Any = kind, change: Any = {name: value}) -> Answer:  # noqa: B006
+                    say = replace(answer.say, **change) if isinstance(answer.say, kind) else answer.say
+                    return answer._replace(say=say)
+
+                attacked(entry, spoil)
+
+
 def invalid(rule: Any) -> list[Any]:
     """Return values that a rule refuses, whatever it is."""
     tries = [None, True, 2, -(2**63), 2**62 + 0.0, "", "no such thing", b"", b"x" * 10**6, [], [1, 0], [[[]]], {}]
@@ -644,11 +726,13 @@ def test_frozen_tensors_stay(entry: Entry) -> None:
 
 
 @every
-def test_a_layout_it_cannot_serve_is_refused_by_name(entry: Entry) -> None:
-    """A model in which nothing is compressed is served or refused; it does not break."""
-    layout = Layout.of({"bias": np.zeros(3, np.float32)})
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_the_smallest_models_are_served_or_refused(entry: Entry, shape: tuple[int, ...]) -> None:
+    driver = local(replace(entry, shapes={"weight": shape}))
     try:
-        memory = entry.system.start(layout)
+        driver.client(0)
     except FedcompError:
         return
-    assert all(isinstance(array, np.ndarray) for array in memory.values())
+    run(driver)
+    assert not any(driver.refused.values())
+    assert driver.model.any()
