@@ -191,6 +191,7 @@ ENTRIES: Final[Mapping[str, Entry]] = {
     ),
     "power-sgd": Entry(SharedBasis(PowerSGD(rank=2), warmup_rounds=1), law=ROUNDED, frozen=None, another=True),
     "power-sgd-two": Entry(SharedBasis(PowerSGD(rank=2, form="two-exchange")), law=ROUNDED, exchanges=2, frozen=None),
+    "power-sgd-aggregated": Entry(SharedBasis(PowerSGD(rank=2, memory="aggregated")), frozen=None, another=True),
     "gradiveq": Entry(
         FittedBasis(GradiVeQ(width=47, loss=0.3, memory=True), sampling=3, compression=3),
         law=ROUNDED,
