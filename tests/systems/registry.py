@@ -198,8 +198,10 @@ ENTRIES: Final[Mapping[str, Entry]] = {
         Pair(ErrorFeedback(TopK(0.05), momentum=0.9)), reference=feedback(top(0.05), 0.9), another=True
     ),
     "pair-few-bits": Entry(Pair(ErrorFeedback(TopK(0.05, values="q2"))), law=ROUNDED, another=True),
-    "pair-signs": Entry(Pair(ErrorFeedback(ScaledSign())), law=ROUNDED, reference=feedback(signs), frozen=None),
-    "pair-randomk": Entry(Pair(ErrorFeedback(RandomK(0.1))), law=0.0),
+    "pair-signs": Entry(
+        Pair(ErrorFeedback(ScaledSign())), law=ROUNDED, reference=feedback(signs), frozen=None, another=True
+    ),
+    "pair-randomk": Entry(Pair(ErrorFeedback(RandomK(0.1))), law=0.0, another=True),
     "pair-own-randomk": Entry(Pair(RandomK(0.1, unbiased=True, shared=False)), another=True),
     "pair-qsgd": Entry(Pair(QSGD(levels=127))),
     "pair-eden": Entry(Pair(EDEN(bits=1)), frozen=None, another=True),
