@@ -12,6 +12,7 @@ from fedcomp.program import System
 
 SYSTEMS: Final[Mapping[str, str]] = {
     "gradiveq": "gradiveq:FittedBasis",
+    "lgc": "lgc:LearnedGradients",
     "pair": "pair:Pair",
     "shared-support": "shared_support:SharedSupport",
     "power-sgd": "power_sgd:SharedBasis",
