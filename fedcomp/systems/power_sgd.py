@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 from fedcomp.codecs import Codec, State, get_codec
 from fedcomp.codecs.base import all_finite
-from fedcomp.codecs.coefficients import ID_BYTES, basis_id_of, id_bytes
-from fedcomp.codecs.lowrank import Basis
+from fedcomp.codecs.coefficients import basis_id_of
+from fedcomp.codecs.lowrank import LEFT, RIGHT, Basis
 from fedcomp.codecs.positional import stretches
 from fedcomp.codecs.power_sgd import PowerSGD, basis_key, basis_of_last_frame
 from fedcomp.layout import Layout, Update, Vector
@@ -26,6 +26,8 @@ from fedcomp.program import Answer, Ask, Frames, Given, Me, Mean, Now, Round, St
 from fedcomp.rng import Key
 from fedcomp.rules import Int, Made, Real
 from fedcomp.wire import Frame
+
+SIDES: Final = ("left", "right")
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -68,34 +70,36 @@ class SharedBasis(System, id="power-sgd"):
     def round(self, now: Now) -> Round:
         codec, layout = self.at(now.number), now.layout
         basis = self._follows(now.state.get("last"), now.number, now.seed, layout)
-        begun, means = {"basis": blob_of(basis)}, self._means(now)
+        # The first basis is drawn, by clients, too.
+        begun, means = blobs_of(basis) if "last" in now.state else {}, self._means(now)
         answers = yield [Ask(node, blobs={**begun, **means.get(node, {})}) for node in now.nodes]
         if codec.two_exchanges:
             # Projections are not contributions: whatever becomes of these, a basis is made of a plain mean.
             sent = [Given(a.node, a.weight, a.frames["first"]) for a in answers if "first" in a.frames]
             first = codec.mean(basis)
-            mean = Mean().total(now, first, sent, raw=True)
+            mean = Mean().total(now, first, now.verified(first, sent), raw=True)
             if mean is None or mean.change is None or not all_finite(mean.change):
                 now.note("no projection came of which a basis could be made: the model is unchanged")
                 return None
             factors = first.coefficients(first.sum_frame(Update(mean.change, layout)), layout)
             basis = codec.between(factors, layout, _key(now.state.get("last"), now.seed))
-            answers = yield [Ask(node, "query", blobs={"basis": blob_of(basis)}) for node in mean.consumed]
+            answers = yield [Ask(node, "query", blobs=blobs_of(basis)) for node in mean.consumed]
         fixed = codec.on(basis)
         total = now.mean_of(fixed, answers, raw=True)
         if total is None or (change := now.downward(total, self.server_lr)) is None:
             return None
-        frame, blob = fixed.sum_frame(change), blob_of(basis)
-        now.state["last"] = {"frame": frame, "basis": blob, "number": now.number}
+        frame, blobs = fixed.sum_frame(change), blobs_of(basis)
+        now.state["last"] = {"frame": frame, "basis": blobs, "number": now.number}
         if self.codec.memory == "aggregated":
             self._keep_mean(now, frame, total.consumed)
-        return Step(total.consumed, frame=frame, blobs={"basis": blob}, codec=codec.mean(basis))
+        return Step(total.consumed, frame=frame, blobs=blobs, codec=codec.mean(basis))
 
     def client(self, memory: State, ask: Ask, me: Me) -> tuple[State, Answer]:
         codec, layout = self.at(me.number), me.layout
-        basis = basis_of(codec, ask.blobs["basis"], layout)
+        mean = ask.blobs.get("mean")
+        named = ask.blobs.keys() & set(SIDES)
+        basis = basis_of(codec, ask.blobs, layout) if named else self._follows(None, me.number, me.seed, layout)
         if ask.kind == "train":
-            mean = ask.blobs.get("mean")
             if mean is not None and basis_id_of(mean, stretches(layout, "layer"), layout) == basis_of_last_frame(
                 memory
             ):
@@ -108,12 +112,12 @@ class SharedBasis(System, id="power-sgd"):
 
     def reads(self, blobs: Frames, number: int, layout: Layout) -> Codec:
         codec = self.at(number)
-        return codec.mean(basis_of(codec, blobs["basis"], layout))
+        return codec.mean(basis_of(codec, blobs, layout))
 
     def after(self, frame: Frame, blobs: Frames, number: int, seed: int, layout: Layout) -> Frames:
-        last = {"frame": frame, "basis": blobs["basis"], "number": number}
-        basis = blob_of(self._follows(last, number + 1, seed, layout))
-        return {"basis": basis, "mean": frame} if self.codec.memory == "aggregated" else {"basis": basis}
+        last = {"frame": frame, "basis": blobs, "number": number}
+        found = blobs_of(self._follows(last, number + 1, seed, layout))
+        return {**found, "mean": frame} if self.codec.memory == "aggregated" else found
 
     def rollback(self, memory: State, frame: Frame, layout: Layout) -> State:
         return self.codec.rollback(memory, frame, layout)
@@ -147,14 +151,15 @@ class SharedBasis(System, id="power-sgd"):
         return {node: {"mean": means[sent[str(node)]]} for node in now.nodes if str(node) in sent}
 
 
-def blob_of(basis: Basis) -> Frame:
-    """Return a basis as a blob: its id, and its frame."""
-    return id_bytes(basis.id) + basis.frame()
+def blobs_of(basis: Basis) -> Frames:
+    """Return a basis as a blob that is called by the side on which it stands."""
+    return {SIDES[basis.side]: basis.frame()}
 
 
-def basis_of(codec: PowerSGD, blob: Frame, layout: Layout) -> Basis:
-    """Return the basis of a blob; raise WireError where it is none."""
-    return codec.open_basis(blob[ID_BYTES:], int.from_bytes(blob[:ID_BYTES], "little"), layout)
+def basis_of(codec: PowerSGD, blobs: Frames, layout: Layout) -> Basis:
+    """Return the basis that is among blobs; raise WireError where it is not one of the codec's and the layout's."""
+    side = LEFT if SIDES[LEFT] in blobs else RIGHT
+    return Basis.read(blobs[SIDES[side]], side, codec.ranks, layout)
 
 
 def _key(last: Mapping[str, Any] | None, seed: int) -> Key:
