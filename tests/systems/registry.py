@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from fedcomp.codecs import (
     DGC,
     EDEN,
+    LGC,
     QSGD,
     ErrorFeedback,
     Factors,
@@ -33,6 +34,7 @@ from fedcomp.rng import Key
 from fedcomp.systems.factors import FactorSharing
 from fedcomp.systems.forward import Forward
 from fedcomp.systems.gradiveq import FittedBasis
+from fedcomp.systems.lgc import LearnedGradients
 from fedcomp.systems.pair import Pair
 from fedcomp.systems.power_sgd import SharedBasis
 from fedcomp.systems.shared_support import SharedSupport
@@ -225,6 +227,12 @@ ENTRIES: Final[Mapping[str, Entry]] = {
         law=ROUNDED,
         exchanges=2,
         frozen=None,
+    ),
+    "lgc-ring": Entry(LearnedGradients(LGC(0.05, raw=0), 1, 1), exchanges=2, another=True),
+    "lgc-server": Entry(
+        LearnedGradients(LGC(0.05, instance="server", ef="decoded", raw=0, innovation=0.005), 1, 1),
+        law=ROUNDED,
+        exchanges=2,
     ),
     "forward": Entry(Forward(directions=4), shapes={"weight": (40, 30)}, data=slopes, frozen=None),
     "factors": Entry(
