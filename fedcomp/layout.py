@@ -197,6 +197,27 @@ def hold_variances(before: Mapping[str, NDArray[Any]], after: Mapping[str, NDArr
     return held
 
 
+def hold_in_step(step: Vector, layout: Layout, model: Vector) -> list[str]:
+    """Set to 0 what a ``step``, to be added to ``model``, would do to variances; return the names of their tensors."""
+    suspects = [t for t in layout.compressed if may_be_variance(t)]
+    before = {t.name: model[t.slice] for t in suspects}
+    after = {t.name: model[t.slice] + step[t.slice] for t in suspects}
+    held = hold_variances(before, after)
+    for t in suspects:
+        if t.name in held:
+            step[t.slice][after[t.name] == before[t.name]] = 0.0
+    return held
+
+
+def note_of_held(held: list[str]) -> str:
+    """Return what a report says of variances that were held."""
+    return (
+        f"values of {', '.join(held[:5])}{' ...' if len(held) > 5 else ''} would no longer have been positive and keep "
+        "what they were: if these are running variances, name them so that they travel as values (see SmallDense), or "
+        "pass a policy that returns 'exact' for them"
+    )
+
+
 def _positional_statistics(model: Mapping[str, TensorShape]) -> tuple[str, ...]:
     """Names of torch's running means and variances in a model without names."""
     if not named_by_position(model):

@@ -16,8 +16,9 @@ from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
 import numpy as np
 
 from fedcomp.codecs import Codec, State
+from fedcomp.codecs.base import all_finite
 from fedcomp.errors import FedcompError
-from fedcomp.layout import Layout, Update, Vector
+from fedcomp.layout import Layout, Update, Vector, hold_in_step, note_of_held
 from fedcomp.params import shown
 from fedcomp.rng import Key
 from fedcomp.rules import REQUIRED, Configured, rules_of
@@ -153,6 +154,8 @@ class Step:
         down with ``blobs``, which :meth:`System.reads` needs.
     support : bool
         Whether the change lists coordinates, so that nothing is said of the others.
+    metrics : mapping of str to float
+        What the program measured of its round; they are reported with the clients' metrics.
     """
 
     consumed: tuple[int, ...]
@@ -163,6 +166,7 @@ class Step:
     blobs: Frames = field(default_factory=dict)
     codec: Codec | None = None
     support: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 Round = Generator[Sequence[Ask], Sequence[Answer], Step | None]
@@ -175,8 +179,8 @@ class Rule(Protocol):
     def total(self, now: Now, codec: Codec, given: Sequence[Given], *, raw: bool = False) -> Step | None:
         """Return the step that contributions come to, taken in the order of nodes; None where nothing can be taken.
 
-        ``raw`` leaves the sum in the coordinates in which the codec adds (:meth:`fedcomp.codecs.Codec.gather`), for a
-        program that sends it down in them.
+        Their frames are verified (:meth:`Now.verified`). ``raw`` leaves the sum in the coordinates in which the codec
+        adds (:meth:`fedcomp.codecs.Codec.gather`), for a program that sends it down in them.
         """
         ...
 
@@ -186,17 +190,16 @@ class Mean:
 
     def total(self, now: Now, codec: Codec, given: Sequence[Given], *, raw: bool = False) -> Step | None:
         """Return the mean; None where all weights are 0."""
-        good = now.verified(codec, given)
-        weight = sum(g.weight for g in good)
+        weight = sum(g.weight for g in given)
         if weight <= 0:
             return None
         # -0.0 is the exact identity of addition.
         out = Update(np.full(now.layout.size, -0.0, np.float32), now.layout)
-        for g in good:
+        for g in given:
             codec.gather(g.frame, g.weight / weight * now.scales.get(g.node, 1.0), out)
         if not raw:
             codec.conclude(out)
-        consumed = tuple(g.node for g in good)
+        consumed = tuple(g.node for g in given)
         if codec.lossless:
             return Step(consumed, model=out.vector)
         return Step(consumed, change=out.vector, support=codec.sparse(now.layout))
@@ -207,7 +210,7 @@ class Single:
 
     def total(self, now: Now, codec: Codec, given: Sequence[Given], *, raw: bool = False) -> Step | None:
         """Return all updates as changes of the model."""
-        single = {g.node: codec.decode(g.frame, now.layout) for g in now.verified(codec, given)}
+        single = {g.node: codec.decode(g.frame, now.layout) for g in given}
         if codec.lossless:
             single = {node: vector - now.model for node, vector in single.items()}
         return Step(tuple(single), single=single, support=codec.sparse(now.layout)) if single else None
@@ -238,6 +241,8 @@ class Now:
         ``note(text)``: one line of the round's report.
     scales : mapping of int to float
         What single nodes' parts are multiplied by beside their share, such as for their age.
+    seen : callable
+        ``seen(node, codec, bundle)``: a contribution of that node was verified.
     """
 
     number: int
@@ -250,6 +255,7 @@ class Now:
     refuse: Callable[[int, str], None] = lambda node, reason: None
     note: Callable[[str], None] = lambda text: None
     scales: Mapping[int, float] = field(default_factory=dict)
+    seen: Callable[[int, Codec, Bundle], None] = lambda node, codec, bundle: None
 
     def key(self, purpose: str, node: int = 0) -> Key:
         """Return the key of this round for a purpose; that of "uplink" is what the client half of ``node`` draws by."""
@@ -266,6 +272,7 @@ class Now:
                 if not 0 <= g.weight < HEAVIEST:
                     raise AnswerError(f"weight {g.weight!r} is not valid")
                 bundle = codec.verify(g.frame, self.layout, self.key("uplink", g.node))
+                self.seen(g.node, codec, bundle)
             except FedcompError as why:
                 self.refuse(g.node, f"{type(why).__name__}: {why}")
                 continue
@@ -287,8 +294,8 @@ class Now:
         return found
 
     def total(self, codec: Codec, given: Sequence[Given], *, raw: bool = False) -> Step | None:
-        """Return what contributions come to, by the round's rule; see :meth:`Rule.total`."""
-        return self.rule.total(self, codec, given, raw=raw)
+        """Return what the contributions that can be used come to, by the round's rule; see :meth:`Rule.total`."""
+        return self.rule.total(self, codec, self.verified(codec, given), raw=raw)
 
     def mean_of(
         self, codec: Codec, answers: Sequence[Answer], name: str = "values", *, raw: bool = False
@@ -297,6 +304,23 @@ class Now:
         return self.total(
             codec, [Given(a.node, a.weight, a.frames[name]) for a in answers if name in a.frames], raw=raw
         )
+
+    def downward(self, total: Step, rate: float) -> Update | None:
+        """Return a raw sum times the server's step size, of which what goes down is made; None where it is not finite.
+
+        What may be a running variance stays positive.
+        """
+        assert total.change is not None
+        out = Update(total.change, self.layout)
+        if rate != 1.0:
+            with np.errstate(over="ignore", invalid="ignore"):
+                out.vector[...] *= np.float32(rate)
+        if held := hold_in_step(out.vector, self.layout, self.model):
+            self.note(note_of_held(held))
+        if all_finite(out.vector):
+            return out
+        self.note("the mean is not finite: the model is unchanged")
+        return None
 
 
 @dataclass(frozen=True)
@@ -365,6 +389,12 @@ class System(Configured, ABC):
     def to_config(self) -> dict[str, Any]:
         """Return ``{"id": ID, **options}``: JSON-able, what :func:`fedcomp.systems.get_system` takes."""
         return {"id": self.ID, **self.get_config()}
+
+    @property
+    def whole(self) -> bool:
+        """Whether clients send the models that they trained, not what changed: floats of other sizes than float32 then
+        travel beside the vector, as values."""
+        return False
 
     def start(self, layout: Layout) -> State:
         """Return the memory of a client that has sent nothing; a layout that cannot be served is refused."""

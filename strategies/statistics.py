@@ -14,7 +14,7 @@ from flwr.app import Array, ArrayRecord
 from numpy.typing import NDArray
 
 from fedcomp.flower.logs import log
-from fedcomp.layout import Layout, hold_variances, may_be_variance, named_by_position
+from fedcomp.layout import Layout, hold_variances, may_be_variance, named_by_position, note_of_held
 
 
 def warn_of_missing_names(layout: Layout) -> None:
@@ -40,26 +40,4 @@ def hold_in_record(record: ArrayRecord, layout: Layout, model: Mapping[str, NDAr
     held = hold_variances(model, values)
     for name in held:
         record[name] = Array(values[name])
-    return _note(held)
-
-
-def hold_in_step(step: NDArray[np.float32], layout: Layout, model: NDArray[np.float32]) -> str:
-    """The same for a ``step`` that is to be added to ``model``, both of the layout's size: 0 where a value is held."""
-    suspects = [t for t in layout.compressed if may_be_variance(t)]
-    before = {t.name: model[t.slice] for t in suspects}
-    after = {t.name: model[t.slice] + step[t.slice] for t in suspects}
-    held = hold_variances(before, after)
-    for t in suspects:
-        if t.name in held:
-            step[t.slice][after[t.name] == before[t.name]] = 0.0
-    return _note(held)
-
-
-def _note(held: list[str]) -> str:
-    if not held:
-        return ""
-    return (
-        f"values of {', '.join(held[:5])}{' ...' if len(held) > 5 else ''} would no longer have been positive and keep "
-        "what they were: if these are running variances, name them so that they travel as values (see SmallDense), or "
-        "pass a policy that returns 'exact' for them"
-    )
+    return note_of_held(held) if held else ""

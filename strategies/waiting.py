@@ -26,7 +26,7 @@ from fedcomp.flower.protocol import Announcement, announce
 from fedcomp.flower.records import count_differing, restore_dtypes, to_arrays, to_record
 from fedcomp.flower.report import Report
 from fedcomp.flower.rounds import Exchanges, ExchangeStrategy
-from fedcomp.layout import DensityPolicy, Layout, Vector
+from fedcomp.layout import DensityPolicy, Layout, Vector, hold_in_step, note_of_held
 from fedcomp.rng import Key
 from fedcomp.stateful import Stateful, nested
 from fedcomp.strategies.announcing import Announcer
@@ -38,7 +38,6 @@ from fedcomp.strategies.receiving import Receiving, Reception
 from fedcomp.strategies.replies import NOT_FINITE, Peer, SentMessage, strip
 from fedcomp.strategies.shared_replies import WaitingRound
 from fedcomp.strategies.sinks import WeightedSum
-from fedcomp.strategies.statistics import hold_in_step
 from fedcomp.strategies.system import System, arguments, codec_settings, settings_of
 from fedcomp.wire import Frame
 
@@ -276,8 +275,8 @@ class WaitingStrategy(Receiving, ExchangeStrategy, Stateful, Generic[R]):
             # A product with 1 changes nothing, but takes a pass over the model.
             if self.server_lr != 1.0:
                 out.vector[...] *= np.float32(self.server_lr)
-            if note := hold_in_step(out.vector, layout, broadcast.reference):
-                report.notes.append(note)
+            if held := hold_in_step(out.vector, layout, broadcast.reference):
+                report.notes.append(note_of_held(held))
             # Before it is encoded, which takes finite values only.
             finite = all_finite(out.vector)
             if finite:

@@ -117,15 +117,25 @@ class Basis:
         fedcomp.wire.WireError
             When it is not a basis of such ranks and layout, or another one.
         """
-        side = number & 1
+        basis = cls.read(frame, number & 1, ranks, layout)
+        if basis.id != number:
+            raise SchemaMismatch(f"the frame holds the basis {basis.id:x}, expected {number:x}")
+        return basis
+
+    @classmethod
+    def read(cls, frame: Frame, side: int, ranks: Ranks, layout: Layout) -> Basis:
+        """Return the basis of a frame, which stands on ``side``.
+
+        Raises
+        ------
+        fedcomp.wire.WireError
+            When it is not a basis of such ranks and layout.
+        """
         matrices = [ranks.matrix(stretch) for stretch in stretches(layout, "layer")]
         shapes = [(matrix[side], matrix[2]) for matrix in matrices if matrix is not None]
         bundle = wire.decode(frame, tuple(replace(expected_dense(0, wire.Raw), shape=shape) for shape in shapes))
         values = iter([np.asarray(tensor.values.decode()).reshape(tensor.shape) for tensor in bundle.tensors])
-        basis = cls(side, tuple(_WHOLE if matrix is None else next(values) for matrix in matrices))
-        if basis.id != number:
-            raise SchemaMismatch(f"the frame holds the basis {basis.id:x}, expected {number:x}")
-        return basis
+        return cls(side, tuple(_WHOLE if matrix is None else next(values) for matrix in matrices))
 
 
 class Factored(Coefficients):

@@ -13,7 +13,10 @@ from fedcomp.program import System
 SYSTEMS: Final[Mapping[str, str]] = {
     "factors": "factors:FactorSharing",
     "forward": "forward:Forward",
+    "gradiveq": "gradiveq:FittedBasis",
     "pair": "pair:Pair",
+    "shared-support": "shared_support:SharedSupport",
+    "power-sgd": "power_sgd:SharedBasis",
 }
 """Where a system is, by its id."""
 

@@ -1,0 +1,112 @@
+"""PowerSGD as a program: equal to the strategy over messages, what travels, and the memory of the mean."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from beside_product import LAYOUT, assert_equal, everybody, faults, no_fault, product, program, some
+from toy import update
+
+from fedcomp.clients.power_sgd import shared_basis
+from fedcomp.codecs import PowerSGD, TopK
+from fedcomp.errors import ConfigError
+from fedcomp.strategies.power_sgd import SharedBasis as Product
+from fedcomp.systems.power_sgd import SharedBasis
+
+FORMS = ("alternating", "two-exchange")
+OPTIONS = [{}, {"memory": "aggregated"}, {"warm_start": False}, {"values": "q8", "norm_guard": 1.0}]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("options", OPTIONS, ids=repr)
+def test_it_is_the_strategy_over_messages_bit_for_bit(form: str, options: dict) -> None:
+    """With two dense rounds first and another step size where the memory allows one."""
+    codec, rate = PowerSGD(2, form=form, **options), 1.0 if "memory" in options else 0.5
+    old = Product(codec, warmup_rounds=2, server_lr=rate, fraction_evaluate=0.0)
+    new, local = program(SharedBasis(codec, 2, rate), 3, 5, fault=no_fault, present=everybody(3, 5))
+    assert_equal(product(old, shared_basis(), 3, 5, fault=no_fault, present=everybody(3, 5)), new)
+    assert not any(local.refused.values())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("options", OPTIONS, ids=repr)
+@pytest.mark.parametrize("probability", [0.0, 0.15, 0.3])
+def test_it_is_the_strategy_with_absent_nodes_and_messages_lost_in_either_exchange(
+    form: str, options: dict, probability: float
+) -> None:
+    codec, how = PowerSGD(2, form=form, **options), {"fault": faults(probability), "present": some(5, 16)}
+    old = product(Product(codec, warmup_rounds=1, fraction_evaluate=0.0), shared_basis(), 5, 16, **how)
+    new, _ = program(SharedBasis(codec, 1), 5, 16, **how)
+    models = [seen.model for seen in new]
+    failed = next((i for i in range(1, 16) if models[i] == models[i - 1]), 16)
+    if codec.warm_start:
+        assert_equal(old, new)
+    else:
+        # New draws are named by the last step's round; the strategy counted versions, which a lost round does not make.
+        assert_equal(old[:failed], new[:failed])
+    assert (failed < 16) or probability < 0.3
+
+
+def test_a_basis_travels_to_nodes_alone_that_did_not_apply_the_step_it_follows_from() -> None:
+    system = SharedBasis(PowerSGD(2))
+    _, local = program(system, 3, 1, fault=no_fault, present=everybody(3, 1))
+    for number in (2, 3, 4):
+        local.step(number)
+    # The first one all draw by themselves.
+    assert local.bytes_down == 0
+    local.held[1].clear()
+    local.step(5)
+    assert 4 * 2 * 30 < local.bytes_down < 4 * 2 * 40 + 120
+
+
+def test_the_two_exchanges_send_one_basis_each_and_the_step_is_read_in_it() -> None:
+    system = SharedBasis(PowerSGD(2, form="two-exchange"))
+    _, local = program(system, 3, 2, fault=no_fault, present=everybody(3, 2))
+    before = local.model.copy()
+    step = local.step(3)
+    assert step is not None
+    codec = system.reads(step.blobs, 3, LAYOUT)
+    assert np.array_equal(local.model, before + codec.decode(step.frame, LAYOUT))
+    assert [sorted(answer.frames) for answer in local.answers] == [["first"]] * 3 + [["values"]] * 3
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_aggregated_memory_is_what_was_made_minus_the_means_even_of_a_node_that_was_away(form: str) -> None:
+    """Nodes 0 and 2 are away in rounds 3 and 4: the mean that corrects them comes when they are back."""
+    codec = PowerSGD(2, form=form, memory="aggregated")
+    present = [[0, 1, 2], [0, 1, 2], [1, 2], [1], [0, 1, 2]]
+    _, local = program(SharedBasis(codec), 3, 0, fault=no_fault, present=present)
+    delivered, made = np.zeros((3, LAYOUT.size)), np.zeros((3, LAYOUT.size))
+    shapes = {t.name: t.shape for t in LAYOUT.tensors}
+    for number, nodes in enumerate(present, 1):
+        before = local.model.astype(np.float64)
+        assert local.step(number, nodes) is not None
+        for node in nodes:
+            delivered[node] += local.model - before
+            steps = {name: update(number, node, shape, layer) for layer, (name, shape) in enumerate(shapes.items())}
+            made[node] += LAYOUT.flatten(steps)
+    assert local.state["sent"] == {"0": "5", "1": "5", "2": "5"}
+    weight, bias = slice(0, LAYOUT.compressed_size), slice(LAYOUT.compressed_size, None)
+    for node, client in local.clients.items():
+        corrected = codec.correct(dict(client.memory), local.state["means"]["5"], LAYOUT)["memory"]
+        assert np.abs(made[node] - delivered[node] - corrected)[weight].max() < 0.5
+        assert np.abs(corrected - client.memory["memory"])[weight].max() > 1.0
+        # What travels whole leaves nothing.
+        assert not corrected[bias].any()
+
+
+def test_means_are_kept_for_those_alone_that_need_them_and_never_more_than_a_model() -> None:
+    codec = PowerSGD(2, memory="aggregated")
+    present = [list(range(6)), *([node] for node in range(6)), *[[0]] * 13]
+    _, local = program(SharedBasis(codec), 6, 20, fault=no_fault, present=present)
+    assert set(local.state["means"]) == set(local.state["sent"].values())
+    assert sum(map(len, local.state["means"].values())) <= 4 * LAYOUT.size
+
+
+def test_other_codecs_and_a_step_size_that_the_memory_contradicts_are_refused() -> None:
+    with pytest.raises(ConfigError, match="needs PowerSGD as its codec, got TopK"):
+        SharedBasis(TopK(0.1))
+    with pytest.raises(ConfigError, match="makes another step than the mean"):
+        SharedBasis(PowerSGD(memory="aggregated"), server_lr=0.5)

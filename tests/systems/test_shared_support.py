@@ -1,0 +1,134 @@
+"""ScaleCom as a program: equal to the strategy over messages, and what it does where leaders are lost or lie."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from beside_product import LAYOUT, assert_equal, everybody, faults, no_fault, product, program, some
+
+from fedcomp.clients.shared_support import shared_support
+from fedcomp.codecs import ScaleCom, TopK
+from fedcomp.codecs.scalecom import open_support
+from fedcomp.errors import ConfigError
+from fedcomp.layout import Layout, TensorSpec
+from fedcomp.local import Local
+from fedcomp.strategies.shared_support import SharedSupport as Product
+from fedcomp.systems.shared_support import SharedSupport
+
+CODECS = [
+    ScaleCom(0.05),
+    ScaleCom(0.05, beta=0.5, values="q8"),
+    ScaleCom(0.05, memory=False),
+    ScaleCom(0.05, selector="chunk", norm_guard=1.0),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+def test_it_is_the_strategy_over_messages_bit_for_bit(codec: ScaleCom) -> None:
+    """With two dense rounds first and another step size."""
+    old = Product(codec, warmup_rounds=2, server_lr=0.5, fraction_evaluate=0.0)
+    new, local = program(SharedSupport(codec, 2, 0.5), 3, 5, fault=no_fault, present=everybody(3, 5))
+    assert_equal(product(old, shared_support(), 3, 5, fault=no_fault, present=everybody(3, 5)), new)
+    assert not any(local.refused.values())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+@pytest.mark.parametrize("probability", [0.0, 0.15, 0.3])
+def test_it_is_the_strategy_with_absent_nodes_and_messages_lost_in_either_exchange(
+    codec: ScaleCom, probability: float
+) -> None:
+    how = {"fault": faults(probability), "present": some(5, 16)}
+    old = product(Product(codec, warmup_rounds=1, fraction_evaluate=0.0), shared_support(), 5, 16, **how)
+    new, _ = program(SharedSupport(codec, 1), 5, 16, **how)
+    assert_equal(old, new)
+    # Rounds that came to nothing, too.
+    assert (len({seen.model for seen in new}) < 16) == (probability > 0)
+
+
+@pytest.mark.parametrize("lost", ["silent", "lost", "crash"])
+def test_where_the_leader_is_lost_the_next_one_that_trained_leads(lost: str) -> None:
+    def fault(number: int, node: int, kind: str) -> str:
+        return lost if (number, node) == (2, 1) else ""
+
+    _, local = program(SharedSupport(ScaleCom(0.05)), 4, 2, fault=fault, present=everybody(4, 2))
+    # Round 2 is the turn of node 1; of those that are left, 0, 2 and 3, of the second.
+    assert local.state["leader"] == 2
+    assert sorted(a.node for a in local.answers if "values" in a.frames) == [0, 2, 3]
+
+
+@pytest.mark.parametrize("trouble", ["no support", "no values", "another model's support"])
+def test_a_leader_that_lies_is_left_out_and_another_one_leads(trouble: str) -> None:
+    class Liar(SharedSupport):
+        def client(self, memory, ask, me):
+            after, answer = super().client(memory, ask, me)
+            if me.node == 0 and "support" in answer.frames:
+                frames = dict(answer.frames)
+                if trouble == "another model's support":
+                    frames["support"] = frames["values"]
+                else:
+                    del frames[trouble.removeprefix("no ")]
+                answer = answer._replace(frames=frames)
+            return after, answer
+
+    new, local = program(Liar(ScaleCom(0.05)), 4, 1, fault=no_fault, present=everybody(4, 1))
+    assert local.state["leader"] == 1
+    assert len(local.refused[1]) == (trouble == "another model's support")
+    # What it sent is on no support that anybody else holds: it is not asked again, and not acknowledged.
+    assert [node for node in range(4) if local.acknowledged(node)] == [1, 2, 3]
+    assert np.frombuffer(new[0].model, np.float32).any()
+
+
+def test_four_more_are_asked_to_lead_and_then_the_round_is_given_up() -> None:
+    def fault(number: int, node: int, kind: str) -> str:
+        return "lost" if kind == "query" or node == 0 else ""
+
+    asked = []
+    system = SharedSupport(ScaleCom(0.05))
+
+    class Counted(SharedSupport):
+        def client(self, memory, ask, me):
+            if ask.kind == "query":
+                asked.append(me.node)
+            return super().client(memory, ask, me)
+
+    new, local = program(Counted(system.codec), 8, 1, fault=fault, present=everybody(8, 1))
+    assert asked == [1, 2, 3, 4]
+    assert not np.frombuffer(new[0].model, np.float32).any()
+    assert "leader" not in local.state
+
+
+def test_the_mean_and_the_support_are_as_long_for_one_client_as_for_many() -> None:
+    steps = []
+    for nodes in (1, 8):
+        _, local = program(SharedSupport(ScaleCom(0.05)), nodes, 1, fault=no_fault, present=everybody(nodes, 1))
+        steps.append(local.step(2))
+    one, many = ((len(step.frame), len(step.blobs["support"])) for step in steps)
+    assert one[0] == many[0]
+    assert abs(one[1] - many[1]) < 20  # indices of another choice
+    for step in steps:
+        system = SharedSupport(ScaleCom(0.05))
+        supports = open_support(step.blobs["support"], system.codec, LAYOUT)
+        assert sum(s.size for s in supports) == 60
+        assert np.array_equal(system.reads(step.blobs, 2, LAYOUT).supports[0], supports[0])
+
+
+def test_what_may_be_a_variance_stays_positive_in_model_and_frame() -> None:
+    layout = Layout((TensorSpec("running_var", (64,), "float32", 0, 64),), (), ("running_var",))
+    start = np.full(64, 0.5, np.float32)
+
+    def train(number: int, node: int, model: np.ndarray) -> np.ndarray:
+        return model + np.where(np.arange(64) < 2, -1.0, 0.25).astype(np.float32)
+
+    local = Local(SharedSupport(ScaleCom(0.5)), layout, start, train, lambda node: 1.0, 2)
+    step = local.step(1)
+    assert step is not None
+    assert (local.model > 0).all()
+    assert local.model[0] == 0.5
+    assert local.model[2:].max() == 0.75
+
+
+def test_other_codecs_are_refused_and_named() -> None:
+    with pytest.raises(ConfigError, match="needs ScaleCom as its codec, got TopK"):
+        SharedSupport(TopK(0.1))
