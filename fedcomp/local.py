@@ -132,10 +132,15 @@ class Local:
             self.held[node] = set()
         return client
 
+    def acknowledged(self, node: int) -> bool:
+        """Whether the last frame that left a client is in the model."""
+        client = self.client(node)
+        return client.pending is not None and self.consumed.get(node) == (client.generation, client.sent)
+
     def settled(self, node: int) -> State:
         """Return the memory with which a client begins its next round: with what it sent in vain."""
         client = self.client(node)
-        if client.pending is None or self.consumed.get(node) == (client.generation, client.sent):
+        if client.pending is None or self.acknowledged(node):
             return client.memory
         return self.system.rollback(client.memory, client.pending, self.layout)
 

@@ -13,8 +13,9 @@ from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import take_frame
 from fedcomp.flower.protocol import UPDATE
-from fedcomp.flower.records import to_arrays
+from fedcomp.flower.records import to_arrays, to_record
 from fedcomp.flower.rounds import fit
+from fedcomp.layout import Layout, Vector
 
 WORDS = {"silent": "silent", "lost": "lost_reply", "crash": "raise", "": None}
 
@@ -24,7 +25,7 @@ Fault = Callable[[int, int, int], str]
 
 @dataclass
 class Seen:
-    """One round: the model after it, and the frames that came, by partition, in the order of exchanges."""
+    """One round: the model after it; by partition the frames that came, and the memories of error feedback."""
 
     model: bytes
     frames: dict[int, list[bytes]] = field(default_factory=dict)
@@ -46,9 +47,9 @@ class Heard(MeteredGrid):
 
 
 def product(
-    strategy: Any, app: Any, nodes: int, start: ArrayRecord, rounds: int, fault: Fault = lambda *_: ""
+    strategy: Any, app: Any, nodes: int, layout: Layout, start: Vector, rounds: int, fault: Fault = lambda *_: ""
 ) -> list[Seen]:
-    """Run a strategy, and return what was seen of each round."""
+    """Run a strategy from a model, and return what was seen of each round."""
     exchanges: dict[int, list[int]] = {}
 
     def plan(delivery: Delivery) -> Any:
@@ -65,7 +66,7 @@ def product(
         partition_of = {inner.node_id_of(p): p for p in range(nodes)}
 
         def note(number: int, arrays: ArrayRecord, outcome: Any) -> None:
-            vector = strategy.layout.flatten(to_arrays(arrays))
+            vector = layout.flatten(to_arrays(arrays))
             frames = {partition_of[node]: frames for node, frames in grid.heard.items()}
             memories = {}
             for node, partition in partition_of.items():
@@ -75,5 +76,5 @@ def product(
             found.append(Seen(vector.tobytes(), frames, memories))
             grid.heard = {}
 
-        fit(strategy, grid, start, rounds, timeout=9.0, on_round=note)
+        fit(strategy, grid, to_record(layout.unflatten(start)), rounds, timeout=9.0, on_round=note)
     return found

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Annotated
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any
 
 import numpy as np
 import pytest
@@ -16,22 +16,24 @@ from fedcomp.codecs import Codec
 from fedcomp.errors import FedcompError
 from fedcomp.flower import store
 from fedcomp.layout import Update
-from fedcomp.program import Answer, Ask, Given, Now, Step
+from fedcomp.program import Answer, Ask, Given, Now, Step, System
 from fedcomp.rng import Key
 from fedcomp.rules import Int
 from fedcomp.systems.pair import Pair
+from fedcomp.systems.power_sgd import SharedBasis
+from fedcomp.systems.shared_support import SharedSupport
 from fedcomp.wire import WireError
 
 Check = Callable[[Entry], None]
-WRONG: dict[str, tuple[type[Pair], str, Check, type[Exception]]] = {}
+WRONG: dict[str, tuple[type[System], str, Check, type[Exception]]] = {}
 
 
 def caught(
     by: Check, example: str = "pair-topk", *, error: type[Exception] = AssertionError
-) -> Callable[[type[Pair]], type[Pair]]:
+) -> Callable[[type[System]], type[System]]:
     """Put a wrong system on the list: the check that catches it, by which error, and the entry whose options it has."""
 
-    def add(kind: type[Pair]) -> type[Pair]:
+    def add(kind: type[System]) -> type[System]:
         WRONG[kind.__name__] = kind, example, by, error
         return kind
 
@@ -308,6 +310,71 @@ class LosesTheOthersToo(Pair):
         return now.mean_of(self.codec, good)
 
 
+# Several exchanges
+
+
+@caught(under("second"), "shared-support")
+class ForgetsWhatWaits(SharedSupport):
+    def client(self, memory, ask, me):
+        waits = ask.kind == "train" and not ask.say.lead
+        after, answer = super().client(memory, ask, me)
+        # Its update is made again when it is asked again, which may be never.
+        return (memory if waits else after), answer
+
+
+@caught(under("lost"), "shared-support")
+class ForgetsWhatItSentOnASupport(SharedSupport):
+    def rollback(self, memory, frame, layout):
+        return memory
+
+
+@caught(attacked("others"), "shared-support")
+class TakesTheLastSupport(SharedSupport):
+    def round(self, now):
+        program = super().round(now)
+        asks = next(program)
+        try:
+            while True:
+                answers = yield asks
+                support = [answer.frames["support"] for answer in answers if "support" in answer.frames][-1:]
+                # Whoever sent it, and whatever it holds.
+                asks = [
+                    ask._replace(blobs=dict.fromkeys(ask.blobs, *support)) if support else ask
+                    for ask in program.send(answers)
+                ]
+        except StopIteration as end:
+            if end.value is not None:
+                self.reads(end.value.blobs, now.number, now.layout)
+            return end.value
+
+
+@caught(attacked("empty"), "power-sgd-two", error=WireError)
+class AddsProjectionsAsTheyCome(SharedBasis):
+    def round(self, now):
+        class Trusting(Now):
+            def verified(self, codec, given):
+                return list(given)
+
+        return (yield from super().round(Trusting(**vars(now))))
+
+
+@caught(contract.test_resumes_from_bytes_at_every_round, "power-sgd")
+class KeepsTheBasisInItself(SharedBasis):
+    def round(self, now):
+        kept = self.__dict__.setdefault("last", {})
+        now.state.update(kept)
+        step = yield from super().round(now)
+        kept.update(now.state)
+        now.state.clear()
+        return step
+
+
+@caught(contract.test_equals_its_reference, "shared-support")
+class AlwaysLetsTheFirstLead(SharedSupport):
+    def round(self, now):
+        return (yield from super().round(replace(now, number=1)))
+
+
 # Options
 
 
@@ -326,10 +393,15 @@ class ForgetsAnOption(Pair):
         return {"codec": self.codec.to_config()}
 
 
+def options(system: System) -> dict[str, Any]:
+    """Return what a system is made of."""
+    return {each.name: getattr(system, each.name) for each in fields(system)}
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_caught(name: str) -> None:
     kind, example, check, error = WRONG[name]
     entry = ENTRIES[example]
-    wrong = replace(entry, system=kind(entry.system.codec))
+    wrong = replace(entry, system=kind(**options(entry.system)))
     with pytest.raises(error):
         check(wrong)

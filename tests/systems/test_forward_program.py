@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, Context, Message
+from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
 from over_messages import Fault, product
@@ -20,7 +20,6 @@ from fedcomp.clients.client import client
 from fedcomp.clients.forward import forward_gradients
 from fedcomp.codecs import RandomProjection
 from fedcomp.errors import ConfigError, LayoutError
-from fedcomp.flower.records import to_record
 from fedcomp.forward.evaluate import Objective
 from fedcomp.layout import NONE_DENSE, Layout, Vector
 from fedcomp.local import Local
@@ -90,14 +89,11 @@ def app(steep: bool = False) -> ClientApp:
     return client(ClientApp(), forward_gradients(of))
 
 
-def record() -> ArrayRecord:
-    return to_record(start())
-
-
 def faulty(number: int, node: int, exchange: int) -> str:
     return {(2, 0): "silent", (3, 1): "lost", (4, 2): "crash"}.get((number, node), "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -114,8 +110,8 @@ def test_rounds_are_those_over_messages(options: dict[str, Any], fault: Fault) -
     system = Forward(**{"directions": 8, "lr": 0.5, **options})
     given = system.get_config()
     strategy = ForwardGradients(fedavg(fraction_evaluate=0.0), given.pop("directions"), **given)
-    expected = product(strategy, app(), NODES, record(), 4, fault)
     here = local(system, fault=fault)
+    expected = product(strategy, app(), NODES, LAYOUT, here.model, 4, fault)
     for number, seen in enumerate(expected, start=1):
         made = here.step(number)
         assert here.model.tobytes() == seen.model
@@ -124,6 +120,7 @@ def test_rounds_are_those_over_messages(options: dict[str, Any], fault: Fault) -
         assert (made.frame is not None) == system.replay
 
 
+@pytest.mark.slow
 def test_what_goes_down_is_the_sum_bit_for_bit_and_does_not_grow_with_the_model() -> None:
     whole, replayed = (local(Forward(directions=4, lr=0.5, replay=replay)) for replay in (False, True))
     for number in range(1, 5):
@@ -135,6 +132,7 @@ def test_what_goes_down_is_the_sum_bit_for_bit_and_does_not_grow_with_the_model(
         assert whole.model.tobytes() == replayed.model.tobytes()
 
 
+@pytest.mark.slow
 def test_numbers_that_are_longer_than_the_model_are_not_repeated() -> None:
     here = local(Forward(directions=200, lr=0.5))
     here.data = dict.fromkeys(range(NODES), lambda me, directions: np.ones(200))
@@ -144,6 +142,7 @@ def test_numbers_that_are_longer_than_the_model_are_not_repeated() -> None:
     assert made.change is not None
 
 
+@pytest.mark.slow
 def test_single_updates_are_no_sum() -> None:
     here, steps = local(Forward(directions=4), rule=Single()), []
     here._move = lambda step, number: steps.append(step)  # type: ignore[method-assign]
@@ -152,6 +151,7 @@ def test_single_updates_are_no_sum() -> None:
     assert steps[0].frame is None
 
 
+@pytest.mark.slow
 def test_slopes_that_are_no_numbers_are_left_out_and_cut_ones_are_counted() -> None:
     notes: list[str] = []
     system = Forward(directions=8, lr=0.5, scope="layer", clip=0.25)
@@ -190,6 +190,7 @@ def test_directions_that_cost_too_much_are_refused_before_anybody_is_asked() -> 
     assert not here.clients
 
 
+@pytest.mark.slow
 def test_what_a_client_half_refuses() -> None:
     here = replace(local(Forward(directions=8)), data={1: measures()})
     here.step(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from product_beside import Toy, beside
+from beside_product import TOY, Toy, assert_equal, everybody, faults, product, program, some
 from toy import SHAPES
 
 from fedcomp.clients.gradiveq import fitted_basis
@@ -18,7 +18,6 @@ from fedcomp.program import Answer, Ask, Me, Step
 from fedcomp.strategies.gradiveq import FittedBasis as Strategy
 from fedcomp.systems.gradiveq import Drift, FittedBasis
 
-TOY = Toy(SHAPES)
 WIDTH = 47
 """25 slices and a tail of 25 of the toy's matrix of 1200; 12 biases travel dense."""
 PHASES = {"sampling": 4, "compression": 3}
@@ -37,17 +36,7 @@ def compressed(steps: list[Step | None]) -> list[bool]:
     return [step is not None and "basis" in step.blobs for step in steps]
 
 
-FAULTS = {
-    (2, 1, "train"): "lost",
-    (3, 2, "train"): "silent",
-    (4, 0, "train"): "twice",
-    (6, 0, "train"): "lost",
-    (6, 1, "query"): "lost",
-    (7, 3, "train"): "crash",
-    (8, 2, "query"): "crash",
-    (9, 1, "train"): "silent",
-}
-"""The basis serves in rounds 6 to 8 and 13; grids are agreed on in a second exchange."""
+FRAMES = {UPDATE: "values", PROBE: "peaks"}
 VARIANTS = [
     {"memory": True, "levels": 15},
     {},
@@ -62,24 +51,22 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize(
-    "options",
-    [pytest.param(o, marks=pytest.mark.long if i else pytest.mark.slow) for i, o in enumerate(VARIANTS)],
+    ("options", "lost"),
+    [
+        pytest.param(options, lost, marks=pytest.mark.long if i or not lost else pytest.mark.slow)
+        for i, options in enumerate(VARIANTS)
+        for lost in (0.0, 0.2)
+    ],
     ids=str,
 )
-@pytest.mark.parametrize("faults", [FAULTS, pytest.param({}, marks=pytest.mark.long)], ids=["faults", "none"])
-def test_it_is_the_strategy_bit_for_bit(options: dict, faults: dict) -> None:
-    """Frames that come and go, models, memories, metrics: warm-up, two cycles, faults in either exchange."""
-    program = system(warmup_rounds=1, **options)
-    strategy = Strategy(program.codec, server_lr=program.server_lr, warmup_rounds=1, fraction_evaluate=0.0, **PHASES)
-    local = beside(
-        TOY,
-        strategy,
-        fitted_basis(),
-        program,
-        13,
-        {UPDATE: "values", PROBE: "peaks"},
-        plan=lambda *at: faults.get(at, ""),
-    )
+def test_it_is_the_strategy_bit_for_bit(options: dict, lost: float) -> None:
+    """Frames that come and go, models, memories, metrics: warm-up, two cycles, absent nodes, messages lost in either
+    exchange. The basis serves in rounds 6 to 8, and in 13 to 15."""
+    ours = system(warmup_rounds=1, **options)
+    theirs = Strategy(ours.codec, server_lr=ours.server_lr, warmup_rounds=1, fraction_evaluate=0.0, **PHASES)
+    how = {"fault": faults(lost), "present": some(4, 14) if lost else everybody(4, 14)}
+    new, local = program(ours, 4, 14, **how)
+    assert_equal(product(theirs, fitted_basis(), 4, 14, keys=FRAMES, **how), new)
     assert np.abs(local.model).max() > 1000
 
 
