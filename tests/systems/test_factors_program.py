@@ -171,7 +171,7 @@ def test_a_memory_goes_on_layer_by_layer_where_parts_are_lost() -> None:
     here = compare(replace(SYSTEMS["rank with memory"], by_layer=True), rounds=3)
     # Of node 2 a part was lost in the last round: its frame is in no step, and goes back before it trains again.
     assert here.clients[2].pending is not None
-    assert not here.clients[2].told
+    assert not here.acknowledged(2)
 
 
 @pytest.mark.long
@@ -218,7 +218,7 @@ def test_what_goes_down_is_the_factors_of_those_in_the_sum() -> None:
     assert DOWN.figures(last.frame, here.layout)["rows of 2.weight"] == SIZES[0] + SIZES[2]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_reduced_factors_go_down_with_a_memory_around_them() -> None:
     here = local(FactorSharing(ErrorFeedback(Factors(rank=2)), down=True), "wide")
     step = here.step(1)
@@ -281,7 +281,7 @@ def test_a_wrong_part_costs_its_sender_alone(wrong: str) -> None:
     assert np.isfinite(here.model).all()
     # What it sent is in its memory again before it trains anew.
     assert here.clients[1].pending is not None
-    assert not here.clients[1].told
+    assert not here.acknowledged(1)
 
 
 def test_a_node_answers_for_its_last_frame_alone() -> None:
