@@ -179,8 +179,8 @@ class Rule(Protocol):
     def total(self, now: Now, codec: Codec, given: Sequence[Given], *, raw: bool = False) -> Step | None:
         """Return the step that contributions come to, taken in the order of nodes; None where nothing can be taken.
 
-        ``raw`` leaves the sum in the coordinates in which the codec adds (:meth:`fedcomp.codecs.Codec.gather`), for a
-        program that sends it down in them.
+        Their frames are verified (:meth:`Now.verified`). ``raw`` leaves the sum in the coordinates in which the codec
+        adds (:meth:`fedcomp.codecs.Codec.gather`), for a program that sends it down in them.
         """
         ...
 
@@ -190,17 +190,16 @@ class Mean:
 
     def total(self, now: Now, codec: Codec, given: Sequence[Given], *, raw: bool = False) -> Step | None:
         """Return the mean; None where all weights are 0."""
-        good = now.verified(codec, given)
-        weight = sum(g.weight for g in good)
+        weight = sum(g.weight for g in given)
         if weight <= 0:
             return None
         # -0.0 is the exact identity of addition.
         out = Update(np.full(now.layout.size, -0.0, np.float32), now.layout)
-        for g in good:
+        for g in given:
             codec.gather(g.frame, g.weight / weight * now.scales.get(g.node, 1.0), out)
         if not raw:
             codec.conclude(out)
-        consumed = tuple(g.node for g in good)
+        consumed = tuple(g.node for g in given)
         if codec.lossless:
             return Step(consumed, model=out.vector)
         return Step(consumed, change=out.vector, support=codec.sparse(now.layout))
@@ -211,7 +210,7 @@ class Single:
 
     def total(self, now: Now, codec: Codec, given: Sequence[Given], *, raw: bool = False) -> Step | None:
         """Return all updates as changes of the model."""
-        single = {g.node: codec.decode(g.frame, now.layout) for g in now.verified(codec, given)}
+        single = {g.node: codec.decode(g.frame, now.layout) for g in given}
         if codec.lossless:
             single = {node: vector - now.model for node, vector in single.items()}
         return Step(tuple(single), single=single, support=codec.sparse(now.layout)) if single else None
@@ -242,6 +241,8 @@ class Now:
         ``note(text)``: one line of the round's report.
     scales : mapping of int to float
         What single nodes' parts are multiplied by beside their share, such as for their age.
+    seen : callable
+        ``seen(node, codec, bundle)``: a contribution of that node was verified.
     """
 
     number: int
@@ -254,6 +255,7 @@ class Now:
     refuse: Callable[[int, str], None] = lambda node, reason: None
     note: Callable[[str], None] = lambda text: None
     scales: Mapping[int, float] = field(default_factory=dict)
+    seen: Callable[[int, Codec, Bundle], None] = lambda node, codec, bundle: None
 
     def key(self, purpose: str, node: int = 0) -> Key:
         """Return the key of this round for a purpose; that of "uplink" is what the client half of ``node`` draws by."""
@@ -270,6 +272,7 @@ class Now:
                 if not 0 <= g.weight < HEAVIEST:
                     raise AnswerError(f"weight {g.weight!r} is not valid")
                 bundle = codec.verify(g.frame, self.layout, self.key("uplink", g.node))
+                self.seen(g.node, codec, bundle)
             except FedcompError as why:
                 self.refuse(g.node, f"{type(why).__name__}: {why}")
                 continue
@@ -291,8 +294,8 @@ class Now:
         return found
 
     def total(self, codec: Codec, given: Sequence[Given], *, raw: bool = False) -> Step | None:
-        """Return what contributions come to, by the round's rule; see :meth:`Rule.total`."""
-        return self.rule.total(self, codec, given, raw=raw)
+        """Return what the contributions that can be used come to, by the round's rule; see :meth:`Rule.total`."""
+        return self.rule.total(self, codec, self.verified(codec, given), raw=raw)
 
     def mean_of(
         self, codec: Codec, answers: Sequence[Answer], name: str = "values", *, raw: bool = False
@@ -333,6 +336,9 @@ class Me:
         The model that the round begins with; not to be written to.
     learn : callable
         ``learn(whole, collect)`` lets the app train; :meth:`update`.
+    data : object, optional
+        What the app brings for a system that does not let it train: how to measure slopes, the rows of a graph. The
+        system says what it has to be.
     """
 
     node: int
@@ -341,6 +347,7 @@ class Me:
     layout: Layout
     start: Vector
     learn: Callable[[bool, Collect | None], Update]
+    data: Any = None
 
     @property
     def key(self) -> Key:
@@ -382,6 +389,12 @@ class System(Configured, ABC):
     def to_config(self) -> dict[str, Any]:
         """Return ``{"id": ID, **options}``: JSON-able, what :func:`fedcomp.systems.get_system` takes."""
         return {"id": self.ID, **self.get_config()}
+
+    @property
+    def whole(self) -> bool:
+        """Whether clients send the models that they trained, not what changed: floats of other sizes than float32 then
+        travel beside the vector, as values."""
+        return False
 
     def start(self, layout: Layout) -> State:
         """Return the memory of a client that has sent nothing; a layout that cannot be served is refused."""

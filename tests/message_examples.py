@@ -13,6 +13,7 @@ from flwr.app import ConfigRecord, RecordDict
 
 from fedcomp.errors import ConfigError
 from fedcomp.flower import (
+    asks,
     coded,
     conditional,
     datalens,
@@ -165,6 +166,42 @@ EXAMPLES: dict[str, Schema] = {
         1,
     ),
     "protocol.Announcement/plain": protocol.Announcement("arrays", 1, 0),
+    "asks.AskHead": asks.AskHead(
+        number=3,
+        seed=-5,
+        session=b"session!",
+        sequence=4,
+        consumed=3,
+        generation=2,
+        system={"id": "pair", "codec": {"id": "topk", "density": 0.1}},
+        policy={"b": [1], "a": 2},
+        model="arrays",
+        downlink={"id": "dense"},
+        version=9,
+        base=8,
+        digest=b"digest..",
+        blobs=("basis:" + "0f" * 16,),
+        steps=("9 2 basis:" + "0f" * 16,),
+        say="Lead",
+        cast=False,
+    ),
+    "asks.AskHead/plain": asks.AskHead(number=1, seed=0, session=b"session!"),
+    "asks.AnswerHead": asks.AnswerHead(
+        partition_id=2,
+        sequence=4,
+        generation=1,
+        version=9,
+        say="Waits",
+        lacks=("0f" * 16,),
+        record="arrays",
+        state="rolled back",
+        memory=0.5,
+        remark="a tensor follows the server's",
+        unchanged=(0, 3),
+        copies=(3, 1),
+        unsupported="no system 'pair'",
+    ),
+    "asks.AnswerHead/plain": asks.AnswerHead(2),
     "state.UplinkRecord": state.UplinkRecord(3, 9, b"session!", {"id": "topk"}, '["topk",{}]', b"digest"),
     "state.UplinkRecord/asked": state.UplinkRecord(
         3, 9, b"session!", {"id": "topk"}, '["topk",{}]', b"digest", b"asked"
@@ -285,6 +322,9 @@ EXAMPLES: dict[str, Schema] = {
 """By module and class; after a slash, what is special. The plain ones leave out all that may be left out."""
 
 CONFLICTS: list[Schema] = [
+    asks.AskHead(number=1, seed=0, session=b"session!", version=8, base=9),
+    asks.AskHead(number=1, seed=0, session=b"session!", sequence=4, consumed=4),
+    asks.AnswerHead(2, copies=(3, 1, 2)),
     replace(_HELLO, index=4),
     replace(_HELLO, owned=41),
     replace(_HELLO, train=11),

@@ -30,6 +30,16 @@ PARTITION_KEY: Final = "partition-id"
 PARTITIONS: Final = 2**31
 """Partition ids are 0 to this number, exclusive: far above any federation, far below node ids (62 bits and more)."""
 
+FRAME: Final = "fedcomp.frame."
+BLOB: Final = "fedcomp.blob."
+STEP: Final = "fedcomp.step."
+EXACT: Final = "fedcomp.exact"
+"""Names of a program's bytes in messages: a frame by its name, a blob by its digest (those that read steps, too), a
+step of the model by its version (``.exact`` follows for its buffers), exact buffers."""
+
+BYTES: Final = (FRAME, BLOB, STEP, EXACT)
+"""With these begin the names of entries that hold such bytes, in any ConfigRecord."""
+
 
 class PayloadError(FedcompError, ValueError):
     """A message holds something else where a frame was expected."""
@@ -167,7 +177,7 @@ def payload_bytes(message: Message) -> int:
     """
     if not message.has_content():
         return 0
-    total = sum(map(len, _frames_of_header(message.content).values()))
+    header, total = _header(message.content), sum(map(len, _frames_of_header(message.content).values()))
     for holder in message.content.values():
         if isinstance(holder, ArrayRecord):
             total += sum(len(array.data) for array in holder.values())
@@ -175,6 +185,8 @@ def payload_bytes(message: Message) -> int:
             # Whatever else is in the record: a malformed frame has cost its bytes all the same.
             data = holder.get(STYPE)
             total += len(data) if isinstance(data, bytes) else 0
+            if holder is not header:
+                total += sum(len(v) for k, v in holder.items() if k.startswith(BYTES) and isinstance(v, bytes))
     return total
 
 

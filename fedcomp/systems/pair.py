@@ -26,6 +26,10 @@ class Pair(System, id="pair"):
 
     codec: Annotated[Codec, Made(get_codec)]
 
+    @property
+    def whole(self) -> bool:
+        return self.codec.lossless
+
     def start(self, layout: Layout) -> State:
         return self.codec.init(layout)
 
@@ -34,7 +38,7 @@ class Pair(System, id="pair"):
         return now.mean_of(self.codec, answers)
 
     def client(self, memory: State, ask: Ask, me: Me) -> tuple[State, Answer]:
-        update = me.update(whole=self.codec.lossless, collect=self.codec.takes_outer)
+        update = me.update(whole=self.whole, collect=self.codec.takes_outer)
         frame, memory = self.codec.encode(update, memory, me.key)
         return memory, Answer(me.node, frames={"values": frame})
 
