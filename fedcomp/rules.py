@@ -351,6 +351,9 @@ Positive = Annotated[float, Real(above=0.0)]
 
 NotNegative = Annotated[float, Real(least=0.0)]
 
+TIMEOUT: Final = Maybe(Real(above=0.0, infinite=True))
+"""Seconds to wait for replies; None: the run's own timeout."""
+
 Switch = Annotated[bool, Flag()]
 
 Seed = Annotated[int, Int(-LARGEST - 1)]
