@@ -19,6 +19,7 @@ import pytest
 from fedcomp.codecs import DFT, RandomK, RandomProjection, TopK
 from fedcomp.errors import ConfigError
 from fedcomp.flower.schema import Schema
+from fedcomp.rng import Key
 from fedcomp.rules import Configured, Data, Flag, Int, Made, Many, Maybe, OneOf, Real, Rule, Text, rules_of
 
 LEAST = Real(least=0.0)
@@ -219,13 +220,20 @@ MADE = ("FixedSupport", "Innovation", "LatentSupport", "Projection", "SliceProje
 WITHOUT_A_RULE = {
     "CodedSettings": "spool options",  # a path; what the construction's own class checks
     "CohortSettings": "train_metrics_aggr_fn evaluate_metrics_aggr_fn",  # functions
+    "EndsDense": "others",  # a function
     "Event": "label",  # any text, of a ledger of any age
     "GossipSettings": "watch spool",  # a function; a path
     "LinearSettings": "spool",  # a path
     "LsgSettings": "whole",  # any text: patterns of names
+    "OnOff": "key",
     "PrivacySettings": "sampling",  # an object that checks itself
+    "ChainLayer": "weight",  # any name of a tensor
+    "Compute": "key",
+    "Directions": "key",
     "EdenTopK": "values bits",  # EDEN and top-k check them, which it makes
     "RelaySettings": "seed members watch",  # any integer; vertices of a graph that it does not know; a function
+    "SmallDense": "patterns",  # any texts
+    "Trace": "stays",  # intervals, which Presence checks
 }
 """Fields without a rule, and why."""
 
@@ -234,6 +242,8 @@ READ_BACK = ("Epochs", "LedgerEntry", "SavedMessage", "Stamp")
 
 EXAMPLES: dict[str, dict[str, Any]] = {
     "BoundedFixedPoint": {"codec": RandomK(0.5)},
+    "ChainLayer": {"weight": "w"},
+    "Directions": {"key": Key(0)},
     "Domain": {"codec": TopK(0.1), "transform": DFT()},
     "ErrorFeedback": {"codec": TopK(0.1)},
     "FixedPoint": {"codec": RandomK(0.5)},
@@ -241,6 +251,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "RelaySettings": {"seed": 0},
     "Replay": {"codec": RandomProjection()},
     "TopkSign": {"k": 2},
+    "Trace": {"stays": {}},
 }
 """Fields that say nothing about themselves: their rule is a function, or another field's absence asks for them."""
 
