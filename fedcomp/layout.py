@@ -17,13 +17,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import Any, Final, Literal, Protocol, runtime_checkable
+from typing import Annotated, Any, Final, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp.errors import ConfigError, LayoutError, nearest
 from fedcomp.factors.outer import OuterProducts
+from fedcomp.rules import Configured, Int, Share
 from fedcomp.wire import DTYPES
 
 Vector = NDArray[np.float32]
@@ -65,7 +66,7 @@ def fitted(policy: DensityPolicy | None, model: Mapping[str, TensorShape]) -> De
 
 
 @dataclass(frozen=True, slots=True)
-class SmallDense:
+class SmallDense(Configured):
     """A density policy: small tensors travel dense while they cost little, statistics travel as values.
 
     A small tensor (bias, scale) is hurt more by sparsification than a large one, but its cost depends on the model: a
@@ -98,7 +99,7 @@ class SmallDense:
     True
     """
 
-    min_size: int = 1024
+    min_size: Annotated[int, Int()] = 1024
     patterns: tuple[str, ...] = (
         "*running_mean",  # torch
         "*running_var",
@@ -112,13 +113,7 @@ class SmallDense:
         "*._mean",  # Paddle
         "*._variance",
     )
-    share: float = 0.01
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.min_size, int) or self.min_size < 0:
-            raise ConfigError(f"min_size must be a number of values of at least 0, got {self.min_size!r}")
-        if not 0.0 <= self.share <= 1.0:
-            raise ConfigError(f"share must be in [0, 1], got {self.share!r}: the part of all values that may be dense")
+    share: Share = 0.01
 
     def fit(self, model: Mapping[str, TensorShape]) -> SmallDense:
         """Return the policy whose ``min_size`` and ``patterns`` are those of this model; its share is 1."""
@@ -233,7 +228,7 @@ def _positional_statistics(model: Mapping[str, TensorShape]) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class EndsDense:
+class EndsDense(Configured):
     """A density policy for models whose first and last layers are better left alone.
 
     Parameters
@@ -252,13 +247,9 @@ class EndsDense:
     [1.0, None]
     """
 
-    first: int = 1
-    last: int = 0
+    first: Annotated[int, Int()] = 1
+    last: Annotated[int, Int()] = 0
     others: DensityPolicy | None = None
-
-    def __post_init__(self) -> None:
-        if min(self.first, self.last) < 0:
-            raise ConfigError(f"first and last are numbers of tensors, got {self.first!r} and {self.last!r}")
 
     def fit(self, model: Mapping[str, TensorShape]) -> TablePolicy:
         """Return the decisions for this model."""

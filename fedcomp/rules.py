@@ -105,7 +105,7 @@ class Int(Number):
 class Real(Number):
     """A number from ``least`` to ``most``, both included, greater than ``above`` and less than ``below``.
 
-    Infinity and NaN are refused, unless ``finite`` is False: then any float will do.
+    Infinity and NaN are refused, unless ``finite`` is False: then any float will do. ``infinite``: infinity will do.
     """
 
     least: float = -math.inf
@@ -113,19 +113,21 @@ class Real(Number):
     above: float = -math.inf
     below: float = math.inf
     finite: bool = True
+    infinite: bool = False
 
     def __str__(self) -> str:
         if not self.finite:
             return "a number"
+        kind = "number" if self.infinite else "finite number"
         low = f"({self.above:g}" if self.above > -math.inf else f"[{self.least:g}" if self.least > -math.inf else ""
         high = f"{self.below:g})" if self.below < math.inf else f"{self.most:g}]" if self.most < math.inf else ""
         if low and high:
             return f"a number in {low}, {high}"
         if self.above == 0.0:
-            return "a positive finite number"
+            return f"a positive {kind}"
         low = low.replace("(", " > ").replace("[", " >= ")
         high = f" < {high[:-1]}" if high.endswith(")") else f" <= {high[:-1]}" if high else ""
-        return f"a finite number{low}{high}"
+        return f"a {kind}{low}{high}"
 
     def read(self, value: Any) -> float:
         # JSON has integers of any length, and float() of a very long one raises OverflowError.
@@ -133,7 +135,7 @@ class Real(Number):
             value = float(value)
         if type(value) is not float:
             raise ValueError
-        if not self.finite:
+        if not self.finite or (self.infinite and value == math.inf):
             return value
         # Every comparison with NaN is false.
         if not (math.isfinite(value) and self.least <= value <= self.most and self.above < value < self.below):
@@ -285,24 +287,29 @@ class Many(Rule):
 
 @dataclass(frozen=True)
 class Maybe(Rule):
-    """None, or a value that follows a rule."""
+    """A value that follows a rule, or what stands for its choice: None, or a word such as "auto"."""
 
     rule: Rule
+    unset: str | None = None
 
     def __str__(self) -> str:
-        return f"{self.rule} or None"
+        return f"{self.rule} or {self.unset!r}"
 
     def read(self, value: Any) -> Any:
-        return None if value is None else self.rule.read(value)
+        return self.unset if self._unset(value) else self.rule.read(value)
 
     def take(self, value: Any) -> Any:
-        return None if value is None else self.rule.take(value)
+        return self.unset if self._unset(value) else self.rule.take(value)
 
     def parse(self, text: str) -> Any:
-        return self.rule.parse(text) if text else None
+        return self.unset if text == (self.unset or "") else self.rule.parse(text)
 
     def write(self, value: Any) -> Any:
-        return None if value is None else self.rule.write(value)
+        return value if self._unset(value) else self.rule.write(value)
+
+    def _unset(self, value: Any) -> bool:
+        # The type first: an array compares with a text element by element.
+        return isinstance(value, type(self.unset)) and value == self.unset
 
 
 @dataclass(frozen=True)
@@ -329,6 +336,9 @@ def _written(kind: type[T], text: str) -> T:
 Density = Annotated[float, Real(above=0.0, most=1.0)]
 """The fraction of coordinates that travels."""
 
+AboveZero = Annotated[float, Real(above=0.0, most=1.0)]
+"""A number from 0 to 1, without 0."""
+
 Share = Annotated[float, Real(least=0.0, most=1.0)]
 
 BelowOne = Annotated[float, Real(least=0.0, below=1.0)]
@@ -340,6 +350,9 @@ Inside = Annotated[float, Real(above=0.0, below=1.0)]
 Positive = Annotated[float, Real(above=0.0)]
 
 NotNegative = Annotated[float, Real(least=0.0)]
+
+TIMEOUT: Final = Maybe(Real(above=0.0, infinite=True))
+"""Seconds to wait for replies; None: the run's own timeout."""
 
 Switch = Annotated[bool, Flag()]
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 from flwr.app import MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 
-from fedcomp import params
 from fedcomp.flower.logs import log
 from fedcomp.rng import Key
+from fedcomp.rules import AboveZero, Configured, Int, Share, Text
 
 _POLL_SECONDS: Final = 1.0
 
@@ -59,7 +59,7 @@ MetricsAggregation = Callable[[list[RecordDict], str], MetricRecord]
 
 
 @dataclass(frozen=True, kw_only=True)
-class CohortSettings:
+class CohortSettings(Configured):
     """Who takes part in a round, under which names records travel, and how metrics are averaged.
 
     A strategy that samples by itself takes these as keyword arguments; they mean what they do in Flower's FedAvg.
@@ -85,23 +85,16 @@ class CohortSettings:
         For a fraction or number out of range.
     """
 
-    fraction_train: float = 1.0
-    fraction_evaluate: float = 0.0
-    min_train_nodes: int = 1
-    min_evaluate_nodes: int = 1
-    min_available_nodes: int = 1
-    weighted_by_key: str = "num-examples"
-    arrayrecord_key: str = "arrays"
-    configrecord_key: str = "config"
+    fraction_train: AboveZero = 1.0
+    fraction_evaluate: Share = 0.0
+    min_train_nodes: Annotated[int, Int(1)] = 1
+    min_evaluate_nodes: Annotated[int, Int(1)] = 1
+    min_available_nodes: Annotated[int, Int(1)] = 1
+    weighted_by_key: Annotated[str, Text()] = "num-examples"
+    arrayrecord_key: Annotated[str, Text()] = "arrays"
+    configrecord_key: Annotated[str, Text()] = "config"
     train_metrics_aggr_fn: MetricsAggregation = field(default_factory=lambda: FedAvg().train_metrics_aggr_fn)
     evaluate_metrics_aggr_fn: MetricsAggregation = field(default_factory=lambda: FedAvg().evaluate_metrics_aggr_fn)
-
-    def __post_init__(self) -> None:
-        rule = "it must be a fraction of the nodes"
-        params.number("fraction_train", self.fraction_train, rule=f"{rule} in (0, 1]", ok=lambda v: 0.0 < v <= 1.0)
-        params.number("fraction_evaluate", self.fraction_evaluate, rule=f"{rule} in [0, 1]", ok=lambda v: 0 <= v <= 1)
-        for name in ("min_train_nodes", "min_evaluate_nodes", "min_available_nodes"):
-            params.integer(name, getattr(self, name), low=1)
 
     def draw(
         self, kind: Literal["train", "evaluate"], grid: Grid, key: Key, partitions: Mapping[int, int]

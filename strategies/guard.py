@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Annotated, Protocol
 
-from fedcomp.errors import ConfigError
+from fedcomp.rules import Configured, Int, Real
 
 
 class MeasuredRound(Protocol):
@@ -22,7 +22,7 @@ class MeasuredRound(Protocol):
 
 
 @dataclass(frozen=True)
-class Norms:
+class Norms(Configured):
     """Refuse a reply whose norm or weight is many times the usual one.
 
     What is usual is the median of the round's replies, or that of the last rounds' accepted ones where this is more.
@@ -59,19 +59,9 @@ class Norms:
     >>> strategy = Compressed(FedAvg(), TopK(density=0.01), guard=Norms(times_median=5.0))
     """
 
-    times_median: float = 10.0
-    weight_times_median: float = 100.0
-    window: int = 20
-
-    def __post_init__(self) -> None:
-        for name, value in (
-            ("times_median", self.times_median),
-            ("weight_times_median", self.weight_times_median),
-        ):
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 1.0 < value < float("inf"):
-                raise ConfigError(f"{name}={value!r} is not valid: give a finite number > 1")
-        if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 1:
-            raise ConfigError(f"window={self.window!r} is not valid: give a whole number of rounds >= 1")
+    times_median: Annotated[float, Real(above=1.0)] = 10.0
+    weight_times_median: Annotated[float, Real(above=1.0)] = 100.0
+    window: Annotated[int, Int(1)] = 20
 
     def outliers(self, report: MeasuredRound, past: Sequence[MeasuredRound]) -> dict[int, str]:
         """Return the nodes whose replies are to be refused, with the reason.

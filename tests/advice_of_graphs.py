@@ -24,7 +24,6 @@ from fedcomp.graphs.ids import decode_norms
 from fedcomp.graphs.plan import plan_round, plan_step
 from fedcomp.graphs.rowcodecs import get_row_codec
 from fedcomp.graphs.settings import SamplerSettings
-from fedcomp.strategies.gcn.settings import RoundSettings
 
 NODES, OWNERS = 40, 4  # of toy_parts
 P = toy_adjacency(NODES, OWNERS, 5.0)
@@ -287,12 +286,6 @@ RUNS = (
         "set structure={}, or the task's option to {}",
         lambda: trains(strategy(), graph(structure="halo")),
         lambda: trains(strategy(structure="halo"), graph(structure="halo")) and trains(strategy(), graph()),
-    ),
-    row(
-        "strategies/gcn/settings.py",
-        "is not valid: give seconds > 0, or None",
-        lambda: RoundSettings(timeout=0.0),
-        lambda: trains(strategy(timeout=9.0), graph()) and trains(strategy(timeout=None), graph()),
     ),
     row(
         "strategies/gcn/strategy.py",

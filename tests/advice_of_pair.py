@@ -233,18 +233,6 @@ PAIR = (
         lambda: Deadline.parse("auto") and Deadline.parse("auto:0.9:2"),
     ),
     row(
-        "strategies/guard.py",
-        "is not valid: give a finite number > 1",
-        lambda: Norms(times_median=1.0),
-        lambda: trains(Compressed(quiet(), guard=Norms(times_median=1e6))),
-    ),
-    row(
-        "strategies/guard.py",
-        "is not valid: give a whole number of rounds >= 1",
-        lambda: Norms(window=0),
-        lambda: trains(Compressed(quiet(), guard=Norms(window=1))),
-    ),
-    row(
         "strategies/power_sgd.py",
         "which memory='aggregated' subtracts; use 1, or memory='local'",
         lambda: SharedBasis(PowerSGD(form="two-exchange", memory="aggregated"), server_lr=0.5),

@@ -272,12 +272,6 @@ PRIVATE_PARTS = (
     ),
     row(
         "fedcomp/privacy/distributed.py",
-        "shares of noise are integers: use noise='discrete_gaussian' or 'skellam'",
-        lambda: noise_shares(noise="gaussian"),
-        lambda: noise_shares(noise="discrete_gaussian") and noise_shares(noise="skellam"),
-    ),
-    row(
-        "fedcomp/privacy/distributed.py",
         "Use adjacency='zero_out' or 'replace'",
         lambda: noise_shares(adjacency="add_remove"),
         lambda: noise_shares(adjacency="zero_out") and noise_shares(adjacency="replace"),

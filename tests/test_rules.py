@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 import math
-import pkgutil
+import re
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from fractions import Fraction
+from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import pytest
 
-from fedcomp.codecs.registry import codecs
+from fedcomp.codecs import DFT, RandomK, RandomProjection, TopK
 from fedcomp.errors import ConfigError
 from fedcomp.flower.schema import Schema
-from fedcomp.rules import Configured, Flag, Int, Made, Many, Maybe, OneOf, Real, Rule, Text, rules_of
+from fedcomp.rng import Key
+from fedcomp.rules import Configured, Data, Flag, Int, Made, Many, Maybe, OneOf, Real, Rule, Text, rules_of
 
 LEAST = Real(least=0.0)
 
@@ -45,6 +49,8 @@ def refuses(read: Callable[[Any], Any], value: Any) -> bool:
         (Many(Int(), 3), [np.int64(1), 2.0], (1, 2)),
         (Maybe(Int()), None, None),
         (Maybe(Int()), np.int64(2), 2),
+        (Maybe(Int(), "auto"), np.str_("auto"), "auto"),
+        (Real(above=0.0, infinite=True), math.inf, math.inf),
         (Made(int), "7", 7),
     ],
 )
@@ -74,6 +80,9 @@ def test_a_caller_may_say_it_in_numbers_of_others_and_gets_those_of_python(rule:
         (Many(Int(), 3, ascending=True), [1, 1]),
         (Many(Int(), 3), [1, "2"]),
         (Maybe(Int()), "x"),
+        (Maybe(Int(), "auto"), None),
+        (Maybe(Int(), "auto"), np.array(["auto"])),
+        *((Real(above=0.0, infinite=True), value) for value in (-math.inf, math.nan, 0.0)),
         (Text(3), "long"),
     ],
 )
@@ -105,6 +114,7 @@ def test_a_message_is_not_converted(rule: Rule, value: Any) -> None:
         (Many(Int(), 3), " ", ()),
         (Maybe(Int()), "3", 3),
         (Maybe(Int()), "", None),
+        (Maybe(Int(), "auto"), "auto", "auto"),
         (Made(int), "7", 7),
     ],
 )
@@ -122,6 +132,7 @@ def test_a_text_means_a_value_of_the_rules_type(rule: Rule, text: str, found: An
         (Many(Int(), 2), "1,2,3"),
         (Many(Int(), 2, ascending=True), "2,1"),
         (Maybe(Int()), "none"),
+        (Maybe(Int(), "auto"), ""),
         (Text(3), "four"),
     ],
 )
@@ -151,6 +162,9 @@ def test_a_text_that_is_none_of_several_gets_the_advice_of_a_callers() -> None:
         (Real(below=2.0), "a finite number < 2"),
         (Real(finite=False), "a number"),
         (Maybe(Int(1)), "an integer >= 1 or None"),
+        (Maybe(Int(1), "auto"), "an integer >= 1 or 'auto'"),
+        (Real(above=0.0, infinite=True), "a positive number"),
+        (Real(least=1.0, infinite=True), "a number >= 1"),
         (OneOf("a", "b"), "one of 'a', 'b'"),
     ],
 )
@@ -200,22 +214,154 @@ def test_a_field_has_one_rule() -> None:
         Two()
 
 
-def test_every_field_of_every_codec_has_a_rule() -> None:
-    """A subclass that declares a field of its base anew without its rule would take anything."""
-    for name in codecs.known():
-        kind: Any = codecs.find(name)
-        if is_dataclass(kind):
-            assert set(rules_of(kind)) == {f.name for f in fields(kind)}, name
+MADE = ("FixedSupport", "Innovation", "LatentSupport", "Projection", "SliceProjection", "Statement", "_Delivered")
+"""Made by the code alone, of what was checked: codecs of one round, and what may be said of a ledger."""
 
+WITHOUT_A_RULE = {
+    "CodedSettings": "spool options",  # a path; what the construction's own class checks
+    "CohortSettings": "train_metrics_aggr_fn evaluate_metrics_aggr_fn",  # functions
+    "EndsDense": "others",  # a function
+    "Event": "label",  # any text, of a ledger of any age
+    "GossipSettings": "watch spool",  # a function; a path
+    "LinearSettings": "spool",  # a path
+    "LsgSettings": "whole",  # any text: patterns of names
+    "OnOff": "key",
+    "PrivacySettings": "sampling",  # an object that checks itself
+    "ChainLayer": "weight",  # any name of a tensor
+    "Compute": "key",
+    "Directions": "key",
+    "EdenTopK": "values bits",  # EDEN and top-k check them, which it makes
+    "RelaySettings": "seed members watch",  # any integer; vertices of a graph that it does not know; a function
+    "SmallDense": "patterns",  # any texts
+    "Trace": "stays",  # intervals, which Presence checks
+}
+"""Fields without a rule, and why."""
 
-READ_BACK = ("Epochs", "Event", "LedgerEntry", "Statement")
+READ_BACK = ("Epochs", "LedgerEntry", "SavedMessage", "Stamp")
 """Made by the code alone; their rules are those of the files that they are read from (:mod:`fedcomp.plain`)."""
 
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "BoundedFixedPoint": {"codec": RandomK(0.5)},
+    "ChainLayer": {"weight": "w"},
+    "Directions": {"key": Key(0)},
+    "Domain": {"codec": TopK(0.1), "transform": DFT()},
+    "ErrorFeedback": {"codec": TopK(0.1)},
+    "FixedPoint": {"codec": RandomK(0.5)},
+    "ModularSum": {"codec": RandomK(0.5)},
+    "RelaySettings": {"seed": 0},
+    "Replay": {"codec": RandomProjection()},
+    "TopkSign": {"k": 2},
+    "Trace": {"stays": {}},
+}
+"""Fields that say nothing about themselves: their rule is a function, or another field's absence asks for them."""
 
-@pytest.mark.parametrize("package", ["codecs", "factors", "gossip", "drift", "forward", "privacy"])
-def test_whatever_has_rules_checks_them(package: str) -> None:
-    place = importlib.import_module(f"fedcomp.{package}").__path__
-    for module in pkgutil.iter_modules(place, f"fedcomp.{package}."):
-        for kind in vars(importlib.import_module(module.name)).values():
-            if isinstance(kind, type) and is_dataclass(kind) and not issubclass(kind, Rule) and rules_of(kind):
-                assert issubclass(kind, Configured | Schema) or kind.__name__ in READ_BACK, kind
+ROOT = Path(__file__).parent.parent
+
+
+def modules() -> list[str]:
+    """Return the modules that name the rules, or a class that has some."""
+    found = []
+    for folder in ("fedcomp", "strategies", "clients", "experiments"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+            if re.search(r"fedcomp\.rules|repr=False, eq=False", path.read_text()):
+                found.append(name if folder == "fedcomp" else f"fedcomp.{name}")
+    return found
+
+
+@functools.cache
+def kinds() -> list[type]:
+    """Return the dataclasses of the product that check rules, or have some."""
+    found = {kind: None for name in modules() for kind in vars(importlib.import_module(name)).values() if is_ours(kind)}
+    return [kind for kind in found if issubclass(kind, Configured) or rules(kind)]
+
+
+def is_ours(kind: Any) -> bool:
+    return isinstance(kind, type) and is_dataclass(kind) and not issubclass(kind, Rule | Schema)
+
+
+def rules(kind: type) -> dict[str, Rule]:
+    try:
+        return rules_of(kind)
+    except NameError:  # a type that is there for type checkers alone: such a class checks nothing
+        assert not issubclass(kind, Configured)
+        return {}
+
+
+def configured() -> list[Any]:
+    return [kind for kind in kinds() if issubclass(kind, Configured) and kind.__name__ not in MADE]
+
+
+@pytest.mark.slow
+def test_whatever_has_rules_checks_them() -> None:
+    for kind in kinds():
+        assert issubclass(kind, Configured) or kind.__name__ in READ_BACK, kind
+
+
+@pytest.mark.slow
+def test_every_field_of_every_class_that_checks_itself_has_a_rule() -> None:
+    """A subclass that declares a field of its base anew without its rule would take anything."""
+    without = {
+        kind.__name__: " ".join(f.name for f in fields(kind) if f.init and f.name not in rules_of(kind))
+        for kind in configured()
+    }
+    assert {name: missing for name, missing in without.items() if missing} == WITHOUT_A_RULE
+
+
+def example(rule: Rule) -> Any:
+    """Return a value that follows the rule."""
+    match rule:
+        case Int():
+            return rule.least
+        case Real():
+            low, high = max(rule.least, rule.above), min(rule.most, rule.below)
+            return (low if rule.least > -math.inf else low + 1.0) if high == math.inf else (low + high) / 2
+        case Flag():
+            return True
+        case OneOf():
+            return rule.choices[0]
+        case Maybe():
+            return rule.unset
+        case Text() | Data():
+            return rule.take(type(rule.missing)() if not rule.least else "x" * rule.least)
+        case Many():
+            return [example(rule.each)] * rule.least
+    raise NotImplementedError(rule)
+
+
+def wrong(rule: Rule) -> list[Any]:
+    """Return values that break the rule, at its bounds first."""
+    match rule:
+        case Int():
+            return [rule.least - 1, rule.most + 1, Fraction(2 * rule.least + 1, 2), None, "1", True]
+        case Real():
+            beyond = math.nextafter(rule.least, -math.inf), math.nextafter(rule.most, math.inf), rule.above, rule.below
+            numbers = [*filter(math.isfinite, beyond), math.nan, -math.inf] if rule.finite else []
+            return [*numbers, None, "1", True]
+        case Flag():
+            return [1, None, "true"]
+        case OneOf():
+            return [rule.choices[0] + "x", None, 1]
+        case Maybe():
+            return [value for value in wrong(rule.rule) if value != rule.unset]
+        case Text() | Data():
+            return [1]
+        case Many():
+            return ["x", *([value] for value in wrong(rule.each))]
+    return []
+
+
+@pytest.mark.slow
+def test_a_class_takes_what_its_rules_say_and_refuses_the_rest() -> None:
+    for kind in configured():
+        if inspect.isabstract(kind):
+            continue
+        given = dict(EXAMPLES.get(kind.__name__, {}))
+        for field in fields(kind):
+            if field.init and field.name not in given and (field.default, field.default_factory) == (MISSING, MISSING):
+                given[field.name] = example(rules_of(kind)[field.name])
+        assert kind(**given)
+        for name, value in ((name, value) for name, rule in rules_of(kind).items() for value in wrong(rule)):
+            if name in inspect.signature(kind).parameters:
+                with pytest.raises(ConfigError, match=re.escape(f"{name}=")):
+                    raise AssertionError(f"{kind(**{**given, name: value})} with {name}={value!r}")

@@ -13,14 +13,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp import params
 from fedcomp.errors import ConfigError
 from fedcomp.factors.outer import OuterProducts, Rows
+from fedcomp.rules import Configured, OneOf
 
 DERIVATIVES: Final[Mapping[str, Callable[[Rows], NDArray[Any]]]] = {
     "identity": lambda a: np.ones_like(a),
@@ -66,7 +66,7 @@ ALIKE: Final = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
-class ChainLayer:
+class ChainLayer(Configured):
     """One layer of a chain.
 
     Attributes
@@ -78,10 +78,7 @@ class ChainLayer:
     """
 
     weight: str
-    activation: str
-
-    def __post_init__(self) -> None:
-        params.choice("activation", self.activation, ACTIVATIONS)
+    activation: Annotated[str, OneOf(*ACTIVATIONS)]
 
     @property
     def bias(self) -> str:

@@ -15,7 +15,7 @@ from flwr.app import ConfigRecord, RecordDict
 from fedcomp.errors import FedcompError
 from fedcomp.flower.schema import Options, Schema, TextSchema
 from fedcomp.plain import fields_of
-from fedcomp.privacy.events import ADJACENCIES, NOISES, Adjacency, Event
+from fedcomp.privacy.events import NOISES, Adjacency, Event
 from fedcomp.privacy.ledger import PrivacyLedger
 from fedcomp.privacy.sampling import Sampling
 from fedcomp.rules import Flag, Int, OneOf, Real, Text
@@ -77,7 +77,7 @@ class DpSgdPlan(TextSchema, key=RECORD_DP):
     rate: Annotated[float, Real(above=0.0, most=1.0)]
     steps: Annotated[int, Int(1, MOST_STEPS)]
     delta: Annotated[float, Real(least=0.0, most=1.0)]
-    adjacency: Annotated[Adjacency, OneOf(*ADJACENCIES)] = "add_remove"
+    adjacency: Adjacency = "add_remove"
     budget: Annotated[float, Real(least=0.0)] = 0.0
     noise: Annotated[str, OneOf(*NOISES)] = "discrete_gaussian"
     insecure: Annotated[bool, Flag()] = False

@@ -11,16 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Annotated, Final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fedcomp import params
 from fedcomp.errors import LayoutError
 from fedcomp.kernels import add_signs, sign_products
 from fedcomp.kernels.tiers import Tier
 from fedcomp.rng import Key, signs_of
+from fedcomp.rules import LARGEST, Configured, Int, Many
 
 GROUP: Final = 64
 """Directions that share a stream, word by word: what both ends have to agree on."""
@@ -30,7 +30,7 @@ _WORDS: Final = 256
 
 
 @dataclass(frozen=True)
-class Directions:
+class Directions(Configured):
     """Directions in {-1, 1}^p, drawn from a key.
 
     Signs are the bits of a stream of each block's own, as :meth:`fedcomp.rng.Key.bits` gives them on every platform and
@@ -63,16 +63,8 @@ class Directions:
     """
 
     key: Key
-    sizes: tuple[int, ...]
-    count: int
-
-    def __init__(self, key: Key, sizes: Sequence[int], count: int) -> None:
-        params.assign(
-            self,
-            key=key,
-            sizes=tuple(params.integer("sizes", size, low=1) for size in sizes),
-            count=params.integer("count", count, low=1),
-        )
+    sizes: Annotated[Sequence[int], Many(Int(1), LARGEST)]
+    count: Annotated[int, Int(1)]
 
     @property
     def size(self) -> int:

@@ -11,7 +11,6 @@ messages it sends: one round trip through a server per iteration.
 
 from __future__ import annotations
 
-import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -145,10 +144,6 @@ class Named(Configured):
     """What a name and the constructor's arguments recreate: an algorithm, a graph."""
 
     name: ClassVar[str]
-
-    def get_config(self) -> dict[str, Any]:
-        """Return the constructor's arguments, JSON-able, from the attributes of the same names."""
-        return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
 
     def to_config(self) -> dict[str, Any]:
         """Return ``{"name": name, **get_config()}``, JSON-able."""

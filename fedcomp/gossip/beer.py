@@ -15,19 +15,20 @@ the first line, where nothing is known of the neighbours yet. The rest is the sa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final
+from typing import Annotated, ClassVar, Final
 
 import numpy as np
 
 from fedcomp.codecs import Dithering, NormSign, ScaledSign
 from fedcomp.gossip.base import GossipMessage, Gradient, Outbox, Real, State, View, opened, real
-from fedcomp.gossip.compressor import Compressor, get_compressor
+from fedcomp.gossip.compressor import Compressor
 from fedcomp.gossip.estimates import absorb, broadcast, disagreement, open_estimates
-from fedcomp.gossip.exact import share_or_auto, step_size, tracked, untracked
-from fedcomp.gossip.steps import BEGUN, Compressing, begun, finite, incoming, settled
+from fedcomp.gossip.exact import tracked, untracked
+from fedcomp.gossip.steps import BEGUN, AnyCompressor, Compressing, GammaOrAuto, begun, finite, incoming, settled
 from fedcomp.layout import Layout
+from fedcomp.rules import Int, Positive
 
 _NAMES: Final = ("h", "g")
 # Rows of the least contraction δ and the γ it bears, as measured for tracking_step.
@@ -87,15 +88,10 @@ class BEER(Compressing):
     name: ClassVar[str] = "beer"
     vectors_per_message: ClassVar[int] = 2
 
-    lr: float = 0.02
-    gamma: float | str = "auto"
-    compressor: Mapping[str, Any] | Compressor = field(default_factory=lambda: {"id": "topk", "density": 0.2})
-    digest_every: int = 50
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "lr", step_size(self.lr))
-        object.__setattr__(self, "gamma", share_or_auto("gamma", self.gamma))
-        object.__setattr__(self, "compressor", get_compressor(self.compressor))
+    lr: Positive = 0.02
+    gamma: GammaOrAuto = "auto"
+    compressor: AnyCompressor = field(default_factory=lambda: {"id": "topk", "density": 0.2})
+    digest_every: Annotated[int, Int()] = 50
 
     def init(self, model: Real, layout: Layout, *, common: Real | None = None) -> State:
         """Return x = ``model``, v = 0, and estimates: of models from ``common`` on, of v from 0 on."""

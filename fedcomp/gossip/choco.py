@@ -15,20 +15,19 @@ Like D-PSGD it stops, with a constant step, at a distance from the optimum when 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final
+from typing import Annotated, ClassVar, Final
 
 import numpy as np
 
 from fedcomp.gossip.base import GossipMessage, Gradient, Outbox, Real, State, View, real
-from fedcomp.gossip.compressor import Compressor, get_compressor
 from fedcomp.gossip.estimates import absorb, broadcast, disagreement, open_estimates, own_key
 from fedcomp.gossip.steps import (
     BEGUN,
+    AnyCompressor,
     Compressing,
     begun,
-    check_rates,
     descent,
     finite,
     incoming,
@@ -36,6 +35,7 @@ from fedcomp.gossip.steps import (
     velocity,
 )
 from fedcomp.layout import Layout
+from fedcomp.rules import AboveZero, BelowOne, Int, NotNegative, Switch
 
 _NAME: Final = "h"
 
@@ -71,16 +71,12 @@ class CHOCO(Compressing):
 
     name: ClassVar[str] = "choco"
 
-    lr: float = 0.1
-    momentum: float = 0.0
-    gamma: float = 0.1
-    compressor: Mapping[str, Any] | Compressor = field(default_factory=lambda: {"id": "topk", "density": 0.02})
-    digest_every: int = 50
-    copies: bool = True
-
-    def __post_init__(self) -> None:
-        check_rates(self.lr, self.momentum, self.gamma)
-        object.__setattr__(self, "compressor", get_compressor(self.compressor))
+    lr: NotNegative = 0.1
+    momentum: BelowOne = 0.0
+    gamma: AboveZero = 0.1
+    compressor: AnyCompressor = field(default_factory=lambda: {"id": "topk", "density": 0.02})
+    digest_every: Annotated[int, Int()] = 50
+    copies: Switch = True
 
     def init(self, model: Real, layout: Layout, *, common: Real | None = None) -> State:
         """Return a state whose estimates, of all nodes, begin at ``common`` (default: ``model``)."""

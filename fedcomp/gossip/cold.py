@@ -17,19 +17,19 @@ any compressor that is a contraction: the optimum is exact.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final
+from typing import Annotated, ClassVar, Final
 
 import numpy as np
 
 from fedcomp.gossip.base import GossipMessage, Gradient, Outbox, Real, State, View, real
-from fedcomp.gossip.compressor import Compressor, get_compressor
 from fedcomp.gossip.estimates import absorb, broadcast, disagreement, open_estimates
-from fedcomp.gossip.exact import consensus_step, share_or_auto, step_size
+from fedcomp.gossip.exact import consensus_step
 from fedcomp.gossip.primal_dual import DECISION, PrimalDual
-from fedcomp.gossip.steps import Compressing, incoming
+from fedcomp.gossip.steps import AnyCompressor, Compressing, GammaOrAuto, incoming
 from fedcomp.layout import Layout
+from fedcomp.rules import Int, Positive, Switch
 
 ESTIMATE: Final = "h"
 """The name of the estimate ẑ in the state."""
@@ -72,16 +72,11 @@ class COLD(Compressing, PrimalDual):
 
     name: ClassVar[str] = "cold"
 
-    lr: float = 0.1
-    gamma: float | str = "auto"
-    compressor: Mapping[str, Any] | Compressor = field(default_factory=lambda: {"id": "topk", "density": 0.2})
-    digest_every: int = 50
-    copies: bool = True
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "lr", step_size(self.lr))
-        object.__setattr__(self, "gamma", share_or_auto("gamma", self.gamma))
-        object.__setattr__(self, "compressor", get_compressor(self.compressor))
+    lr: Positive = 0.1
+    gamma: GammaOrAuto = "auto"
+    compressor: AnyCompressor = field(default_factory=lambda: {"id": "topk", "density": 0.2})
+    digest_every: Annotated[int, Int()] = 50
+    copies: Switch = True
 
     def init(self, model: Real, layout: Layout, *, common: Real | None = None) -> State:
         """Return x = ``model``, a dual of zero, and estimates that begin at ``common`` on all nodes."""

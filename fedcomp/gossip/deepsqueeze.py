@@ -13,21 +13,20 @@ small, and nodes stop at a distance from each other.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
 from fedcomp.gossip.base import GossipMessage, Gradient, Multicast, Outbox, Real, State, View, real
-from fedcomp.gossip.compressor import Compressor, get_compressor
 from fedcomp.gossip.errors import MessageError
 from fedcomp.gossip.packet import MessageFlag, pack, unpack
 from fedcomp.gossip.steps import (
     BEGUN,
+    AnyCompressor,
     Compressing,
     begun,
-    check_rates,
     descent,
     finite,
     incoming,
@@ -36,6 +35,7 @@ from fedcomp.gossip.steps import (
 )
 from fedcomp.layout import Layout
 from fedcomp.rng import Key
+from fedcomp.rules import AboveZero, BelowOne, NotNegative
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -64,14 +64,10 @@ class DeepSqueeze(Compressing):
     name: ClassVar[str] = "deepsqueeze"
     time_varying: ClassVar[bool] = True
 
-    lr: float = 0.1
-    momentum: float = 0.0
-    gamma: float = 0.05
-    compressor: Mapping[str, Any] | Compressor = field(default_factory=lambda: {"id": "topk", "density": 0.02})
-
-    def __post_init__(self) -> None:
-        check_rates(self.lr, self.momentum, self.gamma)
-        object.__setattr__(self, "compressor", get_compressor(self.compressor))
+    lr: NotNegative = 0.1
+    momentum: BelowOne = 0.0
+    gamma: AboveZero = 0.05
+    compressor: AnyCompressor = field(default_factory=lambda: {"id": "topk", "density": 0.02})
 
     def init(self, model: Real, layout: Layout, *, common: Real | None = None) -> State:
         """Return the state of a node with no error to compensate; there are no estimates that would need ``common``."""

@@ -19,7 +19,6 @@ from fedcomp.gossip.base import Algorithm, GossipMessage, Gradient, Outbox, Real
 from fedcomp.gossip.steps import (
     BEGUN,
     begun,
-    check_rates,
     descent,
     finite,
     incoming,
@@ -29,6 +28,7 @@ from fedcomp.gossip.steps import (
     whole,
 )
 from fedcomp.layout import Layout
+from fedcomp.rules import AboveZero, BelowOne, NotNegative
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -57,12 +57,9 @@ class DPSGD(Algorithm):
     name: ClassVar[str] = "dpsgd"
     time_varying: ClassVar[bool] = True
 
-    lr: float = 0.1
-    momentum: float = 0.0
-    gamma: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_rates(self.lr, self.momentum, self.gamma)
+    lr: NotNegative = 0.1
+    momentum: BelowOne = 0.0
+    gamma: AboveZero = 1.0
 
     def init(self, model: Real, layout: Layout, *, common: Real | None = None) -> State:
         """Return the state of a node that has received nothing; there are no estimates that would need ``common``."""

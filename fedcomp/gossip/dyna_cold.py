@@ -22,26 +22,25 @@ Both ends compute s by the same float64 operations from what both know; the rece
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 import numpy as np
 
-from fedcomp.codecs import Codec, PositionalCodec, Stretch
+from fedcomp import rules
+from fedcomp.codecs import Codec, PositionalCodec, Stretch, get_codec
 from fedcomp.codecs.positional import expected_dense
-from fedcomp.errors import ConfigError
-from fedcomp.gossip.base import GossipMessage, Gradient, Named, Outbox, Real, State, View
+from fedcomp.gossip.base import GossipMessage, Gradient, Outbox, Real, State, View
 from fedcomp.gossip.cold import COLD, ESTIMATE
 from fedcomp.gossip.compressor import Compressor, get_compressor
 from fedcomp.gossip.estimates import absorb, broadcast, copy_key, missed
-from fedcomp.gossip.exact import share
 from fedcomp.gossip.packet import MessageFlag, MessageHeader
 from fedcomp.gossip.primal_dual import DECISION
-from fedcomp.gossip.steps import incoming
+from fedcomp.gossip.steps import AnyCompressor, incoming
 from fedcomp.layout import Layout
 from fedcomp.rng import Key
+from fedcomp.rules import AboveZero, Inside, Made, Maybe, NotNegative, OneOf, Switch
 from fedcomp.wire import Expected, Tensor, UnitSign
 
 _SCALE: Final = "scale"
@@ -116,44 +115,24 @@ class DynaCOLD(COLD):
 
     name: ClassVar[str] = "dyna-cold"
 
-    lr: float = 0.1
-    gamma: float = 0.3
-    scale: Literal["zoom", "geometric"] = "zoom"
-    rho: float = 0.95
-    s0: float = 1.0
-    factor: float = 2.0
-    tolerance: float = 2.0
-    s_min: float = 0.0
-    quantiser: Mapping[str, Any] | Codec | None = None
-    digest_every: int = 50
-    copies: bool = field(default=True, init=False)
-    compressor: Mapping[str, Any] | Compressor = field(default_factory=dict, init=False)
+    gamma: AboveZero = 0.3
+    scale: Annotated[Literal["zoom", "geometric"], OneOf("zoom", "geometric")] = "zoom"
+    rho: Inside = 0.95
+    s0: Annotated[float, rules.Real(least=_SMALLEST)] = 1.0
+    factor: Annotated[float, rules.Real(above=1.0)] = 2.0
+    tolerance: Annotated[float, rules.Real(least=1.0)] = 2.0
+    s_min: NotNegative = 0.0
+    quantiser: Annotated[Mapping[str, Any] | Codec | None, Maybe(Made(get_codec))] = None
+    copies: Switch = field(default=True, init=False)
+    compressor: AnyCompressor = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "compressor", get_compressor(Sign() if self.quantiser is None else self.quantiser))
-        object.__setattr__(self, "gamma", share("gamma", self.gamma))
         super().__post_init__()
-        if self.scale not in ("zoom", "geometric"):
-            raise ConfigError(f"scale={self.scale!r} is not valid: 'zoom' or 'geometric'")
-        if not 0.0 < self.rho < 1.0:
-            raise ConfigError(f"rho={self.rho!r} is not valid: above 0 and below 1")
-        if not _SMALLEST <= self.s0 < math.inf:
-            raise ConfigError(f"s0={self.s0!r} is not valid: a finite scale of at least {_SMALLEST:g}")
-        if not 1.0 < self.factor < math.inf:
-            raise ConfigError(f"factor={self.factor!r} is not valid: finite and above 1")
-        if not 1.0 <= self.tolerance < math.inf:
-            raise ConfigError(f"tolerance={self.tolerance!r} is not valid: finite and at least 1")
-        if not 0.0 <= self.s_min <= self.s0:
-            raise ConfigError(f"s_min={self.s_min!r} is not valid: a scale of at least 0 and at most s0={self.s0:g}")
-        for name in ("rho", "s0", "factor", "tolerance", "s_min"):
-            object.__setattr__(self, name, float(getattr(self, name)))
 
-    def get_config(self) -> dict[str, Any]:
-        """Return the constructor's arguments."""
-        return {
-            **Named.get_config(self),
-            "quantiser": None if self.quantiser is None else self._compressor.to_config(),
-        }
+    def conflict(self) -> str:
+        """The scale only shrinks from where it begins."""
+        return f"s_min={self.s_min:g} is above s0={self.s0:g}" if self.s_min > self.s0 else ""
 
     def init(self, model: Real, layout: Layout, *, common: Real | None = None) -> State:
         """Return COLD's state, a scale of ``s0``, and an age of 0."""

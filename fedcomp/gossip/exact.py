@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 import numpy as np
@@ -12,42 +11,6 @@ from fedcomp.errors import ConfigError
 from fedcomp.gossip.base import Gradient, Real, State
 from fedcomp.gossip.compressor import Compressor
 from fedcomp.gossip.steps import descent, finite
-
-
-def step_size(lr: float) -> float:
-    """Return a positive and finite step size as Python's float, which leaves float32 vectors float32.
-
-    Raises
-    ------
-    ConfigError
-    """
-    if not 0.0 < lr < math.inf:
-        raise ConfigError(
-            f"lr={lr!r} is not valid: a step size above 0; begin with 1/L, where L is the largest curvature of any "
-            "node's objective"
-        )
-    return float(lr)
-
-
-def share(name: str, value: float) -> float:
-    """Return a number in (0, 1] as Python's float.
-
-    Raises
-    ------
-    ConfigError
-    """
-    if isinstance(value, str) or not 0.0 < value <= 1.0:
-        raise ConfigError(f"{name}={value!r} is not valid: a number above 0 and at most 1")
-    return float(value)
-
-
-def share_or_auto(name: str, value: float | str) -> float | str:
-    """Return "auto", or :func:`share`."""
-    if value == "auto":
-        return "auto"
-    if isinstance(value, str):
-        raise ConfigError(f"{name}={value!r} is not valid: 'auto', or a number above 0 and at most 1")
-    return share(name, value)
 
 
 def consensus_step(gamma: float | str, compressor: Compressor, size: int) -> float:

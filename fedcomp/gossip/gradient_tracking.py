@@ -18,9 +18,10 @@ from typing import ClassVar, Final
 import numpy as np
 
 from fedcomp.gossip.base import Algorithm, GossipMessage, Gradient, Outbox, Real, State, View, opened
-from fedcomp.gossip.exact import step_size, tracked, untracked
+from fedcomp.gossip.exact import tracked, untracked
 from fedcomp.gossip.steps import BEGUN, begun, finite, incoming, pull, settled, whole
 from fedcomp.layout import Layout
+from fedcomp.rules import Positive
 
 _ANNOUNCED: Final = BEGUN + "announced"
 
@@ -50,10 +51,7 @@ class GradientTracking(Algorithm):
     time_varying: ClassVar[bool] = True
     vectors_per_message: ClassVar[int] = 2
 
-    lr: float = 0.05
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "lr", step_size(self.lr))
+    lr: Positive = 0.05
 
     def init(self, model: Real, layout: Layout, *, common: Real | None = None) -> State:
         """Return x = ``model``, y = 0 and a last gradient of 0, of which the first step makes y^0 = ∇f(x^0)."""

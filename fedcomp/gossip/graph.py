@@ -9,10 +9,11 @@ Whoever does not answer is left out of ``alive``, and the others' weights are th
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 
@@ -58,6 +59,10 @@ class NeighbourTables(Named, ABC):
         self.n = int(n)
         self._tables: dict[int, tuple[list[tuple[int, ...]], list[tuple[int, ...]]]] = {}
         self._living: tuple[int, frozenset[int], dict[int, int]] | None = None
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the constructor's arguments, JSON-able, from the attributes of the same names."""
+        return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
 
     @abstractmethod
     def targets(self, t: int) -> Iterable[Iterable[int]]:

@@ -12,19 +12,20 @@ X. Liu, Y. Li, R. Wang, J. Tang, M. Yan, "Linear Convergent Decentralized Optimi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final
+from typing import Annotated, ClassVar, Final
 
 import numpy as np
 
 from fedcomp.gossip.base import GossipMessage, Gradient, Outbox, Real, State, View, real
-from fedcomp.gossip.compressor import Compressor, Delta, get_compressor
+from fedcomp.gossip.compressor import Delta
 from fedcomp.gossip.estimates import absorb, broadcast, open_estimates
-from fedcomp.gossip.exact import consensus_step, share, share_or_auto, step_size
+from fedcomp.gossip.exact import consensus_step
 from fedcomp.gossip.primal_dual import DECISION, PrimalDual
-from fedcomp.gossip.steps import BEGUN, Compressing, begun, incoming
+from fedcomp.gossip.steps import BEGUN, AnyCompressor, Compressing, GammaOrAuto, begun, incoming
 from fedcomp.layout import Layout
+from fedcomp.rules import AboveZero, Int, Positive
 
 _H: Final = "h"
 _USED: Final = BEGUN + "used"
@@ -58,17 +59,11 @@ class LEAD(Compressing, PrimalDual):
 
     name: ClassVar[str] = "lead"
 
-    lr: float = 0.1
-    alpha: float = 0.5
-    gamma: float | str = 1.0
-    compressor: Mapping[str, Any] | Compressor = field(default_factory=lambda: {"id": "dithering", "bits": 2})
-    digest_every: int = 50
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "lr", step_size(self.lr))
-        object.__setattr__(self, "gamma", share_or_auto("gamma", self.gamma))
-        object.__setattr__(self, "alpha", share("alpha", self.alpha))
-        object.__setattr__(self, "compressor", get_compressor(self.compressor))
+    lr: Positive = 0.1
+    alpha: AboveZero = 0.5
+    gamma: GammaOrAuto = 1.0
+    compressor: AnyCompressor = field(default_factory=lambda: {"id": "dithering", "bits": 2})
+    digest_every: Annotated[int, Int()] = 50
 
     def init(self, model: Real, layout: Layout, *, common: Real | None = None) -> State:
         """Return x = ``model``, a dual of zero, and estimates that begin at ``common`` on all nodes."""

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fedcomp.gossip.base import GossipMessage, Gradient, Outbox, Real, State, View
-from fedcomp.gossip.exact import step_size
 from fedcomp.gossip.primal_dual import DECISION, PrimalDual
 from fedcomp.gossip.steps import begun, incoming, pull, whole
 from fedcomp.layout import Layout
+from fedcomp.rules import Positive
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -56,10 +56,7 @@ class NIDS(PrimalDual):
 
     name: ClassVar[str] = "nids"
 
-    lr: float = 0.1
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "lr", step_size(self.lr))
+    lr: Positive = 0.1
 
     def init(self, model: Real, layout: Layout, *, common: Real | None = None) -> State:
         """Return x = ``model`` and a dual of zero; ``common`` does not matter: whole vectors need no estimate."""

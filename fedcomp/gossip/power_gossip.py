@@ -29,11 +29,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fedcomp import rules
 from fedcomp.codecs.matrices import add_product, orthonormal, product
 from fedcomp.errors import ConfigError
 from fedcomp.gossip.base import (
@@ -53,7 +54,6 @@ from fedcomp.gossip.packet import MessageFlag, MessageHeader, pack, put_real, ta
 from fedcomp.gossip.steps import (
     BEGUN,
     begun,
-    check_rates,
     descent,
     finite,
     incoming,
@@ -62,6 +62,7 @@ from fedcomp.gossip.steps import (
 )
 from fedcomp.layout import Layout
 from fedcomp.rng import Key
+from fedcomp.rules import BelowOne, Int, Maybe, NotNegative, OneOf, Switch
 
 _DIGEST_BYTES: Final = 8
 _TURNS: Final = 2**16
@@ -114,27 +115,15 @@ class PowerGossip(Algorithm):
     name: ClassVar[str] = "power-gossip"
     time_varying: ClassVar[bool] = True
 
-    rank: int = 1
-    steps: int = 1
-    rate: float | Literal["auto"] = 1.0
-    warm_start: bool = True
-    overlap: bool = True
-    values: Literal["model", "float32"] = "model"
-    digest_every: int = 50
-    lr: float = 0.1
-    momentum: float = 0.0
-
-    def __post_init__(self) -> None:
-        for what, value in (("rank", self.rank), ("steps", self.steps)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{what}={value!r} is not valid: a whole number, at least 1")
-        if self.rate != "auto" and (isinstance(self.rate, str) or not 0.0 < self.rate < 2.0):
-            raise ConfigError(f"rate={self.rate!r} is not valid: a number above 0 and below 2, or 'auto'")
-        if self.values not in ("model", "float32"):
-            raise ConfigError(f"values={self.values!r} is not valid: 'model' or 'float32'")
-        if isinstance(self.digest_every, bool) or not isinstance(self.digest_every, int) or self.digest_every < 0:
-            raise ConfigError(f"digest_every={self.digest_every!r} is not valid: a number of steps, 0 for never")
-        check_rates(self.lr, self.momentum)
+    rank: Annotated[int, Int(1)] = 1
+    steps: Annotated[int, Int(1)] = 1
+    rate: Annotated[float | Literal["auto"], Maybe(rules.Real(above=0.0, below=2.0), "auto")] = 1.0
+    warm_start: Switch = True
+    overlap: Switch = True
+    values: Annotated[Literal["model", "float32"], OneOf("model", "float32")] = "model"
+    digest_every: Annotated[int, Int()] = 50
+    lr: NotNegative = 0.1
+    momentum: BelowOne = 0.0
 
     def fitted(self, graph: KnownGraph) -> PowerGossip:
         """Return the algorithm with the rate of the graph, where it is "auto"; raises as :func:`auto_rate`."""

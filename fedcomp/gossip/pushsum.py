@@ -19,8 +19,6 @@ from typing import ClassVar, Final
 
 import numpy as np
 
-from fedcomp import params
-from fedcomp.errors import ConfigError
 from fedcomp.gossip.base import (
     Algorithm,
     GossipMessage,
@@ -48,7 +46,7 @@ from fedcomp.gossip.packet import (
     take_scalars,
     unpack,
 )
-from fedcomp.gossip.steps import check_rates, descent, falling, velocity
+from fedcomp.gossip.steps import descent, falling, velocity
 from fedcomp.layout import Layout
 
 SHARE_BYTES: Final = 8
@@ -102,19 +100,10 @@ class PushSum(Algorithm):
     w_start: float
     nodes: int
 
-    def _check(self) -> None:
-        """Refuse hyper-parameters that cannot work."""
-        check_rates(self.lr, self.momentum)
-        params.assign(
-            self,
-            decay_over=params.integer("decay_over", self.decay_over, low=0),
-            nodes=params.integer("nodes", self.nodes, low=0),
-        )
-        if not 0.0 < self.w_min <= self.w_start < 1.0:
-            raise ConfigError(
-                f"w_min={self.w_min}, w_start={self.w_start} are not valid: 0 < w_min <= w_start < 1, since every node "
-                "begins with a weight of 1"
-            )
+    def conflict(self) -> str:
+        """A node that learns is one that sends."""
+        lighter = f"w_start={self.w_start} is below w_min={self.w_min}: a node that sends nothing yet would learn"
+        return lighter if self.w_start < self.w_min else ""
 
     def fitted(self, graph: KnownGraph) -> Algorithm:
         """Return this algorithm with ``nodes`` filled in: the total of all weights."""

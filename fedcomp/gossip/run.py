@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Final, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Final, Literal, Protocol
 
 from fedcomp.errors import ConfigError
 from fedcomp.gossip.base import Algorithm, GossipMessage, View
@@ -23,6 +23,7 @@ from fedcomp.gossip.topology import Topology
 from fedcomp.gossip.traffic import GossipTraffic
 from fedcomp.logs import log
 from fedcomp.plain import Count
+from fedcomp.rules import Configured, Int, Maybe, Switch, Text
 from fedcomp.stateful import Stateful, nested
 
 REASON_CHARACTERS: Final = 300
@@ -39,7 +40,7 @@ class Observer(Protocol):
 
 
 @dataclass(frozen=True)
-class RelaySettings:
+class RelaySettings(Configured):
     """How a relay runs.
 
     Parameters
@@ -75,21 +76,16 @@ class RelaySettings:
         For a number out of range.
     """
 
-    iterations: int
-    session: str
+    iterations: Annotated[int, Int()]
+    session: Annotated[str, Text()]
     seed: int
-    largest: int
-    patience: int = 5
-    skew_rounds: int | Literal["auto"] = 0
-    rejoin: bool = True
+    largest: Annotated[int, Int(1)]
+    patience: Annotated[int, Int(1)] = 5
+    skew_rounds: Annotated[int | Literal["auto"], Maybe(Int(), "auto")] = 0
+    rejoin: Switch = True
     members: Collection[int] | None = None
     watch: Observer | bool = True
-    by_reference: bool = False
-
-    def __post_init__(self) -> None:
-        for name, low in (("iterations", 0), ("largest", 1), ("patience", 1)):
-            if getattr(self, name) < low:
-                raise ConfigError(f"{name}={getattr(self, name)} is not valid: an integer, at least {low}")
+    by_reference: Switch = False
 
 
 @dataclass(slots=True)

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from fedcomp.gossip.base import GossipMessage, Gradient, Outbox, State, View
 from fedcomp.gossip.pushsum import PushSum, credited, push_whole, read_whole
+from fedcomp.rules import BelowOne, Inside, Int, NotNegative
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -55,15 +56,12 @@ class SGP(PushSum):
 
     name: ClassVar[str] = "sgp"
 
-    lr: float = 0.1
-    momentum: float = 0.0
-    decay_over: int = 0
-    w_min: float = 1e-3
-    w_start: float = 0.05
-    nodes: int = 0
-
-    def __post_init__(self) -> None:
-        self._check()
+    lr: NotNegative = 0.1
+    momentum: BelowOne = 0.0
+    decay_over: Annotated[int, Int()] = 0
+    w_min: Inside = 1e-3
+    w_start: Inside = 0.05
+    nodes: Annotated[int, Int()] = 0
 
     def send(self, state: State, gradient: Gradient | None, view: View) -> tuple[State, Outbox]:
         """Begin an iteration: the local step, and a share of the result to every out-neighbour."""

@@ -27,11 +27,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 import numpy as np
 
-from fedcomp import params
+from fedcomp import params, rules
 from fedcomp.codecs import TopK
 from fedcomp.errors import ConfigError
 from fedcomp.gossip.base import GossipMessage, Gradient, Multicast, Outbox, Real, State, View, real
@@ -51,7 +51,9 @@ from fedcomp.gossip.pushsum import (
     received,
     share_of,
 )
+from fedcomp.gossip.steps import GammaOrAuto
 from fedcomp.layout import Layout
+from fedcomp.rules import BelowOne, Inside, Int, Made, Maybe, NotNegative, OneOf, Switch
 
 _NAME: Final = "h"
 _GROWING: Final = 20
@@ -142,35 +144,29 @@ class SparsePush(PushSum):
 
     name: ClassVar[str] = "sparse-push"
 
-    density: float | None = None
-    compressor: Mapping[str, Any] | Compressor | None = None
-    gamma: float | Literal["auto"] = "auto"
-    estimates: Literal["edge", "broadcast"] = "edge"
-    lr: float = 0.1
-    momentum: float = 0.0
-    decay_over: int = 0
-    adapt: bool = False
-    w_min: float = 1e-3
-    w_start: float = 0.05
-    digest_every: int = 50
-    nodes: int = 0
+    density: Annotated[float | None, Maybe(rules.Real(above=0.0, most=1.0))] = None
+    compressor: Annotated[Mapping[str, Any] | Compressor | None, Maybe(Made(get_compressor))] = None
+    gamma: GammaOrAuto = "auto"
+    estimates: Annotated[Literal["edge", "broadcast"], OneOf("edge", "broadcast")] = "edge"
+    lr: NotNegative = 0.1
+    momentum: BelowOne = 0.0
+    decay_over: Annotated[int, Int()] = 0
+    adapt: Switch = False
+    w_min: Inside = 1e-3
+    w_start: Inside = 0.05
+    digest_every: Annotated[int, Int()] = 50
+    nodes: Annotated[int, Int()] = 0
 
     def __post_init__(self) -> None:
-        self._check()
+        super().__post_init__()
+        # Of the instance: along an edge that rests the one estimate of broadcast mode would get out of step.
+        params.assign(self, _compressor=self._chosen(), time_varying=self.estimates == "edge")
+
+    def conflict(self) -> str:
+        """Density is top-k's, and so instead of a compressor."""
         if self.density is not None and self.compressor is not None:
-            raise ConfigError("density and compressor were given; they exclude each other: give one, or none for 1 %")
-        if self.estimates not in ("edge", "broadcast"):
-            raise ConfigError(f"estimates={self.estimates!r} is not valid: 'edge' or 'broadcast'")
-        if self.gamma != "auto" and not (isinstance(self.gamma, (int, float)) and 0.0 < self.gamma <= 1.0):
-            raise ConfigError(f"gamma={self.gamma!r} is not valid: 'auto' or a number in (0, 1]")
-        params.assign(
-            self,
-            adapt=params.boolean("adapt", self.adapt),
-            digest_every=params.integer("digest_every", self.digest_every, low=0),
-            _compressor=self._chosen(),
-            # Of the instance: along an edge that rests the one estimate of broadcast mode would get out of step.
-            time_varying=self.estimates == "edge",
-        )
+            return "density and compressor were given; they exclude each other: give one, or none for 1 %"
+        return super().conflict()
 
     def _chosen(self) -> Compressor:
         if self.compressor is not None:
@@ -178,11 +174,6 @@ class SparsePush(PushSum):
         return get_compressor(TopK(0.01 if self.density is None else self.density))
 
     _compressor: ClassVar[Compressor]
-
-    def get_config(self) -> dict[str, Any]:
-        """Return the constructor's arguments."""
-        given = None if self.compressor is None else self._compressor.to_config()
-        return {**super().get_config(), "compressor": given}
 
     def init(self, model: Real, layout: Layout, *, common: Real | None = None) -> State:
         """Return (x, w) = (model, 1), with estimates that all begin at ``common`` (default: ``model``)."""

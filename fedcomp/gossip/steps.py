@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
 import numpy as np
 
+from fedcomp import rules
 from fedcomp.errors import ConfigError
 from fedcomp.gossip.base import Algorithm, GossipMessage, Gradient, Multicast, Outbox, Real, State, View
 from fedcomp.gossip.compressor import Compressor, get_compressor
@@ -21,20 +22,10 @@ from fedcomp.gossip.packet import MessageFlag, pack, put_real, require_finite, t
 BEGUN: Final = "begun."
 
 
-def check_rates(lr: float, momentum: float, gamma: float = 1.0) -> None:
-    """Check what every stochastic iteration is given.
+GammaOrAuto = Annotated[float | str, rules.Maybe(rules.Real(above=0.0, most=1.0), "auto")]
+"""A consensus step size; "auto": what the compressor bears."""
 
-    Raises
-    ------
-    ConfigError
-        Unless ``0 <= lr``, ``0 <= momentum < 1`` and ``0 < gamma <= 1``.
-    """
-    if not 0.0 <= lr < np.inf:
-        raise ConfigError(f"lr={lr!r} is not valid: a step size, finite and at least 0")
-    if not 0.0 <= momentum < 1.0:
-        raise ConfigError(f"momentum={momentum!r} is not valid: at least 0 and below 1")
-    if not 0.0 < gamma <= 1.0:
-        raise ConfigError(f"gamma={gamma!r} is not valid: a consensus step size above 0 and at most 1")
+AnyCompressor = Annotated[Mapping[str, Any] | Compressor, rules.Made(get_compressor)]
 
 
 def falling(lr: float, over: int, iteration: int) -> float:
@@ -109,15 +100,11 @@ def settled(state: State) -> State:
 class Compressing(Algorithm):
     """Has a ``compressor``, given as one or as its configuration."""
 
-    compressor: Mapping[str, Any] | Compressor
+    compressor: AnyCompressor
 
     @property
     def _compressor(self) -> Compressor:
         return get_compressor(self.compressor)
-
-    def get_config(self) -> dict[str, Any]:
-        """Return the constructor's arguments, the compressor as its configuration."""
-        return {**super().get_config(), "compressor": self._compressor.to_config()}
 
 
 class Incoming(NamedTuple):

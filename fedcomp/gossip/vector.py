@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp.errors import ConfigError
 from fedcomp.layout import DENSE, EXACT, Density, Layout, SmallDense
+from fedcomp.rules import Configured, Int, OneOf
 
 Real = NDArray[Any]
 Arrays = Mapping[str, NDArray[Any]]
@@ -21,7 +21,7 @@ _STATISTICS: Final = SmallDense(min_size=0)
 
 
 @dataclass(frozen=True)
-class GossipPolicy:
+class GossipPolicy(Configured):
     """Which tensors travel whole: small ones and vectors (biases, normalisation), as PowerGossip's authors do.
 
     Parameters
@@ -44,14 +44,8 @@ class GossipPolicy:
     (1.0, None)
     """
 
-    dense_below: int = 64
-    buffers: Literal["dense", "local"] = "dense"
-
-    def __post_init__(self) -> None:
-        if self.dense_below < 0:
-            raise ConfigError(f"dense_below={self.dense_below} is not valid: a number of elements, at least 0")
-        if self.buffers not in ("dense", "local"):
-            raise ConfigError(f"buffers={self.buffers!r} is not valid: 'dense' or 'local'")
+    dense_below: Annotated[int, Int()] = 64
+    buffers: Annotated[Literal["dense", "local"], OneOf("dense", "local")] = "dense"
 
     def __call__(self, name: str, shape: tuple[int, ...], dtype: str) -> Density:
         """Return "exact" for what stays at home, 1.0 for what travels whole, else None."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
-from fedcomp import params
 from fedcomp.errors import ConfigError
 from fedcomp.graphs.inclusion import WEIGHTS
 from fedcomp.graphs.scale import MODES
+from fedcomp.params import shown, similar
+from fedcomp.rules import AboveZero, Configured, Int, Made, Many, OneOf, Real, Switch, checked
 
 SAMPLERS: Final = ("skewed", "node", "ladies", "fastgcn", "boundary", "local", "full")
 ESTIMATORS: Final = ("poisson", "multinomial")
@@ -24,17 +25,17 @@ MOST_LAYERS: Final = 64
 _MOST: Final = 1 << 31
 """Of n and fanout: more than any layer has candidates."""
 
-_CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
-    "sampler": SAMPLERS,
-    "estimator": ESTIMATORS,
-    "weight": WEIGHTS,
-    "mode": MODES,
-    "favour": FAVOURED,
-}
+_Columns = Annotated[int, Int(1, _MOST)]
+
+_Scale = Annotated[float, Real(least=1.0, most=_LARGEST)]
+
+
+def _columns(n: Any) -> Any:
+    return checked("n", n, Many(Int(1, _MOST), MOST_LAYERS) if isinstance(n, list | tuple) else Int(1, _MOST))
 
 
 @dataclass(frozen=True)
-class SamplerSettings:
+class SamplerSettings(Configured):
     """How the columns of every layer are chosen. Immutable and comparable; travels as :meth:`to_config`.
 
     A setting applies to the samplers that are named with it and has no effect on the others, so that samplers can be
@@ -94,51 +95,29 @@ class SamplerSettings:
     'draws without replacement and weighs as if it were with replacement'
     """
 
-    sampler: str = "skewed"
-    n: int | tuple[int, ...] = 512
-    fanout: int = 5
-    estimator: str = "poisson"
-    weight: str = "l1"
-    mode: str = "matched"
-    budget: float = 1.5
-    scale: float = 1.0
-    s_max: float = 16.0
-    keep_self: bool = False
-    favour: str = "owned"
-    q: float = 0.1
-    renormalise: bool = False
-    layers: int = 2
+    sampler: Annotated[str, OneOf(*SAMPLERS)] = "skewed"
+    n: Annotated[int | tuple[int, ...], Made(_columns)] = 512
+    fanout: _Columns = 5
+    estimator: Annotated[str, OneOf(*ESTIMATORS)] = "poisson"
+    weight: Annotated[str, OneOf(*WEIGHTS)] = "l1"
+    mode: Annotated[str, OneOf(*MODES)] = "matched"
+    budget: _Scale = 1.5
+    scale: _Scale = 1.0
+    s_max: _Scale = 16.0
+    keep_self: Switch = False
+    favour: Annotated[str, OneOf(*FAVOURED)] = "owned"
+    q: AboveZero = 0.1
+    renormalise: Switch = False
+    layers: Annotated[int, Int(1, MOST_LAYERS)] = 2
 
-    def __post_init__(self) -> None:
-        for name, known in _CHOICES.items():
-            params.choice(name, getattr(self, name), known)
-        for name in ("keep_self", "renormalise"):
-            params.boolean(name, getattr(self, name))
-        scales = {
-            name: params.number(
-                name, getattr(self, name), rule=f"a number from 1 to {_LARGEST:g}", ok=lambda v: 1.0 <= v <= _LARGEST
-            )
-            for name in ("budget", "scale", "s_max")
-        }
-        params.assign(
-            self,
-            fanout=params.integer("fanout", self.fanout, low=1, high=_MOST),
-            layers=params.integer("layers", self.layers, low=1, high=MOST_LAYERS),
-            q=params.number("q", self.q, rule="a probability in (0, 1]", ok=lambda v: 0.0 < v <= 1.0),
-            **scales,
+    def conflict(self) -> str:
+        """Several numbers of columns are one for each layer."""
+        if isinstance(self.n, int) or len(self.n) == self.layers:
+            return ""
+        return (
+            f"n={shown(self.n)} has {len(self.n)} numbers for {self.layers} layers; give one per layer, input layer "
+            "first, or one number for all"
         )
-        # In a second step: a tuple's length is compared with the checked number of layers.
-        params.assign(self, n=self._per_layer(self.n))
-
-    def _per_layer(self, n: Any) -> int | tuple[int, ...]:
-        if not isinstance(n, list | tuple):
-            return params.integer("n", n, low=1, high=_MOST)
-        if len(n) != self.layers:
-            raise ConfigError(
-                f"n={params.shown(n)} has {len(n)} numbers for {self.layers} layers; give one per layer, input layer "
-                "first, or one number for all"
-            )
-        return tuple(params.integer("n", one, low=1, high=_MOST) for one in n)
 
     def draws(self, layer: int) -> int:
         """Return ``n`` of a layer; 0 is the input layer."""
@@ -161,7 +140,7 @@ class SamplerSettings:
 
     def to_config(self) -> dict[str, Any]:
         """Return the settings as plain scalars and lists."""
-        return params.dataclass_config(self)
+        return self.get_config()
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> SamplerSettings:
@@ -175,5 +154,5 @@ class SamplerSettings:
         known = [one.name for one in fields(cls)]
         for name in config:
             if name not in known:
-                raise ConfigError(f"a sampler has no setting {params.shown(name)}{params.similar(str(name), known)}")
+                raise ConfigError(f"a sampler has no setting {shown(name)}{similar(str(name), known)}")
         return cls(**config)

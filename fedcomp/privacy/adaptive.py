@@ -28,18 +28,18 @@ from typing import Final
 
 import numpy as np
 
-from fedcomp import params
 from fedcomp.errors import ConfigError
 from fedcomp.privacy.entropy import Entropy
 from fedcomp.privacy.events import Adjacency, Event
 from fedcomp.privacy.mechanism import Mechanism, Votes
+from fedcomp.rules import Configured, Inside, NotNegative, Positive
 
 _USUAL: Final = 20.0
 """The published choice of the noise on the count: its standard deviation is the number of clients over this."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdaptiveClip:
+class AdaptiveClip(Configured):
     """How the clip norm moves.
 
     Parameters
@@ -63,16 +63,10 @@ class AdaptiveClip:
     ... )
     """
 
-    initial: float = 0.1
-    quantile: float = 0.5
-    rate: float = 0.2
-    count_noise: float = 0.0
-
-    def __post_init__(self) -> None:
-        params.positive("initial", self.initial)
-        params.positive("rate", self.rate)
-        params.number("quantile", self.quantile, rule="a number in (0, 1)", ok=lambda v: 0.0 < v < 1.0)
-        params.number("count_noise", self.count_noise, rule="a number >= 0", ok=lambda v: 0.0 <= v < math.inf)
+    initial: Positive = 0.1
+    quantile: Inside = 0.5
+    rate: Positive = 0.2
+    count_noise: NotNegative = 0.0
 
     def multiplier(self, expected: float) -> float:
         """Return the noise multiplier of the bits: standard deviation over the sensitivity 1/2 of the count."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,7 @@ from fedcomp.privacy.events import FINE, Event
 from fedcomp.privacy.mechanism import Mechanism
 from fedcomp.privacy.noise import draw
 from fedcomp.privacy.rotation import largest_coordinate
+from fedcomp.rules import AboveZero, Int, OneOf, Positive
 
 LEAST_VARIANCE: Final = 4.0
 """Of one discrete Gaussian share, in squared steps: a sum of a hundred is then within 7e-17 of a discrete Gaussian."""
@@ -117,34 +118,33 @@ class DistributedSum(Mechanism):
     (16, 16)
     """
 
-    clip: float
-    size: int
-    contributors: int
-    tolerated: int = 0
-    honest: float = 1.0
-    scale: int = 0
-    rotation: int = 0
+    # Integers: shares have to add up exactly, in a field or modulo a number.
+    noise: Annotated[str, OneOf("discrete_gaussian", "skellam")] = "discrete_gaussian"
+    clip: Positive
+    size: Annotated[int, Int(1)]
+    contributors: Annotated[int, Int(1)]
+    tolerated: Annotated[int, Int()] = 0
+    # Of those who are asked; who tells its noise, or adds none, counts as one that vanished.
+    honest: AboveZero = 1.0
+    scale: Annotated[int, Int()] = 0
+    rotation: Annotated[int, Int()] = 0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        # Shares have to add up exactly, in a field or modulo a number.
-        if self.noise == "gaussian":
-            raise ConfigError("shares of noise are integers: use noise='discrete_gaussian' or 'skellam'")
+    def conflict(self) -> str:
+        """Somebody's noise has to be there, and nothing may depend on how many brought theirs."""
         if self.adjacency == "add_remove":
-            raise ConfigError(
+            return (
                 "a client that is not there brings no noise either, and how much noise there is shows how many brought "
                 "it: shares hide what a client contributes, not that it does. Use adjacency='zero_out' or 'replace'"
             )
-        params.positive("clip", self.clip)
-        for name, low in {"size": 1, "contributors": 1, "tolerated": 0, "scale": 0, "rotation": 0}.items():
-            params.assign(self, **{name: params.integer(name, getattr(self, name), low=low)})
-        # Of those who are asked; who tells its noise, or adds none, counts as one that vanished.
-        params.number("honest", self.honest, rule="a share in (0, 1]", ok=lambda v: 0.0 < v <= 1.0)
         if self.counted < 1:
-            raise ConfigError(
+            return (
                 f"of {self.contributors} contributors {self.tolerated} may vanish and {1 - self.honest:.0%} may tell "
                 "their noise: nobody's is left to count on; lower tolerated, or ask more clients"
             )
+        return ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.scale:
             factor = self.noise_multiplier * (2.0 if self.adjacency == "replace" else 1.0)
             # A share has z times the sensitivity over sqrt(counted) grid steps, and FINE of them are wanted.

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
-from fedcomp import params
 from fedcomp.plain import OrInfinite
-
-Adjacency = Literal["zero_out", "add_remove", "replace"]
+from fedcomp.rules import AboveZero, BelowOne, Configured, Int, NotNegative, OneOf, checked
 
 ADJACENCIES: Final = ("zero_out", "add_remove", "replace")
 """How two neighbouring data sets differ: one unit's contribution is left out of every sum and count and its place stays
 empty, a unit is there or is not, a unit is exchanged for another one. The last one doubles the sensitivity of a bounded
 sum. Left out is not zero: in a count an update of zeros is a short one, and instead of a long one it is an exchange."""
 
+Adjacency = Annotated[Literal["zero_out", "add_remove", "replace"], OneOf(*ADJACENCIES)]
+
 NOISES: Final = ("discrete_gaussian", "skellam", "gaussian")
 """Integer noise on a public grid, twice; and the continuous Gaussian in floating point, which leaks (insecure)."""
+
+Noise = Annotated[str, OneOf(*NOISES)]
 
 FINE: Final = 10.0
 """Standard deviation in grid steps from which on integer noise is accounted as continuous."""
@@ -25,11 +27,11 @@ FINE: Final = 10.0
 
 def check_adjacency(adjacency: str) -> None:
     """Raise :class:`ConfigError` unless ``adjacency`` is one of :data:`ADJACENCIES`."""
-    params.choice("adjacency", adjacency, ADJACENCIES)
+    checked("adjacency", adjacency, OneOf(*ADJACENCIES))
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class Event(Configured):
     """One release of a noisy sum, or several equal ones.
 
     Attributes
@@ -59,25 +61,13 @@ class Event:
     3.34
     """
 
-    noise: str
-    noise_multiplier: float
+    noise: Noise
+    noise_multiplier: NotNegative
     grid_sigma: OrInfinite = math.inf
-    grid_l1: float = 0.0
-    releases: int = 1
-    rate: float = 1.0
-    delta: float = 0.0
+    grid_l1: NotNegative = 0.0
+    releases: Annotated[int, Int(1)] = 1
+    # Above 0: a unit that never takes part has nothing to account for.
+    rate: AboveZero = 1.0
+    # Below 1: a release that may fail for certain protects nothing, whatever its noise.
+    delta: BelowOne = 0.0
     label: str = "update"
-
-    def __post_init__(self) -> None:
-        params.choice("noise", self.noise, NOISES)
-        params.number("noise_multiplier", self.noise_multiplier, rule="a finite number >= 0", ok=_finite_from_0)
-        # Above 0: a unit that never takes part has nothing to account for.
-        params.number("rate", self.rate, rule="a probability in (0, 1]", ok=lambda v: 0.0 < v <= 1.0)
-        # A Python integer: it is written into the ledger's file.
-        params.assign(self, releases=params.integer("releases", self.releases, low=1))
-        # Below 1: a release that may fail for certain protects nothing, whatever its noise.
-        params.number("delta", self.delta, rule="a probability in [0, 1)", ok=lambda v: 0.0 <= v < 1.0)
-
-
-def _finite_from_0(value: float) -> bool:
-    return 0.0 <= value < math.inf

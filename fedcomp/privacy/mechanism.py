@@ -14,18 +14,17 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp import params
-from fedcomp.errors import ConfigError
 from fedcomp.privacy.bounds import to_grid
 from fedcomp.privacy.entropy import Entropy, SystemEntropy
 from fedcomp.privacy.errors import Unbounded
-from fedcomp.privacy.events import ADJACENCIES, FINE, NOISES, Adjacency, Event, check_adjacency
+from fedcomp.privacy.events import ADJACENCIES, FINE, Adjacency, Event, Noise
 from fedcomp.privacy.noise import draw, failure
+from fedcomp.rules import Configured, Int, Many, NotNegative, Positive, Switch
 
 if TYPE_CHECKING:
     from fedcomp.privacy.ledger import PrivacyLedger
@@ -34,7 +33,7 @@ __all__ = ["ADJACENCIES", "Adjacency", "GridGaussian", "Mechanism", "PrivateSum"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mechanism(ABC):
+class Mechanism(Configured, ABC):
     """A noisy sum of bounded integer vectors.
 
     Parameters
@@ -52,16 +51,9 @@ class Mechanism(ABC):
     step. Everything else follows from them.
     """
 
-    noise_multiplier: float
+    noise_multiplier: NotNegative
     adjacency: Adjacency = "zero_out"
-    noise: str = "discrete_gaussian"
-
-    def __post_init__(self) -> None:
-        check_adjacency(self.adjacency)
-        params.choice("noise", self.noise, NOISES)
-        params.number(
-            "noise_multiplier", self.noise_multiplier, rule="a finite number >= 0", ok=lambda z: 0.0 <= z < math.inf
-        )
+    noise: Noise = "discrete_gaussian"
 
     @property
     @abstractmethod
@@ -126,7 +118,7 @@ class Mechanism(ABC):
         l1 = self.l1_bound * (2.0 if self.adjacency == "replace" else 1.0)
         return Event(
             noise=self.noise,
-            noise_multiplier=float(self.noise_multiplier),
+            noise_multiplier=self.noise_multiplier,
             # Floats have no grid to be coarse: an infinite one takes nothing off delta.
             grid_sigma=math.inf if self.noise == "gaussian" else self.grid_sigma,
             grid_l1=l1 if self.noise == "skellam" else 0.0,
@@ -171,13 +163,8 @@ class GridGaussian(Mechanism):
     True
     """
 
-    clip: float
-    size: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        params.positive("clip", self.clip)
-        params.assign(self, size=params.integer("size", self.size, low=1))
+    clip: Positive
+    size: Annotated[int, Int(1)]
 
     @property
     def bound(self) -> float:
@@ -239,16 +226,13 @@ class Votes(Mechanism):
     1.4142135623730951
     """
 
-    k: int
-    shape: tuple[int, ...]
-    by_row: bool = False
+    k: Annotated[int, Int(1)]
+    shape: Annotated[tuple[int, ...], Many(Int(1), 64)]
+    by_row: Switch = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.by_row and len(self.shape) < 2:
-            raise ConfigError(f"by_row=True needs rows, the shape is {self.shape}")
-        params.assign(self, k=params.integer("k", self.k, low=1))
-        params.integer("shape", math.prod(self.shape), low=1)
+    def conflict(self) -> str:
+        """A vector has no rows."""
+        return f"by_row=True needs rows, the shape is {self.shape}" if self.by_row and len(self.shape) < 2 else ""
 
     @property
     def releases(self) -> int:

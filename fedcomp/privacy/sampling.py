@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Final, Literal, Protocol
+from typing import Annotated, Any, Final, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,10 +22,11 @@ from fedcomp import params
 from fedcomp.errors import ConfigError
 from fedcomp.privacy.entropy import Entropy
 from fedcomp.privacy.events import Adjacency, check_adjacency
-
-Kind = Literal["everyone", "poisson", "capped"]
+from fedcomp.rules import AboveZero, Configured, Int, OneOf, Switch
 
 KINDS: Final = ("everyone", "poisson", "capped")
+
+Kind = Annotated[Literal["everyone", "poisson", "capped"], OneOf(*KINDS)]
 
 
 class Participations(Protocol):
@@ -46,7 +47,7 @@ class Participations(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class Sampling(Configured):
     """Who takes part.
 
     Parameters
@@ -72,30 +73,27 @@ class Sampling:
     """
 
     kind: Kind = "everyone"
-    rate: float = 1.0
-    cap: int = 0
-    reveal_participation: bool = False
+    rate: AboveZero = 1.0
+    cap: Annotated[int, Int()] = 0
+    reveal_participation: Switch = False
 
-    def __post_init__(self) -> None:
-        params.choice("sampling", self.kind, KINDS)
-        params.number("rate", self.rate, rule="a probability in (0, 1]", ok=lambda v: 0.0 < v <= 1.0)
+    def conflict(self) -> str:
+        """Rate and secret are Poisson sampling's, the cap is that of "capped"."""
         if self.kind != "poisson" and self.rate != 1.0:
-            raise ConfigError(
+            return (
                 f"rate={self.rate!r} does nothing under sampling={self.kind!r}; amplification by sampling holds for "
                 "units drawn independently: say sampling='poisson', or leave the rate out"
             )
-        params.assign(self, cap=params.integer("cap", self.cap, low=0))
-        if (self.kind == "capped") != (self.cap > 0):
-            raise ConfigError(
-                "sampling='capped' needs cap >= 1, the rounds one unit may take part in"
-                if self.kind == "capped"
-                else f"cap={self.cap} does nothing under sampling={self.kind!r}; say sampling='capped'"
+        if self.kind == "capped" and not self.cap:
+            return "sampling='capped' needs cap >= 1, the rounds one unit may take part in"
+        if self.kind != "capped" and self.cap:
+            return f"cap={self.cap} does nothing under sampling={self.kind!r}; say sampling='capped'"
+        if self.kind != "poisson" and self.reveal_participation:
+            return (
+                f"reveal_participation=True is not valid under sampling={self.kind!r}: only Poisson sampling keeps "
+                "participation secret in the first place"
             )
-        if not isinstance(self.reveal_participation, bool) or (self.reveal_participation and self.kind != "poisson"):
-            raise ConfigError(
-                f"reveal_participation={self.reveal_participation!r} is not valid under sampling={self.kind!r}: True "
-                "or False, and only Poisson sampling keeps participation secret in the first place"
-            )
+        return ""
 
     def check(self, adjacency: Adjacency, *, count: int = 0) -> None:
         """Refuse what cannot be claimed.
@@ -133,7 +131,7 @@ class Sampling:
     @property
     def event_rate(self) -> float:
         """The rate an event of this sampler claims: below 1 for independent draws only, as long as they are secret."""
-        return float(self.rate) if self.kind == "poisson" and not self.reveal_participation else 1.0
+        return self.rate if self.kind == "poisson" and not self.reveal_participation else 1.0
 
     def draw(
         self, nodes: Sequence[int], ledger: Participations, round: int, entropy: Entropy, *, count: int = 0

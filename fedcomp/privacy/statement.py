@@ -12,14 +12,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
-from fedcomp import params
 from fedcomp.errors import ConfigError
 from fedcomp.plain import Null, fields_of, from_fields
 from fedcomp.privacy.accounting import is_fine
 from fedcomp.privacy.entropy import Entropy, SeededEntropy, SystemEntropy
-from fedcomp.privacy.events import ADJACENCIES, NOISES
+from fedcomp.privacy.events import Adjacency, Noise
 from fedcomp.privacy.ledger import UNCOUNTED, check_population
-from fedcomp.privacy.sampling import KINDS, Sampling
+from fedcomp.privacy.sampling import Kind, Sampling
+from fedcomp.rules import Configured, Int
 
 if TYPE_CHECKING:
     from fedcomp.privacy.ledger import PrivacyLedger
@@ -51,7 +51,7 @@ _CHANGES: Final = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Statement:
+class Statement(Configured):
     """What may be said about a run.
 
     Attributes
@@ -123,19 +123,19 @@ class Statement:
     failure: float
     unit: str
     unit_note: str
-    adjacency: str
+    adjacency: Adjacency
     mechanism: str
     bound: float
     sensitivity: float
-    noise: str
+    noise: Noise
     noise_multiplier: float
     sigma: float
     clip: str
-    sampling: str
+    sampling: Kind
     rate: float
     participation_cap: int
     most_participations: int
-    population: int
+    population: Annotated[int, Int(1)]
     rounds: int
     releases: int
     budget: float | None
@@ -150,15 +150,8 @@ class Statement:
 
     def __post_init__(self) -> None:
         # Also of a statement that is read back.
-        params.integer("population", self.population, low=1)
+        super().__post_init__()
         check_population(self.delta, self.population)
-        for name, value, known in (
-            ("adjacency", self.adjacency, ADJACENCIES),
-            ("noise", self.noise, NOISES),
-            ("sampling", self.sampling, KINDS),
-        ):
-            if value not in known:
-                raise ConfigError(f"{name}={value!r} of a statement is not known; one of {', '.join(known)}")
         if math.isnan(self.epsilon) or self.epsilon < 0.0 or math.isnan(self.epsilon_unamplified):
             raise ConfigError(f"epsilon={self.epsilon!r} of a statement is no number >= 0")
         if not self.trust or not self.protects:
@@ -177,7 +170,7 @@ class Statement:
     def prose(self) -> str:
         """Return the statement for a reader: one sentence that can be quoted, and the lines it rests on."""
         change = _CHANGES[self.adjacency].format(unit=self.unit)
-        sampler = Sampling(self.sampling, rate=self.rate, cap=self.participation_cap)  # type: ignore[arg-type]
+        sampler = Sampling(self.sampling, rate=self.rate, cap=self.participation_cap)
         lines = [*self._head(), ""]
         order = "" if self.accountant_order is None else f", order {self.accountant_order:g}"
         error = f", its numerical error of {self.accountant_error:g} included" if self.accountant_error else ""

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from numbers import Integral
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -22,9 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedcomp.errors import ConfigError, FedcompError
-from fedcomp.params import shown
 from fedcomp.rng import Key
-from fedcomp.rules import Flag, Int, Made, Maybe
+from fedcomp.rules import Flag, Int, Made, Maybe, checked
 from fedcomp.tasks import models
 from fedcomp.tasks.options import TaskOption, plain
 from fedcomp.tasks.partition import Assignment, parse_partitioner, permutation
@@ -105,7 +103,7 @@ class Split:
         ConfigError
             When one of them is not a whole number or negative, ``batch_size`` is below 1, or both are None.
         """
-        _check_limits(batch_size, epochs, max_steps)
+        batch_size, epochs, max_steps = _checked_limits(batch_size, epochs, max_steps)
         x, y = self.tensors
         steps, epoch = 0, 0
         # With epochs=None the loop below would never end on an empty split.
@@ -144,15 +142,12 @@ def _partitioner_text(value: Any) -> str:
     return str(parse_partitioner(value))
 
 
-def _check_limits(batch_size: int, epochs: int | None, max_steps: int | None) -> None:
-    for name, value, least in (("batch_size", batch_size, 1), ("epochs", epochs, 0), ("max_steps", max_steps, 0)):
-        if value is None and name != "batch_size":
-            continue
-        # To Python True is a whole number; here it is a mistake.
-        if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-            raise ConfigError(f"{name}={shown(value)}; expected a whole number, at least {least}")
+def _checked_limits(batch_size: int, epochs: int | None, max_steps: int | None) -> tuple[int, int | None, int | None]:
+    batch_size = checked("batch_size", batch_size, Int(1))
+    epochs, max_steps = checked("epochs", epochs, Maybe(Int())), checked("max_steps", max_steps, Maybe(Int()))
     if epochs is None and max_steps is None:
         raise ConfigError("epochs=None, max_steps=None: expected a limit on epochs or steps")
+    return batch_size, epochs, max_steps
 
 
 COMMON_OPTIONS: Mapping[str, TaskOption] = {
@@ -380,7 +375,7 @@ class Task(ABC):
         """
         descent = Sgd(model.parameters(), lr=lr, **rates)
         # Here as well: with an empty partition no batch is drawn that would check them.
-        _check_limits(batch_size, epochs, max_steps)
+        batch_size, epochs, max_steps = _checked_limits(batch_size, epochs, max_steps)
         if len(data) == 0:
             raise EmptyPartition(
                 f"task {self.name!r}: this partition holds no example to train on; use fewer partitions, "

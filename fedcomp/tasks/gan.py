@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from fedcomp.errors import ConfigError
 from fedcomp.rng import Key
+from fedcomp.rules import BelowOne, Configured, Positive
 from fedcomp.tasks import models
 from fedcomp.tasks.base import Split, single_thread
 
@@ -178,7 +179,7 @@ def one_hot(labels: NDArray[np.int64], classes: int) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Adam:
+class Adam(Configured):
     """Adam (Kingma, Ba 2015, algorithm 1) on arrays by name; the same for one network and for many stacked ones.
 
     Parameters
@@ -194,14 +195,8 @@ class Adam:
     (1.5, 1)
     """
 
-    lr: float = 1e-3
-    decay: float = 0.5
-
-    def __post_init__(self) -> None:
-        if not 0.0 < self.lr < float("inf"):
-            raise ConfigError(f"Adam's step size {self.lr!r} is not valid: a positive finite number")
-        if not 0.0 <= self.decay < 1.0:
-            raise ConfigError(f"Adam's decay rate {self.decay!r} is not valid: at least 0 and below 1")
+    lr: Positive = 1e-3
+    decay: BelowOne = 0.5
 
     def start(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the moments and the step count before the first step."""

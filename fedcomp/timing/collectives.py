@@ -11,22 +11,22 @@ decoded, added and encoded again at every hop, where the next hop waits for it, 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from fedcomp import params
 from fedcomp.errors import ConfigError
+from fedcomp.rules import Configured, Int, NotNegative, Real, checked
 
 __all__ = ["Coding", "Network"]
 
 
 def _cost(name: str, value: Any) -> float:
-    return params.number(name, value, rule="a finite, non-negative number", ok=lambda v: 0 <= v < math.inf)
+    cost: float = checked(name, value, Real(least=0.0))
+    return cost
 
 
 @dataclass(frozen=True, slots=True)
-class Coding:
+class Coding(Configured):
     """What a compressor costs and saves.
 
     Parameters
@@ -42,18 +42,13 @@ class Coding:
         When the ratio is below 1 or a cost is negative or not finite.
     """
 
-    ratio: float
-    encode_per_byte: float = 0.0
-    decode_per_byte: float = 0.0
-
-    def __post_init__(self) -> None:
-        params.number("ratio", self.ratio, rule="a finite number, at least 1", ok=lambda v: 1 <= v < math.inf)
-        _cost("encode_per_byte", self.encode_per_byte)
-        _cost("decode_per_byte", self.decode_per_byte)
+    ratio: Annotated[float, Real(least=1.0)]
+    encode_per_byte: NotNegative = 0.0
+    decode_per_byte: NotNegative = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class Network:
+class Network(Configured):
     """Equal workers with equal links.
 
     Parameters
@@ -76,16 +71,11 @@ class Network:
     (0.311, 1.659)
     """
 
-    workers: int
-    latency: float = 0.0
-    per_byte: float = 0.0
-    add_per_byte: float = 0.0
-    fixed: float = 0.0
-
-    def __post_init__(self) -> None:
-        params.integer("workers", self.workers, low=2)
-        for name in ("latency", "per_byte", "add_per_byte", "fixed"):
-            _cost(name, getattr(self, name))
+    workers: Annotated[int, Int(2)]
+    latency: NotNegative = 0.0
+    per_byte: NotNegative = 0.0
+    add_per_byte: NotNegative = 0.0
+    fixed: NotNegative = 0.0
 
     def ring(self, nbytes: float) -> float:
         """Return the seconds of a ring all-reduce: reduce-scatter, then all-gather."""
@@ -115,7 +105,7 @@ class Network:
         With several ``segments`` coding runs beside the ring, and only the first segment's share of the shorter of the
         two is not hidden; every segment is a collective with latencies of its own. With one nothing overlaps.
         """
-        segments = params.integer("segments", segments, low=1)
+        segments = checked("segments", segments, Int(1))
         n = _cost("nbytes", nbytes)
         code = n * (coding.encode_per_byte + coding.decode_per_byte)
         travel = segments * self.ring(n / coding.ratio / segments)

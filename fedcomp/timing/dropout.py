@@ -18,11 +18,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Annotated, Final
 
 from fedcomp.errors import ConfigError
 from fedcomp.rng import Key
+from fedcomp.rules import Configured, NotNegative, Positive, Real, Share
 from fedcomp.timing.links import Link
+
+_Seconds = Annotated[float, Real(above=0.0, infinite=True)]
 
 NEVER: Final = math.inf
 """The time of something that does not happen."""
@@ -89,7 +92,7 @@ Failures = Callable[[int, int], Presence]
 
 
 @dataclass(frozen=True)
-class OnOff:
+class OnOff(Configured):
     """Devices present for an exponential time, away for an exponential time, and so on; present when a round begins.
 
     Parameters
@@ -110,17 +113,16 @@ class OnOff:
         When a mean is not positive, or devices come back and the horizon is not finite.
     """
 
-    mean_on: float
-    mean_off: float = math.inf
+    mean_on: _Seconds
+    mean_off: _Seconds = math.inf
     key: Key = field(default_factory=lambda: Key(0, "dropout"))
-    horizon: float = math.inf
+    horizon: _Seconds = math.inf
 
-    def __post_init__(self) -> None:
-        for name in ("mean_on", "mean_off", "horizon"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; expected a positive number of seconds")
+    def conflict(self) -> str:
+        """Comings and goings have to end."""
         if math.isinf(self.horizon) and math.isfinite(self.mean_on) and math.isfinite(self.mean_off):
-            raise ConfigError("devices come and go for ever; give the seconds of a round that matter as horizon")
+            return "devices come and go for ever; give the seconds of a round that matter as horizon"
+        return ""
 
     def __call__(self, server_round: int, client: int) -> Presence:
         """Return when ``client`` can be reached in ``server_round``."""
@@ -151,7 +153,7 @@ def _waiting(mean: float, uniform: float) -> float:
 
 
 @dataclass(frozen=True)
-class Trace:
+class Trace(Configured):
     """Devices that are present when a recorded trace says so.
 
     Parameters
@@ -168,11 +170,10 @@ class Trace:
     """
 
     stays: Mapping[int, Sequence[tuple[float, float]]]
-    period: float
+    period: Positive
 
     def __post_init__(self) -> None:
-        if not 0 < self.period < math.inf:
-            raise ConfigError(f"period is {self.period!r}; expected a positive, finite number of seconds")
+        super().__post_init__()
         for stays in self.stays.values():
             # Made for its checks alone.
             Presence(tuple(stays))
@@ -206,7 +207,7 @@ class Trace:
 
 
 @dataclass(frozen=True)
-class Compute:
+class Compute(Configured):
     """How long training takes: ``mean`` seconds, evenly spread by up to ``spread`` of it to either side.
 
     Raises
@@ -215,16 +216,9 @@ class Compute:
         When the mean is negative or not finite, or the spread is not a share between 0 and 1.
     """
 
-    mean: float
-    spread: float = 0.0
+    mean: NotNegative
+    spread: Share = 0.0
     key: Key = field(default_factory=lambda: Key(0, "compute"))
-
-    def __post_init__(self) -> None:
-        if not (0 <= self.mean < math.inf and 0 <= self.spread <= 1):
-            raise ConfigError(
-                f"computing for {self.mean!r} s with a spread of {self.spread!r}: expected finite seconds of at least "
-                "0, and a spread of 0 to 1"
-            )
 
     def __call__(self, server_round: int, client: int) -> float:
         """Return the seconds ``client`` trains in ``server_round``."""

@@ -11,19 +11,18 @@ bytes into seconds that can be compared; it does not predict a network. The figu
 
 from __future__ import annotations
 
-import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
-from fedcomp import params
 from fedcomp.errors import ConfigError, nearest
+from fedcomp.rules import Configured, NotNegative, Real, checked
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class Link(Configured):
     """One node's connection to the server.
 
     Parameters
@@ -39,14 +38,9 @@ class Link:
         When one of them is not a number, a bandwidth is not positive, or the latency is negative or not finite.
     """
 
-    up_bits_per_s: float
-    down_bits_per_s: float
-    latency_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        for field in ("up_bits_per_s", "down_bits_per_s"):
-            params.number(field, getattr(self, field), rule="a positive number of bits per second", ok=lambda v: v > 0)
-        _seconds("latency_s", self.latency_s)
+    up_bits_per_s: Annotated[float, Real(above=0.0, infinite=True)]
+    down_bits_per_s: Annotated[float, Real(above=0.0, infinite=True)]
+    latency_s: NotNegative = 0.0
 
     def up_seconds(self, nbytes: float) -> float:
         """Return the seconds ``nbytes`` take from the node to the server: ``latency + 8 nbytes / up``."""
@@ -57,12 +51,9 @@ class Link:
         return self.latency_s + 8.0 * _bytes(nbytes) / self.down_bits_per_s
 
 
-def _seconds(what: str, value: Any) -> float:
-    return params.number(what, value, rule="a finite, non-negative number of seconds", ok=lambda v: 0 <= v < math.inf)
-
-
 def _bytes(value: Any) -> float:
-    return params.number("nbytes", value, rule="a finite number of bytes, at least 0", ok=lambda v: 0 <= v < math.inf)
+    nbytes: float = checked("nbytes", value, Real(least=0.0))
+    return nbytes
 
 
 PRESETS: Final[Mapping[str, Link]] = {
@@ -152,7 +143,7 @@ def simulated_seconds(
         When a row's direction is neither "up" nor "down", its bytes are negative or beyond 64 bits, ``compute``
         is negative or not finite, or a node has no link.
     """
-    _seconds("compute", compute)
+    checked("compute", compute, Real(least=0.0))
     # exchange -> node -> [down bytes, down messages, up bytes, up messages]
     traffic: dict[tuple[int, str], dict[int, list[int]]] = defaultdict(dict)
     for row in rows:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -17,13 +18,14 @@ from numpy.typing import ArrayLike, NDArray
 from fedcomp import params
 from fedcomp.errors import ConfigError
 from fedcomp.rng import Key
+from fedcomp.rules import Configured, Int, NotNegative
 from fedcomp.timing.collectives import Coding, Network
 
 __all__ = ["Pipeline", "layered", "log_normal", "ring_events", "simulate", "stable_step", "star"]
 
 
 @dataclass(frozen=True, slots=True)
-class Pipeline:
+class Pipeline(Configured):
     """Iterations of which ``width`` may be in flight, on one processor and one link.
 
     Parameters
@@ -41,14 +43,9 @@ class Pipeline:
     (1.0, 1.5)
     """
 
-    compute: float
-    communicate: float
-    width: int = 2
-
-    def __post_init__(self) -> None:
-        for name in ("compute", "communicate"):
-            params.number(name, getattr(self, name), rule="a finite number >= 0", ok=lambda v: 0.0 <= v < math.inf)
-        params.integer("width", self.width, low=1)
+    compute: NotNegative
+    communicate: NotNegative
+    width: Annotated[int, Int(1)] = 2
 
     @property
     def period(self) -> float:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Final, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
-from fedcomp import params
+from fedcomp.coding.encodings import CODES as ENCODINGS
 from fedcomp.coding.encodings import encoding_matrix
 from fedcomp.coding.gradcode import SCHEMES
 from fedcomp.coding.gradvalues import ARITHMETICS, values_of
@@ -19,6 +19,22 @@ from fedcomp.coding.sumcode import MODES
 from fedcomp.errors import ConfigError, nearest
 from fedcomp.flower.coded import MAX_STORE_BYTES
 from fedcomp.flower.linear import VECTOR_TYPES
+from fedcomp.rules import (
+    TIMEOUT,
+    Configured,
+    Density,
+    Flag,
+    Inside,
+    Int,
+    Maybe,
+    NotNegative,
+    OneOf,
+    Positive,
+    Real,
+    Seed,
+    Switch,
+    Text,
+)
 
 # As text: every construction imports this module, and some bring libraries that others do without.
 CONSTRUCTIONS: Final[Mapping[str, str]] = {
@@ -36,7 +52,7 @@ Options = TypeVar("Options")
 
 
 @dataclass(frozen=True, kw_only=True)
-class CodedSettings:
+class CodedSettings(Configured):
     """Settings of every construction of :class:`fedcomp.strategies.coded.strategy.CodedFedAvg`.
 
     Parameters
@@ -77,20 +93,20 @@ class CodedSettings:
         For values that are not valid by themselves.
     """
 
-    construction: str = "relay"
-    code: str = "rlnc"
-    symbols: int = 0
-    shards: int = 0
-    loss: float | None = None
-    target: float = 0.999
-    threshold: int = 0
-    transport: str = "hub"
-    seal: bool | None = None
-    share_timeout: float | None = None
-    collect_timeout: float | None = None
-    max_store_bytes: int = MAX_STORE_BYTES
+    construction: Annotated[str, OneOf(*CONSTRUCTIONS)] = "relay"
+    code: Annotated[str, OneOf(*CODES)] = "rlnc"
+    symbols: Annotated[int, Int()] = 0
+    shards: Annotated[int, Int()] = 0
+    loss: Annotated[float | None, Maybe(Real(least=0.0, below=1.0))] = None
+    target: Inside = 0.999
+    threshold: Annotated[int, Int()] = 0
+    transport: Annotated[str, OneOf(*TRANSPORTS)] = "hub"
+    seal: Annotated[bool | None, Maybe(Flag())] = None
+    share_timeout: Annotated[float | None, TIMEOUT] = None
+    collect_timeout: Annotated[float | None, TIMEOUT] = None
+    max_store_bytes: Annotated[int, Int()] = MAX_STORE_BYTES
     spool: str | os.PathLike[str] | None = None
-    seed: int = 0
+    seed: Seed = 0
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -101,18 +117,9 @@ class CodedSettings:
         options = {name: value for name, value in given.items() if name not in known}
         return cls(**{name: value for name, value in given.items() if name in known}, options=options)
 
-    def __post_init__(self) -> None:
-        params.choice("construction", self.construction, CONSTRUCTIONS)
-        params.choice("code", self.code, CODES)
-        params.choice("transport", self.transport, TRANSPORTS)
-        _require_counts(self, "symbols", "shards", "threshold", "max_store_bytes")
-        if self.loss is not None:
-            params.number("loss", self.loss, rule="a fraction of relays in [0, 1)", ok=lambda v: 0.0 <= v < 1.0)
-        params.number("target", self.target, rule="a probability of decoding in (0, 1)", ok=lambda v: 0.0 < v < 1.0)
-        for name in ("share_timeout", "collect_timeout"):
-            _require_timeout(name, getattr(self, name))
-        _require_spool(self.transport, self.spool)
-        params.assign(self, seed=params.seed(self.seed))
+    def conflict(self) -> str:
+        """Only peers have simulated links."""
+        return spool_conflict(self.transport, self.spool)
 
     def own(self, kind: type[Options]) -> Options:
         """Return the construction's own options as ``kind``, a dataclass.
@@ -135,7 +142,7 @@ class NoOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SumOptions:
+class SumOptions(Configured):
     """Options of coded sums alone.
 
     Parameters
@@ -157,22 +164,15 @@ class SumOptions:
         says why; with 2 it warns in its log.
     """
 
-    mode: str = "share"
-    weighted: bool = True
-    max_weight: int = 0
-    metrics: bool = False
-    min_contributors: int = 2
-
-    def __post_init__(self) -> None:
-        params.choice("mode", self.mode, MODES)
-        params.boolean("weighted", self.weighted)
-        params.boolean("metrics", self.metrics)
-        _require_counts(self, "max_weight")
-        _require_counts(self, "min_contributors", low=1)
+    mode: Annotated[str, OneOf(*MODES)] = "share"
+    weighted: Switch = True
+    max_weight: Annotated[int, Int()] = 0
+    metrics: Switch = False
+    min_contributors: Annotated[int, Int(1)] = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class GradientOptions:
+class GradientOptions(Configured):
     """Options of gradient codes alone.
 
     Parameters
@@ -194,20 +194,17 @@ class GradientOptions:
         0 waits for all or for ``collect_timeout``. With ``losses=0`` this is a server that ignores stragglers.
     """
 
-    losses: int = 1
-    scheme: str = "auto"
-    arithmetic: str = "float64"
-    limit: float = 128.0
-    approximate: bool = False
-    quorum: int = 0
+    losses: Annotated[int, Int()] = 1
+    scheme: Annotated[str, OneOf(*SCHEMES)] = "auto"
+    arithmetic: Annotated[str, OneOf(*ARITHMETICS)] = "float64"
+    limit: Annotated[float, Real(finite=False)] = 128.0
+    approximate: Switch = False
+    quorum: Annotated[int, Int()] = 0
 
-    def __post_init__(self) -> None:
-        params.choice("scheme", self.scheme, SCHEMES)
-        params.choice("arithmetic", self.arithmetic, ARITHMETICS)
-        params.boolean("approximate", self.approximate)
-        _require_counts(self, "losses", "quorum")
+    def conflict(self) -> str:
+        """Answers that do not determine the sum are of use to approximate decoding alone, which not every code has."""
         if self.quorum and not self.approximate:
-            raise ConfigError(
+            return (
                 f"quorum={self.quorum} ends a round with answers that may not determine the sum; allow that with "
                 "approximate=True, or leave it out"
             )
@@ -215,14 +212,15 @@ class GradientOptions:
         # round.
         values_of(self.arithmetic, 2, self.limit)
         if self.approximate and self.arithmetic != "float64" and self.scheme != "fractional":
-            raise ConfigError(
+            return (
                 "a cyclic code over a field cannot be decoded approximately; use arithmetic='float64', or "
                 "scheme='fractional'"
             )
+        return ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinearSettings:
+class LinearSettings(Configured):
     """Settings of :class:`fedcomp.strategies.coded.linear.CodedLinearGD`.
 
     Parameters
@@ -265,46 +263,30 @@ class LinearSettings:
         For a value out of range, or a code and a density that do not fit.
     """
 
-    partitions: int = 0
-    parities: int = 2
-    code: str = "balanced"
-    density: float = 0.5
-    loss: str = "logistic"
-    lr: float = 0.1
-    l2: float = 0.0
-    approximate: bool = False
-    retries: int = 7
-    timeout: float | None = None
-    payload: str = "float64"
-    transport: str = "hub"
+    partitions: Annotated[int, Int()] = 0
+    parities: Annotated[int, Int()] = 2
+    code: Annotated[str, OneOf(*ENCODINGS)] = "balanced"
+    density: Density = 0.5
+    loss: Annotated[str, OneOf(*LOSSES)] = "logistic"
+    lr: Positive = 0.1
+    l2: NotNegative = 0.0
+    approximate: Switch = False
+    retries: Annotated[int, Int()] = 7
+    timeout: Annotated[float | None, TIMEOUT] = None
+    payload: Annotated[str, OneOf(*VECTOR_TYPES)] = "float64"
+    transport: Annotated[str, OneOf(*TRANSPORTS)] = "hub"
     spool: str | os.PathLike[str] | None = None
-    seed: int = 0
-    configrecord_key: str = "config"
+    seed: Seed = 0
+    configrecord_key: Annotated[str, Text()] = "config"
 
-    def __post_init__(self) -> None:
-        _require_counts(self, "partitions", "parities", "retries")
-        # Says what is wrong with a code or density before any node is asked.
+    def conflict(self) -> str:
+        """Code and density have to fit, which shows before any node is asked; only peers have simulated links."""
         encoding_matrix(self.code, self.parities + 1, 1, density=self.density)
-        params.choice("loss", self.loss, LOSSES)
-        params.choice("payload", self.payload, VECTOR_TYPES)
-        params.choice("transport", self.transport, TRANSPORTS)
-        params.positive("lr", self.lr)
-        params.number("l2", self.l2, rule="a finite number >= 0", ok=lambda v: 0.0 <= v < float("inf"))
-        _require_timeout("timeout", self.timeout)
-        _require_spool(self.transport, self.spool)
-        params.assign(self, seed=params.seed(self.seed))
+        return spool_conflict(self.transport, self.spool)
 
 
-def _require_counts(settings: Any, *names: str, low: int = 0) -> None:
-    # Written back: whole floats and numpy's numbers became plain integers.
-    params.assign(settings, **{name: params.integer(name, getattr(settings, name), low=low) for name in names})
-
-
-def _require_timeout(name: str, value: float | None) -> None:
-    if value is not None:
-        params.number(name, value, rule="seconds > 0, or None for the run's timeout", ok=lambda v: v > 0)
-
-
-def _require_spool(transport: str, spool: str | os.PathLike[str] | None) -> None:
-    if spool is not None and transport != "peers":
-        raise ConfigError("spool is the folder of simulated links between peers; it needs transport='peers'")
+def spool_conflict(transport: str, spool: str | os.PathLike[str] | None) -> str:
+    """Return why a folder of simulated links does not fit a transport; empty where it does."""
+    if spool is None or transport == "peers":
+        return ""
+    return "spool is the folder of simulated links between peers; it needs transport='peers'"

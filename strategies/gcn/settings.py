@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Final
+from typing import Annotated, Final
 
-from fedcomp import params
-from fedcomp.errors import ConfigError
 from fedcomp.flower.gcn import MOST_STEPS
 from fedcomp.graphs.cache import POLICIES
-from fedcomp.graphs.rowcodecs import get_row_codec
+from fedcomp.graphs.rowcodecs import ROW_CODECS
+from fedcomp.rules import TIMEOUT, Configured, Int, NotNegative, OneOf, Switch
 
 EVALUATIONS: Final = ("full", "sampled")
 
@@ -19,7 +17,7 @@ CACHE_BYTES: Final = 64 * 1024 * 1024
 
 
 @dataclass(frozen=True)
-class RowSettings:
+class RowSettings(Configured):
     """How feature rows travel between owners, and which of them a client keeps.
 
     Parameters
@@ -48,22 +46,11 @@ class RowSettings:
     1048576
     """
 
-    codec: str = "dense-f32"
-    cache: str = "none"
-    cache_bytes: int = CACHE_BYTES
-    dedupe: bool = False
-    noise: float = 0.0
-
-    def __post_init__(self) -> None:
-        get_row_codec(self.codec)
-        params.choice("cache", self.cache, POLICIES)
-        params.boolean("dedupe", self.dedupe)
-        rule = "a standard deviation, finite and at least 0"
-        params.assign(
-            self,
-            cache_bytes=params.integer("cache_bytes", self.cache_bytes, low=1),
-            noise=params.number("noise", self.noise, rule=rule, ok=lambda v: 0.0 <= v < math.inf),
-        )
+    codec: Annotated[str, OneOf(*ROW_CODECS)] = "dense-f32"
+    cache: Annotated[str, OneOf(*POLICIES)] = "none"
+    cache_bytes: Annotated[int, Int(1)] = CACHE_BYTES
+    dedupe: Switch = False
+    noise: NotNegative = 0.0
 
     @property
     def limit(self) -> int:
@@ -72,7 +59,7 @@ class RowSettings:
 
 
 @dataclass(frozen=True)
-class RoundSettings:
+class RoundSettings(Configured):
     """What a round asks of a client.
 
     Parameters
@@ -98,20 +85,10 @@ class RoundSettings:
     'local SGD, 4 steps a round'
     """
 
-    local_steps: int = 1
-    batch_size: int = 128
-    evaluate: str = "full"
-    timeout: float | None = None
-
-    def __post_init__(self) -> None:
-        params.choice("evaluate", self.evaluate, EVALUATIONS)
-        params.assign(
-            self,
-            local_steps=params.integer("local_steps", self.local_steps, low=1, high=MOST_STEPS),
-            batch_size=params.integer("batch_size", self.batch_size, low=0),
-        )
-        if self.timeout is not None and not self.timeout > 0:
-            raise ConfigError(f"timeout={self.timeout!r} is not valid: give seconds > 0, or None")
+    local_steps: Annotated[int, Int(1, MOST_STEPS)] = 1
+    batch_size: Annotated[int, Int()] = 128
+    evaluate: Annotated[str, OneOf(*EVALUATIONS)] = "full"
+    timeout: Annotated[float | None, TIMEOUT] = None
 
     @property
     def method(self) -> str:

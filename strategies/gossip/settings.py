@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from fedcomp import params
-from fedcomp.errors import ConfigError
 from fedcomp.flower.coded import MAX_STORE_BYTES
 from fedcomp.gossip.run import Observer
+from fedcomp.rules import TIMEOUT, Configured, Int, Maybe, NotNegative, OneOf, Seed, Switch, Text
 
 
 @dataclass(frozen=True, kw_only=True)
-class GossipSettings:
+class GossipSettings(Configured):
     """How :class:`fedcomp.strategies.gossip.strategy.GossipRelay` runs its rounds.
 
     Parameters
@@ -56,8 +55,7 @@ class GossipSettings:
     Raises
     ------
     ConfigError
-        For a value out of range; ``dtype``, ``dense_below`` and ``buffers`` are checked by
-        :class:`fedcomp.flower.gossip.GossipSetup`, which announces them to the nodes.
+        For a value out of range.
 
     Examples
     --------
@@ -65,35 +63,26 @@ class GossipSettings:
     0
     """
 
-    skew_rounds: int | Literal["auto"] = 0
-    patience: int = 5
-    timeout: float | None = None
-    wait: float = 0.0
-    observe_every: int = 1
-    dtype: str = "float32"
-    dense_below: int = 64
-    buffers: str = "dense"
+    skew_rounds: Annotated[int | Literal["auto"], Maybe(Int(), "auto")] = 0
+    patience: Annotated[int, Int(1)] = 5
+    timeout: Annotated[float | None, TIMEOUT] = None
+    wait: NotNegative = 0.0
+    observe_every: Annotated[int, Int(1)] = 1
+    dtype: Annotated[str, OneOf("float32", "float64")] = "float32"
+    dense_below: Annotated[int, Int()] = 64
+    buffers: Annotated[str, OneOf("dense", "local")] = "dense"
     watch: Observer | bool = True
-    transport: str = "hub"
-    seal: bool = True
-    max_store_bytes: int = MAX_STORE_BYTES
+    transport: Annotated[str, OneOf("hub", "peers")] = "hub"
+    seal: Switch = True
+    max_store_bytes: Annotated[int, Int(1)] = MAX_STORE_BYTES
     spool: str | os.PathLike[str] | None = None
-    seed: int = 0
-    configrecord_key: str = "config"
+    seed: Seed = 0
+    configrecord_key: Annotated[str, Text()] = "config"
 
-    def __post_init__(self) -> None:
-        seed = params.seed(self.seed)
-        least_one = ("patience", "observe_every", "max_store_bytes")
-        counts = {name: params.integer(name, getattr(self, name), low=1) for name in least_one}
-        params.assign(self, seed=seed, **counts)
-        if self.skew_rounds != "auto":
-            params.assign(self, skew_rounds=params.integer("skew_rounds", self.skew_rounds, low=0))
-        if self.timeout is not None:
-            params.number("timeout", self.timeout, rule="seconds > 0, or None", ok=lambda v: v > 0)
-        params.number("wait", self.wait, rule="seconds, at least 0", ok=lambda v: 0 <= v < float("inf"))
-        params.choice("transport", self.transport, ("hub", "peers"))
-        params.boolean("seal", self.seal)
+    def conflict(self) -> str:
+        """Only peers have simulated links, and only what can be called can watch."""
         if self.spool is not None and self.transport != "peers":
-            raise ConfigError("spool is the folder of simulated links between peers; it needs transport='peers'")
+            return "spool is the folder of simulated links between peers; it needs transport='peers'"
         if not (isinstance(self.watch, bool) or callable(self.watch)):
-            raise ConfigError(f"watch={self.watch!r} is not valid: True, False, or a callable for every iteration")
+            return f"watch={self.watch!r} is not valid: True, False, or a callable for every iteration"
+        return ""

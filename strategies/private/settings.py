@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
+from typing import Annotated
 
 from fedcomp import params
-from fedcomp.errors import ConfigError
 from fedcomp.flower.datalens import SENDS
-from fedcomp.privacy.events import Adjacency
-from fedcomp.privacy.lsg import check_fraction, check_mask
+from fedcomp.privacy.events import Adjacency, Noise
+from fedcomp.privacy.lsg import MASKS, SCHEDULES
 from fedcomp.privacy.sampling import Sampling
+from fedcomp.rules import (
+    AboveZero,
+    BelowOne,
+    Configured,
+    Inside,
+    Int,
+    Maybe,
+    NotNegative,
+    OneOf,
+    Positive,
+    Real,
+    Seed,
+    Switch,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrivacySettings:
+class PrivacySettings(Configured):
     """The promise of a private strategy, and what it costs.
 
     Strategies take these as keyword arguments: ``DpFedAvg(inner, clip=1.0, noise_multiplier=2.0, budget=8.0)``.
@@ -48,37 +61,35 @@ class PrivacySettings:
     Raises
     ------
     ConfigError
-        For values that are not valid by themselves. Mechanism and ledger check the others.
+        For values that are not valid by themselves. Mechanism and ledger check what they are together.
     """
 
-    noise_multiplier: float
+    noise_multiplier: NotNegative
     adjacency: Adjacency = "zero_out"
-    delta: float = 1e-5
-    population: int = 0
+    delta: Inside = 1e-5
+    population: Annotated[int, Int()] = 0
     sampling: Sampling | None = None
-    budget: float | None = None
-    noise: str = "discrete_gaussian"
-    pad: bool = True
-    insecure_deterministic: bool = False
-    seed: int = 0
+    budget: Annotated[float | None, Maybe(Real(above=0.0))] = None
+    noise: Noise = "discrete_gaussian"
+    pad: Switch = True
+    insecure_deterministic: Switch = False
+    seed: Seed = 0
     drawn: Sampling = field(init=False)
     """Who takes part, where that is not said, too."""
 
     def __post_init__(self) -> None:
-        # A name alone would leave rate and cap open.
-        if self.sampling is not None and not isinstance(self.sampling, Sampling):
-            raise ConfigError(f"sampling={self.sampling!r} is not valid: an object, such as Sampling('capped', cap=20)")
-        if self.budget is not None:
-            params.positive("budget", self.budget)
-        params.boolean("insecure_deterministic", self.insecure_deterministic)
-        params.boolean("pad", self.pad)
-        params.assign(self, seed=params.seed(self.seed))
-        params.assign(self, population=params.integer("population", self.population, low=0))
+        super().__post_init__()
         params.assign(self, drawn=Sampling() if self.sampling is None else self.sampling)
+
+    def conflict(self) -> str:
+        """A name alone would leave rate and cap open."""
+        if self.sampling is None or isinstance(self.sampling, Sampling):
+            return ""
+        return f"sampling={self.sampling!r} is not valid: an object, such as Sampling('capped', cap=20)"
 
 
 @dataclass(frozen=True, kw_only=True)
-class LsgSettings:
+class LsgSettings(Configured):
     """How updates are shortened before noise.
 
     Parameters
@@ -110,30 +121,24 @@ class LsgSettings:
     'constant'
     """
 
-    clip: float
-    rank: int
-    keep: float = 1.0
-    schedule: str = "constant"
-    schedule_rounds: int = 0
-    mask: str = "random"
+    clip: Positive
+    rank: Annotated[int, Int()]
+    keep: AboveZero = 1.0
+    schedule: Annotated[str, OneOf(*SCHEDULES)] = "constant"
+    schedule_rounds: Annotated[int, Int()] = 0
+    mask: Annotated[str, OneOf(*MASKS)] = "random"
     whole: str = ""
-    history: int = 0
+    history: Annotated[int, Int()] = 0
 
-    def __post_init__(self) -> None:
-        # Schedules and masks are checked by the core: DP-SGD on records takes the same.
-        check_fraction(self.schedule, self.schedule_rounds, self.keep)
-        check_mask(self.mask)
-        params.assign(
-            self,
-            clip=params.positive("clip", self.clip),
-            rank=params.integer("rank", self.rank, low=0),
-            keep=float(self.keep),
-            history=params.integer("history", self.history, low=0),
-        )
+    def conflict(self) -> str:
+        """A schedule has to end."""
+        if self.schedule == "constant" or self.schedule_rounds:
+            return ""
+        return f"schedule={self.schedule!r} needs schedule_rounds >= 1, the rounds that it runs over"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShareSettings:
+class ShareSettings(Configured):
     """How clients bound their updates and share the noise of a sum.
 
     Parameters
@@ -156,7 +161,7 @@ class ShareSettings:
     Raises
     ------
     ConfigError
-        For a clip norm that is not positive; the mechanism checks the other values.
+        For a value out of range; the mechanism checks them together with the number of clients.
 
     Examples
     --------
@@ -164,20 +169,16 @@ class ShareSettings:
     1.0
     """
 
-    clip: float
-    tolerated: int = 0
-    honest: float = 1.0
-    threshold: int = 1
-    scale: int = 0
-    rotate: bool = False
-
-    def __post_init__(self) -> None:
-        # The mechanism checks the others, together with the number of clients.
-        params.assign(self, clip=params.positive("clip", self.clip))
+    clip: Positive
+    tolerated: Annotated[int, Int()] = 0
+    honest: AboveZero = 1.0
+    threshold: Annotated[int, Int()] = 1
+    scale: Annotated[int, Int()] = 0
+    rotate: Switch = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class VoteSettings:
+class VoteSettings(Configured):
     """What teachers vote on, and how far a generator follows.
 
     Parameters
@@ -201,26 +202,16 @@ class VoteSettings:
         For a value out of range.
     """
 
-    k: int
-    images: int = 15
-    eta: float = 1e-3
-    beta: float = 0.2
-    saturation: float | None = None
-    stochastic: bool = True
-
-    def __post_init__(self) -> None:
-        k, images = params.integer("k", self.k, low=1), params.integer("images", self.images, low=1)
-        params.assign(self, k=k, images=images)
-        params.positive("eta", self.eta)
-        params.number("beta", self.beta, rule="a finite number >= 0", ok=lambda v: 0.0 <= v < math.inf)
-        # Here and not by the clients, which would refuse every request.
-        if self.saturation is not None:
-            params.positive("saturation", self.saturation)
-        params.boolean("stochastic", self.stochastic)
+    k: Annotated[int, Int(1)]
+    images: Annotated[int, Int(1)] = 15
+    eta: Positive = 1e-3
+    beta: NotNegative = 0.2
+    saturation: Annotated[float | None, Maybe(Real(above=0.0))] = None
+    stochastic: Switch = True
 
 
 @dataclass(frozen=True, kw_only=True)
-class TeacherSettings:
+class TeacherSettings(Configured):
     """How many teachers a client has, and how they learn.
 
     Parameters
@@ -243,17 +234,10 @@ class TeacherSettings:
         For a value out of range.
     """
 
-    teachers: int = 1
-    teacher_lr: float = 1e-3
-    decay: float = 0.5
-    pretrain: int = 10
-    steps: int = 2
-    batch: int = 30
-    send: str = "generator"
-
-    def __post_init__(self) -> None:
-        for name, low in {"teachers": 1, "batch": 1, "pretrain": 0, "steps": 0}.items():
-            params.assign(self, **{name: params.integer(name, getattr(self, name), low=low)})
-        params.positive("teacher_lr", self.teacher_lr)
-        params.number("decay", self.decay, rule="a number in [0, 1)", ok=lambda v: 0.0 <= v < 1.0)
-        params.choice("send", self.send, SENDS)
+    teachers: Annotated[int, Int(1)] = 1
+    teacher_lr: Positive = 1e-3
+    decay: BelowOne = 0.5
+    pretrain: Annotated[int, Int()] = 10
+    steps: Annotated[int, Int()] = 2
+    batch: Annotated[int, Int(1)] = 30
+    send: Annotated[str, OneOf(*SENDS)] = "generator"

@@ -301,88 +301,24 @@ def test_configurations_recreate_the_algorithm(config: dict[str, Any]) -> None:
         get_algorithm({**config, "momentums": 0.9})
 
 
-WRONG: Mapping[str, Sequence[Mapping[str, Any]]] = {
-    "dpsgd": ({"lr": -0.1}, {"lr": np.inf}, {"momentum": 1.0}, {"momentum": -0.1}, {"gamma": 0.0}, {"gamma": 1.1}),
-    "choco": (
-        {"gamma": 0.0},
-        {"gamma": 1.5},
-        {"lr": -1.0},
-        {"momentum": 1.0},
-        {"compressor": {"id": "none"}},
-    ),
-    "deepsqueeze": (
-        {"gamma": 0.0},
-        {"gamma": 1.5},
-        {"lr": -1.0},
-        {"momentum": 1.0},
-        {"compressor": {"id": "none"}},
-    ),
-    "sgp": (
-        {"momentum": -0.1},
-        {"lr": np.nan},
-        {"w_min": 0.5, "w_start": 0.1},
-        {"w_start": 1.0},
-        {"decay_over": -1},
-    ),
-    "sparse-push": (
-        {"compressor": {"id": "identity"}, "density": 0.1},
-        {"gamma": 0.0},
-        {"gamma": 1.5},
-        {"gamma": "large"},
-        {"estimates": "none"},
-        {"momentum": 1.0},
-        {"lr": -1.0},
-        {"w_min": 0.0},
-        {"w_min": 0.1},
-        {"digest_every": -1},
-        {"density": 0.0},
-    ),
-    "nids": ({"lr": -1.0}, {"lr": 0.0}),
-    "cold": ({"lr": 0.0}, {"lr": np.nan}, {"gamma": 0.0}, {"gamma": 1.5}, {"gamma": "best"}, {"momentum": 0.9}),
-    "dyna-cold": (
-        {"scale": "fast"},
-        {"rho": 1.0},
-        {"rho": 0.0},
-        {"s0": 0.0},
-        {"s0": np.inf},
-        {"factor": 1.0},
-        {"s_min": 2.0},
-        {"tolerance": 0.5},
-        {"gamma": 0.0},
-        {"gamma": "auto"},
-        {"lr": 0.0},
-        {"copies": False},
-        {"compressor": {"id": "identity"}},
-    ),
-    "gradient-tracking": ({"lr": 0.0}, {"lr": np.inf}),
-    "beer": ({"gamma": 2.0}, {"gamma": "no"}, {"momentum": 0.9}),
-    "lead": ({"alpha": 0.0}, {"alpha": 1.5}, {"gamma": 0.0}),
-    "power-gossip": (
-        {"rank": 0},
-        {"rank": 1.5},
-        {"steps": 0},
-        {"rate": 0.0},
-        {"rate": 2.0},
-        {"rate": "much"},
-        {"values": "float16"},
-        {"lr": -1.0},
-        {"momentum": 1.0},
-        {"digest_every": -1},
-    ),
-    "coordinate-push": ({"density": 1.5}, {"density": 0.0}, {"values": "float16"}, {"w_min": 0.0}),
-}
-
-
 @pytest.mark.parametrize(
-    ("name", "options"), [(name, options) for name in WRONG for options in WRONG[name]], ids=lambda value: str(value)
+    ("name", "options"),
+    [
+        *((name, {"compressor": {"id": "none"}}) for name in ("choco", "deepsqueeze", "sparse-push", "beer", "lead")),
+        *((name, {"w_min": 0.5, "w_start": 0.1}) for name in ("sgp", "sparse-push")),
+        *((name, {"momentum": 0.9}) for name in ("cold", "beer")),
+        ("sparse-push", {"compressor": {"id": "identity"}, "density": 0.1}),
+        ("dyna-cold", {"s_min": 2.0}),
+        ("dyna-cold", {"copies": False}),
+        ("dyna-cold", {"compressor": {"id": "identity"}}),
+    ],
 )
-def test_parameters_that_cannot_work_are_refused(name: str, options: dict[str, Any]) -> None:
+def test_parameters_that_contradict_each_other_or_are_unknown_are_refused(name: str, options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         get_algorithm({"name": name, **options})
 
 
-def test_every_algorithm_has_parameters_that_are_refused() -> None:
-    assert set(WRONG) == {*ALGORITHMS, *AVERAGING}
+def test_an_unknown_algorithm_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean 'coordinate-push'"):
         get_algorithm({"name": "coordinate_push"})
 

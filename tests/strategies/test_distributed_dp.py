@@ -336,10 +336,8 @@ def test_the_ledger_is_part_of_the_state() -> None:
     [
         ({"sampling": Sampling("poisson", rate=0.5)}, "Poisson"),
         ({"adjacency": "add_remove"}, "brings no noise"),
-        ({"noise": "gaussian"}, "integers"),
         ({"tolerated": 6}, "nobody's is left"),
         ({"honest": 0.6, "tolerated": 3}, "nobody's is left"),
-        ({"clip": 0.0}, "clip"),
         ({"codec": RandomK(0.1, shared=False)}, "every client"),
     ],
 )

@@ -430,11 +430,7 @@ def test_buffers_keep_the_servers_values() -> None:
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (lambda: strategy(rank=-1), "rank"),
-        (lambda: strategy(keep=0.0), "keep"),
-        (lambda: strategy(clip=0.0), "clip"),
         (lambda: strategy(schedule="cosine"), "schedule"),
-        (lambda: strategy(mask="batch_topk"), "release"),
         (lambda: run(Compressed(strategy(), TopK(0.1))), "Compressed"),
     ],
 )

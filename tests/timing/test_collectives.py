@@ -67,8 +67,6 @@ def test_what_is_refused() -> None:
     with pytest.raises(ConfigError, match="power of two"):
         Network(6).doubling(1.0)
     for wrong in (
-        lambda: Network(1),
-        lambda: Network(2, latency=-1.0),
         lambda: Coding(0.5),
         lambda: Coding(2.0, float("nan")),
         lambda: Network(2).ring(-1.0),
