@@ -238,9 +238,7 @@ class Local:
         for array in memory.values():
             # A half that wrote into what it was given would have acted by half where it breaks.
             array.setflags(write=False)
-        me = Me(
-            ask.node, now.number, self.seed, self.layout, lambda: now.model, learn, self.data.get(ask.node)
-        )
+        me = Me(ask.node, now.number, self.seed, self.layout, lambda: now.model, learn, self.data.get(ask.node))
         memory, answer = self.system.client(dict(memory), ask, me)
         if crash:
             return None

@@ -51,7 +51,8 @@ FORBIDDEN = {
         *("fedcomp.timing", "fedcomp.graphs"),
     },
     "fedcomp/systems": {
-        *("flwr", "torch", "fedcomp.flower", "fedcomp.tasks", "fedcomp.logs", "fedcomp.local", "fedcomp.timing"),
+        # torch inside functions: LGC's server trains its autoencoder.
+        *("flwr", "fedcomp.flower", "fedcomp.tasks", "fedcomp.logs", "fedcomp.local", "fedcomp.timing"),
     },
     "fedcomp/tasks": {"flwr", "fedcomp.flower", "fedcomp.gossip", "fedcomp.codecs", "fedcomp.kernels", "fedcomp.wire"},
     "fedcomp/privacy": {"flwr", "fedcomp.flower", "fedcomp.tasks", "fedcomp.gossip", "fedcomp.timing", "numba"},

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import numpy as np
 import pytest
 
-from fedcomp.codecs import DFT, RandomK, RandomProjection, TopK
+from fedcomp.codecs import DFT, LGC, Factors, GradiVeQ, PowerSGD, RandomK, RandomProjection, ScaleCom, TopK
 from fedcomp.errors import ConfigError
 from fedcomp.flower.schema import Schema
 from fedcomp.rng import Key
@@ -246,10 +246,16 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "Directions": {"key": Key(0)},
     "Domain": {"codec": TopK(0.1), "transform": DFT()},
     "ErrorFeedback": {"codec": TopK(0.1)},
+    "FactorSharing": {"codec": Factors()},
+    "FittedBasis": {"codec": GradiVeQ()},
     "FixedPoint": {"codec": RandomK(0.5)},
+    "LearnedGradients": {"codec": LGC()},
     "ModularSum": {"codec": RandomK(0.5)},
+    "Pair": {"codec": TopK(0.1)},
     "RelaySettings": {"seed": 0},
     "Replay": {"codec": RandomProjection()},
+    "SharedBasis": {"codec": PowerSGD()},
+    "SharedSupport": {"codec": ScaleCom()},
     "TopkSign": {"k": 2},
     "Trace": {"stays": {}},
 }

@@ -289,7 +289,7 @@ def test_a_node_answers_for_its_last_frame_alone() -> None:
     count = len(layers(here.layout))
     assert layers(here.layout) == (2, 2, 2)
     update = Update(np.ones(here.layout.size, np.float32), here.layout)
-    me = Me(0, 5, 0, here.layout, here.model, lambda whole, collect: update)
+    me = Me(0, 5, 0, here.layout, lambda: here.model, lambda whole, collect: update)
     memory, answer = system.client(system.start(here.layout), Ask(0), me)
     assert answer.say == Part(0, count)
     assert answer.sent == system.codec.encode(update, {}, me.key)[0]
