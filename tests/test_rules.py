@@ -251,6 +251,8 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "FixedPoint": {"codec": RandomK(0.5)},
     "LearnedGradients": {"codec": LGC()},
     "ModularSum": {"codec": RandomK(0.5)},
+    "OneForAll": {"codec": LGC()},
+    "Oracle": {"codec": ScaleCom()},
     "Pair": {"codec": TopK(0.1)},
     "RelaySettings": {"seed": 0},
     "Replay": {"codec": RandomProjection()},
