@@ -719,6 +719,19 @@ def test_a_node_with_a_state_folder_goes_on_after_a_restart(tmp_path: Path) -> N
 # Queries and blobs.
 
 
+def test_the_memorys_length_is_reported_with_what_was_sent_of_an_update_alone() -> None:
+    node = Node(LATER)
+    assert answer(node.ask(1)).memory == -1.0, "nothing was sent"
+    reply = node.ask(1, "query")
+    owed = to_arrays(node.context.state[memory.MEMORY])["memory"].astype(np.float64)
+    made = np.linalg.norm(LAYOUT.flatten(change(1)).astype(np.float64))
+    assert answer(reply).memory == pytest.approx(np.linalg.norm(owed) / made, rel=1e-6)
+    node = Node(app=lambda msg, context: Message(RecordDict({"arrays": model()}), reply_to=msg))
+    found = answer(node.ask(1))
+    assert found.memory == -1.0, "nothing changed"
+    assert found.unchanged == (0, 1)
+
+
 def test_a_query_answers_the_round_that_was_trained_for_alone() -> None:
     node = Node(LATER)
     assert "no update waits here" in reason(node.ask(1, "query"))
@@ -908,6 +921,12 @@ def test_a_step_of_the_system_is_read_by_its_blobs_and_what_follows_from_it_is_k
     np.testing.assert_array_equal(LAYOUT.flatten(to_arrays(node.seen["arrays"])), broadcast.reference)
     assert BLOB + digest_of(b"after 6") in node.context.state
     assert "lacks the table" in reason(lost.send(lost.head(2, **fields), "train", None, None, {STEP + "2": frame}))
+    # Whoever may not use the system cannot read its steps either, and is sent the whole model.
+    lost.half = programs(["identity", "topk"])
+    for kind in ("train", "evaluate"):
+        why = reason(lost.send(lost.head(2, **fields), kind, None, None, {STEP + "2": frame}))
+        assert why.startswith(RESYNC)
+        assert "accepts the codecs ['identity', 'topk'], not ['later']" in why
 
 
 def test_the_first_model_is_made_at_the_node() -> None:
