@@ -13,7 +13,7 @@ from typing import Any, Final
 from flwr.app import ArrayRecord, Context, Message, RecordDict
 from numpy.typing import NDArray
 
-from fedcomp.clients.half import CallNext, ClientHalf
+from fedcomp.clients.half import WAITING, CallNext, ClientHalf
 from fedcomp.clients.memory import (
     Memory,
     answered,
@@ -106,14 +106,13 @@ def programs(
         exchange = _Exchange(msg, context, call_next, head, system, downlink, (why, why_not), private, first_model)
         return discreet(msg, exchange.answer) if private else exchange.answer()
 
-    return ClientHalf("programs", programs_mod, outside=OUTSIDE, inside=("votes_only",))
+    return ClientHalf("programs", programs_mod, outside=OUTSIDE, inside=GUARDS)
 
 
-OUTSIDE: Final = (
-    *("coded", "local_privacy", "learned_gradients", "fitted_basis", "shared_support", "shared_basis", "by_layer"),
-    *("compression", "lsg", "private", "record_dp"),
-)
-"""Halves that stand inside: all others of this project."""
+GUARDS: Final = ("votes_only", "coded", "local_privacy")
+"""Halves that stand outside: what they do not allow must not pass them by."""
+
+OUTSIDE: Final = (*WAITING, "compression", "lsg", "private", "record_dp")
 
 
 class _AppError(Exception):
