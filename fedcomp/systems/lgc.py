@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +34,7 @@ from fedcomp.codecs.autoencoder import (
     LatentDecoder,
     LatentEncoder,
 )
-from fedcomp.codecs.lgc import FEWEST, LGC, NodeEstimate, scale_of
+from fedcomp.codecs.lgc import FEWEST, LGC, SCALES, NodeEstimate, scale_of
 from fedcomp.codecs.scalecom import Supports, open_support, support_frame
 from fedcomp.errors import StateError, optional
 from fedcomp.layout import Layout, Update, Vector
@@ -46,8 +46,6 @@ from fedcomp.wire import Frame
 
 if TYPE_CHECKING:
     import torch
-
-_SCALE: Final = Real(above=0.0, most=float(np.finfo(np.float32).max), absent=1.0)
 
 H = TypeVar("H", ConvEncoder, ConvDecoder)
 
@@ -74,14 +72,24 @@ class Stage(Said):
 
     lead: Annotated[bool, Flag(absent=False)] = False
     encoder: Annotated[int, Int(absent=0)] = 0
-    scale: Annotated[float, _SCALE] = 1.0
+    scale: Annotated[float, Real(*SCALES, absent=1.0)] = 1.0
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Scale(Said):
     """What a client divides its values by: their root mean square."""
 
-    scale: Annotated[float, Real(above=0.0, most=_SCALE.most)]
+    scale: Annotated[float, Real(*SCALES)]
+
+
+class Led(NamedTuple):
+    """What a leader chose: the round's codec, that of what all send, the support, latents, the leader's own part."""
+
+    codec: LGC
+    fixed: Codec
+    supports: Supports
+    latents: Vector
+    own: Given
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -290,31 +298,29 @@ class LearnedGradients(System, id="lgc"):
             blobs = {name: data for name, data in blobs.items() if data}
             return Ask(node, kind, Stage(lead, codec.encoder, codec.scale), frames, blobs, says)
 
-        def chosen(answers: Sequence[Answer]) -> dict[int, tuple[Supports, Vector]]:
-            found: dict[int, tuple[Supports, Vector]] = {}
-            for answer in answers:
-                # A support without values on it is as good as none.
-                if "values" in answer.frames:
-                    found |= now.read([answer], "support", partial(_opened, codec, layout, answer))
-            return found
+        def chosen(answer: Answer) -> Led | None:
+            # A support without values on it is as good as none, and so are latents without an innovation.
+            whole = [answer] if "values" in answer.frames else []
+            found = now.read(whole, "support", partial(_opened, codec, layout, answer)).get(answer.node)
+            if found is None:
+                return None
+            scaled = replace(codec, scale=answer.say.scale) if isinstance(answer.say, Scale) else codec
+            fixed: Codec = scaled.innovations(layout) if by_node else scaled.on(found[0], now.number)
+            if codec.sends_latents and not by_node:
+                fixed = scaled.latents_on(found[0], now.number, layout, encoder, decoders[None])
+            given = now.verified(fixed, [Given(answer.node, answer.weight, answer.frames["values"])])
+            return Led(scaled, fixed, *found, given[0]) if given else None
 
         turn = 0 if self.common == "first" and codec.sends_latents else now.number - 1
         led = yield from elect(now, ask, chosen, turn)
         if led is None:
             return None
-        leader, (supports, latents), others = led
-        if isinstance(leader.say, Scale):
-            codec = replace(codec, scale=leader.say.scale)
+        leader, (codec, fixed, supports, latents, own), others = led
         # In the server instance clients that subtract what is decoded have to decode it.
         frames = {"latents": leader.frames["latents"]} if by_node and codec.ef == "decoded" else NO_FRAMES
         sent = yield [ask(node, "query", False, frames, support=leader.frames["support"]) for node in others]
-        answers = sorted([leader, *sent], key=lambda answer: answer.node)
-        innovations = codec.innovations(layout)
-        fixed: Codec = innovations if by_node else codec.on(supports, now.number)
-        if codec.sends_latents and not by_node:
-            fixed = codec.latents_on(supports, now.number, layout, encoder, decoders[None])
-        given = [Given(a.node, a.weight, a.frames["values"]) for a in answers if "values" in a.frames]
-        given = now.verified(fixed, given)
+        given = now.verified(fixed, [Given(a.node, a.weight, a.frames["values"]) for a in sent if "values" in a.frames])
+        given = sorted([own, *given], key=lambda each: each.node)
         total = now.total(fixed, given, raw=True)
         if total is None:
             return None
@@ -326,7 +332,8 @@ class LearnedGradients(System, id="lgc"):
                 now.note("the common node's latents cannot be used: nobody's values can be decoded")
                 return None
             where, weight = codec.shared_positions(supports, layout), sum(g.weight for g in used)
-            scales = {a.node: a.say.scale for a in answers if isinstance(a.say, Scale)}
+            scales = {a.node: a.say.scale for a in (leader, *sent) if isinstance(a.say, Scale)}
+            innovations = codec.innovations(layout)
             bundles = [innovations.open(g.frame, layout) for g in used]
             with np.errstate(over="ignore", invalid="ignore"):
                 for g, bundle in zip(used, bundles, strict=True):
