@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import FrozenInstanceError, dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from fedcomp.local import Local, Node, Reply
 from fedcomp.program import Answer, AnswerError, Ask, Given, Me, Mean, Now, Round, Rule, Said, Single, Step, System
 from fedcomp.rng import Key
 from fedcomp.rules import REQUIRED, rules_of
+from fedcomp.wire import Bundle
 
 
 def among(holds: Callable[[Entry], bool] = lambda entry: True) -> pytest.MarkDecorator:
@@ -325,11 +326,44 @@ def test_single_updates_have_the_mean(entry: Entry) -> None:
 
     driver, whole = local(entry, Single()), local(entry)
     driver.__class__ = Alone
+    # From another model than zeros.
+    driver.model += entry.made(9, 0, driver.layout).vector
+    whole.model += driver.model
     driver.step(1), whole.step(1)
     single = driver.step_made.single
     assert list(single) == list(range(NODES)) == list(driver.step_made.consumed)
     mean = sum((n + 1.0) * single[n].astype(np.float64) for n in single) / 15
-    np.testing.assert_allclose(mean, whole.model, rtol=1e-5, atol=1e-3)
+    np.testing.assert_allclose(mean, whole.model - driver.model, rtol=1e-5, atol=2e-3)
+    # What becomes of them is a strategy's to say.
+    with pytest.raises(NotImplementedError):
+        local(entry, Single()).step(1)
+
+
+@every
+def test_a_step_says_in_one_way_how_the_model_moves(entry: Entry) -> None:
+    """And a system says whether clients send whole models."""
+    step = local(entry).step(1)
+    assert step is not None
+    assert (step.model is not None) == entry.system.whole
+    ways = [each is not None for each in (step.model, step.change, step.single)]
+    assert sum(ways) == 1 or (step.frame is not None and not any(ways))
+    with pytest.raises(FrozenInstanceError):
+        step.consumed = ()
+
+
+def test_parsed_frames_take_no_more_memory_than_the_model() -> None:
+    """Whatever the number of clients; those beyond it stay bytes."""
+
+    class Watching(Mean):
+        def total(self, now: Now, codec: codecs.Codec, given: list[Given], *, raw: bool = False) -> Step | None:
+            parsed = [g.frame.held_bytes() for g in given if isinstance(g.frame, Bundle)]
+            assert 0 < len(parsed) < len(given)
+            assert sum(parsed) <= 4 * now.layout.size < sum(parsed) + max(parsed)
+            return super().total(now, codec, given, raw=raw)
+
+    step = local(ENTRIES["pair-topk"], Watching(), nodes=40).step(1)
+    assert step is not None
+    assert len(step.consumed) == 40
 
 
 @every
@@ -340,6 +374,8 @@ def test_bytes_are_those_of_frames(entry: Entry) -> None:
     blobs = sum(len(blob) for ask, _ in driver.passed for blob in ask.blobs.values())
     different = {(ask.node, blob) for ask, _ in driver.passed for blob in ask.blobs.values()}
     assert driver.bytes_up == up > 0
+    # Each ask came once.
+    assert len({(ask.node, reply.sequence) for ask, reply in driver.passed}) == len(driver.passed)
     assert down <= driver.bytes_down <= down + sum(len(blob) for _, blob in different) <= down + blobs
 
 
@@ -458,8 +494,11 @@ def test_conserves_what_was_made_when_the_second_exchange_breaks(entry: Entry) -
 @every
 def test_what_comes_twice_late_or_again_is_not_used(entry: Entry) -> None:
     """Twice changes nothing; answers that are late or to earlier exchanges are as good as lost."""
-    twice = run(local(entry, fault=lambda number, node, exchange: "twice"))
-    assert bits(twice) == bits(run(local(entry)))
+    once, twice = run(local(entry)), run(local(entry, fault=lambda number, node, exchange: "twice"))
+    assert bits(twice) == bits(once)
+    # The second time it is the same answer.
+    assert twice.passed[::2] == twice.passed[1::2]
+    assert len(twice.passed) == 2 * len(once.passed)
     lost = run(local(entry, fault=lambda number, node, exchange: "lost" if node == 2 else ""))
     for kind in ("late", "stale"):
         # The first answer to an ask is needed for there to be an earlier one.
@@ -569,8 +608,8 @@ class Hostile(Books):
         return reply._replace(answer=self.spoil(reply.answer, now.number))
 
 
-def attacked(entry: Entry, spoil: Spoil, rounds: int = 5) -> None:
-    """Require that what node 2 answers harms nobody else."""
+def attacked(entry: Entry, spoil: Spoil, rounds: int = 5) -> set[int]:
+    """Require that what node 2 answers harms nobody else; return whether it was used, as the set of it or nobody."""
     driver = local(entry)
     driver.__class__, driver.spoil = Hostile, spoil
     used: set[int] = set()
@@ -585,12 +624,17 @@ def attacked(entry: Entry, spoil: Spoil, rounds: int = 5) -> None:
         # What is refused is as good as lost, for the model and for all others.
         lost = run(local(entry, fault=lambda number, node, exchange: "lost" if node == 2 else ""), rounds)
         assert bits(driver) == bits(lost)
+    return used
+
+
+WEIGHTS = ("infinite", "negative", "nan", "heavy")
 
 
 @every
 @pytest.mark.parametrize("how", [name for name, _ in spoilt()])
 def test_hostile_answers_harm_nobody_else(entry: Entry, how: str) -> None:
-    attacked(entry, dict(spoilt())[how])
+    used = attacked(entry, dict(spoilt())[how])
+    assert not used or how not in ("nothing", "empty", "misnamed", *WEIGHTS)
 
 
 @every
