@@ -14,6 +14,7 @@ SYSTEMS: Final[Mapping[str, str]] = {
     "factors": "factors:FactorSharing",
     "forward": "forward:Forward",
     "gradiveq": "gradiveq:FittedBasis",
+    "lgc": "lgc:LearnedGradients",
     "pair": "pair:Pair",
     "shared-support": "shared_support:SharedSupport",
     "power-sgd": "power_sgd:SharedBasis",

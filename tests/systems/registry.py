@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from fedcomp.codecs import (
     DGC,
     EDEN,
+    LGC,
     QSGD,
     ErrorFeedback,
     Factors,
@@ -33,6 +34,7 @@ from fedcomp.rng import Key
 from fedcomp.systems.factors import FactorSharing
 from fedcomp.systems.forward import Forward
 from fedcomp.systems.gradiveq import FittedBasis
+from fedcomp.systems.lgc import LearnedGradients
 from fedcomp.systems.pair import Pair
 from fedcomp.systems.power_sgd import SharedBasis
 from fedcomp.systems.shared_support import SharedSupport
@@ -71,7 +73,7 @@ class Entry:
     data : callable, optional
         What the app brings beside training (:attr:`fedcomp.program.Me.data`); its first argument is a client.
     another : bool
-        Whether another entry stands for it in the tests of every day.
+        Whether another entry stands for it in the tests of every day, or it is too dear for these.
     """
 
     system: System
@@ -198,8 +200,10 @@ ENTRIES: Final[Mapping[str, Entry]] = {
         Pair(ErrorFeedback(TopK(0.05), momentum=0.9)), reference=feedback(top(0.05), 0.9), another=True
     ),
     "pair-few-bits": Entry(Pair(ErrorFeedback(TopK(0.05, values="q2"))), law=ROUNDED, another=True),
-    "pair-signs": Entry(Pair(ErrorFeedback(ScaledSign())), law=ROUNDED, reference=feedback(signs), frozen=None),
-    "pair-randomk": Entry(Pair(ErrorFeedback(RandomK(0.1))), law=0.0),
+    "pair-signs": Entry(
+        Pair(ErrorFeedback(ScaledSign())), law=ROUNDED, reference=feedback(signs), frozen=None, another=True
+    ),
+    "pair-randomk": Entry(Pair(ErrorFeedback(RandomK(0.1))), law=0.0, another=True),
     "pair-own-randomk": Entry(Pair(RandomK(0.1, unbiased=True, shared=False)), another=True),
     "pair-qsgd": Entry(Pair(QSGD(levels=127))),
     "pair-eden": Entry(Pair(EDEN(bits=1)), frozen=None, another=True),
@@ -223,6 +227,13 @@ ENTRIES: Final[Mapping[str, Entry]] = {
         law=ROUNDED,
         exchanges=2,
         frozen=None,
+    ),
+    "lgc-ring": Entry(LearnedGradients(LGC(0.05, raw=0), 1, 1), exchanges=2, another=True),
+    "lgc-server": Entry(
+        LearnedGradients(LGC(0.05, instance="server", ef="decoded", raw=0, innovation=0.005), 1, 1),
+        law=ROUNDED,
+        exchanges=2,
+        another=True,
     ),
     "forward": Entry(Forward(directions=4), shapes={"weight": (40, 30)}, data=slopes, frozen=None),
     "factors": Entry(
