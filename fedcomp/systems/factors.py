@@ -87,6 +87,10 @@ class FactorSharing(System, id="factors"):
         found = isinstance(_inner(self.codec), Factors)
         return "" if found else f"codec={self.codec!r}: expected Factors, or error feedback around it"
 
+    @property
+    def makes_steps(self) -> bool:
+        return self.down
+
     def start(self, layout: Layout) -> State:
         return self.codec.init(layout)
 

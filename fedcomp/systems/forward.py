@@ -117,6 +117,10 @@ class Forward(System, id="forward"):
     most_signs: Annotated[int, Int(1)] = 10**12
 
     @property
+    def makes_steps(self) -> bool:
+        return self.replay
+
+    @property
     def codec(self) -> RandomProjection:
         """What the numbers are products with."""
         return RandomProjection(self.directions, scope=self.scope, shared=self.shared)
