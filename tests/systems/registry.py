@@ -18,6 +18,7 @@ from fedcomp.codecs import (
     LGC,
     QSGD,
     ErrorFeedback,
+    Factors,
     GradiVeQ,
     Identity,
     PowerSGD,
@@ -26,9 +27,11 @@ from fedcomp.codecs import (
     ScaledSign,
     TopK,
 )
-from fedcomp.layout import Layout, Vector
+from fedcomp.factors.outer import OuterProducts
+from fedcomp.layout import Layout, Update, Vector
 from fedcomp.program import Me, System
 from fedcomp.rng import Key
+from fedcomp.systems.factors import FactorSharing
 from fedcomp.systems.forward import Forward
 from fedcomp.systems.gradiveq import FittedBasis
 from fedcomp.systems.lgc import LearnedGradients
@@ -65,6 +68,8 @@ class Entry:
     frozen : float, optional
         How far a value that no update changes may move: 0 where it stays as it is to the bit; None where it takes part
         in what is rounded at random.
+    outer : int
+        Of how many outer products each update is the sum, and is known to be; 0 where it is known as a vector.
     data : callable, optional
         What the app brings beside training (:attr:`fedcomp.program.Me.data`); its first argument is a client.
     another : bool
@@ -77,12 +82,27 @@ class Entry:
     exchanges: int = 1
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=lambda: {"weight": (40, 30), "bias": (12,)})
     frozen: float | None = 0.0
+    outer: int = 0
     data: Callable[..., Any] | None = None
     another: bool = False
 
     def arrays(self, dtype: str = "float32") -> dict[str, NDArray[Any]]:
         """Return a model of zeros."""
         return {name: np.zeros(shape, dtype) for name, shape in self.shapes.items()}
+
+    def made(self, number: int, node: int, layout: Layout) -> Update:
+        """Return what a node makes in a round."""
+        if not self.outer:
+            return Update(update(number, node, layout.size), layout)
+        vector, outer = np.zeros(layout.size, np.float32), {}
+        for t in layout.tensors:
+            left, right = (
+                (update(number, node + NODES * side, self.outer * t.shape[side]) // 100).reshape(self.outer, -1)
+                for side in (0, 1)
+            )
+            vector[t.slice] = (left.T @ right).reshape(-1)
+            outer[t.name] = OuterProducts(left, right)
+        return Update(vector, layout, outer)
 
 
 def update(number: int, node: int, size: int) -> Vector:
@@ -180,8 +200,10 @@ ENTRIES: Final[Mapping[str, Entry]] = {
         Pair(ErrorFeedback(TopK(0.05), momentum=0.9)), reference=feedback(top(0.05), 0.9), another=True
     ),
     "pair-few-bits": Entry(Pair(ErrorFeedback(TopK(0.05, values="q2"))), law=ROUNDED, another=True),
-    "pair-signs": Entry(Pair(ErrorFeedback(ScaledSign())), law=ROUNDED, reference=feedback(signs), frozen=None),
-    "pair-randomk": Entry(Pair(ErrorFeedback(RandomK(0.1))), law=0.0),
+    "pair-signs": Entry(
+        Pair(ErrorFeedback(ScaledSign())), law=ROUNDED, reference=feedback(signs), frozen=None, another=True
+    ),
+    "pair-randomk": Entry(Pair(ErrorFeedback(RandomK(0.1))), law=0.0, another=True),
     "pair-own-randomk": Entry(Pair(RandomK(0.1, unbiased=True, shared=False)), another=True),
     "pair-qsgd": Entry(Pair(QSGD(levels=127))),
     "pair-eden": Entry(Pair(EDEN(bits=1)), frozen=None, another=True),
@@ -212,5 +234,19 @@ ENTRIES: Final[Mapping[str, Entry]] = {
         exchanges=2,
     ),
     "forward": Entry(Forward(directions=4), shapes={"weight": (40, 30)}, data=slopes, frozen=None),
+    "factors": Entry(
+        FactorSharing(Factors(mode="dad", i_know_inputs_are_visible=True), down=True),
+        reference=plain_averaging,
+        shapes={"weight": (40, 30)},
+        outer=3,
+        frozen=None,
+    ),
+    "factors-by-layer": Entry(
+        FactorSharing(ErrorFeedback(Factors(rank=4)), by_layer=True),
+        law=ROUNDED,
+        exchanges=2,
+        shapes={"one.weight": (30, 20), "two.weight": (20, 30)},
+        frozen=None,
+    ),
     "pair-dgc": Entry(Pair(DGC(density=0.05, warmup=2)), another=True),
 }
