@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from fedcomp import wire
 from fedcomp.codecs import Codec, Identity, State, get_codec
+from fedcomp.codecs.lgc import LGC
 from fedcomp.codecs.positional import Stretch, stretches
 from fedcomp.codecs.power_sgd import PowerSGD
 from fedcomp.codecs.scalecom import ScaleCom, open_support
@@ -37,7 +38,7 @@ from fedcomp.experiments.systems import get_system
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.logs import quiet
 from fedcomp.flower.records import restore_dtypes, to_arrays, to_record
-from fedcomp.layout import DensityPolicy, Layout, Update, Vector
+from fedcomp.layout import DensityPolicy, EndsDense, Layout, Update, Vector
 from fedcomp.local import Local, Train
 from fedcomp.program import Answer, Given, Mean, Now, Rule, Step
 from fedcomp.program import System as Program
@@ -50,6 +51,7 @@ from fedcomp.strategies.means import aggregate_once
 from fedcomp.strategies.parts import INNER_PREFIX, TASK_PREFIX, below, make_inner, policy
 from fedcomp.strategies.private.strategy import PrivateStrategy
 from fedcomp.strategies.system import TRAINING
+from fedcomp.systems.lgc import LearnedGradients
 from fedcomp.systems.pair import Pair
 from fedcomp.systems.power_sgd import SharedBasis
 from fedcomp.systems.shared_support import SharedSupport
@@ -67,7 +69,7 @@ def run_it_on_an_engine(why: str) -> NoReturn:
 
 
 def program_of(codec: Codec, **options: Any) -> Program:
-    """Return the system in which ``codec`` is used; ``options`` are those of a shared support or basis.
+    """Return the system in which ``codec`` is used; ``options`` are those of a system of several exchanges.
 
     Raises
     ------
@@ -79,6 +81,8 @@ def program_of(codec: Codec, **options: Any) -> Program:
         return SharedBasis(codec, **options)
     if isinstance(codec, ScaleCom):
         return SharedSupport(codec, **options)
+    if isinstance(codec, LGC):
+        return LearnedGradients(codec, **options)
     if codec.exposes:
         run_it_on_an_engine(f"nothing is captured that {codec!r} could send")
     if codec.phases != 1:
@@ -171,7 +175,7 @@ class Rounds:
 
     def total(self, now: Now, codec: Codec, given: Sequence[Given], *, raw: bool = False) -> Step | None:
         """Note how many values came of each client, and let the rule add them up."""
-        # Parsed once. A frame carries the dense rest as well, which no codec compresses.
+        # A frame carries the dense rest as well, which no codec compresses.
         opened = [(each, codec.open(each.frame, now.layout)) for each in given]
         self._kept = [sum(t.values.k for t in bundle.tensors) - now.layout.dense_size for _, bundle in opened]
         return self._rule.total(now, codec, [each._replace(frame=bundle) for each, bundle in opened], raw=raw)
@@ -329,10 +333,7 @@ class Clients:
         return {name: array.copy() for name, array in self.layout.unflatten(vector).items()}
 
 
-_WITHOUT_MESSAGES: Final[Mapping[str, Any]] = {
-    "fraction": 1.0,
-    "downlink": "",
-}
+_WITHOUT_MESSAGES: Final[Mapping[str, Any]] = {"fraction": 1.0, "downlink": "", "coder": "convolutions"}
 """The one value that settings of a system may have here."""
 
 
@@ -399,7 +400,11 @@ class Plan:
         every = int(settings["evaluate_every"])
         task = get_task(spec.task, **below(settings, TASK_PREFIX))
         dense = strategy.policy if isinstance(strategy, Compressed) else policy(settings)
-        options = {name: settings[name] for name in ("warmup_rounds", "server_lr") if name in settings}
+        named = ("warmup_rounds", "training_rounds", "server_lr", "common")
+        options = {name: settings[name] for name in named if name in settings}
+        if isinstance(codec, LGC):
+            # Its tensors travel dense by their place in the model, not by their size.
+            dense = EndsDense()
         plan = cls(task, spec.clients, spec.rounds, spec.seed, _training(settings), every, server, policy=dense)
         return plan, program_of(codec, **options)
 

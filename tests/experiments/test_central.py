@@ -29,6 +29,8 @@ from fedcomp.tasks.arrays import load_arrays
 SMALL = {"task.hidden": "32", "lr": 0.2, "batch_size": 16}
 ONE_STEP = SMALL | {"max_steps": 1}
 LAYOUT = Layout.flat(2000)
+LATENTS = ONE_STEP | {"warmup_rounds": 1, "training_rounds": 1, "codec.density": 0.05, "codec.raw": 0}
+"""Everything travels in round 1, values in round 2, latents in rounds 3 and 4."""
 
 
 def updates(clients: int, round_: int = 1, size: int = 2000) -> list[Update]:
@@ -80,6 +82,9 @@ class Exchanges:
         ("power-sgd", ONE_STEP | {"codec.rank": 3, "warmup_rounds": 1}),
         ("power-sgd", ONE_STEP | {"codec.form": "two-exchange", "codec.memory": "aggregated"}),
         ("power-sgd", ONE_STEP | {"codec.memory": "aggregated", "codec.values": "q8", "codec.warm_start": False}),
+        ("lgc", LATENTS | {"codec.ef": "decoded"}),
+        ("lgc", LATENTS | {"codec.instance": "server", "codec.ef": "decoded", "codec.values": "q8"}),
+        ("lgc", LATENTS | {"codec.instance": "server", "warmup_rounds": 0, "common": "first"}),
         ("topk", SMALL | {"feedback": True, "inner": "fedadam", "inner.eta": 0.03}),
         ("qsgd", SMALL | {"inner": "fedyogi"}),
     ],
