@@ -1,4 +1,4 @@
-"""Checking and describing the parameters of codecs, samplers and strategies: all refuse alike, in the same words."""
+"""Checks of single arguments, for functions; what has fields has rules (:mod:`fedcomp.rules`)."""
 
 from __future__ import annotations
 
@@ -6,15 +6,11 @@ import math
 import numbers
 import reprlib
 from collections.abc import Callable, Iterable
-from dataclasses import MISSING, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fedcomp.errors import ConfigError, nearest
-
-if TYPE_CHECKING:
-    pass
 
 _LONGEST_NAME = 64
 
@@ -141,24 +137,3 @@ def assign(target: Any, **values: Any) -> None:
     """Set checked parameters on a frozen dataclass, from its ``__post_init__``."""
     for name, value in values.items():
         object.__setattr__(target, name, value)
-
-
-def dataclass_config(target: Any) -> dict[str, Any]:
-    """Return a dataclass's fields in order; fields that are themselves configured appear as config dictionaries."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return [plain(v) for v in value]
-        return value.to_config() if hasattr(value, "to_config") else value
-
-    return {f.name: plain(getattr(target, f.name)) for f in fields(target)}
-
-
-def dataclass_repr(target: Any) -> str:
-    """Return ``Name(field=value, ...)`` without the fields at their defaults.
-
-    Nested objects appear as their own repr, so that ``eval`` gives an equal object.
-    """
-    given = [(f, getattr(target, f.name)) for f in fields(target)]
-    args = ", ".join(f"{f.name}={value!r}" for f, value in given if f.default is MISSING or value != f.default)
-    return f"{type(target).__name__}({args})"

@@ -12,7 +12,6 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, Message, RecordDict
 from numpy.typing import NDArray
 
-from fedcomp import params
 from fedcomp.codecs import Codec
 from fedcomp.errors import ConfigError
 from fedcomp.factors.collect import Captured
@@ -25,6 +24,7 @@ from fedcomp.flower.report import Report
 from fedcomp.layout import DensityPolicy, Layout, Update, Vector, policy_config
 from fedcomp.plain import Count
 from fedcomp.rng import Key
+from fedcomp.rules import LARGEST, Flag, Int, checked
 from fedcomp.stateful import Stateful, nested, next_epoch, within_epoch
 from fedcomp.strategies.intake import Intake
 from fedcomp.strategies.replies import Origin, Peer, SentMessage
@@ -127,7 +127,7 @@ class Announcer(Stateful):
             raise ConfigError(f"policy={policy!r} is not valid: a DensityPolicy, such as SmallDense(min_size=1000)")
         if record is not None and not (isinstance(record, str) and record):
             raise ConfigError(f"record={record!r} is not valid: the name of an ArrayRecord")
-        if params.boolean("first_model_at_nodes", first_at_nodes) and downlink is None:
+        if checked("first_model_at_nodes", first_at_nodes, Flag()) and downlink is None:
             raise ConfigError(
                 "first_model_at_nodes without a downlink: models travel whole in every round. Name a downlink, "
                 "Identity() for models without loss, and give the clients compression(first_model=...)"
@@ -142,7 +142,7 @@ class Announcer(Stateful):
         self._downlink = downlink
         self._policy = policy
         self._record = record
-        self._seed = params.seed(seed)
+        self._seed: int = checked("seed", seed, Int(-LARGEST - 1))
         # Not from the seed: a second run with the same one must not go on with the clients' memory of the first.
         self._session = secrets.token_bytes(8)
         self.sequence = 0

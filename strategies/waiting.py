@@ -15,7 +15,6 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 
-from fedcomp import params
 from fedcomp.codecs import get_codec
 from fedcomp.codecs.base import all_finite
 from fedcomp.codecs.waiting import Waiting
@@ -28,6 +27,7 @@ from fedcomp.flower.report import Report
 from fedcomp.flower.rounds import Exchanges, ExchangeStrategy
 from fedcomp.layout import DensityPolicy, Layout, Vector, hold_in_step, note_of_held
 from fedcomp.rng import Key
+from fedcomp.rules import Int, Real, checked
 from fedcomp.stateful import Stateful, nested
 from fedcomp.strategies.announcing import Announcer
 from fedcomp.strategies.cohort import CohortSettings
@@ -101,8 +101,8 @@ class WaitingStrategy(Receiving, ExchangeStrategy, Stateful, Generic[R]):
             )
         self.codec: Any = chosen
         self.cohort = CohortSettings(**cohort)
-        self.server_lr = params.positive("server_lr", server_lr)
-        self.warmup_rounds = params.integer("warmup_rounds", warmup_rounds, low=0)
+        self.server_lr: float = checked("server_lr", server_lr, Real(above=0.0))
+        self.warmup_rounds: int = checked("warmup_rounds", warmup_rounds, Int())
         self.seed = seed
         self.reception = Reception(type(self).__name__, guard=guard)
         self.announcer = Announcer(chosen, policy, self.cohort.arrayrecord_key, seed)

@@ -25,7 +25,6 @@ from fedcomp.codecs import (
 from fedcomp.flower.checkpoint import capture_strategy, restore_strategy
 from fedcomp.flower.folder import StateFolder
 from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.rounds import Push
 from fedcomp.flower.wrapper import as_batch
 from fedcomp.gossip.topology import Edges, topology_of
 from fedcomp.strategies.compressed import Compressed
@@ -304,12 +303,6 @@ FLOWER = (
             np.abs(stack(started_again(False))).max() > 0
             and trains(SharedSupport(ScaleCom(0.1)), (shared_support, compression), start=model(5.0))
         ),
-    ),
-    row(
-        "fedcomp/flower/rounds.py",
-        "of an exchange is not valid: give seconds > 0, or None",
-        lambda: Push([], timeout=0.0),
-        lambda: Push([], timeout=1.0).timeout == 1.0 and Push([]).timeout is None,
     ),
     row(
         "fedcomp/flower/wrapper.py",

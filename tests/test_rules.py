@@ -218,19 +218,20 @@ MADE = ("FixedSupport", "Innovation", "LatentSupport", "Projection", "SliceProje
 """Made by the code alone, of what was checked: codecs of one round, and what may be said of a ledger."""
 
 WITHOUT_A_RULE = {
+    "ChainLayer": "weight",  # any name of a tensor
     "CodedSettings": "spool options",  # a path; what the construction's own class checks
     "CohortSettings": "train_metrics_aggr_fn evaluate_metrics_aggr_fn",  # functions
+    "Compute": "key",  # an object
+    "Directions": "key",  # an object
+    "EdenTopK": "values bits",  # EDEN and top-k check them, which it makes
     "EndsDense": "others",  # a function
     "Event": "label",  # any text, of a ledger of any age
     "GossipSettings": "watch spool",  # a function; a path
     "LinearSettings": "spool",  # a path
     "LsgSettings": "whole",  # any text: patterns of names
-    "OnOff": "key",
+    "OnOff": "key",  # an object
     "PrivacySettings": "sampling",  # an object that checks itself
-    "ChainLayer": "weight",  # any name of a tensor
-    "Compute": "key",
-    "Directions": "key",
-    "EdenTopK": "values bits",  # EDEN and top-k check them, which it makes
+    "Push": "messages enough",  # messages; a function
     "RelaySettings": "seed members watch",  # any integer; vertices of a graph that it does not know; a function
     "SmallDense": "patterns",  # any texts
     "Trace": "stays",  # intervals, which Presence checks
@@ -254,6 +255,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "OneForAll": {"codec": LGC()},
     "Oracle": {"codec": ScaleCom()},
     "Pair": {"codec": TopK(0.1)},
+    "Push": {"messages": ()},
     "RelaySettings": {"seed": 0},
     "Replay": {"codec": RandomProjection()},
     "SharedBasis": {"codec": PowerSGD()},
@@ -264,12 +266,13 @@ EXAMPLES: dict[str, dict[str, Any]] = {
 """Fields that say nothing about themselves: their rule is a function, or another field's absence asks for them."""
 
 ROOT = Path(__file__).parent.parent
+FOLDERS = ("fedcomp", "strategies", "clients", "experiments")
 
 
 def modules() -> list[str]:
     """Return the modules that name the rules, or a class that has some."""
     found = []
-    for folder in ("fedcomp", "strategies", "clients", "experiments"):
+    for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
             name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
             if re.search(r"fedcomp\.rules|repr=False, eq=False", path.read_text()):
@@ -314,6 +317,17 @@ def test_every_field_of_every_class_that_checks_itself_has_a_rule() -> None:
         for kind in configured()
     }
     assert {name: missing for name, missing in without.items() if missing} == WITHOUT_A_RULE
+
+
+BY_HAND = re.compile(r"params\.(number|integer|seed|density|unit|positive|boolean|choice)\(")
+AFTER_INIT = re.compile(r"    def __post_init__\(self\) -> None:\n((?: {8}.*\n|\n)+)")
+
+
+def test_no_class_with_fields_checks_a_single_one_by_hand() -> None:
+    for folder in FOLDERS:
+        for path in (ROOT / folder).rglob("*.py"):
+            for body in AFTER_INIT.findall(path.read_text()):
+                assert not BY_HAND.search(body), path
 
 
 def example(rule: Rule) -> Any:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Final
 
-from fedcomp import params
 from fedcomp.errors import StateError
+from fedcomp.rules import Int, checked
 from fedcomp.stateful import Stateful
 
 WARM_UP: Final = "warm-up"
@@ -34,9 +34,9 @@ class Cycle(Stateful):
     STATE: ClassVar[Mapping[str, Any]] = {"_done": int}
 
     def __init__(self, warm_up: int, sampling: int, compression: int) -> None:
-        self.warm_up = params.integer("warm_up", warm_up, low=0)
-        self.sampling = params.integer("sampling", sampling, low=1)
-        self.compression = params.integer("compression", compression, low=1)
+        self.warm_up: int = checked("warm_up", warm_up, Int())
+        self.sampling: int = checked("sampling", sampling, Int(1))
+        self.compression: int = checked("compression", compression, Int(1))
         # Rounds since the current cycle began; negative during the warm-up.
         self._done = -self.warm_up
 

@@ -29,7 +29,7 @@ from fedcomp.codecs.fixedpoint import IntegerGrid
 from fedcomp.codecs.slices import Slices
 from fedcomp.errors import ConfigError, LayoutError, StateError
 from fedcomp.layout import Layout, Vector
-from fedcomp.rules import Configured, Inside, Int, Maybe, OneOf, Switch
+from fedcomp.rules import Configured, Inside, Int, Maybe, OneOf, Switch, checked
 from fedcomp.stateful import Stateful
 from fedcomp.wire import DENSE, Expected, Frame, SchemaMismatch
 from fedcomp.wire.quantised import round_up
@@ -304,7 +304,7 @@ class Moments(Stateful):
 
     def __init__(self, slices: Slices, fit: BasisFit, fitted: int) -> None:
         self.slices, self.fit = slices, fit
-        self.fitted = params.integer("fitted", fitted, low=2)
+        self.fitted: int = checked("fitted", fitted, Int(2))
         self.count = self.held = self.dropped = 0
         width = slices.width
         groups = [part.count if fit.kind == "per_slice" else 1 for part in slices.parts]

@@ -16,7 +16,6 @@ from typing import Any, ClassVar, Final, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fedcomp import params
 from fedcomp.codecs import Codec, Identity, get_codec
 from fedcomp.drift.distance import QuantileSketch, calibrated
 from fedcomp.drift.messages import LinkError, ModelMessage, Says, SensorMessage
@@ -27,6 +26,7 @@ from fedcomp.exact import decode_exact, encode_exact
 from fedcomp.layout import DensityPolicy, Layout, Update, policy_config
 from fedcomp.logs import log
 from fedcomp.rng import Key
+from fedcomp.rules import Int, checked
 from fedcomp.stateful import Stateful, nested
 from fedcomp.versions import Broadcast, Step, advance, digest
 
@@ -141,7 +141,7 @@ class Deployments(Stateful):
         seed: int = 0,
     ) -> None:
         self.broadcast = Broadcast(Identity() if codec is None else get_codec(codec))
-        self.window = params.integer("window", window, low=1)
+        self.window: int = checked("window", window, Int(1))
         self.seed = seed
         self.threshold = 1.0
         self._layout = _layout_of(model, self.broadcast.codec, policy)
@@ -249,7 +249,7 @@ class Edge:
 
     def __init__(self, deployments: Deployments, *, most: int = 64) -> None:
         self.deployments = deployments
-        self.most = params.integer("most", most, low=1)
+        self.most: int = checked("most", most, Int(1))
         self.versions: dict[int, int] = {}
         self.dropped = 0
         # As bytes: what came is kept as it came, wherever it is kept.
@@ -360,7 +360,7 @@ class SensorEndpoint(Stateful):
         statistic: str | Statistic = "confidence",
         settings: SensorSettings | None = None,
     ) -> None:
-        self.number = params.integer("number", number, low=0, high=(1 << 32) - 1)
+        self.number: int = checked("number", number, Int(0, (1 << 32) - 1))
         self.sensor = Sensor(settings)
         self.link = link
         self.statistic = statistic_of(statistic)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal, get_args
+from typing import Annotated, Final, Literal, get_args
 
 from flwr.app import Array, ArrayRecord, Message
 
-from fedcomp.errors import ConfigError, nearest
+from fedcomp.errors import ConfigError
 from fedcomp.flower.payload import frames, put_frame
 from fedcomp.rng import Key
+from fedcomp.rules import Configured, Int, OneOf
 
 Kind = Literal[
     "none",
@@ -32,7 +33,7 @@ KINDS: Final[tuple[str, ...]] = get_args(Kind)
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class Fault(Configured):
     """One outcome of a delivery.
 
     Parameters
@@ -52,14 +53,8 @@ class Fault:
         Delay of a late reply, at least 1.
     """
 
-    kind: Kind = "none"
-    pushes: int = 1
-
-    def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ConfigError(f"unknown fault {self.kind!r}{nearest(self.kind, KINDS)}")
-        if self.pushes < 1:
-            raise ConfigError(f"a late reply needs a delay of at least 1 push, got {self.pushes}")
+    kind: Annotated[Kind, OneOf(*KINDS)] = "none"
+    pushes: Annotated[int, Int(1)] = 1
 
 
 NO_FAULT: Final = Fault()

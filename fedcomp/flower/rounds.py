@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from inspect import getattr_static
-from typing import Any, Protocol, TypeVar, cast, runtime_checkable
+from typing import Annotated, Any, Protocol, TypeVar, cast, runtime_checkable
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -31,6 +31,7 @@ from fedcomp.flower.pipeline import Await, Send, collect
 from fedcomp.flower.privacy import find_private
 from fedcomp.flower.records import same_model
 from fedcomp.flower.wrapper import push
+from fedcomp.rules import TIMEOUT, Configured
 
 T = TypeVar("T")
 
@@ -49,7 +50,7 @@ Enough = Callable[[Sequence[Message]], bool]
 
 
 @dataclass(frozen=True, slots=True)
-class Push:
+class Push(Configured):
     """An exchange with a deadline of its own, for a round whose exchanges do not all last as long as training.
 
     Parameters
@@ -69,12 +70,8 @@ class Push:
     """
 
     messages: Iterable[Message]
-    timeout: float | None = None
+    timeout: Annotated[float | None, TIMEOUT] = None
     enough: Enough | None = None
-
-    def __post_init__(self) -> None:
-        if self.timeout is not None and not self.timeout > 0:
-            raise ConfigError(f"timeout={self.timeout!r} of an exchange is not valid: give seconds > 0, or None")
 
     def __iter__(self) -> Iterator[Message]:
         return iter(self.messages)

@@ -16,6 +16,7 @@ from fedcomp.gossip.errors import TopologyError
 from fedcomp.gossip.graph import Topology
 from fedcomp.gossip.weights import disconnection_bound
 from fedcomp.rng import Key
+from fedcomp.rules import Flag, Int, Real, checked
 
 __all__ = [
     "Complete",
@@ -177,9 +178,9 @@ class RandomDigraph(Topology):
 
     def __init__(self, n: int, p: float, seed: int = 0, window: int | None = None) -> None:
         super().__init__(n)
-        self.p = params.number("p", p, rule="a probability in (0, 1]", ok=lambda v: 0.0 < v <= 1.0)
+        self.p: float = checked("p", p, Real(above=0.0, most=1.0))
         self.seed = params.integer("seed", seed, low=-(2**63))
-        self.window = self._safe_window() if window is None else params.integer("window", window, low=1)
+        self.window = self._safe_window() if window is None else checked("window", window, Int(1))
         for k in range(_CHECKED_WINDOWS):
             self._require_connected(k * self.window)
 
@@ -236,7 +237,7 @@ class Edges(Topology):
         directed: bool = True,
     ) -> None:
         super().__init__(n)
-        self.directed = params.boolean("directed", directed)
+        self.directed: bool = checked("directed", directed, Flag())
         pairs = [self._pair(edge) for edge in edges]
         given = None if weights is None else [self._weight(v) for v in weights]
         if given is not None and len(given) != len(pairs):
@@ -270,7 +271,7 @@ class Edges(Topology):
 
     @staticmethod
     def _weight(value: float) -> float:
-        return params.number("weight", value, rule="a number in (0, 1)", ok=lambda v: 0.0 < v < 1.0)
+        return checked("weight", value, Real(above=0.0, below=1.0))
 
     def _add(self, edge: tuple[int, int], weight: float | None) -> None:
         if edge in self._edges and self._edges[edge] != weight:

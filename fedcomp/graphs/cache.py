@@ -15,10 +15,10 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fedcomp import params
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.graphs.base import GraphError, Ids, MissingRows
 from fedcomp.graphs.rowcodecs import BITS, Block, Floats
+from fedcomp.rules import Int, OneOf, checked
 
 POLICIES: Final = ("none", "lru", "all")
 
@@ -63,9 +63,9 @@ class FeatureCache:
     """
 
     def __init__(self, policy: str, limit_bytes: int = 0, *, key: str = "") -> None:
-        params.choice("policy", policy, POLICIES)
+        checked("policy", policy, OneOf(*POLICIES))
         if policy == "lru":
-            params.integer("limit_bytes", limit_bytes, low=1)
+            checked("limit_bytes", limit_bytes, Int(1))
         self.policy = policy
         self.limit_bytes = limit_bytes
         self.key = key

@@ -18,10 +18,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedcomp import params
 from fedcomp.errors import ConfigError
 from fedcomp.graphs.adjacency import Adjacency
 from fedcomp.graphs.base import GraphError, GraphPart, Ids, MissingRows, Operator, StepPlan, find
+from fedcomp.rules import Int, Real, checked
 
 Features = NDArray[np.floating]
 Fetched = Mapping[int, tuple[Ids, Features]] | Iterable[tuple[Ids, Features]]
@@ -63,8 +63,8 @@ class GraphConvolutions(nn.Module):
     def __init__(self, features: int, hidden: int, classes: int, layers: int = 2, dropout: float = 0.0) -> None:
         super().__init__()
         for name, value in (("features", features), ("hidden", hidden), ("classes", classes), ("layers", layers)):
-            params.integer(name, value, low=1)
-        self.dropout = params.number("dropout", dropout, rule="a share in [0, 1)", ok=lambda v: 0.0 <= v < 1.0)
+            checked(name, value, Int(1))
+        self.dropout: float = checked("dropout", dropout, Real(least=0.0, below=1.0))
         widths = [features, *[hidden] * (layers - 1), classes]
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
 

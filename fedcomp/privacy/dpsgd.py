@@ -32,6 +32,7 @@ from fedcomp.privacy.coins import secret_draws
 from fedcomp.privacy.entropy import Entropy, SystemEntropy, coins_of
 from fedcomp.privacy.optimizers import LsgOptimizer, MaskedOptimizer, PrivateOptimizer, StepSettings, TopAggOptimizer
 from fedcomp.privacy.sampling import poisson
+from fedcomp.rules import Int, Real, checked
 
 if TYPE_CHECKING:
     from fedcomp.privacy.ledger import PrivacyLedger
@@ -84,8 +85,8 @@ class PoissonLoader:
             collate, data = data.collate_fn or default_collate, data.dataset
         if isinstance(data, IterableDataset) or not hasattr(data, "__len__"):
             raise ConfigError("Poisson sampling draws records by their number; the data set has no length")
-        params.number("rate", rate, rule="a probability in (0, 1]", ok=lambda v: 0.0 < v <= 1.0)
-        steps = params.integer("steps", steps, low=0)
+        checked("rate", rate, Real(above=0.0, most=1.0))
+        steps = checked("steps", steps, Int())
         self.records = len(data)
         if not self.records:
             raise ConfigError("the data set holds no records")

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 
-from fedcomp import params
 from fedcomp.errors import optional
+from fedcomp.rules import Real, checked
 
 
 def gaussian_delta(mu: float, epsilon: float) -> float:
@@ -28,8 +28,8 @@ def gaussian_delta(mu: float, epsilon: float) -> float:
     the exponential overflows, so both terms are written with the scaled complementary error function: the common
     factor exp(-(mu/2 - e/mu)^2 / 2) is taken out. Holds from mu = 1e-6 to 1e3 and beyond (measured against 50 digits).
     """
-    params.number("epsilon", epsilon, rule="a number >= 0", ok=lambda v: v >= 0.0)
-    params.number("mu", mu, rule="a number >= 0", ok=lambda v: v >= 0.0)
+    checked("epsilon", epsilon, Real(least=0.0, infinite=True))
+    checked("mu", mu, Real(least=0.0, infinite=True))
     if mu == 0.0 or epsilon == math.inf:
         return 0.0
     if mu == math.inf:
@@ -146,6 +146,5 @@ def lattice_delta(mu: float, delta: float, sigma: float) -> float:
 
 
 def check_delta(delta: float) -> float:
-    """Return ``delta`` when it is a probability, as :mod:`fedcomp.params` does."""
-    rule = "a probability in (0, 1), well below one over the population"
-    return params.number("delta", delta, rule=rule, ok=lambda v: 0.0 < v < 1.0)
+    """Return ``delta`` when it is a probability; it should be well below one over the population."""
+    return checked("delta", delta, Real(above=0.0, below=1.0))

@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 from fedcomp import params
 from fedcomp.errors import ConfigError, LayoutError, NonFiniteUpdate
 from fedcomp.rng import Key
+from fedcomp.rules import Real, checked
 from fedcomp.wire.support import seeded_support
 
 __all__ = [
@@ -94,7 +95,7 @@ def fraction(schedule: str, step: int, steps: int, keep: float) -> float:
 def check_fraction(schedule: str, steps: int, keep: float) -> None:
     """Raise :class:`ConfigError` unless these describe a fraction (:func:`fraction`)."""
     params.choice("schedule", schedule, SCHEDULES)
-    params.number("keep", keep, rule="a fraction in (0, 1]", ok=lambda v: 0.0 < v <= 1.0)
+    checked("keep", keep, Real(above=0.0, most=1.0))
     params.integer(f"steps of a {schedule} schedule", steps, low=0 if schedule == "constant" else 1)
 
 

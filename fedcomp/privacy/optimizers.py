@@ -30,7 +30,6 @@ from opacus.optimizers import DPOptimizer
 from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processed
 from torch import Tensor
 
-from fedcomp import params
 from fedcomp.errors import ConfigError
 from fedcomp.privacy.entropy import Entropy, SeededEntropy, SystemEntropy
 from fedcomp.privacy.events import Adjacency
@@ -48,6 +47,7 @@ from fedcomp.privacy.mechanism import GridGaussian, Mechanism, Votes
 from fedcomp.privacy.spending import next_round
 from fedcomp.privacy.votes import threshold as cut
 from fedcomp.rng import Key
+from fedcomp.rules import Int, OneOf, Real, checked
 
 if TYPE_CHECKING:
     from fedcomp.privacy.ledger import PrivacyLedger
@@ -245,7 +245,7 @@ class PrivateOptimizer(DPOptimizer):
         if not 0.0 < expected_batch_size < math.inf:
             raise ConfigError(f"expected_batch_size={expected_batch_size!r} is not valid: rate * records, above 0")
         # Losses one by one were summed before the backward pass, where they are allowed: here it is "mean" then.
-        params.choice("loss_reduction", settings.loss_reduction, ("mean", "sum"))
+        checked("loss_reduction", settings.loss_reduction, OneOf("mean", "sum"))
         super().__init__(
             optimizer,
             noise_multiplier=settings.noise_multiplier,
@@ -403,9 +403,9 @@ class TopAggOptimizer(PrivateOptimizer):
         threshold: float | None = None,
         **rest: Any,
     ) -> None:
-        k = params.integer("k", k, low=1)
+        k = checked("k", k, Int(1))
         if saturation is not None:
-            params.positive("saturation", saturation)
+            checked("saturation", saturation, Real(above=0.0))
         if threshold is not None and not 0.0 <= threshold < math.inf:
             raise ConfigError(f"threshold={threshold!r} is not valid: a finite fraction >= 0, or None")
         size = sum(p.numel() for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
@@ -583,8 +583,8 @@ class LsgOptimizer(MaskedOptimizer):
         labels = list(names) or [str(number) for number in range(len(tensors))]
         if len(labels) != len(tensors) or len(set(labels)) != len(labels):
             raise ConfigError(f"{len(labels)} names for {len(tensors)} parameters; expected one each, all different")
-        history = params.integer("history", history, low=0)
-        refresh = params.integer("refresh", refresh, low=1)
+        history = checked("history", history, Int())
+        refresh = checked("refresh", refresh, Int(1))
         shapes = {label: tuple(p.shape) for label, p in zip(labels, tensors, strict=True)}
         self.plan = LowRankPlan.of(shapes, rank, whole)
         self.history = history

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
-from fedcomp import params
 from fedcomp.plain import Count
 from fedcomp.privacy.accounting import (
     Cost,
@@ -24,7 +23,7 @@ from fedcomp.privacy.accounting import (
 from fedcomp.privacy.events import Adjacency, Event, check_adjacency
 from fedcomp.privacy.gaussian import check_delta, lattice_delta
 from fedcomp.privacy.sampling import Sampling
-from fedcomp.rules import Int
+from fedcomp.rules import Int, Real, checked
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +71,7 @@ class Spending:
         self.population = 0
         self.adjacency: Adjacency = adjacency
         self.sampling = sampling
-        self.budget = None if budget is None else params.positive("budget", budget)
+        self.budget = None if budget is None else checked("budget", budget, Real(above=0.0))
         self.unit = unit
         # Never from a seed: two runs of one seed are two runs, and must not take each other's files for their own.
         self.run = os.urandom(16).hex()

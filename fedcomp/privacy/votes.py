@@ -31,7 +31,7 @@ from fedcomp.errors import ConfigError, NonFiniteUpdate
 from fedcomp.kernels import select_topk
 from fedcomp.layout import DENSE, Layout, Update, Vector
 from fedcomp.rng import Key
-from fedcomp.rules import Int, Maybe, OneOf, Real, Switch
+from fedcomp.rules import Int, Maybe, OneOf, Real, Switch, checked
 from fedcomp.wire import Bundle, Expected, Frame, Limits, SchemaMismatch, Tensor, UnitSign
 
 __all__ = [
@@ -520,7 +520,7 @@ def threshold(total: NDArray[Any], beta_n: float) -> VoteArray:
     ConfigError
         When ``beta_n`` is negative or not finite.
     """
-    limit = params.number("beta_n", beta_n, rule="a finite number >= 0", ok=lambda v: 0.0 <= v < math.inf)
+    limit = checked("beta_n", beta_n, Real(least=0.0))
     return (np.sign(total) * (np.abs(total) > limit)).astype(np.int8)
 
 

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedcomp import params
 from fedcomp.errors import LayoutError
 from fedcomp.rng import Key
+from fedcomp.rules import Int, OneOf, checked
 from fedcomp.tasks.base import EmptyPartition, Split, Task, single_thread
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -66,8 +66,8 @@ class LocalObjective:
         batch_size: int = 32,
         dtype: str = "float32",
     ) -> None:
-        batch_size = params.integer("batch_size", batch_size, low=0)
-        params.choice("dtype", dtype, _DTYPES)
+        batch_size = checked("batch_size", batch_size, Int())
+        checked("dtype", dtype, OneOf(*_DTYPES))
         self.task, self.partition, self.partitions = task, partition, partitions
         self.seed, self.batch_size, self.dtype = seed, batch_size, np.dtype(dtype)
         self.data = self._cast(task.client(partition, partitions))

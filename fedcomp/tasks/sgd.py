@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from fedcomp import params
+from fedcomp.rules import Real, checked
 
 
 class Sgd:
@@ -52,8 +52,7 @@ class Sgd:
         most = torch.finfo(torch.float32).max
         rates = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "proximal": proximal}
         for name, value in rates.items():
-            rule = "a finite number, at least 0, in the range of float32"
-            params.number(name, value, rule=rule, ok=lambda v: 0.0 <= v <= most)
+            checked(name, value, Real(least=0.0, most=most))
         self.parameters = [p for p in parameters if p.requires_grad]
         self.lr = lr
         self.momentum = momentum

@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from fedcomp import params
 from fedcomp.errors import ConfigError
 from fedcomp.rng import Key
-from fedcomp.rules import Configured, Int, NotNegative
+from fedcomp.rules import Configured, Int, NotNegative, Real, checked
 from fedcomp.timing.collectives import Coding, Network
 
 __all__ = ["Pipeline", "layered", "log_normal", "ring_events", "simulate", "stable_step", "star"]
@@ -151,7 +151,7 @@ def layered(work: ArrayLike, transfer: ArrayLike, latency: float, *, during: boo
 def log_normal(mean: float, variation: float, count: int, key: Key) -> NDArray[np.float64]:
     """Return durations that are log-normal with a mean and a coefficient of variation, float64 of shape (count,)."""
     mean = params.positive("mean", mean)
-    spread = math.log1p(params.number("variation", variation, rule="a number >= 0", ok=lambda v: 0.0 <= v < 100.0) ** 2)
+    spread = math.log1p(checked("variation", variation, Real(least=0.0, below=100.0)) ** 2)
     drawn = key.generator().standard_normal(count)
     return mean * np.exp(math.sqrt(spread) * drawn - spread / 2.0)
 

@@ -30,7 +30,6 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
-from fedcomp import params
 from fedcomp.codecs import Identity
 from fedcomp.errors import ConfigError
 from fedcomp.flower.checkpoint import INNER
@@ -47,6 +46,7 @@ from fedcomp.graphs.settings import SamplerSettings
 from fedcomp.layout import NONE_DENSE, Layout
 from fedcomp.privacy.local import asks_for_noise
 from fedcomp.rng import Key
+from fedcomp.rules import LARGEST, Int, OneOf, checked
 from fedcomp.stateful import Stateful, each, nested
 from fedcomp.strategies.forward import ForwardGradients
 from fedcomp.strategies.gcn.owners import Owners, Talk, sent
@@ -154,8 +154,8 @@ class SkewedGCN(ExchangeStrategy, Stateful):
         configrecord_key: str = "config",
     ) -> None:
         _check_inner(inner)
-        params.seed(seed)
-        params.choice("structure", structure, STRUCTURES)
+        checked("seed", seed, Int(-LARGEST - 1))
+        checked("structure", structure, OneOf(*STRUCTURES))
         if sampler.sampler == "fastgcn" and structure != "full":
             raise ConfigError(
                 f"sampler 'fastgcn' draws by column norms of all of P, which structure={structure!r} does not show; "

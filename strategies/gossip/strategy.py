@@ -20,7 +20,6 @@ from typing import Any, ClassVar
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 
-from fedcomp import params
 from fedcomp.errors import ConfigError, FedcompError, StateError
 from fedcomp.flower import gossip
 from fedcomp.flower.logs import log
@@ -35,6 +34,7 @@ from fedcomp.gossip.topology import Topology, topology_of
 from fedcomp.gossip.vector import flatten
 from fedcomp.layout import Layout
 from fedcomp.plain import Count, from_plain
+from fedcomp.rules import Int, checked
 from fedcomp.stateful import Stateful, StatePart, nested
 from fedcomp.strategies.gossip.links import PeerLinks
 from fedcomp.strategies.gossip.report import Before, Iterations, Observed, answer_of, far_out, figures_of, mean_of
@@ -115,7 +115,7 @@ class GossipRelay(ExchangeStrategy, Stateful):
             )
         self.setup = gossip.GossipSetup(self.algorithm.to_config(), s.dtype, s.dense_below, s.buffers)
         self.reports = Reports()
-        nodes = params.integer("nodes", nodes, low=0)
+        nodes = checked("nodes", nodes, Int())
         self._count = nodes if isinstance(topology, str) else _vertices(topology, nodes)
         self._log = RoundLog("GossipRelay")
         self._links = PeerLinks(s) if s.transport == "peers" else None

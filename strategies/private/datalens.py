@@ -45,6 +45,7 @@ from fedcomp.privacy.mechanism import PrivateSum, Votes
 from fedcomp.privacy.statement import Statement, make_statement
 from fedcomp.privacy.votes import decode_rows, threshold
 from fedcomp.rng import Key
+from fedcomp.rules import Int, checked
 from fedcomp.stateful import Stateful, nested, next_epoch
 from fedcomp.strategies.private.promise import PrivateRun
 from fedcomp.strategies.private.settings import PrivacySettings, TeacherSettings, VoteSettings
@@ -167,7 +168,7 @@ class DataLens(PrivateRun, ExchangeStrategy, Stateful):
     ) -> None:
         given = PrivacySettings(**{"adjacency": "replace", **privacy})
         count, adjacency, population = teachers.teachers, given.adjacency, given.population
-        clients = params.integer("clients", clients, low=0)
+        clients = checked("clients", clients, Int())
         if count > 1 and adjacency != "replace":
             raise ConfigError(
                 f"adjacency={adjacency!r} does not fit {count} teachers per client: what one record changes is one "

@@ -18,7 +18,6 @@ from typing import Any, ClassVar
 
 from flwr.serverapp.strategy import Strategy
 
-from fedcomp import params
 from fedcomp.codecs.base import norm
 from fedcomp.errors import ConfigError
 from fedcomp.layout import Layout
@@ -26,6 +25,7 @@ from fedcomp.privacy.adaptive import AdaptiveClip, NormBits, joint_event
 from fedcomp.privacy.entropy import Entropy
 from fedcomp.privacy.events import Event
 from fedcomp.privacy.mechanism import GridGaussian, Mechanism
+from fedcomp.rules import Real, checked
 from fedcomp.strategies.private.strategy import Contribution, PrivateStrategy
 
 
@@ -64,7 +64,7 @@ class DpFedAvg(PrivateStrategy):
 
     def __init__(self, inner: Strategy, *, clip: float | AdaptiveClip, noise_multiplier: float, **promise: Any) -> None:
         self.adaptive = clip if isinstance(clip, AdaptiveClip) else None
-        self.clip = params.positive("clip", clip.initial if isinstance(clip, AdaptiveClip) else clip)
+        self.clip: float = checked("clip", clip.initial if isinstance(clip, AdaptiveClip) else clip, Real(above=0.0))
         self.clips: dict[int, float] = {}
         self.bits: NormBits | None = None
         super().__init__(inner, noise_multiplier=noise_multiplier, **promise)

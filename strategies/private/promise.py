@@ -17,7 +17,6 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 
-from fedcomp import params
 from fedcomp.errors import ConfigError
 from fedcomp.flower.logs import log
 from fedcomp.flower.privacy import LENGTHS
@@ -29,6 +28,7 @@ from fedcomp.privacy.ledger import PrivacyLedger
 from fedcomp.privacy.mechanism import Mechanism
 from fedcomp.privacy.statement import Statement, make_statement
 from fedcomp.rng import Key
+from fedcomp.rules import Int, checked
 from fedcomp.strategies.means import MEANS, is_mean
 from fedcomp.strategies.private.release import Release
 from fedcomp.strategies.private.settings import PrivacySettings
@@ -196,7 +196,7 @@ class Promise(PrivateRun, NoClientEvaluation, Release, Strategy):
                 "it at 1.0 and give sampling=Sampling(...)"
             )
         given = PrivacySettings(**privacy)
-        count = params.integer("count", count, low=0)
+        count = checked("count", count, Int())
         # With the count, which the ledger's own check does not know.
         given.drawn.check(given.adjacency, count=count)
         super().__init__(given)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
-from fedcomp import params
 from fedcomp.codecs import RandomK
 from fedcomp.errors import ConfigError
 from fedcomp.flower.privacy import find_private
@@ -21,6 +20,7 @@ from fedcomp.privacy.local import Privatise
 from fedcomp.privacy.sampling import Sampling
 from fedcomp.privacy.votes import TopkSign
 from fedcomp.rng import Key
+from fedcomp.rules import Real, checked
 from fedcomp.strategies.parts import (
     BUDGET,
     CODEC_PREFIXES,
@@ -185,7 +185,7 @@ def _record_dp(settings: Settings, seed: int) -> Strategy:
             f"sampling={settings['sampling']!r} is about clients, and here records are drawn; use record_rate"
         )
     given = settings["record_rate"]
-    rate = params.number("record_rate", given, rule="a probability in (0, 1]", ok=lambda v: 0.0 < v <= 1.0)
+    rate = checked("record_rate", given, Real(above=0.0, most=1.0))
     own: dict[str, Any] = {key: settings[key] for key in ("noise_multiplier", "clip", "delta", "adjacency")}
     method = str(settings["method"])
     options = {"topagg": ("k",), "random-mask": ("keep",), "lsg": ("keep", "rank")}.get(method, ())

@@ -18,13 +18,13 @@ import numpy as np
 from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 
-from fedcomp import params
 from fedcomp.codecs import Codec
 from fedcomp.errors import ConfigError
 from fedcomp.layout import DensityPolicy, Layout, Vector
 from fedcomp.privacy.errors import Unbounded
 from fedcomp.privacy.mechanism import Votes
 from fedcomp.privacy.votes import TopkSign, threshold
+from fedcomp.rules import OneOf, Real, checked
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.private.strategy import PrivateStrategy
 
@@ -86,9 +86,9 @@ class TopAgg(PrivateStrategy):
             raise ConfigError(f"the ballot must be a TopkSign, got {ballot!r}")
         # A dense reply of a client without the mod is encoded with it: its vote.
         self.ballot = self.encoding = ballot
-        self.server_lr = params.positive("server_lr", server_lr)
-        self.mode = params.choice("mode", mode, MODES)
-        self.beta = params.unit("beta", beta)
+        self.server_lr: float = checked("server_lr", server_lr, Real(above=0.0))
+        self.mode: str = checked("mode", mode, OneOf(*MODES))
+        self.beta: float = checked("beta", beta, Real(least=0.0, most=1.0))
         if self.beta and self.mode != "threshold":
             raise ConfigError(f"beta={beta!r} is a threshold, which mode={mode!r} does not have; use mode='threshold'")
         super().__init__(inner, **promise)

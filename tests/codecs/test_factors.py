@@ -348,16 +348,10 @@ def test_what_inputs_show_has_to_be_acknowledged() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"mode": "all"},
-        {"rank": 0},
-        {"values": "q2"},
-        {"per_layer": "never"},
-        {"first_layer": "hidden"},
         {"mode": "edad", **KNOWN},
         {"chain": CHAIN},
         {"mode": "edad", "chain": ("a.weight:softsign", "b.weight"), **KNOWN},
         {"mode": "edad", "chain": ("a.weight", "a.weight"), **KNOWN},
-        {"i_know_inputs_are_visible": 1},
     ],
 )
 def test_wrong_parameters_are_refused(wrong: dict) -> None:

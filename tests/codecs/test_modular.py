@@ -147,10 +147,9 @@ def test_a_smaller_modulus_needs_a_word_and_is_logged(caplog: pytest.LogCaptureF
         ModularSum(RandomK(1.0), clip=1.0, levels=10, modulus=20, allow_wrap=True)
 
 
-@pytest.mark.parametrize("options", [{"summands": 0}, {"modulus": -1}, {"modulus": 2**33}, {"summands": 10**9}])
-def test_settings_out_of_range_are_refused(options: dict[str, Any]) -> None:
+def test_summands_for_which_no_modulus_has_room_are_refused() -> None:
     with pytest.raises(ConfigError):
-        ModularSum(RandomK(1.0), clip=1.0, **options)
+        ModularSum(RandomK(1.0), clip=1.0, summands=10**9)
 
 
 def test_weights_multiply_integers_and_dithers_alike() -> None:

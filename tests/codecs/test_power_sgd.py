@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fedcomp import wire
-from fedcomp.codecs import LowRank, PowerSGD, get_codec
+from fedcomp.codecs import LowRank, PowerSGD
 from fedcomp.codecs.coefficients import basis_id_of
 from fedcomp.codecs.lowrank import LEFT, RIGHT, Basis, Projection, Ranks
 from fedcomp.codecs.matrices import add_product, orthonormal, product
@@ -557,24 +557,6 @@ def test_dense_rounds_factor_nothing() -> None:
     # What comes after one begins with a draw, on both sides of the wire.
     last = nothing_factored(codec, MIXED), tuple(np.zeros((0, 0), np.float32) for _ in range(4))
     assert PowerSGD(2).start(last, MIXED, KEY).id == PowerSGD(2).start(None, MIXED, KEY).id
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"rank": 0},
-        {"rank": True},
-        {"form": "both"},
-        {"memory": "mean"},
-        {"min_rate": -1.0},
-        {"values": "q2"},
-        {"norm_guard": 0.0},
-        {"warm_start": 1},
-    ],
-)
-def test_parameters_are_checked(wrong: dict) -> None:
-    with pytest.raises(ConfigError):
-        get_codec({"id": "power-sgd", **wrong})
 
 
 def test_a_projection_has_no_configuration() -> None:

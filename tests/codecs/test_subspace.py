@@ -354,9 +354,3 @@ def test_bases_cost_what_the_formulas_say() -> None:
         floats = (17 if kind == "per_slice" else 1) * WIDTH * d + 17 * WIDTH
         assert 0 <= len(basis.frame()) - 4 * floats < 80
         assert basis.size == 17 * d + 35
-
-
-@pytest.mark.parametrize("wrong", [{"kind": "other"}, {"loss": 0.0}, {"loss": 1.0}, {"most": 0}, {"center": 1}])
-def test_settings_are_checked(wrong: dict) -> None:
-    with pytest.raises(ConfigError):
-        BasisFit(**wrong)

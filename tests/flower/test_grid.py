@@ -463,8 +463,6 @@ def test_random_faults_are_a_pure_function_of_the_delivery() -> None:
 def test_impossible_faults_and_grids_are_refused() -> None:
     with pytest.raises(ConfigError, match="lost_reply"):
         Fault("lost_replies")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="at least 1"):
-        late(0)
     with pytest.raises(ConfigError, match="more than 1"):
         RandomFaults(Key(0), {"offline": 0.7, "silent": 0.4})
     with pytest.raises(ConfigError, match="probability"):

@@ -138,9 +138,6 @@ def test_a_slow_reply_misses_the_short_deadline_only() -> None:
 
     with InProcessGrid(echo, 3, compute_seconds=5.0) as grid:
         assert drive(exchanges(grid.get_node_ids()), grid, timeout=60.0) == (0, 3)
-        for wrong in (0, -1.0, float("nan")):
-            with pytest.raises(ConfigError, match="seconds > 0"):
-                Push([], timeout=wrong)
 
 
 def test_a_generator_is_closed_on_success_on_its_own_error_and_on_the_engines() -> None:

@@ -367,7 +367,7 @@ def test_validate_refuses_weights_of_any_graph(rows: dict[int, dict[int, float]]
         ("digraph", 8, r"digraph:0\.3"),
         ("digraph:x", 8, r"digraph:0\.3"),
         ("digraph:0", 8, r"p=0\.0 is not valid"),
-        ("digraph:1.5", 8, "probability"),
+        ("digraph:1.5", 8, r"p must be a number in \(0, 1\]"),
         ("digraph:0.00001", 4, "take a larger p"),
         ("torus", 7, "fills no grid but 1 x 7; use ring, or n=8"),
         ("torus", 2, "n=4"),

@@ -270,27 +270,6 @@ def test_skellam_is_accounted_with_its_l1_sensitivity() -> None:
     assert Votes(noise_multiplier=1.0, k=9, shape=(50,)).event().grid_l1 == 0.0
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: GridGaussian(noise_multiplier=-1.0, clip=1.0, size=3),
-        lambda: GridGaussian(noise_multiplier=math.nan, clip=1.0, size=3),
-        lambda: GridGaussian(noise_multiplier=True, clip=1.0, size=3),
-        lambda: GridGaussian(noise_multiplier=1.0, clip=0.0, size=3),
-        lambda: GridGaussian(noise_multiplier=1.0, clip=math.inf, size=3),
-        lambda: GridGaussian(noise_multiplier=1.0, clip=1.0, size=0),
-        lambda: GridGaussian(noise_multiplier=1.0, clip=1.0, size=3, adjacency="other"),
-        lambda: GridGaussian(noise_multiplier=1.0, clip=1.0, size=3, noise="laplace"),
-        lambda: Votes(noise_multiplier=1.0, k=0, shape=(3,)),
-        lambda: Votes(noise_multiplier=1.0, k=1, shape=(0,)),
-        lambda: Votes(noise_multiplier=1.0, k=True, shape=(3,)),
-    ],
-)
-def test_wrong_parameters_are_refused(make) -> None:
-    with pytest.raises(ConfigError, match="is not"):
-        make()
-
-
 def test_a_contribution_of_another_shape_never_broadcasts() -> None:
     private = PrivateSum(GridGaussian(noise_multiplier=0.0, clip=1.0, size=1), (3,))
     with pytest.raises(Unbounded, match="shape"):

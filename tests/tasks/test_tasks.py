@@ -184,13 +184,13 @@ def test_batches_cover_each_epoch_and_stop_at_max_steps() -> None:
 @pytest.mark.parametrize(
     ("bad", "match"),
     [
-        ({"lr": float("nan")}, "lr=nan is not valid: lr must be a finite"),
-        ({"lr": -1.0}, "lr=-1.0 is not valid: lr must be a finite"),
-        ({"lr": "0.1"}, "lr='0.1' is not valid: lr must be a finite"),
-        ({"lr": 1e39}, "range of float32"),
+        ({"lr": float("nan")}, "lr=nan is not valid: lr must be a number in"),
+        ({"lr": -1.0}, "lr=-1.0 is not valid: lr must be a number in"),
+        ({"lr": "0.1"}, "lr='0.1' is not valid: lr must be a number in"),
+        ({"lr": 1e39}, r"\[0, 3.40282e\+38\]"),
         ({"momentum": -0.5}, "momentum=-0.5"),
         ({"weight_decay": float("inf")}, "weight_decay=inf"),
-        ({"weight_decay": 10**400}, "weight_decay=1000.*must be a finite"),
+        ({"weight_decay": 10**400}, "weight_decay=1000.*must be a number in"),
         ({"proximal": float("nan")}, "proximal=nan"),
         ({"proximal": -1}, "proximal=-1"),
         ({"epochs": -1}, "epochs=-1 is not valid: epochs must be an integer >= 0 or None"),
