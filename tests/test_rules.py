@@ -252,7 +252,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "FixedPoint": {"codec": RandomK(0.5)},
     "LearnedGradients": {"codec": LGC()},
     "ModularSum": {"codec": RandomK(0.5)},
-    "OneForAll": {"codec": LGC()},
+    "OneForAll": {"codec": ScaleCom()},
     "Oracle": {"codec": ScaleCom()},
     "Pair": {"codec": TopK(0.1)},
     "Push": {"messages": ()},
