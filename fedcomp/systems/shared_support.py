@@ -85,14 +85,18 @@ class SharedSupport(System, id="shared-support"):
         leader, supports, others = led
         support = leader.frames["support"]
         sent = yield [Ask(node, "query", blobs={"support": support}) for node in others]
-        given = sorted([leader, *sent], key=lambda answer: answer.node)
+        now.state["leader"] = leader.node
+        return self.stepped(now, supports, support, sorted([leader, *sent], key=lambda answer: answer.node))
+
+    def stepped(self, now: Now, supports: Supports, support: Frame, given: Sequence[Answer]) -> Step | None:
+        """Return the step that values on ``supports``, whose index block is ``support``, come to."""
+        codec = self.at(now.number)
         total = now.mean_of(codec.on(supports, now.number), given, raw=True)
         if total is None or (change := now.downward(total, self.server_lr)) is None:
             return None
         # Float32 whatever the values came in: rounding the mean once more would be an error nobody remembers.
         mean = codec.mean(supports, now.number)
         frame, _ = mean.encode(change, {}, Key(now.seed, "downlink", now.number))
-        now.state["leader"] = leader.node
         return Step(total.consumed, frame=frame, blobs={"support": support}, codec=mean)
 
     def client(self, memory: State, ask: Ask, me: Me) -> tuple[State, Answer]:

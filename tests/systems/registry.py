@@ -73,7 +73,7 @@ class Entry:
     data : callable, optional
         What the app brings beside training (:attr:`fedcomp.program.Me.data`); its first argument is a client.
     another : bool
-        Whether another entry stands for it in the tests of every day.
+        Whether another entry stands for it in the tests of every day, or it is too dear for these.
     """
 
     system: System
@@ -231,7 +231,9 @@ ENTRIES: Final[Mapping[str, Entry]] = {
     "lgc-ring": Entry(LearnedGradients(LGC(0.05, raw=0), 1, 1), exchanges=2, another=True),
     "lgc-server": Entry(
         LearnedGradients(LGC(0.05, instance="server", ef="decoded", raw=0, innovation=0.005), 1, 1),
+        law=ROUNDED,
         exchanges=2,
+        another=True,
     ),
     "forward": Entry(Forward(directions=4), shapes={"weight": (40, 30)}, data=slopes, frozen=None),
     "factors": Entry(

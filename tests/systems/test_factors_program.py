@@ -171,7 +171,7 @@ def test_a_memory_goes_on_layer_by_layer_where_parts_are_lost() -> None:
     here = compare(replace(SYSTEMS["rank with memory"], by_layer=True), rounds=3)
     # Of node 2 a part was lost in the last round: its frame is in no step, and goes back before it trains again.
     assert here.clients[2].pending is not None
-    assert not here.clients[2].told
+    assert not here.acknowledged(2)
 
 
 @pytest.mark.long
@@ -281,7 +281,7 @@ def test_a_wrong_part_costs_its_sender_alone(wrong: str) -> None:
     assert np.isfinite(here.model).all()
     # What it sent is in its memory again before it trains anew.
     assert here.clients[1].pending is not None
-    assert not here.clients[1].told
+    assert not here.acknowledged(1)
 
 
 def test_a_node_answers_for_its_last_frame_alone() -> None:

@@ -1,0 +1,62 @@
+"""What a program's server half is told and told off for, beside what the contract of systems shows."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedcomp.layout import Layout, TensorSpec
+from fedcomp.program import Now, Step
+
+LAYOUT = Layout(
+    (TensorSpec("weight", (3,), "float32", 0, 3), TensorSpec("running_var", (2,), "float32", 3, 2)),
+    (),
+    ("weight", "running_var"),
+)
+
+
+def now(**options: Any) -> tuple[Now, list[str]]:
+    notes: list[str] = []
+    model = np.array([1.0, 1.0, 1.0, 0.5, 0.5], np.float32)
+    return Now(1, (0, 1), LAYOUT, model, note=notes.append, **options), notes
+
+
+def down(change: list[float], rate: float = 1.0) -> tuple[Any, list[str]]:
+    here, notes = now()
+    found = here.downward(Step((0, 1), change=np.array(change, np.float32)), rate)
+    return None if found is None else found.vector.tolist(), notes
+
+
+def test_a_sum_goes_down_times_the_servers_step_size() -> None:
+    assert down([1.0, -2.0, 0.5, 0.25, 0.0]) == ([1.0, -2.0, 0.5, 0.25, 0.0], [])
+    assert down([1.0, -2.0, 0.5, 0.25, 0.0], 0.5) == ([0.5, -1.0, 0.25, 0.125, 0.0], [])
+
+
+def test_what_is_held_back_and_what_does_not_go_down_at_all_is_noted() -> None:
+    held, (note,) = down([1.0, 0.0, 0.0, -0.75, 0.25])
+    assert held == [1.0, 0.0, 0.0, 0.0, 0.25]
+    assert "running_var" in note
+    for wrong in (float("nan"), float("inf")):
+        nothing, notes = down([wrong, 0.0, 0.0, 0.0, 0.0])
+        assert nothing is None
+        assert notes == ["the mean is not finite: the model is unchanged"]
+    nothing, _ = down([3e38, 0.0, 0.0, 0.0, 0.0], 2.0)
+    assert nothing is None
+
+
+def test_halves_cannot_change_what_they_are_told() -> None:
+    here, _ = now()
+    for told in (here, Step((0,))):
+        name = next(iter(vars(told)))
+        with pytest.raises(FrozenInstanceError):
+            setattr(told, name, None)
+
+
+def test_streams_of_a_round_have_names() -> None:
+    here, _ = now(seed=7)
+    keys = {here.key("uplink", 0), here.key("uplink", 1), here.key("downlink", 0)}
+    assert len(keys) == 3
+    assert {(key.seed, key.round) for key in keys} == {(7, 1)}
