@@ -1,4 +1,4 @@
-"""The four examples of CONTRIBUTING.md pass the tests of their kind, as what is added by the page has to."""
+"""The five examples of CONTRIBUTING.md pass the tests of their kind, as what is added by the page has to."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from fedcomp.experiments.run import main as run_experiment
 OF_THEIR_KIND = {
     "tests/codecs/test_codec_protocol.py": "AboveMean",
     "tests/gossip/test_every_algorithm.py": "halfway",
+    "tests/systems/test_contract.py": "median-clip",
     "tests/strategies/test_system.py": "damped",
     "tests/experiments/test_systems.py": "damped",
     "tests/experiments/test_catalog.py": "mine",
@@ -40,6 +41,7 @@ def test_the_examples_pass_the_tests_of_their_kind(tmp_path: Path) -> None:
     assert {(file, name) for file, test in passed for name in ADDED if name in test} >= set(OF_THEIR_KIND.items())
     assert sum("halfway" in test for _, test in passed) >= 15
     assert sum("AboveMean" in test for _, test in passed) >= 5
+    assert sum("median-clip" in test for _, test in passed) >= 25
 
 
 def test_the_experiment_runs_at_its_smallest_size(
