@@ -13,13 +13,14 @@ from fedcomp.codecs import LGC, ErrorFeedback, Identity, ScaleCom, TopK
 from fedcomp.codecs.autoencoder import ConvDecoder, ConvEncoder
 from fedcomp.codecs.forms import FORMS
 from fedcomp.codecs.scalecom import Supports
-from fedcomp.experiments.central import Rounds
+from fedcomp.experiments.central import Sending
 from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option, no_rows
 from fedcomp.experiments.findings import Findings, Say, mean, spread
 from fedcomp.experiments.kit import Records, Sweep, claim, numbers, repetitions, table, workers
 from fedcomp.experiments.spec import RunResult
 from fedcomp.kernels import select_topk
 from fedcomp.layout import EndsDense, Layout, Update, Vector
+from fedcomp.local import Local
 from fedcomp.program import Answer, Now, Step, System
 from fedcomp.rng import Key
 from fedcomp.rules import Int
@@ -131,33 +132,12 @@ RIVALS: Final = {RING: EIGHT, EXACT: EIGHT, SHORT: TWO, SERVER: ALONE, SERVER_EX
 """Of each row of ours the simple one that sends as many bytes in the last stage, or fewer."""
 
 
-class Sending:
-    """Rounds of a system whose nodes send given vectors."""
-
-    def __init__(self, system: System, layout: Layout, nodes: int, seed: int) -> None:
-        self._vectors: Sequence[Vector] = ()
-        self._start = np.zeros(layout.size, np.float32)
-        # From a model of zeros what is trained is the vector itself.
-        self.rounds = Rounds(system, layout, self._start, self._made, lambda node: 1.0, nodes, seed)
-
-    def _made(self, number: int, node: int, start: Vector) -> Vector:
-        return self._vectors[node]
-
-    def __call__(self, number: int, vectors: Sequence[Vector]) -> tuple[Vector, int]:
-        """Return the mean of some vectors as it arrives, and the uplink's bytes."""
-        local = self.rounds.local
-        self._vectors, local.model = vectors, self._start
-        _, cost = self.rounds.step(number)
-        return local.model, cost.uplink - local.state.get("spared", 0)
-
-    @property
-    def weights(self) -> int:
-        """Bytes of the autoencoder's weights that nodes were sent; after training these do not change."""
-        local = self.rounds.local
-        halves = dict(local.state.get("halves", {}))
-        frames = {half_of(ConvEncoder, halves.pop("encoder")).frame()} if halves else set()
-        frames |= {half_of(ConvDecoder, half).frame() for half in halves.values()}
-        return sum(len(data) for held in local.held.values() for data in held & frames)
+def weights_sent(local: Local) -> int:
+    """Return the bytes of the autoencoder's weights that nodes were sent; after training these do not change."""
+    halves = dict(local.state.get("halves", {}))
+    frames = {half_of(ConvEncoder, halves.pop("encoder")).frame()} if halves else set()
+    frames |= {half_of(ConvDecoder, half).frame() for half in halves.values()}
+    return sum(len(data) for held in local.held.values() for data in held & frames)
 
 
 def train(label: str, rate: float, seed: int, *, steps: int, tuning: bool = False) -> dict[str, Any]:
@@ -165,18 +145,18 @@ def train(label: str, rate: float, seed: int, *, steps: int, tuning: bool = Fals
     from fedcomp.experiments.conv_gradients import Training, mean_of
 
     training = Training(seed + tuning * TUNING_SEED, rate=rate, held_out="validation" if tuning else "test")
-    send, uplink = None, []
+    sending, uplink = None, []
     for number in range(1, steps + 1):
         gradients = training.workers()
-        if send is None:
+        if sending is None:
             layout = Layout.of(mean_of(gradients), EndsDense())
-            send = Sending(ROWS[label](steps), layout, len(gradients), seed)
-        mean_, sent = send(number, [layout.flatten(gradient) for gradient in gradients])
-        uplink.append(sent)
+            sending = Sending(ROWS[label](steps), layout, len(gradients), seed)
+        mean_, cost = sending.send(number, [layout.flatten(gradient) for gradient in gradients])
+        uplink.append(cost.uplink - sending.local.state.get("spared", 0))
         training.move(layout.unflatten(mean_))
         if not np.isfinite(mean_).all():
             break
-    assert send is not None
+    assert sending is not None
     losses = training.losses[-50:]
     finite = bool(np.isfinite(losses).all()) and len(uplink) == steps
     return {
@@ -184,7 +164,7 @@ def train(label: str, rate: float, seed: int, *, steps: int, tuning: bool = Fals
         "loss": mean(losses) if finite else math.inf,
         "uplink": sum(uplink),
         "last": uplink[-1],
-        "weights": send.weights,
+        "weights": weights_sent(sending.local),
         "dense": steps * len(gradients) * 4 * layout.size,
     }
 
