@@ -34,7 +34,7 @@ from fedcomp.codecs.autoencoder import (
     LatentDecoder,
     LatentEncoder,
 )
-from fedcomp.codecs.lgc import FEWEST, LGC, SCALES, NodeEstimate, scale_of
+from fedcomp.codecs.lgc import FEWEST, LGC, SCALES, Innovation, NodeEstimate, scale_of
 from fedcomp.codecs.scalecom import Supports, open_support, support_frame
 from fedcomp.errors import StateError, optional
 from fedcomp.layout import Layout, Update, Vector
@@ -42,7 +42,7 @@ from fedcomp.program import NO_FRAMES, Answer, AnswerError, Ask, Frames, Given, 
 from fedcomp.rng import Key
 from fedcomp.rules import Configured, Flag, Int, Made, NotNegative, OneOf, Positive, Real
 from fedcomp.systems.shared_support import elect
-from fedcomp.wire import Frame
+from fedcomp.wire import Bundle, Frame
 
 if TYPE_CHECKING:
     import torch
@@ -305,11 +305,19 @@ class LearnedGradients(System, id="lgc"):
             if found is None:
                 return None
             scaled = replace(codec, scale=answer.say.scale) if isinstance(answer.say, Scale) else codec
-            fixed: Codec = scaled.innovations(layout) if by_node else scaled.on(found[0], now.number)
+            fixed: Codec = scaled.on(found[0], now.number)
             if codec.sends_latents and not by_node:
                 fixed = scaled.latents_on(found[0], now.number, layout, encoder, decoders[None])
-            given = now.verified(fixed, [Given(answer.node, answer.weight, answer.frames["values"])])
+            given = verified([answer], scaled, fixed, found[0])
             return Led(scaled, fixed, *found, given[0]) if given else None
+
+        def verified(answers: Sequence[Answer], codec: LGC, fixed: Codec, on: Supports) -> list[Given]:
+            given = [Given(a.node, a.weight, a.frames["values"]) for a in answers if "values" in a.frames]
+            if not by_node:
+                return now.verified(fixed, given)
+            scales, count = _scales(answers), codec.shared_positions(on, layout).size
+            # Each by a codec of its own, which knows by what its values are multiplied.
+            return [v for g in given for v in now.verified(_innovation(codec, layout, scales[g.node], count), [g])]
 
         turn = 0 if self.common == "first" and codec.sends_latents else now.number - 1
         led = yield from elect(now, ask, chosen, turn)
@@ -319,9 +327,9 @@ class LearnedGradients(System, id="lgc"):
         # In the server instance clients that subtract what is decoded have to decode it.
         frames = {"latents": leader.frames["latents"]} if by_node and codec.ef == "decoded" else NO_FRAMES
         sent = yield [ask(node, "query", False, frames, support=leader.frames["support"]) for node in others]
-        given = now.verified(fixed, [Given(a.node, a.weight, a.frames["values"]) for a in sent if "values" in a.frames])
-        given = sorted([own, *given], key=lambda each: each.node)
-        total = now.total(fixed, given, raw=True)
+        given = sorted([own, *verified(sent, codec, fixed, supports)], key=lambda each: each.node)
+        innovations = codec.innovations(layout)
+        total = now.rule.total(now, innovations if by_node else fixed, given, raw=True)
         if total is None:
             return None
         assert total.change is not None
@@ -332,8 +340,7 @@ class LearnedGradients(System, id="lgc"):
                 now.note("the common node's latents cannot be used: nobody's values can be decoded")
                 return None
             where, weight = codec.shared_positions(supports, layout), sum(g.weight for g in used)
-            scales = {a.node: a.say.scale for a in (leader, *sent) if isinstance(a.say, Scale)}
-            innovations = codec.innovations(layout)
+            scales = _scales([leader, *sent])
             bundles = [innovations.open(g.frame, layout) for g in used]
             with np.errstate(over="ignore", invalid="ignore"):
                 for g, bundle in zip(used, bundles, strict=True):
@@ -453,6 +460,27 @@ class LearnedGradients(System, id="lgc"):
 def _by_node(codec: LGC) -> bool:
     """Whether one client sends latents, and all innovations."""
     return codec.sends_latents and codec.instance == "server"
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class _Innovation(Innovation):
+    """A client's innovation, whose norm is that of all that it adds: with what is decoded, as it says itself."""
+
+    scale: float = 1.0
+    decoded: int = 0
+
+    def norm(self, frame: Frame | Bundle, layout: Layout) -> float:
+        # A decoded value has a mean square of about 1, and is multiplied by the client's own scale.
+        return math.hypot(super().norm(frame, layout), self.scale * math.sqrt(self.decoded))
+
+
+def _innovation(codec: LGC, layout: Layout, scale: float, decoded: int) -> _Innovation:
+    """Return the codec of the innovation of a client with ``scale``, beside which so many values are decoded."""
+    return _Innovation(**codec.innovations(layout).get_config(), scale=scale, decoded=decoded)
+
+
+def _scales(answers: Sequence[Answer]) -> dict[int, float]:
+    return {answer.node: answer.say.scale for answer in answers if isinstance(answer.say, Scale)}
 
 
 def _opened(codec: LGC, layout: Layout, answer: Answer, frame: Frame) -> tuple[Supports, Vector]:

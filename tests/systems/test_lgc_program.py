@@ -25,7 +25,7 @@ from fedcomp.program import Ask, Me, Now
 from fedcomp.rng import Key
 from fedcomp.strategies.autoencoder_training import AutoencoderTraining as OldTraining
 from fedcomp.strategies.lgc import LearnedGradients as Strategy
-from fedcomp.systems.lgc import LearnedGradients, half_of
+from fedcomp.systems.lgc import LearnedGradients, Scale, half_of
 from fedcomp.systems.pair import Pair
 from fedcomp.systems.shared_support import SharedSupport
 
@@ -252,6 +252,31 @@ def test_a_common_node_whose_latents_cannot_be_used_is_replaced(forged: str) -> 
     assert run(local, 7) == [4] * 6 + [3]
     assert [why[:2] for why in local.refused[7]] == ["2:"]
     assert np.isfinite(local.model).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loud", [1, 2])
+def test_what_a_guard_looks_at_has_the_scale_that_a_client_names(loud: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the server instance it multiplies what is decoded: of the common node, 2 in round 7, as of others."""
+    norms: dict[int, float] = {}
+    verified = Now.verified
+
+    def seen(self: Now, kind: Any, given: Any) -> Any:
+        good = verified(self, kind, given)
+        norms.update({each.node: kind.norm(each.frame, self.layout) for each in good})
+        return good
+
+    monkeypatch.setattr(Now, "verified", seen)
+
+    class Loud(LearnedGradients, id="loud-lgc"):
+        def client(self, memory, ask: Ask, me: Me) -> tuple:
+            after, answer = super().client(memory, ask, me)
+            if me.node == loud and me.number == 7 and answer.say is not None:
+                answer = answer._replace(say=Scale(1e4 * answer.say.scale))
+            return after, answer
+
+    run(TOY.local(Loud(codec(instance="server"), **STAGES)), 7)
+    assert norms.pop(loud) > 1000 * max(norms.values())
 
 
 @pytest.mark.slow
