@@ -174,8 +174,6 @@ class AutoencoderTraining(Configured):
         # Known nodes come first: if nodes of one round gave up each other's decoders, none would be trained twice.
         ranked = sorted(vectors, key=lambda node: str(node) not in halves)[: self.decoders]
         names = ("encoder", "decoder", *(str(node) for node in vectors if node in ranked))
-        # A node's own decoder begins as the one that unknown nodes share, as it is now.
-        found = {**{name: {"weights": halves["decoder"]["weights"]} for name in names[2:]}, **halves}
 
         def losses(step: int, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
             batch, side = _signals(list(vectors.values())), _signals([sides[node] for node in vectors])
@@ -195,19 +193,19 @@ class AutoencoderTraining(Configured):
             total = self.reconstruction * (error + alike) + self.similarity * distance
             return total, error / count, distance / max(1, count * (count - 1))
 
-        after, said = self._train(found, names, losses)
-        # A step that changes nothing gives up no decoder.
-        return (after if said else halves), said
+        return self._train(halves, names, losses)
 
     def _train(
         self, halves: Halves, names: Sequence[str], losses: Callable[..., Sequence[torch.Tensor]]
     ) -> tuple[Halves, tuple[float, ...]]:
         """Take the steps of a round on the halves ``names``, which are the last to be given up from then on."""
+        # A node's own decoder begins as the one that unknown nodes share, as it is now.
+        begun = [halves.get(name) or {"weights": halves["decoder"]["weights"]} for name in names]
         with optional("the training of an autoencoder"):
             import torch
-        leaves = [torch.from_numpy(halves[name]["weights"].copy()).requires_grad_() for name in names]
+        leaves = [torch.from_numpy(half["weights"].copy()).requires_grad_() for half in begun]
         optimizer = (torch.optim.Adam if self.optimizer == "adam" else torch.optim.SGD)(leaves, lr=self.lr)
-        moments = [{key: v for key, v in halves[name].items() if key != "weights"} for name in names]
+        moments = [{key: v for key, v in half.items() if key != "weights"} for half in begun]
         state = {
             # The count of steps is a single number, all else as long as the weights.
             index: {key: torch.from_numpy(v.copy()).reshape(() if v.size == 1 else -1) for key, v in each.items()}
@@ -231,6 +229,8 @@ class AutoencoderTraining(Configured):
                 found = tuple(float(part.detach()) for part in parts)
         finally:
             torch.set_num_threads(threads)
+        if not found:
+            return halves, found
         after: dict[str, Half] = {}
         for index, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
             kept = optimizer.state_dict()["state"].get(index, {})

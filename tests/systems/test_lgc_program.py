@@ -25,7 +25,7 @@ from fedcomp.program import Ask, Me, Now
 from fedcomp.rng import Key
 from fedcomp.strategies.autoencoder_training import AutoencoderTraining as OldTraining
 from fedcomp.strategies.lgc import LearnedGradients as Strategy
-from fedcomp.systems.lgc import AutoencoderTraining, LearnedGradients, drawn, half_of
+from fedcomp.systems.lgc import LearnedGradients, half_of
 from fedcomp.systems.pair import Pair
 from fedcomp.systems.shared_support import SharedSupport
 
@@ -265,22 +265,6 @@ def test_latents_are_a_quarter_and_what_is_not_coded_travels_as_values() -> None
     on = lgc.latents_on(open_support(leader.frames["support"], lgc, TOY.layout), 6, TOY.layout, encoder, None)
     tensors = on.open(leader.frames["values"], TOY.layout).tensors
     assert [t.values.k for t in tensors] == [latents(60 + 45), 30, 412]
-
-
-@pytest.mark.slow
-def test_a_step_that_is_not_finite_changes_nothing() -> None:
-    training, halves = AutoencoderTraining(decoders=1), drawn(0)
-    vectors = {node: np.full(32, 1e30, np.float32) for node in (3, 5)}
-    after, losses = training.learn_nodes(halves, vectors, vectors, Key(0))
-    assert after is halves
-    assert losses == ()
-    unit = {node: np.ones(32, np.float32) for node in (3, 5)}
-    after, losses = training.learn_nodes(halves, unit, unit, Key(0))
-    assert len(losses) == 2
-    assert list(after) == ["encoder", "decoder", "3"]
-    # The one that was used longest ago is given up.
-    after, _ = training.learn_nodes(after, {7: unit[3]}, {7: unit[3]}, Key(0))
-    assert list(after) == ["encoder", "decoder", "7"]
 
 
 @pytest.mark.long
