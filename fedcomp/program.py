@@ -391,6 +391,11 @@ class System(Configured, ABC):
         return {"id": self.ID, **self.get_config()}
 
     @property
+    def makes_steps(self) -> bool:
+        """Whether steps have frames of their own, which :meth:`reads` reads; it may hang on the options."""
+        return type(self).reads is not System.reads
+
+    @property
     def whole(self) -> bool:
         """Whether clients send the models that they trained, not what changed: floats of other sizes than float32 then
         travel beside the vector, as values."""

@@ -21,10 +21,9 @@ import numpy as np
 
 from fedcomp import wire
 from fedcomp.codecs import Codec, Factors, State, get_codec
-from fedcomp.codecs.base import all_finite
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.factors.collect import Captured
-from fedcomp.layout import Layout, Update, Vector
+from fedcomp.layout import Layout, Vector
 from fedcomp.program import Answer, AnswerError, Ask, Frames, Given, Me, Mean, Now, Round, Said, Single, Step, System
 from fedcomp.rules import Int, Made, Switch
 from fedcomp.wire import Bundle, Frame, Limits
@@ -88,6 +87,10 @@ class FactorSharing(System, id="factors"):
         found = isinstance(_inner(self.codec), Factors)
         return "" if found else f"codec={self.codec!r}: expected Factors, or error feedback around it"
 
+    @property
+    def makes_steps(self) -> bool:
+        return self.down
+
     def start(self, layout: Layout) -> State:
         return self.codec.init(layout)
 
@@ -140,21 +143,21 @@ class FactorSharing(System, id="factors"):
     def _read(self, now: Now, answers: Sequence[Answer], limits: Limits) -> dict[int, Bundle]:
         return now.read(answers, _PART, lambda frame: wire.decode(frame, limits=limits))
 
-    def _downward(self, now: Now, codec: Codec, total: Step, given: Sequence[Given]) -> Step:
+    def _downward(self, now: Now, codec: Codec, total: Step, given: Sequence[Given]) -> Step | None:
         """Return the step as the factors of all that are in it, where they are shorter than the model."""
-        change, layout = total.change, now.layout
-        if change is None or not all_finite(change):
-            return total
+        layout, down = now.layout, now.downward(total, 1.0)
+        if down is None:
+            return None
         used = [g for g in given if g.node in total.consumed]
         captured, weight = Captured(DOWN.takes_outer), sum(g.weight for g in used)
         for g in used:
             for name, outer in _inner(codec).outer(g.frame, layout).items():
                 captured.stack(name, outer.scaled(g.weight / weight * now.scales.get(g.node, 1.0)))
-        changes, before = ({t.name: vector[t.slice] for t in layout.tensors} for vector in (change, now.model))
+        changes, before = ({t.name: vector[t.slice] for t in layout.tensors} for vector in (down.vector, now.model))
         outer_of = captured.explaining(changes, before)
         for text in captured.notes:
             now.note(f"what goes down is not made of factors: {text}")
-        frame, _ = DOWN.encode(Update(change, layout, outer_of), {}, now.key("downlink"))
+        frame, _ = DOWN.encode(replace(down, outer=outer_of), {}, now.key("downlink"))
         return replace(total, frame=frame, codec=DOWN) if len(frame) < 4 * layout.size else total
 
     def reads(self, blobs: Frames, number: int, layout: Layout) -> Codec:

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp.codecs import Codec, RandomProjection, Replay, State
+from fedcomp.codecs.base import all_finite
 from fedcomp.codecs.positional import SCOPES
 from fedcomp.errors import ConfigError
 from fedcomp.forward import Oracle
@@ -116,6 +117,10 @@ class Forward(System, id="forward"):
     most_signs: Annotated[int, Int(1)] = 10**12
 
     @property
+    def makes_steps(self) -> bool:
+        return self.replay
+
+    @property
     def codec(self) -> RandomProjection:
         """What the numbers are products with."""
         return RandomProjection(self.directions, scope=self.scope, shared=self.shared)
@@ -158,8 +163,8 @@ class Forward(System, id="forward"):
         total = now.mean_of(self.codec, answers)
         if total is not None:
             now.note(_line(step, [a.say for a in answers if a.node in total.consumed]))
-        # Single updates are somebody else's to add up: their step is no sum of what came.
-        if total is None or total.change is None or not self.replay:
+        # Single updates are somebody else's to add up, and a sum that is not finite is no step.
+        if total is None or total.change is None or not self.replay or not all_finite(total.change):
             return total
         return self._replayed(now, total, [a for a in answers if a.node in total.consumed])
 

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 from flwr.app import Context, Message, RecordDict
-from test_shared_factors import KNOWN, app, codec, network, pair, record_of, run
+from test_shared_factors import app, network, pair, record_of, run
 from toy import client_app, fedavg, model, stack
 
 from fedcomp import wire
 from fedcomp.clients.parts import by_layer_mod
-from fedcomp.codecs import Codec, Factors, TopK
+from fedcomp.codecs import Factors, TopK
 from fedcomp.errors import ConfigError
 from fedcomp.flower.faults import Delivery
 from fedcomp.flower.grid import InProcessGrid
@@ -22,11 +22,8 @@ from fedcomp.flower.parts import PartAnswer, PartRequest
 from fedcomp.flower.payload import NODE_RECORD, put_frame, take_frame
 from fedcomp.flower.protocol import UPDATE
 from fedcomp.flower.rounds import fit
-from fedcomp.layout import NONE_DENSE, Layout, Update
-from fedcomp.rng import Key
 from fedcomp.strategies.by_layer import LayerByLayer, Parts
 from fedcomp.strategies.compressed import Compressed
-from fedcomp.systems.factors import joined, layers, split
 from fedcomp.timing.pipeline import layered
 
 LAYERS = 3
@@ -150,24 +147,6 @@ def test_a_node_answers_no_question_about_another_message() -> None:
         damaged[PartRequest.KEY]["part"] = -1  # type: ignore[index]
         (reply,) = grid.send_and_receive([Message(damaged, node, "query")])
         assert "damaged" in reply.error.reason
-
-
-@pytest.mark.parametrize("made", [Factors(rank=3), codec("dad"), Factors(mode="dad", values="q8", **KNOWN)], ids=repr)
-def test_split_and_joined_frames_are_the_same_bytes(made: Codec) -> None:
-    layout = Layout.of({name: value.numpy() for name, value in network().state_dict().items()}, NONE_DENSE)
-    vector = Key(3, "parts").generator().standard_normal(layout.size).astype(np.float32)
-    frame, _ = made.encode(Update(vector, layout), made.init(layout), Key(3, "parts/encode"))
-    parts = split(frame, layers(layout))
-    assert layers(layout) == (2, 2, 2)
-    assert len(parts) == LAYERS
-    assert joined(parts, made.limits(layout)) == frame
-    assert split(frame, (5,)) == split(frame, (2, 2)) == [frame]
-
-
-def test_a_frame_with_more_than_tensors_is_not_divided() -> None:
-    tensors = [wire.Tensor(wire.Raw(np.ones(3, np.float32)), (3,)) for _ in range(2)]
-    frame = wire.encode(tensors, tlvs=[(3, b"more")])
-    assert split(frame, (1, 1)) == [frame]
 
 
 def test_the_mod_lets_other_messages_pass() -> None:

@@ -31,7 +31,7 @@ from fedcomp.rng import Key
 from fedcomp.strategies.by_layer import LayerByLayer
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.systems import get_system
-from fedcomp.systems.factors import DOWN, FactorSharing, Fetch, Part, layers
+from fedcomp.systems.factors import DOWN, FactorSharing, Fetch, Part, joined, layers, split
 
 SIZES = (5, 12, 9)
 KNOWN = {"i_know_inputs_are_visible": True}
@@ -218,7 +218,7 @@ def test_what_goes_down_is_the_factors_of_those_in_the_sum() -> None:
     assert DOWN.figures(last.frame, here.layout)["rows of 2.weight"] == SIZES[0] + SIZES[2]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_reduced_factors_go_down_with_a_memory_around_them() -> None:
     here = local(FactorSharing(ErrorFeedback(Factors(rank=2)), down=True), "wide")
     step = here.step(1)
@@ -305,10 +305,53 @@ def test_a_node_answers_for_its_last_frame_alone() -> None:
     assert system.rollback(memory, answer.sent or b"", here.layout) == {}
 
 
+@pytest.mark.parametrize("mode", ["rank", "dad", "q8"])
+def test_split_and_joined_frames_are_the_same_bytes(mode: str) -> None:
+    codec = Factors(mode="dad", values="q8", **KNOWN) if mode == "q8" else made(mode)
+    layout = local(SYSTEMS["rank"]).layout
+    vector = Key(3, "parts").generator().standard_normal(layout.size).astype(np.float32)
+    frame, _ = codec.encode(Update(vector, layout), codec.init(layout), Key(3, "parts/encode"))
+    parts = split(frame, layers(layout))
+    assert len(parts) == 3
+    assert joined(parts, codec.limits(layout)) == joined(parts) == frame
+    assert split(frame, (5,)) == split(frame, (2, 2)) == split(frame, (6,)) == [frame]
+    with pytest.raises(wire.WireError):
+        joined(parts, replace(codec.limits(layout), max_tensors=1))
+    # The last layer's is the first, and one that says more than its tensors do is not divided.
+    assert wire.decode(parts[0]).tensors[0].shape == wire.decode(frame).tensors[-2].shape
+    more = wire.encode(wire.decode(frame).tensors, tlvs=[(3, b"more")])
+    assert split(more, layers(layout)) == [more]
+
+
+def test_what_goes_down_has_the_shares_of_the_mean() -> None:
+    """Weights and the factors of what is late: the factors add up to the mean, or they would not go down."""
+    system, here = FactorSharing(made("rank"), down=True), local(SYSTEMS["rank"], "wide")
+    notes: list[str] = []
+    now = Now(1, (0, 1), here.layout, here.model, note=notes.append, scales={1: 0.25})
+    rounds = system.round(now)
+    next(rounds)
+    answers = []
+    for node in (0, 1):
+        vector = Key(3, "shares", node).generator().standard_normal(here.layout.size).astype(np.float32)
+        frame, _ = system.codec.encode(Update(vector, here.layout), {}, now.key("uplink", node))
+        answers.append(Answer(node, node + 1.0, frames={"values": frame}))
+    with pytest.raises(StopIteration) as end:
+        rounds.send(answers)
+    step = end.value.value
+    assert notes == []
+    expected = sum(
+        share * system.codec.decode(a.frames["values"], here.layout).astype(np.float64)
+        for a, share in zip(answers, (1 / 3, 0.25 * 2 / 3), strict=True)
+    )
+    found = DOWN.decode(step.frame, here.layout)
+    assert np.linalg.norm(found - expected) <= 1e-6 * np.linalg.norm(expected)
+
+
 def test_options_come_back_and_other_codecs_are_refused() -> None:
     for system in (*SYSTEMS.values(), FactorSharing(made("rank"), by_layer=True, down=True)):
         assert get_system(system.to_config()) == system
         assert eval(repr(system)) == system
+        assert system.makes_steps == system.down
     for codec in (TopK(0.1), ErrorFeedback(TopK(0.1))):
         with pytest.raises(ConfigError, match="expected Factors"):
             FactorSharing(codec)
