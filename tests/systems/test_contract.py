@@ -345,6 +345,7 @@ def test_a_step_says_in_one_way_how_the_model_moves(entry: Entry) -> None:
     step = local(entry).step(1)
     assert step is not None
     assert (step.model is not None) == entry.system.whole
+    assert step.frame is None or entry.system.makes_steps
     ways = [each is not None for each in (step.model, step.change, step.single)]
     assert sum(ways) == 1 or (step.frame is not None and not any(ways))
     with pytest.raises(FrozenInstanceError):
@@ -519,6 +520,8 @@ def test_a_weight_of_zero_counts_for_nothing(entry: Entry) -> None:
     step = driver.step(1)
     assert step is not None
     assert {0, 1, 3, 4} <= set(step.consumed)
+    # It is no fault.
+    assert not any(driver.refused.values())
     if entry.exchanges == 1:
         without = local(entry, fault=lambda number, node, exchange: "lost" if node == 2 else "")
         without.step(1)
