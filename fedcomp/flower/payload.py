@@ -129,7 +129,11 @@ def frames(record: RecordDict) -> dict[str, bytes]:
     or with other contents): whoever needs the frame under a certain key asks :func:`take_frame`, which refuses them.
     """
     found = {key: _frame_in(holder) for key, holder in record.items()}
-    return {key: frame for key, frame in found.items() if frame is not None} | _frames_of_header(record)
+    header, entries = _header(record), _frames_of_header(record)
+    for holder in record.values():
+        if isinstance(holder, ConfigRecord) and holder is not header:
+            entries |= {key: data for key, data in holder.items() if key.startswith(BYTES) and isinstance(data, bytes)}
+    return {key: frame for key, frame in found.items() if frame is not None} | entries
 
 
 def models(record: RecordDict) -> dict[str, ArrayRecord]:

@@ -77,7 +77,7 @@ class SharedBasis(System, id="power-sgd"):
             # Projections are not contributions: whatever becomes of these, a basis is made of a plain mean.
             sent = [Given(a.node, a.weight, a.frames["first"]) for a in answers if "first" in a.frames]
             first = codec.mean(basis)
-            mean = Mean().total(now, first, sent, raw=True)
+            mean = Mean().total(now, first, now.verified(first, sent), raw=True)
             if mean is None or mean.change is None or not all_finite(mean.change):
                 now.note("no projection came of which a basis could be made: the model is unchanged")
                 return None
