@@ -110,7 +110,7 @@ def programs(
 
 
 OUTSIDE: Final = (
-    *("coded", "local_privacy", "learned_gradients", "fitted_basis", "shared_support", "shared_basis", "by_layer"),
+    *("coded", "local_privacy", "learned_gradients", "fitted_basis", "by_layer"),
     *("compression", "lsg", "private", "record_dp"),
 )
 """Halves that stand inside: all others of this project."""

@@ -30,6 +30,7 @@ from fedcomp.layout import DensityPolicy, Layout, Vector, hold_in_step, note_of_
 from fedcomp.rng import Key
 from fedcomp.stateful import Stateful, nested
 from fedcomp.strategies.announcing import Announcer
+from fedcomp.strategies.averaging import Averaging
 from fedcomp.strategies.cohort import CohortSettings
 from fedcomp.strategies.guard import Norms
 from fedcomp.strategies.means import mean_of_constants
@@ -337,7 +338,7 @@ def waiting_system(
     title: str,
     paper: str,
     summary: str,
-    strategy: type[WaitingStrategy[Any]],
+    strategy: type[WaitingStrategy[Any]] | type[Averaging],
     codec: Sequence[str],
     own: Sequence[str] = (),
 ) -> System:
@@ -360,7 +361,7 @@ def waiting_system(
     }
     defaults = {name: value for name, kind in makers.items() for value in settings_of(kind, name).values()}
 
-    def build(settings: Settings, seed: int) -> WaitingStrategy[Any]:
+    def build(settings: Settings, seed: int) -> WaitingStrategy[Any] | Averaging:
         if settings["inner"] != "fedavg":
             raise ConfigError(
                 f"inner={settings['inner']!r} does not fit: {strategy.__name__} averages by itself; use server_lr, or "

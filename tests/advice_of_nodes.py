@@ -18,7 +18,7 @@ from fedcomp.clients.compressed import compression
 from fedcomp.clients.edge import prepare
 from fedcomp.clients.lgc import learned_gradients
 from fedcomp.clients.private.topagg import votes_only
-from fedcomp.clients.shared_support import shared_support
+from fedcomp.clients.programs import programs
 from fedcomp.codecs import (
     ScaleCom,
 )
@@ -82,7 +82,7 @@ class Stored(Remembering):
 
 def started_again(other: bool) -> Any:
     strategy = SharedSupport(ScaleCom(0.1))
-    with InProcessGrid(client_app([shared_support(), compression()]), NODES) as grid:
+    with InProcessGrid(client_app([programs(), compression()]), NODES) as grid:
         arrays = strategy.start(grid, model(), num_rounds=2).arrays
         return strategy.start(grid, model(5.0) if other else arrays, num_rounds=2).arrays
 
@@ -302,7 +302,7 @@ FLOWER = (
         lambda: started_again(True),
         lambda: (
             np.abs(stack(started_again(False))).max() > 0
-            and trains(SharedSupport(ScaleCom(0.1)), (shared_support, compression), start=model(5.0))
+            and trains(SharedSupport(ScaleCom(0.1)), (programs, compression), start=model(5.0))
         ),
     ),
     row(

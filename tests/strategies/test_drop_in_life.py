@@ -197,9 +197,9 @@ def test_a_system_with_exchanges_of_its_own_is_not_started_again_with_another_mo
 
 
 def with_halves_of_all():
-    from fedcomp.clients.shared_support import shared_support
+    from fedcomp.clients.programs import programs
 
-    return client_app([shared_support(), compression()])
+    return client_app([programs(), compression()])
 
 
 @pytest.mark.parametrize("rule", [{"min_available_nodes": 5}, {"min_train_nodes": 5, "min_available_nodes": 2}])

@@ -15,9 +15,8 @@ from fedcomp import wire
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.gradiveq import fitted_basis
 from fedcomp.clients.lgc import learned_gradients
-from fedcomp.clients.power_sgd import shared_basis
 from fedcomp.clients.private.mod import private
-from fedcomp.clients.shared_support import shared_support
+from fedcomp.clients.programs import programs
 from fedcomp.codecs import LGC, GradiVeQ, Identity, PowerSGD, RandomK, ScaleCom, TopK
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
@@ -295,11 +294,11 @@ PATHS: dict[str, Callable[[], tuple[Strategy, Client]]] = {
     ),
     "shared support": lambda: (
         SharedSupport(ScaleCom(1.0)),
-        client_app([shared_support(), compression()]),
+        client_app([programs(), compression()]),
     ),
     "shared basis": lambda: (
         SharedBasis(PowerSGD(rank=2)),
-        client_app([shared_basis(), compression()]),
+        client_app([programs(), compression()]),
     ),
     "fitted basis": lambda: (
         FittedBasis(GradiVeQ(width=40)),

@@ -16,8 +16,7 @@ from waiting_runs import Sent, owed
 from fedcomp import wire
 from fedcomp.clients.client import client as with_halves
 from fedcomp.clients.compressed import compression
-from fedcomp.clients.power_sgd import shared_basis
-from fedcomp.clients.shared_support import shared_support
+from fedcomp.clients.programs import programs
 from fedcomp.codecs import LowRank, PowerSGD, ScaleCom, TopK
 from fedcomp.codecs.coefficients import basis_id_of
 from fedcomp.codecs.feedback import ErrorFeedback
@@ -43,7 +42,7 @@ FORMS = ("alternating", "two-exchange")
 
 
 def app() -> ClientApp:
-    return client_app([shared_basis(), compression()])
+    return client_app([programs(), compression()])
 
 
 def metered(nodes: int, *, fault=None, client=None, **options) -> MeteredGrid:
@@ -436,7 +435,7 @@ def test_a_model_that_was_changed_between_rounds_is_sent_whole_with_the_basis() 
 
 def test_clients_of_other_systems_are_served_beside_it() -> None:
     """One app answers both kinds; a client without the half is named and left out."""
-    both = client_app([shared_support(), shared_basis(), compression()])
+    both = client_app([programs(), compression()])
     result, _ = run(SharedBasis(PowerSGD(2)), 2, client=both)
     assert np.abs(stack(result.arrays)).max() > 0
     lacking = client_app([compression()])
@@ -447,7 +446,7 @@ def test_clients_of_other_systems_are_served_beside_it() -> None:
     strategy = SharedBasis(PowerSGD(2))
     run(strategy, 3, client=client, rounds=2)
     (reason,) = strategy.reports[1].refused.values()
-    assert "shared_basis()" in reason
+    assert "programs()" in reason
 
 
 def test_what_a_shared_basis_does_not_take() -> None:
