@@ -1,13 +1,13 @@
 """Federated averaging without messages: many clients, one process, the same arithmetic.
 
 For grids too large to send as Flower messages, and for methods that cannot be sent at all because they need to see
-every client's update at once. Every client trains as :mod:`fedcomp.clients.app` does and encodes as
-:mod:`fedcomp.clients.compressed` does. Then frames are added as :class:`fedcomp.strategies.compressed.Compressed` adds
-them (:func:`simulate`); or, of a private system, who is drawn, what is admitted, the ledger, the noise and the step are
-the strategy's own, through the methods that the drop-in pair calls (:func:`simulate_private`). A system that runs both
-ways ends in the same model bit for bit, with the same bytes of frames and the same statement
-(``tests/experiments/test_central.py``, ``test_private_central.py`` and the claims of ``sparsifiers`` and ``topagg``).
-What is left out is what does not change the model: messages, acknowledgements, lost replies.
+every client's update at once. Every client trains as :mod:`fedcomp.clients.app` does, and the system itself runs on the
+driver in memory (:class:`fedcomp.local.Local`, :func:`simulate`); or, of a private system, who is drawn, what is
+admitted, the ledger, the noise and the step are the strategy's own, through the methods that the drop-in pair calls
+(:func:`simulate_private`). A system that runs both ways ends in the same model bit for bit, with the same bytes of
+frames and the same statement (``tests/experiments/test_central.py``, ``test_private_central.py`` and the claims of
+``sparsifiers`` and ``topagg``). What is left out is what does not change the model: messages, acknowledgements, lost
+replies.
 
 Why the in-process grid does not do this: ``python -m experiments.bench messages`` measures what records alone cost.
 """
@@ -15,42 +15,243 @@ Why the in-process grid does not do this: ``python -m experiments.bench messages
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import numpy as np
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
 
-from fedcomp.codecs import Codec, Identity, get_codec
-from fedcomp.codecs.scalecom import ScaleCom
+from fedcomp import wire
+from fedcomp.codecs import Codec, Identity, State, get_codec
+from fedcomp.codecs.positional import Stretch, stretches
+from fedcomp.codecs.power_sgd import PowerSGD
+from fedcomp.codecs.scalecom import ScaleCom, open_support
 from fedcomp.errors import ConfigError, NonFiniteUpdate
 from fedcomp.experiments.findings import Table, different_bytes
-from fedcomp.experiments.schemes import Learned, Led, RoundExchange, RoundScheme, run_it_on_an_engine, scheme_of
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.experiments.systems import get_system
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.logs import quiet
 from fedcomp.flower.records import restore_dtypes, to_arrays, to_record
-from fedcomp.layout import DensityPolicy, EndsDense, Layout, Update, Vector
+from fedcomp.layout import DensityPolicy, Layout, Update, Vector
+from fedcomp.local import Local, Train
+from fedcomp.program import Answer, Given, Mean, Now, Rule, Step
+from fedcomp.program import System as Program
 from fedcomp.rng import Key
 from fedcomp.strategies.adaptive import has_moments
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.conditional import Conditional
 from fedcomp.strategies.forward import ForwardGradients
-from fedcomp.strategies.lgc import LearnedGradients
 from fedcomp.strategies.means import aggregate_once
 from fedcomp.strategies.parts import INNER_PREFIX, TASK_PREFIX, below, make_inner, policy
 from fedcomp.strategies.private.strategy import PrivateStrategy
 from fedcomp.strategies.system import TRAINING
+from fedcomp.systems.pair import Pair
+from fedcomp.systems.power_sgd import SharedBasis
+from fedcomp.systems.shared_support import SharedSupport
 from fedcomp.tasks import get_task
 from fedcomp.wire import FILLED
 
 if TYPE_CHECKING:
     from fedcomp.privacy.statement import Statement
     from fedcomp.tasks.base import Task
+
+
+def run_it_on_an_engine(why: str) -> NoReturn:
+    """Refuse what only messages can do."""
+    raise ConfigError(f"without messages {why}; run it on an engine")
+
+
+def program_of(codec: Codec, **options: Any) -> Program:
+    """Return the system in which ``codec`` is used; ``options`` are those of a shared support or basis.
+
+    Raises
+    ------
+    ConfigError
+        For a codec of what is captured while a client trains, which nobody does here, and for one whose exchanges are
+        not those of a system here.
+    """
+    if isinstance(codec, PowerSGD):
+        return SharedBasis(codec, **options)
+    if isinstance(codec, ScaleCom):
+        return SharedSupport(codec, **options)
+    if codec.exposes:
+        run_it_on_an_engine(f"nothing is captured that {codec!r} could send")
+    if codec.phases != 1:
+        run_it_on_an_engine(f"the {codec.phases} exchanges of {codec!r} are not made")
+    return Pair(codec)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one round's communication cost and delivered.
+
+    Attributes
+    ----------
+    uplink : int
+        Bytes of all frames from the clients.
+    downlink : int
+        Bytes of the frames that would carry the mean to every client: on a support or in a basis that all know, its
+        values alone, beside what makes these known; else values and the union of all supports, or all values where
+        that is shorter.
+    union : int
+        Compressible coordinates at which the mean is not zero.
+    kept : list of int
+        Values of compressible coordinates that each client sent.
+    overlap : float
+        Share of the true top k of the mean of memory plus update that lies in the shared support: 1 - q/k. NaN where
+        there is no shared support or nobody looked.
+    seconds : float
+        Processor time of encoding, decoding and adding up; that of the downlink's frames is not in it.
+    """
+
+    uplink: int
+    downlink: int
+    union: int
+    kept: list[int]
+    overlap: float = math.nan
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One round, for who looks into it: memories before it and what each client made, by partition."""
+
+    number: int
+    memories: Mapping[int, State]
+    updates: Mapping[int, Update]
+    answers: Sequence[Answer]
+    step: Step
+
+
+class Rounds:
+    """Rounds of a system in this process, one by one, and what each of them costs.
+
+    Parameters
+    ----------
+    system, layout, model, train, weight, nodes, seed
+        As of :class:`fedcomp.local.Local`.
+    rule : Rule
+        What becomes of contributions.
+
+    Attributes
+    ----------
+    local : Local
+    """
+
+    def __init__(
+        self,
+        system: Program,
+        layout: Layout,
+        model: Vector,
+        train: Train,
+        weight: Callable[[int], float],
+        nodes: int,
+        seed: int,
+        *,
+        rule: Rule | None = None,
+    ) -> None:
+        self._train, self._rule = train, rule or Mean()
+        self.local = Local(system, layout, model, self._trained, weight, nodes, seed, rule=self)
+        self._kept: list[int] = []
+        self._made: dict[int, Vector] = {}
+        self._start: tuple[Mapping[int, State], Vector] = {}, model
+        self._training = 0.0
+
+    def _trained(self, number: int, node: int, start: Vector) -> Vector | Update:
+        began = time.thread_time()
+        made = self._train(number, node, start)
+        self._made[node] = made.vector if isinstance(made, Update) else made
+        self._training += time.thread_time() - began
+        return made
+
+    def total(self, now: Now, codec: Codec, given: Sequence[Given], *, raw: bool = False) -> Step | None:
+        """Note how many values came of each client, and let the rule add them up."""
+        # Parsed once. A frame carries the dense rest as well, which no codec compresses.
+        opened = [(each, codec.open(each.frame, now.layout)) for each in given]
+        self._kept = [sum(t.values.k for t in bundle.tensors) - now.layout.dense_size for _, bundle in opened]
+        return self._rule.total(now, codec, [each._replace(frame=bundle) for each, bundle in opened], raw=raw)
+
+    def step(self, number: int) -> tuple[Step, Cost]:
+        """Make a round; return what it came to and what it cost.
+
+        Raises
+        ------
+        NonFiniteUpdate
+            When an update, or what all came to, holds NaN or infinity; the model stays as it was.
+        """
+        local, began, self._training = self.local, time.thread_time(), 0.0
+        system, layout, model = local.system, local.layout, local.model
+        up, down = local.bytes_up, local.bytes_down
+        self._start = {node: local.client(node).memory for node in range(local.nodes)}, model
+        step = local.step(number)
+        seconds = time.thread_time() - began - self._training
+        if local.refused[number] or step is None or not np.isfinite(local.model).all():
+            local.model = model
+            raise NonFiniteUpdate(f"round {number}: {(local.refused[number] or ['the aggregate is not finite'])[0]}")
+        if step.frame is None:
+            mean = Update(step.change if step.model is None else step.model, layout)  # type: ignore[arg-type]
+            downlink = local.nodes * _answer(system.codec, mean, Key(local.seed, "uplink", number))  # type: ignore[attr-defined]
+        else:
+            assert step.codec is not None
+            mean = Update(step.codec.decode(step.frame, layout), layout)
+            downlink = local.bytes_down - down + local.nodes * len(step.frame)
+        union = int(np.count_nonzero(mean.vector[: layout.compressed_size]))
+        return step, Cost(local.bytes_up - up, downlink, union, self._kept, seconds=seconds)
+
+    def seen(self, number: int, step: Step) -> Seen:
+        """Return the last round for who looks into it."""
+        memories, model = self._start
+        updates = {node: Update(made - model, self.local.layout) for node, made in self._made.items()}
+        return Seen(number, memories, updates, self.local.answers, step)
+
+
+def _answer(codec: Codec, mean: Update, key: Key) -> int:
+    """Return the bytes of the frame that would carry the pair's mean to a client."""
+    # Wrappers such as error feedback are around the codec that chooses the support.
+    while hasattr(codec, "codec"):
+        codec = codec.codec
+    if codec.linear and getattr(codec, "shared", False):
+        # All clients redraw the support from the round's seed: only values travel.
+        return len(codec.encode(mean, codec.init(mean.layout), key)[0])
+    return len(sum_frame(mean))
+
+
+def sum_frame(mean: Update) -> wire.Frame:
+    """Return the shortest plain frame of a mean: of each compressible tensor its non-zero values and their indices, or
+    all values where that is shorter; then the dense rest."""
+    layout = mean.layout
+    tensors = [_sum_tensor(mean.vector[s.slice], s) for s in stretches(layout, "layer")]
+    rest = mean.vector[layout.compressed_size :]
+    return wire.encode([*tensors, wire.dense(rest)] if rest.size else tensors)
+
+
+def _sum_tensor(values: Vector, stretch: Stretch) -> wire.Tensor:
+    indices = np.flatnonzero(values)
+    # A bitmap, the cheapest list of many indices, takes a bit per element: 1/32 of the values.
+    if indices.size > stretch.size * 31 // 32:
+        return wire.dense(values)
+    return wire.sparse((stretch.size,), indices, values[indices])
+
+
+def overlap(system: SharedSupport, seen: Seen, weights: Sequence[float]) -> float:
+    """Return the share of the true top k of the mean of memory plus update that lies in a round's shared support."""
+    layout, codec = seen.updates[0].layout, system.at(seen.number)
+    parts, end = codec.leader.stretches(layout), layout.compressed_size
+    chosen, best, mean = np.zeros(end, np.bool_), np.zeros(end, np.bool_), np.zeros(end)
+    for stretch, indices in zip(parts, open_support(seen.step.blobs["support"], codec, layout), strict=True):
+        chosen[indices + stretch.start] = True
+    for node, share in enumerate(np.asarray(weights, np.float64) / np.sum(weights)):
+        mean += share * (codec.settle(seen.memories[node], layout)["memory"] + seen.updates[node].vector)[:end]
+    for stretch in parts:
+        k = int(np.count_nonzero(chosen[stretch.slice]))
+        # Stable, so that ties go to the lowest index, as they do when a leader selects.
+        best[np.argsort(-(mean[stretch.slice] ** 2), kind="stable")[:k] + stretch.start] = True
+    return float(np.count_nonzero(best & chosen)) / max(1, int(np.count_nonzero(best)))
 
 
 class Clients:
@@ -105,11 +306,16 @@ class Clients:
 
     def update(self, client: int, number: int, vector: Vector) -> Update:
         """Return what ``client`` makes of the shared model in round ``number``: a difference, or the model itself."""
+        trained = self.train(number, client, vector)
+        return Update(trained if self.lossless else trained - vector, self.layout)
+
+    def train(self, number: int, client: int, vector: Vector) -> Vector:
+        """Return the model that ``client`` makes of the shared one in round ``number``."""
         self.load(vector)
         # The key that a client app makes of its message: same batches, same bits.
         key = Key(self.seed, "batches", number, client)
         self.task.train(self.model, self.data[client], key=key, **self.training)
-        return Update(self.vector if self.lossless else self.vector - vector, self.layout)
+        return self.vector
 
     def evaluate(self, vector: Vector, *, held_out: bool = False) -> tuple[float, float]:
         """Return a model's loss on all training examples, or on the held-out test split, and its accuracy on that."""
@@ -126,10 +332,6 @@ class Clients:
 _WITHOUT_MESSAGES: Final[Mapping[str, Any]] = {
     "fraction": 1.0,
     "downlink": "",
-    "server_lr": 1.0,
-    "warmup_rounds": 0,
-    "common": "turn",
-    "coder": "convolutions",
 }
 """The one value that settings of a system may have here."""
 
@@ -173,24 +375,22 @@ class Plan:
     held_out: bool = False
 
     @classmethod
-    def of(cls, spec: RunSpec) -> tuple[Plan, RoundScheme]:
-        """Return the plan and the scheme of a run of a system, so that it runs here as it would on an engine.
+    def of(cls, spec: RunSpec) -> tuple[Plan, Program]:
+        """Return the plan and the program of a run of a system, so that it runs here as it would on an engine.
 
         Raises
         ------
         ConfigError
             When the spec asks for what only messages can do: nodes that are quiet or measure, cohorts, a compressed
-            downlink, an inner strategy that is neither FedAvg nor one with moments, a shared support or basis with a
-            step size or a warm-up, the support of the round before.
+            downlink, an inner strategy that is neither FedAvg nor one with moments.
         """
         system = get_system(spec.system)
         settings = system.resolve(spec.settings)
         strategy = system.build(settings, spec.seed)
         if system.needs or isinstance(strategy, Conditional | ForwardGradients):
             run_it_on_an_engine(f"nobody is asked what {system.title} asks")
-        stages = isinstance(strategy, LearnedGradients)
         for key, only in _WITHOUT_MESSAGES.items():
-            if settings.get(key, only) != only and not (stages and key == "warmup_rounds"):
+            if settings.get(key, only) != only:
                 run_it_on_an_engine(f"{key} is {only!r}, not {settings[key]!r}")
         server = {key: value for key, value in settings.items() if key.startswith(INNER_PREFIX)}
         if settings["inner"] != "fedavg" or server:
@@ -199,12 +399,9 @@ class Plan:
         every = int(settings["evaluate_every"])
         task = get_task(spec.task, **below(settings, TASK_PREFIX))
         dense = strategy.policy if isinstance(strategy, Compressed) else policy(settings)
-        scheme = scheme_of(codec)
-        if isinstance(strategy, LearnedGradients):
-            until = strategy.warmup_rounds + strategy.training_rounds
-            scheme, dense = Learned(strategy.codec, (strategy.warmup_rounds, until), strategy.training), EndsDense()
+        options = {name: settings[name] for name in ("warmup_rounds", "server_lr") if name in settings}
         plan = cls(task, spec.clients, spec.rounds, spec.seed, _training(settings), every, server, policy=dense)
-        return plan, scheme
+        return plan, program_of(codec, **options)
 
 
 @dataclass(frozen=True)
@@ -240,8 +437,8 @@ class Outcome:
         The final model.
     points : list of Point
         Evaluated rounds, round 0 first.
-    exchanges : list
-        One per round, without vectors and states.
+    exchanges : list of Cost
+        One per round.
     diverged : int or None
         The round whose updates were not finite: training ended there, and the last loss is infinite.
     steps : list of float
@@ -250,7 +447,7 @@ class Outcome:
 
     arrays: dict[str, NDArray[Any]]
     points: list[Point]
-    exchanges: list[RoundExchange]
+    exchanges: list[Cost]
     diverged: int | None = None
     steps: list[float] = field(default_factory=list)
 
@@ -295,59 +492,60 @@ class Outcome:
         return _mean([e.overlap for e in self.exchanges if not math.isnan(e.overlap)])
 
 
-def simulate(plan: Plan, scheme: RoundScheme) -> Outcome:
-    """Run ``plan`` with ``scheme``.
+def simulate(plan: Plan, system: Program, *, look: Callable[[Seen], None] | None = None) -> Outcome:
+    """Run ``plan`` with ``system``; ``look`` is shown every round.
 
     Raises
     ------
     ConfigError
         When the model has buffers that travel outside the vector (statistics, counters): run it on an engine.
     """
-    clients = Clients(plan.task, plan.clients, plan.seed, plan.training, dense=plan.policy, lossless=scheme.lossless)
+    lossless = isinstance(system, Pair) and system.codec.lossless
+    clients = Clients(plan.task, plan.clients, plan.seed, plan.training, dense=plan.policy, lossless=lossless)
     weights = [len(split) for split in clients.data]
-    states, vector = scheme.start(clients.layout, plan.clients), clients.vector
-    server = _Server(plan, clients.layout, sparse=scheme.codec.sparse(clients.layout) and not plan.everywhere)
-    out = Outcome({}, [], [])
+    start = clients.vector
+    rounds = Rounds(system, clients.layout, start, clients.train, weights.__getitem__, plan.clients, plan.seed)
+    server, local, out = _Server(plan, clients.layout), rounds.local, Outcome({}, [], [])
 
-    def look(number: int, loss: float, accuracy: float) -> None:
+    def point(number: int, loss: float, accuracy: float) -> None:
         out.points.append(Point(number, loss, accuracy, out.uplink, out.downlink))
 
-    look(0, *clients.evaluate(vector, held_out=plan.held_out))
+    point(0, *clients.evaluate(start, held_out=plan.held_out))
     for number in range(1, plan.rounds + 1):
-        updates = [clients.update(i, number, vector) for i in range(plan.clients)]
         due = number > plan.rounds - max(1, plan.last) or (plan.every > 0 and number % plan.every == 0)
+        before = local.model
         try:
-            # A diverging training overflows, which is found below and reported as a result.
+            # A diverging training overflows, which is found here and reported as a result.
             with np.errstate(over="ignore", invalid="ignore"):
-                done = scheme.round(updates, weights, states, Key(plan.seed, "uplink", number), look=due)
-                after = server.step(number, vector, done.mean if scheme.lossless else vector + done.mean)
-            if not np.isfinite(after).all():
+                step, cost = rounds.step(number)
+                local.model = server.step(number, before, local.model, sparse=step.support and not plan.everywhere)
+            if not np.isfinite(local.model).all():
                 raise NonFiniteUpdate("the aggregate is not finite")
         except NonFiniteUpdate:
             # The last model that was one is kept.
-            out.diverged = number
-            look(number, math.inf, math.nan)
+            local.model, out.diverged = before, number
+            point(number, math.inf, math.nan)
             break
-        vector, states = after, done.states
-        # A vector a round, and the states of all clients, would fill the memory.
-        out.exchanges.append(replace(done, mean=done.mean[:0], states=[]))
+        if look is not None:
+            look(rounds.seen(number, step))
+        if due and isinstance(system, SharedSupport):
+            cost = replace(cost, overlap=overlap(system, rounds.seen(number, step), weights))
+        out.exchanges.append(cost)
         if due:
-            look(number, *clients.evaluate(vector, held_out=plan.held_out))
+            point(number, *clients.evaluate(local.model, held_out=plan.held_out))
     else:
         out.steps = server.stale
-    out.arrays = clients.arrays(vector)
+    out.arrays = clients.arrays(local.model)
     return out
 
 
-def measured(plan: Plan, codec: Mapping[str, Any], *, oracle: bool = False) -> dict[str, Any]:
+def measured(plan: Plan, codec: Mapping[str, Any] | Program) -> dict[str, Any]:
     """Run ``plan`` with a codec and return figures as plain data, for a sweep.
 
     Parameters
     ----------
-    codec : mapping
-        The codec's configuration, as :func:`fedcomp.codecs.get_codec` takes it.
-    oracle : bool
-        For ScaleCom: select from the mean of all clients.
+    codec : mapping or System
+        The codec's configuration, as :func:`fedcomp.codecs.get_codec` takes it, or a system.
 
     Returns
     -------
@@ -361,10 +559,9 @@ def measured(plan: Plan, codec: Mapping[str, Any], *, oracle: bool = False) -> d
         coordinates of which nothing arrived; ``diverged``: the round in which updates were not finite, or None;
         ``points``: round, loss and uplink bytes so far of every evaluation.
     """
-    made = get_codec(dict(codec))
-    scheme = Led(made, oracle=True) if oracle and isinstance(made, ScaleCom) else scheme_of(made)
+    system = codec if isinstance(codec, Program) else program_of(get_codec(dict(codec)))
     with quiet():
-        out = simulate(plan, scheme)
+        out = simulate(plan, system)
     names = ("uplink", "downlink", "kept", "union", "overlap", "diverged", "settled", "stale")
     return {
         "loss": out.final.loss,
@@ -384,9 +581,8 @@ class _Server:
         For another strategy.
     """
 
-    def __init__(self, plan: Plan, layout: Layout, *, sparse: bool) -> None:
+    def __init__(self, plan: Plan, layout: Layout) -> None:
         self.layout = layout
-        self.sparse = sparse
         self.inner = make_inner({"fraction_evaluate": 0.0, **plan.server}) if plan.server else None
         self.stale: list[float] = []
         if self.inner is not None and not has_moments(self.inner):
@@ -394,8 +590,8 @@ class _Server:
                 f"inner is 'fedavg' without settings of its own or one with moments, not {type(self.inner).__name__}"
             )
 
-    def step(self, number: int, model: Vector, mean: Vector) -> Vector:
-        """Return the model after round ``number``."""
+    def step(self, number: int, model: Vector, mean: Vector, *, sparse: bool) -> Vector:
+        """Return the model after round ``number``; of a ``sparse`` mean moments move where something arrived."""
         if self.inner is None:
             return mean
         named = {name: array.copy() for name, array in self.layout.unflatten(model).items()}
@@ -404,7 +600,7 @@ class _Server:
         # Flower's messages exist only within a run.
         with InProcessGrid(ClientApp(), 1):
             asked = Message(RecordDict(), 1, "train")
-            arrays, _ = aggregate_once(self.inner, number, arrived, asked, (), sparse=self.sparse)
+            arrays, _ = aggregate_once(self.inner, number, arrived, asked, (), sparse=sparse)
         assert arrays is not None
         after = self.layout.flatten(to_arrays(restore_dtypes(arrays, named, [])))
         # In float64: the squares of small float32 steps would underflow.

@@ -139,31 +139,28 @@ def on_gradients(source: Source, density: float, scope: str, seed: int) -> list[
     from fedcomp.codecs import TopK
     from fedcomp.codecs.feedback import ErrorFeedback
     from fedcomp.codecs.positional import stretches
-    from fedcomp.experiments.central import Clients
-    from fedcomp.experiments.schemes import Separate
+    from fedcomp.experiments.central import Clients, Rounds, program_of
     from fedcomp.layout import SmallDense
 
     training = {"lr": source.lr, "batch_size": source.batch_size, "max_steps": 1}
     # Layers of a few hundred values are left out: no quantile of theirs is as fine as the densities asked for.
     clients = Clients(source.task(), source.clients, seed, training, dense=SmallDense(share=1.0))
-    layout, vector = clients.layout, clients.vector
-    scheme = Separate(ErrorFeedback(TopK(density, scope=scope)))
-    states = scheme.start(layout, source.clients)
+    layout, system = clients.layout, program_of(ErrorFeedback(TopK(density, scope=scope)))
     weights = [float(len(split)) for split in clients.data]
+    rounds = Rounds(system, layout, clients.vector, clients.train, weights.__getitem__, source.clients, seed)
     parts = [p for p in stretches(layout, scope) if p.stop <= layout.compressed_size]
     out = []
-    for step in range(1, source.steps + 1):
-        updates = [clients.update(i, step, vector) for i in range(source.clients)]
-        if step in source.marks:
-            gradient = updates[0].vector
-            total = states[0]["memory"] + gradient
-            for part, (what, values) in product(parts, (("alone", gradient), ("with memory", total))):
-                name = "all layers" if scope == "global" else part.name
-                row = {"source": source.name, "part": name, "what": what, "step": step, "density": density}
-                out.append(row | {"fits": judge(values[part.slice], density)})
-        done = scheme.round(updates, weights, states, Key(seed, "uplink", step), look=False)
-        states = done.states
-        vector = vector + done.mean
+    for number in range(1, source.steps + 1):
+        step, _ = rounds.step(number)
+        if number not in source.marks:
+            continue
+        seen = rounds.seen(number, step)
+        gradient = seen.updates[0].vector
+        total = seen.memories[0]["memory"] + gradient
+        for part, (what, values) in product(parts, (("alone", gradient), ("with memory", total))):
+            name = "all layers" if scope == "global" else part.name
+            row = {"source": source.name, "part": name, "what": what, "step": number, "density": density}
+            out.append(row | {"fits": judge(values[part.slice], density)})
     return out
 
 

@@ -155,6 +155,8 @@ class Step:
         down with ``blobs``, which :meth:`System.reads` needs.
     support : bool
         Whether the change lists coordinates, so that nothing is said of the others.
+    metrics : mapping of str to float
+        What the program measured of its round; they are reported with the clients' metrics.
     """
 
     consumed: tuple[int, ...]
@@ -165,6 +167,7 @@ class Step:
     blobs: Frames = field(default_factory=dict)
     codec: Codec | None = None
     support: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 Round = Generator[Sequence[Ask], Sequence[Answer], Step | None]

@@ -222,7 +222,7 @@ def rests(lr: float) -> bool:
 
 COMPUTED = (
     row(
-        "experiments/schemes.py",
+        "experiments/central.py",
         "without messages {}; run it on an engine",
         refused_without_messages,
         lambda: all(trained(asked) for asked in ON_AN_ENGINE),

@@ -50,6 +50,7 @@ FORBIDDEN = {
         *("flwr", "torch", "numba", "fedcomp.flower", "fedcomp.tasks", "fedcomp.gossip", "fedcomp.privacy"),
         *("fedcomp.timing", "fedcomp.graphs"),
     },
+    "fedcomp/systems": {"flwr", "fedcomp.flower", "fedcomp.tasks", "fedcomp.timing"},
     "fedcomp/tasks": {"flwr", "fedcomp.flower", "fedcomp.gossip", "fedcomp.codecs", "fedcomp.kernels", "fedcomp.wire"},
     "fedcomp/privacy": {"flwr", "fedcomp.flower", "fedcomp.tasks", "fedcomp.gossip", "fedcomp.timing", "numba"},
     "fedcomp/timing": {"flwr", "torch", "fedcomp.flower"},

@@ -19,10 +19,8 @@ from fedcomp.rules import Int, Real
 from fedcomp.strategies.parts import TASK_PREFIX, below, policy
 
 if TYPE_CHECKING:
-    from fedcomp.codecs import AdaComp, State
-    from fedcomp.experiments.schemes import RoundExchange, RoundScheme
-    from fedcomp.layout import Update
-    from fedcomp.rng import Key
+    from fedcomp.codecs import AdaComp
+    from fedcomp.experiments.central import Seen
 
 TASK = "mnist"
 DENSE = "FedAvg"
@@ -197,7 +195,7 @@ def ends(series: Sequence[float]) -> tuple[float, float]:
 
 @dataclass
 class Watched:
-    """AdaComp's usual exchange, looked into: each client's frame is made a second time, which changes nothing.
+    """Looks into the rounds of AdaComp.
 
     Attributes
     ----------
@@ -205,32 +203,20 @@ class Watched:
         By tensor and round, means over the clients: elements sent per bin, and the cosine of residue and update.
     """
 
-    scheme: RoundScheme
     codec: AdaComp
     per_bin: dict[str, list[float]] = field(default_factory=dict)
     cosine: dict[str, list[float]] = field(default_factory=dict)
-    lossless: bool = False
 
-    def start(self, layout: Layout, clients: int) -> list[State]:
-        """Return the codec's initial states."""
-        return self.scheme.start(layout, clients)
-
-    def round(
-        self, updates: Sequence[Update], weights: Sequence[float], states: Sequence[State], key: Key, *, look: bool
-    ) -> RoundExchange:
-        """Note what each client sends, then send it."""
-        layout = updates[0].layout
-        counts: list[dict[str, float]] = []
-        for i, (update, state) in enumerate(zip(updates, states, strict=True)):
-            frame, _ = self.codec.encode(update, state, key.at(partition=i))
-            counts.append(self.codec.per_bin(frame, layout))
+    def __call__(self, seen: Seen) -> None:
+        """Note what each client sent, and of what."""
+        layout = seen.updates[0].layout
+        counts = [self.codec.per_bin(answer.frames["values"], layout) for answer in seen.answers]
         for t in layout.compressed:
             self.per_bin.setdefault(t.name, []).append(mean(count[t.name] for count in counts))
-            pairs = zip(states, updates, strict=True)
-            angles = [cosine(state["memory"][t.slice], update.vector[t.slice]) for state, update in pairs]
+            pairs = [(seen.memories[node]["memory"], update.vector) for node, update in seen.updates.items()]
+            angles = [cosine(memory[t.slice], vector[t.slice]) for memory, vector in pairs]
             # The cosine with the empty residue of the first round says nothing.
             self.cosine.setdefault(t.name, []).append(mean(angles) if t.name in self.cosine else math.nan)
-        return self.scheme.round(updates, weights, states, key, look=look)
 
 
 def cosine(first: NDArray[Any], second: NDArray[Any]) -> float:
@@ -244,14 +230,14 @@ def watch(result: RunResult) -> dict[str, Any]:
     """Run AdaComp's row without messages, and return what its frames held and how far its final model differs."""
     from fedcomp.codecs import AdaComp
     from fedcomp.experiments.central import Plan, simulate
-    from fedcomp.experiments.schemes import Separate
+    from fedcomp.systems.pair import Pair
 
-    plan, scheme = Plan.of(result.spec)
-    assert isinstance(scheme, Separate)
-    assert isinstance(scheme.codec, AdaComp)
-    watched = Watched(scheme, scheme.codec)
+    plan, system = Plan.of(result.spec)
+    assert isinstance(system, Pair)
+    assert isinstance(system.codec, AdaComp)
+    watched = Watched(system.codec)
     # No evaluations: the row has them.
-    outcome = simulate(replace(plan, every=0), watched)
+    outcome = simulate(replace(plan, every=0), system, look=watched)
     # Proof that what was watched is what the row did.
     differs = sum(int(np.count_nonzero(outcome.arrays[name] != array)) for name, array in result.arrays.items())
     return {"per_bin": watched.per_bin, "cosine": watched.cosine, "differs": differs}

@@ -115,16 +115,16 @@ def tune(label: str, lr: float, seed: int, *, config: Config) -> dict[str, Any]:
 
 def _simulated(label: str, spec: RunSpec) -> Outcome:
     from fedcomp.codecs import ErrorFeedback
-    from fedcomp.experiments.central import Plan, scheme_of, simulate
+    from fedcomp.experiments.central import Plan, program_of, simulate
     from fedcomp.experiments.eden_topk import EdenTopK
     from fedcomp.flower.logs import quiet
 
-    plan, scheme = Plan.of(spec)
+    plan, system = Plan.of(spec)
     if label in ROTATED:
         density, bits = ROTATED[label]
-        scheme = scheme_of(ErrorFeedback(EdenTopK(density, bits=bits)))
+        system = program_of(ErrorFeedback(EdenTopK(density, bits=bits)))
     with quiet():
-        return simulate(plan, scheme)
+        return simulate(plan, system)
 
 
 def train(label: str, lr: float, seed: int, *, config: Config) -> dict[str, Any]:

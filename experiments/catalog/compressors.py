@@ -20,8 +20,8 @@ from fedcomp.rules import Flag, Int
 if TYPE_CHECKING:
     # Listing the experiments needs no torch: it is imported when one is run.
     from fedcomp.experiments.central import Plan
-    from fedcomp.experiments.schemes import RoundScheme
     from fedcomp.layout import Update
+    from fedcomp.program import System
     from fedcomp.tasks.base import Task
 
 FEDAVG: Final = "FedAvg"
@@ -277,12 +277,12 @@ def plan_of(model: str, lr: float, seed: int, config: Config, *, tuning: bool = 
     return Plan(task, config.clients, config.rounds, drawn, MODELS[model].training(lr), last=LAST, held_out=True)
 
 
-def scheme_for(row: str, setting: Any, lr: float) -> RoundScheme:
+def system_for(row: str, setting: Any, lr: float) -> System:
     """Return what a row's clients send, and how."""
     from fedcomp.codecs import get_codec
-    from fedcomp.experiments.schemes import scheme_of
+    from fedcomp.experiments.central import program_of
 
-    return scheme_of(get_codec(ROWS[row].codec(setting, lr)))
+    return program_of(get_codec(ROWS[row].codec(setting, lr)))
 
 
 def train(
@@ -297,7 +297,7 @@ def train(
     from fedcomp.flower.logs import quiet
 
     with quiet():
-        out = simulate(plan_of(model, lr, seed, config, tuning=tuning), scheme_for(row, setting, lr))
+        out = simulate(plan_of(model, lr, seed, config, tuning=tuning), system_for(row, setting, lr))
     sent = {"uplink": out.uplink, "downlink": out.downlink, "rounds": len(out.exchanges)}
     if out.diverged is not None:
         return {"loss": math.inf, "accuracy": math.nan, **sent}
@@ -351,15 +351,29 @@ def captured(model: str, clients: int, rounds: int, seed: int) -> list[list[Upda
     return [found[number] for number in looked]
 
 
-def exchanged(scheme: RoundScheme, rounds: Sequence[Sequence[Update]], seed: int) -> tuple[int, float]:
-    """Return bytes of the uplink and processor time of a scheme that sends these updates, round by round."""
-    from fedcomp.rng import Key
+def exchanged(system: System, rounds: Sequence[Sequence[Update]], seed: int) -> tuple[int, float]:
+    """Return bytes of the uplink and processor time of a system whose clients send these updates, round by round."""
+    import numpy as np
 
-    states, sent, seconds = scheme.start(rounds[0][0].layout, len(rounds[0])), 0, 0.0
-    for number, updates in enumerate(rounds, start=1):
-        key = Key(seed + TUNING_SEED, "uplink", number)
-        done = scheme.round(updates, [1.0] * len(updates), states, key, look=False)
-        states, sent, seconds = done.states, sent + done.uplink, seconds + done.seconds
+    from fedcomp.experiments.central import Rounds
+
+    layout, clients = rounds[0][0].layout, len(rounds[0])
+    # From a model of zeros what is trained is the update.
+    start = np.zeros(layout.size, np.float32)
+    made = Rounds(
+        system,
+        layout,
+        start,
+        lambda number, node, model: rounds[number - 1][node].vector,
+        lambda node: 1.0,
+        clients,
+        seed + TUNING_SEED,
+    )
+    sent, seconds = 0, 0.0
+    for number in range(1, len(rounds) + 1):
+        made.local.model = start
+        _, cost = made.step(number)
+        sent, seconds = sent + cost.uplink, seconds + cost.seconds
     return sent, seconds
 
 
@@ -370,11 +384,11 @@ def fit(model: str, row: str, *, config: Config) -> dict[str, Any]:
     """
     rounds, lr = captured(model, config.clients, config.rounds, config.seed), MODELS[model].lr
     settings = ROWS[row].settings
-    dense, _ = exchanged(scheme_for(FEDAVG, "", lr), rounds, config.seed)
+    dense, _ = exchanged(system_for(FEDAVG, "", lr), rounds, config.seed)
 
     @functools.cache
     def share(place: int) -> float:
-        return exchanged(scheme_for(row, settings[place], lr), rounds, config.seed)[0] / dense
+        return exchanged(system_for(row, settings[place], lr), rounds, config.seed)[0] / dense
 
     found: dict[str, Any] = {"least": (settings[0], share(0))}
     for budget in BUDGETS:
@@ -392,8 +406,8 @@ def cost(model: str, row: str, budget: str, setting: Any, *, config: Config) -> 
     ratios = []
     for repetition in range(-1, REPETITIONS):
         # In turn, so that load that comes and goes meets both.
-        pair = scheme_for(row, setting, lr), scheme_for(FEDAVG, "", lr)
-        own, dense = (exchanged(scheme, rounds, config.seed)[1] for scheme in pair)
+        pair = system_for(row, setting, lr), system_for(FEDAVG, "", lr)
+        own, dense = (exchanged(system, rounds, config.seed)[1] for system in pair)
         if repetition >= 0:  # the first one warms caches
             ratios.append(own / dense)
     return {"times": median(ratios)}

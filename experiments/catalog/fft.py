@@ -97,8 +97,7 @@ def codec_of(label: str, rounds: int) -> dict[str, Any]:
 def train(label: str, lr: float, seed: int, *, config: Config, tuning: bool = False) -> dict[str, Any]:
     """Train a row with real frames and return its accuracies and bytes; on the validation split if ``tuning``."""
     from fedcomp.codecs import get_codec
-    from fedcomp.experiments.central import Plan, simulate
-    from fedcomp.experiments.schemes import scheme_of
+    from fedcomp.experiments.central import Plan, program_of, simulate
     from fedcomp.flower.logs import quiet
     from fedcomp.tasks import get_task
 
@@ -106,7 +105,7 @@ def train(label: str, lr: float, seed: int, *, config: Config, tuning: bool = Fa
     training = {"lr": lr, "batch_size": int(config.settings["batch_size"]), "epochs": 1}
     plan = Plan(task, config.clients, config.rounds, seed + tuning * TUNING_SEED, training, 1)
     with quiet():
-        out = simulate(plan, scheme_of(get_codec(codec_of(label, config.rounds))))
+        out = simulate(plan, program_of(get_codec(codec_of(label, config.rounds))))
     line = [(float(p.round), 100 * p.accuracy, float(p.uplink)) for p in out.points[1:]]
     return {"points": line, "settled": 100 * out.settled if out.diverged is None else 0.0, "uplink": out.uplink}
 

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
-from fedcomp.codecs import LGC, ErrorFeedback, Identity, ScaleCom, State, TopK
+from fedcomp.codecs import LGC, ErrorFeedback, Identity, ScaleCom, TopK
 from fedcomp.codecs.forms import FORMS
-from fedcomp.codecs.scalecom import support_frame
+from fedcomp.codecs.scalecom import Supports
+from fedcomp.experiments.central import Rounds
 from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option, no_rows
 from fedcomp.experiments.findings import Findings, Say, mean, spread
 from fedcomp.experiments.kit import Records, Sweep, claim, numbers, repetitions, table, workers
-from fedcomp.experiments.schemes import Learned, Led, RoundExchange, RoundScheme, Separate
+from fedcomp.experiments.schemes import Learned
 from fedcomp.experiments.spec import RunResult
 from fedcomp.kernels import select_topk
 from fedcomp.layout import EndsDense, Layout, Update, Vector
+from fedcomp.program import Answer, Now, Step, System
 from fedcomp.rng import Key
 from fedcomp.rules import Int
 from fedcomp.strategies.autoencoder_training import AutoencoderTraining
+from fedcomp.systems.pair import Pair
+from fedcomp.systems.shared_support import SharedSupport
+from fedcomp.wire import Frame
 
 LAYER: Final = "conv3"
 VALUES: Final = 1024
@@ -51,45 +55,37 @@ OPTIONS = {
 }
 
 
-@dataclass(frozen=True)
-class OneForAll:
+@dataclass(frozen=True, repr=False, eq=False)
+class OneForAll(SharedSupport, id="one-for-all"):
     """The strongest simple rival of one node that speaks for all: its own values on its own support, and nothing else.
 
-    All other clients clear what they have there, as with ``ef="mask"``.
+    All other clients clear what they have there, as with ``ef="mask"``, and of what they send the dense rest alone
+    counts: what a round spares is in its state, ``spared``.
     """
 
-    codec: ScaleCom
-    lossless: bool = field(default=False, init=False)
-
-    def start(self, layout: Layout, clients: int) -> list[State]:
-        """Return empty memories."""
-        return [self.codec.init(layout) for _ in range(clients)]
-
-    def round(
-        self, updates: Sequence[Update], weights: Sequence[float], states: Sequence[State], key: Key, *, look: bool
-    ) -> RoundExchange:
+    def stepped(self, now: Now, supports: Supports, support: Frame, given: Sequence[Answer]) -> Step:
         """Take the leader's values for everybody's; what no codec compresses is averaged."""
-        began = time.thread_time()
-        codec, layout, leader = self.codec, updates[0].layout, (key.round - 1) % len(updates)
-        waiting = [codec.begin(u, s, key) for u, s in zip(updates, states, strict=True)]
-        supports = codec.choose(waiting[leader], layout, key)
-        fixed, end = codec.on(supports, key.round), layout.compressed_size
-        out, after, uplink = np.zeros(layout.size, np.float32), [], len(support_frame(supports, codec, layout))
-        for i, (state, weight) in enumerate(zip(waiting, weights, strict=True)):
-            frame, sent = codec.send(state, supports, key.round, layout, key)
-            found = fixed.decode(frame, layout)
-            out[end:] += np.float32(weight / sum(weights)) * found[end:]
-            if i == leader:
+        fixed, mean = self.codec.on(supports, now.number), self.codec.mean(supports, now.number)
+        end, weight, spared = now.layout.compressed_size, sum(answer.weight for answer in given), 0
+        out = np.zeros(now.layout.size, np.float32)
+        for answer in given:
+            found = fixed.decode(answer.frames["values"], now.layout)
+            out[end:] += np.float32(answer.weight / weight) * found[end:]
+            if answer.node == now.state["leader"]:
                 out[:end] = found[:end]
-            # Of all others the dense rest alone.
-            uplink += len(frame) if i == leader else len(fixed.frame_of([], found[end:]))
-            after.append(sent)
-        done = time.thread_time() - began
-        return RoundExchange(out, after, uplink, 0, 0, [], seconds=done)
+            else:
+                spared += len(answer.frames["values"]) - len(fixed.frame_of([], found[end:]))
+        now.state["spared"] = spared
+        frame, _ = mean.encode(Update(out, now.layout), {}, Key(0))
+        return Step(tuple(answer.node for answer in given), frame=frame, blobs={"support": support}, codec=mean)
 
 
-def _learned(**options: Any) -> Callable[[int, int], RoundScheme]:
-    def made(steps: int, seed: int) -> RoundScheme:
+Sender = Callable[[int, int], System | Learned]
+"""What a row sends in a training of so many steps with a seed."""
+
+
+def _learned(**options: Any) -> Sender:
+    def made(steps: int, seed: int) -> Learned:
         codec = LGC(**{"density": DENSITY, "innovation": INNOVATION, **options})
         # A twentieth dense, and then as many rounds of training as of latents.
         return Learned(codec, (steps // 20, steps // 2), AutoencoderTraining(seed=seed))
@@ -97,8 +93,8 @@ def _learned(**options: Any) -> Callable[[int, int], RoundScheme]:
     return made
 
 
-def _led(values: str) -> Callable[[int, int], RoundScheme]:
-    return lambda steps, seed: Led(ScaleCom(DENSITY, values=values))
+def _led(values: str) -> Sender:
+    return lambda steps, seed: SharedSupport(ScaleCom(DENSITY, values=values))
 
 
 DENSE: Final = "dense"
@@ -113,8 +109,8 @@ FOUR: Final = "shared support, 4 bits"
 TWO: Final = "shared support, 2 bits"
 ALONE: Final = "the common node's top-k only, 8 bits"
 
-ROWS: Final[Mapping[str, Callable[[int, int], RoundScheme]]] = {
-    DENSE: lambda steps, seed: Separate(Identity()),
+ROWS: Final[Mapping[str, Sender]] = {
+    DENSE: lambda steps, seed: Pair(Identity()),
     RING: _learned(),
     EXACT: _learned(ef="decoded"),
     SHORT: _learned(ef="decoded", values="q8"),
@@ -125,7 +121,7 @@ ROWS: Final[Mapping[str, Callable[[int, int], RoundScheme]]] = {
     FOUR: _led("q4"),
     TWO: _led("q2"),
     ALONE: lambda steps, seed: OneForAll(ScaleCom(DENSITY, values="q8")),
-    "top-k of its own, 8 bits, + EF": lambda steps, seed: Separate(
+    "top-k of its own, 8 bits, + EF": lambda steps, seed: Pair(
         ErrorFeedback(TopK(DENSITY, scope="layer", values="q8"))
     ),
 }
@@ -136,27 +132,49 @@ RIVALS: Final = {RING: EIGHT, EXACT: EIGHT, SHORT: TWO, SERVER: ALONE, SERVER_EX
 """Of each row of ours the simple one that sends as many bytes in the last stage, or fewer."""
 
 
+Send = Callable[[int, Sequence[Vector]], tuple[Vector, int]]
+
+
+def sending(sender: System | Learned, layout: Layout, nodes: int, seed: int) -> Send:
+    """Return what makes a round of so many nodes' vectors: their mean, and the uplink's bytes."""
+    start = np.zeros(layout.size, np.float32)
+    if isinstance(sender, Learned):
+        states = sender.start(layout, nodes)
+
+        def learned(number: int, vectors: Sequence[Vector]) -> tuple[Vector, int]:
+            updates = [Update(vector, layout) for vector in vectors]
+            mean, states[:], sent = sender.round(updates, [1.0] * nodes, states, Key(seed, "uplink", number))
+            return mean, sent
+
+        return learned
+    made: list[Vector] = []
+    # From a model of zeros what is trained is the vector itself.
+    rounds = Rounds(sender, layout, start, lambda number, node, model: made[node], lambda node: 1.0, nodes, seed)
+
+    def send(number: int, vectors: Sequence[Vector]) -> tuple[Vector, int]:
+        made[:], rounds.local.model = vectors, start
+        _, cost = rounds.step(number)
+        return rounds.local.model, cost.uplink - rounds.local.state.get("spared", 0)
+
+    return send
+
+
 def train(label: str, rate: float, seed: int, *, steps: int, tuning: bool = False) -> dict[str, Any]:
     """Train a row and return its accuracy, last losses and bytes; on the validation split if ``tuning``."""
     from fedcomp.experiments.conv_gradients import Training, mean_of
 
     training = Training(seed + tuning * TUNING_SEED, rate=rate, held_out="validation" if tuning else "test")
-    scheme, states, layout = ROWS[label](steps, seed), None, None
-    uplink: list[int] = []
+    sender, send, uplink = ROWS[label](steps, seed), None, []
     for number in range(1, steps + 1):
         gradients = training.workers()
-        if layout is None:
+        if send is None:
             layout = Layout.of(mean_of(gradients), EndsDense())
-            states = scheme.start(layout, len(gradients))
-        assert states is not None
-        updates = [Update(layout.flatten(gradient), layout) for gradient in gradients]
-        done = scheme.round(updates, [1.0] * len(updates), states, Key(seed, "uplink", number), look=False)
-        states = done.states
-        uplink.append(done.uplink)
-        training.move(layout.unflatten(done.mean))
-        if not np.isfinite(done.mean).all():
+            send = sending(sender, layout, len(gradients), seed)
+        mean_, sent = send(number, [layout.flatten(gradient) for gradient in gradients])
+        uplink.append(sent)
+        training.move(layout.unflatten(mean_))
+        if not np.isfinite(mean_).all():
             break
-    assert layout is not None
     losses = training.losses[-50:]
     finite = bool(np.isfinite(losses).all()) and len(uplink) == steps
     return {
@@ -164,8 +182,8 @@ def train(label: str, rate: float, seed: int, *, steps: int, tuning: bool = Fals
         "loss": mean(losses) if finite else math.inf,
         "uplink": sum(uplink),
         "last": uplink[-1],
-        "weights": scheme.weights if isinstance(scheme, Learned) else 0,
-        "dense": steps * len(updates) * 4 * layout.size,
+        "weights": sender.weights if isinstance(sender, Learned) else 0,
+        "dense": steps * len(gradients) * 4 * layout.size,
     }
 
 

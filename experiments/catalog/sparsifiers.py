@@ -8,12 +8,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
+from fedcomp.codecs import State
+from fedcomp.codecs.scalecom import support_frame
 from fedcomp.experiments import adaptive_servers, robust_rules, small_cnn
 from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option
 from fedcomp.experiments.findings import Claim, Findings, Table, mean, spread
 from fedcomp.experiments.kit import Records, Say, Sweep, claim, curves, over_seeds, repetitions, table, workers
 from fedcomp.experiments.spec import RunResult, RunSpec
+from fedcomp.layout import Vector
+from fedcomp.program import Answer, Ask, Me, Now, Round, Said
 from fedcomp.rules import Int, Real
+from fedcomp.systems.shared_support import Lead, SharedSupport
 
 if TYPE_CHECKING:
     # Listing the experiments needs no torch: it is imported when one is run.
@@ -104,6 +111,42 @@ def _fixed(codec_id: str, **options: Any) -> CodecOf:
     return lambda density, lr: {"id": codec_id, **options}
 
 
+class Totals(Said):
+    """What no message could say: all that a client would have to send."""
+
+    def __init__(self, vector: Vector) -> None:
+        self.vector = vector
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Oracle(SharedSupport, id="oracle"):
+    """A shared support that is the true top k of the mean of all clients' memory plus update: no leader beats it.
+
+    Its index block travels as if the leader had chosen it.
+    """
+
+    def round(self, now: Now) -> Round:
+        """Let all train; choose; let all send."""
+        leader = (now.number - 1) % len(now.nodes)
+        trained = yield [Ask(node) for node in now.nodes]
+        total, weight = np.zeros(now.layout.size), sum(answer.weight for answer in trained)
+        for answer in trained:
+            assert isinstance(answer.say, Totals)
+            total += answer.weight / weight * answer.say.vector
+        supports = self.codec.choose_from(total.astype(np.float32), now.layout, now.key("uplink", leader))
+        blobs = {"support": support_frame(supports, self.codec, now.layout)}
+        answers = yield [Ask(node, "query", Lead(lead=node == leader), blobs=blobs) for node in now.nodes]
+        return self.stepped(now, supports, blobs["support"], answers)
+
+    def client(self, memory: State, ask: Ask, me: Me) -> tuple[State, Answer]:
+        """Show everything, or send on the support; the leader sends that, too."""
+        leads = isinstance(ask.say, Lead) and ask.say.lead
+        memory, answer = super().client(memory, ask._replace(say=None), me)
+        if ask.kind == "train":
+            return memory, answer._replace(say=Totals(self.codec.total(memory, me.layout)))
+        return memory, answer._replace(frames={**ask.blobs, **answer.frames}) if leads else answer
+
+
 CANDIDATES: Final = (
     Candidate(DENSE, _fixed("identity")),
     # A reference that no client could send: nobody knows the mean before it was sent.
@@ -181,6 +224,7 @@ def rows(config: Config) -> list[RunSpec]:
 
 def train(partition: str, label: str, seed: int, *, config: Config) -> dict[str, Any]:
     """Train with one method on one partition."""
+    from fedcomp.codecs import ScaleCom
     from fedcomp.experiments.central import Plan, measured
 
     method, settings = next(m for m in CANDIDATES if m.label == label), config.settings
@@ -193,7 +237,11 @@ def train(partition: str, label: str, seed: int, *, config: Config) -> dict[str,
         {"lr": lr, "batch_size": int(settings["batch_size"]), "max_steps": 1},
         max(1, config.rounds // LOOKS),
     )
-    return measured(plan, method.codec(float(settings["density"]), lr), oracle=label == ORACLE)
+    codec = method.codec(float(settings["density"]), lr)
+    if label != ORACLE:
+        return measured(plan, codec)
+    del codec["id"]
+    return measured(plan, Oracle(ScaleCom(**codec)))
 
 
 def _task(partition: str, config: Config) -> Task:

@@ -11,6 +11,7 @@ from fedcomp.params import shown
 from fedcomp.program import System
 
 SYSTEMS: Final[Mapping[str, str]] = {
+    "gradiveq": "gradiveq:FittedBasis",
     "pair": "pair:Pair",
     "shared-support": "shared_support:SharedSupport",
     "power-sgd": "power_sgd:SharedBasis",

@@ -11,8 +11,9 @@ of clients.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Final
+from typing import Annotated, ClassVar, Final, TypeVar
 
 import numpy as np
 
@@ -23,6 +24,8 @@ from fedcomp.program import Answer, Ask, Frames, Me, Now, Round, Said, Step, Sys
 from fedcomp.rng import Key
 from fedcomp.rules import Int, Made, Real, Switch
 from fedcomp.wire import Frame
+
+T = TypeVar("T")
 
 _CANDIDATES: Final = 4
 """How many clients are asked to lead, after the first, before a round is given up: each may cost a timeout."""
@@ -69,45 +72,31 @@ class SharedSupport(System, id="shared-support"):
         return self.codec.init(layout)
 
     def round(self, now: Now) -> Round:
-        if not now.nodes:
-            return None
         codec, layout = self.at(now.number), now.layout
 
-        def chosen(answers: list[Answer]) -> dict[int, Supports]:
+        def chosen(answers: Sequence[Answer]) -> dict[int, Supports]:
             # A support without values on it is as good as none.
             whole = [answer for answer in answers if "values" in answer.frames]
             return now.read(whole, "support", lambda frame: open_support(frame, codec, layout))
 
-        leader = now.nodes[(now.number - 1) % len(now.nodes)]
-        trained = yield [Ask(node, say=Lead(node == leader)) for node in now.nodes]
-        answers = {answer.node: answer for answer in trained}
-        asked = [leader]
-        found = chosen([answers[leader]] if leader in answers else [])
-        waiting = sorted(answers.keys() - {leader})
-        turn = (now.number - 1) % max(1, len(waiting))
-        for node in [*waiting[turn:], *waiting[:turn]][:_CANDIDATES]:
-            if found:
-                break
-            asked.append(node)
-            led = yield [Ask(node, "query", Lead(lead=True))]
-            found = chosen(list(led))
-            answers |= {answer.node: answer for answer in led}
-        if not found:
-            now.note("no client could choose a support: the model is unchanged")
+        led = yield from elect(now, lambda node, kind, lead: Ask(node, kind, Lead(lead)), chosen, now.number - 1)
+        if led is None:
             return None
-        ((leader, supports),) = found.items()
-        support = answers[leader].frames["support"]
-        # Who was asked to lead and did not is asked for nothing else: that could cost another timeout.
-        others = [node for node in waiting if node not in asked]
+        leader, supports, others = led
+        support = leader.frames["support"]
         sent = yield [Ask(node, "query", blobs={"support": support}) for node in others]
-        given = sorted([answers[leader], *sent], key=lambda answer: answer.node)
+        now.state["leader"] = leader.node
+        return self.stepped(now, supports, support, sorted([leader, *sent], key=lambda answer: answer.node))
+
+    def stepped(self, now: Now, supports: Supports, support: Frame, given: Sequence[Answer]) -> Step | None:
+        """Return the step that values on ``supports``, whose index block is ``support``, come to."""
+        codec = self.at(now.number)
         total = now.mean_of(codec.on(supports, now.number), given, raw=True)
         if total is None or (change := now.downward(total, self.server_lr)) is None:
             return None
         # Float32 whatever the values came in: rounding the mean once more would be an error nobody remembers.
         mean = codec.mean(supports, now.number)
         frame, _ = mean.encode(change, {}, Key(now.seed, "downlink", now.number))
-        now.state["leader"] = leader
         return Step(total.consumed, frame=frame, blobs={"support": support}, codec=mean)
 
     def client(self, memory: State, ask: Ask, me: Me) -> tuple[State, Answer]:
@@ -137,3 +126,46 @@ class SharedSupport(System, id="shared-support"):
         # Of what the filter lets through the memory holds a share alone.
         kept = self.codec.settle(memory, layout)["memory"]
         return kept if self.codec.beta == 1.0 else np.divide(kept, self.codec.beta, dtype=np.float32)
+
+
+def elect(
+    now: Now,
+    ask: Callable[[int, str, bool], Ask],
+    chosen: Callable[[Sequence[Answer]], Mapping[int, T]],
+    turn: int,
+) -> Generator[Sequence[Ask], Sequence[Answer], tuple[Answer, T, list[int]] | None]:
+    """Let all clients train, and one choose for all.
+
+    Parameters
+    ----------
+    ask : callable
+        ``ask(node, kind, lead)``.
+    chosen : callable
+        Returns what each of several answers chose; those whose choice cannot be used are left out.
+    turn : int
+        Of those present, and of those that stand by for a lost leader: whose turn it is.
+
+    Returns
+    -------
+    (Answer, object, list of int) or None
+        The leader's answer, what it chose, and those that trained and wait for it; None where nobody could choose.
+    """
+    if not now.nodes:
+        return None
+    leader = now.nodes[turn % len(now.nodes)]
+    answers = yield [ask(node, "train", node == leader) for node in now.nodes]
+    waiting = [answer.node for answer in answers if answer.node != leader]
+    answers = [answer for answer in answers if answer.node == leader]
+    start = turn % max(1, len(waiting))
+    for node in [*waiting[start:], *waiting[:start]][:_CANDIDATES]:
+        if found := chosen(answers):
+            break
+        # Who was asked to lead and did not is asked for nothing else: that could cost another timeout.
+        waiting.remove(node)
+        answers = yield [ask(node, "query", True)]
+    else:
+        found = chosen(answers)
+    if not found:
+        now.note("no client could choose a support: the model is unchanged")
+        return None
+    return answers[0], found[answers[0].node], waiting

@@ -1,6 +1,6 @@
 """The convergence tests of the sparsifiers, 7.3: what memory is for, and what a memory must not do.
 
-Plain loops over codecs, and over the simulation of ``fedcomp.experiments.central`` where clients share a support. A
+Plain loops over codecs, with the two exchanges of ScaleCom where clients share a support. A
 check takes a scheme; the same scheme without memory, or with a leader that never changes, fails it. Where the tests
 are:
 
@@ -40,7 +40,6 @@ from fedcomp.codecs import (
     TopK,
 )
 from fedcomp.codecs.feedback import ErrorFeedback
-from fedcomp.experiments.schemes import Led
 from fedcomp.layout import Layout, SmallDense, Update
 from fedcomp.rng import Key
 
@@ -73,12 +72,18 @@ def apart(codec: Codec) -> Scheme:
 
 def led(codec: ScaleCom, *, oracle: bool = False, turns: bool = True) -> Scheme:
     """One support for all, of the leader (the same one for ever without ``turns``) or of the mean."""
-    rule = Led(codec, oracle)
 
     def round_(updates: list[Update], states: list[dict], t: int) -> tuple[np.ndarray, list[dict]]:
-        key = KEY.at(round=t if turns else 0)
-        done = rule.round(updates, [1.0] * len(updates), states, key, look=False)
-        return done.mean, done.states
+        layout, key, n = updates[0].layout, KEY.at(round=t), len(updates)
+        waiting = [codec.begin(g, s, key) for g, s in zip(updates, states, strict=True)]
+        totals = [codec.total(w, layout) for w in waiting]
+        chosen = np.mean(totals, axis=0, dtype=np.float64).astype(np.float32) if oracle else totals[(t - 1) * turns % n]
+        supports = codec.choose_from(chosen, layout, key)
+        sent = [codec.send(w, supports, t, layout, key) for w in waiting]
+        out = Update(np.zeros(layout.size, np.float32), layout)
+        for frame, _ in sent:
+            codec.on(supports, t).accumulate(frame, 1.0 / n, out)
+        return out.vector, [state for _, state in sent]
 
     note = ", of the mean" if oracle else "" if turns else ", fixed leader"
     return Scheme(repr(codec) + note, codec.init, round_)

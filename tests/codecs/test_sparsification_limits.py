@@ -2,7 +2,7 @@
 
 Continues ``test_sparsification_deterministic.py``, whose first lines say where the tests of every number are. The round
 of a shared support is judged from outside, by the mean it delivers: the same check takes the codec's own exchanges, the
-simulation of ``fedcomp.experiments.central`` and two rounds that are not ScaleCom's. PowerSGD is no codec of this
+system in this process and two rounds that are not ScaleCom's. PowerSGD is no codec of this
 package yet.
 """
 
@@ -49,10 +49,11 @@ from fedcomp.codecs import (
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.codecs.scalecom import FixedSupport
 from fedcomp.errors import NonFiniteUpdate
-from fedcomp.experiments.schemes import Led
 from fedcomp.kernels import tiers
 from fedcomp.layout import Layout, Update
+from fedcomp.local import Local
 from fedcomp.rng import Key
+from fedcomp.systems.shared_support import SharedSupport
 
 KEY = Key(11, "codec", partition=3)
 LAYOUT = LAYOUTS["model"]
@@ -85,10 +86,22 @@ def exchanges(
     return out.vector, [state for _, state in sent]
 
 
-def central(codec: ScaleCom, states: list[dict], updates: list[Update], t: int) -> tuple[np.ndarray, list[dict]]:
-    """The round of the simulation without messages."""
-    done = Led(codec).round(updates, [1.0] * len(updates), states, KEY.at(round=t), look=False)
-    return done.mean, done.states
+def system(codec: ScaleCom, states: list[dict], updates: list[Update], t: int) -> tuple[np.ndarray, list[dict]]:
+    """The round of the system, in this process."""
+    layout = updates[0].layout
+    # From a model of zeros what is trained is the update.
+    local = Local(
+        SharedSupport(codec),
+        layout,
+        np.zeros(layout.size, np.float32),
+        lambda number, node, start: updates[node].vector,
+        lambda node: 1.0,
+        len(updates),
+    )
+    for node, state in enumerate(states):
+        local.client(node).memory = dict(state)
+    local.step(t)
+    return local.model, [local.clients[node].memory for node in range(len(updates))]
 
 
 def everybody_for_himself(
@@ -154,7 +167,7 @@ def check_clt_k(step: Round, codec: ScaleCom, clients: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("clients", [1, 2, 5, 9])
 @pytest.mark.parametrize("selector", ["exact", "chunk"])
-@pytest.mark.parametrize("step", [cyclic, central], ids=["exchanges", "central"])
+@pytest.mark.parametrize("step", [cyclic, system], ids=["exchanges", "system"])
 def test_7_1_5_clt_k_commutes_with_the_mean(step: Round, selector: str, clients: int) -> None:
     """One support for all, whatever N, chosen by each client in turn and by nobody else, and linear on it."""
     check_clt_k(step, ScaleCom(0.05, selector=selector, beta=0.5), clients)
@@ -350,7 +363,7 @@ def test_7_1_7_masked_momentum_at_density_one_is_the_plain_run() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("selector", ["exact", "chunk"])
 @pytest.mark.parametrize("beta", [1.0, 0.3])
-@pytest.mark.parametrize("step", [cyclic, central], ids=["exchanges", "central"])
+@pytest.mark.parametrize("step", [cyclic, system], ids=["exchanges", "system"])
 def test_7_1_7_clt_k_at_density_one_is_the_uncompressed_run(step: Round, beta: float, selector: str) -> None:
     """The same over two exchanges, for three clients with one leader a round."""
     codec, task = ScaleCom(1.0, beta=beta, selector=selector), Quadratics(LAYOUT)
@@ -384,7 +397,7 @@ def check_one_client(step: Round, codec: ScaleCom, alone: Codec, rounds: int = 8
 @pytest.mark.slow
 @pytest.mark.parametrize("beta", [1.0, 0.3])
 @pytest.mark.parametrize("scope", ["layer", "global"])
-@pytest.mark.parametrize("step", [cyclic, central], ids=["exchanges", "central"])
+@pytest.mark.parametrize("step", [cyclic, system], ids=["exchanges", "system"])
 def test_7_1_7_one_clients_clt_k_is_top_k(step: Round, scope: str, beta: float) -> None:
     """N = 1: the leader has no followers, and its rounds are error feedback around top-k (or chunk top-1)."""
     exact, chunk = (ScaleCom(0.05, beta=beta, scope=scope, selector=selector) for selector in ("exact", "chunk"))

@@ -13,13 +13,13 @@ from fake_engine import FakeEngine
 from fedcomp.codecs import AdaComp
 from fedcomp.experiments import engines
 from fedcomp.experiments.catalog import adacomp
+from fedcomp.experiments.central import Rounds
 from fedcomp.experiments.experiment import Config
 from fedcomp.experiments.findings import Curves, Findings, Say
 from fedcomp.experiments.kit import Record, Records
-from fedcomp.experiments.schemes import Separate
 from fedcomp.experiments.spec import RoundRecord, RunResult
-from fedcomp.layout import Layout, Update
-from fedcomp.rng import Key
+from fedcomp.layout import Layout
+from fedcomp.systems.pair import Pair
 
 pytestmark = pytest.mark.filterwarnings("ignore::fedcomp.tasks.sources.DataWarning")
 
@@ -135,13 +135,16 @@ def test_the_look_ahead_of_a_watched_round_is_counted() -> None:
     total[::500] = 1.0
     gradient = np.zeros(4000, np.float32)
     gradient[np.arange(4000) % 500 < 20] = 2.0
-    state = {"memory": total - gradient}
     for factor, expected in ((2.0, 20.0), (1.0, 1.0)):
         codec = AdaComp(factor=factor)
-        watched = adacomp.Watched(Separate(codec), codec)
-        done = watched.round([Update(gradient, layout)], [1.0], [state], Key(0, "uplink", 1), look=False)
+        watched = adacomp.Watched(codec)
+        start = np.zeros(4000, np.float32)
+        rounds = Rounds(Pair(codec), layout, start, lambda *_: gradient, lambda node: 1.0, 1, 0)
+        rounds.local.client(0).memory = {**codec.init(layout), "memory": total - gradient}
+        step, cost = rounds.step(1)
+        watched(rounds.seen(1, step))
         assert watched.per_bin == {"w": [expected]}
-        assert done.kept == [8 * expected]
+        assert cost.kept == [8 * expected]
         assert watched.cosine["w"][0] == pytest.approx(adacomp.cosine(total - gradient, gradient))
 
 

@@ -31,8 +31,8 @@ from fedcomp.experiments.catalog.compressors import (
     front,
     left_out,
     plan_of,
-    scheme_for,
     step_size,
+    system_for,
     task_of,
     train,
     tune,
@@ -99,7 +99,7 @@ def test_settings_are_the_largest_that_keep_the_budgets(row: str) -> None:
     asked = config()
     found, settings = fit("MLP", row, config=asked), ROWS[row].settings
     rounds, lr = module.captured("MLP", asked.clients, asked.rounds, asked.seed), MODELS["MLP"].lr
-    dense, _ = module.exchanged(scheme_for(FEDAVG, "", lr), rounds, asked.seed)
+    dense, _ = module.exchanged(system_for(FEDAVG, "", lr), rounds, asked.seed)
     for budget in BUDGETS:
         limit = float(Fraction(budget))
         if found[budget] is None:
@@ -109,7 +109,7 @@ def test_settings_are_the_largest_that_keep_the_budgets(row: str) -> None:
         assert share <= limit
         place = settings.index(setting)
         if place + 1 < len(settings):
-            more, _ = module.exchanged(scheme_for(row, settings[place + 1], lr), rounds, asked.seed)
+            more, _ = module.exchanged(system_for(row, settings[place + 1], lr), rounds, asked.seed)
             assert more / dense > limit
 
 

@@ -37,12 +37,15 @@ from fedcomp.experiments.catalog.lgc import (
     ZEROS,
     OneForAll,
     codings,
+    sending,
     train,
 )
+from fedcomp.experiments.central import Rounds
 from fedcomp.experiments.findings import Say
-from fedcomp.experiments.schemes import Learned, Led
-from fedcomp.layout import EndsDense, Layout, Update
+from fedcomp.experiments.schemes import Learned
+from fedcomp.layout import EndsDense, Layout
 from fedcomp.rng import Key
+from fedcomp.systems.shared_support import SharedSupport
 
 SHAPES = {"conv1": (16, 1, 3, 3), "conv2": (32, 16, 3, 3), "conv3": (64, 32, 3, 3), "linear": (10, 576)}
 LAYOUT = Layout.of({name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}, EndsDense())
@@ -52,9 +55,8 @@ def config(*assignments: str) -> Any:
     return EXPERIMENT.configure(assignments=("seeds=2", "workers=1", "rates=0.02", *assignments))
 
 
-def updates(number: int, count: int = 4) -> list[Update]:
-    drawn = Key(0, "toy", number).generator().standard_normal((count, LAYOUT.size))
-    return [Update(vector, LAYOUT) for vector in drawn.astype(np.float32)]
+def vectors(number: int, count: int = 4) -> list[np.ndarray]:
+    return list(Key(0, "toy", number).generator().standard_normal((count, LAYOUT.size)).astype(np.float32))
 
 
 def test_rows_are_schemes_of_their_own_and_every_row_of_ours_has_a_rival() -> None:
@@ -72,12 +74,9 @@ def test_rivals_send_no_more_in_the_last_stage() -> None:
     """From real frames, all parts counted: latents beside 8 bits, innovations and latents beside one node's values."""
     last: dict[str, int] = {}
     for label in {*OURS, *RIVALS.values(), FULL}:
-        scheme = ROWS[label](8, 0)
-        states = scheme.start(LAYOUT, 4)
+        send = sending(ROWS[label](8, 0), LAYOUT, 4, 0)
         for number in range(1, 9):
-            done = scheme.round(updates(number), [1.0] * 4, states, Key(0, "uplink", number), look=False)
-            states = done.states
-        last[label] = done.uplink
+            _, last[label] = send(number, vectors(number))
     for label, rival in RIVALS.items():
         assert last[rival] <= 1.02 * last[label], (label, rival)
     assert last[EXACT] < 0.75 * last[FULL]
@@ -85,22 +84,27 @@ def test_rivals_send_no_more_in_the_last_stage() -> None:
 
 
 def test_one_node_speaks_for_all() -> None:
-    scheme = OneForAll(ScaleCom(DENSITY))
-    sent = updates(1)
-    done = scheme.round(sent, [1.0, 1.0, 2.0, 4.0], scheme.start(LAYOUT, 4), Key(0, "uplink", 3), look=False)
+    sent, weights = vectors(1), [1.0, 1.0, 2.0, 4.0]
+    costs = {}
+    for kind in (OneForAll, SharedSupport):
+        start = np.zeros(LAYOUT.size, np.float32)
+        rounds = Rounds(
+            kind(ScaleCom(DENSITY)), LAYOUT, start, lambda number, node, model: sent[node], weights.__getitem__, 4, 0
+        )
+        _, costs[kind] = rounds.step(3)
+        if kind is OneForAll:
+            local = rounds.local
     end = LAYOUT.compressed_size
-    chosen = np.flatnonzero(done.mean[:end])
-    np.testing.assert_array_equal(done.mean[chosen], sent[2].vector[chosen])
+    chosen = np.flatnonzero(local.model[:end])
+    np.testing.assert_array_equal(local.model[chosen], sent[2][chosen])
     assert chosen.size == sum(-(-t.size * 5 // 100) for t in LAYOUT.compressed)
-    mean = np.average([u.vector[end:] for u in sent], axis=0, weights=[1, 1, 2, 4])
-    np.testing.assert_allclose(done.mean[end:], mean, rtol=1e-5, atol=1e-6)
-    for update, state in zip(sent, done.states, strict=True):
-        assert not state["memory"][chosen].any()
+    mean = np.average([vector[end:] for vector in sent], axis=0, weights=weights)
+    np.testing.assert_allclose(local.model[end:], mean, rtol=1e-5, atol=1e-6)
+    for vector, client in zip(sent, local.clients.values(), strict=True):
+        assert not client.memory["memory"][chosen].any()
         rest = np.setdiff1d(np.arange(end), chosen)
-        np.testing.assert_array_equal(state["memory"][rest], update.vector[rest])
-    whole = Led(ScaleCom(DENSITY))
-    all_send = whole.round(sent, [1.0] * 4, whole.start(LAYOUT, 4), Key(0, "uplink", 3), look=False)
-    assert done.uplink < 0.5 * all_send.uplink
+        np.testing.assert_array_equal(client.memory["memory"][rest], vector[rest])
+    assert costs[OneForAll].uplink - local.state["spared"] < 0.5 * costs[SharedSupport].uplink
 
 
 @pytest.mark.long

@@ -11,8 +11,7 @@ from fedcomp import wire
 from fedcomp.codecs import ErrorFeedback, TopK
 from fedcomp.codecs.forms import FORMS, ValueForm
 from fedcomp.experiments.catalog.compressors import MODELS, captured, plan_of
-from fedcomp.experiments.central import simulate
-from fedcomp.experiments.schemes import scheme_of
+from fedcomp.experiments.central import program_of, simulate
 from fedcomp.flower.logs import quiet
 from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key
@@ -48,7 +47,7 @@ def loss(model: str, seed: int) -> float:
     config = SimpleNamespace(clients=CLIENTS, rounds=ROUNDS, seed=seed)
     plan = plan_of(model, MODELS[model].lr, seed, config)
     with quiet():
-        out = simulate(plan, scheme_of(ErrorFeedback(TopK(DENSITY, values="q2"))))
+        out = simulate(plan, program_of(ErrorFeedback(TopK(DENSITY, values="q2"))))
     return float(np.mean([point.loss for point in out.points[-5:]]))
 
 

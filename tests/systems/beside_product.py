@@ -5,28 +5,58 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import numpy as np
-from flwr.app import ConfigRecord
-from toy import client_app, model, update
+from flwr.app import Array, ArrayRecord, ConfigRecord
+from toy import SHAPES, client_app, update
 
+from fedcomp import versions
 from fedcomp.flower.faults import Delivery
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.payload import take_frame
 from fedcomp.flower.protocol import UPDATE
 from fedcomp.flower.rounds import drive
 from fedcomp.flower.wrapper import GridWrapper
-from fedcomp.layout import Layout, Vector
+from fedcomp.layout import DensityPolicy, Layout, Vector
 from fedcomp.local import Local
 from fedcomp.program import System
 from fedcomp.rng import Key
 
-LAYOUT = Layout.of({name: array.numpy() for name, array in model().items()})
-
 Fault = Callable[[int, int, str], str]
 """``fault(round, partition, kind of message)``: a fault of :class:`fedcomp.local.Local`, or ""."""
 
-WORDS = {"silent": "silent", "lost": "lost_reply", "crash": "raise", "": None}
+
+class Toy:
+    """A model of zeros, the toy app's updates of it, and its weights."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], policy: DensityPolicy | None = None) -> None:
+        self.shapes = shapes
+        self.start = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+        self.layout = Layout.of(self.start, policy)
+
+    def made(self, number: int, node: int) -> Vector:
+        """Return the update of a node in a round."""
+        return self.layout.flatten({k: update(number, node, s, i) for i, (k, s) in enumerate(self.shapes.items())})
+
+    def local(self, system: System, nodes: int = 4, **options: Any) -> Local:
+        """Return the driver in memory."""
+        return Local(
+            system,
+            self.layout,
+            self.layout.flatten(self.start),
+            lambda number, node, start: start + self.made(number, node),
+            lambda node: 10.0 * (node + 1),
+            nodes,
+            **options,
+        )
+
+
+TOY = Toy(SHAPES)
+LAYOUT = TOY.layout
+VALUES = {UPDATE: "values"}
+
+WORDS = {"twice": "duplicate", "silent": "silent", "lost": "lost_reply", "crash": "raise", "": None}
 
 
 @dataclass(frozen=True)
@@ -35,30 +65,37 @@ class Seen:
 
     Attributes
     ----------
-    frames : list of bytes
-        Values that reached the server, by node.
+    frames : dict of (int, str) to bytes
+        What reached the server, by node and name.
+    down : list of bytes
+        The step, where there is one.
     memories : dict of int to dict
         By node: all arrays.
+    metrics : dict of str to float
+        Of the training.
     """
 
     model: bytes
-    frames: list[bytes]
+    frames: dict[tuple[int, str], bytes]
+    down: list[bytes]
     memories: dict[int, dict[str, bytes]]
+    metrics: dict[str, Any]
 
 
 class _Heard(GridWrapper):
-    """Keeps the frames of values in replies."""
+    """Keeps the frames in replies, by partition and what the program calls them."""
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: Any, keys: Mapping[str, str], partitions: Mapping[int, int]) -> None:
         super().__init__(inner)
-        self.frames: dict[int, bytes] = {}
+        self.keys, self.partitions = keys, partitions
+        self.frames: dict[tuple[int, str], bytes] = {}
 
     def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
         replies = list(super().send_and_receive(messages, timeout=timeout))
         for reply in replies:
-            frame = None if reply.has_error() else take_frame(reply.content, UPDATE)
-            if frame is not None:
-                self.frames[reply.metadata.src_node_id] = bytes(frame)
+            for key, name in self.keys.items() if not reply.has_error() else ():
+                if (frame := take_frame(reply.content, key)) is not None:
+                    self.frames[self.partitions[reply.metadata.src_node_id], name] = bytes(frame)
         return replies
 
 
@@ -67,26 +104,44 @@ def _bytes(arrays: Mapping[str, Any]) -> dict[str, bytes]:
 
 
 def product(
-    strategy: Any, half: Any, nodes: int, rounds: int, *, fault: Fault, present: Sequence[Sequence[int]]
+    strategy: Any,
+    half: Any,
+    nodes: int,
+    rounds: int,
+    *,
+    fault: Fault,
+    present: Sequence[Sequence[int]],
+    toy: Toy = TOY,
+    keys: Mapping[str, str] = VALUES,
 ) -> list[Seen]:
-    """Run a strategy; ``present`` says who takes part in each round."""
+    """Run a strategy; ``present`` says who takes part in each round, ``keys`` what the program calls frames."""
 
     def plan(delivery: Delivery) -> Any:
         kind = delivery.message_type.partition(".")[0]
         return WORDS[fault(delivery.round, delivery.partition, kind)]
 
     grid = InProcessGrid(client_app([half]), nodes, seed=4, fault=plan)
-    heard, arrays, found = _Heard(grid), model(), []
     node_of = {p: grid.node_id_of(p) for p in range(nodes)}
+    heard, found = _Heard(grid, keys, {node: p for p, node in node_of.items()}), []
+    arrays = ArrayRecord({name: Array(array) for name, array in toy.start.items()})
+    down: list[bytes] = []
+    push = versions.Broadcast.push
+
+    def pushed(self: versions.Broadcast, frame: bytes, *args: Any) -> int:
+        down.append(bytes(frame))
+        return push(self, frame, *args)
+
     # Which partition a node holds is known from the first round on.
     strategy._partitions |= {node: p for p, node in node_of.items()}
     for number in range(1, rounds + 1):
         taking = [node_of[p] for p in present[number - 1]]
         heard.frames, grid.round = {}, number
+        down.clear()
         draw = type(strategy.cohort).draw
         try:
             type(strategy.cohort).draw = lambda self, *args, taking=taking: list(taking)
-            new, _ = drive(strategy.round(number, arrays, ConfigRecord(), heard), heard, timeout=9)
+            with mock.patch.object(versions.Broadcast, "push", pushed):
+                new, metrics = drive(strategy.round(number, arrays, ConfigRecord(), heard), heard, timeout=9)
         finally:
             type(strategy.cohort).draw = draw
         arrays = arrays if new is None else new
@@ -95,33 +150,29 @@ def product(
             state = grid.context(node).state.array_records
             if "fedcomp.uplink.memory" in state:
                 memories[p] = _bytes({k: a.numpy() for k, a in state["fedcomp.uplink.memory"].items()})
-        frames = [heard.frames[node_of[p]] for p in range(nodes) if node_of[p] in heard.frames]
-        vector = LAYOUT.flatten({name: array.numpy() for name, array in arrays.items()})
-        found.append(Seen(vector.tobytes(), frames, memories))
+        vector = toy.layout.flatten({name: array.numpy() for name, array in arrays.items()})
+        found.append(Seen(vector.tobytes(), heard.frames, [*down], memories, dict(metrics or {})))
     return found
 
 
 def program(
-    system: System, nodes: int, rounds: int, *, fault: Fault, present: Sequence[Sequence[int]]
+    system: System, nodes: int, rounds: int, *, fault: Fault, present: Sequence[Sequence[int]], toy: Toy = TOY
 ) -> tuple[list[Seen], Local]:
     """Run a program among the same clients."""
-    kinds: dict[tuple[int, int], str] = {}
-
-    def train(number: int, node: int, start: Vector) -> Vector:
-        kinds[number, node] = "query"
-        shapes = {t.name: t.shape for t in LAYOUT.tensors}
-        steps = {name: update(number, node, shape, layer) for layer, (name, shape) in enumerate(shapes.items())}
-        return start + LAYOUT.flatten(steps)
-
-    local = Local(system, LAYOUT, np.zeros(LAYOUT.size, np.float32), train, lambda node: 10 * (node + 1), nodes)
     # What an exchange asks is its kind; the first one of a round trains.
-    local.fault = lambda number, node, exchange: fault(number, node, "train" if exchange == 1 else "query")
+    local = toy.local(
+        system,
+        nodes,
+        fault=lambda number, node, exchange: fault(number, node, "train" if exchange == 1 else "query"),
+    )
     found = []
     for number in range(1, rounds + 1):
-        local.step(number, present[number - 1])
+        step = local.step(number, present[number - 1])
         memories = {node: _bytes(client.memory) for node, client in local.clients.items()}
-        frames = {answer.node: bytes(answer.frames["values"]) for answer in local.answers if "values" in answer.frames}
-        found.append(Seen(local.model.tobytes(), [frames[node] for node in sorted(frames)], memories))
+        frames = {(answer.node, name): bytes(f) for answer in local.answers for name, f in answer.frames.items()}
+        down = [] if step is None or step.frame is None else [bytes(step.frame)]
+        metrics = {} if step is None else dict(step.metrics)
+        found.append(Seen(local.model.tobytes(), frames, down, memories, metrics))
     return found, local
 
 
@@ -155,7 +206,11 @@ def assert_equal(old: Sequence[Seen], new: Sequence[Seen]) -> None:
     """Require equal bytes of models, values and memories after every round."""
     assert len(old) == len(new)
     for number, (was, now) in enumerate(zip(old, new, strict=True), 1):
-        assert now.frames == was.frames, f"values of round {number}"
+        # Those that the strategy was asked for; a program may name others.
+        named = {name for seen in old for _, name in seen.frames}
+        assert {at: f for at, f in now.frames.items() if at[1] in named} == was.frames, f"frames of round {number}"
+        assert now.down == was.down, f"step of round {number}"
         assert now.model == was.model, f"model of round {number}"
+        assert {name: was.metrics.get(name) for name in now.metrics} == now.metrics, f"metrics of round {number}"
         for node, memory in was.memories.items():
             assert now.memories[node] == memory, f"memory of node {node} after round {number}"
