@@ -338,7 +338,8 @@ def asked_of(head: AskHead, model: Mapping[str, NDArray[Any]]) -> bytes:
         whole = values.size // _BLOCK * _BLOCK if values.size > _LARGE else 0
         # Of a large tensor a sixteenth: two models of one run and round that are alike in all of it hardly differ.
         part = np.ascontiguousarray(values[:whole].reshape(-1, _BLOCK)[:, : _BLOCK // 16])
-        name.update(f"{key}:{array.dtype.str}:{array.shape}:{zlib.crc32(values[whole:], zlib.crc32(part))}".encode())
+        checksum = zlib.crc32(values[whole:].data, zlib.crc32(part.data))
+        name.update(f"{key}:{array.dtype.str}:{array.shape}:{checksum}".encode())
     return name.digest()
 
 

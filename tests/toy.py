@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 from collections.abc import Iterable
 
 import numpy as np
@@ -13,6 +14,7 @@ from flwr.serverapp.strategy import FedAvg
 from fedcomp.clients.client import client
 from fedcomp.clients.half import ClientHalf
 from fedcomp.rng import Key
+from fedcomp.wire import Bf16
 
 SHAPES = {"weight": (40, 30), "bias": (12,)}
 
@@ -94,3 +96,10 @@ def stack(record: ArrayRecord) -> np.ndarray:
     """Return a model's float tensors as one float64 vector, in the record's order."""
     parts = [a.numpy() for a in record.values()]
     return np.concatenate([p.astype(np.float64).reshape(-1) for p in parts if p.dtype.kind == "f"])
+
+
+def in_bfloat16(values: np.ndarray) -> Array:
+    """Return ``Array(values.astype(ml_dtypes.bfloat16))``, as Flower and numpy write it."""
+    bits = io.BytesIO()
+    np.lib.format.write_array_header_1_0(bits, {"descr": "<V2", "fortran_order": False, "shape": values.shape})
+    return Array("bfloat16", values.shape, "numpy.ndarray", bits.getvalue() + Bf16(values).words.tobytes())

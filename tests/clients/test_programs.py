@@ -5,25 +5,32 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from message_examples import all_damages
+from toy import in_bfloat16
 
 from fedcomp.clients import memory
+from fedcomp.clients.compressed import compression
+from fedcomp.clients.half import ClientHalf
+from fedcomp.clients.kept import keep
 from fedcomp.clients.memory import BLOB, Held, Memory
 from fedcomp.clients.programs import programs
 from fedcomp.codecs import QSGD, Codec, ErrorFeedback, Factors, Identity, State, TopK, get_codec
 from fedcomp.errors import FedcompError
 from fedcomp.exact import decode_exact
+from fedcomp.factors.collect import current
+from fedcomp.factors.outer import OuterProducts
 from fedcomp.flower import asks
 from fedcomp.flower._private import acting_as
 from fedcomp.flower.asks import BLOBS_KEPT, AnswerHead, AskHead, digest_of, named
 from fedcomp.flower.payload import BLOB as BLOBS
-from fedcomp.flower.payload import EXACT, FRAME, NODE_RECORD, STEP
-from fedcomp.flower.protocol import RESYNC, STALE
+from fedcomp.flower.payload import EXACT, FRAME, NODE_RECORD, STEP, take_frame
+from fedcomp.flower.protocol import RESYNC, STALE, UPDATE, Announcement, announce
 from fedcomp.flower.records import to_arrays, to_record
 from fedcomp.flower.schema import OtherVersion, SchemaError
 from fedcomp.layout import Layout, Update, Vector
@@ -35,7 +42,7 @@ from fedcomp.stateful import next_epoch
 from fedcomp.systems import SYSTEMS
 from fedcomp.systems.pair import Pair
 from fedcomp.versions import Broadcast
-from fedcomp.wire import Frame
+from fedcomp.wire import Bf16, Frame
 
 SHAPES = {"weight": (40, 30), "bias": (12,)}
 LAYOUT = Layout.of({name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()})
@@ -272,6 +279,165 @@ def test_a_node_of_another_partition_or_round_draws_otherwise() -> None:
     assert frames(first.ask(1)) != frames(second.ask(1))
 
 
+ODD = {
+    "weight": np.linspace(-1, 1, 1200).reshape(40, 30).astype(np.float32),
+    "tied": np.linspace(-1, 1, 1200).reshape(40, 30).astype(np.float32),
+    "kept": np.linspace(0, 1, 300).astype(np.float32),
+    "wide": np.linspace(0, 1e9, 200),
+    "half": np.linspace(0, 1, 100).astype(np.float16),
+    "frozen": np.ones(50, np.float32),
+    "mask": np.float32([0, -np.inf]),
+    "running_var": np.ones(30, np.float32),
+    "steps": np.array(3),
+}
+"""A model with everything that is odd about models."""
+
+
+def odd(msg: Message, context: Context) -> Message:
+    """Train such a model: one tensor under two names, one of the client's own, one that does not change."""
+    number = int(msg.content["config"]["server-round"])
+    after = to_arrays(msg.content["arrays"])
+    for layer, name in enumerate(("weight", "kept", "wide", "half", "running_var")):
+        words = Key(number, "odd", layer).bits(after[name].size) % np.uint64(2001)
+        step = (words.astype(np.float64).reshape(after[name].shape) - 1000) / 1e5
+        after[name] = ((ODD[name] if name == "kept" else after[name]) + step).astype(after[name].dtype)
+    after["tied"] = after["weight"]
+    after["steps"] = after["steps"] + 7
+    if number == 4:
+        after["weight"][0, 0] += 100
+    metrics = MetricRecord({"num-examples": 4, "loss": 0.25})
+    return Message(RecordDict({"arrays": to_record(after), "more": metrics}), reply_to=msg)
+
+
+def test_of_several_records_the_one_called_as_the_models_is_the_model() -> None:
+    def app(msg: Message, context: Context) -> Message:
+        content = {"first": model(5.0), "arrays": model(2.0), "third": model(6.0)}
+        return Message(RecordDict({name: content[name] for name in records}), reply_to=msg)
+
+    node, records = Node(Pair(Identity()), app=app), ["first", "arrays", "third"]
+    reply = node.ask(arrays=model(1.0))
+    assert answer(reply).record == "arrays"
+    assert list(reply.content) == ["first", "third", NODE_RECORD]
+    np.testing.assert_array_equal(node.system.codec.decode(frames(reply)["values"], LAYOUT), np.full(LAYOUT.size, 2))
+    # A single one may be called as it likes.
+    records = ["third"]
+    assert answer(node.ask(2, arrays=model(1.0))).record == "third"
+    for records in (["first", "third"], []):
+        with pytest.raises(FedcompError, match=f"holds {len(records)} ArrayRecords"):
+            node.ask(3)
+
+
+def test_a_reply_of_another_model_changes_nothing() -> None:
+    node = Node()
+    node.consume(node.ask(1))
+    before = stored(node)
+    for arrays in ({"weight": np.ones((40, 30), np.float32)}, {"weight": np.ones((4, 3)), "bias": np.ones(12)}):
+        node.app = lambda msg, context, arrays=arrays: Message(RecordDict({"a": to_record(arrays)}), reply_to=msg)
+        with pytest.raises(FedcompError, match="must hold the same model"):
+            node.ask(2)
+    assert stored(node) == before
+
+
+def test_a_model_in_bfloat16_counts_as_the_change_to_the_nearest_one() -> None:
+    given = {"w": np.float32([1.0, 1.001, -2.0, 3.0])}
+    nearest = Bf16(given["w"]).decode()
+    moved = nearest + np.float32([0, 0.5, 0, -1])
+
+    def app(msg: Message, context: Context) -> Message:
+        assert msg.content["arrays"]["w"].dtype == "float32"
+        return Message(RecordDict({"arrays": ArrayRecord({"w": in_bfloat16(moved)})}), reply_to=msg)
+
+    node = Node(Pair(ErrorFeedback(QSGD(levels=32_767))), app=app)
+    layout = Layout.of(given)
+    reply = node.ask(arrays=to_record(given))
+    found = (
+        node.system.codec.decode(frames(reply)["values"], layout)
+        + to_arrays(node.context.state[memory.MEMORY])["memory"]
+    )
+    np.testing.assert_allclose(found, [0, 0.5, 0, -1], atol=1e-6)
+
+
+def test_what_training_captures_is_sent_as_outer_products() -> None:
+    weight = np.zeros((40, 30), np.float32)
+    left, right = np.ones((2, 40), np.float32), np.arange(60, dtype=np.float32).reshape(2, 30)
+
+    def app(msg: Message, context: Context) -> Message:
+        place = current()
+        assert place is not None
+        place.stack("weight", OuterProducts(left, right))
+        after = {"weight": weight + left.T @ right, "bias": np.ones(12, np.float32)}
+        return Message(RecordDict({"arrays": to_record(after)}), reply_to=msg)
+
+    codec = Factors(mode="rank")
+    node, other = Node(Pair(codec), app=app), Node(Pair(codec), half=compression(), app=app)
+    reply = node.ask()
+    content = RecordDict({"arrays": model(), "config": ConfigRecord({"server-round": 1})})
+    announce(content, Announcement("arrays", 1, 5, codec.to_config(), session=b"session!", sequence=1))
+    with acting_as(1, 0):
+        message = Message(content, 2, "train")
+    with acting_as(1, 2):
+        expected = take_frame(other.half.mod(message, other.context, other.train).content, UPDATE)
+    assert frames(reply) == {"values": expected}
+    assert codec.outer(expected, LAYOUT).keys() == {"weight"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "codec",
+    [
+        ErrorFeedback(TopK(density=0.05)),
+        ErrorFeedback(TopK(density=0.05, scope="layer", values="fp16"), momentum=0.9, decay=0.9),
+        ErrorFeedback(QSGD(levels=7), memory="float16", norm_guard=2.0),
+        QSGD(levels=7),
+        Identity(),
+    ],
+    ids=repr,
+)
+def test_frames_memories_and_remarks_are_those_of_the_mod_of_the_pair(codec: Codec) -> None:
+    system = Pair(codec)
+    new, old = Node(system, app=odd), Node(system, half=compression(), app=odd)
+    arrays = {name: array.copy() for name, array in ODD.items()}
+    remarks = ""
+    for number in range(1, 9):
+        content = RecordDict({"arrays": to_record(arrays), "config": ConfigRecord({"server-round": number, "lr": 0.5})})
+        known = {"acknowledged": old.consumed, "generation": old.generation}
+        announce(
+            content, Announcement("arrays", number, 5, codec.to_config(), session=b"session!", sequence=number, **known)
+        )
+        with acting_as(1, 0):
+            message = Message(content, 2, "train")
+        with acting_as(1, 2):
+            reply = old.half.mod(message, old.context, old.train)
+        found = new.ask(number, arrays=to_record(arrays))
+        said, header = answer(found), dict(reply.content[NODE_RECORD])
+        assert frames(found) == {"values": take_frame(reply.content, UPDATE)}
+        assert asks.data_in(found.content, EXACT)[""] == take_frame(reply.content, "fedcomp.exact")
+        assert [name for name in found.content if name != NODE_RECORD] == ["more"]
+        assert (said.record, said.remark) == (header["record"], header.get("remark", ""))
+        remarks += said.remark
+        assert said.copies == tuple(header.get("copies", ()))
+        if not codec.sparse(LAYOUT):
+            assert said.unchanged == tuple(header.get("unchanged", ()))
+        assert said.memory == header.get("memory", -1.0)
+        assert (said.state == "rolled back") == header.get("rolled-back", False)
+        if codec.init(LAYOUT):
+            memories = new.context.state[memory.MEMORY], old.context.state["fedcomp.uplink.memory"]
+            assert memories[0] == memories[1]
+            assert new.context.state["fedcomp.followed"] == old.context.state["fedcomp.followed"]
+        if number not in (3, 6):
+            old.consumed = new.consumed = number
+            old.generation = new.generation = said.generation
+        # The server moves the model, and the two names of one tensor come apart once.
+        for layer, name in enumerate(("weight", "tied", "kept", "wide", "half")):
+            words = Key(number, "moved", layer).bits(arrays[name].size) % np.uint64(2001)
+            arrays[name] = arrays[name] + ((words.astype(np.float64).reshape(arrays[name].shape) - 1000) / 1e4).astype(
+                arrays[name].dtype
+            )
+    if not codec.lossless:
+        assert "tied is weight" in remarks
+        assert "keeps kept to itself" in remarks
+
+
 # The transaction, row by row.
 
 
@@ -436,6 +602,7 @@ def test_a_node_under_another_id_does_not_send_again_what_may_have_arrived() -> 
     assert answer(other.ask(3)).state == "rolled back"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [entry.name for entry in Held.entries()])
 @pytest.mark.parametrize("value", [None, "x", 7, b"x", [1]], ids=repr)
 def test_a_damaged_description_begins_the_memory_anew(name: str, value: Any) -> None:
@@ -535,6 +702,18 @@ def test_a_model_is_named_by_its_values_bits_and_shapes_or_by_its_digest() -> No
     named = replace(head, digest=b"d" * 16)
     assert memory.asked_of(named, {"a": values}) == memory.asked_of(named, {"a": other})
     assert memory.asked_of(named, {}) != memory.asked_of(replace(head, digest=b"e" * 16), {})
+
+
+def test_a_node_with_a_state_folder_goes_on_after_a_restart(tmp_path: Path) -> None:
+    node = Node()
+    node.half = ClientHalf("kept", lambda msg, context, app: keep(msg, context, lambda m, c: programs().mod(m, c, app)))
+    node.context.node_config["state-dir"] = str(tmp_path)
+    node.consume(node.ask(1))
+    node.context.state = RecordDict()
+    reply = node.ask(2)
+    assert (answer(reply).generation, answer(reply).state) == (1, "")
+    node.consume(reply)
+    assert node.conserves()
 
 
 # Queries and blobs.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg, FedMedian, FedTrimmedAvg
-from toy import fedavg, with_halves
+from toy import fedavg, in_bfloat16, with_halves
 
 import fedcomp as fc
 from fedcomp.clients.compressed import compression
@@ -211,13 +210,6 @@ def test_the_bits_of_bfloat16_are_refused_and_its_values_as_float32_are_averaged
         found = strategy.start(grid, ArrayRecord({"w": Array(model)}), num_rounds=1).arrays["w"].numpy()
     assert strategy.reports[1].used == 4
     assert found.max() == 0.5
-
-
-def in_bfloat16(values: np.ndarray) -> Array:
-    """Return ``Array(values.astype(ml_dtypes.bfloat16))``, as Flower and numpy write it."""
-    bits = io.BytesIO()
-    np.lib.format.write_array_header_1_0(bits, {"descr": "<V2", "fortran_order": False, "shape": values.shape})
-    return Array("bfloat16", values.shape, "numpy.ndarray", bits.getvalue() + Bf16(values).words.tobytes())
 
 
 SPACING = 2.0**-7
