@@ -51,6 +51,7 @@ from fedcomp.strategies.means import (
     is_mean,
     leave,
     mean_of_constants,
+    not_held,
     returns_mean,
     weight_key_of,
 )
@@ -367,6 +368,7 @@ class Server(ExchangeStrategy, Stateful):
             dict(self.state),
             x.refuse,
             report.notes.append,
+            strangers=frozenset(n for n, address in addresses.items() if address not in self.roster.declared),
             seen=lambda node, codec, bundle: x.seen(node, codec, bundle, start),
         )
         return x, now
@@ -503,8 +505,10 @@ class Server(ExchangeStrategy, Stateful):
             )
         if head.sequence != sent.sequence:
             raise Rejected(f"the reply answers message {head.sequence}, expected {sent.sequence}: a stale reply")
-        if sent.node in self.roster.known and head.partition_id != self.roster.known[sent.node]:
-            raise Rejected(f"the client says that it is partition {head.partition_id}, and it is {node}")
+        # What the engine knows, else the node's own first word.
+        known = self.roster.known.get(sent.node, self.roster.declared.get(sent.node, head.partition_id))
+        if head.partition_id != known:
+            raise Rejected(f"the client says that it is partition {head.partition_id}, and it is {known}")
         if head.lacks:
             peer.blobs = [digest for digest in peer.blobs if digest not in head.lacks]
             return None
@@ -515,6 +519,7 @@ class Server(ExchangeStrategy, Stateful):
         if ask.kind == "train":
             trained = self._trained(x, head, reply, asks.data_in(content, EXACT).get(""))
         # From here on nothing is wrong with it.
+        self.roster.declared[sent.node] = head.partition_id
         if head.partition_id != node:
             x.rename(node, head.partition_id)
             node = head.partition_id
@@ -618,6 +623,8 @@ class Server(ExchangeStrategy, Stateful):
             self._push(x, now, step, restored)
         elif note := hold_in_record(restored, x.layout, x.model):
             report.notes.append(note)
+        if step.metrics:
+            metrics = MetricRecord({**(metrics or {}), **step.metrics})
         return restored, metrics
 
     def _account(self, x: Running, consumed: Sequence[int]) -> None:
@@ -654,6 +661,8 @@ class Server(ExchangeStrategy, Stateful):
             step.codec.accumulate(step.frame, 1.0, Update(moved, layout))
             layout.round_to_dtypes(moved)
             report.changed = count_differing(moved[part], x.vector[part])
+            if layout.wide and (lost := not_held(layout, x.vector, step.codec.decode(step.frame, layout), moved)):
+                report.notes.append(lost)
         else:
             assert step.change is not None
             moved = step.change

@@ -16,12 +16,9 @@ from toy import client_app, model, stack
 from fedcomp.clients.client import client
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.edge import prepare
+from fedcomp.clients.gradiveq import fitted_basis
 from fedcomp.clients.lgc import learned_gradients
 from fedcomp.clients.private.topagg import votes_only
-from fedcomp.clients.programs import programs
-from fedcomp.codecs import (
-    ScaleCom,
-)
 from fedcomp.flower.checkpoint import capture_strategy, restore_strategy
 from fedcomp.flower.folder import StateFolder
 from fedcomp.flower.grid import InProcessGrid
@@ -29,7 +26,7 @@ from fedcomp.flower.rounds import Push
 from fedcomp.flower.wrapper import as_batch
 from fedcomp.gossip.topology import Edges, topology_of
 from fedcomp.strategies.compressed import Compressed
-from fedcomp.strategies.shared_support import SharedSupport
+from fedcomp.strategies.gradiveq import FittedBasis
 from fedcomp.tasks.partition import parse_partitioner
 from fedcomp.timing.links import parse_link
 
@@ -81,8 +78,8 @@ class Stored(Remembering):
 
 
 def started_again(other: bool) -> Any:
-    strategy = SharedSupport(ScaleCom(0.1))
-    with InProcessGrid(client_app([programs(), compression()]), NODES) as grid:
+    strategy = FittedBasis()
+    with InProcessGrid(client_app([fitted_basis(), compression()]), NODES) as grid:
         arrays = strategy.start(grid, model(), num_rounds=2).arrays
         return strategy.start(grid, model(5.0) if other else arrays, num_rounds=2).arrays
 
@@ -302,7 +299,7 @@ FLOWER = (
         lambda: started_again(True),
         lambda: (
             np.abs(stack(started_again(False))).max() > 0
-            and trains(SharedSupport(ScaleCom(0.1)), (programs, compression), start=model(5.0))
+            and trains(FittedBasis(), (fitted_basis, compression), start=model(5.0))
         ),
     ),
     row(

@@ -155,7 +155,7 @@ def test_a_leader_does_not_shorten_a_dense_round() -> None:
 
 @pytest.mark.slow
 def test_nobody_leads_more_often_by_claiming_other_partitions() -> None:
-    """Node 3 always claims the place in the order whose turn comes next; it leads when it is its turn."""
+    """Node 3 always claims the place in the order whose turn comes next; nothing that it says is used."""
 
     def change(reply: Message, asked: Message, context: Context) -> None:
         if partition(context) == 3 and asked.metadata.message_type == "train":
@@ -167,8 +167,7 @@ def test_nobody_leads_more_often_by_claiming_other_partitions() -> None:
     strategy.start(grid, model(), num_rounds=13, timeout=9)
     leaders = [partition(grid.context(node)) for node in strategy.appointed]
     assert len(leaders) == 12
-    assert leaders.count(3) == 3
-    assert {p: leaders.count(p) for p in range(3)} == {0: 3, 1: 3, 2: 3}
+    assert {p: leaders.count(p) for p in range(4)} == {0: 4, 1: 4, 2: 4, 3: 0}
 
 
 @pytest.mark.slow
