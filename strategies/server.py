@@ -330,7 +330,9 @@ class Server(ExchangeStrategy, Stateful):
         outcome, metrics = self._take(x, now, step)
         x.report.seconds += time.perf_counter() - began
         # After a round that worked a bad one is only a warning; before it the set-up itself is likely to be wrong.
-        if outcome is None and not any(earlier.used for earlier in self.reports.values()):
+        # Who trained, and was lost in a later exchange, has an update that will be used.
+        waiting = any(address not in x.report.refused for node, address in x.addresses.items() if node in x.trained)
+        if outcome is None and not waiting and not any(earlier.used for earlier in self.reports.values()):
             require_usable(x.report)
         self._log.conclude(x.report)
         return outcome, metrics

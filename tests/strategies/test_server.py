@@ -22,7 +22,7 @@ from fedcomp.clients.programs import programs
 from fedcomp.codecs import QSGD, Codec, ErrorFeedback, Identity, PowerSGD, ScaleCom, SignSGD, TopK
 from fedcomp.errors import ConfigError, NoUsableReply
 from fedcomp.flower import asks, checkpoint
-from fedcomp.flower.faults import RandomFaults
+from fedcomp.flower.faults import Delivery, RandomFaults
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
@@ -444,3 +444,15 @@ def test_another_training_begins_with_nothing_known() -> None:
     more = server.start(grid, again, num_rounds=2, timeout=9).arrays
     assert stack(more).any()
     assert not any(report.fresh for report in server.reports.values() if report.round > 2)
+
+
+def test_updates_that_wait_for_a_lost_exchange_do_not_end_a_run() -> None:
+    def fault(delivery: Delivery) -> str | None:
+        if delivery.round > 1 or delivery.message_type != "query":
+            return None
+        return "raise" if delivery.partition == 0 else "lost_reply"
+
+    server = SYSTEMS["shared support"]()
+    play(server, grid_of(nodes=3, fault=fault), 2)
+    assert [report.used for report in server.reports.values()] == [0, 3]
+    assert "no client could choose a support" in server.reports[1].notes[0]
