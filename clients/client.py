@@ -28,9 +28,9 @@ from fedcomp.errors import ConfigError
 from fedcomp.flower._private import WrappedApp, mods_of
 
 HALVES: Final[Mapping[str, Callable[[], ClientHalf]]] = {
-    "programs": programs,
     "coded": coded,
     "local_privacy": local_privacy,
+    "programs": programs,
     "learned_gradients": learned_gradients,
     "fitted_basis": fitted_basis,
     "by_layer": by_layer,

@@ -13,7 +13,7 @@ from typing import Any, Final
 from flwr.app import ArrayRecord, Context, Message, RecordDict
 from numpy.typing import NDArray
 
-from fedcomp.clients.half import CallNext, ClientHalf
+from fedcomp.clients.half import WAITING, CallNext, ClientHalf
 from fedcomp.clients.memory import (
     Memory,
     answered,
@@ -87,33 +87,43 @@ def programs(
         raise ConfigError(f"first_model={first_model!r} is not valid: a function of message and context")
 
     def programs_mod(msg: Message, context: Context, call_next: CallNext) -> Message:
-        try:
-            head = asks.find_ask(msg.content)
-        except OtherVersion:
-            # The halves of systems that are no programs yet speak other versions.
-            return call_next(msg, context)
-        if head is None:
-            return call_next(msg, context)
-        system, why = made(head.system, get_system, agreed)
-        downlink, why_not = made(head.downlink, get_codec, agreed)
-        exposed = "" if system is None or i_know_inputs_are_visible else _exposes(system)
-        if exposed:
-            system, why = None, f"this client has not agreed to show the server {exposed}, as {system!r} does"
-        if asks_for_noise(head.system):
-            # What is spent on this node is in the ledger of another half, which such a message would pass by.
-            return refusal(msg, f"{NOT_WITHOUT_NOISE} ({why or 'not through programs'})")
-        private = wants_private(msg.content)
-        exchange = _Exchange(msg, context, call_next, head, system, downlink, (why, why_not), private, first_model)
-        return discreet(msg, exchange.answer) if private else exchange.answer()
+        return _handle(msg, context, call_next, agreed, i_know_inputs_are_visible, first_model)
 
-    return ClientHalf("programs", programs_mod, outside=OUTSIDE, inside=("votes_only",))
+    return ClientHalf("programs", programs_mod, outside=OUTSIDE, inside=GUARDS)
 
 
-OUTSIDE: Final = (
-    *("coded", "local_privacy", "learned_gradients", "fitted_basis", "by_layer"),
-    *("compression", "lsg", "private", "record_dp"),
-)
-"""Halves that stand inside: all others of this project."""
+def _handle(
+    msg: Message,
+    context: Context,
+    call_next: CallNext,
+    agreed: Collection[str] | None,
+    visible: bool,
+    first_model: FirstModel | None,
+) -> Message:
+    try:
+        head = asks.find_ask(msg.content)
+    except OtherVersion:
+        # The halves of systems that are no programs yet speak other versions.
+        return call_next(msg, context)
+    if head is None:
+        return call_next(msg, context)
+    system, why = made(head.system, get_system, agreed)
+    downlink, why_not = made(head.downlink, get_codec, agreed)
+    exposed = "" if system is None or visible else _exposes(system)
+    if exposed:
+        system, why = None, f"this client has not agreed to show the server {exposed}, as {system!r} does"
+    if asks_for_noise(head.system):
+        # What is spent on this node is in the ledger of another half, which such a message would pass by.
+        return refusal(msg, f"{NOT_WITHOUT_NOISE} ({why or 'not through programs'})")
+    private = wants_private(msg.content)
+    exchange = _Exchange(msg, context, call_next, head, system, downlink, (why, why_not), private, first_model)
+    return discreet(msg, exchange.answer) if private else exchange.answer()
+
+
+GUARDS: Final = ("votes_only", "coded", "local_privacy")
+"""Halves that stand outside: what they do not allow must not pass them by."""
+
+OUTSIDE: Final = (*WAITING, "compression", "lsg", "private", "record_dp")
 
 
 class _AppError(Exception):

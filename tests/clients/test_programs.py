@@ -10,15 +10,21 @@ from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import pytest
+import toy
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import FedAvg
 from message_examples import all_damages
 from toy import in_bfloat16
 
 from fedcomp.clients import memory
+from fedcomp.clients.client import HALVES, client
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.half import ClientHalf
 from fedcomp.clients.kept import keep
 from fedcomp.clients.memory import BLOB, Held, Memory
+from fedcomp.clients.private.local_dp import local_privacy
+from fedcomp.clients.private.topagg import votes_only
 from fedcomp.clients.programs import programs
 from fedcomp.codecs import QSGD, Codec, ErrorFeedback, Factors, Identity, State, TopK, get_codec
 from fedcomp.errors import FedcompError
@@ -28,17 +34,23 @@ from fedcomp.factors.outer import OuterProducts
 from fedcomp.flower import asks
 from fedcomp.flower._private import acting_as
 from fedcomp.flower.asks import BLOBS_KEPT, AnswerHead, AskHead, digest_of, named
+from fedcomp.flower.grid import InProcessGrid
+from fedcomp.flower.ledger import TrafficLedger
+from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import BLOB as BLOBS
 from fedcomp.flower.payload import EXACT, FRAME, NODE_RECORD, STEP, take_frame
 from fedcomp.flower.protocol import RESYNC, STALE, UPDATE, Announcement, announce
 from fedcomp.flower.records import to_arrays, to_record
+from fedcomp.flower.rounds import fit
 from fedcomp.flower.schema import OtherVersion, SchemaError
-from fedcomp.layout import Layout, Update, Vector
-from fedcomp.privacy.local import Privatise
+from fedcomp.layout import NONE_DENSE, Layout, Update, Vector
+from fedcomp.privacy.local import LocalPolicy, Privatise
 from fedcomp.program import Answer, Ask, Me, Now, Round, Said, System
 from fedcomp.rng import Key
 from fedcomp.rules import Int, Made
 from fedcomp.stateful import next_epoch
+from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.server import Server
 from fedcomp.systems import SYSTEMS
 from fedcomp.systems.pair import Pair
 from fedcomp.versions import Broadcast
@@ -719,6 +731,19 @@ def test_a_node_with_a_state_folder_goes_on_after_a_restart(tmp_path: Path) -> N
 # Queries and blobs.
 
 
+def test_the_memorys_length_is_reported_with_what_was_sent_of_an_update_alone() -> None:
+    node = Node(LATER)
+    assert answer(node.ask(1)).memory == -1.0, "nothing was sent"
+    reply = node.ask(1, "query")
+    owed = to_arrays(node.context.state[memory.MEMORY])["memory"].astype(np.float64)
+    made = np.linalg.norm(LAYOUT.flatten(change(1)).astype(np.float64))
+    assert answer(reply).memory == pytest.approx(np.linalg.norm(owed) / made, rel=1e-6)
+    node = Node(app=lambda msg, context: Message(RecordDict({"arrays": model()}), reply_to=msg))
+    found = answer(node.ask(1))
+    assert found.memory == -1.0, "nothing changed"
+    assert found.unchanged == (0, 1)
+
+
 def test_a_query_answers_the_round_that_was_trained_for_alone() -> None:
     node = Node(LATER)
     assert "no update waits here" in reason(node.ask(1, "query"))
@@ -908,6 +933,12 @@ def test_a_step_of_the_system_is_read_by_its_blobs_and_what_follows_from_it_is_k
     np.testing.assert_array_equal(LAYOUT.flatten(to_arrays(node.seen["arrays"])), broadcast.reference)
     assert BLOB + digest_of(b"after 6") in node.context.state
     assert "lacks the table" in reason(lost.send(lost.head(2, **fields), "train", None, None, {STEP + "2": frame}))
+    # Whoever may not use the system cannot read its steps either, and is sent the whole model.
+    lost.half = programs(["identity", "topk"])
+    for kind in ("train", "evaluate"):
+        why = reason(lost.send(lost.head(2, **fields), kind, None, None, {STEP + "2": frame}))
+        assert why.startswith(RESYNC)
+        assert "accepts the codecs ['identity', 'topk'], not ['later']" in why
 
 
 def test_the_first_model_is_made_at_the_node() -> None:
@@ -936,6 +967,28 @@ def test_an_evaluation_takes_nothing_from_the_memory() -> None:
     assert answer(reply) == AnswerHead(3)
     assert reply.content["metrics"]["loss"] == 0.5
     assert stored(node) == before
+
+
+def fitted(strategy: Any, grid: InProcessGrid, *, counter: bool = True) -> ArrayRecord:
+    return fit(strategy, MeteredGrid(grid, TrafficLedger()), toy.model(counter=counter), 3, timeout=9).arrays
+
+
+@pytest.mark.slow
+def test_the_generic_app_answers_programs_the_pair_of_before_and_flowers_own_in_turn() -> None:
+    everyone = {"fraction_evaluate": 1.0, "min_train_nodes": 3, "min_evaluate_nodes": 3, "min_available_nodes": 3}
+    codec = ErrorFeedback(TopK(density=0.05))
+    strategies = (
+        lambda: Server(Pair(codec), FedAvg(**everyone), downlink=TopK(density=0.2), policy=NONE_DENSE),
+        lambda: Compressed(FedAvg(**everyone), codec, TopK(density=0.2)),
+    )
+    grid = InProcessGrid(toy.client_app([make() for make in HALVES.values()]), 3, seed=4)
+    first, second = [fitted(make(), grid) for make in strategies]
+    assert first == second
+    mean = fitted(FedAvg(**everyone), grid, counter=False)
+    assert mean.keys() == toy.model().keys()
+    assert [fitted(make(), grid) for make in strategies] == [first, second], "nothing of the former runs is left"
+    alone = InProcessGrid(toy.client_app([programs()]), 3, seed=4)
+    assert fitted(strategies[0](), alone) == first
 
 
 # What a client agrees to.
@@ -970,6 +1023,18 @@ def test_noise_on_this_node_is_another_halfs() -> None:
     node = Node()
     config = {"id": "pair", "codec": {"id": "chain", "transforms": [{"id": Privatise.transform_id}]}}
     assert "privatises updates" in reason(node.ask(1, system=config))
+    assert node.trained == 0
+
+
+@pytest.mark.parametrize("guard", [votes_only(), local_privacy(LocalPolicy(noise_multiplier=4.0, releases=20))])
+def test_an_ask_does_not_pass_by_what_a_client_does_not_allow(guard: ClientHalf) -> None:
+    node = Node()
+    app = client(ClientApp(), guard)
+    app.train()(node.train)
+    app.evaluate()(node.train)
+    node.half = ClientHalf("app", lambda msg, context, call_next: app(msg, context))
+    for kind in ("train", "evaluate"):
+        assert "this client" in reason(node.ask(1, kind))
     assert node.trained == 0
 
 
