@@ -38,11 +38,12 @@ from fedcomp.flower.record_dp import plan_in
 from fedcomp.flower.records import to_arrays
 from fedcomp.flower.schema import SchemaError
 from fedcomp.forward import ORACLES, Oracle
-from fedcomp.layout import Layout, Vector, policy_from_config
+from fedcomp.layout import Layout, policy_from_config
 from fedcomp.rng import Key
+from fedcomp.systems.forward import slopes_along
 
 if TYPE_CHECKING:
-    from fedcomp.forward.evaluate import Objective, Tangent
+    from fedcomp.forward.evaluate import Objective
 
 ObjectiveOf = Callable[[Message, Context], "Objective"]
 """``objective(message, context)`` -> the message's model and its loss on examples of this node."""
@@ -151,20 +152,10 @@ class _Half:
         self, msg: Message, context: Context, codec: RandomProjection, layout: Layout, key: Key
     ) -> tuple[NDArray[np.float64], RecordDict]:
         """Return the slopes, and what is said beside them."""
-        # torch, which a node that measures nothing does without
-        from fedcomp.forward.evaluate import slopes, trained
-
-        tangents = (_by_name(tangent, layout) for tangent in codec.tangents(layout, key))
         found = self.objective(msg, context)
-        trained(found.module, [t.name for t in layout.tensors])
-        loss, measured = slopes(found, tangents, oracle=self.oracle, at_once=self.at_once)
+        directions = codec.tangents(layout, key)
+        loss, measured = slopes_along(found, directions, layout, oracle=self.oracle, at_once=self.at_once)
         return measured, RecordDict({"metrics": MetricRecord({"num-examples": found.examples, "loss": loss})})
-
-
-def _by_name(tangent: Vector, layout: Layout) -> Tangent:
-    """Return a direction by the names of the tensors that it moves."""
-    found = {t.name: tangent[t.slice].reshape(t.shape) for t in layout.tensors}
-    return {name: direction for name, direction in found.items() if direction.any()}
 
 
 def _beyond(slopes: NDArray[np.float64], clip: float) -> int:

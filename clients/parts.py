@@ -10,10 +10,11 @@ from flwr.app import Context, Message, RecordDict
 
 from fedcomp.clients.half import CallNext, ClientHalf
 from fedcomp.clients.messages import partition_of
-from fedcomp.flower.parts import PART, PartAnswer, PartRequest, split
+from fedcomp.flower.parts import PART, PartAnswer, PartRequest
 from fedcomp.flower.payload import put_frame, put_node, put_reply_frame, take_frame
 from fedcomp.flower.protocol import UPDATE, refusal
 from fedcomp.flower.schema import SchemaError
+from fedcomp.systems.factors import split
 
 
 def by_layer() -> ClientHalf:

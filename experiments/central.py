@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from fedcomp import wire
 from fedcomp.codecs import Codec, Identity, State, get_codec
+from fedcomp.codecs.lgc import LGC
 from fedcomp.codecs.positional import Stretch, stretches
 from fedcomp.codecs.power_sgd import PowerSGD
 from fedcomp.codecs.scalecom import ScaleCom, open_support
@@ -37,9 +38,9 @@ from fedcomp.experiments.systems import get_system
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.logs import quiet
 from fedcomp.flower.records import restore_dtypes, to_arrays, to_record
-from fedcomp.layout import DensityPolicy, Layout, Update, Vector
+from fedcomp.layout import DensityPolicy, EndsDense, Layout, Update, Vector
 from fedcomp.local import Local, Train
-from fedcomp.program import Answer, Given, Mean, Now, Rule, Step
+from fedcomp.program import Answer, Given, Mean, Now, Step
 from fedcomp.program import System as Program
 from fedcomp.rng import Key
 from fedcomp.strategies.adaptive import has_moments
@@ -50,6 +51,7 @@ from fedcomp.strategies.means import aggregate_once
 from fedcomp.strategies.parts import INNER_PREFIX, TASK_PREFIX, below, make_inner, policy
 from fedcomp.strategies.private.strategy import PrivateStrategy
 from fedcomp.strategies.system import TRAINING
+from fedcomp.systems.lgc import LearnedGradients
 from fedcomp.systems.pair import Pair
 from fedcomp.systems.power_sgd import SharedBasis
 from fedcomp.systems.shared_support import SharedSupport
@@ -67,7 +69,7 @@ def run_it_on_an_engine(why: str) -> NoReturn:
 
 
 def program_of(codec: Codec, **options: Any) -> Program:
-    """Return the system in which ``codec`` is used; ``options`` are those of a shared support or basis.
+    """Return the system in which ``codec`` is used; ``options`` are those of a system of several exchanges.
 
     Raises
     ------
@@ -79,6 +81,8 @@ def program_of(codec: Codec, **options: Any) -> Program:
         return SharedBasis(codec, **options)
     if isinstance(codec, ScaleCom):
         return SharedSupport(codec, **options)
+    if isinstance(codec, LGC):
+        return LearnedGradients(codec, **options)
     if codec.exposes:
         run_it_on_an_engine(f"nothing is captured that {codec!r} could send")
     if codec.phases != 1:
@@ -128,15 +132,13 @@ class Seen:
     step: Step
 
 
-class Rounds:
+class Rounds(Mean):
     """Rounds of a system in this process, one by one, and what each of them costs.
 
     Parameters
     ----------
     system, layout, model, train, weight, nodes, seed
         As of :class:`fedcomp.local.Local`.
-    rule : Rule
-        What becomes of contributions.
 
     Attributes
     ----------
@@ -152,14 +154,11 @@ class Rounds:
         weight: Callable[[int], float],
         nodes: int,
         seed: int,
-        *,
-        rule: Rule | None = None,
     ) -> None:
-        self._train, self._rule = train, rule or Mean()
+        self._train = train
         self.local = Local(system, layout, model, self._trained, weight, nodes, seed, rule=self)
         self._kept: list[int] = []
         self._made: dict[int, Vector] = {}
-        self._start: tuple[Mapping[int, State], Vector] = {}, model
         self._training = 0.0
 
     def _trained(self, number: int, node: int, start: Vector) -> Vector | Update:
@@ -170,11 +169,11 @@ class Rounds:
         return made
 
     def total(self, now: Now, codec: Codec, given: Sequence[Given], *, raw: bool = False) -> Step | None:
-        """Note how many values came of each client, and let the rule add them up."""
-        # Parsed once. A frame carries the dense rest as well, which no codec compresses.
+        """Return the mean, and note how many values came of each client."""
+        # A frame carries the dense rest as well, which no codec compresses.
         opened = [(each, codec.open(each.frame, now.layout)) for each in given]
         self._kept = [sum(t.values.k for t in bundle.tensors) - now.layout.dense_size for _, bundle in opened]
-        return self._rule.total(now, codec, [each._replace(frame=bundle) for each, bundle in opened], raw=raw)
+        return super().total(now, codec, [each._replace(frame=bundle) for each, bundle in opened], raw=raw)
 
     def step(self, number: int) -> tuple[Step, Cost]:
         """Make a round; return what it came to and what it cost.
@@ -187,7 +186,7 @@ class Rounds:
         local, began, self._training = self.local, time.thread_time(), 0.0
         system, layout, model = local.system, local.layout, local.model
         up, down = local.bytes_up, local.bytes_down
-        self._start = {node: local.client(node).memory for node in range(local.nodes)}, model
+        memories = {node: local.client(node).memory for node in range(local.nodes)}
         step = local.step(number)
         seconds = time.thread_time() - began - self._training
         if local.refused[number] or step is None or not np.isfinite(local.model).all():
@@ -200,14 +199,34 @@ class Rounds:
             assert step.codec is not None
             mean = Update(step.codec.decode(step.frame, layout), layout)
             downlink = local.bytes_down - down + local.nodes * len(step.frame)
+        self._last = memories, model, step
         union = int(np.count_nonzero(mean.vector[: layout.compressed_size]))
         return step, Cost(local.bytes_up - up, downlink, union, self._kept, seconds=seconds)
 
-    def seen(self, number: int, step: Step) -> Seen:
-        """Return the last round for who looks into it."""
-        memories, model = self._start
+    def seen(self, number: int) -> Seen:
+        """Return round ``number``, the last one, for who looks into it."""
+        memories, model, step = self._last
         updates = {node: Update(made - model, self.local.layout) for node, made in self._made.items()}
         return Seen(number, memories, updates, self.local.answers, step)
+
+
+class Sending(Rounds):
+    """Rounds in which clients send given vectors: from a model of zeros what is trained is the vector itself."""
+
+    def __init__(
+        self, system: Program, layout: Layout, nodes: int, seed: int, weight: Callable[[int], float] = lambda node: 1.0
+    ) -> None:
+        self._vectors: Sequence[Vector] = ()
+        self._zeros = np.zeros(layout.size, np.float32)
+        super().__init__(
+            system, layout, self._zeros, lambda number, node, start: self._vectors[node], weight, nodes, seed
+        )
+
+    def send(self, number: int, vectors: Sequence[Vector]) -> tuple[Vector, Cost]:
+        """Return the mean of vectors, one for each client, as it arrives, and what it costs."""
+        self._vectors, self.local.model = vectors, self._zeros
+        _, cost = self.step(number)
+        return self.local.model, cost
 
 
 def _answer(codec: Codec, mean: Update, key: Key) -> int:
@@ -329,10 +348,7 @@ class Clients:
         return {name: array.copy() for name, array in self.layout.unflatten(vector).items()}
 
 
-_WITHOUT_MESSAGES: Final[Mapping[str, Any]] = {
-    "fraction": 1.0,
-    "downlink": "",
-}
+_WITHOUT_MESSAGES: Final[Mapping[str, Any]] = {"fraction": 1.0, "downlink": "", "coder": "convolutions"}
 """The one value that settings of a system may have here."""
 
 
@@ -399,7 +415,11 @@ class Plan:
         every = int(settings["evaluate_every"])
         task = get_task(spec.task, **below(settings, TASK_PREFIX))
         dense = strategy.policy if isinstance(strategy, Compressed) else policy(settings)
-        options = {name: settings[name] for name in ("warmup_rounds", "server_lr") if name in settings}
+        named = ("warmup_rounds", "training_rounds", "server_lr", "common")
+        options = {name: settings[name] for name in named if name in settings}
+        if isinstance(codec, LGC):
+            # Its tensors travel dense by their place in the model, not by their size.
+            dense = EndsDense()
         plan = cls(task, spec.clients, spec.rounds, spec.seed, _training(settings), every, server, policy=dense)
         return plan, program_of(codec, **options)
 
@@ -527,9 +547,9 @@ def simulate(plan: Plan, system: Program, *, look: Callable[[Seen], None] | None
             point(number, math.inf, math.nan)
             break
         if look is not None:
-            look(rounds.seen(number, step))
+            look(rounds.seen(number))
         if due and isinstance(system, SharedSupport):
-            cost = replace(cost, overlap=overlap(system, rounds.seen(number, step), weights))
+            cost = replace(cost, overlap=overlap(system, rounds.seen(number), weights))
         out.exchanges.append(cost)
         if due:
             point(number, *clients.evaluate(local.model, held_out=plan.held_out))

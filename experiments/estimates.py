@@ -151,10 +151,10 @@ def on_gradients(source: Source, density: float, scope: str, seed: int) -> list[
     parts = [p for p in stretches(layout, scope) if p.stop <= layout.compressed_size]
     out = []
     for number in range(1, source.steps + 1):
-        step, _ = rounds.step(number)
+        rounds.step(number)
         if number not in source.marks:
             continue
-        seen = rounds.seen(number, step)
+        seen = rounds.seen(number)
         gradient = seen.updates[0].vector
         total = seen.memories[0]["memory"] + gradient
         for part, (what, values) in product(parts, (("alone", gradient), ("with memory", total))):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from fedcomp.codecs import State
 from fedcomp.errors import FedcompError
@@ -16,6 +16,26 @@ Train = Callable[[int, int, Vector], "Vector | Update"]
 """``train(number, node, start)`` returns the trained model; an Update, with ``outer``, where its change is known so."""
 
 
+class Reply(NamedTuple):
+    """An answer on its way.
+
+    Attributes
+    ----------
+    sequence : int
+        Number of the exchange that it answers.
+    generation : int
+        Of the memory that it came from.
+    answer : Answer
+    carries : bool
+        Whether mass left the memory with it.
+    """
+
+    sequence: int
+    generation: int
+    answer: Answer
+    carries: bool
+
+
 @dataclass
 class Node:
     """A client's side of the transaction.
@@ -23,18 +43,21 @@ class Node:
     Attributes
     ----------
     memory : State
+    generation : int
+        Number of the exchange with which the memory began.
     pending : bytes, optional
-        The frame whose fate the client does not know until the server says that it was consumed.
-    told : bool
-        Whether the server has said so.
-    last : (int, Answer), optional
-        Number of the message answered last, and the answer: one that comes twice is answered twice alike.
+        The frame that left last: the client does not know its fate until the server says which one it consumed.
+    sent : int
+        Number of the exchange in which that was.
+    last : Reply, optional
+        What was answered last: a message that comes twice is answered twice alike.
     """
 
     memory: State
+    generation: int = 0
     pending: Frame | None = None
-    told: bool = True
-    last: tuple[int, Answer] | None = None
+    sent: int = 0
+    last: Reply | None = None
 
 
 @dataclass
@@ -54,14 +77,21 @@ class Local:
         Number of clients.
     seed : int
     rule : Rule
+    data : mapping of int to object
+        By node: :attr:`fedcomp.program.Me.data`.
     fault : callable
-        ``fault(number, node, exchange)``: "" for none, "silent" (the ask is lost), "lost" (the answer is), "crash"
-        (the client half breaks before it has committed), "twice" (the ask comes twice), "wiped" (the node has forgotten
-        everything).
+        ``fault(number, node, exchange)``: "" for none, "silent" (the ask is lost), "lost" (the answer is), "late" (the
+        answer comes in the next exchange), "stale" (in place of the answer comes that to an earlier exchange), "crash"
+        (the client half breaks before it has committed), "twice" (the ask comes twice, and so does the answer), "wiped"
+        (the node has forgotten everything).
 
     Attributes
     ----------
     clients : dict of int to Node
+    consumed : dict of int to (int, int)
+        What the server knows of a node: generation and number of the last frame that is in the model.
+    late : list of Reply
+        What comes in the next exchange.
     state : dict
         What the system keeps between rounds.
     answers : list of Answer
@@ -80,9 +110,12 @@ class Local:
     nodes: int
     seed: int = 0
     rule: Rule = field(default_factory=Mean)
+    data: Mapping[int, Any] = field(default_factory=dict)
     fault: Callable[[int, int, int], str] = lambda number, node, exchange: ""
     state: dict[str, Any] = field(default_factory=dict)
     clients: dict[int, Node] = field(default_factory=dict)
+    consumed: dict[int, tuple[int, int]] = field(default_factory=dict)
+    late: list[Reply] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
     sequence: int = 0
     bytes_up: int = 0
@@ -92,10 +125,24 @@ class Local:
 
     def client(self, node: int) -> Node:
         """Return a client, made at its first use."""
-        if node not in self.clients:
-            self.clients[node] = Node(self.system.start(self.layout))
+        client = self.clients.get(node)
+        # A memory that knows nothing of what was consumed is an older copy: it would send that mass again.
+        if client is None or self.consumed.get(node, (0, 0)) > (client.generation, client.sent):
+            client = self.clients[node] = Node(self.system.start(self.layout), self.sequence)
             self.held[node] = set()
-        return self.clients[node]
+        return client
+
+    def acknowledged(self, node: int) -> bool:
+        """Whether the last frame that left a client is in the model."""
+        client = self.client(node)
+        return client.pending is not None and self.consumed.get(node) == (client.generation, client.sent)
+
+    def settled(self, node: int) -> State:
+        """Return the memory with which a client begins its next round: with what it sent in vain."""
+        client = self.client(node)
+        if client.pending is None or self.acknowledged(node):
+            return client.memory
+        return self.system.rollback(client.memory, client.pending, self.layout)
 
     def step(self, number: int, nodes: Sequence[int] | None = None) -> Step | None:
         """Run one round among ``nodes``, by default all; return what it came to, already in the model."""
@@ -109,59 +156,78 @@ class Local:
             number, who, self.layout, start, self.seed, self.rule, state, lambda n, why: refused.append(f"{n}: {why}")
         )
         program, exchange, self.answers = self.system.round(now), 0, []
+        carried: dict[int, tuple[int, int]] = {}
         made: Step | None = None
         try:
             asks = next(program)
             while True:
                 self.sequence, exchange = self.sequence + 1, exchange + 1
-                answers = [self._deliver(now, ask, exchange) for ask in asks]
-                good = [a for a in answers if a is not None]
-                self.answers += good
-                asks = program.send(sorted(good, key=lambda a: a.node))
+                came, self.late = self.late, []
+                for ask in asks:
+                    came += self._deliver(now, ask, exchange)
+                expected = {ask.node: ask.expects for ask in asks}
+                good: dict[int, Answer] = {}
+                for reply in came:
+                    node, says = reply.answer.node, reply.answer.say
+                    # What answers an earlier exchange, or comes again, is of no use.
+                    if reply.sequence != self.sequence or node in good:
+                        continue
+                    kind = expected[node]
+                    if kind is not None and not isinstance(says, kind):
+                        now.refuse(node, f"says {type(says).__name__}, expected {kind.__name__}")
+                        continue
+                    good[node] = reply.answer
+                    if reply.carries:
+                        carried[node] = reply.generation, reply.sequence
+                self.answers += good.values()
+                asks = program.send([good[node] for node in sorted(good)])
         except StopIteration as end:
             made = end.value
         self.state = state
         if made is not None:
-            for node in made.consumed:
-                self.client(node).told = True
+            self.consumed |= {node: carried[node] for node in made.consumed if node in carried}
             self._move(made, number)
         return made
 
-    def _deliver(self, now: Now, ask: Ask, exchange: int) -> Answer | None:
-        """Bring one ask to its client and the answer back, or not."""
+    def _deliver(self, now: Now, ask: Ask, exchange: int) -> list[Reply]:
+        """Bring one ask to its client; return what comes back."""
         what = self.fault(now.number, ask.node, exchange)
         if what == "silent":
-            return None
+            return []
         if what == "wiped":
             self.clients.pop(ask.node, None)
-        client, held = self.client(ask.node), self.held[ask.node]
+        client = self.client(ask.node)
+        if what == "stale":
+            return [] if client.last is None else [client.last]
+        held = self.held[ask.node]
         self.bytes_down += sum(map(len, ask.frames.values()))
         self.bytes_down += sum(len(data) for data in ask.blobs.values() if data not in held)
         held.update(ask.blobs.values())
-        answer = None
+        replies = []
         for _ in range(2 if what == "twice" else 1):
             try:
-                answer = self._receive(client, now, ask, crash=what == "crash")
+                reply = self._receive(client, now, ask, crash=what == "crash")
             except FedcompError as why:
                 # A client half that refuses has changed nothing.
                 now.refuse(ask.node, f"{type(why).__name__}: {why}")
-                return None
-        if answer is None or what == "lost":
-            return None
-        self.bytes_up += sum(map(len, answer.frames.values()))
-        held.update(answer.frames[name] for name in self.system.SHARED if name in answer.frames)
-        if ask.expects is not None and not isinstance(answer.say, ask.expects):
-            now.refuse(ask.node, f"says {type(answer.say).__name__}, expected {ask.expects.__name__}")
-            return None
-        return answer
+                return []
+            if reply is not None and what != "lost":
+                frames = reply.answer.frames
+                self.bytes_up += sum(map(len, frames.values()))
+                held.update(frames[name] for name in self.system.SHARED if name in frames)
+                replies.append(reply)
+        if what == "late":
+            self.late += replies
+            return []
+        return replies
 
-    def _receive(self, client: Node, now: Now, ask: Ask, *, crash: bool) -> Answer | None:
+    def _receive(self, client: Node, now: Now, ask: Ask, *, crash: bool) -> Reply | None:
         """Let a client answer; its memory changes as the last act."""
-        if client.last is not None and client.last[0] == self.sequence:
-            return client.last[1]
-        memory, pending, told = client.memory, client.pending, client.told
-        if ask.kind == "train" and pending is not None and not told:
-            memory, pending = self.system.rollback(memory, pending, self.layout), None
+        if client.last is not None and client.last.sequence == self.sequence:
+            return client.last
+        memory, pending, sent = client.memory, client.pending, client.sent
+        if ask.kind == "train":
+            memory, pending = self.settled(ask.node), None
 
         def learn(whole: bool, collect: Collect | None) -> Update:
             trained = self.train(now.number, ask.node, now.model)
@@ -172,16 +238,18 @@ class Local:
         for array in memory.values():
             # A half that wrote into what it was given would have acted by half where it breaks.
             array.setflags(write=False)
-        me = Me(ask.node, now.number, self.seed, self.layout, lambda: now.model, learn)
+        me = Me(ask.node, now.number, self.seed, self.layout, lambda: now.model, learn, self.data.get(ask.node))
         memory, answer = self.system.client(dict(memory), ask, me)
         if crash:
             return None
-        answer = answer._replace(weight=self.weight(ask.node))
-        sent = answer.frames.get(self.system.SENT) if answer.sent is None else answer.sent
-        if sent is not None:
-            pending, told = sent, False
-        client.memory, client.pending, client.told, client.last = memory, pending, told, (self.sequence, answer)
-        return answer
+        # Whoever answers is who was asked.
+        answer = answer._replace(node=ask.node, weight=self.weight(ask.node))
+        left = answer.frames.get(self.system.SENT) if answer.sent is None else answer.sent
+        if left is not None:
+            pending, sent = left, self.sequence
+        reply = Reply(self.sequence, client.generation, answer, left is not None)
+        client.memory, client.pending, client.sent, client.last = memory, pending, sent, reply
+        return reply
 
     def _move(self, step: Step, number: int) -> None:
         """Let the model take a step."""

@@ -340,6 +340,9 @@ class Me:
         ``model()`` returns :attr:`start`.
     learn : callable
         ``learn(whole, collect)`` lets the app train; :meth:`update`.
+    data : object, optional
+        What the app brings for a system that does not let it train: how to measure slopes, the rows of a graph. The
+        system says what it has to be.
     """
 
     node: int
@@ -348,6 +351,7 @@ class Me:
     layout: Layout
     model: Callable[[], Vector]
     learn: Callable[[bool, Collect | None], Update]
+    data: Any = None
 
     @cached_property
     def start(self) -> Vector:

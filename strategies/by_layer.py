@@ -17,7 +17,7 @@ from flwr.serverapp import Grid
 
 from fedcomp.errors import ConfigError, FedcompError
 from fedcomp.flower.logs import log
-from fedcomp.flower.parts import PartAnswer, PartRequest, joined, layers
+from fedcomp.flower.parts import PartAnswer, PartRequest
 from fedcomp.flower.payload import put_frame, take_frame
 from fedcomp.flower.protocol import UPDATE, app_failure
 from fedcomp.flower.report import ReportSection, figure
@@ -27,6 +27,7 @@ from fedcomp.strategies.adaptive import Outcome
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.receiving import Receiving, Reception
 from fedcomp.strategies.replies import Rejected, SentMessage, first_replies
+from fedcomp.systems.factors import joined, layers
 from fedcomp.wire import Frame
 
 

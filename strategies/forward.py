@@ -12,7 +12,6 @@ that estimate takes the inputs of each layer, which no server has (:mod:`fedcomp
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -20,8 +19,7 @@ from typing import Final
 from flwr.app import ArrayRecord, Message, MetricRecord
 from flwr.serverapp.strategy import Strategy
 
-from fedcomp import params
-from fedcomp.codecs import RandomProjection, Replay
+from fedcomp.codecs import Replay
 from fedcomp.errors import ConfigError
 from fedcomp.flower.forward import Measure, Measured
 from fedcomp.flower.logs import log
@@ -29,17 +27,14 @@ from fedcomp.flower.privacy import find_private
 from fedcomp.flower.protocol import app_failure
 from fedcomp.flower.report import ReportSection, figure
 from fedcomp.flower.schema import SchemaError
-from fedcomp.forward.directions import step_scale
-from fedcomp.layout import NONE_DENSE, Layout
+from fedcomp.layout import NONE_DENSE
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.guard import Norms
 from fedcomp.strategies.parts import PLAIN_PREFIXES, Settings, make_inner
 from fedcomp.strategies.private.flower_dp import promises
 from fedcomp.strategies.replies import SentMessage, first_replies
 from fedcomp.strategies.system import System, arguments, settings_of
-
-SIGNS_A_SECOND: Final = 1e9
-"""What one core draws and adds at least; for what the log says of a round's cost."""
+from fedcomp.systems.forward import Forward
 
 
 @dataclass
@@ -142,39 +137,23 @@ class ForwardGradients(Compressed):
                 f"{type(inner).__name__} keeps a promise of privacy, for which updates are bounded and noised; slopes "
                 "are neither. Use a codec without forward gradients"
             )
-        codec = self.projection = RandomProjection(directions, scope=scope, shared=shared)
-        self.lr = params.positive("lr", lr)
-        self.lr_scale = None if lr_scale is None else params.positive("lr_scale", lr_scale)
-        self.clip = params.number("clip", clip, rule="a finite number >= 0", ok=lambda v: 0.0 <= v < math.inf)
-        self.most_signs = params.integer("most_signs", most_signs, low=1)
+        self.system = Forward(directions, lr, lr_scale, scope, shared, clip, replay, most_signs)
+        codec = self.projection = self.system.codec
         self._told = ""
-        down = Replay(codec) if params.boolean("replay", replay) else None
+        down = Replay(codec) if self.system.replay else None
         # No tensor travels beside the directions: nobody differentiates the small ones.
         super().__init__(inner, codec, down, feedback=False, policy=NONE_DENSE, guard=guard, record=record, seed=seed)
 
     def summary(self) -> None:
         """Log the codec and the step."""
-        scale = "m C / (m C + n - 1)" if self.lr_scale is None else f"{self.lr_scale:g}"
-        log.info("\t├──> ForwardGradients: %r, step %g x %s, clip %g", self.codec, self.lr, scale, self.clip)
+        scale = "m C / (m C + n - 1)" if self.system.lr_scale is None else f"{self.system.lr_scale:g}"
+        lr, clip = self.system.lr, self.system.clip
+        log.info("\t├──> ForwardGradients: %r, step %g x %s, clip %g", self.codec, lr, scale, clip)
         self.inner.summary()
 
     def identity(self) -> dict[str, str]:
         """Return the settings, which must not change within a run."""
-        return {**super().identity(), "step": f"{self.lr} {self.lr_scale} {self.clip}"}
-
-    def step(self, layout: Layout, clients: int) -> float:
-        """Return the step that clients take of their slopes.
-
-        Parameters
-        ----------
-        clients : int
-            How many are asked.
-        """
-        if self.lr_scale is not None:
-            return float(self.lr * self.lr_scale)
-        longest = max((s.size for s in self.projection.stretches(layout) if not self.projection.whole(s)), default=1)
-        own = 1 if self.projection.shared else max(1, clients)
-        return float(self.lr * step_scale(longest, own * self.projection.directions))
+        return {**super().identity(), "step": f"{self.system.lr} {self.system.lr_scale} {self.system.clip}"}
 
     def ask(self, server_round: int, arrays: ArrayRecord, messages: list[Message]) -> list[SentMessage]:
         """Return the messages of a training exchange, with what is to be measured.
@@ -186,30 +165,16 @@ class ForwardGradients(Compressed):
         """
         sent = super().ask(server_round, arrays, messages)
         layout, clients = self.layout, len(sent)
-        self._weigh(layout, clients)
+        cost = self.system.cost(layout, clients)
+        if cost != self._told:
+            self._told = cost
+            log.info("forward gradients: %s", cost)
         said = self.reports.join(server_round).section(Slopes)
-        said.step = self.step(layout, clients)
-        order = Measure(server_round, said.step, self.clip)
+        said.step = self.system.step(layout, clients)
+        order = Measure(server_round, said.step, self.system.clip)
         for each in sent:
             order.put(each.message.content)
         return sent
-
-    def _weigh(self, layout: Layout, clients: int) -> None:
-        """Say what a round costs, once for each layout and number of clients; refuse what nobody would wait for."""
-        each = self.projection.signs(layout)
-        signs, numbers = each * clients, sum(map(self.projection.count, self.projection.stretches(layout)))
-        cost = (
-            f"{clients} clients evaluate {numbers} directions of {layout.size} parameters each; the server draws "
-            f"{signs:.3g} signs a round, about {signs / SIGNS_A_SECOND:.3g} s"
-        )
-        if signs > self.most_signs:
-            raise ConfigError(
-                f"{cost}, over most_signs={self.most_signs:.3g}; take fewer directions, or another codec: at this size "
-                "top-k sends more of the gradient in as many bytes"
-            )
-        if cost != self._told:
-            self._told = cost
-            log.info("forward gradients: %s; %d bytes of numbers up, %d of model", cost, 4 * numbers, 4 * layout.size)
 
     def aggregate_exchange(
         self,

@@ -12,7 +12,7 @@ from fedcomp.experiments.bench.readpass import Times, Vector
 from fedcomp.experiments.findings import Claim
 from fedcomp.forward.directions import Directions
 from fedcomp.rng import Key
-from fedcomp.strategies.forward import SIGNS_A_SECOND
+from fedcomp.systems.forward import SIGNS_A_SECOND
 
 COUNT: Final = 32
 SMALL: Final = 2_410

@@ -353,26 +353,12 @@ def captured(model: str, clients: int, rounds: int, seed: int) -> list[list[Upda
 
 def exchanged(system: System, rounds: Sequence[Sequence[Update]], seed: int) -> tuple[int, float]:
     """Return bytes of the uplink and processor time of a system whose clients send these updates, round by round."""
-    import numpy as np
+    from fedcomp.experiments.central import Sending
 
-    from fedcomp.experiments.central import Rounds
-
-    layout, clients = rounds[0][0].layout, len(rounds[0])
-    # From a model of zeros what is trained is the update.
-    start = np.zeros(layout.size, np.float32)
-    made = Rounds(
-        system,
-        layout,
-        start,
-        lambda number, node, model: rounds[number - 1][node].vector,
-        lambda node: 1.0,
-        clients,
-        seed + TUNING_SEED,
-    )
+    sending = Sending(system, rounds[0][0].layout, len(rounds[0]), seed + TUNING_SEED)
     sent, seconds = 0, 0.0
-    for number in range(1, len(rounds) + 1):
-        made.local.model = start
-        _, cost = made.step(number)
+    for number, updates in enumerate(rounds, start=1):
+        _, cost = sending.send(number, [update.vector for update in updates])
         sent, seconds = sent + cost.uplink, seconds + cost.seconds
     return sent, seconds
 

@@ -10,20 +10,22 @@ from typing import Any, Final
 import numpy as np
 
 from fedcomp.codecs import LGC, ErrorFeedback, Identity, ScaleCom, TopK
+from fedcomp.codecs.autoencoder import ConvDecoder, ConvEncoder
 from fedcomp.codecs.forms import FORMS
 from fedcomp.codecs.scalecom import Supports
-from fedcomp.experiments.central import Rounds
+from fedcomp.experiments.central import Sending
 from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option, no_rows
 from fedcomp.experiments.findings import Findings, Say, mean, spread
 from fedcomp.experiments.kit import Records, Sweep, claim, numbers, repetitions, table, workers
-from fedcomp.experiments.schemes import Learned
 from fedcomp.experiments.spec import RunResult
 from fedcomp.kernels import select_topk
 from fedcomp.layout import EndsDense, Layout, Update, Vector
+from fedcomp.local import Local
 from fedcomp.program import Answer, Now, Step, System
 from fedcomp.rng import Key
 from fedcomp.rules import Int
 from fedcomp.strategies.autoencoder_training import AutoencoderTraining
+from fedcomp.systems.lgc import LearnedGradients, half_of
 from fedcomp.systems.pair import Pair
 from fedcomp.systems.shared_support import SharedSupport
 from fedcomp.wire import Frame
@@ -80,21 +82,21 @@ class OneForAll(SharedSupport, id="one-for-all"):
         return Step(tuple(answer.node for answer in given), frame=frame, blobs={"support": support}, codec=mean)
 
 
-Sender = Callable[[int, int], System | Learned]
-"""What a row sends in a training of so many steps with a seed."""
+Sender = Callable[[int], System]
+"""What a row sends in a training of so many steps."""
 
 
 def _learned(**options: Any) -> Sender:
-    def made(steps: int, seed: int) -> Learned:
+    def made(steps: int) -> System:
         codec = LGC(**{"density": DENSITY, "innovation": INNOVATION, **options})
         # A twentieth dense, and then as many rounds of training as of latents.
-        return Learned(codec, (steps // 20, steps // 2), AutoencoderTraining(seed=seed))
+        return LearnedGradients(codec, steps // 20, steps // 2 - steps // 20)
 
     return made
 
 
 def _led(values: str) -> Sender:
-    return lambda steps, seed: SharedSupport(ScaleCom(DENSITY, values=values))
+    return lambda steps: SharedSupport(ScaleCom(DENSITY, values=values))
 
 
 DENSE: Final = "dense"
@@ -110,7 +112,7 @@ TWO: Final = "shared support, 2 bits"
 ALONE: Final = "the common node's top-k only, 8 bits"
 
 ROWS: Final[Mapping[str, Sender]] = {
-    DENSE: lambda steps, seed: Pair(Identity()),
+    DENSE: lambda steps: Pair(Identity()),
     RING: _learned(),
     EXACT: _learned(ef="decoded"),
     SHORT: _learned(ef="decoded", values="q8"),
@@ -120,10 +122,8 @@ ROWS: Final[Mapping[str, Sender]] = {
     EIGHT: _led("q8"),
     FOUR: _led("q4"),
     TWO: _led("q2"),
-    ALONE: lambda steps, seed: OneForAll(ScaleCom(DENSITY, values="q8")),
-    "top-k of its own, 8 bits, + EF": lambda steps, seed: Pair(
-        ErrorFeedback(TopK(DENSITY, scope="layer", values="q8"))
-    ),
+    ALONE: lambda steps: OneForAll(ScaleCom(DENSITY, values="q8")),
+    "top-k of its own, 8 bits, + EF": lambda steps: Pair(ErrorFeedback(TopK(DENSITY, scope="layer", values="q8"))),
 }
 """What the workers send, by label, in order."""
 
@@ -132,31 +132,12 @@ RIVALS: Final = {RING: EIGHT, EXACT: EIGHT, SHORT: TWO, SERVER: ALONE, SERVER_EX
 """Of each row of ours the simple one that sends as many bytes in the last stage, or fewer."""
 
 
-Send = Callable[[int, Sequence[Vector]], tuple[Vector, int]]
-
-
-def sending(sender: System | Learned, layout: Layout, nodes: int, seed: int) -> Send:
-    """Return what makes a round of so many nodes' vectors: their mean, and the uplink's bytes."""
-    start = np.zeros(layout.size, np.float32)
-    if isinstance(sender, Learned):
-        states = sender.start(layout, nodes)
-
-        def learned(number: int, vectors: Sequence[Vector]) -> tuple[Vector, int]:
-            updates = [Update(vector, layout) for vector in vectors]
-            mean, states[:], sent = sender.round(updates, [1.0] * nodes, states, Key(seed, "uplink", number))
-            return mean, sent
-
-        return learned
-    made: list[Vector] = []
-    # From a model of zeros what is trained is the vector itself.
-    rounds = Rounds(sender, layout, start, lambda number, node, model: made[node], lambda node: 1.0, nodes, seed)
-
-    def send(number: int, vectors: Sequence[Vector]) -> tuple[Vector, int]:
-        made[:], rounds.local.model = vectors, start
-        _, cost = rounds.step(number)
-        return rounds.local.model, cost.uplink - rounds.local.state.get("spared", 0)
-
-    return send
+def weights_sent(local: Local) -> int:
+    """Return the bytes of the autoencoder's weights that nodes were sent; after training these do not change."""
+    halves = dict(local.state.get("halves", {}))
+    frames = {half_of(ConvEncoder, halves.pop("encoder")).frame()} if halves else set()
+    frames |= {half_of(ConvDecoder, half).frame() for half in halves.values()}
+    return sum(len(data) for held in local.held.values() for data in held & frames)
 
 
 def train(label: str, rate: float, seed: int, *, steps: int, tuning: bool = False) -> dict[str, Any]:
@@ -164,17 +145,18 @@ def train(label: str, rate: float, seed: int, *, steps: int, tuning: bool = Fals
     from fedcomp.experiments.conv_gradients import Training, mean_of
 
     training = Training(seed + tuning * TUNING_SEED, rate=rate, held_out="validation" if tuning else "test")
-    sender, send, uplink = ROWS[label](steps, seed), None, []
+    sending, uplink = None, []
     for number in range(1, steps + 1):
         gradients = training.workers()
-        if send is None:
+        if sending is None:
             layout = Layout.of(mean_of(gradients), EndsDense())
-            send = sending(sender, layout, len(gradients), seed)
-        mean_, sent = send(number, [layout.flatten(gradient) for gradient in gradients])
-        uplink.append(sent)
+            sending = Sending(ROWS[label](steps), layout, len(gradients), seed)
+        mean_, cost = sending.send(number, [layout.flatten(gradient) for gradient in gradients])
+        uplink.append(cost.uplink - sending.local.state.get("spared", 0))
         training.move(layout.unflatten(mean_))
         if not np.isfinite(mean_).all():
             break
+    assert sending is not None
     losses = training.losses[-50:]
     finite = bool(np.isfinite(losses).all()) and len(uplink) == steps
     return {
@@ -182,7 +164,7 @@ def train(label: str, rate: float, seed: int, *, steps: int, tuning: bool = Fals
         "loss": mean(losses) if finite else math.inf,
         "uplink": sum(uplink),
         "last": uplink[-1],
-        "weights": sender.weights if isinstance(sender, Learned) else 0,
+        "weights": weights_sent(sending.local),
         "dense": steps * len(gradients) * 4 * layout.size,
     }
 

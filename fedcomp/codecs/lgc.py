@@ -48,6 +48,10 @@ FEWEST: Final = 16
 """Values below which the autoencoder is left out: it works in steps of 16."""
 
 
+SCALES: Final = (2.0**-63, 2.0**63)
+"""The least and the largest scale: nobody's values overflow where somebody names one that is absurd."""
+
+
 @dataclass(frozen=True, repr=False, eq=False)
 class LatentSupport(FixedSupport):
     """Send the values of the coded tensors as latents, those of the others as they are, all on one support.
@@ -194,10 +198,14 @@ class LatentSupport(FixedSupport):
 
 
 def scale_of(values: Vector) -> float:
-    """Return the root mean square of ``values``, 1 of zeros: what they are divided by before they are encoded."""
+    """Return the root mean square of ``values``, 1 of zeros: what they are divided by before they are encoded.
+
+    Within :data:`SCALES`.
+    """
     wide = values.astype(np.float64)
     # Rounded as it is used: the division is one in float32.
-    return float(np.float32(math.sqrt(float(wide @ wide) / max(1, wide.size)))) or 1.0
+    found = float(np.float32(math.sqrt(float(wide @ wide) / max(1, wide.size))))
+    return min(max(found, SCALES[0]), SCALES[1]) if found else 1.0
 
 
 def encoded(encoder: LatentEncoder, values: Vector, scale: float) -> Vector:

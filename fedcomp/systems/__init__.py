@@ -11,7 +11,10 @@ from fedcomp.params import shown
 from fedcomp.program import System
 
 SYSTEMS: Final[Mapping[str, str]] = {
+    "factors": "factors:FactorSharing",
+    "forward": "forward:Forward",
     "gradiveq": "gradiveq:FittedBasis",
+    "lgc": "lgc:LearnedGradients",
     "pair": "pair:Pair",
     "shared-support": "shared_support:SharedSupport",
     "power-sgd": "power_sgd:SharedBasis",

@@ -11,7 +11,7 @@ of clients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Final, TypeVar
 
@@ -80,10 +80,10 @@ class SharedSupport(System, id="shared-support"):
                 raise AnswerError("a dense round is on all coordinates: there is nothing to choose")
             return supports
 
-        def chosen(answers: Sequence[Answer]) -> dict[int, Supports]:
+        def chosen(answer: Answer) -> Supports | None:
             # A support without values on it is as good as none.
-            whole = [answer for answer in answers if "values" in answer.frames]
-            return now.read(whole, "support", opened)
+            whole = [answer] if "values" in answer.frames else []
+            return now.read(whole, "support", opened).get(answer.node)
 
         led = yield from elect(now, lambda node, kind, lead: Ask(node, kind, Lead(lead)), chosen, now.number - 1)
         if led is None:
@@ -137,7 +137,7 @@ class SharedSupport(System, id="shared-support"):
 def elect(
     now: Now,
     ask: Callable[[int, str, bool], Ask],
-    chosen: Callable[[Sequence[Answer]], Mapping[int, T]],
+    chosen: Callable[[Answer], T | None],
     turn: int,
 ) -> Generator[Sequence[Ask], Sequence[Answer], tuple[Answer, T, list[int]] | None]:
     """Let all clients train, and one choose for all.
@@ -147,7 +147,7 @@ def elect(
     ask : callable
         ``ask(node, kind, lead)``.
     chosen : callable
-        Returns what each of several answers chose; those whose choice cannot be used are left out.
+        Returns what an answer chose; None where it cannot be used.
     turn : int
         Of those present, and of those that stand by for a lost leader: whose turn it is.
 
@@ -165,15 +165,13 @@ def elect(
     waiting = [answer.node for answer in answers if answer.node != leader]
     answers = [answer for answer in answers if answer.node == leader]
     start = turn % max(1, len(waiting))
-    for node in [*waiting[start:], *waiting[:start]][:_CANDIDATES]:
-        if found := chosen(answers):
-            break
+    candidates = [*waiting[start:], *waiting[:start]][:_CANDIDATES]
+    while not answers or (found := chosen(answers[0])) is None:
+        if not candidates:
+            now.note("no client could choose a support: the model is unchanged")
+            return None
         # Who was asked to lead and did not is asked for nothing else: that could cost another timeout.
+        node = candidates.pop(0)
         waiting.remove(node)
         answers = yield [ask(node, "query", True)]
-    else:
-        found = chosen(answers)
-    if not found:
-        now.note("no client could choose a support: the model is unchanged")
-        return None
-    return answers[0], found[answers[0].node], waiting
+    return answers[0], found, waiting

@@ -13,7 +13,7 @@ from fake_engine import FakeEngine
 from fedcomp.codecs import AdaComp
 from fedcomp.experiments import engines
 from fedcomp.experiments.catalog import adacomp
-from fedcomp.experiments.central import Rounds
+from fedcomp.experiments.central import Sending
 from fedcomp.experiments.experiment import Config
 from fedcomp.experiments.findings import Curves, Findings, Say
 from fedcomp.experiments.kit import Record, Records
@@ -138,11 +138,10 @@ def test_the_look_ahead_of_a_watched_round_is_counted() -> None:
     for factor, expected in ((2.0, 20.0), (1.0, 1.0)):
         codec = AdaComp(factor=factor)
         watched = adacomp.Watched(codec)
-        start = np.zeros(4000, np.float32)
-        rounds = Rounds(Pair(codec), layout, start, lambda *_: gradient, lambda node: 1.0, 1, 0)
+        rounds = Sending(Pair(codec), layout, 1, 0)
         rounds.local.client(0).memory = {**codec.init(layout), "memory": total - gradient}
-        step, cost = rounds.step(1)
-        watched(rounds.seen(1, step))
+        _, cost = rounds.send(1, [gradient])
+        watched(rounds.seen(1))
         assert watched.per_bin == {"w": [expected]}
         assert cost.kept == [8 * expected]
         assert watched.cosine["w"][0] == pytest.approx(adacomp.cosine(total - gradient, gradient))

@@ -15,7 +15,7 @@ from fedcomp.codecs.scalecom import ScaleCom
 from fedcomp.errors import ConfigError
 from fedcomp.experiments import engines
 from fedcomp.experiments.catalog.sparsifiers import Oracle
-from fedcomp.experiments.central import Cost, Plan, Rounds, measured, overlap, program_of, simulate, sum_frame
+from fedcomp.experiments.central import Cost, Plan, Sending, measured, overlap, program_of, simulate, sum_frame
 from fedcomp.experiments.findings import different_bytes
 from fedcomp.experiments.spec import RunSpec
 from fedcomp.layout import Layout, Update
@@ -29,6 +29,8 @@ from fedcomp.tasks.arrays import load_arrays
 SMALL = {"task.hidden": "32", "lr": 0.2, "batch_size": 16}
 ONE_STEP = SMALL | {"max_steps": 1}
 LAYOUT = Layout.flat(2000)
+LATENTS = ONE_STEP | {"warmup_rounds": 1, "training_rounds": 1, "codec.density": 0.05, "codec.raw": 0}
+"""Everything travels in round 1, values in round 2, latents in rounds 3 and 4."""
 
 
 def updates(clients: int, round_: int = 1, size: int = 2000) -> list[Update]:
@@ -36,30 +38,19 @@ def updates(clients: int, round_: int = 1, size: int = 2000) -> list[Update]:
     return [Update(values.astype(np.float32), Layout.flat(size)) for values in drawn]
 
 
-class Exchanges:
-    """Rounds of a system whose clients send given updates, from a model of zeros."""
+class Exchanges(Sending):
+    """Rounds of given updates, with their overlap."""
 
     def __init__(self, system: System, clients: int) -> None:
-        self.given: list[Update] = []
-        self.rounds = Rounds(
-            system,
-            LAYOUT,
-            np.zeros(LAYOUT.size, np.float32),
-            lambda number, node, start: self.given[node].vector,
-            lambda node: 2.0,
-            clients,
-            0,
-        )
+        super().__init__(system, LAYOUT, clients, 0, lambda node: 2.0)
 
     def __call__(self, given: list[Update], number: int = 1) -> tuple[np.ndarray, Cost]:
         """Return the mean, and what the round cost."""
-        self.given, self.rounds.local.model = given, np.zeros(LAYOUT.size, np.float32)
-        step, cost = self.rounds.step(number)
-        system = self.rounds.local.system
+        mean, cost = self.send(number, [update.vector for update in given])
+        system = self.local.system
         if isinstance(system, SharedSupport):
-            shared = overlap(system, self.rounds.seen(number, step), [2.0] * len(given))
-            cost = dataclasses.replace(cost, overlap=shared)
-        return self.rounds.local.model, cost
+            cost = dataclasses.replace(cost, overlap=overlap(system, self.seen(number), [2.0] * len(given)))
+        return mean, cost
 
 
 @pytest.mark.slow
@@ -80,6 +71,9 @@ class Exchanges:
         ("power-sgd", ONE_STEP | {"codec.rank": 3, "warmup_rounds": 1}),
         ("power-sgd", ONE_STEP | {"codec.form": "two-exchange", "codec.memory": "aggregated"}),
         ("power-sgd", ONE_STEP | {"codec.memory": "aggregated", "codec.values": "q8", "codec.warm_start": False}),
+        ("lgc", LATENTS | {"codec.ef": "decoded"}),
+        ("lgc", LATENTS | {"codec.instance": "server", "codec.ef": "decoded", "codec.values": "q8"}),
+        ("lgc", LATENTS | {"codec.instance": "server", "warmup_rounds": 0, "common": "first"}),
         ("topk", SMALL | {"feedback": True, "inner": "fedadam", "inner.eta": 0.03}),
         ("qsgd", SMALL | {"inner": "fedyogi"}),
     ],
@@ -188,7 +182,7 @@ def test_nothing_is_lost_on_a_shared_support(beta: float, kind: type[SharedSuppo
         sent += mean
         assert cost.union == 100
         assert cost.kept == [100, 100, 100]
-    local = exchanges.rounds.local
+    local = exchanges.local
     memory = np.mean(
         [local.system.residual(c.memory, LAYOUT) for c in local.clients.values()], axis=0, dtype=np.float64
     )

@@ -37,14 +37,13 @@ from fedcomp.experiments.catalog.lgc import (
     ZEROS,
     OneForAll,
     codings,
-    sending,
     train,
 )
-from fedcomp.experiments.central import Rounds
+from fedcomp.experiments.central import Sending
 from fedcomp.experiments.findings import Say
-from fedcomp.experiments.schemes import Learned
 from fedcomp.layout import EndsDense, Layout
 from fedcomp.rng import Key
+from fedcomp.systems.lgc import LearnedGradients
 from fedcomp.systems.shared_support import SharedSupport
 
 SHAPES = {"conv1": (16, 1, 3, 3), "conv2": (32, 16, 3, 3), "conv3": (64, 32, 3, 3), "linear": (10, 576)}
@@ -60,23 +59,24 @@ def vectors(number: int, count: int = 4) -> list[np.ndarray]:
 
 
 def test_rows_are_schemes_of_their_own_and_every_row_of_ours_has_a_rival() -> None:
-    made = {label: row(100, 0) for label, row in ROWS.items()}
+    made = {label: row(100) for label, row in ROWS.items()}
     assert len({repr(scheme.codec) + type(scheme).__name__ for scheme in made.values()}) == len(ROWS)
-    assert {label for label, scheme in made.items() if isinstance(scheme, Learned)} == set(OURS) == set(RIVALS)
+    assert {label for label, scheme in made.items() if isinstance(scheme, LearnedGradients)} == set(OURS) == set(RIVALS)
     for label in OURS:
         codec = made[label].codec
         assert isinstance(codec, LGC)
         assert (codec.density, codec.innovation) == (DENSITY, INNOVATION)
-        assert made[label].stages == (5, 50)  # type: ignore[attr-defined]
+        assert (made[label].warmup_rounds, made[label].training_rounds) == (5, 45)
 
 
 def test_rivals_send_no_more_in_the_last_stage() -> None:
     """From real frames, all parts counted: latents beside 8 bits, innovations and latents beside one node's values."""
     last: dict[str, int] = {}
     for label in {*OURS, *RIVALS.values(), FULL}:
-        send = sending(ROWS[label](8, 0), LAYOUT, 4, 0)
+        sending = Sending(ROWS[label](8), LAYOUT, 4, 0)
         for number in range(1, 9):
-            _, last[label] = send(number, vectors(number))
+            _, cost = sending.send(number, vectors(number))
+        last[label] = cost.uplink - sending.local.state.get("spared", 0)
     for label, rival in RIVALS.items():
         assert last[rival] <= 1.02 * last[label], (label, rival)
     assert last[EXACT] < 0.75 * last[FULL]
@@ -86,14 +86,10 @@ def test_rivals_send_no_more_in_the_last_stage() -> None:
 def test_one_node_speaks_for_all() -> None:
     sent, weights = vectors(1), [1.0, 1.0, 2.0, 4.0]
     costs = {}
-    for kind in (OneForAll, SharedSupport):
-        start = np.zeros(LAYOUT.size, np.float32)
-        rounds = Rounds(
-            kind(ScaleCom(DENSITY)), LAYOUT, start, lambda number, node, model: sent[node], weights.__getitem__, 4, 0
-        )
-        _, costs[kind] = rounds.step(3)
-        if kind is OneForAll:
-            local = rounds.local
+    for kind in (SharedSupport, OneForAll):
+        sending = Sending(kind(ScaleCom(DENSITY)), LAYOUT, 4, 0, weights.__getitem__)
+        _, costs[kind] = sending.send(3, sent)
+    local = sending.local
     end = LAYOUT.compressed_size
     chosen = np.flatnonzero(local.model[:end])
     np.testing.assert_array_equal(local.model[chosen], sent[2][chosen])

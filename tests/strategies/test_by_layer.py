@@ -18,7 +18,7 @@ from fedcomp.errors import ConfigError
 from fedcomp.flower.faults import Delivery
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
-from fedcomp.flower.parts import PartAnswer, PartRequest, joined, layers, split
+from fedcomp.flower.parts import PartAnswer, PartRequest
 from fedcomp.flower.payload import NODE_RECORD, put_frame, take_frame
 from fedcomp.flower.protocol import UPDATE
 from fedcomp.flower.rounds import fit
@@ -26,6 +26,7 @@ from fedcomp.layout import NONE_DENSE, Layout, Update
 from fedcomp.rng import Key
 from fedcomp.strategies.by_layer import LayerByLayer, Parts
 from fedcomp.strategies.compressed import Compressed
+from fedcomp.systems.factors import joined, layers, split
 from fedcomp.timing.pipeline import layered
 
 LAYERS = 3

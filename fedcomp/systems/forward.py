@@ -1,0 +1,229 @@
+"""Forward gradients: clients measure how the loss changes along random directions, and send these numbers alone.
+
+m numbers come up from each client whatever the size of the model, and what goes down are the numbers of all. The price
+is variance: the estimate's squared error is (p - 1) / (m C) times the gradient's squared length, for p parameters and
+C clients with directions of their own, and the step has to be smaller by as much.
+
+Weight directions: BAFFLE (arXiv:2301.12195), Spry (NeurIPS 2024), FedKSeed (arXiv:2312.06353), of which abstracts and
+code were read; the replay, the step and the clip as they are here are derived. Ren, Kornblith, Liao, Hinton ("Scaling
+forward gradient with local losses", ICLR 2023; abstract and configuration read) perturb activities, not weights: that
+estimate takes the inputs of each layer, which no server has. It is an option of a client's own training
+(:mod:`fedcomp.forward.activity`), and leaves by any system that sends updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, ClassVar, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedcomp.codecs import Codec, RandomProjection, Replay, State
+from fedcomp.codecs.positional import SCOPES
+from fedcomp.errors import ConfigError
+from fedcomp.forward import Oracle
+from fedcomp.forward.directions import step_scale
+from fedcomp.layout import Layout, Vector
+from fedcomp.program import Answer, AnswerError, Ask, Frames, Me, Mean, Now, Round, Said, Single, Step, System
+from fedcomp.rules import Int, Maybe, NotNegative, OneOf, Positive, Real, Switch
+
+if TYPE_CHECKING:
+    from fedcomp.forward.evaluate import Objective
+
+Measures = Callable[[Me, Iterable[Vector]], NDArray[np.float64]]
+"""What an app brings: ``measures(me, directions)`` returns the slopes of its loss at ``me.start``, one for each
+direction, NaN where one is not finite; :func:`slopes_along` does the work."""
+
+SIGNS_A_SECOND: Final = 1e9
+"""What one core draws and adds at least; for what a report says of a round's cost."""
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Measure(Said):
+    """What the server asks for.
+
+    Attributes
+    ----------
+    step : float
+        Step size by which slopes become an update; the same for all.
+    """
+
+    step: Annotated[float, Real(above=0.0)]
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Measured(Said):
+    """What a client says beside its numbers.
+
+    Attributes
+    ----------
+    left_out : int
+        Slopes that are not finite: they are left out of the mean.
+    cut : int
+        Slopes that the clip made smaller.
+    """
+
+    left_out: Annotated[int, Int(absent=0)] = 0
+    cut: Annotated[int, Int(absent=0)] = 0
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Forward(System, id="forward"):
+    """Average estimates of gradients that clients make of few numbers, and send these numbers on.
+
+    Under a weighted mean the numbers of all clients go down in place of the model. Not for private sums: slopes are
+    neither bounded nor noised.
+
+    Parameters
+    ----------
+    directions : int
+        m, of each client and round, for each stretch.
+    lr : float
+        Step size, as for exact gradients.
+    lr_scale : float, optional
+        Factor of the step size. Default: m C / (m C + n - 1) for C clients and the n coordinates of the longest
+        stretch, by which the largest stable step falls (:func:`fedcomp.forward.directions.step_scale`).
+    scope : {"global", "layer"}
+        One set of directions for the whole model, or one for each tensor: as many times the numbers and passes, and
+        less variance.
+    shared : bool
+        The same directions for all clients.
+    clip : float
+        Largest magnitude of a slope; 0 for none.
+    replay : bool
+        Send the round's numbers down in place of the model, where that is shorter.
+    most_signs : int
+        Signs that the server may have to draw in a round; more are refused before anybody is asked.
+
+    Examples
+    --------
+    >>> Forward(directions=32, lr=0.5).codec
+    RandomProjection()
+    """
+
+    SAYS: ClassVar[tuple[type[Said], ...]] = (Measure, Measured)
+    RULES: ClassVar[tuple[type, ...]] = (Mean, Single)
+
+    directions: Annotated[int, Int(1)] = 32
+    lr: Positive = 0.1
+    lr_scale: Annotated[float | None, Maybe(Real(above=0.0))] = None
+    scope: Annotated[str, OneOf(*SCOPES)] = "global"
+    shared: Switch = False
+    clip: NotNegative = 0.0
+    replay: Switch = True
+    most_signs: Annotated[int, Int(1)] = 10**12
+
+    @property
+    def codec(self) -> RandomProjection:
+        """What the numbers are products with."""
+        return RandomProjection(self.directions, scope=self.scope, shared=self.shared)
+
+    def step(self, layout: Layout, clients: int) -> float:
+        """Return the step that clients take of their slopes, where so many are asked."""
+        if self.lr_scale is not None:
+            return float(self.lr * self.lr_scale)
+        codec = self.codec
+        longest = max((s.size for s in codec.stretches(layout) if not codec.whole(s)), default=1)
+        return float(self.lr * step_scale(longest, (1 if self.shared else max(1, clients)) * self.directions))
+
+    def cost(self, layout: Layout, clients: int) -> str:
+        """Return what a round costs, in words.
+
+        Raises
+        ------
+        ConfigError
+            Where nobody would wait for it.
+        """
+        codec = self.codec
+        signs, numbers = codec.signs(layout) * clients, sum(map(codec.count, codec.stretches(layout)))
+        cost = (
+            f"{clients} clients evaluate {numbers} directions of {layout.size} parameters each; the server draws "
+            f"{signs:.3g} signs a round, about {signs / SIGNS_A_SECOND:.3g} s"
+        )
+        if signs > self.most_signs:
+            raise ConfigError(
+                f"{cost}, over most_signs={self.most_signs:.3g}; take fewer directions, or another codec: at this size "
+                "top-k sends more of the gradient in as many bytes"
+            )
+        return f"{cost}; {4 * numbers} bytes of numbers up, {4 * layout.size} of model"
+
+    def round(self, now: Now) -> Round:
+        cost, step = self.cost(now.layout, len(now.nodes)), self.step(now.layout, len(now.nodes))
+        if now.state.get("cost") != cost:
+            now.state["cost"] = cost
+            now.note(cost)
+        answers = yield [Ask(node, say=Measure(step), expects=Measured) for node in now.nodes]
+        total = now.mean_of(self.codec, answers)
+        if total is not None:
+            now.note(_line(step, [a.say for a in answers if a.node in total.consumed]))
+        # Single updates are somebody else's to add up: their step is no sum of what came.
+        if total is None or total.change is None or not self.replay:
+            return total
+        return self._replayed(now, total, [a for a in answers if a.node in total.consumed])
+
+    def _replayed(self, now: Now, total: Step, answers: Sequence[Answer]) -> Step:
+        """Return the step as the numbers of which it is the sum, where they are shorter than the model."""
+        down, weight = self.reads({}, now.number, now.layout), sum(answer.weight for answer in answers)
+        shares = [answer.weight / weight * now.scales.get(answer.node, 1.0) for answer in answers]
+        frames = [answer.frames[self.SENT] for answer in answers]
+        frame = down.join(list(zip(frames, shares, strict=True)), now.layout)
+        return replace(total, frame=frame, codec=down) if len(frame) <= down.room(now.layout) else total
+
+    def reads(self, blobs: Frames, number: int, layout: Layout) -> Codec:
+        return Replay(self.codec)
+
+    def client(self, memory: State, ask: Ask, me: Me) -> tuple[State, Answer]:
+        if not isinstance(ask.say, Measure):
+            raise AnswerError("the ask does not say by which step slopes become an update")
+        measures: Measures | None = me.data
+        if measures is None:
+            raise AnswerError("this client's app brings nothing to measure slopes with")
+        slopes = measures(me, self.codec.tangents(me.layout, me.key))
+        cut = int(np.count_nonzero(np.abs(slopes) > self.clip)) if self.clip else 0
+        said = Measured(int(np.isnan(slopes).sum()), cut)
+        if self.clip:
+            slopes = np.clip(slopes, -self.clip, self.clip)
+        frame = self.codec.frame_of_products(-ask.say.step * slopes, me.layout, me.key)
+        return memory, Answer(me.node, say=said, frames={self.SENT: frame})
+
+
+def _line(step: float, said: Iterable[Said | None]) -> str:
+    """Return the step, and what was left out, for a report."""
+    found = [each for each in said if isinstance(each, Measured)]
+    counts = {
+        "slopes not finite": sum(each.left_out for each in found),
+        "slopes cut": sum(each.cut for each in found),
+    }
+    return ", ".join([f"step {step:.3g}", *(f"{count} {what}" for what, count in counts.items() if count)])
+
+
+def slopes_along(
+    objective: Objective, directions: Iterable[Vector], layout: Layout, *, oracle: Oracle = "jvp", at_once: int = 1
+) -> tuple[float, NDArray[np.float64]]:
+    """Return an objective's loss and its slopes along directions of a layout's vector.
+
+    Parameters
+    ----------
+    objective : Objective
+        Its module holds the model; its parameters have the names of the layout's tensors.
+    directions : iterable of float32 array, shape (layout size,)
+    oracle : {"jvp", "differences"}
+        How slopes are measured; central differences do for models that cannot be differentiated.
+    at_once : int
+        Directions in one pass, see :func:`fedcomp.forward.evaluate.slopes`.
+
+    Raises
+    ------
+    LayoutError
+        When a tensor of the layout is no parameter that is trained: directions would move it at random.
+    """
+    # torch, which who measures nothing does without
+    from fedcomp.forward.evaluate import slopes, trained
+
+    trained(objective.module, [t.name for t in layout.tensors])
+    parts = ({t.name: each[t.slice].reshape(t.shape) for t in layout.tensors} for each in directions)
+    # What a direction does not move needs no tangent.
+    tangents = ({name: part for name, part in each.items() if part.any()} for each in parts)
+    return slopes(objective, tangents, oracle=oracle, at_once=at_once)

@@ -1,0 +1,526 @@
+"""LGC: values on shared supports train an autoencoder, and then its latents take their place.
+
+Abrahamyan, Chen, Bekoulis and Deligiannis, "Learned Gradient Compression for Distributed Deep Learning", IEEE TNNLS
+33(12) 2022, arXiv 2103.08870; what was read of it, and what is derived, is in :mod:`fedcomp.codecs.lgc`. The losses are
+recalled, and read in a third party's implementation, which trains by SGD; Adam is derived. Values come divided by their
+root mean square: raw gradients are so small that their squared error trains nothing (measured).
+
+Rounds are those of ScaleCom. In the first ones everything travels; in the next ones the server trains on the values
+that come; from then on clients send latents (the ring instance), or the leader alone does and all send innovations (the
+server instance). What goes down is the decoded mean: models have to be the same bit for bit, and two machines may not
+decode alike. The server alone needs torch, from its first step of training on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedcomp.codecs import Codec, State, get_codec
+from fedcomp.codecs.autoencoder import (
+    IDENTITY,
+    SLOPE,
+    STEP,
+    ConvDecoder,
+    ConvEncoder,
+    IdentityDecoder,
+    IdentityEncoder,
+    LatentDecoder,
+    LatentEncoder,
+)
+from fedcomp.codecs.lgc import FEWEST, LGC, SCALES, NodeEstimate, scale_of
+from fedcomp.codecs.scalecom import Supports, open_support, support_frame
+from fedcomp.errors import StateError, optional
+from fedcomp.layout import Layout, Update, Vector
+from fedcomp.program import NO_FRAMES, Answer, AnswerError, Ask, Frames, Given, Me, Now, Round, Said, Step, System
+from fedcomp.rng import Key
+from fedcomp.rules import Configured, Flag, Int, Made, NotNegative, OneOf, Positive, Real
+from fedcomp.systems.shared_support import elect
+from fedcomp.wire import Frame
+
+if TYPE_CHECKING:
+    import torch
+
+H = TypeVar("H", ConvEncoder, ConvDecoder)
+
+Half = Mapping[str, NDArray[np.float32]]
+"""The ``"weights"`` of an encoder or decoder as one vector, with the moments of their optimiser."""
+
+Halves = Mapping[str, Half]
+"""By name: "encoder", "decoder" and, in the order of their last use, decoders of single nodes by their numbers."""
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Stage(Said):
+    """What a client is told of its part in a round.
+
+    Attributes
+    ----------
+    lead : bool
+        Whether it is to choose the support.
+    encoder : int
+        Id of the encoder whose latents travel; 0 while values do.
+    scale : float
+        The leader's: by which values are divided before they are encoded.
+    """
+
+    lead: Annotated[bool, Flag(absent=False)] = False
+    encoder: Annotated[int, Int(absent=0)] = 0
+    scale: Annotated[float, Real(*SCALES, absent=1.0)] = 1.0
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Scale(Said):
+    """What a client divides its values by: their root mean square."""
+
+    scale: Annotated[float, Real(*SCALES)]
+
+
+class Led(NamedTuple):
+    """What a leader chose: the round's codec, that of what all send, the support, latents, the leader's own part."""
+
+    codec: LGC
+    fixed: Codec
+    supports: Supports
+    latents: Vector
+    own: Given
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class AutoencoderTraining(Configured):
+    """How an autoencoder is trained. Between steps its halves are plain data; a step returns others.
+
+    Parameters
+    ----------
+    optimizer : {"adam", "sgd"}
+    lr : float
+    passes : int
+        Steps of training on each round's values.
+    reconstruction, similarity : float
+        Weights of the losses of :meth:`learn_nodes`.
+    decoders : int
+        Nodes that have a decoder of their own, at most. The one that was used longest ago is given up for a node of a
+        later round; when a round has more nodes than that, the rest of them use the shared decoder.
+    """
+
+    optimizer: Annotated[str, OneOf("adam", "sgd")] = "adam"
+    lr: Positive = 0.001
+    passes: Annotated[int, Int(1)] = 1
+    reconstruction: NotNegative = 0.5
+    similarity: NotNegative = 0.5
+    decoders: Annotated[int, Int()] = 64
+
+    def to_config(self) -> dict[str, Any]:
+        """Return the parameters, JSON-able."""
+        return self.get_config()
+
+    def learn_ring(
+        self, halves: Halves, vectors: Sequence[Vector], weights: Sequence[float]
+    ) -> tuple[Halves, tuple[float, ...]]:
+        """Train D(Σ wᵢ E(vᵢ)) to be Σ wᵢ vᵢ; return the halves and the mean squared error before the last step.
+
+        Parameters
+        ----------
+        vectors : sequence of float32 arrays, all of shape (k,)
+            Clients' values on one support, divided by one scale.
+        weights : sequence of float
+            Of the clients; their sum need not be 1, but is positive.
+
+        Returns
+        -------
+        halves, losses
+            Without losses when a loss or gradient was not finite in the first step; such a step changes nothing.
+        """
+        shares = np.asarray(weights, np.float64)
+        shares, size = (shares / shares.sum()).astype(np.float32), vectors[0].size
+
+        def losses(step: int, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+            batch, share = _signals(vectors), leaves[0].new_tensor(shares)
+            mixed = (_encode(batch, leaves[0]) * share[:, None, None]).sum(0, keepdim=True)
+            wanted = (batch[:, 0, :size] * share[:, None]).sum(0)
+            found = _decode(mixed, leaves[1], batch.new_zeros(1, 1, batch.shape[2]))[0, 0, :size]
+            error = (found - wanted).square().mean()
+            return error, error
+
+        return self._train(halves, ("encoder", "decoder"), losses)
+
+    def learn_nodes(
+        self, halves: Halves, vectors: Mapping[int, Vector], sides: Mapping[int, Vector], key: Key
+    ) -> tuple[Halves, tuple[float, ...]]:
+        """Train every node's decoder to make its values of one node's latents and its own innovation.
+
+        Parameters
+        ----------
+        vectors : mapping of int to float32 array, all of shape (k,)
+            By node: its values on one support, divided by their own scale.
+        sides : mapping of int to float32 array
+            By node: its innovation, zeros where it has none.
+        key : Key
+            By which is drawn whose latents are decoded, for each step.
+
+        Returns
+        -------
+        halves, losses
+            As of :meth:`learn_ring`: the mean squared error of a value, mean over nodes, where predicting zero has 1;
+            the mean squared distance of two nodes' latents, mean over pairs, 0 for one node.
+        """
+        size, count, draws = next(iter(vectors.values())).size, len(vectors), key.uniform(self.passes)
+        # Known nodes come first: if nodes of one round gave up each other's decoders, none would be trained twice.
+        ranked = sorted(vectors, key=lambda node: str(node) not in halves)[: self.decoders]
+        names = ("encoder", "decoder", *(str(node) for node in vectors if node in ranked))
+        # A node's own decoder begins as the one that unknown nodes share, as it is now.
+        found = {**{name: {"weights": halves["decoder"]["weights"]} for name in names[2:]}, **halves}
+
+        def losses(step: int, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+            batch, side = _signals(list(vectors.values())), _signals([sides[node] for node in vectors])
+            latents = _encode(batch, leaves[0])
+            common = latents[int(draws[step] * count)][None]
+            # What unknown nodes share learns from all, but has no say in what the encoder learns.
+            shared = _decode(common.detach().expand(count, -1, -1), leaves[1], side)
+            errors = []
+            for index, node in enumerate(vectors):
+                own = leaves[names.index(str(node)) if node in ranked else 1]
+                made = _decode(common, own, side[index : index + 1])
+                errors.append((made - batch[index : index + 1])[..., :size].square().mean())
+            error = sum(errors[1:], errors[0])
+            # The sum over ordered pairs of their mean squared distance is this one over distances from the mean.
+            distance = 2.0 * count * (latents - latents.mean(0, keepdim=True)).square().sum() / latents[0].numel()
+            alike = (shared - batch)[..., :size].square().mean((1, 2)).sum()
+            total = self.reconstruction * (error + alike) + self.similarity * distance
+            return total, error / count, distance / max(1, count * (count - 1))
+
+        after, said = self._train(found, names, losses)
+        # A step that changes nothing gives up no decoder.
+        return (after if said else halves), said
+
+    def _train(
+        self, halves: Halves, names: Sequence[str], losses: Callable[..., Sequence[torch.Tensor]]
+    ) -> tuple[Halves, tuple[float, ...]]:
+        """Take the steps of a round on the halves ``names``, which are the last to be given up from then on."""
+        with optional("the training of an autoencoder"):
+            import torch
+        leaves = [torch.from_numpy(halves[name]["weights"].copy()).requires_grad_() for name in names]
+        optimizer = (torch.optim.Adam if self.optimizer == "adam" else torch.optim.SGD)(leaves, lr=self.lr)
+        moments = [{key: v for key, v in halves[name].items() if key != "weights"} for name in names]
+        state = {
+            # The count of steps is a single number, all else as long as the weights.
+            index: {key: torch.from_numpy(v.copy()).reshape(() if v.size == 1 else -1) for key, v in each.items()}
+            for index, each in enumerate(moments)
+            if each
+        }
+        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+        found: tuple[float, ...] = ()
+        threads = torch.get_num_threads()
+        # Sums of several threads would depend on how many there are.
+        torch.set_num_threads(1)
+        try:
+            for step in range(self.passes):
+                optimizer.zero_grad()
+                loss, *parts = losses(step, leaves)
+                loss.backward()
+                grads = [leaf.grad for leaf in leaves if leaf.grad is not None]
+                if not all(bool(torch.isfinite(each).all()) for each in (loss, *grads)):
+                    break
+                optimizer.step()
+                found = tuple(float(part.detach()) for part in parts)
+        finally:
+            torch.set_num_threads(threads)
+        after: dict[str, Half] = {}
+        for index, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
+            kept = optimizer.state_dict()["state"].get(index, {})
+            kept = {key: v.numpy().reshape(-1).copy() for key, v in kept.items() if v is not None}
+            after[name] = {"weights": leaf.detach().numpy(), **kept}
+        older = [name for name in halves if name not in after]
+        older = older[max(0, len(older) + len(after) - 2 - self.decoders) :]
+        return {**{name: halves[name] for name in older}, **after}, found
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class LearnedGradients(System, id="lgc"):
+    """Average updates that travel as latents of an autoencoder, trained on the updates of earlier rounds.
+
+    Parameters
+    ----------
+    codec : LGC or dict
+        Instance, densities, error feedback.
+    warmup_rounds : int
+        Rounds of the first stage, in which everything travels.
+    training_rounds : int
+        Rounds of the second. The last stage waits for a first step of training, which a round without usable answers
+        does not bring.
+    server_lr : float
+        Step size of the server: model += server_lr * mean.
+    common : {"turn", "first"}
+        Who leads in the last stage: the turn goes round those present, or it is the first of them, so that a single
+        node needs the encoder in the server instance.
+    training : AutoencoderTraining or dict
+        With which settings it is trained.
+    """
+
+    SAYS: ClassVar[tuple[type[Said], ...]] = (Stage, Scale)
+    SHARED: ClassVar[tuple[str, ...]] = ("support",)
+
+    codec: Annotated[LGC, Made(get_codec)]
+    warmup_rounds: Annotated[int, Int()] = 5
+    training_rounds: Annotated[int, Int()] = 50
+    server_lr: Positive = 1.0
+    common: Annotated[str, OneOf("turn", "first")] = "turn"
+    training: Annotated[AutoencoderTraining, Made(_training)] = AutoencoderTraining()
+
+    def conflict(self) -> str:
+        if not isinstance(self.codec, LGC):
+            return f"LearnedGradients needs LGC as its codec, got {self.codec!r}; Pair takes the others"
+        if self.codec.sends_latents:
+            return "the ids of the autoencoder are set by the server; leave encoder and decoder at 0"
+        return ""
+
+    def start(self, layout: Layout) -> State:
+        return self.codec.init(layout)
+
+    def round(self, now: Now) -> Round:
+        layout = now.layout
+        codec, encoder, decoders = self._stage(now)
+        by_node = _by_node(codec)
+
+        def ask(node: int, kind: str, lead: bool, frames: Frames = NO_FRAMES, **blobs: Frame) -> Ask:
+            if codec.sends_latents and (lead or not by_node):
+                blobs["encoder"] = encoder.frame()
+            if codec.sends_latents and codec.ef == "decoded":
+                blobs["decoder"] = decoders.get(node, decoders[None]).frame()
+            says = Scale if (lead and not codec.dense) or (by_node and kind == "query") else None
+            # The identity has no weights.
+            blobs = {name: data for name, data in blobs.items() if data}
+            return Ask(node, kind, Stage(lead, codec.encoder, codec.scale), frames, blobs, says)
+
+        def chosen(answer: Answer) -> Led | None:
+            # A support without values on it is as good as none, and so are latents without an innovation.
+            whole = [answer] if "values" in answer.frames else []
+            found = now.read(whole, "support", partial(_opened, codec, layout, answer)).get(answer.node)
+            if found is None:
+                return None
+            scaled = replace(codec, scale=answer.say.scale) if isinstance(answer.say, Scale) else codec
+            fixed: Codec = scaled.innovations(layout) if by_node else scaled.on(found[0], now.number)
+            if codec.sends_latents and not by_node:
+                fixed = scaled.latents_on(found[0], now.number, layout, encoder, decoders[None])
+            given = now.verified(fixed, [Given(answer.node, answer.weight, answer.frames["values"])])
+            return Led(scaled, fixed, *found, given[0]) if given else None
+
+        turn = 0 if self.common == "first" and codec.sends_latents else now.number - 1
+        led = yield from elect(now, ask, chosen, turn)
+        if led is None:
+            return None
+        leader, (codec, fixed, supports, latents, own), others = led
+        # In the server instance clients that subtract what is decoded have to decode it.
+        frames = {"latents": leader.frames["latents"]} if by_node and codec.ef == "decoded" else NO_FRAMES
+        sent = yield [ask(node, "query", False, frames, support=leader.frames["support"]) for node in others]
+        given = now.verified(fixed, [Given(a.node, a.weight, a.frames["values"]) for a in sent if "values" in a.frames])
+        given = sorted([own, *given], key=lambda each: each.node)
+        total = now.total(fixed, given, raw=True)
+        if total is None:
+            return None
+        assert total.change is not None
+        out = Update(total.change, layout)
+        used = [g for g in given if g.node in total.consumed]
+        if by_node:
+            if leader.node not in total.consumed:
+                now.note("the common node's latents cannot be used: nobody's values can be decoded")
+                return None
+            where, weight = codec.shared_positions(supports, layout), sum(g.weight for g in used)
+            scales = {a.node: a.say.scale for a in (leader, *sent) if isinstance(a.say, Scale)}
+            innovations = codec.innovations(layout)
+            bundles = [innovations.open(g.frame, layout) for g in used]
+            with np.errstate(over="ignore", invalid="ignore"):
+                for g, bundle in zip(used, bundles, strict=True):
+                    estimate = NodeEstimate(latents, decoders.get(g.node, decoders[None]), scales[g.node])
+                    estimate.add(innovations, bundle, where, g.weight / weight, out)
+            # What goes down lies where anything arrived.
+            supports = codec.reached(supports, bundles, layout)
+        elif codec.sends_latents:
+            fixed.conclude(out)
+        change = now.downward(total, self.server_lr)
+        if change is None:
+            return None
+        learns = not (codec.sends_latents or codec.dense)
+        metrics = self._learn(now, codec, supports, used) if learns else {}
+        # Float32 whatever the values came in: rounding the mean once more would be an error nobody remembers.
+        mean = codec.mean(supports, now.number)
+        frame, _ = mean.encode(change, {}, Key(now.seed, "downlink", now.number))
+        blobs = {"support": support_frame(supports, codec, layout) if by_node else leader.frames["support"]}
+        return Step(total.consumed, frame=frame, blobs=blobs, codec=mean, metrics=metrics)
+
+    def client(self, memory: State, ask: Ask, me: Me) -> tuple[State, Answer]:
+        stage = ask.say if isinstance(ask.say, Stage) else Stage()
+        codec = replace(self._at(me.number), encoder=stage.encoder, scale=stage.scale)
+        layout, number, frames = me.layout, me.number, dict[str, Frame]()
+        if ask.kind == "train":
+            memory = codec.begin(me.update(), memory, me.key)
+        if stage.lead:
+            supports = codec.choose(memory, layout, me.key)
+            frames["support"] = support_frame(supports, codec, layout)
+        elif "support" in ask.blobs:
+            supports = open_support(ask.blobs["support"], codec, layout)
+        else:
+            return memory, Answer(me.node)
+        values = codec.total(memory, layout)[codec.coded_support(supports, layout)]
+        scale, by_node = scale_of(values), _by_node(codec)
+        # On a support of its own a leader divides by a scale of its own, which all others will be told.
+        if stage.lead:
+            codec = replace(codec, scale=scale)
+        decoder: LatentDecoder | None = IdentityDecoder() if stage.encoder == IDENTITY else None
+        if "decoder" in ask.blobs:
+            decoder = ConvDecoder.read(ask.blobs["decoder"])
+        if by_node:
+            size = codec.shared_positions(supports, layout).size
+            if stage.lead:
+                frames["latents"] = codec.latents_frame(values[:size], _encoder_in(ask, stage.encoder))
+            common = frames.get("latents", ask.frames.get("latents"))
+            # As the server reads them: in the form in which they travel.
+            latents = None if common is None else codec.open_latents(common, size)
+            sent = codec.send_innovation(memory, supports, number, layout, me.key, latents, decoder)
+        elif codec.sends_latents:
+            sent = codec.send_latents(
+                memory, supports, number, layout, me.key, _encoder_in(ask, stage.encoder), decoder
+            )
+        else:
+            sent = codec.send(memory, supports, number, layout, me.key)
+        frames["values"], memory = sent
+        says = by_node or (stage.lead and not codec.dense)
+        return memory, Answer(me.node, say=Scale(scale) if says else None, frames=frames)
+
+    def rollback(self, memory: State, frame: Frame, layout: Layout) -> State:
+        return self.codec.rollback(memory, frame, layout)
+
+    def residual(self, memory: State, layout: Layout) -> Vector | None:
+        # Elsewhere what is decoded of all is not the sum of what each gives away.
+        if not (self.codec.memory and self.codec.ef == "decoded" and self.codec.instance == "server"):
+            return None
+        # Of what the filter lets through the memory holds a share alone.
+        kept: Vector = self.codec.settle(memory, layout)["memory"]
+        return kept / np.float32(self.codec.beta)
+
+    def reads(self, blobs: Frames, number: int, layout: Layout) -> Codec:
+        # In the server instance the support holds all innovations: as many as there are clients.
+        return self.codec.mean(open_support(blobs["support"], replace(self.codec, dense=True), layout), number)
+
+    def _at(self, number: int) -> LGC:
+        return replace(self.codec, dense=True) if number <= self.warmup_rounds else self.codec
+
+    def _stage(self, now: Now) -> tuple[LGC, LatentEncoder, Mapping[int | None, LatentDecoder]]:
+        """Return the codec of a round, its encoder, and decoders by node; that of None is for all others."""
+        codec, halves = self._at(now.number), now.state.get("halves")
+        if now.number <= self.warmup_rounds + self.training_rounds or halves is None:
+            if now.number > self.warmup_rounds + self.training_rounds:
+                now.note("the autoencoder was not trained in a single round: values travel instead")
+            return codec, IdentityEncoder(), {None: IdentityDecoder()}
+        encoder, shared = half_of(ConvEncoder, halves["encoder"]), half_of(ConvDecoder, halves["decoder"])
+        own: dict[int | None, LatentDecoder] = {
+            node: half_of(ConvDecoder, halves[str(node)]) for node in now.nodes if str(node) in halves
+        }
+        return replace(codec, encoder=encoder.id), encoder, {None: shared, **own}
+
+    def _learn(self, now: Now, codec: LGC, supports: Supports, used: Sequence[Given]) -> dict[str, float]:
+        """Train on what the nodes sent of their coded tensors; return the losses, none if they are not finite."""
+        layout, coded, fixed = now.layout, codec.coded(now.layout), codec.on(supports, now.number)
+        if codec.coded_support(supports, layout).size < FEWEST:
+            now.note("too few values travel for an autoencoder: raise density, or lower raw")
+            return {}
+        vectors: dict[int, Vector] = {
+            g.node: np.concatenate([t.values.decoded() for t in fixed.open(g.frame, layout).tensors[:coded]])
+            for g in used
+        }
+        halves = now.state.get("halves") or drawn(now.seed)
+        if codec.instance == "ring":
+            unit = [vector / np.float32(codec.scale) for vector in vectors.values()]
+            halves, losses = self.training.learn_ring(halves, unit, [g.weight for g in used])
+        else:
+            units = {node: vector / np.float32(scale_of(vector)) for node, vector in vectors.items()}
+            innovations, key = codec.innovations(layout), Key(now.seed, "autoencoder/common", now.number)
+            sides = {node: innovations.on_support(vector, supports, layout) for node, vector in units.items()}
+            halves, losses = self.training.learn_nodes(halves, units, sides, key)
+        if losses:
+            now.state["halves"] = halves
+        else:
+            now.note("the autoencoder's loss is not finite: this round does not train it")
+        return dict(zip(("autoencoder-loss", "latent-distance"), losses, strict=False))
+
+
+def _by_node(codec: LGC) -> bool:
+    """Whether one client sends latents, and all innovations."""
+    return codec.sends_latents and codec.instance == "server"
+
+
+def _opened(codec: LGC, layout: Layout, answer: Answer, frame: Frame) -> tuple[Supports, Vector]:
+    """Return the support that a leader chose, and its latents where it is the common node."""
+    supports = open_support(frame, codec, layout)
+    if not _by_node(codec):
+        return supports, np.zeros(0, np.float32)
+    if "latents" not in answer.frames:
+        raise AnswerError("the answer of the common node holds no latents")
+    return supports, codec.open_latents(answer.frames["latents"], codec.shared_positions(supports, layout).size)
+
+
+def _encoder_in(ask: Ask, named: int) -> LatentEncoder:
+    """Return the encoder of a message; the identity has no weights."""
+    found = ConvEncoder.read(ask.blobs["encoder"]) if "encoder" in ask.blobs else IdentityEncoder()
+    if found.id != named:
+        raise StateError(f"the message brings the encoder {found.id:x} and names {named:x}")
+    return found
+
+
+def drawn(seed: int) -> Halves:
+    """Return an encoder, and a decoder that all nodes share, which have not learnt anything."""
+    both = {"encoder": ConvEncoder.draw(key := Key(seed, "autoencoder")), "decoder": ConvDecoder.draw(key)}
+    return {name: {"weights": np.concatenate([w.reshape(-1) for w in made.weights])} for name, made in both.items()}
+
+
+def half_of(kind: type[H], half: Half) -> H:
+    """Return a half as codecs use it."""
+    ends = np.cumsum([math.prod(shape) for shape in kind.SHAPES])[:-1]
+    parts = zip(np.split(half["weights"], ends), kind.SHAPES, strict=True)
+    return kind(tuple(part.reshape(shape) for part, shape in parts))
+
+
+def _training(value: Any) -> AutoencoderTraining:
+    return value if isinstance(value, AutoencoderTraining) else AutoencoderTraining(**value)
+
+
+def _signals(vectors: Sequence[Vector]) -> torch.Tensor:
+    """Return signals as torch takes them: (nodes, 1, positions), zeros at the end."""
+    import torch
+
+    out = torch.zeros(len(vectors), 1, STEP * math.ceil(vectors[0].size / STEP))
+    for row, vector in zip(out, vectors, strict=True):
+        row[0, : vector.size] = torch.from_numpy(vector)
+    return out
+
+
+def _layers(leaf: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
+    parts = leaf.split([math.prod(shape) for shape in shapes])
+    return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _encode(batch: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
+    """Return latents, (nodes, 4, positions / 16): what :class:`ConvEncoder` computes."""
+    from torch.nn import functional as f
+
+    *layers, kernel, bias = _layers(leaf, ConvEncoder.SHAPES)
+    for weight, add in zip(layers[::2], layers[1::2], strict=True):
+        batch = f.leaky_relu(f.conv1d(batch, weight, add, stride=2, padding=1), SLOPE)
+    return f.conv1d(batch, kernel, bias)
+
+
+def _decode(latents: torch.Tensor, leaf: torch.Tensor, side: torch.Tensor) -> torch.Tensor:
+    """Return signals, (nodes, 1, positions): what :class:`ConvDecoder` computes."""
+    import torch
+    from torch.nn import functional as f
+
+    *layers, kernel, bias = _layers(leaf, ConvDecoder.SHAPES)
+    for weight, add in zip(layers[::2], layers[1::2], strict=True):
+        latents = f.leaky_relu(f.conv_transpose1d(latents, weight, add, stride=2, padding=1, output_padding=1), SLOPE)
+    return f.conv1d(torch.cat([latents, side], 1), kernel, bias)

@@ -1,0 +1,252 @@
+"""The systems that the contract holds for, one entry each: an instance, and what it declares of itself.
+
+Updates are integers, so that sums of them are exact in float32 and nothing can be lost in a rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedcomp.codecs import (
+    DGC,
+    EDEN,
+    LGC,
+    QSGD,
+    ErrorFeedback,
+    Factors,
+    GradiVeQ,
+    Identity,
+    PowerSGD,
+    RandomK,
+    ScaleCom,
+    ScaledSign,
+    TopK,
+)
+from fedcomp.factors.outer import OuterProducts
+from fedcomp.layout import Layout, Update, Vector
+from fedcomp.program import Me, System
+from fedcomp.rng import Key
+from fedcomp.systems.factors import FactorSharing
+from fedcomp.systems.forward import Forward
+from fedcomp.systems.gradiveq import FittedBasis
+from fedcomp.systems.lgc import LearnedGradients
+from fedcomp.systems.pair import Pair
+from fedcomp.systems.power_sgd import SharedBasis
+from fedcomp.systems.shared_support import SharedSupport
+
+NODES: Final = 5
+
+Updates = Callable[[int, int], NDArray[np.float64]]
+"""What a node makes in a round, by their numbers."""
+
+Reference = Callable[[Updates, int, Layout], NDArray[np.float64]]
+"""``reference(updates, rounds, layout)``: the model after so many rounds from zero of all nodes, node n with weight
+n + 1; in float64, written without the product."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One system, and what it declares.
+
+    Attributes
+    ----------
+    system : System
+    law : float, optional
+        How far delivered plus residual may be from what was made, as a share of the sum of all magnitudes: 0 where
+        integers stay integers; None where the system remembers nothing, or what it remembers is no such sum.
+    reference : callable, optional
+        See :data:`Reference`.
+    exchanges : int
+        In a round.
+    shapes : mapping of str to tuple
+        Of the model's tensors.
+    frozen : float, optional
+        How far a value that no update changes may move: 0 where it stays as it is to the bit; None where it takes part
+        in what is rounded at random.
+    outer : int
+        Of how many outer products each update is the sum, and is known to be; 0 where it is known as a vector.
+    data : callable, optional
+        What the app brings beside training (:attr:`fedcomp.program.Me.data`); its first argument is a client.
+    another : bool
+        Whether another entry stands for it in the tests of every day.
+    """
+
+    system: System
+    law: float | None = None
+    reference: Reference | None = None
+    exchanges: int = 1
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=lambda: {"weight": (40, 30), "bias": (12,)})
+    frozen: float | None = 0.0
+    outer: int = 0
+    data: Callable[..., Any] | None = None
+    another: bool = False
+
+    def arrays(self, dtype: str = "float32") -> dict[str, NDArray[Any]]:
+        """Return a model of zeros."""
+        return {name: np.zeros(shape, dtype) for name, shape in self.shapes.items()}
+
+    def made(self, number: int, node: int, layout: Layout) -> Update:
+        """Return what a node makes in a round."""
+        if not self.outer:
+            return Update(update(number, node, layout.size), layout)
+        vector, outer = np.zeros(layout.size, np.float32), {}
+        for t in layout.tensors:
+            left, right = (
+                (update(number, node + NODES * side, self.outer * t.shape[side]) // 100).reshape(self.outer, -1)
+                for side in (0, 1)
+            )
+            vector[t.slice] = (left.T @ right).reshape(-1)
+            outer[t.name] = OuterProducts(left, right)
+        return Update(vector, layout, outer)
+
+
+def update(number: int, node: int, size: int) -> Vector:
+    """Return integers in [-1000, 1000], a pure function of the arguments."""
+    words = Key(7, "updates", number, node).bits(size)
+    return ((words % np.uint64(2001)).astype(np.int64) - 1000).astype(np.float32)
+
+
+def mean(parts: Mapping[int, NDArray[np.float64]]) -> NDArray[np.float64]:
+    """Return the mean in which node n has weight n + 1."""
+    return sum((n + 1) * part for n, part in parts.items()) / sum(n + 1 for n in parts)
+
+
+def plain_averaging(updates: Updates, rounds: int, layout: Layout) -> NDArray[np.float64]:
+    """Return what the mean of whole models comes to."""
+    return sum(mean({n: updates(t, n) for n in range(NODES)}) for t in range(1, rounds + 1))
+
+
+def largest(vector: NDArray[np.float64], count: int) -> NDArray[np.intp]:
+    """Return where the largest magnitudes are, of equal ones the first."""
+    return np.lexsort((np.arange(vector.size), -np.abs(vector)))[:count]
+
+
+def feedback(compress: Callable[..., NDArray[np.float64]], momentum: float = 0.0) -> Reference:
+    """Return the reference of error feedback: what ``compress(memory + update, layout)`` leaves out is remembered."""
+
+    def run(updates: Updates, rounds: int, layout: Layout) -> NDArray[np.float64]:
+        model, memory, speed = np.zeros(layout.size), np.zeros((NODES, layout.size)), np.zeros((NODES, layout.size))
+        for t in range(1, rounds + 1):
+            sent = {}
+            for n in range(NODES):
+                speed[n] = momentum * speed[n] + updates(t, n)
+                memory[n] += speed[n]
+                sent[n] = compress(memory[n], layout)
+                memory[n] -= sent[n]
+                # Factor masking, of those that were chosen.
+                chosen = np.flatnonzero(sent[n][: layout.compressed_size])
+                speed[n, chosen] = 0.0
+            model += mean(sent)
+        return model
+
+    return run
+
+
+def top(density: float) -> Callable[..., NDArray[np.float64]]:
+    """Return the selection of the largest; small tensors travel whole."""
+
+    def compress(vector: NDArray[np.float64], layout: Layout) -> NDArray[np.float64]:
+        sent, part = np.zeros_like(vector), layout.compressed_size
+        sent[part:] = vector[part:]
+        chosen = largest(vector[:part], round(density * part))
+        sent[chosen] = vector[chosen]
+        return sent
+
+    return compress
+
+
+def signs(vector: NDArray[np.float64], layout: Layout) -> NDArray[np.float64]:
+    """Return the mean magnitude with every value's sign; small tensors travel whole."""
+    part = layout.compressed_size
+    scale = np.abs(vector[:part]).mean()
+    return np.concatenate([np.where(vector[:part] < 0, -scale, scale), vector[part:]])
+
+
+def led(density: float) -> Reference:
+    """Return the reference of a shared support: in round t node t - 1 chooses by its memory, all send on its choice."""
+
+    def run(updates: Updates, rounds: int, layout: Layout) -> NDArray[np.float64]:
+        model, memory, part = np.zeros(layout.size), np.zeros((NODES, layout.size)), layout.compressed_size
+        for t in range(1, rounds + 1):
+            memory += [updates(t, n) for n in range(NODES)]
+            leader = (t - 1) % NODES
+            chosen = [*largest(memory[leader, :part], round(density * part)), *range(part, layout.size)]
+            model[chosen] += mean({n: memory[n, chosen] for n in range(NODES)})
+            memory[:, chosen] = 0.0
+        return model
+
+    return run
+
+
+def slopes(me: Me, directions: Iterable[Vector]) -> NDArray[np.float64]:
+    """Return the slopes of a loss that falls along what the node would have made."""
+    made = update(me.number, me.node, me.layout.size).astype(np.float64)
+    return np.array([-made @ direction for direction in directions])
+
+
+ROUNDED: Final = 1e-6
+"""Of float32, with room for a few hundred operations."""
+
+ENTRIES: Final[Mapping[str, Entry]] = {
+    "pair-identity": Entry(Pair(Identity()), reference=plain_averaging, frozen=ROUNDED),
+    "pair-topk": Entry(Pair(ErrorFeedback(TopK(0.05))), law=0.0, reference=feedback(top(0.05))),
+    "pair-layers": Entry(Pair(ErrorFeedback(TopK(0.1, scope="layer", index="bitmap"))), law=0.0, another=True),
+    "pair-momentum": Entry(
+        Pair(ErrorFeedback(TopK(0.05), momentum=0.9)), reference=feedback(top(0.05), 0.9), another=True
+    ),
+    "pair-few-bits": Entry(Pair(ErrorFeedback(TopK(0.05, values="q2"))), law=ROUNDED, another=True),
+    "pair-signs": Entry(
+        Pair(ErrorFeedback(ScaledSign())), law=ROUNDED, reference=feedback(signs), frozen=None, another=True
+    ),
+    "pair-randomk": Entry(Pair(ErrorFeedback(RandomK(0.1))), law=0.0, another=True),
+    "pair-own-randomk": Entry(Pair(RandomK(0.1, unbiased=True, shared=False)), another=True),
+    "pair-qsgd": Entry(Pair(QSGD(levels=127))),
+    "pair-eden": Entry(Pair(EDEN(bits=1)), frozen=None, another=True),
+    "shared-support": Entry(SharedSupport(ScaleCom(0.05)), law=0.0, reference=led(0.05), exchanges=2),
+    "shared-support-filtered": Entry(
+        SharedSupport(ScaleCom(0.05, beta=0.5, selector="chunk"), warmup_rounds=1, server_lr=0.5),
+        exchanges=2,
+        another=True,
+    ),
+    "power-sgd": Entry(SharedBasis(PowerSGD(rank=2), warmup_rounds=1), law=ROUNDED, frozen=None, another=True),
+    "power-sgd-two": Entry(SharedBasis(PowerSGD(rank=2, form="two-exchange")), law=ROUNDED, exchanges=2, frozen=None),
+    "power-sgd-aggregated": Entry(SharedBasis(PowerSGD(rank=2, memory="aggregated")), frozen=None, another=True),
+    "gradiveq": Entry(
+        FittedBasis(GradiVeQ(width=47, loss=0.3, memory=True), sampling=3, compression=3),
+        law=ROUNDED,
+        frozen=None,
+        another=True,
+    ),
+    "gradiveq-levels": Entry(
+        FittedBasis(GradiVeQ(width=47, loss=0.3, memory=True, levels=15), sampling=3, compression=3),
+        law=ROUNDED,
+        exchanges=2,
+        frozen=None,
+    ),
+    "lgc-ring": Entry(LearnedGradients(LGC(0.05, raw=0), 1, 1), exchanges=2, another=True),
+    "lgc-server": Entry(
+        LearnedGradients(LGC(0.05, instance="server", ef="decoded", raw=0, innovation=0.005), 1, 1),
+        exchanges=2,
+    ),
+    "forward": Entry(Forward(directions=4), shapes={"weight": (40, 30)}, data=slopes, frozen=None),
+    "factors": Entry(
+        FactorSharing(Factors(mode="dad", i_know_inputs_are_visible=True), down=True),
+        reference=plain_averaging,
+        shapes={"weight": (40, 30)},
+        outer=3,
+        frozen=None,
+    ),
+    "factors-by-layer": Entry(
+        FactorSharing(ErrorFeedback(Factors(rank=4)), by_layer=True),
+        law=ROUNDED,
+        exchanges=2,
+        shapes={"one.weight": (30, 20), "two.weight": (20, 30)},
+        frozen=None,
+    ),
+    "pair-dgc": Entry(Pair(DGC(density=0.05, warmup=2)), another=True),
+}
