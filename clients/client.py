@@ -20,12 +20,10 @@ from fedcomp.clients.half import ClientHalf
 from fedcomp.clients.kept import keep
 from fedcomp.clients.lgc import learned_gradients
 from fedcomp.clients.parts import by_layer
-from fedcomp.clients.power_sgd import shared_basis
 from fedcomp.clients.private.local_dp import local_privacy
 from fedcomp.clients.private.lsg import lsg
 from fedcomp.clients.private.mod import private
 from fedcomp.clients.programs import programs
-from fedcomp.clients.shared_support import shared_support
 from fedcomp.errors import ConfigError
 from fedcomp.flower._private import WrappedApp, mods_of
 
@@ -35,8 +33,6 @@ HALVES: Final[Mapping[str, Callable[[], ClientHalf]]] = {
     "programs": programs,
     "learned_gradients": learned_gradients,
     "fitted_basis": fitted_basis,
-    "shared_support": shared_support,
-    "shared_basis": shared_basis,
     "by_layer": by_layer,
     "compression": compression,
     "lsg": lsg,

@@ -23,7 +23,7 @@ Handler = Callable[[Message, Context], Message]
 
 P = ParamSpec("P")
 
-WAITING: Final = ("learned_gradients", "fitted_basis", "shared_support", "shared_basis", "by_layer")
+WAITING: Final = ("learned_gradients", "fitted_basis", "by_layer")
 """Halves whose updates wait for a second exchange, the outermost first: they leave each other's messages alone, but
 have one order."""
 

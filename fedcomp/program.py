@@ -9,7 +9,7 @@ how bytes travel, what is logged and what a mean is handed to are the driver's b
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
@@ -242,6 +242,8 @@ class Now:
         ``note(text)``: one line of the round's report.
     scales : mapping of int to float
         What single nodes' parts are multiplied by beside their share, such as for their age.
+    strangers : set of int
+        The nodes that have never answered: they may answer under another number, their partition.
     seen : callable
         ``seen(node, codec, bundle)``: a contribution of that node was verified.
     """
@@ -256,6 +258,7 @@ class Now:
     refuse: Callable[[int, str], None] = lambda node, reason: None
     note: Callable[[str], None] = lambda text: None
     scales: Mapping[int, float] = field(default_factory=dict)
+    strangers: Set[int] = frozenset()
     seen: Callable[[int, Codec, Bundle], None] = lambda node, codec, bundle: None
 
     def key(self, purpose: str, node: int = 0) -> Key:

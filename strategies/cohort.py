@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Final, Literal
 
-from flwr.app import MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 
@@ -108,3 +108,48 @@ class CohortSettings(Configured):
             available=self.min_available_nodes,
             partitions=partitions,
         )
+
+
+class Cohort(FedAvg):
+    """FedAvg whose rounds are those of a drawn cohort: by the seed, where Flower's own draws from a global generator.
+
+    Parameters
+    ----------
+    settings : CohortSettings
+    seed : int
+    """
+
+    def __init__(self, settings: CohortSettings, seed: int) -> None:
+        super().__init__(**vars(settings))
+        self._settings, self._seed = settings, seed
+
+    def summary(self) -> None:
+        """Say nothing: the strategy around it does."""
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Return a message for each node of the cohort."""
+        return self._messages("train", server_round, arrays, config, grid)
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Return a message for each node that evaluates."""
+        if self._settings.fraction_evaluate == 0.0:
+            return []
+        return self._messages("evaluate", server_round, arrays, config, grid)
+
+    def _messages(
+        self,
+        kind: Literal["train", "evaluate"],
+        server_round: int,
+        arrays: ArrayRecord,
+        config: ConfigRecord,
+        grid: Grid,
+    ) -> list[Message]:
+        # Where Flower's strategies write it, and apps look for it.
+        config["server-round"] = server_round
+        nodes = self._settings.draw(kind, grid, Key(self._seed, f"cohort/{kind}", server_round), {})
+        content = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: config})
+        return [Message(content, node, kind, group_id=str(server_round)) for node in nodes]

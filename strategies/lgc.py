@@ -15,28 +15,30 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, TypeVar
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.serverapp import Grid
 
 from fedcomp import params
 from fedcomp.codecs import Codec
 from fedcomp.codecs.autoencoder import IdentityDecoder, IdentityEncoder, LatentDecoder, LatentEncoder
 from fedcomp.codecs.lgc import FEWEST, LGC, Innovation, NodeEstimate
-from fedcomp.codecs.scalecom import support_frame
+from fedcomp.codecs.scalecom import LeaderSelected, support_frame
 from fedcomp.errors import ConfigError
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import put_frame, take_frame
 from fedcomp.flower.protocol import DECODER, ENCODER, PROBE
-from fedcomp.layout import EndsDense, Update, Vector
+from fedcomp.flower.rounds import Exchanges
+from fedcomp.layout import DensityPolicy, EndsDense, Update, Vector
 from fedcomp.stateful import nested
 from fedcomp.strategies.autoencoder_training import AutoencoderTraining, learn
+from fedcomp.strategies.guard import Norms
 from fedcomp.strategies.loans import Loans
 from fedcomp.strategies.replies import Rejected, SentMessage
 from fedcomp.strategies.shared_replies import Client, SupportRound
-from fedcomp.strategies.shared_support import LeaderStrategy
-from fedcomp.strategies.waiting import waiting_system
+from fedcomp.strategies.waiting import WaitingStrategy, waiting_system
 from fedcomp.wire import Frame
 
 CODERS: Final = ("convolutions", "identity")
@@ -52,6 +54,120 @@ PUBLISHED: Final[Mapping[str, Any]] = {
 }
 """Arguments of :class:`LearnedGradients` with the values of the third party's implementation (read). It does not
 normalise, which does not work (measured) and cannot be selected."""
+
+_CANDIDATES: Final = 4
+"""How many clients are asked to lead in one round before it is given up."""
+
+S = TypeVar("S", bound="SupportRound[Any]")
+
+
+class LeaderStrategy(WaitingStrategy[S]):
+    """Base of strategies in which one client selects the support of all.
+
+    Parameters
+    ----------
+    codec : LeaderSelected or dict, optional
+        Of the class :attr:`CODEC`; default one with its own defaults.
+    server_lr, warmup_rounds, policy, guard, seed, **cohort
+        As of :class:`LearnedGradients`.
+
+    Attributes
+    ----------
+    leaders : dict of int to int
+        Partition of the client whose support each round used.
+    """
+
+    STATE: ClassVar[Mapping[str, Any]] = {**WaitingStrategy.STATE, "leaders": dict[int, int]}
+
+    def __init__(
+        self,
+        codec: LeaderSelected | Mapping[str, Any] | None = None,
+        *,
+        server_lr: float = 1.0,
+        warmup_rounds: int = 0,
+        policy: DensityPolicy | None = None,
+        guard: Norms | None = None,
+        seed: int = 0,
+        **cohort: Any,
+    ) -> None:
+        super().__init__(
+            codec,
+            server_lr=server_lr,
+            warmup_rounds=warmup_rounds,
+            policy=policy,
+            guard=guard,
+            seed=seed,
+            **cohort,
+        )
+        self.leaders: dict[int, int] = {}
+
+    def _exchanges(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Exchanges[tuple[ArrayRecord | None, MetricRecord | None]]:
+        report = self.reports.begin(server_round)
+        now, nodes = self._begin("train", report, arrays, config, grid)
+        now.codec = self._stage(now)
+        # The turn goes by partition, since node ids are redrawn in every run. Replies say which partition a node holds,
+        # so in the first round nobody is appointed, on any engine, and the leader is chosen after training.
+        known = [node for node in nodes if node in self._partitions]
+        appointed = known[self._turn(now, len(known))] if known else None
+        sent = self._messages({node: int(node == appointed) for node in nodes}, now, config, "train")
+        replies = yield [s.message for s in sent]
+        self._take_trained(sent, replies, now, appointed)
+        if now.supports is None:
+            yield from self._elect(now)
+        if now.supports is None:
+            report.notes.append("no client could choose a support: the model is unchanged")
+            return None, None
+        assert now.leader is not None
+        self.leaders[server_round] = now.leader
+        yield from self._gather(now, now.frames)
+        return self._aggregate(now)
+
+    def _stage(self, now: S) -> Any:
+        """Return the codec of the round."""
+        return replace(self.codec, dense=True) if now.number <= self.warmup_rounds else self.codec
+
+    def _turn(self, now: S, candidates: int) -> int:
+        """Return which of the candidates, in the order of their partitions, is the first to be asked."""
+        return (now.number - 1) % candidates
+
+    def _take_trained(self, sent: list[SentMessage], replies: Iterable[Message], now: S, appointed: int | None) -> None:
+        """Check the answers to training; take the leader's support."""
+
+        def read(each: SentMessage, reply: Message) -> tuple[Client, Message]:
+            return now.trained(each, reply), reply
+
+        arrived: list[tuple[Client, str, RecordDict]] = []
+        for client, reply in self.reception.received(sent, replies, now.report, read):
+            # What a leader sent that cannot be used goes back into its memory: it is not acknowledged.
+            # One that lacks what it needs waits like the others, and is sent it when it is asked again.
+            leads = client.sent.node == appointed and appointed not in now.lacking
+            if not leads or now.take_lead(client, reply):
+                arrived.append((client, "", client.content))
+        now.clients = self.reception.agreeing(arrived, now.report, lambda client: client.sent.node, "train")
+
+    def _elect(self, now: S) -> Exchanges[None]:
+        """Ask a few of those that trained, one after the other from the turn on, to lead until one does.
+
+        Each that stays silent costs a timeout; a round in which several in a row do is better given up.
+        """
+        waiting = [client for client in now.clients if client.values is None]
+        waiting.sort(key=lambda client: (client.partition, client.sent.node))
+        turn = self._turn(now, len(waiting)) if waiting else 0
+        for client in [*waiting[turn:], *waiting[:turn]][:_CANDIDATES]:
+            asked = self._messages({client.sent.node: 1}, now, ConfigRecord(), "query")
+            # Before the answer: who does not lead now is not asked for values either, which could cost another timeout.
+            now.silent.add(client.sent.node)
+            replies = yield [each.message for each in asked]
+
+            def check(each: SentMessage, reply: Message, client: Client = client) -> tuple[Client, Message]:
+                return now.answered(client, each, reply), reply
+
+            for _, reply in self.reception.received(asked, replies, now.report, check, role="as leader: "):
+                now.take_lead(client, reply)
+            if now.supports is not None:
+                return
 
 
 @dataclass

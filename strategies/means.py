@@ -181,3 +181,20 @@ def leave(vector: Vector, layout: Layout, unchanged: frozenset[int]) -> None:
     for number, tensor in enumerate(layout.tensors):
         if number in unchanged:
             vector[tensor.slice] = 0.0
+
+
+def not_held(layout: Layout, before: Vector, step: Vector, after: Vector) -> str:
+    """Return a note that names tensors of which float32 replicas lose a fourth of a step's energy or more."""
+    names = []
+    for t in layout.wide:
+        given = step[t.slice].astype(np.float64)
+        off = given - (after[t.slice].astype(np.float64) - before[t.slice])
+        if off @ off > 0.25 * (given @ given):
+            names.append(t.name)
+    if not names:
+        return ""
+    return (
+        f"{', '.join(names[:5])}{' ...' if len(names) > 5 else ''}: every node keeps the model as float32 here, which "
+        "cannot hold steps so small of values so large, and they are lost; Compressed keeps float64 models as they "
+        "are, and so does a policy that returns 'exact' for these tensors"
+    )

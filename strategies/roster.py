@@ -52,13 +52,17 @@ class Roster(Holders):
     ----------
     peers : dict of int to Peer
         By address: a device that takes another one's partition has a memory of its own.
+    declared : dict of int to int
+        By address: the partition that a node answered for first, which holds for good. By other words it could move
+        itself to where its turn comes next.
     """
 
-    STATE: ClassVar[Mapping[str, Any]] = {"peers": dict[int, Peer]}
+    STATE: ClassVar[Mapping[str, Any]] = {"peers": dict[int, Peer], "declared": dict[int, int]}
 
     def __init__(self) -> None:
         super().__init__()
         self.peers: dict[int, Peer] = {}
+        self.declared: dict[int, int] = {}
 
     def peer(self, address: int) -> Peer:
         """Return what is known of a node."""
@@ -74,7 +78,10 @@ class Roster(Holders):
         others = []
         for address in sorted(addresses):
             partition = self.claims.get(address)
-            if partition is None or partition in found or self.held.get(partition, address) != address:
+            holder = None if partition is None else self.held.get(partition)
+            # One that is gone or silent holds it no longer.
+            rival = holder not in (None, address) and holder in self.claims and holder not in self.silent
+            if partition is None or partition in found or rival:
                 others.append(address)
             else:
                 found[partition] = address

@@ -51,6 +51,7 @@ from fedcomp.strategies.means import (
     is_mean,
     leave,
     mean_of_constants,
+    not_held,
     returns_mean,
     weight_key_of,
 )
@@ -329,7 +330,9 @@ class Server(ExchangeStrategy, Stateful):
         outcome, metrics = self._take(x, now, step)
         x.report.seconds += time.perf_counter() - began
         # After a round that worked a bad one is only a warning; before it the set-up itself is likely to be wrong.
-        if outcome is None and not any(earlier.used for earlier in self.reports.values()):
+        # Who trained, and was lost in a later exchange, has an update that will be used.
+        waiting = any(address not in x.report.refused for node, address in x.addresses.items() if node in x.trained)
+        if outcome is None and not waiting and not any(earlier.used for earlier in self.reports.values()):
             require_usable(x.report)
         self._log.conclude(x.report)
         return outcome, metrics
@@ -367,6 +370,7 @@ class Server(ExchangeStrategy, Stateful):
             dict(self.state),
             x.refuse,
             report.notes.append,
+            strangers=frozenset(n for n, address in addresses.items() if address not in self.roster.declared),
             seen=lambda node, codec, bundle: x.seen(node, codec, bundle, start),
         )
         return x, now
@@ -503,8 +507,10 @@ class Server(ExchangeStrategy, Stateful):
             )
         if head.sequence != sent.sequence:
             raise Rejected(f"the reply answers message {head.sequence}, expected {sent.sequence}: a stale reply")
-        if sent.node in self.roster.known and head.partition_id != self.roster.known[sent.node]:
-            raise Rejected(f"the client says that it is partition {head.partition_id}, and it is {node}")
+        # What the engine knows, else the node's own first word.
+        known = self.roster.known.get(sent.node, self.roster.declared.get(sent.node, head.partition_id))
+        if head.partition_id != known:
+            raise Rejected(f"the client says that it is partition {head.partition_id}, and it is {known}")
         if head.lacks:
             peer.blobs = [digest for digest in peer.blobs if digest not in head.lacks]
             return None
@@ -515,6 +521,7 @@ class Server(ExchangeStrategy, Stateful):
         if ask.kind == "train":
             trained = self._trained(x, head, reply, asks.data_in(content, EXACT).get(""))
         # From here on nothing is wrong with it.
+        self.roster.declared[sent.node] = head.partition_id
         if head.partition_id != node:
             x.rename(node, head.partition_id)
             node = head.partition_id
@@ -618,6 +625,8 @@ class Server(ExchangeStrategy, Stateful):
             self._push(x, now, step, restored)
         elif note := hold_in_record(restored, x.layout, x.model):
             report.notes.append(note)
+        if step.metrics:
+            metrics = MetricRecord({**(metrics or {}), **step.metrics})
         return restored, metrics
 
     def _account(self, x: Running, consumed: Sequence[int]) -> None:
@@ -654,6 +663,8 @@ class Server(ExchangeStrategy, Stateful):
             step.codec.accumulate(step.frame, 1.0, Update(moved, layout))
             layout.round_to_dtypes(moved)
             report.changed = count_differing(moved[part], x.vector[part])
+            if layout.wide and (lost := not_held(layout, x.vector, step.codec.decode(step.frame, layout), moved)):
+                report.notes.append(lost)
         else:
             assert step.change is not None
             moved = step.change

@@ -255,7 +255,7 @@ class SupportRound(WaitingRound[L]):
         Partition of the client that chose the support.
     """
 
-    half = "shared_support"
+    half = "learned_gradients"
 
     supports: Supports | None = None
     leader: int | None = None

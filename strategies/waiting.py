@@ -25,14 +25,15 @@ from fedcomp.flower.protocol import Announcement, announce
 from fedcomp.flower.records import count_differing, restore_dtypes, to_arrays, to_record
 from fedcomp.flower.report import Report
 from fedcomp.flower.rounds import Exchanges, ExchangeStrategy
-from fedcomp.layout import DensityPolicy, Layout, Vector, hold_in_step, note_of_held
+from fedcomp.layout import DensityPolicy, Layout, hold_in_step, note_of_held
 from fedcomp.rng import Key
 from fedcomp.rules import Int, Real, checked
 from fedcomp.stateful import Stateful, nested
 from fedcomp.strategies.announcing import Announcer
+from fedcomp.strategies.averaging import Averaging
 from fedcomp.strategies.cohort import CohortSettings
 from fedcomp.strategies.guard import Norms
-from fedcomp.strategies.means import mean_of_constants
+from fedcomp.strategies.means import mean_of_constants, not_held
 from fedcomp.strategies.parts import CODEC_PREFIX, TASK_PREFIX, Settings, below
 from fedcomp.strategies.receiving import Receiving, Reception
 from fedcomp.strategies.replies import NOT_FINITE, Peer, SentMessage, strip
@@ -284,7 +285,7 @@ class WaitingStrategy(Receiving, ExchangeStrategy, Stateful, Generic[R]):
                 moved = broadcast.reference + out.vector
                 layout.round_to_dtypes(moved)  # a finite float32 may be infinite as float16
                 finite = bool(np.isfinite(moved).all())
-                if lost := _not_held(layout, broadcast.reference, out.vector, moved):
+                if lost := not_held(layout, broadcast.reference, out.vector, moved):
                     report.notes.append(lost)
         if not finite:
             report.notes.append(NOT_FINITE)
@@ -315,29 +316,12 @@ class WaitingStrategy(Receiving, ExchangeStrategy, Stateful, Generic[R]):
         return record, MetricRecord({**metrics, **now.metrics()})
 
 
-def _not_held(layout: Layout, before: Vector, step: Vector, after: Vector) -> str:
-    """Return a note that names tensors of which float32 replicas lose a fourth of a step's energy or more."""
-    names = []
-    for t in layout.wide:
-        given = step[t.slice].astype(np.float64)
-        off = given - (after[t.slice].astype(np.float64) - before[t.slice])
-        if off @ off > 0.25 * (given @ given):
-            names.append(t.name)
-    if not names:
-        return ""
-    return (
-        f"{', '.join(names[:5])}{' ...' if len(names) > 5 else ''}: every node keeps the model as float32 here, which "
-        "cannot hold steps so small of values so large, and they are lost; Compressed keeps float64 models as they "
-        "are, and so does a policy that returns 'exact' for these tensors"
-    )
-
-
 def waiting_system(
     name: str,
     title: str,
     paper: str,
     summary: str,
-    strategy: type[WaitingStrategy[Any]],
+    strategy: type[WaitingStrategy[Any]] | type[Averaging],
     codec: Sequence[str],
     own: Sequence[str] = (),
 ) -> System:
@@ -360,7 +344,7 @@ def waiting_system(
     }
     defaults = {name: value for name, kind in makers.items() for value in settings_of(kind, name).values()}
 
-    def build(settings: Settings, seed: int) -> WaitingStrategy[Any]:
+    def build(settings: Settings, seed: int) -> WaitingStrategy[Any] | Averaging:
         if settings["inner"] != "fedavg":
             raise ConfigError(
                 f"inner={settings['inner']!r} does not fit: {strategy.__name__} averages by itself; use server_lr, or "

@@ -18,8 +18,7 @@ from toy import model
 import fedcomp as fc
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.gradiveq import fitted_basis
-from fedcomp.clients.power_sgd import shared_basis
-from fedcomp.clients.shared_support import shared_support
+from fedcomp.clients.programs import programs
 from fedcomp.codecs import (
     EDEN,
     QSGD,
@@ -68,7 +67,7 @@ PAIR = (
         "strategies/wrapping.py",
         "has no hooks that {} could stand around; run it by itself",
         lambda: Compressed(SharedSupport(ScaleCom(0.1))),
-        lambda: trains(SharedSupport(ScaleCom(0.1)), (shared_support, compression)),
+        lambda: trains(SharedSupport(ScaleCom(0.1)), (programs, compression)),
     ),
     row(
         "strategies/wrapping.py",
@@ -98,7 +97,7 @@ PAIR = (
         "strategies/compressed.py",
         "exchanges per round; Flower's hooks offer one. Use its own strategy",
         lambda: Compressed(quiet(), PowerSGD(form="two-exchange")),
-        lambda: trains(SharedBasis(PowerSGD(form="two-exchange")), (shared_basis, compression)),
+        lambda: trains(SharedBasis(PowerSGD(form="two-exchange")), (programs, compression)),
     ),
     row(
         "strategies/compressed.py",
@@ -239,9 +238,9 @@ PAIR = (
         lambda: (
             trains(
                 SharedBasis(PowerSGD(form="two-exchange", memory="aggregated"), server_lr=1.0),
-                (shared_basis, compression),
+                (programs, compression),
             )
-            and trains(SharedBasis(PowerSGD(memory="local"), server_lr=0.5), (shared_basis, compression))
+            and trains(SharedBasis(PowerSGD(memory="local"), server_lr=0.5), (programs, compression))
         ),
     ),
     row(

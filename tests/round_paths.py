@@ -15,11 +15,10 @@ from fedcomp.clients.coded.mod import coded
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.gradiveq import fitted_basis
 from fedcomp.clients.lgc import learned_gradients
-from fedcomp.clients.power_sgd import shared_basis
 from fedcomp.clients.private.lsg import lsg
 from fedcomp.clients.private.mod import private
 from fedcomp.clients.private.topagg import votes_only
-from fedcomp.clients.shared_support import shared_support
+from fedcomp.clients.programs import programs
 from fedcomp.codecs import (
     LGC,
     QSGD,
@@ -148,15 +147,15 @@ PATHS: dict[str, Path] = {
     "a strategy of one's own": Path(pair(lambda: quiet(Stepping), RandomK(density=0.3)), COMPRESSED),
     "shared support": Path(
         lambda: SharedSupport(ScaleCom(density=0.05), policy=DENSE_BIAS),
-        lambda *o: client_app([*o, shared_support(), compression()]),
+        lambda *o: client_app([*o, programs(), compression()]),
     ),
     "shared basis": Path(
         lambda: SharedBasis(PowerSGD(rank=2), policy=DENSE_BIAS),
-        lambda *o: client_app([*o, shared_basis(), compression()]),
+        lambda *o: client_app([*o, programs(), compression()]),
     ),
     "shared basis, two exchanges": Path(
         lambda: SharedBasis(PowerSGD(rank=2, form="two-exchange", memory="aggregated"), policy=DENSE_BIAS),
-        lambda *o: client_app([*o, shared_basis(), compression()]),
+        lambda *o: client_app([*o, programs(), compression()]),
     ),
     "fitted basis": Path(
         lambda: FittedBasis(GradiVeQ(width=40), sampling=3, compression=2, policy=DENSE_BIAS),

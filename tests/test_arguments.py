@@ -12,15 +12,14 @@ import fedcomp as fc
 from fedcomp.clients.forward import forward_gradients
 from fedcomp.clients.gradiveq import fitted_basis
 from fedcomp.clients.lgc import learned_gradients
-from fedcomp.clients.power_sgd import shared_basis
-from fedcomp.clients.shared_support import shared_support
+from fedcomp.clients.programs import programs
 from fedcomp.errors import ConfigError
 from fedcomp.flower.report import Reports
 from fedcomp.gossip import get_algorithm
 
 TOPK = fc.TopK(density=0.1)
 PAIR = fc.Compressed(FedAvg(), TOPK)
-HALVES = (fc.compression, shared_support, shared_basis, fitted_basis, learned_gradients)
+HALVES = (fc.compression, programs, fitted_basis, learned_gradients)
 SEEDED: dict[str, Callable[..., object]] = {
     "Compressed": lambda **seed: fc.Compressed(FedAvg(), TOPK, **seed),
     "SharedSupport": lambda **seed: fc.SharedSupport(fc.ScaleCom(density=0.1), **seed),

@@ -191,7 +191,7 @@ def test_private_flower_imports_stand_in_one_file() -> None:
 IMPORTED = (
     "fedcomp.wire, fedcomp.codecs, fedcomp.codecs, fedcomp.kernels, fedcomp.versions",
     "fedcomp.flower.grid, fedcomp.flower.ledger, fedcomp.flower.rounds, fedcomp.flower.state",
-    "fedcomp.clients.app, fedcomp.clients.compressed, fedcomp.clients.shared_support, fedcomp.clients.edge",
+    "fedcomp.clients.app, fedcomp.clients.compressed, fedcomp.clients.programs, fedcomp.clients.edge",
     "fedcomp.clients.coded.mod, fedcomp.clients.coded.shards, fedcomp.clients.coded.relay",
     "fedcomp.clients.coded.sums, fedcomp.clients.coded.gradients, fedcomp.clients.coded.linear",
     "fedcomp.strategies.compressed, fedcomp.strategies.shared_support, fedcomp.strategies.coded.strategy",

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from flwr.app import Context, Message, RecordDict
 
-from fedcomp.flower.payload import take_frame
+from fedcomp.flower.payload import BLOB, STEP, frames, take_frame
 from fedcomp.flower.protocol import DECODER, ENCODER, PROBE, SUPPORT, UPDATE
 from fedcomp.flower.wrapper import GridWrapper
 from fedcomp.layout import Layout
@@ -25,6 +25,8 @@ class Sent(GridWrapper):
     def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
         for m in messages:
             keys = {k for k in m.content if k in KEPT or k.startswith("fedcomp.step")}
+            # Those of programs are entries.
+            keys |= {k.partition("blob")[1] or k for k in frames(m.content) if k.startswith((BLOB, STEP))}
             self.messages.append((int(m.metadata.group_id), m.metadata.message_type, m.metadata.dst_node_id, keys))
         return super().send_and_receive(messages, timeout=timeout)
 

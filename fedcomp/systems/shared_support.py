@@ -20,7 +20,7 @@ import numpy as np
 from fedcomp.codecs import Codec, State, get_codec
 from fedcomp.codecs.scalecom import ScaleCom, Supports, open_support, support_frame
 from fedcomp.layout import Layout, Vector
-from fedcomp.program import Answer, Ask, Frames, Me, Now, Round, Said, Step, System
+from fedcomp.program import Answer, AnswerError, Ask, Frames, Me, Now, Round, Said, Step, System
 from fedcomp.rng import Key
 from fedcomp.rules import Int, Made, Real, Switch
 from fedcomp.wire import Frame
@@ -74,10 +74,16 @@ class SharedSupport(System, id="shared-support"):
     def round(self, now: Now) -> Round:
         codec, layout = self.at(now.number), now.layout
 
+        def opened(frame: Frame) -> Supports:
+            supports = open_support(frame, codec, layout)
+            if codec.dense and sum(support.size for support in supports) < layout.compressed_size:
+                raise AnswerError("a dense round is on all coordinates: there is nothing to choose")
+            return supports
+
         def chosen(answer: Answer) -> Supports | None:
             # A support without values on it is as good as none.
             whole = [answer] if "values" in answer.frames else []
-            return now.read(whole, "support", lambda frame: open_support(frame, codec, layout)).get(answer.node)
+            return now.read(whole, "support", opened).get(answer.node)
 
         led = yield from elect(now, lambda node, kind, lead: Ask(node, kind, Lead(lead)), chosen, now.number - 1)
         if led is None:
@@ -152,7 +158,9 @@ def elect(
     """
     if not now.nodes:
         return None
-    leader = now.nodes[turn % len(now.nodes)]
+    # Of those whose answer goes by the number that they are asked by; where there is none, the first that trained.
+    known = [node for node in now.nodes if node not in now.strangers]
+    leader = known[turn % len(known)] if known else None
     answers = yield [ask(node, "train", node == leader) for node in now.nodes]
     waiting = [answer.node for answer in answers if answer.node != leader]
     answers = [answer for answer in answers if answer.node == leader]

@@ -19,12 +19,10 @@ from fedcomp.clients.gossip import gossip_node
 from fedcomp.clients.gradiveq import fitted_basis
 from fedcomp.clients.half import ClientHalf
 from fedcomp.clients.lgc import learned_gradients
-from fedcomp.clients.power_sgd import shared_basis
 from fedcomp.clients.private.dpsgd import record_dp
 from fedcomp.clients.private.local_dp import local_privacy
 from fedcomp.clients.private.mod import private
 from fedcomp.clients.private.topagg import votes_only
-from fedcomp.clients.shared_support import shared_support
 from fedcomp.codecs import TopK
 from fedcomp.errors import ConfigError
 from fedcomp.flower._private import acting_as
@@ -238,7 +236,7 @@ def test_the_generic_app_has_a_handler_for_every_system() -> None:
 
 @pytest.mark.parametrize(
     "half",
-    [compression(), shared_support(), shared_basis(), fitted_basis(), learned_gradients()],
+    [compression(), fitted_basis(), learned_gradients()],
     ids=lambda half: half.name,
 )
 def test_a_damaged_announcement_is_refused_before_the_app_sees_it(half: ClientHalf) -> None:

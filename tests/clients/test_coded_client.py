@@ -15,7 +15,7 @@ from toy import client_app, fedavg, model, with_halves
 from fedcomp.clients.app import app as generic_app
 from fedcomp.clients.coded.mod import KEEPS_ROUNDS, MAX_STORE_BYTES, coded
 from fedcomp.clients.compressed import compression
-from fedcomp.clients.shared_support import shared_support
+from fedcomp.clients.programs import programs
 from fedcomp.codecs import QSGD, TopK
 from fedcomp.coding.transport import HEADER_BYTES, MemoryStore, Parcel, SpoolRoot
 from fedcomp.errors import ConfigError
@@ -403,7 +403,7 @@ def test_a_fresh_process_for_every_message_gives_the_same_run() -> None:
     """Nothing is kept outside of the state: a new app object per message gives the same bits and the same bytes."""
 
     def fresh(msg: Message, ctx: Context) -> Message:
-        return client_app([coded(), shared_support(), compression()])(msg, ctx)
+        return client_app([coded(), programs(), compression()])(msg, ctx)
 
     def strategy() -> CodedFedAvg:
         return CodedFedAvg(Compressed(fedavg(), QSGD(levels=4)), symbols=2)

@@ -21,6 +21,7 @@ from flwr.serverapp.strategy import (
 from toy import client_app, fedavg, model, stack, with_halves
 
 from fedcomp.clients.compressed import compression
+from fedcomp.clients.gradiveq import fitted_basis
 from fedcomp.codecs import QSGD, SignSGD, TopK
 from fedcomp.errors import ConfigError
 from fedcomp.flower import grid as grids
@@ -28,7 +29,7 @@ from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.nodes import GridError
 from fedcomp.flower.payload import payload_bytes
 from fedcomp.strategies.compressed import Compressed
-from fedcomp.strategies.shared_support import SharedSupport
+from fedcomp.strategies.gradiveq import FittedBasis
 
 KEYS = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
 
@@ -187,19 +188,13 @@ def test_a_training_goes_on_where_it_ended() -> None:
 
 
 def test_a_system_with_exchanges_of_its_own_is_not_started_again_with_another_model() -> None:
-    strategy = SharedSupport(fraction_evaluate=0.0)
-    with InProcessGrid(with_halves_of_all(), 4, seed=3) as grid:
+    strategy = FittedBasis(fraction_evaluate=0.0)
+    with InProcessGrid(client_app([fitted_basis(), compression()]), 4, seed=3) as grid:
         ended = strategy.start(grid, model(), num_rounds=2)
         with pytest.raises(ConfigError, match="was started before"):
             strategy.start(grid, model(), num_rounds=1)
         strategy.start(grid, ended.arrays, num_rounds=1)
     assert strategy.reports[1].used == 4
-
-
-def with_halves_of_all():
-    from fedcomp.clients.shared_support import shared_support
-
-    return client_app([shared_support(), compression()])
 
 
 @pytest.mark.parametrize("rule", [{"min_available_nodes": 5}, {"min_train_nodes": 5, "min_available_nodes": 2}])

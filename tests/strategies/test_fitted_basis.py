@@ -14,8 +14,7 @@ from waiting_runs import Sent, number_of, owed
 
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.gradiveq import fitted_basis
-from fedcomp.clients.power_sgd import shared_basis
-from fedcomp.clients.shared_support import shared_support
+from fedcomp.clients.programs import programs
 from fedcomp.codecs import GradiVeQ, PowerSGD, TopK
 from fedcomp.codecs.cycle import COMPRESSION, SAMPLING
 from fedcomp.codecs.gradiveq import steps_frame
@@ -436,7 +435,7 @@ def test_conservation_under_faults(options: dict, error_state: str) -> None:
 
 def test_clients_of_other_systems_are_served_beside_it() -> None:
     """One app answers all kinds; a client without the half is named and left out."""
-    every = client_app([fitted_basis(), shared_support(), shared_basis(), compression()])
+    every = client_app([fitted_basis(), programs(), compression()])
     result, _ = run(FittedBasis(codec(), **PHASES), 2, client=every)
     assert np.abs(stack(result.arrays)).max() > 0
     lacking = client_app([compression()])

@@ -19,9 +19,8 @@ from fedcomp.clients.coded.mod import coded as coded_mod
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.gradiveq import fitted_basis
 from fedcomp.clients.lgc import learned_gradients
-from fedcomp.clients.power_sgd import shared_basis
 from fedcomp.clients.private.mod import private
-from fedcomp.clients.shared_support import shared_support
+from fedcomp.clients.programs import programs
 from fedcomp.codecs import LGC, QSGD, FixedPoint, GradiVeQ, Identity, PowerSGD, RandomK, ScaleCom, SignSGD, TopK
 from fedcomp.errors import ConfigError, NoUsableReply
 from fedcomp.flower.grid import InProcessGrid
@@ -106,8 +105,8 @@ FRAMES = {
         lambda **o: Compressed(fedavg(fraction_evaluate=0.0), TopK(1.0), downlink=QSGD(levels=127), **o),
         [compression()],
     ),
-    "shared support": (lambda **o: SharedSupport(ScaleCom(1.0), **o), [shared_support(), compression()]),
-    "shared basis": (lambda **o: SharedBasis(PowerSGD(min_rate=1e9), **o), [shared_basis(), compression()]),
+    "shared support": (lambda **o: SharedSupport(ScaleCom(1.0), **o), [programs(), compression()]),
+    "shared basis": (lambda **o: SharedBasis(PowerSGD(min_rate=1e9), **o), [programs(), compression()]),
     "fitted basis": (lambda **o: FittedBasis(GradiVeQ(width=40), **o), [fitted_basis(), compression()]),
     "learned gradients": (lambda **o: LearnedGradients(LGC(1.0), **o), [learned_gradients(), compression()]),
 }

@@ -15,9 +15,8 @@ from fedcomp import wire
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.gradiveq import fitted_basis
 from fedcomp.clients.lgc import learned_gradients
-from fedcomp.clients.power_sgd import shared_basis
 from fedcomp.clients.private.mod import private
-from fedcomp.clients.shared_support import shared_support
+from fedcomp.clients.programs import programs
 from fedcomp.codecs import LGC, GradiVeQ, Identity, PowerSGD, RandomK, ScaleCom, TopK
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
@@ -295,11 +294,11 @@ PATHS: dict[str, Callable[[], tuple[Strategy, Client]]] = {
     ),
     "shared support": lambda: (
         SharedSupport(ScaleCom(1.0)),
-        client_app([shared_support(), compression()]),
+        client_app([programs(), compression()]),
     ),
     "shared basis": lambda: (
         SharedBasis(PowerSGD(rank=2)),
-        client_app([shared_basis(), compression()]),
+        client_app([programs(), compression()]),
     ),
     "fitted basis": lambda: (
         FittedBasis(GradiVeQ(width=40)),
@@ -335,6 +334,7 @@ def test_d4_a_reply_that_holds_too_much_is_refused_unread(path: str, name: str, 
 
     monkeypatch.setattr("fedcomp.strategies.intake.weight_of", watched)
     monkeypatch.setattr("fedcomp.strategies.shared_replies.weight_of", watched)
+    monkeypatch.setattr("fedcomp.strategies.server.weight_of", watched)
     run(strategy, evil, app=app, rounds=1)
     (reason,) = strategy.reports[1].refused.values()
     assert said in reason

@@ -24,7 +24,7 @@ from waiting_runs import Sent, number_of, owed
 
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.lgc import learned_gradients
-from fedcomp.clients.shared_support import shared_support
+from fedcomp.clients.programs import programs
 from fedcomp.codecs import LGC, ErrorFeedback, ScaleCom, TopK
 from fedcomp.codecs.autoencoder import ConvEncoder, latents
 from fedcomp.codecs.lgc import NodeEstimate, side_of
@@ -170,7 +170,7 @@ def test_stages_switch_at_their_rounds_and_the_first_two_are_scalecom(instance: 
     ]
     assert stages == ["dense"] * 2 + ["values"] * 3 + ["latents"] * 3
     plain = SharedSupport(ScaleCom(0.05), warmup_rounds=2, policy=EndsDense(), fraction_evaluate=0.0)
-    halves = client_app([shared_support()])
+    halves = client_app([programs()])
     np.testing.assert_array_equal(models[5], flat(run(plain, 3, rounds=5, client=halves)[0].arrays))
     after = flat(run(SharedSupport(ScaleCom(0.05), warmup_rounds=2, policy=EndsDense()), 3, 6, client=halves)[0].arrays)
     assert not np.array_equal(models[6], after)
@@ -195,7 +195,7 @@ def test_a_ring_with_an_identity_is_scalecom_bit_for_bit(ef: str, values: str) -
         fraction_evaluate=0.0,
     )
     ours, grid = run(strategy)
-    theirs, other = run(plain, client=client_app([shared_support()]))
+    theirs, other = run(plain, client=client_app([programs()]))
     same = [np.array_equal(memories(grid)[p], memories(other)[p]) for p in range(4)]
     if ef == "mask" and values == "bf16":
         assert not any(same)
@@ -745,12 +745,12 @@ def _fields(codec: LGC) -> dict:
 
 @pytest.mark.long
 def test_clients_of_other_systems_are_served_beside_it() -> None:
-    one = client_app([learned_gradients(), shared_support(), compression()])
+    one = client_app([learned_gradients(), programs(), compression()])
     plain, _ = run(SharedSupport(ScaleCom(0.05), policy=EndsDense()), client=one)
-    alone, _ = run(SharedSupport(ScaleCom(0.05), policy=EndsDense()), client=client_app([shared_support()]))
+    alone, _ = run(SharedSupport(ScaleCom(0.05), policy=EndsDense()), client=client_app([programs()]))
     np.testing.assert_array_equal(flat(plain.arrays), flat(alone.arrays))
     with pytest.raises(Exception, match="learned_gradients"):
-        run(Watched(codec()), client=client_app([shared_support(), compression()]))
+        run(Watched(codec()), client=client_app([programs(), compression()]))
 
 
 def test_what_it_does_not_take() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import program_runs
 import pytest
 from flwr.app import Array, ArrayRecord, Message
 from flwr.serverapp.strategy import FedAvg
@@ -16,20 +17,21 @@ from toy import client_app, fedavg, model, stack
 from waiting_runs import owed
 
 from fedcomp.clients.compressed import compression
-from fedcomp.clients.shared_support import shared_support
+from fedcomp.clients.programs import programs
 from fedcomp.codecs import QSGD, ScaleCom, TopK
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.flower import checkpoint
+from fedcomp.flower.asks import AskHead
 from fedcomp.flower.faults import Delivery, Fault
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
-from fedcomp.flower.protocol import Announcement
 from fedcomp.flower.rounds import fit
 from fedcomp.layout import Layout, SmallDense
 from fedcomp.stateful import next_epoch, within_epoch
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.gossip.strategy import GossipRelay
 from fedcomp.strategies.pipelined import PipelinedStrategy
+from fedcomp.strategies.server import Server
 from fedcomp.strategies.shared_support import SharedSupport
 
 LAYOUT = Layout.of({name: array.numpy() for name, array in model().items()}, SmallDense())
@@ -59,12 +61,12 @@ class Sum(FedAvg):
 class Delivered(SharedSupport):
     """Keeps what was added of all clients together."""
 
-    def _aggregate(self, now: Any) -> Any:
-        out = super()._aggregate(now)
+    def _take(self, x: Any, now: Any, step: Any) -> Any:
+        out = super()._take(x, now, step)
         if out[0] is not None:
-            for client in now.clients:
-                if client.values is not None:
-                    TOTALS[-1] += now.fixed.decode(client.values, LAYOUT)
+            codec, given = x.given
+            for each in given:
+                TOTALS[-1] += codec.decode(each.frame, LAYOUT)
         return out
 
 
@@ -88,8 +90,8 @@ class Watching(PlainGrid):
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         batch = list(messages)
-        found = [Announcement.read(config) for m in batch for config in m.content.config_records.values()]
-        self.world.sequences += [each.sequence for each in found if each is not None and each.sequence]
+        found = [config.get("fedcomp.sequence", 0) for m in batch for config in m.content.config_records.values()]
+        self.world.sequences += [number for number in found if number]
         return super().push_messages(batch)
 
 
@@ -101,7 +103,7 @@ class World:
     sequences: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.engine = InProcessGrid(client_app([shared_support(), compression()]), NODES, seed=3, fault=self.fault)
+        self.engine = InProcessGrid(client_app([programs(), compression()]), NODES, seed=3, fault=self.fault)
 
     def fault(self, delivery: Delivery) -> Fault:
         return Fault("lost_reply" if self.dying else "none")
@@ -112,7 +114,10 @@ class World:
     def owed(self, strategy: Any) -> np.ndarray:
         contexts = [(node, self.engine.context(node)) for node in self.engine.get_node_ids()]
         made = sum(context.state.array_records["toy.sum"]["sum"].numpy() for _, context in contexts)
-        left = sum(owed(context, strategy, node, LAYOUT) for node, context in contexts)
+        if isinstance(strategy, Server):
+            left = sum(program_runs.owed(strategy, context, node, LAYOUT) for node, context in contexts)
+        else:
+            left = sum(owed(context, strategy, node, LAYOUT) for node, context in contexts)
         return made - self.natural(left)
 
     def natural(self, vector: Any) -> np.ndarray:
@@ -280,6 +285,6 @@ def test_numbers_stay_integers_that_a_message_holds() -> None:
     assert within_epoch(next_epoch(9) + 3) == 3
     last = ((1 << 31) - 1) << 32
     assert next_epoch(last - 1) == last < 2**63
-    Announcement(record="arrays", round=1, seed=0, sequence=last).check()
+    AskHead(number=1, seed=0, session=b"session!", sequence=last).check()
     with pytest.raises(StateError, match="start a new run"):
         next_epoch(last)

@@ -13,6 +13,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord
 from flwr.serverapp.strategy import FedAdam, FedAvg, FedMedian, FedProx, Krum, Strategy
 from message_examples import all_damages
 from plain_grid import PlainGrid
+from program_runs import owed
 from toy import client_app, model, stack, update
 
 from fedcomp.clients import memory as kept
@@ -21,16 +22,16 @@ from fedcomp.clients.programs import programs
 from fedcomp.codecs import QSGD, Codec, ErrorFeedback, Identity, PowerSGD, ScaleCom, SignSGD, TopK
 from fedcomp.errors import ConfigError, NoUsableReply
 from fedcomp.flower import asks, checkpoint
-from fedcomp.flower.faults import RandomFaults
+from fedcomp.flower.faults import Delivery, RandomFaults
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
-from fedcomp.flower.payload import FRAME, NODE_RECORD, take_frame
+from fedcomp.flower.payload import FRAME, NODE_RECORD
 from fedcomp.flower.records import to_arrays, to_record
 from fedcomp.flower.rounds import drive, exchanges_of, fit
 from fedcomp.layout import NONE_DENSE, Layout
 from fedcomp.local import Local
-from fedcomp.program import Step, System
+from fedcomp.program import Step
 from fedcomp.rng import Key
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.guard import Norms
@@ -159,22 +160,6 @@ class Watched(Server):
         return out
 
 
-def owed(server: Server, context: Context, address: int, system: System) -> np.ndarray:
-    """Return what a client remembers, with what it sent last where that was not consumed."""
-    state = context.state
-    if kept.MEMORY not in state:
-        return np.zeros(LAYOUT.size)
-    memory = {name: np.array(array) for name, array in to_arrays(state[kept.MEMORY]).items()}
-    held, peer = kept.Held.take(state), server.roster.peer(address)
-    if held.sent and (peer.generation, peer.consumed) != (held.generation, held.sent):
-        frame = take_frame(state, kept.PENDING) or state[kept.REPLY + NODE_RECORD].get(FRAME + "values")
-        # Else it was put back already.
-        memory = memory if frame is None else system.rollback(memory, frame, LAYOUT)
-    residual = system.residual(memory, LAYOUT)
-    assert residual is not None
-    return residual.astype(np.float64)
-
-
 @pytest.mark.parametrize("which", [pytest.param(name, marks=pytest.mark.long) for name in list(SYSTEMS)[:3]])
 def test_what_is_made_is_delivered_or_remembered_under_six_faults(which: str) -> None:
     """Updates are integers, so that sums are exact; each kind of fault meets one message in ten or twelve."""
@@ -200,7 +185,7 @@ def test_what_is_made_is_delivered_or_remembered_under_six_faults(which: str) ->
         node = int(context.node_config["partition-id"])
         total = context.state["toy.sum"]["sum"].numpy()
         vector = LAYOUT.flatten(dict(zip(("weight", "bias"), np.split(total, [1200]), strict=True)) | _shaped(total))
-        rest = vector - owed(server, context, address, server.system) - server.delivered[node]
+        rest = vector - owed(server, context, address, LAYOUT) - server.delivered[node]
         assert not rest[:dense].any()
 
 
@@ -459,3 +444,15 @@ def test_another_training_begins_with_nothing_known() -> None:
     more = server.start(grid, again, num_rounds=2, timeout=9).arrays
     assert stack(more).any()
     assert not any(report.fresh for report in server.reports.values() if report.round > 2)
+
+
+def test_updates_that_wait_for_a_lost_exchange_do_not_end_a_run() -> None:
+    def fault(delivery: Delivery) -> str | None:
+        if delivery.round > 1 or delivery.message_type != "query":
+            return None
+        return "raise" if delivery.partition == 0 else "lost_reply"
+
+    server = SYSTEMS["shared support"]()
+    play(server, grid_of(nodes=3, fault=fault), 2)
+    assert [report.used for report in server.reports.values()] == [0, 3]
+    assert "no client could choose a support" in server.reports[1].notes[0]

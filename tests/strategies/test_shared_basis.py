@@ -3,47 +3,45 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from program_runs import owed
 from toy import client_app, fedavg, fingerprint, model, stack
-from waiting_runs import Sent, owed
+from waiting_runs import Sent
 
-from fedcomp import wire
 from fedcomp.clients.client import client as with_halves
 from fedcomp.clients.compressed import compression
-from fedcomp.clients.power_sgd import shared_basis
-from fedcomp.clients.shared_support import shared_support
+from fedcomp.clients.memory import BLOB
+from fedcomp.clients.programs import programs
 from fedcomp.codecs import LowRank, PowerSGD, ScaleCom, TopK
-from fedcomp.codecs.coefficients import basis_id_of
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.codecs.lowrank import Basis
-from fedcomp.codecs.positional import stretches
 from fedcomp.errors import ConfigError
 from fedcomp.flower import checkpoint
 from fedcomp.flower.faults import Delivery, RandomFaults
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
-from fedcomp.flower.payload import NODE_RECORD, has_frame, put_frame, take_frame
-from fedcomp.flower.protocol import SUPPORT, UPDATE
+from fedcomp.flower.payload import FRAME, NODE_RECORD, has_frame, put_frame, take_frame
 from fedcomp.flower.rounds import drive, fit
 from fedcomp.layout import Layout
 from fedcomp.rng import Key
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.power_sgd import SharedBasis
+from fedcomp.systems.power_sgd import basis_of
 
 SIZE = 1212
+VALUES = FRAME + "values"
 LAYOUT = Layout.of({name: array.numpy() for name, array in model().items()})
 FORMS = ("alternating", "two-exchange")
 
 
 def app() -> ClientApp:
-    return client_app([shared_basis(), compression()])
+    return client_app([programs(), compression()])
 
 
 def metered(nodes: int, *, fault=None, client=None, **options) -> MeteredGrid:
@@ -65,15 +63,22 @@ class Watched(SharedBasis):
         self.bases: dict[int, Basis] = {}
         self.again: dict[int, list[int]] = {}
 
-    def _gather(self, now, frames):
-        self.again[now.number] = sorted(c.partition for c in now.clients if c.values is None)
-        yield from super()._gather(now, frames)
+    def _ask(self, server_round, *args):
+        self.again[server_round], self.asked = [], set()
+        return super()._ask(server_round, *args)
 
-    def _aggregate(self, now):
-        out = super()._aggregate(now)
+    def _message(self, x, now, ask):
+        if ask.node in self.asked:
+            self.again[now.number].append(ask.node)
+        self.asked.add(ask.node)
+        return super()._message(x, now, ask)
+
+    def _take(self, x, now, step):
+        out = super()._take(x, now, step)
         if out[0] is not None:
-            self.bases[now.number] = now.basis
-            found = {c.partition: (c.weight, now.fixed.decode(c.values, LAYOUT).astype(float)) for c in now.senders}
+            self.bases[now.number] = basis_of(self.system.at(now.number), step.blobs, LAYOUT)
+            codec, given = x.given
+            found = {g.node: (g.weight, codec.decode(g.frame, LAYOUT).astype(float)) for g in given}
             for partition, (_, vector) in found.items():
                 self.delivered[partition] += vector
             total = sum(weight for weight, _ in found.values())
@@ -87,13 +92,13 @@ def test_the_model_moves_by_the_mean_of_what_was_decoded_and_all_hold_it(form: s
     """With FedAvg's weights; every replica is the server's model, bit for bit."""
     strategy = Watched(PowerSGD(2, form=form, values=values), fraction_evaluate=1.0)
     seen: list[set[float]] = []
-    average = strategy.cohort.evaluate_metrics_aggr_fn
+    average = strategy.inner.evaluate_metrics_aggr_fn
 
     def look(replies, weighted_by):
         seen.append({reply["metrics"]["seen"] for reply in replies})
         return average(replies, weighted_by)
 
-    strategy.cohort = replace(strategy.cohort, evaluate_metrics_aggr_fn=look)
+    strategy.inner.evaluate_metrics_aggr_fn = look
     result, _ = run(strategy)
     np.testing.assert_allclose(stack(result.arrays), sum(strategy.means.values()), rtol=1e-4, atol=0.1)
     assert all(len(models) == 1 for models in seen)
@@ -110,7 +115,10 @@ def test_one_exchange_is_enough_and_no_basis_travels_where_steps_do() -> None:
     assert list(strategy.again.values()) == [[]] * 5
     assert {kind for _, kind, _, _ in grid.messages} == {"train"}
     for number, _, _, keys in grid.messages:
-        assert keys == ({"arrays"} if number == 1 else {f"fedcomp.step.{number}"})
+        # The basis of the first round was drawn, and comes once with the step that is in it.
+        assert keys == (
+            {"arrays"} if number == 1 else {f"fedcomp.step.{number}"} | ({"blob"} if number == 2 else set())
+        )
     sides = [strategy.bases[number].side for number in range(1, 6)]
     assert sides == [1, 0, 1, 0, 1]
 
@@ -123,7 +131,7 @@ def test_two_exchanges_send_a_basis_to_each_and_probe_first() -> None:
     for number, kind, _, keys in grid.messages:
         # A step of a basis that the node has just sent in does not bring it again.
         step = {f"fedcomp.step.{number}"} if number > 1 else {"arrays"}
-        assert keys == (step if kind == "train" else {SUPPORT})
+        assert keys == (step if kind == "train" else {"blob"})
 
 
 @pytest.mark.parametrize("memory", ["local", "aggregated"])
@@ -182,14 +190,12 @@ def test_a_node_whose_basis_is_stale_is_sent_it_again_and_takes_part(form: str) 
     """What it kept of the basis is damaged or gone: never a frame of another basis, and no round without it."""
 
     def forget(context: Context) -> None:
-        if "fedcomp.power-sgd" in context.state:
-            del context.state["fedcomp.power-sgd"]
+        for key in [key for key in context.state if key.startswith(BLOB)]:
+            del context.state[key]
 
     def damage(context: Context) -> None:
-        held = context.state["fedcomp.power-sgd"]
-        basis = held["basis"].numpy().copy()
-        basis[-5] ^= 1
-        context.state["fedcomp.power-sgd"] = ArrayRecord({"basis": Array(basis), "id": held["id"]})
+        for key in [key for key in context.state if key.startswith(BLOB)]:
+            put_frame(context.state, key, take_frame(context.state, key)[:-1] + b"?")
 
     for spoil in (forget, damage):
         honest, strategy = app(), Watched(PowerSGD(2, form=form), fraction_evaluate=1.0)
@@ -218,7 +224,7 @@ def test_a_node_that_was_away_follows_the_steps_or_is_sent_the_basis_with_the_mo
     node = grid.inner.inner.node_id_of(2)
     (back,) = [keys for number, _, to, keys in grid.messages if (number, to) == (5, node)]
     # The node did not say that it lost anything: three steps, each of which leads to the basis of the next.
-    assert back in ({f"fedcomp.step.{v}" for v in (3, 4, 5)}, {"arrays", SUPPORT})
+    assert back in ({f"fedcomp.step.{v}" for v in (3, 4, 5)} | {"blob"}, {"arrays", "blob"})
     assert [strategy.reports[number].used for number in range(1, 8)] == [3, 3, 2, 2, 3, 3, 3]
     assert all(again == [] for again in strategy.again.values())
 
@@ -247,11 +253,11 @@ def test_a_frame_of_another_basis_is_refused_and_goes_back_into_the_memory() -> 
     def cheat(msg: Message, context: Context) -> Message:
         number = int(msg.content.config_records.get("config", {}).get("server-round", 0))
         reply = honest(msg, context)
-        if context.node_config["partition-id"] == 1 and has_frame(reply.content, UPDATE):
+        if context.node_config["partition-id"] == 1 and has_frame(reply.content, VALUES):
             if number == 2:
                 kept.append(reply.content)
             if number == 4:
-                put_frame(reply.content, UPDATE, take_frame(kept[0], UPDATE))
+                put_frame(reply.content, VALUES, take_frame(kept[0], VALUES))
         return reply
 
     honest = app()
@@ -281,8 +287,7 @@ def test_a_vanished_client_changes_nothing_of_its_state(form: str) -> None:
 
     def snapshot() -> dict[str, bytes]:
         state = grid.inner.context(node).state.array_records
-        names = ("fedcomp.uplink.memory", "fedcomp.power-sgd")
-        return {f"{name}/{k}": a.numpy().tobytes() for name in names for k, a in state[name].items()}
+        return {k: a.numpy().tobytes() for k, a in state["fedcomp.memory"].items()}
 
     before = snapshot()
     fit(strategy, grid, result.arrays, 3, start_round=3, timeout=9)
@@ -292,8 +297,8 @@ def test_a_vanished_client_changes_nothing_of_its_state(form: str) -> None:
         # The training message was answered, and acknowledged: its update waits. The query left no trace.
         after = snapshot()
         changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
-        assert "fedcomp.uplink.memory/update" in changed
-        assert "fedcomp.uplink.memory/memory" not in changed
+        assert "update" in changed
+        assert "memory" not in changed
     assert len(strategy.reports[3].refused) == 1
 
 
@@ -318,7 +323,7 @@ def test_conservation_under_faults(form: str, error_state: str) -> None:
         context = grid.context(node)
         if "toy.sum" in context.state:
             made[partition[node]] += context.state.array_records["toy.sum"]["sum"].numpy()
-        left[partition[node]] += owed(context, strategy, node, LAYOUT)
+        left[partition[node]] += owed(strategy, context, node, LAYOUT)
 
     wipes = 0
     for round_ in range(1, 61):
@@ -354,7 +359,7 @@ def test_without_rolling_back_mass_is_lost(monkeypatch: pytest.MonkeyPatch) -> N
         context = grid.context(node)
         made = context.state.array_records["toy.sum"]["sum"].numpy()
         p = int(context.node_config["partition-id"])
-        missing += float(np.abs(strategy.delivered[p] + owed(context, strategy, node, LAYOUT) - made).max())
+        missing += float(np.abs(strategy.delivered[p] + owed(strategy, context, node, LAYOUT) - made).max())
     assert missing > 1
 
 
@@ -370,11 +375,11 @@ def test_the_aggregated_memory_is_corrected_by_the_mean_that_came_down(form: str
     fit(strategy, grid, result.arrays, 6, start_round=6, timeout=9)
     for node in grid.get_node_ids():
         context = grid.inner.context(node)
-        state = {k: v.numpy() for k, v in context.state.array_records["fedcomp.uplink.memory"].items()}
+        state = {k: v.numpy() for k, v in context.state.array_records["fedcomp.memory"].items()}
         made = context.state.array_records["toy.sum"]["sum"].numpy()
         p = int(context.node_config["partition-id"])
-        stored = RecordDict({NODE_RECORD: context.state["fedcomp.uplink.reply/" + NODE_RECORD]})
-        own = strategy.codec.rollback(state, take_frame(stored, UPDATE), LAYOUT)["memory"]
+        frame = context.state["fedcomp.reply/" + NODE_RECORD][VALUES]
+        own = strategy.codec.rollback(state, frame, LAYOUT)["memory"]
         # All it was given, less the means of the rounds before: the last one has not come down.
         weight = slice(0, 1200)
         means = sum(strategy.means[number] for number in range(1, 6))
@@ -428,7 +433,8 @@ def test_a_model_that_was_changed_between_rounds_is_sent_whole_with_the_basis() 
     result = fit(strategy, grid, model(), 3, timeout=9)
     moved = ArrayRecord({name: Array(array.numpy() + 1) for name, array in result.arrays.items()})
     fit(strategy, grid, moved, 5, start_round=4, timeout=9)
-    assert all(keys == {"arrays", SUPPORT} for number, _, _, keys in grid.messages if number == 4)
+    # The basis follows from a step that all have had.
+    assert all(keys == {"arrays", "blob"} for number, _, _, keys in grid.messages if number == 4)
     assert strategy.again[4] == []
     assert strategy.bases[4].side == 1 - strategy.bases[3].side, "the basis is that of the last step"
     assert [report.used for report in strategy.reports.values()] == [3] * 5
@@ -436,7 +442,7 @@ def test_a_model_that_was_changed_between_rounds_is_sent_whole_with_the_basis() 
 
 def test_clients_of_other_systems_are_served_beside_it() -> None:
     """One app answers both kinds; a client without the half is named and left out."""
-    both = client_app([shared_support(), shared_basis(), compression()])
+    both = client_app([programs(), compression()])
     result, _ = run(SharedBasis(PowerSGD(2)), 2, client=both)
     assert np.abs(stack(result.arrays)).max() > 0
     lacking = client_app([compression()])
@@ -447,7 +453,7 @@ def test_clients_of_other_systems_are_served_beside_it() -> None:
     strategy = SharedBasis(PowerSGD(2))
     run(strategy, 3, client=client, rounds=2)
     (reason,) = strategy.reports[1].refused.values()
-    assert "shared_basis()" in reason
+    assert "its app cannot take part in SharedBasis" in reason
 
 
 def test_what_a_shared_basis_does_not_take() -> None:
@@ -467,14 +473,3 @@ def test_low_rank_serves_the_drop_in_pair_in_both_directions() -> None:
     assert [report.used for report in strategy.reports.values()] == [3] * 5
     assert all(not report.refused and not report.notes for report in strategy.evaluations.values())
     assert np.abs(stack(result.arrays)).max() > 100
-
-
-def test_steps_name_their_basis() -> None:
-    strategy = Watched(PowerSGD(2))
-    run(strategy, 2, rounds=3)
-    assert strategy._last is not None
-    frame, block, number = strategy._last
-    assert basis_id_of(frame, stretches(LAYOUT, "layer"), LAYOUT) == number == strategy.bases[3].id
-    assert strategy.codec.open_basis(block, number, LAYOUT).id == number
-    with pytest.raises(wire.WireError):
-        basis_id_of(wire.encode([wire.dense(np.zeros(3, np.float32))]), stretches(LAYOUT, "layer"), LAYOUT)

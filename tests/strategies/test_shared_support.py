@@ -9,23 +9,22 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from program_runs import owed
 from toy import client_app, fedavg, fingerprint, model, stack, update, with_halves
-from waiting_runs import owed
 
 from fedcomp import wire
 from fedcomp.clients.compressed import compression
-from fedcomp.clients.shared_support import shared_support
+from fedcomp.clients.programs import programs
 from fedcomp.codecs import ScaleCom, TopK
 from fedcomp.codecs.feedback import ErrorFeedback
-from fedcomp.codecs.scalecom import support_frame
+from fedcomp.codecs.scalecom import open_support, support_frame
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.flower import checkpoint
 from fedcomp.flower.faults import Delivery, RandomFaults
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
-from fedcomp.flower.payload import has_frame, put_frame
-from fedcomp.flower.protocol import SUPPORT, UPDATE
+from fedcomp.flower.payload import FRAME, has_frame, put_frame
 from fedcomp.flower.rounds import drive, fit
 from fedcomp.flower.wrapper import GridWrapper
 from fedcomp.layout import Layout, SmallDense
@@ -39,7 +38,7 @@ K = 24  # of the 1200 compressed coordinates at 2 %
 
 
 def app() -> ClientApp:
-    return client_app([shared_support(), compression()])
+    return client_app([programs(), compression()])
 
 
 def metered(nodes: int, *, fault=None, client=None, **options) -> MeteredGrid:
@@ -60,12 +59,12 @@ class Watched(SharedSupport):
         self.values: dict[int, dict[int, np.ndarray]] = {}
         self.supports: dict[int, tuple[np.ndarray, ...]] = {}
 
-    def _aggregate(self, now):
-        out = super()._aggregate(now)
+    def _take(self, x, now, step):
+        out = super()._take(x, now, step)
         if out[0] is not None:
-            self.supports[now.number] = now.supports
-            frames = {c.partition: c.values for c in now.clients if c.values is not None}
-            self.values[now.number] = {p: now.fixed.decode(f, LAYOUT).astype(np.float64) for p, f in frames.items()}
+            codec, given = x.given
+            self.supports[now.number] = open_support(step.blobs["support"], self.system.at(now.number), LAYOUT)
+            self.values[now.number] = {g.node: codec.decode(g.frame, LAYOUT).astype(np.float64) for g in given}
             for partition, vector in self.values[now.number].items():
                 self.delivered[partition] += vector
         return out
@@ -117,7 +116,7 @@ def test_a_followers_gradient_never_changes_the_support() -> None:
     first = Watched(ScaleCom(0.02))
     run(first, 4, rounds=1, client=changed)
 
-    loud = with_halves([shared_support()])
+    loud = with_halves([programs()])
 
     @loud.train()
     def train(msg: Message, context: Context) -> Message:
@@ -159,7 +158,7 @@ def test_memory_on_the_support_keeps_its_share(beta: float) -> None:
     nodes = sorted(grid.get_node_ids())
 
     def memories():
-        return {n: grid.inner.context(n).state.array_records["fedcomp.uplink.memory"]["memory"].numpy() for n in nodes}
+        return {n: grid.inner.context(n).state.array_records["fedcomp.memory"]["memory"].numpy() for n in nodes}
 
     result = fit(strategy, grid, model(), 3, timeout=9)
     before = memories()
@@ -194,7 +193,7 @@ def test_conservation_under_faults(error_state: str) -> None:
         context = grid.context(node)
         if "toy.sum" in context.state:
             made[partition[node]] += context.state.array_records["toy.sum"]["sum"].numpy()
-        left[partition[node]] += owed(context, strategy, node, LAYOUT)
+        left[partition[node]] += owed(strategy, context, node, LAYOUT)
 
     wipes = 0
     for round_ in range(1, 81):
@@ -231,7 +230,7 @@ def test_without_rolling_back_mass_is_lost(monkeypatch: pytest.MonkeyPatch) -> N
         context = grid.context(node)
         made = context.state.array_records["toy.sum"]["sum"].numpy()
         p = int(context.node_config["partition-id"])
-        missing += float(np.abs(strategy.delivered[p] + owed(context, strategy, node, LAYOUT) - made).max())
+        missing += float(np.abs(strategy.delivered[p] + owed(strategy, context, node, LAYOUT) - made).max())
     assert missing > 1
 
 
@@ -277,7 +276,7 @@ def test_a_client_that_missed_the_index_message_keeps_everything() -> None:
         _, grid = run(strategy, 3, rounds=1, fault=fault)
         assert sorted(strategy.values[1]) == [0, 1]
         node = next(n for n in grid.get_node_ids() if grid.inner.context(n).node_config["partition-id"] == 2)
-        state = {k: v.numpy() for k, v in grid.inner.context(node).state.array_records["fedcomp.uplink.memory"].items()}
+        state = {k: v.numpy() for k, v in grid.inner.context(node).state.array_records["fedcomp.memory"].items()}
         made = grid.inner.context(node).state.array_records["toy.sum"]["sum"].numpy()
         np.testing.assert_allclose(strategy.codec.settle(state, LAYOUT)["memory"], beta * made, rtol=1e-6)
 
@@ -309,7 +308,7 @@ def test_replicas_are_the_servers_model_also_after_wipes() -> None:
 
         def send_and_receive(self, messages, *, timeout=None):
             replies = super().send_and_receive(messages, timeout=timeout)
-            model_now = strategy.announcer.layout.unflatten(strategy.announcer.broadcast.reference, {})
+            model_now = LAYOUT.unflatten(strategy.broadcast.reference, {})
             now = fingerprint(ArrayRecord({k: Array(v) for k, v in model_now.items()}))
             answers = [r.content["metrics"]["seen"] for r in replies if r.has_content() and "metrics" in r.content]
             seen.extend(answer - now for answer in answers)
@@ -387,7 +386,7 @@ def test_evaluation_uses_the_new_model() -> None:
 def test_frames_too_large_to_ride_in_a_config_record() -> None:
     """Frames above 64 KiB travel as Arrays; neither side takes one for a model."""
     size = 60_000
-    big = with_halves([shared_support(), compression()])
+    big = with_halves([programs(), compression()])
 
     @big.train()
     def train(msg: Message, context: Context) -> Message:
@@ -460,7 +459,7 @@ BAD_VALUES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BAD_VALUES)
 def test_bad_values_cost_their_senders_update_only(name: str) -> None:
-    strategy = evil_run(_put(UPDATE, BAD_VALUES[name]), kind="query", culprit=2)
+    strategy = evil_run(_put(FRAME + "values", BAD_VALUES[name]), kind="query", culprit=2)
     assert sorted(strategy.values[2]) == [0, 1, 3]
     assert len(strategy.reports[2].refused) == 1
 
@@ -477,15 +476,15 @@ BAD_BLOCKS = {
 @pytest.mark.parametrize("name", BAD_BLOCKS)
 def test_a_bad_support_is_refused_and_another_leads(name: str) -> None:
     """Partition 1 leads round 2."""
-    strategy = evil_run(_put(SUPPORT, BAD_BLOCKS[name]))
+    strategy = evil_run(_put(FRAME + "support", BAD_BLOCKS[name]))
     assert strategy.leaders[2] != 1
     assert sorted(strategy.values[2]) == [0, 2, 3]
-    assert any("as leader" in reason for reason in strategy.reports[2].refused.values())
+    assert any(reason.startswith("support: ") for reason in strategy.reports[2].refused.values())
 
 
 def test_a_support_the_leader_did_not_send_on_is_refused() -> None:
     """The block is fine by itself, but has another number of coordinates than the leader's own values."""
-    strategy = evil_run(_put(SUPPORT, block_of((np.arange(K - 3),))))
+    strategy = evil_run(_put(FRAME + "support", block_of((np.arange(K - 3),))))
     assert sorted(strategy.values[2]) == [0, 2, 3]
 
 
@@ -520,7 +519,7 @@ def test_apps_without_the_mod_are_told_what_they_lack() -> None:
 
     run(strategy, 3, rounds=2, client=client)
     assert sorted(strategy.values[2]) == [0, 2]
-    assert "shared_support()" in next(iter(strategy.reports[2].refused.values()))
+    assert "its app cannot take part in SharedSupport" in next(iter(strategy.reports[2].refused.values()))
 
 
 def test_the_mod_leaves_other_servers_alone() -> None:

@@ -13,8 +13,7 @@ from toy import fedavg, with_halves
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.gradiveq import fitted_basis
 from fedcomp.clients.lgc import learned_gradients
-from fedcomp.clients.power_sgd import shared_basis
-from fedcomp.clients.shared_support import shared_support
+from fedcomp.clients.programs import programs
 from fedcomp.codecs import LGC, GradiVeQ, PowerSGD, ScaleCom, TopK
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.rng import Key
@@ -63,8 +62,8 @@ def training(mod) -> ClientApp:
 
 def strategies():
     yield Compressed(fedavg(fraction_evaluate=0.0), TopK(density=0.05)), compression()
-    yield SharedSupport(ScaleCom(density=0.05), fraction_evaluate=0.0), shared_support()
-    yield SharedBasis(PowerSGD(rank=2), fraction_evaluate=0.0), shared_basis()
+    yield SharedSupport(ScaleCom(density=0.05), fraction_evaluate=0.0), programs()
+    yield SharedBasis(PowerSGD(rank=2), fraction_evaluate=0.0), programs()
     yield FittedBasis(GradiVeQ(width=40), sampling=3, compression=2, fraction_evaluate=0.0), fitted_basis()
     coded = LGC(density=0.05, raw=0)
     yield LearnedGradients(coded, warmup_rounds=1, training_rounds=2, fraction_evaluate=0.0), learned_gradients()

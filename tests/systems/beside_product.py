@@ -14,7 +14,7 @@ from toy import SHAPES, client_app, update
 from fedcomp import versions
 from fedcomp.flower.faults import Delivery
 from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.payload import take_frame
+from fedcomp.flower.payload import FRAME, frames
 from fedcomp.flower.protocol import UPDATE
 from fedcomp.flower.rounds import drive
 from fedcomp.flower.wrapper import GridWrapper
@@ -22,6 +22,7 @@ from fedcomp.layout import DensityPolicy, Layout, Vector
 from fedcomp.local import Local
 from fedcomp.program import System
 from fedcomp.rng import Key
+from fedcomp.strategies.server import Server
 
 Fault = Callable[[int, int, str], str]
 """``fault(round, partition, kind of message)``: a fault of :class:`fedcomp.local.Local`, or ""."""
@@ -93,8 +94,10 @@ class _Heard(GridWrapper):
     def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
         replies = list(super().send_and_receive(messages, timeout=timeout))
         for reply in replies:
-            for key, name in self.keys.items() if not reply.has_error() else ():
-                if (frame := take_frame(reply.content, key)) is not None:
+            for key, frame in {} if reply.has_error() else frames(reply.content).items():
+                # Those of a program are called as it calls them.
+                name = key.removeprefix(FRAME) if key.startswith(FRAME) else self.keys.get(key)
+                if name is not None:
                     self.frames[self.partitions[reply.metadata.src_node_id], name] = bytes(frame)
         return replies
 
@@ -132,7 +135,9 @@ def product(
         return push(self, frame, *args)
 
     # Which partition a node holds is known from the first round on.
-    strategy._partitions |= {node: p for p, node in node_of.items()}
+    known = strategy.roster.declared if isinstance(strategy, Server) else strategy._partitions
+    known |= {node: p for p, node in node_of.items()}
+    memory = "fedcomp.memory" if isinstance(strategy, Server) else "fedcomp.uplink.memory"
     for number in range(1, rounds + 1):
         taking = [node_of[p] for p in present[number - 1]]
         heard.frames, grid.round = {}, number
@@ -148,8 +153,8 @@ def product(
         memories = {}
         for p, node in node_of.items():
             state = grid.context(node).state.array_records
-            if "fedcomp.uplink.memory" in state:
-                memories[p] = _bytes({k: a.numpy() for k, a in state["fedcomp.uplink.memory"].items()})
+            if memory in state:
+                memories[p] = _bytes({k: a.numpy() for k, a in state[memory].items()})
         vector = toy.layout.flatten({name: array.numpy() for name, array in arrays.items()})
         found.append(Seen(vector.tobytes(), heard.frames, [*down], memories, dict(metrics or {})))
     return found

@@ -7,7 +7,7 @@ import pytest
 from beside_product import LAYOUT, assert_equal, everybody, faults, no_fault, product, program, some
 from toy import update
 
-from fedcomp.clients.power_sgd import shared_basis
+from fedcomp.clients.programs import programs
 from fedcomp.codecs import PowerSGD, TopK
 from fedcomp.errors import ConfigError
 from fedcomp.strategies.power_sgd import SharedBasis as Product
@@ -25,7 +25,7 @@ def test_it_is_the_strategy_over_messages_bit_for_bit(form: str, options: dict) 
     codec, rate = PowerSGD(2, form=form, **options), 1.0 if "memory" in options else 0.5
     old = Product(codec, warmup_rounds=2, server_lr=rate, fraction_evaluate=0.0)
     new, local = program(SharedBasis(codec, 2, rate), 3, 5, fault=no_fault, present=everybody(3, 5))
-    assert_equal(product(old, shared_basis(), 3, 5, fault=no_fault, present=everybody(3, 5)), new)
+    assert_equal(product(old, programs(), 3, 5, fault=no_fault, present=everybody(3, 5)), new)
     assert not any(local.refused.values())
 
 
@@ -37,7 +37,7 @@ def test_it_is_the_strategy_with_absent_nodes_and_messages_lost_in_either_exchan
     form: str, options: dict, probability: float
 ) -> None:
     codec, how = PowerSGD(2, form=form, **options), {"fault": faults(probability), "present": some(5, 16)}
-    old = product(Product(codec, warmup_rounds=1, fraction_evaluate=0.0), shared_basis(), 5, 16, **how)
+    old = product(Product(codec, warmup_rounds=1, fraction_evaluate=0.0), programs(), 5, 16, **how)
     new, _ = program(SharedBasis(codec, 1), 5, 16, **how)
     models = [seen.model for seen in new]
     failed = next((i for i in range(1, 16) if models[i] == models[i - 1]), 16)

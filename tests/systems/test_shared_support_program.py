@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from beside_product import LAYOUT, assert_equal, everybody, faults, no_fault, product, program, some
 
-from fedcomp.clients.shared_support import shared_support
+from fedcomp.clients.programs import programs
 from fedcomp.codecs import ScaleCom, TopK
 from fedcomp.codecs.scalecom import open_support
 from fedcomp.errors import ConfigError
@@ -29,7 +29,7 @@ def test_it_is_the_strategy_over_messages_bit_for_bit(codec: ScaleCom) -> None:
     """With two dense rounds first and another step size."""
     old = Product(codec, warmup_rounds=2, server_lr=0.5, fraction_evaluate=0.0)
     new, local = program(SharedSupport(codec, 2, 0.5), 3, 5, fault=no_fault, present=everybody(3, 5))
-    assert_equal(product(old, shared_support(), 3, 5, fault=no_fault, present=everybody(3, 5)), new)
+    assert_equal(product(old, programs(), 3, 5, fault=no_fault, present=everybody(3, 5)), new)
     assert not any(local.refused.values())
 
 
@@ -40,7 +40,7 @@ def test_it_is_the_strategy_with_absent_nodes_and_messages_lost_in_either_exchan
     codec: ScaleCom, probability: float
 ) -> None:
     how = {"fault": faults(probability), "present": some(5, 16)}
-    old = product(Product(codec, warmup_rounds=1, fraction_evaluate=0.0), shared_support(), 5, 16, **how)
+    old = product(Product(codec, warmup_rounds=1, fraction_evaluate=0.0), programs(), 5, 16, **how)
     new, _ = program(SharedSupport(codec, 1), 5, 16, **how)
     assert_equal(old, new)
     # Rounds that came to nothing, too.
