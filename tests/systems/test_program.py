@@ -10,6 +10,7 @@ import pytest
 
 from fedcomp.layout import Layout, TensorSpec
 from fedcomp.program import Now, Step
+from fedcomp.rng import Key
 
 LAYOUT = Layout(
     (TensorSpec("weight", (3,), "float32", 0, 3), TensorSpec("running_var", (2,), "float32", 3, 2)),
@@ -60,3 +61,4 @@ def test_streams_of_a_round_have_names() -> None:
     keys = {here.key("uplink", 0), here.key("uplink", 1), here.key("downlink", 0)}
     assert len(keys) == 3
     assert {(key.seed, key.round) for key in keys} == {(7, 1)}
+    assert here.key("downlink") == Key(7, "downlink", 1, 0)
