@@ -280,7 +280,7 @@ class Server(ExchangeStrategy, Stateful):
             )
         self.downlink = None if downlink is None else get_codec(downlink)
         # The system reads its steps itself, which are changes in the layout of what clients send.
-        self._makes_steps = type(system).reads is not System.reads
+        self._makes_steps = system.makes_steps
         if self._makes_steps and self.downlink is not None and self.downlink.lossless:
             raise ConfigError(
                 f"downlink={self.downlink!r} sends models, and {self._name} makes steps, which are changes"
