@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from fedcomp.codecs import (
     DGC,
     EDEN,
+    FFT,
     LGC,
     QSGD,
     ErrorFeedback,
@@ -205,7 +206,8 @@ ENTRIES: Final[Mapping[str, Entry]] = {
     ),
     "pair-randomk": Entry(Pair(ErrorFeedback(RandomK(0.1))), law=0.0, another=True),
     "pair-own-randomk": Entry(Pair(RandomK(0.1, unbiased=True, shared=False)), another=True),
-    "pair-qsgd": Entry(Pair(QSGD(levels=127))),
+    "pair-qsgd": Entry(Pair(QSGD(levels=127)), another=True),
+    "pair-fft": Entry(Pair(FFT(density=0.05)), frozen=None),
     "pair-eden": Entry(Pair(EDEN(bits=1)), frozen=None, another=True),
     "shared-support": Entry(SharedSupport(ScaleCom(0.05)), law=0.0, reference=led(0.05), exchanges=2),
     "shared-support-filtered": Entry(
