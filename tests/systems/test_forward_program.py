@@ -160,7 +160,7 @@ def test_slopes_that_are_no_numbers_are_left_out_and_cut_ones_are_counted() -> N
     rounds = system.round(now)
     answers = []
     for ask in next(rounds):
-        me = Me(ask.node, 1, 0, LAYOUT, now.model, lambda *_: pytest.fail("trained"), here.data[ask.node])
+        me = Me(ask.node, 1, 0, LAYOUT, lambda: now.model, lambda *_: pytest.fail("trained"), here.data[ask.node])
         memory, answer = system.client({}, ask, me)
         assert memory == {}
         assert isinstance(answer.say, Measured)
@@ -195,7 +195,10 @@ def test_what_a_client_half_refuses() -> None:
     here = replace(local(Forward(directions=8)), data={1: measures()})
     here.step(1)
     assert [line.partition(":")[0] for line in here.refused[1]] == ["0", "2"]
-    system, me = Forward(directions=8), Me(0, 1, 0, LAYOUT, here.model, lambda *_: pytest.fail("trained"), measures())
+    system, me = (
+        Forward(directions=8),
+        Me(0, 1, 0, LAYOUT, lambda: here.model, lambda *_: pytest.fail("trained"), measures()),
+    )
     with pytest.raises(ValueError, match="by which step"):
         system.client({}, Ask(0), me)
     frozen = Point(start())
