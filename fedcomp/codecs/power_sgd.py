@@ -5,7 +5,7 @@ Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression f
 
 In one basis sending is linear, so the factors of N clients add up to the factor of their mean: the server's work per
 client, and what goes down, do not grow with N. This is the mathematics of one client and one basis; how a basis becomes
-common is a matter of messages (``strategies/power_sgd.py``, ``clients/power_sgd.py``).
+common is a matter of messages (:mod:`fedcomp.systems.power_sgd`).
 """
 
 from __future__ import annotations

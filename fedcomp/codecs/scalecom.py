@@ -7,7 +7,7 @@ selects the top k of its own memory plus update, and all clients send their memo
 fixed support sending is linear, so it commutes with the mean.
 
 This is the mathematics of one client and of one support; who leads, and how the support travels, is a matter of
-messages (``strategies/shared_support.py``, ``clients/shared_support.py``).
+messages (:mod:`fedcomp.systems.shared_support`).
 """
 
 from __future__ import annotations

@@ -16,10 +16,10 @@ from fedcomp.codecs import Factors
 from fedcomp.factors.collect import collecting
 from fedcomp.factors.outer import OuterProducts
 from fedcomp.factors.signed import SignedRows
-from fedcomp.flower.parts import joined, layers, split
 from fedcomp.forward.activity import activity_gradients
 from fedcomp.layout import Layout, SmallDense, Update
 from fedcomp.rng import Key
+from fedcomp.systems.factors import joined, layers, split
 from fedcomp.wire import SEED, Bundle, SchemaMismatch
 
 KEY = Key(5, "uplink", round=3, partition=1)
