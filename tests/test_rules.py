@@ -214,7 +214,16 @@ def test_a_field_has_one_rule() -> None:
         Two()
 
 
-MADE = ("FixedSupport", "Innovation", "LatentSupport", "Projection", "SliceProjection", "Statement", "_Delivered")
+MADE = (
+    "FixedSupport",
+    "Innovation",
+    "LatentSupport",
+    "Projection",
+    "SliceProjection",
+    "Statement",
+    "_Delivered",
+    "_Innovation",
+)
 """Made by the code alone, of what was checked: codecs of one round, and what may be said of a ledger."""
 
 WITHOUT_A_RULE = {

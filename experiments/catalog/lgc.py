@@ -13,7 +13,6 @@ from fedcomp.codecs import LGC, ErrorFeedback, Identity, ScaleCom, TopK
 from fedcomp.codecs.autoencoder import ConvDecoder, ConvEncoder
 from fedcomp.codecs.forms import FORMS
 from fedcomp.codecs.scalecom import Supports
-from fedcomp.experiments.central import Sending
 from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option, no_rows
 from fedcomp.experiments.findings import Findings, Say, mean, spread
 from fedcomp.experiments.kit import Records, Sweep, claim, numbers, repetitions, table, workers
@@ -142,6 +141,7 @@ def weights_sent(local: Local) -> int:
 
 def train(label: str, rate: float, seed: int, *, steps: int, tuning: bool = False) -> dict[str, Any]:
     """Train a row and return its accuracy, last losses and bytes; on the validation split if ``tuning``."""
+    from fedcomp.experiments.central import Sending
     from fedcomp.experiments.conv_gradients import Training, mean_of
 
     training = Training(seed + tuning * TUNING_SEED, rate=rate, held_out="validation" if tuning else "test")

@@ -113,8 +113,8 @@ def test_policy_settings_reach_the_policy_with_and_without_messages():
     assert plan.policy == SmallDense(share=1.0)
     for settings, told in (
         ({"size": 10}, "no parameter 'size'; did you mean 'min_size'"),
-        ({"share": 2.0}, "share must be in"),
-        ({"min_size": 1.5}, "min_size must be a number"),
+        ({"share": 2.0}, "share must be a number in"),
+        ({"min_size": 1.5}, "min_size must be an integer"),
     ):
         with pytest.raises(ConfigError, match=told):
             make(resolved(**settings), 0)
