@@ -147,7 +147,7 @@ class _Exchange:
     private : bool
         The update leaves, and nothing else of the data.
     blobs : dict of str to bytes
-        By digest, those that this message brought or that followed from it.
+        By digest, those that the ask names, that followed from the message or that this node made.
     """
 
     msg: Message
@@ -271,13 +271,17 @@ class _Exchange:
         wanted, brought = digests_of(self.head.blobs), asks.data_in(self.msg.content, BLOB)
         found = {name: self._blob(digest, brought.get(digest)) for name, digest in wanted.items()}
         lacks = tuple(digest for name, digest in wanted.items() if found[name] is None)
-        return {name: data for name, data in found.items() if data is not None}, lacks
+        held = {name: data for name, data in found.items() if data is not None}
+        for name, data in held.items():
+            # What an ask names is the newest; what a step alone is read by pushes nothing out: once is enough.
+            self.blobs.pop(wanted[name], None)
+            self.blobs[wanted[name]] = data
+        return held, lacks
 
     def _blob(self, digest: str, brought: Frame | None) -> Frame | None:
         """Return a blob: what the message brought, or what is kept; None where it is not what its digest says."""
         for data in (brought, self.blobs.get(digest), held_blob(self.context.state, digest)):
             if data is not None and digest_of(data) == digest:
-                self.blobs[digest] = data
                 return data
         return None
 
