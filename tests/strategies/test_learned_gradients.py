@@ -2,7 +2,7 @@
 
 1. stages switch at their rounds, the first is FedAvg and the second top-k with error feedback:
    ``test_stages_switch_...``, ``test_the_first_stage_is_fedavg_...``, ``test_one_client_in_the_second_stage_...``;
-2. identities: ``test_a_ring_with_an_identity_...``, ``test_a_server_whose_innovations_...``;
+2. identities: ``test_a_server_whose_innovations_...``, and of a ring ``tests/systems/test_lgc_program.py``;
 3. held-out error, the side channel: ``test_autoencoder_training.py``;
 4. scale: ``test_updates_of_another_scale_...``, and ``test_raw_gradients_train_nothing`` there;
 5. conservation of mass: ``test_conservation_under_faults``, and ``tests/codecs/test_lgc.py`` for one client;
@@ -180,28 +180,6 @@ def test_one_client_in_the_second_stage_is_top_k_with_error_feedback() -> None:
     strategy = Watched(codec(), warmup_rounds=0, training_rounds=9)
     alone = Compressed(fedavg(fraction_evaluate=0.0), ErrorFeedback(TopK(0.05, scope="layer")), policy=EndsDense())
     np.testing.assert_array_equal(flat(run(strategy, 1)[0].arrays), flat(run(alone, 1)[0].arrays))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("ef", ["mask", "decoded"])
-@pytest.mark.parametrize("values", ["float32", "bf16"])
-def test_a_ring_with_an_identity_is_scalecom_bit_for_bit(ef: str, values: str) -> None:
-    """Models and memories. What rounding loses stays in ScaleCom's memory, and in that of ``decoded`` alone."""
-    strategy = Watched(codec(ef=ef, values=values), coder="identity")
-    plain = SharedSupport(
-        ScaleCom(0.05, values=values),
-        warmup_rounds=2,
-        policy=EndsDense(),
-        fraction_evaluate=0.0,
-    )
-    ours, grid = run(strategy)
-    theirs, other = run(plain, client=client_app([programs()]))
-    same = [np.array_equal(memories(grid)[p], memories(other)[p]) for p in range(4)]
-    if ef == "mask" and values == "bf16":
-        assert not any(same)
-        return
-    assert all(same)
-    np.testing.assert_array_equal(flat(ours.arrays), flat(theirs.arrays))
 
 
 def test_a_server_whose_innovations_are_all_of_top_k_is_top_k() -> None:
