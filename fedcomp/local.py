@@ -266,5 +266,5 @@ class Local:
         elif step.change is not None:
             self.model = self.model + step.change
         elif step.single is not None:
-            raise NotImplementedError("single updates need a strategy that makes one of them; take them from the step")
+            raise NotImplementedError("the step holds single updates, of which no model is made here")
         self.layout.round_to_dtypes(self.model)

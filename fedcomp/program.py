@@ -304,10 +304,14 @@ class Now:
     def mean_of(
         self, codec: Codec, answers: Sequence[Answer], name: str = "values", *, raw: bool = False
     ) -> Step | None:
-        """Return :meth:`total` of the frames ``name`` of answers."""
-        return self.total(
-            codec, [Given(a.node, a.weight, a.frames[name]) for a in answers if name in a.frames], raw=raw
-        )
+        """Return :meth:`total` of the frames ``name`` of answers; refuse those that hold none."""
+        given = []
+        for answer in answers:
+            if name in answer.frames:
+                given.append(Given(answer.node, answer.weight, answer.frames[name]))
+            else:
+                self.refuse(answer.node, f"its answer holds no {name}")
+        return self.total(codec, given, raw=raw)
 
     def downward(self, total: Step, rate: float) -> Update | None:
         """Return a raw sum times the server's step size, of which what goes down is made; None where it is not finite.

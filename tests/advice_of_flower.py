@@ -31,6 +31,7 @@ from flwr.serverapp.strategy import FedAvg, FedXgbCyclic
 from toy import client_app, model, stack
 
 from fedcomp.clients import app as generic
+from fedcomp.clients import memory
 from fedcomp.clients.client import client
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.conditional import conditional
@@ -40,6 +41,7 @@ from fedcomp.clients.forward import forward_gradients
 from fedcomp.clients.messages import equally_long
 from fedcomp.clients.peers import peer_link
 from fedcomp.clients.private.mod import private
+from fedcomp.clients.programs import programs
 from fedcomp.clients.sensors import SensorServer, StoredEdge, connect
 from fedcomp.codecs import EDEN, QSGD, SIDCo, SignSGD, TopK
 from fedcomp.codecs.feedback import ErrorFeedback
@@ -62,6 +64,8 @@ from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.forward import ForwardGradients
 from fedcomp.strategies.pipelined import PipelinedStrategy
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
+from fedcomp.strategies.server import Server
+from fedcomp.systems.pair import Pair
 from fedcomp.timing.dropout import Compute, Presence
 from fedcomp.timing.links import Link, simulated_seconds
 
@@ -143,6 +147,12 @@ def uplink(codec: Any) -> bool:
     said = Announcement("arrays", 1, 0, session=b"session!", sequence=1)
     with patch.object(state, "MOST_BYTES", 4 * LAYOUT.size):
         return Uplink.begin(context(), said, codec, LAYOUT).fresh
+
+
+def answers(codec: Any) -> bool:
+    """Whether nodes take part in a program whose states hold the toy's model once and a half, beside the last reply."""
+    with patch.object(memory, "MOST_BYTES", 9_600):
+        return trains(Server(Pair(codec), quiet()), (programs,))
 
 
 def content(server_round: int = 1) -> RecordDict:
@@ -496,6 +506,12 @@ FLOWER: tuple[Row, ...] = (
         lambda: uplink(ErrorFeedback(TopK(0.01), memory="float16")) and uplink(EDEN()) and uplink(QSGD()),
     ),
     row(
+        "clients/memory.py",
+        "use memory='float16' where the codec has it, or a codec without memory, EDEN() or QSGD()",
+        lambda: answers(ErrorFeedback(TopK(0.01))),
+        lambda: answers(ErrorFeedback(TopK(0.01), memory="float16")) and answers(EDEN()) and answers(QSGD()),
+    ),
+    row(
         "fedcomp/flower/vanishing.py",
         "in whole exchanges only; use send_and_receive, or the grid inside this one",
         lambda: vanishing("push"),
@@ -547,7 +563,7 @@ STRATEGIES: tuple[Row, ...] = (
         lambda: trains(Compressed(Personal(**ALL), QSGD())),
     ),
     row(
-        "strategies/forward.py",
+        "fedcomp/systems/forward.py",
         "take fewer directions, or another codec: at this size top-k sends more of the gradient in as many bytes",
         lambda: slopes(most_signs=10_000),
         lambda: slopes(most_signs=10_000, directions=4) and trains(Compressed(quiet(), TopK(0.1))),

@@ -21,6 +21,7 @@ from fedcomp.clients.gradiveq import fitted_basis
 from fedcomp.clients.programs import programs
 from fedcomp.codecs import (
     EDEN,
+    LGC,
     QSGD,
     Clip,
     GradiVeQ,
@@ -45,7 +46,11 @@ from fedcomp.strategies.guard import Norms
 from fedcomp.strategies.pipelined import PipelinedStrategy
 from fedcomp.strategies.power_sgd import SharedBasis
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
+from fedcomp.strategies.server import Server
 from fedcomp.strategies.shared_support import SharedSupport
+from fedcomp.systems import gradiveq, lgc
+from fedcomp.systems import shared_support as systems
+from fedcomp.systems.pair import Pair
 
 
 class TwoRecords(FedAvg):
@@ -145,6 +150,18 @@ PAIR = (
         lambda: trains(Compressed(quiet(), QSGD(levels=7), record="arrays")),
     ),
     row(
+        "strategies/server.py",
+        "Name it with record=...; the others pass through untouched",
+        lambda: ended(Server(Pair(QSGD(levels=7)), TwoRecords(**ALL)), (programs,)),
+        lambda: trains(Server(Pair(QSGD(levels=7)), TwoRecords(**ALL), record="arrays"), (programs,)),
+    ),
+    row(
+        "strategies/server.py",
+        "has no single updates, which {} looks at; use one of",
+        lambda: Server(systems.SharedSupport(ScaleCom(0.1)), FedMedian(**ALL)),
+        lambda: trains(Server(systems.SharedSupport(ScaleCom(0.1)), quiet()), (programs,)),
+    ),
+    row(
         "strategies/statistics.py",
         "Name the tensors (ArrayRecord(model.state_dict()), or a dictionary of Arrays)",
         lambda: ended(Compressed(quiet(), QSGD(levels=7)), start=numbered()),
@@ -232,7 +249,7 @@ PAIR = (
         lambda: Deadline.parse("auto") and Deadline.parse("auto:0.9:2"),
     ),
     row(
-        "strategies/power_sgd.py",
+        "fedcomp/systems/power_sgd.py",
         "which memory='aggregated' subtracts; use 1, or memory='local'",
         lambda: SharedBasis(PowerSGD(form="two-exchange", memory="aggregated"), server_lr=0.5),
         lambda: (
@@ -242,6 +259,23 @@ PAIR = (
             )
             and trains(SharedBasis(PowerSGD(memory="local"), server_lr=0.5), (programs, compression))
         ),
+    ),
+    row(
+        "fedcomp/systems/gradiveq.py",
+        "the mean that they are measured from; use 1, or center=False",
+        lambda: gradiveq.FittedBasis(GradiVeQ(width=40, center=True), server_lr=0.5),
+        lambda: (
+            trains(Server(gradiveq.FittedBasis(GradiVeQ(width=40, center=True)), quiet()), (programs,))
+            and trains(
+                Server(gradiveq.FittedBasis(GradiVeQ(width=40, center=False), server_lr=0.5), quiet()), (programs,)
+            )
+        ),
+    ),
+    row(
+        "fedcomp/systems/lgc.py",
+        "are set by the server; leave encoder and decoder at 0",
+        lambda: lgc.LearnedGradients(LGC(encoder=1)),
+        lambda: trains(Server(lgc.LearnedGradients(LGC()), quiet()), (programs,)),
     ),
     row(
         "strategies/gradiveq.py",

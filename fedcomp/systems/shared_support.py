@@ -82,8 +82,10 @@ class SharedSupport(System, id="shared-support"):
 
         def chosen(answer: Answer) -> Supports | None:
             # A support without values on it is as good as none.
-            whole = [answer] if "values" in answer.frames else []
-            return now.read(whole, "support", opened).get(answer.node)
+            if not {"support", "values"} <= answer.frames.keys():
+                now.refuse(answer.node, "it was asked to lead, and its answer holds no support with values")
+                return None
+            return now.read([answer], "support", opened).get(answer.node)
 
         led = yield from elect(now, lambda node, kind, lead: Ask(node, kind, Lead(lead)), chosen, now.number - 1)
         if led is None:
