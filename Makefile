@@ -6,11 +6,10 @@ STAMP := $(VENV)/.installed
 KERNELS := $(VENV)/.kernels
 # Another package index, for torch alone:  make test TORCH_INDEX=URL
 TORCH_INDEX ?=
-# Files of tests run side by side, each with one thread of its own. What starts Ray or deployments, most of it among the
-# long tests, is in four rows, which wait so often that one worker each, and one for the others, have something to do.
+# Files of tests run side by side, each with one thread of its own; what starts Ray or deployments stays in two rows,
+# which wait so often that a worker more than the processors has something to do.
 WORKERS ?= 3
-LONG_WORKERS ?= 5
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist loadfile
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 # Tests start hundreds of processes. Where this variable is set, each of them would compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
@@ -26,13 +25,13 @@ quickstart: $(STAMP)  ## set up and run the main job
 
 test: $(KERNELS)  ## set up and check: lint, types, every test that is not in test-long
 	$(MAKE) lint
-	$(PYTEST) -n $(WORKERS) -m "not long"
+	$(PYTEST) -m "not long"
 
 test-long: $(KERNELS)  ## the other tests: long convergence, all systems on all engines, long fuzzing, all pages' experiments
-	$(PYTEST) -n $(LONG_WORKERS) -m long
+	$(PYTEST) -m long
 
 test-fast: $(KERNELS)  ## while you work: what takes less than a moment
-	$(PYTEST) -n $(WORKERS) -m "not slow and not long"
+	$(PYTEST) -m "not slow and not long"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

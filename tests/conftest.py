@@ -66,10 +66,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With ``--dist loadfile`` keep what starts deployments and other engines in four rows, each on one worker.
+    """With ``--dist loadfile`` keep the tests of deployments on one worker, and all else that starts engines on one.
 
-    Each has more processes than a small machine has processors, but waits most of its time, for timeouts and for
-    processes that start: two of each kind leave the processors to the other tests often enough.
+    Each has more processes than a small machine has processors, but waits often: with two at once the processors have
+    something to do, with more of them they would only wait for each other.
     """
     if config.getvalue("dist") != "loadfile":
         return None
@@ -80,9 +80,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             file = super()._split_scope(nodeid)
             if _place(config.rootpath / file) > 0:
                 return file
-            kind = "deployments" if file.startswith("tests/deployment/") else "engines"
-            # Halves that take about as long as each other.
-            return f"{kind}, {'first' if Path(file).name < 'test_m' else 'second'} half"
+            return "deployments" if file.startswith("tests/deployment/") else "engines"
 
     # The order of the workers stands.
     config.option.loadscopereorder = False
