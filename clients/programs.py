@@ -13,7 +13,7 @@ from typing import Any, Final
 from flwr.app import ArrayRecord, Context, Message, RecordDict
 from numpy.typing import NDArray
 
-from fedcomp.clients.half import WAITING, CallNext, ClientHalf
+from fedcomp.clients.half import CallNext, ClientHalf
 from fedcomp.clients.memory import (
     Memory,
     answered,
@@ -123,7 +123,7 @@ def _handle(
 GUARDS: Final = ("votes_only", "coded", "local_privacy")
 """Halves that stand outside: what they do not allow must not pass them by."""
 
-OUTSIDE: Final = (*WAITING, "compression", "lsg", "private", "record_dp")
+OUTSIDE: Final = ("by_layer", "compression", "lsg", "private", "record_dp")
 
 
 class _AppError(Exception):
@@ -147,7 +147,7 @@ class _Exchange:
     private : bool
         The update leaves, and nothing else of the data.
     blobs : dict of str to bytes
-        By digest, those that this message brought or that followed from it.
+        By digest, those that the ask names, that followed from the message or that this node made.
     """
 
     msg: Message
@@ -271,13 +271,17 @@ class _Exchange:
         wanted, brought = digests_of(self.head.blobs), asks.data_in(self.msg.content, BLOB)
         found = {name: self._blob(digest, brought.get(digest)) for name, digest in wanted.items()}
         lacks = tuple(digest for name, digest in wanted.items() if found[name] is None)
-        return {name: data for name, data in found.items() if data is not None}, lacks
+        held = {name: data for name, data in found.items() if data is not None}
+        for name, data in held.items():
+            # What an ask names is the newest; what a step alone is read by pushes nothing out: once is enough.
+            self.blobs.pop(wanted[name], None)
+            self.blobs[wanted[name]] = data
+        return held, lacks
 
     def _blob(self, digest: str, brought: Frame | None) -> Frame | None:
         """Return a blob: what the message brought, or what is kept; None where it is not what its digest says."""
         for data in (brought, self.blobs.get(digest), held_blob(self.context.state, digest)):
             if data is not None and digest_of(data) == digest:
-                self.blobs[digest] = data
                 return data
         return None
 

@@ -17,7 +17,6 @@ from toy import model
 
 import fedcomp as fc
 from fedcomp.clients.compressed import compression
-from fedcomp.clients.gradiveq import fitted_basis
 from fedcomp.clients.programs import programs
 from fedcomp.codecs import (
     EDEN,
@@ -248,8 +247,8 @@ PAIR = (
         "the mean that they are measured from; use 1, or center=False",
         lambda: FittedBasis(GradiVeQ(width=40, center=True), server_lr=0.5),
         lambda: (
-            trains(FittedBasis(GradiVeQ(width=40, center=True), server_lr=1.0), (fitted_basis, compression))
-            and trains(FittedBasis(GradiVeQ(width=40, center=False), server_lr=0.5), (fitted_basis, compression))
+            trains(FittedBasis(GradiVeQ(width=40, center=True), server_lr=1.0), (programs, compression))
+            and trains(FittedBasis(GradiVeQ(width=40, center=False), server_lr=0.5), (programs, compression))
         ),
     ),
     row(

@@ -120,7 +120,7 @@ SYSTEMS = (
         {"codec": "qsgd", "downlink": "", **RECORD},
     ),
     settings(
-        "strategies/waiting.py",
+        "strategies/averaging.py",
         "averages by itself; use server_lr, or ",
         "scalecom",
         {"inner": "fedadam"},
