@@ -231,7 +231,7 @@ PAIR = (
         lambda: Deadline.parse("auto") and Deadline.parse("auto:0.9:2"),
     ),
     row(
-        "strategies/power_sgd.py",
+        "fedcomp/systems/power_sgd.py",
         "which memory='aggregated' subtracts; use 1, or memory='local'",
         lambda: SharedBasis(PowerSGD(form="two-exchange", memory="aggregated"), server_lr=0.5),
         lambda: (
@@ -243,7 +243,7 @@ PAIR = (
         ),
     ),
     row(
-        "strategies/gradiveq.py",
+        "fedcomp/systems/gradiveq.py",
         "the mean that they are measured from; use 1, or center=False",
         lambda: FittedBasis(GradiVeQ(width=40, center=True), server_lr=0.5),
         lambda: (

@@ -127,7 +127,7 @@ SYSTEMS = (
         {"server_lr": 0.5},
     ),
     settings(
-        "strategies/lgc.py",
+        "fedcomp/systems/lgc.py",
         "are set by the server; leave encoder and decoder at 0",
         "lgc",
         {"codec.encoder": 1},
