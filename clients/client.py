@@ -15,10 +15,8 @@ from flwr.clientapp import ClientApp
 
 from fedcomp.clients.coded.mod import coded
 from fedcomp.clients.compressed import compression
-from fedcomp.clients.gradiveq import fitted_basis
 from fedcomp.clients.half import ClientHalf
 from fedcomp.clients.kept import keep
-from fedcomp.clients.lgc import learned_gradients
 from fedcomp.clients.parts import by_layer
 from fedcomp.clients.private.local_dp import local_privacy
 from fedcomp.clients.private.lsg import lsg
@@ -31,8 +29,6 @@ HALVES: Final[Mapping[str, Callable[[], ClientHalf]]] = {
     "coded": coded,
     "local_privacy": local_privacy,
     "programs": programs,
-    "learned_gradients": learned_gradients,
-    "fitted_basis": fitted_basis,
     "by_layer": by_layer,
     "compression": compression,
     "lsg": lsg,

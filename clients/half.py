@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, ParamSpec, Protocol, overload
+from typing import Any, ParamSpec, Protocol, overload
 
 import numpy as np
 from flwr.app import Context, Message
@@ -22,10 +22,6 @@ Mod = Callable[[Message, Context, CallNext], Message]
 Handler = Callable[[Message, Context], Message]
 
 P = ParamSpec("P")
-
-WAITING: Final = ("learned_gradients", "fitted_basis", "by_layer")
-"""Halves whose updates wait for a second exchange, the outermost first: they leave each other's messages alone, but
-have one order."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,7 +24,7 @@ from fedcomp.flower.state import Replica
 from fedcomp.layout import Layout, Update, policy_from_config
 from fedcomp.params import shown, similar
 from fedcomp.rng import Key
-from fedcomp.versions import FIRST, CodecOf, Step, advance, digest
+from fedcomp.versions import FIRST, Step, advance, digest
 from fedcomp.wire import Bf16, Frame
 
 T = TypeVar("T")
@@ -69,17 +69,14 @@ def require_ids(accept: object, *others: str) -> frozenset[str] | None:
 
 
 def choose(
-    announcement: Announcement, config: dict[str, Any], accept: Collection[str] | None, *, phases: int = 1
+    announcement: Announcement, config: dict[str, Any], accept: Collection[str] | None
 ) -> tuple[Codec | None, str]:
-    """Return the codec of ``config``, or None and the reason why it cannot be used (none if none is announced).
-
-    ``phases`` is the number of exchanges the calling mod has for it.
-    """
+    """Return the codec of ``config``, or None and the reason why it cannot be used (none if none is announced)."""
     if announcement.protocol != PROTOCOL:
         return None, f"server speaks protocol {announcement.protocol}, this client {PROTOCOL}"
     codec, refused = made(config, get_codec, accept)
-    if codec is not None and codec.phases != phases:
-        return None, f"{codec!r} needs {codec.phases} exchanges; this client's mods offer {phases}"
+    if codec is not None and codec.phases != 1:
+        return None, f"{codec!r} needs {codec.phases} exchanges; here there is one"
     return codec, refused
 
 
@@ -121,14 +118,12 @@ def receive(
     announcement: Announcement,
     codec: Codec | None,
     context: Context,
-    codec_of: Callable[[Layout], CodecOf] | None = None,
     first_model: Callable[[], ArrayRecord] | None = None,
 ) -> tuple[ArrayRecord, Replica | None]:
     """Return the model of the message as an ordinary ArrayRecord, and the replica to keep, if any.
 
-    Without a usable downlink codec the node keeps no replica, and is sent the full model each time. ``codec_of`` gives
-    the codecs of steps that are not read by ``codec`` itself. ``first_model`` makes the model that the run begins with,
-    where the server leaves that to the nodes.
+    Without a usable downlink codec the node keeps no replica, and is sent the full model each time. ``first_model``
+    makes the model that the run begins with, where the server leaves that to the nodes.
 
     Raises
     ------
@@ -159,8 +154,7 @@ def receive(
         layout = _downlink_layout(held, announcement, codec)
         steps = [_step(content, v) for v in range(announcement.base + 1, announcement.version + 1)]
         exact = {t.name: held.arrays[t.name] for t in layout.exact}
-        reads = codec if codec_of is None else codec_of(layout)
-        vector, exact, version = advance(layout.flatten(held.arrays), exact, held.version, steps, reads, layout)
+        vector, exact, version = advance(layout.flatten(held.arrays), exact, held.version, steps, codec, layout)
         replica = Replica(version, layout.unflatten(vector, exact))
     # Without this check a replica that differs in one bit would drift from the server's for the rest of the run.
     if replica.version != announcement.version or digest(vector, exact) != announcement.digest:
@@ -181,8 +175,7 @@ def _step(content: RecordDict, version: int) -> Step:
     frame = take_frame(content, f"{STEP}.{version}")
     if frame is None:
         raise StateError(f"the message lacks step {version} of the model")
-    exact, support = (take_frame(content, f"{STEP}.{version}.{part}") for part in ("exact", "support"))
-    return Step(version, frame, exact, support)
+    return Step(version, frame, take_frame(content, f"{STEP}.{version}.exact"))
 
 
 def plain_content(content: RecordDict, announcement: Announcement, record: ArrayRecord) -> RecordDict:

@@ -13,7 +13,7 @@ from typing import Any, Final
 from flwr.app import ArrayRecord, Context, Message, RecordDict
 from numpy.typing import NDArray
 
-from fedcomp.clients.half import WAITING, CallNext, ClientHalf
+from fedcomp.clients.half import CallNext, ClientHalf
 from fedcomp.clients.memory import (
     Memory,
     answered,
@@ -123,7 +123,7 @@ def _handle(
 GUARDS: Final = ("votes_only", "coded", "local_privacy")
 """Halves that stand outside: what they do not allow must not pass them by."""
 
-OUTSIDE: Final = (*WAITING, "compression", "lsg", "private", "record_dp")
+OUTSIDE: Final = ("by_layer", "compression", "lsg", "private", "record_dp")
 
 
 class _AppError(Exception):

@@ -45,19 +45,16 @@ class Step:
         The change, or the model itself when the codec is lossless.
     exact : bytes or None
         The exact buffers.
-    support : bytes or None
-        The index block of a frame whose values lie on a shared support. It travels to replicas that lack it only.
     """
 
     version: int
     frame: Frame
     exact: Frame | None
-    support: Frame | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes that travel for this step at most."""
-        return len(self.frame) + len(self.exact or b"") + len(self.support or b"")
+        return len(self.frame) + len(self.exact or b"")
 
 
 Explain = Callable[[Update], Mapping[str, OuterProducts]]
@@ -67,7 +64,7 @@ Summands = Sequence[tuple[Frame | Bundle, float]]
 """Frames and their weights, in the order in which they were added."""
 
 CodecOf = Callable[[Step], Codec]
-"""Which codec reads a step; steps on a shared support have one each."""
+"""Which codec reads a step."""
 
 
 def digest(vector: Vector, exact: Arrays) -> bytes:
@@ -185,7 +182,7 @@ class Broadcast(Stateful):
         self._steps = []
         return self._advance(self.reference, exact, layout)
 
-    def push(self, frame: Frame, codec: Codec, exact: Arrays, layout: Layout, support: Frame | None = None) -> int:
+    def push(self, frame: Frame, codec: Codec, exact: Arrays, layout: Layout) -> int:
         """Make the model that ``frame`` leads to the current one; for frames that were not made from a difference.
 
         Parameters
@@ -193,10 +190,8 @@ class Broadcast(Stateful):
         frame : bytes
         codec : Codec
             What reads the frame, here as at the replicas.
-        support : bytes, optional
-            The index block, when the frame's values lie on a shared support.
         """
-        step = Step(self.version + 1, frame, encode_exact(exact, layout), support)
+        step = Step(self.version + 1, frame, encode_exact(exact, layout))
         self.reference = _apply(codec, frame, self.reference, layout)
         self._steps.append(step)
         self._trim(layout)

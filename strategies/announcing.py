@@ -279,17 +279,13 @@ class Announcer(Stateful):
             "generation": peer.generation,
         }
 
-    def fill_model(
-        self, content: RecordDict, name: str, peer: Peer, whole: ArrayRecord, *, held: int = 0
-    ) -> dict[str, Any]:
+    def fill_model(self, content: RecordDict, name: str, peer: Peer, whole: ArrayRecord) -> dict[str, Any]:
         """Put the broadcast model into ``content`` as the steps a node lacks, or whole; return what announces it.
 
         Parameters
         ----------
         whole : ArrayRecord
             The model, for a node that no steps lead from.
-        held : int
-            The version whose index block the node holds already; 0 for none.
         """
         broadcast = self.broadcast
         assert broadcast is not None
@@ -299,9 +295,7 @@ class Announcer(Stateful):
         if steps is None:
             content[name] = whole
         for step in steps or ():
-            # The node sent its values on this very support and still holds the index block.
-            support = None if step.version == held else step.support
-            for suffix, part in {"": step.frame, ".exact": step.exact, ".support": support}.items():
+            for suffix, part in {"": step.frame, ".exact": step.exact}.items():
                 if part is not None:
                     put_frame(content, f"{STEP}.{step.version}{suffix}", part)
         return {

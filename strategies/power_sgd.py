@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from fedcomp.codecs.power_sgd import PowerSGD
-from fedcomp.strategies.averaging import Averaging
-from fedcomp.strategies.waiting import waiting_system
+from fedcomp.strategies.averaging import Averaging, averaging_system
 from fedcomp.systems import power_sgd
 
 
@@ -31,7 +30,7 @@ class SharedBasis(Averaging):
     SYSTEM = power_sgd.SharedBasis
 
 
-SYSTEM: Final = waiting_system(
+SYSTEM: Final = averaging_system(
     "power-sgd",
     "PowerSGD",
     "Vogels et al. 2019, PowerSGD: practical low-rank gradient compression for distributed optimization",

@@ -8,9 +8,8 @@ from typing import Any, ClassVar, Final
 from fedcomp.codecs.scalecom import ScaleCom
 from fedcomp.program import Now, Step
 from fedcomp.strategies.adaptive import Outcome
-from fedcomp.strategies.averaging import Averaging
+from fedcomp.strategies.averaging import Averaging, averaging_system
 from fedcomp.strategies.server import Running
-from fedcomp.strategies.waiting import waiting_system
 from fedcomp.systems import shared_support
 
 
@@ -50,7 +49,7 @@ class SharedSupport(Averaging):
         return super()._take(x, now, step)
 
 
-SYSTEM: Final = waiting_system(
+SYSTEM: Final = averaging_system(
     "scalecom",
     "ScaleCom",
     "Chen et al. 2020, ScaleCom: scalable sparsified gradient compression for communication-efficient distributed "

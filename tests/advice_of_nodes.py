@@ -16,16 +16,16 @@ from toy import client_app, model, stack
 from fedcomp.clients.client import client
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.edge import prepare
-from fedcomp.clients.gradiveq import fitted_basis
-from fedcomp.clients.lgc import learned_gradients
 from fedcomp.clients.private.topagg import votes_only
+from fedcomp.clients.programs import programs
+from fedcomp.codecs import TopK
 from fedcomp.flower.checkpoint import capture_strategy, restore_strategy
 from fedcomp.flower.folder import StateFolder
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.wrapper import as_batch
 from fedcomp.gossip.topology import Edges, topology_of
 from fedcomp.strategies.compressed import Compressed
-from fedcomp.strategies.gradiveq import FittedBasis
+from fedcomp.strategies.pipelined import PipelinedStrategy
 from fedcomp.tasks.partition import parse_partitioner
 from fedcomp.timing.links import parse_link
 
@@ -77,8 +77,8 @@ class Stored(Remembering):
 
 
 def started_again(other: bool) -> Any:
-    strategy = FittedBasis()
-    with InProcessGrid(client_app([fitted_basis(), compression()]), NODES) as grid:
+    strategy = PipelinedStrategy(Compressed(quiet(), TopK(density=0.1)), 1)
+    with InProcessGrid(client_app([compression()]), NODES) as grid:
         arrays = strategy.start(grid, model(), num_rounds=2).arrays
         return strategy.start(grid, model(5.0) if other else arrays, num_rounds=2).arrays
 
@@ -298,7 +298,7 @@ FLOWER = (
         lambda: started_again(True),
         lambda: (
             np.abs(stack(started_again(False))).max() > 0
-            and trains(FittedBasis(), (fitted_basis, compression), start=model(5.0))
+            and trains(PipelinedStrategy(Compressed(quiet(), TopK(density=0.1)), 1), start=model(5.0))
         ),
     ),
     row(
@@ -341,8 +341,8 @@ FLOWER = (
     row(
         "clients/half.py",
         "where nothing checks its order; use ",
-        lambda: learned_gradients()(None, None, None),
-        lambda: client(ClientApp(), only=[learned_gradients(), "compression"]),
+        lambda: programs()(None, None, None),
+        lambda: client(ClientApp(), only=[programs(), "compression"]),
     ),
 )
 

@@ -17,7 +17,6 @@ from toy import model
 
 import fedcomp as fc
 from fedcomp.clients.compressed import compression
-from fedcomp.clients.gradiveq import fitted_basis
 from fedcomp.clients.programs import programs
 from fedcomp.codecs import (
     EDEN,
@@ -48,7 +47,6 @@ from fedcomp.strategies.power_sgd import SharedBasis
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 from fedcomp.strategies.server import Server
 from fedcomp.strategies.shared_support import SharedSupport
-from fedcomp.systems import gradiveq, lgc
 from fedcomp.systems import shared_support as systems
 from fedcomp.systems.pair import Pair
 
@@ -263,27 +261,10 @@ PAIR = (
     row(
         "fedcomp/systems/gradiveq.py",
         "the mean that they are measured from; use 1, or center=False",
-        lambda: gradiveq.FittedBasis(GradiVeQ(width=40, center=True), server_lr=0.5),
-        lambda: (
-            trains(Server(gradiveq.FittedBasis(GradiVeQ(width=40, center=True)), quiet()), (programs,))
-            and trains(
-                Server(gradiveq.FittedBasis(GradiVeQ(width=40, center=False), server_lr=0.5), quiet()), (programs,)
-            )
-        ),
-    ),
-    row(
-        "fedcomp/systems/lgc.py",
-        "are set by the server; leave encoder and decoder at 0",
-        lambda: lgc.LearnedGradients(LGC(encoder=1)),
-        lambda: trains(Server(lgc.LearnedGradients(LGC()), quiet()), (programs,)),
-    ),
-    row(
-        "strategies/gradiveq.py",
-        "the mean that they are measured from; use 1, or center=False",
         lambda: FittedBasis(GradiVeQ(width=40, center=True), server_lr=0.5),
         lambda: (
-            trains(FittedBasis(GradiVeQ(width=40, center=True), server_lr=1.0), (fitted_basis, compression))
-            and trains(FittedBasis(GradiVeQ(width=40, center=False), server_lr=0.5), (fitted_basis, compression))
+            trains(FittedBasis(GradiVeQ(width=40, center=True), server_lr=1.0), (programs, compression))
+            and trains(FittedBasis(GradiVeQ(width=40, center=False), server_lr=0.5), (programs, compression))
         ),
     ),
     row(

@@ -120,14 +120,14 @@ SYSTEMS = (
         {"codec": "qsgd", "downlink": "", **RECORD},
     ),
     settings(
-        "strategies/waiting.py",
+        "strategies/averaging.py",
         "averages by itself; use server_lr, or ",
         "scalecom",
         {"inner": "fedadam"},
         {"server_lr": 0.5},
     ),
     settings(
-        "strategies/lgc.py",
+        "fedcomp/systems/lgc.py",
         "are set by the server; leave encoder and decoder at 0",
         "lgc",
         {"codec.encoder": 1},

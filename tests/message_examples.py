@@ -164,8 +164,6 @@ EXAMPLES: dict[str, Schema] = {
         9,
         8,
         b"digest..",
-        7,
-        1,
     ),
     "protocol.Announcement/plain": protocol.Announcement("arrays", 1, 0),
     "asks.AskHead": asks.AskHead(

@@ -13,8 +13,6 @@ from toy import client_app
 
 from fedcomp.clients.coded.mod import coded
 from fedcomp.clients.compressed import compression
-from fedcomp.clients.gradiveq import fitted_basis
-from fedcomp.clients.lgc import learned_gradients
 from fedcomp.clients.private.lsg import lsg
 from fedcomp.clients.private.mod import private
 from fedcomp.clients.private.topagg import votes_only
@@ -159,19 +157,19 @@ PATHS: dict[str, Path] = {
     ),
     "fitted basis": Path(
         lambda: FittedBasis(GradiVeQ(width=40), sampling=3, compression=2, policy=DENSE_BIAS),
-        lambda *o: client_app([*o, fitted_basis(), compression()]),
+        lambda *o: client_app([*o, programs(), compression()]),
     ),
     "fitted basis, shared grids": Path(
         lambda: FittedBasis(GradiVeQ(width=40, levels=127), sampling=3, compression=2, policy=DENSE_BIAS),
-        lambda *o: client_app([*o, fitted_basis(), compression()]),
+        lambda *o: client_app([*o, programs(), compression()]),
     ),
     "latents in a ring": Path(
         lambda: latents(LGC(0.05, raw=0, ef="decoded")),
-        lambda *o: client_app([*o, learned_gradients(), compression()]),
+        lambda *o: client_app([*o, programs(), compression()]),
     ),
     "latents of a common node": Path(
         lambda: latents(LGC(0.05, raw=0, innovation=0.005, instance="server")),
-        lambda *o: client_app([*o, learned_gradients(), compression()]),
+        lambda *o: client_app([*o, programs(), compression()]),
     ),
     "relay": Path(lambda: CodedFedAvg(Compressed(quiet(), SPARSE, policy=DENSE_BIAS), symbols=2), coded_app),
     "coded sum": Path(

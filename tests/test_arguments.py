@@ -10,8 +10,6 @@ from flwr.serverapp.strategy import FedAvg
 
 import fedcomp as fc
 from fedcomp.clients.forward import forward_gradients
-from fedcomp.clients.gradiveq import fitted_basis
-from fedcomp.clients.lgc import learned_gradients
 from fedcomp.clients.programs import programs
 from fedcomp.errors import ConfigError
 from fedcomp.flower.report import Reports
@@ -19,7 +17,7 @@ from fedcomp.gossip import get_algorithm
 
 TOPK = fc.TopK(density=0.1)
 PAIR = fc.Compressed(FedAvg(), TOPK)
-HALVES = (fc.compression, programs, fitted_basis, learned_gradients)
+HALVES = (fc.compression, programs)
 SEEDED: dict[str, Callable[..., object]] = {
     "Compressed": lambda **seed: fc.Compressed(FedAvg(), TOPK, **seed),
     "SharedSupport": lambda **seed: fc.SharedSupport(fc.ScaleCom(density=0.1), **seed),

@@ -8,11 +8,11 @@ import numpy as np
 from flwr.app import Context, Message, RecordDict
 
 from fedcomp.flower.payload import BLOB, STEP, frames, take_frame
-from fedcomp.flower.protocol import DECODER, ENCODER, PROBE, SUPPORT, UPDATE
+from fedcomp.flower.protocol import UPDATE
 from fedcomp.flower.wrapper import GridWrapper
 from fedcomp.layout import Layout
 
-KEPT = (SUPPORT, PROBE, UPDATE, ENCODER, DECODER, "arrays")
+KEPT = (UPDATE, "arrays")
 
 
 class Sent(GridWrapper):

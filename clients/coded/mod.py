@@ -22,7 +22,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordD
 from numpy.typing import NDArray
 
 from fedcomp.clients.edge.node_config import PEER_ADDRESS
-from fedcomp.clients.half import WAITING, CallNext, ClientHalf
+from fedcomp.clients.half import CallNext, ClientHalf
 from fedcomp.clients.messages import find_announcement, partition_of
 from fedcomp.clients.peers import identity_in, keep_identity, link_tls, own_end, sender_of
 from fedcomp.clients.private.mod import discreet, wants_private
@@ -130,7 +130,7 @@ def coded(max_store_bytes: int = MAX_STORE_BYTES) -> ClientHalf:
                 raise  # the app's own: it ends as it would without this mod
             return refusal(msg, f"{type(error).__name__}: {error}")
 
-    inner = ("local_privacy", *WAITING, "compression", "lsg", "private", "record_dp")
+    inner = ("local_privacy", "by_layer", "compression", "lsg", "private", "record_dp")
     return ClientHalf("coded", coded_mod, outside=inner)
 
 

@@ -20,7 +20,7 @@ from typing import Any, Final, Protocol
 
 from flwr.app import ConfigRecord, Context, Message
 
-from fedcomp.clients.half import WAITING, CallNext, ClientHalf
+from fedcomp.clients.half import CallNext, ClientHalf
 from fedcomp.clients.messages import NOT_WITHOUT_NOISE, choose, find_announcement
 from fedcomp.clients.private.mod import discreet
 from fedcomp.clients.private.node_ledger import file_of_node
@@ -84,7 +84,7 @@ def local_privacy(policy: LocalPolicy | None = None, *, state_dir: Path | None =
                 books.append((book, policy.releases))
             return _answer(msg, context, call_next, announcement, books)
 
-    inner = (*WAITING, "compression", "lsg", "private", "record_dp")
+    inner = ("by_layer", "compression", "lsg", "private", "record_dp")
     return ClientHalf("local_privacy", local_privacy_mod, outside=inner, needs=("compression",))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from flwr.app import Context, Message
 
-from fedcomp.clients.half import WAITING, CallNext, ClientHalf
+from fedcomp.clients.half import CallNext, ClientHalf
 from fedcomp.clients.messages import find_announcement
 from fedcomp.clients.private.mod import wants_private
 from fedcomp.errors import FedcompError
@@ -33,7 +33,7 @@ def votes_only() -> ClientHalf:
     >>> from fedcomp.clients.client import client
     >>> app = client(ClientApp(), votes_only(), only=["compression", "private"])
     """
-    inner = ("coded", "local_privacy", *WAITING, "compression", "lsg", "private", "record_dp")
+    inner = ("coded", "local_privacy", "by_layer", "compression", "lsg", "private", "record_dp")
     return ClientHalf("votes_only", _guard, outside=inner, needs=("compression", "private"))
 
 

@@ -23,8 +23,7 @@ from fedcomp.local import Local
 from fedcomp.program import Answer, Now, Step, System
 from fedcomp.rng import Key
 from fedcomp.rules import Int
-from fedcomp.strategies.autoencoder_training import AutoencoderTraining
-from fedcomp.systems.lgc import LearnedGradients, half_of
+from fedcomp.systems.lgc import AutoencoderTraining, Halves, LearnedGradients, drawn, half_of
 from fedcomp.systems.pair import Pair
 from fedcomp.systems.shared_support import SharedSupport
 from fedcomp.wire import Frame
@@ -199,10 +198,10 @@ def codings(seed: int, *, trained: int) -> dict[str, Any]:
 
     training = Training(seed)
     rings = {
-        name: AutoencoderTraining(seed=seed, **{k: v for k, v in options.items() if k != "raw"})
+        name: AutoencoderTraining(**{k: v for k, v in options.items() if k != "raw"})
         for name, options in CODERS.items()
     }
-    nodes = {name: AutoencoderTraining(seed=seed) for name in (SHARED, OWN)}
+    halves = {name: drawn(seed) for name in (*rings, SHARED, OWN)}
     sums: dict[str, list[float]] = {}
     few = max(1, round(INNOVATION / DENSITY * VALUES))
     for number in range(1, trained + HELD_OUT + 1):
@@ -216,13 +215,16 @@ def codings(seed: int, *, trained: int) -> dict[str, Any]:
         scale = _rms(on[leader])
         if number <= trained:
             for name, options in CODERS.items():
-                rings[name].learn_ring([v if options.get("raw") else v / scale for v in on], [1.0] * len(on))
+                signals = [v if options.get("raw") else v / scale for v in on]
+                halves[name], _ = rings[name].learn_ring(halves[name], signals, [1.0] * len(on))
             for name, found in ((SHARED, on), (OWN, own)):
                 unit = {node: v / _rms(v) for node, v in enumerate(found)}
-                nodes[name].learn_nodes(unit, {n: _side(v, few) for n, v in unit.items()}, number)
+                sides = {n: _side(v, few) for n, v in unit.items()}
+                key = Key(seed, "autoencoder/common", number)
+                halves[name], _ = AutoencoderTraining().learn_nodes(halves[name], unit, sides, key)
             continue
         true = np.sum(on, axis=0) / np.float32(len(on))
-        decoded = {name: _ring(rings[name], on, 1.0 if o.get("raw") else scale) for name, o in CODERS.items()}
+        decoded = {name: _ring(halves[name], on, 1.0 if o.get("raw") else scale) for name, o in CODERS.items()}
         decoded |= {
             TOP_QUARTER: _mean([_side(v, VALUES // 4) for v in on]),
             INT8: _mean([_rounded(v, "q8") for v in on]),
@@ -230,13 +232,14 @@ def codings(seed: int, *, trained: int) -> dict[str, Any]:
         }
         for name, values in decoded.items():
             _note(sums, name, values, true)
-        for name, coder in nodes.items():
-            latents = coder.encoder.encode((on if name == SHARED else own)[leader] / scale)
+        for name in (SHARED, OWN):
+            encoder = half_of(ConvEncoder, halves[name]["encoder"])
+            latents = encoder.encode((on if name == SHARED else own)[leader] / scale)
             for node, values in enumerate(on):
                 true = values / _rms(values)
                 side = _side(true, few)
                 guesses = {
-                    name: coder.decoder(node).decode(latents, VALUES, side),
+                    name: half_of(ConvDecoder, halves[name][str(node)]).decode(latents, VALUES, side),
                     COPY: on[leader] / scale,
                     ZEROS: side,
                 }
@@ -266,10 +269,11 @@ def _mean(vectors: Sequence[Vector]) -> Vector:
     return np.sum(vectors, axis=0) / np.float32(len(vectors))
 
 
-def _ring(coder: AutoencoderTraining, values: Sequence[Vector], scale: float | np.float32) -> Vector:
+def _ring(halves: Halves, values: Sequence[Vector], scale: float | np.float32) -> Vector:
     """Return what is decoded of the mean of latents."""
-    latents = _mean([coder.encoder.encode(v / np.float32(scale)) for v in values])
-    return coder.decoder(None).decode(latents, values[0].size) * np.float32(scale)
+    encoder, decoder = half_of(ConvEncoder, halves["encoder"]), half_of(ConvDecoder, halves["decoder"])
+    latents = _mean([encoder.encode(v / np.float32(scale)) for v in values])
+    return decoder.decode(latents, values[0].size) * np.float32(scale)
 
 
 def _note(sums: dict[str, list[float]], name: str, found: Vector, true: Vector) -> None:

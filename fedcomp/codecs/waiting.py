@@ -89,7 +89,7 @@ class Waiting(Wrapper):
         """Return ``state`` with a waiting update taken into the memory as one that was not sent."""
         kept = self.lasting(state)
         memory = vector_of(state, "memory", layout)
-        if not waits(state):
+        if _WAITING not in state:
             return kept
         update = vector_of(state, _WAITING, layout)
         # With an empty support the dense rest would still be delivered, so this is not a frame of nothing.
@@ -103,7 +103,7 @@ class Waiting(Wrapper):
         StateError
             When none does.
         """
-        if not waits(state):
+        if _WAITING not in state:
             raise StateError("no update waits to be sent here; train first")
         return Update(vector_of(state, _WAITING, layout), layout)
 
@@ -228,8 +228,3 @@ def id_of_basis(state: State) -> int | None:
     if number.shape != () or number.dtype.kind != "i":
         raise StateError("the state's basis id is damaged; start from init(layout)")
     return int(number)
-
-
-def waits(state: State) -> bool:
-    """Whether an update waits in ``state`` to be sent."""
-    return _WAITING in state

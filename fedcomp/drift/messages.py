@@ -162,8 +162,6 @@ class ModelMessage:
         """Return the message's bytes."""
         parts = [b"" if self.sketch is None else wire.encode([wire.dense(self.sketch.quantiles)])]
         for step in self.steps:
-            # Steps of shared supports are not made here.
-            assert step.support is None
             parts += [step.frame, step.exact or b""]
         head = _DEPLOYMENT.pack(self.version, self.base, self.threshold, self.digest)
         return head + b"".join(_LENGTH.pack(len(part)) + part for part in parts)

@@ -24,15 +24,9 @@ PREFIX: Final = "fedcomp."
 UPDATE: Final = "fedcomp.update"
 EXACT: Final = "fedcomp.exact"
 STEP: Final = "fedcomp.step"
-SUPPORT: Final = "fedcomp.support"
-PROBE: Final = "fedcomp.probe"
-ENCODER: Final = "fedcomp.encoder"
-DECODER: Final = "fedcomp.decoder"
-"""Keys of frames: a client's update, its exact buffers, the downlink's steps (``fedcomp.step.<version>``), the index
-block of a support all clients share, what a client says beside its values (peaks, latents), and
-the weights of an autoencoder."""
+"""Keys of frames: a client's update, its exact buffers, the downlink's steps (``fedcomp.step.<version>``)."""
 
-OWN_FRAMES: Final = (UPDATE, EXACT, STEP, SUPPORT, PROBE, ENCODER, DECODER)
+OWN_FRAMES: Final = (UPDATE, EXACT, STEP)
 """All of them; a dot and more may follow."""
 
 OWN_CONFIG: Final = "fedcomp"
@@ -91,10 +85,6 @@ class Announcement(Schema, key=OWN_CONFIG, prefix=PREFIX):
         The model's version and the version its steps start from; base 0 means the message holds the full model.
     digest : bytes
         Names the model of ``version`` (:func:`fedcomp.versions.digest`).
-    support : int
-        In an exchange about a shared support: the support's id; 0 when none is meant.
-    leader : int
-        1 asks the client to choose the round's support; 0 does not.
     """
 
     protocol: Annotated[int, Version(PROTOCOL)] = field(default=PROTOCOL, kw_only=True)
@@ -111,8 +101,6 @@ class Announcement(Schema, key=OWN_CONFIG, prefix=PREFIX):
     version: Number = 0
     base: Number = 0
     digest: Name = b""
-    support: Number = 0
-    leader: Annotated[int, Int(most=1, absent=0)] = 0
 
     def write(self, config: ConfigRecord) -> None:
         """Add the announcement's fields to ``config``. Fields at their default are left out.

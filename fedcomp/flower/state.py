@@ -248,9 +248,6 @@ def _most_bytes(begun: State, announcement: Announcement, codec: Codec, layout: 
     if "momentum" in begun:
         # What was taken from it where values were sent, by which a lost frame is put back.
         size += sum(4 * expected.most_values for expected in codec.schema(layout))
-    if codec.phases > 1:
-        # The model is in the state, and between two exchanges an update, or after them a frame that is corrected later.
-        return size + vector + max(vector, frame)
     # With a compressed downlink the model itself is in the state, too.
     return size + (vector if announcement.downlink else 0)
 

@@ -21,7 +21,6 @@ from flwr.serverapp.strategy import (
 from toy import client_app, fedavg, model, stack, with_halves
 
 from fedcomp.clients.compressed import compression
-from fedcomp.clients.gradiveq import fitted_basis
 from fedcomp.codecs import QSGD, SignSGD, TopK
 from fedcomp.errors import ConfigError
 from fedcomp.flower import grid as grids
@@ -29,7 +28,7 @@ from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.nodes import GridError
 from fedcomp.flower.payload import payload_bytes
 from fedcomp.strategies.compressed import Compressed
-from fedcomp.strategies.gradiveq import FittedBasis
+from fedcomp.strategies.pipelined import PipelinedStrategy
 
 KEYS = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
 
@@ -188,8 +187,8 @@ def test_a_training_goes_on_where_it_ended() -> None:
 
 
 def test_a_system_with_exchanges_of_its_own_is_not_started_again_with_another_model() -> None:
-    strategy = FittedBasis(fraction_evaluate=0.0)
-    with InProcessGrid(client_app([fitted_basis(), compression()]), 4, seed=3) as grid:
+    strategy = PipelinedStrategy(Compressed(fedavg(fraction_evaluate=0.0), TopK(density=0.1)), 1)
+    with InProcessGrid(client_app([compression()]), 4, seed=3) as grid:
         ended = strategy.start(grid, model(), num_rounds=2)
         with pytest.raises(ConfigError, match="was started before"):
             strategy.start(grid, model(), num_rounds=1)

@@ -17,8 +17,6 @@ from toy import SHAPES, client_app, fedavg, model, stack, update
 from fedcomp.clients.app import app as generic
 from fedcomp.clients.coded.mod import coded as coded_mod
 from fedcomp.clients.compressed import compression
-from fedcomp.clients.gradiveq import fitted_basis
-from fedcomp.clients.lgc import learned_gradients
 from fedcomp.clients.private.mod import private
 from fedcomp.clients.programs import programs
 from fedcomp.codecs import LGC, QSGD, FixedPoint, GradiVeQ, Identity, PowerSGD, RandomK, ScaleCom, SignSGD, TopK
@@ -107,8 +105,8 @@ FRAMES = {
     ),
     "shared support": (lambda **o: SharedSupport(ScaleCom(1.0), **o), [programs(), compression()]),
     "shared basis": (lambda **o: SharedBasis(PowerSGD(min_rate=1e9), **o), [programs(), compression()]),
-    "fitted basis": (lambda **o: FittedBasis(GradiVeQ(width=40), **o), [fitted_basis(), compression()]),
-    "learned gradients": (lambda **o: LearnedGradients(LGC(1.0), **o), [learned_gradients(), compression()]),
+    "fitted basis": (lambda **o: FittedBasis(GradiVeQ(width=40), **o), [programs(), compression()]),
+    "learned gradients": (lambda **o: LearnedGradients(LGC(1.0), **o), [programs(), compression()]),
 }
 
 

@@ -13,8 +13,6 @@ from toy import client_app, fedavg, model, stack, update
 
 from fedcomp import wire
 from fedcomp.clients.compressed import compression
-from fedcomp.clients.gradiveq import fitted_basis
-from fedcomp.clients.lgc import learned_gradients
 from fedcomp.clients.private.mod import private
 from fedcomp.clients.programs import programs
 from fedcomp.codecs import LGC, GradiVeQ, Identity, PowerSGD, RandomK, ScaleCom, TopK
@@ -302,11 +300,11 @@ PATHS: dict[str, Callable[[], tuple[Strategy, Client]]] = {
     ),
     "fitted basis": lambda: (
         FittedBasis(GradiVeQ(width=40)),
-        client_app([fitted_basis(), compression()]),
+        client_app([programs(), compression()]),
     ),
     "learned gradients": lambda: (
         LearnedGradients(LGC(1.0)),
-        client_app([learned_gradients(), compression()]),
+        client_app([programs(), compression()]),
     ),
 }
 
@@ -333,7 +331,6 @@ def test_d4_a_reply_that_holds_too_much_is_refused_unread(path: str, name: str, 
         return weight_of(content, key)
 
     monkeypatch.setattr("fedcomp.strategies.intake.weight_of", watched)
-    monkeypatch.setattr("fedcomp.strategies.shared_replies.weight_of", watched)
     monkeypatch.setattr("fedcomp.strategies.server.weight_of", watched)
     run(strategy, evil, app=app, rounds=1)
     (reason,) = strategy.reports[1].refused.values()

@@ -17,8 +17,6 @@ from private_runs import inner as bare_mean
 from toy import SHAPES, client_app, fedavg, model, update
 
 from fedcomp.clients.compressed import compression
-from fedcomp.clients.gradiveq import fitted_basis
-from fedcomp.clients.lgc import learned_gradients
 from fedcomp.clients.private.mod import private
 from fedcomp.clients.programs import programs
 from fedcomp.codecs import LGC, FixedPoint, GradiVeQ, Identity, PowerSGD, RandomK, ScaleCom, TopK
@@ -87,11 +85,11 @@ MEANS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     ),
     "fitted basis": (
         lambda: FittedBasis(GradiVeQ(width=40), fraction_evaluate=1.0),
-        lambda: client_app([fitted_basis(), compression()]),
+        lambda: client_app([programs(), compression()]),
     ),
     "learned gradients": (
         lambda: LearnedGradients(LGC(density=1.0), fraction_evaluate=1.0),
-        lambda: client_app([learned_gradients(), compression()]),
+        lambda: client_app([programs(), compression()]),
     ),
 }
 

@@ -11,8 +11,6 @@ from flwr.clientapp import ClientApp
 from toy import fedavg, with_halves
 
 from fedcomp.clients.compressed import compression
-from fedcomp.clients.gradiveq import fitted_basis
-from fedcomp.clients.lgc import learned_gradients
 from fedcomp.clients.programs import programs
 from fedcomp.codecs import LGC, GradiVeQ, PowerSGD, ScaleCom, TopK
 from fedcomp.flower.grid import InProcessGrid
@@ -64,9 +62,9 @@ def strategies():
     yield Compressed(fedavg(fraction_evaluate=0.0), TopK(density=0.05)), compression()
     yield SharedSupport(ScaleCom(density=0.05), fraction_evaluate=0.0), programs()
     yield SharedBasis(PowerSGD(rank=2), fraction_evaluate=0.0), programs()
-    yield FittedBasis(GradiVeQ(width=40), sampling=3, compression=2, fraction_evaluate=0.0), fitted_basis()
+    yield FittedBasis(GradiVeQ(width=40), sampling=3, compression=2, fraction_evaluate=0.0), programs()
     coded = LGC(density=0.05, raw=0)
-    yield LearnedGradients(coded, warmup_rounds=1, training_rounds=2, fraction_evaluate=0.0), learned_gradients()
+    yield LearnedGradients(coded, warmup_rounds=1, training_rounds=2, fraction_evaluate=0.0), programs()
 
 
 def lowest(strategy, mod, initial: ArrayRecord, rounds: int = 8) -> list[float]:

@@ -12,17 +12,16 @@ from flwr.app import Array, ArrayRecord, ConfigRecord
 from toy import SHAPES, client_app, update
 
 from fedcomp import versions
+from fedcomp.clients.memory import MEMORY
 from fedcomp.flower.faults import Delivery
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.payload import FRAME, frames
-from fedcomp.flower.protocol import UPDATE
 from fedcomp.flower.rounds import drive
 from fedcomp.flower.wrapper import GridWrapper
 from fedcomp.layout import DensityPolicy, Layout, Vector
 from fedcomp.local import Local
 from fedcomp.program import System
 from fedcomp.rng import Key
-from fedcomp.strategies.server import Server
 
 Fault = Callable[[int, int, str], str]
 """``fault(round, partition, kind of message)``: a fault of :class:`fedcomp.local.Local`, or ""."""
@@ -55,7 +54,6 @@ class Toy:
 
 TOY = Toy(SHAPES)
 LAYOUT = TOY.layout
-VALUES = {UPDATE: "values"}
 
 WORDS = {"twice": "duplicate", "silent": "silent", "lost": "lost_reply", "crash": "raise", "": None}
 
@@ -84,21 +82,20 @@ class Seen:
 
 
 class _Heard(GridWrapper):
-    """Keeps the frames in replies, by partition and what the program calls them."""
+    """Keeps the frames in replies, by partition and name."""
 
-    def __init__(self, inner: Any, keys: Mapping[str, str], partitions: Mapping[int, int]) -> None:
+    def __init__(self, inner: Any, partitions: Mapping[int, int]) -> None:
         super().__init__(inner)
-        self.keys, self.partitions = keys, partitions
+        self.partitions = partitions
         self.frames: dict[tuple[int, str], bytes] = {}
 
     def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
         replies = list(super().send_and_receive(messages, timeout=timeout))
         for reply in replies:
             for key, frame in {} if reply.has_error() else frames(reply.content).items():
-                # Those of a program are called as it calls them.
-                name = key.removeprefix(FRAME) if key.startswith(FRAME) else self.keys.get(key)
-                if name is not None:
-                    self.frames[self.partitions[reply.metadata.src_node_id], name] = bytes(frame)
+                if key.startswith(FRAME):
+                    node = self.partitions[reply.metadata.src_node_id]
+                    self.frames[node, key.removeprefix(FRAME)] = bytes(frame)
         return replies
 
 
@@ -115,9 +112,8 @@ def product(
     fault: Fault,
     present: Sequence[Sequence[int]],
     toy: Toy = TOY,
-    keys: Mapping[str, str] = VALUES,
 ) -> list[Seen]:
-    """Run a strategy; ``present`` says who takes part in each round, ``keys`` what the program calls frames."""
+    """Run a strategy; ``present`` says who takes part in each round."""
 
     def plan(delivery: Delivery) -> Any:
         kind = delivery.message_type.partition(".")[0]
@@ -125,7 +121,7 @@ def product(
 
     grid = InProcessGrid(client_app([half]), nodes, seed=4, fault=plan)
     node_of = {p: grid.node_id_of(p) for p in range(nodes)}
-    heard, found = _Heard(grid, keys, {node: p for p, node in node_of.items()}), []
+    heard, found = _Heard(grid, {node: p for p, node in node_of.items()}), []
     arrays = ArrayRecord({name: Array(array) for name, array in toy.start.items()})
     down: list[bytes] = []
     push = versions.Broadcast.push
@@ -135,9 +131,7 @@ def product(
         return push(self, frame, *args)
 
     # Which partition a node holds is known from the first round on.
-    known = strategy.roster.declared if isinstance(strategy, Server) else strategy._partitions
-    known |= {node: p for p, node in node_of.items()}
-    memory = "fedcomp.memory" if isinstance(strategy, Server) else "fedcomp.uplink.memory"
+    strategy.roster.declared |= {node: p for p, node in node_of.items()}
     for number in range(1, rounds + 1):
         taking = [node_of[p] for p in present[number - 1]]
         heard.frames, grid.round = {}, number
@@ -153,8 +147,8 @@ def product(
         memories = {}
         for p, node in node_of.items():
             state = grid.context(node).state.array_records
-            if memory in state:
-                memories[p] = _bytes({k: a.numpy() for k, a in state[memory].items()})
+            if MEMORY in state:
+                memories[p] = _bytes({k: a.numpy() for k, a in state[MEMORY].items()})
         vector = toy.layout.flatten({name: array.numpy() for name, array in arrays.items()})
         found.append(Seen(vector.tobytes(), heard.frames, [*down], memories, dict(metrics or {})))
     return found

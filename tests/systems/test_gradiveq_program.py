@@ -7,12 +7,11 @@ import pytest
 from beside_product import TOY, Toy, assert_equal, everybody, faults, product, program, some
 from toy import SHAPES
 
-from fedcomp.clients.gradiveq import fitted_basis
+from fedcomp.clients.programs import programs
 from fedcomp.codecs import GradiVeQ, TopK
 from fedcomp.codecs.gradiveq import steps_frame
 from fedcomp.errors import ConfigError
 from fedcomp.flower import store
-from fedcomp.flower.protocol import PROBE, UPDATE
 from fedcomp.local import Local
 from fedcomp.program import Answer, Ask, Me, Step
 from fedcomp.strategies.gradiveq import FittedBasis as Strategy
@@ -36,7 +35,6 @@ def compressed(steps: list[Step | None]) -> list[bool]:
     return [step is not None and "basis" in step.blobs for step in steps]
 
 
-FRAMES = {UPDATE: "values", PROBE: "peaks"}
 VARIANTS = [
     {"memory": True, "levels": 15},
     {},
@@ -66,7 +64,7 @@ def test_it_is_the_strategy_bit_for_bit(options: dict, lost: float) -> None:
     theirs = Strategy(ours.codec, server_lr=ours.server_lr, warmup_rounds=1, fraction_evaluate=0.0, **PHASES)
     how = {"fault": faults(lost), "present": some(4, 14) if lost else everybody(4, 14)}
     new, local = program(ours, 4, 14, **how)
-    assert_equal(product(theirs, fitted_basis(), 4, 14, keys=FRAMES, **how), new)
+    assert_equal(product(theirs, programs(), 4, 14, **how), new)
     assert np.abs(local.model).max() > 1000
 
 

@@ -12,18 +12,16 @@ import numpy as np
 import pytest
 from beside_product import Seen, Toy, assert_equal, everybody, faults, no_fault, product, program, some
 
-from fedcomp.clients.lgc import learned_gradients
+from fedcomp.clients.programs import programs
 from fedcomp.codecs import LGC, ErrorFeedback, ScaleCom, TopK
 from fedcomp.codecs.autoencoder import ConvEncoder, IdentityDecoder, IdentityEncoder, latents
 from fedcomp.codecs.scalecom import open_support
 from fedcomp.errors import ConfigError
 from fedcomp.flower import store
-from fedcomp.flower.protocol import PROBE, SUPPORT, UPDATE
 from fedcomp.layout import EndsDense
 from fedcomp.local import Local
 from fedcomp.program import Ask, Me, Now
 from fedcomp.rng import Key
-from fedcomp.strategies.autoencoder_training import AutoencoderTraining as OldTraining
 from fedcomp.strategies.lgc import LearnedGradients as Strategy
 from fedcomp.systems.lgc import LearnedGradients, Scale, half_of
 from fedcomp.systems.pair import Pair
@@ -33,7 +31,6 @@ TOY = Toy({"first": (20, 20), "second": (40, 30), "third": (30, 30), "last": (20
 ROOT = Path(__file__).parents[2]
 STAGES = {"warmup_rounds": 2, "training_rounds": 3}
 """Rounds 1 and 2 are dense, 3 to 5 train the autoencoder, latents travel from round 6 on."""
-FRAMES = {UPDATE: "values", SUPPORT: "support", PROBE: "latents"}
 VARIANTS = [
     {"instance": "server", "ef": "decoded"},
     {"instance": "ring", "ef": "mask"},
@@ -81,9 +78,9 @@ def test_it_is_the_strategy_bit_for_bit(options: dict, training: dict, lost: flo
     nodes, rounds = (3, 7) if lost == 0.1 else (4, 12)
     present = some(nodes, rounds) if lost else everybody(nodes, rounds)
     how = {"fault": faults(lost), "present": present, "toy": TOY}
-    old = Strategy(codec(**options), **STAGES, training=OldTraining(**training), fraction_evaluate=0.0, server_lr=0.5)
+    old = Strategy(codec(**options), **STAGES, training=training, fraction_evaluate=0.0, server_lr=0.5)
     new, local = program(learned(training=training, server_lr=0.5, **options), nodes, rounds, **how)
-    assert_equal(product(old, learned_gradients(), nodes, rounds, keys=FRAMES, **how), new)
+    assert_equal(product(old, programs(), nodes, rounds, **how), new)
     assert "halves" in local.state or options.get("raw") == 9
     assert not any(local.refused.values())
 
@@ -94,7 +91,7 @@ def test_it_is_the_strategy_with_a_leader_that_stays(common: str) -> None:
     how = {"fault": no_fault, "present": everybody(3, 8), "toy": TOY}
     old = Strategy(codec(instance="server"), **STAGES, common=common, fraction_evaluate=0.0)
     new, _ = program(learned(common=common, instance="server"), 3, 8, **how)
-    assert_equal(product(old, learned_gradients(), 3, 8, keys=FRAMES, **how), new)
+    assert_equal(product(old, programs(), 3, 8, **how), new)
 
 
 class Identity(LearnedGradients, id="lgc-identity"):
