@@ -547,7 +547,7 @@ STRATEGIES: tuple[Row, ...] = (
         lambda: trains(Compressed(Personal(**ALL), QSGD())),
     ),
     row(
-        "strategies/forward.py",
+        "systems/forward.py",
         "take fewer directions, or another codec: at this size top-k sends more of the gradient in as many bytes",
         lambda: slopes(most_signs=10_000),
         lambda: slopes(most_signs=10_000, directions=4) and trains(Compressed(quiet(), TopK(0.1))),

@@ -232,7 +232,7 @@ PAIR = (
         lambda: Deadline.parse("auto") and Deadline.parse("auto:0.9:2"),
     ),
     row(
-        "strategies/power_sgd.py",
+        "systems/power_sgd.py",
         "which memory='aggregated' subtracts; use 1, or memory='local'",
         lambda: SharedBasis(PowerSGD(form="two-exchange", memory="aggregated"), server_lr=0.5),
         lambda: (
