@@ -49,6 +49,10 @@ from fedcomp.wire import Frame
 
 FirstModel = Callable[[Message, Context], ArrayRecord]
 
+Brings = Callable[[Message, Context], tuple[Any, RecordDict]]
+"""``data(message, context)`` -> what the app brings for a system that does not let it train, and what stands for the
+app's reply, its metrics above all: looked at once the system has answered."""
+
 _LONGEST_REMARK: Final = 4096
 
 
@@ -57,6 +61,7 @@ def programs(
     *,
     i_know_inputs_are_visible: bool = False,
     first_model: FirstModel | None = None,
+    data: Brings | None = None,
 ) -> ClientHalf:
     """Return the client half of all systems that are programs.
 
@@ -75,6 +80,10 @@ def programs(
         a seed in the message's configuration, or read from a file of this node. It is asked for once, and only by a
         server that does not send that model. The digest in the message shows a difference; the server then sends its
         own in the next round.
+    data : callable, optional
+        What the app brings for a system that does not let it train (:func:`fedcomp.clients.forward.slopes`): takes the
+        message as the app would see it, and the context. Nothing is brought to private rounds, in which an update
+        leaves and nothing else.
 
     Examples
     --------
@@ -85,9 +94,11 @@ def programs(
     agreed = require_ids(accept, *SYSTEMS)
     if first_model is not None and not callable(first_model):
         raise ConfigError(f"first_model={first_model!r} is not valid: a function of message and context")
+    if data is not None and not callable(data):
+        raise ConfigError(f"data={data!r} is not valid: a function of message and context")
 
     def programs_mod(msg: Message, context: Context, call_next: CallNext) -> Message:
-        return _handle(msg, context, call_next, agreed, i_know_inputs_are_visible, first_model)
+        return _handle(msg, context, call_next, agreed, i_know_inputs_are_visible, first_model, data)
 
     return ClientHalf("programs", programs_mod, outside=OUTSIDE, inside=GUARDS)
 
@@ -99,6 +110,7 @@ def _handle(
     agreed: Collection[str] | None,
     visible: bool,
     first_model: FirstModel | None,
+    data: Brings | None,
 ) -> Message:
     try:
         head = asks.find_ask(msg.content)
@@ -116,7 +128,7 @@ def _handle(
         # What is spent on this node is in the ledger of another half, which such a message would pass by.
         return refusal(msg, f"{NOT_WITHOUT_NOISE} ({why or 'not through programs'})")
     private = wants_private(msg.content)
-    exchange = _Exchange(msg, context, call_next, head, system, downlink, (why, why_not), private, first_model)
+    exchange = _Exchange(msg, context, call_next, head, system, downlink, (why, why_not), private, first_model, data)
     return discreet(msg, exchange.answer) if private else exchange.answer()
 
 
@@ -159,6 +171,7 @@ class _Exchange:
     refused: tuple[str, str]
     private: bool
     first_model: FirstModel | None
+    data: Brings | None
     blobs: dict[str, Frame] = field(default_factory=dict)
 
     def answer(self) -> Message:
@@ -209,22 +222,23 @@ class _Exchange:
             number, "query" if training is None else "train", asks.say_of(self.msg.content, head, system), frames, sent
         )
         model, learn = (_no_model, _no_model) if training is None else (training.start, training.learn)
-        me = Me(number, head.number, head.seed, memory.layout, model, learn)
+        data = None if training is None else training.brought()
+        me = Me(number, head.number, head.seed, memory.layout, model, learn, data)
         try:
             state, answer = system.client(dict(memory.state), ask, me)
         except _AppError as error:
             return error.reply
-        out, said, data = RecordDict(), {}, {FRAME + name: frame for name, frame in answer.frames.items()}
+        out, said, framed = RecordDict(), {}, {FRAME + name: frame for name, frame in answer.frames.items()}
         if training is not None:
             out, said = training.beside, training.said
             if training.exact is not None:
-                data[EXACT] = training.exact
+                framed[EXACT] = training.exact
         if state or memory.state:
             said |= {"generation": memory.generation, "state": memory.what}
             ratio = None if self.private else memory.ratio(system, state, answer)
             if ratio is not None:
                 said["memory"] = ratio
-        asks.put(out, AnswerHead(number, head.sequence, say=asks.id_of(answer.say), **said), answer.say, data)
+        asks.put(out, AnswerHead(number, head.sequence, say=asks.id_of(answer.say), **said), answer.say, framed)
         for name in system.SHARED:
             if name in answer.frames:
                 self.blobs[digest_of(answer.frames[name])] = answer.frames[name]
@@ -394,6 +408,18 @@ class _Training:
         """Return the model as a vector."""
         return self.memory.layout.flatten(self.before)
 
+    def brought(self) -> Any:
+        """Return what the app brings where it is not to train; the message is from here on what the app sees."""
+        exchange, head = self.exchange, self.exchange.head
+        exchange.msg.content = _plain(exchange.msg.content, head.model, self.record)
+        if exchange.data is None or exchange.private:
+            return None
+        found, self.beside = exchange.data(exchange.msg, exchange.context)
+        self.said["record"] = head.model
+        # Who does not train changes no buffer.
+        self.exact = encode_exact(self.before, self.memory.layout)
+        return found
+
     def learn(self, whole: bool, collect: Collect | None) -> Update:
         """Let the app train; see :attr:`fedcomp.program.Me.learn`.
 
@@ -405,7 +431,6 @@ class _Training:
         exchange, memory, before = self.exchange, self.memory, self.before
         msg, context, head, private = exchange.msg, exchange.context, exchange.head, exchange.private
         layout = memory.layout
-        msg.content = _plain(msg.content, head.model, self.record)
         key = Key(head.seed, "uplink", head.number, partition_of(context))
         with collecting(collect or _nothing, key.u64()) as collected:
             reply = exchange.call_next(msg, context)

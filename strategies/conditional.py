@@ -31,7 +31,6 @@ from fedcomp.privacy.local import privatised
 from fedcomp.stateful import Stateful, nested
 from fedcomp.strategies.adaptive import Outcome
 from fedcomp.strategies.compressed import Compressed
-from fedcomp.strategies.forward import ForwardGradients
 from fedcomp.strategies.gossip.strategy import GossipRelay
 from fedcomp.strategies.pair_systems import build_pair
 from fedcomp.strategies.parts import PAIR_PREFIXES, Settings
@@ -115,11 +114,6 @@ class Conditional(ExchangeStrategy, Receiving, Stateful):
                 "GossipRelay has no conditional rounds: a node that is quiet for an iteration keeps its neighbours "
                 "waiting, and is taken for one that vanished; let it send small differences instead, with a sparse "
                 "compressor"
-            )
-        if isinstance(inner, ForwardGradients):
-            raise ConfigError(
-                "ForwardGradients has no conditional rounds: its clients answer before they look at their losses, so "
-                "that nobody is ever quiet"
             )
         require_inner(inner, "Conditional")
         if own_loop(inner):

@@ -43,6 +43,7 @@ from fedcomp.program import Answer, Ask, Given, Mean, Now, Round, Rule, Single, 
 from fedcomp.rng import Key
 from fedcomp.stateful import Stateful, nested, next_epoch, within_epoch
 from fedcomp.strategies.adaptive import Outcome, has_moments, step_on_support
+from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.guard import Norms
 from fedcomp.strategies.means import (
     MEANS,
@@ -69,7 +70,7 @@ from fedcomp.strategies.replies import (
 from fedcomp.strategies.roster import Peer, Roster
 from fedcomp.strategies.round_log import RoundLog, require_usable
 from fedcomp.strategies.statistics import hold_in_record, warn_of_missing_names
-from fedcomp.strategies.wrapping import loop_of, require_inner
+from fedcomp.strategies.wrapping import held, loop_of, require_inner
 from fedcomp.versions import Broadcast
 from fedcomp.wire import Bundle, Frame, FrameSizes
 
@@ -264,6 +265,8 @@ class Server(ExchangeStrategy, Stateful):
         self._name = type(system).__name__
         self.inner: Strategy = FedAvg(fraction_evaluate=0.0) if inner is None else inner
         require_inner(self.inner, self._name)
+        if any(isinstance(found, Compressed) for found in held(self.inner)):
+            raise ConfigError(f"{type(self.inner).__name__} compresses already, and frames are not compressed again")
         if policy is not None and not callable(policy):
             raise ConfigError(f"policy={policy!r} is not valid: a DensityPolicy, such as SmallDense(min_size=1000)")
         if record is not None and not (isinstance(record, str) and record):
@@ -285,6 +288,8 @@ class Server(ExchangeStrategy, Stateful):
             raise ConfigError(
                 f"downlink={self.downlink!r} sends models, and {self._name} makes steps, which are changes"
             )
+        if self._makes_steps and self.downlink is not None and not returns_mean(self.inner):
+            log.info("%s: what %s makes goes down as the whole model", self._name, type(self.inner).__name__)
         self._begin()
 
     def _begin(self) -> None:

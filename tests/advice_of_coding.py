@@ -21,7 +21,6 @@ from flwr.serverapp.strategy import (
 from peer_key_files import make_key, make_list
 from toy import model
 
-import fedcomp as fc
 from fedcomp.clients.coded.mod import coded
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.edge.options import parse
@@ -213,12 +212,6 @@ GRAPHS = (
         "promise would not hold. Use a codec that does not privatise",
         lambda: SkewedGCN(Compressed(quiet(), chain(Privatise(1.0, 0.5, insecure_deterministic=True), QSGD(7)))),
         lambda: SkewedGCN(Compressed(quiet(), QSGD(7))),
-    ),
-    row(
-        "strategies/gcn/strategy.py",
-        "measure no slopes; use Compressed with a codec",
-        lambda: SkewedGCN(fc.ForwardGradients(quiet(), 8)),
-        lambda: SkewedGCN(Compressed(quiet(), TopK(0.1))),
     ),
     row(
         "strategies/gossip/systems.py",

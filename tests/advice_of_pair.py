@@ -20,7 +20,6 @@ from fedcomp.clients.compressed import compression
 from fedcomp.clients.programs import programs
 from fedcomp.codecs import (
     EDEN,
-    LGC,
     QSGD,
     Clip,
     GradiVeQ,

@@ -19,7 +19,6 @@ from fedcomp.flower import (
     conditional,
     datalens,
     folder,
-    forward,
     gcn,
     gossip,
     gradients,
@@ -109,10 +108,6 @@ EXAMPLES: dict[str, Schema] = {
     "conditional.Offer": conditional.Offer(b"session!", 3),
     "conditional.Offer/must": conditional.Offer(b"session!", 3, must=True),
     "conditional.Status": conditional.Status(3, quiet=True),
-    "forward.Measure": forward.Measure(3, 0.125),
-    "forward.Measure/clip": forward.Measure(3, 0.125, 2.0),
-    "forward.Measured": forward.Measured(3),
-    "forward.Measured/counts": forward.Measured(3, 2, 1),
     "lsg.LsgRequest": lsg.LsgRequest(2, "fc.*", 0.25, -9, 1.5, True),
     "lsg.LsgRequest/all": lsg.LsgRequest(0, "", 1.0, 9, 1.5, False),
     "record_dp.DpSgdPlan": record_dp.DpSgdPlan(

@@ -160,9 +160,19 @@ class Forward(System, id="forward"):
             now.state["cost"] = cost
             now.note(cost)
         answers = yield [Ask(node, say=Measure(step), expects=Measured) for node in now.nodes]
+        for answer in answers:
+            if self.SENT not in answer.frames:
+                now.refuse(answer.node, "measured, and sends no numbers")
         total = now.mean_of(self.codec, answers)
-        if total is not None:
-            now.note(_line(step, [a.say for a in answers if a.node in total.consumed]))
+        # Of those alone that are in the model: others may say anything.
+        used = () if total is None else total.consumed
+        said = [answer.say for answer in answers if answer.node in used and isinstance(answer.say, Measured)]
+        now.state["measured"] = {
+            "step": step,
+            "signs": len(said) * self.codec.signs(now.layout),
+            "left_out": sum(each.left_out for each in said),
+            "cut": sum(each.cut for each in said),
+        }
         # Single updates are somebody else's to add up, and a sum that is not finite is no step.
         if total is None or total.change is None or not self.replay or not all_finite(total.change):
             return total
@@ -184,7 +194,7 @@ class Forward(System, id="forward"):
             raise AnswerError("the ask does not say by which step slopes become an update")
         measures: Measures | None = me.data
         if measures is None:
-            raise AnswerError("this client's app brings nothing to measure slopes with")
+            raise AnswerError("this client's app brings nothing to measure slopes with: it lacks forward_gradients()")
         slopes = measures(me, self.codec.tangents(me.layout, me.key))
         cut = int(np.count_nonzero(np.abs(slopes) > self.clip)) if self.clip else 0
         said = Measured(int(np.isnan(slopes).sum()), cut)
@@ -192,16 +202,6 @@ class Forward(System, id="forward"):
             slopes = np.clip(slopes, -self.clip, self.clip)
         frame = self.codec.frame_of_products(-ask.say.step * slopes, me.layout, me.key)
         return memory, Answer(me.node, say=said, frames={self.SENT: frame})
-
-
-def _line(step: float, said: Iterable[Said | None]) -> str:
-    """Return the step, and what was left out, for a report."""
-    found = [each for each in said if isinstance(each, Measured)]
-    counts = {
-        "slopes not finite": sum(each.left_out for each in found),
-        "slopes cut": sum(each.cut for each in found),
-    }
-    return ", ".join([f"step {step:.3g}", *(f"{count} {what}" for what, count in counts.items() if count)])
 
 
 def slopes_along(

@@ -48,7 +48,6 @@ from fedcomp.privacy.local import asks_for_noise
 from fedcomp.rng import Key
 from fedcomp.rules import LARGEST, Int, OneOf, checked
 from fedcomp.stateful import Stateful, each, nested
-from fedcomp.strategies.forward import ForwardGradients
 from fedcomp.strategies.gcn.owners import Owners, Talk, sent
 from fedcomp.strategies.gcn.report import Fetching, FetchTraffic, feature_bytes
 from fedcomp.strategies.gcn.rows import Requester, Turn
@@ -428,11 +427,6 @@ def _check_inner(inner: Strategy) -> None:
         raise ConfigError(
             f"{type(inner).__name__} runs its own loop (it overrides start); SkewedGCN stands around strategies that "
             "work through configure_train and aggregate_train"
-        )
-    if isinstance(inner, ForwardGradients):
-        raise ConfigError(
-            "ForwardGradients has no graph rounds: nodes of a graph train on rows that they fetched, and measure no "
-            "slopes; use Compressed with a codec"
         )
     if find_private(inner) is not None or promises(inner):
         raise ConfigError(

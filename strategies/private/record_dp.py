@@ -39,7 +39,6 @@ from fedcomp.privacy.spending import next_round
 from fedcomp.privacy.statement import Statement, make_statement
 from fedcomp.rng import Key
 from fedcomp.stateful import Stateful, nested
-from fedcomp.strategies.forward import ForwardGradients
 from fedcomp.strategies.guard import Norms
 from fedcomp.strategies.intake import Intake
 from fedcomp.strategies.means import MEANS, is_mean, weight_key_of
@@ -214,8 +213,6 @@ class RecordDp(NoClientEvaluation, Strategy, Stateful):
                 "fraction_evaluate=0.0, and evaluate on the server (evaluate_fn)"
             )
         params.choice("method", plan.method, METHODS)
-        if isinstance(inner, ForwardGradients):
-            raise ConfigError("clients of ForwardGradients measure slopes, and a plan is for a training with noise")
         if plan.adjacency == "replace":
             raise ConfigError("adjacency='replace' has no amplification by sampling here; say add_remove or zero_out")
         params.integer("steps", plan.steps, low=1)

@@ -27,7 +27,7 @@ from fedcomp.clients.private.local_dp import local_privacy
 from fedcomp.clients.private.topagg import votes_only
 from fedcomp.clients.programs import programs
 from fedcomp.codecs import QSGD, Codec, ErrorFeedback, Factors, Identity, State, TopK, get_codec
-from fedcomp.errors import FedcompError
+from fedcomp.errors import ConfigError, FedcompError
 from fedcomp.exact import decode_exact
 from fedcomp.factors.collect import current
 from fedcomp.factors.outer import OuterProducts
@@ -39,11 +39,12 @@ from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import BLOB as BLOBS
 from fedcomp.flower.payload import EXACT, FRAME, NODE_RECORD, STEP, take_frame
+from fedcomp.flower.privacy import PRIVATE
 from fedcomp.flower.protocol import RESYNC, STALE, UPDATE, Announcement, announce
 from fedcomp.flower.records import to_arrays, to_record
 from fedcomp.flower.rounds import fit
 from fedcomp.flower.schema import OtherVersion, SchemaError
-from fedcomp.layout import NONE_DENSE, Layout, Update, Vector
+from fedcomp.layout import NONE_DENSE, Layout, Update, Vector, policy_config
 from fedcomp.privacy.local import LocalPolicy, Privatise
 from fedcomp.program import Answer, Ask, Me, Now, Round, Said, System
 from fedcomp.rng import Key
@@ -52,6 +53,7 @@ from fedcomp.stateful import next_epoch
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.server import Server
 from fedcomp.systems import SYSTEMS
+from fedcomp.systems.forward import Forward, Measure
 from fedcomp.systems.pair import Pair
 from fedcomp.versions import Broadcast
 from fedcomp.wire import Bf16, Frame
@@ -957,6 +959,43 @@ def test_the_first_model_is_made_at_the_node() -> None:
     assert len(calls) == 1
     other = Node(half=programs(first_model=lambda msg, context: model(2.0)))
     assert "digests differ" in reason(down(other, broadcast, 1))
+
+
+def test_what_an_app_brings_stands_for_its_training() -> None:
+    """Buffers stay as they are, metrics are what was brought; a private round, where an update leaves, gets nothing."""
+    seen: list[RecordDict] = []
+
+    def data(msg: Message, context: Context) -> tuple[Any, RecordDict]:
+        beside = RecordDict()
+
+        def measures(me: Me, directions: Any) -> np.ndarray:
+            seen.append(msg.content)
+            beside["metrics"] = MetricRecord({"num-examples": 5})
+            return np.arange(float(len(list(directions))))
+
+        return measures, beside
+
+    wide = {"n": np.array(4), "w": np.zeros(64, np.float32)}
+    layout = Layout.of(wide, NONE_DENSE)
+    node = Node(Forward(directions=3), half=programs(data=data))
+    fields = {"say": "Measure", "policy": policy_config(NONE_DENSE, layout)}
+    reply = node.send(node.head(**fields), arrays=to_record(wide), say=Measure(0.5))
+    assert answer(reply) == AnswerHead(3, sequence=1, record="arrays", say="Measured")
+    assert list(reply.content) == ["metrics", NODE_RECORD]
+    assert decode_exact(asks.data_in(reply.content, EXACT)[""], layout)["n"] == 4
+    products = node.system.codec.frame_of_products(-0.5 * np.arange(3.0), layout, Key(5, "uplink", 1, 3))
+    assert frames(reply) == {"values": products}
+    assert dict(seen[0]["config"]) == {"server-round": 1, "lr": 0.5}
+    assert node.trained == 0
+    content = RecordDict({"arrays": to_record(wide), "config": ConfigRecord({PRIVATE: True})})
+    asks.put(content, node.head(2, **fields), Measure(0.5))
+    with acting_as(1, 0):
+        message = Message(content, 2, "train")
+    with acting_as(1, 2):
+        assert node.half.mod(message, node.context, node.train).has_error()
+    assert len(seen) == 1
+    with pytest.raises(ConfigError, match="data=3 is not valid"):
+        programs(data=3)  # type: ignore[arg-type]
 
 
 def test_an_evaluation_takes_nothing_from_the_memory() -> None:

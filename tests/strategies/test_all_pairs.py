@@ -139,13 +139,9 @@ WITH_FLOWERS = ("FedAvg", "FedAdam", "FedMedian")
 ACCEPTED: Mapping[str, tuple[str, ...]] = {
     "pair": (*WITH_FLOWERS, "dp-fedavg", "Flower's server-side dp"),
     "conditional": (*WITH_FLOWERS, *PAIRS),
-    "pipelined": (*WITH_FLOWERS, *PAIRS, "forward"),
-    "buffered": (*WITH_FLOWERS, *(name for name in PAIRS if name != "pair of votes"), "forward"),
-    "relay": (
-        *WITH_FLOWERS,
-        *PAIRS,
-        *("local dp", "record dp", "record dp around the pair", "forward"),
-    ),
+    "pipelined": (*WITH_FLOWERS, *PAIRS),
+    "buffered": (*WITH_FLOWERS, *(name for name in PAIRS if name != "pair of votes")),
+    "relay": (*WITH_FLOWERS, *PAIRS, "local dp", "record dp", "record dp around the pair"),
     "coded sum": ("pair of integers",),
     "gradient code": ("FedAvg", "FedAdam"),
     "dp-fedavg": ("FedAvg", "FedAdam"),

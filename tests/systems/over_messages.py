@@ -8,10 +8,11 @@ from typing import Any
 
 from flwr.app import ArrayRecord
 
+from fedcomp.flower.asks import data_in
 from fedcomp.flower.faults import Delivery
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
-from fedcomp.flower.payload import take_frame
+from fedcomp.flower.payload import FRAME, take_frame
 from fedcomp.flower.protocol import UPDATE
 from fedcomp.flower.records import to_arrays, to_record
 from fedcomp.flower.rounds import fit
@@ -40,8 +41,10 @@ class Heard(MeteredGrid):
     def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
         replies = list(super().send_and_receive(messages, timeout=timeout))
         for reply in replies:
-            frame = None if reply.has_error() else take_frame(reply.content, UPDATE)
-            if frame is not None:
+            if reply.has_error():
+                continue
+            # The pair's own, or what a program calls so.
+            if (frame := take_frame(reply.content, UPDATE) or data_in(reply.content, FRAME).get("values")) is not None:
                 self.heard.setdefault(reply.metadata.src_node_id, []).append(bytes(frame))
         return replies
 
