@@ -9,12 +9,12 @@ replicas are equal bit for bit, and a digest proves it for every version.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
 import numpy as np
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from numpy.typing import NDArray
 
 from fedcomp.codecs.base import Codec, State, require_finite
@@ -29,6 +29,9 @@ from fedcomp.stateful import Stateful, next_epoch, within_epoch
 from fedcomp.wire import Bundle, Frame
 
 Arrays = Mapping[str, NDArray[Any]]
+
+_KEY: Final = algorithms.AES(bytes(16))
+_PIECE: Final = 1 << 30
 
 FIRST: Final = 1
 """Version of the model a run begins with; a number that no later model ever has."""
@@ -68,14 +71,23 @@ CodecOf = Callable[[Step], Codec]
 
 
 def digest(vector: Vector, exact: Arrays) -> bytes:
-    """Return 16 bytes that name a model: SHA-256 over the vector and the exact buffers, truncated."""
-    # Over the buffer itself: its bytes would be a copy of the model.
-    h = hashlib.sha256(np.ascontiguousarray(vector).view(np.uint8).data)
+    """Return 16 bytes that name a model: the GMAC under a known key of the vector and the exact buffers.
+
+    Models that differ by mistake have other ones. Whoever looks for two models with one name finds them, but has no use
+    for that: the model is the server's own word.
+    """
+    # A polynomial over the words takes little more than reading them does; SHA-256 takes fourteen times as long.
+    mac = Cipher(_KEY, modes.GCM(bytes(12))).encryptor()
+    # Over the buffer itself, in pieces as long as OpenSSL takes them: its bytes would be a copy of the model.
+    values = np.ascontiguousarray(vector).view(np.uint8)
+    for start in range(0, values.size, _PIECE):
+        mac.authenticate_additional_data(values[start : start + _PIECE].data)
     # By name, so that the order in which an end holds its buffers does not matter.
     for name in sorted(exact):
-        h.update(name.encode())
-        h.update(np.ascontiguousarray(exact[name]).tobytes())
-    return h.digest()[:16]
+        mac.authenticate_additional_data(name.encode())
+        mac.authenticate_additional_data(np.ascontiguousarray(exact[name]).tobytes())
+    mac.finalize()
+    return mac.tag
 
 
 def check_codec(codec: Codec, layout: Layout) -> None:

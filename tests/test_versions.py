@@ -76,6 +76,25 @@ def test_gaps_and_repeats() -> None:
     assert np.array_equal(held, models(1)[0]), "a failed advance leaves the replica as it was"
 
 
+def test_a_digest_names_every_bit_its_place_and_the_buffers() -> None:
+    vector = models(1)[0]
+    exact = {"a": np.arange(6), "b": np.zeros(3, np.uint8)}
+    found = digest(vector, exact)
+    assert found == digest(vector.copy(), dict(reversed(exact.items())))
+    others = [vector[::-1], np.roll(vector, 1024), np.concatenate([vector[1000:2000], vector[:1000], vector[2000:]])]
+    for place in (0, 1500, 2999):
+        for bit in (0, 22, 31):
+            other = vector.copy()
+            other.view(np.uint32)[place] ^= np.uint32(1) << np.uint32(bit)
+            others.append(other)
+    # Two zeros with a sign in one column of any table: what a sum of products loses.
+    others.append(np.where(np.arange(3000) % 1024 == 5, -vector, vector))
+    named = [found, *(digest(other, exact) for other in others)]
+    named += [digest(vector, {**exact, "b": np.ones(3, np.uint8)}), digest(vector, {"a": exact["a"]})]
+    assert len(set(named)) == len(named)
+    assert {len(each) for each in named} == {16}
+
+
 def test_history_never_outgrows_the_model() -> None:
     server = Broadcast(TopK(density=0.2))
     for t, target in enumerate(models(30)):
