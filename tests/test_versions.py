@@ -48,7 +48,7 @@ def test_error_feedback_contracts_to_a_still_target() -> None:
     errors = []
     for t in range(60):
         target[0] = t  # a new version each time
-        server.publish(target, {}, LAYOUT, Key(0, "downlink", t))
+        server.publish(target.copy(), {}, LAYOUT, Key(0, "downlink", t))
         errors.append(float(np.linalg.norm(target[1:] - server.reference[1:])))
     assert errors[-1] < 1e-5 * errors[0]
 
@@ -57,7 +57,18 @@ def test_an_unchanged_model_is_not_a_new_version() -> None:
     server = Broadcast(TopK(density=0.1))
     target = models(1)[0]
     assert [server.publish(target.copy(), {}, LAYOUT, Key(0, "d", t)) for t in range(3)] == [1, 1, 1]
-    assert server.publish(target + 1, {}, LAYOUT, Key(0)) == 2
+    moved = target + 1
+    assert server.publish(moved, {}, LAYOUT, Key(0)) == 2
+    with pytest.raises(ValueError, match="read-only"):
+        moved += 1
+
+
+def test_a_model_that_differs_in_its_last_value_alone_is_a_new_version() -> None:
+    layout = Layout.flat(70_000)
+    server, target = Broadcast(TopK(density=0.1)), np.zeros(70_000, np.float32)
+    assert server.publish(target.copy(), {}, layout, Key(0)) == 1
+    target[-1] = 1.0
+    assert [server.publish(target.copy(), {}, layout, Key(0)) for _ in range(2)] == [2, 2]
 
 
 def test_gaps_and_repeats() -> None:
