@@ -153,7 +153,14 @@ class Local:
         start = self.model.view()
         start.setflags(write=False)
         now = Now(
-            number, who, self.layout, start, self.seed, self.rule, state, lambda n, why: refused.append(f"{n}: {why}")
+            number,
+            who,
+            self.layout,
+            lambda: start,
+            self.seed,
+            self.rule,
+            state,
+            lambda n, why: refused.append(f"{n}: {why}"),
         )
         program, exchange, self.answers = self.system.round(now), 0, []
         carried: dict[int, tuple[int, int]] = {}

@@ -228,8 +228,8 @@ class Now:
     nodes : tuple of int
         Who takes part, ascending.
     layout : Layout
-    model : float32 array, shape (layout size,)
-        What clients train from; not to be written to.
+    start : callable
+        ``start()`` returns :attr:`model`.
     seed : int
         Of the random streams of both halves.
     rule : Rule
@@ -251,7 +251,7 @@ class Now:
     number: int
     nodes: tuple[int, ...]
     layout: Layout
-    model: Vector
+    start: Callable[[], Vector]
     seed: int = 0
     rule: Rule = field(default_factory=Mean)
     state: dict[str, Any] = field(default_factory=dict)
@@ -260,6 +260,11 @@ class Now:
     scales: Mapping[int, float] = field(default_factory=dict)
     strangers: Set[int] = frozenset()
     seen: Callable[[int, Codec, Bundle], None] = lambda node, codec, bundle: None
+
+    @cached_property
+    def model(self) -> Vector:
+        """What clients train from, float32 of the layout's size; not to be written to. Most sums do without."""
+        return self.start()
 
     def key(self, purpose: str, node: int = 0) -> Key:
         """Return the key of this round for a purpose; that of "uplink" is what the client half of ``node`` draws by."""

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Annotated, Any, ClassVar, Final
 
 import numpy as np
@@ -136,8 +138,8 @@ class Running:
         The model.
     model : mapping of str to ndarray
         It as views, not to be written to.
-    vector : float32 array
-        It as one vector.
+    reference : callable
+        ``reference()`` returns what clients train from where that is not the model, else None.
     record : str
         Its name in messages.
     base : dict of int to Message
@@ -158,7 +160,7 @@ class Running:
     report: Report
     arrays: ArrayRecord
     model: Arrays
-    vector: Vector
+    reference: Callable[[], Vector | None]
     record: str
     base: dict[int, Message]
     addresses: dict[int, int]
@@ -172,6 +174,22 @@ class Running:
     given: tuple[Codec | None, Sequence[Given]] = (None, ())
     errors: list[Message] = field(default_factory=list)
 
+    @cached_property
+    def vector(self) -> Vector:
+        """The model as one vector, not to be written to; made where somebody asks for it."""
+        vector = self.layout.flatten(self.model)
+        vector.setflags(write=False)
+        return vector
+
+    @cached_property
+    def start(self) -> Vector:
+        """What clients train from, as one vector; not to be written to."""
+        reference = self.reference()
+        if reference is None:
+            return self.vector
+        reference.setflags(write=False)
+        return reference
+
     def refuse(self, node: int, reason: str, reply: Message | None = None) -> None:
         """Report why a node's answer is not used; for the inner strategy it is a failed reply."""
         self.report.refuse(self.addresses[node], reason)
@@ -182,12 +200,14 @@ class Running:
         """Let a node go by the partition that it has declared from here on."""
         self.base[declared], self.addresses[declared] = self.base.pop(node), self.addresses.pop(node)
 
-    def seen(self, node: int, codec: Codec, bundle: Bundle, start: Vector) -> None:
+    def seen(self, node: int, codec: Codec, bundle: Bundle) -> None:
         """Note what was verified of a node: a lossless codec's frames hold models, of which the change counts."""
         if bundle.sizes is not None:
             self.sizes[node] = bundle.sizes
-        whole = codec.lossless
-        self.norms[node] = norm(codec.decode(bundle, self.layout), start) if whole else codec.norm(bundle, self.layout)
+        if codec.lossless:
+            self.norms[node] = norm(codec.decode(bundle, self.layout), self.start)
+        else:
+            self.norms[node] = codec.norm(bundle, self.layout)
         for name, value in codec.figures(bundle, self.layout).items():
             self.report.frames.setdefault(name, {})[self.addresses[node]] = value
 
@@ -308,6 +328,7 @@ class Server(ExchangeStrategy, Stateful):
         self._whole: tuple[int, ArrayRecord] | None = None
         self._order: tuple[str, ...] = ()
         self._down = Layout(())
+        self._following: list[weakref.ref[Running]] = []
         self._open: dict[int, tuple[Exchanges[Outcome], Grid]] = {}
         self._evaluating: list[SentMessage] = []
 
@@ -358,25 +379,23 @@ class Server(ExchangeStrategy, Stateful):
         addresses = self.roster.numbered(by_address)
         base = {node: by_address[address] for node, address in addresses.items()}
         record = self._record_of(messages, arrays)
-        vector = layout.flatten(model)
-        x = Running(report, arrays, model, vector, record, base, addresses, layout)
-        if messages:
-            self._publish(model, vector, layout)
-        start = self._reference(layout)
-        start = vector.view() if start is None else start
-        start.setflags(write=False)
+        x = Running(report, arrays, model, partial(self._reference, layout), record, base, addresses, layout)
+        if messages and self.broadcast is not None:
+            self._publish(model, x.vector, layout)
+        # By a weak reference: what the round came to must not be kept by who waits for its model to move.
+        self._following = [each for each in self._following if each() is not None] + [weakref.ref(x)]
         now = Now(
             server_round,
             tuple(base),
             layout,
-            start,
+            lambda: x.start,
             self.seed,
             _Judged(self, x),
             dict(self.state),
             x.refuse,
             report.notes.append,
             strangers=frozenset(n for n, address in addresses.items() if address not in self.roster.declared),
-            seen=lambda node, codec, bundle: x.seen(node, codec, bundle, start),
+            seen=x.seen,
         )
         return x, now
 
@@ -660,7 +679,7 @@ class Server(ExchangeStrategy, Stateful):
         if step.model is not None:
             moved = step.model
             report.changed = count_differing(moved[part], now.model[part])
-            if not np.shares_memory(x.vector, now.model):
+            if x.start is not x.vector:
                 # Clients sent whole models grown from the reference: add what the reference lacks of the true model.
                 np.add(moved, x.vector - now.model, out=moved)
         elif step.frame is not None and step.codec is not None:
@@ -675,10 +694,8 @@ class Server(ExchangeStrategy, Stateful):
             moved = step.change
             leave(moved, layout, frozenset.intersection(*(frozenset(each.head.unchanged) for each in used)))
             self._share(x, now, moved, step.consumed)
-            # Counted before the model is added, while zero still means that nothing arrived.
-            report.changed = count_differing(moved[part], 0.0)
             changes = {t.name: moved[t.slice].copy() for t in layout.wide}
-            np.add(x.vector, moved, out=moved)
+            report.changed = layout.add_model(x.model, moved)
         arrays = layout.added(x.model, changes, moved, mean_of_constants(_weighted(used), x.model))
         if step.frame is not None:
             for t in layout.wide:
@@ -711,7 +728,8 @@ class Server(ExchangeStrategy, Stateful):
                 for second in own:
                     part = layout.tensors[second].slice
                     change[part] += np.float32(each.weight / total * now.scales.get(each.node, 1.0)) * alone[part]
-        copy_names(change, x.vector, layout, dict(everywhere))
+        if everywhere:
+            copy_names(change, x.vector, layout, dict(everywhere))
 
     def _single(self, x: Running, now: Now, step: Step) -> Outcome:
         """Let the inner strategy aggregate ordinary replies."""
@@ -753,6 +771,11 @@ class Server(ExchangeStrategy, Stateful):
         broadcast = self.broadcast
         if broadcast is None:
             return
+        # The reference moves in place: rounds that are still open take what they began with.
+        for each in self._following:
+            if (x := each()) is not None:
+                _ = x.start
+        self._following = []
         # By the downlink's codec: its layout need not be the uplink's.
         down = self._down = self._down_layout(model)
         vector = vector if down == layout else down.flatten(model)

@@ -238,7 +238,7 @@ def test_rows_of_all_clients_that_are_longer_than_the_model_stay_up() -> None:
 
 def test_single_updates_have_no_common_step() -> None:
     system, here = FactorSharing(made("rank"), down=True), local(SYSTEMS["rank"])
-    now = Now(1, (0, 1), here.layout, here.model, rule=Single())
+    now = Now(1, (0, 1), here.layout, lambda: here.model, rule=Single())
     rounds = system.round(now)
     next(rounds)
     vector = np.ones(here.layout.size, np.float32)
@@ -327,7 +327,7 @@ def test_what_goes_down_has_the_shares_of_the_mean() -> None:
     """Weights and the factors of what is late: the factors add up to the mean, or they would not go down."""
     system, here = FactorSharing(made("rank"), down=True), local(SYSTEMS["rank"], "wide")
     notes: list[str] = []
-    now = Now(1, (0, 1), here.layout, here.model, note=notes.append, scales={1: 0.25})
+    now = Now(1, (0, 1), here.layout, lambda: here.model, note=notes.append, scales={1: 0.25})
     rounds = system.round(now)
     next(rounds)
     answers = []
