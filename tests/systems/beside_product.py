@@ -22,6 +22,7 @@ from fedcomp.layout import DensityPolicy, Layout, Vector
 from fedcomp.local import Local
 from fedcomp.program import System
 from fedcomp.rng import Key
+from fedcomp.strategies.cohort import CohortSettings
 
 Fault = Callable[[int, int, str], str]
 """``fault(round, partition, kind of message)``: a fault of :class:`fedcomp.local.Local`, or ""."""
@@ -136,13 +137,11 @@ def product(
         taking = [node_of[p] for p in present[number - 1]]
         heard.frames, grid.round = {}, number
         down.clear()
-        draw = type(strategy.cohort).draw
-        try:
-            type(strategy.cohort).draw = lambda self, *args, taking=taking: list(taking)
-            with mock.patch.object(versions.Broadcast, "push", pushed):
-                new, metrics = drive(strategy.round(number, arrays, ConfigRecord(), heard), heard, timeout=9)
-        finally:
-            type(strategy.cohort).draw = draw
+        with (
+            mock.patch.object(CohortSettings, "draw", lambda self, *args, taking=taking: list(taking)),
+            mock.patch.object(versions.Broadcast, "push", pushed),
+        ):
+            new, metrics = drive(strategy.round(number, arrays, ConfigRecord(), heard), heard, timeout=9)
         arrays = arrays if new is None else new
         memories = {}
         for p, node in node_of.items():
@@ -181,11 +180,21 @@ def no_fault(number: int, node: int, kind: str) -> str:
 
 
 def faults(probability: float) -> Fault:
-    """Return losses, silences and crashes, each kind of message on its own."""
+    """Return losses, silences, crashes and doubles, each kind of message on its own."""
 
     def fault(number: int, node: int, kind: str) -> str:
         drawn = Key(3, "faults/" + kind, number, node).uniform(1)[0] / max(probability, 1e-9)
-        return "lost" if drawn < 1.0 else "silent" if drawn < 1.6 else "crash" if drawn < 2.0 else ""
+        return (
+            "lost"
+            if drawn < 1.0
+            else "silent"
+            if drawn < 1.6
+            else "crash"
+            if drawn < 2.0
+            else "twice"
+            if drawn < 2.4
+            else ""
+        )
 
     return fault
 

@@ -1,20 +1,17 @@
-"""GradiVeQ as a program: the phases, what travels in them, and equality with the strategy that it stands for."""
+"""GradiVeQ as a program: the phases, what travels in them, and forged peaks."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from beside_product import TOY, Toy, assert_equal, everybody, faults, product, program, some
+from beside_product import TOY, Toy
 from toy import SHAPES
 
-from fedcomp.clients.programs import programs
 from fedcomp.codecs import GradiVeQ, TopK
 from fedcomp.codecs.gradiveq import steps_frame
 from fedcomp.errors import ConfigError
-from fedcomp.flower import store
 from fedcomp.local import Local
 from fedcomp.program import Answer, Ask, Me, Step
-from fedcomp.strategies.gradiveq import FittedBasis as Strategy
 from fedcomp.systems.gradiveq import Drift, FittedBasis
 
 WIDTH = 47
@@ -35,39 +32,6 @@ def compressed(steps: list[Step | None]) -> list[bool]:
     return [step is not None and "basis" in step.blobs for step in steps]
 
 
-VARIANTS = [
-    {"memory": True, "levels": 15},
-    {},
-    {"center": True, "memory": True},
-    {"basis": "per_slice", "most": 2},
-    {"basis": "shared_first", "order": "FDHW", "norm_guard": 2.0, "memory": True},
-    {"values": "q8", "server_lr": 0.5},
-    {"levels": 127, "center": True},
-    {"refresh_tol": 1e-6},
-    {"width": 5000},
-]
-
-
-@pytest.mark.parametrize(
-    ("options", "lost"),
-    [
-        pytest.param(options, lost, marks=pytest.mark.long if i or not lost else pytest.mark.slow)
-        for i, options in enumerate(VARIANTS)
-        for lost in (0.0, 0.2)
-    ],
-    ids=str,
-)
-def test_it_is_the_strategy_bit_for_bit(options: dict, lost: float) -> None:
-    """Frames that come and go, models, memories, metrics: warm-up, two cycles, absent nodes, messages lost in either
-    exchange. The basis serves in rounds 6 to 8, and in 13 to 15."""
-    ours = system(warmup_rounds=1, **options)
-    theirs = Strategy(ours.codec, server_lr=ours.server_lr, warmup_rounds=1, fraction_evaluate=0.0, **PHASES)
-    how = {"fault": faults(lost), "present": some(4, 14) if lost else everybody(4, 14)}
-    new, local = program(ours, 4, 14, **how)
-    assert_equal(product(theirs, programs(), 4, 14, **how), new)
-    assert np.abs(local.model).max() > 1000
-
-
 def test_phases_come_in_turn_and_a_round_without_a_step_counts_for_nothing() -> None:
     """Four samples, three rounds in the basis, four samples; rounds 2 and 6 are lost."""
     local = TOY.local(system(), fault=lambda number, node, exchange: "lost" if number in (2, 6) else "")
@@ -85,21 +49,6 @@ def test_a_basis_goes_once_to_each_node_and_not_in_dense_rounds() -> None:
     assert local.bytes_down == once
     run(local, 4, since=8)
     assert local.bytes_down == once
-
-
-def test_a_state_that_was_stored_goes_on_to_the_bit_in_every_phase() -> None:
-    """What is between rounds is plain: it passes the container of checkpoints."""
-    whole = TOY.local(system(warmup_rounds=1, levels=15))
-    for number in range(1, 14):
-        whole.step(number)
-        parts = TOY.local(
-            system(warmup_rounds=1, levels=15), state=store.loads(store.dumps(whole.state, "state"), "state")
-        )
-        parts.model, parts.clients, parts.held = whole.model.copy(), dict(whole.clients), dict(whole.held)
-        parts.sequence, whole = whole.sequence, parts
-    straight = TOY.local(system(warmup_rounds=1, levels=15))
-    run(straight, 13)
-    assert np.array_equal(straight.model.view(np.uint32), whole.model.view(np.uint32))
 
 
 def test_what_fills_no_slice_arrives_bit_for_bit() -> None:

@@ -1,4 +1,4 @@
-"""LGC as a program: its stages, what travels in them, and equality with the strategy that it stands for."""
+"""LGC as a program: its stages, what travels in them, and forged latents."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from beside_product import Seen, Toy, assert_equal, everybody, faults, no_fault, product, program, some
+from beside_product import Seen, Toy, everybody, faults, no_fault, program
 
-from fedcomp.clients.programs import programs
 from fedcomp.codecs import LGC, ErrorFeedback, ScaleCom, TopK
 from fedcomp.codecs.autoencoder import ConvEncoder, IdentityDecoder, IdentityEncoder, latents
 from fedcomp.codecs.scalecom import open_support
@@ -22,7 +21,6 @@ from fedcomp.layout import EndsDense
 from fedcomp.local import Local
 from fedcomp.program import Ask, Me, Now
 from fedcomp.rng import Key
-from fedcomp.strategies.lgc import LearnedGradients as Strategy
 from fedcomp.systems.lgc import LearnedGradients, Scale, half_of
 from fedcomp.systems.pair import Pair
 from fedcomp.systems.shared_support import SharedSupport
@@ -36,11 +34,6 @@ VARIANTS = [
     {"instance": "ring", "ef": "mask"},
     {"instance": "ring", "ef": "decoded"},
     {"instance": "server", "ef": "mask"},
-]
-OTHERS = [
-    {"instance": "server", "ef": "decoded", "values": "bf16", "raw": 0, "beta": 0.5},
-    {"instance": "ring", "values": "q8", "selector": "chunk", "norm_guard": 1.0},
-    {"instance": "ring", "ef": "decoded", "memory": False, "raw": 9},
 ]
 
 
@@ -58,40 +51,6 @@ def run(local: Local, rounds: int, since: int = 1) -> list[int]:
     """Return how many nodes were in each round."""
     steps = [local.step(number) for number in range(since, since + rounds)]
     return [0 if step is None else len(step.consumed) for step in steps]
-
-
-SETTINGS = [
-    ({"instance": "server", "ef": "decoded"}, {}, 0.1),
-    *((options, {}, lost) for options in VARIANTS for lost in (0.2, 0.0)),
-    *((options, {"optimizer": "sgd", "lr": 0.01, "passes": 2, "decoders": 2}, 0.2) for options in VARIANTS),
-    *((options, {}, 0.2) for options in OTHERS),
-]
-
-
-@pytest.mark.parametrize(
-    ("options", "training", "lost"),
-    [pytest.param(*s, marks=pytest.mark.long if i else pytest.mark.slow) for i, s in enumerate(SETTINGS)],
-    ids=str,
-)
-def test_it_is_the_strategy_bit_for_bit(options: dict, training: dict, lost: float) -> None:
-    """Frames that come and go, models, memories, losses: all stages, absent nodes, messages lost in any exchange."""
-    nodes, rounds = (3, 7) if lost == 0.1 else (4, 12)
-    present = some(nodes, rounds) if lost else everybody(nodes, rounds)
-    how = {"fault": faults(lost), "present": present, "toy": TOY}
-    old = Strategy(codec(**options), **STAGES, training=training, fraction_evaluate=0.0, server_lr=0.5)
-    new, local = program(learned(training=training, server_lr=0.5, **options), nodes, rounds, **how)
-    assert_equal(product(old, programs(), nodes, rounds, **how), new)
-    assert "halves" in local.state or options.get("raw") == 9
-    assert not any(local.refused.values())
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("common", ["turn", "first"])
-def test_it_is_the_strategy_with_a_leader_that_stays(common: str) -> None:
-    how = {"fault": no_fault, "present": everybody(3, 8), "toy": TOY}
-    old = Strategy(codec(instance="server"), **STAGES, common=common, fraction_evaluate=0.0)
-    new, _ = program(learned(common=common, instance="server"), 3, 8, **how)
-    assert_equal(product(old, programs(), 3, 8, **how), new)
 
 
 class Identity(LearnedGradients, id="lgc-identity"):
@@ -175,50 +134,6 @@ def test_a_state_that_was_stored_goes_on_to_the_bit_in_every_stage() -> None:
         assert np.array_equal(straight.model.view(np.uint32), parts.model.view(np.uint32)), number
     # Of the four nodes of each round the first three have a decoder of their own.
     assert sorted(parts.state["halves"]) == ["0", "1", "2", "decoder", "encoder"]
-
-
-class Books(Local):
-    """A driver that knows what was made, by clients that remember it, and what was delivered."""
-
-    made: Any = 0.0
-    delivered: Any = 0.0
-
-    def _receive(self, client: Any, now: Now, ask: Ask, *, crash: bool) -> Any:
-        reply = super()._receive(client, now, ask, crash=crash)
-        if reply is not None and ask.kind == "train":
-            self.made = self.made + TOY.made(now.number, ask.node)
-        return reply
-
-    def step(self, number: int, nodes: Any = None) -> Any:
-        before = self.model.astype(np.float64)
-        step = super().step(number, nodes)
-        if step is not None:
-            self.delivered = self.delivered + len(step.consumed) * (self.model - before)
-        return step
-
-    def missing(self) -> float:
-        """Return how far delivered plus owed is from what was made."""
-        owed = sum(self.system.residual(self.settled(node), self.layout) for node in self.clients)
-        return float(np.abs(self.delivered + owed - self.made).max())
-
-
-@pytest.mark.slow
-def test_what_is_decoded_is_what_clients_subtract() -> None:
-    """With the same weight for all, made = delivered + residual, up to rounding, in every stage, whatever is lost. A
-    value that is lost, or counted twice, is 1 at least."""
-    lost = faults(0.15)
-    local = Books(
-        learned(instance="server", ef="decoded"),
-        TOY.layout,
-        TOY.layout.flatten(TOY.start),
-        lambda number, node, start: start + TOY.made(number, node),
-        lambda node: 1.0,
-        5,
-        fault=lambda number, node, exchange: lost(number, node, "train" if exchange == 1 else "query"),
-    )
-    assert sum(map(bool, run(local, 14))) > 8
-    assert local.missing() < 0.5
-    assert np.abs(local.made).max() > 1000
 
 
 def changed(change: Any, **options: Any) -> Local:

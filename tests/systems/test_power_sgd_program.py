@@ -1,52 +1,17 @@
-"""PowerSGD as a program: equal to the strategy over messages, what travels, and the memory of the mean."""
+"""PowerSGD as a program: what travels, and the memory of the mean."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from beside_product import LAYOUT, assert_equal, everybody, faults, no_fault, product, program, some
+from beside_product import LAYOUT, everybody, no_fault, program
 from toy import update
 
-from fedcomp.clients.programs import programs
 from fedcomp.codecs import PowerSGD, TopK
 from fedcomp.errors import ConfigError
-from fedcomp.strategies.power_sgd import SharedBasis as Product
 from fedcomp.systems.power_sgd import SharedBasis
 
 FORMS = ("alternating", "two-exchange")
-OPTIONS = [{}, {"memory": "aggregated"}, {"warm_start": False}, {"values": "q8", "norm_guard": 1.0}]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("options", OPTIONS, ids=repr)
-def test_it_is_the_strategy_over_messages_bit_for_bit(form: str, options: dict) -> None:
-    """With two dense rounds first and another step size where the memory allows one."""
-    codec, rate = PowerSGD(2, form=form, **options), 1.0 if "memory" in options else 0.5
-    old = Product(codec, warmup_rounds=2, server_lr=rate, fraction_evaluate=0.0)
-    new, local = program(SharedBasis(codec, 2, rate), 3, 5, fault=no_fault, present=everybody(3, 5))
-    assert_equal(product(old, programs(), 3, 5, fault=no_fault, present=everybody(3, 5)), new)
-    assert not any(local.refused.values())
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("options", OPTIONS, ids=repr)
-@pytest.mark.parametrize("probability", [0.0, 0.15, 0.3])
-def test_it_is_the_strategy_with_absent_nodes_and_messages_lost_in_either_exchange(
-    form: str, options: dict, probability: float
-) -> None:
-    codec, how = PowerSGD(2, form=form, **options), {"fault": faults(probability), "present": some(5, 16)}
-    old = product(Product(codec, warmup_rounds=1, fraction_evaluate=0.0), programs(), 5, 16, **how)
-    new, _ = program(SharedBasis(codec, 1), 5, 16, **how)
-    models = [seen.model for seen in new]
-    failed = next((i for i in range(1, 16) if models[i] == models[i - 1]), 16)
-    if codec.warm_start:
-        assert_equal(old, new)
-    else:
-        # New draws are named by the last step's round; the strategy counted versions, which a lost round does not make.
-        assert_equal(old[:failed], new[:failed])
-    assert (failed < 16) or probability < 0.3
 
 
 def test_a_basis_travels_to_nodes_alone_that_did_not_apply_the_step_it_follows_from() -> None:
