@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
 
@@ -443,6 +443,12 @@ class System(Configured, ABC):
     def makes_steps(self) -> bool:
         """Whether steps have frames of their own, which :meth:`reads` reads; it may hang on the options."""
         return type(self).reads is not System.reads
+
+    @property
+    def codecs(self) -> list[Codec]:
+        """The codecs among the options."""
+        kind: Any = type(self)
+        return [value for f in fields(kind) if isinstance(value := getattr(self, f.name), Codec)]
 
     @property
     def whole(self) -> bool:
