@@ -7,7 +7,7 @@ What is asked names the system and its options; the half makes it, lets its ``cl
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from flwr.app import ArrayRecord, Context, Message, RecordDict
@@ -490,9 +490,7 @@ def _beside(content: RecordDict, model: str = NODE_RECORD) -> RecordDict:
 
 def _exposes(system: System) -> str:
     """Return what of single examples the codecs of a system show; empty for nothing."""
-    kind: Any = type(system)
-    codecs = [value for f in fields(kind) if isinstance(value := getattr(system, f.name), Codec)]
-    return next((codec.exposes for codec in codecs if codec.exposes), "")
+    return next((codec.exposes for codec in system.codecs if codec.exposes), "")
 
 
 def _nothing(count: int, rows: int, columns: int, slopes: int) -> bool:

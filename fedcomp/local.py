@@ -94,6 +94,8 @@ class Local:
         What comes in the next exchange.
     state : dict
         What the system keeps between rounds.
+    told : dict
+        What it told of the last one.
     answers : list of Answer
         What the server received in the last round, in the order in which it came.
     bytes_up, bytes_down : int
@@ -113,6 +115,7 @@ class Local:
     data: Mapping[int, Any] = field(default_factory=dict)
     fault: Callable[[int, int, int], str] = lambda number, node, exchange: ""
     state: dict[str, Any] = field(default_factory=dict)
+    told: dict[str, Any] = field(default_factory=dict)
     clients: dict[int, Node] = field(default_factory=dict)
     consumed: dict[int, tuple[int, int]] = field(default_factory=dict)
     late: list[Reply] = field(default_factory=list)
@@ -190,7 +193,7 @@ class Local:
                 asks = program.send([good[node] for node in sorted(good)])
         except StopIteration as end:
             made = end.value
-        self.state = state
+        self.state, self.told = state, now.told
         if made is not None:
             self.consumed |= {node: carried[node] for node in made.consumed if node in carried}
             self._move(made, number)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
 
@@ -130,6 +130,20 @@ class Answer(NamedTuple):
     sent: Frame | None = None
 
 
+class Origin(NamedTuple):
+    """What a client trained from, where that is not the model of the round that its part is used in.
+
+    Attributes
+    ----------
+    number : int
+        Of the round in which it was asked.
+    model : float32 array, shape (layout size,)
+    """
+
+    number: int
+    model: Vector
+
+
 class Given(NamedTuple):
     """One client's part of a sum."""
 
@@ -197,11 +211,16 @@ class Mean:
         # -0.0 is the exact identity of addition.
         out = Update(np.full(now.layout.size, -0.0, np.float32), now.layout)
         for g in given:
-            codec.gather(g.frame, g.weight / weight * now.scales.get(g.node, 1.0), out)
+            factor = g.weight / weight * now.scales.get(g.node, 1.0)
+            if codec.lossless and now.origins:
+                # Models that grew from several ones have no mean; what they changed has.
+                np.add(out.vector, np.float32(factor) * now.changed(codec, g), out=out.vector)
+            else:
+                codec.gather(g.frame, factor, out)
         if not raw:
             codec.conclude(out)
         consumed = tuple(g.node for g in given)
-        if codec.lossless:
+        if codec.lossless and not now.origins:
             return Step(consumed, model=out.vector)
         return Step(consumed, change=out.vector, support=codec.sparse(now.layout))
 
@@ -211,9 +230,10 @@ class Single:
 
     def total(self, now: Now, codec: Codec, given: Sequence[Given], *, raw: bool = False) -> Step | None:
         """Return all updates as changes of the model."""
-        single = {g.node: codec.decode(g.frame, now.layout) for g in given}
-        if codec.lossless:
-            single = {node: vector - now.model for node, vector in single.items()}
+        single = {g.node: now.changed(codec, g) for g in given}
+        for node, scale in now.scales.items():
+            if node in single:
+                single[node] *= np.float32(scale)
         return Step(tuple(single), single=single, support=codec.sparse(now.layout)) if single else None
 
 
@@ -242,10 +262,14 @@ class Now:
         ``note(text)``: one line of the round's report.
     scales : mapping of int to float
         What single nodes' parts are multiplied by beside their share, such as for their age.
+    origins : mapping of int to Origin
+        Of nodes that were asked in another round: its number, and the model they trained from.
     strangers : set of int
         The nodes that have never answered: they may answer under another number, their partition.
     seen : callable
         ``seen(node, codec, bundle)``: a contribution of that node was verified.
+    told : dict
+        What the program tells of its round to whoever drives it; unlike :attr:`state` no later round sees it.
     """
 
     number: int
@@ -258,8 +282,19 @@ class Now:
     refuse: Callable[[int, str], None] = lambda node, reason: None
     note: Callable[[str], None] = lambda text: None
     scales: Mapping[int, float] = field(default_factory=dict)
+    origins: Mapping[int, Origin] = field(default_factory=dict)
     strangers: Set[int] = frozenset()
     seen: Callable[[int, Codec, Bundle], None] = lambda node, codec, bundle: None
+    told: dict[str, Any] = field(default_factory=dict)
+
+    def origin(self, node: int) -> Origin:
+        """Return what a node trained from."""
+        return self.origins.get(node) or Origin(self.number, self.model)
+
+    def changed(self, codec: Codec, given: Given) -> Vector:
+        """Return a contribution as a change: a lossless codec's frames hold models."""
+        vector = codec.decode(given.frame, self.layout)
+        return vector - self.origin(given.node).model if codec.lossless else vector
 
     @cached_property
     def model(self) -> Vector:
@@ -280,7 +315,8 @@ class Now:
                 # Every comparison with NaN is false.
                 if not 0 <= g.weight < HEAVIEST:
                     raise AnswerError(f"weight {g.weight!r} is not valid")
-                bundle = codec.verify(g.frame, self.layout, self.key("uplink", g.node))
+                key = Key(self.seed, "uplink", self.origin(g.node).number, g.node)
+                bundle = codec.verify(g.frame, self.layout, key)
                 self.seen(g.node, codec, bundle)
             except FedcompError as why:
                 self.refuse(g.node, f"{type(why).__name__}: {why}")
@@ -412,6 +448,12 @@ class System(Configured, ABC):
     def makes_steps(self) -> bool:
         """Whether steps have frames of their own, which :meth:`reads` reads; it may hang on the options."""
         return type(self).reads is not System.reads
+
+    @property
+    def codecs(self) -> list[Codec]:
+        """The codecs among the options."""
+        kind: Any = type(self)
+        return [value for f in fields(kind) if isinstance(value := getattr(self, f.name), Codec)]
 
     @property
     def whole(self) -> bool:

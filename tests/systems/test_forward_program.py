@@ -171,7 +171,7 @@ def test_slopes_that_are_no_numbers_are_left_out_and_cut_ones_are_counted() -> N
     moved = LAYOUT.unflatten(end.value.value.change)
     assert moved["b"][0] == 0.0
     np.testing.assert_allclose(moved["b"][1:], 0.25 * system.step(LAYOUT, NODES), rtol=1e-6)
-    measured = now.state["measured"]
+    measured = now.told["measured"]
     assert (measured["left_out"], measured["signs"]) == (3, 3 * system.codec.signs(LAYOUT))
     assert measured["cut"] > 3
     assert notes == [
