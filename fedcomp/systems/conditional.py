@@ -194,7 +194,7 @@ class ConditionalRounds(Pair, id="conditional"):
         # Who did not answer the query has not been heard either; one of which only the update was lost has.
         heard = {*nodes, *(answer.node for answer in given)} - {*quiet}
         # Those that have never answered may do so under other numbers.
-        known = sorted({*now.nodes, *quiet, *heard} - now.strangers.difference(quiet, heard))
+        known = sorted({*now.nodes, *quiet, *heard} - ({*now.strangers} - {*quiet, *heard}))
         now.state["skipped"] = skipped | {str(n): 0 if n in heard else skipped.get(str(n), 0) + 1 for n in known}
         now.state["round"] = {"quiet": quiet, "queried": len(asked), "due": due, "unaware": sorted({*unaware})}
         return now.mean_of(self.codec, given)
