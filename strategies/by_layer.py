@@ -45,7 +45,7 @@ class LayerByLayer(Server):
                 f"{type(inner.inner).__name__} keeps a promise of privacy, for which whole updates are bounded and "
                 "noised; this strategy asks for parts of them"
             )
-        if inner._first_at_nodes:
+        if inner.first_model_at_nodes:
             raise ConfigError("first_model_at_nodes=True does not fit: this strategy sends the first model whole")
         down = inner.downlink == DOWN
         super().__init__(

@@ -16,7 +16,6 @@ from fedcomp.errors import ConfigError
 from fedcomp.flower import (
     asks,
     coded,
-    conditional,
     datalens,
     folder,
     gcn,
@@ -101,9 +100,6 @@ EXAMPLES: dict[str, Schema] = {
     "gcn.Refused": gcn.Refused((0, 2), "ids of another part"),
     "datalens.TrainingRequest": _TRAINING,
     "datalens.Answered": datalens.Answered("s", 3),
-    "conditional.Offer": conditional.Offer(b"session!", 3),
-    "conditional.Offer/must": conditional.Offer(b"session!", 3, must=True),
-    "conditional.Status": conditional.Status(3, quiet=True),
     "lsg.LsgRequest": lsg.LsgRequest(2, "fc.*", 0.25, -9, 1.5, True),
     "lsg.LsgRequest/all": lsg.LsgRequest(0, "", 1.0, 9, 1.5, False),
     "record_dp.DpSgdPlan": record_dp.DpSgdPlan(
