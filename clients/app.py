@@ -17,14 +17,14 @@ from flwr.clientapp import ClientApp
 
 from fedcomp.clients.client import client
 from fedcomp.clients.coded.linear import LinearRows, linear_device
-from fedcomp.clients.compressed import compression
 from fedcomp.clients.conditional import conditional
 from fedcomp.clients.edge.node_config import OWN_BUDGET
-from fedcomp.clients.forward import forward_gradients
+from fedcomp.clients.forward import slopes
 from fedcomp.clients.gcn import Learner, graph_owner
 from fedcomp.clients.gossip import gossip_node
 from fedcomp.clients.private.datalens import datalens_teachers
 from fedcomp.clients.private.dpsgd import Trainee, record_dp
+from fedcomp.clients.programs import programs
 from fedcomp.errors import ConfigError, LayoutError
 from fedcomp.flower.payload import models, put_node
 from fedcomp.flower.records import config_in, to_arrays, to_record
@@ -206,9 +206,8 @@ def trainee(msg: Message, context: Context) -> Trainee:
 app = client(
     _app,
     # What it learns is what a run's settings name.
-    compression(i_know_inputs_are_visible=True),
+    programs(i_know_inputs_are_visible=True, data=slopes(measured, at_once=16)),
     conditional(own_loss),
-    forward_gradients(measured, at_once=16),
     record_dp(trainee),
     linear_device(rows_of_task),
     gossip_node(local_objective),

@@ -72,7 +72,7 @@ def forward_gradients(
 ) -> ClientHalf:
     """Return the client half of all systems that are programs, with :func:`slopes` of an objective.
 
-    It takes the place of the half ``programs``.
+    It takes the place of the half ``compression``.
 
     Parameters
     ----------

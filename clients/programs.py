@@ -13,6 +13,7 @@ from typing import Any, Final
 from flwr.app import ArrayRecord, Context, Message, RecordDict
 from numpy.typing import NDArray
 
+from fedcomp.clients.announced import announced
 from fedcomp.clients.half import CallNext, ClientHalf
 from fedcomp.clients.memory import (
     Memory,
@@ -25,7 +26,7 @@ from fedcomp.clients.memory import (
 )
 from fedcomp.clients.messages import NOT_WITHOUT_NOISE, changed, made, partition_of, reply_arrays, require_ids
 from fedcomp.clients.personal import Followed, ease, kept_note, names_note
-from fedcomp.clients.private.mod import discreet, only_update, wants_private
+from fedcomp.clients.private.mod import discreet, only_update, wants_padding, wants_private
 from fedcomp.codecs import Codec, get_codec
 from fedcomp.codecs.base import norm, require_finite
 from fedcomp.errors import ConfigError, FedcompError, StateError
@@ -100,7 +101,7 @@ def programs(
     def programs_mod(msg: Message, context: Context, call_next: CallNext) -> Message:
         return _handle(msg, context, call_next, agreed, i_know_inputs_are_visible, first_model, data)
 
-    return ClientHalf("programs", programs_mod, outside=OUTSIDE, inside=GUARDS)
+    return ClientHalf("compression", programs_mod, outside=OUTSIDE, inside=GUARDS)
 
 
 def _handle(
@@ -115,8 +116,8 @@ def _handle(
     try:
         head = asks.find_ask(msg.content)
     except OtherVersion:
-        # The halves of systems that are no programs yet speak other versions.
-        return call_next(msg, context)
+        # Systems that are no programs yet announce a codec.
+        return announced(msg, context, call_next, agreed, visible, first_model)
     if head is None:
         return call_next(msg, context)
     system, why = made(head.system, get_system, agreed)
@@ -132,10 +133,10 @@ def _handle(
     return discreet(msg, exchange.answer) if private else exchange.answer()
 
 
-GUARDS: Final = ("votes_only", "coded", "local_privacy")
+GUARDS: Final = ("votes_only", "coded", "local_privacy", "by_layer")
 """Halves that stand outside: what they do not allow must not pass them by."""
 
-OUTSIDE: Final = ("by_layer", "compression", "lsg", "private", "record_dp")
+OUTSIDE: Final = ("lsg", "private", "record_dp")
 
 
 class _AppError(Exception):
@@ -223,7 +224,8 @@ class _Exchange:
         )
         model, learn = (_no_model, _no_model) if training is None else (training.start, training.learn)
         data = None if training is None else training.brought()
-        me = Me(number, head.number, head.seed, memory.layout, model, learn, data)
+        padded = wants_padding(self.msg.content)
+        me = Me(number, head.number, head.seed, memory.layout, model, learn, data, padded)
         try:
             state, answer = system.client(dict(memory.state), ask, me)
         except _AppError as error:

@@ -99,6 +99,9 @@ class Ask(NamedTuple):
         Bytes that rounds or nodes share (a basis, an autoencoder): a driver sends them to nodes that lack them alone.
     expects : type of Said, optional
         What the answer has to say; an answer that says anything else is refused by the driver.
+    dense : bool
+        Whether the model that an app trained will do, of a client that has no half for this system:
+        :attr:`Answer.update`. Else the driver refuses it.
     """
 
     node: int
@@ -107,6 +110,7 @@ class Ask(NamedTuple):
     frames: Frames = NO_FRAMES
     blobs: Frames = NO_FRAMES
     expects: type[Said] | None = None
+    dense: bool = False
 
 
 class Answer(NamedTuple):
@@ -121,6 +125,8 @@ class Answer(NamedTuple):
     frames : mapping of str to bytes
     sent : bytes, optional
         The frame by which mass leaves the memory, where that is not the one called :attr:`System.SENT`.
+    update : float32 array, optional
+        Of a client without this half, in place of frames: what it changed, or with :attr:`System.whole` its model.
     """
 
     node: int
@@ -128,14 +134,16 @@ class Answer(NamedTuple):
     say: Said | None = None
     frames: Frames = NO_FRAMES
     sent: Frame | None = None
+    update: Vector | None = None
 
 
 class Given(NamedTuple):
-    """One client's part of a sum."""
+    """One client's part of a sum: a frame, or :attr:`Answer.update` in its place, which may be overwritten."""
 
     node: int
     weight: float
     frame: Frame | Bundle
+    update: Vector | None = None
 
 
 @dataclass(frozen=True)
@@ -149,7 +157,7 @@ class Step:
     change, model : float32 array, shape (layout size,), optional
         The one of them that is not None says how the model moves; both are None where ``single`` or ``frame`` do.
     single : mapping of int to float32 array, optional
-        Every node's change by itself, for a strategy that looks at them.
+        Every node's change by itself, for a strategy that looks at them; with ``whole`` its model.
     frame : bytes, optional
         The change as ``codec`` reads it, where the program knows a shorter form than a driver would make of it; it goes
         down with ``blobs``, which :meth:`System.reads` needs.
@@ -157,6 +165,8 @@ class Step:
         Whether the change lists coordinates, so that nothing is said of the others.
     metrics : mapping of str to float
         What the program measured of its round; they are reported with the clients' metrics.
+    whole : bool
+        Whether single updates are models.
     """
 
     consumed: tuple[int, ...]
@@ -168,6 +178,7 @@ class Step:
     codec: Codec | None = None
     support: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
+    whole: bool = False
 
 
 Round = Generator[Sequence[Ask], Sequence[Answer], Step | None]
@@ -197,7 +208,14 @@ class Mean:
         # -0.0 is the exact identity of addition.
         out = Update(np.full(now.layout.size, -0.0, np.float32), now.layout)
         for g in given:
-            codec.gather(g.frame, g.weight / weight * now.scales.get(g.node, 1.0), out)
+            factor = g.weight / weight * now.scales.get(g.node, 1.0)
+            if g.update is None:
+                codec.gather(g.frame, factor, out)
+                continue
+            codec.enter(Update(g.update, now.layout))
+            np.multiply(g.update, np.float32(factor), out=g.update)
+            # In place: a sum in a new array would cost a model for each client.
+            np.add(out.vector, g.update, out=out.vector)
         if not raw:
             codec.conclude(out)
         consumed = tuple(g.node for g in given)
@@ -210,11 +228,14 @@ class Single:
     """Every update by itself, for a strategy such as a median; memory grows with the number of clients."""
 
     def total(self, now: Now, codec: Codec, given: Sequence[Given], *, raw: bool = False) -> Step | None:
-        """Return all updates as changes of the model."""
-        single = {g.node: codec.decode(g.frame, now.layout) for g in given}
-        if codec.lossless:
-            single = {node: vector - now.model for node, vector in single.items()}
-        return Step(tuple(single), single=single, support=codec.sparse(now.layout)) if single else None
+        """Return all updates as changes of the model, or as models where clients send these."""
+        single = {g.node: codec.decode(g.frame, now.layout) if g.update is None else g.update for g in given}
+        support = codec.sparse(now.layout)
+        return Step(tuple(single), single=single, support=support, whole=codec.lossless) if single else None
+
+
+class Released:
+    """A sum of bounded updates that is released with noise; what clients send may not tell more by its length."""
 
 
 @dataclass(frozen=True)
@@ -245,7 +266,7 @@ class Now:
     strangers : set of int
         The nodes that have never answered: they may answer under another number, their partition.
     seen : callable
-        ``seen(node, codec, bundle)``: a contribution of that node was verified.
+        ``seen(node, codec, contribution)``: one of that node was verified.
     """
 
     number: int
@@ -259,7 +280,7 @@ class Now:
     note: Callable[[str], None] = lambda text: None
     scales: Mapping[int, float] = field(default_factory=dict)
     strangers: Set[int] = frozenset()
-    seen: Callable[[int, Codec, Bundle], None] = lambda node, codec, bundle: None
+    seen: Callable[[int, Codec, Bundle | Vector], None] = lambda node, codec, contribution: None
 
     def key(self, purpose: str, node: int = 0) -> Key:
         """Return the key of this round for a purpose; that of "uplink" is what the client half of ``node`` draws by."""
@@ -275,6 +296,10 @@ class Now:
                 # Every comparison with NaN is false.
                 if not 0 <= g.weight < HEAVIEST:
                     raise AnswerError(f"weight {g.weight!r} is not valid")
+                if g.update is not None:
+                    self.seen(g.node, codec, g.update)
+                    good.append(g)
+                    continue
                 bundle = codec.verify(g.frame, self.layout, self.key("uplink", g.node))
                 self.seen(g.node, codec, bundle)
             except FedcompError as why:
@@ -304,11 +329,13 @@ class Now:
     def mean_of(
         self, codec: Codec, answers: Sequence[Answer], name: str = "values", *, raw: bool = False
     ) -> Step | None:
-        """Return :meth:`total` of the frames ``name`` of answers; refuse those that hold none."""
+        """Return :meth:`total` of the frames ``name`` of answers, or of their updates; refuse those with neither."""
         given = []
         for answer in answers:
             if name in answer.frames:
                 given.append(Given(answer.node, answer.weight, answer.frames[name]))
+            elif answer.update is not None:
+                given.append(Given(answer.node, answer.weight, b"", answer.update))
             else:
                 self.refuse(answer.node, f"its answer holds no {name}")
         return self.total(codec, given, raw=raw)
@@ -344,6 +371,8 @@ class Me:
         ``model()`` returns :attr:`start`.
     learn : callable
         ``learn(whole, collect)`` lets the app train; :meth:`update`.
+    padded : bool
+        Whether the length of what is sent must not tell of the update.
     data : object, optional
         What the app brings for a system that does not let it train: how to measure slopes, the rows of a graph. The
         system says what it has to be.
@@ -356,6 +385,7 @@ class Me:
     model: Callable[[], Vector]
     learn: Callable[[bool, Collect | None], Update]
     data: Any = None
+    padded: bool = False
 
     @cached_property
     def start(self) -> Vector:

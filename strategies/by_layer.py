@@ -25,6 +25,7 @@ from fedcomp.flower.rounds import Exchanges, ExchangeStrategy
 from fedcomp.stateful import Stateful, nested
 from fedcomp.strategies.adaptive import Outcome
 from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.hooked import hooked
 from fedcomp.strategies.receiving import Receiving, Reception
 from fedcomp.strategies.replies import Rejected, SentMessage, first_replies
 from fedcomp.systems.factors import joined, layers
@@ -81,7 +82,7 @@ class LayerByLayer(ExchangeStrategy, Receiving, Stateful):
     def __init__(self, inner: Compressed) -> None:
         if not isinstance(inner, Compressed):
             raise ConfigError(f"inner is {inner!r}; expected Compressed(strategy, codec), whose frames are divided")
-        self.inner = inner
+        self.inner = hooked(inner)
 
     @property
     def reception(self) -> Reception:  # type: ignore[override]

@@ -17,7 +17,6 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from fedcomp import params
-from fedcomp.codecs import Identity
 from fedcomp.errors import ConfigError
 from fedcomp.flower.conditional import PRIVATE_REASON, QUERY_TYPE, Offer, Status
 from fedcomp.flower.logs import log
@@ -30,8 +29,8 @@ from fedcomp.plain import Count
 from fedcomp.privacy.local import privatised
 from fedcomp.stateful import Stateful, nested
 from fedcomp.strategies.adaptive import Outcome
-from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.gossip.strategy import GossipRelay
+from fedcomp.strategies.hooked import hooked
 from fedcomp.strategies.pair_systems import build_pair
 from fedcomp.strategies.parts import PAIR_PREFIXES, Settings
 from fedcomp.strategies.private.flower_dp import promises
@@ -121,7 +120,7 @@ class Conditional(ExchangeStrategy, Receiving, Stateful):
         if find_private(inner) is not None or promises(inner):
             raise ConfigError(f"{type(inner).__name__} keeps a promise of privacy: {PRIVATE_REASON}")
         # Whole models in the format's frames, where clients have the mod; as they are, where they do not.
-        self.inner = inner if isinstance(inner, Compressed) else Compressed(inner, Identity())
+        self.inner = hooked(inner)
         if privatised(self.inner.codec) is not None:
             raise ConfigError(f"{self.inner.codec!r} keeps a promise of privacy: {PRIVATE_REASON}")
         self.max_skip = params.integer("max_skip", max_skip, low=0)

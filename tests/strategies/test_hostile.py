@@ -292,19 +292,19 @@ PATHS: dict[str, Callable[[], tuple[Strategy, Client]]] = {
     ),
     "shared support": lambda: (
         SharedSupport(ScaleCom(1.0)),
-        client_app([programs(), compression()]),
+        client_app([programs()]),
     ),
     "shared basis": lambda: (
         SharedBasis(PowerSGD(rank=2)),
-        client_app([programs(), compression()]),
+        client_app([programs()]),
     ),
     "fitted basis": lambda: (
         FittedBasis(GradiVeQ(width=40)),
-        client_app([programs(), compression()]),
+        client_app([programs()]),
     ),
     "learned gradients": lambda: (
         LearnedGradients(LGC(1.0)),
-        client_app([programs(), compression()]),
+        client_app([programs()]),
     ),
 }
 

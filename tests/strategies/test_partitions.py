@@ -77,19 +77,19 @@ MEANS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "plain": (lambda: Compressed(fedavg(), TopK(1.0)), client_app),
     "shared support": (
         lambda: SharedSupport(ScaleCom(density=1.0), fraction_evaluate=1.0),
-        lambda: client_app([programs(), compression()]),
+        lambda: client_app([programs()]),
     ),
     "shared basis": (
         lambda: SharedBasis(PowerSGD(rank=2), fraction_evaluate=1.0),
-        lambda: client_app([programs(), compression()]),
+        lambda: client_app([programs()]),
     ),
     "fitted basis": (
         lambda: FittedBasis(GradiVeQ(width=40), fraction_evaluate=1.0),
-        lambda: client_app([programs(), compression()]),
+        lambda: client_app([programs()]),
     ),
     "learned gradients": (
         lambda: LearnedGradients(LGC(density=1.0), fraction_evaluate=1.0),
-        lambda: client_app([programs(), compression()]),
+        lambda: client_app([programs()]),
     ),
 }
 
@@ -245,7 +245,7 @@ def test_d1_a_claim_in_an_answer_to_a_query_drives_out_no_holder(blind: bool) ->
             reply.content["fedcomp.node"]["partition-id"] = 2
         return reply
 
-    grid = (Blind if blind else InProcessGrid)(client_app([liar, programs(), compression()]), 4, seed=4)
+    grid = (Blind if blind else InProcessGrid)(client_app([liar, programs()]), 4, seed=4)
     strategy = SharedSupport(ScaleCom(density=0.5), fraction_evaluate=0.0)
     play(strategy, grid, 2)
     for report in strategy.reports.values():

@@ -16,7 +16,6 @@ from plain_grid import PlainGrid
 from toy import client_app, fedavg, model, stack
 from waiting_runs import owed
 
-from fedcomp.clients.compressed import compression
 from fedcomp.clients.programs import programs
 from fedcomp.codecs import QSGD, ScaleCom, TopK
 from fedcomp.errors import ConfigError, StateError
@@ -103,7 +102,7 @@ class World:
     sequences: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.engine = InProcessGrid(client_app([programs(), compression()]), NODES, seed=3, fault=self.fault)
+        self.engine = InProcessGrid(client_app([programs()]), NODES, seed=3, fault=self.fault)
 
     def fault(self, delivery: Delivery) -> Fault:
         return Fault("lost_reply" if self.dying else "none")
