@@ -12,7 +12,9 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from fedcomp.clients.half import ClientHalf, drop_in
+from fedcomp.clients.messages import require_ids
 from fedcomp.clients.programs import FirstModel, programs
+from fedcomp.systems.pair import Pair
 
 
 @drop_in
@@ -26,7 +28,9 @@ def compression(
 
     Parameters
     ----------
-    accept, i_know_inputs_are_visible, first_model
+    accept : collection of str, optional
+        Ids of codecs this client agrees to use; default all registered ones.
+    i_know_inputs_are_visible, first_model
         As there.
 
     Examples
@@ -34,5 +38,8 @@ def compression(
     >>> from flwr.clientapp import ClientApp
     >>> app = ClientApp(mods=[compression()])
     """
-    half = programs(accept, i_know_inputs_are_visible=i_know_inputs_are_visible, first_model=first_model)
+    agreed = require_ids(accept)
+    # What the pair does is its codec's doing alone.
+    named = None if agreed is None else {*agreed, Pair.ID}
+    half = programs(named, i_know_inputs_are_visible=i_know_inputs_are_visible, first_model=first_model)
     return replace(half, drop_in=True)

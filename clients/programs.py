@@ -442,7 +442,9 @@ class _Training:
         name, after = reply_arrays(content, before, head.model)
         update, exact = changed(after, before, layout, lossless=whole)
         require_finite(update)
-        notes = [note for note in (exchange.refused[1], UNSETTLED if memory.unsettled else "") if note]
+        notes = [UNSETTLED] if memory.unsettled else []
+        if exchange.refused[1]:
+            self.said["unsupported"] = exchange.refused[1]
         # Where the model itself is sent nothing adds up; of a private round nothing is said of single tensors.
         if not whole and not private:
             update = self._eased(update, after, notes)

@@ -185,6 +185,11 @@ class Compressed(Server):
 
     def _ask(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> tuple[Running, Now]:
         x, now = super()._ask(server_round, arrays, config, grid)
+        if x.own and self.codec.votes:
+            raise ConfigError(
+                f"the inner strategy sends {len(x.own)} model(s) beside the global one; their updates cannot be put to "
+                f"the vote of {self.codec!r} with the others. Use a codec without votes"
+            )
         # Once per run: memories wait at clients of which few return.
         if not self._noted and self.codec.remembers and self._returning.few(x.addresses.values()):
             self._noted = True

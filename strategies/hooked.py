@@ -375,7 +375,7 @@ def hooked(strategy: Strategy, codec: Codec | None = None) -> Hooked:
         strategy.inner,
         strategy.codec,
         strategy.downlink,
-        feedback=False if strategy.codec.lossless else None,
+        feedback=False,
         policy=strategy.policy,
         guard=strategy.guard,
         record=strategy.record,

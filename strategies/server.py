@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from fedcomp import params
 from fedcomp.codecs import Codec, get_codec
+from fedcomp.codecs.base import all_finite
 from fedcomp.errors import ConfigError, FedcompError
 from fedcomp.exact import check_exact, decode_exact
 from fedcomp.flower import asks
@@ -158,7 +159,7 @@ class Server(ExchangeStrategy, Stateful):
     ) -> None:
         self._name = type(self).__name__ if type(self) is not Server else type(system).__name__
         self.inner: Strategy = FedAvg(fraction_evaluate=0.0) if inner is None else inner
-        if any(isinstance(found, Server) for found in held(self.inner)):
+        if isinstance(self.inner, Strategy) and any(isinstance(found, Server) for found in held(self.inner)):
             raise ConfigError(
                 f"{type(self.inner).__name__} compresses already, and frames are not compressed again; put one around "
                 "the strategy, with chain(...) for several steps and downlink= for the other direction"
@@ -479,9 +480,8 @@ class Server(ExchangeStrategy, Stateful):
         """
         if x.rule.updates_only:
             # What a reply says decides about itself alone, and buffers would be a release that no ledger accounts for.
-            return Trained(
-                reply, RecordDict(), x.record, head.sequence, {t.name: x.model[t.name] for t in x.layout.exact}
-            )
+            own = {t.name: x.model[t.name] for t in x.layout.exact}
+            return Trained(reply, RecordDict(), x.record, head.sequence, own, unsupported=head.unsupported)
         metrics, weight = weight_of(reply.content, weight_key_of(self.inner))
         content = strip(reply.content)
         content.update(beside(reply.content, ""))
@@ -491,8 +491,18 @@ class Server(ExchangeStrategy, Stateful):
         received = decode_exact(exact, x.layout)
         held = {t.name: check_exact(received[t.name], t, x.model[t.name]) for t in x.layout.exact}
         copies = copies_of(head.copies, x.layout)
-        unchanged = frozenset(head.unchanged)
-        return Trained(reply, content, head.record, head.sequence, held, metrics, weight, unchanged, copies)
+        return Trained(
+            reply,
+            content,
+            head.record,
+            head.sequence,
+            held,
+            metrics,
+            weight,
+            frozenset(head.unchanged),
+            copies,
+            unsupported=head.unsupported,
+        )
 
     def _dense(self, x: Running, node: int, sent: SentMessage, reply: Message, head: AnswerHead | None) -> Answer:
         """Return the model of an app that stands in no half of this project, or in one that may not use the system.
@@ -538,8 +548,11 @@ class Server(ExchangeStrategy, Stateful):
         if not self.system.whole:
             # What it trained from is what a lossy downlink made of the model, in the model's own dtypes.
             before = x.start_of(node)
-            update -= layout.flatten(before)
+            with np.errstate(over="ignore", invalid="ignore"):
+                update -= layout.flatten(before)
             layout.difference_of_wide(update, plain, before)
+            if not all_finite(update):
+                raise Rejected("the model differs from the one it was trained from by more than float32 holds")
         x.trained[node] = Trained(reply, content, name, sent.sequence, exact, metrics, weight, dense=True)
         x.trained[node].unsupported = "" if head is None else head.unsupported
         x.exact_bytes[node] = 0
@@ -590,7 +603,13 @@ class Server(ExchangeStrategy, Stateful):
         if step is None:
             self.state = dict(now.state)
             return None, None
-        report.compressed = sum(not x.trained[node].dense for node in step.consumed)
+        for node in step.consumed:
+            trained, address = x.trained[node], x.addresses[node]
+            report.plain, report.compressed = report.plain + trained.dense, report.compressed + (not trained.dense)
+            if trained.unsupported:
+                report.unsupported[address] = shorten(trained.unsupported)
+            elif trained.dense:
+                report.without_mod.append(address)
         used = [x.trained[node] for node in step.consumed]
         if not x.rule.updates_only:
             self._account(x, step.consumed)
@@ -626,13 +645,6 @@ class Server(ExchangeStrategy, Stateful):
     def _account(self, x: Running, consumed: Sequence[int]) -> None:
         """Add up what the answers that are used took, and what as many full models take."""
         report, codec = x.report, x.given[0]
-        for node in consumed:
-            trained, address = x.trained[node], x.addresses[node]
-            report.plain += trained.dense
-            if trained.unsupported:
-                report.unsupported[address] = shorten(trained.unsupported)
-            elif trained.dense:
-                report.without_mod.append(address)
         sizes = [x.sizes[node] for node in consumed if node in x.sizes]
         if codec is not None and sizes:
             report.account(codec, x.layout, sizes, exact_bytes=sum(x.exact_bytes[node] for node in consumed))
@@ -672,7 +684,8 @@ class Server(ExchangeStrategy, Stateful):
                 leave(moved, layout, frozenset.intersection(*(each.unchanged for each in used)))
                 self._share(x, now, moved, step.consumed)
             # Counted before the model is added, while zero still means that nothing arrived.
-            report.changed = count_differing(moved[part], 0.0)
+            if not x.rule.updates_only:
+                report.changed = count_differing(moved[part], 0.0)
             changes = {t.name: moved[t.slice].copy() for t in layout.wide}
             np.add(x.vector, moved, out=moved)
         arrays = layout.added(x.model, changes, moved, mean_of_constants(x.weighted(used), x.model))
