@@ -27,6 +27,7 @@ from fedcomp.rng import Key
 from fedcomp.strategies.guard import Norms
 from fedcomp.strategies.private.flower_dp import require_clip_holds, require_clip_is_seen
 from fedcomp.strategies.returning import WINDOW, Returning
+from fedcomp.strategies.round_log import RoundLog
 from fedcomp.strategies.running import Running
 from fedcomp.strategies.server import Server
 from fedcomp.systems.pair import Pair
@@ -167,6 +168,7 @@ class Compressed(Server):
 
     def _begin(self) -> None:
         super()._begin()
+        self._log = RoundLog(f"{self._name}({type(self.inner).__name__})")
         self._returning, self._noted = Returning(), False
 
     def configure_train(

@@ -286,7 +286,7 @@ def silent(first: str, **variables: str) -> bool:
 def worn_out() -> None:
     """Take up a run that was restarted as often as can be."""
     strategy = Compressed(quiet(), TopK(0.1))
-    strategy.announcer.sequence = (2**31 - 1) << 32
+    strategy.sequence = (2**31 - 1) << 32
     renumber_strategy(strategy)
 
 

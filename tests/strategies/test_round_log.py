@@ -146,7 +146,7 @@ def test_b1_a_client_that_may_not_use_the_codec_says_so_in_the_log(shown: Shown)
     strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(0.05))
     run(strategy, client_app([compression(accept=["qsgd"])]))
     (warning,) = shown.warnings("full model instead of a frame")
-    assert "this client accepts the codecs ['qsgd']" in warning
+    assert "this client accepts the codecs ['pair', 'qsgd']" in warning
     assert "(4 nodes: " in warning
     assert strategy.reports[1].without_mod == []
 
