@@ -27,8 +27,7 @@ from fedcomp.flower._private import WrappedApp, mods_of
 HALVES: Final[Mapping[str, Callable[[], ClientHalf]]] = {
     "coded": coded,
     "local_privacy": local_privacy,
-    "programs": programs,
-    "compression": compression,
+    "compression": programs,
     "lsg": lsg,
     "private": private,
 }
@@ -73,7 +72,7 @@ def client(app: ClientApp, *halves: ClientHalf, only: Iterable[str | ClientHalf]
         raise ConfigError("this app came out of client() already; name all halves in one call")
     for mod in mods_of(app):
         # The functions as well: a half may be listed without its parentheses.
-        if isinstance(mod, ClientHalf) or mod in HALVES.values():
+        if isinstance(mod, ClientHalf) or mod is compression or mod in HALVES.values():
             name = getattr(mod, "name", None) or getattr(mod, "__name__", "?")
             raise ConfigError(
                 f"{name} is among the app's own mods, inside of everything client() adds; take it out of "

@@ -1,50 +1,20 @@
 """The client half of the drop-in pair: one mod, no configuration.
 
-``ClientApp(mods=[compression()])`` is all a Flower app needs. The server's announcement says which codec to use; a
-message without one passes through untouched. In a list with other mods it comes first: it must be the last to touch the
-outgoing reply, outside of everything that changes the update (clipping, noise). Other systems of this project need
+``ClientApp(mods=[compression()])`` is all a Flower app needs. The server's messages say what to do; a message without
+an ask passes through untouched. In a list with other mods it comes first: it must be the last to touch the outgoing
+reply, outside of everything that changes the update (clipping, noise). Other systems of this project need
 :func:`fedcomp.clients.client.client`, which puts this half in its place among theirs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from functools import partial
-from typing import Any
+from collections.abc import Collection
+from dataclasses import replace
 
-from flwr.app import ArrayRecord, Context, Message, RecordDict
-from numpy.typing import NDArray
-
-from fedcomp.clients.half import CallNext, ClientHalf, drop_in
-from fedcomp.clients.messages import (
-    NOT_WITHOUT_NOISE,
-    choose,
-    equally_long,
-    find_announcement,
-    header_of,
-    learnt,
-    memory_ratio,
-    partition_of,
-    plain_content,
-    receive,
-    reply_arrays,
-    require_ids,
-)
-from fedcomp.clients.personal import Followed, ease, kept_note, names_note
-from fedcomp.clients.private.mod import discreet, only_update, wants_padding, wants_private
-from fedcomp.errors import ConfigError, FedcompError
-from fedcomp.exact import encode_exact
-from fedcomp.factors.collect import Captured, collecting
-from fedcomp.flower.logs import log
-from fedcomp.flower.payload import NODE_RECORD, put_reply_frame
-from fedcomp.flower.protocol import EXACT, RESYNC, STALE, UPDATE, refusal
-from fedcomp.flower.records import to_arrays
-from fedcomp.flower.state import UNSETTLED, StaleMessage, Uplink, asked_of
-from fedcomp.layout import Layout, Update, Vector, policy_from_config
-from fedcomp.privacy.local import asks_for_noise, privatised
-from fedcomp.rng import Key
-
-FirstModel = Callable[[Message, Context], ArrayRecord]
+from fedcomp.clients.half import ClientHalf, drop_in
+from fedcomp.clients.messages import require_ids
+from fedcomp.clients.programs import FirstModel, programs
+from fedcomp.systems.pair import Pair
 
 
 @drop_in
@@ -54,189 +24,22 @@ def compression(
     i_know_inputs_are_visible: bool = False,
     first_model: FirstModel | None = None,
 ) -> ClientHalf:
-    """Return the client half of compression, which may stand in a list of mods.
+    """Return the half of :func:`fedcomp.clients.programs.programs`, which may stand in a list of mods here.
 
     Parameters
     ----------
     accept : collection of str, optional
-        Codec ids this client agrees to use, wrappers ("feedback", "chain") included; default all registered ones. A
-        codec outside of it is answered densely and reported to the server, never silently; one that privatises is not
-        answered at all.
-    i_know_inputs_are_visible : bool
-        Agree to codecs whose frames show the server single examples (:class:`fedcomp.codecs.Factors` in the modes "dad"
-        and "edad"); without it they, too, are answered densely. Agree only where the server may see the data.
-    first_model : callable, optional
-        Takes message and context, returns the ArrayRecord that the run begins with, bit for bit the server's: made from
-        a seed in the message's configuration, or read from a file of this node. It is asked for once, and only by a
-        server that does not send that model (``first_model_at_nodes`` of
-        :class:`fedcomp.strategies.compressed.Compressed`). The digest in the message shows a difference; the server
-        then sends its own in the next round.
+        Ids of codecs this client agrees to use; default all registered ones.
+    i_know_inputs_are_visible, first_model
+        As there.
 
     Examples
     --------
     >>> from flwr.clientapp import ClientApp
     >>> app = ClientApp(mods=[compression()])
     """
-
-    accept = require_ids(accept)
-    if first_model is not None and not callable(first_model):
-        raise ConfigError(f"first_model={first_model!r} is not valid: a function of message and context")
-
-    def compression_mod(msg: Message, context: Context, call_next: CallNext) -> Message:
-        return _handle(msg, context, call_next, accept, i_know_inputs_are_visible, first_model)
-
-    return ClientHalf("compression", compression_mod, outside=("lsg", "private", "record_dp"), drop_in=True)
-
-
-def _handle(
-    msg: Message,
-    context: Context,
-    call_next: CallNext,
-    accept: Collection[str] | None,
-    visible: bool,
-    first_model: FirstModel | None,
-) -> Message:
-    announcement = find_announcement(msg.content)
-    if announcement is None:
-        return call_next(msg, context)
-
-    codec, unsupported = choose(announcement, announcement.codec, accept)
-    downlink, no_downlink = choose(announcement, announcement.downlink, accept)
-    if codec is None and asks_for_noise(announcement.codec):
-        return refusal(msg, f"{NOT_WITHOUT_NOISE} ({unsupported})")
-    if codec is not None and codec.exposes and not visible:
-        unsupported = f"this client has not agreed to show the server {codec.exposes}, as {codec!r} does"
-        codec = None
-    unsupported = unsupported or no_downlink
-    first = None if first_model is None else partial(first_model, msg, context)
-    try:
-        record, replica = receive(msg.content, announcement, downlink, context, first_model=first)
-    except FedcompError as error:
-        # The server sends the full model next time; training from a model it does not know would spoil the mean.
-        return refusal(msg, f"{RESYNC}: {error}")
-
-    # A codec that privatises on this node does not help where something else leaves beside the frame.
-    noised = codec is not None and privatised(codec) is not None
-    private = wants_private(msg.content) or noised
-    # The length of what was noised before it was encoded tells of the data no more than its content does.
-    padded = wants_padding(msg.content) and not noised
-    layout: Layout | None = None
-    uplink: Uplink | None = None
-    asked = b""
-    before: dict[str, NDArray[Any]] = {}
-    if codec is not None or private:
-        before = to_arrays(record, copy=False)
-        # Without a codec, too, statistics stay where they are in a private round.
-        cast = private or codec is None or not codec.lossless
-        layout = Layout.of(before, policy_from_config(announcement.policy), cast_floats=cast)
-    # Whatever starts with a state keeps it: memory of what was not sent, or adaptation to what was seen.
-    if codec is not None and layout is not None and codec.init(layout):
-        try:
-            asked = asked_of(announcement, before, checked=replica is not None)
-            uplink = Uplink.begin(context, announcement, codec, layout, asked)
-        except StaleMessage as error:
-            return refusal(msg, f"{STALE}: {error}")
-        if uplink.repeated:
-            log.info("round %d: answered before the server was restarted, and answered so again", announcement.round)
-            content = uplink.repeat(context, announcement, replica)
-            if replica is not None:
-                replica.save(context)
-            return Message(content, reply_to=msg)
-        if uplink.redelivery is not None:
-            # Already trained for this message: the frame that may have been consumed is the one to send again.
-            return Message(uplink.redelivery, reply_to=msg)
-
-    msg.content = plain_content(msg.content, announcement, record)
-
-    def answer() -> Message:
-        # The server makes the same key to verify the frame, so it holds only what both sides know.
-        key = Key(announcement.seed, "uplink", announcement.round, partition_of(context))
-        with collecting(_nothing if codec is None else codec.takes_outer, key.u64()) as collected:
-            reply = call_next(msg, context)
-        if reply.has_error():
-            return reply
-        if private and layout is not None:
-            reply.content = only_update(reply.content, before, layout)
-
-        header = header_of(reply.content, context, replica, unsupported)
-        content = RecordDict({k: v for k, v in reply.content.items() if k != NODE_RECORD})
-        content[NODE_RECORD] = header
-
-        followed: Followed | None = None
-        if codec is not None and layout is not None:
-            name, update, exact_arrays = learnt(
-                content, before, layout, lossless=codec.lossless, record=announcement.record
-            )
-            given = uplink.state if uplink else codec.init(layout)
-            owed = codec.residual(given)
-            copies: dict[int, int] = {}
-            notes = [UNSETTLED] if uplink is not None and uplink.unsettled else []
-            # A lossless codec sends the model as it is; in a private round nothing is said of single tensors.
-            if not codec.lossless and not private:
-                followed = Followed.load(context.state, layout)
-                copies, proven = followed.second_names(reply_arrays(content, before, name)[1], before)
-                notes += [names_note(proven, layout)] if proven else []
-                found = followed.judge(update, before)
-                notes += [kept_note(found, followed)] if found else []
-                update = ease(update, followed.kept, copies, owed)
-            update = _with_outer(update, collected, before)
-            notes += collected.notes
-            for note in notes:
-                log.info("round %d: %s", announcement.round, note)
-            if notes and not private:
-                header["remark"] = "; ".join(notes)
-            frame, state = codec.at_model(before).encode(update, given, key)
-            if padded:
-                frame = equally_long(frame, codec, layout, key)
-            header["record"] = name
-            header["sequence"] = announcement.sequence
-            unchanged = [] if private or codec.lossless or codec.sparse(layout) else _unchanged(update, owed)
-            if unchanged:
-                header["unchanged"] = unchanged
-            if copies:
-                header["copies"] = [number for pair in copies.items() for number in pair]
-            if uplink is not None:
-                header["generation"] = uplink.generation
-                header["rolled-back"] = uplink.rolled_back
-                # In a private round nothing of the data leaves beside the frame: no ratio, and no statistics below.
-                ratio = None if private else memory_ratio(codec, state, update)
-                if ratio is not None:
-                    header["memory"] = ratio
-            del content[name]
-            put_reply_frame(content, UPDATE, frame)
-            exact = None if private else encode_exact(exact_arrays, layout)
-            if exact is not None:
-                put_reply_frame(content, EXACT, exact)
-            # As the last acts, after everything that can fail: with an exception in between the memory is as it was.
-            if followed is not None:
-                followed.save(context.state)
-            if uplink is not None:
-                uplink.commit(context, state, announcement, codec, layout, content, asked)
-        if replica is not None:
-            replica.save(context)
-        reply.content = content
-        return reply
-
-    return discreet(msg, answer) if private else answer()
-
-
-def _unchanged(update: Update, owed: Vector | None) -> list[int]:
-    """Return the numbers of the tensors of which nothing is to be sent, as of frozen ones.
-
-    A codec that turns or rounds all coordinates together brings something other than zero of them; the server leaves
-    tensors alone that nobody has changed.
-    """
-    parts = [update.vector] if owed is None else [update.vector, owed]
-    return [i for i, t in enumerate(update.layout.tensors) if not any(part[t.slice].any() for part in parts)]
-
-
-def _nothing(count: int, rows: int, columns: int, slopes: int) -> bool:
-    return False
-
-
-def _with_outer(update: Update, collected: Captured, before: dict[str, NDArray[Any]]) -> Update:
-    """Return the update with what training captured of it."""
-    if not collected.outer:
-        return update
-    changes = {t.name: update.vector[t.slice] for t in update.layout.tensors}
-    return Update(update.vector, update.layout, collected.explaining(changes, before))
+    agreed = require_ids(accept)
+    # What the pair does is its codec's doing alone.
+    named = None if agreed is None else {*agreed, Pair.ID}
+    half = programs(named, i_know_inputs_are_visible=i_know_inputs_are_visible, first_model=first_model)
+    return replace(half, drop_in=True)

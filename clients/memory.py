@@ -32,7 +32,7 @@ from fedcomp.flower.payload import FRAME, NODE_RECORD, put_frame, take_frame
 from fedcomp.flower.records import to_arrays, to_record
 from fedcomp.flower.schema import Document, Schema, SchemaError
 from fedcomp.flower.state import MOST_BYTES, UNSETTLED, ReplicaRecord, StaleMessage, lineage
-from fedcomp.layout import Layout
+from fedcomp.layout import Layout, Vector
 from fedcomp.program import Answer, System
 from fedcomp.rules import Data, Int, Real, Text
 from fedcomp.stateful import epoch_of
@@ -350,6 +350,25 @@ def asked_of(head: AskHead, model: Mapping[str, NDArray[Any]]) -> bytes:
         name.update(values[:whole].view(np.uint64).reshape(-1, _ROW // 8).sum(axis=0, dtype=np.uint64).tobytes())
         name.update(f"{key}:{array.dtype.str}:{array.shape}".encode() + values[whole:].tobytes())
     return name.digest()
+
+
+def owed(state: RecordDict, system: System, layout: Layout, consumed: tuple[int, int]) -> Vector:
+    """Return what a node's state has for a server, with what left last where that was not consumed.
+
+    Parameters
+    ----------
+    consumed : tuple of int
+        Generation and sequence of the node's last frame that the server consumed.
+    """
+    held = Held.find(state)
+    # A frame that this memory knows nothing of: it is an older copy, and begins again.
+    if held is None or MEMORY not in state or consumed > (held.generation, held.sent):
+        return np.zeros(layout.size, np.float32)
+    memory, frame = {name: np.array(array) for name, array in _arrays(state, MEMORY).items()}, _pending(state, system)
+    if held.sent and frame is not None and consumed != (held.generation, held.sent):
+        memory = system.rollback(memory, frame, layout)
+    residual = system.residual(memory, layout)
+    return np.zeros(layout.size, np.float32) if residual is None else residual
 
 
 def held_model(state: RecordDict) -> tuple[int, ArrayRecord] | None:

@@ -9,7 +9,6 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Context, RecordDict
 from numpy.typing import NDArray
 
-from fedcomp import wire
 from fedcomp.codecs import Codec, State, get_codec
 from fedcomp.codecs.base import norm
 from fedcomp.codecs.chain import registry as transforms
@@ -23,9 +22,8 @@ from fedcomp.flower.records import BFLOAT16, config_in, to_arrays, to_record, wi
 from fedcomp.flower.state import Replica
 from fedcomp.layout import Layout, Update, policy_from_config
 from fedcomp.params import shown, similar
-from fedcomp.rng import Key
 from fedcomp.versions import FIRST, Step, advance, digest
-from fedcomp.wire import Bf16, Frame
+from fedcomp.wire import Bf16
 
 T = TypeVar("T")
 
@@ -286,21 +284,6 @@ def changed(
     exact = {t.name: check_exact(after[t.name], t, before[t.name]) for t in layout.exact}
     vector = layout.flatten(after) if lossless else layout.difference(after, before)
     return Update(vector, layout), exact
-
-
-def equally_long(frame: Frame, codec: Codec, layout: Layout, key: Key) -> Frame:
-    """Return ``frame`` padded to a length that follows from codec and layout alone.
-
-    Raises
-    ------
-    ConfigError
-        When the codec knows no such length, or the frame exceeds it.
-    """
-    longest = codec.longest(layout)
-    if longest is None:
-        raise ConfigError(f"{codec!r} knows no longest frame to pad others to; use another codec, or pad=False")
-    # Padding needs FILLED bytes of its own, also where the frame is already the longest.
-    return wire.pad(frame, longest + wire.FILLED, key.at(purpose="padding").digest())
 
 
 def header_of(reply: RecordDict, context: Context, replica: Replica | None, unsupported: str = "") -> ConfigRecord:

@@ -15,6 +15,7 @@ from typing import Any, Final
 from flwr.app import ArrayRecord, Context, Message, RecordDict
 from numpy.typing import NDArray
 
+from fedcomp.clients.announced import announced
 from fedcomp.clients.half import CallNext, ClientHalf
 from fedcomp.clients.memory import (
     Memory,
@@ -27,7 +28,7 @@ from fedcomp.clients.memory import (
 )
 from fedcomp.clients.messages import NOT_WITHOUT_NOISE, changed, made, partition_of, reply_arrays, require_ids
 from fedcomp.clients.personal import Followed, ease, kept_note, names_note
-from fedcomp.clients.private.mod import discreet, only_update, wants_private
+from fedcomp.clients.private.mod import discreet, only_update, wants_padding, wants_private
 from fedcomp.codecs import Codec, get_codec
 from fedcomp.codecs.base import norm, require_finite
 from fedcomp.errors import ConfigError, FedcompError, StateError
@@ -117,7 +118,7 @@ def programs(
     def programs_mod(msg: Message, context: Context, call_next: CallNext) -> Message:
         return _handle(msg, context, call_next, agreed, i_know_inputs_are_visible, first_model)
 
-    return ClientHalf("programs", programs_mod, outside=OUTSIDE, inside=GUARDS)
+    return ClientHalf("compression", programs_mod, outside=OUTSIDE, inside=GUARDS)
 
 
 def bringing(name: str, system: str, data: Brings) -> ClientHalf:
@@ -142,7 +143,7 @@ def bringing(name: str, system: str, data: Brings) -> ClientHalf:
         finally:
             _BROUGHT.reset(token)
 
-    return ClientHalf(name, bringing_mod, outside=("programs",), needs=("programs",))
+    return ClientHalf(name, bringing_mod, outside=("compression",), needs=("compression",))
 
 
 def _handle(
@@ -156,8 +157,8 @@ def _handle(
     try:
         head = asks.find_ask(msg.content)
     except OtherVersion:
-        # The halves of systems that are no programs yet speak other versions.
-        return call_next(msg, context)
+        # Systems that are no programs yet announce a codec.
+        return announced(msg, context, call_next, agreed, visible, first_model)
     if head is None:
         return call_next(msg, context)
     system, why = made(head.system, get_system, agreed)
@@ -176,7 +177,7 @@ def _handle(
 GUARDS: Final = ("votes_only", "coded", "local_privacy")
 """Halves that stand outside: what they do not allow must not pass them by."""
 
-OUTSIDE: Final = ("compression", "lsg", "private", "record_dp")
+OUTSIDE: Final = ("lsg", "private", "record_dp")
 
 
 class _AppError(Exception):
@@ -266,7 +267,8 @@ class _Exchange:
         model, learn = (_no_model, _no_model) if training is None else (training.start, training.learn)
         app = None if training is None else training.brought()
         data = None if app is None else app.data
-        me = Me(number, head.number, head.seed, memory.layout, model, learn, data)
+        padded = wants_padding(self.msg.content)
+        me = Me(number, head.number, head.seed, memory.layout, model, learn, data, padded)
         try:
             state, answer = system.client(dict(memory.state), ask, me)
         except _AppError as error:
@@ -511,7 +513,9 @@ class _Training:
             self.app.trained = content.array_records[name]
         update, exact = changed(after, before, layout, lossless=whole)
         require_finite(update)
-        notes = [note for note in (exchange.refused[1], UNSETTLED if memory.unsettled else "") if note]
+        notes = [UNSETTLED] if memory.unsettled else []
+        if exchange.refused[1]:
+            self.said["unsupported"] = exchange.refused[1]
         # Where the model itself is sent nothing adds up; of a private round nothing is said of single tensors.
         if not whole and not private:
             update = self._eased(update, after, notes)

@@ -346,5 +346,5 @@ def remembered(lines: Sequence[Line], done: Sequence[Done], kept: Kept) -> tuple
     if any(d.fault.kind in LOSING and d.fault.node == last.made.node and d.at > last.at for d in done):
         return tuple(nothing)
     peer = kept.peers.get(last.made.node)
-    delivered = peer is not None and peer.acknowledged == last.made.sequence
+    delivered = peer is not None and peer.consumed == last.made.sequence
     return tuple(np.array(last.memory) + (nothing if delivered else np.array(last.made.frame)))

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,27 +26,27 @@ from numpy.typing import NDArray
 from fedcomp.clients.client import client as wrapped
 from fedcomp.clients.edge.node_config import DATA_PATH
 from fedcomp.clients.half import CallNext, ClientHalf
-from fedcomp.clients.messages import find_announcement, partition_of
-from fedcomp.codecs import get_codec
+from fedcomp.clients.memory import owed
+from fedcomp.clients.messages import partition_of
 from fedcomp.codecs.feedback import ErrorFeedback
-from fedcomp.codecs.memory import recalled
 from fedcomp.codecs.topk import TopK
 from fedcomp.experiments.chaos import PROJECTIONS, Made, projected
 from fedcomp.experiments.delayed import perceptron
 from fedcomp.experiments.slow import NAMES, descend, examples
 from fedcomp.flower import checkpoint
+from fedcomp.flower.asks import data_in, find_answer, find_ask
 from fedcomp.flower.folder import StateFolder
 from fedcomp.flower.metered import MeteredGrid, addressed
-from fedcomp.flower.payload import NODE_RECORD, take_frame
-from fedcomp.flower.protocol import UPDATE, Announcement
+from fedcomp.flower.payload import FRAME
 from fedcomp.flower.records import to_arrays
 from fedcomp.flower.rounds import RoundOutcome, fit
-from fedcomp.flower.state import Uplink, remembered
 from fedcomp.layout import Layout, policy_from_config
 from fedcomp.plain import fields_of, from_fields
 from fedcomp.rng import Key
 from fedcomp.strategies.compressed import Compressed
-from fedcomp.strategies.replies import Peer
+from fedcomp.strategies.roster import Peer
+from fedcomp.systems import get_system
+from fedcomp.systems.pair import Pair
 from fedcomp.tasks.partition import iid
 
 APP: Final = Path(__file__).resolve().parent / "journal_app"
@@ -147,11 +147,12 @@ def journal() -> ClientHalf:
 
 
 def _journal(msg: Message, context: Context, call_next: CallNext) -> Message:
-    announcement = find_announcement(msg.content)
-    if announcement is None:
+    head = find_ask(msg.content)
+    if head is None:
         return call_next(msg, context)
-    codec, before = get_codec(announcement.codec), to_arrays(msg.content.array_records[announcement.record])
-    layout = Layout.of(before, policy_from_config(announcement.policy), cast_floats=not codec.lossless)
+    system, before = get_system(head.system), to_arrays(msg.content.array_records[head.model])
+    assert isinstance(system, Pair)
+    layout = Layout.of(before, policy_from_config(head.policy), cast_floats=head.cast)
     pause = float(str(msg.content.config_records["config"]["pause"]))
     trained: dict[str, NDArray[Any]] = {}
     token = _trained.set(trained)
@@ -159,20 +160,20 @@ def _journal(msg: Message, context: Context, call_next: CallNext) -> Message:
         reply = call_next(msg, context)
     finally:
         _trained.reset(token)
-    frame = None if reply.has_error() else take_frame(reply.content, UPDATE)
-    if frame is None:
+    frame = None if reply.has_error() else data_in(reply.content, FRAME).get(system.SENT)
+    answer = None if reply.has_error() else find_answer(reply.content)
+    if frame is None or answer is None:
         return reply
-    header, seed, partition = reply.content.config_records[NODE_RECORD], announcement.seed, partition_of(context)
+    seed, partition = head.seed, partition_of(context)
     # A stored reply that is sent again, be it under another number, has no update of its own.
     update = layout.flatten(trained) - layout.flatten(before) if trained else np.zeros(layout.size, np.float32)
     made = Made(
         partition,
-        int(str(header["sequence"])),
+        answer.sequence,
         projected(update, seed),
-        projected(codec.decode(frame, layout), seed),
+        projected(system.codec.decode(frame, layout), seed),
     )
-    memory = remembered(context, "memory")
-    held = np.zeros(layout.size, np.float32) if memory is None else memory
+    held = owed(context.state, system, layout, (answer.generation, answer.sequence))
     _append(Path(str(context.node_config[DATA_PATH])) / JOURNAL, Line(made, projected(held, seed), time.time()))
     time.sleep(pause)
     return reply
@@ -289,7 +290,7 @@ def main(grid: Grid, context: Context) -> None:
 def serve(grid: Grid, asked: Asked, ours: Compressed) -> None:
     """Run the rounds that are not in the checkpoint yet, with a strategy that is new."""
     out, kept = Path(asked.out), Path(asked.out) / CHECKPOINT
-    metered = Patient(grid, lambda: ours.reception.holders.silent)
+    metered = Patient(grid, lambda: ours.roster.silent)
     arrays, first, rounds, partitions = start(asked.seed), 1, list[Any](), dict[str, Any]()
     if kept.exists():
         found = checkpoint.resume(kept, ours, metered)
@@ -300,7 +301,7 @@ def serve(grid: Grid, asked: Asked, ours: Compressed) -> None:
         ended = ended_of(ours, number)
         rounds.append(fields_of(ended))
         # The strategy forgets those that are not online.
-        partitions.update({str(node): partition for node, partition in ours.reception.holders.claims.items()})
+        partitions.update({str(node): partition for node, partition in ours.roster.claims.items()})
         # The model and what is in it, in one file: a kill leaves both, or both of the round before.
         extra = {"rounds": rounds, "partitions": partitions}
         checkpoint.save(kept, server_round=number, arrays=model, strategy=ours, extra=extra)
@@ -321,13 +322,13 @@ def serve(grid: Grid, asked: Asked, ours: Compressed) -> None:
 
 def ended_of(ours: Compressed, number: int) -> Ended:
     """Return what a strategy knows of the round that has just ended."""
-    report, sequence = ours.reports[number], ours.announcer.sequence
-    claims = ours.reception.holders.claims
+    report, sequence = ours.reports[number], ours.sequence
+    claims = ours.roster.claims
 
     def named(nodes: Iterable[int]) -> list[int]:
         return sorted(claims[node] for node in nodes)
 
-    used = [node for node, peer in ours.reception.peers.items() if peer.acknowledged == sequence]
+    used = [node for node, peer in ours.roster.peers.items() if peer.consumed == sequence]
     return Ended(
         number,
         sequence,
@@ -336,7 +337,7 @@ def ended_of(ours: Compressed, number: int) -> Ended:
         named(report.rolled_back),
         sorted(report.refused.values()),
         report.lost,
-        {str(claims[node]): ours.reception.peers[node].generation for node in used},
+        {str(claims[node]): ours.roster.peers[node].generation for node in used},
         time.time(),
     )
 
@@ -378,11 +379,11 @@ class Kept:
         found, ours = checkpoint.load(out / CHECKPOINT), strategy(seed)
         found.apply(ours)
         before, after = to_arrays(start(seed)), to_arrays(found.arrays)
-        layout = ours.announcer.layout_of(found.arrays, ours.codec, updates_only=False)
+        layout = Layout.of(after, ours.policy, cast_floats=not ours.system.whole)
         rounds = [from_fields(Ended, each, "a round") for each in found.extra["rounds"]]
         moved = projected(layout.flatten(after) - layout.flatten(before), seed)
         partitions = {int(node): int(partition) for node, partition in found.extra["partitions"].items()}
-        peers = {partitions[node]: peer for node, peer in ours.reception.peers.items() if node in partitions}
+        peers = {partitions[node]: peer for node, peer in ours.roster.peers.items() if node in partitions}
         return cls(rounds, moved, peers, ours, layout)
 
     def owed(self, folder: Path, partition: int, seed: int) -> tuple[float, ...]:
@@ -390,13 +391,7 @@ class Kept:
         kept = StateFolder(folder, partition)
         for path in kept.stamps():
             state = kept.load(path)
-            context = Context(run_id=0, node_id=0, node_config={}, state=state or RecordDict(), run_config={})
             peer = self.peers.get(partition, Peer())
-            announcement = replace(
-                Announcement(record="arrays", round=0, seed=seed),
-                **self.ours.announcer.training_fields(peer, self.ours.codec),
-            )
-            uplink = Uplink.begin(context, announcement, self.ours.codec, self.layout)
-            memory = None if uplink.fresh else recalled(uplink.state)
-            return tuple([0.0] * PROJECTIONS) if memory is None else projected(memory, seed)
+            consumed = peer.generation, peer.consumed
+            return projected(owed(state or RecordDict(), self.ours.system, self.layout, consumed), seed)
         return tuple([0.0] * PROJECTIONS)

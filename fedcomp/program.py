@@ -103,6 +103,9 @@ class Ask(NamedTuple):
         Bytes that rounds or nodes share (a basis, an autoencoder): a driver sends them to nodes that lack them alone.
     expects : type of Said, optional
         What the answer has to say; an answer that says anything else is refused by the driver.
+    dense : bool
+        Whether the model that an app trained will do, of a client that has no half for this system:
+        :attr:`Answer.update`. Else the driver refuses it.
     """
 
     node: int
@@ -111,6 +114,7 @@ class Ask(NamedTuple):
     frames: Frames = NO_FRAMES
     blobs: Frames = NO_FRAMES
     expects: type[Said] | None = None
+    dense: bool = False
 
 
 class Answer(NamedTuple):
@@ -125,6 +129,8 @@ class Answer(NamedTuple):
     frames : mapping of str to bytes
     sent : bytes, optional
         The frame by which mass leaves the memory, where that called :attr:`System.SENT` is only a part of it.
+    update : float32 array, optional
+        Of a client without this half, in place of frames: what it changed, or with :attr:`System.whole` its model.
     """
 
     node: int
@@ -132,6 +138,7 @@ class Answer(NamedTuple):
     say: Said | None = None
     frames: Frames = NO_FRAMES
     sent: Frame | None = None
+    update: Vector | None = None
 
 
 class Origin(NamedTuple):
@@ -149,11 +156,12 @@ class Origin(NamedTuple):
 
 
 class Given(NamedTuple):
-    """One client's part of a sum."""
+    """One client's part of a sum: a frame, or :attr:`Answer.update` in its place, which may be overwritten."""
 
     node: int
     weight: float
     frame: Frame | Bundle
+    update: Vector | None = None
 
 
 @dataclass(frozen=True)
@@ -167,7 +175,7 @@ class Step:
     change, model : float32 array, shape (layout size,), optional
         The one of them that is not None says how the model moves; both are None where ``single`` or ``frame`` do.
     single : mapping of int to float32 array, optional
-        Every node's change by itself, for a strategy that looks at them.
+        Every node's change by itself, for a strategy that looks at them; with ``whole`` its model.
     frame : bytes, optional
         The change as ``codec`` reads it, where the program knows a shorter form than a driver would make of it; it goes
         down with ``blobs``, which :meth:`System.reads` needs.
@@ -175,6 +183,8 @@ class Step:
         Whether the change lists coordinates, so that nothing is said of the others.
     metrics : mapping of str to float
         What the program measured of its round; they are reported with the clients' metrics.
+    whole : bool
+        Whether single updates are models.
     """
 
     consumed: tuple[int, ...]
@@ -186,6 +196,7 @@ class Step:
     codec: Codec | None = None
     support: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
+    whole: bool = False
 
 
 Round = Generator[Sequence[Ask], Sequence[Answer], Step | None]
@@ -219,8 +230,13 @@ class Mean:
             if codec.lossless and now.origins:
                 # Models that grew from several ones have no mean; what they changed has.
                 np.add(out.vector, np.float32(factor) * now.changed(codec, g), out=out.vector)
-            else:
+            elif g.update is None:
                 codec.gather(g.frame, factor, out)
+            else:
+                codec.enter(Update(g.update, now.layout))
+                np.multiply(g.update, np.float32(factor), out=g.update)
+                # In place: a sum in a new array would cost a model for each client.
+                np.add(out.vector, g.update, out=out.vector)
         if not raw:
             codec.conclude(out)
         consumed = tuple(g.node for g in given)
@@ -233,12 +249,17 @@ class Single:
     """Every update by itself, for a strategy such as a median; memory grows with the number of clients."""
 
     def total(self, now: Now, codec: Codec, given: Sequence[Given], *, raw: bool = False) -> Step | None:
-        """Return all updates as changes of the model."""
-        single = {g.node: now.changed(codec, g) for g in given}
-        for node, scale in now.scales.items():
-            if node in single:
-                single[node] *= np.float32(scale)
-        return Step(tuple(single), single=single, support=codec.sparse(now.layout)) if single else None
+        """Return all updates as changes of the model, or as models where clients send these, grown from one alone."""
+        support = codec.sparse(now.layout)
+        if not (now.origins or now.scales):
+            single = {g.node: codec.decode(g.frame, now.layout) if g.update is None else g.update for g in given}
+            return Step(tuple(single), single=single, support=support, whole=codec.lossless) if single else None
+        single = {g.node: np.float32(now.scales.get(g.node, 1.0)) * now.changed(codec, g) for g in given}
+        return Step(tuple(single), single=single, support=support) if single else None
+
+
+class Released:
+    """A sum of bounded updates that is released with noise; what clients send may not tell more by its length."""
 
 
 @dataclass(frozen=True)
@@ -271,7 +292,7 @@ class Now:
     strangers : set of int
         The nodes that have never answered: they may answer under another number, their partition.
     seen : callable
-        ``seen(node, codec, bundle)``: a contribution of that node was verified.
+        ``seen(node, codec, contribution)``: one of that node was verified.
     told : dict
         What the program tells of its round to whoever drives it; unlike :attr:`state` no later round sees it.
     """
@@ -288,7 +309,7 @@ class Now:
     scales: Mapping[int, float] = field(default_factory=dict)
     origins: Mapping[int, Origin] = field(default_factory=dict)
     strangers: Set[int] = frozenset()
-    seen: Callable[[int, Codec, Bundle], None] = lambda node, codec, bundle: None
+    seen: Callable[[int, Codec, Bundle | Vector], None] = lambda node, codec, contribution: None
     told: dict[str, Any] = field(default_factory=dict)
 
     def origin(self, node: int) -> Origin:
@@ -297,7 +318,7 @@ class Now:
 
     def changed(self, codec: Codec, given: Given) -> Vector:
         """Return a contribution as a change: a lossless codec's frames hold models."""
-        vector = codec.decode(given.frame, self.layout)
+        vector = codec.decode(given.frame, self.layout) if given.update is None else given.update
         return vector - self.origin(given.node).model if codec.lossless else vector
 
     @cached_property
@@ -319,6 +340,10 @@ class Now:
                 # Every comparison with NaN is false.
                 if not 0 <= g.weight < HEAVIEST:
                     raise AnswerError(f"weight {g.weight!r} is not valid")
+                if g.update is not None:
+                    self.seen(g.node, codec, g.update)
+                    good.append(g)
+                    continue
                 key = Key(self.seed, "uplink", self.origin(g.node).number, g.node)
                 bundle = codec.verify(g.frame, self.layout, key)
                 self.seen(g.node, codec, bundle)
@@ -349,11 +374,13 @@ class Now:
     def mean_of(
         self, codec: Codec, answers: Sequence[Answer], name: str = "values", *, raw: bool = False
     ) -> Step | None:
-        """Return :meth:`total` of the frames ``name`` of answers; refuse those that hold none."""
+        """Return :meth:`total` of the frames ``name`` of answers, or of their updates; refuse those with neither."""
         given = []
         for answer in answers:
             if name in answer.frames:
                 given.append(Given(answer.node, answer.weight, answer.frames[name]))
+            elif answer.update is not None:
+                given.append(Given(answer.node, answer.weight, b"", answer.update))
             else:
                 self.refuse(answer.node, f"its answer holds no {name}")
         return self.total(codec, given, raw=raw)
@@ -389,6 +416,8 @@ class Me:
         ``model()`` returns :attr:`start`.
     learn : callable
         ``learn(whole, collect)`` lets the app train; :meth:`update`.
+    padded : bool
+        Whether the length of what is sent must not tell of the update.
     data : object, optional
         What the app brings beside training, or in its place: how to measure slopes, whether there is anything new. The
         system says what it has to be.
@@ -401,6 +430,7 @@ class Me:
     model: Callable[[], Vector]
     learn: Callable[[bool, Collect | None], Update]
     data: Any = None
+    padded: bool = False
 
     @cached_property
     def start(self) -> Vector:

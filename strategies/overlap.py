@@ -230,7 +230,7 @@ class Overlapping(ExchangeStrategy, Stateful):
             require_inner(inner, name)
         if own_loop(inner.inner if isinstance(inner, Server) else inner):
             raise ConfigError(f"{type(inner).__name__} runs a loop of its own, which {name} would pass by")
-        ruled = isinstance(inner, Server) and not isinstance(inner.rule, Mean | Single)
+        ruled = isinstance(inner, Server) and not issubclass(inner._rule.kind, Mean | Single)
         if ruled or find_private(inner) is not None or promises(inner):
             raise ConfigError(
                 f"{type(inner).__name__} keeps a promise of privacy, which is not shown for overlapping rounds; run it "

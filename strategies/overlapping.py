@@ -16,7 +16,6 @@ from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 
 from fedcomp import params
-from fedcomp.codecs import Identity
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.flower._private import set_message_id
 from fedcomp.flower.logs import log, unsampled
@@ -28,8 +27,8 @@ from fedcomp.flower.rounds import Exchanges, ExchangeStrategy, own_loop
 from fedcomp.layout import Vector
 from fedcomp.plain import Count, from_plain, to_plain
 from fedcomp.stateful import Stateful, StatePart, nested
-from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.deadlines import Deadline
+from fedcomp.strategies.hooked import hooked
 from fedcomp.strategies.overlap import Overlap
 from fedcomp.strategies.private.flower_dp import promises
 from fedcomp.strategies.receiving import Receiving, Reception
@@ -187,7 +186,7 @@ class Overlapping(ExchangeStrategy, Receiving, Stateful):
                 f"without {name}"
             )
         # Whole models in the format's frames, where clients have the mod; as they are, where they do not.
-        self.inner = inner if isinstance(inner, Compressed) else Compressed(inner, Identity())
+        self.inner = hooked(inner)
         self.timeout = params.positive("timeout", timeout)
         self.deadline = deadline
         self.pending: list[UnderWay] = []

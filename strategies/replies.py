@@ -17,6 +17,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 from numpy.typing import NDArray
 
 from fedcomp.codecs import Codec
+from fedcomp.codecs.factors import at_model
 from fedcomp.errors import FedcompError
 from fedcomp.flower.metered import addressed
 from fedcomp.flower.payload import models, take_node
@@ -114,7 +115,7 @@ class Origin:
     ) -> Origin:
         """Return the origin of an exchange whose clients encode with ``codec``."""
         trained = model if reference is None else layout.unflatten(reference)
-        return cls(server_round, model, reference, version, layout, codec.at_model(trained))
+        return cls(server_round, model, reference, version, layout, at_model(codec, lambda: trained))
 
     @cached_property
     def start(self) -> Vector:

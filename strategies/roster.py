@@ -48,6 +48,11 @@ class Peer:
 class Roster(Holders):
     """All nodes of a run.
 
+    Parameters
+    ----------
+    version : int
+        Of the model that a node holds which was never asked; 0: unknown.
+
     Attributes
     ----------
     peers : dict of int to Peer
@@ -59,14 +64,19 @@ class Roster(Holders):
 
     STATE: ClassVar[Mapping[str, Any]] = {"peers": dict[int, Peer], "declared": dict[int, int]}
 
-    def __init__(self) -> None:
+    def __init__(self, version: int = 0) -> None:
         super().__init__()
+        self._version = version
         self.peers: dict[int, Peer] = {}
         self.declared: dict[int, int] = {}
 
     def peer(self, address: int) -> Peer:
         """Return what is known of a node."""
-        return self.peers.setdefault(address, Peer())
+        return self.peers.setdefault(address, Peer(version=self._version))
+
+    def release(self) -> None:
+        """Forget who held which partition before, and who was silent."""
+        self.held, self.silent, self.former, self.claims = {}, set(), {}, dict(self.known)
 
     def numbered(self, addresses: Iterable[int]) -> dict[int, int]:
         """Return nodes by their numbers, ascending: a node's partition, where it holds one.

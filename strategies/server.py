@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import secrets
 import time
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Final
 
@@ -28,31 +26,38 @@ from numpy.typing import NDArray
 
 from fedcomp import params
 from fedcomp.codecs import Codec, get_codec
-from fedcomp.codecs.base import norm
+from fedcomp.codecs.base import all_finite
 from fedcomp.errors import ConfigError, FedcompError
 from fedcomp.exact import check_exact, decode_exact
 from fedcomp.flower import asks
-from fedcomp.flower.asks import AnswerHead, AskHead, OwnStep, digest_of
+from fedcomp.flower.asks import AnswerHead, AskHead, digest_of
 from fedcomp.flower.checkpoint import INNER
 from fedcomp.flower.logs import log
-from fedcomp.flower.payload import BLOB, EXACT, FRAME, NODE_RECORD, STEP, payload_bytes
+from fedcomp.flower.payload import BLOB, EXACT, FRAME, NODE_RECORD, models, payload_bytes
 from fedcomp.flower.protocol import OWN_CONFIG, PREFIX, RESYNC, app_failure
-from fedcomp.flower.records import count_differing, finite_where, restore_dtypes, same_model, to_arrays, to_record
-from fedcomp.flower.report import Report, Reports, shorten
-from fedcomp.flower.rounds import Exchanges, ExchangeStrategy, own_loop
+from fedcomp.flower.records import (
+    count_differing,
+    finite_where,
+    read_array,
+    restore_dtypes,
+    same_model,
+    to_arrays,
+    to_record,
+)
+from fedcomp.flower.report import Reports, shorten
+from fedcomp.flower.rounds import Exchanges, ExchangeStrategy, own_loop, planned
 from fedcomp.layout import DensityPolicy, Layout, Update, Vector, policy_config
 from fedcomp.plain import Count, Keys
-from fedcomp.program import Answer, Ask, Given, Mean, Now, Origin, Round, Rule, Single, Step, System
-from fedcomp.rng import Key
-from fedcomp.stateful import Stateful, nested, next_epoch, within_epoch
+from fedcomp.program import Answer, Ask, Now, Origin, Round, Step, System
+from fedcomp.rules import Flag, checked
+from fedcomp.stateful import Stateful, nested, next_epoch
 from fedcomp.strategies.adaptive import Outcome, has_moments, step_on_support
-from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.downlink import Downlink
 from fedcomp.strategies.guard import Norms
 from fedcomp.strategies.means import (
     MEANS,
     aggregate_once,
     copy_names,
-    is_mean,
     leave,
     mean_of_constants,
     not_held,
@@ -60,7 +65,6 @@ from fedcomp.strategies.means import (
     weight_key_of,
 )
 from fedcomp.strategies.replies import (
-    NOT_FINITE,
     Rejected,
     SentMessage,
     Usual,
@@ -70,171 +74,19 @@ from fedcomp.strategies.replies import (
     strip,
     weight_of,
 )
-from fedcomp.strategies.roster import Peer, Roster
+from fedcomp.strategies.roster import Roster
 from fedcomp.strategies.round_log import RoundLog, require_usable
+from fedcomp.strategies.running import ALL_WEIGHTLESS, Exchange, Judged, Running, Start, Trained, copies_of
+from fedcomp.strategies.sinks import UpdateRule, rule_of
 from fedcomp.strategies.statistics import hold_in_record, warn_of_missing_names
 from fedcomp.strategies.wrapping import held, loop_of, require_inner
-from fedcomp.versions import Broadcast
-from fedcomp.wire import Bundle, Frame, FrameSizes
+from fedcomp.versions import FIRST
+from fedcomp.wire import Bundle, Frame
 
 Arrays = Mapping[str, NDArray[Any]]
 
 MAX_OPEN: Final = 64
 """Rounds that hooks may open without aggregating them."""
-
-ALL_WEIGHTLESS: Final = "weight 0, as all others of the round: nothing to average"
-
-
-@dataclass
-class OwnSteps:
-    """What reads a step of the model that the program made.
-
-    Attributes
-    ----------
-    number : int
-        Of the round.
-    blobs : dict of str to bytes
-    derived : set of str
-        Digests of the blobs that follow from the step (:meth:`fedcomp.program.System.after`).
-    """
-
-    number: int
-    blobs: dict[str, bytes]
-    derived: set[str]
-
-
-@dataclass
-class Trained:
-    """What came with a client's training beside the system's own.
-
-    Attributes
-    ----------
-    reply : Message
-    head : AnswerHead
-    content : RecordDict
-        Metrics, and whatever else the app replied beside the model.
-    metrics : str
-        Name of the MetricRecord that weighs it.
-    weight : float
-    exact : mapping of str to ndarray
-        Its tensors that travel as values.
-    """
-
-    reply: Message
-    head: AnswerHead
-    content: RecordDict
-    metrics: str
-    weight: float
-    exact: Arrays
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """Asks on their way as messages.
-
-    Attributes
-    ----------
-    asks : dict of int to Ask
-        By node.
-    sent : list of SentMessage
-    """
-
-    asks: Mapping[int, Ask]
-    sent: list[SentMessage]
-
-
-@dataclass
-class Running:
-    """One round under way; clients by their numbers in the program.
-
-    Attributes
-    ----------
-    report : Report
-    arrays : ArrayRecord
-        The model.
-    model : mapping of str to ndarray
-        It as views, not to be written to.
-    reference : callable
-        ``reference()`` returns what clients train from where that is not the model, else None.
-    record : str
-        Its name in messages.
-    base : dict of int to Message
-        What the inner strategy sends.
-    addresses : dict of int to int
-    version : int
-        Of the model in the messages; 0 where it has none.
-    trained : dict of int to Trained
-    sent : dict of int to (int, int)
-        Sequence and generation of the answer whose frame is in the memory's past.
-    payload, exact_bytes : dict of int to int
-    norms, sizes : dict
-        Of what was verified last of a client.
-    given : (Codec, list of Given)
-        What was summed last.
-    errors : list of Message
-        What stands for replies that could not be used, for the inner strategy.
-    """
-
-    report: Report
-    arrays: ArrayRecord
-    model: Arrays
-    reference: Callable[[], Vector | None]
-    record: str
-    base: dict[int, Message]
-    addresses: dict[int, int]
-    layout: Layout
-    version: int = 0
-    trained: dict[int, Trained] = field(default_factory=dict)
-    sent: dict[int, tuple[int, int]] = field(default_factory=dict)
-    payload: dict[int, int] = field(default_factory=dict)
-    exact_bytes: dict[int, int] = field(default_factory=dict)
-    norms: dict[int, float] = field(default_factory=dict)
-    sizes: dict[int, FrameSizes] = field(default_factory=dict)
-    given: tuple[Codec | None, Sequence[Given]] = (None, ())
-    errors: list[Message] = field(default_factory=list)
-
-    @cached_property
-    def vector(self) -> Vector:
-        """The model as one vector, not to be written to; made where somebody asks for it."""
-        vector = self.layout.flatten(self.model)
-        vector.setflags(write=False)
-        return vector
-
-    @cached_property
-    def start(self) -> Vector:
-        """What clients train from, as one vector; not to be written to."""
-        reference = self.reference()
-        if reference is None:
-            return self.vector
-        reference.setflags(write=False)
-        return reference
-
-    def refuse(self, node: int, reason: str, reply: Message | None = None) -> None:
-        """Report why a node's answer is not used; for the inner strategy it is a failed reply."""
-        self.report.refuse(self.addresses[node], reason)
-        failed = reply is not None and reply.has_error()
-        self.errors.append(reply if reply is not None and failed else app_failure(self.base[node], reason))
-
-    def onto(self, arrays: ArrayRecord) -> Running:
-        """Return the round as one whose step is made on another model than the one that was sent."""
-        if arrays is self.arrays:
-            return self
-        return replace(self, arrays=arrays, model=to_arrays(arrays, copy=False))
-
-    def rename(self, node: int, declared: int) -> None:
-        """Let a node go by the partition that it has declared from here on."""
-        self.base[declared], self.addresses[declared] = self.base.pop(node), self.addresses.pop(node)
-
-    def seen(self, node: int, codec: Codec, bundle: Bundle, start: Callable[[], Vector]) -> None:
-        """Note what was verified of a node: a lossless codec's frames hold models, of which the change counts."""
-        if bundle.sizes is not None:
-            self.sizes[node] = bundle.sizes
-        if codec.lossless:
-            self.norms[node] = norm(codec.decode(bundle, self.layout), start())
-        else:
-            self.norms[node] = codec.norm(bundle, self.layout)
-        for name, value in codec.figures(bundle, self.layout).items():
-            self.report.frames.setdefault(name, {})[self.addresses[node]] = value
 
 
 class Server(ExchangeStrategy, Stateful):
@@ -245,9 +97,6 @@ class Server(ExchangeStrategy, Stateful):
     system : System
     inner : Strategy, optional
         Says who takes part and with what configuration, and takes the mean; default FedAvg without evaluation.
-    rule : Rule, optional
-        What becomes of contributions. Default: the mean where ``inner`` is one of Flower's weighted means, else every
-        update by itself.
     downlink : Codec or dict, optional
         The model goes down as steps from the version that a node holds, and as the program's own steps where it makes
         such: then these alone, and the codec names the layout. None sends the model as the inner strategy does.
@@ -257,6 +106,10 @@ class Server(ExchangeStrategy, Stateful):
         Name of the ArrayRecord that is the model, where messages of the inner strategy hold several.
     guard : Norms, optional
         Refuses what is far longer, or weighs far more, than is usual; default nobody does.
+    first_model_at_nodes : bool
+        Send the model that the run begins with by its digest alone: the nodes make the same one, by the ``first_model``
+        of :func:`fedcomp.clients.programs.programs`. A node that cannot, or whose model differs in a bit, is refused
+        for the round, by name, and gets the whole model with its next message. Needs a ``downlink``.
     seed : int
         Of the random streams of clients and server.
 
@@ -288,11 +141,10 @@ class Server(ExchangeStrategy, Stateful):
     STATE: ClassVar[Mapping[str, Any]] = {
         "inner": INNER,
         "roster": nested("roster"),
-        "broadcast": nested("broadcast"),
+        "down": nested("down"),
         "_session": bytes,
         "sequence": Count,
         "state": dict,
-        "own_steps": dict[int, OwnSteps],
         "_usual": Annotated[dict[str, Usual], Keys(("train", "evaluate"))],
         "reports": Reports,
         "evaluations": Reports,
@@ -303,18 +155,21 @@ class Server(ExchangeStrategy, Stateful):
         system: System,
         inner: Strategy | None = None,
         *,
-        rule: Rule | None = None,
         downlink: Codec | dict[str, Any] | None = None,
         policy: DensityPolicy | None = None,
         record: str | None = None,
         guard: Norms | None = None,
+        first_model_at_nodes: bool = False,
         seed: int = 0,
     ) -> None:
-        self._name = type(system).__name__
+        self._name = type(self).__name__ if type(self) is not Server else type(system).__name__
         self.inner: Strategy = FedAvg(fraction_evaluate=0.0) if inner is None else inner
+        if isinstance(self.inner, Strategy) and any(isinstance(found, Server) for found in held(self.inner)):
+            raise ConfigError(
+                f"{type(self.inner).__name__} compresses already, and frames are not compressed again; put one around "
+                "the strategy, with chain(...) for several steps and downlink= for the other direction"
+            )
         require_inner(self.inner, self._name)
-        if any(isinstance(found, Compressed) for found in held(self.inner)):
-            raise ConfigError(f"{type(self.inner).__name__} compresses already, and frames are not compressed again")
         if policy is not None and not callable(policy):
             raise ConfigError(f"policy={policy!r} is not valid: a DensityPolicy, such as SmallDense(min_size=1000)")
         if record is not None and not (isinstance(record, str) and record):
@@ -323,47 +178,53 @@ class Server(ExchangeStrategy, Stateful):
             raise ConfigError(f"guard={guard!r} is not valid: an object, such as Norms(times_median=10)")
         self.system, self.policy, self.record, self.guard = system, policy, record, guard
         self.seed = params.seed(seed)
-        self.rule: Rule = (Mean() if is_mean(self.inner) else Single()) if rule is None else rule
-        if not isinstance(self.rule, system.RULES):
-            raise ConfigError(
-                f"{self._name} has no single updates, which {type(self.inner).__name__} looks at; use one of "
-                f"{', '.join(MEANS)}"
-            )
+        self._rule = rule_of(self.inner)
+        self._require_served(self._rule)
         self.downlink = None if downlink is None else get_codec(downlink)
-        self.cast = not system.whole
-        # The system reads its steps itself, which are changes in the layout of what clients send.
-        self._makes_steps = system.makes_steps
-        if self._makes_steps and self.downlink is not None and self.downlink.lossless:
+        # What is not in the vector is never released in a private round: floats are cast there, not sent beside it.
+        self.cast = self._rule.updates_only or not system.whole
+        if self.downlink is not None and system.makes_steps and self.downlink.lossless:
             raise ConfigError(
                 f"downlink={self.downlink!r} sends models, and {self._name} makes steps, which are changes"
             )
-        if self._makes_steps and self.downlink is not None and not returns_mean(self.inner):
+        self.first_model_at_nodes = checked("first_model_at_nodes", first_model_at_nodes, Flag())
+        if first_model_at_nodes and self.downlink is None:
+            raise ConfigError(
+                "first_model_at_nodes without a downlink: models travel whole in every round. Name a downlink, "
+                "Identity() for models without loss, and give the clients compression(first_model=...)"
+            )
+        if system.makes_steps and self.downlink is not None and not returns_mean(self.inner):
             log.info("%s: what %s makes goes down as the whole model", self._name, type(self.inner).__name__)
         self._begin()
 
     def _begin(self) -> None:
         """Know nothing of any client: a session of its own begins, in which clients continue no memory."""
-        self.roster = Roster()
-        self.broadcast = None if self.downlink is None else Broadcast(self.downlink)
+        # Of a node that was never asked; the digest shows whether it is true.
+        self.roster = Roster(FIRST if self.first_model_at_nodes else 0)
+        self.down = None if self.downlink is None else Downlink(self.downlink, self.system, self.policy, self.seed)
         # Not from the seed: a second run with the same one must not go on with the clients' memory of the first.
         self._session = secrets.token_bytes(8)
         self.sequence = 0
         self.state: dict[str, Any] = {}
-        self.own_steps: dict[int, OwnSteps] = {}
         self.reports, self.evaluations = Reports(), Reports()
         self._usual = {"train": Usual(), "evaluate": Usual()}
         self._log = RoundLog(self._name)
         self._timeout: float | None = None
-        self._whole: tuple[int, ArrayRecord] | None = None
-        self._order: tuple[str, ...] = ()
-        self._down = Layout(())
-        self._following: list[weakref.ref[Running]] = []
+        self.layout = Layout(())
         self._open: dict[int, tuple[Exchanges[Outcome], Grid]] = {}
         self._evaluating: list[SentMessage] = []
 
     def __repr__(self) -> str:
         down = "" if self.downlink is None else f", downlink={self.downlink!r}"
         return f"{type(self).__name__}({self.system!r}, {type(self.inner).__name__}(){down})"
+
+    def _require_served(self, rule: UpdateRule) -> None:
+        """Refuse an inner strategy that needs of updates what the system has not."""
+        if not issubclass(rule.kind, self.system.RULES):
+            raise ConfigError(
+                f"{self._name} has no single updates, which {type(self.inner).__name__} looks at; use one of "
+                f"{', '.join(MEANS)}"
+            )
 
     # A round.
 
@@ -380,6 +241,9 @@ class Server(ExchangeStrategy, Stateful):
             When a message of the inner strategy does not hold the model that it was given, and one model alone.
         """
         self.roster.meet(grid)
+        if self._rule.updates_only:
+            # Whom earlier rounds prefer would make one client's part in a private sum depend on another's.
+            self.roster.release()
         messages = list(self.inner.configure_train(server_round, arrays, config, grid))
         x, now = self._ask(server_round, arrays, messages)
         step = yield from self._play(x, now, self.system.round(now))
@@ -399,20 +263,25 @@ class Server(ExchangeStrategy, Stateful):
         # After a round that worked a bad one is only a warning; before it the set-up itself is likely to be wrong.
         # Who trained, and was lost in a later exchange, has an update that will be used.
         waiting = any(address not in x.report.refused for node, address in x.addresses.items() if node in x.trained)
-        if outcome is None and not waiting and not any(earlier.used for earlier in self.reports.values()):
+        withheld = x.rule.withholds
+        # A private round may have released, and paid for, its noise without a reply.
+        if outcome is None and not waiting and not withheld and not any(each.used for each in self.reports.values()):
             require_usable(x.report)
-        self._log.conclude(x.report)
+        if withheld and x.rule.not_finite in x.report.notes:
+            log.warning("round %d: %s", x.report.round, x.rule.not_finite)
+        self._log.conclude(x.report, withheld=withheld)
         return outcome, metrics
 
     def _ask(self, server_round: int, arrays: ArrayRecord, messages: Sequence[Message]) -> tuple[Running, Now]:
         """Open the round in which the inner strategy sends ``messages``."""
         x = self._opened(server_round, arrays, messages)
-        if messages and self.broadcast is not None:
-            self._publish(x.model, x.vector, x.layout)
-        x.version = 0 if self.broadcast is None else self.broadcast.version
-        # By a weak reference: what the round came to must not be kept by who waits for its model to move.
-        self._following = [each for each in self._following if each() is not None] + [weakref.ref(x)]
-        return x, self._now(x, lambda: x.start)
+        if self.down is not None:
+            # A broadcast has one model; where nodes get models of their own these travel as they are.
+            if messages and not x.own:
+                self.down.publish(x.model, x.vector, x.layout)
+            self.down.follow(x.start)
+            x.version = self.down.broadcast.version
+        return x, self._now(x, lambda: x.start.vector)
 
     def _opened(self, server_round: int, arrays: ArrayRecord, messages: Sequence[Message]) -> Running:
         """Return a round in which ``messages`` go out."""
@@ -421,14 +290,18 @@ class Server(ExchangeStrategy, Stateful):
         model = to_arrays(arrays, copy=False)
         layout = Layout.of(model, self.policy, cast_floats=self.cast)
         # Once per model, not once per round.
-        if layout.order != self._order:
-            self._order = layout.order
+        if layout.order != self.layout.order:
             warn_of_missing_names(layout)
+        self.layout = layout
         by_address = {message.metadata.dst_node_id: message for message in messages}
         addresses = self.roster.numbered(by_address)
         base = {node: by_address[address] for node, address in addresses.items()}
-        record = self._record_of(messages, arrays)
-        return Running(report, arrays, model, partial(self._reference, layout), record, base, addresses, layout)
+        record, own = self._record_of(base, arrays)
+        rule = self._rule.of_round(own=bool(own))
+        self._require_served(rule)
+        reference = None if self.down is None or own else partial(self.down.reference, layout)
+        start = Start(layout, model, reference)
+        return Running(report, arrays, model, start, record, rule, base, addresses, layout, own)
 
     def _now(
         self,
@@ -439,8 +312,8 @@ class Server(ExchangeStrategy, Stateful):
     ) -> Now:
         """Return a round as the program sees it, in which clients train from what ``start`` returns."""
 
-        def seen(node: int, codec: Codec, bundle: Bundle) -> None:
-            x.seen(node, codec, bundle, (lambda: origins[node].model) if node in origins else start)
+        def seen(node: int, codec: Codec, came: Bundle | Vector) -> None:
+            x.seen(node, codec, came, (lambda: origins[node].model) if node in origins else start)
 
         return Now(
             x.report.round,
@@ -448,7 +321,7 @@ class Server(ExchangeStrategy, Stateful):
             x.layout,
             start,
             self.seed,
-            _Judged(self, x),
+            Judged(self, x),
             dict(self.state),
             x.refuse,
             x.report.notes.append,
@@ -458,13 +331,17 @@ class Server(ExchangeStrategy, Stateful):
             **more,
         )
 
-    def _record_of(self, messages: Sequence[Message], arrays: ArrayRecord) -> str:
-        """Return the name of the model in messages of the inner strategy."""
+    def _record_of(self, messages: Mapping[int, Message], arrays: ArrayRecord) -> tuple[str, dict[int, Arrays]]:
+        """Return the name of the model in messages of the inner strategy, and the models other than the round's."""
         # A strategy may put copies into its messages; one comparison per distinct record.
-        distinct = {id(record): (name, record) for name, record in map(self._model_in, messages)}
-        if any(not same_model(record, arrays) for _, record in distinct.values()):
-            raise ConfigError(f"{type(self.inner).__name__} sends models of their own to some nodes, which have no sum")
-        return next(iter(distinct.values()))[0] if distinct else "arrays"
+        distinct = {id(record): (name, record) for name, record in map(self._model_in, messages.values())}
+        others = {key for key, (_, record) in distinct.items() if not same_model(record, arrays)}
+        own: dict[int, Arrays] = {
+            node: to_arrays(record)
+            for node, message in messages.items()
+            if others and id(record := self._model_in(message)[1]) in others
+        }
+        return next(iter(distinct.values()))[0] if distinct else "arrays", own
 
     def _model_in(self, message: Message) -> tuple[str, ArrayRecord]:
         """Return name and arrays of the model in a message of the inner strategy."""
@@ -525,7 +402,9 @@ class Server(ExchangeStrategy, Stateful):
         if ask.kind == "train":
             # Strategies put the same records into all messages; what is added here is this node's alone.
             content = base.content.copy()
-            fields, coming = self._fill_model(content, x.record, peer, data)
+            fields = {"model": x.record}
+            if self.down is not None and not x.own:
+                fields, coming = self.down.fill(content, x.record, peer, data)
             fields["policy"] = policy_config(self.policy, x.layout)
         blobs = {name: digest_of(blob) for name, blob in ask.blobs.items()}
         # What follows from the steps in this message the node has by the time it looks.
@@ -593,6 +472,8 @@ class Server(ExchangeStrategy, Stateful):
             raise Rejected(reason)
         head = asks.find_answer(content)
         if head is None or not head.sequence or (ask.kind == "train" and not (head.record or head.lacks or head.say)):
+            if ask.dense:
+                return self._dense(x, node, sent, reply, head)
             why = "" if head is None else head.unsupported
             raise Rejected(
                 f"the client answered with a model: its app cannot take part in {self._name} "
@@ -625,9 +506,9 @@ class Server(ExchangeStrategy, Stateful):
         if has_trained:
             x.trained[node] = trained
             x.exact_bytes[node] = len(asks.data_in(content, EXACT).get("", b""))
-        if ask.kind == "train" and self.broadcast is not None:
-            self._note_version(peer, head.version, x.version)
-        self._note_state(x.report, sent, head)
+        if ask.kind == "train" and self.down is not None:
+            self.down.held(peer, head.version, x.version)
+        self._note_state(x, sent, head)
         peer.take(digest_of(blob) for blob in ask.blobs.values())
         peer.take(digest_of(frames[name]) for name in self.system.SHARED if name in frames)
         x.payload[node] = x.payload.get(node, 0) + payload_bytes(reply)
@@ -644,6 +525,10 @@ class Server(ExchangeStrategy, Stateful):
         FedcompError
             When it has no usable weight, or buffers that the model cannot take.
         """
+        if x.rule.updates_only:
+            # What a reply says decides about itself alone, and buffers would be a release that no ledger accounts for.
+            own = {t.name: x.model[t.name] for t in x.layout.exact}
+            return Trained(reply, RecordDict(), x.record, head.sequence, own, unsupported=head.unsupported)
         metrics, weight = weight_of(reply.content, weight_key_of(self.inner))
         content = strip(reply.content)
         content.update(beside(reply.content, ""))
@@ -652,32 +537,99 @@ class Server(ExchangeStrategy, Stateful):
             raise Rejected(f"the update's record is named {head.record!r}, like another record of the reply")
         received = decode_exact(exact, x.layout)
         held = {t.name: check_exact(received[t.name], t, x.model[t.name]) for t in x.layout.exact}
-        return Trained(reply, head, content, metrics, weight, held)
+        copies = copies_of(head.copies, x.layout)
+        return Trained(
+            reply,
+            content,
+            head.record,
+            head.sequence,
+            held,
+            metrics,
+            weight,
+            frozenset(head.unchanged),
+            copies,
+            unsupported=head.unsupported,
+        )
 
-    def _note_state(self, report: Report, sent: SentMessage, head: AnswerHead) -> None:
+    def _dense(self, x: Running, node: int, sent: SentMessage, reply: Message, head: AnswerHead | None) -> Answer:
+        """Return the model of an app that stands in no half of this project, or in one that may not use the system.
+
+        Raises
+        ------
+        FedcompError
+            When it is none, or is not finite.
+        """
+        rule, layout = x.rule, x.layout
+        if not rule.takes_plain:
+            raise Rejected("an update that its client did not privatise; its app lacks the mod")
+        found = models(reply.content)
+        name = x.record if x.record in found and not rule.updates_only else next(iter(found), "")
+        # A private round reads no names, so it cannot tell which of several is the model.
+        if name not in found or (len(found) > 1 and name != x.record) or (rule.updates_only and len(found) > 1):
+            raise Rejected(
+                f"reply holds {len(found)} ArrayRecords {sorted(found)[:5]}, expected exactly one, the model, or the "
+                f"message's own name for it, {x.record!r}, among them"
+            )
+        wanted = layout.tensors if rule.updates_only else (*layout.tensors, *layout.exact)
+        # As sets: a client's framework may list the tensors in another order.
+        if missing := {t.name for t in wanted} - set(found[name]):
+            raise Rejected(f"reply lacks the tensors {sorted(missing)[:5]}")
+        if not rule.updates_only and set(found[name]) != set(layout.order):
+            raise Rejected(
+                f"reply holds the tensors {sorted(found[name])[:5]}..., expected {sorted(layout.order)[:5]}..."
+            )
+        plain = {t.name: read_array(found[name][t.name], t.name, t.shape, t.dtype) for t in wanted}
+        if rule.updates_only:
+            plain |= {t.name: x.model[t.name] for t in layout.exact}
+        exact = {t.name: check_exact(plain[t.name], t, x.model[t.name]) for t in layout.exact}
+        if bad := next((t.name for t in layout.tensors if not np.isfinite(plain[t.name]).all()), ""):
+            raise Rejected(f"tensor {bad!r} holds non-finite values")
+        metrics, weight = ("", 1.0) if rule.updates_only else weight_of(reply.content, weight_key_of(self.inner))
+        content = RecordDict()
+        if not rule.updates_only:
+            content = strip(reply.content)
+            content.update(beside(reply.content, name))
+        if name.startswith(PREFIX):
+            raise Rejected(f"the update's record is named {name!r}, like another record of the reply")
+        update = layout.flatten(plain)
+        if not self.system.whole:
+            # What it trained from is what a lossy downlink made of the model, in the model's own dtypes.
+            before = x.start_of(node)
+            with np.errstate(over="ignore", invalid="ignore"):
+                update -= layout.flatten(before)
+            layout.difference_of_wide(update, plain, before)
+            if not all_finite(update):
+                raise Rejected("the model differs from the one it was trained from by more than float32 holds")
+        x.trained[node] = Trained(reply, content, name, sent.sequence, exact, metrics, weight, dense=True)
+        x.trained[node].unsupported = "" if head is None else head.unsupported
+        x.exact_bytes[node] = 0
+        if self.down is not None:
+            self.down.held(self.roster.peer(sent.node), 0 if head is None else head.version, x.version)
+        x.payload[node] = payload_bytes(reply)
+        return Answer(node, weight, update=update)
+
+    def _note_state(self, x: Running, sent: SentMessage, head: AnswerHead) -> None:
         """Report what a client says of its memory and its update."""
+        report = x.report
         if head.state == "rolled back" and sent.node not in report.rolled_back:
             report.rolled_back.append(sent.node)
         # A memory bears the number of the message it began with.
         if head.generation == sent.sequence:
             report.fresh.append(sent.node)
+        if x.rule.updates_only:
+            return
         if head.memory >= 0.0:
             report.memory[sent.node] = head.memory
         if head.remark:
             report.remarks[sent.node] = shorten(head.remark)
 
-    def _note_version(self, peer: Peer, version: int, sent: int) -> None:
-        """Note which model a node says it holds, and the blobs that follow from its steps."""
-        # Only the version that it was sent is trusted; with a wrong one it would get steps it cannot apply.
-        peer.version = version if version == sent else 0
-        if peer.version in self.own_steps:
-            peer.take(sorted(self.own_steps[peer.version].derived))
-
     def _agree(self, x: Running, answers: dict[int, Answer], sent: Sequence[SentMessage]) -> None:
         """Refuse what came of training in another form than most: Flower's own check would end the run over it."""
+        if x.rule.updates_only:
+            return
         numbers = {each.sequence for each in sent}
-        new = [n for n in sorted(answers) if n in x.trained and x.trained[n].head.sequence in numbers]
-        items = [(node, x.trained[node].head.record, x.trained[node].content) for node in new]
+        new = [n for n in sorted(answers) if n in x.trained and x.trained[n].sequence in numbers]
+        items = [(node, x.trained[node].record, x.trained[node].content) for node in new]
         kept = agreeing(items, x.report, x.addresses.__getitem__, self._usual["train"])
         for node in set(new).difference(kept):
             x.errors.append(app_failure(x.base[node], x.report.refused[x.addresses[node]]))
@@ -699,27 +651,39 @@ class Server(ExchangeStrategy, Stateful):
         if step is None:
             self.state = dict(now.state)
             return None, None
+        for node in step.consumed:
+            trained, address = x.trained[node], x.addresses[node]
+            report.plain, report.compressed = report.plain + trained.dense, report.compressed + (not trained.dense)
+            if trained.unsupported:
+                report.unsupported[address] = shorten(trained.unsupported)
+            elif trained.dense:
+                report.without_mod.append(address)
         used = [x.trained[node] for node in step.consumed]
-        self._account(x, step.consumed)
+        if not x.rule.updates_only:
+            self._account(x, step.consumed)
         with np.errstate(over="ignore", invalid="ignore"):
             if step.single is not None:
                 out, metrics = self._single(x, now, step)
             else:
                 out, metrics = self._mean(x, now, step, used)
             if out is None:
-                report.notes.append(f"{type(self.inner).__name__} made no model of the replies; the model is kept")
+                if not x.rule.updates_only:
+                    report.notes.append(f"{type(self.inner).__name__} made no model of the replies; the model is kept")
                 return None, metrics
             restored = restore_dtypes(out, x.model, [trained.exact for trained in used])
         # A finite float32 may be infinite as float16; what kept its dtype is the same array, looked at once.
         changed = ArrayRecord({name: array for name, array in restored.items() if array is not out[name]})
         if not finite_where(out, x.model) or not finite_where(changed, x.model):
-            report.notes.append(NOT_FINITE)
+            report.notes.append(x.rule.not_finite)
             return None, None
         report.used += len(used)
         self.state = dict(now.state)
         self.acknowledge(x, step.consumed)
+        if self.down is not None and x.given[0] is not None and step.change is not None:
+            self.down.note(x.given[0], x.given[1], now.scales, x.layout)
         if step.frame is not None:
-            self._push(x, now, step, restored)
+            if self.down is not None and returns_mean(self.inner):
+                self.down.push(step, to_arrays(restored), now.number, x.layout)
         elif note := hold_in_record(restored, x.layout, x.model):
             report.notes.append(note)
         if step.metrics:
@@ -729,7 +693,6 @@ class Server(ExchangeStrategy, Stateful):
     def _account(self, x: Running, consumed: Sequence[int]) -> None:
         """Add up what the answers that are used took, and what as many full models take."""
         report, codec = x.report, x.given[0]
-        report.compressed = len(consumed)
         sizes = [x.sizes[node] for node in consumed if node in x.sizes]
         if codec is not None and sizes:
             report.account(codec, x.layout, sizes, exact_bytes=sum(x.exact_bytes[node] for node in consumed))
@@ -742,7 +705,7 @@ class Server(ExchangeStrategy, Stateful):
     def _mean(self, x: Running, now: Now, step: Step, used: Sequence[Trained]) -> Outcome:
         """Let the inner strategy take the model that a step leads to for the mean of the clients' models."""
         report, layout, part = x.report, x.layout, slice(x.layout.compressed_size)
-        if unread := sorted(used[0].content.array_records):
+        if unread := sorted(used[0].content.array_records) if used else ():
             report.notes.append(
                 f"replies hold the ArrayRecords {shorten(str(unread))} beside the model, which "
                 f"{type(self.inner).__name__} does not read: they were sent for nothing, "
@@ -767,37 +730,43 @@ class Server(ExchangeStrategy, Stateful):
         else:
             assert step.change is not None
             moved = step.change
-            leave(moved, layout, frozenset.intersection(*(frozenset(each.head.unchanged) for each in used)))
-            self._share(x, now, moved, step.consumed)
+            if used:
+                leave(moved, layout, frozenset.intersection(*(each.unchanged for each in used)))
+                self._share(x, now, moved, step.consumed)
             changes = {t.name: moved[t.slice].copy() for t in layout.wide}
-            report.changed = layout.add_model(x.model, moved)
-        arrays = layout.added(x.model, changes, moved, mean_of_constants(_weighted(used), x.model))
+            changed = layout.add_model(x.model, moved)
+            if not x.rule.updates_only:
+                report.changed = changed
+        arrays = layout.added(x.model, changes, moved, mean_of_constants(x.weighted(used), x.model))
         if step.frame is not None:
             for t in layout.wide:
                 # What did not move keeps the digits that float32, in which nodes hold the model, does not have.
                 stood = (moved[t.slice] == x.vector[t.slice]).reshape(t.shape)
                 arrays[t.name] = np.where(stood, x.model[t.name], arrays[t.name])
+        private = x.rule.updates_only
         return aggregate_once(
-            self.inner,
+            x.rule.takes,
             now.number,
-            (used[0].head.record, to_record(arrays)),
-            x.base[step.consumed[0]],
-            [each.content for each in used],
-            metrics_name=used[0].metrics or "metrics",
-            received=(len(used), len(report.refused)),
+            (used[0].record if used else x.record, to_record(arrays)),
+            # A round that nobody was drawn for has no message to answer.
+            next(iter(x.base.values()), None) or Message(RecordDict(), 1, "train"),
+            # Metrics depend on the data, and a private round has paid for the update alone.
+            [] if private else [each.content for each in used],
+            metrics_name=(used[0].metrics if used else "") or "metrics",
+            received=None if private else (len(used), len(report.refused)),
             sparse=step.support,
         )
 
     def _share(self, x: Running, now: Now, change: Vector, consumed: Sequence[int]) -> None:
         """Give tensors that are another name of an earlier one the change of that one, in place."""
         layout, (codec, given) = x.layout, x.given
-        copies = {node: _copies(x.trained[node].head.copies, layout) for node in consumed}
+        copies = {node: x.trained[node].copies for node in consumed}
         everywhere = set.intersection(*(set(each.items()) for each in copies.values()))
         total = sum(each.weight for each in given)
         for each in given:
             # Where others send both names this one's share of the second is added.
             own = dict(set(copies.get(each.node, {}).items()) - everywhere)
-            if own and codec is not None:
+            if own and codec is not None and each.update is None:
                 alone = codec.decode(each.frame, layout)
                 copy_names(alone, now.model, layout, own)
                 for second in own:
@@ -811,17 +780,28 @@ class Server(ExchangeStrategy, Stateful):
         assert step.single is not None
         layout, changed, messages = x.layout, np.zeros(x.layout.size, np.bool_), []
         for node, update in step.single.items():
-            trained = x.trained[node]
-            leave(update, layout, frozenset(trained.head.unchanged))
-            copy_names(update, x.vector, layout, _copies(trained.head.copies, layout))
-            changed |= update != 0.0
-            changes = {t.name: update[t.slice].copy() for t in layout.wide}
-            update += x.vector
+            trained, own = x.trained[node], x.own.get(node)
+            base, model = (x.vector, x.model) if own is None else (layout.flatten(own), own)
+            leave(update, layout, trained.unchanged)
+            copy_names(update, base, layout, trained.copies)
+            if step.whole:
+                start = now.model if own is None else base
+                changed |= update != start
+                # Floats of other sizes are in the vector only where a model grew from another one than this.
+                changes = {t.name: update[t.slice] - start[t.slice] for t in layout.wide}
+                if own is None and now.model is not x.vector:
+                    # Clients trained from another model: what they changed is put on the server's own.
+                    update -= now.model
+                    update += x.vector
+            else:
+                changed |= update != 0.0
+                changes = {t.name: update[t.slice].copy() for t in layout.wide}
+                update += base
             # Of the message as it came, before the decoded model takes the place of its frame.
             came = ConfigRecord({"payload-bytes": x.payload[node]})
             # First, as in the reply of an app that puts other records beside it.
-            model = {trained.head.record: to_record(layout.added(x.model, changes, update, trained.exact))}
-            trained.reply.content = RecordDict({**model, **trained.content, OWN_CONFIG: came})
+            decoded = {trained.record: to_record(layout.added(model, changes, update, trained.exact))}
+            trained.reply.content = RecordDict({**decoded, **trained.content, OWN_CONFIG: came})
             messages.append(trained.reply)
         x.report.changed = int(np.count_nonzero(changed[: layout.compressed_size]))
 
@@ -835,99 +815,6 @@ class Server(ExchangeStrategy, Stateful):
             return step_on_support(self.inner, where, aggregate)
         return aggregate()
 
-    # The model on its way down.
-
-    def _down_layout(self, model: Arrays) -> Layout:
-        assert self.downlink is not None
-        return Layout.of(model, self.policy, cast_floats=not self.downlink.lossless)
-
-    def _publish(self, model: Arrays, vector: Vector, layout: Layout) -> None:
-        """Make ``model`` the current one of the downlink."""
-        broadcast = self.broadcast
-        if broadcast is None:
-            return
-        # The reference moves in place: rounds that are still open take what they began with.
-        for each in self._following:
-            if (x := each()) is not None:
-                _ = x.start
-        self._following = []
-        # By the downlink's codec: its layout need not be the uplink's.
-        down = self._down = self._down_layout(model)
-        vector = vector if down == layout else down.flatten(model)
-        exact = {t.name: model[t.name] for t in down.exact}
-        if self._makes_steps:
-            if not broadcast.is_current(vector, exact):
-                broadcast.adopt(vector, exact, down)
-            return
-        # By version, not by round: evaluation publishes a model too, and an unchanged one not at all.
-        broadcast.publish(vector, exact, down, Key(self.seed, "downlink", within_epoch(broadcast.version) + 1))
-
-    def _push(self, x: Running, now: Now, step: Step, model: ArrayRecord) -> None:
-        """Let the step go down as the program has it, in place of a difference that would be encoded again."""
-        broadcast = self.broadcast
-        if broadcast is None or not returns_mean(self.inner):
-            return
-        assert step.frame is not None
-        assert step.codec is not None
-        exact = to_arrays(ArrayRecord({t.name: model[t.name] for t in x.layout.exact}))
-        version = broadcast.push(step.frame, step.codec, exact, x.layout)
-        derived = self.system.after(step.frame, step.blobs, now.number, self.seed, x.layout)
-        self.own_steps[version] = OwnSteps(now.number, dict(step.blobs), set(map(digest_of, derived.values())))
-        # As many as there are steps: what no step needs any more nobody is sent.
-        for old in [v for v in self.own_steps if broadcast.steps_from(v - 1) is None]:
-            del self.own_steps[old]
-
-    def _reference(self, layout: Layout) -> Vector | None:
-        """Return what clients train from where the downlink brings them something else than the model."""
-        broadcast = self.broadcast
-        if broadcast is None or broadcast.version == 0 or broadcast.codec.lossless or self._makes_steps:
-            return None
-        # By way of the tensors: the two layouts may differ in which of them are in the vector.
-        return layout.flatten(self._down.unflatten(broadcast.reference, broadcast.exact))
-
-    def _fill_model(
-        self, content: RecordDict, record: str, peer: Peer, data: dict[str, Frame]
-    ) -> tuple[dict[str, Any], set[str]]:
-        """Put the model into a message as the steps that a node lacks, or whole.
-
-        Returns
-        -------
-        dict
-            What the head says of it.
-        set of str
-            Digests of the blobs that follow from the steps in the message.
-        """
-        broadcast = self.broadcast
-        if broadcast is None:
-            return {"model": record}, set()
-        # The model leaves the message: steps take its place, or the reference does, which is what replicas hold.
-        content.pop(record, None)
-        steps = broadcast.steps_from(peer.version)
-        if steps is None:
-            # One full model for all nodes that need it: copies would cost a model for each.
-            if self._whole is None or self._whole[0] != broadcast.version:
-                self._whole = broadcast.version, to_record(self._down.unflatten(broadcast.reference, broadcast.exact))
-            content[record] = self._whole[1]
-        named: list[str] = []
-        for each in steps or ():
-            data[f"{STEP}{each.version}"] = each.frame
-            if each.exact is not None:
-                data[f"{STEP}{each.version}.exact"] = each.exact
-            if (own := self.own_steps.get(each.version)) is not None:
-                digests = {name: digest_of(blob) for name, blob in own.blobs.items()}
-                data |= {BLOB + digests[name]: b for name, b in own.blobs.items() if digests[name] not in peer.blobs}
-                named.append(OwnStep(each.version, own.number, digests).to_text())
-        fields = {
-            "model": record,
-            "steps": tuple(named),
-            "downlink": broadcast.codec.to_config(),
-            "version": broadcast.version,
-            "base": 0 if steps is None else peer.version,
-            "digest": broadcast.digest,
-        }
-        last = self.own_steps.get(broadcast.version) if steps else None
-        return fields, set() if last is None else last.derived
-
     # Evaluation.
 
     def configure_evaluate(
@@ -937,20 +824,23 @@ class Server(ExchangeStrategy, Stateful):
         messages = list(self.inner.configure_evaluate(server_round, arrays, config, grid))
         self._evaluating = [SentMessage(message, message.metadata.dst_node_id, 0) for message in messages]
         # Nothing is trained, so without a downlink there is nothing to say.
-        if self.broadcast is None or not messages:
+        if self.down is None or not messages:
             return messages
-        model, record = to_arrays(arrays, copy=False), self._record_of(messages, arrays)
-        down = self._down_layout(model)
-        self._publish(model, down.flatten(model), down)
+        model = to_arrays(arrays, copy=False)
+        record, own = self._record_of({message.metadata.dst_node_id: message for message in messages}, arrays)
+        if own:
+            return messages
+        down = self.down.layout_of(model)
+        self.down.publish(model, down.flatten(model), down)
         self._evaluating = []
         for message in messages:
             meta, content, data = message.metadata, message.content.copy(), dict[str, Frame]()
-            fields, _ = self._fill_model(content, record, self.roster.peer(meta.dst_node_id), data)
+            fields, _ = self.down.fill(content, record, self.roster.peer(meta.dst_node_id), data)
             head = AskHead(
                 number=server_round,
                 seed=self.seed,
                 session=self._session,
-                system=self.system.to_config() if self._makes_steps else {},
+                system=self.system.to_config() if self.system.makes_steps else {},
                 policy=policy_config(self.policy, down),
                 cast=self.cast,
                 **fields,
@@ -981,9 +871,9 @@ class Server(ExchangeStrategy, Stateful):
                     raise Rejected(reason)
                 # Refused here by itself: Flower's own check ends the whole run over one reply without a weight.
                 weight_of(reply.content, key)
-                if self.broadcast is not None:
+                if self.down is not None:
                     head = asks.find_answer(reply.content)
-                    self._note_version(peer, 0 if head is None else head.version, self.broadcast.version)
+                    self.down.held(peer, 0 if head is None else head.version, self.down.broadcast.version)
             except FedcompError as why:
                 refuse(each, reply, str(why))
                 continue
@@ -1080,7 +970,16 @@ class Server(ExchangeStrategy, Stateful):
         if not self.own_loop:
             return super().start(*args, **kwargs)
         self._started, self._ended = True, None
-        result = loop_of(self.inner, self).start(*args, **kwargs)
+        before = self.sequence
+        planned.set(int(kwargs.get("num_rounds", args[2] if len(args) > 2 else 3)))
+        with np.errstate(under="ignore"):
+            result = loop_of(self.inner, self).start(*args, **kwargs)
+        # Each exchange takes a number, so an unchanged one shows that none was made.
+        if self.sequence == before:
+            log.warning(
+                "%s.start called none of this strategy's hooks: if it made rounds, nothing in them was compressed",
+                type(self.inner).__name__,
+            )
         self._ended = result.arrays
         return result
 
@@ -1099,62 +998,6 @@ class Server(ExchangeStrategy, Stateful):
         """Number messages and versions so that none is taken for one that was sent after the state was saved."""
         super().renumber()
         self.sequence = next_epoch(self.sequence)
-        # No step leads to the renumbered version.
-        self.own_steps = {}
-
-
-class _Judged:
-    """A round's rule behind what the server looks at of contributions: norms, weights, outliers."""
-
-    def __init__(self, server: Server, x: Running) -> None:
-        self._server, self._x = server, x
-
-    def total(self, now: Now, codec: Codec, given: Sequence[Given], *, raw: bool = False) -> Step | None:
-        """Return what the rule makes of contributions that are in the ordinary."""
-        server, x, report = self._server, self._x, self._x.report
-        for each in given:
-            report.norms[x.addresses[each.node]] = x.norms[each.node]
-            report.weights[x.addresses[each.node]] = each.weight
-        if server.guard is not None:
-            found = server.guard.outliers(report, server.reports.before(now.number))
-            refused = [each.node for each in given if x.addresses[each.node] in found]
-            for node in refused:
-                x.refuse(node, found[x.addresses[node]])
-            # An outlier is dropped for good: put back into its client's memory, it would come again and again. Where
-            # all of several are refused nobody can tell which is one.
-            if not 1 < len(refused) == len(given):
-                server.acknowledge(x, refused)
-            given = [each for each in given if each.node not in refused]
-        if given and sum(each.weight for each in given) <= 0:
-            for each in given:
-                x.refuse(each.node, ALL_WEIGHTLESS)
-            return None
-        x.given = codec, given
-        with np.errstate(over="ignore", invalid="ignore"):
-            return server.rule.total(now, codec, given, raw=raw)
-
-
-def _weighted(used: Sequence[Trained]) -> dict[str, NDArray[Any]]:
-    """Return the weighted mean of tensors that travel as values."""
-    total = sum(each.weight for each in used)
-    found: dict[str, NDArray[Any]] = {}
-    for each in used:
-        for name, array in each.exact.items():
-            # numpy's promotion here is Flower's: int64 buffers become float64 means.
-            part = array * (each.weight / total)
-            found[name] = found[name] + part if name in found else part
-    return found
-
-
-def _copies(numbers: Sequence[int], layout: Layout) -> dict[int, int]:
-    """Return which tensors a client says to be another name of an earlier one; what cannot be is left out."""
-    found: dict[int, int] = {}
-    for second, first in zip(numbers[::2], numbers[1::2], strict=True):
-        if first < second < len(layout.tensors) and first not in found:
-            one, other = layout.tensors[first], layout.tensors[second]
-            if (one.shape, one.dtype) == (other.shape, other.dtype):
-                found[second] = first
-    return found
 
 
 def _ended(outcome: Outcome) -> Exchanges[Outcome]:

@@ -23,6 +23,7 @@ from fedcomp.flower.protocol import OWN_CONFIG
 from fedcomp.flower.records import count_differing, to_record
 from fedcomp.flower.report import shorten
 from fedcomp.layout import Layout, Update, Vector
+from fedcomp.program import Given, Mean, Now, Single, Step
 from fedcomp.strategies.adaptive import Outcome, has_moments, step_on_support
 from fedcomp.strategies.guard import Norms
 from fedcomp.strategies.intake import Intake
@@ -30,9 +31,10 @@ from fedcomp.strategies.means import MEANS, aggregate_once, copy_names, is_mean,
 from fedcomp.strategies.pairings import warn_of_pairing
 from fedcomp.strategies.private.flower_dp import promises
 from fedcomp.strategies.replies import NOT_FINITE, Arrays, Arrival, Rejected, SentMessage, weight_of
+from fedcomp.strategies.running import Running
 from fedcomp.wire import Bundle, Frame
 
-Released = Callable[[ArrayRecord, int], Layout]
+ReleasedLayout = Callable[[ArrayRecord, int], Layout]
 """Of a model and a round: the layout of what is sent of an update."""
 
 
@@ -67,6 +69,8 @@ class UpdateRule(ABC):
 
     Attributes
     ----------
+    kind : type
+        Among what a system's contributions may become, :attr:`fedcomp.program.System.RULES`.
     updates_only : bool
         Whether nothing but the update of a reply is read, and one client's part depends on nobody else's: no weights,
         metrics or majorities, and no preference from earlier rounds.
@@ -82,6 +86,7 @@ class UpdateRule(ABC):
         What a report says of an aggregate that cannot be a model.
     """
 
+    kind: ClassVar[type] = Mean
     updates_only: bool = False
     takes_plain: bool = True
     measured: bool = True
@@ -127,8 +132,22 @@ class UpdateRule(ABC):
                 "part in the private sum depend on the others'; leave guard out"
             )
 
-    def within(self, released: Released) -> None:  # noqa: B027
+    def within(self, released: ReleasedLayout) -> None:  # noqa: B027
         """Learn what surrounding compression sends of an update; default: it does not matter."""
+
+    def of_round(self, *, own: bool) -> UpdateRule:
+        """Return the rule of one round; ``own`` where some nodes are sent models of their own."""
+        return self
+
+    @property
+    def takes(self) -> Strategy:
+        """The strategy that is handed what :meth:`total` returns."""
+        taker: Strategy = self.strategy
+        return taker
+
+    @abstractmethod
+    def total(self, x: Running, now: Now, codec: Codec, given: Sequence[Given], *, raw: bool = False) -> Step | None:
+        """Return what contributions come to; see :meth:`fedcomp.program.Rule.total`."""
 
     @abstractmethod
     def begin(self, intake: Intake, arrivals: Sequence[Arrival]) -> Sink:
@@ -172,6 +191,24 @@ class RepliesRule(UpdateRule):
             )
         warn_of_pairing(self.strategy, codec)
 
+    kind: ClassVar[type] = Single
+
+    def total(self, x: Running, now: Now, codec: Codec, given: Sequence[Given], *, raw: bool = False) -> Step | None:
+        """Return all updates.
+
+        Raises
+        ------
+        ConfigError
+            When the codec votes, and some nodes got models of their own, or the strategy was not known to look at
+            single updates.
+        """
+        if codec.votes:
+            raise ConfigError(
+                f"{codec!r} sends votes, of which only the weighted sum is an update; "
+                f"{type(self.strategy).__name__} looks at single updates. Use a codec without votes"
+            )
+        return Single().total(now, codec, given, raw=raw)
+
     def begin(self, intake: Intake, arrivals: Sequence[Arrival]) -> Sink:
         """Return the sink that decodes replies."""
         return RepliesSink(self.strategy, intake)
@@ -190,6 +227,15 @@ class MeanRule(UpdateRule):
         """Warn of what the codec and the mean spoil for each other."""
         super().check(codec, guard)
         warn_of_pairing(self.strategy, codec)
+
+    def of_round(self, *, own: bool) -> UpdateRule:
+        """Return the rule for single updates where models cannot be added as changes of one model, and where an
+        ``aggregate_train`` was set on the strategy since, which is to see them."""
+        return RepliesRule(self.strategy) if own or not is_mean(self.strategy) else self
+
+    def total(self, x: Running, now: Now, codec: Codec, given: Sequence[Given], *, raw: bool = False) -> Step | None:
+        """Return the mean."""
+        return Mean().total(now, codec, given, raw=raw)
 
     def begin(self, intake: Intake, arrivals: Sequence[Arrival]) -> Sink:
         """Return the sink that adds; models of their own for some nodes cannot be added as changes of one model.

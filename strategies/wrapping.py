@@ -31,7 +31,8 @@ def require_inner(inner: object, outer: str) -> None:
     """
     if isinstance(inner, Strategy):
         for found in held(inner):
-            if isinstance(found, ExchangeStrategy):
+            # One that drives its exchanges by the hooks, too, can stand inside.
+            if isinstance(found, ExchangeStrategy) and type(found).configure_train is ExchangeStrategy.configure_train:
                 raise ConfigError(
                     f"{type(found).__name__} writes its rounds as exchanges of its own and has no hooks that "
                     f"{outer} could stand around; run it by itself"

@@ -38,12 +38,12 @@ from fedcomp.clients.conditional import conditional
 from fedcomp.clients.edge import prepare
 from fedcomp.clients.edge.node_config import PEER_ADDRESS, PEER_STORE
 from fedcomp.clients.forward import forward_gradients
-from fedcomp.clients.messages import equally_long
 from fedcomp.clients.peers import peer_link
 from fedcomp.clients.private.mod import private
 from fedcomp.clients.programs import programs
 from fedcomp.clients.sensors import SensorServer, StoredEdge, connect
 from fedcomp.codecs import EDEN, QSGD, SIDCo, SignSGD, TopK
+from fedcomp.codecs.base import padded as equally_long
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.drift.distance import QuantileSketch, calibrated, ks_distance
 from fedcomp.drift.edge import Deployments
@@ -286,7 +286,7 @@ def silent(first: str, **variables: str) -> bool:
 def worn_out() -> None:
     """Take up a run that was restarted as often as can be."""
     strategy = Compressed(quiet(), TopK(0.1))
-    strategy.announcer.sequence = (2**31 - 1) << 32
+    strategy.sequence = (2**31 - 1) << 32
     renumber_strategy(strategy)
 
 

@@ -145,31 +145,31 @@ PATHS: dict[str, Path] = {
     "a strategy of one's own": Path(pair(lambda: quiet(Stepping), RandomK(density=0.3)), COMPRESSED),
     "shared support": Path(
         lambda: SharedSupport(ScaleCom(density=0.05), policy=DENSE_BIAS),
-        lambda *o: client_app([*o, programs(), compression()]),
+        lambda *o: client_app([*o, programs()]),
     ),
     "shared basis": Path(
         lambda: SharedBasis(PowerSGD(rank=2), policy=DENSE_BIAS),
-        lambda *o: client_app([*o, programs(), compression()]),
+        lambda *o: client_app([*o, programs()]),
     ),
     "shared basis, two exchanges": Path(
         lambda: SharedBasis(PowerSGD(rank=2, form="two-exchange", memory="aggregated"), policy=DENSE_BIAS),
-        lambda *o: client_app([*o, programs(), compression()]),
+        lambda *o: client_app([*o, programs()]),
     ),
     "fitted basis": Path(
         lambda: FittedBasis(GradiVeQ(width=40), sampling=3, compression=2, policy=DENSE_BIAS),
-        lambda *o: client_app([*o, programs(), compression()]),
+        lambda *o: client_app([*o, programs()]),
     ),
     "fitted basis, shared grids": Path(
         lambda: FittedBasis(GradiVeQ(width=40, levels=127), sampling=3, compression=2, policy=DENSE_BIAS),
-        lambda *o: client_app([*o, programs(), compression()]),
+        lambda *o: client_app([*o, programs()]),
     ),
     "latents in a ring": Path(
         lambda: latents(LGC(0.05, raw=0, ef="decoded")),
-        lambda *o: client_app([*o, programs(), compression()]),
+        lambda *o: client_app([*o, programs()]),
     ),
     "latents of a common node": Path(
         lambda: latents(LGC(0.05, raw=0, innovation=0.005, instance="server")),
-        lambda *o: client_app([*o, programs(), compression()]),
+        lambda *o: client_app([*o, programs()]),
     ),
     "relay": Path(lambda: CodedFedAvg(Compressed(quiet(), SPARSE, policy=DENSE_BIAS), symbols=2), coded_app),
     "coded sum": Path(

@@ -13,6 +13,8 @@ from flwr.serverapp.strategy import FedAvg
 
 from fedcomp.clients.client import client
 from fedcomp.clients.half import ClientHalf
+from fedcomp.flower import asks
+from fedcomp.flower.payload import FRAME, NODE_RECORD
 from fedcomp.rng import Key
 from fedcomp.wire import Bf16
 
@@ -103,3 +105,14 @@ def in_bfloat16(values: np.ndarray) -> Array:
     bits = io.BytesIO()
     np.lib.format.write_array_header_1_0(bits, {"descr": "<V2", "fortran_order": False, "shape": values.shape})
     return Array("bfloat16", values.shape, "numpy.ndarray", bits.getvalue() + Bf16(values).words.tobytes())
+
+
+def sent_frame(content: RecordDict) -> bytes | None:
+    """Return the frame in an answer of the pair."""
+    return asks.data_in(content, FRAME).get("values")
+
+
+def put_sent_frame(content: RecordDict, frame: bytes) -> None:
+    """Put another frame in the place of the one in an answer of the pair."""
+    content.pop(FRAME + "values", None)
+    content[NODE_RECORD][FRAME + "values"] = frame

@@ -1,16 +1,14 @@
-"""What the tests of strategies with two exchanges share: what a client still owes, and what was in the messages."""
+"""What the tests of strategies with two exchanges share: what was in the messages."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-from flwr.app import Context, Message, RecordDict
+from flwr.app import Message
 
-from fedcomp.flower.payload import BLOB, STEP, frames, take_frame
+from fedcomp.flower.payload import BLOB, STEP, frames
 from fedcomp.flower.protocol import UPDATE
 from fedcomp.flower.wrapper import GridWrapper
-from fedcomp.layout import Layout
 
 KEPT = (UPDATE, "arrays")
 
@@ -33,24 +31,6 @@ class Sent(GridWrapper):
     def holding(self, key: str) -> list[tuple[int, str]]:
         """Return round and kind of the messages with a frame under ``key``."""
         return [(number, kind) for number, kind, _, keys in self.messages if key in keys]
-
-
-def owed(context: Context, strategy: Any, node: int, layout: Layout) -> np.ndarray:
-    """Return what a client still owes: memory, an update that waits, and a frame the server never consumed."""
-    meta = context.state.config_records.get("fedcomp.uplink")
-    if meta is None:
-        return np.zeros(layout.size)
-    state = {k: v.numpy() for k, v in context.state.array_records["fedcomp.uplink.memory"].items()}
-    peer = strategy.reception.peers[node]
-    if (peer.acknowledged, peer.generation) != (meta["pending"], meta["generation"]):
-        prefix = "fedcomp.uplink.reply/"
-        reply = {k.removeprefix(prefix): v for k, v in context.state.items() if k.startswith(prefix)}
-        frame = take_frame(RecordDict(reply), UPDATE)
-        if frame is not None:
-            state = strategy.codec.rollback(state, frame, layout)
-    # What waits for an answer is in the memory once it is settled; other codecs send at once.
-    settled = strategy.codec.settle(state, layout) if hasattr(strategy.codec, "settle") else state
-    return settled["memory"].astype(np.float64)
 
 
 def number_of(msg: Message) -> int:

@@ -6,13 +6,19 @@ statistics on the node. What is added here is a guard: a client made for private
 
 from __future__ import annotations
 
-from flwr.app import Context, Message
+from collections.abc import Mapping
+from typing import Any
+
+from flwr.app import Context, Message, RecordDict
 
 from fedcomp.clients.half import CallNext, ClientHalf
 from fedcomp.clients.messages import find_announcement
 from fedcomp.clients.private.mod import wants_private
 from fedcomp.errors import FedcompError
+from fedcomp.flower.asks import find_ask
 from fedcomp.flower.protocol import PROTOCOL, refusal
+from fedcomp.flower.schema import OtherVersion
+from fedcomp.systems.pair import Pair
 
 BALLOT = "topagg"
 """Id of the codec of votes."""
@@ -53,17 +59,27 @@ def _why_not(msg: Message) -> str:
     if kind != "train":
         return f"a message of type {kind!r} came"
     try:
-        # An announcement that cannot be read is refused: without one the app would send its whole update.
-        announcement = find_announcement(msg.content)
+        # What cannot be read is refused: without it the app would send its whole update.
+        codec = _asked(msg.content)
     except FedcompError as error:
-        return f"the announcement cannot be read ({error})"
-    if announcement is None:
+        return f"what is asked cannot be read ({error})"
+    if codec is None:
         return "nothing is announced, so a dense update is asked for"
-    if announcement.protocol != PROTOCOL:
-        # Of another version nothing can be read, and the answer would be dense.
-        return f"the server speaks protocol {announcement.protocol}, this client {PROTOCOL}"
-    if announcement.codec.get("id") != BALLOT:
-        return f"the codec announced is {announcement.codec.get('id')!r}"
+    if codec.get("id") != BALLOT:
+        return f"the codec announced is {codec.get('id')!r}"
     if not wants_private(msg.content):
         return "the round is not private"
     return ""
+
+
+def _asked(content: RecordDict) -> Mapping[str, Any] | None:
+    """Return the options of the codec that a message asks for; None where it asks for none."""
+    try:
+        head = find_ask(content)
+    except OtherVersion:
+        announcement = find_announcement(content)
+        if announcement is not None and announcement.protocol != PROTOCOL:
+            # Of another version nothing can be read, and the answer would be dense.
+            raise
+        return None if announcement is None else announcement.codec
+    return None if head is None or head.system.get("id") != Pair.ID else head.system.get("codec")

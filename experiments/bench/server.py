@@ -36,10 +36,11 @@ from fedcomp.codecs import (
 from fedcomp.experiments.bench.engine import BenchError
 from fedcomp.experiments.bench.readpass import layered
 from fedcomp.experiments.kit import claim
+from fedcomp.flower import asks
 from fedcomp.flower._private import acting_as, set_message_id
+from fedcomp.flower.asks import AnswerHead
 from fedcomp.flower.logs import quiet
-from fedcomp.flower.payload import NODE_RECORD, put_node, put_reply_frame
-from fedcomp.flower.protocol import UPDATE
+from fedcomp.flower.payload import FRAME
 from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key
 from fedcomp.strategies.compressed import Compressed
@@ -168,11 +169,8 @@ def round_of(
             assert plain is not None
             content["arrays"] = plain[index % len(plain)]
         else:
-            put_node(content, index)
-            header = content.config_records[NODE_RECORD]
-            header["sequence"] = server.sequences[message.metadata.dst_node_id]
-            header["record"] = "arrays"
-            put_reply_frame(content, UPDATE, frames[index % len(frames)])
+            head = AnswerHead(index, server.sequence, record="arrays")
+            asks.put(content, head, data={FRAME + "values": frames[index % len(frames)]})
         replies.append(Message(content, reply_to=message))
     payload = len(frames[0]) if frames is not None else 4 * size
     return server, replies, payload

@@ -23,7 +23,7 @@ from fedcomp.kernels import tiers
 from fedcomp.layout import Layout, Update, Vector
 from fedcomp.rng import Key
 from fedcomp.rules import Configured
-from fedcomp.wire import Bundle, Frame, Kind, Limits, Schema, decode
+from fedcomp.wire import FILLED, Bundle, Frame, Kind, Limits, Schema, decode, pad
 
 T = TypeVar("T")
 
@@ -212,10 +212,6 @@ class Codec(Receiver, Configured):
     exposes: str = ""
     replays: ClassVar[bool] = False
 
-    def at_model(self, model: Mapping[str, NDArray[Any]]) -> Codec:
-        """Return the codec for updates of ``model``, from which senders train: for most codecs, this one."""
-        return self
-
     def room(self, layout: Layout) -> int:
         """Return how many bytes of steps are worth sending in place of the model: as many as the model has."""
         return 4 * layout.size + sum(t.size * np.dtype(t.dtype).itemsize for t in layout.exact)
@@ -341,3 +337,18 @@ def require_finite(update: Update) -> None:
                 "state was changed. Lower the learning rate or clip gradients before communicating"
             )
     raise LayoutError("the update's sum is not finite although every tensor is")
+
+
+def padded(frame: Frame, codec: Codec, layout: Layout, key: Key) -> Frame:
+    """Return ``frame`` padded to a length that follows from codec and layout alone.
+
+    Raises
+    ------
+    ConfigError
+        When the codec knows no such length, or the frame exceeds it.
+    """
+    longest = codec.longest(layout)
+    if longest is None:
+        raise ConfigError(f"{codec!r} knows no longest frame to pad others to; use another codec, or pad=False")
+    # Padding needs FILLED bytes of its own, also where the frame is already the longest.
+    return pad(frame, longest + FILLED, key.at(purpose="padding").digest())

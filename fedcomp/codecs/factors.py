@@ -15,7 +15,7 @@ What a layer saw is in :attr:`fedcomp.layout.Update.outer`; :mod:`fedcomp.factor
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Final, NamedTuple
 
@@ -670,3 +670,8 @@ def _bias_name(weight: str) -> str:
 
 def _weight_name(bias: str) -> str:
     return f"{bias.removesuffix(_BIAS)}{_WEIGHT}" if bias.endswith(_BIAS) else ""
+
+
+def at_model(codec: Codec, model: Callable[[], Mapping[str, NDArray[Any]]]) -> Codec:
+    """Return the codec for updates of ``model()``, from which senders train: :class:`Factors` need it, others not."""
+    return codec.at_model(model()) if isinstance(codec, Factors) and codec.chain else codec

@@ -474,7 +474,9 @@ def fit(
     if start_round < 1:
         raise ConfigError(f"start_round is {start_round}; rounds are numbered from 1")
     planned.set(num_rounds)
-    if isinstance(strategy, Strategy) and not isinstance(strategy, ExchangeStrategy) and own_loop(strategy):
+    # The start of an ExchangeStrategy is this function, where it does not say that it runs another one's.
+    said = not isinstance(strategy, ExchangeStrategy) or getattr_static(strategy, "own_loop", None) is not None
+    if isinstance(strategy, Strategy) and said and own_loop(strategy):
         raise ConfigError(
             f"{type(strategy).__name__} runs a loop of its own (start is overridden), which fit() would pass by; call "
             "its start()"

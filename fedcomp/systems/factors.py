@@ -21,6 +21,7 @@ import numpy as np
 
 from fedcomp import wire
 from fedcomp.codecs import Codec, Factors, State, get_codec
+from fedcomp.codecs.factors import at_model
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.factors.collect import Captured
 from fedcomp.layout import Layout, Vector
@@ -96,8 +97,7 @@ class FactorSharing(System, id="factors"):
 
     def at(self, model: Vector, layout: Layout) -> Codec:
         """Return the codec for updates of a model: edAD back-propagates through it."""
-        codec = self.codec
-        return codec.at_model(layout.unflatten(model)) if isinstance(codec, Factors) else codec
+        return at_model(self.codec, lambda: layout.unflatten(model))
 
     def round(self, now: Now) -> Round:
         codec = self.at(now.model, now.layout)

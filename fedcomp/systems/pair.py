@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from fedcomp.codecs import Codec, State, get_codec
-from fedcomp.layout import Layout, Vector
-from fedcomp.program import Answer, Ask, Me, Mean, Now, Round, Single, System
+from fedcomp.codecs.base import padded
+from fedcomp.codecs.factors import at_model
+from fedcomp.layout import Layout, Update, Vector
+from fedcomp.program import Answer, Ask, Me, Mean, Now, Released, Round, Single, System
 from fedcomp.rules import Made
 from fedcomp.wire import Frame
 
@@ -22,7 +24,7 @@ class Pair(System, id="pair"):
         With the memory that it needs: :class:`fedcomp.codecs.ErrorFeedback` around a biased one.
     """
 
-    RULES: ClassVar[tuple[type, ...]] = (Mean, Single)
+    RULES: ClassVar[tuple[type, ...]] = (Mean, Single, Released)
 
     codec: Annotated[Codec, Made(get_codec)]
 
@@ -34,12 +36,24 @@ class Pair(System, id="pair"):
         return self.codec.init(layout)
 
     def round(self, now: Now) -> Round:
-        answers = yield [Ask(node) for node in now.nodes]
-        return now.mean_of(self.codec, answers)
+        answers = yield [Ask(node, dense=True) for node in now.nodes]
+        codec = at_model(self.codec, lambda: now.layout.unflatten(now.model))
+        return now.mean_of(codec, [self._voting(now, answer) for answer in answers])
+
+    def _voting(self, now: Now, answer: Answer) -> Answer:
+        """Return an answer with the vote that a client without this half would have cast."""
+        if answer.update is None or not self.codec.votes:
+            return answer
+        update = Update(answer.update, now.layout)
+        frame, _ = self.codec.encode(update, self.codec.init(now.layout), now.key("uplink", answer.node))
+        return answer._replace(frames={"values": frame})
 
     def client(self, memory: State, ask: Ask, me: Me) -> tuple[State, Answer]:
         update = me.update(whole=self.whole, collect=self.codec.takes_outer)
-        frame, memory = self.codec.encode(update, memory, me.key)
+        codec = at_model(self.codec, lambda: me.layout.unflatten(me.start))
+        frame, memory = codec.encode(update, memory, me.key)
+        if me.padded:
+            frame = padded(frame, codec, me.layout, me.key)
         return memory, Answer(me.node, frames={"values": frame})
 
     def rollback(self, memory: State, frame: Frame, layout: Layout) -> State:

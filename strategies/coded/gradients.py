@@ -46,7 +46,7 @@ from fedcomp.flower.rounds import Exchanges, Push
 from fedcomp.layout import Layout
 from fedcomp.stateful import Stateful
 from fedcomp.strategies.coded.settings import CodedSettings, GradientOptions
-from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.hooked import Hooked
 from fedcomp.strategies.means import MEANS, aggregate_once, is_mean, weight_key_of
 from fedcomp.strategies.replies import Rejected, first_replies
 
@@ -78,7 +78,7 @@ class GradientCode(Stateful):
         for name in _FOREIGN:
             if getattr(settings, name):
                 raise ConfigError(f"{name}={getattr(settings, name)!r} means nothing to a gradient code; use losses=")
-        if isinstance(inner, Compressed):
+        if isinstance(inner, Hooked):
             raise ConfigError(
                 "gradient coding adds up updates before they are sent, and a combination of compressed updates is as "
                 f"long as any: put {type(inner.inner).__name__} itself into CodedFedAvg, without Compressed"

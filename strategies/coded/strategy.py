@@ -65,6 +65,8 @@ from fedcomp.stateful import Stateful, nested
 from fedcomp.strategies.coded.links import RestingLinks, SimulatedLinks, record_peer
 from fedcomp.strategies.coded.report import Coding
 from fedcomp.strategies.coded.settings import CONSTRUCTIONS, CodedSettings
+from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.hooked import hooked
 from fedcomp.strategies.partitions import Holders
 from fedcomp.strategies.private.flower_dp import promises
 from fedcomp.strategies.replies import Rejected, first_replies
@@ -366,6 +368,8 @@ class CodedFedAvg(ExchangeStrategy, Stateful):
                 f"{type(inner).__name__} runs its own loop (it overrides start); CodedFedAvg stands around strategies "
                 "that work through configure_train and aggregate_train"
             )
+        if isinstance(inner, Compressed):
+            inner = hooked(inner)
         self.settings = CodedSettings.of(settings)
         construction = self.settings.construction
         promise = find_private(inner)

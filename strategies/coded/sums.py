@@ -64,7 +64,7 @@ from fedcomp.rng import Key
 from fedcomp.stateful import Stateful
 from fedcomp.strategies.coded.settings import CodedSettings, SumOptions
 from fedcomp.strategies.coded.strategy import CodedRound, Member, Outcome, limited
-from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.hooked import Hooked
 from fedcomp.strategies.means import weight_key_of
 from fedcomp.strategies.replies import GONE, Rejected, agreeing, strip
 
@@ -96,7 +96,7 @@ class SumCode(Stateful):
 
     def __init__(self, settings: CodedSettings, inner: Strategy) -> None:
         self.options = settings.own(SumOptions)
-        if not isinstance(inner, Compressed):
+        if not isinstance(inner, Hooked):
             raise ConfigError(
                 f"a coded sum adds integers, {type(inner).__name__} sends floating-point models; wrap it: "
                 f"Compressed({type(inner).__name__}(...), FixedPoint(RandomK(1.0), clip=...))"

@@ -41,7 +41,7 @@ from fedcomp.rng import Key
 from fedcomp.strategies.coded.settings import CodedSettings
 from fedcomp.strategies.coded.strategy import CodedFedAvg
 from fedcomp.strategies.coded.sums import SumCode
-from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.hooked import Hooked
 from fedcomp.strategies.private.settings import ShareSettings
 from fedcomp.strategies.private.strategy import NOT_COVERED, Outcome, PrivateRule, PrivateStrategy
 from fedcomp.strategies.private.sums import Nothing
@@ -200,7 +200,7 @@ class NoisyMean(PrivateStrategy):
 class NoisySum(SumCode):
     """The construction ``"noisysum"``: a coded sum of noised integers, paid for before it is asked for."""
 
-    inner: Compressed
+    inner: Hooked
 
     @property
     def noisy(self) -> NoisyMean:
@@ -313,7 +313,7 @@ class DistributedDp(CodedFedAvg):
         # Grid and room depend on the model and the number of clients; the real codec is made when both are known.
         unknown = BoundedFixedPoint(self.summed, clip=shares.clip, levels=64)
         super().__init__(
-            Compressed(noisy, unknown, feedback=feedback, seed=seed),
+            Hooked(noisy, unknown, feedback=feedback, seed=seed),
             construction="noisysum",
             threshold=shares.threshold,
             transport=transport,
@@ -342,8 +342,8 @@ class DistributedDp(CodedFedAvg):
         self._made = (size, contributors)
 
     @property
-    def _pair(self) -> Compressed:
-        assert isinstance(self.inner, Compressed)
+    def _pair(self) -> Hooked:
+        assert isinstance(self.inner, Hooked)
         return self.inner
 
     @property

@@ -27,8 +27,8 @@ from fedcomp.layout import DensityPolicy, Layout
 from fedcomp.privacy.local import Privatise, privatised
 from fedcomp.privacy.mechanism import GridGaussian, Mechanism
 from fedcomp.privacy.sampling import Sampling
-from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.guard import Norms
+from fedcomp.strategies.hooked import Hooked
 from fedcomp.strategies.private.strategy import PrivateRule, PrivateStrategy
 from fedcomp.strategies.private.sums import LocalSink
 
@@ -142,7 +142,7 @@ def local_dp(
     guard: Norms | None = None,
     seed: int = 0,
     **promise: Any,
-) -> Compressed:
+) -> Hooked:
     """Return local privacy inside the drop-in pair.
 
     Parameters
@@ -173,4 +173,4 @@ def local_dp(
         last = ErrorFeedback(last)
     mean = LocalMean(inner, privatise, seed=seed, **promise)
     # No feedback of the pair's own, which would remember the update without its noise.
-    return Compressed(mean, chain(privatise, last), downlink, feedback=False, policy=policy, guard=guard, seed=seed)
+    return Hooked(mean, chain(privatise, last), downlink, feedback=False, policy=policy, guard=guard, seed=seed)

@@ -32,7 +32,8 @@ from fedcomp.flower.logs import log
 from fedcomp.flower.privacy import PRIVATE, SECRET, UNPADDED
 from fedcomp.flower.records import to_arrays
 from fedcomp.flower.report import Report, Reports
-from fedcomp.layout import Layout
+from fedcomp.layout import Layout, Update
+from fedcomp.program import Given, Now, Released, Step
 from fedcomp.rng import Key
 from fedcomp.stateful import Stateful, nested
 from fedcomp.strategies.adaptive import Outcome
@@ -44,7 +45,8 @@ from fedcomp.strategies.private.release import Contribution
 from fedcomp.strategies.private.sums import Nothing, PrivateSink
 from fedcomp.strategies.receiving import Reception
 from fedcomp.strategies.replies import Arrival, SentMessage
-from fedcomp.strategies.sinks import Released, UpdateRule
+from fedcomp.strategies.running import Running
+from fedcomp.strategies.sinks import ReleasedLayout, UpdateRule
 from fedcomp.wire import FILLED
 
 __all__ = ["NOT_COVERED", "Contribution", "Outcome", "PrivateStrategy"]
@@ -96,7 +98,7 @@ class PrivateStrategy(Promise, Stateful):
         super().__init__(inner, **promise)
         self.chosen: list[int] = []
         self._reception = Reception(type(self).__name__)
-        self._released: Released | None = None
+        self._released: ReleasedLayout | None = None
         self._model: dict[str, NDArray[Any]] = {}
         self._record_name = "arrays"
         # The round that was configured and not released yet: whatever is aggregated twice is released once.
@@ -112,7 +114,7 @@ class PrivateStrategy(Promise, Stateful):
         """Return what this strategy needs of a round's updates: each alone, bounded."""
         return PrivateRule(self)
 
-    def within(self, released: Released) -> None:
+    def within(self, released: ReleasedLayout) -> None:
         """Learn what surrounding compression sends of an update."""
         self._released = released
 
@@ -324,9 +326,43 @@ class PrivateRule(UpdateRule):
         super().check(codec, guard)
         self.strategy.check_codec(codec)
 
-    def within(self, released: Released) -> None:
+    def within(self, released: ReleasedLayout) -> None:
         """Tell the strategy of what noise is needed: of what is sent alone."""
         self.strategy.within(released)
+
+    kind: ClassVar[type] = Released
+
+    @property
+    def takes(self) -> Strategy:
+        """The weighted mean inside, which gets the noisy one."""
+        return self.strategy.inner
+
+    def total(self, x: Running, now: Now, codec: Codec, given: Sequence[Given], *, raw: bool = False) -> Step | None:
+        """Return the noisy mean, which is released, and paid for, also where nobody contributed."""
+        layout, key = x.layout, Key(now.seed, "uplink", now.number)
+        sink = self.begin(Intake(x.report, (), layout, x.model, codec, key, record=x.record, updates_only=True), ())
+        used = []
+        for each in given:
+            try:
+                update, frame = each.update, each.frame
+                if update is not None and sink.support is not None:
+                    # What others send of a support that all share is made of this one, too.
+                    uplink = now.key("uplink", each.node)
+                    frame, update = codec.encode(Update(update, layout), codec.init(layout), uplink)[0], None
+                if update is None:
+                    update = codec.decode(frame, layout)
+                sink.contribute(x.addresses[each.node], update - now.model if codec.lossless else update)
+                used.append(each.node)
+            except FedcompError as why:
+                now.refuse(each.node, str(why))
+        step = sink.step()
+        if step is None:
+            return None
+        change = step
+        if sink.support is not None:
+            change = np.zeros(layout.size, np.float32)
+            change[sink.support] = step
+        return Step(tuple(used), change=change, support=sink.support is not None)
 
     def begin(self, intake: Intake, arrivals: Sequence[Arrival]) -> PrivateSink:
         """Return the sink of a round that was opened, once."""

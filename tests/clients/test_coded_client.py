@@ -403,7 +403,7 @@ def test_a_fresh_process_for_every_message_gives_the_same_run() -> None:
     """Nothing is kept outside of the state: a new app object per message gives the same bits and the same bytes."""
 
     def fresh(msg: Message, ctx: Context) -> Message:
-        return client_app([coded(), programs(), compression()])(msg, ctx)
+        return client_app([coded(), programs()])(msg, ctx)
 
     def strategy() -> CodedFedAvg:
         return CodedFedAvg(Compressed(fedavg(), QSGD(levels=4)), symbols=2)

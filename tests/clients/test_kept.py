@@ -38,6 +38,7 @@ from fedcomp.flower.folder import FolderError, StateFolder
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.record_dp import DpSgdPlan
 from fedcomp.strategies.compressed import Compressed
+from fedcomp.systems.pair import Pair
 
 Rounds = dict[int, str]
 
@@ -166,7 +167,7 @@ class Node:
 
     def settle(self) -> None:
         """Send all that is owed: one more round at full density."""
-        self.strategy.codec = ErrorFeedback(TopK(density=1.0))
+        self.strategy.system = Pair(ErrorFeedback(TopK(density=1.0)))
         self.go(1)
         assert not self.report.refused
         assert not self.report.lost
@@ -295,7 +296,7 @@ def test_a_server_that_resumes_in_another_run_finds_its_session(tmp_path: Path) 
     later.strategy.load_state_dict(node.strategy.state_dict())
     later.inner.delivered, later.made, later.round = node.inner.delivered, node.made, node.round
     # Registered keys: the node's id is the same in both runs.
-    later.strategy.reception.peers[later.id] = later.strategy.reception.peers.pop(node.id)
+    later.strategy.roster.peers[later.id] = later.strategy.roster.peers.pop(node.id)
     later.go(3, restarts=[6])
     assert not any(report.fresh for number, report in later.strategy.reports.items() if number > 3)
     later.require_conserved()

@@ -293,4 +293,4 @@ def test_a_downlink_in_a_domain_leaves_server_and_clients_with_one_model(transfo
     strategy = Compressed(FedAvg(**ONE), TopK(0.1), Domain(transform, TopK(0.2)))
     _run(strategy, 3, rounds=5)
     assert all(report.compressed == 3 for report in strategy.reports.values())
-    assert {peer.version for peer in strategy.reception.peers.values()} == {max(strategy.reports)}
+    assert {peer.version for peer in strategy.roster.peers.values()} == {max(strategy.reports)}

@@ -36,7 +36,9 @@ from fedcomp.experiments.journal import (
 from fedcomp.flower.faults import Delivery
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.plain import fields_of
+from fedcomp.program import Now, Step
 from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.running import Running
 
 NODES, SEED, ROUNDS_ASKED = 3, 4, 6
 
@@ -196,17 +198,16 @@ def test_a_client_that_forgets_loses_mass_and_is_named(tmp_path: Path) -> None:
 def test_a_frame_that_is_summed_twice_is_found_in_the_model_alone(tmp_path: Path) -> None:
     """The server's own list is that of an innocent one."""
     ours = strategy(SEED)
-    aggregate = ours.aggregate_train
+    take = ours._take
 
-    def twice(number: int, replies: Iterable[Message]) -> Any:
-        model, metrics = aggregate(number, replies)
-        if number == 3 and model is not None:
-            frame = ours.announcer.model
-            moved = {name: 2 * array.numpy() - frame[name] for name, array in model.items()}
+    def twice(x: Running, now: Now, step: Step | None) -> Any:
+        model, metrics = take(x, now, step)
+        if now.number == 3 and model is not None:
+            moved = {name: 2 * array.numpy() - x.model[name] for name, array in model.items()}
             model = ArrayRecord({name: Array(value) for name, value in moved.items()})
         return model, metrics
 
-    ours.aggregate_train = twice  # type: ignore[method-assign]
+    ours._take = twice  # type: ignore[method-assign]
     verdict = run(tmp_path, ours=ours).verdict()
     assert len(verdict.twice) == 1
     assert verdict.twice[0].startswith("the model is not what its updates make of it")

@@ -14,12 +14,12 @@ from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.errors import ConfigError, LayoutError
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.layout import Update
-from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.hooked import Hooked
 
 ONE = {"min_train_nodes": 1, "min_available_nodes": 1, "fraction_evaluate": 0.0}
 
 
-def frames(strategy: Compressed, grid: InProcessGrid, arrays, number: int):
+def frames(strategy: Hooked, grid: InProcessGrid, arrays, number: int):
     """Run one training exchange; return the replies, their weighted mean update, the weights and who sent them."""
     replies = grid.send_and_receive(list(strategy.configure_train(number, arrays, ConfigRecord(), grid)))
     replies.sort(key=lambda r: int(r.content["metrics"]["partition"]))
@@ -51,7 +51,7 @@ def test_it_is_the_step_of_aggregate_train(inner, downlink) -> None:
     metrics = {}
     for way in arrays:
         with InProcessGrid(client_app([compression()]), 4, seed=3) as grid:
-            strategy = Compressed(inner(), ErrorFeedback(TopK(density=0.1)), downlink)
+            strategy = Hooked(inner(), ErrorFeedback(TopK(density=0.1)), downlink)
             for number in (1, 2, 3):
                 replies, mean, weight, members, contents = frames(strategy, grid, arrays[way], number)
                 if way == "frames":
@@ -71,7 +71,7 @@ def test_it_is_the_step_of_aggregate_train(inner, downlink) -> None:
 
 def test_who_is_not_in_the_sum_is_not_acknowledged() -> None:
     with InProcessGrid(client_app([compression()]), 3, seed=3) as grid:
-        strategy = Compressed(fedavg(**ONE), ErrorFeedback(TopK(density=0.1)))
+        strategy = Hooked(fedavg(**ONE), ErrorFeedback(TopK(density=0.1)))
         _, mean, weight, members, _ = frames(strategy, grid, model(), 1)
         strategy.aggregate_sum(1, mean, weight, members[1:])
         assert strategy.reports[1].lost == 1
@@ -82,7 +82,7 @@ def test_who_is_not_in_the_sum_is_not_acknowledged() -> None:
 
 def test_what_is_no_mean_changes_nothing() -> None:
     with InProcessGrid(client_app([compression()]), 2, seed=3) as grid:
-        strategy = Compressed(fedavg(**ONE), ErrorFeedback(TopK(density=0.1)))
+        strategy = Hooked(fedavg(**ONE), ErrorFeedback(TopK(density=0.1)))
         _, mean, weight, members, _ = frames(strategy, grid, model(), 1)
         for wrong in (mean[:-1], mean.astype(np.float64)):
             with pytest.raises(LayoutError, match="expected float32"):
@@ -97,7 +97,7 @@ def test_what_is_no_mean_changes_nothing() -> None:
         new, metrics = strategy.aggregate_sum(1, mean, weight, members)
         assert new is not None
         assert metrics == MetricRecord()
-        median = Compressed(FedMedian(**ONE), TopK(density=0.1))
+        median = Hooked(FedMedian(**ONE), TopK(density=0.1))
         frames(median, grid, model(), 1)
         with pytest.raises(ConfigError, match="looks at single updates"):
             median.aggregate_sum(1, mean, weight, members)

@@ -32,6 +32,7 @@ from fedcomp.flower.rounds import fit
 from fedcomp.rng import Key
 from fedcomp.strategies.coded.strategy import CodedFedAvg
 from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.hooked import hooked
 
 DEAD = list(combinations(range(10), 3))
 # Every registered codec of one exchange: tests/strategies/test_sparsifiers_drop_in.py checks that these are all.
@@ -375,6 +376,7 @@ def test_a_lost_reply_after_sharing_between_peers_still_counts_and_is_acknowledg
 
     inner = pair(ErrorFeedback(TopK(density=0.1)))
     strategy = relay(inner, transport="peers")
+    inner = strategy.inner
     result, _ = run(strategy, rounds=3, fault=lost)
     assert bits(result) == uncoded(rounds=3, codec=ErrorFeedback(TopK(density=0.1)))
     assert [inner.reports[r].rolled_back for r in (1, 2, 3)] == [[], [], []]
@@ -422,7 +424,7 @@ def test_conservation_with_clients_that_vanish_before_and_after_sharing(
     )
     rounds, nodes_ = 25, 8
     inner = Sum()
-    pair_ = Compressed(inner, ErrorFeedback(TopK(density=0.01)))
+    pair_ = hooked(Compressed(inner, ErrorFeedback(TopK(density=0.01))))
     strategy = CodedFedAvg(pair_, code="mds", symbols=4, transport=transport, collect_timeout=5.0)
     made: dict[int, np.ndarray] = defaultdict(lambda: np.zeros(1212))
     owed: dict[int, np.ndarray] = defaultdict(lambda: np.zeros(1212))

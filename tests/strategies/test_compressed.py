@@ -21,20 +21,20 @@ from flwr.serverapp.strategy import (
     Krum,
     MultiKrum,
 )
-from toy import client_app, fedavg, model, stack, update
+from toy import client_app, fedavg, model, put_sent_frame, sent_frame, stack, update
 
-from fedcomp.clients import messages
+from fedcomp.clients import programs
 from fedcomp.clients.compressed import compression
 from fedcomp.codecs import EDEN, QSGD, Clip, Codec, Identity, RandomK, RandomProjection, Replay, TopK, chain
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.errors import ConfigError, NoUsableReply
+from fedcomp.flower import asks
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
-from fedcomp.flower.payload import put_frame, take_frame
-from fedcomp.flower.protocol import UPDATE
 from fedcomp.layout import SmallDense
 from fedcomp.strategies.compressed import Compressed
+from fedcomp.systems.pair import Pair
 
 ONE = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
 
@@ -167,14 +167,14 @@ def test_without_a_codec_clients_send_eden_of_one_bit_and_get_the_model_whole() 
     announced = []
 
     def listening(msg: Message, context: Context) -> Message:
-        announced.append(messages.find_announcement(msg.content))
+        announced.append(asks.find_ask(msg.content))
         return client_app([compression()])(msg, context)
 
     default, ledger = run(Compressed(fedavg(fraction_evaluate=0.0)), listening)
     explicit, _ = run(Compressed(fedavg(fraction_evaluate=0.0), EDEN(bits=1), None))
     assert same(default.arrays, explicit.arrays)
     assert len(announced) == 12
-    assert all(each.codec == EDEN(bits=1).to_config() and each.downlink == {} for each in announced)
+    assert all(each.system == Pair(EDEN(bits=1)).to_config() and each.downlink == {} for each in announced)
     dense = 4 * 1212
     assert ledger.total("payload", direction="down") >= 12 * dense
     assert ledger.total("payload", direction="up") < 12 * dense / 10
@@ -243,8 +243,8 @@ def test_a_codec_the_client_does_not_accept_is_answered_densely_and_reported() -
 def test_a_codec_the_client_does_not_accept_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
     """Building imports what an id names; and an accepted wrapper must not bring in another codec, however deep."""
     built: list[str] = []
-    honest = messages.get_codec
-    monkeypatch.setattr(messages, "get_codec", lambda config: (built.append(config["id"]), honest(config))[1])
+    honest = programs.get_system
+    monkeypatch.setattr(programs, "get_system", lambda config: (built.append(config["id"]), honest(config))[1])
     for codec in (ErrorFeedback(TopK(density=0.1)), chain(Clip(1.0), TopK(density=0.1))):
         strategy = Compressed(fedavg(), codec)
         run(strategy, client_app([compression(accept=["feedback", "chain", "clip"])]), rounds=1)
@@ -304,8 +304,7 @@ def test_one_client_and_zero_rounds() -> None:
     assert strategy.reports[2].compressed == 1
     assert np.any(stack(result.arrays))
     nothing, ledger = run(Compressed(fedavg(), TopK(density=0.1)), rounds=0)
-    # No arrays up to Flower 1.42, those it was given from 1.43 on.
-    assert list(nothing.arrays) == list(run(fedavg(), rounds=0)[0].arrays)
+    assert list(nothing.arrays) == list(model())
     assert ledger.total(value="wire") == 0
 
 
@@ -401,15 +400,16 @@ def altered(change, app=None):
 
 def test_a_server_of_another_protocol_version_is_answered_densely_and_reported() -> None:
     strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(density=0.1))
-    run(strategy, altered(lambda config: config.__setitem__("fedcomp.protocol", 3)), rounds=1)
+    run(strategy, altered(lambda config: config.__setitem__("fedcomp.protocol", 4)), rounds=1)
     assert strategy.reports[1].plain == 4
-    assert all("protocol 3" in reason for reason in strategy.reports[1].unsupported.values())
+    assert all("protocol 4" in reason for reason in strategy.reports[1].unsupported.values())
 
 
 @pytest.mark.slow
 def test_an_unknown_codec_is_answered_densely_and_reported_with_the_nearest_name() -> None:
     strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(density=0.1))
-    run(strategy, altered(lambda config: config.__setitem__("fedcomp.codec", '{"id":"topq"}')), rounds=1)
+    asked = '{"codec":{"id":"topq"},"id":"pair"}'
+    run(strategy, altered(lambda config: config.__setitem__("fedcomp.system", asked)), rounds=1)
     assert strategy.reports[1].plain == 4
     assert all("topk" in reason for reason in strategy.reports[1].unsupported.values())
 
@@ -432,7 +432,7 @@ def test_a_damaged_frame_costs_its_own_update_only(damage, error: str) -> None:
     def call(msg: Message, context: Context) -> Message:
         reply = good(msg, context)
         if context.node_config["partition-id"] == 2:
-            put_frame(reply.content, UPDATE, damage(take_frame(reply.content, UPDATE)))
+            put_sent_frame(reply.content, damage(sent_frame(reply.content)))
         return reply
 
     strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(density=1.0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 import numpy as np
+import program_runs
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
@@ -25,6 +26,7 @@ from fedcomp.flower.state import UNSETTLED
 from fedcomp.layout import Layout, SmallDense
 from fedcomp.rng import Key
 from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.hooked import Hooked
 
 ONE = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
 
@@ -66,12 +68,14 @@ def in_order(layout: Layout, vector: np.ndarray) -> np.ndarray:
     return np.concatenate([v.reshape(-1).astype(np.float64) for v in layout.unflatten(vector).values()])
 
 
-def residual(context: Context, strategy: Compressed, node: int) -> np.ndarray:
+def residual(context: Context, strategy: Compressed | Hooked, node: int) -> np.ndarray:
     """Return what a client still owes: its memory, plus a pending frame the server never consumed."""
+    layout = Layout.of({k: v.numpy() for k, v in model().items()}, strategy.policy)
+    if isinstance(strategy, Compressed):
+        return in_order(layout, program_runs.owed(strategy, context, node, layout).astype(np.float32))
     meta = context.state.config_records.get("fedcomp.uplink")
     if meta is None:
         return np.zeros(1212)
-    layout = Layout.of({k: v.numpy() for k, v in model().items()}, strategy.policy)
     codec = strategy.codec
     state = {k: v.numpy() for k, v in context.state.array_records["fedcomp.uplink.memory"].items()}
     peer = strategy.reception.peers[node]
@@ -185,7 +189,7 @@ def test_replicas_never_diverge_silently() -> None:
         reference = ArrayRecord(
             {
                 k: Array(v)
-                for k, v in strategy.layout.unflatten(strategy.announcer.broadcast.reference, {}).items()  # type: ignore[union-attr]
+                for k, v in strategy.layout.unflatten(strategy.down.broadcast.reference, {}).items()  # type: ignore[union-attr]
             }
         )
         replies = metered.send_and_receive(messages, timeout=9)

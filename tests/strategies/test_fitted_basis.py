@@ -40,7 +40,7 @@ def codec(**options) -> GradiVeQ:
 
 
 def app() -> ClientApp:
-    return client_app([programs(), compression()])
+    return client_app([programs()])
 
 
 def metered(nodes: int, *, fault=None, client=None, **options) -> MeteredGrid:
@@ -279,7 +279,7 @@ def test_a_model_without_slices_travels_as_it_is_and_that_is_said() -> None:
 
 def test_clients_of_other_systems_are_served_beside_it() -> None:
     """One app answers all kinds; a client without the half is named and left out."""
-    every = client_app([programs(), compression()])
+    every = client_app([programs()])
     result, _ = run(FittedBasis(codec(), **PHASES), 2, client=every)
     assert np.abs(stack(result.arrays)).max() > 0
     lacking = client_app([compression()])

@@ -352,7 +352,7 @@ def test_slopes_without_noise_are_no_answer_to_a_plan_for_noise() -> None:
         return call_next(msg, context)
 
     strategy = made()
-    planned = client(ClientApp(), forward_gradients(point), ClientHalf("plans", plans, outside=("programs",)))
+    planned = client(ClientApp(), forward_gradients(point), ClientHalf("plans", plans, outside=("compression",)))
     with pytest.raises(NoUsableReply, match="plan is for a training"):
         run(strategy, planned, rounds=1)
     assert len(strategy.reports[1].refused) == NODES

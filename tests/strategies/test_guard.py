@@ -103,10 +103,10 @@ FRAMES = {
         lambda **o: Compressed(fedavg(fraction_evaluate=0.0), TopK(1.0), downlink=QSGD(levels=127), **o),
         [compression()],
     ),
-    "shared support": (lambda **o: SharedSupport(ScaleCom(1.0), **o), [programs(), compression()]),
-    "shared basis": (lambda **o: SharedBasis(PowerSGD(min_rate=1e9), **o), [programs(), compression()]),
-    "fitted basis": (lambda **o: FittedBasis(GradiVeQ(width=40), **o), [programs(), compression()]),
-    "learned gradients": (lambda **o: LearnedGradients(LGC(1.0), **o), [programs(), compression()]),
+    "shared support": (lambda **o: SharedSupport(ScaleCom(1.0), **o), [programs()]),
+    "shared basis": (lambda **o: SharedBasis(PowerSGD(min_rate=1e9), **o), [programs()]),
+    "fitted basis": (lambda **o: FittedBasis(GradiVeQ(width=40), **o), [programs()]),
+    "learned gradients": (lambda **o: LearnedGradients(LGC(1.0), **o), [programs()]),
 }
 
 

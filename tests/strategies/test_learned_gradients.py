@@ -53,7 +53,7 @@ def codec(**options) -> LGC:
 
 
 def app() -> ClientApp:
-    return client_app([programs(), compression()])
+    return client_app([programs()])
 
 
 def metered(nodes: int, *, fault=None, client=None, **options) -> MeteredGrid:
@@ -247,7 +247,7 @@ def test_partial_participation() -> None:
 
 @pytest.mark.long
 def test_clients_of_other_systems_are_served_beside_it() -> None:
-    one = client_app([programs(), compression()])
+    one = client_app([programs()])
     plain, _ = run(SharedSupport(ScaleCom(0.05), policy=EndsDense()), client=one)
     alone, _ = run(SharedSupport(ScaleCom(0.05), policy=EndsDense()), client=client_app([programs()]))
     np.testing.assert_array_equal(flat(plain.arrays), flat(alone.arrays))

@@ -13,14 +13,14 @@ from fedcomp.codecs import Codec, Identity, RandomK, TopK
 from fedcomp.errors import ConfigError
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.strategies.announcing import MAX_WAITING
-from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.hooked import Hooked
 
 NODES = 3
 ONE = {"min_train_nodes": 1, "min_available_nodes": 1, "fraction_evaluate": 0.0}
 QUIET = ConfigRecord()
 
 
-def send(strategy: Compressed, server_round: int, arrays: ArrayRecord, grid: InProcessGrid) -> list[Message]:
+def send(strategy: Hooked, server_round: int, arrays: ArrayRecord, grid: InProcessGrid) -> list[Message]:
     return list(grid.send_and_receive(list(strategy.configure_train(server_round, arrays, ConfigRecord(), grid))))
 
 
@@ -37,7 +37,7 @@ def mean_update(server_round: int, *, weighted: bool) -> np.ndarray:
 def test_an_update_is_added_to_the_model_of_now_and_not_to_the_one_it_began_with(codec: Codec, plain: bool) -> None:
     app = client_app() if plain else client_app([compression()])
     with InProcessGrid(app, NODES, seed=3) as grid:
-        strategy = Compressed(fedavg(**ONE), codec, feedback=False)
+        strategy = Hooked(fedavg(**ONE), codec, feedback=False)
         start = model(5.0)
         first, second = send(strategy, 1, start, grid), send(strategy, 2, start, grid)
         after, _ = strategy.aggregate_train(1, first)
@@ -56,7 +56,7 @@ def test_every_server_optimiser_steps_from_the_model_it_is_shown(inner: type[Fed
     ends = []
     for overlapping in (False, True):
         with InProcessGrid(client_app([compression()]), NODES, seed=3) as grid:
-            strategy = Compressed(inner(**ONE), TopK(density=1.0), feedback=False)
+            strategy = Hooked(inner(**ONE), TopK(density=1.0), feedback=False)
             arrays, replies = model(5.0), {}
             if overlapping:
                 replies = {r: send(strategy, r, arrays, grid) for r in (1, 2, 3)}
@@ -75,7 +75,7 @@ def test_every_server_optimiser_steps_from_the_model_it_is_shown(inner: type[Fed
 
 def test_a_lossy_downlink_keeps_what_each_exchange_was_trained_from() -> None:
     with InProcessGrid(client_app(), NODES, seed=3) as grid:
-        strategy = Compressed(fedavg(**ONE), TopK(density=1.0), downlink=TopK(density=0.01))
+        strategy = Hooked(fedavg(**ONE), TopK(density=1.0), downlink=TopK(density=0.01))
         arrays = model(5.0)
         for number in (1, 2):
             stepped, _ = strategy.aggregate_train(number, send(strategy, number, arrays, grid))
@@ -94,7 +94,7 @@ def test_a_lossy_downlink_keeps_what_each_exchange_was_trained_from() -> None:
 
 def test_replies_to_a_round_that_nobody_configured_are_refused() -> None:
     with InProcessGrid(client_app(), NODES, seed=3) as grid:
-        strategy = Compressed(fedavg(**ONE), Identity())
+        strategy = Hooked(fedavg(**ONE), Identity())
         replies = send(strategy, 1, model(), grid)
         with pytest.raises(ConfigError, match=r"round 2 was not configured.*\[1\]"):
             strategy.aggregate_train(2, replies)
@@ -102,7 +102,7 @@ def test_replies_to_a_round_that_nobody_configured_are_refused() -> None:
 
 def test_rounds_that_are_never_aggregated_are_given_up_with_a_word(caplog: pytest.LogCaptureFixture) -> None:
     with InProcessGrid(client_app(), 1, seed=3) as grid:
-        strategy = Compressed(fedavg(**ONE), Identity())
+        strategy = Hooked(fedavg(**ONE), Identity())
         for number in range(1, MAX_WAITING + 2):
             strategy.configure_train(number, model(), ConfigRecord(), grid)
     assert next(iter(strategy.announcer.waiting)) == 2

@@ -20,8 +20,8 @@ from fedcomp.flower.protocol import UPDATE
 from fedcomp.flower.rounds import fit
 from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key
-from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.guard import Norms
+from fedcomp.strategies.hooked import Hooked
 from fedcomp.strategies.sinks import MeanRule
 
 NODES, ROUNDS, BAD = 5, 3, 2
@@ -61,7 +61,7 @@ def app(spoil: Spoil | None, inside: bool = False) -> Any:
 
 def trained(codec: Codec, client: Any, guard: Norms | None = None) -> tuple[list[bytes], list[int]]:
     """Return the bytes of the final model, and how many replies each round has used."""
-    strategy = Compressed(fedavg(), codec, guard=guard)
+    strategy = Hooked(fedavg(), codec, guard=guard)
     with InProcessGrid(client, NODES, seed=4) as grid:
         arrays = fit(strategy, grid, model(), ROUNDS, timeout=9).arrays
     return [a.numpy().tobytes() for a in arrays.values()], [strategy.reports[r].used for r in range(1, ROUNDS + 1)]

@@ -6,15 +6,13 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from private_runs import federation, inner
-from toy import model, stack
+from toy import model, put_sent_frame, stack
 
 from fedcomp import wire
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.private.mod import private
 from fedcomp.codecs import Identity, TopK
 from fedcomp.errors import NoUsableReply
-from fedcomp.flower.payload import put_frame
-from fedcomp.flower.protocol import UPDATE
 from fedcomp.layout import SmallDense
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
@@ -52,7 +50,7 @@ def plain(weight, bias=None):
 
 def framed(*tensors: wire.Tensor):
     def change(content: RecordDict) -> None:
-        put_frame(content, UPDATE, wire.encode(list(tensors)))
+        put_sent_frame(content, wire.encode(list(tensors)))
 
     return change
 
@@ -77,6 +75,9 @@ REFUSED = {
     "more coordinates than allowed": framed(wire.sparse((1200,), np.arange(900), np.ones(900, np.float32)), REST),
     "a value that is not finite": framed(wire.sparse((1200,), np.array([0]), np.float32([np.inf])), REST),
     "no record": header(record=""),
+    "a memory that is no number": header(memory=float("nan")),
+    "the partition of another": header(partition_id=0),
+    "no partition": header(partition_id=-1),
 }
 
 
@@ -116,10 +117,7 @@ INNOCENT = {
     "a weight that is no number": lambda c: RecordDict({**c, "metrics": MetricRecord({"num-examples": float("nan")})}),
     "two metric records": lambda c: RecordDict({**c, "a": MetricRecord({"x": 1}), "b": MetricRecord({"y": 2.0})}),
     "a record of its own name": header(record="evil"),
-    "a memory that is no number": header(memory=float("nan")),
     "buffers it was not asked for": lambda c: RecordDict({**c, "fedcomp.exact": ConfigRecord({"fedcomp.fcw1": b"x"})}),
-    "the partition of another": header(partition_id=0),
-    "no partition": header(partition_id=-1),
 }
 
 

@@ -8,15 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import program_runs
 import pytest
 from flwr.app import Array, ArrayRecord, Message
 from flwr.serverapp.strategy import FedAvg
 from plain_grid import PlainGrid
+from program_runs import owed
 from toy import client_app, fedavg, model, stack
-from waiting_runs import owed
 
-from fedcomp.clients.compressed import compression
 from fedcomp.clients.programs import programs
 from fedcomp.codecs import QSGD, ScaleCom, TopK
 from fedcomp.errors import ConfigError, StateError
@@ -31,7 +29,6 @@ from fedcomp.stateful import next_epoch, within_epoch
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.gossip.strategy import GossipRelay
 from fedcomp.strategies.pipelined import PipelinedStrategy
-from fedcomp.strategies.server import Server
 from fedcomp.strategies.shared_support import SharedSupport
 
 LAYOUT = Layout.of({name: array.numpy() for name, array in model().items()}, SmallDense())
@@ -103,7 +100,7 @@ class World:
     sequences: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.engine = InProcessGrid(client_app([programs(), compression()]), NODES, seed=3, fault=self.fault)
+        self.engine = InProcessGrid(client_app([programs()]), NODES, seed=3, fault=self.fault)
 
     def fault(self, delivery: Delivery) -> Fault:
         return Fault("lost_reply" if self.dying else "none")
@@ -114,10 +111,7 @@ class World:
     def owed(self, strategy: Any) -> np.ndarray:
         contexts = [(node, self.engine.context(node)) for node in self.engine.get_node_ids()]
         made = sum(context.state.array_records["toy.sum"]["sum"].numpy() for _, context in contexts)
-        if isinstance(strategy, Server):
-            left = sum(program_runs.owed(strategy, context, node, LAYOUT) for node, context in contexts)
-        else:
-            left = sum(owed(context, strategy, node, LAYOUT) for node, context in contexts)
+        left = sum(owed(strategy, context, node, LAYOUT) for node, context in contexts)
         return made - self.natural(left)
 
     def natural(self, vector: Any) -> np.ndarray:
@@ -230,7 +224,7 @@ def test_two_restarts_from_one_checkpoint_share_no_number(tmp_path: Path) -> Non
     for _ in range(2):
         strategy = compressed()
         checkpoint.load(path).apply(strategy, world.grid())
-        numbers.append(strategy.announcer.sequence)
+        numbers.append(strategy.sequence)
     assert numbers[0] == numbers[1]
 
 

@@ -50,7 +50,7 @@ PATHS: dict[str, tuple[Callable[[], Any], Callable[[], Any], Callable[[], ArrayR
         lambda: Compressed(toy.fedavg(fraction_evaluate=0.0), TopK(1.0)),
         lambda: toy.client_app([compression()]),
         toy.model,
-        lambda strategy: strategy.reception.holders,
+        lambda strategy: strategy.roster,
     ),
     "coded rounds": (
         lambda: CodedFedAvg(Compressed(toy.fedavg(), TopK(1.0)), construction="relay", symbols=2),

@@ -146,7 +146,7 @@ def test_b1_a_client_that_may_not_use_the_codec_says_so_in_the_log(shown: Shown)
     strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(0.05))
     run(strategy, client_app([compression(accept=["qsgd"])]))
     (warning,) = shown.warnings("full model instead of a frame")
-    assert "this client accepts the codecs ['qsgd']" in warning
+    assert "this client accepts the codecs ['pair', 'qsgd']" in warning
     assert "(4 nodes: " in warning
     assert strategy.reports[1].without_mod == []
 
@@ -253,7 +253,7 @@ def test_b1_a_private_round_that_everyone_takes_part_in_counts(shown: Shown) -> 
 
 
 def test_b1_rounds_on_a_shared_support_have_their_line_too(shown: Shown) -> None:
-    app = client_app([programs(), compression()])
+    app = client_app([programs()])
     run(SharedSupport(ScaleCom(density=0.05)), app, rounds=2)
     assert len(shown.lines("SharedSupport, round ")) == 2
     assert shown.lines("SharedSupport, round 1: 4 asked, 4 used, ")
@@ -262,7 +262,7 @@ def test_b1_rounds_on_a_shared_support_have_their_line_too(shown: Shown) -> None
 def test_b1_bytes_and_ratio_of_a_shared_support_are_those_of_both_exchanges(shown: Shown) -> None:
     ledger = TrafficLedger()
     strategy = SharedSupport(ScaleCom(density=0.05), fraction_evaluate=0.0)
-    run(strategy, client_app([programs(), compression()]), rounds=1, ledger=ledger)
+    run(strategy, client_app([programs()]), rounds=1, ledger=ledger)
     report = strategy.reports[1]
     assert report.payload_bytes == ledger.total("payload", direction="up") > 0
     assert report.ratio == 4 * 4 * stack(model()).size / report.payload_bytes
@@ -272,7 +272,7 @@ def test_b1_bytes_and_ratio_of_a_shared_support_are_those_of_both_exchanges(show
 
 
 def test_b1_a_first_round_on_a_shared_support_without_a_usable_reply_ends_the_run() -> None:
-    app = with_halves([programs(), compression()])
+    app = with_halves([programs()])
 
     @app.train()
     def train(msg: Message, context: Context) -> Message:

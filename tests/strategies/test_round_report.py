@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedMedian
-from toy import client_app, fedavg, model, update, with_halves
+from toy import client_app, fedavg, model, sent_frame, update, with_halves
 
 from fedcomp.clients.compressed import compression
 from fedcomp.codecs import Identity, RandomK, TopK
@@ -18,8 +18,6 @@ from fedcomp.experiments.spec import RunSpec
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
-from fedcomp.flower.payload import has_frame, take_frame
-from fedcomp.flower.protocol import UPDATE
 from fedcomp.flower.report import Report
 from fedcomp.layout import SmallDense
 from fedcomp.strategies.compressed import Compressed
@@ -34,8 +32,8 @@ def run(strategy, evil=None, *, nodes=4, rounds=2, mods=True, initial=None, fram
 
     def app(msg: Message, context: Context) -> Message:
         reply = honest(msg, context)
-        if frames is not None and has_frame(reply.content, UPDATE):
-            frames.append(take_frame(reply.content, UPDATE))
+        if frames is not None and (frame := sent_frame(reply.content)) is not None:
+            frames.append(frame)
         if evil is not None and context.node_config["partition-id"] == 1:
             reply.content = evil(reply.content) or reply.content
         return reply
@@ -124,23 +122,14 @@ def test_a_memory_ratio_is_reported_by_node(value: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "value",
-    [math.nan, math.inf, -math.inf, -1.0, -1e-300, 3, True, "0.5", b"0.5", [0.5], [0.5, math.nan], "x" * 10**6],
-    ids=lambda v: repr(v)[:12],
-)
-def test_a_ratio_that_is_none_is_left_out_and_costs_no_update(value) -> None:
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, True, "0.5", [0.5]], ids=repr)
+def test_a_ratio_that_is_none_costs_its_own_update(value) -> None:
     strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(0.05))
-    result = run(strategy, declare(value))
+    run(strategy, declare(value))
     for report in strategy.reports.values():
-        assert (report.compressed, report.refused) == (4, {})
-        assert len(report.memory) < 4
-        assert all(isinstance(v, float) and 0.0 <= v < math.inf for v in report.memory.values())
-        (note,) = report.notes
-        assert "memory ratio" in note
-        assert len(note) <= 300
-    honest = run(Compressed(fedavg(fraction_evaluate=0.0), TopK(0.05)))
-    assert all(np.array_equal(result.arrays[k].numpy(), honest.arrays[k].numpy()) for k in honest.arrays)
+        (reason,) = report.refused.values()
+        assert "memory" in reason
+        assert report.used == 3
 
 
 def test_reports_survive_json() -> None:

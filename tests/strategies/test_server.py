@@ -402,7 +402,7 @@ def test_a_model_that_somebody_changed_goes_down_whole_and_steps_go_on() -> None
     play(server, grid, 2)
     changed = play(server, grid, 4, start_round=3, arrays=model(3.0))
     assert all(report.used == NODES for report in server.reports.values())
-    assert np.array_equal(server.broadcast.reference, LAYOUT.flatten(to_arrays(changed)))
+    assert np.array_equal(server.down.broadcast.reference, LAYOUT.flatten(to_arrays(changed)))
 
 
 def test_steps_cost_less_than_models_and_a_lost_replica_is_replaced() -> None:
@@ -410,7 +410,7 @@ def test_steps_cost_less_than_models_and_a_lost_replica_is_replaced() -> None:
     play(server, grid, 3)
     down = grid.ledger.total("payload", direction="down")
     assert forget_all(grid, kept.MODEL)
-    held = to_record(LAYOUT.unflatten(server.broadcast.reference))
+    held = to_record(LAYOUT.unflatten(server.down.broadcast.reference))
     play(server, grid, 5, start_round=4, arrays=held)
     (reason,) = server.reports[4].refused.values()
     assert "fedcomp.resync" in reason

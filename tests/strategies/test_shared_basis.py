@@ -41,7 +41,7 @@ FORMS = ("alternating", "two-exchange")
 
 
 def app() -> ClientApp:
-    return client_app([programs(), compression()])
+    return client_app([programs()])
 
 
 def metered(nodes: int, *, fault=None, client=None, **options) -> MeteredGrid:
@@ -442,7 +442,7 @@ def test_a_model_that_was_changed_between_rounds_is_sent_whole_with_the_basis() 
 
 def test_clients_of_other_systems_are_served_beside_it() -> None:
     """One app answers both kinds; a client without the half is named and left out."""
-    both = client_app([programs(), compression()])
+    both = client_app([programs()])
     result, _ = run(SharedBasis(PowerSGD(2)), 2, client=both)
     assert np.abs(stack(result.arrays)).max() > 0
     lacking = client_app([compression()])

@@ -213,9 +213,9 @@ def test_what_goes_down_may_be_reduced_and_replicas_stay_equal() -> None:
         last = strategy.reports[12]
         assert last.used == 3
         assert not last.refused
-        known = strategy.announcer.broadcast
+        known = strategy.down.broadcast
         assert known is not None
-        assert {peer.version for peer in strategy.reception.peers.values()} == {known.version}
+        assert {peer.version for peer in strategy.roster.peers.values()} == {known.version}
         assert len(known._steps[-1].frame) < 0.7 * 4 * strategy.layout.size
 
 
@@ -232,9 +232,9 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def last_step(strategy: Compressed) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the tensors that went down last, by name."""
-    known, layout = strategy.announcer.broadcast, strategy.layout
+    known, layout = strategy.down.broadcast, strategy.layout
     assert known is not None
-    assert {peer.version for peer in strategy.reception.peers.values()} == {known.version}
+    assert {peer.version for peer in strategy.roster.peers.values()} == {known.version}
     bundle = codec("dad").open(known._steps[-1].frame, layout)
     return {t.name: tensor.shape for t, tensor in zip(layout.tensors, bundle.tensors, strict=True)}
 
@@ -282,8 +282,8 @@ def test_factors_go_down_only_as_long_as_they_are_the_step(caplog: pytest.LogCap
     expected = run(pair(FedAdam(**options)), rounds=4)
     assert np.linalg.norm(found - expected) <= 1e-3 * np.linalg.norm(expected)
     # A step as long as the model is not kept: whoever lacks it gets the model.
-    assert strategy.announcer.broadcast is not None
-    assert strategy.announcer.broadcast._steps == []
+    assert strategy.down.broadcast is not None
+    assert strategy.down.broadcast._steps == []
     assert "not made of factors: 2.weight" in caplog.text
 
 

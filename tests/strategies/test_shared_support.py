@@ -38,7 +38,7 @@ K = 24  # of the 1200 compressed coordinates at 2 %
 
 
 def app() -> ClientApp:
-    return client_app([programs(), compression()])
+    return client_app([programs()])
 
 
 def metered(nodes: int, *, fault=None, client=None, **options) -> MeteredGrid:
@@ -308,7 +308,7 @@ def test_replicas_are_the_servers_model_also_after_wipes() -> None:
 
         def send_and_receive(self, messages, *, timeout=None):
             replies = super().send_and_receive(messages, timeout=timeout)
-            model_now = LAYOUT.unflatten(strategy.broadcast.reference, {})
+            model_now = LAYOUT.unflatten(strategy.down.broadcast.reference, {})
             now = fingerprint(ArrayRecord({k: Array(v) for k, v in model_now.items()}))
             answers = [r.content["metrics"]["seen"] for r in replies if r.has_content() and "metrics" in r.content]
             seen.extend(answer - now for answer in answers)
@@ -386,7 +386,7 @@ def test_evaluation_uses_the_new_model() -> None:
 def test_frames_too_large_to_ride_in_a_config_record() -> None:
     """Frames above 64 KiB travel as Arrays; neither side takes one for a model."""
     size = 60_000
-    big = with_halves([programs(), compression()])
+    big = with_halves([programs()])
 
     @big.train()
     def train(msg: Message, context: Context) -> Message:

@@ -44,7 +44,7 @@ def grid_of(nodes: int = 4, client: Client | None = None, fault: FaultPlan | Non
 
 
 def app() -> ClientApp:
-    return client_app([programs(), compression()])
+    return client_app([programs()])
 
 
 def altered(change: Change, base: Client | None = None) -> Client:

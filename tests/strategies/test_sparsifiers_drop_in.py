@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from test_conservation import Sum, memory_of, residual
-from toy import client_app, fedavg, model, stack, update
+from toy import client_app, fedavg, model, sent_frame, stack, update
 
 from fedcomp import wire
 from fedcomp.clients.compressed import compression
+from fedcomp.clients.memory import MEMORY
 from fedcomp.codecs import (
     DCT,
     DGC,
@@ -47,11 +48,12 @@ from fedcomp.flower.faults import RandomFaults
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
-from fedcomp.flower.payload import put_frame, take_frame
+from fedcomp.flower.payload import put_frame
 from fedcomp.flower.protocol import UPDATE
 from fedcomp.layout import NONE_DENSE, Layout, SmallDense, Update
 from fedcomp.rng import Key
 from fedcomp.strategies.compressed import Compressed
+from fedcomp.systems.pair import Pair
 
 # Whatever they send of integer updates is integers: nothing is rounded anywhere.
 EXACT: tuple[Codec, ...] = (
@@ -160,7 +162,7 @@ def account(codec: Codec) -> tuple[np.ndarray, float, Compressed]:
         replies = grid.send_and_receive(strategy.configure_train(round_, model(), ConfigRecord(), grid), timeout=9)
         strategy.aggregate_train(round_, replies)
         for node in nodes:
-            held = grid.context(node).state.array_records.get("fedcomp.uplink.memory")
+            held = grid.context(node).state.array_records.get(MEMORY)
             if held is not None:
                 peak = max(peak, float(np.abs(memory_of({k: v.numpy() for k, v in held.items()})).max()))
             if Key(13, "wipe", round_, partition[node]).uniform(1)[0] < 0.05:
@@ -204,7 +206,7 @@ def test_nothing_is_lost_but_roundings(codec: Codec) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("codec", [ChunkTop1(0.02), AdaComp(bin=50)], ids=repr)
 def test_a_client_that_does_not_roll_back_is_noticed(codec: Codec, monkeypatch) -> None:
-    monkeypatch.setattr("fedcomp.flower.state._rolled_back", lambda state, reply, config, layout: state)
+    monkeypatch.setattr(Pair, "rollback", lambda self, memory, frame, layout: memory)
     missing, largest, _ = account(codec)
     assert np.abs(missing).max() > 100 * 3 * ROUNDS * 2.0**-24 * largest
 
@@ -220,7 +222,7 @@ def test_the_model_is_the_mean_of_what_was_delivered(codec: Codec) -> None:
         reply = honest(msg, context)
         if not reply.has_error():
             round_ = int(next(iter(msg.content.config_records.values()))["server-round"])
-            frame = take_frame(reply.content, UPDATE)
+            frame = sent_frame(reply.content)
             # A message that arrives twice is answered with the same bytes, by memory or by the key's randomness.
             assert made.setdefault((round_, int(context.node_config["partition-id"])), frame) == frame
         return reply

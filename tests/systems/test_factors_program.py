@@ -218,7 +218,7 @@ def test_what_goes_down_is_the_factors_of_those_in_the_sum() -> None:
         for other in (np.frombuffer(seen[number - 1].model, np.float32), whole.model):
             assert np.linalg.norm(here.model - other) <= 1e-6 * np.linalg.norm(other)
         assert DOWN.figures(made_here.frame, here.layout)["rows of 2.weight"] == sum(SIZES)
-    (kept,) = strategy.announcer.broadcast._steps
+    (kept,) = strategy.down.broadcast._steps
     pairs = zip(*(DOWN.open(frame, here.layout).tensors for frame in (kept.frame, steps[0])), strict=True)
     for theirs, ours in pairs:
         assert theirs.shape == ours.shape
