@@ -294,7 +294,7 @@ def test_a_node_answers_for_its_last_frame_alone() -> None:
     assert answer.say == Part(0, count)
     assert answer.sent == system.codec.encode(update, {}, me.key)[0]
     parts = [system.client(memory, Ask(0, "query", Fetch(n)), me)[1].frames["part"] for n in range(1, count)]
-    assert sum(len(wire.decode(part)) for part in (answer.frames["part"], *parts)) == len(here.layout.tensors)
+    assert sum(len(wire.decode(part)) for part in (answer.frames["values"], *parts)) == len(here.layout.tensors)
     for other, ask in ((me, Fetch(count)), (replace(me, number=6), Fetch(1))):
         with pytest.raises(FedcompError, match="has no part"):
             system.client(memory, Ask(0, "query", ask), other)
