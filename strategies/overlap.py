@@ -174,7 +174,7 @@ def _load(owner: Overlapping, state: Any) -> None:
         x = replace(server._opened(each.number, arrays, [s.message for s in sent]), version=each.version)
         seen = server._now(x, x.vector if np.array_equal(each.start, x.vector) else each.start)
         program = server.system.round(seen)
-        exchange = Exchange({ask.node: ask for ask in next(program)}, sent)
+        exchange = Exchange({ask.node: ask for ask in next(program)} if sent else {}, sent)
         owner.flights.append(Flight(x, seen, program, exchange, each.step, each.began, each.deadline, list(sent)))
 
 
@@ -308,7 +308,8 @@ class Overlapping(ExchangeStrategy, Stateful):
         self._seen, self._shown, self._config = view.shown, arrays, dict(config)
         x, seen = server._ask(server_round, arrays, messages)
         program = server.system.round(seen)
-        exchange = server._send(x, seen, next(program))
+        # Nobody asked: what the program makes of that is found when it is this round's turn.
+        exchange = server._send(x, seen, next(program)) if messages else Exchange({}, [])
         sent, began, limit = exchange.sent, now(grid), self.timeout
         if self.deadline is not None:
             limit = self.deadline.seconds([each.node for each in sent], self.timeout)
@@ -565,10 +566,11 @@ class PipelinedStrategy(Overlapping):
         return self._step(x, flight.now, step, ages, grid)
 
     def _land(self, flight: Flight, replies: list[Message]) -> Exchanges[Step | None]:
-        play = self.inner._play(flight.x, flight.now, flight.program, flight.exchange)
+        begun = flight.exchange if flight.exchange.sent else None
+        play = self.inner._play(flight.x, flight.now, flight.program, begun)
         try:
             messages = next(play)
-            if flight.exchange.sent:
+            if begun is not None:
                 # These are under way, or answered, since the round began.
                 messages = play.send(replies)
             while True:
