@@ -15,7 +15,7 @@ memory, and what becomes of updates that are too old, is derived here.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -180,22 +180,12 @@ def _load(owner: Overlapping, state: Any) -> None:
         start = x.vector if np.array_equal(each.start, x.vector) else each.start
         seen = server._now(x, partial(_same, start))
         program = server.system.round(seen)
-        exchange = Exchange({ask.node: ask for ask in next(program)}, sent)
+        exchange = Exchange({ask.node: ask for ask in next(program)} if sent else {}, sent)
         owner.flights.append(Flight(x, seen, program, exchange, each.step, each.began, each.deadline, list(sent)))
 
 
 class Overlapping(ExchangeStrategy, Stateful):
-    """Base of strategies whose exchanges overlap.
-
-    Parameters
-    ----------
-    inner : Strategy
-        A :class:`~fedcomp.strategies.server.Server`, or any strategy that one can stand around: its clients then send
-        whole models.
-    timeout : float
-        Seconds after which a message is given up.
-    deadline : Deadline, optional
-        Gives them up earlier, by the clients' own past times.
+    """Base of strategies whose exchanges overlap; ``inner`` is the server of the program, made where there is none.
 
     Attributes
     ----------
@@ -210,9 +200,9 @@ class Overlapping(ExchangeStrategy, Stateful):
     Raises
     ------
     ConfigError
-        For an inner strategy that Server cannot stand around, one with a loop of its own, and a private one: how
-        often a client takes part in what is released is not what its promise assumes. After the first step for a
-        system that keeps something from round to round, of which rounds in flight would not know.
+        For an inner strategy that no server can stand around, one with a loop of its own, and a private one: how often
+        a client takes part in what is released is not what its promise assumes. After the first step for a system that
+        keeps something from round to round, of which rounds in flight would not know.
     """
 
     STATE: ClassVar[Mapping[str, Any]] = {
@@ -303,19 +293,19 @@ class Overlapping(ExchangeStrategy, Stateful):
         server_round: int,
         arrays: ArrayRecord,
         config: ConfigRecord,
-        grid: Grid,
-        nodes: Callable[[], Iterable[int]],
+        view: NodesShown,
         among: Callable[[list[Message]], list[Message]],
     ) -> Exchanges[Flight]:
-        """Begin a round in which some of ``nodes()`` are asked; its messages are under way from now on."""
-        view, server = NodesShown(grid, nodes), self.inner
+        """Begin a round in which some of the nodes shown are asked; its messages are under way from now on."""
+        server = self.inner
         server.roster.meet(view)
         messages = among(list(server.inner.configure_train(server_round, arrays, config, view)))
         self._seen, self._shown, self._config = view.shown, arrays, dict(config)
         x, seen = server._ask(server_round, arrays, messages)
         program = server.system.round(seen)
-        exchange = server._send(x, seen, next(program))
-        sent, began, limit = exchange.sent, now(grid), self.timeout
+        # Nobody asked: what the program makes of that is found when it is this round's turn.
+        exchange = server._send(x, seen, next(program)) if messages else Exchange({}, [])
+        sent, began, limit = exchange.sent, now(view), self.timeout
         if self.deadline is not None:
             limit = self.deadline.seconds([each.node for each in sent], self.timeout)
         flight = Flight(x, seen, program, exchange, self.steps, began, began + limit, list(sent))
@@ -423,11 +413,6 @@ class PipelinedStrategy(Overlapping):
         is η times this one. Only where the inner strategy is a weighted mean.
     evaluate_every : int
         Clients evaluate after every so many rounds, for which the pipe is drained; 0: never.
-
-    Raises
-    ------
-    ConfigError
-        For values that do not fit.
 
     Notes
     -----
@@ -542,8 +527,8 @@ class PipelinedStrategy(Overlapping):
                 least,
                 self.width,
             )
-        nodes = lambda: self._turn(server_round, grid)  # noqa: E731
-        return (yield from self._launch(server_round, arrays, config, grid, nodes, choose))
+        view = NodesShown(grid, lambda: self._turn(server_round, grid))
+        return (yield from self._launch(server_round, arrays, config, view, choose))
 
     def _turn(self, server_round: int, grid: Grid) -> list[int]:
         """Return the nodes whose turn it is; newcomers join the cohort that has fewest nodes online."""
@@ -571,22 +556,18 @@ class PipelinedStrategy(Overlapping):
         return self._step(x, flight.now, step, ages, grid)
 
     def _land(self, flight: Flight, replies: list[Message]) -> Exchanges[Step | None]:
-        play = self.inner._play(flight.x, flight.now, flight.program, flight.exchange)
+        begun = flight.exchange if flight.exchange.sent else None
+        play = self.inner._play(flight.x, flight.now, flight.program, begun)
         try:
             messages = next(play)
-            if flight.exchange.sent:
+            if begun is not None:
                 # These are under way, or answered, since the round began.
                 messages = play.send(replies)
             while True:
-                messages = play.send((yield Push(_listed(messages), self.timeout)))
+                messages = play.send((yield Push(messages, self.timeout)))
         except StopIteration as end:
             step: Step | None = end.value
             return step
-
-
-def _listed(messages: Iterable[Message] | Send | Await) -> list[Message]:
-    assert isinstance(messages, list)
-    return messages
 
 
 def _compensate(step: Step, x: Running, then: Now, strength: float) -> None:
@@ -764,7 +745,7 @@ class Buffered(Overlapping):
 
         # Flower's line would tell of all nodes, of which one or two are asked.
         with unsampled():
-            yield from self._launch(server_round, arrays, config, grid, grid.get_node_ids, draw)
+            yield from self._launch(server_round, arrays, config, NodesShown(grid, grid.get_node_ids), draw)
 
     def _aged(self, flight: Flight, sent: SentMessage, reply: Message) -> Message:
         """Return a reply, or in place of one that is too old what stands for it."""
@@ -806,13 +787,11 @@ class Buffered(Overlapping):
             {node: Origin(flight.now.number, flight.now.model) for node, flight in flights.items()},
             scales={node: self.server_lr * weigh(ages[x.addresses[node]]) for node in answers},
         )
-        program, step = server.system.round(seen), None
+        program = server.system.round(seen)
         next(program)
         try:
             program.send([answers[node] for node in sorted(answers)])
         except StopIteration as end:
-            step = end.value
-        else:
-            raise ConfigError(f"{server.system!r} asks twice in a round, which a buffer has no place for")
-        came = {address for address, (_, _, reply) in filled.items() if reply is not None}
-        return self._step(x, seen, step, {address: ages[address] for address in came}, grid)
+            came = {address: ages[address] for address, (_, _, reply) in filled.items() if reply is not None}
+            return self._step(x, seen, end.value, came, grid)
+        raise ConfigError(f"{server.system!r} asks twice in a round, which a buffer has no place for")
