@@ -48,7 +48,8 @@ from fedcomp.strategies.deadlines import Deadline
 from fedcomp.strategies.means import MEANS, is_mean
 from fedcomp.strategies.private.flower_dp import promises
 from fedcomp.strategies.replies import SentMessage
-from fedcomp.strategies.server import Exchange, Running, Server
+from fedcomp.strategies.running import Exchange, Running, Start
+from fedcomp.strategies.server import Server
 from fedcomp.strategies.wrapping import require_inner
 from fedcomp.systems.pair import Pair
 
@@ -168,6 +169,10 @@ def _same(vector: Vector) -> Vector:
     return vector
 
 
+def _start_of(x: Running) -> Vector:
+    return x.start.vector
+
+
 def _load(owner: Overlapping, state: Any) -> None:
     owner.flights, server = [], owner.inner
     for each in from_plain(list[SavedFlight], state, "flights"):
@@ -176,9 +181,10 @@ def _load(owner: Overlapping, state: Any) -> None:
             message = Message(RecordDict({each.record: arrays}), node, kind)
             set_message_id(message, message_id)
             sent.append(SentMessage(message, node, each.sequence))
-        x = replace(server._opened(each.number, arrays, [s.message for s in sent]), version=each.version)
-        start = x.vector if np.array_equal(each.start, x.vector) else each.start
-        seen = server._now(x, partial(_same, start))
+        x = server._opened(each.number, arrays, [s.message for s in sent])
+        start = Start(x.layout, x.model, None if np.array_equal(each.start, x.vector) else partial(_same, each.start))
+        x = replace(x, version=each.version, start=start)
+        seen = server._now(x, partial(_start_of, x))
         program = server.system.round(seen)
         exchange = Exchange({ask.node: ask for ask in next(program)} if sent else {}, sent)
         owner.flights.append(Flight(x, seen, program, exchange, each.step, each.began, each.deadline, list(sent)))
@@ -771,6 +777,7 @@ class Buffered(Overlapping):
         x = server._opened(
             server_round, arrays, [Message(RecordDict({record: arrays}), node, kind) for node, kind in kinds.items()]
         )
+        x.origins.update({node: filled[address][0].x.start for node, address in x.addresses.items()})
         answers: dict[int, Answer] = {}
         asked = {node: filled[address][0] for node, address in x.addresses.items()}
         sent = [filled[address][1] for address in x.addresses.values()]

@@ -211,6 +211,8 @@ class Running:
         self.base[declared], self.addresses[declared] = self.base.pop(node), self.addresses.pop(node)
         if node in self.own:
             self.own[declared] = self.own.pop(node)
+        if node in self.origins:
+            self.origins[declared] = self.origins.pop(node)
 
     def seen(self, node: int, codec: Codec, came: Bundle | Vector, start: Callable[[], Vector]) -> None:
         """Note what was verified of a node: a lossless codec's frames hold models, of which the change counts."""
