@@ -534,7 +534,7 @@ class Server(ExchangeStrategy, Stateful):
             x.trained[node] = trained
             x.exact_bytes[node] = len(asks.data_in(content, EXACT).get("", b""))
             if self.broadcast is not None:
-                self._note_version(peer, head.version)
+                self._note_version(peer, head.version, sent)
         self._note_state(x.report, sent, head)
         peer.take(digest_of(blob) for blob in ask.blobs.values())
         peer.take(digest_of(frames[name]) for name in self.system.SHARED if name in frames)
@@ -574,12 +574,13 @@ class Server(ExchangeStrategy, Stateful):
         if head.remark:
             report.remarks[sent.node] = shorten(head.remark)
 
-    def _note_version(self, peer: Peer, version: int) -> None:
-        """Note which model a node says it holds, and the blobs that follow from its steps."""
+    def _note_version(self, peer: Peer, version: int, sent: SentMessage) -> None:
+        """Note which model a node says it holds, and the blobs that follow from the step that it was sent."""
         assert self.broadcast is not None
         # Only the current version is trusted; with a wrong one the node would get steps it cannot apply.
         peer.version = version if version == self.broadcast.version else 0
-        if peer.version in self.own_steps:
+        # From a whole model nothing follows.
+        if peer.version in self.own_steps and str(version) in asks.data_in(sent.message.content, STEP):
             peer.take(sorted(self.own_steps[peer.version].derived))
 
     def _agree(self, x: Running, answers: dict[int, Answer]) -> None:
@@ -885,7 +886,7 @@ class Server(ExchangeStrategy, Stateful):
                 weight_of(reply.content, key)
                 if self.broadcast is not None:
                     head = asks.find_answer(reply.content)
-                    self._note_version(peer, 0 if head is None else head.version)
+                    self._note_version(peer, 0 if head is None else head.version, each)
             except FedcompError as why:
                 refuse(each, reply, str(why))
                 continue
