@@ -12,7 +12,7 @@ is declared is worked out a second time by ``naive_codecs``. Where the tests of 
 7.1.3  here. What a receiver refuses: test_codec_protocol.py. Reported sizes of messages: flower/test_ledger.py
 7.1.4  here. Any n and chunk: test_chunk_top1.py::test_sends_the_largest_of_every_chunk
 7.1.5  test_sparsification_limits.py. In rounds: systems/test_contract.py::test_equals_its_reference
-7.1.6  test_sparsification_limits.py. Of one codec: test_scalecom.py::test_memory_is_beta_times_what_was_not_sent
+7.1.6  test_sparsification_limits.py
 7.1.7  test_sparsification_limits.py. Momentum at d = 1: test_dgc.py. N = 1 in rounds: systems/
        test_shared_support_program.py::test_one_client_is_plain_top_k. PowerSGD, which the number also names, is no
        codec here
