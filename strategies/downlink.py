@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from fedcomp.codecs import Codec
 from fedcomp.factors.collect import Captured
 from fedcomp.factors.outer import OuterProducts
-from fedcomp.flower.asks import OwnStep, digest_of
+from fedcomp.flower.asks import OwnStep, data_in, digest_of
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import BLOB, STEP
 from fedcomp.flower.records import to_record
@@ -22,6 +22,7 @@ from fedcomp.layout import DensityPolicy, Layout, Update, Vector
 from fedcomp.program import Given, Step, System
 from fedcomp.rng import Key
 from fedcomp.stateful import Stateful, nested, within_epoch
+from fedcomp.strategies.replies import SentMessage
 from fedcomp.strategies.roster import Peer
 from fedcomp.strategies.running import Start
 from fedcomp.versions import Broadcast, Summands
@@ -187,11 +188,12 @@ class Downlink(Stateful):
         last = self.own_steps.get(broadcast.version) if steps else None
         return fields, set() if last is None else last.derived
 
-    def held(self, peer: Peer, version: int, sent: int) -> None:
-        """Note which model a node says it holds, and the blobs that follow from its steps."""
+    def held(self, peer: Peer, version: int, sent: int, message: SentMessage) -> None:
+        """Note which model a node says it holds, and the blobs that follow from the step that it was sent."""
         # Only the version that it was sent is trusted; with a wrong one it would get steps it cannot apply.
         peer.version = version if version == sent else 0
-        if peer.version in self.own_steps:
+        # From a whole model nothing follows.
+        if peer.version in self.own_steps and str(version) in data_in(message.message.content, STEP):
             peer.take(sorted(self.own_steps[peer.version].derived))
 
     def renumber(self) -> None:

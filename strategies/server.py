@@ -509,7 +509,7 @@ class Server(ExchangeStrategy, Stateful):
             x.trained[node] = trained
             x.exact_bytes[node] = len(asks.data_in(content, EXACT).get("", b""))
         if ask.kind == "train" and self.down is not None:
-            self.down.held(peer, head.version, x.version)
+            self.down.held(peer, head.version, x.version, sent)
         self._note_state(x, sent, head)
         peer.take(digest_of(blob) for blob in ask.blobs.values())
         peer.take(digest_of(frames[name]) for name in self.system.SHARED if name in frames)
@@ -606,7 +606,7 @@ class Server(ExchangeStrategy, Stateful):
         x.trained[node].unsupported = "" if head is None else head.unsupported
         x.exact_bytes[node] = 0
         if self.down is not None:
-            self.down.held(self.roster.peer(sent.node), 0 if head is None else head.version, x.version)
+            self.down.held(self.roster.peer(sent.node), 0 if head is None else head.version, x.version, sent)
         x.payload[node] = payload_bytes(reply)
         return Answer(node, weight, update=update)
 
@@ -875,7 +875,7 @@ class Server(ExchangeStrategy, Stateful):
                 weight_of(reply.content, key)
                 if self.down is not None:
                     head = asks.find_answer(reply.content)
-                    self.down.held(peer, 0 if head is None else head.version, self.down.broadcast.version)
+                    self.down.held(peer, 0 if head is None else head.version, self.down.broadcast.version, each)
             except FedcompError as why:
                 refuse(each, reply, str(why))
                 continue

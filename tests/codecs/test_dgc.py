@@ -103,21 +103,6 @@ def test_the_published_lines(nesterov: bool, masking: bool) -> None:
         np.testing.assert_array_equal(state["momentum"], u)
 
 
-def test_conservation_without_momentum() -> None:
-    """Spec 7.1.1: with mu = 0 everything that was not sent is in v, also over lost frames."""
-    codec = DGC(0.02, momentum=0.0, warmup=3)
-    updates = gradients(15)
-    state, accepted = codec.init(LAYOUT), np.zeros(LAYOUT.size)
-    for t, g in enumerate(updates):
-        frame, state = codec.encode(Update(g, LAYOUT), state, KEY.at(round=1 + t))
-        if t % 3 == 1:
-            state = codec.rollback(state, frame, LAYOUT)
-        else:
-            accepted += codec.decode(frame, LAYOUT)
-    np.testing.assert_allclose(accepted + state["memory"], updates.sum(axis=0, dtype=np.float64), rtol=0, atol=1e-4)
-    assert np.abs(state["memory"]).max() > 1.0
-
-
 def test_the_warm_up_falls_as_published() -> None:
     """75, 93.75, 98.44, 99.6, 99.9 % left out in five rounds, and 99.9 % for good."""
     layout = Layout.flat(100_000)

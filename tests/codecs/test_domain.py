@@ -131,7 +131,7 @@ def test_a_rotation_keeps_lengths_and_depends_on_every_part_of_its_key(size: int
     np.testing.assert_allclose(turned, given, atol=1e-5 * np.abs(given).max())
 
 
-@pytest.mark.parametrize("clients", [2, 64])
+@pytest.mark.parametrize("clients", [2, 9])
 @pytest.mark.parametrize("transform", TRANSFORMS, ids=repr)
 @pytest.mark.parametrize("inner", [TopK(0.1), QSGD(3), RandomK(0.2), ErrorFeedback(TopK(0.1))], ids=repr)
 def test_a_round_goes_back_once_and_is_the_sum_in_float64(

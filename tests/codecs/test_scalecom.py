@@ -1,4 +1,5 @@
-"""ScaleCom's mathematics on vectors: conservation, the low-pass memory, linearity on one support, index blocks."""
+"""ScaleCom's mathematics on vectors: what waits, index blocks, names of supports. One support for all, its memory and
+conservation: test_sparsification_limits.py and test_sparsification_deterministic.py."""
 
 from __future__ import annotations
 
@@ -32,65 +33,6 @@ def clt_round(codec: ScaleCom, states: list, updates: list[Update], leader: int,
     done = [codec.send(w, supports, number, layout, KEY) for w in waiting]
     fixed = codec.on(supports, number)
     return [fixed.decode(frame, layout) for frame, _ in done], [state for _, state in done], supports
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("beta", [1.0, 0.3, 0.1])
-@pytest.mark.parametrize("selector", ["exact", "chunk"])
-def test_memory_is_beta_times_what_was_not_sent(beta: float, selector: str) -> None:
-    """Spec 7.1.1: sum of sent + m / beta == sum of g, elementwise, for every client."""
-    codec = ScaleCom(0.05, beta=beta, selector=selector)
-    clients, rounds = 3, 30
-    states = [codec.init(LAYOUT) for _ in range(clients)]
-    made, sent = np.zeros((clients, LAYOUT.size)), np.zeros((clients, LAYOUT.size))
-    for t in range(rounds):
-        updates = [gradient(c, t) for c in range(clients)]
-        decoded, states, _ = clt_round(codec, states, updates, t % clients)
-        made += [u.vector.astype(np.float64) for u in updates]
-        sent += np.asarray(decoded, np.float64)
-    scale = np.abs(made).max() * rounds * 2.0**-22
-    for c in range(clients):
-        np.testing.assert_allclose(sent[c] + states[c]["memory"] / beta, made[c], atol=scale / beta)
-    # The variant that zeroes the memory where something was sent breaks the identity for beta < 1.
-    wrong = states[0]["memory"].copy()
-    wrong[np.concatenate([i + s.start for i, s in _last_support(codec, states[0])])] = 0.0
-    broken = np.abs(sent[0] + wrong / beta - made[0]).max()
-    assert broken > 100 * scale / beta if beta < 1 else broken <= scale
-
-
-def _last_support(codec: ScaleCom, state: dict):
-    held = held_support(state)
-    assert held is not None
-    return zip(open_support(held[1], codec, LAYOUT), codec.leader.stretches(LAYOUT), strict=True)
-
-
-def test_sending_commutes_with_the_mean() -> None:
-    """Spec 7.1.5: mean of decoded == decoded mean of p on the same support."""
-    codec = ScaleCom(0.05)
-    updates = [gradient(c, 0) for c in range(4)]
-    decoded, _, supports = clt_round(codec, [codec.init(LAYOUT)] * 4, updates, 2)
-    mean = Update(np.mean([u.vector for u in updates], axis=0, dtype=np.float64).astype(np.float32), LAYOUT)
-    fixed = codec.on(supports, 1)
-    frame, _ = fixed.encode(mean, {}, KEY)
-    np.testing.assert_allclose(np.mean(decoded, axis=0), fixed.decode(frame, LAYOUT), rtol=1e-5, atol=1e-6)
-    union = np.any([d[: LAYOUT.compressed_size] != 0 for d in decoded], axis=0)
-    assert np.count_nonzero(union) == sum(s.size for s in supports)
-    own = [codec.choose(codec.begin(u, codec.init(LAYOUT), KEY), LAYOUT, KEY) for u in updates]
-    apart = len({(s, i) for supports in own for s, part in enumerate(supports) for i in part.tolist()})
-    assert apart > 2 * sum(s.size for s in supports), "every client its own top-k would pass for CLT-k"
-
-
-def test_only_the_leader_decides() -> None:
-    codec = ScaleCom(0.05)
-    states = [codec.init(LAYOUT)] * 3
-    updates = [gradient(c, 0) for c in range(3)]
-    _, _, first = clt_round(codec, states, updates, 1)
-    others = [gradient(9, 0), updates[1], Update(-100 * updates[2].vector, LAYOUT)]
-    _, _, second = clt_round(codec, states, others, 1)
-    for a, b in zip(first, second, strict=True):
-        np.testing.assert_array_equal(a, b)
-    _, _, third = clt_round(codec, states, others, 0)
-    assert any(not np.array_equal(a, b) for a, b in zip(first, third, strict=True))
 
 
 def test_average_case_of_a_support_that_misses() -> None:

@@ -5,23 +5,20 @@ is declared is worked out a second time by ``naive_codecs``. Where the tests of 
 
 =====  ===============================================================================================================
 7.1.1  here. Over messages with faults: strategies/test_sparsifiers_drop_in.py::test_nothing_is_lost and
-       ::test_nothing_is_lost_but_roundings, strategies/test_shared_support.py::test_conservation_under_faults. With
+       ::test_nothing_is_lost_but_roundings, systems/test_contract.py with systems/test_over_messages.py. With
        momentum: test_feedback.py::test_conservation_with_momentum
 7.1.2  here. Other k, any vector, guesses that mislead: kernels/test_select_topk.py. Bins, tails: kernels/test_bins.py,
        kernels/test_tails.py
 7.1.3  here. What a receiver refuses: test_codec_protocol.py. Reported sizes of messages: flower/test_ledger.py
 7.1.4  here. Any n and chunk: test_chunk_top1.py::test_sends_the_largest_of_every_chunk
-7.1.5  test_sparsification_limits.py. Over messages: strategies/test_shared_support.py
-       ::test_mean_of_decoded_has_k_values_whatever_the_number_of_clients,
-       ::test_the_leader_rotates_over_all_present_clients, ::test_a_followers_gradient_never_changes_the_support
-7.1.6  test_sparsification_limits.py. Over messages: strategies/test_shared_support.py
-       ::test_memory_on_the_support_keeps_its_share
-7.1.7  test_sparsification_limits.py. Momentum at d = 1: test_dgc.py. N = 1 over messages: strategies/
-       test_shared_support.py::test_one_client_is_plain_top_k. PowerSGD, which the number also names, is no codec here
+7.1.5  test_sparsification_limits.py. In rounds: systems/test_contract.py::test_equals_its_reference
+7.1.6  test_sparsification_limits.py
+7.1.7  test_sparsification_limits.py. Momentum at d = 1: test_dgc.py. N = 1 in rounds: systems/
+       test_shared_support_program.py::test_one_client_is_plain_top_k. PowerSGD, which the number also names, is no
+       codec here
 7.1.8  test_sparsification_limits.py. By hand: test_adacomp.py::test_one_per_bin_identity
-7.1.9  test_sparsification_limits.py. The tensor is named: test_codec_protocol.py
-       ::test_non_finite_update_is_refused_and_state_untouched. Sums that overflow: test_feedback.py, test_adacomp.py,
-       test_scalecom.py
+7.1.9  test_sparsification_limits.py. Zeros: test_codec_protocol.py::test_a_zero_update_is_a_valid_empty_frame. Sums
+       that overflow: test_feedback.py, test_adacomp.py, test_scalecom.py
 7.2    test_sparsification_statistical.py
 7.3    test_sparsification_convergence.py
 =====  ===============================================================================================================

@@ -361,7 +361,6 @@ def child(**variables: str) -> list[str]:
     ("variables", "tiers"),
     [
         # Tuples: the workers of a parallel run must give a test the same name, and sets have no order.
-        ({"NUMBA_CPU_NAME": "generic"}, ("swar",)),
         ({"NUMBA_CPU_FEATURES": ""}, ("swar",)),
         ({"NUMBA_DISABLE_JIT": "1"}, ("numpy",)),
         ({"NUMBA_ENABLE_AVX": "0"}, ("shuffle128", "neon", "swar")),

@@ -15,7 +15,7 @@ from fedcomp.experiments.program import main as fedcomp
 
 pytestmark = pytest.mark.engines
 
-APP = Path(__file__).parents[1] / "strategies" / "peers_app"
+APP = Path(__file__).parent / "peers_app"
 NODES = 4
 
 

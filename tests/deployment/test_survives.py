@@ -59,10 +59,10 @@ def in_the_round(deployment: Deployment, states: Path, kill: Callable[[], object
     deployment.resume(1)
 
 
-@pytest.mark.parametrize("victim", ["server app", "SuperLink"])
-def test_a_run_whose_server_is_killed_in_a_round_goes_on_to_the_same_bits(
-    victim: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_a_run_whose_superlink_is_killed_in_a_round_goes_on_to_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """Of a server app that is killed: the next test."""
     quicken(monkeypatch, *WARM)
     whole = engines.run(replace(SPEC, engine="inprocess"))
     checkpoint = tmp_path / "checkpoint"
@@ -75,10 +75,7 @@ def test_a_run_whose_server_is_killed_in_a_round_goes_on_to_the_same_bits(
             return super().__enter__()
 
     def kill() -> None:
-        if victim == "server app":
-            assert used[0].kill_server_app()
-        else:
-            os.kill(used[0].children[0].pid, signal.SIGKILL)
+        os.kill(used[0].children[0].pid, signal.SIGKILL)
 
     def on_round(record: RoundRecord) -> None:
         if record.round == KILLED - 1:

@@ -1,4 +1,8 @@
-"""Every compressed system gives the same arrays and the same bytes on Ray as in this process; some on a SuperLink."""
+"""On Ray and on a SuperLink systems give the same arrays and the same bytes as in this process.
+
+An engine carries messages and keeps clients' states; what systems do with these is in tests/systems and, for every row,
+in tests/golden. So there is one row here for each way in which messages and states differ.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from typing import Any
 import pytest
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
-from private_rows import NAMES, small
+from private_rows import small
 from quick_nodes import quicken
 
 from fedcomp.clients.app import app as client
@@ -30,22 +34,19 @@ SETTINGS = {"task.hidden": "32", "task.partition": "dirichlet:0.5", "max_steps":
 EARLY = ["gradient-code"]
 """Systems that stop at the first answers that are enough: whose these are, and so the bytes, depends on the engine."""
 
-APART = ("identity", *EARLY, *(name for name, system in SYSTEMS.items() if system.needs))
-COMPRESSED = [name for name, system in SYSTEMS.items() if system.defaults and name not in APART and not system.private]
-PRIVATE = [name for name in NAMES if name != "datalens"]
-DEPLOYED = ["adacomp", "scalecom", "power-sgd", "gradiveq", "lgc", "forward"]
+ROWS = ["adacomp", "scalecom", "power-sgd", "lgc"]
+"""One exchange and a memory; two exchanges, an update that waits and a support that all are sent; a basis that follows
+from steps; an autoencoder that is trained on the server and kept by nodes."""
+
+PRIVATE = ["topagg", "record-dp"]
+"""A budget that ends the run, and ledgers of the nodes' own."""
+
+DEPLOYED = ["scalecom", "lgc"]
 PHASES: dict[str, tuple[int, dict[str, Any]]] = {
-    "gradiveq": (5, {"sampling": 3, "compression": 2, "codec.width": 64}),
     "lgc": (5, {"warmup_rounds": 1, "training_rounds": 2, "codec.raw": 0, "codec.density": 0.1}),
 }
 """Rounds and settings of systems whose first rounds are all alike: the last two of these are in the fitted basis, and
 send latents."""
-
-SEEN = {
-    "dad": {"codec.mode": "dad"},
-    "edad": {"codec.mode": "edad", "codec.chain": "layers.0.weight:relu,layers.1.weight"},
-}
-"""Modes of the system "factors" in which the server sees single examples; its default one is among the others."""
 
 DEPLOYED_PRIVATE = "topagg"
 BUDGETS = {"topagg": 2.5}
@@ -55,12 +56,10 @@ PAID_BY_NODES = [name for name in PRIVATE if name == "record-dp"]
 APP = Path(__file__).parent / "several_app"
 GOSSIP = {
     "sparse-push": {"topology": "one-peer", "skew_rounds": "auto", "momentum": 0.9},
-    "choco": {"topology": "complete", "compressor": "randomk", "compressor.density": 0.1},
     "dyna-cold": {"dtype": "float64", "batch_size": 0},
-    "power-gossip": {"dense_below": 0},
 }
-"""Of the systems with a graph, those whose messages and states differ most. In this process all of them have the bits
-of the run without messages (test_gossip_systems.py)."""
+"""Of the systems with a graph, two whose messages and states differ most. In this process all of them have the bits of
+the run without messages (test_gossip_systems.py)."""
 
 
 def spec(name: str, engine: str = "inprocess", clients: int = 2) -> RunSpec:
@@ -68,9 +67,10 @@ def spec(name: str, engine: str = "inprocess", clients: int = 2) -> RunSpec:
     return RunSpec(name, rounds=rounds, clients=clients, seed=3, engine=engine, settings={**SETTINGS, **own})
 
 
-def seen(mode: str, engine: str = "inprocess") -> RunSpec:
+def edad(engine: str = "inprocess") -> RunSpec:
     """One batch a round: captured in torch on the node, in a process of its own, and put together on the server."""
-    settings = {**SETTINGS, **SEEN[mode], "codec.i_know_inputs_are_visible": True, "max_steps": 1, "batch_size": 8}
+    settings = {**SETTINGS, "codec.mode": "edad", "codec.chain": "layers.0.weight:relu,layers.1.weight"}
+    settings |= {"codec.i_know_inputs_are_visible": True, "max_steps": 1, "batch_size": 8}
     return RunSpec("factors", rounds=2, clients=2, seed=3, engine=engine, settings=settings)
 
 
@@ -130,7 +130,7 @@ def ledgers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def on_ray(ledgers: Path) -> dict[str, RunResult]:
-    """All systems one after the other on one simulation: its start costs more than all of them."""
+    """All of them one after the other on one simulation: its start costs more."""
     results: dict[str, RunResult] = {}
     build = ray.server_app.build
 
@@ -139,10 +139,9 @@ def on_ray(ledgers: Path) -> dict[str, RunResult]:
 
         @app.main()
         def main(grid: Grid, context: Context) -> None:
-            for name in ("fedavg", *COMPRESSED[1:], *EARLY):
+            for name in ("fedavg", *ROWS[1:], *EARLY):
                 results[name] = serve(spec(name, "ray"), grid)
-            for mode in SEEN:
-                results[mode] = serve(seen(mode, "ray"), grid)
+            results["edad"] = serve(edad("ray"), grid)
             results["still"] = serve(still("ray"), grid)
             for name in GOSSIP:
                 results[name] = serve(gossip(name, "ray"), grid)
@@ -161,12 +160,12 @@ def on_ray(ledgers: Path) -> dict[str, RunResult]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ray.server_app, "build", preceded)
-        results[COMPRESSED[0]] = engines.run(spec(COMPRESSED[0], "ray"))
+        results[ROWS[0]] = engines.run(spec(ROWS[0], "ray"))
     return results
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["fedavg", COMPRESSED[0]])
+@pytest.mark.parametrize("name", ["fedavg", ROWS[0]])
 def test_messages_on_ray_are_as_long_as_in_this_process(name: str, on_ray: dict[str, RunResult]) -> None:
     here, there = engines.run(spec(name)), on_ray[name]
     assert there.spec == spec(name, "ray")
@@ -176,7 +175,7 @@ def test_messages_on_ray_are_as_long_as_in_this_process(name: str, on_ray: dict[
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", COMPRESSED)
+@pytest.mark.parametrize("name", ROWS)
 def test_ray_gives_the_same_bits(name: str, on_ray: dict[str, RunResult]) -> None:
     here = engines.run(spec(name))
     same(here, on_ray[name])
@@ -185,20 +184,17 @@ def test_ray_gives_the_same_bits(name: str, on_ray: dict[str, RunResult]) -> Non
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("engine", "name"), [("ray", "still"), ("superlink", "conditional")])
-def test_nodes_are_quiet_in_the_same_rounds(engine: str, name: str, request: pytest.FixtureRequest) -> None:
-    there: RunResult = request.getfixturevalue({"ray": "on_ray", "superlink": "deployed"}[engine])[name]
-    here = engines.run(still())
+def test_nodes_are_quiet_in_the_same_rounds(on_ray: dict[str, RunResult]) -> None:
+    here, there = engines.run(still()), on_ray["still"]
     same(here, there)
     # Nothing was better than the first loss for 60 models; the next round is the first in which the query says so.
     assert [r.metrics["conditional.quiet"] for r in there.rounds[1:]] == [0] * 61 + [2]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mode", SEEN)
-def test_factors_of_single_examples_give_the_same_bits_on_ray(mode: str, on_ray: dict[str, RunResult]) -> None:
-    here = engines.run(seen(mode))
-    same(here, on_ray[mode])
+def test_factors_of_single_examples_give_the_same_bits_on_ray(on_ray: dict[str, RunResult]) -> None:
+    here = engines.run(edad())
+    same(here, on_ray["edad"])
     # Rows of batches, so that it was factors that travelled, and no whole matrix.
     assert here.final.metrics["report.frames.rows of layers.0.weight"] == 8
     assert here.rounds[0].loss != here.final.loss
@@ -269,8 +265,7 @@ def test_whoever_answers_first_on_ray_gives_the_same_bits(name: str, on_ray: dic
 @pytest.fixture(scope="module")
 def deployed(tmp_path_factory: pytest.TempPathFactory, ledgers: Path) -> dict[str, RunResult]:
     """Systems one after the other in one run: each message costs a process, the start of a run five of them."""
-    asked = [*(spec(name, "superlink") for name in DEPLOYED), linear("superlink"), seen("edad", "superlink")]
-    asked += [still("superlink")]
+    asked = [*(spec(name, "superlink") for name in DEPLOYED), linear("superlink"), edad("superlink")]
     asked += [small(DEPLOYED_PRIVATE, engine="superlink", clients=2, budget=BUDGETS[DEPLOYED_PRIVATE])]
     # Last: whoever was not waited for is busy with it for a while.
     asked += [spec(name, "superlink") for name in EARLY]
@@ -299,14 +294,14 @@ def test_whoever_answers_first_in_a_deployment_gives_the_same_bits(name: str, de
 def test_a_deployment_gives_the_same_bits_where_the_server_finishes_back_propagation(
     deployed: dict[str, RunResult],
 ) -> None:
-    same(engines.run(seen("edad")), deployed["factors"])
+    same(engines.run(edad()), deployed["factors"])
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", DEPLOYED)
 def test_a_deployment_gives_the_same_bits(name: str, deployed: dict[str, RunResult]) -> None:
-    """AdaComp's memory, ScaleCom's waiting update, bases of PowerSGD and GradiVeQ, weights of LGC: all go through a
-    SuperNode's own state, a process per message."""
+    """A memory, an update that waits and weights of an autoencoder go through a SuperNode's own state, a process per
+    message."""
     there = deployed[name]
     same(engines.run(spec(name)), there)
     remembers = SYSTEMS[name].build(SYSTEMS[name].resolve({}), 0).codec.remembers

@@ -14,7 +14,7 @@ from message_examples import CONFLICTS, EXAMPLES, content_of, damages, taken, wh
 
 from fedcomp.flower._private import adopt_identity, content_from_bytes, content_to_bytes
 from fedcomp.flower.payload import PayloadError
-from fedcomp.flower.schema import Document, Field, Frames, OtherVersion, Schema, SchemaError
+from fedcomp.flower.schema import Document, Frames, OtherVersion, Schema, SchemaError
 from fedcomp.rules import Int, Many, Real, Text
 
 GOLDEN = json.loads(Path(__file__).with_name("messages.json").read_text())
@@ -58,21 +58,19 @@ def test_a_message_of_a_former_version_is_known_as_one(name: str) -> None:
     assert refused.value.version == 1
 
 
-FIELDS = [pytest.param(name, entry, id=f"{name} {entry.name}") for name, m in EXAMPLES.items() for entry in m.entries()]
-
-
-@pytest.mark.parametrize(("name", "entry"), FIELDS)
-def test_a_damaged_field_is_refused_by_its_name(name: str, entry: Field) -> None:
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_damaged_field_is_refused_by_its_name(name: str) -> None:
     message = EXAMPLES[name]
-    tried = 0
-    for what, content in damages(message, entry):
-        with pytest.raises(PayloadError) as refused:
-            print(f"{what}: {taken(type(message), content)}")
-        assert entry.name in str(refused.value), what
-        # It travels back to the sender, and is logged.
-        assert len(str(refused.value)) < 400, what
-        tried += 1
-    assert tried > 1
+    for entry in message.entries():
+        tried = 0
+        for what, content in damages(message, entry):
+            with pytest.raises(PayloadError) as refused:
+                print(f"{entry.name}, {what}: {taken(type(message), content)}")
+            assert entry.name in str(refused.value), what
+            # It travels back to the sender, and is logged.
+            assert len(str(refused.value)) < 400, what
+            tried += 1
+        assert tried > 1, entry.name
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

@@ -128,8 +128,8 @@ def test_the_factors_of_all_clients_go_down_where_they_are_shorter(monkeypatch: 
     strategy = LayerByLayer(pair(downlink=Factors(mode="dad", **KNOWN)))
     found = run(strategy, rounds=3)
     assert np.linalg.norm(found - whole) <= 1e-6 * np.linalg.norm(whole)
-    assert strategy.broadcast is not None
-    last = wire.decode(strategy.broadcast._steps[-1].frame)
+    assert strategy.down is not None
+    last = wire.decode(strategy.down.broadcast._steps[-1].frame)
     # The first layer's matrix and bias come first; of the second one the rows of all clients.
     assert last.tensors[2].shape == (sum(SIZES), 270)
 

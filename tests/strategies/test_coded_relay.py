@@ -168,7 +168,7 @@ def test_four_lost_of_ten_skips_the_round_and_leaves_the_model_as_it_was() -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("codec", CODECS, ids=repr)
+@pytest.mark.parametrize("codec", CODECS[::4], ids=repr)
 def test_every_codec_rides_in_the_shards(codec) -> None:
     """Frames of every kind and length, two rounds, a client that vanishes after sharing in each of them."""
     strategy = CodedFedAvg(Compressed(fedavg(), codec), code="mds", symbols=2, seal=False)
@@ -402,7 +402,9 @@ def test_a_client_that_says_it_failed_is_not_counted_although_its_shards_are_the
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("transport", "broken"), [("hub", False), ("peers", False), ("peers", True)])
+@pytest.mark.parametrize(
+    ("transport", "broken"), [("hub", False), pytest.param("peers", False, marks=pytest.mark.long), ("peers", True)]
+)
 @pytest.mark.parametrize("error_state", ["discard", pytest.param("keep", marks=pytest.mark.long)])
 def test_conservation_with_clients_that_vanish_before_and_after_sharing(
     transport: str, broken: bool, error_state: str, monkeypatch

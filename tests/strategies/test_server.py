@@ -19,14 +19,14 @@ from toy import client_app, model, stack, update
 from fedcomp.clients import memory as kept
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.programs import programs
-from fedcomp.codecs import QSGD, Codec, ErrorFeedback, Identity, PowerSGD, ScaleCom, SignSGD, TopK
-from fedcomp.errors import ConfigError, NoUsableReply
+from fedcomp.codecs import QSGD, Codec, ErrorFeedback, GradiVeQ, Identity, PowerSGD, ScaleCom, SignSGD, TopK
+from fedcomp.errors import ConfigError, NoUsableReply, StateError
 from fedcomp.flower import asks, checkpoint
 from fedcomp.flower.faults import Delivery, RandomFaults
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
-from fedcomp.flower.payload import FRAME, NODE_RECORD
+from fedcomp.flower.payload import FRAME, NODE_RECORD, put_frame, take_frame
 from fedcomp.flower.records import to_arrays, to_record
 from fedcomp.flower.rounds import drive, exchanges_of, fit
 from fedcomp.layout import NONE_DENSE, Layout
@@ -219,6 +219,8 @@ def test_a_run_that_goes_on_elsewhere_ends_the_same(which: str, restart: bool, t
     assert bits(play(second, grid, start_round=3, arrays=held.arrays)) == bits(expected)
     if not restart:
         assert second.reports == whole.reports
+    with pytest.raises(StateError, match="resume with the same"):
+        Server(Pair(ErrorFeedback(TopK(0.5))), FedAvg(**QUIET)).load_state_dict(second.state_dict())
 
 
 # Nobody is believed beyond the rules.
@@ -379,7 +381,19 @@ def forget_all(grid: MeteredGrid, prefix: str) -> list[str]:
     return lost
 
 
-def test_a_node_that_lost_its_blobs_is_asked_once_more_in_the_same_round() -> None:
+def damage_all(grid: MeteredGrid, prefix: str) -> list[str]:
+    """Let the first node read other bytes under names that begin so; return the names."""
+    node = grid.inner.node(0)
+    context = node.context()
+    found = [key for key in context.state if key.startswith(prefix)]
+    for key in found:
+        put_frame(context.state, key, take_frame(context.state, key)[:-1] + b"?")
+    node.commit(context)
+    return found
+
+
+@pytest.mark.parametrize("spoil", [forget_all, damage_all])
+def test_a_node_that_lost_its_blobs_is_asked_once_more_in_the_same_round(spoil: Callable[..., list[str]]) -> None:
     """It holds the model, since it has evaluated it, and the basis follows from the last step."""
 
     def make() -> Server:
@@ -390,11 +404,30 @@ def test_a_node_that_lost_its_blobs_is_asked_once_more_in_the_same_round() -> No
 
     def forget(number: int, arrays: ArrayRecord, outcome: Any) -> None:
         if number == 2:
-            forgetting.extend(forget_all(grid, kept.BLOB))
+            forgetting.extend(spoil(grid, kept.BLOB))
 
     assert bits(play(server, grid, on_round=forget)) == bits(play(make(), grid_of()))
     assert forgetting
     assert all(report.used == NODES and not report.refused for report in server.reports.values())
+
+
+def test_of_a_whole_model_no_node_is_believed_to_know_what_follows_from_the_step_to_it() -> None:
+    """A dense step and another are longer than the model: a node whose answers were lost evaluates the whole one, and
+    the basis comes with the next message, not after a refusal."""
+
+    asked: list[str] = []
+
+    def fault(delivery: Delivery) -> str | None:
+        if delivery.partition != 1:
+            return None
+        asked.extend([delivery.message_type] if delivery.round == 4 else [])
+        return "lost_reply" if delivery.round == 2 or (delivery.round, delivery.message_type) == (3, "train") else None
+
+    system = SharedBasis(PowerSGD(rank=2), warmup_rounds=2)
+    server = Server(system, FedAvg(**ONE), downlink=system.codec)
+    play(server, grid_of(fault=fault), 4)
+    assert asked == ["train", "evaluate"]
+    assert server.reports[4].used == NODES
 
 
 def test_a_model_that_somebody_changed_goes_down_whole_and_steps_go_on() -> None:
@@ -429,10 +462,10 @@ def test_an_open_round_keeps_what_its_clients_train_from_while_the_reference_mov
         arrays = play(server, grid, 3)
         asked = list(server.configure_train(4, arrays, ConfigRecord(), grid))
         replies = list(grid.send_and_receive(asked, timeout=9))
-        before = server.broadcast.reference.copy()
+        before = server.down.broadcast.reference.copy()
         if overtaken:
             assert server.configure_evaluate(4, model(3.0), ConfigRecord(), grid)
-        moved = not np.array_equal(before, server.broadcast.reference)
+        moved = not np.array_equal(before, server.down.broadcast.reference)
         made, _ = server.aggregate_train(4, replies)
         assert made is not None
         return bits(made), moved
@@ -450,6 +483,9 @@ def test_what_does_not_fit_is_refused_with_reason() -> None:
         Server(SharedSupport(ScaleCom(0.05)), FedMedian())
     with pytest.raises(ConfigError, match="makes steps, which are changes"):
         Server(SharedSupport(ScaleCom(0.05)), FedAvg(), downlink=Identity())
+    for codec in (ScaleCom(0.1), PowerSGD(), GradiVeQ()):
+        with pytest.raises(ConfigError, match="2 exchanges"):
+            Compressed(FedAvg(), codec)
     with pytest.raises(ConfigError, match="expected a Flower Strategy instance"):
         Server(Pair(SPARSE), FedAvg)  # type: ignore[arg-type]
     server = Server(Pair(SPARSE), FedAvg(**QUIET))

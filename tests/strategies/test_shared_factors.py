@@ -85,7 +85,7 @@ def pooled(rounds: int, clients: int = 3) -> np.ndarray:
     return stack(record_of(model))
 
 
-def run(strategy: Strategy, *, rounds: int = 8, client_app: ClientApp | None = None, **options) -> np.ndarray:
+def run(strategy: Strategy, *, rounds: int = 3, client_app: ClientApp | None = None, **options) -> np.ndarray:
     grid = InProcessGrid(client_app or app(), 3, seed=4, **options)
     metered = MeteredGrid(grid, TrafficLedger())
     result = strategy.start(metered, record_of(network()), num_rounds=rounds, timeout=9)
@@ -106,10 +106,10 @@ def pair(inner: Strategy | None = None, mode: str = "dad", **options) -> Compres
 @pytest.mark.parametrize("mode", ["dad", "edad", "rank"])
 def test_2_rounds_are_steps_of_sgd_on_all_batches_together(mode: str) -> None:
     """Plain SGD, in which a wrong scale shows; batches of unequal sizes."""
-    expected = pooled(8)
+    expected = pooled(3)
     found = run(strategy := pair(mode=mode))
     assert np.linalg.norm(found - expected) <= 1e-5 * np.linalg.norm(expected)
-    report = strategy.reports[8]
+    report = strategy.reports[3]
     assert report.compressed == 3
     assert not report.remarks
     assert not report.unsupported
@@ -117,7 +117,7 @@ def test_2_rounds_are_steps_of_sgd_on_all_batches_together(mode: str) -> None:
 
 
 def test_2_weights_that_are_not_the_numbers_of_examples_are_another_training() -> None:
-    expected = pooled(8)
+    expected = pooled(3)
     even = pair(fedavg(fraction_evaluate=0.0, weighted_by_key="one"))
 
     def alike(msg: Message, context: Context, call_next: Callable) -> Message:
@@ -147,7 +147,7 @@ def test_a_round_is_a_pooled_step_of_those_that_answered() -> None:
 @pytest.mark.parametrize("mode", ["dad", "edad"])
 def test_a_client_that_has_not_agreed_shows_nothing(mode: str) -> None:
     found = run(strategy := pair(mode=mode), client_app=app(visible=False))
-    expected = pooled(8)
+    expected = pooled(3)
     assert np.linalg.norm(found - expected) <= 1e-5 * np.linalg.norm(expected)
     report = strategy.reports[1]
     assert report.plain == 3
@@ -313,7 +313,7 @@ def test_a_bias_that_is_frozen_stays_where_it_is(mode: str) -> None:
     found = run(strategy, client_app=frozen)
     start = 30 * 40 + 30 + 24 * 30
     np.testing.assert_array_equal(found[start : start + 24], network()[2].bias.detach().numpy())
-    assert strategy.reports[8].used == 3
+    assert strategy.reports[3].used == 3
 
 
 def test_the_ranks_of_rounds_are_in_the_report() -> None:

@@ -9,7 +9,7 @@ from unittest import mock
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord
-from toy import SHAPES, client_app, update
+from toy import SHAPES, client_app, fingerprint, update
 
 from fedcomp import versions
 from fedcomp.clients.memory import MEMORY
@@ -83,16 +83,19 @@ class Seen:
 
 
 class _Heard(GridWrapper):
-    """Keeps the frames in replies, by partition and name."""
+    """Keeps the frames in replies, by partition and name, and of which models clients say that they have them."""
 
     def __init__(self, inner: Any, partitions: Mapping[int, int]) -> None:
         super().__init__(inner)
         self.partitions = partitions
         self.frames: dict[tuple[int, str], bytes] = {}
+        self.models: set[float] = set()
 
     def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
         replies = list(super().send_and_receive(messages, timeout=timeout))
         for reply in replies:
+            metrics = {} if reply.has_error() else reply.content.metric_records.get("metrics", {})
+            self.models |= {metrics["seen"]} if "seen" in metrics else set()
             for key, frame in {} if reply.has_error() else frames(reply.content).items():
                 if key.startswith(FRAME):
                     node = self.partitions[reply.metadata.src_node_id]
@@ -114,7 +117,7 @@ def product(
     present: Sequence[Sequence[int]],
     toy: Toy = TOY,
 ) -> list[Seen]:
-    """Run a strategy; ``present`` says who takes part in each round."""
+    """Run a strategy; ``present`` says who takes part in each round. Clients train and evaluate on its own models."""
 
     def plan(delivery: Delivery) -> Any:
         kind = delivery.message_type.partition(".")[0]
@@ -135,13 +138,12 @@ def product(
     strategy.roster.declared |= {node: p for p, node in node_of.items()}
     for number in range(1, rounds + 1):
         taking = [node_of[p] for p in present[number - 1]]
-        heard.frames, grid.round = {}, number
+        heard.frames, heard.models, grid.round = {}, {fingerprint(arrays)}, number
         down.clear()
-        with (
-            mock.patch.object(CohortSettings, "draw", lambda self, *args, taking=taking: list(taking)),
-            mock.patch.object(versions.Broadcast, "push", pushed),
-        ):
+        drawn = mock.patch.object(CohortSettings, "draw", lambda self, *args, taking=taking: list(taking))
+        with drawn, mock.patch.object(versions.Broadcast, "push", pushed):
             new, metrics = drive(strategy.round(number, arrays, ConfigRecord(), heard), heard, timeout=9)
+        assert heard.models == {fingerprint(arrays)}
         arrays = arrays if new is None else new
         memories = {}
         for p, node in node_of.items():
@@ -150,6 +152,10 @@ def product(
                 memories[p] = _bytes({k: a.numpy() for k, a in state[MEMORY].items()})
         vector = toy.layout.flatten({name: array.numpy() for name, array in arrays.items()})
         found.append(Seen(vector.tobytes(), heard.frames, [*down], memories, dict(metrics or {})))
+        heard.models = {fingerprint(arrays)}
+        with drawn:
+            drive(strategy.evaluate_round(number, arrays, ConfigRecord(), heard), heard, timeout=9)
+        assert heard.models == {fingerprint(arrays)}
     return found
 
 

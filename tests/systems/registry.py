@@ -240,6 +240,10 @@ ENTRIES: Final[Mapping[str, Entry]] = {
         exchanges=2,
         another=True,
     ),
+    "shared-support-dense": Entry(
+        SharedSupport(ScaleCom(0.05), warmup_rounds=9), reference=plain_averaging, another=True
+    ),
+    "power-sgd-dense": Entry(SharedBasis(PowerSGD(2), warmup_rounds=9), reference=plain_averaging, another=True),
     "power-sgd": Entry(SharedBasis(PowerSGD(rank=2), warmup_rounds=1), law=ROUNDED, frozen=None, another=True),
     "power-sgd-two": Entry(SharedBasis(PowerSGD(rank=2, form="two-exchange")), law=ROUNDED, exchanges=2, frozen=None),
     "power-sgd-aggregated": Entry(SharedBasis(PowerSGD(rank=2, memory="aggregated")), frozen=None, another=True),

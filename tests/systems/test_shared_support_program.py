@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 from beside_product import LAYOUT, everybody, no_fault, program
 
-from fedcomp.codecs import ScaleCom, TopK
-from fedcomp.codecs.scalecom import open_support
+from fedcomp import wire
+from fedcomp.codecs import ErrorFeedback, ScaleCom, TopK
+from fedcomp.codecs.scalecom import open_support, support_frame
 from fedcomp.errors import ConfigError
 from fedcomp.layout import Layout, TensorSpec
 from fedcomp.local import Local
+from fedcomp.systems.pair import Pair
 from fedcomp.systems.shared_support import SharedSupport
 
 
@@ -79,6 +81,52 @@ def test_the_mean_and_the_support_are_as_long_for_one_client_as_for_many() -> No
         supports = open_support(step.blobs["support"], system.codec, LAYOUT)
         assert sum(s.size for s in supports) == 60
         assert np.array_equal(system.reads(step.blobs, 2, LAYOUT).supports[0], supports[0])
+
+
+@pytest.mark.parametrize("scope", ["layer", "global"])
+@pytest.mark.parametrize("beta", [1.0, 0.3])
+def test_one_client_is_plain_top_k(beta: float, scope: str) -> None:
+    """Spec 7.1.7: for N = 1 CLT-k equals top-k with the same memory, bit for bit."""
+    how = {"fault": no_fault, "present": everybody(1, 6)}
+    shared, _ = program(SharedSupport(ScaleCom(0.02, beta=beta, scope=scope)), 1, 6, **how)
+    alone, _ = program(Pair(ErrorFeedback(TopK(0.02, scope=scope), beta=beta)), 1, 6, **how)
+    assert [seen.model for seen in shared] == [seen.model for seen in alone]
+
+
+def dense_round(system: SharedSupport) -> Local:
+    """Return a driver after a dense round of three nodes with 2,000 values, of which the first trains but the last."""
+
+    def train(number: int, node: int, start: np.ndarray) -> np.ndarray:
+        made = np.full(2000, node + 1.0, np.float32)
+        made[: 1500 if node == 0 else 0] = 0.0
+        return start + made
+
+    local = Local(system, Layout.flat(2000), np.zeros(2000, np.float32), train, lambda node: 1.0, 3)
+    assert local.step(1) is not None
+    return local
+
+
+def test_a_dense_round_sends_what_is_zero_at_the_leader() -> None:
+    """Rows of an embedding that the leader's data does not touch are trained by the others all the same."""
+    local = dense_round(SharedSupport(ScaleCom(0.02), 1))
+    np.testing.assert_allclose(local.model, np.repeat(np.float32([5 / 3, 2.0]), [1500, 500]), rtol=1e-6)
+
+
+def test_a_leader_does_not_shorten_a_dense_round() -> None:
+    """There is nothing to choose: a leader that sends a shorter support is not followed."""
+
+    class Short(SharedSupport):
+        def client(self, memory, ask, me):
+            after, answer = super().client(memory, ask, me)
+            if me.node == 0 and "support" in answer.frames:
+                short = support_frame((np.arange(3),), ScaleCom(1.0), me.layout)
+                values = wire.encode([wire.shared((2000,), 1 << 20, np.ones(3, np.float32))])
+                answer = answer._replace(frames={"support": short, "values": values})
+            return after, answer
+
+    local = dense_round(Short(ScaleCom(0.02), 1))
+    assert local.state["leader"] == 1
+    np.testing.assert_allclose(local.model, 2.5)
 
 
 def test_what_may_be_a_variance_stays_positive_in_model_and_frame() -> None:
