@@ -9,7 +9,6 @@ import pytest
 from gossip_problems import Problem, problem, ring_weights, run, view_of
 
 from fedcomp.codecs import TopK
-from fedcomp.errors import StateError
 from fedcomp.gossip.base import Algorithm, State, deliver
 from fedcomp.gossip.choco import CHOCO
 from fedcomp.gossip.cold import COLD
@@ -137,34 +136,6 @@ def test_seeded_and_dithered_compressors_reach_all_ends_alike(compressor: dict) 
     for algorithm in (CHOCO(gamma=0.1, compressor=compressor), DeepSqueeze(gamma=0.05, compressor=compressor)):
         states = gossip(algorithm, [algorithm.init(s, layout, common=np.zeros(20)) for s in starts], weights, 40)
         assert np.abs(models(states).mean(axis=0) - starts.mean(axis=0)).max() < 1e-14
-
-
-@pytest.mark.slow
-def test_7_15_copies_equal_the_estimate_they_copy() -> None:
-    task = problem(n=5, d=20)
-
-    def equal(k: int, states: Sequence[State]) -> None:
-        for i, state in enumerate(states):
-            for j in ((i + 1) % 5, (i - 1) % 5):
-                assert states[j][f"h/{i}"].tobytes() == state["h"].tobytes()
-
-    for dtype in ("float32", "float64"):
-        ran = run(CHOCO(lr=0.1 / task.smoothness, compressor=TOP), task, 30, dtype=dtype, watch=equal)
-        assert ran.states[0]["x"].dtype == dtype
-
-
-@pytest.mark.slow
-def test_the_accumulated_sum_replaces_the_copies_on_a_graph_that_stays() -> None:
-    task, weights = problem(n=6, d=20), ring_weights(6)
-    lr = 0.1 / task.smoothness
-    full = run(CHOCO(lr=lr, gamma=0.3, compressor=TOP), task, 50)
-    lean = run(CHOCO(lr=lr, gamma=0.3, compressor=TOP, copies=False), task, 50)
-    assert np.abs(models(full.states) - models(lean.states)).max() < 1e-13
-    assert not any(key.startswith("h/") for key in lean.states[0])
-    algorithm = CHOCO(lr=lr, gamma=0.3, compressor=TOP, copies=False)
-    changed = 0.5 * weights + 0.5 * np.eye(6)
-    with pytest.raises(StateError):
-        algorithm.send(lean.states[0], None, view_of(changed, 0, 50))
 
 
 def test_deepsqueeze_keeps_nothing_of_its_neighbours() -> None:

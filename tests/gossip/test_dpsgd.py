@@ -74,13 +74,3 @@ def test_7_17_a_message_is_the_model_and_a_header(dtype: str, itemsize: int) -> 
     assert [multicast.destinations for multicast in outbox] == [(1, 3)]
     assert len(outbox[0].payload) == HEADER_BYTES + 24 * itemsize
     assert begun["x"].dtype == dtype
-
-
-def test_statistics_that_move_after_sending_are_kept_whole() -> None:
-    weights, algorithm = np.full((2, 2), 0.5), DPSGD()
-    states = [algorithm.init(np.full(3, float(i)), Layout.flat(3)) for i in range(2)]
-    begun = [algorithm.send(s, None, view_of(weights, i, 0)) for i, s in enumerate(states)]
-    inboxes = deliver({i: outbox for i, (_, outbox) in enumerate(begun)})
-    moved = algorithm.shift(begun[0][0], np.full(3, 10.0))
-    ended = [algorithm.receive(moved, inboxes[0]), algorithm.receive(begun[1][0], inboxes[1])]
-    assert np.allclose([s["x"][0] for s in ended], [10.5, 0.5])
