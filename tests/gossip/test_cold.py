@@ -63,7 +63,7 @@ def test_7_07_cold_without_compression_is_nids() -> None:
     assert np.abs(expected[0] - unmixed).max() > 1e-2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_7_08_cold_converges_linearly_at_nearly_the_rate_of_nids() -> None:
     rate, straight = slope(run(NIDS(lr=1.0 / L), TASK, 200).errors)
     errors = run(COLD(lr=0.5 / L, gamma=0.5, compressor=TOP20), TASK, 260).errors

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from gossip_problems import dense_gossip, problem, ring_weights, run, view_of
+from gossip_problems import dense_gossip, gossip, problem, ring_weights, run, view_of, views_of
 
-from fedcomp.gossip.base import View, deliver
+from fedcomp.gossip.base import View
 from fedcomp.gossip.dpsgd import DPSGD
 from fedcomp.gossip.packet import HEADER_BYTES
 from fedcomp.layout import Layout
@@ -45,11 +45,7 @@ def test_the_mean_of_models_moves_by_the_mean_of_gradients_alone() -> None:
     starts = draws(5, 30)
     algorithm = DPSGD(lr=0.1)
     states = [algorithm.init(start, Layout.flat(30)) for start in starts]
-    weights = ring_weights(5)
-    for k in range(30):
-        begun = [algorithm.send(s, lambda z: np.ones_like(z), view_of(weights, i, k)) for i, s in enumerate(states)]
-        inboxes = deliver({i: outbox for i, (_, outbox) in enumerate(begun)})
-        states = [algorithm.receive(state, inboxes[i]) for i, (state, _) in enumerate(begun)]
+    states = gossip(algorithm, states, views_of(ring_weights(5)), 30, np.ones_like)
     assert np.abs(np.mean([s["x"] for s in states], axis=0) - starts.mean(axis=0) + 3.0).max() < 1e-14
 
 
@@ -58,11 +54,12 @@ def test_the_graph_may_change() -> None:
     algorithm = DPSGD()
     states = [algorithm.init(start, Layout.flat(8)) for start in starts]
     pairings = [((0, 1), (2, 3), (4, 5)), ((1, 2), (3, 4), (0, 5))]
-    for k in range(60):
-        rows = [{a + b - i: 0.5 for a, b in pairings[k % 2] if i in (a, b)} for i in range(6)]
-        begun = [algorithm.send(s, None, View(i, k, rows[i], rows[i])) for i, s in enumerate(states)]
-        inboxes = deliver({i: outbox for i, (_, outbox) in enumerate(begun)})
-        states = [algorithm.receive(state, inboxes[i]) for i, (state, _) in enumerate(begun)]
+
+    def views(i: int, k: int) -> View:
+        row = {a + b - i: 0.5 for a, b in pairings[k % 2] if i in (a, b)}
+        return View(i, k, row, row)
+
+    states = gossip(algorithm, states, views, 60)
     assert np.abs(np.stack([s["x"] for s in states]) - starts.mean(axis=0)).max() < 1e-14
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gossip_problems import Problem, problem, ring_weights, run, slope
+from gossip_problems import Problem, largest, problem, ring_weights, run, slope
 
 from fedcomp.gossip.base import Algorithm
 from fedcomp.gossip.beer import BEER
@@ -21,15 +21,6 @@ L = TASK.smoothness
 RING = ring_weights(TASK.n)
 TOP20 = {"id": "topk", "density": 0.2}
 EXACT = {"id": "topk", "density": 0.2, "values": "float64"}
-
-
-def top(v: np.ndarray, k: int) -> np.ndarray:
-    """Keep the k largest magnitudes of every row, ties to the lowest index."""
-    kept = np.zeros_like(v)
-    for row, out in zip(v, kept, strict=True):
-        found = np.argsort(-np.abs(row), kind="stable")[:k]
-        out[found] = row[found]
-    return kept
 
 
 def diging(task: Problem, w: np.ndarray, lr: float, iterations: int) -> list[np.ndarray]:
@@ -50,13 +41,13 @@ def beer(task: Problem, w: np.ndarray, lr: float, gamma: float, k: int, iteratio
     laplacian = w - np.eye(task.n)
     x = np.zeros((task.n, task.d))
     v = g = task.gradients(x)
-    hx, hv = top(x, k), top(v, k)
+    hx, hv = largest(x, k), largest(v, k)
     found = []
     for _ in range(iterations):
         x = x + gamma * laplacian @ hx - lr * v
         fresh = task.gradients(x)
         v, g = v + gamma * laplacian @ hv + fresh - g, fresh
-        hx, hv = hx + top(x - hx, k), hv + top(v - hv, k)
+        hx, hv = hx + largest(x - hx, k), hv + largest(v - hv, k)
         found.append(x)
     return found
 
@@ -69,7 +60,7 @@ def lead(
     found = []
     for _ in range(iterations):
         z = x - lr * task.gradients(x) - lr * dual
-        q = top(z - h, k)
+        q = largest(z - h, k)
         u = gamma / 2.0 * (np.eye(task.n) - w) @ (h + q)
         h, dual, x = h + alpha * q, dual + u / lr, z - u
         found.append(x)
