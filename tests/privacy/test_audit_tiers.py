@@ -140,7 +140,7 @@ def test_audit_B_an_empty_round_releases_the_same_noise_and_costs_the_same() -> 
     assert empty.ledger(1).epsilon() == subject.ledger(1).epsilon() > 0.0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_audit_C_rounds_add_up_as_the_ledger_says() -> None:
     found = tier_c(cases.votes_sum(z=2.0), runs=1500, rounds=4)
     # A mu of 1, and what integers may cost beyond the continuous curve.

@@ -165,7 +165,9 @@ def test_1_11_k_a_packed_vote_decodes_exactly(d: int, k: int, seed: int, stochas
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("d", "k"), SIZES)
+@pytest.mark.parametrize(
+    ("d", "k"), [pytest.param(*size, marks=pytest.mark.long if size[0] == 61706 else ()) for size in SIZES]
+)
 def test_1_11_k_bytes_are_within_five_per_cent_of_the_entropy(d: int, k: int) -> None:
     """len(frame) of votes on uniform supports, against log2 C(d, k) + k bits plus the frame of an empty vote."""
     codec = TopkSign(k=k)
