@@ -8,13 +8,14 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from every_vote import every_vote
 
 from fedcomp.experiments.audits import cases, systems
 from fedcomp.experiments.audits.mutants import whole_run
 from fedcomp.experiments.audits.rounds import ClientReply, Rounds, mean
 from fedcomp.experiments.audits.subjects import Subject, Sums, Worlds
 from fedcomp.experiments.audits.tiers import tier_a, tier_b, tier_c, tier_e, tier_f
-from fedcomp.privacy.audit import every_vote, likeness, neighbours, off_grid
+from fedcomp.privacy.audit import likeness, neighbours, off_grid
 from fedcomp.privacy.entropy import SeededEntropy, SystemEntropy
 from fedcomp.privacy.mechanism import GridGaussian, Votes
 from fedcomp.rng import Key
