@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from fedcomp.gossip.base import Algorithm, GossipMessage, State, View, messages_of
+from fedcomp.gossip.base import Algorithm, GossipMessage, State, View, deliver, messages_of
 from fedcomp.layout import Layout
 from fedcomp.rng import Key
 
@@ -183,12 +183,47 @@ def run(
     return Ran(now, np.array(errors), payloads)
 
 
+def gossip(
+    algorithm: Algorithm,
+    states: Sequence[State],
+    views: Callable[[int, int], View],
+    iterations: int,
+    gradient: Callable[[np.ndarray], np.ndarray] | None = None,
+    *,
+    begin: int = 0,
+    watch: Callable[[int, list[State], list[State]], object] | None = None,
+) -> list[State]:
+    """Run iterations in which every message arrives; ``watch(k, begun states, finished states)``."""
+    now = list(states)
+    for k in range(begin, begin + iterations):
+        begun = [algorithm.send(state, gradient, views(i, k)) for i, state in enumerate(now)]
+        inboxes = deliver({i: outbox for i, (_, outbox) in enumerate(begun)})
+        now = [algorithm.receive(state, inboxes[i]) for i, (state, _) in enumerate(begun)]
+        if watch is not None:
+            watch(k, [state for state, _ in begun], now)
+    return now
+
+
+def views_of(weights: np.ndarray) -> Callable[[int, int], View]:
+    """Return what every node is told in an iteration on an undirected graph that stays."""
+    return lambda node, k: view_of(weights, node, k)
+
+
 def slope(errors: np.ndarray, low: float = 1e-9, high: float = 1e-1) -> tuple[float, float]:
     """Return the rate per iteration, exp(slope of the log error), and R² of the line, where ``low < error < high``."""
     found = np.flatnonzero((errors < high) & (errors > low))
     k, y = found.astype(float), np.log(errors[found])
     a, b = np.polyfit(k, y, 1)
     return float(np.exp(a)), float(1.0 - np.var(y - a * k - b) / np.var(y))
+
+
+def largest(v: Vectors, k: int, dtype: str = "float64") -> Vectors:
+    """Return the k entries of largest magnitude of every row, ties to the lowest index, as ``dtype`` carries them."""
+    out = np.zeros_like(v)
+    for row, into in zip(v, out, strict=True):
+        at = np.argsort(-np.abs(row), kind="stable")[:k]
+        into[at] = row[at].astype(dtype)
+    return out
 
 
 def nids(task: Problem, weights: np.ndarray, lr: float, iterations: int) -> list[Vectors]:

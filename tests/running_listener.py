@@ -6,11 +6,20 @@ import os
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from fedcomp.coding.transport import Spool, TcpTransport
 
 HERE = Path(__file__).parents[1]
+
+
+def wait_until(true: Callable[[], object], seconds: float = 200.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def free_port() -> int:

@@ -1,4 +1,4 @@
-"""Error feedback: what a memory holds, momentum limits, rollback, refusals; conservation: tests/codecs, numbers 7.1.1 and 7.1.6."""
+"""Error feedback: what a memory holds, momentum limits, rollback, refusals; conservation: the codecs' contract, 7.1.1, 7.1.6."""
 
 from __future__ import annotations
 

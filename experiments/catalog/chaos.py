@@ -268,11 +268,6 @@ def clocks_of(record: Mapping[str, Any]) -> int:
     return sum(each["fault"]["kind"] == CLOCK for each in record["done"])
 
 
-def submissions(record: Mapping[str, Any]) -> int:
-    """Return how often an operator had to submit the app again."""
-    return int(record["again"]) + sum(each["fault"]["kind"] == SERVER_APP for each in record["done"])
-
-
 def fault_of(pair: tuple[Mapping[str, Any], int]) -> Mapping[str, Any]:
     """Return a fault as it was done."""
     record, place = pair

@@ -110,11 +110,6 @@ class View:
         # fsum rounds once, so that this does not depend on the order of the neighbours.
         return 1.0 - math.fsum(self.column.values())
 
-    @property
-    def own_weight(self) -> float:
-        """``W[node, node]``."""
-        return 1.0 - math.fsum(self.row.values())
-
     def key(self, purpose: str) -> Key:
         """Return this node's random stream of this iteration."""
         # By iteration and node: a step that is repeated after a crash draws the same numbers again.

@@ -123,10 +123,6 @@ class NeighbourTables(Named, ABC):
             return out
         return tuple(j for j in out if j in alive) if i in alive else ()
 
-    def strongly_connected_over(self, window: int | None = None, start: int = 0) -> bool:
-        """Return whether all reach all in the union of ``window`` graphs from iteration ``start``."""
-        return len(self.components(start, window=window)) == 1
-
     def components(
         self, t: int = 0, alive: Collection[int] | None = None, *, window: int | None = None
     ) -> list[set[int]]:
@@ -252,10 +248,6 @@ class Topology(NeighbourTables):
         for t in range(self.period):
             product = self.mixing_matrix(t, symmetric=symmetric) @ product
         return w.second_modulus(product, self.period)
-
-    def spectral_gap(self, symmetric: bool | None = None) -> float:
-        """Return ``1 - mixing_rate``: 0 never averages, 1 averages exactly."""
-        return 1.0 - self.mixing_rate(symmetric)
 
     def averaging_rounds(self, tolerance: float = 1e-3, *, start: int = 0, most: int | None = None) -> int:
         """Return the number R of uncompressed push-sum rounds of a closing phase.

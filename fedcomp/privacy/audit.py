@@ -142,18 +142,6 @@ def neighbours(
     yield from itertools.islice(pairs, most)
 
 
-def every_vote(d: int, k: int) -> list[NDArray[np.int8]]:
-    """Return all vectors in {-1, 0, 1}^d with at most ``k`` entries that are not zero."""
-    found = []
-    for count in range(k + 1):
-        for support in itertools.combinations(range(d), count):
-            for signs in itertools.product((-1, 1), repeat=count):
-                vote = np.zeros(d, np.int8)
-                vote[list(support)] = signs
-                found.append(vote)
-    return found
-
-
 def adversarial(size: int, clip: float, key: Key, *, count: int = 32) -> list[Floats]:
     """Return vectors chosen to break a bound of L2 norm ``clip``: at the boundary, far beyond it, concentrated, equal.
 

@@ -7,13 +7,13 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from flwr.common.config import parse_config_args
 from peer_key_files import make_key, make_list
+from running_listener import free_port, wait_until
 
 from fedcomp.clients.edge import PEER_ADDRESS, PEER_STORE, prepare
 from fedcomp.clients.edge.node_config import PEER_KEY, PEER_KEYS
@@ -22,12 +22,6 @@ from fedcomp.coding.transport import DeliveryFailed, Parcel, Spool, TcpTransport
 
 HERE = Path(__file__).parents[2]
 GOOD = ["--superlink", "127.0.0.1:8000", "--partition", "1", "--of", "4", "--insecure"]
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def node_config(*options: str) -> dict[str, object]:
@@ -192,13 +186,6 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Node]]:
         node.process.communicate()
 
 
-def wait_until(true: Callable[[], bool], seconds: float = 100.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def alive(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
@@ -268,7 +255,7 @@ def test_a_node_whose_port_is_taken_does_not_start(start) -> None:
     assert node.listeners() == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_real_supernode_takes_its_listener_along(tmp_path: Path) -> None:
     port, own = free_port(), free_port()
     arguments = ["--superlink", f"127.0.0.1:{free_port()}", "--partition", "0", "--of", "1", "--insecure"]

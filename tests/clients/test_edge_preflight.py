@@ -19,18 +19,13 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from edge_servers import authority, in_a_thread, serving
+from running_listener import free_port
 
 from fedcomp.clients.edge import main, preflight, probe
 from fedcomp.clients.edge.options import NodeOptions
 from fedcomp.clients.edge.preflight import Finding
 
 CHECKS: dict[str, Callable[[NodeOptions], Finding]] = {check.__name__: check for check in preflight.CHECKS}
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def found(check: str, superlink: str = "127.0.0.1:9", **options: object) -> tuple[str, str]:

@@ -8,13 +8,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from edge_servers import authority, serving
+from running_listener import wait_until
 
 from fedcomp.clients.edge.processes import processes_with
 
@@ -125,13 +125,6 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Node]]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         node.process.communicate()
-
-
-def wait_until(true: Callable[[], bool], seconds: float = 200.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def names(events: list[dict[str, Any]]) -> list[str]:

@@ -484,7 +484,7 @@ def start(*arguments: str, **options: Any) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stderr=subprocess.PIPE, **options)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_it_ends_with_sigterm_and_with_its_pipe_and_says_what_is_wrong(tmp_path: Path) -> None:
     end, held = os.pipe()
     (tmp_path / "threaded.py").write_text(

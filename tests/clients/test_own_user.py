@@ -96,7 +96,7 @@ def superlink(tmp_path, wrap):
         log.close()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.engines
 def test_a_guarded_superlink_takes_orders_of_its_own_user_alone(tmp_path):
     from flwr.proto.control_pb2 import ListNodesRequest

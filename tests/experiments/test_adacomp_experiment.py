@@ -107,6 +107,7 @@ def test_the_run_without_messages_is_the_row(run: tuple[Config, dict[str, RunRes
     assert adacomp.watch(other)["differs"] > 0
 
 
+@pytest.mark.long
 def test_all_is_measured(run: tuple[Config, dict[str, RunResult], Findings]) -> None:
     config, _, findings = run
     losses, layers = findings.tables

@@ -62,6 +62,7 @@ def test_evenness_is_jains_index() -> None:
     assert evenness([0, 0]) == 0.0
 
 
+@pytest.mark.long
 def test_rows_train_and_count_whose_updates_they_used() -> None:
     """Small ones, for three simulated seconds; a buffered row must not wait for the slowest of four."""
     made = EXPERIMENT.configure(assignments=("seconds=3", "steps=0.3"), clients=4)

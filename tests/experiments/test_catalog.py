@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from fake_engine import TINY
 
 from fedcomp.errors import ConfigError
-from fedcomp.experiments.catalog import CATALOG, get_experiment
+from fedcomp.experiments.catalog import CATALOG, bits, factors, get_experiment, power_sgd
 from fedcomp.experiments.experiment import TEXT, Config, Experiment, Option
 from fedcomp.rules import Flag, Int, Real
 
@@ -59,6 +61,21 @@ def test_e2_the_smallest_size_is_one_and_can_run(experiment: Experiment) -> None
     assert quick.clients <= whole.clients
     for spec in experiment.specs(quick):
         check(spec)
+
+
+@pytest.mark.parametrize("module", [bits, factors, power_sgd], ids=lambda module: module.EXPERIMENT.name)
+def test_rows_are_runs_of_their_own_settings_and_tuning_looks_at_other_data_and_draws(module: Any) -> None:
+    from fedcomp.experiments.systems import check
+
+    config = module.EXPERIMENT.configure()
+    specs = [module.spec_of(label, 0.25, 7, config) for label in module.ROWS]
+    for spec in specs:
+        check(spec)
+        assert (spec.seed, spec.settings["lr"], spec.settings["task.validation"]) == (7, 0.25, False)
+    assert len({(spec.system, str(sorted(spec.settings.items()))) for spec in specs}) == len(specs)
+    tuning = module.spec_of(next(iter(module.ROWS)), 0.25, 7, config, tuning=True)
+    assert tuning.settings["task.validation"] is True
+    assert tuning.seed != 7
 
 
 def test_e1_every_experiment_says_how_long_it_takes(experiment: Experiment) -> None:

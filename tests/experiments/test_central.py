@@ -155,21 +155,6 @@ def test_b6_without_support_wise_moments_the_server_steps_where_nothing_arrived(
     assert left.steps[-1] > 0.25
 
 
-def test_the_leader_rotates_and_nobody_else_chooses() -> None:
-    for number in range(1, 9):
-        plain = updates(4, number)
-        leader = (number - 1) % 4
-        mean, _ = Exchanges(SharedSupport(ScaleCom(0.01, scope="global")), 4)(plain, number)
-        support = np.flatnonzero(mean)
-        assert np.array_equal(support, np.sort(np.argsort(-np.abs(plain[leader].vector), kind="stable")[:20]))
-        # Another update of somebody who does not lead moves values, never the support.
-        other = list(plain)
-        other[(leader + 1) % 4] = updates(1, 77)[0]
-        moved, _ = Exchanges(SharedSupport(ScaleCom(0.01, scope="global")), 4)(other, number)
-        assert np.array_equal(np.flatnonzero(moved), support)
-        assert not np.array_equal(moved, mean)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("beta", "kind"), [(1.0, SharedSupport), (0.3, SharedSupport), (1.0, Oracle)])
 def test_nothing_is_lost_on_a_shared_support(beta: float, kind: type[SharedSupport]) -> None:

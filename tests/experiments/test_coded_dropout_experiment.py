@@ -5,20 +5,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
+from experiment_runs import Ran, ran
 from flwr.app import Message, RecordDict
-from noted_settings import Read
 
 from fedcomp.coding.transport import Parcel, SpoolRoot
-from fedcomp.experiments import engines
 from fedcomp.experiments.catalog import coded_dropout
 from fedcomp.experiments.catalog.coded_dropout import COPIES, MDS, PLAIN, RESUME, RLNC, Sizes
 from fedcomp.experiments.experiment import Config
-from fedcomp.experiments.findings import Findings, Say, different_bytes
+from fedcomp.experiments.findings import different_bytes
 from fedcomp.experiments.kit import Record, Records
-from fedcomp.experiments.spec import RunResult
 from fedcomp.experiments.vanishing import Life, PeerShards, live, relive
 from fedcomp.flower.coded import RelayTraining
 from fedcomp.flower.grid import InProcessGrid
@@ -40,29 +37,10 @@ def configured(rounds: int = 1, clients: int = 6, *more: str) -> Config:
     return coded_dropout.EXPERIMENT.configure(rounds=rounds, clients=clients, assignments=(*SMALL, *more))
 
 
-@dataclasses.dataclass(frozen=True)
-class Measured:
-    """Every row and every measurement, very small; ``judged`` is what the claims were made of."""
-
-    config: Config
-    results: dict[str, RunResult]
-    findings: Findings
-    settings: Read
-    judged: list[Any]
-
-
 @pytest.fixture(scope="module")
-def run() -> Measured:
-    config = configured()
-    settings = Read(config.settings)
-    config = dataclasses.replace(config, settings=settings)
-    results = {spec.label: engines.run(spec) for spec in coded_dropout.rows(config)}
-    judged: list[Any] = []
-    claims = coded_dropout.claims
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(coded_dropout, "claims", lambda *given: judged.extend(given) or claims(*given))
-        findings = coded_dropout.measure(config, results, Say())
-    return Measured(config, results, findings, settings, judged)
+def run() -> Ran:
+    """Every row and every measurement, very small."""
+    return ran(coded_dropout.EXPERIMENT, *SMALL, rounds=1, clients=6, judging=coded_dropout, unread=["period"])
 
 
 def dying(**ends: float):
@@ -148,7 +126,7 @@ def test_shards_that_did_not_land_are_taken_from_the_spools(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("name", "scheme"), [("QSGD-8", MDS), ("top-1 %", COPIES), ("QSGD-8", PLAIN), ("QSGD-8", RESUME)]
 )
-def test_the_model_foretells_who_is_in_the_sum(name: str, scheme: str, run: Measured) -> None:
+def test_the_model_foretells_who_is_in_the_sum(name: str, scheme: str, run: Ran) -> None:
     config = configured(3, 6, "chunk=512", "stay=1.5", "away=9")
     sizes = Sizes.of(run.results[coded_dropout.UNDISTURBED[name]])
     chosen = coded_dropout.schemes(config)[scheme]
@@ -170,10 +148,9 @@ def test_a_trace_takes_the_place_of_drawn_failures(tmp_path: Path) -> None:
     assert world.failures(1, 1) == Presence(((3.0, 9.0),))
 
 
-def test_all_is_measured(run: Measured) -> None:
-    config, findings, settings = run.config, run.findings, run.settings
-    used = settings.read | {key for spec in coded_dropout.rows(config) for key in spec.settings}
-    assert set(coded_dropout.OPTIONS) - {"period"} <= used
+@pytest.mark.long
+def test_all_is_measured(run: Ran) -> None:
+    findings = run.findings
     who, sizes, back, hub = findings.tables
     assert len(who.rows) == len(sizes.rows) == 10
     assert len(back.rows) == 5
@@ -186,17 +163,18 @@ def test_all_is_measured(run: Measured) -> None:
     assert links["QSGD-8, plain"][3] == 0
     assert links["QSGD-8, MDS relay"][3] > 0
     assert len(findings.figures) == 4
-    assert Findings.from_json(findings.to_json()).to_json() == findings.to_json()
 
 
-def test_sums_are_exact_and_the_hub_saves_nothing(run: Measured) -> None:
+@pytest.mark.long
+def test_sums_are_exact_and_the_hub_saves_nothing(run: Ran) -> None:
     claims = run.findings.claims
     assert [claim.value for claim in claims if "differ from averaging" in claim.name] == [0.0] * 4
     (extra,) = [claim for claim in claims if claim.name.startswith("through the server")]
     assert extra.value > 1.0
 
 
-def test_every_claim_has_a_source_and_can_fail(run: Measured) -> None:
+@pytest.mark.long
+def test_every_claim_has_a_source_and_can_fail(run: Ran) -> None:
     findings, (config, still, *sweeps) = run.findings, run.judged
     assert len({claim.name for claim in findings.claims}) == len(findings.claims)
     assert all(claim.source for claim in findings.claims)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
-from noted_settings import Read
+from experiment_runs import Ran, ran
 
 from fedcomp.errors import ConfigError
 from fedcomp.experiments import engines
 from fedcomp.experiments.catalog import coded_training
 from fedcomp.experiments.catalog.coded_training import MODELS, SCHEMES, SPARSE, LinearProblem
-from fedcomp.experiments.experiment import Config
-from fedcomp.experiments.findings import Claim, Curves, Findings, Say
+from fedcomp.experiments.findings import Claim, Curves
 from fedcomp.experiments.kit import Record, Records
-from fedcomp.experiments.spec import RunResult, RunSpec
+from fedcomp.experiments.spec import RunSpec
 from fedcomp.experiments.systems import check, get_system
 
 SMALL = ("parities=4", "draws=200", "trials=400", "faulty_rounds=4")
@@ -23,19 +20,13 @@ LINEAR = {"parities": 2, "lr": 0.3, "task.l2": 0.001}
 
 
 @pytest.fixture(scope="module")
-def run() -> tuple[Config, dict[str, RunResult], Findings, Read]:
-    config = coded_training.EXPERIMENT.configure(rounds=3, clients=8, assignments=SMALL)
-    settings = Read(config.settings)
-    config = dataclasses.replace(config, settings=settings)
-    results = {spec.label: engines.run(spec) for spec in coded_training.rows(config)}
-    return config, results, coded_training.measure(config, results, Say()), settings
+def run() -> Ran:
+    return ran(coded_training.EXPERIMENT, *SMALL, rounds=3, clients=8)
 
 
 @pytest.mark.long
-def test_all_is_measured(run: tuple[Config, dict[str, RunResult], Findings, Read]) -> None:
-    config, results, findings, settings = run
-    used = settings.read | {key for spec in coded_training.rows(config) for key in spec.settings}
-    assert set(coded_training.OPTIONS) <= used
+def test_all_is_measured(run: Ran) -> None:
+    _, results, findings, *_ = run
     traffic, training, lossy, iteration = findings.tables
     assert [row[0] for row in traffic.rows] == list(SCHEMES)
     assert len(training.rows) == len(SCHEMES) * 2 * 4
@@ -44,11 +35,11 @@ def test_all_is_measured(run: tuple[Config, dict[str, RunResult], Findings, Read
     (figure,) = findings.figures
     assert isinstance(figure, Curves)
     assert len(figure.series) == len(SCHEMES)
-    assert Findings.from_json(findings.to_json()) == findings
 
 
+@pytest.mark.long
 def test_traffic_never_stands_without_the_decode_probability(
-    run: tuple[Config, dict[str, RunResult], Findings, Read],
+    run: Ran,
 ) -> None:
     traffic = run[2].tables[0]
     assert [c for c in traffic.columns if c.startswith("P(decodes)")] == [
@@ -59,7 +50,8 @@ def test_traffic_never_stands_without_the_decode_probability(
     assert sum("mean over draws" in claim.name for claim in claims) == len(SPARSE)
 
 
-def test_what_holds_by_derivation_holds_at_any_size(run: tuple[Config, dict[str, RunResult], Findings, Read]) -> None:
+@pytest.mark.long
+def test_what_holds_by_derivation_holds_at_any_size(run: Ran) -> None:
     claims = run[2].claims
     assert len({claim.name for claim in claims}) == len(claims)
     assert all(claim.source for claim in claims)
@@ -69,7 +61,8 @@ def test_what_holds_by_derivation_holds_at_any_size(run: tuple[Config, dict[str,
     assert [claim.name for claim in claims if "mean over draws" in claim.name and not claim.ok] == []
 
 
-def test_each_claim_can_fail(run: tuple[Config, dict[str, RunResult], Findings, Read]) -> None:
+@pytest.mark.long
+def test_each_claim_can_fail(run: Ran) -> None:
     def broken(value: float) -> list[Claim]:
         """Claims where everything that is measured came out so; of ratios and differences the second part is small."""
         even = (coded_training.MDS, coded_training.HALF)
@@ -91,10 +84,11 @@ def test_each_claim_can_fail(run: tuple[Config, dict[str, RunResult], Findings, 
         assert [claim.name for claim in wrong if claim.ok] == []
 
 
+@pytest.mark.long
 def test_every_row_ends_in_the_model_of_uncoded_descent(
-    run: tuple[Config, dict[str, RunResult], Findings, Read],
+    run: Ran,
 ) -> None:
-    config, results, _, _ = run
+    config, results, *_ = run
     expected = LinearProblem.of(config, "logistic").uncoded(3)
     for label in SCHEMES:
         if label != coded_training.NONE:
@@ -105,10 +99,11 @@ def test_every_row_ends_in_the_model_of_uncoded_descent(
     assert 0 < np.abs(plain - expected).max() < 1e-5
 
 
+@pytest.mark.long
 def test_the_bytes_of_partitions_are_those_on_the_peer_links(
-    run: tuple[Config, dict[str, RunResult], Findings, Read],
+    run: Ran,
 ) -> None:
-    config, results, findings, _ = run
+    config, results, findings, *_ = run
     for label in SPARSE:
         plan = coded_training.plan_of(config, label, config.seed)
         peer = results[label].ledger.by("round", "wire", link="peer")
@@ -119,7 +114,8 @@ def test_the_bytes_of_partitions_are_those_on_the_peer_links(
     assert results[coded_training.UNCODED].ledger.total("payload", link="peer") == 0
 
 
-def test_training_under_losses_pauses_with_its_oracle(run: tuple[Config, dict[str, RunResult], Findings, Read]) -> None:
+@pytest.mark.long
+def test_training_under_losses_pauses_with_its_oracle(run: Ran) -> None:
     config = run[0]
     problem, plan = LinearProblem.of(config, "svm"), coded_training.plan_of(config, coded_training.COPIES, 0)
     found = coded_training.descend(problem, plan, 0.3, 60, 1)

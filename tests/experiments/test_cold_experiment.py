@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from noted_settings import Read
+from experiment_runs import Ran, ran, resumes
 
-from fedcomp.experiments import convex, engines
+from fedcomp.experiments import convex
 from fedcomp.experiments.catalog import cold
 from fedcomp.experiments.catalog.cold import GEOMETRIC, NIDS, TOP20, TWO_BITS, ZOOM
-from fedcomp.experiments.experiment import Config
-from fedcomp.experiments.findings import Findings, Say, different_bytes
+from fedcomp.experiments.findings import different_bytes
 from fedcomp.experiments.kit import Record
 from fedcomp.experiments.relayed import without_messages
-from fedcomp.experiments.spec import RunResult
 
 SMALL = ("most=14", "tolerance=0.09", "l2=5", "topology=complete", "energy_tx=2e-9", "energy_rx=1e-9")
 D = 65
-
-Ran = tuple[Config, dict[str, RunResult], Findings, dict[str, Any], Read]
 
 
 @pytest.fixture(scope="module")
@@ -47,14 +42,9 @@ def one_problem(problem: convex.Convex) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def ran(one_problem: None) -> Ran:
-    """Everything on four fully connected nodes, for fourteen iterations at most; what was kept beside it."""
-    config = cold.EXPERIMENT.configure(rounds=4, clients=4, assignments=SMALL)
-    settings = Read(config.settings)
-    config = dataclasses.replace(config, settings=settings)
-    results = {spec.label: engines.run(spec) for spec in cold.EXPERIMENT.specs(config)}
-    kept: dict[str, Any] = {}
-    return config, results, cold.measure(config, results, Say(keep=kept.__setitem__)), kept, settings
+def run(one_problem: None) -> Ran:
+    """Everything on four fully connected nodes, for fourteen iterations at most."""
+    return ran(cold.EXPERIMENT, *SMALL, rounds=4, clients=4, unread=cold.ENERGY_OPTIONS)
 
 
 def courses(kept: dict[str, Any]) -> dict[str, Record]:
@@ -62,8 +52,8 @@ def courses(kept: dict[str, Any]) -> dict[str, Record]:
 
 
 @pytest.mark.long
-def test_bits_are_those_of_the_messages(ran: Ran) -> None:
-    found = courses(ran[3])
+def test_bits_are_those_of_the_messages(run: Ran) -> None:
+    found = courses(run.kept)
     digest = 8 * 8
     for name, body in ((NIDS, 8 * D), (GEOMETRIC, math.ceil(D / 8)), (ZOOM, math.ceil(D / 8))):
         course = found[name]
@@ -77,8 +67,9 @@ def test_bits_are_those_of_the_messages(ran: Ran) -> None:
     assert cold.fewer(found, TWO_BITS) == cold.nids_bits(found) / bits
 
 
-def test_methods_arrive_in_the_order_of_their_compression(ran: Ran) -> None:
-    found = courses(ran[3])
+@pytest.mark.long
+def test_methods_arrive_in_the_order_of_their_compression(run: Ran) -> None:
+    found = courses(run.kept)
     assert found[NIDS].first <= 14
     assert cold.slowdown(found, NIDS) == 1.0
     assert math.isnan(cold.first(found[cold.SIGN]))
@@ -88,8 +79,9 @@ def test_methods_arrive_in_the_order_of_their_compression(ran: Ran) -> None:
     assert not found[GEOMETRIC].saturated
 
 
-def test_rows_over_flower_are_the_runs_in_one_process_and_a_wrong_one_shows(ran: Ran) -> None:
-    _, results, findings, _, _ = ran
+@pytest.mark.long
+def test_rows_over_flower_are_the_runs_in_one_process_and_a_wrong_one_shows(run: Ran) -> None:
+    _, results, findings, _, _ = run
     apart = [claim for claim in findings.claims if "differ from the run in one process" in claim.name]
     assert [claim.name.partition(":")[0] for claim in apart] == [NIDS, ZOOM]
     assert all(claim.ok for claim in apart)
@@ -102,8 +94,9 @@ def test_rows_over_flower_are_the_runs_in_one_process_and_a_wrong_one_shows(ran:
     assert different_bytes(results[NIDS].arrays, shorter.arrays) > 0
 
 
-def test_energy_is_what_was_given_per_bit_and_missing_otherwise(ran: Ran) -> None:
-    config, _, findings, kept, _ = ran
+@pytest.mark.long
+def test_energy_is_what_was_given_per_bit_and_missing_otherwise(run: Ran) -> None:
+    config, _, findings, kept, _ = run
     name = "joules per edge"
     column = findings.tables[0].columns.index(name)
     row = next(row for row in findings.tables[0].rows if row[0] == NIDS)
@@ -114,21 +107,18 @@ def test_energy_is_what_was_given_per_bit_and_missing_otherwise(ran: Ran) -> Non
     assert table.rows[0] == tuple(cell for n, cell in enumerate(findings.tables[0].rows[0]) if n != column)
 
 
-def test_findings_survive_json_and_a_resumed_run_computes_nothing_anew(ran: Ran, monkeypatch: Any) -> None:
-    config, results, findings, kept, _ = ran
-    document = json.loads(json.dumps(findings.to_json(), allow_nan=False))
-    assert Findings.from_json(document).to_json() == findings.to_json()
-
+@pytest.mark.long
+def test_a_resumed_run_computes_nothing_anew(run: Ran, monkeypatch: Any) -> None:
     def never(*args: Any, **how: Any) -> None:
         raise AssertionError("a run that was kept was made again")
 
     monkeypatch.setattr(convex, "error_curve", never)
-    again = cold.measure(config, results, Say(kept=json.loads(json.dumps(kept))))
-    assert again.to_json() == findings.to_json()
+    assert resumes(cold.EXPERIMENT, run)
 
 
-def test_claims_are_the_goals_and_fail_when_nothing_arrived(ran: Ran) -> None:
-    config, _, findings, kept, _ = ran
+@pytest.mark.long
+def test_claims_are_the_goals_and_fail_when_nothing_arrived(run: Ran) -> None:
+    config, _, findings, kept, _ = run
     found = {claim.name: claim for claim in findings.claims}
     assert [name for name, claim in found.items() if not claim.gate] == [f"{cold.NORM_SIGN}: R² of that line"]
     bounds = {(claim.op, claim.bound) for claim in found.values() if claim.source == cold.GOAL}
@@ -145,9 +135,10 @@ def test_c4_every_inexact_method_gets_the_same_steps_and_as_many_iterations() ->
     assert {make(0.5, 1.0)["lr"] for make, _ in found.values()} == {0.5 * s for s in cold.FLOOR_STEPS}
 
 
-def test_c4_no_floor_is_claimed_by_theory_and_the_one_that_is_falls_with_the_step(ran: Ran) -> None:
+@pytest.mark.long
+def test_c4_no_floor_is_claimed_by_theory_and_the_one_that_is_falls_with_the_step(run: Ran) -> None:
     """ "Lowest error > 0.05 (theory)" was a product of the grid: at 0.01/L the fixed point is at 0.034."""
-    _, _, findings, kept, _ = ran
+    _, _, findings, kept, _ = run
     lowest = [c for c in findings.claims if "lowest error" in c.name]
     assert len(lowest) == 2
     assert all("theory" not in c.source and "not a bound" in c.source and "1200 iterations" in c.name for c in lowest)
@@ -168,9 +159,3 @@ def test_c4_runs_of_d_psgd_and_choco_end_at_the_fixed_point(problem: convex.Conv
         assert curve.errors[-1] == pytest.approx(problem.distance(point), rel=1e-3)
         other = convex.fixed_point(problem, weights, lr, gamma=gamma, mixes_last=not last)
         assert curve.errors[-1] != pytest.approx(problem.distance(other), rel=1e-2)
-
-
-def test_every_setting_is_read(ran: Ran) -> None:
-    config, _, _, _, settings = ran
-    assert set(cold.OPTIONS) <= settings.read | set(cold.ENERGY_OPTIONS)
-    assert cold.EXPERIMENT.changed(config)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
-from noted_settings import Read
+from experiment_runs import ran
 
 from fedcomp.errors import ConfigError
-from fedcomp.experiments import engines
 from fedcomp.experiments.catalog.compare import EXPERIMENT, KINDS, kind_of
-from fedcomp.experiments.findings import Say
 from fedcomp.experiments.systems import SYSTEMS, check
 
 
@@ -25,16 +21,11 @@ def test_systems_are_run_beside_a_reference_and_what_they_cost_is_theirs() -> No
         "task=digits hidden=8",
         "settings=lr=0.3 max_steps=1",
     )
-    config = EXPERIMENT.configure(rounds=2, clients=3, seed=4, assignments=asked)
-    settings = Read(config.settings)
-    config = dataclasses.replace(config, settings=settings)
+    config, results, found, *_ = ran(EXPERIMENT, *asked, rounds=2, clients=3, seed=4)
     specs = EXPERIMENT.specs(config)
-    assert settings.read == set(EXPERIMENT.options)
     assert [spec.label for spec in specs] == ["fedavg", "topk codec.density=0.05 feedback=true", "qsgd"]
     assert all(spec.settings["lr"] == 0.3 and spec.settings["task.hidden"] == 8 for spec in specs)
     assert (specs[1].settings["codec.density"], specs[1].settings["feedback"]) == (0.05, True)
-    results = {spec.label: engines.run(spec) for spec in specs}
-    found = EXPERIMENT.measure(config, results, Say())
     (made,) = found.tables
     rows = {row[0]: dict(zip(made.columns, row, strict=True)) for row in made.rows}
     dense, sparse = (results[label] for label in ("fedavg", specs[1].label))

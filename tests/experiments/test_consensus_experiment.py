@@ -8,15 +8,14 @@ import math
 
 import numpy as np
 import pytest
-from noted_settings import Read
+from experiment_runs import Ran, ran, resumes
 
 from fedcomp.errors import ConfigError
 from fedcomp.experiments import averaging
 from fedcomp.experiments.averaging import Track, average, by_matrices, fitted, starts
 from fedcomp.experiments.catalog import consensus
 from fedcomp.experiments.decentralised import Energy
-from fedcomp.experiments.experiment import Config
-from fedcomp.experiments.findings import Findings, Say
+from fedcomp.experiments.findings import Say
 from fedcomp.experiments.push_sum_variants import COMPRESSED, averaged
 from fedcomp.gossip.errors import TopologyError
 from fedcomp.gossip.topology import Complete, DirectedRing, OnePeerExponential, Ring
@@ -30,27 +29,15 @@ FLAT = Layout.flat(10)
 
 
 @pytest.fixture(scope="module")
-def run() -> tuple[Config, Findings, Read, dict[str, object]]:
-    """Every measurement, very small; and the cells that were kept."""
-    config = consensus.EXPERIMENT.configure(rounds=6, clients=4, assignments=SMALL)
-    settings, kept = Read(config.settings), {}
-    config = dataclasses.replace(config, settings=settings)
-    return config, consensus.measure(config, {}, Say(keep=kept.__setitem__)), settings, kept
-
-
-@pytest.mark.long
-def test_every_setting_is_read_and_findings_survive_json(run) -> None:
-    config, findings, settings, _ = run
-    assert settings.read == set(consensus.OPTIONS)
-    again = Findings.from_json(json.loads(json.dumps(findings.to_json(), allow_nan=False)))
-    assert again.to_json() == findings.to_json()
-    assert {table.title for table in findings.tables} >= {"Without compression", "What is conserved"}
-    assert not findings.tasks
-    assert consensus.EXPERIMENT.specs(config) == []
+def run() -> Ran:
+    """Every measurement, very small."""
+    return ran(consensus.EXPERIMENT, *SMALL, rounds=6, clients=4)
 
 
 def test_claims_of_theory_hold_in_a_run_of_any_length(run) -> None:
-    _, findings, _, _ = run
+    findings = run.findings
+    assert {table.title for table in findings.tables} >= {"Without compression", "What is conserved"}
+    assert not findings.tasks
     claims = {claim.name: claim for claim in findings.claims}
     named = ("one round", "log2 n", "sums over all", "sum of w", "products of the matrices")
     theory = [claim for name, claim in claims.items() if any(part in name for part in named)]
@@ -62,13 +49,11 @@ def test_claims_of_theory_hold_in_a_run_of_any_length(run) -> None:
 
 @pytest.mark.long
 def test_a_resumed_run_finds_the_same(run) -> None:
-    config, findings, _, kept = run
-    again = consensus.measure(config, {}, Say(kept=kept, keep=lambda name, cell: pytest.fail(f"{name} ran again")))
-    assert again.to_json() == findings.to_json()
+    assert resumes(consensus.EXPERIMENT, run)
 
 
 def test_compressed_rows_send_less_and_dense_rows_what_their_vectors_have(run) -> None:
-    _, findings, _, _ = run
+    findings = run.findings
     tables = {table.title: table for table in findings.tables}
     compressed = [tables[f"Compressed, {kind} graphs"] for kind in ("directed", "undirected")]
     dense = {row[0]: row[5] for row in tables["Without compression"].rows}
@@ -85,7 +70,7 @@ def test_joules_are_those_that_were_given_and_no_column_otherwise(run) -> None:
     with_joules = consensus._dense_table({cell: track}, {cell: 0.7}, Energy(2e-9, 1e-9))
     assert with_joules.columns[-1] == "joules per digit"
     assert with_joules.rows[0][-1] == pytest.approx(8 * 3e-9 * 1e3 / track.digits)
-    assert "joules per digit" not in {name for table in run[1].tables for name in table.columns}
+    assert "joules per digit" not in {name for table in run.findings.tables for name in table.columns}
 
 
 @pytest.mark.parametrize(

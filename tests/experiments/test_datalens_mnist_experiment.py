@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
 import numpy as np
 import pytest
-from noted_settings import Read
+from experiment_runs import Ran, ran, resumes
 
 from fedcomp.experiments.catalog import datalens_mnist as module
 from fedcomp.experiments.catalog.datalens_mnist import (
@@ -25,8 +24,7 @@ from fedcomp.experiments.catalog.datalens_mnist import (
     claims,
     label,
 )
-from fedcomp.experiments.experiment import Config
-from fedcomp.experiments.findings import Findings, Pictures, Say
+from fedcomp.experiments.findings import Pictures, Say
 from fedcomp.experiments.generator_training import HELD, PROXY, GeneratorCell, task_of
 from fedcomp.experiments.kit import Record
 from fedcomp.privacy.accounting import gaussian_epsilon
@@ -42,28 +40,9 @@ def _no_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FEDCOMP_DATA", raising=False)
 
 
-@dataclasses.dataclass
-class Small:
-    config: Config
-    findings: Findings
-    measured: tuple[dict[str, list[Record]], dict[str, int]]
-    """What the claims are made of."""
-    kept: dict[str, Any]
-    used: set[str]
-
-
 @pytest.fixture(scope="module")
-def small() -> Small:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("FEDCOMP_DATA", raising=False)
-        config = EXPERIMENT.configure(rounds=2, clients=24, assignments=SMALL)
-        settings = Read(config.settings)
-        config = dataclasses.replace(config, settings=settings)
-        kept: dict[str, Any] = {}
-        measured = []
-        patch.setattr(module, "claims", lambda *figures: measured.append(figures) or claims(*figures))
-        findings = module.measure(config, {}, Say(keep=kept.__setitem__))
-        return Small(config, findings, measured[0], kept, settings.read)
+def small() -> Ran:
+    return ran(EXPERIMENT, *SMALL, rounds=2, clients=24, judging=module)
 
 
 def cell(**changes: Any) -> GeneratorCell:
@@ -83,14 +62,14 @@ def cell(**changes: Any) -> GeneratorCell:
 
 
 @pytest.mark.long
-def test_f_every_setting_is_read_and_what_was_chosen_was_tried(small: Small) -> None:
-    assert set(EXPERIMENT.options) == small.used
+def test_f_what_was_chosen_was_tried() -> None:
     assert set(CHOSEN) == set(GRIDS) == set(METHODS)
     assert {len(grid) for grid in GRIDS.values()} == {4}
     assert all(0 <= place < 4 for places in CHOSEN.values() for place in places)
 
 
-def test_f_every_row_spends_its_epsilon_and_every_image_is_a_release(small: Small) -> None:
+@pytest.mark.long
+def test_f_every_row_spends_its_epsilon_and_every_image_is_a_release(small: Ran) -> None:
     rows = {row[0]: row for row in small.findings.tables[1].rows}
     assert set(rows) == {label(m, t) for m in METHODS for t in TARGETS[:-1]} == set(small.findings.statements)
     for method in METHODS:
@@ -107,13 +86,15 @@ def test_f_every_row_spends_its_epsilon_and_every_image_is_a_release(small: Smal
     assert [name for name, ok in gates.items() if not ok and "accuracy" not in name] == []
 
 
-def test_f_without_the_files_the_table_says_so(small: Small) -> None:
+@pytest.mark.long
+def test_f_without_the_files_the_table_says_so(small: Ran) -> None:
     assert "NOT MNIST" in small.findings.tables[0].title
     assert "enlarged" in small.findings.tables[0].title
     assert small.findings.tasks[0]["data"]["substitute"]
 
 
-def test_f_rows_whose_network_had_to_be_trained_again_are_named(small: Small) -> None:
+@pytest.mark.long
+def test_f_rows_whose_network_had_to_be_trained_again_are_named(small: Ran) -> None:
     def caption(*died: str) -> str:
         kept = {
             name: {**cell, "retrained": int(any(name.startswith(f"{row},") for row in died))}
@@ -126,23 +107,24 @@ def test_f_rows_whose_network_had_to_be_trained_again_are_named(small: Small) ->
     assert "happened in no row." in caption()
 
 
-def test_f_the_sheets_show_what_each_generator_makes(small: Small) -> None:
+@pytest.mark.long
+def test_f_the_sheets_show_what_each_generator_makes(small: Ran) -> None:
     sheets = [figure for figure in small.findings.figures if isinstance(figure, Pictures)]
     # Records, and one sheet for each generator: a classifier makes no images.
     assert len(sheets) == 1 + (len(METHODS) - 1) * len(TARGETS)
     assert {sheet.shape for sheet in sheets} == {(10, 8, 28, 28)}
     assert len({sheet.pixels for sheet in sheets}) == len(sheets)
-    assert Findings.from_json(small.findings.to_json()) == small.findings
 
 
-def test_f_what_is_finished_is_kept_cell_by_cell(small: Small) -> None:
+@pytest.mark.long
+def test_f_what_is_finished_is_kept_cell_by_cell(small: Ran) -> None:
     assert len(small.kept) == len(METHODS) * len(TARGETS)
-    again = module.measure(small.config, {}, Say(kept=small.kept, keep=pytest.fail))
-    assert again == small.findings
+    assert resumes(EXPERIMENT, small)
 
 
-def test_f_claims_see_a_crossed_epsilon_a_missing_event_and_a_generator_that_learnt_nothing(small: Small) -> None:
-    outcomes, owed = small.measured
+@pytest.mark.long
+def test_f_claims_see_a_crossed_epsilon_a_missing_event_and_a_generator_that_learnt_nothing(small: Ran) -> None:
+    outcomes, owed = small.judged
     learnt = {name: [Record({**run, "accuracy": 0.5}) for run in runs] for name, runs in outcomes.items()}
 
     def failed(**figures: float) -> list[str]:

@@ -23,20 +23,16 @@ from fedcomp.experiments.catalog.factors import (
     spec_of,
 )
 from fedcomp.experiments.findings import Say
-from fedcomp.experiments.systems import check
 
 
 def config(*assignments: str) -> Any:
     return EXPERIMENT.configure(assignments=("seeds=2", "workers=1", *assignments))
 
 
-def test_every_row_runs_one_batch_and_is_one_of_its_own() -> None:
-    made = [spec_of(label, 0.3, 0, config()) for label in ROWS]
-    for spec in made:
-        check(spec)
-        assert spec.settings["max_steps"] == 1
-        assert spec.settings["batch_size"] == 32
-    assert len({(spec.system, str(sorted(spec.settings.items()))) for spec in made}) == len(ROWS)
+def test_every_row_runs_one_batch() -> None:
+    for label in ROWS:
+        settings = spec_of(label, 0.3, 0, config()).settings
+        assert (settings["max_steps"], settings["batch_size"]) == (1, 32)
 
 
 def test_frames_hold_the_numbers_of_the_formulas() -> None:

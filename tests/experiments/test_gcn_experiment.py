@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Iterator
 from typing import Any, cast
 
 import numpy as np
 import pytest
-from noted_settings import Read
+from experiment_runs import Ran, ran, resumes
 
 from fedcomp.errors import ConfigError
-from fedcomp.experiments import engines
 from fedcomp.experiments.catalog import gcn
 from fedcomp.experiments.catalog.gcn import CROSS, CUT, FULL, LOCAL, PARTITIONS, RANDOM, SHORT, UNSKEWED
 from fedcomp.experiments.experiment import Config
-from fedcomp.experiments.findings import Findings, Say
 from fedcomp.experiments.graph_runs import outcome, train
 from fedcomp.experiments.graph_variance import Batches, as_many_rows, bias_of, measured, remote_inputs, with_input_layer
 from fedcomp.experiments.kit import Record, Records
-from fedcomp.experiments.spec import RunResult, RunSpec
+from fedcomp.experiments.spec import RunSpec
 from fedcomp.graphs.settings import SamplerSettings
 from fedcomp.tasks import get_task
 from fedcomp.tasks.graph import GraphTask
 
 SMALL = ("seeds=2", "workers=1", "n=48", "batch_size=16", "task.hidden=4", "draws=3", "cut=greedy")
-
-Ran = tuple[Config, dict[str, RunResult], Findings, dict[str, Any], Read]
-
 
 Asked = list[tuple[int, RunSpec]]
 
@@ -58,18 +52,14 @@ def made() -> Iterator[Asked]:
 
 
 @pytest.fixture(scope="module")
-def ran(made: Asked) -> Ran:
-    config = gcn.EXPERIMENT.configure(rounds=2, clients=3, assignments=SMALL)
-    settings = Read(config.settings)
-    config = dataclasses.replace(config, settings=settings)
-    results = {spec.label: engines.run(spec) for spec in gcn.EXPERIMENT.specs(config)}
-    kept: dict[str, Any] = {}
-    return config, results, gcn.measure(config, results, Say(keep=kept.__setitem__)), kept, settings
+def run(made: Asked) -> Ran:
+    # Those that rows take by name are read without being asked for one by one.
+    return ran(gcn.EXPERIMENT, *SMALL, rounds=2, clients=3, unread=gcn.TAKEN)
 
 
 @pytest.mark.long
-def test_rows_are_what_messages_carried_and_rules_ask_for_fewer_in_their_order(ran: Ran) -> None:
-    config, results, _, _, _ = ran
+def test_rows_are_what_messages_carried_and_rules_ask_for_fewer_in_their_order(run: Ran) -> None:
+    config, results, _, _, _ = run
     found = {label.removeprefix(f"{CUT}: "): Record(outcome(result)) for label, result in results.items()}
     assert list(found) == list(gcn.compared(config))
     rows = {label: run.per_batch for label, run in found.items()}
@@ -86,8 +76,8 @@ def test_rows_are_what_messages_carried_and_rules_ask_for_fewer_in_their_order(r
     assert 12 * size < found[LOCAL].model_bytes < 12 * (size + 600)
 
 
-def test_a_figure_that_is_not_the_ledgers_shows(ran: Ran) -> None:
-    result = ran[1][f"{CUT}: {UNSKEWED}"]
+def test_a_figure_that_is_not_the_ledgers_shows(run: Ran) -> None:
+    result = run.results[f"{CUT}: {UNSKEWED}"]
     record = result.rounds[-1]
     for figure, gap in (
         ("feature_bytes_logical", "gap_rows"),
@@ -99,11 +89,11 @@ def test_a_figure_that_is_not_the_ledgers_shows(ran: Ran) -> None:
         assert outcome(wrong)[gap] == 1
 
 
-def test_every_axis_is_trained_and_rows_are_not_trained_again(ran: Ran, made: Asked) -> None:
-    config = ran[0]
+def test_every_axis_is_trained_and_rows_are_not_trained_again(run: Ran, made: Asked) -> None:
+    config = run.config
     names = [(spec.name, seed) for seed, spec in made]
     assert len(names) == len(set(names))
-    assert not {(label, 0) for label in ran[1]} & set(names)
+    assert not {(label, 0) for label in run.results} & set(names)
     settings = [spec.settings for _, spec in made]
 
     def used(key: str) -> set[Any]:
@@ -125,24 +115,20 @@ def test_every_axis_is_trained_and_rows_are_not_trained_again(ran: Ran, made: As
         assert {gcn.name(SHORT[where], label) for where in PARTITIONS} <= set(more)
 
 
-def test_every_seed_has_a_drawn_graph_of_its_own(ran: Ran) -> None:
-    spec = dataclasses.replace(gcn.cross_spec(ran[0], LOCAL, {"sampler": "local"}), rounds=1)
+def test_every_seed_has_a_drawn_graph_of_its_own(run: Ran) -> None:
+    spec = dataclasses.replace(gcn.cross_spec(run.config, LOCAL, {"sampler": "local"}), rounds=1)
     found = [train(LOCAL, seed, {LOCAL: spec})["task"] for seed in (3, 4)]
     assert [task["options"]["graph_seed"] for task in found] == [3, 4]
 
 
-def test_findings_survive_json_and_a_resumed_run_trains_nothing_anew(ran: Ran, made: Asked) -> None:
-    config, results, findings, kept, _ = ran
-    document = json.loads(json.dumps(findings.to_json(), allow_nan=False))
-    assert Findings.from_json(document).to_json() == findings.to_json()
+def test_a_resumed_run_trains_nothing_anew(run: Ran, made: Asked) -> None:
     before = len(made)
-    again = gcn.measure(config, results, Say(kept=json.loads(json.dumps(kept))))
+    assert resumes(gcn.EXPERIMENT, run)
     assert len(made) == before
-    assert again.to_json() == findings.to_json()
 
 
-def test_claims_are_the_goals(ran: Ran) -> None:
-    found = ran[2].claims
+def test_claims_are_the_goals(run: Ran) -> None:
+    found = run.findings.claims
     goals = {(claim.op, claim.bound) for claim in found if claim.source.startswith(gcn.GOAL) and claim.gate}
     assert goals == {(">=", 4.0), ("<=", 1.0), ("<=", 0.5), (">=", 0.93), (">=", 3.0)}
     exact = [claim for claim in found if claim.op == "=="]
@@ -201,10 +187,10 @@ class Figures:
         return found
 
 
-def test_every_claim_can_fail_by_itself(ran: Ran) -> None:
-    figures = Figures(ran[0])
+def test_every_claim_can_fail_by_itself(run: Ran) -> None:
+    figures = Figures(run.config)
     assert figures.failed() == []
-    (early, late), (norms, worst, mine) = figures.config_rounds, gcn.promising(ran[0])
+    (early, late), (norms, worst, mine) = figures.config_rounds, gcn.promising(run.config)
     wrong: list[tuple[str, str, dict[str, Any]]] = [
         *(
             ("groups", gcn.name(CUT, label), fields)
@@ -240,15 +226,15 @@ def test_every_claim_can_fail_by_itself(ran: Ran) -> None:
     ]
     caught = [figures.change(kind, key, **fields) for kind, key, fields in wrong]
     assert [len(names) for names in caught] == [1] * len(wrong)
-    every = {claim.name for claim in ran[2].claims}
+    every = {claim.name for claim in run.findings.claims}
     # Skew that learns nothing early is behind its rivals, too.
     last = f"{CROSS}, {gcn.EIGHT}: accuracy, worst seed"
     assert {names[0] for names in caught} == every - {last}
     assert last in figures.change("groups", gcn.name(CROSS, gcn.EIGHT), points=[(early, 0.9, 0.0), (late, 0.95, 0.0)])
 
 
-def test_what_was_not_measured_is_no_success(ran: Ran) -> None:
-    figures = Figures(ran[0])
+def test_what_was_not_measured_is_no_success(run: Ran) -> None:
+    figures = Figures(run.config)
     figures.groups = {
         key: Records([Record({**dict.fromkeys(run, math.nan), "points": []}) for run in runs])
         for key, runs in figures.groups.items()
@@ -256,19 +242,12 @@ def test_what_was_not_measured_is_no_success(ran: Ran) -> None:
     figures.exact, figures.biases = (
         {key: dict.fromkeys(found, math.nan) for key, found in held.items()} for held in (figures.exact, figures.biases)
     )
-    assert len(figures.failed()) == len(ran[2].claims)
+    assert len(figures.failed()) == len(run.findings.claims)
 
 
 def test_a_single_owner_is_refused_before_anything_is_trained() -> None:
     with pytest.raises(ConfigError, match=r"clients=1 is not valid.*2 or more"):
         gcn.EXPERIMENT.specs(gcn.EXPERIMENT.configure(clients=1))
-
-
-def test_every_setting_is_read(ran: Ran) -> None:
-    config, _, _, _, settings = ran
-    # Those that rows take by name are read without being asked for one by one.
-    assert set(gcn.OPTIONS) <= settings.read | set(gcn.TAKEN)
-    assert gcn.EXPERIMENT.changed(config)
 
 
 @pytest.fixture(scope="module")
@@ -340,13 +319,13 @@ def test_bias_is_that_of_samplers_that_have_one(karate: GraphTask) -> None:
     assert full.remote > skewed.remote > local.remote == 0
 
 
-def test_the_report_of_an_axis_names_how_it_was_trained(ran: Ran) -> None:
-    _, _, findings, _, _ = ran
+def test_the_report_of_an_axis_names_how_it_was_trained(run: Ran) -> None:
+    _, _, findings, _, _ = run
     titles = [table.title for table in findings.tables]
     assert f"Parts with {CUT}, 2 seeds, 2 rounds" in titles
     assert "Partitions and budgets, one seed, 2 rounds" in titles
     rules = next(table for table in findings.tables if table.title.startswith("Partitions"))
     assert {str(row[0]).partition(":")[0] for row in rules.rows} == {CUT, RANDOM}
     lines = [len(getattr(figure, "series", ())) for figure in findings.figures]
-    crossed = len(gcn.crossing(ran[0])) + 2
-    assert lines == [len(gcn.compared(ran[0])) + 2, len(gcn.rules(ran[0])), crossed, 6, 6]
+    crossed = len(gcn.crossing(run.config)) + 2
+    assert lines == [len(gcn.compared(run.config)) + 2, len(gcn.rules(run.config)), crossed, 6, 6]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import numpy as np
 import pytest
-from noted_settings import Read
+from experiment_runs import Ran, ran
 
-from fedcomp.experiments import engines
 from fedcomp.experiments.catalog import gradient_coding as module
 from fedcomp.experiments.catalog.gradient_coding import (
     DRAWN,
@@ -23,38 +21,25 @@ from fedcomp.experiments.catalog.gradient_coding import (
     schemes,
     slowdown,
 )
-from fedcomp.experiments.experiment import Config
-from fedcomp.experiments.findings import Claim, Findings, Say
 from fedcomp.rng import Key
 
 
 @pytest.fixture(scope="module")
-def small() -> tuple[Config, Findings, list[Claim], set[str]]:
-    config = EXPERIMENT.configure(rounds=2, clients=5)
-    settings = Read(config.settings)
-    config = dataclasses.replace(config, settings=settings)
-    specs = EXPERIMENT.specs(config)
-    results = {spec.label: engines.run(spec) for spec in specs}
-    findings = EXPERIMENT.measure(config, results, Say())
-    used = settings.read | {key for spec in specs for key in spec.settings}
-    return config, findings, list(findings.claims), used
+def small() -> Ran:
+    return ran(EXPERIMENT, rounds=2, clients=5)
 
 
-@pytest.mark.long
-def test_every_setting_is_read(small: tuple) -> None:
-    assert set(EXPERIMENT.options) <= small[3]
-
-
-def test_what_has_to_be_exact_is(small: tuple) -> None:
-    _, _, claims, _ = small
+def test_what_has_to_be_exact_is(small: Ran) -> None:
+    claims = small.findings.claims
     exact = [claim for claim in claims if claim.gate and "ignore" not in claim.name]
     assert len(exact) == 4 * len(LOSSES[1:]) + 4
     assert [claim.name for claim in exact if not claim.ok] == []
     assert all(math.isfinite(claim.value) for claim in claims)
 
 
-def test_stragglers_are_really_lost(small: tuple) -> None:
-    config, findings, _, _ = small
+def test_stragglers_are_really_lost(small: Ran) -> None:
+    config, _, findings, *_ = small
+    assert [len(figure.series) for figure in findings.figures] == [5, 5, 3]
     for table in findings.tables[: len(SPEEDS)]:
         answers = {row[0]: row[table.columns.index("answers")] for row in table.rows}
         assert answers["wait for all"] == config.clients
@@ -64,18 +49,12 @@ def test_stragglers_are_really_lost(small: tuple) -> None:
         assert times[coded(3)] != times["wait for all"]
 
 
-def test_findings_survive_the_summary(small: tuple) -> None:
-    findings = small[1]
-    assert Findings.from_json(findings.to_json()) == findings
-    assert [len(figure.series) for figure in findings.figures] == [5, 5, 3]
-
-
 @pytest.mark.long
-def test_a_wrong_decoder_fails_the_claims(small: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_decoder_fails_the_claims(small: Ran, monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers of the survivors, added up as if they were plain updates."""
     from fedcomp.coding.gradcode import Cyclic, Decoding
 
-    config, findings, _, _ = small
+    config, _, findings, *_ = small
     settings = schemes(config)[coded(1)]
     right = module.among_stragglers(config, coded(1), settings, DRAWN)
     assert right["loss"] == pytest.approx([findings.figures[0].series[1].y[0], findings.figures[0].series[1].y[1]])

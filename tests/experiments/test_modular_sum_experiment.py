@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
-from noted_settings import Read
+from experiment_runs import ran
 
 from fedcomp.codecs import ModularSum
 from fedcomp.experiments.catalog import modular_sum
-from fedcomp.experiments.findings import Findings, Say
+from fedcomp.experiments.findings import Findings
 
 SMALL = ("seeds=1", "values=4000", "trees=2", "uses=2", "senders=3", "workers=1")
 
 
 def measured() -> Findings:
-    config = modular_sum.EXPERIMENT.configure(assignments=SMALL)
-    noted = Read(config.settings)
-    found = modular_sum.measure(replace(config, settings=noted), {}, Say())
-    assert noted.read >= set(config.settings), "a setting that nothing reads"
-    return found
+    return ran(modular_sum.EXPERIMENT, *SMALL).findings
 
 
 def failed(found: Findings) -> set[str]:

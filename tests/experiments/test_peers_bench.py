@@ -108,7 +108,7 @@ def test_float16_halves_and_rounds_relatively() -> None:
     assert (np.abs(decoded - VALUES)[normal] <= 2.0**-11 * np.abs(VALUES)[normal]).all()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_is_measured_is_what_was_sent() -> None:
     found = peers.measure(VALUES, 1)
     assert set(found.bytes) == set(METHODS)
@@ -150,7 +150,7 @@ def test_updates_are_trained_from_keys() -> None:
         assert first.tobytes() != captured(name, 1, quick=True)[0].tobytes()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_quick_run_measures_everything_and_gates_nothing() -> None:
     lines: list[str] = []
     found = peers.run(quick=True, progress=lines.append)

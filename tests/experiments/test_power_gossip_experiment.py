@@ -7,10 +7,9 @@ import math
 from typing import Any
 
 import pytest
-from noted_settings import Read
+from experiment_runs import Ran, ran
 
 from fedcomp.errors import ConfigError
-from fedcomp.experiments import engines
 from fedcomp.experiments.catalog import power_gossip as module
 from fedcomp.experiments.catalog.power_gossip import (
     CHANCE,
@@ -25,10 +24,8 @@ from fedcomp.experiments.catalog.power_gossip import (
     Group,
 )
 from fedcomp.experiments.decentralised import Evaluation, Trained
-from fedcomp.experiments.experiment import Config
-from fedcomp.experiments.findings import Claim, Findings, Say
+from fedcomp.experiments.findings import Say
 from fedcomp.experiments.relayed import beside, without_messages
-from fedcomp.experiments.spec import RunResult
 from fedcomp.gossip.power_gossip import PowerGossip
 from fedcomp.gossip.traffic import GossipTraffic
 
@@ -44,34 +41,13 @@ SMALL = (
 )
 
 
-@dataclasses.dataclass
-class Small:
-    config: Config
-    results: dict[str, RunResult]
-    findings: Findings
-    claims: list[Claim]
-    used: set[str]
-
-
 @pytest.fixture(scope="module")
-def small() -> Small:
-    config = EXPERIMENT.configure(rounds=3, clients=3, assignments=SMALL)
-    settings = Read(config.settings)
-    config = dataclasses.replace(config, settings=settings)
-    specs = EXPERIMENT.specs(config)
-    results = {spec.label: engines.run(spec) for spec in specs}
-    findings = EXPERIMENT.measure(config, results, Say())
-    used = settings.read | {key for spec in specs for key in spec.settings}
-    return Small(config, results, findings, list(findings.claims), used)
+def small() -> Ran:
+    return ran(EXPERIMENT, *SMALL, rounds=3, clients=3)
 
 
-@pytest.mark.long
-def test_every_setting_is_read(small: Small) -> None:
-    assert set(EXPERIMENT.options) <= small.used
-
-
-def test_7_16_messages_and_one_process_give_the_same_bits(small: Small) -> None:
-    exact = [claim for claim in small.claims if "with messages and without" in claim.name]
+def test_7_16_messages_and_one_process_give_the_same_bits(small: Ran) -> None:
+    exact = [claim for claim in small.findings.claims if "with messages and without" in claim.name]
     assert len(exact) == 2 * len(ROWS)
     assert all(claim.ok and claim.gate and claim.value == 0 for claim in exact)
     table = small.findings.tables[-1]
@@ -79,7 +55,7 @@ def test_7_16_messages_and_one_process_give_the_same_bits(small: Small) -> None:
     assert all(row[2] == row[3] > 0 for row in table.rows)
 
 
-def test_another_iteration_would_show_as_other_bits(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_iteration_would_show_as_other_bits(small: Ran, monkeypatch: pytest.MonkeyPatch) -> None:
     init = PowerGossip.__post_init__
 
     def slower(self: PowerGossip) -> None:
@@ -92,7 +68,7 @@ def test_another_iteration_would_show_as_other_bits(small: Small, monkeypatch: p
     assert differ[RANK_1].messages == 0
 
 
-def test_messages_are_counted_with_headers_and_joules(small: Small) -> None:
+def test_messages_are_counted_with_headers_and_joules(small: Ran) -> None:
     costs = next(table for table in small.findings.tables if table.title.startswith("What was sent"))
     rows: dict[Any, dict[str, Any]] = {row[0]: dict(zip(costs.columns, row, strict=True)) for row in costs.rows}
     size = 64 * 8 + 8 + 8 * 10 + 10
@@ -104,13 +80,12 @@ def test_messages_are_counted_with_headers_and_joules(small: Small) -> None:
         assert row["joules"] == pytest.approx(2 * 8e-9 * row["edge bytes"])
 
 
-def test_tables_figures_and_claims_are_whole(small: Small) -> None:
+def test_tables_figures_and_claims_are_whole(small: Ran) -> None:
     findings = small.findings
-    assert Findings.from_json(findings.to_json()).to_json() == findings.to_json()
     assert [len(table.rows) for table in findings.tables] == [7, 6, 7, 10, 9, 3]
     assert len(findings.figures) == 4
-    assert all(math.isfinite(claim.value) for claim in small.claims)
-    moved = next(claim for claim in small.claims if "moved" in claim.name)
+    assert all(math.isfinite(claim.value) for claim in small.findings.claims)
+    moved = next(claim for claim in small.findings.claims if "moved" in claim.name)
     assert moved.ok
 
 
@@ -140,7 +115,7 @@ def test_c2_the_sweep_chooses_and_the_claims_are_about_tuned_signs_too() -> None
     assert module._tried(sweep).rows[1][-1] == "Diverged: it grew"
 
 
-def test_c2_every_row_with_a_consensus_step_gets_the_same_grid_on_the_validation_split(small: Small) -> None:
+def test_c2_every_row_with_a_consensus_step_gets_the_same_grid_on_the_validation_split(small: Ran) -> None:
     (tried,) = [table for table in small.findings.tables if "validation split" in table.title]
     assert [(row[0], row[1]) for row in tried.rows] == [(label, gamma) for label in TUNED for gamma in (0.1, 0.3)]
     assert CHOCO_SIGNS in TUNED

@@ -2,51 +2,34 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import math
 
 import flwr
 import pytest
-from noted_settings import Read
+from experiment_runs import Ran, ran, resumes
 
 from fedcomp.experiments.audits import cases, mutants, systems
 from fedcomp.experiments.catalog import privacy_audit
 from fedcomp.experiments.catalog.privacy_audit import claims
-from fedcomp.experiments.experiment import Config
-from fedcomp.experiments.findings import Findings, Say
 
 SMALL = ("runs=60", "noise_runs=5", "canaries=150", "guesses=40", "clip_rounds=8", "float_draws=2000")
 
 
 @pytest.fixture(scope="module")
-def run() -> tuple[Config, Findings, Read, dict[str, object], tuple]:
+def run() -> Ran:
     """Two systems, two mutants, and the installed Flower."""
-    config = privacy_audit.EXPERIMENT.configure(assignments=SMALL)
-    settings, kept, measured = Read(config.settings), {}, []
-    config = dataclasses.replace(config, settings=settings)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cases, "SUBJECTS", {"votes": cases.votes_sum})
         patch.setattr(systems, "SUBJECTS", {"message": systems.PrivateMessages})
         patch.setattr(mutants, "MUTANTS", {name: mutants.MUTANTS[name] for name in ("no clip", "no root of k")})
-        patch.setattr(privacy_audit, "claims", lambda *figures: measured.append(figures) or claims(*figures))
-        findings = privacy_audit.measure(config, {}, Say(keep=kept.__setitem__))
-        again = privacy_audit.measure(config, {}, Say(kept=kept, keep=lambda name, cell: pytest.fail(f"{name} again")))
-    assert again.to_json() == findings.to_json()
-    return config, findings, settings, kept, measured[0]
+        made = ran(privacy_audit.EXPERIMENT, *SMALL, judging=privacy_audit)
+        assert resumes(privacy_audit.EXPERIMENT, made)
+    return made
 
 
 @pytest.mark.long
-def test_every_setting_is_read_and_findings_survive_json(run) -> None:
-    config, findings, settings, _, _ = run
-    assert settings.read == set(privacy_audit.OPTIONS)
-    text = json.dumps(findings.to_json(), allow_nan=False)
-    assert Findings.from_json(json.loads(text)).to_json() == findings.to_json()
-    assert privacy_audit.EXPERIMENT.specs(config) == []
-
-
 def test_tables_say_what_was_audited_and_what_was_caught(run) -> None:
-    _, findings, *_ = run
+    findings = run.findings
     tables = {table.title: table for table in findings.tables}
     audited = tables["Audited systems"]
     assert [row[0] for row in audited.rows] == ["votes", "message"]
@@ -59,8 +42,9 @@ def test_tables_say_what_was_audited_and_what_was_caught(run) -> None:
     assert power[5000][3] == pytest.approx(0.547, abs=0.002)
 
 
+@pytest.mark.long
 def test_claims_read_the_findings_and_refuted_systems_fail_them(run) -> None:
-    _, findings, _, _, (audits, runs, tried, floats, flower) = run
+    _, _, findings, _, (audits, runs, tried, floats, flower) = run
     found = {claim.name: claim for claim in findings.claims}
     promised = [claim for name, claim in found.items() if name.startswith("tier") and "weakest" not in name]
     assert len(promised) == 7
@@ -79,9 +63,10 @@ def test_claims_read_the_findings_and_refuted_systems_fail_them(run) -> None:
     assert not any(claim.gate for claim in of_flower)
 
 
+@pytest.mark.long
 def test_flowers_defects_are_those_of_the_installed_version(run) -> None:
     """Where a later version mends one, the page on privacy has to be told."""
-    kept = run[3]["Flower"]
+    kept = run.kept["Flower"]
     assert kept["version"] == flwr.__version__
     assert kept["zero"] == "ZeroDivisionError"
     assert kept["integer"] == "UFuncTypeError"

@@ -46,6 +46,7 @@ def test_every_point_was_tried(kills: dict[str, dict]) -> None:
     assert {found["killed"] for found in kills.values()} == {-signal.SIGKILL}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("point", EXPECTED)
 def test_what_left_was_paid_for_and_the_budget_holds(point: str, kills: dict[str, dict]) -> None:
     at_kill, at_end = kills[point]["at kill"], kills[point]["at end"]

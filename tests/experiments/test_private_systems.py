@@ -19,6 +19,8 @@ COUNTS = {
     *(f"report.{name}" for name in ("refused", "unsupported")),
 }
 
+MADE = [pytest.param(name, marks=pytest.mark.long if name in ("datalens", "distributed-dp") else ()) for name in NAMES]
+
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
@@ -33,7 +35,7 @@ def results(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", MADE)
 def test_a_private_row_runs_and_states_what_it_promises(name, results):
     result = results(name)
     said = Statement.from_json(json.loads(json.dumps(result.notes["privacy"])))
@@ -52,7 +54,7 @@ def test_a_private_row_runs_and_states_what_it_promises(name, results):
     assert result.rounds[0].metrics["privacy.epsilon"] == 0.0
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", MADE)
 def test_a_private_row_publishes_nothing_of_single_updates(name, results):
     """Memory ratios, changed coordinates, bytes per tensor and reasons of errors are statistics of clients' data."""
     for record in results(name):

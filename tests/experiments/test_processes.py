@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from running_listener import wait_until
 
 from fedcomp.clients.edge.processes import members, processes_with
 from fedcomp.experiments.engines.processes import (
@@ -40,13 +41,6 @@ def start(tmp_path, code: str) -> Child:
         log=tmp_path / "child.log",
         cwd=tmp_path,
     )
-
-
-def wait_until(condition, limit=200.0) -> None:
-    deadline = time.monotonic() + limit
-    while not condition():
-        assert time.monotonic() < deadline, "the condition never held"
-        time.sleep(0.02)
 
 
 def test_stop_ends_grandchildren_that_ignore_sigterm(tmp_path):
@@ -231,5 +225,5 @@ def test_cells_of_an_experiment_that_was_killed_end_in_order_and_their_processes
         assert experiment.stdout is not None
         found = [int(pid) for _ in range(2) for pid in experiment.stdout.readline().split()]
         experiment.kill()
-    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in found), limit=60.0)
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in found), 60.0)
     assert sorted(path.name for path in tmp_path.glob("ended-*")) == ["ended-1", "ended-2"]

@@ -50,6 +50,7 @@ def test_tuning_looks_at_other_data_and_other_draws() -> None:
     assert tuning.seed != 7
 
 
+@pytest.mark.long
 def test_accuracy_after_three_rounds_is_that_of_the_whole_training() -> None:
     small = config(rounds=4, clients=2)
     spec = spec_of("digits", "all", SAFE, 0.3, 0, small)

@@ -7,7 +7,7 @@ import pytest
 from fedcomp.experiments.bench import round as bench
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_both_halves_of_every_system_are_measured() -> None:
     found = bench.run(quick=True)
     rows = {(row["system"], row["replies"]): row for row in found["rows"]}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from fedcomp.experiments.bench import server
 
 
+@pytest.mark.long
 def test_every_codec_is_measured_also_where_replies_are_no_copies_of_each_other() -> None:
     """With more clients than distinct updates: a codec that draws for each sender needs a frame from each."""
     found = server.run(quick=True)

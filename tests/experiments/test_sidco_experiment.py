@@ -7,15 +7,13 @@ import math
 
 import numpy as np
 import pytest
-from noted_settings import Read
+from experiment_runs import Ran, ran
 
 from fedcomp.codecs.sidco import estimate_threshold
-from fedcomp.experiments import engines, estimates
+from fedcomp.experiments import estimates
 from fedcomp.experiments.catalog import sidco
-from fedcomp.experiments.experiment import Config
-from fedcomp.experiments.findings import Curves, Findings, HeatMap, Say
+from fedcomp.experiments.findings import Curves, HeatMap
 from fedcomp.experiments.kit import Record, Records
-from fedcomp.experiments.spec import RunResult
 from fedcomp.rng import Key
 
 pytestmark = pytest.mark.filterwarnings("ignore::fedcomp.tasks.sources.DataWarning")
@@ -24,15 +22,9 @@ KEY, SCALES = Key(3, "draws"), Key(3, "scales")
 
 
 @pytest.fixture(scope="module")
-def run() -> tuple[Config, dict[str, RunResult], Findings, Read]:
-    """Every row for two rounds and every measurement, very small, on data that need no file."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("FEDCOMP_DATA", raising=False)
-        config = sidco.EXPERIMENT.configure(quick=True)
-        settings = Read(config.settings)
-        config = dataclasses.replace(config, settings=settings)
-        results = {spec.label: engines.run(spec) for spec in sidco.rows(config)}
-        return config, results, sidco.measure(config, results, Say()), settings
+def run() -> Ran:
+    """Every row for two rounds and every measurement, very small."""
+    return ran(sidco.EXPERIMENT, quick=True)
 
 
 def test_selected_over_wanted_is_counted_and_not_estimated() -> None:
@@ -113,10 +105,8 @@ def test_exact_selection_and_estimates_are_timed_at_every_density() -> None:
 
 
 @pytest.mark.long
-def test_all_is_measured(run: tuple[Config, dict[str, RunResult], Findings, Read]) -> None:
-    config, results, findings, settings = run
-    used = settings.read | {key for spec in sidco.rows(config) for key in spec.settings}
-    assert set(sidco.OPTIONS) <= used
+def test_all_is_measured(run: Ran) -> None:
+    _, results, findings, *_ = run
     titles = [table.title for table in findings.tables]
     assert len(titles) == len(set(titles)) == 6
     training, known, summary, full, searches, times = findings.tables
@@ -135,7 +125,8 @@ def test_all_is_measured(run: tuple[Config, dict[str, RunResult], Findings, Read
     assert [task["task"] for task in findings.tasks] == ["digits", "mnist"]
 
 
-def test_every_claim_has_a_value_and_a_source(run: tuple[Config, dict[str, RunResult], Findings, Read]) -> None:
+@pytest.mark.long
+def test_every_claim_has_a_value_and_a_source(run: Ran) -> None:
     claims = run[2].claims
     assert len({claim.name for claim in claims}) == len(claims)
     # Processor time has a grain; a selection of ten thousand elements may take none of it.

@@ -2,38 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from itertools import product
-from typing import Any
 
 import pytest
-from noted_settings import Read
+from experiment_runs import Ran, ran
 
-from fedcomp.experiments import adaptive_servers, engines, robust_rules, small_cnn
+from fedcomp.experiments import adaptive_servers, robust_rules, small_cnn
 from fedcomp.experiments.catalog import sparse_study, sparsifiers
-from fedcomp.experiments.experiment import Config, Experiment
-from fedcomp.experiments.findings import Claim, Curves, Findings, HeatMap, Say
-from fedcomp.experiments.spec import RunResult
-
-Run = tuple[Config, Findings, list[Claim], set[str], dict[str, Any]]
-"""A run's configuration, findings, claims, the settings that were read, and every finished training by name."""
-
-
-def run(experiment: Experiment, *assignments: str, **size: int) -> Run:
-    config = experiment.configure(assignments=assignments, **size)  # type: ignore[arg-type]
-    settings = Read(config.settings)
-    config = dataclasses.replace(config, settings=settings)
-    specs = experiment.specs(config)
-    results: dict[str, RunResult] = {spec.label: engines.run(spec) for spec in specs}
-    trained: dict[str, Any] = {}
-    findings = experiment.measure(config, results, Say(keep=trained.__setitem__))
-    used = settings.read | {key for spec in specs for key in spec.settings}
-    return config, findings, list(findings.claims), used, trained
+from fedcomp.experiments.findings import Curves, HeatMap
 
 
 @pytest.fixture(scope="module")
-def table() -> Run:
+def table() -> Ran:
     small = (
         "seeds=1",
         "task.hidden=20",
@@ -50,22 +31,17 @@ def table() -> Run:
         patch.setattr(
             robust_rules, "CODECS", {c: robust_rules.CODECS[c] for c in ("random-k, shared", "random-k, own")}
         )
-        return run(sparsifiers.EXPERIMENT, *small, rounds=3, clients=3)
+        return ran(sparsifiers.EXPERIMENT, *small, rounds=3, clients=3)
 
 
 @pytest.fixture(scope="module")
-def study() -> Run:
-    return run(sparse_study.EXPERIMENT, "seeds=1", "task.hidden=20", "densities=0.02,0.1", rounds=2, clients=3)
+def study() -> Ran:
+    return ran(sparse_study.EXPERIMENT, "seeds=1", "task.hidden=20", "densities=0.02,0.1", rounds=2, clients=3)
 
 
-@pytest.mark.slow
-def test_every_setting_is_read(table: Run, study: Run) -> None:
-    assert set(sparsifiers.OPTIONS) <= table[3]
-    assert set(sparse_study.OPTIONS) <= study[3]
-
-
-def test_the_table_has_every_method_on_both_partitions(table: Run) -> None:
-    findings = table[1]
+@pytest.mark.long
+def test_the_table_has_every_method_on_both_partitions(table: Ran) -> None:
+    findings = table.findings
     labels = [method.label for method in sparsifiers.CANDIDATES]
     assert len(set(labels)) == len(labels)
     for found, partition in zip(findings.tables, sparsifiers.PARTITIONS, strict=False):
@@ -81,8 +57,9 @@ def test_the_table_has_every_method_on_both_partitions(table: Run) -> None:
     assert len(findings.tasks) == 2
 
 
-def test_simulated_and_sent_runs_agree_to_the_bit(table: Run) -> None:
-    _, findings, claims, *_ = table
+@pytest.mark.long
+def test_simulated_and_sent_runs_agree_to_the_bit(table: Ran) -> None:
+    findings, claims = table.findings, table.findings.claims
     rows = findings.tables[-1].rows
     assert [row[0] for row in rows] == [sparsifiers.DENSE, "top-k + EF", sparsifiers.ADAM, "CLT-k"]
     assert all(row[2] == row[3] < row[4] and row[5] == 0 for row in rows)
@@ -91,8 +68,9 @@ def test_simulated_and_sent_runs_agree_to_the_bit(table: Run) -> None:
     assert all(claim.ok for claim in exact)
 
 
-def test_b6_every_server_is_tuned_and_stands_beside_itself_on_dense_updates(table: Run) -> None:
-    _, findings, claims, *_ = table
+@pytest.mark.long
+def test_b6_every_server_is_tuned_and_stands_beside_itself_on_dense_updates(table: Ran) -> None:
+    findings, claims = table.findings, table.findings.claims
     (found,) = (t for t in findings.tables if t.title.startswith("Server optimisers"))
     names = [row[0] for row in found.rows]
     assert names == [f"{row.server}, {row.way}" for row in adaptive_servers.ROWS]
@@ -108,9 +86,10 @@ def test_b6_every_server_is_tuned_and_stands_beside_itself_on_dense_updates(tabl
     assert all(claim.bound == 2.0 for claim in lost)
 
 
-def test_b8_the_small_cnn_saves_fifty_times_whatever_it_learns(table: Run) -> None:
+@pytest.mark.long
+def test_b8_the_small_cnn_saves_fifty_times_whatever_it_learns(table: Ran) -> None:
     """Bytes do not depend on the rounds: biases travel dense and cost little, one coordinate in a hundred the rest."""
-    _, findings, claims, *_ = table
+    findings, claims = table.findings, table.findings.claims
     (found,) = (t for t in findings.tables if t.title.startswith("A CNN"))
     assert [row[0] for row in found.rows] == [row.label for row in small_cnn.ROWS]
     assert all(row.lr in small_cnn.RATES for row in small_cnn.ROWS)
@@ -119,8 +98,9 @@ def test_b8_the_small_cnn_saves_fifty_times_whatever_it_learns(table: Run) -> No
     assert ratio.value == pytest.approx(248_068 / found.rows[2][5], rel=0.01)
 
 
-def test_b7_every_rule_meets_every_kind_of_codec(table: Run) -> None:
-    _, findings, claims, *_ = table
+@pytest.mark.long
+def test_b7_every_rule_meets_every_kind_of_codec(table: Ran) -> None:
+    findings, claims = table.findings, table.findings.claims
     (found,) = (t for t in findings.tables if t.title.startswith("Rules"))
     assert [row[0] for row in found.rows] == ["FedAvg", "FedMedian"]
     assert found.columns[1:] == ("random-k, shared", "random-k, own")
@@ -128,9 +108,11 @@ def test_b7_every_rule_meets_every_kind_of_codec(table: Run) -> None:
     assert sum(claim.name.startswith("FedMedian") for claim in claims) == 2
 
 
-def test_every_bound_of_the_table_is_claimed_for_both_partitions(table: Run) -> None:
+@pytest.mark.long
+def test_every_bound_of_the_table_is_claimed_for_both_partitions(table: Ran) -> None:
     """A claim is the worse quotient of the trainings themselves; the table shows it to three digits."""
-    config, findings, claims, _, trained = table
+    config, _, findings, trained, _ = table
+    claims = findings.claims
     named = {claim.name: claim for claim in claims}
 
     def loss(partition: str, label: str) -> float:
@@ -146,8 +128,10 @@ def test_every_bound_of_the_table_is_claimed_for_both_partitions(table: Run) -> 
     assert not any(math.isnan(claim.value) for claim in claims)
 
 
-def test_the_grid_is_complete_and_without_memory_is_another_codec(study: Run) -> None:
-    config, findings, claims, *_ = study
+@pytest.mark.long
+def test_the_grid_is_complete_and_without_memory_is_another_codec(study: Ran) -> None:
+    config, _, findings, *_ = study
+    claims = findings.claims
     names, axes = zip(*sparse_study.axes(config).items(), strict=True)
     grid = [dict(zip(names, place, strict=True)) for place in product(*axes)]
     assert len(grid) == 4 * 2 * 2 * 2 * 2

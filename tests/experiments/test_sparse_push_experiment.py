@@ -6,10 +6,9 @@ import dataclasses
 
 import numpy as np
 import pytest
-from noted_settings import Read
+from experiment_runs import Ran, ran
 
 from fedcomp.errors import ConfigError
-from fedcomp.experiments import engines
 from fedcomp.experiments.catalog import sparse_push
 from fedcomp.experiments.catalog.sparse_push import (
     DIGRAPH,
@@ -24,10 +23,7 @@ from fedcomp.experiments.catalog.sparse_push import (
     Setting,
 )
 from fedcomp.experiments.decentralised import GossipCell
-from fedcomp.experiments.experiment import Config
-from fedcomp.experiments.findings import Findings, Say
 from fedcomp.experiments.push_sum_variants import TRAINED, trained
-from fedcomp.experiments.spec import RunResult
 from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.topology import topology_of
 
@@ -37,31 +33,24 @@ SMALL = ("task.hidden=4", "check_rounds=2", "workers=1", "energy_tx=1e-9", "ener
 
 
 @pytest.fixture(scope="module")
-def run() -> tuple[Config, dict[str, RunResult], Findings, Read]:
+def run() -> Ran:
     """Everything, with five nodes and a network of four hidden units, for two iterations."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("FEDCOMP_DATA", raising=False)
-        config = sparse_push.EXPERIMENT.configure(rounds=2, clients=5, assignments=SMALL)
-        settings = Read(config.settings)
-        config = dataclasses.replace(config, settings=settings)
-        results = {spec.label: engines.run(spec) for spec in sparse_push.rows(config)}
-        return config, results, sparse_push.measure(config, results, Say()), settings
+    return ran(sparse_push.EXPERIMENT, *SMALL, rounds=2, clients=5)
 
 
 @pytest.mark.long
-def test_every_setting_is_used_and_the_rows_with_messages_are_those_without(
-    run: tuple[Config, dict[str, RunResult], Findings, Read],
+def test_the_rows_with_messages_are_those_without(
+    run: Ran,
 ) -> None:
-    config, results, findings, settings = run
-    assert not set(config.settings) - settings.read
+    _, results, findings, *_ = run
     assert len(results) == 2
     claims = {claim.name: claim for claim in findings.claims}
     assert [c.value for name, c in claims.items() if "that differ from the run with messages" in name] == [0.0] * 4
     assert all(claim.ok for name, claim in claims.items() if name.startswith("sum of the weights"))
-    assert Findings.from_json(findings.to_json()) == findings
 
 
-def test_the_bounds_are_the_goals(run: tuple[Config, dict[str, RunResult], Findings, Read]) -> None:
+@pytest.mark.long
+def test_the_bounds_are_the_goals(run: Ran) -> None:
     gates = [claim for claim in run[2].claims if claim.gate]
     points = [c for c in gates if "points below SGP, closed" in c.name]
     assert [c.bound for c in points] == [1.0, 1.0]
@@ -72,10 +61,11 @@ def test_the_bounds_are_the_goals(run: tuple[Config, dict[str, RunResult], Findi
     assert {c.bound for c in gates if "largest error" in c.name} == {1e-10}
 
 
+@pytest.mark.long
 def test_costs_are_counted_and_the_closing_phase_is_among_them(
-    run: tuple[Config, dict[str, RunResult], Findings, Read],
+    run: Ran,
 ) -> None:
-    _, _, findings, _ = run
+    findings = run.findings
     size = 64 * 4 + 4 + 4 * 10 + 10
     costs = next(t for t in findings.tables if t.title == "Cost of a run")
     table = {row[0]: dict(zip(costs.columns, row, strict=True)) for row in costs.rows}
@@ -94,10 +84,11 @@ def test_costs_are_counted_and_the_closing_phase_is_among_them(
     assert curves.series[0].x[-1] == dense["edge bytes"]
 
 
+@pytest.mark.long
 def test_a_run_shows_what_the_nodes_hold_before_and_after_the_closing_phase(
-    run: tuple[Config, dict[str, RunResult], Findings, Read],
+    run: Ran,
 ) -> None:
-    _, _, findings, _ = run
+    findings = run.findings
     shown = next(t for t in findings.tables if t.title == "5 nodes, exponential")
     rows = {row[0]: dict(zip(range(len(row)), row, strict=True)) for row in shown.rows}
     row = rows[f"{THREE_DIGITS}, {ONE_PERCENT}"]

@@ -47,6 +47,7 @@ def test_what_the_server_receives_is_flat_for_the_code_and_linear_without(run) -
     assert result.uplink_payload_bytes == result.ledger.total("payload", direction="up", link="hub")
 
 
+@pytest.mark.long
 def test_all_rows_learn_the_same(run) -> None:
     _, results, _ = run
     for n in FEW:
@@ -55,6 +56,7 @@ def test_all_rows_learn_the_same(run) -> None:
         assert max(losses) < results[sumcode.plain(n)].rounds[0].loss
 
 
+@pytest.mark.long
 def test_claims_hold_but_for_those_about_fifty_clients(run) -> None:
     found = {claim.name: claim for claim in run[2].claims}
     failed = {name for name, claim in found.items() if not claim.ok}

@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 import pytest
-from noted_settings import Read
+from experiment_runs import Ran, ran, resumes
 
 from fedcomp.experiments.catalog import topagg_dpsgd as module
 from fedcomp.experiments.catalog.topagg_dpsgd import (
@@ -25,8 +25,7 @@ from fedcomp.experiments.catalog.topagg_dpsgd import (
     grid,
     label,
 )
-from fedcomp.experiments.experiment import Config
-from fedcomp.experiments.findings import Findings, Say
+from fedcomp.experiments.findings import Say
 from fedcomp.experiments.kit import Record
 from fedcomp.experiments.record_training import RecordCell, RecordOutcome
 from fedcomp.privacy.accounting import noise_multiplier_for
@@ -36,34 +35,9 @@ SMALL = ("seeds=1", "workers=1", "task.hidden=6", "rate=1.0", "delta=1e-4")
 """All records in every batch, so that the noise is calibrated in closed form."""
 
 
-@dataclasses.dataclass
-class Small:
-    config: Config
-    findings: Findings
-    measured: tuple[dict[str, list[Record]], Any]
-    """What the claims are made of."""
-    used: set[str]
-
-
-def run(*assignments: str, say: Say | None = None, rounds: int = 2) -> Small:
-    config = EXPERIMENT.configure(rounds=rounds, assignments=(*SMALL, *assignments))
-    settings = Read(config.settings)
-    config = dataclasses.replace(config, settings=settings)
-    measured = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "claims", lambda *figures: measured.append(figures) or claims(*figures))
-        findings = EXPERIMENT.measure(config, {}, say or Say())
-    return Small(config, findings, measured[0], settings.read)
-
-
 @pytest.fixture(scope="module")
-def small() -> Small:
-    return run()
-
-
-@pytest.mark.long
-def test_every_setting_is_read(small: Small) -> None:
-    assert set(EXPERIMENT.options) == small.used
+def small() -> Ran:
+    return ran(EXPERIMENT, *SMALL, rounds=2, judging=module)
 
 
 def test_the_chosen_settings_are_of_what_is_tried() -> None:
@@ -104,12 +78,7 @@ def test_a11_a_plain_training_casts_no_coins(monkeypatch: pytest.MonkeyPatch) ->
     assert outcomes[0].epsilon == outcomes[1].epsilon
 
 
-def test_figures_come_to_plain_data_and_back(small: Small) -> None:
-    again = Findings.from_json(small.findings.to_json())
-    assert again.to_json() == small.findings.to_json()
-
-
-def test_every_private_training_has_a_statement_of_its_own_epsilon(small: Small) -> None:
+def test_every_private_training_has_a_statement_of_its_own_epsilon(small: Ran) -> None:
     said = small.findings.statements
     assert set(said) == {label(m, t) for m in METHODS for t in TARGETS[:-1]}
     settings = {row[0]: row for row in small.findings.tables[2].rows}
@@ -122,7 +91,7 @@ def test_every_private_training_has_a_statement_of_its_own_epsilon(small: Small)
         assert "INSECURE" in statement.prose()
 
 
-def test_epsilons_are_kept_and_nothing_is_promised_without_noise(small: Small) -> None:
+def test_epsilons_are_kept_and_nothing_is_promised_without_noise(small: Ran) -> None:
     rows = {row[0]: row for row in small.findings.tables[2].rows}
     for method in METHODS:
         for target in TARGETS[:-1]:
@@ -132,9 +101,9 @@ def test_epsilons_are_kept_and_nothing_is_promised_without_noise(small: Small) -
     assert all(holds[f"epsilon {target:g}: the largest of all ledgers"] for target in TARGETS[:-1])
 
 
-def test_a_budget_that_was_crossed_and_a_missing_event_would_be_seen(small: Small) -> None:
+def test_a_budget_that_was_crossed_and_a_missing_event_would_be_seen(small: Ran) -> None:
     """Each gate reads a figure of its own: good figures pass, one bad figure fails one gate."""
-    outcomes, choice = small.measured
+    outcomes, choice = small.judged
     learnt = {
         name: [Record({**run, "accuracy": 0.95, "rdp": 1.1 * run.epsilon, "frame": 1}) for run in runs]
         for name, runs in outcomes.items()
@@ -159,7 +128,7 @@ def test_a_budget_that_was_crossed_and_a_missing_event_would_be_seen(small: Smal
 
 
 @pytest.mark.long
-def test_a_budget_ends_every_training_that_promises_something_before_it_is_crossed(small: Small) -> None:
+def test_a_budget_ends_every_training_that_promises_something_before_it_is_crossed(small: Ran) -> None:
     config = EXPERIMENT.configure(rounds=2, assignments=SMALL, budget=2.5)
     assert EXPERIMENT.specs(config) == []
     ended = EXPERIMENT.measure(config, {}, Say())
@@ -175,7 +144,7 @@ def test_a_budget_ends_every_training_that_promises_something_before_it_is_cross
     assert holds["private trainings that have a statement"]
 
 
-def test_messages_are_as_long_as_what_they_hold(small: Small) -> None:
+def test_messages_are_as_long_as_what_they_hold(small: Ran) -> None:
     rows = {row[0]: row for row in small.findings.tables[1].rows}
     size = 64 * 6 + 6 + 6 * 10 + 10
     for method in METHODS:
@@ -195,12 +164,9 @@ def test_messages_are_as_long_as_what_they_hold(small: Small) -> None:
 
 
 @pytest.mark.long
-def test_what_is_finished_is_kept(small: Small) -> None:
-    kept: dict[str, Any] = {}
-    run("seeds=1", say=Say(keep=kept.__setitem__))
-    again = run("seeds=1", say=Say(kept=kept, keep=pytest.fail))
-    assert len(kept) == 3 + len(METHODS) * len(TARGETS)
-    assert [claim.name for claim in again.findings.claims] == [claim.name for claim in small.findings.claims]
+def test_what_is_finished_is_kept(small: Ran) -> None:
+    assert len(small.kept) == 3 + len(METHODS) * len(TARGETS)
+    assert resumes(EXPERIMENT, small)
 
 
 @pytest.mark.long

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from experiment_runs import Ran, ran
 
 import fedcomp.experiments.catalog.topagg as module
 from fedcomp.experiments import engines
 from fedcomp.experiments.ballots import PUBLISHED, agreement, drawn_difference, passing
 from fedcomp.experiments.catalog.topagg import EPSILONS, EXPERIMENT, FEDAVG, METHODS, SENT, claims, multiplier
-from fedcomp.experiments.findings import Findings, Say
+from fedcomp.experiments.findings import Say
 from fedcomp.privacy.accounting import gaussian_epsilon
 from fedcomp.privacy.events import FINE
 from fedcomp.privacy.gaussian import lattice_delta
@@ -21,21 +23,18 @@ SMALL = ("seeds=1", "workers=1", "task.hidden=", "delta=0.01", "epochs=1", "agre
 
 
 @pytest.fixture(scope="module")
-def tiny():
+def tiny() -> Iterator[Ran]:
     """Six clients, one round, three methods: whether everything fits together, not whether anything is learnt."""
-    measured = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "METHODS", METHODS[:3])
-        patch.setattr(module, "claims", lambda *figures: measured.append(figures) or claims(*figures))
-        config = EXPERIMENT.configure(clients=6, rounds=1, assignments=SMALL)
-        results = {spec.label: engines.run(spec) for spec in EXPERIMENT.specs(config)}
-        yield results, EXPERIMENT.measure(config, results, Say()), measured[0]
+        # The one is read for MNIST, the other where step sizes are tuned.
+        unread = ("task.model", "tune_seeds")
+        yield ran(EXPERIMENT, *SMALL, clients=6, rounds=1, judging=module, unread=unread)
 
 
 @pytest.mark.long
 def test_a_tiny_run_keeps_every_claim_but_that_it_learns(tiny) -> None:
-    results, findings, _ = tiny
-    again = Findings.from_json(findings.to_json())
+    _, results, again, *_ = tiny
     failed = {claim.name for claim in again.claims if claim.gate and not claim.ok}
     # Of six clients nobody learns anything, and rounding a frame to bytes weighs more on 650 coordinates.
     assert {name for name in failed if "longest vote" not in name} <= {"TopAgg learns at epsilon 10: accuracy"}
@@ -43,8 +42,9 @@ def test_a_tiny_run_keeps_every_claim_but_that_it_learns(tiny) -> None:
     assert sum("differ from the run with messages" in claim.name for claim in again.claims) == 2 * len(results) == 8
 
 
+@pytest.mark.long
 def test_claims_catch_a_crossed_epsilon_longer_votes_and_other_bits(tiny) -> None:
-    _, findings, (trained, votes, differ, drawn) = tiny
+    _, _, findings, _, (trained, votes, differ, drawn) = tiny
     label, sent = METHODS[2].name(3.0), METHODS[0].name(SENT)
     assert all(c.ok for c in findings.claims if "epsilon of the statement" in c.name)
 
@@ -69,8 +69,9 @@ def test_claims_catch_a_crossed_epsilon_longer_votes_and_other_bits(tiny) -> Non
     assert set(caught(drawn=0.02)) - set(caught()) == {"pass probability, closed form less draws of the integer noise"}
 
 
+@pytest.mark.long
 def test_every_private_training_has_its_statement(tiny) -> None:
-    _, findings, _ = tiny
+    findings = tiny.findings
     assert set(findings.statements) == {m.name(e) for m in METHODS[:3] for e in EPSILONS}
     for method in METHODS[:3]:
         for epsilon in EPSILONS:

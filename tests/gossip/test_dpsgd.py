@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from gossip_problems import dense_gossip, problem, ring_weights, run, view_of
+from gossip_problems import dense_gossip, gossip, problem, ring_weights, run, view_of, views_of
 
-from fedcomp.gossip.base import View, deliver
+from fedcomp.gossip.base import View
 from fedcomp.gossip.dpsgd import DPSGD
 from fedcomp.gossip.packet import HEADER_BYTES
 from fedcomp.layout import Layout
@@ -45,11 +45,7 @@ def test_the_mean_of_models_moves_by_the_mean_of_gradients_alone() -> None:
     starts = draws(5, 30)
     algorithm = DPSGD(lr=0.1)
     states = [algorithm.init(start, Layout.flat(30)) for start in starts]
-    weights = ring_weights(5)
-    for k in range(30):
-        begun = [algorithm.send(s, lambda z: np.ones_like(z), view_of(weights, i, k)) for i, s in enumerate(states)]
-        inboxes = deliver({i: outbox for i, (_, outbox) in enumerate(begun)})
-        states = [algorithm.receive(state, inboxes[i]) for i, (state, _) in enumerate(begun)]
+    states = gossip(algorithm, states, views_of(ring_weights(5)), 30, np.ones_like)
     assert np.abs(np.mean([s["x"] for s in states], axis=0) - starts.mean(axis=0) + 3.0).max() < 1e-14
 
 
@@ -58,11 +54,12 @@ def test_the_graph_may_change() -> None:
     algorithm = DPSGD()
     states = [algorithm.init(start, Layout.flat(8)) for start in starts]
     pairings = [((0, 1), (2, 3), (4, 5)), ((1, 2), (3, 4), (0, 5))]
-    for k in range(60):
-        rows = [{a + b - i: 0.5 for a, b in pairings[k % 2] if i in (a, b)} for i in range(6)]
-        begun = [algorithm.send(s, None, View(i, k, rows[i], rows[i])) for i, s in enumerate(states)]
-        inboxes = deliver({i: outbox for i, (_, outbox) in enumerate(begun)})
-        states = [algorithm.receive(state, inboxes[i]) for i, (state, _) in enumerate(begun)]
+
+    def views(i: int, k: int) -> View:
+        row = {a + b - i: 0.5 for a, b in pairings[k % 2] if i in (a, b)}
+        return View(i, k, row, row)
+
+    states = gossip(algorithm, states, views, 60)
     assert np.abs(np.stack([s["x"] for s in states]) - starts.mean(axis=0)).max() < 1e-14
 
 
@@ -74,13 +71,3 @@ def test_7_17_a_message_is_the_model_and_a_header(dtype: str, itemsize: int) -> 
     assert [multicast.destinations for multicast in outbox] == [(1, 3)]
     assert len(outbox[0].payload) == HEADER_BYTES + 24 * itemsize
     assert begun["x"].dtype == dtype
-
-
-def test_statistics_that_move_after_sending_are_kept_whole() -> None:
-    weights, algorithm = np.full((2, 2), 0.5), DPSGD()
-    states = [algorithm.init(np.full(3, float(i)), Layout.flat(3)) for i in range(2)]
-    begun = [algorithm.send(s, None, view_of(weights, i, 0)) for i, s in enumerate(states)]
-    inboxes = deliver({i: outbox for i, (_, outbox) in enumerate(begun)})
-    moved = algorithm.shift(begun[0][0], np.full(3, 10.0))
-    ended = [algorithm.receive(moved, inboxes[0]), algorithm.receive(begun[1][0], inboxes[1])]
-    assert np.allclose([s["x"][0] for s in ended], [10.5, 0.5])

@@ -134,25 +134,6 @@ def test_7_12_any_first_scale_reaches_the_same_precision_in_about_the_same_time(
     assert max(found) <= 1.7 * min(found)
 
 
-@pytest.mark.slow
-def test_scales_and_estimates_are_equal_at_both_ends_in_every_iteration() -> None:
-    for dtype in ("float64", "float32"):
-        zoomed: list[float] = []
-
-        def equal(k: int, states: Any, zoomed: list[float] = zoomed) -> None:
-            for i, state in enumerate(states):
-                for j in ((i - 1) % TASK.n, (i + 1) % TASK.n):
-                    assert float(state[f"scale/{j}"]) == float(states[j]["scale"])
-                    assert np.array_equal(state[f"h/{j}"], states[j]["h"])
-                zoomed.append(float(state["scale"]))
-
-        algorithm = replace(ZOOM, s0=1e-4, digest_every=1)
-        ran = run(algorithm, TASK, 40, dtype=dtype, watch=equal)
-        # Out first, then in: both branches of the rule were taken.
-        assert max(zoomed) > 1e-2
-        assert float(ran.states[0]["scale"]) < max(zoomed)
-
-
 def test_a_scale_that_is_not_the_senders_is_found_by_the_digest() -> None:
     algorithm = replace(ZOOM, digest_every=1)
     states = [dict(state) for state in run(algorithm, TASK, 5).states]
@@ -226,18 +207,6 @@ def test_a_scale_on_the_wire_is_cold_with_norm_sign() -> None:
 
 
 @pytest.mark.slow
-def test_duals_sum_to_zero() -> None:
-    for algorithm in (ZOOM, GEOMETRIC):
-        sums: list[float] = []
-
-        def watch(k: int, states: Any, algorithm: DynaCOLD = algorithm, sums: list[float] = sums) -> None:
-            sums.append(algorithm.invariants(states)["sum_D"])
-
-        run(algorithm, TASK, 40, watch=watch)
-        assert max(sums) < 1e-10
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("scale", ["zoom", "geometric"])
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_long_after_the_precision_is_reached_nothing_drifts(scale: str, dtype: str) -> None:
@@ -264,15 +233,10 @@ def test_the_zoom_stops_at_its_smallest_scale() -> None:
     assert np.isfinite(state["h"]).all()
 
 
-@pytest.mark.slow
 def test_after_a_reset_the_schedule_restarts() -> None:
     for algorithm in (ZOOM, GEOMETRIC):
-        states = run(algorithm, TASK, 25).states
-        reset = [algorithm.reset(state, TASK.layout) for state in states[:-1]]
-        assert {float(state["scale"]) for state in reset} == {algorithm.s0}
-        assert {int(state["age"]) for state in reset} == {0}
-        ran = run(algorithm, TASK.without(TASK.n - 1), 90, states=reset, begin=25, resync=True)
-        assert ran.errors[-1] < 0.05 < ran.errors[0]
+        reset = [algorithm.reset(state, TASK.layout) for state in run(algorithm, TASK, 5).states]
+        assert {(float(state["scale"]), int(state["age"])) for state in reset} == {(algorithm.s0, 0)}
 
 
 @pytest.mark.parametrize("algorithm", [ZOOM, GEOMETRIC], ids=["zoom", "geometric"])

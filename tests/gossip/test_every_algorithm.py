@@ -182,7 +182,12 @@ def test_what_is_not_finite_is_not_sent_and_changes_nothing(config: dict[str, An
 def test_a_model_that_moves_by_itself_moves_what_becomes_of_it_and_not_what_was_sent(config: dict[str, Any]) -> None:
     algorithm, change = get_algorithm(config), np.arange(float(D))
     (state, _), (inbox, _) = after_messages(algorithm)
-    plain, moved = (algorithm.receive(start, inbox) for start in (state, algorithm.shift(state, change)))
+    halves = algorithm.shift(algorithm.shift(state, change / 2), change / 2)
+    np.testing.assert_allclose(algorithm.model(halves), algorithm.model(state) + change, rtol=0, atol=1e-12)
+    plain, moved = (algorithm.receive(start, inbox) for start in (state, halves))
+    np.testing.assert_allclose(
+        algorithm.model(algorithm.shift(plain, change)), algorithm.model(plain) + change, rtol=0, atol=1e-12
+    )
     if algorithm.asynchronous:  # the numerator moves by the weight the node has kept
         weight = state["weights"] if "weights" in state else float(state["w"])
         np.testing.assert_allclose(moved["x"] - plain["x"], weight * change, rtol=0, atol=1e-12)
@@ -217,6 +222,7 @@ DAMAGE: Mapping[str, Callable[[bytes], bytes]] = {
     "an unknown flag": lambda p: p[:6] + b"\x80" + p[7:],
     "no dtype": lambda p: p[:7] + b"\7" + p[8:],
     "another dtype": lambda p: p[:7] + (b"\1" if p[7] == 2 else b"\2") + p[8:],
+    "no number at its end": lambda p: p[:-8] + struct.pack("<d", np.nan),
 }
 
 
@@ -229,6 +235,19 @@ def test_damaged_messages_are_refused_and_change_nothing(config: dict[str, Any],
     for message in inbox:
         with pytest.raises((MessageError, OutOfStep)):
             algorithm.receive(state, [replace(message, payload=DAMAGE[damage](message.payload))])
+    assert frozen(state) == before
+
+
+@pytest.mark.parametrize("name", ["sgp", "sparse-push"])
+@pytest.mark.parametrize("share", [-0.1, np.nan, np.inf])
+def test_a_share_that_is_none_is_refused_and_changes_nothing(name: str, share: float) -> None:
+    algorithm = get_algorithm({"name": name, **MORE.get(name, {})})
+    (state, _), (inbox, _) = after_messages(algorithm)
+    before = frozen(state)
+    for message in inbox:
+        forged = message.payload[:8] + struct.pack("<d", share) + message.payload[16:]
+        with pytest.raises(MessageError):
+            algorithm.receive(state, [replace(message, payload=forged)])
     assert frozen(state) == before
 
 
@@ -265,11 +284,20 @@ def test_mass_counts_once_and_comes_back_with_messages_and_goes_with_a_node_that
     assert algorithm.invariants([empty])["sum_w"] == 0.0
     assert algorithm.leave(empty, view(0, 4))[1] == ()
     assert algorithm.invariants([algorithm.join(np.ones(D), LAYOUT)])["sum_w"] == 0.0
-    closing, messages = algorithm.send(whole[0], None, replace(view(0, 3), dense=True))
+    closing, messages = algorithm.send(whole[0], unasked(algorithm), replace(view(0, 3), dense=True))
     assert {peek(m.payload).flags for m in messages_of(0, messages)} == {MessageFlag.DENSE}
     assert algorithm.invariants([closing])["sum_w"] < algorithm.invariants([whole[0]])["sum_w"]
     with pytest.raises(StateError, match="reset"):
         algorithm.reset(whole[0], LAYOUT)
+
+
+def unasked(algorithm: Algorithm) -> Callable[[np.ndarray], np.ndarray] | None:
+    """Return a gradient that nobody may ask for; what only averages is given none."""
+
+    def gradient(z: np.ndarray) -> np.ndarray:
+        raise AssertionError("asked for a gradient")
+
+    return None if algorithm.name in AVERAGING else gradient
 
 
 OTHER: list[dict[str, Any]] = [

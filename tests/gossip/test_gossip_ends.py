@@ -160,18 +160,6 @@ def test_a_message_damaged_for_good_costs_what_it_carried_and_not_its_sender(con
     assert whole - sum(float(nodes.memories[i].state["w"]) for i in range(N)) == pytest.approx(share, abs=1e-12)
 
 
-def test_losses_of_what_did_not_come_back_are_refused() -> None:
-    class Liar(SimulatedNodes):
-        def _deliver(self, node: int, instruction: Instruction, kind: str) -> NodeAnswer | str:
-            answer = super()._deliver(node, instruction, kind)
-            assert isinstance(answer, NodeAnswer)
-            return NodeAnswer("s", answer.serial, answer.multicasts, lost=("x",)) if node == 3 else answer
-
-    relay, plain = start({"name": "sgp"}, patience=2)
-    run(relay, Liar(plain.algorithm, plain.locals, ZERO, LAYOUT))
-    assert "1 messages lost that came back; 0 did" in relay.report.refused[0][2]
-
-
 class Chronicle(SimulatedNodes):
     """Remembers every state a node has ever stored, by the number of its instruction."""
 

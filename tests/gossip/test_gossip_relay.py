@@ -298,6 +298,8 @@ def forge(answer: NodeAnswer, how: str) -> NodeAnswer:
         return replace(answer, needs=(17,), reasons=("",))
     if how == "needs without reasons":
         return replace(answer, needs=tuple(range(N)))
+    if how == "loses what did not come back":
+        return replace(answer, lost=("x",))
     if how == "many figures":
         return replace(answer, facts={str(k): 0.0 for k in range(100)})
     raise AssertionError(how)
@@ -305,7 +307,7 @@ def forge(answer: NodeAnswer, how: str) -> NodeAnswer:
 
 HOSTILE = (
     "stranger", "itself", "twice", "nobody", "too large", "failed, but speaks", "needs a stranger",
-    "needs without reasons", "many figures",
+    "needs without reasons", "loses what did not come back", "many figures",
 )  # fmt: skip
 
 

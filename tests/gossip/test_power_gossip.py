@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
-from gossip_problems import ring_weights, view_of
+from gossip_problems import gossip, ring_weights, view_of, views_of
 
 from fedcomp.codecs.matrices import normals, orthonormal
 from fedcomp.errors import ConfigError
@@ -45,29 +45,8 @@ def decaying(n: int, m: int, seed: int = 0) -> list[np.ndarray]:
 Views = Callable[[int, int], View]
 
 
-def ring_views(n: int, **given: int) -> Views:
-    weights = ring_weights(n) if n > 2 else PAIR
-    return lambda node, k: view_of(weights, node, k, **given)
-
-
-def gossip(
-    algorithm: PowerGossip,
-    states: Sequence[State],
-    views: Views,
-    iterations: int,
-    *,
-    begin: int = 0,
-    watch: Callable[[int, list[State], list[State]], object] | None = None,
-) -> list[State]:
-    """Gossip without gradients; ``watch(k, begun states, finished states)``."""
-    now = list(states)
-    for k in range(begin, begin + iterations):
-        begun = [algorithm.send(state, None, views(i, k)) for i, state in enumerate(now)]
-        inboxes = deliver({i: outbox for i, (_, outbox) in enumerate(begun)})
-        now = [algorithm.receive(state, inboxes[i]) for i, (state, _) in enumerate(begun)]
-        if watch is not None:
-            watch(k, [state for state, _ in begun], now)
-    return now
+def ring_views(n: int) -> Views:
+    return views_of(ring_weights(n) if n > 2 else PAIR)
 
 
 def models(states: Sequence[State]) -> np.ndarray:
@@ -276,7 +255,7 @@ def test_signs_follow_node_ids_not_the_order_of_neighbours() -> None:
         turned = dict(reversed(view.row.items()))
         return View(node, k, turned, turned)
 
-    straight = gossip(algorithm, opened(algorithm, starts, layout), lambda i, k: view_of(weights, i, k), 6)
+    straight = gossip(algorithm, opened(algorithm, starts, layout), views_of(weights), 6)
     assert np.array_equal(models(gossip(algorithm, opened(algorithm, starts, layout), views, 6)), models(straight))
 
 
@@ -368,9 +347,7 @@ def test_overlap_decides_which_model_is_sent(overlap: bool) -> None:
     x = np.stack(draws(2, layout.size))
     states, v = opened(algorithm, list(x), layout), np.zeros_like(x)
     for k in range(4):
-        begun = [algorithm.send(state, lambda z: np.sin(z), view_of(weights, i, k)) for i, state in enumerate(states)]
-        inboxes = deliver({i: outbox for i, (_, outbox) in enumerate(begun)})
-        states = [algorithm.receive(state, inboxes[i]) for i, (state, _) in enumerate(begun)]
+        states = gossip(algorithm, states, views_of(weights), 1, np.sin, begin=k)
         v = 0.9 * v + np.sin(x)
         x = weights @ x - 0.1 * v if overlap else weights @ (x - 0.1 * v)
         assert np.abs(models(states) - x).max() < 1e-13

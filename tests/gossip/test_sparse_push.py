@@ -11,7 +11,7 @@ from push_sum_runs import UNBALANCED, audible, by_matrices, disagreement, opened
 from fedcomp.errors import ConfigError
 from fedcomp.gossip.base import GossipMessage, View, messages_of
 from fedcomp.gossip.compressor import Compressor, get_compressor
-from fedcomp.gossip.errors import MessageError, OutOfStep
+from fedcomp.gossip.errors import OutOfStep
 from fedcomp.gossip.estimates import digests
 from fedcomp.gossip.packet import HEADER_BYTES, MessageFlag, peek
 from fedcomp.gossip.sgp import SGP
@@ -49,14 +49,13 @@ def test_7_01_sums_of_x_and_w_are_constant_for_any_compressor(compressor, estima
     states = opened(algorithm, starts(6, 20, dtype))
     x, w = total(states)
     drift = []
-    iterations = 200 if (estimates, dtype) == ("edge", "float32") and compressor["id"] == "topk" else 40
 
     def watch(t, now):
         mass = total(now)
         drift.append(max(np.abs(mass[0] - x).max(), abs(mass[1] - w)))
 
     views = views_of(graph) if estimates == "edge" else audible(graph)
-    states = rounds(algorithm, states, views, range(iterations), watch=watch)
+    states = rounds(algorithm, states, views, range(40), watch=watch)
     assert w == 6.0
     assert max(drift) < 1e-12
     assert algorithm.invariants(states.values())["sum_w"] == pytest.approx(6.0, abs=1e-13)
@@ -82,7 +81,10 @@ def test_7_02_without_compression_and_with_gamma_1_it_is_sgp(estimates):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("estimates", "gamma", "iterations"), [("broadcast", 0.05, 630), ("edge", 0.1, 300)])
+@pytest.mark.parametrize(
+    ("estimates", "gamma", "iterations"),
+    [pytest.param("broadcast", 0.05, 630, marks=pytest.mark.long), ("edge", 0.1, 300)],
+)
 def test_7_03_consensus_is_exact_on_an_unbalanced_graph_that_changes(estimates, gamma, iterations):
     graph = RandomDigraph(3, 0.6, seed=1)
     models = starts(3, 20)
@@ -139,23 +141,6 @@ def test_7_04_only_the_debiased_models_agree():
 
 def fifth(message: GossipMessage, t: int) -> bool:
     return Key(9, "loss", t, message.source, message.destination).uniform(1)[0] < 0.2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("estimates", "dtype"), [("edge", "float64"), ("broadcast", "float32")])
-def test_7_05_shares_that_are_not_delivered_stay_with_their_senders(estimates, dtype):
-    graph = Exponential(4)
-    models = starts(4, 20, dtype)
-    algorithm = SparsePush(density=0.1, gamma=0.15, estimates=estimates)
-    states = opened(algorithm, models)
-    x, _ = total(states)
-    states = rounds(algorithm, states, views_of(graph), range(100), lose=fifth)
-    after, w = total(states)
-    assert w == pytest.approx(4.0, abs=1e-13)
-    np.testing.assert_allclose(after, x, rtol=0, atol=1e-12)
-    states = rounds(algorithm, states, views_of(graph), range(100, 320))
-    limit = 1e-10 if dtype == "float64" else 1e-6
-    assert disagreement(algorithm, states, x / 4) < limit
 
 
 @pytest.mark.slow
@@ -229,73 +214,6 @@ def test_messages_that_come_back_late_bring_back_what_they_took(estimates, dtype
     assert {to for to, whole in flags.items() if whole} == {3}
     states = rounds(algorithm, states, views_of(graph), range(30, 32))  # and node 3 can read it
     assert total(states)[1] == pytest.approx(w, abs=1e-13)
-
-
-@pytest.mark.slow
-def test_7_06_a_node_that_leaves_in_good_order_leaves_the_mean_as_it_is():
-    graph = Exponential(4)
-    models = starts(4, 20)
-    mean = np.mean(models, axis=0)
-    algorithm = SparsePush(density=0.1, gamma=0.15)
-    states = rounds(algorithm, opened(algorithm, models), views_of(graph), range(5))
-    alive = set(range(4)) - {3}
-    views = views_of(graph, alive=alive)
-    last = messages_of(3, algorithm.leave(states.pop(3), views_of(graph)(3, 5))[1])
-    assert [message.destination for message in last] == [0, 1]
-    for message in last:
-        states[message.destination] = algorithm.receive(states[message.destination], [message])
-    states = rounds(algorithm, states, views, range(6, 320))
-    assert disagreement(algorithm, states, mean) < 8e-15
-    assert total(states)[1] == pytest.approx(4.0, abs=1e-13)
-
-
-@pytest.mark.slow
-def test_7_06_a_crash_takes_its_share_and_no_more():
-    graph = Exponential(4)
-    algorithm = SparsePush(density=0.1, gamma=0.15)
-    states = rounds(algorithm, opened(algorithm, starts(4, 20)), views_of(graph), range(5))
-    del states[3]
-    x, w = total(states)
-    states = rounds(algorithm, states, views_of(graph, alive=set(states)), range(5, 250))
-    assert disagreement(algorithm, states, x / w) < 1e-12
-    assert total(states)[1] == pytest.approx(w, abs=1e-13)
-
-
-@pytest.mark.slow
-def test_7_06_a_node_joins_without_mass_and_learns_when_it_has_some():
-    graph = Exponential(4)
-    models = starts(4, 20)
-    algorithm = SparsePush(density=0.1, gamma=0.15, lr=0.05, w_start=0.3)
-    states = opened(algorithm, models[:3])
-    states = rounds(algorithm, states, views_of(graph, alive=set(range(3))), range(5))
-    states[3] = algorithm.join(models[3], FLAT)
-    np.testing.assert_array_equal(algorithm.model(states[3]), models[3])
-    asked = []
-
-    def gradients(i, t):
-        def gradient(z):
-            asked.append((i, t, float(weights[i])))
-            return np.zeros_like(z)
-
-        return gradient
-
-    weights = {i: s["w"] for i, s in states.items()}
-    plain = views_of(graph)
-
-    def views(i, t):
-        # Nobody knows the new one, and it knows nobody: the first messages along its edges carry whole estimates.
-        view = plain(i, t)
-        return replace(view, resync=frozenset({3} & set(view.column) if i != 3 else view.column)) if t < 7 else view
-
-    for t in range(5, 250):
-        weights = {i: s["w"] for i, s in states.items()}
-        states = rounds(algorithm, states, views, range(t, t + 1), gradients)
-    learning = [(t, w) for i, t, w in asked if i == 3]
-    assert learning
-    assert min(w for _, w in learning) > algorithm.w_start
-    assert learning[0][0] > 6  # some iterations only to be given weight
-    assert disagreement(algorithm, states, np.mean(models[:3], axis=0)) < 1e-6
-    assert total(states)[1] == pytest.approx(3.0, abs=1e-13)
 
 
 def test_a_node_of_hardly_any_weight_only_receives():
@@ -421,27 +339,6 @@ def test_small_tensors_travel_whole():
     behind = algorithm.model(algorithm.init(np.ones(20, np.float32), parts)) - np.arange(1, 21) - state["h>1"]
     assert np.count_nonzero(behind[:16]) == 15
     assert not behind[16:].any()
-
-
-@pytest.mark.parametrize(
-    ("change", "error"),
-    [
-        (lambda p: p[:10], MessageError),
-        (lambda p: p[:8] + np.array(-0.5).tobytes() + p[16:], MessageError),
-        (lambda p: p[:8] + np.array(np.nan).tobytes() + p[16:], MessageError),
-        (lambda p: p + b"\0", MessageError),
-        (lambda p: p[:4] + b"\7\0" + p[6:], OutOfStep),
-    ],
-)
-def test_messages_that_cannot_be_are_refused_and_change_nothing(change, error):
-    algorithm = SparsePush(density=0.1, gamma=0.1, lr=1.0)
-    state = algorithm.init(np.ones(20), FLAT)
-    _, outbox = algorithm.send(state, lambda z: np.arange(20.0), View(1, 0, {0: 0.5}, {}))
-    kept = {key: value.copy() for key, value in state.items()}
-    with pytest.raises(error):
-        algorithm.receive(state, [GossipMessage(1, 0, change(outbox[0].payload))])
-    assert state.keys() == kept.keys()
-    assert all(np.array_equal(state[key], kept[key]) for key in kept)
 
 
 def test_broadcast_estimates_need_a_graph_that_stays():

@@ -163,7 +163,7 @@ def digits(gamma: float, compressor: dict[str, object], iterations: int) -> str:
     return str(cell.run()["diverged"])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_c1_choco_with_scaled_signs_and_gamma_1_is_left_alone() -> None:
     """The watch ended it at iteration 127; it reaches 90 % at 260 and 96 % at 1500."""
     assert digits(1.0, {"id": "scaledsign"}, 160) == ""

@@ -46,7 +46,7 @@ def trained(task: GraphTask, settings: SamplerSettings) -> tuple[float, float]:
     return task.evaluate(model, task.test)["accuracy"], remote / (STEPS * PARTS)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_7_12_skew_learns_what_stands_in_remote_rows_from_a_third_of_them_and_local_only_does_not(
     task: GraphTask,
 ) -> None:

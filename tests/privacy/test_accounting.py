@@ -464,7 +464,7 @@ def test_planning_is_tight_and_safe(cap: int, grid_sigma: float) -> None:
     assert releases_for(2.0, 1e-6, 0.0) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_planning_with_sampling_is_tight_and_safe() -> None:
     z = noise_multiplier_for(1.0, DELTA, releases=200, rate=0.05, tolerance=2e-3, grid_sigma=math.inf)
     assert exact([gaussian(z, rate=0.05)] * 200, DELTA) <= 1.0

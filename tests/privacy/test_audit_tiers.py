@@ -8,13 +8,14 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from every_vote import every_vote
 
 from fedcomp.experiments.audits import cases, systems
 from fedcomp.experiments.audits.mutants import whole_run
 from fedcomp.experiments.audits.rounds import ClientReply, Rounds, mean
 from fedcomp.experiments.audits.subjects import Subject, Sums, Worlds
 from fedcomp.experiments.audits.tiers import tier_a, tier_b, tier_c, tier_e, tier_f
-from fedcomp.privacy.audit import every_vote, likeness, neighbours, off_grid
+from fedcomp.privacy.audit import likeness, neighbours, off_grid
 from fedcomp.privacy.entropy import SeededEntropy, SystemEntropy
 from fedcomp.privacy.mechanism import GridGaussian, Votes
 from fedcomp.rng import Key
@@ -140,7 +141,7 @@ def test_audit_B_an_empty_round_releases_the_same_noise_and_costs_the_same() -> 
     assert empty.ledger(1).epsilon() == subject.ledger(1).epsilon() > 0.0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_audit_C_rounds_add_up_as_the_ledger_says() -> None:
     found = tier_c(cases.votes_sum(z=2.0), runs=1500, rounds=4)
     # A mu of 1, and what integers may cost beyond the continuous curve.

@@ -7,6 +7,7 @@ from statistics import NormalDist
 
 import numpy as np
 import pytest
+from every_vote import every_vote
 
 from fedcomp.errors import ConfigError
 from fedcomp.privacy.audit import (
@@ -15,7 +16,6 @@ from fedcomp.privacy.audit import (
     adversarial,
     audit_canary,
     audit_run,
-    every_vote,
     farthest,
     guess_p_value,
     likeness,

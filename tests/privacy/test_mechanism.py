@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import numpy as np
 import pytest
+from every_vote import every_vote
 
 from fedcomp.errors import ConfigError
 from fedcomp.privacy import mechanism as mechanism_module
@@ -44,10 +44,6 @@ class Untouched(Entropy):
         raise AssertionError("noise was drawn")
 
 
-def all_votes(d: int, k: int) -> list[np.ndarray]:
-    return [np.array(v) for v in itertools.product((-1, 0, 1), repeat=d) if np.count_nonzero(v) <= k]
-
-
 def distances(admitted: list[np.ndarray], adjacency: str) -> float:
     """Return how far one unit moves the sum: from nothing to its contribution, or from one to another."""
     if adjacency == "replace":
@@ -60,7 +56,7 @@ def distances(admitted: list[np.ndarray], adjacency: str) -> float:
 @pytest.mark.parametrize(("d", "k"), [(4, 1), (4, 2), (5, 2), (3, 3)])
 def test_audit_A_sensitivity_of_votes_is_exact(adjacency: str, d: int, k: int) -> None:
     votes = Votes(noise_multiplier=1.0, adjacency=adjacency, k=k, shape=(d,))
-    admitted = [votes.admit(v) for v in all_votes(d, k)]
+    admitted = [votes.admit(v) for v in every_vote(d, k)]
     assert distances(admitted, adjacency) == pytest.approx(votes.sensitivity, rel=1e-12)
     expected = math.sqrt(k) * (2 if adjacency == "replace" else 1)
     assert votes.sensitivity * votes.step == pytest.approx(expected, rel=1e-12)
