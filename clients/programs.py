@@ -135,7 +135,7 @@ def _handle(
 GUARDS: Final = ("votes_only", "coded", "local_privacy")
 """Halves that stand outside: what they do not allow must not pass them by."""
 
-OUTSIDE: Final = ("by_layer", "compression", "lsg", "private", "record_dp")
+OUTSIDE: Final = ("compression", "lsg", "private", "record_dp")
 
 
 class _AppError(Exception):

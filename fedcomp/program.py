@@ -120,7 +120,7 @@ class Answer(NamedTuple):
     say : Said, optional
     frames : mapping of str to bytes
     sent : bytes, optional
-        The frame by which mass leaves the memory, where that is not the one called :attr:`System.SENT`.
+        The frame by which mass leaves the memory, where that called :attr:`System.SENT` is only a part of it.
     """
 
     node: int
