@@ -24,7 +24,7 @@ from fedcomp.flower.logs import log
 from fedcomp.flower.payload import put_node
 from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.base import Real
-from fedcomp.gossip.local import FlatObjective, Objective
+from fedcomp.gossip.local import ArrayObjective, FlatObjective
 from fedcomp.gossip.node import handle
 from fedcomp.gossip.protocol import Instruction
 from fedcomp.gossip.vector import flatten, unflatten
@@ -39,7 +39,7 @@ Arrays = Mapping[str, NDArray[Any]]
 _NOTHING: Final = Layout((), (), ())
 
 
-class NodeProblem(Objective, Protocol):
+class NodeProblem(ArrayObjective, Protocol):
     """What a node learns from, such as :class:`fedcomp.tasks.local.LocalObjective`.
 
     Arrays come and go by the names of the initial model; its float tensors have the run's dtype.

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from fedcomp import params
 from fedcomp.coding.transport import parse_tcp
 from fedcomp.drift.edge import Arrays, Deployments, Edge, LinkTraffic, Measure
-from fedcomp.drift.messages import MAX_BYTES, LinkError, SensorMessage
+from fedcomp.drift.messages import MAX_BYTES, SensorError, SensorMessage
 from fedcomp.drift.sensor import Upload
 from fedcomp.errors import ConfigError, FedcompError
 from fedcomp.flower import store
@@ -132,7 +132,7 @@ class StoredEdge(Edge):
                 upload = SensorMessage.from_bytes(path.read_bytes()).upload
             except FileNotFoundError:
                 continue
-            except LinkError as error:
+            except SensorError as error:
                 log.warning("%s is damaged and removed: %s", path, error)
                 path.unlink(missing_ok=True)
                 continue
@@ -188,7 +188,7 @@ class SocketLink:
 
         Raises
         ------
-        LinkError
+        SensorError
             When the other end announces a message that is too long.
         OSError
             When the other end is gone.
@@ -218,7 +218,7 @@ class SocketLink:
             return None
         (length,) = _LENGTH.unpack_from(self._buffer)
         if length > MAX_BYTES:
-            raise LinkError(f"a message of {length} bytes is announced; at most {MAX_BYTES} are read")
+            raise SensorError(f"a message of {length} bytes is announced; at most {MAX_BYTES} are read")
         end = _LENGTH.size + length
         if len(self._buffer) < end:
             return None
@@ -331,7 +331,7 @@ class SensorServer:
                 connection.settimeout(_READ_SECONDS)
                 if not link.wait(_READ_SECONDS if link.partial else _LOOK_SECONDS):
                     if link.partial:
-                        raise LinkError(f"a message did not end within {_READ_SECONDS:g} seconds")
+                        raise SensorError(f"a message did not end within {_READ_SECONDS:g} seconds")
                     continue
                 while (message := link.receive()) is not None:
                     with self._lock:

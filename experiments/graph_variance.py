@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from fedcomp.errors import ConfigError
 from fedcomp.experiments.findings import mean
 from fedcomp.graphs.adjacency import columns_of
-from fedcomp.graphs.base import Conditions, GraphPart, Norms, Operator, Rows
+from fedcomp.graphs.base import AdjacencyRows, Conditions, GraphPart, Norms, Operator
 from fedcomp.graphs.inclusion import base_weight, column_energy, local_mass, waterfill
 from fedcomp.graphs.plan import draw_batch, plan_round, plan_step
 from fedcomp.graphs.scale import moment_ratio
@@ -212,7 +212,7 @@ def bias_of(
     for draw in range(draws):
         plan = plan_step(part, nodes, one, key.at(round=draw))
         (layer,) = plan.layers
-        found = Rows(layer.rows, layer.indptr, layer.columns[layer.positions], layer.values)
+        found = AdjacencyRows(layer.rows, layer.indptr, layer.columns[layer.positions], layer.values)
         estimate = multiply(found, features)
         total += estimate
         square += float((estimate * estimate).sum())
@@ -242,7 +242,7 @@ def all_features(task: GraphTask, parts: int) -> Reals:
     return out
 
 
-def multiply(rows: Rows, features: Reals) -> Reals:
+def multiply(rows: AdjacencyRows, features: Reals) -> Reals:
     """Return ``U @ features`` for the rows of U, float64 ``(R, d)``."""
     from scipy.sparse import csr_matrix
 

@@ -11,7 +11,7 @@ import numpy as np
 from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.base import Algorithm, GossipMessage, Gradient, Multicast, Outbox, Real, State, View
 from fedcomp.gossip.central import GossipOutcome, SimulatedNodes, SimulationSettings, simulate
-from fedcomp.gossip.node import Memory
+from fedcomp.gossip.node import NodeMemory
 from fedcomp.gossip.relay import Relay
 from fedcomp.gossip.topology import topology_of
 from fedcomp.layout import Layout
@@ -120,7 +120,7 @@ class Mass:
             x += state["x"]
         return w, x
 
-    def _state(self, i: int, entry: Any, memory: Memory | None, done: bool) -> State:
+    def _state(self, i: int, entry: Any, memory: NodeMemory | None, done: bool) -> State:
         start = "" if entry is None or done else entry.instruction.start
         if start == "empty":
             return self.algorithm.join(self.starts[i], self.layout)

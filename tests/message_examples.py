@@ -230,7 +230,7 @@ EXAMPLES: dict[str, Schema] = {
     "linear.Owner/known": linear.Owner(rows=0, columns=5, loss="hinge", data=b"0123456789abcdef"),
     "linear.Done": linear.Done(plan=b"12345678", sent=(0, 7)),
     "linear.Done/unready": linear.Done(unready=True),
-    "linear.Held": linear.Held(b"12345678"),
+    "linear.HeldPlan": linear.HeldPlan(b"12345678"),
     "coded.Query": coded.Query(**_RELAY),
     "coded.Indexed": coded.Indexed(**_RELAY, index=1),
     "coded.Hello": coded.Hello(partition=4, public=bytes(range(32)), address="host:1"),

@@ -1,4 +1,4 @@
-"""Error feedback: what a memory holds, momentum limits, rollback, refusals; conservation: the codecs' contract, 7.1.1, 7.1.6."""
+"""Error feedback: what a memory holds, momentum limits, rollback, refusals."""
 
 from __future__ import annotations
 

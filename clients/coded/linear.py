@@ -99,7 +99,7 @@ def linear_device(rows: RowsOf) -> ClientHalf:
 def _join(msg: Message, context: Context, asked: linear.Join, rows: RowsOf) -> Message:
     """Say which device this is, what it holds already, and, of an owner, size, loss and labels."""
     device = _device(context)
-    held = linear.Held.find(context.state)
+    held = linear.HeldPlan.find(context.state)
     link = _link(context, asked, device)
     # Where simulated links lead the server knows; what it is told would be believed on every machine.
     address = "" if link is None or link.address.startswith("spool:") else link.address
@@ -157,7 +157,7 @@ def _build(msg: Message, context: Context, asked: linear.Build, rows: RowsOf) ->
     out = RecordDict()
     linear.Done(plan=plan).put(out)
     put_node(out, device)
-    held = linear.Held.find(context.state)
+    held = linear.HeldPlan.find(context.state)
     if held is not None and held.plan == plan:
         # Delivered twice, or asked again because the answer was lost: what peers sent again is of no use.
         link = _link(context, asked, device)
@@ -180,7 +180,7 @@ def _build(msg: Message, context: Context, asked: linear.Build, rows: RowsOf) ->
     # Padded to the longest partition, so that the answers of all devices have one length.
     coded = encode_rows(row, parts, max(sizes), columns, bias=asked.bias)
     context.state[_ROWS] = ArrayRecord({"rows": Array(coded)})
-    linear.Held(plan).put(context.state)
+    linear.HeldPlan(plan).put(context.state)
     if link is not None:
         link.store.take(plan, 0)
     return Message(out, reply_to=msg)
@@ -220,7 +220,7 @@ def _link(context: Context, asked: linear.Join | linear.Share | linear.Build, de
 def _multiply(msg: Message, context: Context, *, take: str, give: str, transposed: bool) -> Message:
     """Answer one phase: the stored rows, or their transpose, times the vector of the message."""
     asked = linear.Phase.take(msg)
-    held = linear.Held.find(context.state)
+    held = linear.HeldPlan.find(context.state)
     ready = held is not None and held.plan == asked.plan
     out = RecordDict()
     # No error: a device that lost its state is to be set up again, and not taken for one that fails.

@@ -196,7 +196,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
     places = [(label, chosen.get(label, 0.0)) for label in (*FIXED, *TUNED)]
     groups = {label: group for (label, _), group in trained(places, validation=False).items()}
     dense = groups[DENSE].runs[0].traffic
-    averaging = Averaging(config, say)
+    averaging = MatrixAveraging(config, say)
     relayed, differ = beside(results, say, _RELAYED)
     sizes, over = times_smaller(groups), ahead(groups)
     return Findings(
@@ -396,7 +396,7 @@ def claims(groups: Mapping[str, Group], tried: Tried) -> list[Claim]:
     ]
 
 
-class Averaging:
+class MatrixAveraging:
     """Matrices averaged without gradients: what rank, warm start and spectrum do, and CHOCO with its sweep."""
 
     def __init__(self, config: Config, say: Say) -> None:

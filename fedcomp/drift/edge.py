@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from fedcomp.codecs import Codec, Identity, get_codec
 from fedcomp.drift.distance import QuantileSketch, calibrated
-from fedcomp.drift.messages import LinkError, ModelMessage, Says, SensorMessage
+from fedcomp.drift.messages import ModelMessage, Says, SensorError, SensorMessage
 from fedcomp.drift.sensor import Sensor, SensorSettings, Upload
 from fedcomp.drift.statistics import Statistic, statistic_of
 from fedcomp.errors import FedcompError, StateError
@@ -278,7 +278,7 @@ class Edge:
         while (data := link.receive()) is not None:
             try:
                 self.handle(data, link)
-            except LinkError as error:
+            except SensorError as error:
                 log.warning("a sensor's message is not used: %s", error)
 
     def handle(self, data: bytes, link: SensorLink) -> int:
@@ -286,7 +286,7 @@ class Edge:
 
         Raises
         ------
-        LinkError
+        SensorError
             When it cannot be read.
         """
         message = SensorMessage.from_bytes(data)

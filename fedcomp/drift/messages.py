@@ -36,7 +36,7 @@ _MAX_STEPS: Final = 1 << 10
 _SKETCH: Final = (Expected("", (QUANTILES,), kinds=frozenset({DENSE})),)
 
 
-class LinkError(FedcompError, ValueError):
+class SensorError(FedcompError, ValueError):
     """A message between a sensor and its edge is not one."""
 
 
@@ -97,18 +97,18 @@ class SensorMessage:
 
         Raises
         ------
-        LinkError
+        SensorError
             When it is none.
         """
         if not HEADER.size <= len(data) <= MAX_BYTES:
-            raise LinkError(f"a sensor's message has {len(data)} bytes, expected {HEADER.size} to {MAX_BYTES}")
+            raise SensorError(f"a sensor's message has {len(data)} bytes, expected {HEADER.size} to {MAX_BYTES}")
         sensor, version, says = HEADER.unpack_from(data)
         if says not in tuple(Says):
-            raise LinkError(f"a sensor's message says {says}, which means nothing here; run the same release on both")
+            raise SensorError(f"a sensor's message says {says}, which means nothing here; run the same release on both")
         kind = Says(says)
         if kind in (Says.HEARTBEAT, Says.RESYNC):
             if len(data) > HEADER.size:
-                raise LinkError(f"{len(data) - HEADER.size} bytes follow a sign of life")
+                raise SensorError(f"{len(data) - HEADER.size} bytes follow a sign of life")
             return cls(sensor, version, kind)
         return cls(sensor, version, kind, _upload(data[HEADER.size :], version, kind))
 
@@ -120,15 +120,15 @@ def _upload(frame: bytes, version: int, kind: Says) -> Upload:
         found = [tensor.dense() for tensor in tensors]
         count = 2 if kind is Says.ODD else 3
         if len(found) != count or [a.dtype.name for a in found[:2]] != ["float32", "int64"] or not found[0].ndim:
-            raise LinkError("a window holds float32 samples, int64 labels and a sketch; this one does not")
+            raise SensorError("a window holds float32 samples, int64 labels and a sketch; this one does not")
         samples, labels = found[:2]
         if labels.shape not in ((0,), samples.shape[:1]):
-            raise LinkError(f"a window has {samples.shape} samples and {labels.shape} labels")
+            raise SensorError(f"a window has {samples.shape} samples and {labels.shape} labels")
         sketch = None if kind is Says.ODD else QuantileSketch(found[2])
-    except LinkError:
+    except SensorError:
         raise
     except FedcompError as error:
-        raise LinkError(f"a sensor's window cannot be read: {error}") from error
+        raise SensorError(f"a sensor's window cannot be read: {error}") from error
     return Upload(version, samples, labels, sketch)
 
 
@@ -172,15 +172,15 @@ class ModelMessage:
 
         Raises
         ------
-        LinkError
+        SensorError
             When it is none.
         """
         if not _DEPLOYMENT.size <= len(data) <= MAX_BYTES:
-            raise LinkError(f"a deployment has {len(data)} bytes, expected {_DEPLOYMENT.size} to {MAX_BYTES}")
+            raise SensorError(f"a deployment has {len(data)} bytes, expected {_DEPLOYMENT.size} to {MAX_BYTES}")
         version, base, threshold, digest = _DEPLOYMENT.unpack_from(data)
         first, *parts = _parts(data[_DEPLOYMENT.size :])
         if base >= version or not 0.0 <= threshold <= 1.0 or len(parts) != 2 * (version - base if base else 1):
-            raise LinkError(
+            raise SensorError(
                 f"a deployment of version {version} from {base} has threshold {threshold:g} and {len(parts)} frames"
             )
         sketch = None
@@ -189,7 +189,7 @@ class ModelMessage:
                 (quantiles,) = wire.decode(first, _SKETCH).tensors
                 sketch = QuantileSketch(np.asarray(quantiles.dense(), np.float32))
         except FedcompError as error:
-            raise LinkError(f"the sketch of a deployment cannot be read: {error}") from error
+            raise SensorError(f"the sketch of a deployment cannot be read: {error}") from error
         start = base + 1 if base else version
         steps = [Step(start + i, parts[2 * i], parts[2 * i + 1] or None) for i in range(len(parts) // 2)]
         return cls(version, base, threshold, digest, sketch, steps)
@@ -201,13 +201,13 @@ def _parts(data: bytes) -> list[bytes]:
     at = 0
     while at < len(data) and len(parts) <= 2 * _MAX_STEPS:
         if at + _LENGTH.size > len(data):
-            raise LinkError("a deployment ends within the length of a frame")
+            raise SensorError("a deployment ends within the length of a frame")
         (length,) = _LENGTH.unpack_from(data, at)
         at += _LENGTH.size
         if length > len(data) - at:
-            raise LinkError(f"a frame of {length} bytes is announced where {len(data) - at} are left")
+            raise SensorError(f"a frame of {length} bytes is announced where {len(data) - at} are left")
         parts.append(data[at : at + length])
         at += length
     if at < len(data) or not parts:
-        raise LinkError(f"a deployment holds {'no frame' if not parts else 'too many frames'}")
+        raise SensorError(f"a deployment holds {'no frame' if not parts else 'too many frames'}")
     return parts

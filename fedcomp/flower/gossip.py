@@ -28,7 +28,7 @@ from fedcomp.flower.coded import SIGNATURE
 from fedcomp.flower.payload import PayloadError
 from fedcomp.flower.records import to_arrays
 from fedcomp.flower.schema import Document, Frames, Schema
-from fedcomp.gossip.node import Memory
+from fedcomp.gossip.node import NodeMemory
 from fedcomp.gossip.protocol import ACTIONS, STARTS, Instruction, NodeAnswer, Parts
 from fedcomp.gossip.vector import GossipPolicy
 from fedcomp.layout import Layout, TensorSpec
@@ -301,15 +301,15 @@ class NodeStore:
 
     Attributes
     ----------
-    memory : Memory
-        See :class:`fedcomp.gossip.node.Memory`.
+    memory : NodeMemory
+        See :class:`fedcomp.gossip.node.NodeMemory`.
     layout : Layout
         Of the model the run began with.
     own : dict of str to ndarray
         Buffers that never leave this node (``layout.exact``).
     """
 
-    memory: Memory
+    memory: NodeMemory
     layout: Layout
     own: Mapping[str, NDArray[Any]]
 
@@ -329,7 +329,7 @@ class NodeStore:
                 return None
             arrays, own = (_unpack(state, f"{_ARRAYS}/{name}") for name in ("state", "own"))
             answer = AnswerRecord.take(state, _ANSWER).to_parts()
-            memory = Memory.from_parts(arrays, asdict(last) | {f"answer.{name}": answer[name] for name in answer})
+            memory = NodeMemory.from_parts(arrays, asdict(last) | {f"answer.{name}": answer[name] for name in answer})
             return cls(memory, layout_of(str(state.config_records[_MODEL_OF]["layout"])), own)
         except (PayloadError, KeyError, ValueError, TypeError) as error:
             raise StateError(f"this node's memory of the run cannot be read: {error}; restart the node") from error

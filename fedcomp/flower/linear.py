@@ -201,7 +201,7 @@ class Done(Schema, key=HEADER):
 
 
 @dataclass(frozen=True)
-class Held(Schema, key="fedcomp.linear.plan"):
+class HeldPlan(Schema, key="fedcomp.linear.plan"):
     """Whose rows a device holds in its state."""
 
     plan: Plan

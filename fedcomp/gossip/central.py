@@ -16,7 +16,7 @@ from fedcomp.errors import ConfigError
 from fedcomp.gossip.base import Algorithm, Real, State
 from fedcomp.gossip.errors import StaleInstruction
 from fedcomp.gossip.events import RelayReport
-from fedcomp.gossip.node import Memory, NodeData, handle
+from fedcomp.gossip.node import NodeData, NodeMemory, handle
 from fedcomp.gossip.protocol import Instruction, NodeAnswer, largest_message
 from fedcomp.gossip.relay import Observer, Relay, RelaySettings
 from fedcomp.gossip.topology import Topology
@@ -98,7 +98,7 @@ class GossipOutcome:
         Iterations begun, and what ``observe`` returned; the last one is of the final models.
     traffic : GossipTraffic
     report : RelayReport
-    memories : dict of int to Memory
+    memories : dict of int to NodeMemory
         Also of nodes that have left or were given up.
     """
 
@@ -107,7 +107,7 @@ class GossipOutcome:
     curve: list[tuple[int, Any]]
     traffic: GossipTraffic
     report: RelayReport
-    memories: dict[int, Memory] = field(repr=False)
+    memories: dict[int, NodeMemory] = field(repr=False)
 
 
 class SimulatedNodes:
@@ -138,7 +138,7 @@ class SimulatedNodes:
     ) -> None:
         self.algorithm, self.layout, self.common, self.faults = algorithm, layout, common, faults
         self.locals, self.starts = locals, starts
-        self.memories: dict[int, Memory] = {}
+        self.memories: dict[int, NodeMemory] = {}
         self._last: dict[int, Instruction] = {}
 
     def start(self, node: int) -> Real:

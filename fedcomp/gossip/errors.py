@@ -46,5 +46,5 @@ class StaleInstruction(StateError):
     """An older instruction arrived after a newer one was carried out: doing it again would count messages twice."""
 
 
-class AnswerError(FedcompError, ValueError):
+class NodeAnswerError(FedcompError, ValueError):
     """What a node answered is not an answer to what it was asked: a forged destination, too large a message."""

@@ -16,7 +16,7 @@ from fedcomp.rng import Key
 Arrays = Mapping[str, NDArray[Any]]
 
 
-class Objective(Protocol):
+class ArrayObjective(Protocol):
     """What is minimised, as a function of named arrays: :class:`fedcomp.tasks.local.LocalObjective`, or your own."""
 
     def gradient(self, arrays: Arrays, key: Key) -> Mapping[str, NDArray[Any]]:
@@ -29,11 +29,11 @@ class Objective(Protocol):
 
 
 class FlatObjective:
-    """An :class:`Objective` on the vector of a layout: what :func:`fedcomp.gossip.node.handle` takes as ``local``.
+    """An :class:`ArrayObjective` on the vector of a layout: what :func:`fedcomp.gossip.node.handle` takes as ``local``.
 
     Parameters
     ----------
-    objective : Objective
+    objective : ArrayObjective
     layout : Layout
         Of the model. Tensors without a gradient have gradient zero: running statistics move by :meth:`change`, others
         stay as they are, and are :attr:`untrained`.
@@ -61,7 +61,7 @@ class FlatObjective:
     array([-1., -1., -1., -1.], dtype=float32)
     """
 
-    def __init__(self, objective: Objective, layout: Layout, home: Arrays | None = None) -> None:
+    def __init__(self, objective: ArrayObjective, layout: Layout, home: Arrays | None = None) -> None:
         self.objective, self.layout = objective, layout
         self.home = dict(home or {})
         self.untrained: list[str] = []

@@ -45,7 +45,7 @@ class NodeData(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class NodeMemory:
     """All a node keeps between two instructions.
 
     Attributes
@@ -76,7 +76,7 @@ class Memory:
         return arrays, parts | {f"answer.{name}": value for name, value in self.answer.to_parts().items()}
 
     @classmethod
-    def from_parts(cls, arrays: Mapping[str, NDArray[Any]], parts: Mapping[str, Any]) -> Memory:
+    def from_parts(cls, arrays: Mapping[str, NDArray[Any]], parts: Mapping[str, Any]) -> NodeMemory:
         """Recreate a memory.
 
         Raises
@@ -101,21 +101,21 @@ class Memory:
 
 def handle(
     algorithm: Algorithm,
-    memory: Memory | None,
+    memory: NodeMemory | None,
     instruction: Instruction,
     local: NodeData | None,
     start: Real,
     layout: Layout,
     *,
     common: Real | None = None,
-) -> tuple[Memory | None, NodeAnswer]:
+) -> tuple[NodeMemory | None, NodeAnswer]:
     """Carry out one instruction. Pure: ``memory`` is not modified, and nothing else remembers anything.
 
     Parameters
     ----------
     algorithm : Algorithm
         As announced for the session.
-    memory : Memory or None
+    memory : NodeMemory or None
         What the last call returned.
     instruction : Instruction
         From the relay; trusted as far as its numbers go, its messages are not.
@@ -130,7 +130,7 @@ def handle(
 
     Returns
     -------
-    Memory or None, NodeAnswer
+    NodeMemory or None, NodeAnswer
         What is to be stored before the answer leaves, and the answer.
 
     Raises
@@ -164,7 +164,7 @@ def handle(
     return _carry_out(algorithm, state, change, instruction, local, layout)
 
 
-def _continues(memory: Memory, instruction: Instruction) -> bool:
+def _continues(memory: NodeMemory, instruction: Instruction) -> bool:
     # A reset is the only way into another epoch; without one this node missed the instruction that changed it.
     same_epoch = memory.epoch == instruction.epoch or instruction.start == "reset"
     return memory.session == instruction.session and memory.serial == instruction.serial - 1 and same_epoch
@@ -177,7 +177,7 @@ def _carry_out(
     instruction: Instruction,
     local: NodeData | None,
     layout: Layout,
-) -> tuple[Memory, NodeAnswer]:
+) -> tuple[NodeMemory, NodeAnswer]:
     view = instruction.view
     # On the state from before: once they are counted, all messages look like repetitions.
     noticed = algorithm.noticed(state, instruction.inbox)
@@ -211,7 +211,7 @@ def _carry_out(
         failed=failed,
         facts=algorithm.facts(state),
     )
-    return Memory(instruction.session, instruction.serial, instruction.epoch, state, answer, change), answer
+    return NodeMemory(instruction.session, instruction.serial, instruction.epoch, state, answer, change), answer
 
 
 def _settled(
@@ -307,7 +307,7 @@ def _gradient(local: NodeData | None, view: View) -> Gradient | None:
     return lambda z: local.gradient(z, key)
 
 
-def _observed(algorithm: Algorithm, memory: Memory | None, instruction: Instruction) -> NodeAnswer:
+def _observed(algorithm: Algorithm, memory: NodeMemory | None, instruction: Instruction) -> NodeAnswer:
     # A node that is ahead or behind would show a model of another iteration.
     if memory is None or memory.serial != instruction.serial or memory.epoch != instruction.epoch:
         return NodeAnswer(instruction.session, instruction.serial, fresh=True)

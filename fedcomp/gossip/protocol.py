@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal, get_args
 
 from fedcomp.gossip.base import Algorithm, GossipMessage, Multicast, Real, View
-from fedcomp.gossip.errors import AnswerError, MessageError
+from fedcomp.gossip.errors import MessageError, NodeAnswerError
 
 Action = Literal["step", "finish", "leave", "observe"]
 Start = Literal["", "common", "empty", "reset"]
@@ -204,7 +204,7 @@ class NodeAnswer:
 
         Raises
         ------
-        AnswerError
+        NodeAnswerError
             When the parts are not those of an answer.
         """
         try:
@@ -234,7 +234,7 @@ class NodeAnswer:
                 model=model,
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise AnswerError(
+            raise NodeAnswerError(
                 f"this is not an answer to a gossip instruction: {type(error).__name__}: {error}"
             ) from error
 
@@ -258,7 +258,7 @@ def check(instruction: Instruction, answer: NodeAnswer, largest: int, *, synchro
 
     Raises
     ------
-    AnswerError
+    NodeAnswerError
         For messages to others than the active out-neighbours, two to one of them or, in a synchronous run, none; too
         large a message; messages of a node that says it sent none; or needs, or losses, of what it was not sent.
     """
@@ -268,28 +268,28 @@ def check(instruction: Instruction, answer: NodeAnswer, largest: int, *, synchro
     to = [destination for multicast in answer.multicasts for destination in multicast.destinations]
     # Push-sum takes shares from whoever sends them, so only this keeps a node from writing to strangers.
     if not set(to) <= expected or len(set(to)) != len(to) or not all(p.destinations for p in answer.multicasts):
-        raise AnswerError(f"messages to nodes {to[:20]}; expected at most one to each of {sorted(expected)}")
+        raise NodeAnswerError(f"messages to nodes {to[:20]}; expected at most one to each of {sorted(expected)}")
     longest = max((len(multicast.payload) for multicast in answer.multicasts), default=0)
     if longest > largest:
-        raise AnswerError(f"a message of {longest} bytes; the largest this run has is {largest}")
+        raise NodeAnswerError(f"a message of {longest} bytes; the largest this run has is {largest}")
     # Such a node has not begun the iteration: its neighbours must not get messages that it does not know of.
     silent = answer.fresh or bool(answer.failed) or (synchronous and bool(answer.needs))
     if silent and to:
-        raise AnswerError(f"messages to nodes {to[:20]} by a node that says it sent none")
+        raise NodeAnswerError(f"messages to nodes {to[:20]} by a node that says it sent none")
     # Every neighbour waits for its message: one left out would stop the whole run.
     if synchronous and not silent and instruction.action == "step" and len(to) < len(expected):
-        raise AnswerError(f"messages to nodes {to[:20]} only; expected one to each of {sorted(expected)}")
+        raise NodeAnswerError(f"messages to nodes {to[:20]} only; expected one to each of {sorted(expected)}")
     sources = {message.source for message in instruction.inbox}
     # A node may send back only what it was given: the relay returns everything these sources have sent to it.
     if not set(answer.needs) <= sources or len(answer.needs) != len(answer.reasons):
-        raise AnswerError(
+        raise NodeAnswerError(
             f"messages of nodes {answer.needs[:20]} refused for {len(answer.reasons)} reasons; had {sources}"
         )
     if not {source for source, _ in answer.noticed} <= sources or len(answer.noticed) > len(sources):
-        raise AnswerError(f"remarks on messages of nodes {[j for j, _ in answer.noticed][:20]}; had {sources}")
+        raise NodeAnswerError(f"remarks on messages of nodes {[j for j, _ in answer.noticed][:20]}; had {sources}")
     if len(answer.lost) > len(instruction.returned):
-        raise AnswerError(f"{len(answer.lost)} messages lost that came back; {len(instruction.returned)} did")
+        raise NodeAnswerError(f"{len(answer.lost)} messages lost that came back; {len(instruction.returned)} did")
     if answer.fresh and instruction.start in ("common", "empty"):
-        raise AnswerError("no memory, and none was needed: this instruction begins with a new state")
+        raise NodeAnswerError("no memory, and none was needed: this instruction begins with a new state")
     if len(answer.facts) > _FACTS:
-        raise AnswerError(f"{len(answer.facts)} figures; at most {_FACTS} are taken")
+        raise NodeAnswerError(f"{len(answer.facts)} figures; at most {_FACTS} are taken")

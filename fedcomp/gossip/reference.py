@@ -17,7 +17,7 @@ import struct
 from dataclasses import dataclass
 from typing import Final
 
-from fedcomp.gossip.errors import AnswerError, MessageError
+from fedcomp.gossip.errors import MessageError, NodeAnswerError
 from fedcomp.gossip.protocol import Instruction, NodeAnswer
 
 _HEAD: Final = struct.Struct("<II16s")
@@ -82,15 +82,15 @@ def check_references(instruction: Instruction, answer: NodeAnswer, largest: int)
 
     Raises
     ------
-    AnswerError
+    NodeAnswerError
     """
     for multicast in answer.multicasts:
         try:
             reference, _ = Reference.split(multicast.payload)
         except MessageError as error:
-            raise AnswerError(str(error)) from error
+            raise NodeAnswerError(str(error)) from error
         # By the lowest iteration under way nodes know what they may forget: one in the past would hold everything.
         if reference.iteration != instruction.iteration:
-            raise AnswerError(f"a message of iteration {reference.iteration} in one of {instruction.iteration}")
+            raise NodeAnswerError(f"a message of iteration {reference.iteration} in one of {instruction.iteration}")
         if reference.length > largest:
-            raise AnswerError(f"a message of {reference.length} bytes; the largest this run has is {largest}")
+            raise NodeAnswerError(f"a message of {reference.length} bytes; the largest this run has is {largest}")

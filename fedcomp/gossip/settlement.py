@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from fedcomp.errors import StateError
 from fedcomp.gossip.base import GossipMessage, Multicast, View
-from fedcomp.gossip.errors import AnswerError
+from fedcomp.gossip.errors import NodeAnswerError
 from fedcomp.gossip.outstanding import Open
 from fedcomp.gossip.protocol import NodeAnswer, check
 from fedcomp.gossip.reference import MOST_BESIDE, REFERENCE_BYTES, check_references
@@ -74,7 +74,7 @@ class Settlement:
             check(entry.instruction, answer, largest + beside, synchronous=not run.algorithm.asynchronous)
             if run.settings.by_reference:
                 check_references(entry.instruction, answer, largest)
-        except AnswerError as error:
+        except NodeAnswerError as error:
             # As if it had not answered. It will say the same again until it is given up, and nobody else is harmed.
             entry.error = str(error)
             run.note(run.report.refused, node, str(error))

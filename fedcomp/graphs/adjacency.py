@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp import params
-from fedcomp.graphs.base import GraphError, Ids, Rows, UnknownStructure, as_ids, ascending, find
+from fedcomp.graphs.base import AdjacencyRows, GraphError, Ids, UnknownStructure, as_ids, ascending, find
 
 KINDS: Final = ("sym", "mean")
 
@@ -57,7 +57,7 @@ class Adjacency:
             raise GraphError(f"indptr has {len(self.indptr)} entries, expected {self.nodes + 1} for {self.nodes} nodes")
         _check_csr(self.indptr, self.columns, self.values, self.nodes)
 
-    def rows(self, ids: Ids) -> Rows:
+    def rows(self, ids: Ids) -> AdjacencyRows:
         """Return rows of P in the order of ``ids``, repeats included, in time proportional to what they hold.
 
         Raises
@@ -177,7 +177,7 @@ class FullStructure:
         self.owner = owner
         self.nodes = adjacency.nodes
 
-    def rows(self, ids: Ids) -> Rows:
+    def rows(self, ids: Ids) -> AdjacencyRows:
         """Return rows of P; see :meth:`Adjacency.rows`."""
         return self.adjacency.rows(ids)
 
@@ -198,7 +198,7 @@ class HaloStructure:
 
     Parameters
     ----------
-    own : Rows
+    own : AdjacencyRows
         Rows of the owned nodes, ``ids`` ascending and without repeats.
     owners : ndarray of int32, (nnz,)
         Who owns each of ``own.columns``.
@@ -223,21 +223,21 @@ class HaloStructure:
     [0, 1, 2]
     """
 
-    def __init__(self, own: Rows, owners: Owners, nodes: int, index: int) -> None:
+    def __init__(self, own: AdjacencyRows, owners: Owners, nodes: int, index: int) -> None:
         owners = as_owners(owners, len(own.columns), "entries")
         check_rows(own, nodes)
         ascending(own.ids, nodes)
         self.nodes = nodes
         self.index = index
         self._own = own
-        self._learnt = Rows(np.zeros(0, np.int64), np.zeros(1, np.int64), np.zeros(0, np.int64), np.zeros(0))
+        self._learnt = AdjacencyRows(np.zeros(0, np.int64), np.zeros(1, np.int64), np.zeros(0, np.int64), np.zeros(0))
         # The owned nodes as well: one without neighbours is a column of no row and still has an owner.
         self._near = _owner_table(
             np.concatenate([own.ids, own.columns]), np.concatenate([np.full(len(own.ids), index, np.int32), owners])
         )
         self._far = _owner_table(np.zeros(0, np.int64), np.zeros(0, np.int32))
 
-    def rows(self, ids: Ids) -> Rows:
+    def rows(self, ids: Ids) -> AdjacencyRows:
         """Return rows of P in the order of ``ids``; UnknownStructure names those that are neither owned nor learnt."""
         ids = as_ids(ids, self.nodes)
         mine, at = find(self._own.ids, ids)
@@ -273,7 +273,7 @@ class HaloStructure:
         ids = as_ids(ids, self.nodes)
         return find(self._own.ids, ids)[0] | find(self._learnt.ids, ids)[0]
 
-    def learn(self, rows: Rows, owners: Owners) -> HaloStructure:
+    def learn(self, rows: AdjacencyRows, owners: Owners) -> HaloStructure:
         """Return the structure with ``rows`` added, whose columns have these ``owners``.
 
         Rows that are known already stay as they are.
@@ -311,7 +311,7 @@ class HaloStructure:
         )
 
 
-def columns_of(rows: Rows) -> tuple[Ids, Ids]:
+def columns_of(rows: AdjacencyRows) -> tuple[Ids, Ids]:
     """Return the candidates of a layer and the position of each entry of ``rows`` among them.
 
     Returns
@@ -325,7 +325,7 @@ def columns_of(rows: Rows) -> tuple[Ids, Ids]:
     return candidates.astype(np.int64, copy=False), positions.astype(np.int64, copy=False)
 
 
-def check_rows(rows: Rows, nodes: int) -> None:
+def check_rows(rows: AdjacencyRows, nodes: int) -> None:
     """Check that ``rows`` can be rows of the P of a graph.
 
     Raises
@@ -369,14 +369,14 @@ def as_owners(owners: Any, count: int, of_what: str) -> Owners:
     return found.astype(np.int32, copy=False)
 
 
-def _take(ids: Ids, at: Ids, indptr: Ids, columns: NDArray[np.signedinteger[Any]], values: Reals) -> Rows:
+def _take(ids: Ids, at: Ids, indptr: Ids, columns: NDArray[np.signedinteger[Any]], values: Reals) -> AdjacencyRows:
     """Return the rows at positions ``at``, named ``ids``."""
     starts = indptr[at]
     lengths = indptr[at + 1] - starts
     ends = np.cumsum(lengths)
     # Offsets of all entries at once: a loop over rows would cost more than the rows.
     entries = np.repeat(starts - (ends - lengths), lengths) + np.arange(int(ends[-1]) if len(ends) else 0)
-    return Rows(
+    return AdjacencyRows(
         ids,
         np.concatenate([np.zeros(1, np.int64), ends]),
         columns[entries].astype(np.int64, copy=False),
@@ -384,8 +384,8 @@ def _take(ids: Ids, at: Ids, indptr: Ids, columns: NDArray[np.signedinteger[Any]
     )
 
 
-def _join(first: Rows, second: Rows) -> Rows:
-    return Rows(
+def _join(first: AdjacencyRows, second: AdjacencyRows) -> AdjacencyRows:
+    return AdjacencyRows(
         np.concatenate([first.ids, second.ids]),
         np.concatenate([first.indptr, second.indptr[1:] + first.indptr[-1]]),
         np.concatenate([first.columns, second.columns]),

@@ -102,7 +102,7 @@ class UnknownStructure(MissingRows):
 
 
 @dataclass(frozen=True)
-class Rows:
+class AdjacencyRows:
     """Some rows of the normalised adjacency P, as compressed sparse rows.
 
     Attributes
@@ -130,7 +130,7 @@ class Structure(Protocol):
 
     nodes: int
 
-    def rows(self, ids: Ids) -> Rows:
+    def rows(self, ids: Ids) -> AdjacencyRows:
         """Return rows of P in the order of ``ids``, in time proportional to what they hold.
 
         Raises

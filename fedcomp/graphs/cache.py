@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.graphs.base import GraphError, Ids, MissingRows
-from fedcomp.graphs.rowcodecs import BITS, Block, Floats
+from fedcomp.graphs.rowcodecs import BITS, Floats, RowBlock
 from fedcomp.rules import Int, OneOf, checked
 
 POLICIES: Final = ("none", "lru", "all")
@@ -236,7 +236,7 @@ class FeatureCache:
 def _encoded(rows: Floats) -> list[bytes]:
     """Return each row in its shortest form: its kind, its values, and their columns."""
     d, wide = rows.shape[1], rows.dtype.itemsize
-    block = Block(*rows.shape, dense=rows)
+    block = RowBlock(*rows.shape, dense=rows)
     places, values = block.entries
     starts, counts, columns = block.starts[:-1], np.diff(block.starts), places % d
     words = values.view(BITS[wide])

@@ -18,19 +18,19 @@ from numpy.typing import NDArray
 
 from fedcomp import params
 from fedcomp.errors import ConfigError
-from fedcomp.graphs.base import Ids, Rows
+from fedcomp.graphs.base import AdjacencyRows, Ids
 
 WEIGHTS: Final = ("l1", "count", "l2sq")
 
 Reals = NDArray[np.float64]
 
 
-def base_weight(rows: Rows, positions: Ids, m: int, kind: str = "l1") -> Reals:
+def base_weight(rows: AdjacencyRows, positions: Ids, m: int, kind: str = "l1") -> Reals:
     """Return the base weight of each candidate column of ``U = P[rows, :]``.
 
     Parameters
     ----------
-    rows : Rows
+    rows : AdjacencyRows
     positions : ndarray of int64, (nnz,)
         Column of each entry, as :func:`~fedcomp.graphs.adjacency.columns_of` returns them.
     m : int
@@ -55,12 +55,12 @@ def base_weight(rows: Rows, positions: Ids, m: int, kind: str = "l1") -> Reals:
     return np.asarray(np.bincount(positions, values, m), np.float64)
 
 
-def column_energy(rows: Rows, positions: Ids, m: int, norms: Reals) -> Reals:
+def column_energy(rows: AdjacencyRows, positions: Ids, m: int, norms: Reals) -> Reals:
     """Return ``a_i = ||U[:, i]||^2 ||h_i||^2`` of each candidate.
 
     Parameters
     ----------
-    rows : Rows
+    rows : AdjacencyRows
     positions : ndarray of int64, (nnz,)
         Column of each entry among the candidates.
     m : int

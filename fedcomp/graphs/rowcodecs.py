@@ -69,7 +69,7 @@ _ALIGN_FROM: Final = 1024
 """Shorter bodies are copied by their receiver: up to seven bytes of padding would be more than .7 % of them."""
 
 
-class Block:
+class RowBlock:
     """Rows of one frame, dense or as their non-zeros; the other form is made on demand.
 
     A non-zero is a value with any bit set, so that the sign of a zero travels.
@@ -130,28 +130,28 @@ class Block:
         same = np.array_equal(np.repeat(first.view(bits), np.diff(starts)), values.view(bits))
         return widened(first) if same else None
 
-    def astype(self, dtype: DTypeLike) -> Block:
+    def astype(self, dtype: DTypeLike) -> RowBlock:
         """Return the same rows in another dtype; values too large for it become infinite."""
         if np.dtype(dtype) == self.values.dtype:
             return self
         # As in widened().
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             if self._dense is not None:
-                return Block(self.rows, self.features, dense=self._dense.astype(dtype))
+                return RowBlock(self.rows, self.features, dense=self._dense.astype(dtype))
             places, values = self.entries
-            return Block(self.rows, self.features, entries=(places, values.astype(dtype)))
+            return RowBlock(self.rows, self.features, entries=(places, values.astype(dtype)))
 
-    def take(self, keep: Ids) -> Block:
+    def take(self, keep: Ids) -> RowBlock:
         """Return the rows at positions ``keep``, ascending."""
         if self._dense is not None:
-            return Block(len(keep), self.features, dense=self._dense[keep])
+            return RowBlock(len(keep), self.features, dense=self._dense[keep])
         places, values = self.entries
         counts = self.starts[keep + 1] - self.starts[keep]
         ends = np.cumsum(counts)
         at = np.repeat(self.starts[keep] - (ends - counts), counts) + np.arange(int(counts.sum()))
         # A kept row moves up by the rows before it that are left out.
         moved = np.repeat((keep - np.arange(len(keep))) * self.features, counts)
-        return Block(len(keep), self.features, entries=(places[at] - moved, values[at]))
+        return RowBlock(len(keep), self.features, entries=(places[at] - moved, values[at]))
 
 
 def positions(have: Ids, ids: Ids) -> Ids:
@@ -207,7 +207,7 @@ class RowCodec(ABC):
         if Raw(dense).count_non_finite():
             row = int(np.argmin(np.isfinite(dense).all(axis=1)))
             raise GraphError(f"the row of node {int(ids[row])} holds NaN or infinity; nothing was encoded")
-        return self._frame(ids, Block(*rows.shape, dense=dense))
+        return self._frame(ids, RowBlock(*rows.shape, dense=dense))
 
     def decode(
         self,
@@ -284,11 +284,11 @@ class RowCodec(ABC):
         keep = positions(have, ids)
         return self._frame(ids, form.read(body, have.size, d, _F64).take(keep))
 
-    def write(self, block: Block, ids: Ids) -> list[Buffer]:
+    def write(self, block: RowBlock, ids: Ids) -> list[Buffer]:
         """Return the body of finite rows; raise GraphError, naming the row, when this codec cannot hold one."""
         raise NotImplementedError
 
-    def read(self, body: memoryview, count: int, d: int, dtype: np.dtype[Any]) -> Block:
+    def read(self, body: memoryview, count: int, d: int, dtype: np.dtype[Any]) -> RowBlock:
         """Return ``count`` rows of ``d`` features; raise WireError. Their values may be NaN or infinite."""
         raise NotImplementedError
 
@@ -296,7 +296,7 @@ class RowCodec(ABC):
         """Return how many zero bytes precede the body of ``count`` rows that would otherwise begin at ``pos``."""
         return 0
 
-    def _frame(self, ids: Ids, block: Block) -> bytes:
+    def _frame(self, ids: Ids, block: RowBlock) -> bytes:
         return self._seal(ids, block.features, self.write(block, ids))
 
     def _seal(self, ids: Ids, d: int, body: list[Buffer]) -> bytes:
@@ -352,14 +352,14 @@ class Dense(_OneDtype):
     def padding(self, pos: int, count: int, d: int) -> int:
         return -pos % _ALIGN if count * d * self.dtype.itemsize >= _ALIGN_FROM else 0
 
-    def write(self, block: Block, ids: Ids) -> list[Buffer]:
+    def write(self, block: RowBlock, ids: Ids) -> list[Buffer]:
         return [Raw(self._rounded(block.dense, ids, lambda place: place // block.features)).pack()[1]]
 
-    def read(self, body: memoryview, count: int, d: int, dtype: np.dtype[Any]) -> Block:
+    def read(self, body: memoryview, count: int, d: int, dtype: np.dtype[Any]) -> RowBlock:
         section, pos = take_section(body, 0, count * d * self.dtype.itemsize, "rows")
         finish(body, pos)
         values = Raw.unpack(b"", section, count * d, self.dtype.name).array
-        return Block(count, d, dense=values.reshape(count, d))
+        return RowBlock(count, d, dense=values.reshape(count, d))
 
 
 class Int8(RowCodec):
@@ -375,7 +375,7 @@ class Int8(RowCodec):
     def exact_for(self, dtype: DTypeLike) -> bool:
         return False
 
-    def write(self, block: Block, ids: Ids) -> list[Buffer]:
+    def write(self, block: RowBlock, ids: Ids) -> list[Buffer]:
         rows = block.dense.astype(np.float64)
         # Of no rows there is no least value to take.
         if not rows.size:
@@ -401,7 +401,7 @@ class Int8(RowCodec):
         table[:, 8:] = np.clip(np.rint(rows, out=rows), 0, 255, out=rows)
         return [Raw(table).pack()[1]]
 
-    def read(self, body: memoryview, count: int, d: int, dtype: np.dtype[Any]) -> Block:
+    def read(self, body: memoryview, count: int, d: int, dtype: np.dtype[Any]) -> RowBlock:
         table = self._table(body, count, d)
         params = widened(np.ascontiguousarray(table[:, :8]).view("<f4"))
         scale, offset = params[:, :1], params[:, 1:]
@@ -417,7 +417,7 @@ class Int8(RowCodec):
         if (np.maximum(np.abs(offset), np.abs(offset + 255 * scale)) > largest).any():
             np.clip(values, -largest, largest, out=values, where=np.abs(values) < largest * (1 + 2.0**-20))
         with np.errstate(over="ignore"):
-            return Block(count, d, dense=values.astype(dtype))
+            return RowBlock(count, d, dense=values.astype(dtype))
 
     def select(self, frame: Buffer, ids: ArrayLike) -> bytes:
         _, have, d, body = self._open(frame, MAX_NODES, None)
@@ -436,7 +436,7 @@ class Int8(RowCodec):
 class Csr(_OneDtype):
     """Compressed sparse rows: the non-zeros of all rows as one sparse section."""
 
-    def write(self, block: Block, ids: Ids) -> list[Buffer]:
+    def write(self, block: RowBlock, ids: Ids) -> list[Buffer]:
         places, values = block.entries
         rounded = self._rounded(values, ids, lambda place: int(places[place]) // block.features)
         if rounded is not values:
@@ -445,13 +445,13 @@ class Csr(_OneDtype):
             places, rounded = places[kept], rounded[kept]
         return [self._section(block.rows * block.features).write(Raw(rounded), places)]
 
-    def read(self, body: memoryview, count: int, d: int, dtype: np.dtype[Any]) -> Block:
+    def read(self, body: memoryview, count: int, d: int, dtype: np.dtype[Any]) -> RowBlock:
         found = self._section(count * d).read(body)
         places, values = found.indices, found.values.decode()
         assert places is not None
         if not values.view(BITS[values.itemsize]).all():
             raise Corrupt("a zero is among the non-zeros of a frame of rows")
-        return Block(count, d, entries=(places, values))
+        return RowBlock(count, d, entries=(places, values))
 
     def _section(self, size: int) -> Section:
         return Section(size, Raw, "rice", dtype=self.dtype.name)
@@ -477,7 +477,7 @@ class Binary(RowCodec):
     codec_id = 8
     name = "binary-rice"
 
-    def write(self, block: Block, ids: Ids) -> list[Buffer]:
+    def write(self, block: RowBlock, ids: Ids) -> list[Buffer]:
         values = block.single
         if values is None:
             starts, entries = block.starts, block.entries[1]
@@ -492,7 +492,7 @@ class Binary(RowCodec):
         section = Section(block.rows * block.features, Ones, "rice").write(Ones(places.size), places)
         return [_put_singles(values, np.diff(block.starts)), section]
 
-    def read(self, body: memoryview, count: int, d: int, dtype: np.dtype[Any]) -> Block:
+    def read(self, body: memoryview, count: int, d: int, dtype: np.dtype[Any]) -> RowBlock:
         mode, pos = take_varint(body, 0, len(body))
         if mode > 4:
             raise Corrupt(f"mode {mode} of binary rows is unknown; expected 0 to 4")
@@ -511,7 +511,7 @@ class Binary(RowCodec):
         # one.
         if (least := _put_singles(widened(values), counts)[0]) < mode:
             raise Corrupt(f"binary rows are written in mode {mode}, and mode {least} holds for all of them")
-        return Block(count, d, entries=(places, np.repeat(values, counts)))
+        return RowBlock(count, d, entries=(places, np.repeat(values, counts)))
 
 
 def _put_singles(values: NDArray[np.float64], counts: Ids) -> bytes:
@@ -544,7 +544,7 @@ class ShortestExact(RowCodec):
 
     name = "auto"
 
-    def _frame(self, ids: Ids, block: Block) -> bytes:
+    def _frame(self, ids: Ids, block: RowBlock) -> bytes:
         block = block.astype(np.float32) if block.values.dtype == np.float16 else block
         places, values = block.entries
         # What is shortest depends on values alone, not on the dtype they happen to come in.
@@ -554,7 +554,7 @@ class ShortestExact(RowCodec):
         best: RowCodec = _DENSE[dtype]
         size = block.rows * block.features * dtype.itemsize + best.padding(after, block.rows, block.features)
         body: list[Buffer] | None = None
-        few = Block(block.rows, block.features, entries=(places, values)).astype(dtype)
+        few = RowBlock(block.rows, block.features, entries=(places, values)).astype(dtype)
         for form in (_CSR[dtype], *((Binary(),) if few.single is not None else ())):
             written = form.write(few, ids)
             length = sum(map(len, written))

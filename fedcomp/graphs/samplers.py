@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from fedcomp.errors import ConfigError
 from fedcomp.graphs.adjacency import FullStructure
-from fedcomp.graphs.base import GraphPart, Ids, Rows, find
+from fedcomp.graphs.base import AdjacencyRows, GraphPart, Ids, find
 from fedcomp.graphs.inclusion import base_weight, column_energy, local_mass, multinomial, poisson, waterfill
 from fedcomp.graphs.scale import scale
 from fedcomp.graphs.settings import SamplerSettings
@@ -46,7 +46,7 @@ class Layer:
     ----------
     part : GraphPart
         Whose plan it is.
-    rows : Rows
+    rows : AdjacencyRows
         U.
     candidates : ndarray of int64, (m,)
         Columns of U with an entry, ascending.
@@ -61,7 +61,7 @@ class Layer:
     """
 
     part: GraphPart
-    rows: Rows
+    rows: AdjacencyRows
     candidates: Ids
     positions: Ids
     owned: Bools
@@ -265,7 +265,7 @@ def _ladies(layer: Layer, settings: SamplerSettings, n: int, uniforms: Uniforms,
     return Draw(entries, local_mass(weights, layer.owned), 1.0, remote)
 
 
-def _row_correction(rows: Rows, factors: Reals) -> Reals:
+def _row_correction(rows: AdjacencyRows, factors: Reals) -> Reals:
     """Return, per entry, what takes its row to the sum of P's row; 1 in a row of which nothing is left."""
     lengths = np.diff(rows.indptr)
     row = np.repeat(np.arange(len(lengths)), lengths)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fedcomp.graphs.adjacency import MAX_PARTS, Owners, as_owners, check_rows
-from fedcomp.graphs.base import MAX_NODES, GraphError, Rows, ascending
+from fedcomp.graphs.base import MAX_NODES, AdjacencyRows, GraphError, ascending
 from fedcomp.graphs.ids import (
     HEAD,
     STRUCTURE,
@@ -38,12 +38,12 @@ MAX_ENTRIES: Final = 1 << 24
 _WIDE, _NARROW, _TABLE = 0, 1, 2
 
 
-def encode_structure(rows: Rows, owners: ArrayLike, norms: ArrayLike | None = None) -> bytes:
+def encode_structure(rows: AdjacencyRows, owners: ArrayLike, norms: ArrayLike | None = None) -> bytes:
     """Return the frame of adjacency rows.
 
     Parameters
     ----------
-    rows : Rows
+    rows : AdjacencyRows
         ``ids`` ascending, columns ascending within each row.
     owners : array of integers, (nnz,)
         Who owns each of ``rows.columns``; the same node always the same.
@@ -87,7 +87,7 @@ def decode_structure(
     parts: int = MAX_PARTS,
     limit: int | None = None,
     max_entries: int = MAX_ENTRIES,
-) -> tuple[Rows, Owners, NDArray[np.float32] | None]:
+) -> tuple[AdjacencyRows, Owners, NDArray[np.float32] | None]:
     """Return adjacency rows, the owner of each entry's column and, where they were sent, the norms of the rows' nodes.
 
     Parameters
@@ -134,7 +134,7 @@ def decode_structure(
     finish(body, pos)
     indptr = np.zeros(ids.size + 1, np.int64)
     np.cumsum(np.bincount(row, minlength=ids.size), out=indptr[1:])
-    return Rows(ids, indptr, columns[at], values), whose.astype(np.int32)[at], norms
+    return AdjacencyRows(ids, indptr, columns[at], values), whose.astype(np.int32)[at], norms
 
 
 def _put_values(values: NDArray[np.float64]) -> bytes:

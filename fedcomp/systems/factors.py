@@ -39,14 +39,14 @@ _PARTS = "parts"
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Fetch(Said):
+class FetchPart(Said):
     """Which part of its frame a client is asked for, from 1; 0 is that of the last layer, which comes by itself."""
 
     part: Annotated[int, Int(1, MAX_LAYERS)]
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Part(Said):
+class FramePart(Said):
     """Which part of a frame an answer holds, and how many there are."""
 
     part: Annotated[int, Int(most=MAX_LAYERS)]
@@ -77,7 +77,7 @@ class FactorSharing(System, id="factors"):
     FactorSharing(codec=Factors(rank=4), by_layer=True)
     """
 
-    SAYS: ClassVar[tuple[type[Said], ...]] = (Fetch, Part)
+    SAYS: ClassVar[tuple[type[Said], ...]] = (FetchPart, FramePart)
     RULES: ClassVar[tuple[type, ...]] = (Mean, Single)
 
     codec: Annotated[Codec, Made(get_codec)]
@@ -114,10 +114,10 @@ class FactorSharing(System, id="factors"):
     def _by_layer(self, now: Now, codec: Codec) -> Generator[Sequence[Ask], Sequence[Answer], list[Given]]:
         """Collect frames in parts; return those of which all came."""
         count, limits = len(layers(now.layout)), codec.limits(now.layout)
-        answers = yield [Ask(node, expects=Part) for node in now.nodes]
+        answers = yield [Ask(node, expects=FramePart) for node in now.nodes]
         weights = {answer.node: answer.weight for answer in answers}
         # A frame that cannot be divided comes in one part.
-        whole, others = ([a for a in answers if (a.say == Part(0, 1)) is alone] for alone in (True, False))
+        whole, others = ([a for a in answers if (a.say == FramePart(0, 1)) is alone] for alone in (True, False))
         frames = self._read(now, whole, self.SENT, limits)
         given = [Given(node, weights[node], frame) for node, frame in frames.items()]
         held = {node: [part] for node, part in self._part(now, others, 0, count, limits).items()}
@@ -125,7 +125,7 @@ class FactorSharing(System, id="factors"):
             waiting = [node for node, parts in held.items() if len(parts) == number]
             if not waiting:
                 break
-            answers = yield [Ask(node, "query", say=Fetch(number), expects=Part) for node in waiting]
+            answers = yield [Ask(node, "query", say=FetchPart(number), expects=FramePart) for node in waiting]
             for node, part in self._part(now, answers, number, count, limits).items():
                 held[node].append(part)
         complete = {node: parts for node, parts in held.items() if len(parts) == count}
@@ -137,7 +137,7 @@ class FactorSharing(System, id="factors"):
     def _part(self, now: Now, answers: Sequence[Answer], number: int, count: int, limits: Limits) -> dict[int, Bundle]:
         """Return by node the part of that number; refuse other answers."""
         # With the first one all of the update leaves the memory.
-        asked, name = Part(number, count), _PART if number else self.SENT
+        asked, name = FramePart(number, count), _PART if number else self.SENT
         for answer in answers:
             if answer.say != asked or name not in answer.frames:
                 now.refuse(answer.node, f"says {answer.say} of frames {sorted(answer.frames)[:5]}, expected {asked}")
@@ -167,7 +167,7 @@ class FactorSharing(System, id="factors"):
         return DOWN
 
     def client(self, memory: State, ask: Ask, me: Me) -> tuple[State, Answer]:
-        if isinstance(ask.say, Fetch):
+        if isinstance(ask.say, FetchPart):
             return memory, _kept(memory, ask.say.part, me)
         codec = self.at(me.start, me.layout)
         # Memory and update together are no sum of what was captured.
@@ -179,7 +179,9 @@ class FactorSharing(System, id="factors"):
         kept = {f"{_PART}/{number}": np.frombuffer(part, np.uint8) for number, part in enumerate(rest, start=1)}
         # They belong to this round alone.
         kept[_PARTS] = np.array([me.number, 1 + len(rest)])
-        return {**after, **kept}, Answer(me.node, say=Part(0, 1 + len(rest)), frames={self.SENT: first}, sent=frame)
+        return {**after, **kept}, Answer(
+            me.node, say=FramePart(0, 1 + len(rest)), frames={self.SENT: first}, sent=frame
+        )
 
     def rollback(self, memory: State, frame: Frame, layout: Layout) -> State:
         return self.codec.rollback(_own(memory), frame, layout)
@@ -201,7 +203,7 @@ def _kept(memory: State, number: int, me: Me) -> Answer:
     part = memory.get(f"{_PART}/{number}")
     if part is None or memory[_PARTS][0] != me.number:
         raise AnswerError(f"this node has no part {number} of round {me.number}")
-    return Answer(me.node, say=Part(number, int(memory[_PARTS][1])), frames={_PART: part.tobytes()})
+    return Answer(me.node, say=FramePart(number, int(memory[_PARTS][1])), frames={_PART: part.tobytes()})
 
 
 def layers(layout: Layout) -> tuple[int, ...]:

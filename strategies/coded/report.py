@@ -9,7 +9,7 @@ from fedcomp.flower.report import MAX_REASONS, ReportSection, figure, shorten
 
 
 @dataclass
-class Coding(ReportSection, name="coded"):
+class CodingReport(ReportSection, name="coded"):
     """What was coded in one round, by node id.
 
     Attributes

@@ -63,7 +63,7 @@ from fedcomp.flower.report import Reports, reports_of, shorten
 from fedcomp.flower.rounds import Exchanges, ExchangeStrategy, Push, own_loop
 from fedcomp.stateful import Stateful, nested
 from fedcomp.strategies.coded.links import RestingLinks, SimulatedLinks, record_peer
-from fedcomp.strategies.coded.report import Coding
+from fedcomp.strategies.coded.report import CodingReport
 from fedcomp.strategies.coded.settings import CONSTRUCTIONS, CodedSettings
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.hooked import hooked
@@ -137,7 +137,7 @@ class CodedRound:
     uncoded : list of Message
         Training messages for clients without the half, or that did not answer the hello in time: they are pushed as
         they are, with the members', and what they answer is an ordinary reply.
-    report : Coding
+    report : CodingReport
     resting : RestingLinks
         Links of the run that failed lately.
     """
@@ -151,7 +151,7 @@ class CodedRound:
     messages: list[Message]
     members: list[Member]
     uncoded: list[Message]
-    report: Coding
+    report: CodingReport
     resting: RestingLinks
     _learn: Callable[[int, Shared | SumShared], None]
 
@@ -410,7 +410,7 @@ class CodedFedAvg(ExchangeStrategy, Stateful):
 
     def round(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Exchanges[Outcome]:
         """Say hello to new nodes, then run the construction's exchanges with the inner strategy's messages."""
-        report = self.reports.begin(server_round).section(Coding)
+        report = self.reports.begin(server_round).section(CodingReport)
         messages = list(self.inner.configure_train(server_round, arrays, config, grid))
         nodes = [message.metadata.dst_node_id for message in messages]
         if len(set(nodes)) < len(nodes):

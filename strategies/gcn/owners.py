@@ -33,7 +33,7 @@ _SETUP_FRAMES: Final = {"": "setup_bytes"}
 
 
 @dataclass(frozen=True)
-class Failure:
+class NoAnswer:
     """Why there is no answer; ``gone`` unless the node itself says so."""
 
     reason: str
@@ -48,13 +48,13 @@ class Answers:
     ----------
     found : dict of int to Message
         Replies with content, by the keys of their messages, ascending.
-    failures : dict of int to Failure
+    failures : dict of int to NoAnswer
     replies : list of Message
         All replies, errors included, as the driver handed them over.
     """
 
     found: dict[int, Message] = field(default_factory=dict)
-    failures: dict[int, Failure] = field(default_factory=dict)
+    failures: dict[int, NoAnswer] = field(default_factory=dict)
     replies: list[Message] = field(default_factory=list)
 
 
@@ -110,12 +110,12 @@ class Talk:
         # A message that the engine did not take has no id: its node has gone.
         by_id = {m.metadata.message_id: place for place, m in messages.items() if m.metadata.message_id}
         found: dict[int, Message] = {}
-        failures = {place: Failure("nothing came back in time", True) for place in messages}
+        failures = {place: NoAnswer("nothing came back in time", True) for place in messages}
         for reply in replies:
             place = by_id[reply.metadata.reply_to_message_id]
             if reply.has_error():
                 reason = f"error {reply.error.code}: {reply.error.reason}"
-                failures[place] = Failure(reason, reply.error.code not in _OWN_ERRORS)
+                failures[place] = NoAnswer(reason, reply.error.code not in _OWN_ERRORS)
             else:
                 del failures[place]
                 found[place] = reply

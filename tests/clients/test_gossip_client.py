@@ -19,8 +19,8 @@ from fedcomp.flower.gossip import InstructionRecord
 from fedcomp.flower.payload import PayloadError, put_frame
 from fedcomp.flower.schema import Schema
 from fedcomp.gossip.base import GossipMessage, Multicast, View
-from fedcomp.gossip.errors import AnswerError, MessageError, StaleInstruction
-from fedcomp.gossip.node import Memory
+from fedcomp.gossip.errors import MessageError, NodeAnswerError, StaleInstruction
+from fedcomp.gossip.node import NodeMemory
 from fedcomp.gossip.protocol import Instruction, NodeAnswer
 from fedcomp.gossip.vector import GossipPolicy
 from fedcomp.layout import Layout
@@ -203,7 +203,7 @@ def test_a_damaged_instruction_is_refused_and_changes_nothing(said: Schema) -> N
 def test_what_is_no_answer_is_refused_with_a_reason(change, said: str) -> None:
     reply = client()(begin(), node())
     change(reply.content)
-    with pytest.raises((PayloadError, AnswerError), match=said):
+    with pytest.raises((PayloadError, NodeAnswerError), match=said):
         answer(reply)
 
 
@@ -276,7 +276,7 @@ def test_a_memory_survives_the_context_to_the_bit() -> None:
     layout = Layout.of(named, GossipPolicy(12))
     own = {COUNTER: np.array(9, np.int64)}
     context = node()
-    gossip.NodeStore(Memory("s", 4, 1, arrays, said, np.ones(3)), layout, own).save(context)
+    gossip.NodeStore(NodeMemory("s", 4, 1, arrays, said, np.ones(3)), layout, own).save(context)
     shorter = NodeAnswer("s", 5, (Multicast((2,), b"z"),))
     for expected in (said, shorter):
         found = gossip.NodeStore.load(context)
@@ -285,7 +285,7 @@ def test_a_memory_survives_the_context_to_the_bit() -> None:
         assert bits(found.memory.state) == bits(arrays)
         assert bits(found.own) == bits(own)
         # A shorter answer leaves nothing of the longer one behind.
-        gossip.NodeStore(Memory("s", 4, 1, arrays, shorter, np.ones(3)), layout, own).save(context)
+        gossip.NodeStore(NodeMemory("s", 4, 1, arrays, shorter, np.ones(3)), layout, own).save(context)
     context.state["fedcomp.gossip.memory.arrays/own"] = ArrayRecord({"[]": next(iter(model().values()))})
     with pytest.raises(StateError, match="cannot be read"):
         gossip.NodeStore.load(context)

@@ -19,7 +19,7 @@ from fedcomp.clients.sensors import SensorServer, StoredEdge, connect
 from fedcomp.codecs import QSGD, TopK
 from fedcomp.drift.distance import QuantileSketch
 from fedcomp.drift.edge import Deployments, Edge, SensorEndpoint, local_link
-from fedcomp.drift.messages import LinkError, ModelMessage, Says, SensorMessage
+from fedcomp.drift.messages import ModelMessage, Says, SensorError, SensorMessage
 from fedcomp.drift.sensor import SensorSettings, Upload
 from fedcomp.errors import ConfigError, FedcompError, LayoutError, NonFiniteUpdate
 from fedcomp.flower import store
@@ -253,7 +253,7 @@ def test_hostile_bytes_raise_nothing_but_link_errors(seed: int) -> None:
             wrong = wrong[: rng.integers(len(wrong) + 1)]
             try:
                 read(bytes(wrong))
-            except LinkError:
+            except SensorError:
                 continue
 
 
@@ -268,7 +268,7 @@ def test_hostile_bytes_raise_nothing_but_link_errors(seed: int) -> None:
     ],
 )
 def test_what_is_no_message_is_refused_in_words(data: bytes, match: str) -> None:
-    with pytest.raises(LinkError, match=match):
+    with pytest.raises(SensorError, match=match):
         SensorMessage.from_bytes(data)
 
 

@@ -14,7 +14,7 @@ from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.base import Real, State
 from fedcomp.gossip.central import FaultPlan, Faults, SimulatedNodes
 from fedcomp.gossip.mailbox import Pending
-from fedcomp.gossip.node import Memory
+from fedcomp.gossip.node import NodeMemory
 from fedcomp.gossip.protocol import Instruction, NodeAnswer, largest_message
 from fedcomp.gossip.relay import Relay, RelaySettings
 from fedcomp.gossip.topology import topology_of
@@ -169,7 +169,7 @@ class Chronicle(SimulatedNodes):
 
     def _handle(self, node: int, instruction: Instruction, *, keep: bool = True) -> NodeAnswer:
         answer = super()._handle(node, instruction, keep=keep)
-        memory: Memory | None = self.memories.get(node)
+        memory: NodeMemory | None = self.memories.get(node)
         if keep and memory is not None:
             self.states[node, memory.serial] = memory.state
         return answer

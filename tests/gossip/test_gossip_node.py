@@ -13,8 +13,8 @@ from gossip_faults import Courier, Quadratic, vectors
 from fedcomp.errors import StateError
 from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.base import GossipMessage, Multicast, Real, View
-from fedcomp.gossip.errors import AnswerError, MessageError, StaleInstruction
-from fedcomp.gossip.node import Memory, handle
+from fedcomp.gossip.errors import MessageError, NodeAnswerError, StaleInstruction
+from fedcomp.gossip.node import NodeMemory, handle
 from fedcomp.gossip.protocol import Action, Instruction, NodeAnswer, Start
 from fedcomp.layout import Layout
 from fedcomp.rng import Key
@@ -31,7 +31,7 @@ def asked(serial: int, start: Start = "", action: Action = "step", **changes: An
     return replace(Instruction("run", serial, 0, action, view, start=start), **changes)
 
 
-def begun(algorithm: Any = SGP, **options: Any) -> Memory:
+def begun(algorithm: Any = SGP, **options: Any) -> NodeMemory:
     memory, _ = handle(algorithm, None, asked(1, "common"), options.get("local"), START, LAYOUT)
     assert memory is not None
     return memory
@@ -71,7 +71,7 @@ def test_an_older_instruction_is_refused() -> None:
         (begun(), asked(2, action="observe")),
     ],
 )
-def test_a_node_that_cannot_go_on_says_so_and_does_nothing(memory: Memory | None, instruction: Instruction) -> None:
+def test_a_node_that_cannot_go_on_says_so_and_does_nothing(memory: NodeMemory | None, instruction: Instruction) -> None:
     local = Quadratic(START)
     after, answer = handle(SGP, memory, instruction, local, START, LAYOUT)
     assert answer == NodeAnswer(instruction.session, instruction.serial, fresh=True)
@@ -254,8 +254,8 @@ def test_instructions_answers_and_memories_survive_a_journey_as_plain_values() -
         for value in parts.values():
             assert isinstance(value, (int, float, str, bool)) or all(type(v) is type(value[0]) for v in value)
         json.dumps({k: v for k, v in parts.items() if not any(isinstance(x, bytes) for x in np.atleast_1d(v).tolist())})
-    memory = Memory("run", 9, 2, {"x": np.ones(3, np.float32), "h/2": np.zeros(0)}, answer, np.arange(3.0))
-    again = Memory.from_parts(*memory.to_parts())
+    memory = NodeMemory("run", 9, 2, {"x": np.ones(3, np.float32), "h/2": np.zeros(0)}, answer, np.arange(3.0))
+    again = NodeMemory.from_parts(*memory.to_parts())
     assert replace(again, state={}, change=None) == replace(memory, state={}, change=None)
     assert again.state.keys() == memory.state.keys()
     assert again.change is not None
@@ -287,16 +287,16 @@ def test_parts_that_are_none_are_refused() -> None:
     with pytest.raises(MessageError, match="action 'jump'"):
         Instruction.from_parts({**instruction.to_parts(), "action": "jump"})
     for wrong in ({"messages.counts": [2]}, {"messages.counts": [-1]}, {"messages": ["text"]}, {"facts.values": ["x"]}):
-        with pytest.raises(AnswerError):
+        with pytest.raises(NodeAnswerError):
             NodeAnswer.from_parts({**answer.to_parts(), **wrong})
     for name in answer.to_parts():
-        with pytest.raises(AnswerError):
+        with pytest.raises(NodeAnswerError):
             NodeAnswer.from_parts({k: v for k, v in answer.to_parts().items() if k != name})
     arrays, parts = begun().to_parts()
     for name in parts:
         if name != "answer.session":
             with pytest.raises(StateError):
-                Memory.from_parts(arrays, {k: v for k, v in parts.items() if k != name})
+                NodeMemory.from_parts(arrays, {k: v for k, v in parts.items() if k != name})
 
 
 def test_a_courier_keeps_count() -> None:

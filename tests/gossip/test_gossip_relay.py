@@ -38,7 +38,7 @@ from fedcomp.gossip.central import FaultPlan, Faults, SimulatedNodes
 from fedcomp.gossip.errors import Diverged, MessageError, TopologyError
 from fedcomp.gossip.estimates import digests
 from fedcomp.gossip.mailbox import Mailbox, Pending
-from fedcomp.gossip.node import Memory
+from fedcomp.gossip.node import NodeMemory
 from fedcomp.gossip.protocol import Instruction, NodeAnswer, largest_message
 from fedcomp.gossip.relay import ENDLESS, Relay, RelaySettings
 from fedcomp.gossip.topology import topology_of
@@ -105,12 +105,12 @@ def both_ends_agree(
     return {found[i].get("h", b"") for i in found}
 
 
-def restored(memory: Memory) -> Memory:
+def restored(memory: NodeMemory) -> NodeMemory:
     """Return the memory after a journey through bytes."""
     arrays, parts = memory.to_parts()
     loaded = {name: np.frombuffer(a.tobytes(), a.dtype).reshape(a.shape) for name, a in arrays.items()}
     messages = parts.pop("answer.messages")
-    return Memory.from_parts(loaded, json.loads(json.dumps(parts)) | {"answer.messages": messages})
+    return NodeMemory.from_parts(loaded, json.loads(json.dumps(parts)) | {"answer.messages": messages})
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 
 from fedcomp.errors import ConfigError
 from fedcomp.graphs.adjacency import Adjacency, FullStructure, HaloStructure, check_rows, columns_of, normalised
-from fedcomp.graphs.base import GraphError, Rows, UnknownStructure
+from fedcomp.graphs.base import AdjacencyRows, GraphError, UnknownStructure
 from fedcomp.rng import Key
 
 NODES = 40
@@ -48,7 +48,7 @@ def halves(adjacency: Adjacency, owner: np.ndarray, index: int) -> HaloStructure
     return HaloStructure(own, owner[own.columns], adjacency.nodes, index)
 
 
-def same(a: Rows, b: Rows) -> bool:
+def same(a: AdjacencyRows, b: AdjacencyRows) -> bool:
     return all(np.array_equal(getattr(a, name), getattr(b, name)) for name in ("ids", "indptr", "columns", "values"))
 
 
@@ -156,11 +156,11 @@ def test_arrays_that_are_no_matrix_are_refused(
     with pytest.raises(GraphError, match=message):
         Adjacency(*arrays, 2)
     with pytest.raises(GraphError, match=message):
-        check_rows(Rows(np.array([0, 1]), *arrays), 2)
+        check_rows(AdjacencyRows(np.array([0, 1]), *arrays), 2)
 
 
 def test_columns_may_go_down_between_rows_and_rows_may_be_empty() -> None:
-    rows = Rows(np.array([4, 2, 3, 0]), np.array([0, 2, 2, 3, 3]), np.array([1, 4, 0]), np.ones(3))
+    rows = AdjacencyRows(np.array([4, 2, 3, 0]), np.array([0, 2, 2, 3, 3]), np.array([1, 4, 0]), np.ones(3))
     check_rows(rows, 5)
 
 
@@ -215,7 +215,7 @@ def test_what_a_halo_knows_is_not_replaced_by_what_it_is_told() -> None:
     adjacency = normalised(*edges(), NODES)
     owner = (np.arange(NODES) % 3).astype(np.int32)
     halo = halves(adjacency, owner, 1)
-    learnt = Rows(np.array([1, 3, 3]), np.array([0, 1, 2, 3]), np.array([1, 3, 3]), np.array([9.0, 8.0, 7.0]))
+    learnt = AdjacencyRows(np.array([1, 3, 3]), np.array([0, 1, 2, 3]), np.array([1, 3, 3]), np.array([9.0, 8.0, 7.0]))
     after = halo.learn(learnt, owner[learnt.columns])
     assert same(after.rows(np.array([1])), halo.rows(np.array([1])))
     assert after.rows(np.array([3])).values.tolist() == [8.0]
@@ -246,7 +246,7 @@ def test_rows_that_lie_are_refused() -> None:
     with pytest.raises(GraphError, match="numbered from 0"):
         halo.learn(rows, np.full(len(rows.columns), -1))
     with pytest.raises(GraphError, match="finite"):
-        halo.learn(Rows(rows.ids, rows.indptr, rows.columns, rows.values * np.inf), owner[rows.columns])
+        halo.learn(AdjacencyRows(rows.ids, rows.indptr, rows.columns, rows.values * np.inf), owner[rows.columns])
     own = adjacency.rows(np.array([4, 1]))
     with pytest.raises(GraphError, match="4 stands before 1"):
         HaloStructure(own, owner[own.columns], NODES, 1)

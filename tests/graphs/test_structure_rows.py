@@ -11,14 +11,14 @@ from graph_toys import toy_adjacency, toy_owner
 
 from fedcomp import wire
 from fedcomp.graphs.adjacency import Adjacency, HaloStructure, check_rows
-from fedcomp.graphs.base import GraphError, Rows
+from fedcomp.graphs.base import AdjacencyRows, GraphError
 from fedcomp.graphs.ids import put_ids
 from fedcomp.graphs.structure_rows import decode_structure, encode_structure
 from fedcomp.rng import Key
 from fedcomp.wire.section import Section, put_block
 
 GRAPHS = [("sym", 0), ("mean", 0), ("mean", 40)]
-GOLDEN_ROWS = Rows(
+GOLDEN_ROWS = AdjacencyRows(
     np.array([2, 5, 9]), np.array([0, 2, 2, 5]), np.array([2, 130, 5, 9, 130]), np.array([0.5, 0.25, 0.1, 0.5, 0.1])
 )
 GOLDEN_OWNERS = np.array([1, 3, 0, 1, 3])
@@ -38,7 +38,7 @@ def graph(kind: str, isolated: int) -> tuple[Adjacency, np.ndarray]:
     return toy_adjacency(400, 4, 6.0, kind=kind, isolated=isolated), toy_owner(400, 4)
 
 
-def same(a: Rows, b: Rows) -> bool:
+def same(a: AdjacencyRows, b: AdjacencyRows) -> bool:
     return all(getattr(a, n).tobytes() == getattr(b, n).tobytes() for n in ("ids", "indptr", "columns", "values"))
 
 
@@ -103,7 +103,7 @@ def test_values_take_the_shortest_of_three_forms() -> None:
         "few": np.floor(draws * 5 + 1) / 10,
         "one": np.full(400, 1 / 3),
     }.items():
-        rows = Rows(ids, indptr, columns, values)
+        rows = AdjacencyRows(ids, indptr, columns, values)
         frame = encode_structure(rows, owners)
         assert decode_structure(frame)[0].values.tobytes() == values.tobytes()
         sizes[name] = len(frame)
@@ -224,7 +224,7 @@ def test_claims_allocate_nothing() -> None:
     assert damage.memory_of(lambda: decode_structure(claim)) < 30_000
     # One bit per entry on the wire, and a table of one value: entries are limited for themselves.
     dense = encode_structure(
-        Rows(np.arange(100), np.arange(0, 100_001, 1000), np.tile(np.arange(1000), 100), np.ones(100_000)),
+        AdjacencyRows(np.arange(100), np.arange(0, 100_001, 1000), np.tile(np.arange(1000), 100), np.ones(100_000)),
         np.zeros(100_000, np.int32),
     )
     assert len(dense) < 14_000

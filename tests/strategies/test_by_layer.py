@@ -25,7 +25,7 @@ from fedcomp.flower.rounds import fit
 from fedcomp.strategies.by_layer import LayerByLayer
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
-from fedcomp.systems.factors import Fetch
+from fedcomp.systems.factors import FetchPart
 from fedcomp.timing.pipeline import layered
 
 LAYERS = 3
@@ -146,7 +146,7 @@ def test_a_client_that_has_not_agreed_to_show_its_inputs_is_refused_by_name() ->
 def test_what_a_node_does_not_have_costs_it_the_round() -> None:
     class Asking(LayerByLayer):
         def _message(self, x: Any, now: Any, ask: Any, sequence: int) -> Any:
-            asked = ask._replace(say=Fetch(7)) if ask.kind == "query" and ask.node == 2 else ask
+            asked = ask._replace(say=FetchPart(7)) if ask.kind == "query" and ask.node == 2 else ask
             return super()._message(x, now, asked, sequence)
 
     strategy = Asking(pair())

@@ -30,7 +30,7 @@ from fedcomp.program import Answer, Ask, Me, Now, Single
 from fedcomp.rng import Key
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.systems import get_system
-from fedcomp.systems.factors import DOWN, FactorSharing, Fetch, Part, joined, layers, split
+from fedcomp.systems.factors import DOWN, FactorSharing, FetchPart, FramePart, joined, layers, split
 
 SIZES = (5, 12, 9)
 KNOWN = {"i_know_inputs_are_visible": True}
@@ -268,9 +268,9 @@ def test_single_updates_have_no_common_step() -> None:
 
 
 WRONG = {
-    "another part": lambda answer: answer._replace(say=Part(2, 3)),
-    "a part of more": lambda answer: answer._replace(say=Part(answer.say.part, 7)),
-    "one part after the first": lambda answer: answer._replace(say=Part(0, 1)),
+    "another part": lambda answer: answer._replace(say=FramePart(2, 3)),
+    "a part of more": lambda answer: answer._replace(say=FramePart(answer.say.part, 7)),
+    "one part after the first": lambda answer: answer._replace(say=FramePart(0, 1)),
     "no frame": lambda answer: answer._replace(frames={}),
     "not a frame": lambda answer: answer._replace(frames={"part": b"nothing"}),
     "too many tensors": lambda answer: answer._replace(
@@ -285,7 +285,7 @@ def test_a_wrong_part_costs_its_sender_alone(wrong: str) -> None:
     class Hostile(FactorSharing, id="hostile"):
         def client(self, memory: Any, ask: Ask, me: Me) -> Any:
             memory, answer = super().client(memory, ask, me)
-            spoiled = me.node == 1 and isinstance(ask.say, Fetch) and ask.say.part == 1
+            spoiled = me.node == 1 and isinstance(ask.say, FetchPart) and ask.say.part == 1
             return memory, WRONG[wrong](answer) if spoiled else answer
 
     here = local(Hostile(ErrorFeedback(made("rank")), by_layer=True))
@@ -306,11 +306,11 @@ def test_a_node_answers_for_its_last_frame_alone() -> None:
     update = Update(np.ones(here.layout.size, np.float32), here.layout)
     me = Me(0, 5, 0, here.layout, lambda: here.model, lambda whole, collect: update)
     memory, answer = system.client(system.start(here.layout), Ask(0), me)
-    assert answer.say == Part(0, count)
+    assert answer.say == FramePart(0, count)
     assert answer.sent == system.codec.encode(update, {}, me.key)[0]
-    parts = [system.client(memory, Ask(0, "query", Fetch(n)), me)[1].frames["part"] for n in range(1, count)]
+    parts = [system.client(memory, Ask(0, "query", FetchPart(n)), me)[1].frames["part"] for n in range(1, count)]
     assert sum(len(wire.decode(part)) for part in (answer.frames["values"], *parts)) == len(here.layout.tensors)
-    for other, ask in ((me, Fetch(count)), (replace(me, number=6), Fetch(1))):
+    for other, ask in ((me, FetchPart(count)), (replace(me, number=6), FetchPart(1))):
         with pytest.raises(FedcompError, match="has no part"):
             system.client(memory, Ask(0, "query", ask), other)
     # The next frame's parts replace them, and what comes back does not hold them.
