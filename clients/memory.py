@@ -208,14 +208,17 @@ class Memory:
         StateError
             When this is not the memory of that round.
         """
-        held = _held(context, head)
-        if (
-            held is None
-            or held.number != head.number
-            or not held.made_by(system)
-            or (head.generation, head.consumed) > (held.generation, held.sent)
-        ):
+        memory, held = cls.look(context, head, system), _held(context, head)
+        if memory is None or held is None or held.number != head.number:
             raise StateError(NOT_WAITING)
+        return memory
+
+    @classmethod
+    def look(cls, context: Context, head: AskHead, system: System) -> Memory | None:
+        """Read the memory as it is, whatever became of its last frame; None where there is none to go on with."""
+        held = _held(context, head)
+        if held is None or not held.made_by(system) or (head.generation, head.consumed) > (held.generation, held.sent):
+            return None
         state = context.state
         layout = Layout.from_text(held.layout)
         memory = _arrays(state, MEMORY), layout, held.asked, held.generation, held.sent, held.before

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from fedcomp.codecs import State
 from fedcomp.errors import FedcompError
 from fedcomp.layout import Layout, Update, Vector
-from fedcomp.program import Answer, Ask, Collect, Me, Mean, Now, Rule, Step, System
+from fedcomp.program import HELLO, Answer, Ask, Collect, Me, Mean, Now, Rule, Step, System
 from fedcomp.wire import Frame
 
 Train = Callable[[int, int, Vector], "Vector | Update"]
@@ -244,6 +244,8 @@ class Local:
             return None
         # Whoever answers is who was asked.
         answer = answer._replace(node=ask.node, weight=self.weight(ask.node))
+        if ask.kind == HELLO:
+            return Reply(self.sequence, client.generation, answer, carries=False)
         left = answer.frames.get(self.system.SENT) if answer.sent is None else answer.sent
         if left is not None:
             pending, sent = left, self.sequence

@@ -34,6 +34,9 @@ Collect = Callable[[int, int, int, int], bool]
 
 NO_FRAMES: Frames = {}
 
+HELLO = "query.hello"
+"""Kind of an ask that comes before a round's training: words up and down, no model, and no memory changes."""
+
 HEAVIEST = 2**63
 """No weight is as large: a sum of weights stays finite, and an integer of a message holds it."""
 
@@ -90,7 +93,8 @@ class Ask(NamedTuple):
     ----------
     node : int
     kind : str
-        "train": the app trains when the client half asks for an update. "query": it is not called.
+        "train": the app trains when the client half asks for an update. "query": it is not called, and the round goes
+        on that a training ask began. :data:`HELLO`: it is asked beforehand; the answer holds words alone.
     say : Said, optional
         What is said in words.
     frames : mapping of str to bytes
@@ -345,7 +349,7 @@ class Me:
     learn : callable
         ``learn(whole, collect)`` lets the app train; :meth:`update`.
     data : object, optional
-        What the app brings for a system that does not let it train: how to measure slopes, the rows of a graph. The
+        What the app brings beside training, or in its place: how to measure slopes, whether there is anything new. The
         system says what it has to be.
     """
 

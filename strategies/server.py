@@ -504,7 +504,7 @@ class Server(ExchangeStrategy, Stateful):
                 peer.forget()
             raise Rejected(reason)
         head = asks.find_answer(content)
-        if head is None or not head.sequence or (ask.kind == "train" and not (head.record or head.lacks)):
+        if head is None or not head.sequence or (ask.kind == "train" and not (head.record or head.lacks or head.say)):
             why = "" if head is None else head.unsupported
             raise Rejected(
                 f"the client answered with a model: its app cannot take part in {self._name} "
@@ -523,18 +523,22 @@ class Server(ExchangeStrategy, Stateful):
         if ask.expects is not None and not isinstance(say, ask.expects):
             raise Rejected(f"says {type(say).__name__}, expected {ask.expects.__name__}")
         frames = asks.data_in(content, FRAME)
-        if ask.kind == "train":
+        # Who is asked to train may have nothing to do, and says so; then it has nothing to send either.
+        has_trained = ask.kind == "train" and bool(head.record)
+        if frames and not has_trained and head.partition_id not in x.trained:
+            raise Rejected(f"sends {shorten(str(sorted(frames)))}, and its app has not trained")
+        if has_trained:
             trained = self._trained(x, head, reply, asks.data_in(content, EXACT).get(""))
         # From here on nothing is wrong with it.
         self.roster.declared[sent.node] = head.partition_id
         if head.partition_id != node:
             x.rename(node, head.partition_id)
             node = head.partition_id
-        if ask.kind == "train":
+        if has_trained:
             x.trained[node] = trained
             x.exact_bytes[node] = len(asks.data_in(content, EXACT).get("", b""))
-            if self.broadcast is not None:
-                self._note_version(peer, head.version)
+        if ask.kind == "train" and self.broadcast is not None:
+            self._note_version(peer, head.version)
         self._note_state(x.report, sent, head)
         peer.take(digest_of(blob) for blob in ask.blobs.values())
         peer.take(digest_of(frames[name]) for name in self.system.SHARED if name in frames)

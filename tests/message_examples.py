@@ -16,7 +16,6 @@ from fedcomp.errors import ConfigError
 from fedcomp.flower import (
     asks,
     coded,
-    conditional,
     datalens,
     folder,
     gcn,
@@ -105,9 +104,6 @@ EXAMPLES: dict[str, Schema] = {
     "parts.PartRequest": parts.PartRequest(0, 7, (2, 1, 2)),
     "parts.PartRequest/next": parts.PartRequest(2, 7),
     "parts.PartAnswer": parts.PartAnswer(2, 3, 7),
-    "conditional.Offer": conditional.Offer(b"session!", 3),
-    "conditional.Offer/must": conditional.Offer(b"session!", 3, must=True),
-    "conditional.Status": conditional.Status(3, quiet=True),
     "lsg.LsgRequest": lsg.LsgRequest(2, "fc.*", 0.25, -9, 1.5, True),
     "lsg.LsgRequest/all": lsg.LsgRequest(0, "", 1.0, 9, 1.5, False),
     "record_dp.DpSgdPlan": record_dp.DpSgdPlan(
