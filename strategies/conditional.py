@@ -117,8 +117,9 @@ class Conditional(Server):
     def _take(self, x: Running, now: Now, step: Step | None) -> Outcome:
         section, seen = x.report.section(Quietness), now.state["round"]
         section.queried = seen["queried"]
+        # One that goes by another number since it answered was due under a number that is nobody's now.
         section.quiet, section.due, section.unaware = (
-            [x.addresses[node] for node in seen[name]] for name in ("quiet", "due", "unaware")
+            [x.addresses[node] for node in seen[name] if node in x.addresses] for name in ("quiet", "due", "unaware")
         )
         x.report.asked -= len(section.quiet)
         return super()._take(x, now, step)

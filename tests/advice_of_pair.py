@@ -268,6 +268,12 @@ PAIR = (
     ),
     row(
         "strategies/conditional.py",
+        "leave first_model_at_nodes=True out",
+        lambda: Conditional(Compressed(quiet(), TopK(0.1), TopK(0.2), first_model_at_nodes=True)),
+        lambda: trains(Conditional(Compressed(quiet(), TopK(0.1), TopK(0.2))), (programs,)),
+    ),
+    row(
+        "strategies/conditional.py",
         "let it send small differences instead, with a sparse",
         lambda: Conditional(system("choco")),
         lambda: system("choco", compressor="topk", **{"compressor.density": 0.1}),

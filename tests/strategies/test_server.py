@@ -292,6 +292,19 @@ def test_an_answer_that_is_not_what_was_asked_for_is_refused(change: dict[str, A
     assert server.reports[1].used == NODES - 1
 
 
+def test_values_of_an_app_that_has_not_trained_are_refused() -> None:
+    """Neither with words in place of a training nor in a later exchange: nothing says what they weigh."""
+
+    def about(reply: Message) -> None:
+        words = {"partition-id": 2, "sequence": 1, "say": "Lead", asks.SAY + "lead": False}
+        reply.content[NODE_RECORD] = ConfigRecord(words)
+
+    server = SYSTEMS["shared support"]()
+    play(server, grid_of(lying(about), programs()), 1)
+    assert list(server.reports[1].refused.values()) == ["sends ['values'], and its app has not trained"]
+    assert server.reports[1].used == NODES - 1
+
+
 def test_a_client_that_trained_without_weight_or_in_another_form_is_refused() -> None:
     for metrics in ({"num-examples": float("nan")}, {"num-examples": 3, "other": 1}):
 
