@@ -380,8 +380,8 @@ class Server(ExchangeStrategy, Stateful):
         base = {node: by_address[address] for node, address in addresses.items()}
         record = self._record_of(messages, arrays)
         x = Running(report, arrays, model, partial(self._reference, layout), record, base, addresses, layout)
-        if messages and self.broadcast is not None:
-            self._publish(model, x.vector, layout)
+        if messages:
+            self._publish(model, layout)
         # By a weak reference: what the round came to must not be kept by who waits for its model to move.
         self._following = [each for each in self._following if each() is not None] + [weakref.ref(x)]
         now = Now(
@@ -762,12 +762,8 @@ class Server(ExchangeStrategy, Stateful):
 
     # The model on its way down.
 
-    def _down_layout(self, model: Arrays) -> Layout:
-        assert self.downlink is not None
-        return Layout.of(model, self.policy, cast_floats=not self.downlink.lossless)
-
-    def _publish(self, model: Arrays, vector: Vector, layout: Layout) -> None:
-        """Make ``model`` the current one of the downlink."""
+    def _publish(self, model: Arrays, layout: Layout | None = None) -> None:
+        """Make ``model`` the current one of the downlink; ``layout`` is the uplink's, where it is known."""
         broadcast = self.broadcast
         if broadcast is None:
             return
@@ -777,8 +773,11 @@ class Server(ExchangeStrategy, Stateful):
                 _ = x.start
         self._following = []
         # By the downlink's codec: its layout need not be the uplink's.
-        down = self._down = self._down_layout(model)
-        vector = vector if down == layout else down.flatten(model)
+        cast = not broadcast.codec.lossless
+        if layout is None or cast == self.system.whole:
+            layout = Layout.of(model, self.policy, cast_floats=cast)
+        down = self._down = layout
+        vector = down.flatten(model)
         exact = {t.name: model[t.name] for t in down.exact}
         if self._makes_steps:
             if not broadcast.is_current(vector, exact):
@@ -865,8 +864,7 @@ class Server(ExchangeStrategy, Stateful):
         if self.broadcast is None or not messages:
             return messages
         model, record = to_arrays(arrays, copy=False), self._record_of(messages, arrays)
-        down = self._down_layout(model)
-        self._publish(model, down.flatten(model), down)
+        self._publish(model)
         self._evaluating = []
         for message in messages:
             meta, content, data = message.metadata, message.content.copy(), dict[str, Frame]()
@@ -876,7 +874,7 @@ class Server(ExchangeStrategy, Stateful):
                 seed=self.seed,
                 session=self._session,
                 system=self.system.to_config() if self._makes_steps else {},
-                policy=policy_config(self.policy, down),
+                policy=policy_config(self.policy, self._down),
                 cast=not self.system.whole,
                 **fields,
             )
