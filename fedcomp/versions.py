@@ -170,7 +170,9 @@ class Broadcast(Stateful):
         if published == self._published:
             return self.version
         if self.codec.replays:
-            return self._replay(target, exact, layout, summands)
+            version = self._replay(target, exact, layout, summands)
+            self._published = published
+            return version
         # A codec refuses what is not finite, and the difference is not where the model is not.
         if not self.codec.lossless:
             np.subtract(target, self.reference, out=target)

@@ -397,7 +397,7 @@ def test_non_finite_update_is_refused_and_state_untouched(codec: Codec, bad: flo
         _assert_same_state(state, kept)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_update_that_is_given_makes_the_same_frames_and_states(codec: Codec, layout: Layout) -> None:
     """A codec may write to it, and to nothing else; the state that came before stays whole."""
     state = codec.init(layout)
