@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Final
 
 import numpy as np
@@ -29,7 +29,7 @@ from fedcomp.flower import asks
 from fedcomp.flower.asks import BLOBS_KEPT, AskHead
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import FRAME, NODE_RECORD, put_frame, take_frame
-from fedcomp.flower.records import to_arrays, to_record
+from fedcomp.flower.records import Place, to_arrays, to_record
 from fedcomp.flower.schema import Document, Schema, SchemaError
 from fedcomp.flower.state import MOST_BYTES, UNSETTLED, ReplicaRecord, StaleMessage, lineage
 from fedcomp.layout import Layout, Vector
@@ -126,6 +126,8 @@ class Memory:
         Whether ``state`` is what was stored, as it was.
     length : float
         ‖update‖ of the round's training; 0 where it was not asked for.
+    places : list of Place
+        Arrays that may become part of the memory where they lie.
     """
 
     state: State
@@ -139,6 +141,7 @@ class Memory:
     unsettled: bool = False
     stored: bool = False
     length: float = 0.0
+    places: list[Place] = field(default_factory=list)
 
     @classmethod
     def begin(cls, context: Context, head: AskHead, system: System, layout: Layout, asked: bytes) -> Memory:
@@ -274,7 +277,7 @@ class Memory:
             for name in [PENDING, *(key for key in store if key.startswith(REPLY))]:
                 store.pop(name, None)
             if keeps:
-                store[MEMORY] = to_record(state)
+                store[MEMORY] = to_record(state, self.places)
                 # In the reply it is kept already.
                 apart = self.pending if left is None else answer.sent
                 if apart is not None:

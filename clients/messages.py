@@ -20,7 +20,7 @@ from fedcomp.flower.payload import NODE_RECORD, PARTITION_KEY, is_frame, models,
 from fedcomp.flower.protocol import OWN_CONFIG, PROTOCOL, STEP, Announcement, is_own
 from fedcomp.flower.records import BFLOAT16, config_in, to_arrays, to_record, widened
 from fedcomp.flower.state import Replica
-from fedcomp.layout import Layout, Update, policy_from_config
+from fedcomp.layout import Layout, Update, Vector, policy_from_config
 from fedcomp.params import shown, similar
 from fedcomp.versions import FIRST, Step, advance, digest
 from fedcomp.wire import Bf16
@@ -277,12 +277,18 @@ def learnt(
 
 
 def changed(
-    after: Mapping[str, NDArray[Any]], before: Mapping[str, NDArray[Any]], layout: Layout, *, lossless: bool = False
+    after: Mapping[str, NDArray[Any]],
+    before: Mapping[str, NDArray[Any]],
+    layout: Layout,
+    *,
+    lossless: bool = False,
+    out: Vector | None = None,
 ) -> tuple[Update, dict[str, NDArray[Any]]]:
-    """Return the update between two models, or ``after`` itself where ``lossless``, and the exact buffers."""
+    """Return the update between two models, or ``after`` itself where ``lossless``, and the exact buffers; the update
+    in ``out``, where that is given."""
     layout.check(after)
     exact = {t.name: check_exact(after[t.name], t, before[t.name]) for t in layout.exact}
-    vector = layout.flatten(after) if lossless else layout.difference(after, before)
+    vector = layout.flatten(after, out) if lossless else layout.difference(after, before, out)
     return Update(vector, layout), exact
 
 

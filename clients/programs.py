@@ -6,12 +6,14 @@ What is asked names the system and its options; the half makes it, lets its ``cl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Final
 
+import numpy as np
 from flwr.app import ArrayRecord, Context, Message, RecordDict
 from numpy.typing import NDArray
 
@@ -39,7 +41,7 @@ from fedcomp.flower.asks import AnswerHead, AskHead, OwnStep, digest_of, digests
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import BLOB, EXACT, FRAME, NODE_RECORD, STEP, models
 from fedcomp.flower.protocol import RESYNC, STALE, refusal
-from fedcomp.flower.records import to_arrays, to_record, widened
+from fedcomp.flower.records import Place, to_arrays, to_record, widened
 from fedcomp.flower.schema import OtherVersion, SchemaError
 from fedcomp.flower.state import UNSETTLED, StaleMessage
 from fedcomp.layout import Layout, Update, Vector, policy_from_config
@@ -79,6 +81,7 @@ Brings = Callable[[Message, Context], Brought]
 _BROUGHT: ContextVar[Mapping[str, Brings]] = ContextVar("fedcomp-brought", default=MappingProxyType({}))
 
 _LONGEST_REMARK: Final = 4096
+_LOOK: Final = 256
 
 
 def programs(
@@ -240,12 +243,13 @@ class _Exchange:
                 return refusal(msg, str(error))
             return self._answered(system, memory, None)
         try:
-            record, version = self._receive()
+            record, version, laid = self._receive()
         except FedcompError as error:
             # The server sends the whole model next time; training from a model it does not know would spoil the mean.
             return refusal(msg, f"{RESYNC}: {error}")
         before = to_arrays(record, copy=False)
-        layout = Layout.of(before, policy_from_config(head.policy), cast_floats=head.cast)
+        # The model that steps lead to is laid out already, unless changes of it are laid out in another way.
+        layout = laid or Layout.of(before, policy_from_config(head.policy), cast_floats=head.cast)
         memory = Memory.begin(context, head, system, layout, asked_of(head, before))
         if memory.what == "repeated":
             log.info("round %d: answered before the server was restarted, and answered so again", head.number)
@@ -319,7 +323,7 @@ class _Exchange:
     def _app_alone(self) -> Message:
         """Return the app's own reply, and what it is to know of this node."""
         try:
-            record, version = self._receive()
+            record, version, _ = self._receive()
         except FedcompError as error:
             return refusal(self.msg, f"{RESYNC}: {error}")
         self.msg.content = _plain(self.msg.content, self.head.model, record)
@@ -367,8 +371,9 @@ class _Exchange:
                 return data
         return None
 
-    def _receive(self) -> tuple[ArrayRecord, int]:
-        """Return the model of the message, and the version to keep it as; 0: it is not to be kept.
+    def _receive(self) -> tuple[ArrayRecord, int, Layout | None]:
+        """Return the model of the message, the version to keep it as, and how changes of it are laid out, where that is
+        known. Version 0: it is not to be kept.
 
         Raises
         ------
@@ -382,7 +387,7 @@ class _Exchange:
             raise StateError(f"the message holds no ArrayRecord {head.model!r} and no steps this node can use")
         if codec is None:
             assert sent is not None
-            return sent, 0
+            return sent, 0, None
         held = held_model(state)
         if head.base == FIRST and self.first_model is not None and (held is None or held[0] != FIRST):
             held = FIRST, self.first_model(self.msg, self.context)
@@ -403,7 +408,8 @@ class _Exchange:
             raise StateError(
                 f"the replica (version {version}) is not the server's model of version {head.version}: digests differ"
             )
-        return record if version == own else to_record(layout.unflatten(vector, exact)), version
+        laid = layout if head.cast == (not codec.lossless) else None
+        return record if version == own else to_record(layout.unflatten(vector, exact)), version, laid
 
     def _steps(self) -> list[Step]:
         """Return the steps of the model in the message."""
@@ -511,17 +517,26 @@ class _Training:
         name, after = reply_arrays(content, before, head.model)
         if self.app is not None:
             self.app.trained = content.array_records[name]
-        update, exact = changed(after, before, layout, lossless=whole)
-        require_finite(update)
+        # Where the system remembers, what is left of the update may become the memory: once in memory, and not copied.
+        place = Place((layout.size,), np.float32) if memory.state and not whole else None
+        memory.places += [] if place is None else [place]
+        out = None if place is None else place.values
+        update, exact = changed(after, before, layout, lossless=whole, out=out)
         notes = [UNSETTLED] if memory.unsettled else []
         if exchange.refused[1]:
             self.said["unsupported"] = exchange.refused[1]
         # Where the model itself is sent nothing adds up; of a private round nothing is said of single tensors.
+        owed = None if whole or private else self.system.residual(memory.state, layout)
+        if owed is not None:
+            # One look says both: of finite values the norm is finite.
+            memory.length = norm(update.vector)
+        if owed is None or not math.isfinite(memory.length):
+            require_finite(update)
         if not whole and not private:
-            update = self._eased(update, after, notes)
+            update = self._eased(update, after, owed, notes)
         if collected.outer:
             changes = {t.name: update.vector[t.slice] for t in layout.tensors}
-            update = Update(update.vector, layout, collected.explaining(changes, before))
+            update = replace(update, outer=collected.explaining(changes, before))
         notes += collected.notes
         for note in notes:
             log.info("round %d: %s", head.number, note)
@@ -531,24 +546,26 @@ class _Training:
         self.beside = _beside(content, name)
         # Buffers would be a release that no ledger accounts for.
         self.exact = None if private else encode_exact(exact, layout)
-        return update
+        return replace(update, given=True)
 
-    def _eased(self, update: Update, after: Mapping[str, NDArray[Any]], notes: list[str]) -> Update:
+    def _eased(
+        self, update: Update, after: Mapping[str, NDArray[Any]], owed: Vector | None, notes: list[str]
+    ) -> Update:
         """Return the update without what this node keeps to itself; note what is new, and what did not change."""
         memory, before, layout = self.memory, self.before, self.memory.layout
-        owed = self.system.residual(memory.state, layout)
         followed = self.followed = Followed.load(self.exchange.context.state, layout)
         copies, proven = followed.second_names(after, before)
         notes += [names_note(proven, layout)] if proven else []
         kept = followed.judge(update, before)
         notes += [kept_note(kept, followed)] if kept else []
-        update = ease(update, followed.kept, copies, owed)
+        eased = ease(update, followed.kept, copies, owed)
+        if owed is not None and eased is not update:
+            memory.length = norm(eased.vector)
+        update = eased
         parts = [update.vector] if owed is None else [update.vector, owed]
         # A codec that turns or rounds all coordinates together brings something other than zero of frozen ones, too.
-        unchanged = [i for i, t in enumerate(layout.tensors) if not any(part[t.slice].any() for part in parts)]
+        unchanged = [i for i, t in enumerate(layout.tensors) if not any(_moves(part[t.slice]) for part in parts)]
         self.said |= {"unchanged": tuple(unchanged), "copies": tuple(n for pair in copies.items() for n in pair)}
-        if owed is not None:
-            memory.length = norm(update.vector)
         return update
 
 
@@ -556,6 +573,11 @@ def _plain(content: RecordDict, name: str, model: ArrayRecord) -> RecordDict:
     """Return the message's content as the app would have seen it without this project."""
     found = {k: widened(v) if isinstance(v, ArrayRecord) else v for k, v in asks.without(content).items()}
     return RecordDict({name: widened(model), **{k: v for k, v in found.items() if k != name}})
+
+
+def _moves(values: Vector) -> bool:
+    """Whether a value differs from zero; mostly the first ones do."""
+    return bool(values[:_LOOK].any() or values.any())
 
 
 def _beside(content: RecordDict, model: str = NODE_RECORD) -> RecordDict:

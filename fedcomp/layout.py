@@ -161,6 +161,13 @@ def _fits_any(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
+def finite(array: NDArray[Any]) -> bool:
+    """Whether an array of floats holds neither NaN nor infinity; one fast pass when it does not."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        # The sum of finite values may overflow, and is not finite where one of them is not.
+        return bool(np.isfinite(array.sum()) or np.isfinite(array).all())
+
+
 def named_by_position(names: Iterable[str]) -> bool:
     """Whether tensors are called "0", "1", ..., as in an ArrayRecord made of a list: names that say nothing."""
     names = list(names)
@@ -425,7 +432,7 @@ class Layout:
                 )
             # Infinities in a model are constants (attention masks), not something to take differences of.
             in_vector = dtype == "float32" or (cast_floats and array.dtype.kind == "f")
-            in_vector = in_vector and bool(np.isfinite(array).all())
+            in_vector = in_vector and finite(array)
             density = decide(name, tuple(array.shape), dtype) if in_vector else EXACT
             if density == EXACT:
                 exact.append(TensorSpec(name, tuple(array.shape), dtype, 0, int(array.size), DENSE))
@@ -547,7 +554,9 @@ class Layout:
         model as it is, which the vector only rounds."""
         return tuple(t for t in self.tensors if t.dtype == "float64")
 
-    def difference(self, after: Mapping[str, NDArray[Any]], before: Mapping[str, NDArray[Any]]) -> Vector:
+    def difference(
+        self, after: Mapping[str, NDArray[Any]], before: Mapping[str, NDArray[Any]], out: Vector | None = None
+    ) -> Vector:
         """Return ``after - before``, formed in each tensor's own dtype and only then rounded to float32.
 
         Raises
@@ -556,7 +565,7 @@ class Layout:
             As :meth:`flatten`.
         """
         self.check(after)
-        vector = np.empty(self.size, np.float32)
+        vector = np.empty(self.size, np.float32) if out is None else out
         with np.errstate(over="ignore", invalid="ignore"):
             for t in self.tensors:
                 wide = np.float64 if t.dtype == "float64" else np.float32
@@ -639,7 +648,8 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One flat float32 vector plus its layout. The vector is owned by whoever made it; codecs never write to it.
+    """One flat float32 vector plus its layout. The vector is owned by whoever made it; codecs never write to it, unless
+    it is given to them.
 
     Attributes
     ----------
@@ -648,11 +658,14 @@ class Update:
     outer : mapping of name to OuterProducts
         Of matrices of which it is known: what they are the sum of, up to the rounding of float32. Whoever changes the
         vector leaves it out.
+    given : bool
+        The vector is finite, and the codec that encodes it may write to it: nobody looks at it afterwards.
     """
 
     vector: Vector
     layout: Layout
     outer: Mapping[str, OuterProducts] = field(default_factory=dict)
+    given: bool = False
 
     def __post_init__(self) -> None:
         if self.vector.dtype != np.float32 or self.vector.shape != (self.layout.size,):

@@ -443,7 +443,7 @@ class Me:
         return Key(self.seed, "uplink", self.number, self.node)
 
     def update(self, *, whole: bool = False, collect: Collect | None = None) -> Update:
-        """Let the app train; return what changed, or with ``whole`` the model that it trained.
+        """Let the app train; return what changed, or with ``whole`` the model that it trained: to be encoded once.
 
         ``collect`` says which matrices are captured as outer products while it trains.
         """

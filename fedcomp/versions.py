@@ -10,7 +10,7 @@ replicas are equal bit for bit, and a digest proves it for every version.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final
 
 import numpy as np
@@ -32,8 +32,6 @@ Arrays = Mapping[str, NDArray[Any]]
 
 _KEY: Final = algorithms.AES(bytes(16))
 _PIECE: Final = 1 << 30
-_LOOK: Final = 1 << 16
-"""Values that are compared at a time: they stay in the processor's cache."""
 
 FIRST: Final = 1
 """Version of the model a run begins with; a number that no later model ever has."""
@@ -111,8 +109,7 @@ def check_codec(codec: Codec, layout: Layout) -> None:
 class Broadcast(Stateful):
     """Server half: the reference all replicas share, and the recent steps that lead to it.
 
-    Memory: one vector for the reference, the last target, which is the caller's vector itself, and at most one dense
-    model's worth of step bytes.
+    Memory: one vector for the reference, and at most one dense model's worth of step bytes.
     """
 
     STATE: ClassVar[Mapping[str, Any]] = {
@@ -120,7 +117,7 @@ class Broadcast(Stateful):
         "reference": NDArray[np.float32],
         "exact": dict[str, NDArray[Any]],
         "digest": bytes,
-        "_target": NDArray[np.float32],
+        "_published": bytes,
         "_state": dict[str, NDArray[Any]],
         "_steps": list[Step],
     }
@@ -131,7 +128,7 @@ class Broadcast(Stateful):
         self.reference: Vector = np.empty(0, np.float32)
         self.exact: dict[str, NDArray[Any]] = {}
         self.digest = b""
-        self._target: Vector = self.reference
+        self._published = b""
         self._state: State = {}
         self._steps: list[Step] = []
 
@@ -154,8 +151,8 @@ class Broadcast(Stateful):
 
         The version changes only when the model did: a node that already holds it needs no bytes at all. ``explain``
         says of which outer products a step's matrices are the sum, for a codec that has a use for them; ``summands``
-        are the frames that were added to the last model, for one that repeats them. ``target`` is kept as it is, to
-        know the model by, and can be written to no more.
+        are the frames that were added to the last model, for one that repeats them. ``target`` is given: it is written
+        to, or becomes the reference.
 
         Raises
         ------
@@ -168,27 +165,30 @@ class Broadcast(Stateful):
                 check_codec(self.codec, layout)
             self._state = self.codec.init(layout)
             return self.adopt(target, exact, layout)
-        if self.is_current(target, exact, self._target):
+        # By its digest: the reference is not the model, and to keep that, too, would be another vector.
+        published = digest(target, exact)
+        if published == self._published:
             return self.version
         if self.codec.replays:
-            return self._replay(target, exact, layout, summands)
+            version = self._replay(target, exact, layout, summands)
+            self._published = published
+            return version
         # A codec refuses what is not finite, and the difference is not where the model is not.
-        sent = target if self.codec.lossless else target - self.reference
-        change = Update(sent, layout)
-        frame, self._state = self.codec.encode(Update(sent, layout, explain(change)), self._state, key)
-        # As large as a model, and not needed while the step is applied.
-        del sent, change
+        if not self.codec.lossless:
+            np.subtract(target, self.reference, out=target)
+        change = Update(target, layout)
+        frame, self._state = self.codec.encode(replace(change, outer=explain(change)), self._state, key)
         version = self.push(frame, self.codec, exact, layout)
-        self._keep(target)
+        self._published = published
         return version
 
-    def is_current(self, model: Vector, exact: Arrays, target: Vector | None = None) -> bool:
-        """Whether a model is the reference, or ``target``, and has the current buffers."""
-        current = self.reference if target is None else target
-        return self.version > 0 and _equal(model, current) and _same(exact, self.exact)
+    def is_current(self, model: Vector, exact: Arrays) -> bool:
+        """Whether a model is the reference, and has the current buffers."""
+        return self.version > 0 and np.array_equal(model, self.reference) and _same(exact, self.exact)
 
     def adopt(self, target: Vector, exact: Arrays, layout: Layout) -> int:
-        """Make ``target`` the current model without a step that leads to it: every replica needs the full model.
+        """Make ``target``, which is given, the current model without a step that leads to it: every replica needs the
+        full model.
 
         Raises
         ------
@@ -196,12 +196,9 @@ class Broadcast(Stateful):
             When the model holds NaN or infinity.
         """
         require_finite(Update(target, layout))
-        # Steps are added to the reference in place.
-        self.reference = target.copy()
+        self.reference = target
         self._steps = []
-        version = self._advance(exact, layout)
-        self._keep(target)
-        return version
+        return self._advance(exact, layout)
 
     def push(self, frame: Frame, codec: Codec, exact: Arrays, layout: Layout) -> int:
         """Make the model that ``frame`` leads to the current one; for frames that were not made from a difference.
@@ -233,14 +230,8 @@ class Broadcast(Stateful):
     def _advance(self, exact: Arrays, layout: Layout) -> int:
         self.version += 1
         self.exact = {t.name: np.array(exact[t.name]) for t in layout.exact}
-        self._target = self.reference
-        self.digest = digest(self.reference, self.exact)
+        self.digest = self._published = digest(self.reference, self.exact)
         return self.version
-
-    def _keep(self, target: Vector) -> None:
-        # Whoever writes to it all the same hears of it, in place of a model that is taken for the former one.
-        target.setflags(write=False)
-        self._target = target
 
     def steps_from(self, version: int) -> list[Step] | None:
         """Return the steps a replica at ``version`` lacks, oldest first; None when only the full model helps."""
@@ -267,8 +258,10 @@ def advance(
 ) -> tuple[Vector, dict[str, NDArray[Any]], int]:
     """Client half: apply the steps after ``version`` to a replica; return the new vector, buffers and version.
 
+    ``vector`` is given: steps are added to it in place. ``exact`` is not modified.
+
     Steps the replica already has are skipped, so that a message whose reply was lost may be followed by another that
-    repeats them. The arguments are not modified.
+    repeats them.
 
     Raises
     ------
@@ -281,13 +274,11 @@ def advance(
             f"replica holds version {version} and was offered steps {[s.version for s in steps]}; "
             "a full model is needed"
         )
-    # A lossless step replaces the vector and a lossy one adds to it: copy first, so that the caller's stays as it was.
-    out = vector.copy() if todo else vector
     buffers = dict(exact)
     for step in todo:
-        out = _apply(codec if isinstance(codec, Codec) else codec(step), step.frame, out, layout)
+        vector = _apply(codec if isinstance(codec, Codec) else codec(step), step.frame, vector, layout)
         buffers = decode_exact(step.exact, layout)
-    return out, buffers, version + len(todo)
+    return vector, buffers, version + len(todo)
 
 
 def _apply(codec: Codec, frame: Frame, vector: Vector, layout: Layout) -> Vector:
@@ -298,12 +289,6 @@ def _apply(codec: Codec, frame: Frame, vector: Vector, layout: Layout) -> Vector
     # A replica is stored in the model's own dtypes; the reference must not know more than it can.
     layout.round_to_dtypes(vector)
     return vector
-
-
-def _equal(a: Vector, b: Vector) -> bool:
-    """Whether two vectors have the same values; of those that moved mostly the first piece shows it."""
-    pieces = range(0, a.size, _LOOK)
-    return a.shape == b.shape and all(np.array_equal(a[i : i + _LOOK], b[i : i + _LOOK]) for i in pieces)
 
 
 def _same(a: Arrays, b: Arrays) -> bool:

@@ -38,7 +38,6 @@ from fedcomp.clients.edge import prepare
 from fedcomp.clients.edge.node_config import PEER_ADDRESS, PEER_STORE
 from fedcomp.clients.forward import forward_gradients
 from fedcomp.clients.gossip import gossip_node
-from fedcomp.clients.messages import equally_long
 from fedcomp.clients.peers import peer_link
 from fedcomp.clients.private.mod import private
 from fedcomp.clients.programs import programs

@@ -57,10 +57,7 @@ def test_an_unchanged_model_is_not_a_new_version() -> None:
     server = Broadcast(TopK(density=0.1))
     target = models(1)[0]
     assert [server.publish(target.copy(), {}, LAYOUT, Key(0, "d", t)) for t in range(3)] == [1, 1, 1]
-    moved = target + 1
-    assert server.publish(moved, {}, LAYOUT, Key(0)) == 2
-    with pytest.raises(ValueError, match="read-only"):
-        moved += 1
+    assert server.publish(target + 1, {}, LAYOUT, Key(0)) == 2
 
 
 def test_a_model_that_differs_in_its_last_value_alone_is_a_new_version() -> None:
@@ -79,8 +76,8 @@ def test_gaps_and_repeats() -> None:
     steps = server.steps_from(1)
     assert steps is not None
     assert [s.version for s in steps] == [2, 3, 4]
-    vector, _, version = advance(held, {}, 1, steps[:2], server.codec, LAYOUT)
-    again, _, _ = advance(vector, {}, version, steps, server.codec, LAYOUT)
+    vector, _, version = advance(held.copy(), {}, 1, steps[:2], server.codec, LAYOUT)
+    again, _, _ = advance(vector.copy(), {}, version, steps, server.codec, LAYOUT)
     assert digest(again, {}) == server.digest, "steps already applied are skipped"
     with pytest.raises(StateError, match="full model"):
         advance(held, {}, 1, steps[1:], server.codec, LAYOUT)
@@ -129,10 +126,10 @@ def test_state_dict_round_trip() -> None:
     a, b = Broadcast(TopK(density=0.01)), Broadcast(TopK(density=0.01))
     targets = models(6)
     for t in range(4):
-        a.publish(targets[t], {}, LAYOUT, Key(0, "d", t))
+        a.publish(targets[t].copy(), {}, LAYOUT, Key(0, "d", t))
     b.load_state_dict(a.state_dict())
     for server in (a, b):
         for t in (4, 5):
-            server.publish(targets[t], {}, LAYOUT, Key(0, "d", t))
+            server.publish(targets[t].copy(), {}, LAYOUT, Key(0, "d", t))
     assert (a.version, a.digest) == (b.version, b.digest)
     assert a.steps_from(3) == b.steps_from(3)

@@ -81,10 +81,11 @@ class ErrorFeedback(Wrapper):
 
     Notes
     -----
-    Model-sized arrays per call: one is allocated (the new memory, in which p is formed and from which q is subtracted),
-    one more with momentum (the new momentum), and one temporary for ``beta < 1`` or ``nesterov``. The old state is only
-    read, so that an error or a lost process leaves it whole; this is why the addition is not done in place. Around a
-    global TopK with float32 values, addition and threshold search are one pass; the frame's bytes are the same.
+    Model-sized arrays per call: one is allocated (the new memory, in which p is formed and from which q is subtracted;
+    none for a global TopK to which the update is given: it becomes the memory), one more with momentum (the new
+    momentum), and one temporary for ``beta < 1`` or ``nesterov``. The old state is only read, so that an error or a
+    lost process leaves it whole; this is why the addition is not done in place. Around a global TopK with float32
+    values, addition and threshold search are one pass; the frame's bytes are the same.
     Momentum that was held over missed rounds is scaled by ``momentum ** missed``.
 
     State: ``memory`` (float32 or float16, the vector's size; beside the latter ``exponent``), ``momentum`` (float32, of
@@ -153,6 +154,8 @@ class ErrorFeedback(Wrapper):
             memory, velocity = self._recall(update.layout, state, key)
             # Only for the message when the sum is not finite: it says which part was to blame.
             held = {"memory": memory} | ({} if velocity is None else {"momentum": velocity})
+            # Before the update is written to, where it is given.
+            bound = None if self.norm_guard is None else self.norm_guard * norm(update.vector)
             gradient, velocity = self._accelerate(update, velocity)
             if self._fusible:
                 frame, left, threshold = self._fused(gradient, held, number_of(state, "threshold", "f"), key, update)
@@ -165,8 +168,7 @@ class ErrorFeedback(Wrapper):
             # Here left is p - q; the old memory is still whole because the sum went into an array of its own.
             left *= np.float32(self.beta)
             left += np.float32(1.0 - self.beta) * memory
-        if self.norm_guard is not None:
-            bound = self.norm_guard * norm(update.vector)
+        if bound is not None:
             shorten(left, bound)
             # Rollback has no update at hand from which the bound could be taken again.
             after["bound"] = np.asarray(bound)
@@ -269,7 +271,7 @@ class ErrorFeedback(Wrapper):
         codec = self.codec
         assert isinstance(codec, TopK)
         memory = held["memory"]
-        left = np.empty_like(memory)
+        left = update.vector if update.given else np.empty_like(memory)
         tensors = []
         threshold = None
         end = 0

@@ -437,8 +437,9 @@ class SensorEndpoint(Stateful):
         if deployment.base:
             if deployment.base != self.sensor.version:
                 raise StateError(f"it starts from version {deployment.base}, this sensor runs {self.sensor.version}")
+            # A copy: what comes of it may not be the deployed model.
             vector, exact, _ = advance(
-                self._vector, self._exact, deployment.base, deployment.steps, self._codec, layout
+                self._vector.copy(), self._exact, deployment.base, deployment.steps, self._codec, layout
             )
         else:
             (whole,) = deployment.steps

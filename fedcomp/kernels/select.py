@@ -322,12 +322,13 @@ def _guess(sample: Bits, expected: float, spread: float = 1.0) -> int:
     to 2.2 k candidates (measured). A sample too small to say so gives 1: every non-zero element is a candidate.
     """
     rank = int(1.1 * expected + 4.0 * (spread * expected) ** 0.5) + 1
-    nonzero = np.count_nonzero(sample)
-    # Where most elements are zero and the others hardly more than wanted, a guess would save next to nothing.
-    if rank >= sample.size or nonzero <= min(2 * rank, sample.size // 2):
+    # Without the zeros, of which numpy's partition is slow where there are many.
+    nonzero = sample[sample != 0]
+    # Where most elements are zero and the others hardly more than wanted, a guess would save next to nothing. Never 0,
+    # at which every zero would become a candidate.
+    if rank >= sample.size or nonzero.size <= max(rank, min(2 * rank, sample.size // 2)):
         return 1
-    # Never 0, at which every zero would become a candidate.
-    return max(1, int(np.partition(sample, sample.size - rank)[sample.size - rank]))
+    return int(np.partition(nonzero, nonzero.size - rank)[nonzero.size - rank])
 
 
 def _to_bits(magnitude: float) -> int:

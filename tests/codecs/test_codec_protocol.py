@@ -418,6 +418,32 @@ def test_lossless_means_bit_equal(codec: Codec) -> None:
             assert not same, f"{codec!r} lost nothing of a generic vector; does it not declare lossless?"
 
 
+@pytest.mark.long
+def test_an_update_that_is_given_makes_the_same_frames_and_states(codec: Codec) -> None:
+    """A codec may write to it, and to nothing else; the state that came before stays whole."""
+    for layout in LAYOUTS.values():
+        state = codec.init(layout)
+        for number in range(3):
+            key, sent = Key(3, "uplink", number + 1), update(layout, number)
+            frame, expected = codec.encode(sent, state, key)
+            kept = _snapshot(state)
+            again, found = codec.encode(Update(sent.vector.copy(), layout, sent.outer, given=True), state, key)
+            assert frame == again
+            _assert_same_state(found, expected)
+            _assert_same_state(state, kept)
+            state = found
+
+
+def test_a_sum_that_overflows_is_not_the_fault_of_the_update_that_was_given() -> None:
+    layout, codec = Layout.flat(300), ErrorFeedback(TopK(density=0.01))
+    large = np.full(300, 3e38, np.float32)
+    _, state = codec.encode(Update(large, layout), codec.init(layout), KEY)
+    kept = _snapshot(state)
+    with pytest.raises(NonFiniteUpdate, match="update plus memory"):
+        codec.encode(Update(large, layout, given=True), state, KEY)
+    _assert_same_state(state, kept)
+
+
 @pytest.mark.slow
 def test_linear_means_frames_commute_with_addition(codec: Codec) -> None:
     """Spec 7.1.5 for one key: decode(x) + decode(y) == decode(x + y); up to rounding of sums."""

@@ -169,19 +169,19 @@ def test_a_replica_follows_for_fifty_rounds_and_after_ten_that_it_missed() -> No
     """2.6: the replayed client's model is the server's, bit for bit, by its digest."""
     replay = Replay(CODEC)
     server, model = Broadcast(replay), vector(P)
-    server.publish(model, {}, LAYOUT, KEY)
+    server.publish(model.copy(), {}, LAYOUT, KEY)
     held, version = model.copy(), 1
     missed, whole = range(20, 30), 0
     for r in range(50):
         frames = joined_round(r)
         model = added(model, frames)
-        server.publish(model, {}, LAYOUT, KEY, summands=frames)
+        server.publish(model.copy(), {}, LAYOUT, KEY, summands=frames)
         if r in missed:
             continue
         steps = server.steps_from(version)
         assert steps is not None
         assert len(steps) == (11 if r == 30 else 1)
-        held, _, version = advance(held, {}, version, steps, replay, LAYOUT)
+        held, _, version = advance(held.copy(), {}, version, steps, replay, LAYOUT)
         assert digest(held, {}) == server.digest
         np.testing.assert_array_equal(held, model)
         whole += sum(step.nbytes for step in steps)
@@ -197,11 +197,11 @@ def test_a_step_that_is_no_sum_goes_down_whole(caplog: pytest.LogCaptureFixture)
         lambda frames, model: ([], added(model, frames)),
     ):
         server, model = Broadcast(Replay(CODEC)), vector(P)
-        server.publish(model, {}, LAYOUT, KEY)
+        server.publish(model.copy(), {}, LAYOUT, KEY)
         frames, target = change(joined_round(1), model)
         caplog.clear()
         with caplog.at_level("INFO", logger="flwr.fedcomp"):
-            assert server.publish(target, {}, LAYOUT, KEY, summands=frames) == 2
+            assert server.publish(target.copy(), {}, LAYOUT, KEY, summands=frames) == 2
         assert "goes down as the whole model" in caplog.text
         assert server.steps_from(1) is None
         np.testing.assert_array_equal(server.reference, target)
@@ -216,10 +216,10 @@ def test_steps_that_cost_more_than_the_model_are_not_kept() -> None:
     rounds = [joined_round(r) for r in range(60)]
     for most, kept in ((10**10, 40), (10 * 4 * 8 * P, 10)):
         server, model = Broadcast(Replay(CODEC, most_signs=most)), vector(P)
-        server.publish(model, {}, LAYOUT, KEY)
+        server.publish(model.copy(), {}, LAYOUT, KEY)
         for frames in rounds:
             model = added(model, frames)
-            server.publish(model, {}, LAYOUT, KEY, summands=frames)
+            server.publish(model.copy(), {}, LAYOUT, KEY, summands=frames)
         reach = [missed for missed in range(1, 60) if server.steps_from(server.version - missed) is not None]
         assert kept * 0.7 <= max(reach) <= kept, (most, max(reach))
     many = Replay(CODEC).join(joined_round(1, clients=20), LAYOUT)

@@ -9,9 +9,10 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from numpy.typing import NDArray
 
 from fedcomp.flower._private import Packer, acting_as, unpack
-from fedcomp.flower.records import to_arrays
+from fedcomp.flower.records import Place, to_arrays, to_record
 
 GOOD = Array(np.arange(4.0)).data
+LARGE = 1 << 21
 
 
 @pytest.mark.parametrize(
@@ -80,3 +81,38 @@ def test_what_changed_since_it_was_packed_is_packed_anew_though_others_have_its_
     assert (content["a"]["x"], content["b"]["x"]) == (2, 1)
     read = to_arrays(content.array_records["m"])
     assert (read["w"].tolist(), read["v"].tolist()) == ([0.0] * 3, [1.0] * 3)
+
+
+def large(dtype: str = "float32") -> NDArray[np.generic]:
+    return np.arange(LARGE).astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", ">i4"])
+def test_large_arrays_are_written_as_flower_writes_them(dtype: str) -> None:
+    values = large(dtype).reshape(2, -1)
+    made, expected = to_record({"a": values})["a"], Array(values)
+    assert (made.dtype, made.shape, made.stype) == (expected.dtype, expected.shape, expected.stype)
+    assert made.data == expected.data
+    assert type(made.data) is bytes
+
+
+def test_a_place_becomes_an_array_without_a_copy_and_is_closed() -> None:
+    place = Place((LARGE,), np.float32)
+    place.values[...] = large()
+    record = to_record({"own": place.values, "other": large()}, [place])
+    own = record["own"]
+    assert own.data == record["other"].data
+    view = np.frombuffer(own.data, np.float32, offset=len(own.data) - 4 * LARGE)
+    assert np.shares_memory(view, place.values)
+    with pytest.raises(ValueError, match="read-only"):
+        place.values[0] = 1.0
+
+
+def test_the_values_of_a_place_outlive_it() -> None:
+    values = Place((LARGE,), np.float32).values
+    values[...] = large()
+    # What would be put in its place.
+    others = [Place((LARGE,), np.float32) for _ in range(3)]
+    for other in others:
+        other.values[...] = -1.0
+    assert np.array_equal(values, large())
