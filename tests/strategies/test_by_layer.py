@@ -36,10 +36,16 @@ def remembering() -> Compressed:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("made", [*(lambda m=m: pair(mode=m) for m in ("dad", "edad", "rank")), remembering])
+@pytest.mark.parametrize(
+    "made",
+    [
+        remembering,
+        *(pytest.param(lambda m=m: pair(mode=m), id=m, marks=pytest.mark.long) for m in ("dad", "edad", "rank")),
+    ],
+)
 def test_what_comes_of_it_is_what_comes_of_one_exchange_bit_for_bit(made: Callable[[], Compressed]) -> None:
     strategy = LayerByLayer(made())
-    assert run(strategy, rounds=4).tobytes() == run(made(), rounds=4).tobytes()
+    assert run(strategy, rounds=2).tobytes() == run(made(), rounds=2).tobytes()
     for report in strategy.reports.values():
         assert report.used == 3
         assert not report.notes
@@ -88,7 +94,7 @@ def test_a_lost_part_costs_that_clients_update_which_its_memory_puts_back() -> N
     assert [len(report.rolled_back) for report in strategy.reports.values()] == [0, 0, 1, 0]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("crashed", [False, True])
 def test_a_run_that_goes_on_elsewhere_ends_the_same(crashed: bool, tmp_path: Path) -> None:
     """Also after a server that crashed once its clients had answered for all layers, whose round is made again."""
@@ -114,7 +120,7 @@ def test_a_run_that_goes_on_elsewhere_ends_the_same(crashed: bool, tmp_path: Pat
     assert [second.reports[number].used for number in (3, 4)] == [3, 3]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_factors_of_all_clients_go_down_where_they_are_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
     from torch import nn

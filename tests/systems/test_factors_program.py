@@ -163,10 +163,8 @@ def test_rounds_are_those_over_messages(name: str) -> None:
     compare(SYSTEMS[name])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.long] * (n != "rank with memory")) for n in SYSTEMS]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", SYSTEMS)
 def test_an_exchange_for_each_layer_comes_to_the_same(name: str) -> None:
     """Whoever misses an exchange misses the round, and a memory takes back what was in it."""
 
