@@ -188,12 +188,12 @@ class Downlink(Stateful):
         last = self.own_steps.get(broadcast.version) if steps else None
         return fields, set() if last is None else last.derived
 
-    def held(self, peer: Peer, version: int, sent: int, message: SentMessage) -> None:
+    def held(self, peer: Peer, version: int, sent: SentMessage) -> None:
         """Note which model a node says it holds, and the blobs that follow from the step that it was sent."""
         # Only the version that it was sent is trusted; with a wrong one it would get steps it cannot apply.
-        peer.version = version if version == sent else 0
+        peer.version = version if version == sent.version else 0
         # From a whole model nothing follows.
-        if peer.version in self.own_steps and str(version) in data_in(message.message.content, STEP):
+        if peer.version in self.own_steps and str(version) in data_in(sent.message.content, STEP):
             peer.take(sorted(self.own_steps[peer.version].derived))
 
     def renumber(self) -> None:

@@ -159,9 +159,8 @@ def _save(owner: Overlapping) -> Any:
         messages = [(m.node, m.message.metadata.message_id, m.message.metadata.message_type) for m in each.waiting]
         sequence = each.waiting[0].sequence if each.waiting else 0
         x, start, times = each.x, np.asarray(each.now.model), (each.step, each.began, each.deadline)
-        saved.append(
-            SavedFlight(each.now.number, x.record, dict(x.model), start, x.version, sequence, *times, messages)
-        )
+        version = each.waiting[0].version if each.waiting else 0
+        saved.append(SavedFlight(each.now.number, x.record, dict(x.model), start, version, sequence, *times, messages))
     return to_plain(saved)
 
 
@@ -180,10 +179,10 @@ def _load(owner: Overlapping, state: Any) -> None:
         for node, message_id, kind in each.messages:
             message = Message(RecordDict({each.record: arrays}), node, kind)
             set_message_id(message, message_id)
-            sent.append(SentMessage(message, node, each.sequence))
+            sent.append(SentMessage(message, node, each.sequence, version=each.version))
         x = server._opened(each.number, arrays, [s.message for s in sent])
         start = Start(x.layout, x.model, None if np.array_equal(each.start, x.vector) else partial(_same, each.start))
-        x = replace(x, version=each.version, start=start)
+        x = replace(x, start=start)
         seen = server._now(x, partial(_start_of, x))
         program = server.system.round(seen)
         exchange = Exchange({ask.node: ask for ask in next(program)} if sent else {}, sent)
@@ -207,8 +206,8 @@ class Overlapping(ExchangeStrategy, Stateful):
     ------
     ConfigError
         For an inner strategy that no server can stand around, one with a loop of its own, and a private one: how often
-        a client takes part in what is released is not what its promise assumes. After the first step for a system that
-        keeps something from round to round, of which rounds in flight would not know.
+        a client takes part in what is released is not what its promise assumes. For a system that keeps something from
+        round to round, of which rounds in flight would not know.
     """
 
     STATE: ClassVar[Mapping[str, Any]] = {
@@ -231,6 +230,11 @@ class Overlapping(ExchangeStrategy, Stateful):
             raise ConfigError(
                 f"{type(inner).__name__} keeps a promise of privacy, which is not shown for overlapping rounds; run it "
                 f"without {name}"
+            )
+        if isinstance(inner, Server) and inner.system.KEEPS:
+            raise ConfigError(
+                f"{inner._name} keeps something from round to round ({inner.system!r}), of which rounds in flight know "
+                f"nothing; run it without {name}"
             )
         self.inner = inner if isinstance(inner, Server) else Server(Pair(Identity()), inner)
         # A step is made on another model than the one that clients trained from: of no float the mean is a step.
@@ -380,11 +384,6 @@ class Overlapping(ExchangeStrategy, Stateful):
         self._follow(seen.number, x.arrays, grid)
         outcome = server._close(x, seen, step)
         self.steps += outcome[0] is not None
-        if server.state:
-            raise ConfigError(
-                f"{server.system!r} keeps {', '.join(sorted(server.state))} from round to round, of which rounds in "
-                f"flight know nothing; run it without {type(self).__name__}"
-            )
         return outcome
 
 

@@ -144,8 +144,6 @@ class Running:
     addresses : dict of int to int
     own : dict of int to mapping of str to ndarray
         The models of the nodes that are sent another one than the round's.
-    version : int
-        Of the model in the messages; 0 where it has none.
     trained : dict of int to Trained
     sent : dict of int to (int, int)
         Sequence and generation of the answer whose frame is in the memory's past.
@@ -170,7 +168,6 @@ class Running:
     addresses: dict[int, int]
     layout: Layout
     own: dict[int, Arrays]
-    version: int = 0
     trained: dict[int, Trained] = field(default_factory=dict)
     sent: dict[int, tuple[int, int]] = field(default_factory=dict)
     payload: dict[int, int] = field(default_factory=dict)

@@ -280,7 +280,6 @@ class Server(ExchangeStrategy, Stateful):
             if messages and not x.own:
                 self.down.publish(x.model, x.vector, x.layout)
             self.down.follow(x.start)
-            x.version = self.down.broadcast.version
         return x, self._now(x, lambda: x.start.vector)
 
     def _opened(self, server_round: int, arrays: ArrayRecord, messages: Sequence[Message]) -> Running:
@@ -429,7 +428,7 @@ class Server(ExchangeStrategy, Stateful):
         meta = base.metadata
         kind = meta.message_type if ask.kind == "train" else ask.kind
         message = Message(content, address, kind, ttl=meta.ttl, group_id=meta.group_id or None)
-        return SentMessage(message, address, sequence)
+        return SentMessage(message, address, sequence, version=int(fields.get("version", 0)))
 
     # Answers.
 
@@ -509,7 +508,7 @@ class Server(ExchangeStrategy, Stateful):
             x.trained[node] = trained
             x.exact_bytes[node] = len(asks.data_in(content, EXACT).get("", b""))
         if ask.kind == "train" and self.down is not None:
-            self.down.held(peer, head.version, x.version, sent)
+            self.down.held(peer, head.version, sent)
         self._note_state(x, sent, head)
         peer.take(digest_of(blob) for blob in ask.blobs.values())
         peer.take(digest_of(frames[name]) for name in self.system.SHARED if name in frames)
@@ -606,7 +605,7 @@ class Server(ExchangeStrategy, Stateful):
         x.trained[node].unsupported = "" if head is None else head.unsupported
         x.exact_bytes[node] = 0
         if self.down is not None:
-            self.down.held(self.roster.peer(sent.node), 0 if head is None else head.version, x.version, sent)
+            self.down.held(self.roster.peer(sent.node), 0 if head is None else head.version, sent)
         x.payload[node] = payload_bytes(reply)
         return Answer(node, weight, update=update)
 
@@ -849,7 +848,7 @@ class Server(ExchangeStrategy, Stateful):
             )
             asks.put(content, head, data=data)
             made = Message(content, meta.dst_node_id, meta.message_type, ttl=meta.ttl, group_id=meta.group_id or None)
-            self._evaluating.append(SentMessage(made, meta.dst_node_id, 0))
+            self._evaluating.append(SentMessage(made, meta.dst_node_id, 0, version=int(fields["version"])))
         return [each.message for each in self._evaluating]
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
@@ -875,7 +874,7 @@ class Server(ExchangeStrategy, Stateful):
                 weight_of(reply.content, key)
                 if self.down is not None:
                     head = asks.find_answer(reply.content)
-                    self.down.held(peer, 0 if head is None else head.version, self.down.broadcast.version, each)
+                    self.down.held(peer, 0 if head is None else head.version, each)
             except FedcompError as why:
                 refuse(each, reply, str(why))
                 continue
