@@ -17,7 +17,6 @@ from fedcomp.clients.coded.mod import coded
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.half import ClientHalf
 from fedcomp.clients.kept import keep
-from fedcomp.clients.parts import by_layer
 from fedcomp.clients.private.local_dp import local_privacy
 from fedcomp.clients.private.lsg import lsg
 from fedcomp.clients.private.mod import private
@@ -29,7 +28,6 @@ HALVES: Final[Mapping[str, Callable[[], ClientHalf]]] = {
     "coded": coded,
     "local_privacy": local_privacy,
     "programs": programs,
-    "by_layer": by_layer,
     "compression": compression,
     "lsg": lsg,
     "private": private,

@@ -35,7 +35,6 @@ from fedcomp.clients.private.mod import discreet, only_update, wants_padding, wa
 from fedcomp.errors import ConfigError, FedcompError
 from fedcomp.exact import encode_exact
 from fedcomp.factors.collect import Captured, collecting
-from fedcomp.flower.conditional import Status
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import NODE_RECORD, put_reply_frame
 from fedcomp.flower.protocol import EXACT, RESYNC, STALE, UPDATE, refusal
@@ -164,8 +163,7 @@ def _handle(
         content[NODE_RECORD] = header
 
         followed: Followed | None = None
-        # A node that has nothing to send keeps the model that came, and its memory as it was.
-        if codec is not None and layout is not None and Status.read(content) is None:
+        if codec is not None and layout is not None:
             name, update, exact_arrays = learnt(
                 content, before, layout, lossless=codec.lossless, record=announcement.record
             )

@@ -1,32 +1,25 @@
-"""The client half of conditional rounds: a node that has nothing new answers in a few bytes, and sends no update.
-
-A node has something to send while the losses of the rounds' models on its own held-out data have not settled, and when
-one of its sensors has seen something new (:mod:`fedcomp.drift`). The half stands inside of compression: it sees models
-as the app does, and what compression remembers stays as it is while the node is quiet.
-"""
+"""What a client brings for conditional rounds (:mod:`fedcomp.systems.conditional`): losses, and sensors below it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 
 from flwr.app import Context, Message, RecordDict
 from numpy.typing import ArrayLike
 
-from fedcomp.clients.half import CallNext, ClientHalf
-from fedcomp.clients.messages import partition_of
-from fedcomp.clients.private.mod import wants_private
+from fedcomp.clients.half import ClientHalf
+from fedcomp.clients.programs import Brought, bringing
 from fedcomp.drift.edge import Arrays, Edge
 from fedcomp.drift.schedule import ScheduleSettings
 from fedcomp.drift.sensor import Upload
-from fedcomp.errors import StateError
-from fedcomp.flower.conditional import PRIVATE_REASON, QUERY_TYPE, NodeMemory, Offer, Status
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import models
-from fedcomp.flower.protocol import refusal
 from fedcomp.flower.records import to_arrays
-from fedcomp.flower.schema import SchemaError
+from fedcomp.layout import Update
+from fedcomp.program import Me
+from fedcomp.systems.conditional import ConditionalRounds
 
 Watch = Callable[[Message, Context], float]
 """``watch(message, context) -> loss`` of the message's model on this node's own held-out data."""
@@ -56,7 +49,7 @@ class Sensors:
 def conditional(
     watch: Watch, *, sensors: Sensors | None = None, settings: ScheduleSettings | None = None
 ) -> ClientHalf:
-    """Return the client half of conditional rounds; other messages pass through it untouched.
+    """Return the half that brings losses and sensors to conditional rounds; the half ``programs`` answers them.
 
     Parameters
     ----------
@@ -73,96 +66,53 @@ def conditional(
     >>> from fedcomp.clients.client import client
     >>> app = client(ClientApp(), conditional(lambda message, context: 0.5))
     """
-    half = _Half(watch, sensors, ScheduleSettings() if settings is None else settings)
-    return ClientHalf(
-        "conditional",
-        half.mod,
-        handlers={QUERY_TYPE: half.answer},
-        inside=("compression", "lsg", "private", "record_dp"),
-    )
+    stable = ScheduleSettings() if settings is None else settings
+
+    def data(msg: Message, context: Context) -> Brought:
+        node = _Node(msg, context, watch, sensors, stable)
+        node.app = Brought(node)
+        return node.app
+
+    return bringing("conditional", ConditionalRounds.ID, data)
 
 
-@dataclass(frozen=True)
-class _Half:
-    watch: Watch
-    sensors: Sensors | None
-    settings: ScheduleSettings
+class _Node:
+    """A node in one message: :class:`fedcomp.systems.conditional.Watch`."""
 
-    def memory(self, context: Context, offer: Offer) -> NodeMemory:
-        try:
-            return NodeMemory.load(context.state, offer.session, self.settings)
-        except StateError as error:
-            # Settings are the app's, and an app may be replaced between two rounds; the node then starts again.
-            log.warning("what this node decided by is of an app with other settings, and starts anew: %s", error)
-            return NodeMemory(offer.session, self.settings)
+    def __init__(
+        self, msg: Message, context: Context, watch: Watch, sensors: Sensors | None, settings: ScheduleSettings
+    ) -> None:
+        # The app may change what it was sent.
+        self._msg = copy(msg)
+        self._msg.content = RecordDict(dict(msg.content))
+        self._context, self._watch, self._sensors, self.settings = context, watch, sensors, settings
+        self._edge = None if sensors is None else sensors.edge(context)
+        self.app = Brought(self)
 
-    def answer(self, msg: Message, context: Context) -> Message:
-        """Say whether there is something to send; nothing is loaded, and nothing changes."""
-        offer = Offer.take(msg.content)
-        memory = self.memory(context, offer)
-        waits = self.sensors is not None and not self.sensors.edge(context).windows().keys() <= {*memory.used}
-        content = RecordDict()
-        status = Status(offer.round, memory.scheduler.stable and not waits)
-        status.write(content, partition_of(context))
-        return Message(content, reply_to=msg)
+    def loss(self, me: Me, update: Update | None = None) -> float:
+        msg = self._msg
+        if update is not None:
+            # As the app trained it, with what of it is in no update.
+            assert self.app.trained is not None
+            name = next(iter(models(msg.content)))
+            msg = copy(msg)
+            msg.content = RecordDict({**self._msg.content, name: self.app.trained})
+        return self._watch(msg, self._context)
 
-    def mod(self, msg: Message, context: Context, call_next: CallNext) -> Message:
-        """Note the loss of the message's model; train, or say that there is nothing to send."""
-        try:
-            offer = Offer.find(msg.content)
-        except SchemaError as error:
-            return refusal(msg, f"the offer to be quiet is damaged: {error}")
-        if offer is None or not msg.metadata.message_type.startswith("train"):
-            return call_next(msg, context)
-        if wants_private(msg.content):
-            return refusal(msg, f"a private round offers nodes to be quiet, and this one refuses: {PRIVATE_REASON}")
-        del msg.content[Offer.KEY]
-        memory = self.memory(context, offer)
-        edge = None if self.sensors is None else self.sensors.edge(context)
-        if edge is not None:
-            edge.forget(memory.used)
-        windows = {} if edge is None else edge.windows()
-        if windows and self.sensors is not None:
-            # Before the loss is measured: held-out data are to include what is new.
-            self.sensors.absorb(msg, context, [windows[number] for number in sorted(windows)])
-            memory.scheduler.drifted()
-        if memory.round != offer.round:
-            self.note(memory, offer, msg, context, edge)
-        if memory.scheduler.stable and not windows and not offer.must:
-            memory.used = []
-            memory.save(context.state)
-            content = RecordDict()
-            Status(offer.round, quiet=True).write(content, partition_of(context))
-            return Message(content, reply_to=msg)
-        before = copy(msg)
-        before.content = RecordDict(dict(msg.content))
-        reply = call_next(msg, context)
-        if not reply.has_error():
-            self.try_out(memory, before, reply, context)
-            # As the last act: what failed is done again with the next message.
-            memory.used = sorted(windows)
-            memory.save(context.state)
-        return reply
+    def windows(self) -> Mapping[int, Upload]:
+        return {} if self._edge is None else self._edge.windows()
 
-    def try_out(self, memory: NodeMemory, msg: Message, reply: Message, context: Context) -> None:
-        """Note what training has made of the loss of the round's model."""
-        trained = models(reply.content)
-        if len(trained) != 1 or len(models(msg.content)) != 1:
+    def forget(self, numbers: Iterable[int]) -> None:
+        if self._edge is not None:
+            self._edge.forget(numbers)
+
+    def absorb(self, windows: Sequence[Upload]) -> None:
+        assert self._sensors is not None
+        self._sensors.absorb(self._msg, self._context, windows)
+
+    def deploy(self, me: Me) -> None:
+        if self._edge is None or self._sensors is None:
             return
-        before = self.watch(msg, context)
-        (name,), (record,) = models(msg.content), trained.values()
-        msg.content[name] = record
-        memory.scheduler.tried(before, self.watch(msg, context))
-
-    def note(self, memory: NodeMemory, offer: Offer, msg: Message, context: Context, edge: Edge | None) -> None:
-        """Take the loss of a round's model into account, and give the model to sensors where it is due."""
-        memory.round = offer.round
-        deploy = memory.scheduler.note(self.watch(msg, context))
-        if not deploy or edge is None or self.sensors is None:
-            return
-        found, measure = list(models(msg.content).values()), self.sensors.measure
-        if len(found) != 1:
-            log.warning("round %d: of %d models none is deployed to this node's sensors", offer.round, len(found))
-            return
-        version = edge.deploy(to_arrays(found[0]), lambda deployed: measure(msg, context, deployed))
-        log.info("round %d: the model is deployed to this node's sensors, as version %d", offer.round, version)
+        model, measure = next(iter(models(self._msg.content).values())), self._sensors.measure
+        version = self._edge.deploy(to_arrays(model), lambda arrays: measure(self._msg, self._context, arrays))
+        log.info("round %d: the model is deployed to this node's sensors, as version %d", me.number, version)

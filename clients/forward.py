@@ -7,22 +7,22 @@ step. They say of a node's data what so many numbers can say, which is no promis
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 import numpy as np
-from flwr.app import Context, Message, MetricRecord, RecordDict
+from flwr.app import Context, Message, MetricRecord
 from numpy.typing import NDArray
 
 from fedcomp import params
 from fedcomp.clients.half import ClientHalf
-from fedcomp.clients.programs import Brings, programs
+from fedcomp.clients.programs import Brings, Brought, bringing
 from fedcomp.errors import ConfigError
 from fedcomp.flower.record_dp import plan_in
 from fedcomp.forward import ORACLES, Oracle
 from fedcomp.layout import Vector
 from fedcomp.program import Me
-from fedcomp.systems.forward import slopes_along
+from fedcomp.systems.forward import Forward, slopes_along
 
 if TYPE_CHECKING:
     from fedcomp.forward.evaluate import Objective
@@ -32,7 +32,7 @@ ObjectiveOf = Callable[[Message, Context], "Objective"]
 
 
 def slopes(objective: ObjectiveOf, *, oracle: Oracle = "jvp", at_once: int = 1) -> Brings:
-    """Return what an app brings for forward gradients, as :func:`fedcomp.clients.programs.programs` takes it.
+    """Return what an app brings for forward gradients, as :func:`fedcomp.clients.programs.bringing` takes it.
 
     Parameters
     ----------
@@ -46,40 +46,29 @@ def slopes(objective: ObjectiveOf, *, oracle: Oracle = "jvp", at_once: int = 1) 
     params.choice("oracle", oracle, ORACLES)
     passes = params.integer("at_once", at_once, low=1)
 
-    def data(msg: Message, context: Context) -> tuple[Any, RecordDict]:
-        beside = RecordDict()
-
+    def data(msg: Message, context: Context) -> Brought:
         def measures(me: Me, directions: Iterable[Vector]) -> NDArray[np.float64]:
             # A plan that cannot be read raises: whoever cannot tell what is asked sends nothing without noise.
             if (plan := plan_in(msg.content)) is not None:
                 raise ConfigError(f"the plan is for a training with noise ({plan.method}), and slopes are asked for")
             found = objective(msg, context)
             loss, measured = slopes_along(found, directions, me.layout, oracle=oracle, at_once=passes)
-            beside["metrics"] = MetricRecord({"num-examples": found.examples, "loss": loss})
+            app.reply["metrics"] = MetricRecord({"num-examples": found.examples, "loss": loss})
             return measured
 
-        return measures, beside
+        app = Brought(measures)
+        return app
 
     return data
 
 
-def forward_gradients(
-    objective: ObjectiveOf,
-    *,
-    oracle: Oracle = "jvp",
-    at_once: int = 1,
-    accept: Collection[str] | None = None,
-) -> ClientHalf:
-    """Return the client half of all systems that are programs, with :func:`slopes` of an objective.
-
-    It takes the place of the half ``programs``.
+def forward_gradients(objective: ObjectiveOf, *, oracle: Oracle = "jvp", at_once: int = 1) -> ClientHalf:
+    """Return the half that brings :func:`slopes` of an objective to forward gradients.
 
     Parameters
     ----------
     objective, oracle, at_once
         As of :func:`slopes`.
-    accept : collection of str, optional
-        Ids of systems and codecs that this client agrees to use; default all registered ones.
 
     Examples
     --------
@@ -93,4 +82,4 @@ def forward_gradients(
     ...     return Objective(module, lambda model: model(x).square().mean(), examples=len(x))
     >>> app = client(ClientApp(), forward_gradients(objective))
     """
-    return programs(accept, data=slopes(objective, oracle=oracle, at_once=at_once))
+    return bringing("forward_gradients", Forward.ID, slopes(objective, oracle=oracle, at_once=at_once))

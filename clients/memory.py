@@ -208,14 +208,17 @@ class Memory:
         StateError
             When this is not the memory of that round.
         """
-        held = _held(context, head)
-        if (
-            held is None
-            or held.number != head.number
-            or not held.made_by(system)
-            or (head.generation, head.consumed) > (held.generation, held.sent)
-        ):
+        memory, held = cls.look(context, head, system), _held(context, head)
+        if memory is None or held is None or held.number != head.number:
             raise StateError(NOT_WAITING)
+        return memory
+
+    @classmethod
+    def look(cls, context: Context, head: AskHead, system: System) -> Memory | None:
+        """Read the memory as it is, whatever became of its last frame; None where there is none to go on with."""
+        held = _held(context, head)
+        if held is None or not held.made_by(system) or (head.generation, head.consumed) > (held.generation, held.sent):
+            return None
         state = context.state
         layout = Layout.from_text(held.layout)
         memory = _arrays(state, MEMORY), layout, held.asked, held.generation, held.sent, held.before
@@ -259,22 +262,26 @@ class Memory:
         """
         keeps = bool(state) or bool(self.state)
         left = _left(system, answer)
-        former = store.pop(MEMORY, None)
-        if train:
-            store.pop(BEFORE, None)
-            if keeps and left is None:
-                store[BEFORE] = former if self.stored and former is not None else to_record(self.state)
-        for name in [PENDING, *(key for key in store if key.startswith(REPLY))]:
-            store.pop(name, None)
-        if keeps:
-            store[MEMORY] = to_record(state)
-            # In the reply it is kept already.
-            apart = self.pending if left is None else answer.sent
-            if apart is not None:
-                put_frame(store, PENDING, apart)
-            # One by one under a prefix: a RecordDict cannot hold another.
-            for name, record in reply.items():
-                store[REPLY + name] = record
+        same = state.keys() == self.state.keys() and all(array is self.state[name] for name, array in state.items())
+        # An answer that changes nothing is made again where it is asked for again; the one before it, of the round's
+        # training, is what a restarted server asks for.
+        if train or left is not None or not same:
+            former = store.pop(MEMORY, None)
+            if train:
+                store.pop(BEFORE, None)
+                if keeps and left is None:
+                    store[BEFORE] = former if self.stored and former is not None else to_record(self.state)
+            for name in [PENDING, *(key for key in store if key.startswith(REPLY))]:
+                store.pop(name, None)
+            if keeps:
+                store[MEMORY] = to_record(state)
+                # In the reply it is kept already.
+                apart = self.pending if left is None else answer.sent
+                if apart is not None:
+                    put_frame(store, PENDING, apart)
+                # One by one under a prefix: a RecordDict cannot hold another.
+                for name, record in reply.items():
+                    store[REPLY + name] = record
         sent = head.sequence if keeps and left is not None else self.sent
         Held(
             head.session,
@@ -319,8 +326,13 @@ def answered(context: Context, head: AskHead) -> RecordDict | None:
         return None
     if head.sequence < held.sequence:
         raise StaleMessage(f"this node already answered message {held.sequence}; message {head.sequence} came too late")
-    # A system without memory keeps no answer: its client does it again.
-    return _stored(context.state) or None
+    content = _stored(context.state)
+    try:
+        former = asks.find_answer(content)
+    except SchemaError:
+        return None
+    # Not kept of a system without memory, nor where it changed nothing: the client makes it again.
+    return content if former is not None and former.sequence == head.sequence else None
 
 
 def asked_of(head: AskHead, model: Mapping[str, NDArray[Any]]) -> bytes:

@@ -7,7 +7,9 @@ What is asked names the system and its options; the half makes it, lets its ``cl
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, fields
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Final
 
 from flwr.app import ArrayRecord, Context, Message, RecordDict
@@ -41,7 +43,7 @@ from fedcomp.flower.schema import OtherVersion, SchemaError
 from fedcomp.flower.state import UNSETTLED, StaleMessage
 from fedcomp.layout import Layout, Update, Vector, policy_from_config
 from fedcomp.privacy.local import asks_for_noise
-from fedcomp.program import Ask, Collect, Me, System
+from fedcomp.program import HELLO, Ask, Collect, Me, System
 from fedcomp.rng import Key
 from fedcomp.systems import SYSTEMS, get_system
 from fedcomp.versions import FIRST, Step, advance, digest
@@ -49,9 +51,31 @@ from fedcomp.wire import Frame
 
 FirstModel = Callable[[Message, Context], ArrayRecord]
 
-Brings = Callable[[Message, Context], tuple[Any, RecordDict]]
-"""``data(message, context)`` -> what the app brings for a system that does not let it train, and what stands for the
-app's reply, its metrics above all: looked at once the system has answered."""
+
+@dataclass
+class Brought:
+    """What an app brings to one ask of a system, beside training or in its place.
+
+    Attributes
+    ----------
+    data : object
+        :attr:`fedcomp.program.Me.data`.
+    reply : RecordDict
+        What stands for the app's reply where it does not train, its metrics above all: looked at once the system has
+        answered.
+    trained : ArrayRecord, optional
+        The model that the app has trained, once it has.
+    """
+
+    data: Any
+    reply: RecordDict = field(default_factory=RecordDict)
+    trained: ArrayRecord | None = None
+
+
+Brings = Callable[[Message, Context], Brought]
+"""What makes it, of the message as the app would see it, the model first, and of the context."""
+
+_BROUGHT: ContextVar[Mapping[str, Brings]] = ContextVar("fedcomp-brought", default=MappingProxyType({}))
 
 _LONGEST_REMARK: Final = 4096
 
@@ -61,9 +85,8 @@ def programs(
     *,
     i_know_inputs_are_visible: bool = False,
     first_model: FirstModel | None = None,
-    data: Brings | None = None,
 ) -> ClientHalf:
-    """Return the client half of all systems that are programs.
+    """Return the client half of all systems that are programs. What an app brings to some comes by :func:`bringing`.
 
     Parameters
     ----------
@@ -80,10 +103,6 @@ def programs(
         a seed in the message's configuration, or read from a file of this node. It is asked for once, and only by a
         server that does not send that model. The digest in the message shows a difference; the server then sends its
         own in the next round.
-    data : callable, optional
-        What the app brings for a system that does not let it train (:func:`fedcomp.clients.forward.slopes`): takes the
-        message as the app would see it, and the context. Nothing is brought to private rounds, in which an update
-        leaves and nothing else.
 
     Examples
     --------
@@ -94,13 +113,36 @@ def programs(
     agreed = require_ids(accept, *SYSTEMS)
     if first_model is not None and not callable(first_model):
         raise ConfigError(f"first_model={first_model!r} is not valid: a function of message and context")
-    if data is not None and not callable(data):
-        raise ConfigError(f"data={data!r} is not valid: a function of message and context")
 
     def programs_mod(msg: Message, context: Context, call_next: CallNext) -> Message:
-        return _handle(msg, context, call_next, agreed, i_know_inputs_are_visible, first_model, data)
+        return _handle(msg, context, call_next, agreed, i_know_inputs_are_visible, first_model)
 
     return ClientHalf("programs", programs_mod, outside=OUTSIDE, inside=GUARDS)
+
+
+def bringing(name: str, system: str, data: Brings) -> ClientHalf:
+    """Return a half by which an app brings something to asks of one system, beside the half :func:`programs`.
+
+    Nothing is brought to private rounds, in which an update leaves and nothing else.
+
+    Parameters
+    ----------
+    name : str
+        The half's.
+    system : str
+        The system's id.
+    data : callable
+        Takes the message as the app would see it, without a model in a query, and the context.
+    """
+
+    def bringing_mod(msg: Message, context: Context, call_next: CallNext) -> Message:
+        token = _BROUGHT.set({**_BROUGHT.get(), system: data})
+        try:
+            return call_next(msg, context)
+        finally:
+            _BROUGHT.reset(token)
+
+    return ClientHalf(name, bringing_mod, outside=("programs",), needs=("programs",))
 
 
 def _handle(
@@ -110,7 +152,6 @@ def _handle(
     agreed: Collection[str] | None,
     visible: bool,
     first_model: FirstModel | None,
-    data: Brings | None,
 ) -> Message:
     try:
         head = asks.find_ask(msg.content)
@@ -128,14 +169,14 @@ def _handle(
         # What is spent on this node is in the ledger of another half, which such a message would pass by.
         return refusal(msg, f"{NOT_WITHOUT_NOISE} ({why or 'not through programs'})")
     private = wants_private(msg.content)
-    exchange = _Exchange(msg, context, call_next, head, system, downlink, (why, why_not), private, first_model, data)
+    exchange = _Exchange(msg, context, call_next, head, system, downlink, (why, why_not), private, first_model)
     return discreet(msg, exchange.answer) if private else exchange.answer()
 
 
 GUARDS: Final = ("votes_only", "coded", "local_privacy")
 """Halves that stand outside: what they do not allow must not pass them by."""
 
-OUTSIDE: Final = ("by_layer", "compression", "lsg", "private", "record_dp")
+OUTSIDE: Final = ("compression", "lsg", "private", "record_dp")
 
 
 class _AppError(Exception):
@@ -171,7 +212,6 @@ class _Exchange:
     refused: tuple[str, str]
     private: bool
     first_model: FirstModel | None
-    data: Brings | None
     blobs: dict[str, Frame] = field(default_factory=dict)
 
     def answer(self) -> Message:
@@ -190,6 +230,8 @@ class _Exchange:
             return refusal(msg, f"{STALE}: {error}")
         if content is not None:
             return Message(content, reply_to=msg)
+        if msg.metadata.message_type == HELLO:
+            return self._greeted(system)
         if kind != "train":
             try:
                 memory = Memory.resume(context, head, system)
@@ -222,7 +264,8 @@ class _Exchange:
             number, "query" if training is None else "train", asks.say_of(self.msg.content, head, system), frames, sent
         )
         model, learn = (_no_model, _no_model) if training is None else (training.start, training.learn)
-        data = None if training is None else training.brought()
+        app = None if training is None else training.brought()
+        data = None if app is None else app.data
         me = Me(number, head.number, head.seed, memory.layout, model, learn, data)
         try:
             state, answer = system.client(dict(memory.state), ask, me)
@@ -230,6 +273,8 @@ class _Exchange:
             return error.reply
         out, said, framed = RecordDict(), {}, {FRAME + name: frame for name, frame in answer.frames.items()}
         if training is not None:
+            if app is not None and answer.frames and "record" not in training.said:
+                training.stand_in(app)
             out, said = training.beside, training.said
             if training.exact is not None:
                 framed[EXACT] = training.exact
@@ -247,6 +292,27 @@ class _Exchange:
             training.followed.save(store)
         memory.commit(self.context, head, system, state, answer, out, store, train=training is not None)
         return Message(out, reply_to=self.msg)
+
+    def _greeted(self, system: System) -> Message:
+        """Let the client half of the system answer in words; nothing changes."""
+        head, number = self.head, partition_of(self.context)
+        memory = Memory.look(self.context, head, system)
+        state, layout = ({}, Layout(())) if memory is None else (memory.state, memory.layout)
+        app = self.brought(asks.without(self.msg.content))
+        data = None if app is None else app.data
+        ask = Ask(number, HELLO, asks.say_of(self.msg.content, head, system))
+        _, answer = system.client(
+            dict(state), ask, Me(number, head.number, head.seed, layout, _no_model, _no_model, data)
+        )
+        out = RecordDict()
+        asks.put(out, AnswerHead(number, head.sequence, say=asks.id_of(answer.say)), answer.say)
+        return Message(out, reply_to=self.msg)
+
+    def brought(self, content: RecordDict) -> Brought | None:
+        """Return what the app brings, None for nothing; ``content`` is from here on what it sees."""
+        self.msg.content = content
+        brings = None if self.system is None else _BROUGHT.get().get(self.system.ID)
+        return None if brings is None or self.private else brings(self.msg, self.context)
 
     def _app_alone(self) -> Message:
         """Return the app's own reply, and what it is to know of this node."""
@@ -387,6 +453,8 @@ class _Training:
         The frame of the exact buffers.
     followed : Followed, optional
         What the node remembers to know its own tensors by.
+    app : Brought, optional
+        What the app brings beside training, or in its place.
     """
 
     exchange: _Exchange
@@ -399,6 +467,7 @@ class _Training:
     said: dict[str, Any] = field(default_factory=dict)
     exact: Frame | None = None
     followed: Followed | None = None
+    app: Brought | None = None
 
     def __post_init__(self) -> None:
         if self.version:
@@ -408,17 +477,17 @@ class _Training:
         """Return the model as a vector."""
         return self.memory.layout.flatten(self.before)
 
-    def brought(self) -> Any:
-        """Return what the app brings where it is not to train; the message is from here on what the app sees."""
-        exchange, head = self.exchange, self.exchange.head
-        exchange.msg.content = _plain(exchange.msg.content, head.model, self.record)
-        if exchange.data is None or exchange.private:
-            return None
-        found, self.beside = exchange.data(exchange.msg, exchange.context)
-        self.said["record"] = head.model
+    def brought(self) -> Brought | None:
+        """Return what the app brings; the message is from here on what the app sees."""
+        exchange = self.exchange
+        self.app = exchange.brought(_plain(exchange.msg.content, exchange.head.model, self.record))
+        return self.app
+
+    def stand_in(self, app: Brought) -> None:
+        """Take what the app brought for its reply, where frames were made of it without training."""
+        self.beside, self.said["record"] = app.reply, self.exchange.head.model
         # Who does not train changes no buffer.
         self.exact = encode_exact(self.before, self.memory.layout)
-        return found
 
     def learn(self, whole: bool, collect: Collect | None) -> Update:
         """Let the app train; see :attr:`fedcomp.program.Me.learn`.
@@ -438,6 +507,8 @@ class _Training:
             raise _AppError(reply)
         content = only_update(reply.content, before, layout) if private else reply.content
         name, after = reply_arrays(content, before, head.model)
+        if self.app is not None:
+            self.app.trained = content.array_records[name]
         update, exact = changed(after, before, layout, lossless=whole)
         require_finite(update)
         notes = [note for note in (exchange.refused[1], UNSETTLED if memory.unsettled else "") if note]
@@ -490,9 +561,7 @@ def _beside(content: RecordDict, model: str = NODE_RECORD) -> RecordDict:
 
 def _exposes(system: System) -> str:
     """Return what of single examples the codecs of a system show; empty for nothing."""
-    kind: Any = type(system)
-    codecs = [value for f in fields(kind) if isinstance(value := getattr(system, f.name), Codec)]
-    return next((codec.exposes for codec in codecs if codec.exposes), "")
+    return next((codec.exposes for codec in system.codecs if codec.exposes), "")
 
 
 def _nothing(count: int, rows: int, columns: int, slopes: int) -> bool:

@@ -33,6 +33,8 @@ _Named = dict[str, NDArray[Any]]
 DENSE: Final = 1.0
 """The density that means "send every element, uncompressed"."""
 
+_PIECE: Final = 1 << 16
+
 EXACT: Final = "exact"
 """The answer of a policy that keeps a float tensor out of the vector: it travels beside it, as a value of its own."""
 
@@ -519,6 +521,25 @@ class Layout:
         for t in self.tensors:
             vector[t.slice] = np.asarray(arrays[t.name]).reshape(-1)
         return vector
+
+    def add_model(self, arrays: Mapping[str, NDArray[Any]], change: Vector) -> int:
+        """Add a model's tensors to a ``change`` of it, in place, as :meth:`flatten` would lay them out.
+
+        Returns
+        -------
+        int
+            How many values of the compressed part the change was not zero at.
+        """
+        changed = 0
+        for t in self.tensors:
+            own, part = np.asarray(arrays[t.name]).reshape(-1), change[t.slice]
+            # Piece by piece: the second look finds it in the processor's cache.
+            for start in range(0, t.size, _PIECE):
+                piece = part[start : start + _PIECE]
+                if not t.is_dense:
+                    changed += int(np.count_nonzero(piece != 0.0))
+                np.add(own[start : start + _PIECE].astype(np.float32, copy=False), piece, out=piece)
+        return changed
 
     @cached_property
     def wide(self) -> tuple[TensorSpec, ...]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from fedcomp.codecs import State
 from fedcomp.errors import FedcompError
 from fedcomp.layout import Layout, Update, Vector
-from fedcomp.program import Answer, Ask, Collect, Me, Mean, Now, Rule, Step, System
+from fedcomp.program import HELLO, Answer, Ask, Collect, Me, Mean, Now, Rule, Step, System
 from fedcomp.wire import Frame
 
 Train = Callable[[int, int, Vector], "Vector | Update"]
@@ -94,6 +94,8 @@ class Local:
         What comes in the next exchange.
     state : dict
         What the system keeps between rounds.
+    told : dict
+        What it told of the last one.
     answers : list of Answer
         What the server received in the last round, in the order in which it came.
     bytes_up, bytes_down : int
@@ -113,6 +115,7 @@ class Local:
     data: Mapping[int, Any] = field(default_factory=dict)
     fault: Callable[[int, int, int], str] = lambda number, node, exchange: ""
     state: dict[str, Any] = field(default_factory=dict)
+    told: dict[str, Any] = field(default_factory=dict)
     clients: dict[int, Node] = field(default_factory=dict)
     consumed: dict[int, tuple[int, int]] = field(default_factory=dict)
     late: list[Reply] = field(default_factory=list)
@@ -153,7 +156,14 @@ class Local:
         start = self.model.view()
         start.setflags(write=False)
         now = Now(
-            number, who, self.layout, start, self.seed, self.rule, state, lambda n, why: refused.append(f"{n}: {why}")
+            number,
+            who,
+            self.layout,
+            lambda: start,
+            self.seed,
+            self.rule,
+            state,
+            lambda n, why: refused.append(f"{n}: {why}"),
         )
         program, exchange, self.answers = self.system.round(now), 0, []
         carried: dict[int, tuple[int, int]] = {}
@@ -183,7 +193,7 @@ class Local:
                 asks = program.send([good[node] for node in sorted(good)])
         except StopIteration as end:
             made = end.value
-        self.state = state
+        self.state, self.told = state, now.told
         if made is not None:
             self.consumed |= {node: carried[node] for node in made.consumed if node in carried}
             self._move(made, number)
@@ -244,6 +254,8 @@ class Local:
             return None
         # Whoever answers is who was asked.
         answer = answer._replace(node=ask.node, weight=self.weight(ask.node))
+        if ask.kind == HELLO:
+            return Reply(self.sequence, client.generation, answer, carries=False)
         left = answer.frames.get(self.system.SENT) if answer.sent is None else answer.sent
         if left is not None:
             pending, sent = left, self.sequence

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
 
@@ -33,6 +33,9 @@ Collect = Callable[[int, int, int, int], bool]
 """Whether a matrix that is known as so many outer products is captured; :meth:`fedcomp.codecs.Codec.takes_outer`."""
 
 NO_FRAMES: Frames = {}
+
+HELLO = "query.hello"
+"""Kind of an ask that comes before a round's training: words up and down, no model, and no memory changes."""
 
 HEAVIEST = 2**63
 """No weight is as large: a sum of weights stays finite, and an integer of a message holds it."""
@@ -90,7 +93,8 @@ class Ask(NamedTuple):
     ----------
     node : int
     kind : str
-        "train": the app trains when the client half asks for an update. "query": it is not called.
+        "train": the app trains when the client half asks for an update. "query": it is not called, and the round goes
+        on that a training ask began. :data:`HELLO`: it is asked beforehand; the answer holds words alone.
     say : Said, optional
         What is said in words.
     frames : mapping of str to bytes
@@ -120,7 +124,7 @@ class Answer(NamedTuple):
     say : Said, optional
     frames : mapping of str to bytes
     sent : bytes, optional
-        The frame by which mass leaves the memory, where that is not the one called :attr:`System.SENT`.
+        The frame by which mass leaves the memory, where that called :attr:`System.SENT` is only a part of it.
     """
 
     node: int
@@ -128,6 +132,20 @@ class Answer(NamedTuple):
     say: Said | None = None
     frames: Frames = NO_FRAMES
     sent: Frame | None = None
+
+
+class Origin(NamedTuple):
+    """What a client trained from, where that is not the model of the round that its part is used in.
+
+    Attributes
+    ----------
+    number : int
+        Of the round in which it was asked.
+    model : float32 array, shape (layout size,)
+    """
+
+    number: int
+    model: Vector
 
 
 class Given(NamedTuple):
@@ -197,11 +215,16 @@ class Mean:
         # -0.0 is the exact identity of addition.
         out = Update(np.full(now.layout.size, -0.0, np.float32), now.layout)
         for g in given:
-            codec.gather(g.frame, g.weight / weight * now.scales.get(g.node, 1.0), out)
+            factor = g.weight / weight * now.scales.get(g.node, 1.0)
+            if codec.lossless and now.origins:
+                # Models that grew from several ones have no mean; what they changed has.
+                np.add(out.vector, np.float32(factor) * now.changed(codec, g), out=out.vector)
+            else:
+                codec.gather(g.frame, factor, out)
         if not raw:
             codec.conclude(out)
         consumed = tuple(g.node for g in given)
-        if codec.lossless:
+        if codec.lossless and not now.origins:
             return Step(consumed, model=out.vector)
         return Step(consumed, change=out.vector, support=codec.sparse(now.layout))
 
@@ -211,9 +234,10 @@ class Single:
 
     def total(self, now: Now, codec: Codec, given: Sequence[Given], *, raw: bool = False) -> Step | None:
         """Return all updates as changes of the model."""
-        single = {g.node: codec.decode(g.frame, now.layout) for g in given}
-        if codec.lossless:
-            single = {node: vector - now.model for node, vector in single.items()}
+        single = {g.node: now.changed(codec, g) for g in given}
+        for node, scale in now.scales.items():
+            if node in single:
+                single[node] *= np.float32(scale)
         return Step(tuple(single), single=single, support=codec.sparse(now.layout)) if single else None
 
 
@@ -228,8 +252,8 @@ class Now:
     nodes : tuple of int
         Who takes part, ascending.
     layout : Layout
-    model : float32 array, shape (layout size,)
-        What clients train from; not to be written to.
+    start : callable
+        ``start()`` returns :attr:`model`.
     seed : int
         Of the random streams of both halves.
     rule : Rule
@@ -242,24 +266,44 @@ class Now:
         ``note(text)``: one line of the round's report.
     scales : mapping of int to float
         What single nodes' parts are multiplied by beside their share, such as for their age.
+    origins : mapping of int to Origin
+        Of nodes that were asked in another round: its number, and the model they trained from.
     strangers : set of int
         The nodes that have never answered: they may answer under another number, their partition.
     seen : callable
         ``seen(node, codec, bundle)``: a contribution of that node was verified.
+    told : dict
+        What the program tells of its round to whoever drives it; unlike :attr:`state` no later round sees it.
     """
 
     number: int
     nodes: tuple[int, ...]
     layout: Layout
-    model: Vector
+    start: Callable[[], Vector]
     seed: int = 0
     rule: Rule = field(default_factory=Mean)
     state: dict[str, Any] = field(default_factory=dict)
     refuse: Callable[[int, str], None] = lambda node, reason: None
     note: Callable[[str], None] = lambda text: None
     scales: Mapping[int, float] = field(default_factory=dict)
+    origins: Mapping[int, Origin] = field(default_factory=dict)
     strangers: Set[int] = frozenset()
     seen: Callable[[int, Codec, Bundle], None] = lambda node, codec, bundle: None
+    told: dict[str, Any] = field(default_factory=dict)
+
+    def origin(self, node: int) -> Origin:
+        """Return what a node trained from."""
+        return self.origins.get(node) or Origin(self.number, self.model)
+
+    def changed(self, codec: Codec, given: Given) -> Vector:
+        """Return a contribution as a change: a lossless codec's frames hold models."""
+        vector = codec.decode(given.frame, self.layout)
+        return vector - self.origin(given.node).model if codec.lossless else vector
+
+    @cached_property
+    def model(self) -> Vector:
+        """What clients train from, float32 of the layout's size; not to be written to. Most sums do without."""
+        return self.start()
 
     def key(self, purpose: str, node: int = 0) -> Key:
         """Return the key of this round for a purpose; that of "uplink" is what the client half of ``node`` draws by."""
@@ -275,7 +319,8 @@ class Now:
                 # Every comparison with NaN is false.
                 if not 0 <= g.weight < HEAVIEST:
                     raise AnswerError(f"weight {g.weight!r} is not valid")
-                bundle = codec.verify(g.frame, self.layout, self.key("uplink", g.node))
+                key = Key(self.seed, "uplink", self.origin(g.node).number, g.node)
+                bundle = codec.verify(g.frame, self.layout, key)
                 self.seen(g.node, codec, bundle)
             except FedcompError as why:
                 self.refuse(g.node, f"{type(why).__name__}: {why}")
@@ -345,7 +390,7 @@ class Me:
     learn : callable
         ``learn(whole, collect)`` lets the app train; :meth:`update`.
     data : object, optional
-        What the app brings for a system that does not let it train: how to measure slopes, the rows of a graph. The
+        What the app brings beside training, or in its place: how to measure slopes, whether there is anything new. The
         system says what it has to be.
     """
 
@@ -407,6 +452,12 @@ class System(Configured, ABC):
     def makes_steps(self) -> bool:
         """Whether steps have frames of their own, which :meth:`reads` reads; it may hang on the options."""
         return type(self).reads is not System.reads
+
+    @property
+    def codecs(self) -> list[Codec]:
+        """The codecs among the options."""
+        kind: Any = type(self)
+        return [value for f in fields(kind) if isinstance(value := getattr(self, f.name), Codec)]
 
     @property
     def whole(self) -> bool:

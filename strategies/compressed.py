@@ -161,7 +161,7 @@ class Compressed(Receiving, Strategy, Stateful):
         self.record = record
         self.seed = seed
         self.policy = NONE_DENSE if policy is None else policy
-        self._first_at_nodes = first_model_at_nodes
+        self.first_model_at_nodes = first_model_at_nodes
         self._name = f"Compressed({type(inner).__name__})"
         self._started, self._ended = False, ArrayRecord()
         self._begin()
@@ -192,7 +192,7 @@ class Compressed(Receiving, Strategy, Stateful):
         """Know nothing of any client: a session of its own begins, in which clients continue no memory."""
         self.reception = Reception(self._name, guard=self.guard)
         self.announcer = Announcer(
-            self.downlink, self.policy, self.record, self.seed, first_at_nodes=self._first_at_nodes
+            self.downlink, self.policy, self.record, self.seed, first_at_nodes=self.first_model_at_nodes
         )
         self._returning = Returning()
         self._noted = False

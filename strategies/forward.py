@@ -113,7 +113,7 @@ class ForwardGradients(Server):
         )
 
     def _take(self, x: Running, now: Now, step: Step | None) -> Outcome:
-        section, measured = x.report.section(Slopes), now.state["measured"]
+        section, measured = x.report.section(Slopes), now.told["measured"]
         section.step, section.signs = measured["step"], measured["signs"]
         section.left_out, section.cut = measured["left_out"], measured["cut"]
         return super()._take(x, now, step)

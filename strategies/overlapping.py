@@ -23,56 +23,20 @@ from fedcomp.flower.logs import log, unsampled
 from fedcomp.flower.pipeline import Await, NodesShown, arrived, now
 from fedcomp.flower.privacy import find_private
 from fedcomp.flower.records import to_record
-from fedcomp.flower.report import Report, ReportSection, figure
+from fedcomp.flower.report import Report
 from fedcomp.flower.rounds import Exchanges, ExchangeStrategy, own_loop
 from fedcomp.layout import Vector
 from fedcomp.plain import Count, from_plain, to_plain
 from fedcomp.stateful import Stateful, StatePart, nested
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.deadlines import Deadline
+from fedcomp.strategies.overlap import Overlap
 from fedcomp.strategies.private.flower_dp import promises
 from fedcomp.strategies.receiving import Receiving, Reception
 from fedcomp.strategies.replies import Origin, SentMessage
 from fedcomp.strategies.wrapping import require_inner
 
 Outcome = tuple[ArrayRecord | None, MetricRecord | None]
-
-
-@dataclass
-class Overlap(ReportSection, name="overlap"):
-    """What overlapping exchanges add to a report.
-
-    Attributes
-    ----------
-    staleness : dict of int to int
-        Steps that the server's model had made, when an answer was taken, since its client was sent the model.
-    step : int
-        How many steps the model had made before this one; less the staleness, those it had made when it was sent.
-    under_way : int
-        Messages that were still waited for when the step was made.
-    late : int
-        Replies that came after they had been given up; they are dropped, and put back by clients with memory.
-    held_back : int
-        Messages that were not sent because their node still had another one.
-    idle, period : float
-        Seconds of the grid's clock that the server waited, and from the last step to this one.
-    """
-
-    staleness: dict[int, int] = figure(dict, unit="steps", show="spread")
-    step: int = figure(unit="steps")
-    under_way: int = figure(unit="messages")
-    late: int = figure(unit="messages")
-    held_back: int = figure(unit="nodes")
-    idle: float = figure(0.0, unit="seconds", show="seconds")
-    period: float = figure(0.0, unit="seconds", show="seconds")
-
-    def line(self) -> str:
-        """Return staleness, and what is under way, late or held back."""
-        said = [f"{self.under_way} under way"]
-        if self.staleness:
-            said.insert(0, f"staleness up to {max(self.staleness.values())}")
-        said += [f"{count} {name}" for name, count in (("late", self.late), ("held back", self.held_back)) if count]
-        return ", ".join(said)
 
 
 @dataclass(frozen=True, eq=False)

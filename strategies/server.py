@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Final
 
 import numpy as np
@@ -39,7 +42,7 @@ from fedcomp.flower.report import Report, Reports, shorten
 from fedcomp.flower.rounds import Exchanges, ExchangeStrategy, own_loop
 from fedcomp.layout import DensityPolicy, Layout, Update, Vector, policy_config
 from fedcomp.plain import Count, Keys
-from fedcomp.program import Answer, Ask, Given, Mean, Now, Round, Rule, Single, Step, System
+from fedcomp.program import Answer, Ask, Given, Mean, Now, Origin, Round, Rule, Single, Step, System
 from fedcomp.rng import Key
 from fedcomp.stateful import Stateful, nested, next_epoch, within_epoch
 from fedcomp.strategies.adaptive import Outcome, has_moments, step_on_support
@@ -125,6 +128,21 @@ class Trained:
     exact: Arrays
 
 
+@dataclass(frozen=True)
+class Exchange:
+    """Asks on their way as messages.
+
+    Attributes
+    ----------
+    asks : dict of int to Ask
+        By node.
+    sent : list of SentMessage
+    """
+
+    asks: Mapping[int, Ask]
+    sent: list[SentMessage]
+
+
 @dataclass
 class Running:
     """One round under way; clients by their numbers in the program.
@@ -136,13 +154,15 @@ class Running:
         The model.
     model : mapping of str to ndarray
         It as views, not to be written to.
-    vector : float32 array
-        It as one vector.
+    reference : callable
+        ``reference()`` returns what clients train from where that is not the model, else None.
     record : str
         Its name in messages.
     base : dict of int to Message
         What the inner strategy sends.
     addresses : dict of int to int
+    version : int
+        Of the model in the messages; 0 where it has none.
     trained : dict of int to Trained
     sent : dict of int to (int, int)
         Sequence and generation of the answer whose frame is in the memory's past.
@@ -158,11 +178,12 @@ class Running:
     report: Report
     arrays: ArrayRecord
     model: Arrays
-    vector: Vector
+    reference: Callable[[], Vector | None]
     record: str
     base: dict[int, Message]
     addresses: dict[int, int]
     layout: Layout
+    version: int = 0
     trained: dict[int, Trained] = field(default_factory=dict)
     sent: dict[int, tuple[int, int]] = field(default_factory=dict)
     payload: dict[int, int] = field(default_factory=dict)
@@ -172,22 +193,46 @@ class Running:
     given: tuple[Codec | None, Sequence[Given]] = (None, ())
     errors: list[Message] = field(default_factory=list)
 
+    @cached_property
+    def vector(self) -> Vector:
+        """The model as one vector, not to be written to; made where somebody asks for it."""
+        vector = self.layout.flatten(self.model)
+        vector.setflags(write=False)
+        return vector
+
+    @cached_property
+    def start(self) -> Vector:
+        """What clients train from, as one vector; not to be written to."""
+        reference = self.reference()
+        if reference is None:
+            return self.vector
+        reference.setflags(write=False)
+        return reference
+
     def refuse(self, node: int, reason: str, reply: Message | None = None) -> None:
         """Report why a node's answer is not used; for the inner strategy it is a failed reply."""
         self.report.refuse(self.addresses[node], reason)
         failed = reply is not None and reply.has_error()
         self.errors.append(reply if reply is not None and failed else app_failure(self.base[node], reason))
 
+    def onto(self, arrays: ArrayRecord) -> Running:
+        """Return the round as one whose step is made on another model than the one that was sent."""
+        if arrays is self.arrays:
+            return self
+        return replace(self, arrays=arrays, model=to_arrays(arrays, copy=False))
+
     def rename(self, node: int, declared: int) -> None:
         """Let a node go by the partition that it has declared from here on."""
         self.base[declared], self.addresses[declared] = self.base.pop(node), self.addresses.pop(node)
 
-    def seen(self, node: int, codec: Codec, bundle: Bundle, start: Vector) -> None:
+    def seen(self, node: int, codec: Codec, bundle: Bundle, start: Callable[[], Vector]) -> None:
         """Note what was verified of a node: a lossless codec's frames hold models, of which the change counts."""
         if bundle.sizes is not None:
             self.sizes[node] = bundle.sizes
-        whole = codec.lossless
-        self.norms[node] = norm(codec.decode(bundle, self.layout), start) if whole else codec.norm(bundle, self.layout)
+        if codec.lossless:
+            self.norms[node] = norm(codec.decode(bundle, self.layout), start())
+        else:
+            self.norms[node] = codec.norm(bundle, self.layout)
         for name, value in codec.figures(bundle, self.layout).items():
             self.report.frames.setdefault(name, {})[self.addresses[node]] = value
 
@@ -223,6 +268,9 @@ class Server(ExchangeStrategy, Stateful):
         What is known of the nodes.
     state : dict
         What the system keeps between rounds.
+    cast : bool
+        Whether floats of other sizes than float32 are in the vector, as changes. Where whole models are sent, and each
+        step is made on the model that they grew from, they travel as values beside it.
 
     Raises
     ------
@@ -282,6 +330,7 @@ class Server(ExchangeStrategy, Stateful):
                 f"{', '.join(MEANS)}"
             )
         self.downlink = None if downlink is None else get_codec(downlink)
+        self.cast = not system.whole
         # The system reads its steps itself, which are changes in the layout of what clients send.
         self._makes_steps = system.makes_steps
         if self._makes_steps and self.downlink is not None and self.downlink.lossless:
@@ -308,6 +357,7 @@ class Server(ExchangeStrategy, Stateful):
         self._whole: tuple[int, ArrayRecord] | None = None
         self._order: tuple[str, ...] = ()
         self._down = Layout(())
+        self._following: list[weakref.ref[Running]] = []
         self._open: dict[int, tuple[Exchanges[Outcome], Grid]] = {}
         self._evaluating: list[SentMessage] = []
 
@@ -329,8 +379,20 @@ class Server(ExchangeStrategy, Stateful):
         ConfigError
             When a message of the inner strategy does not hold the model that it was given, and one model alone.
         """
-        x, now = self._ask(server_round, arrays, config, grid)
+        self.roster.meet(grid)
+        messages = list(self.inner.configure_train(server_round, arrays, config, grid))
+        x, now = self._ask(server_round, arrays, messages)
         step = yield from self._play(x, now, self.system.round(now))
+        return self._close(x, now, step)
+
+    def _close(self, x: Running, now: Now, step: Step | None) -> Outcome:
+        """Take what the program made, and end the round.
+
+        Raises
+        ------
+        NoUsableReply
+            As :meth:`round`.
+        """
         began = time.perf_counter()
         outcome, metrics = self._take(x, now, step)
         x.report.seconds += time.perf_counter() - began
@@ -342,14 +404,22 @@ class Server(ExchangeStrategy, Stateful):
         self._log.conclude(x.report)
         return outcome, metrics
 
-    def _ask(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> tuple[Running, Now]:
-        """Let the inner strategy say who is asked, and open the round."""
-        self.roster.meet(grid)
-        messages = list(self.inner.configure_train(server_round, arrays, config, grid))
+    def _ask(self, server_round: int, arrays: ArrayRecord, messages: Sequence[Message]) -> tuple[Running, Now]:
+        """Open the round in which the inner strategy sends ``messages``."""
+        x = self._opened(server_round, arrays, messages)
+        if messages and self.broadcast is not None:
+            self._publish(x.model, x.vector, x.layout)
+        x.version = 0 if self.broadcast is None else self.broadcast.version
+        # By a weak reference: what the round came to must not be kept by who waits for its model to move.
+        self._following = [each for each in self._following if each() is not None] + [weakref.ref(x)]
+        return x, self._now(x, lambda: x.start)
+
+    def _opened(self, server_round: int, arrays: ArrayRecord, messages: Sequence[Message]) -> Running:
+        """Return a round in which ``messages`` go out."""
         report = self.reports.join(server_round)
         report.asked = len(messages)
         model = to_arrays(arrays, copy=False)
-        layout = Layout.of(model, self.policy, cast_floats=not self.system.whole)
+        layout = Layout.of(model, self.policy, cast_floats=self.cast)
         # Once per model, not once per round.
         if layout.order != self._order:
             self._order = layout.order
@@ -358,27 +428,35 @@ class Server(ExchangeStrategy, Stateful):
         addresses = self.roster.numbered(by_address)
         base = {node: by_address[address] for node, address in addresses.items()}
         record = self._record_of(messages, arrays)
-        vector = layout.flatten(model)
-        x = Running(report, arrays, model, vector, record, base, addresses, layout)
-        if messages:
-            self._publish(model, vector, layout)
-        start = self._reference(layout)
-        start = vector.view() if start is None else start
-        start.setflags(write=False)
-        now = Now(
-            server_round,
-            tuple(base),
-            layout,
+        return Running(report, arrays, model, partial(self._reference, layout), record, base, addresses, layout)
+
+    def _now(
+        self,
+        x: Running,
+        start: Callable[[], Vector],
+        origins: Mapping[int, Origin] = MappingProxyType({}),
+        **more: Any,
+    ) -> Now:
+        """Return a round as the program sees it, in which clients train from what ``start`` returns."""
+
+        def seen(node: int, codec: Codec, bundle: Bundle) -> None:
+            x.seen(node, codec, bundle, (lambda: origins[node].model) if node in origins else start)
+
+        return Now(
+            x.report.round,
+            tuple(x.base),
+            x.layout,
             start,
             self.seed,
             _Judged(self, x),
             dict(self.state),
             x.refuse,
-            report.notes.append,
-            strangers=frozenset(n for n, address in addresses.items() if address not in self.roster.declared),
-            seen=lambda node, codec, bundle: x.seen(node, codec, bundle, start),
+            x.report.notes.append,
+            origins=origins,
+            strangers=frozenset(n for n, address in x.addresses.items() if address not in self.roster.declared),
+            seen=seen,
+            **more,
         )
-        return x, now
 
     def _record_of(self, messages: Sequence[Message], arrays: ArrayRecord) -> str:
         """Return the name of the model in messages of the inner strategy."""
@@ -400,35 +478,45 @@ class Server(ExchangeStrategy, Stateful):
             )
         return name, found[name]
 
-    def _play(self, x: Running, now: Now, program: Round) -> Exchanges[Step | None]:
-        """Drive the program: asks to messages, replies to answers; return what it came to."""
+    def _play(self, x: Running, now: Now, program: Round, begun: Exchange | None = None) -> Exchanges[Step | None]:
+        """Drive the program: asks to messages, replies to answers; return what it came to.
+
+        ``begun`` are the asks that it has made already.
+        """
         began = time.perf_counter()
         try:
-            wanted = next(program)
+            exchange = self._send(x, now, next(program)) if begun is None else begun
             while True:
-                self.sequence += 1
                 answers: dict[int, Answer] = {}
-                open_asks = {ask.node: ask for ask in wanted}
-                # Who lacks a blob that it once had is asked once more, with its bytes. The program does not know.
-                for _ in range(2):
-                    sent = [self._message(x, now, ask) for ask in open_asks.values()]
+                asked, sent = exchange.asks, exchange.sent
+                x.report.seconds += time.perf_counter() - began
+                replies = (yield [each.message for each in sent]) if sent else []
+                began = time.perf_counter()
+                if lacking := self._receive(x, sent, asked, replies, answers):
+                    # Who lacks a blob that it once had is asked once more, with its bytes. The program does not know.
+                    asked = {node: asked[node] for node in lacking}
+                    again = [self._message(x, now, ask, sent[0].sequence) for ask in asked.values()]
                     x.report.seconds += time.perf_counter() - began
-                    replies = (yield [each.message for each in sent]) if sent else []
+                    replies = yield [each.message for each in again]
                     began = time.perf_counter()
-                    lacking = self._receive(x, sent, open_asks, replies, answers)
-                    open_asks = {node: open_asks[node] for node in lacking}
-                    if not lacking:
-                        break
-                for node in open_asks:
-                    x.refuse(node, "lacks, as it says, the very blobs that it was sent")
-                self._agree(x, answers)
-                wanted = program.send([answers[node] for node in sorted(answers)])
+                    self._refuse_lacking(x, self._receive(x, again, asked, replies, answers))
+                self._agree(x, answers, sent)
+                exchange = self._send(x, now, program.send([answers[node] for node in sorted(answers)]))
         except StopIteration as end:
             x.report.seconds += time.perf_counter() - began
             step: Step | None = end.value
             return step
 
-    def _message(self, x: Running, now: Now, ask: Ask) -> SentMessage:
+    def _send(self, x: Running, now: Now, wanted: Sequence[Ask]) -> Exchange:
+        """Return asks as messages, under the next number."""
+        self.sequence += 1
+        return Exchange({a.node: a for a in wanted}, [self._message(x, now, a, self.sequence) for a in wanted])
+
+    def _refuse_lacking(self, x: Running, nodes: Iterable[int]) -> None:
+        for node in nodes:
+            x.refuse(node, "lacks, as it says, the very blobs that it was sent")
+
+    def _message(self, x: Running, now: Now, ask: Ask, sequence: int) -> SentMessage:
         """Return an ask as a message."""
         address = x.addresses[ask.node]
         peer, base = self.roster.peer(address), x.base[ask.node]
@@ -447,20 +535,20 @@ class Server(ExchangeStrategy, Stateful):
             number=now.number,
             seed=self.seed,
             session=self._session,
-            sequence=self.sequence,
+            sequence=sequence,
             consumed=peer.consumed,
             generation=peer.generation,
             system=self.system.to_config(),
             blobs=asks.named(blobs),
             say=asks.id_of(ask.say),
-            cast=not self.system.whole,
+            cast=self.cast,
             **fields,
         )
         asks.put(content, head, ask.say, data)
         meta = base.metadata
         kind = meta.message_type if ask.kind == "train" else ask.kind
         message = Message(content, address, kind, ttl=meta.ttl, group_id=meta.group_id or None)
-        return SentMessage(message, address, self.sequence)
+        return SentMessage(message, address, sequence)
 
     # Answers.
 
@@ -504,7 +592,7 @@ class Server(ExchangeStrategy, Stateful):
                 peer.forget()
             raise Rejected(reason)
         head = asks.find_answer(content)
-        if head is None or not head.sequence or (ask.kind == "train" and not (head.record or head.lacks)):
+        if head is None or not head.sequence or (ask.kind == "train" and not (head.record or head.lacks or head.say)):
             why = "" if head is None else head.unsupported
             raise Rejected(
                 f"the client answered with a model: its app cannot take part in {self._name} "
@@ -523,18 +611,22 @@ class Server(ExchangeStrategy, Stateful):
         if ask.expects is not None and not isinstance(say, ask.expects):
             raise Rejected(f"says {type(say).__name__}, expected {ask.expects.__name__}")
         frames = asks.data_in(content, FRAME)
-        if ask.kind == "train":
+        # Who is asked to train may have nothing to do, and says so; then it has nothing to send either.
+        has_trained = ask.kind == "train" and bool(head.record)
+        if frames and not has_trained and head.partition_id not in x.trained:
+            raise Rejected(f"sends {shorten(str(sorted(frames)))}, and its app has not trained")
+        if has_trained:
             trained = self._trained(x, head, reply, asks.data_in(content, EXACT).get(""))
         # From here on nothing is wrong with it.
         self.roster.declared[sent.node] = head.partition_id
         if head.partition_id != node:
             x.rename(node, head.partition_id)
             node = head.partition_id
-        if ask.kind == "train":
+        if has_trained:
             x.trained[node] = trained
             x.exact_bytes[node] = len(asks.data_in(content, EXACT).get("", b""))
-            if self.broadcast is not None:
-                self._note_version(peer, head.version, sent)
+        if ask.kind == "train" and self.broadcast is not None:
+            self._note_version(peer, head.version, x.version, sent)
         self._note_state(x.report, sent, head)
         peer.take(digest_of(blob) for blob in ask.blobs.values())
         peer.take(digest_of(frames[name]) for name in self.system.SHARED if name in frames)
@@ -574,18 +666,18 @@ class Server(ExchangeStrategy, Stateful):
         if head.remark:
             report.remarks[sent.node] = shorten(head.remark)
 
-    def _note_version(self, peer: Peer, version: int, sent: SentMessage) -> None:
+    def _note_version(self, peer: Peer, version: int, current: int, sent: SentMessage) -> None:
         """Note which model a node says it holds, and the blobs that follow from the step that it was sent."""
-        assert self.broadcast is not None
-        # Only the current version is trusted; with a wrong one the node would get steps it cannot apply.
-        peer.version = version if version == self.broadcast.version else 0
+        # Only the version that it was sent is trusted; with a wrong one it would get steps it cannot apply.
+        peer.version = version if version == current else 0
         # From a whole model nothing follows.
         if peer.version in self.own_steps and str(version) in asks.data_in(sent.message.content, STEP):
             peer.take(sorted(self.own_steps[peer.version].derived))
 
-    def _agree(self, x: Running, answers: dict[int, Answer]) -> None:
+    def _agree(self, x: Running, answers: dict[int, Answer], sent: Sequence[SentMessage]) -> None:
         """Refuse what came of training in another form than most: Flower's own check would end the run over it."""
-        new = [n for n in sorted(answers) if n in x.trained and x.trained[n].head.sequence == self.sequence]
+        numbers = {each.sequence for each in sent}
+        new = [n for n in sorted(answers) if n in x.trained and x.trained[n].head.sequence in numbers]
         items = [(node, x.trained[node].head.record, x.trained[node].content) for node in new]
         kept = agreeing(items, x.report, x.addresses.__getitem__, self._usual["train"])
         for node in set(new).difference(kept):
@@ -661,7 +753,9 @@ class Server(ExchangeStrategy, Stateful):
         if step.model is not None:
             moved = step.model
             report.changed = count_differing(moved[part], now.model[part])
-            if not np.shares_memory(x.vector, now.model):
+            # Floats of other sizes are in the vector only where models are sent that grew from another one than this.
+            changes = {t.name: moved[t.slice] - now.model[t.slice] for t in layout.wide}
+            if now.model is not x.vector:
                 # Clients sent whole models grown from the reference: add what the reference lacks of the true model.
                 np.add(moved, x.vector - now.model, out=moved)
         elif step.frame is not None and step.codec is not None:
@@ -676,10 +770,8 @@ class Server(ExchangeStrategy, Stateful):
             moved = step.change
             leave(moved, layout, frozenset.intersection(*(frozenset(each.head.unchanged) for each in used)))
             self._share(x, now, moved, step.consumed)
-            # Counted before the model is added, while zero still means that nothing arrived.
-            report.changed = count_differing(moved[part], 0.0)
             changes = {t.name: moved[t.slice].copy() for t in layout.wide}
-            np.add(x.vector, moved, out=moved)
+            report.changed = layout.add_model(x.model, moved)
         arrays = layout.added(x.model, changes, moved, mean_of_constants(_weighted(used), x.model))
         if step.frame is not None:
             for t in layout.wide:
@@ -712,7 +804,8 @@ class Server(ExchangeStrategy, Stateful):
                 for second in own:
                     part = layout.tensors[second].slice
                     change[part] += np.float32(each.weight / total * now.scales.get(each.node, 1.0)) * alone[part]
-        copy_names(change, x.vector, layout, dict(everywhere))
+        if everywhere:
+            copy_names(change, x.vector, layout, dict(everywhere))
 
     def _single(self, x: Running, now: Now, step: Step) -> Outcome:
         """Let the inner strategy aggregate ordinary replies."""
@@ -723,7 +816,7 @@ class Server(ExchangeStrategy, Stateful):
             leave(update, layout, frozenset(trained.head.unchanged))
             copy_names(update, x.vector, layout, _copies(trained.head.copies, layout))
             changed |= update != 0.0
-            changes = {} if self.system.whole else {t.name: update[t.slice].copy() for t in layout.wide}
+            changes = {t.name: update[t.slice].copy() for t in layout.wide}
             update += x.vector
             # Of the message as it came, before the decoded model takes the place of its frame.
             came = ConfigRecord({"payload-bytes": x.payload[node]})
@@ -754,6 +847,11 @@ class Server(ExchangeStrategy, Stateful):
         broadcast = self.broadcast
         if broadcast is None:
             return
+        # The reference moves in place: rounds that are still open take what they began with.
+        for each in self._following:
+            if (x := each()) is not None:
+                _ = x.start
+        self._following = []
         # By the downlink's codec: its layout need not be the uplink's.
         down = self._down = self._down_layout(model)
         vector = vector if down == layout else down.flatten(model)
@@ -855,7 +953,7 @@ class Server(ExchangeStrategy, Stateful):
                 session=self._session,
                 system=self.system.to_config() if self._makes_steps else {},
                 policy=policy_config(self.policy, down),
-                cast=not self.system.whole,
+                cast=self.cast,
                 **fields,
             )
             asks.put(content, head, data=data)
@@ -886,7 +984,7 @@ class Server(ExchangeStrategy, Stateful):
                 weight_of(reply.content, key)
                 if self.broadcast is not None:
                     head = asks.find_answer(reply.content)
-                    self._note_version(peer, 0 if head is None else head.version, each)
+                    self._note_version(peer, 0 if head is None else head.version, self.broadcast.version, each)
             except FedcompError as why:
                 refuse(each, reply, str(why))
                 continue

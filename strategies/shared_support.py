@@ -45,7 +45,7 @@ class SharedSupport(Averaging):
 
     def _take(self, x: Running, now: Now, step: Step | None) -> Outcome:
         if step is not None:
-            self.leaders[now.number] = now.state["leader"]
+            self.leaders[now.number] = now.told["leader"]
         return super()._take(x, now, step)
 
 

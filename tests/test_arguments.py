@@ -9,7 +9,6 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 
 import fedcomp as fc
-from fedcomp.clients.forward import forward_gradients
 from fedcomp.clients.programs import programs
 from fedcomp.errors import ConfigError
 from fedcomp.flower.report import Reports
@@ -79,11 +78,6 @@ def test_every_other_seed_is_taken(kind: str, seed: int) -> None:
 def test_what_a_client_accepts_is_a_list_of_known_ids(half: Callable[..., object], accept: object) -> None:
     with pytest.raises(ConfigError, match="accept="):
         half(accept)
-
-
-def test_forward_gradients_accept_known_ids() -> None:
-    with pytest.raises(ConfigError, match="did you mean 'projection'"):
-        forward_gradients(lambda *given: None, accept=["projektion"])  # type: ignore[arg-type,return-value]
 
 
 def test_a_pair_shows_what_it_sends() -> None:

@@ -70,6 +70,25 @@ def test_views_are_slices() -> None:
         layout.view(vector, "a.weigth")
 
 
+def test_a_model_is_added_to_a_change_as_its_vector_is() -> None:
+    draw = np.random.Generator(np.random.PCG64(5))
+    model = {
+        "wide": draw.standard_normal((300, 7)),
+        "half": draw.standard_normal(2000).astype(np.float16),
+        "large": draw.standard_normal((300, 400)).astype(np.float32),
+        "turned": draw.standard_normal((40, 30)).astype(np.float32).T,
+        "scalar": np.array(0.3, np.float32),
+        "steps": np.array(3),
+        "bias": draw.standard_normal(5).astype(np.float32),
+    }
+    layout = Layout.of(model, SmallDense(min_size=6))
+    change = np.where(draw.random(layout.size) < 0.1, draw.standard_normal(layout.size), -0.0).astype(np.float32)
+    moved = change.copy()
+    assert layout.add_model(model, moved) == np.count_nonzero(change[: layout.compressed_size])
+    assert layout.compressed_size < layout.size
+    assert moved.tobytes() == (layout.flatten(model) + change).tobytes()
+
+
 def test_flatten_into_a_buffer() -> None:
     given = arrays()
     layout = Layout.of(given)

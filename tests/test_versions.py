@@ -48,7 +48,7 @@ def test_error_feedback_contracts_to_a_still_target() -> None:
     errors = []
     for t in range(60):
         target[0] = t  # a new version each time
-        server.publish(target, {}, LAYOUT, Key(0, "downlink", t))
+        server.publish(target.copy(), {}, LAYOUT, Key(0, "downlink", t))
         errors.append(float(np.linalg.norm(target[1:] - server.reference[1:])))
     assert errors[-1] < 1e-5 * errors[0]
 
@@ -57,7 +57,18 @@ def test_an_unchanged_model_is_not_a_new_version() -> None:
     server = Broadcast(TopK(density=0.1))
     target = models(1)[0]
     assert [server.publish(target.copy(), {}, LAYOUT, Key(0, "d", t)) for t in range(3)] == [1, 1, 1]
-    assert server.publish(target + 1, {}, LAYOUT, Key(0)) == 2
+    moved = target + 1
+    assert server.publish(moved, {}, LAYOUT, Key(0)) == 2
+    with pytest.raises(ValueError, match="read-only"):
+        moved += 1
+
+
+def test_a_model_that_differs_in_its_last_value_alone_is_a_new_version() -> None:
+    layout = Layout.flat(70_000)
+    server, target = Broadcast(TopK(density=0.1)), np.zeros(70_000, np.float32)
+    assert server.publish(target.copy(), {}, layout, Key(0)) == 1
+    target[-1] = 1.0
+    assert [server.publish(target.copy(), {}, layout, Key(0)) for _ in range(2)] == [2, 2]
 
 
 def test_gaps_and_repeats() -> None:
@@ -74,6 +85,25 @@ def test_gaps_and_repeats() -> None:
     with pytest.raises(StateError, match="full model"):
         advance(held, {}, 1, steps[1:], server.codec, LAYOUT)
     assert np.array_equal(held, models(1)[0]), "a failed advance leaves the replica as it was"
+
+
+def test_a_digest_names_every_bit_its_place_and_the_buffers() -> None:
+    vector = models(1)[0]
+    exact = {"a": np.arange(6), "b": np.zeros(3, np.uint8)}
+    found = digest(vector, exact)
+    assert found == digest(vector.copy(), dict(reversed(exact.items())))
+    others = [vector[::-1], np.roll(vector, 1024), np.concatenate([vector[1000:2000], vector[:1000], vector[2000:]])]
+    for place in (0, 1500, 2999):
+        for bit in (0, 22, 31):
+            other = vector.copy()
+            other.view(np.uint32)[place] ^= np.uint32(1) << np.uint32(bit)
+            others.append(other)
+    # Two zeros with a sign in one column of any table: what a sum of products loses.
+    others.append(np.where(np.arange(3000) % 1024 == 5, -vector, vector))
+    named = [found, *(digest(other, exact) for other in others)]
+    named += [digest(vector, {**exact, "b": np.ones(3, np.uint8)}), digest(vector, {"a": exact["a"]})]
+    assert len(set(named)) == len(named)
+    assert {len(each) for each in named} == {16}
 
 
 def test_history_never_outgrows_the_model() -> None:

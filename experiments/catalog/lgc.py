@@ -71,7 +71,7 @@ class OneForAll(SharedSupport, id="one-for-all"):
         for answer in given:
             found = fixed.decode(answer.frames["values"], now.layout)
             out[end:] += np.float32(answer.weight / weight) * found[end:]
-            if answer.node == now.state["leader"]:
+            if answer.node == now.told["leader"]:
                 out[:end] = found[:end]
             else:
                 spared += len(answer.frames["values"]) - len(fixed.frame_of([], found[end:]))

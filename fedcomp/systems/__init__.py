@@ -11,6 +11,7 @@ from fedcomp.params import shown
 from fedcomp.program import System
 
 SYSTEMS: Final[Mapping[str, str]] = {
+    "conditional": "conditional:ConditionalRounds",
     "factors": "factors:FactorSharing",
     "forward": "forward:Forward",
     "gradiveq": "gradiveq:FittedBasis",

@@ -118,7 +118,8 @@ class FactorSharing(System, id="factors"):
         weights = {answer.node: answer.weight for answer in answers}
         # A frame that cannot be divided comes in one part.
         whole, others = ([a for a in answers if (a.say == Part(0, 1)) is alone] for alone in (True, False))
-        given = [Given(node, weights[node], frame) for node, frame in self._read(now, whole, limits).items()]
+        frames = self._read(now, whole, self.SENT, limits)
+        given = [Given(node, weights[node], frame) for node, frame in frames.items()]
         held = {node: [part] for node, part in self._part(now, others, 0, count, limits).items()}
         for number in range(1, count):
             waiting = [node for node, parts in held.items() if len(parts) == number]
@@ -128,20 +129,22 @@ class FactorSharing(System, id="factors"):
             for node, part in self._part(now, answers, number, count, limits).items():
                 held[node].append(part)
         complete = {node: parts for node, parts in held.items() if len(parts) == count}
-        now.note(f"{count} parts, {len(given)} frames in one part, {len(held) - len(complete)} incomplete")
+        if given and count > 1:
+            now.note(f"{len(given)} of {len(given) + len(held)} frames came in one part")
         given += [Given(node, weights[node], _joined(parts)) for node, parts in complete.items()]
         return sorted(given)
 
     def _part(self, now: Now, answers: Sequence[Answer], number: int, count: int, limits: Limits) -> dict[int, Bundle]:
         """Return by node the part of that number; refuse other answers."""
-        asked = Part(number, count)
+        # With the first one all of the update leaves the memory.
+        asked, name = Part(number, count), _PART if number else self.SENT
         for answer in answers:
-            if answer.say != asked or _PART not in answer.frames:
+            if answer.say != asked or name not in answer.frames:
                 now.refuse(answer.node, f"says {answer.say} of frames {sorted(answer.frames)[:5]}, expected {asked}")
-        return self._read(now, [answer for answer in answers if answer.say == asked], limits)
+        return self._read(now, [answer for answer in answers if answer.say == asked], name, limits)
 
-    def _read(self, now: Now, answers: Sequence[Answer], limits: Limits) -> dict[int, Bundle]:
-        return now.read(answers, _PART, lambda frame: wire.decode(frame, limits=limits))
+    def _read(self, now: Now, answers: Sequence[Answer], name: str, limits: Limits) -> dict[int, Bundle]:
+        return now.read(answers, name, lambda frame: wire.decode(frame, limits=limits))
 
     def _downward(self, now: Now, codec: Codec, total: Step, given: Sequence[Given]) -> Step | None:
         """Return the step as the factors of all that are in it, where they are shorter than the model."""
@@ -176,7 +179,7 @@ class FactorSharing(System, id="factors"):
         kept = {f"{_PART}/{number}": np.frombuffer(part, np.uint8) for number, part in enumerate(rest, start=1)}
         # They belong to this round alone.
         kept[_PARTS] = np.array([me.number, 1 + len(rest)])
-        return {**after, **kept}, Answer(me.node, say=Part(0, 1 + len(rest)), frames={_PART: first}, sent=frame)
+        return {**after, **kept}, Answer(me.node, say=Part(0, 1 + len(rest)), frames={self.SENT: first}, sent=frame)
 
     def rollback(self, memory: State, frame: Frame, layout: Layout) -> State:
         return self.codec.rollback(_own(memory), frame, layout)

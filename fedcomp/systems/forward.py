@@ -167,7 +167,7 @@ class Forward(System, id="forward"):
         # Of those alone that are in the model: others may say anything.
         used = () if total is None else total.consumed
         said = [answer.say for answer in answers if answer.node in used and isinstance(answer.say, Measured)]
-        now.state["measured"] = {
+        now.told["measured"] = {
             "step": step,
             "signs": len(said) * self.codec.signs(now.layout),
             "left_out": sum(each.left_out for each in said),

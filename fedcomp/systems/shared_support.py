@@ -93,7 +93,7 @@ class SharedSupport(System, id="shared-support"):
         leader, supports, others = led
         support = leader.frames["support"]
         sent = yield [Ask(node, "query", blobs={"support": support}) for node in others]
-        now.state["leader"] = leader.node
+        now.told["leader"] = leader.node
         return self.stepped(now, supports, support, sorted([leader, *sent], key=lambda answer: answer.node))
 
     def stepped(self, now: Now, supports: Supports, support: Frame, given: Sequence[Answer]) -> Step | None:

@@ -9,18 +9,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Context, Message, RecordDict
+from flwr.app import Context, Message
 from toy import client_app, fedavg, fingerprint, model
 
-from fedcomp.clients.compressed import compression
 from fedcomp.clients.conditional import Sensors, conditional
+from fedcomp.clients.programs import programs
 from fedcomp.clients.sensors import StoredEdge
 from fedcomp.codecs import TopK
 from fedcomp.drift.edge import Arrays, Deployments, SensorEndpoint, local_link
 from fedcomp.drift.schedule import ScheduleSettings
 from fedcomp.drift.sensor import SensorSettings, Upload
 from fedcomp.drift.statistics import confidence
-from fedcomp.flower.conditional import HEADER, QUERY_TYPE, Offer, Status
 from fedcomp.flower.faults import Delivery
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
@@ -76,7 +75,7 @@ def run(tmp_path: Path, rounds: int, odd_at: int = 0, fault: Any = None, query: 
         return np.repeat(confidence([SURE]), 100)
 
     sensors = Sensors(lambda context: site(context).edge(), measure, absorb)
-    app = client_app([compression(), conditional(watch, sensors=sensors, settings=SETTLED)])
+    app = client_app([programs(), conditional(watch, sensors=sensors, settings=SETTLED)])
     strategy = Conditional(Compressed(fedavg(fraction_evaluate=0.0), TopK(density=0.2)), max_skip=50, query=query)
 
     def after(number: int, arrays: Any, outcome: Any) -> None:
@@ -118,43 +117,6 @@ def test_windows_of_a_round_that_failed_are_taken_again(tmp_path: Path) -> None:
     assert sites[1].absorbed == [1.0, 1.0]
 
 
-def test_a_query_changes_nothing_on_the_node_and_loads_nothing() -> None:
-    def never(msg: Message, context: Context) -> float:
-        raise AssertionError("a query needs no loss")
-
-    app = client_app([compression(), conditional(never)])
-    with InProcessGrid(app, 1, seed=4) as grid:
-        (node,) = grid.get_node_ids()
-        content = RecordDict()
-        Offer(b"session!", 3).put(content)
-        (reply,) = grid.send_and_receive([Message(content, node, QUERY_TYPE)])
-        assert Status.read(reply.content) == Status(3, quiet=False)
-        assert not grid.context(node).state
-
-
-@pytest.mark.parametrize("kind", [QUERY_TYPE, "train"])
-def test_a_damaged_offer_is_answered_with_an_error(kind: str) -> None:
-    app = client_app([compression(), conditional(lambda msg, context: 1.0)])
-    with InProcessGrid(app, 1, seed=4) as grid:
-        (node,) = grid.get_node_ids()
-        content = RecordDict({"arrays": model()})
-        Offer(b"session!", 3).put(content)
-        content[HEADER]["round"] = -1  # type: ignore[index]
-        (reply,) = grid.send_and_receive([Message(content, node, kind)])
-        assert "round" in reply.error.reason
-
-
-def test_damaged_memory_is_an_error_that_says_so() -> None:
-    from fedcomp.flower.conditional import MEMORY, NodeMemory
-    from fedcomp.flower.payload import put_frame
-    from fedcomp.flower.store import StoreError
-
-    state = RecordDict()
-    put_frame(state, MEMORY, b"damage")
-    with pytest.raises(StoreError, match="damaged"):
-        NodeMemory.load(state, b"session!", SETTLED)
-
-
 @pytest.mark.parametrize("helps", [True, False])
 def test_a_node_whose_own_training_helps_it_is_never_quiet(helps: bool) -> None:
     """Its losses stand still, for others pull the model back: without its updates the model would move."""
@@ -165,7 +127,7 @@ def test_a_node_whose_own_training_helps_it_is_never_quiet(helps: bool) -> None:
         return 1.0 if fingerprint(record) == came[round_of(msg)] or not helps else 0.5
 
     came: dict[int | None, float] = {}
-    app = client_app([compression(), conditional(watch, settings=replace(SETTLED, patience=1))])
+    app = client_app([programs(), conditional(watch, settings=replace(SETTLED, patience=1))])
 
     def noted(message: Message, context: Context) -> Message:
         for record in message.content.array_records.values():

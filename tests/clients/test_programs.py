@@ -25,9 +25,9 @@ from fedcomp.clients.kept import keep
 from fedcomp.clients.memory import BLOB, Held, Memory
 from fedcomp.clients.private.local_dp import local_privacy
 from fedcomp.clients.private.topagg import votes_only
-from fedcomp.clients.programs import programs
+from fedcomp.clients.programs import Brings, Brought, bringing, programs
 from fedcomp.codecs import QSGD, Codec, ErrorFeedback, Factors, Identity, State, TopK, get_codec
-from fedcomp.errors import ConfigError, FedcompError
+from fedcomp.errors import FedcompError
 from fedcomp.exact import decode_exact
 from fedcomp.factors.collect import current
 from fedcomp.factors.outer import OuterProducts
@@ -46,9 +46,9 @@ from fedcomp.flower.rounds import fit
 from fedcomp.flower.schema import OtherVersion, SchemaError
 from fedcomp.layout import NONE_DENSE, Layout, Update, Vector, policy_config
 from fedcomp.privacy.local import LocalPolicy, Privatise
-from fedcomp.program import Answer, Ask, Me, Now, Round, Said, System
+from fedcomp.program import HELLO, Answer, Ask, Me, Now, Round, Said, System
 from fedcomp.rng import Key
-from fedcomp.rules import Int, Made
+from fedcomp.rules import Int, Made, Text
 from fedcomp.stateful import next_epoch
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.server import Server
@@ -118,6 +118,7 @@ TABLE = {"table": digest_of(b"table")}
 def a_system_of_two_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fedcomp.systems.later", sys.modules[__name__])
     monkeypatch.setitem(SYSTEMS, "later", "later:Later")  # type: ignore[arg-type]
+    monkeypatch.setitem(SYSTEMS, "greeted", "later:Greeted")  # type: ignore[arg-type]
 
 
 def model(value: float = 0.0) -> ArrayRecord:
@@ -178,7 +179,7 @@ class Node:
     ) -> Message:
         """Return the node's reply to a message."""
         content = RecordDict({"config": ConfigRecord({"server-round": head.number, "lr": 0.5})})
-        if kind != "query" and not head.base:
+        if not kind.startswith("query") and not head.base:
             content = RecordDict({"arrays": model() if arrays is None else arrays, **content})
         asks.put(content, head, say, data or {})
         with acting_as(1, 0):
@@ -213,6 +214,12 @@ class Node:
         state = RecordDict(dict(self.context.state.items()))
         context = Context(1, self.context.node_id, self.context.node_config, state, {})
         return replace(self, context=context, made=self.made.copy(), delivered=self.delivered.copy())
+
+
+def brings(system: str, data: Brings) -> ClientHalf:
+    """Return a half that brings something to a system, around that of programs."""
+    outer, inner = bringing("brings", system, data), programs()
+    return ClientHalf("both", lambda msg, context, app: outer.mod(msg, context, lambda m, c: inner.mod(m, c, app)))
 
 
 def answer(reply: Message) -> AnswerHead:
@@ -965,19 +972,18 @@ def test_what_an_app_brings_stands_for_its_training() -> None:
     """Buffers stay as they are, metrics are what was brought; a private round, where an update leaves, gets nothing."""
     seen: list[RecordDict] = []
 
-    def data(msg: Message, context: Context) -> tuple[Any, RecordDict]:
-        beside = RecordDict()
-
+    def data(msg: Message, context: Context) -> Brought:
         def measures(me: Me, directions: Any) -> np.ndarray:
             seen.append(msg.content)
-            beside["metrics"] = MetricRecord({"num-examples": 5})
+            app.reply["metrics"] = MetricRecord({"num-examples": 5})
             return np.arange(float(len(list(directions))))
 
-        return measures, beside
+        app = Brought(measures)
+        return app
 
     wide = {"n": np.array(4), "w": np.zeros(64, np.float32)}
     layout = Layout.of(wide, NONE_DENSE)
-    node = Node(Forward(directions=3), half=programs(data=data))
+    node = Node(Forward(directions=3), half=brings("forward", data))
     fields = {"say": "Measure", "policy": policy_config(NONE_DENSE, layout)}
     reply = node.send(node.head(**fields), arrays=to_record(wide), say=Measure(0.5))
     assert answer(reply) == AnswerHead(3, sequence=1, record="arrays", say="Measured")
@@ -994,8 +1000,66 @@ def test_what_an_app_brings_stands_for_its_training() -> None:
     with acting_as(1, 2):
         assert node.half.mod(message, node.context, node.train).has_error()
     assert len(seen) == 1
-    with pytest.raises(ConfigError, match="data=3 is not valid"):
-        programs(data=3)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Word(Said):
+    """How many numbers a node remembers, and what its app brings."""
+
+    known: Annotated[int, Int(absent=0)] = 0
+    brought: Annotated[str, Text(4096)] = ""
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Greeted(Pair, id="greeted"):
+    """A pair that says hello, and of which nodes train in odd rounds alone."""
+
+    SAYS: ClassVar[tuple[type[Said], ...]] = (Word,)
+
+    def client(self, memory: State, ask: Ask, me: Me) -> tuple[State, Answer]:
+        if ask.kind == HELLO:
+            assert me.data is None or not me.layout.size or me.layout == LAYOUT
+            return {}, Answer(me.node, say=Word(sum(array.size for array in memory.values()), me.data or ""))
+        return super().client(memory, ask, me) if me.number % 2 else (memory, Answer(me.node, say=Word()))
+
+
+GREETED = Greeted(ErrorFeedback(TopK(density=0.1)))
+
+
+def test_a_hello_is_answered_in_words_and_changes_nothing() -> None:
+    """Also before any training; it shows the memory of the last round, and what the app brings."""
+    node = Node(GREETED, half=brings("greeted", lambda msg, context: Brought(str(sorted(msg.content)))))
+
+    def hello() -> Word:
+        before = stored(node)
+        reply = node.send(node.head(1, model="", say="Word"), HELLO, say=Word())
+        assert answer(reply) == AnswerHead(3, sequence=node.sequence, say="Word")
+        assert stored(node) == before
+        found = asks.say_of(reply.content, answer(reply), GREETED)
+        assert isinstance(found, Word)
+        return found
+
+    first = hello()
+    assert (first.known, first.brought) == (0, "['config']")
+    node.consume(node.ask(1))
+    known = hello().known
+    assert known >= LAYOUT.size
+    other = node.send(node.head(1, session=b"another!", model="", say="Word"), HELLO, say=Word())
+    assert asks.say_of(other.content, answer(other), GREETED) == first
+
+
+def test_who_is_asked_to_train_and_does_not_says_so_and_keeps_what_it_has() -> None:
+    node = Node(GREETED)
+    node.consume(node.ask(1))
+    quiet = node.ask(2)
+    assert answer(quiet) == AnswerHead(3, sequence=2, generation=1, say="Word")
+    assert [*quiet.content] == [NODE_RECORD]
+    assert node.trained == 1
+    assert node.conserves()
+    again = node.ask(2, sequence=2)
+    assert again.content == quiet.content
+    node.ask(3)
+    assert node.conserves()
 
 
 def test_an_evaluation_takes_nothing_from_the_memory() -> None:

@@ -388,7 +388,7 @@ def test_small_frames_of_a_reply_are_entries_of_its_header_and_cost_no_object_of
         assert payload_bytes(received) == 560
         assert take_node(received) == 3
         assert has_frame(received.content, protocol.UPDATE)
-        assert not has_frame(received.content, protocol.PROBE)
+        assert not has_frame(received.content, protocol.STEP)
     assert len(Packer().pack(joined).contents) == len(Packer().pack(apart).contents) - 2
     # Two objects: their types and ids, and the ids once more in the tree.
     assert wire_bytes(apart) - wire_bytes(joined) > 2 * 200

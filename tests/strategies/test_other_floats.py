@@ -87,7 +87,7 @@ SYSTEMS: dict[str, Callable[[], Any]] = {
         compressed(fc.TopK(density=1.0), feedback=False), mode="node", stateless_clients=True
     ),
     "buffered": lambda: fc.Buffered(compressed(fc.TopK(density=1.0), feedback=False), concurrency=NODES, buffer=2),
-    "layer by layer": lambda: fc.LayerByLayer(compressed(fc.TopK(density=0.3))),
+    "layer by layer": lambda: fc.LayerByLayer(compressed(fc.Factors())),
     "relay": lambda: fc.CodedFedAvg(compressed(fc.TopK(density=0.3)), code="rlnc"),
     "coded sum": lambda: fc.CodedFedAvg(compressed(INTEGERS), construction="sumcode"),
     "gradient code": lambda: fc.CodedFedAvg(average(), construction="gradcode"),

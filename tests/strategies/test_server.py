@@ -452,6 +452,29 @@ def test_steps_cost_less_than_models_and_a_lost_replica_is_replaced() -> None:
     assert grid.ledger.total("payload", direction="down") < 2 * down
 
 
+@pytest.mark.parametrize("codec", [Identity(), SPARSE], ids=["whole models", "changes"])
+def test_an_open_round_keeps_what_its_clients_train_from_while_the_reference_moves(codec: Codec) -> None:
+    """The reference is moved in place; a round that another one, or an evaluation, overtakes has begun before that."""
+
+    def run(*, overtaken: bool) -> tuple[dict[str, tuple[str, bytes]], bool]:
+        server, grid = Server(Pair(codec), FedAvg(**ONE), downlink=TopK(0.05)), grid_of()
+        # So that the reference is not the model.
+        arrays = play(server, grid, 3)
+        asked = list(server.configure_train(4, arrays, ConfigRecord(), grid))
+        replies = list(grid.send_and_receive(asked, timeout=9))
+        before = server.broadcast.reference.copy()
+        if overtaken:
+            assert server.configure_evaluate(4, model(3.0), ConfigRecord(), grid)
+        moved = not np.array_equal(before, server.broadcast.reference)
+        made, _ = server.aggregate_train(4, replies)
+        assert made is not None
+        return bits(made), moved
+
+    (plain, still), (late, moved) = run(overtaken=False), run(overtaken=True)
+    assert (still, moved) == (False, True)
+    assert plain == late
+
+
 # What is refused before a run.
 
 

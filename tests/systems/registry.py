@@ -5,7 +5,7 @@ Updates are integers, so that sums of them are exact in float32 and nothing can 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -28,10 +28,13 @@ from fedcomp.codecs import (
     ScaledSign,
     TopK,
 )
+from fedcomp.drift.schedule import ScheduleSettings
+from fedcomp.drift.sensor import Upload
 from fedcomp.factors.outer import OuterProducts
 from fedcomp.layout import Layout, Update, Vector
 from fedcomp.program import Me, System
 from fedcomp.rng import Key
+from fedcomp.systems.conditional import ConditionalRounds
 from fedcomp.systems.factors import FactorSharing
 from fedcomp.systems.forward import Forward
 from fedcomp.systems.gradiveq import FittedBasis
@@ -71,8 +74,9 @@ class Entry:
         in what is rounded at random.
     outer : int
         Of how many outer products each update is the sum, and is known to be; 0 where it is known as a vector.
-    data : callable, optional
-        What the app brings beside training (:attr:`fedcomp.program.Me.data`); its first argument is a client.
+    data : object, optional
+        What the app brings beside training, or in its place (:attr:`fedcomp.program.Me.data`). Of a function the first
+        argument is a client.
     another : bool
         Whether another entry stands for it in the tests of every day, or it is too dear for these.
     """
@@ -84,7 +88,7 @@ class Entry:
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=lambda: {"weight": (40, 30), "bias": (12,)})
     frozen: float | None = 0.0
     outer: int = 0
-    data: Callable[..., Any] | None = None
+    data: Any = None
     another: bool = False
 
     def arrays(self, dtype: str = "float32") -> dict[str, NDArray[Any]]:
@@ -190,6 +194,27 @@ def slopes(me: Me, directions: Iterable[Vector]) -> NDArray[np.float64]:
     return np.array([-made @ direction for direction in directions])
 
 
+class Unsettled:
+    """A node that has something to send in every round."""
+
+    settings = ScheduleSettings()
+
+    def loss(self, me: Me, update: Update | None = None) -> float:
+        return 2.0**-me.number
+
+    def windows(self) -> dict[int, Upload]:
+        return {}
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        assert not [*numbers]
+
+    def absorb(self, windows: Sequence[Upload]) -> None:
+        raise AssertionError("no windows came")
+
+    def deploy(self, me: Me) -> None:
+        assert me.start.shape == (me.layout.size,)
+
+
 ROUNDED: Final = 1e-6
 """Of float32, with room for a few hundred operations."""
 
@@ -239,6 +264,20 @@ ENTRIES: Final[Mapping[str, Entry]] = {
         LearnedGradients(LGC(0.05, instance="server", ef="decoded", raw=0, innovation=0.005), 1, 1),
         law=ROUNDED,
         exchanges=2,
+        another=True,
+    ),
+    "conditional": Entry(
+        ConditionalRounds(ErrorFeedback(TopK(0.05))),
+        law=0.0,
+        reference=feedback(top(0.05)),
+        exchanges=2,
+        data=Unsettled(),
+    ),
+    "conditional-given": Entry(
+        ConditionalRounds(ErrorFeedback(TopK(0.05)), query=False),
+        law=0.0,
+        reference=feedback(top(0.05)),
+        data=Unsettled(),
         another=True,
     ),
     "forward": Entry(Forward(directions=4), shapes={"weight": (40, 30)}, data=slopes, frozen=None),

@@ -110,7 +110,8 @@ def local(entry: Entry, rule: Rule | None = None, dtype: str = "float32", **opti
         return entry.data(me, *args)
 
     given = {"train": train, "weight": lambda node: node + 1.0, "nodes": NODES, "rule": rule or Mean()}
-    given |= {"data": {} if entry.data is None else dict.fromkeys(range(NODES), data)} | options
+    brought = data if callable(entry.data) else entry.data
+    given |= {"data": {} if brought is None else dict.fromkeys(range(NODES), brought)} | options
     # Made anew: what a system kept in itself would not survive a restart.
     driver = Books(altered(entry.system), layout, layout.flatten(arrays), **given)
     return driver

@@ -28,7 +28,6 @@ from fedcomp.layout import NONE_DENSE, Layout, Update, Vector
 from fedcomp.local import Local
 from fedcomp.program import Answer, Ask, Me, Now, Single
 from fedcomp.rng import Key
-from fedcomp.strategies.by_layer import LayerByLayer
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.systems import get_system
 from fedcomp.systems.factors import DOWN, FactorSharing, Fetch, Part, joined, layers, split
@@ -134,10 +133,9 @@ def faulty(number: int, node: int, exchange: int) -> str:
     )
 
 
-def pair(system: FactorSharing, **options: Any) -> Any:
+def pair(system: FactorSharing, **options: Any) -> Compressed:
     """Return the strategy that does the same over messages."""
-    inner = Compressed(fedavg(fraction_evaluate=0.0), system.codec, feedback=system.codec.remembers, **options)
-    return LayerByLayer(inner) if system.by_layer else inner
+    return Compressed(fedavg(fraction_evaluate=0.0), system.codec, feedback=system.codec.remembers, **options)
 
 
 def compare(system: FactorSharing, step: Step = backprop, shape: str = "narrow", rounds: int = 4) -> Local:
@@ -160,26 +158,43 @@ def compare(system: FactorSharing, step: Step = backprop, shape: str = "narrow",
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("by_layer", [False, True])
 @pytest.mark.parametrize("name", SYSTEMS)
-def test_rounds_are_those_over_messages(name: str, by_layer: bool) -> None:
-    compare(replace(SYSTEMS[name], by_layer=by_layer))
+def test_rounds_are_those_over_messages(name: str) -> None:
+    compare(SYSTEMS[name])
 
 
 @pytest.mark.slow
-def test_a_memory_goes_on_layer_by_layer_where_parts_are_lost() -> None:
-    here = compare(replace(SYSTEMS["rank with memory"], by_layer=True), rounds=3)
-    # Of node 2 a part was lost in the last round: its frame is in no step, and goes back before it trains again.
-    assert here.clients[2].pending is not None
-    assert not here.acknowledged(2)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.long] * (n != "rank with memory")) for n in SYSTEMS]
+)
+def test_an_exchange_for_each_layer_comes_to_the_same(name: str) -> None:
+    """Whoever misses an exchange misses the round, and a memory takes back what was in it."""
+
+    def of_one(number: int, node: int, exchange: int) -> str:
+        later = any(faulty(number, node, each) for each in (2, 3))
+        return faulty(number, node, 1) or "lost" * later
+
+    parted = local(replace(SYSTEMS[name], by_layer=True), fault=faulty)
+    whole = local(SYSTEMS[name], fault=of_one)
+    for number in range(1, 5):
+        parted.step(number)
+        whole.step(number)
+        assert parted.model.tobytes() == whole.model.tobytes()
+        for node in whole.clients:
+            one, other = (each.system.residual(each.settled(node), each.layout) for each in (parted, whole))
+            assert (one is None) == (other is None) == (name != "rank with memory")
+            assert one is None or other is None or one.tobytes() == other.tobytes()
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("by_layer", [False, True])
 def test_slopes_of_perturbed_activities_travel_in_one_part(by_layer: bool) -> None:
-    here = compare(FactorSharing(Factors(mode="dad", **KNOWN), by_layer), activities, "wide")
-    frame = next(iter(here.answers[0].frames.values()))
+    system = FactorSharing(Factors(mode="dad", **KNOWN), by_layer)
+    here = local(system, "wide", activities) if by_layer else compare(system, activities, "wide")
+    here.step(5)
+    frame = here.answers[0].frames["values"]
     assert wire.decode(frame).tlv(wire.SEED)
+    assert len(here.answers) == len(SIZES)
 
 
 @pytest.mark.long
@@ -238,7 +253,7 @@ def test_rows_of_all_clients_that_are_longer_than_the_model_stay_up() -> None:
 
 def test_single_updates_have_no_common_step() -> None:
     system, here = FactorSharing(made("rank"), down=True), local(SYSTEMS["rank"])
-    now = Now(1, (0, 1), here.layout, here.model, rule=Single())
+    now = Now(1, (0, 1), here.layout, lambda: here.model, rule=Single())
     rounds = system.round(now)
     next(rounds)
     vector = np.ones(here.layout.size, np.float32)
@@ -294,7 +309,7 @@ def test_a_node_answers_for_its_last_frame_alone() -> None:
     assert answer.say == Part(0, count)
     assert answer.sent == system.codec.encode(update, {}, me.key)[0]
     parts = [system.client(memory, Ask(0, "query", Fetch(n)), me)[1].frames["part"] for n in range(1, count)]
-    assert sum(len(wire.decode(part)) for part in (answer.frames["part"], *parts)) == len(here.layout.tensors)
+    assert sum(len(wire.decode(part)) for part in (answer.frames["values"], *parts)) == len(here.layout.tensors)
     for other, ask in ((me, Fetch(count)), (replace(me, number=6), Fetch(1))):
         with pytest.raises(FedcompError, match="has no part"):
             system.client(memory, Ask(0, "query", ask), other)
@@ -327,7 +342,7 @@ def test_what_goes_down_has_the_shares_of_the_mean() -> None:
     """Weights and the factors of what is late: the factors add up to the mean, or they would not go down."""
     system, here = FactorSharing(made("rank"), down=True), local(SYSTEMS["rank"], "wide")
     notes: list[str] = []
-    now = Now(1, (0, 1), here.layout, here.model, note=notes.append, scales={1: 0.25})
+    now = Now(1, (0, 1), here.layout, lambda: here.model, note=notes.append, scales={1: 0.25})
     rounds = system.round(now)
     next(rounds)
     answers = []

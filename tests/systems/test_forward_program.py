@@ -156,7 +156,7 @@ def test_slopes_that_are_no_numbers_are_left_out_and_cut_ones_are_counted() -> N
     notes: list[str] = []
     system = Forward(directions=8, lr=0.5, scope="layer", clip=0.25)
     here = local(system, steep=True)
-    now = Now(1, tuple(range(NODES)), LAYOUT, np.zeros(LAYOUT.size, np.float32), note=notes.append)
+    now = Now(1, tuple(range(NODES)), LAYOUT, lambda: np.zeros(LAYOUT.size, np.float32), note=notes.append)
     rounds = system.round(now)
     answers = []
     for ask in next(rounds):
@@ -171,7 +171,7 @@ def test_slopes_that_are_no_numbers_are_left_out_and_cut_ones_are_counted() -> N
     moved = LAYOUT.unflatten(end.value.value.change)
     assert moved["b"][0] == 0.0
     np.testing.assert_allclose(moved["b"][1:], 0.25 * system.step(LAYOUT, NODES), rtol=1e-6)
-    measured = now.state["measured"]
+    measured = now.told["measured"]
     assert (measured["left_out"], measured["signs"]) == (3, 3 * system.codec.signs(LAYOUT))
     assert measured["cut"] > 3
     assert notes == [
@@ -227,7 +227,7 @@ def test_the_step_falls_with_the_longest_stretch() -> None:
 
 def test_a_replay_has_the_shares_of_the_mean() -> None:
     system = Forward(directions=4)
-    now = Now(1, (0, 1), LAYOUT, np.ones(LAYOUT.size, np.float32), scales={1: 0.25})
+    now = Now(1, (0, 1), LAYOUT, lambda: np.ones(LAYOUT.size, np.float32), scales={1: 0.25})
     rounds = system.round(now)
     answers = []
     for ask in next(rounds):

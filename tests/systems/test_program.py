@@ -22,7 +22,7 @@ LAYOUT = Layout(
 def now(**options: Any) -> tuple[Now, list[str]]:
     notes: list[str] = []
     model = np.array([1.0, 1.0, 1.0, 0.5, 0.5], np.float32)
-    return Now(1, (0, 1), LAYOUT, model, note=notes.append, **options), notes
+    return Now(1, (0, 1), LAYOUT, lambda: model, note=notes.append, **options), notes
 
 
 def down(change: list[float], rate: float = 1.0) -> tuple[Any, list[str]]:

@@ -23,7 +23,7 @@ def test_where_the_leader_is_lost_the_next_one_that_trained_leads(lost: str) -> 
 
     _, local = program(SharedSupport(ScaleCom(0.05)), 4, 2, fault=fault, present=everybody(4, 2))
     # Round 2 is the turn of node 1; of those that are left, 0, 2 and 3, of the second.
-    assert local.state["leader"] == 2
+    assert local.told["leader"] == 2
     assert sorted(a.node for a in local.answers if "values" in a.frames) == [0, 2, 3]
 
 
@@ -42,7 +42,7 @@ def test_a_leader_that_lies_is_left_out_and_another_one_leads(trouble: str) -> N
             return after, answer
 
     new, local = program(Liar(ScaleCom(0.05)), 4, 1, fault=no_fault, present=everybody(4, 1))
-    assert local.state["leader"] == 1
+    assert local.told["leader"] == 1
     assert [line.partition(":")[0] for line in local.refused[1]] == ["0"]
     # What it sent is on no support that anybody else holds: it is not asked again, and not acknowledged.
     assert [node for node in range(4) if local.acknowledged(node)] == [1, 2, 3]
