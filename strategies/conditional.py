@@ -102,6 +102,7 @@ class Conditional(ExchangeStrategy, Receiving, Stateful):
     --------
     >>> from flwr.serverapp.strategy import FedAvg
     >>> from fedcomp.codecs import TopK
+    >>> from fedcomp.strategies.compressed import Compressed
     >>> strategy = Conditional(Compressed(FedAvg(), TopK(density=0.01)), max_skip=10)
     """
 

@@ -9,7 +9,6 @@ from flwr.clientapp import ClientApp
 from toy import client_app, fedavg, fingerprint, model, stack
 from waiting_runs import Sent, number_of
 
-from fedcomp.clients.compressed import compression
 from fedcomp.clients.memory import BLOB
 from fedcomp.clients.programs import programs
 from fedcomp.codecs import GradiVeQ, PowerSGD, TopK
@@ -282,7 +281,7 @@ def test_clients_of_other_systems_are_served_beside_it() -> None:
     every = client_app([programs()])
     result, _ = run(FittedBasis(codec(), **PHASES), 2, client=every)
     assert np.abs(stack(result.arrays)).max() > 0
-    lacking = client_app([compression()])
+    lacking = client_app()
 
     def client(msg: Message, context: Context) -> Message:
         return (lacking if context.node_config["partition-id"] == 0 else every)(msg, context)

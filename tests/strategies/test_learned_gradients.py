@@ -9,7 +9,6 @@ from flwr.clientapp import ClientApp
 from toy import client_app, fedavg, update, with_halves
 from waiting_runs import number_of
 
-from fedcomp.clients.compressed import compression
 from fedcomp.clients.programs import programs
 from fedcomp.codecs import LGC, Codec, ErrorFeedback, ScaleCom, TopK
 from fedcomp.codecs.lgc import Innovation, LatentSupport
@@ -252,7 +251,7 @@ def test_clients_of_other_systems_are_served_beside_it() -> None:
     alone, _ = run(SharedSupport(ScaleCom(0.05), policy=EndsDense()), client=client_app([programs()]))
     np.testing.assert_array_equal(flat(plain.arrays), flat(alone.arrays))
     with pytest.raises(Exception, match="its app cannot take part in LearnedGradients"):
-        run(Watched(codec()), client=client_app([compression()]))
+        run(Watched(codec()), client=client_app())
 
 
 def test_what_it_does_not_take() -> None:

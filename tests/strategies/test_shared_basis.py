@@ -14,7 +14,6 @@ from toy import client_app, fedavg, fingerprint, model, stack
 from waiting_runs import Sent
 
 from fedcomp.clients.client import client as with_halves
-from fedcomp.clients.compressed import compression
 from fedcomp.clients.memory import BLOB
 from fedcomp.clients.programs import programs
 from fedcomp.codecs import LowRank, PowerSGD, ScaleCom, TopK
@@ -445,7 +444,7 @@ def test_clients_of_other_systems_are_served_beside_it() -> None:
     both = client_app([programs()])
     result, _ = run(SharedBasis(PowerSGD(2)), 2, client=both)
     assert np.abs(stack(result.arrays)).max() > 0
-    lacking = client_app([compression()])
+    lacking = client_app()
 
     def client(msg: Message, context: Context) -> Message:
         return (lacking if context.node_config["partition-id"] == 0 else both)(msg, context)

@@ -13,7 +13,6 @@ from program_runs import owed
 from toy import client_app, fedavg, fingerprint, model, stack, update, with_halves
 
 from fedcomp import wire
-from fedcomp.clients.compressed import compression
 from fedcomp.clients.programs import programs
 from fedcomp.codecs import ScaleCom, TopK
 from fedcomp.codecs.feedback import ErrorFeedback
@@ -511,7 +510,7 @@ def test_headers_are_not_believed() -> None:
 
 def test_apps_without_the_mod_are_told_what_they_lack() -> None:
     strategy = Watched(ScaleCom(0.02))
-    plain = client_app([compression()])
+    plain = client_app()
     modded = app()
 
     def client(msg: Message, context: Context) -> Message:
