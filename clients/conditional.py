@@ -49,7 +49,7 @@ class Sensors:
 def conditional(
     watch: Watch, *, sensors: Sensors | None = None, settings: ScheduleSettings | None = None
 ) -> ClientHalf:
-    """Return the half that brings losses and sensors to conditional rounds; the half ``programs`` answers them.
+    """Return the half that brings losses and sensors to conditional rounds; the half ``compression`` answers them.
 
     Parameters
     ----------

@@ -16,9 +16,11 @@ from fedcomp.codecs.orthonormal import bases
 from fedcomp.codecs.registry import codecs
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.exact import check_exact
+from fedcomp.flower.asks import find_ask
 from fedcomp.flower.payload import NODE_RECORD, PARTITION_KEY, is_frame, models, take_frame
 from fedcomp.flower.protocol import OWN_CONFIG, PROTOCOL, STEP, Announcement, is_own
 from fedcomp.flower.records import BFLOAT16, config_in, to_arrays, to_record, widened
+from fedcomp.flower.schema import OtherVersion
 from fedcomp.flower.state import Replica
 from fedcomp.layout import Layout, Update, Vector, policy_from_config
 from fedcomp.params import shown, similar
@@ -41,6 +43,25 @@ def find_announcement(content: RecordDict) -> Announcement | None:
         if found is not None:
             return found
     return None
+
+
+def asked_config(content: RecordDict) -> Mapping[str, Any] | None:
+    """Return the options of the system, or of the codec, that a message asks for; None where it asks for neither.
+
+    Raises
+    ------
+    FedcompError
+        When what it says cannot be read, or is of another version.
+    """
+    try:
+        head = find_ask(content)
+    except OtherVersion:
+        announcement = find_announcement(content)
+        if announcement is None or announcement.protocol != PROTOCOL:
+            # Of another version nothing can be read, and the answer would be dense.
+            raise
+        return announcement.codec
+    return None if head is None else head.system
 
 
 def require_ids(accept: object, *others: str) -> frozenset[str] | None:

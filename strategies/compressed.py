@@ -9,7 +9,7 @@ handed dense replies.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
@@ -113,6 +113,8 @@ class Compressed(Server):
     >>> strategy.codec
     ErrorFeedback(codec=TopK(density=0.01))
     """
+
+    by_hooks: ClassVar[bool] = True
 
     def __init__(
         self,

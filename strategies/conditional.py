@@ -85,6 +85,7 @@ class Conditional(Server):
     --------
     >>> from flwr.serverapp.strategy import FedAvg
     >>> from fedcomp.codecs import TopK
+    >>> from fedcomp.strategies.compressed import Compressed
     >>> strategy = Conditional(Compressed(FedAvg(), TopK(density=0.01)), max_skip=10)
     """
 

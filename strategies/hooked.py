@@ -30,7 +30,7 @@ from fedcomp.strategies.receiving import Receiving, Reception
 from fedcomp.strategies.replies import SentMessage
 from fedcomp.strategies.returning import Returning
 from fedcomp.strategies.sinks import rule_of
-from fedcomp.strategies.wrapping import held, loop_of, require_inner
+from fedcomp.strategies.wrapping import loop_of, require_inner, require_uncompressed
 from fedcomp.versions import check_codec
 
 
@@ -49,6 +49,8 @@ class Hooked(Receiving, Strategy, Stateful):
     announcer : Announcer
         The session, the versions of the model, and the messages of the current exchange.
     """
+
+    by_hooks: ClassVar[bool] = True
 
     STATE: ClassVar[Mapping[str, Any]] = {
         "inner": INNER,
@@ -69,12 +71,8 @@ class Hooked(Receiving, Strategy, Stateful):
         first_model_at_nodes: bool = False,
         seed: int = 0,
     ) -> None:
+        require_uncompressed(inner)
         require_inner(inner, "Compressed")
-        if any(isinstance(found, Hooked | Compressed) for found in held(inner)):
-            raise ConfigError(
-                f"{type(inner).__name__} compresses already, and frames are not compressed again; put one Compressed "
-                "around the strategy, with chain(...) for several steps and downlink= for the other direction"
-            )
         self._rule = rule_of(inner)
         self.codec = remembering(get_codec(codec), feedback)
         self._rule.check(self.codec, guard)
@@ -379,5 +377,6 @@ def hooked(strategy: Strategy, codec: Codec | None = None) -> Hooked:
         policy=strategy.policy,
         guard=strategy.guard,
         record=strategy.record,
+        first_model_at_nodes=strategy.first_model_at_nodes,
         seed=strategy.seed,
     )

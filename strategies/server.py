@@ -79,7 +79,7 @@ from fedcomp.strategies.round_log import RoundLog, require_usable
 from fedcomp.strategies.running import ALL_WEIGHTLESS, Exchange, Judged, Running, Start, Trained, copies_of
 from fedcomp.strategies.sinks import UpdateRule, rule_of
 from fedcomp.strategies.statistics import hold_in_record, warn_of_missing_names
-from fedcomp.strategies.wrapping import held, loop_of, require_inner
+from fedcomp.strategies.wrapping import loop_of, require_inner, require_uncompressed
 from fedcomp.versions import FIRST
 from fedcomp.wire import Bundle, Frame
 
@@ -164,11 +164,7 @@ class Server(ExchangeStrategy, Stateful):
     ) -> None:
         self._name = type(self).__name__ if type(self) is not Server else type(system).__name__
         self.inner: Strategy = FedAvg(fraction_evaluate=0.0) if inner is None else inner
-        if isinstance(self.inner, Strategy) and any(isinstance(found, Server) for found in held(self.inner)):
-            raise ConfigError(
-                f"{type(self.inner).__name__} compresses already, and frames are not compressed again; put one around "
-                "the strategy, with chain(...) for several steps and downlink= for the other direction"
-            )
+        require_uncompressed(self.inner)
         require_inner(self.inner, self._name)
         if policy is not None and not callable(policy):
             raise ConfigError(f"policy={policy!r} is not valid: a DensityPolicy, such as SmallDense(min_size=1000)")

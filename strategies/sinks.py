@@ -184,12 +184,15 @@ class RepliesRule(UpdateRule):
     def check(self, codec: Codec, guard: Norms | None) -> None:
         """Refuse votes, which are no updates one by one."""
         super().check(codec, guard)
+        self._require_updates(codec)
+        warn_of_pairing(self.strategy, codec)
+
+    def _require_updates(self, codec: Codec) -> None:
         if codec.votes:
             raise ConfigError(
                 f"{codec!r} sends votes, of which only the weighted sum is an update; {type(self.strategy).__name__} "
                 f"looks at single updates. Use one of {', '.join(MEANS)}"
             )
-        warn_of_pairing(self.strategy, codec)
 
     kind: ClassVar[type] = Single
 
@@ -202,11 +205,7 @@ class RepliesRule(UpdateRule):
             When the codec votes, and some nodes got models of their own, or the strategy was not known to look at
             single updates.
         """
-        if codec.votes:
-            raise ConfigError(
-                f"{codec!r} sends votes, of which only the weighted sum is an update; "
-                f"{type(self.strategy).__name__} looks at single updates. Use a codec without votes"
-            )
+        self._require_updates(codec)
         return Single().total(now, codec, given, raw=raw)
 
     def begin(self, intake: Intake, arrivals: Sequence[Arrival]) -> Sink:

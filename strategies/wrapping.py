@@ -31,8 +31,7 @@ def require_inner(inner: object, outer: str) -> None:
     """
     if isinstance(inner, Strategy):
         for found in held(inner):
-            # One that drives its exchanges by the hooks, too, can stand inside.
-            if isinstance(found, ExchangeStrategy) and type(found).configure_train is ExchangeStrategy.configure_train:
+            if isinstance(found, ExchangeStrategy) and not found.by_hooks:
                 raise ConfigError(
                     f"{type(found).__name__} writes its rounds as exchanges of its own and has no hooks that "
                     f"{outer} could stand around; run it by itself"
@@ -56,6 +55,20 @@ def require_inner(inner: object, outer: str) -> None:
             f"Messages. Write 'from flwr.serverapp.strategy import {known}', and a ServerApp with @app.main()"
         )
     raise ConfigError(f"inner must be a Flower Strategy instance, got {inner!r}")
+
+
+def require_uncompressed(inner: object) -> None:
+    """Refuse a strategy that compresses already, or holds one that does.
+
+    Raises
+    ------
+    ConfigError
+    """
+    if isinstance(inner, Strategy) and any(getattr(type(found), "by_hooks", False) for found in held(inner)):
+        raise ConfigError(
+            f"{type(inner).__name__} compresses already, and frames are not compressed again; put one Compressed "
+            "around the strategy, with chain(...) for several steps and downlink= for the other direction"
+        )
 
 
 def held(strategy: Strategy) -> list[Strategy]:

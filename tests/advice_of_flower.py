@@ -390,7 +390,7 @@ CLIENTS: tuple[Row, ...] = (
         lambda: generic.graph_part(*of_task("digits-graph")).features.size > 0,
     ),
     row(
-        "clients/messages.py",
+        "codecs/base.py",
         "knows no longest frame to pad others to; use another codec, or pad=False",
         lambda: padded(Unbounded(0.1)),
         lambda: padded(TopK(0.1)) and unpadded(),
@@ -558,6 +558,12 @@ STRATEGIES: tuple[Row, ...] = (
     ),
     row(
         "strategies/announcing.py",
+        "with the others. Use a codec without votes",
+        lambda: ended(Compressed(Personal(**ALL), SignSGD(step=0.1))),
+        lambda: trains(Compressed(Personal(**ALL), QSGD())),
+    ),
+    row(
+        "strategies/compressed.py",
         "with the others. Use a codec without votes",
         lambda: ended(Compressed(Personal(**ALL), SignSGD(step=0.1))),
         lambda: trains(Compressed(Personal(**ALL), QSGD())),

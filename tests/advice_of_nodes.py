@@ -342,7 +342,7 @@ FLOWER = (
         "clients/half.py",
         "where nothing checks its order; use ",
         lambda: programs()(None, None, None),
-        lambda: client(ClientApp(), only=[programs(), "compression"]),
+        lambda: client(ClientApp(), only=[programs()]),
     ),
 )
 

@@ -69,7 +69,7 @@ PAIR = (
         "strategies/wrapping.py",
         "has no hooks that {} could stand around; run it by itself",
         lambda: Compressed(SharedSupport(ScaleCom(0.1))),
-        lambda: trains(SharedSupport(ScaleCom(0.1)), (programs, compression)),
+        lambda: trains(SharedSupport(ScaleCom(0.1)), (programs,)),
     ),
     row(
         "strategies/wrapping.py",
@@ -84,13 +84,13 @@ PAIR = (
         lambda: trains(Compressed(quiet())),
     ),
     row(
-        "strategies/compressed.py",
+        "strategies/wrapping.py",
         "put one Compressed around the strategy, with chain(...) for several steps",
         lambda: Compressed(Compressed(quiet(), TopK(0.1)), TopK(0.1)),
         lambda: trains(Compressed(quiet(), chain(Clip(1e6), TopK(0.1)), downlink=TopK(0.5))),
     ),
     row(
-        "strategies/compressed.py",
+        "strategies/hooked.py",
         "judges single updates, of which a coded sum shows none; leave guard out",
         lambda: coded_sum(Compressed(quiet(), INTEGERS, guard=Norms())),
         lambda: same(coded_sum(Compressed(quiet(), INTEGERS)), quiet(), halves=CODED),
@@ -99,7 +99,7 @@ PAIR = (
         "strategies/compressed.py",
         "exchanges per round; Flower's hooks offer one. Use its own strategy",
         lambda: Compressed(quiet(), PowerSGD(form="two-exchange")),
-        lambda: trains(SharedBasis(PowerSGD(form="two-exchange")), (programs, compression)),
+        lambda: trains(SharedBasis(PowerSGD(form="two-exchange")), (programs,)),
     ),
     row(
         "strategies/compressed.py",
@@ -145,6 +145,15 @@ PAIR = (
         "Name it with record=...; the others pass through untouched",
         lambda: ended(Compressed(TwoRecords(**ALL), QSGD(levels=7))),
         lambda: trains(Compressed(quiet(), QSGD(levels=7), record="arrays")),
+    ),
+    row(
+        "strategies/server.py",
+        "Name a downlink, Identity() for models without loss",
+        lambda: Server(Pair(TopK(0.1)), quiet(), first_model_at_nodes=True),
+        lambda: trains(
+            Server(Pair(TopK(0.1)), quiet(), downlink=Identity(), first_model_at_nodes=True),
+            [lambda: compression(first_model=lambda *_: model())],
+        ),
     ),
     row(
         "strategies/server.py",
@@ -252,9 +261,9 @@ PAIR = (
         lambda: (
             trains(
                 SharedBasis(PowerSGD(form="two-exchange", memory="aggregated"), server_lr=1.0),
-                (programs, compression),
+                (programs,),
             )
-            and trains(SharedBasis(PowerSGD(memory="local"), server_lr=0.5), (programs, compression))
+            and trains(SharedBasis(PowerSGD(memory="local"), server_lr=0.5), (programs,))
         ),
     ),
     row(
@@ -262,8 +271,8 @@ PAIR = (
         "the mean that they are measured from; use 1, or center=False",
         lambda: FittedBasis(GradiVeQ(width=40, center=True), server_lr=0.5),
         lambda: (
-            trains(FittedBasis(GradiVeQ(width=40, center=True), server_lr=1.0), (programs, compression))
-            and trains(FittedBasis(GradiVeQ(width=40, center=False), server_lr=0.5), (programs, compression))
+            trains(FittedBasis(GradiVeQ(width=40, center=True), server_lr=1.0), (programs,))
+            and trains(FittedBasis(GradiVeQ(width=40, center=False), server_lr=0.5), (programs,))
         ),
     ),
     row(

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from fedcomp.clients.edge.node_config import PEER_ADDRESS
 from fedcomp.clients.half import CallNext, ClientHalf
-from fedcomp.clients.messages import find_announcement, partition_of
+from fedcomp.clients.messages import asked_config, partition_of
 from fedcomp.clients.peers import identity_in, keep_identity, link_tls, own_end, sender_of
 from fedcomp.clients.private.mod import discreet, wants_private
 from fedcomp.errors import ConfigError, FedcompError, StateError
@@ -42,6 +42,7 @@ from fedcomp.flower.coded import (
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import NODE_RECORD, put_node
 from fedcomp.flower.protocol import STALE, refusal
+from fedcomp.flower.schema import OtherVersion
 from fedcomp.flower.state import StaleMessage
 
 if TYPE_CHECKING:
@@ -135,9 +136,12 @@ def coded(max_store_bytes: int = MAX_STORE_BYTES) -> ClientHalf:
 
 
 def for_sums_only(content: RecordDict) -> bool:
-    """Whether a message announces a codec whose frames must not leave as they are."""
-    announcement = find_announcement(content)
-    config: Any = None if announcement is None else announcement.codec
+    """Whether a message asks for a codec whose frames must not leave as they are."""
+    try:
+        config: Any = asked_config(content)
+    except OtherVersion:
+        # No frame of this project comes of it.
+        return False
     while isinstance(config, Mapping):
         if config.get("id") in SUMMED_ONLY:
             return True

@@ -6,18 +6,13 @@ statistics on the node. What is added here is a guard: a client made for private
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from flwr.app import Context, Message, RecordDict
+from flwr.app import Context, Message
 
 from fedcomp.clients.half import CallNext, ClientHalf
-from fedcomp.clients.messages import find_announcement
+from fedcomp.clients.messages import asked_config
 from fedcomp.clients.private.mod import wants_private
 from fedcomp.errors import FedcompError
-from fedcomp.flower.asks import find_ask
-from fedcomp.flower.protocol import PROTOCOL, refusal
-from fedcomp.flower.schema import OtherVersion
+from fedcomp.flower.protocol import refusal
 from fedcomp.systems.pair import Pair
 
 BALLOT = "topagg"
@@ -60,9 +55,11 @@ def _why_not(msg: Message) -> str:
         return f"a message of type {kind!r} came"
     try:
         # What cannot be read is refused: without it the app would send its whole update.
-        codec = _asked(msg.content)
+        codec = asked_config(msg.content)
     except FedcompError as error:
         return f"what is asked cannot be read ({error})"
+    if codec is not None and codec.get("id") == Pair.ID:
+        codec = codec.get("codec", {})
     if codec is None:
         return "nothing is announced, so a dense update is asked for"
     if codec.get("id") != BALLOT:
@@ -70,16 +67,3 @@ def _why_not(msg: Message) -> str:
     if not wants_private(msg.content):
         return "the round is not private"
     return ""
-
-
-def _asked(content: RecordDict) -> Mapping[str, Any] | None:
-    """Return the options of the codec that a message asks for; None where it asks for none."""
-    try:
-        head = find_ask(content)
-    except OtherVersion:
-        announcement = find_announcement(content)
-        if announcement is not None and announcement.protocol != PROTOCOL:
-            # Of another version nothing can be read, and the answer would be dense.
-            raise
-        return None if announcement is None else announcement.codec
-    return None if head is None or head.system.get("id") != Pair.ID else head.system.get("codec")

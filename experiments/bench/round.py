@@ -1,7 +1,7 @@
 """What a round costs beside the app: a client's half, the server's, in read passes and models of memory, and the bytes.
 
-The drop-in pair (FedAvg inside ``Compressed``, top-k 1 % with error feedback), the same as a program, and plain FedAvg
-in the same run, on models of 50 tensors. The app is a record that was made before and takes no time: what is measured
+The drop-in pair (FedAvg inside ``Compressed``, top-k 1 % with error feedback) and plain FedAvg in the same run, on
+models of 50 tensors. The app is a record that was made before and takes no time: what is measured
 is delivery.
 Processor time of one thread, divided by that of reading the model once (:mod:`fedcomp.experiments.bench.readpass`).
 Memory is what is allocated at the peak, in models: at a client beside the message, its state and the app's reply, at
@@ -22,8 +22,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 from flwr.serverapp.strategy import FedAvg
 
 from fedcomp.clients.compressed import compression
-from fedcomp.clients.programs import programs
-from fedcomp.codecs import Codec, ErrorFeedback, TopK
+from fedcomp.codecs import Codec, TopK
 from fedcomp.experiments.bench.engine import BenchError
 from fedcomp.experiments.bench.readpass import Vector, layered, read_pass
 from fedcomp.experiments.bench.server import Nodes
@@ -31,17 +30,13 @@ from fedcomp.experiments.kit import claim
 from fedcomp.flower._private import acting_as, content_to_bytes, set_message_id
 from fedcomp.flower.logs import quiet
 from fedcomp.strategies.compressed import Compressed
-from fedcomp.strategies.server import Server
-from fedcomp.systems.pair import Pair
 
 TENSORS: Final = 50
 DENSITY: Final = 0.01
 PLAIN: Final = "FedAvg, plain"
 PAIR: Final = "pair"
 DOWN: Final = "pair, downlink top-k 1 %"
-PROGRAM: Final = "pair as a program"
-PROGRAM_DOWN: Final = "pair as a program, downlink top-k 1 %"
-SYSTEMS: Final = (PLAIN, PAIR, DOWN, PROGRAM, PROGRAM_DOWN)
+SYSTEMS: Final = (PLAIN, PAIR, DOWN)
 FEW, MANY = 2, 20
 
 GOALS: Final = (
@@ -75,9 +70,7 @@ def _record(vector: Vector) -> ArrayRecord:
 
 def _strategy(name: str, clients: int) -> Any:
     inner = FedAvg(fraction_evaluate=0.0, min_train_nodes=clients, min_available_nodes=clients)
-    down: Codec | None = TopK(DENSITY) if name in (DOWN, PROGRAM_DOWN) else None
-    if name in (PROGRAM, PROGRAM_DOWN):
-        return Server(Pair(ErrorFeedback(TopK(DENSITY))), inner, downlink=down)
+    down: Codec | None = TopK(DENSITY) if name == DOWN else None
     return inner if name == PLAIN else Compressed(inner, TopK(DENSITY), down)
 
 
@@ -154,7 +147,7 @@ def _client(
 
     if name == PLAIN:
         return _Measured(app(message, node))
-    mod = (compression if name in (PAIR, DOWN) else programs)().mod
+    mod = compression().mod
     assert mod is not None
     return _measured(lambda: mod(message, node, app), limit, trace=trace)
 
@@ -196,7 +189,7 @@ def _claims(rows: Sequence[dict[str, Any]]) -> list[Any]:
             "goal of this project",
             gate=False,
         )
-        for system in (PAIR, DOWN, PROGRAM, PROGRAM_DOWN)
+        for system in (PAIR, DOWN)
         for side, what, bound in GOALS
     ]
     over = at[PAIR, FEW]["server, read passes"] / at[PLAIN, FEW]["server, read passes"]

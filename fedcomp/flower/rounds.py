@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from inspect import getattr_static
-from typing import Annotated, Any, Protocol, TypeVar, cast, runtime_checkable
+from typing import Annotated, Any, ClassVar, Protocol, TypeVar, cast, runtime_checkable
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -312,6 +312,9 @@ class ExchangeStrategy(Strategy):
     A subclass writes :meth:`round` as a generator and gets a :meth:`start` with Flower's signature. Flower's four
     hooks cannot express such a round; calling them is refused.
     """
+
+    by_hooks: ClassVar[bool] = False
+    """Whether a round is one exchange, so that Flower's hooks say all of it and others can stand around them."""
 
     _started = False
     _ended: ArrayRecord | None = None

@@ -25,7 +25,7 @@ from fedcomp.privacy.errors import Unbounded
 from fedcomp.privacy.mechanism import Votes
 from fedcomp.privacy.votes import TopkSign, threshold
 from fedcomp.rules import OneOf, Real, checked
-from fedcomp.strategies.hooked import Hooked
+from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.private.strategy import PrivateStrategy
 
 MODES: Final = ("mean", "threshold")
@@ -143,7 +143,7 @@ def topagg(
     policy: DensityPolicy | None = None,
     seed: int = 0,
     **arguments: Any,
-) -> Hooked:
+) -> Compressed:
     """Return TopAgg inside the drop-in pair: clients send packed votes, the server may compress what it sends.
 
     Parameters
@@ -161,6 +161,6 @@ def topagg(
     ...     FedAvg(fraction_evaluate=0.0), TopkSign(k=200), server_lr=0.05, noise_multiplier=2.0, population=1000
     ... )
     """
-    return Hooked(
+    return Compressed(
         TopAgg(inner, ballot, seed=seed, **arguments), ballot, downlink, feedback=False, policy=policy, seed=seed
     )

@@ -10,8 +10,7 @@ from toy import client_app, fedavg, model
 
 from fedcomp.codecs import SignSGD, TopK
 from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.payload import NODE_RECORD
-from fedcomp.flower.protocol import UPDATE
+from fedcomp.flower.payload import FRAME, NODE_RECORD
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 
@@ -44,7 +43,7 @@ def test_a_private_vote_leaves_a_frame_and_a_header_and_nothing_else() -> None:
     assert chosen.reports[1].compressed == NODES
     for content in left:
         assert set(content) == {NODE_RECORD}
-        assert set(content[NODE_RECORD]) == {UPDATE, "partition-id", "record", "sequence"}
+        assert set(content[NODE_RECORD]) == {FRAME + "values", "partition-id", "record", "sequence"}
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -101,25 +101,25 @@ def run(
     ours = strategy(SEED) if ours is None else ours
     asked = Asked(SEED, NODES, ROUNDS_ASKED, 60.0, 0.0, str(path))
     with InProcessGrid(client, NODES, seed=SEED, node_config=config, fault=fault) as grid:
-        configure, nodes = ours.configure_train, list(grid.get_node_ids())
+        ask, nodes = ours._ask, list(grid.get_node_ids())
 
-        def before(number: int, *rest: Any) -> Iterable[Message]:
+        def before(number: int, *rest: Any) -> Any:
             if restarts and number in restarts:
                 grid.wipe(nodes[restarts[number]])
-            return configure(number, *rest)
+            return ask(number, *rest)
 
-        ours.configure_train = before  # type: ignore[method-assign]
+        ours._ask = before  # type: ignore[method-assign]
         if killed:
             # What does not know its clients cannot set them back, as in a deployment.
-            plain, aggregate = PlainGrid(grid), ours.aggregate_train
+            plain, take = PlainGrid(grid), ours._take
 
-            def gone(number: int, replies: Iterable[Message]) -> Any:
-                model = aggregate(number, replies)
-                if number == killed:
+            def gone(x: Running, now: Now, step: Step | None) -> Any:
+                model = take(x, now, step)
+                if now.number == killed:
                     raise Gone
                 return model
 
-            ours.aggregate_train = gone  # type: ignore[method-assign]
+            ours._take = gone  # type: ignore[method-assign]
             with pytest.raises(Gone):
                 serve(plain, asked, ours)
             serve(plain, asked, strategy(SEED))

@@ -10,7 +10,7 @@ import torch
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from torch import Tensor, nn
-from toy import fedavg
+from toy import fedavg, put_sent_frame, sent_frame
 
 from fedcomp import wire
 from fedcomp.clients.client import client
@@ -20,8 +20,6 @@ from fedcomp.codecs import Codec, Factors, TopK
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
-from fedcomp.flower.payload import put_frame, take_frame
-from fedcomp.flower.protocol import UPDATE
 from fedcomp.forward.activity import activity_gradients
 from fedcomp.rng import Key
 from fedcomp.strategies.compressed import Compressed
@@ -176,11 +174,11 @@ def test_several_steps_are_one_sum_as_long_as_it_is_shorter() -> None:
 def test_signs_that_are_a_clients_choice_are_refused() -> None:
     def choose(msg: Message, context: Context, call_next: Callable) -> Message:
         reply = call_next(msg, context)
-        frame = take_frame(reply.content, UPDATE)
+        frame = sent_frame(reply.content)
         assert frame is not None
         if context.node_config["partition-id"] == 1:
             tensors = wire.decode(frame).tensors
-            put_frame(reply.content, UPDATE, wire.encode(tensors, tlvs=((wire.SEED, bytes(8)),)))
+            put_sent_frame(reply.content, wire.encode(tensors, tlvs=((wire.SEED, bytes(8)),)))
         return reply
 
     half = ClientHalf("choose", choose, outside=("compression",))

@@ -57,6 +57,7 @@ from fedcomp.flower.rounds import fit
 from fedcomp.rng import Key
 from fedcomp.strategies.coded.strategy import CodedFedAvg
 from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.hooked import Hooked
 
 # The sum.
 
@@ -270,7 +271,7 @@ def test_d5_a_share_that_is_the_update_itself_is_refused_or_said() -> None:
 # Nothing twice, nothing lost.
 
 
-class Still(Compressed):
+class Still(Hooked):
     """Acknowledges, and leaves the model where it is, so that a client's change of it is the toy's integers."""
 
     def aggregate_sum(self, server_round, mean, weight, members, contents=()):

@@ -277,7 +277,7 @@ def test_other_messages_pass_through_the_half() -> None:
         msg.content["metrics"] = MetricRecord({"num-examples": 1})
         return Message(msg.content, reply_to=msg)
 
-    made_app = client(plain, compression(), forward_gradients(point))
+    made_app = client(plain, forward_gradients(point))
     found, _ = run(Compressed(fedavg(fraction_evaluate=0.0), TopK(0.1)), made_app, 1)
     assert len(seen) == NODES
     assert not found["w"].any()

@@ -277,7 +277,7 @@ def around(strategy):
         (lambda: FedXgbBagging(**ONE), "FedXgbBagging exchanges the bytes of boosted trees"),
         (lambda: FedXgbCyclic(), "FedXgbCyclic exchanges the bytes of boosted trees"),
         (lambda: around(FedXgbBagging(**ONE)), "boosted trees"),
-        (lambda: SharedSupport(), "compresses already"),
+        (lambda: SharedSupport(), "exchanges of its own"),
         (lambda: FedMedian, r"write FedMedian\(\.\.\.\)"),
         (lambda: LegacyFedAvg(), "write 'from flwr.serverapp.strategy import FedAvg'"),
         (lambda: type("Mine", (LegacyFedAvg,), {})(), "Mine is a strategy of Flower's legacy API"),

@@ -35,6 +35,7 @@ from fedcomp.program import Step
 from fedcomp.rng import Key
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.guard import Norms
+from fedcomp.strategies.hooked import Hooked
 from fedcomp.strategies.server import Running, Server
 from fedcomp.systems.pair import Pair
 from fedcomp.systems.power_sgd import SharedBasis
@@ -109,7 +110,7 @@ def test_the_pair_is_compressed_bit_for_bit(
     found = []
     for make, half in (
         (lambda: Server(Pair(codec), inner(), downlink=downlink, policy=NONE_DENSE), programs()),
-        (lambda: Compressed(inner(), codec, downlink, feedback=False), compression()),
+        (lambda: Hooked(inner(), codec, downlink, feedback=False), compression()),
     ):
         random.seed(1)
         strategy, grid, arrays = make(), grid_of(half), model(counter=how == "counter")
@@ -326,12 +327,59 @@ def test_weights_of_zero_leave_the_model_and_every_memory() -> None:
 
 
 def test_clients_without_the_half_are_named_and_a_run_that_learns_nothing_ends() -> None:
-    server = Server(Pair(SPARSE), FedAvg(**QUIET))
-    with pytest.raises(NoUsableReply, match=r"4 x the client answered with a model: its app cannot take part in Pair"):
-        play(server, grid_of(compression()), 1)
-    refusing = Server(Pair(SPARSE), FedAvg(**QUIET))
-    with pytest.raises(NoUsableReply, match=r"cannot take part in Pair \(this client accepts .*'qsgd'"):
+    why = "the client answered with a model: its app cannot take part in SharedSupport"
+    with pytest.raises(NoUsableReply, match=f"4 x {why}"):
+        play(Server(SharedSupport(ScaleCom(0.05)), FedAvg(**QUIET)), InProcessGrid(client_app(), NODES), 1)
+    refusing = Server(SharedSupport(ScaleCom(0.05)), FedAvg(**QUIET))
+    with pytest.raises(NoUsableReply, match=f"{why} \\(this client accepts .*'qsgd'"):
         play(refusing, grid_of(programs(accept=["qsgd"])), 1)
+
+
+class Personal(FedAvg):
+    """Sends every other node a model of its own."""
+
+    def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Any) -> Any:
+        messages = list(super().configure_train(server_round, arrays, config, grid))
+        own = to_record({name: array.numpy() + 1 for name, array in arrays.items()})
+        for message in messages[::2]:
+            message.content["arrays"] = own
+        return messages
+
+
+@pytest.mark.parametrize(
+    ("inner", "codec", "downlink", "halves"),
+    [
+        pytest.param(lambda: FedAvg(**ONE), SPARSE, None, 3, id="a client without the half"),
+        pytest.param(lambda: FedAvg(**ONE), SPARSE, TopK(0.05), 3, id="and a downlink", marks=pytest.mark.long),
+        pytest.param(lambda: FedAvg(**ONE), SignSGD(step=0.1), None, 3, id="and votes", marks=pytest.mark.long),
+        pytest.param(lambda: FedAvg(**ONE), Identity(), TopK(0.05), 3, id="and models", marks=pytest.mark.long),
+        pytest.param(lambda: FedMedian(**ONE), SPARSE, None, 3, id="and a median", marks=pytest.mark.long),
+        pytest.param(lambda: Personal(**ONE), SPARSE, TopK(0.05), 4, id="models of their own"),
+        pytest.param(lambda: Personal(**ONE), Identity(), None, 4, id="and whole models", marks=pytest.mark.long),
+    ],
+)
+def test_what_others_send_is_taken_as_hooks_take_it(
+    inner: Callable[[], Strategy], codec: Codec, downlink: Codec | None, halves: int
+) -> None:
+    """Models, metrics and whose updates are used, bit for bit."""
+    found = []
+    for make in (Compressed, Hooked):
+        random.seed(1)
+        apps = [client_app([compression()] if node < halves else []) for node in range(NODES)]
+
+        def app(msg: Message, context: Context, apps: Any = apps) -> Message:
+            return apps[int(context.node_config["partition-id"])](msg, context)
+
+        strategy: Any = make(inner(), codec, downlink, feedback=False)
+        grid = MeteredGrid(InProcessGrid(app, NODES, seed=4), TrafficLedger())
+        result = fit(strategy, grid, model(), 3, timeout=9)
+        reports = [
+            (r.used, r.plain, r.compressed, r.without_mod, r.refused, r.weights, r.changed)
+            for r in strategy.reports.values()
+        ]
+        found.append((bits(result.arrays), dict(result.train_metrics_clientapp), reports))
+    assert found[0] == found[1]
+    assert [each[:3] for each in found[0][2]] == [(NODES, NODES - halves, halves)] * 3
 
 
 def test_an_outlier_is_dropped_for_good_and_the_others_are_used() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from test_conservation import Sum, memory_of, residual
-from toy import client_app, fedavg, model, sent_frame, stack, update
+from toy import client_app, fedavg, model, put_sent_frame, sent_frame, stack, update
 
 from fedcomp import wire
 from fedcomp.clients.compressed import compression
@@ -48,8 +48,6 @@ from fedcomp.flower.faults import RandomFaults
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
-from fedcomp.flower.payload import put_frame
-from fedcomp.flower.protocol import UPDATE
 from fedcomp.layout import NONE_DENSE, Layout, SmallDense, Update
 from fedcomp.rng import Key
 from fedcomp.strategies.compressed import Compressed
@@ -277,7 +275,7 @@ def test_a_client_cannot_go_on_with_the_first_rounds_density() -> None:
         reply = honest(msg, context)
         if context.node_config["partition-id"] == 1:
             many = [wire.sparse((1200,), np.arange(120), np.ones(120, np.float32)), wire.dense(np.ones(12, np.float32))]
-            put_frame(reply.content, UPDATE, wire.encode(many))
+            put_sent_frame(reply.content, wire.encode(many))
         return reply
 
     grid = InProcessGrid(app, 3, seed=4)

@@ -10,12 +10,11 @@ import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from private_runs import forged
 from topagg_runs import BALLOT, NODES, SIZE, app, ballots, flat, learnt, run, strategy
-from toy import model
+from toy import model, put_sent_frame
 
 from fedcomp import wire
+from fedcomp.errors import ConfigError
 from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.payload import put_frame
-from fedcomp.flower.protocol import UPDATE
 from fedcomp.layout import Layout
 from fedcomp.privacy.errors import Unbounded
 from fedcomp.privacy.mechanism import PrivateSum
@@ -35,7 +34,7 @@ def forger(evil: Evil) -> Callable[[Message, Context], Message]:
 
 def frame(*tensors: wire.Tensor) -> Evil:
     def evil(content: RecordDict) -> None:
-        put_frame(content, UPDATE, wire.encode(list(tensors)))
+        put_sent_frame(content, wire.encode(list(tensors)))
 
     return evil
 
@@ -52,7 +51,7 @@ def twice_the_same_index(content: RecordDict) -> None:
     """Fixed-width indices 4, 4 instead of 4, 5, sealed again: one coordinate would count twice."""
     tensor = wire.sparse((SIZE,), np.array([4, 5]), signs(2), index="raw")
     sent = wire.encode([tensor])[:-4].replace(b"\x04\0\0\0\x05\0\0\0", b"\x04\0\0\0\x04\0\0\0")
-    put_frame(content, UPDATE, seal(sent))
+    put_sent_frame(content, seal(sent))
 
 
 def overflowing(content: RecordDict) -> RecordDict:
@@ -120,7 +119,8 @@ def test_1_11_h_every_reply_twice_is_every_vote_once() -> None:
         assert chosen.reports[1].duplicates == (times - 1) * NODES
         assert chosen.inner.privacy.releases == 1
         # The round is over: its replies release nothing a second time.
-        assert chosen.aggregate_train(1, replies) == (None, None)
+        with pytest.raises(ConfigError, match="aggregated before"):
+            chosen.aggregate_train(1, replies)
         assert chosen.inner.privacy.releases == 1
     assert models[0] == models[1]
 
@@ -152,7 +152,7 @@ def test_1_11_h_a_layer_cannot_vote_for_another() -> None:
         layout_shares.extend(shares)
         first, second = shares[0] - 1, shares[1] + 1
         tensors = [listed(signs(first), 1200), listed(signs(second), 30)]
-        put_frame(content, UPDATE, wire.encode(tensors))
+        put_sent_frame(content, wire.encode(tensors))
 
     chosen, absent = strategy(ballot, **options), strategy(ballot, **options)
     moved, *_ = run(chosen, client=forger(evil))

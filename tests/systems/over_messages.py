@@ -8,12 +8,12 @@ from typing import Any
 
 from flwr.app import ArrayRecord
 
+from fedcomp.clients.memory import MEMORY
 from fedcomp.flower.asks import data_in
 from fedcomp.flower.faults import Delivery
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
-from fedcomp.flower.payload import FRAME, take_frame
-from fedcomp.flower.protocol import UPDATE
+from fedcomp.flower.payload import FRAME
 from fedcomp.flower.records import to_arrays, to_record
 from fedcomp.flower.rounds import fit
 from fedcomp.layout import Layout, Vector
@@ -43,8 +43,7 @@ class Heard(MeteredGrid):
         for reply in replies:
             if reply.has_error():
                 continue
-            # The pair's own, or what a program calls so.
-            if (frame := take_frame(reply.content, UPDATE) or data_in(reply.content, FRAME).get("values")) is not None:
+            if (frame := data_in(reply.content, FRAME).get("values")) is not None:
                 self.heard.setdefault(reply.metadata.src_node_id, []).append(bytes(frame))
         return replies
 
@@ -73,7 +72,7 @@ def product(
             frames = {partition_of[node]: frames for node, frames in grid.heard.items()}
             memories = {}
             for node, partition in partition_of.items():
-                held = inner.context(node).state.array_records.get("fedcomp.uplink.memory")
+                held = inner.context(node).state.array_records.get(MEMORY)
                 if held is not None:
                     memories[partition] = held["memory"].numpy().tobytes()
             found.append(Seen(vector.tobytes(), frames, memories))
