@@ -15,7 +15,7 @@ memory, and what becomes of updates that are too old, is derived here.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, ClassVar, Final, NamedTuple
@@ -179,17 +179,7 @@ def _load(owner: Overlapping, state: Any) -> None:
 
 
 class Overlapping(ExchangeStrategy, Stateful):
-    """Base of strategies whose exchanges overlap.
-
-    Parameters
-    ----------
-    inner : Strategy
-        A :class:`~fedcomp.strategies.server.Server`, or any strategy that one can stand around: its clients then send
-        whole models.
-    timeout : float
-        Seconds after which a message is given up.
-    deadline : Deadline, optional
-        Gives them up earlier, by the clients' own past times.
+    """Base of strategies whose exchanges overlap; ``inner`` is the server of the program, made where there is none.
 
     Attributes
     ----------
@@ -204,9 +194,9 @@ class Overlapping(ExchangeStrategy, Stateful):
     Raises
     ------
     ConfigError
-        For an inner strategy that Server cannot stand around, one with a loop of its own, and a private one: how
-        often a client takes part in what is released is not what its promise assumes. After the first step for a
-        system that keeps something from round to round, of which rounds in flight would not know.
+        For an inner strategy that no server can stand around, one with a loop of its own, and a private one: how often
+        a client takes part in what is released is not what its promise assumes. After the first step for a system that
+        keeps something from round to round, of which rounds in flight would not know.
     """
 
     STATE: ClassVar[Mapping[str, Any]] = {
@@ -297,12 +287,11 @@ class Overlapping(ExchangeStrategy, Stateful):
         server_round: int,
         arrays: ArrayRecord,
         config: ConfigRecord,
-        grid: Grid,
-        nodes: Callable[[], Iterable[int]],
+        view: NodesShown,
         among: Callable[[list[Message]], list[Message]],
     ) -> Exchanges[Flight]:
-        """Begin a round in which some of ``nodes()`` are asked; its messages are under way from now on."""
-        view, server = NodesShown(grid, nodes), self.inner
+        """Begin a round in which some of the nodes shown are asked; its messages are under way from now on."""
+        server = self.inner
         server.roster.meet(view)
         messages = among(list(server.inner.configure_train(server_round, arrays, config, view)))
         self._seen, self._shown, self._config = view.shown, arrays, dict(config)
@@ -310,7 +299,7 @@ class Overlapping(ExchangeStrategy, Stateful):
         program = server.system.round(seen)
         # Nobody asked: what the program makes of that is found when it is this round's turn.
         exchange = server._send(x, seen, next(program)) if messages else Exchange({}, [])
-        sent, began, limit = exchange.sent, now(grid), self.timeout
+        sent, began, limit = exchange.sent, now(view), self.timeout
         if self.deadline is not None:
             limit = self.deadline.seconds([each.node for each in sent], self.timeout)
         flight = Flight(x, seen, program, exchange, self.steps, began, began + limit, list(sent))
@@ -418,11 +407,6 @@ class PipelinedStrategy(Overlapping):
         is η times this one. Only where the inner strategy is a weighted mean.
     evaluate_every : int
         Clients evaluate after every so many rounds, for which the pipe is drained; 0: never.
-
-    Raises
-    ------
-    ConfigError
-        For values that do not fit.
 
     Notes
     -----
@@ -536,8 +520,8 @@ class PipelinedStrategy(Overlapping):
                 least,
                 self.width,
             )
-        nodes = lambda: self._turn(server_round, grid)  # noqa: E731
-        return (yield from self._launch(server_round, arrays, config, grid, nodes, choose))
+        view = NodesShown(grid, lambda: self._turn(server_round, grid))
+        return (yield from self._launch(server_round, arrays, config, view, choose))
 
     def _turn(self, server_round: int, grid: Grid) -> list[int]:
         """Return the nodes whose turn it is; newcomers join the cohort that has fewest nodes online."""
@@ -573,15 +557,10 @@ class PipelinedStrategy(Overlapping):
                 # These are under way, or answered, since the round began.
                 messages = play.send(replies)
             while True:
-                messages = play.send((yield Push(_listed(messages), self.timeout)))
+                messages = play.send((yield Push(messages, self.timeout)))
         except StopIteration as end:
             step: Step | None = end.value
             return step
-
-
-def _listed(messages: Iterable[Message] | Send | Await) -> list[Message]:
-    assert isinstance(messages, list)
-    return messages
 
 
 def _compensate(step: Step, x: Running, then: Now, strength: float) -> None:
@@ -758,7 +737,7 @@ class Buffered(Overlapping):
 
         # Flower's line would tell of all nodes, of which one or two are asked.
         with unsampled():
-            yield from self._launch(server_round, arrays, config, grid, grid.get_node_ids, draw)
+            yield from self._launch(server_round, arrays, config, NodesShown(grid, grid.get_node_ids), draw)
 
     def _aged(self, flight: Flight, sent: SentMessage, reply: Message) -> Message:
         """Return a reply, or in place of one that is too old what stands for it."""
@@ -800,13 +779,11 @@ class Buffered(Overlapping):
             {node: Origin(flight.now.number, flight.now.model) for node, flight in flights.items()},
             scales={node: self.server_lr * weigh(ages[x.addresses[node]]) for node in answers},
         )
-        program, step = server.system.round(seen), None
+        program = server.system.round(seen)
         next(program)
         try:
             program.send([answers[node] for node in sorted(answers)])
         except StopIteration as end:
-            step = end.value
-        else:
-            raise ConfigError(f"{server.system!r} asks twice in a round, which a buffer has no place for")
-        came = {address for address, (_, _, reply) in filled.items() if reply is not None}
-        return self._step(x, seen, step, {address: ages[address] for address in came}, grid)
+            came = {address: ages[address] for address, (_, _, reply) in filled.items() if reply is not None}
+            return self._step(x, seen, end.value, came, grid)
+        raise ConfigError(f"{server.system!r} asks twice in a round, which a buffer has no place for")

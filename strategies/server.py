@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Final
@@ -451,7 +451,9 @@ class Server(ExchangeStrategy, Stateful):
             )
         return name, found[name]
 
-    def _play(self, x: Running, now: Now, program: Round, begun: Exchange | None = None) -> Exchanges[Step | None]:
+    def _play(
+        self, x: Running, now: Now, program: Round, begun: Exchange | None = None
+    ) -> Generator[list[Message], list[Message], Step | None]:
         """Drive the program: asks to messages, replies to answers; return what it came to.
 
         ``begun`` are the asks that it has made already.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from toy import client_app, model
 from fedcomp.clients.programs import programs
 from fedcomp.codecs import Codec, ErrorFeedback, Identity, PowerSGD, ScaleCom, SignSGD, TopK
 from fedcomp.errors import ConfigError
+from fedcomp.flower import checkpoint
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.rounds import fit
@@ -121,3 +123,31 @@ def test_width_one_is_the_servers_own_loop_bit_for_bit() -> None:
 def test_what_cannot_overlap_is_refused_by_name(make: Any, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         run(make(), programs(), model())
+
+
+@pytest.mark.parametrize("width", [2, 3])
+@pytest.mark.parametrize("codec", [FEW, SignSGD(0.5)], ids=["memory", "votes"])
+def test_a_server_that_crashes_with_rounds_in_flight_counts_no_round_twice(
+    codec: Codec, width: int, tmp_path: Path
+) -> None:
+    """The nodes go on as they are: they answer rounds that they had answered as they did, and train in none again."""
+
+    def build() -> PipelinedStrategy:
+        return PipelinedStrategy(server(Pair(codec)), width)
+
+    whole, path = run(build(), programs(), model()), tmp_path / "run.ckpt"
+    with InProcessGrid(client_app([programs()]), NODES, seed=4) as inner:
+        grid, first = MeteredGrid(inner), build()
+
+        def keep(number: int, arrays: ArrayRecord, outcome: Any) -> None:
+            if number == 5:
+                checkpoint.save(path, server_round=5, arrays=arrays, strategy=first)
+
+        fit(first, grid, model(), 6, on_round=keep)
+        second, held = build(), checkpoint.load(path)
+        held.apply(second)
+        assert len(second.flights) == width - 1
+        end = fit(second, grid, held.arrays, ROUNDS, start_round=6)
+        rolled = [second.reports[number].rolled_back for number in range(5, ROUNDS + 1)]
+    assert bits(end) == bits(whole)
+    assert not any(rolled)

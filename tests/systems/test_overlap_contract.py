@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -65,12 +66,44 @@ def pace(delivery: Delivery) -> float:
     return float((1 + delivery.partition) * draw.exponential())
 
 
-def run(strategy: Overlapping, grid: MeteredGrid, rounds: int) -> None:
+class Books:
+    """What clients made and owe, by partition, those memories included that were wiped."""
+
+    def __init__(self, server: Watched, grid: InProcessGrid) -> None:
+        self.server, self.grid = server, grid
+        self.layout = Layout.of(to_arrays(model()), server.policy)
+        self.rest = {partition: np.zeros(self.layout.size) for partition in range(NODES)}
+
+    def settle(self, node: int) -> None:
+        """Enter all that a node has in its state."""
+        context = self.grid.context(node)
+        if "toy.sum" not in context.state:
+            return
+        made = np.zeros(self.layout.size)
+        # Of the app's own order of tensors.
+        parts = np.split(context.state["toy.sum"]["sum"].numpy(), [1200])
+        for name, part in zip(("weight", "bias"), parts, strict=True):
+            made[self.layout.by_name[name].slice] = part
+        self.rest[int(context.node_config["partition-id"])] += made - owed(self.server, context, node, self.layout)
+
+    def missing(self) -> float:
+        """Return how much of what was made is nowhere."""
+        for node in self.grid.get_node_ids():
+            self.settle(node)
+        lost = [rest - self.server.delivered.get(partition, 0.0) for partition, rest in self.rest.items()]
+        # What travels dense is remembered nowhere: it is lost with a message.
+        return float(np.abs(np.array(lost)[:, : self.layout.compressed_size]).max())
+
+
+def run(
+    strategy: Overlapping, grid: MeteredGrid, rounds: int, forget: Callable[[int], None] = lambda number: None
+) -> None:
     for number in range(1, rounds + 1):
         grid.round = number
         # From a model of zeros all clients start with integers, and steps are made on it, too.
         exchanges = exchanges_of(strategy, number, model(), ConfigRecord(), ConfigRecord(), grid, last=number == rounds)
         drive(exchanges, grid, timeout=60)
+        forget(number)
 
 
 def cases() -> list[Any]:
@@ -91,20 +124,18 @@ def test_what_is_made_is_delivered_or_remembered_with_rounds_in_flight(entry: En
     strategy, rounds = overlapped(server, how), 40
     plan = RandomFaults(Key(9, "overlap"), FAULTS)  # type: ignore[arg-type]
     with InProcessGrid(client_app([programs()]), NODES, seed=5, fault=plan, compute_seconds=pace) as inner:
-        run(strategy, MeteredGrid(inner), rounds)
-        layout = Layout.of(to_arrays(model()), server.policy)
-        missing = 0.0
-        for node in inner.get_node_ids():
-            context = inner.context(node)
-            partition = int(context.node_config["partition-id"])
-            # Of the app's own order of tensors.
-            parts = np.split(context.state["toy.sum"]["sum"].numpy(), [1200])
-            made = np.zeros(layout.size)
-            for name, part in zip(("weight", "bias"), parts, strict=True):
-                made[layout.by_name[name].slice] = part
-            rest = made - owed(server, context, node, layout) - server.delivered.get(partition, 0.0)
-            # What travels dense is remembered nowhere: it is lost with a message.
-            missing = max(missing, float(np.abs(rest[: layout.compressed_size]).max()))
+        books, wiped = Books(server, inner), []
+
+        def forget(number: int) -> None:
+            for node in set(inner.get_node_ids()) - strategy.busy:
+                if Key(13, "wipe", number, node % 1000).uniform(1)[0] < 0.02:
+                    books.settle(node)
+                    inner.wipe(node)
+                    wiped.append(node)
+
+        run(strategy, MeteredGrid(inner), rounds, forget)
+        missing = books.missing()
+    assert wiped
     reports = [strategy.reports[number] for number in range(1, rounds + 1)]
     assert entry.law is not None
     assert missing <= entry.law * 1e5
