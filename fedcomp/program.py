@@ -428,6 +428,9 @@ class System(Configured, ABC):
     SENT: ClassVar[str] = "values"
     """The frame by which mass leaves a client's memory: what :meth:`rollback` puts back."""
 
+    KEEPS: ClassVar[bool] = False
+    """Whether a round leaves something in :attr:`Now.state`: the next one has to see it."""
+
     SHARED: ClassVar[tuple[str, ...]] = ()
     """Frames of answers that are blobs from then on: whoever made one holds it."""
 

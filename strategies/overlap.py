@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, Final, NamedTuple
 
@@ -157,9 +157,8 @@ def _save(owner: Overlapping) -> Any:
         messages = [(m.node, m.message.metadata.message_id, m.message.metadata.message_type) for m in each.waiting]
         sequence = each.waiting[0].sequence if each.waiting else 0
         x, start, times = each.x, np.asarray(each.now.model), (each.step, each.began, each.deadline)
-        saved.append(
-            SavedFlight(each.now.number, x.record, dict(x.model), start, x.version, sequence, *times, messages)
-        )
+        version = each.waiting[0].version if each.waiting else 0
+        saved.append(SavedFlight(each.now.number, x.record, dict(x.model), start, version, sequence, *times, messages))
     return to_plain(saved)
 
 
@@ -170,8 +169,8 @@ def _load(owner: Overlapping, state: Any) -> None:
         for node, message_id, kind in each.messages:
             message = Message(RecordDict({each.record: arrays}), node, kind)
             set_message_id(message, message_id)
-            sent.append(SentMessage(message, node, each.sequence))
-        x = replace(server._opened(each.number, arrays, [s.message for s in sent]), version=each.version)
+            sent.append(SentMessage(message, node, each.sequence, version=each.version))
+        x = server._opened(each.number, arrays, [s.message for s in sent])
         seen = server._now(x, x.vector if np.array_equal(each.start, x.vector) else each.start)
         program = server.system.round(seen)
         exchange = Exchange({ask.node: ask for ask in next(program)} if sent else {}, sent)
@@ -195,8 +194,8 @@ class Overlapping(ExchangeStrategy, Stateful):
     ------
     ConfigError
         For an inner strategy that no server can stand around, one with a loop of its own, and a private one: how often
-        a client takes part in what is released is not what its promise assumes. After the first step for a system that
-        keeps something from round to round, of which rounds in flight would not know.
+        a client takes part in what is released is not what its promise assumes. For a system that keeps something from
+        round to round, of which rounds in flight would not know.
     """
 
     STATE: ClassVar[Mapping[str, Any]] = {
@@ -218,6 +217,11 @@ class Overlapping(ExchangeStrategy, Stateful):
         if ruled or find_private(inner) is not None or promises(inner):
             raise ConfigError(
                 f"{type(inner).__name__} keeps a promise of privacy, which is not shown for overlapping rounds; run it "
+                f"without {name}"
+            )
+        if isinstance(inner, Server) and inner.system.KEEPS:
+            raise ConfigError(
+                f"{inner.system!r} keeps something from round to round, of which rounds in flight know nothing; run it "
                 f"without {name}"
             )
         self.inner = inner if isinstance(inner, Server) else Compressed(inner, Identity())
@@ -368,11 +372,6 @@ class Overlapping(ExchangeStrategy, Stateful):
         self._follow(seen.number, x.arrays, grid)
         outcome = server._close(x, seen, step)
         self.steps += outcome[0] is not None
-        if server.state:
-            raise ConfigError(
-                f"{server.system!r} keeps {', '.join(sorted(server.state))} from round to round, of which rounds in "
-                f"flight know nothing; run it without {type(self).__name__}"
-            )
         return outcome
 
 

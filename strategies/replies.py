@@ -127,7 +127,8 @@ class SentMessage:
     """One message of an exchange.
 
     ``base`` is set when the node got a model of its own; ``record`` is the name of the model in the message. ``origin``
-    is None where an exchange is over before the model can change.
+    is None where an exchange is over before the model can change. ``version`` is that of the model in the message; 0
+    where it has none.
     """
 
     message: Message
@@ -136,6 +137,7 @@ class SentMessage:
     base: Arrays | None = None
     record: str = ""
     origin: Origin | None = None
+    version: int = 0
 
     def codec(self, own: Codec) -> Codec:
         """Return what the client encodes with; ``own`` where there is no origin."""

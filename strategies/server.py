@@ -159,8 +159,6 @@ class Running:
     base : dict of int to Message
         What the inner strategy sends.
     addresses : dict of int to int
-    version : int
-        Of the model in the messages; 0 where it has none.
     trained : dict of int to Trained
     sent : dict of int to (int, int)
         Sequence and generation of the answer whose frame is in the memory's past.
@@ -181,7 +179,6 @@ class Running:
     base: dict[int, Message]
     addresses: dict[int, int]
     layout: Layout
-    version: int = 0
     trained: dict[int, Trained] = field(default_factory=dict)
     sent: dict[int, tuple[int, int]] = field(default_factory=dict)
     payload: dict[int, int] = field(default_factory=dict)
@@ -389,7 +386,6 @@ class Server(ExchangeStrategy, Stateful):
         x = self._opened(server_round, arrays, messages)
         if messages:
             self._publish(x.model, x.vector, x.layout)
-        x.version = 0 if self.broadcast is None else self.broadcast.version
         start = self._reference(x.layout)
         return x, self._now(x, x.vector if start is None else start)
 
@@ -523,7 +519,7 @@ class Server(ExchangeStrategy, Stateful):
         meta = base.metadata
         kind = meta.message_type if ask.kind == "train" else ask.kind
         message = Message(content, address, kind, ttl=meta.ttl, group_id=meta.group_id or None)
-        return SentMessage(message, address, sequence)
+        return SentMessage(message, address, sequence, version=int(fields.get("version", 0)))
 
     # Answers.
 
@@ -597,7 +593,7 @@ class Server(ExchangeStrategy, Stateful):
             x.trained[node] = trained
             x.exact_bytes[node] = len(asks.data_in(content, EXACT).get("", b""))
             if self.broadcast is not None:
-                self._note_version(peer, head.version, x.version)
+                self._note_version(peer, head.version, sent.version)
         self._note_state(x.report, sent, head)
         peer.take(digest_of(blob) for blob in ask.blobs.values())
         peer.take(digest_of(frames[name]) for name in self.system.SHARED if name in frames)
@@ -924,7 +920,7 @@ class Server(ExchangeStrategy, Stateful):
             )
             asks.put(content, head, data=data)
             made = Message(content, meta.dst_node_id, meta.message_type, ttl=meta.ttl, group_id=meta.group_id or None)
-            self._evaluating.append(SentMessage(made, meta.dst_node_id, 0))
+            self._evaluating.append(SentMessage(made, meta.dst_node_id, 0, version=self.broadcast.version))
         return [each.message for each in self._evaluating]
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
@@ -950,7 +946,7 @@ class Server(ExchangeStrategy, Stateful):
                 weight_of(reply.content, key)
                 if self.broadcast is not None:
                     head = asks.find_answer(reply.content)
-                    self._note_version(peer, 0 if head is None else head.version, self.broadcast.version)
+                    self._note_version(peer, 0 if head is None else head.version, each.version)
             except FedcompError as why:
                 refuse(each, reply, str(why))
                 continue

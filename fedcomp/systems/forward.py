@@ -104,6 +104,8 @@ class Forward(System, id="forward"):
     RandomProjection()
     """
 
+    KEEPS: ClassVar[bool] = True
+
     SAYS: ClassVar[tuple[type[Said], ...]] = (Measure, Measured)
     RULES: ClassVar[tuple[type, ...]] = (Mean, Single)
 

@@ -62,6 +62,8 @@ class FittedBasis(System, id="gradiveq"):
         Rounds before the first sample, in which everything travels: first updates resemble none of the later ones.
     """
 
+    KEEPS: ClassVar[bool] = True
+
     SAYS: ClassVar = (Drift,)
 
     codec: Annotated[GradiVeQ, Made(get_codec)]

@@ -263,6 +263,8 @@ class LearnedGradients(System, id="lgc"):
         With which settings it is trained.
     """
 
+    KEEPS: ClassVar[bool] = True
+
     SAYS: ClassVar[tuple[type[Said], ...]] = (Stage, Scale)
     SHARED: ClassVar[tuple[str, ...]] = ("support",)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, ClassVar, Final
 
 from fedcomp.codecs import Codec, State, get_codec
 from fedcomp.codecs.base import all_finite
@@ -45,6 +45,8 @@ class SharedBasis(System, id="power-sgd"):
         Step size of the server: model += server_lr * mean. 1 with the aggregated memory, which takes the step for the
         mean.
     """
+
+    KEEPS: ClassVar[bool] = True
 
     codec: Annotated[PowerSGD, Made(get_codec)]
     warmup_rounds: Annotated[int, Int()] = 0

@@ -111,8 +111,8 @@ def test_width_one_is_the_servers_own_loop_bit_for_bit() -> None:
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda: PipelinedStrategy(server(SharedBasis(PowerSGD(rank=2)))), "keeps last from round to round"),
-        (lambda: Buffered(server(SharedBasis(PowerSGD(rank=2))), 2, 1), "keeps last from round to round"),
+        (lambda: PipelinedStrategy(server(SharedBasis(PowerSGD(rank=2)))), "keeps something from round to round"),
+        (lambda: Buffered(server(SharedBasis(PowerSGD(rank=2))), 2, 1), "keeps something from round to round"),
         (lambda: Buffered(SharedSupport(ScaleCom(0.05), policy=NONE_DENSE), 4, 2), "asks twice"),
         (lambda: Buffered(server(Pair(SignSGD(0.5))), 4, 2), "votes"),
         (lambda: PipelinedStrategy(server(Pair(FEW), quiet(FedMedian)), compensation=0.1), "looks at single ones"),
@@ -151,3 +151,14 @@ def test_a_server_that_crashes_with_rounds_in_flight_counts_no_round_twice(
         rolled = [second.reports[number].rolled_back for number in range(5, ROUNDS + 1)]
     assert bits(end) == bits(whole)
     assert not any(rolled)
+
+
+@pytest.mark.parametrize("overlap", ["pipelined", "buffered"])
+def test_nodes_are_sent_steps_from_the_model_that_they_were_sent(overlap: str) -> None:
+    """Which is not that of now when they answer."""
+    made = server(Pair(FEW), downlink=TopK(0.1))
+    strategy = PipelinedStrategy(made, 3) if overlap == "pipelined" else Buffered(made, concurrency=4, buffer=2)
+    run(strategy, programs(), model(), 20)
+    versions = {peer.version for peer in made.roster.peers.values()}
+    assert min(versions) > 0
+    assert len(versions) > 1

@@ -384,6 +384,12 @@ def test_bytes_are_those_of_frames(entry: Entry) -> None:
     assert bool(least) == bool(blobs)
 
 
+@every
+def test_says_whether_it_keeps_something_between_rounds(entry: Entry) -> None:
+    """A driver with several rounds in flight refuses those that do."""
+    assert bool(run(local(entry), 6).state) == entry.system.KEEPS
+
+
 # Conservation
 
 FAULTS = (
