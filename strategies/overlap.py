@@ -221,8 +221,8 @@ class Overlapping(ExchangeStrategy, Stateful):
             )
         if isinstance(inner, Server) and inner.system.KEEPS:
             raise ConfigError(
-                f"{inner.system!r} keeps something from round to round, of which rounds in flight know nothing; run it "
-                f"without {name}"
+                f"{inner._name} keeps something from round to round ({inner.system!r}), of which rounds in flight know "
+                f"nothing; run it without {name}"
             )
         self.inner = inner if isinstance(inner, Server) else Compressed(inner, Identity())
         # A step is made on another model than the one that clients trained from: of no float the mean is a step.
