@@ -138,7 +138,7 @@ WITH_FLOWERS = ("FedAvg", "FedAdam", "FedMedian")
 ACCEPTED: Mapping[str, tuple[str, ...]] = {
     "pair": (*WITH_FLOWERS, "dp-fedavg", "Flower's server-side dp"),
     "conditional": (*WITH_FLOWERS, *PAIRS),
-    "pipelined": (*WITH_FLOWERS, *PAIRS),
+    "pipelined": (*WITH_FLOWERS, *PAIRS, "shared support"),
     "buffered": (*WITH_FLOWERS, *(name for name in PAIRS if name != "pair of votes")),
     "relay": (*WITH_FLOWERS, *PAIRS, "local dp", "record dp", "record dp around the pair"),
     "coded sum": ("pair of integers",),
