@@ -125,6 +125,7 @@ def test_what_cannot_overlap_is_refused_by_name(make: Any, match: str) -> None:
         run(make(), programs(), model())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("width", [2, 3])
 @pytest.mark.parametrize("codec", [FEW, SignSGD(0.5)], ids=["memory", "votes"])
 def test_a_server_that_crashes_with_rounds_in_flight_counts_no_round_twice(
