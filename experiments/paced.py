@@ -20,7 +20,7 @@ from fedcomp.rng import Key
 if TYPE_CHECKING:
     from fedcomp.experiments.spec import RunSpec
     from fedcomp.flower.faults import Delivery
-    from fedcomp.strategies.overlapping import Overlapping
+    from fedcomp.strategies.overlap import Overlapping
 
 POINTS: Final = 120
 """Evaluations of a training, spread evenly over its seconds."""
@@ -97,7 +97,7 @@ def train(strategy: Overlapping, spec: RunSpec, pace: Callable[[Delivery], float
     from fedcomp.flower.logs import quiet
     from fedcomp.flower.metered import MeteredGrid
     from fedcomp.flower.rounds import RoundOutcome, fit
-    from fedcomp.strategies.overlapping import Overlap
+    from fedcomp.strategies.overlap import Overlap
     from fedcomp.strategies.parts import TASK_PREFIX, below
     from fedcomp.tasks import get_task
     from fedcomp.tasks.arrays import load_arrays, to_arrays

@@ -23,10 +23,8 @@ from fedcomp.clients.compressed import compression
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.rounds import fit
 from fedcomp.rng import Key
-from fedcomp.strategies.buffered import Buffered
 from fedcomp.strategies.deadlines import Deadline
-from fedcomp.strategies.overlapping import Overlap, Overlapping
-from fedcomp.strategies.pipelined import PipelinedStrategy
+from fedcomp.strategies.overlap import Buffered, Overlap, Overlapping, PipelinedStrategy
 from fedcomp.timing.pipeline import log_normal
 
 APP: Final = Path(__file__).resolve().parent / "slept_app"
@@ -126,20 +124,24 @@ def _trained(grid: Grid, row: Mapping[str, Any], asked: Mapping[str, Any]) -> di
     }
 
 
-def recursion(seed: int, nodes: int, rounds: int, width: int) -> NDArray[np.float64]:
-    """Return the weights of training in one process with updates that are ``width - 1`` steps old."""
-    weights, sent = np.zeros(SIZE), []
-    parts = [problem(seed, partition) for partition in range(nodes)]
+def recursion(seed: int, nodes: Sequence[int], rounds: int, width: int) -> NDArray[np.float64]:
+    """Return the weights of training in one process with updates that are ``width - 1`` steps old.
 
-    def step(at: NDArray[np.float64]) -> NDArray[np.float64]:
-        gradients = [m.T.astype(float) @ (m.astype(float) @ at - r) for m, r in parts]
+    ``nodes`` are partitions in the order in which they join the cohorts, which take turns.
+    """
+    weights, sent = np.zeros(SIZE), list[NDArray[np.float64]]()
+    parts = [problem(seed, partition) for partition in nodes]
+
+    def step(number: int) -> NDArray[np.float64]:
+        at, members = sent[number], parts[number % width :: width]
+        gradients = [m.T.astype(float) @ (m.astype(float) @ at - r) for m, r in members]
         return RATE * np.mean(gradients, axis=0)
 
     for number in range(rounds + width - 1):
         if number < rounds:
             sent.append(weights)
         if number >= width - 1:
-            weights = weights - step(sent[number - width + 1])
+            weights = weights - step(number - width + 1)
     return weights
 
 

@@ -5,9 +5,9 @@
 from fedcomp.clients.compressed import compression as compression
 from fedcomp.strategies.compressed import Compressed as Compressed
 from fedcomp.strategies.guard import Norms as Norms
-from fedcomp.strategies.pipelined import PipelinedStrategy as PipelinedStrategy
+from fedcomp.strategies.overlap import PipelinedStrategy as PipelinedStrategy
 from fedcomp.strategies.by_layer import LayerByLayer as LayerByLayer
-from fedcomp.strategies.buffered import Buffered as Buffered
+from fedcomp.strategies.overlap import Buffered as Buffered
 from fedcomp.strategies.deadlines import Deadline as Deadline
 from fedcomp.strategies.conditional import Conditional as Conditional
 from fedcomp.strategies.forward import ForwardGradients as ForwardGradients

@@ -160,12 +160,11 @@ VERDICTS: Final[Mapping[str, Mapping[str, Verdict]]] = MappingProxyType(
             ),
             "PipelinedStrategy": Verdict(
                 "specialised",
-                "Server or network idle while clients train, and a step size with a margin; float32 models only, "
-                "unless the codec is lossy.",
+                "Server or network idle while clients train, and a step size with a margin.",
             ),
             "Buffered": Verdict(
                 "specialised",
-                "Clients of very unlike pace; biased towards the fast ones; float32 models only, as above.",
+                "Clients of very unlike pace; biased towards the fast ones.",
             ),
             "conditional": Verdict(
                 "specialised",

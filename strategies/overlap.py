@@ -44,6 +44,7 @@ from fedcomp.program import Answer, Ask, Mean, Now, Origin, Round, Single, Step
 from fedcomp.rng import Key
 from fedcomp.stateful import Stateful, StatePart, nested
 from fedcomp.strategies.adaptive import Outcome
+from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.deadlines import Deadline
 from fedcomp.strategies.means import MEANS, is_mean
 from fedcomp.strategies.private.flower_dp import promises
@@ -51,7 +52,6 @@ from fedcomp.strategies.replies import SentMessage
 from fedcomp.strategies.running import Exchange, Running, Start
 from fedcomp.strategies.server import Server
 from fedcomp.strategies.wrapping import require_inner
-from fedcomp.systems.pair import Pair
 
 WEIGHTS: Final[Mapping[str, Callable[[int], float]]] = MappingProxyType(
     {"1/sqrt": lambda staleness: 1.0 / math.sqrt(1.0 + staleness), "constant": lambda staleness: 1.0}
@@ -236,7 +236,7 @@ class Overlapping(ExchangeStrategy, Stateful):
                 f"{inner._name} keeps something from round to round ({inner.system!r}), of which rounds in flight know "
                 f"nothing; run it without {name}"
             )
-        self.inner = inner if isinstance(inner, Server) else Server(Pair(Identity()), inner)
+        self.inner = inner if isinstance(inner, Server) else Compressed(inner, Identity())
         # A step is made on another model than the one that clients trained from: of no float the mean is a step.
         self.inner.cast = True
         self.timeout = params.positive("timeout", timeout)
@@ -428,9 +428,8 @@ class PipelinedStrategy(Overlapping):
     Examples
     --------
     >>> from flwr.serverapp.strategy import FedAvg
-    >>> from fedcomp.codecs import ErrorFeedback, TopK
-    >>> system = Pair(ErrorFeedback(TopK(density=0.01)))
-    >>> strategy = PipelinedStrategy(Server(system, FedAvg()), width=2, warmup_rounds=5)
+    >>> from fedcomp.codecs import TopK
+    >>> strategy = PipelinedStrategy(Compressed(FedAvg(), TopK(density=0.01)), width=2, warmup_rounds=5)
     >>> strategy.width
     2
     """
@@ -631,9 +630,8 @@ class Buffered(Overlapping):
     Examples
     --------
     >>> from flwr.serverapp.strategy import FedAvg
-    >>> from fedcomp.codecs import ErrorFeedback, TopK
-    >>> system = Pair(ErrorFeedback(TopK(density=0.01)))
-    >>> strategy = Buffered(Server(system, FedAvg()), concurrency=20, buffer=5)
+    >>> from fedcomp.codecs import TopK
+    >>> strategy = Buffered(Compressed(FedAvg(), TopK(density=0.01)), concurrency=20, buffer=5)
     >>> strategy.max_staleness
     10
     """

@@ -42,7 +42,7 @@ from fedcomp.clients.peers import peer_link
 from fedcomp.clients.private.mod import private
 from fedcomp.clients.programs import programs
 from fedcomp.clients.sensors import SensorServer, StoredEdge, connect
-from fedcomp.codecs import EDEN, QSGD, SIDCo, SignSGD, TopK
+from fedcomp.codecs import EDEN, QSGD, SignSGD, TopK
 from fedcomp.codecs.base import padded as equally_long
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.drift.distance import QuantileSketch, calibrated, ks_distance
@@ -62,7 +62,7 @@ from fedcomp.kernels.bins import adaptive_step
 from fedcomp.layout import Layout, Update
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.forward import ForwardGradients
-from fedcomp.strategies.pipelined import PipelinedStrategy
+from fedcomp.strategies.overlap import PipelinedStrategy
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 from fedcomp.strategies.server import Server
 from fedcomp.systems.pair import Pair
@@ -576,16 +576,10 @@ STRATEGIES: tuple[Row, ...] = (
         long=True,
     ),
     row(
-        "strategies/pipelined.py",
+        "strategies/overlap.py",
         "start more nodes, or lower its min_available_nodes",
         lambda: piped(quiet(min_available_nodes=2), 3),
         lambda: piped(quiet(min_available_nodes=2), 4) and piped(quiet(min_available_nodes=1), 3),
-    ),
-    row(
-        "strategies/pipelined.py",
-        'keeps memory on the clients; use mode="cohort"',
-        lambda: piped(Compressed(quiet(), SIDCo(0.1), feedback=False), mode="node", stateless_clients=True),
-        lambda: piped(Compressed(quiet(), SIDCo(0.1), feedback=False), mode="cohort"),
     ),
     row(
         "strategies/wrapping.py",

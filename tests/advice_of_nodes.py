@@ -25,7 +25,7 @@ from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.wrapper import as_batch
 from fedcomp.gossip.topology import Edges, topology_of
 from fedcomp.strategies.compressed import Compressed
-from fedcomp.strategies.pipelined import PipelinedStrategy
+from fedcomp.strategies.overlap import PipelinedStrategy
 from fedcomp.tasks.partition import parse_partitioner
 from fedcomp.timing.links import parse_link
 

@@ -35,13 +35,12 @@ from fedcomp.codecs import (
     chain,
 )
 from fedcomp.codecs.feedback import ErrorFeedback
-from fedcomp.strategies.buffered import Buffered
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.conditional import Conditional
 from fedcomp.strategies.deadlines import Deadline
 from fedcomp.strategies.gradiveq import FittedBasis
 from fedcomp.strategies.guard import Norms
-from fedcomp.strategies.pipelined import PipelinedStrategy
+from fedcomp.strategies.overlap import Buffered, PipelinedStrategy
 from fedcomp.strategies.power_sgd import SharedBasis
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 from fedcomp.strategies.server import Server
@@ -208,7 +207,7 @@ PAIR = (
         ),
     ),
     row(
-        "strategies/buffered.py",
+        "strategies/overlap.py",
         "use a codec without votes, or PipelinedStrategy",
         lambda: Buffered(Compressed(quiet(), SignSGD(0.5)), concurrency=3, buffer=2),
         lambda: (
@@ -217,33 +216,13 @@ PAIR = (
         ),
     ),
     row(
-        "strategies/pipelined.py",
-        'stateless_clients=True if the app keeps nothing there, or use mode="cohort"',
-        lambda: PipelinedStrategy(quiet(), mode="node"),
-        lambda: (
-            trains(PipelinedStrategy(quiet(), mode="node", stateless_clients=True))
-            and trains(PipelinedStrategy(quiet(), mode="cohort"))
-        ),
-    ),
-    row(
-        "strategies/pipelined.py",
-        'use Compressed(..., feedback=False) without downlink, or mode="cohort"',
-        lambda: PipelinedStrategy(Compressed(quiet(), TopK(0.1)), mode="node", stateless_clients=True),
-        lambda: (
-            trains(
-                PipelinedStrategy(Compressed(quiet(), TopK(0.1), feedback=False), mode="node", stateless_clients=True)
-            )
-            and trains(PipelinedStrategy(Compressed(quiet(), TopK(0.1)), mode="cohort"))
-        ),
-    ),
-    row(
-        "strategies/pipelined.py",
+        "strategies/overlap.py",
         "compensation is for the mean update, and {} looks at single ones; use one of",
         lambda: PipelinedStrategy(quiet(FedMedian), compensation=0.1),
         lambda: trains(PipelinedStrategy(quiet(), compensation=1e-9)),
     ),
     row(
-        "strategies/overlapping.py",
+        "strategies/overlap.py",
         "which is not shown for overlapping rounds; run it",
         lambda: PipelinedStrategy(DpFedAvg(quiet(), clip=1.0, **PROMISE)),
         lambda: trains(DpFedAvg(quiet(), clip=1.0, **PROMISE), PRIVATE),

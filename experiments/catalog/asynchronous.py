@@ -63,10 +63,9 @@ def strategy_of(row: str, clients: int) -> Any:
     from flwr.serverapp.strategy import FedAvg
 
     from fedcomp.codecs import TopK
-    from fedcomp.strategies.buffered import Buffered
     from fedcomp.strategies.compressed import Compressed
     from fedcomp.strategies.deadlines import Deadline
-    from fedcomp.strategies.pipelined import PipelinedStrategy
+    from fedcomp.strategies.overlap import Buffered, PipelinedStrategy
 
     inner: Any = FedAvg(min_train_nodes=1, min_available_nodes=1, fraction_evaluate=0.0)
     if row == SYNCHRONOUS:

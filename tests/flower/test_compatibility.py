@@ -31,9 +31,8 @@ from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.pipeline import Await, Send
 from fedcomp.flower.rounds import ExchangeStrategy, drive, fit
 from fedcomp.flower.wrapper import GridWrapper
-from fedcomp.strategies.buffered import Buffered
 from fedcomp.strategies.compressed import Compressed
-from fedcomp.strategies.pipelined import PipelinedStrategy
+from fedcomp.strategies.overlap import Buffered, PipelinedStrategy
 
 HERE = Path(__file__).parents[2]
 NODES = 5

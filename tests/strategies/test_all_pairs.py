@@ -34,7 +34,6 @@ from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.flower.record_dp import DpSgdPlan
 from fedcomp.privacy.local import Privatise
 from fedcomp.privacy.votes import TopkSign
-from fedcomp.strategies.buffered import Buffered
 from fedcomp.strategies.coded.strategy import CodedFedAvg
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.conditional import Conditional
@@ -42,7 +41,7 @@ from fedcomp.strategies.forward import ForwardGradients
 from fedcomp.strategies.gcn.strategy import SkewedGCN
 from fedcomp.strategies.gradiveq import FittedBasis
 from fedcomp.strategies.lgc import LearnedGradients
-from fedcomp.strategies.pipelined import PipelinedStrategy
+from fedcomp.strategies.overlap import Buffered, PipelinedStrategy
 from fedcomp.strategies.power_sgd import SharedBasis
 from fedcomp.strategies.private.distributed_dp import DistributedDp
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
@@ -139,7 +138,7 @@ WITH_FLOWERS = ("FedAvg", "FedAdam", "FedMedian")
 ACCEPTED: Mapping[str, tuple[str, ...]] = {
     "pair": (*WITH_FLOWERS, "dp-fedavg", "Flower's server-side dp"),
     "conditional": (*WITH_FLOWERS, *PAIRS),
-    "pipelined": (*WITH_FLOWERS, *PAIRS),
+    "pipelined": (*WITH_FLOWERS, *PAIRS, "shared support"),
     "buffered": (*WITH_FLOWERS, *(name for name in PAIRS if name != "pair of votes")),
     "relay": (*WITH_FLOWERS, *PAIRS, "local dp", "record dp", "record dp around the pair"),
     "coded sum": ("pair of integers",),

@@ -24,10 +24,8 @@ from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.rounds import fit
 from fedcomp.rng import Key
-from fedcomp.strategies.buffered import Buffered
 from fedcomp.strategies.compressed import Compressed
-from fedcomp.strategies.overlapping import Overlap
-from fedcomp.strategies.pipelined import PipelinedStrategy
+from fedcomp.strategies.overlap import Buffered, Overlap, PipelinedStrategy
 
 PACES = (1.0, 1.37, 2.11, 3.3, 5.71)
 """Seconds that each client takes; no two ever finish at once."""
@@ -101,7 +99,7 @@ def test_no_client_has_two_messages_and_as_many_are_busy_as_were_asked_for() -> 
 
     class Watching(MeteredGrid):
         def push_messages(self, messages: Any) -> Any:
-            nodes = [each.sent.node for each in strategy.pending]
+            nodes = [sent.node for each in strategy.flights for sent in each.waiting]
             assert len(set(nodes)) == len(nodes)
             busy.append(len(nodes))
             return super().push_messages(messages)
@@ -109,7 +107,9 @@ def test_no_client_has_two_messages_and_as_many_are_busy_as_were_asked_for() -> 
     with InProcessGrid(client_app(), 6, seed=3, compute_seconds=lambda d: 1.0 + d.partition / 7) as grid:
         fit(strategy, Watching(grid), model(), 20)
     assert set(busy) == {3}
-    assert set(Counter(n for r in range(1, 21) for n in flight(strategy, r).staleness)) == set(strategy.reception.peers)
+    assert set(Counter(n for r in range(1, 21) for n in flight(strategy, r).staleness)) == set(
+        strategy.inner.roster.peers
+    )
 
 
 def test_an_update_that_is_too_old_is_refused_said_and_put_back_by_its_client() -> None:
@@ -193,7 +193,7 @@ def test_a_checkpoint_with_updates_under_way_goes_on_bit_for_bit(tmp_path: Path)
             if number == 9:
                 checkpoint.save(path, server_round=9, arrays=arrays, strategy=strategy, grid=metered)
                 # Three of four: the step freed two clients, of whom nobody was asked yet.
-                assert 1 <= len(strategy.pending) <= 3
+                assert 1 <= sum(len(each.waiting) for each in strategy.flights) <= 3
 
         fit(strategy, metered, start(), 11, on_round=keep)
     stored = checkpoint.load(path)

@@ -28,7 +28,7 @@ from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.nodes import GridError
 from fedcomp.flower.payload import payload_bytes
 from fedcomp.strategies.compressed import Compressed
-from fedcomp.strategies.pipelined import PipelinedStrategy
+from fedcomp.strategies.overlap import PipelinedStrategy
 
 KEYS = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
 

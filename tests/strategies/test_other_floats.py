@@ -84,7 +84,7 @@ SYSTEMS: dict[str, Callable[[], Any]] = {
     "trimmed": lambda: compressed(fc.TopK(density=1.0), inner=FedTrimmedAvg),
     "downlink": lambda: compressed(fc.TopK(density=0.3), fc.TopK(density=0.5)),
     "pipelined": lambda: fc.PipelinedStrategy(
-        compressed(fc.TopK(density=1.0), feedback=False), mode="node", stateless_clients=True
+        fc.Compressed(fedavg(fraction_evaluate=0.0), fc.TopK(density=1.0), feedback=False)
     ),
     "buffered": lambda: fc.Buffered(compressed(fc.TopK(density=1.0), feedback=False), concurrency=NODES, buffer=2),
     "layer by layer": lambda: fc.LayerByLayer(compressed(fc.Factors())),

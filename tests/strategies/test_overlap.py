@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +11,15 @@ from flwr.app import Array, ArrayRecord, Context, Message
 from flwr.serverapp.strategy import FedAdam, FedAvg, FedMedian, Result
 from toy import client_app, model
 
-from fedcomp.clients.compressed import compression
 from fedcomp.clients.programs import programs
-from fedcomp.codecs import QSGD, Codec, ErrorFeedback, Identity, PowerSGD, RandomK, ScaleCom, SignSGD, TopK
+from fedcomp.codecs import Codec, ErrorFeedback, Identity, PowerSGD, ScaleCom, SignSGD, TopK
 from fedcomp.errors import ConfigError
 from fedcomp.flower import checkpoint
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.rounds import fit
 from fedcomp.layout import NONE_DENSE
-from fedcomp.program import Given, Now, Step, System
-from fedcomp.strategies import buffered, pipelined
-from fedcomp.strategies.compressed import Compressed
+from fedcomp.program import System
 from fedcomp.strategies.overlap import Buffered, PipelinedStrategy
 from fedcomp.strategies.server import Server
 from fedcomp.strategies.shared_support import SharedSupport
@@ -50,82 +46,8 @@ def bits(result: Result) -> dict[str, bytes]:
     return {name: array.numpy().tobytes() for name, array in result.arrays.items()}
 
 
-class Promise:
-    """Stands for a rule that promises something of what is released."""
-
-    def total(self, now: Now, codec: Codec, given: Sequence[Given], *, raw: bool = False) -> Step | None:
-        return None
-
-
-class Private(Pair, id="private-pair"):
-    RULES = (Promise,)
-
-
 def server(system: System, inner: FedAvg | None = None, **options: Any) -> Server:
     return Server(system, inner or quiet(), policy=NONE_DENSE, **options)
-
-
-@pytest.mark.parametrize(
-    ("codec", "kind", "downlink", "options"),
-    [
-        pytest.param(FEW, FedAvg, None, {}, id="width 2"),
-        pytest.param(FEW, FedAvg, None, {"width": 3, "warmup_rounds": 2}, id="width 3"),
-        pytest.param(FEW, FedAdam, None, {}, id="FedAdam"),
-        pytest.param(Identity(), FedAvg, None, {}, id="identity"),
-        pytest.param(RandomK(0.3), FedAvg, None, {}, id="randomk"),
-        pytest.param(SignSGD(0.5), FedAvg, None, {}, id="votes"),
-        pytest.param(FEW, FedAvg, TopK(0.1), {}, id="downlink"),
-        pytest.param(Identity(), FedAvg, Identity(), {"width": 3}, id="lossless downlink"),
-        pytest.param(FEW, FedMedian, None, {}, id="FedMedian"),
-    ],
-)
-def test_a_pipe_of_the_pair_is_the_former_one_bit_for_bit(
-    codec: Codec, kind: type[FedAvg], downlink: Codec | None, options: dict[str, Any]
-) -> None:
-    new = PipelinedStrategy(server(Pair(codec), quiet(kind), downlink=downlink), **options)
-    old = pipelined.PipelinedStrategy(Compressed(quiet(kind), codec, downlink, feedback=False), **options)
-    found, wanted = run(new, programs()), run(old, compression())
-    assert bits(found) == bits(wanted)
-    assert dict(found.train_metrics_clientapp) == dict(wanted.train_metrics_clientapp)
-    for number in range(1, ROUNDS + 1):
-        mine, former = new.reports[number], old.reports[number]
-        assert mine.overlap == former.overlap
-        assert (mine.asked, mine.used, mine.changed) == (former.asked, former.used, former.changed)
-
-
-def test_delay_compensation_is_the_former_one_but_for_rounding() -> None:
-    strength = 1e-7
-    new = run(PipelinedStrategy(server(Pair(FEW)), compensation=strength), programs())
-    old = run(
-        pipelined.PipelinedStrategy(Compressed(quiet(), FEW, feedback=False), compensation=strength), compression()
-    )
-    without = run(PipelinedStrategy(server(Pair(FEW))), programs())
-    for name, array in old.arrays.items():
-        np.testing.assert_allclose(new.arrays[name].numpy(), array.numpy(), rtol=1e-6, atol=1e-3)
-    assert bits(new) != bits(without)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("codec", "kind", "downlink", "options"),
-    [
-        pytest.param(FEW, FedAvg, None, {"concurrency": 4, "buffer": 2}, id="memory"),
-        pytest.param(QSGD(levels=127), FedAvg, None, {"concurrency": 3, "buffer": 3}, id="no memory"),
-        pytest.param(FEW, FedAdam, TopK(0.1), {"concurrency": 5, "buffer": 2, "max_staleness": 1}, id="downlink"),
-        pytest.param(RandomK(0.3), FedMedian, None, {"concurrency": 5, "buffer": 2}, id="FedMedian"),
-    ],
-)
-def test_a_buffer_of_the_pair_is_the_former_one_bit_for_bit(
-    codec: Codec, kind: type[FedAvg], downlink: Codec | None, options: dict[str, Any]
-) -> None:
-    new = Buffered(server(Pair(codec), quiet(kind), downlink=downlink), **options)
-    old = buffered.Buffered(Compressed(quiet(kind), codec, downlink, feedback=False), **options)
-    found, wanted = (run(s, half, model(), 20) for s, half in ((new, programs()), (old, compression())))
-    assert bits(found) == bits(wanted)
-    for number in range(1, 21):
-        mine, former = new.reports[number], old.reports[number]
-        assert mine.overlap == former.overlap
-        assert (mine.asked, mine.used, mine.refused) == (former.asked, former.used, former.refused)
 
 
 def test_a_buffer_leaves_integers_that_nobody_changed() -> None:
@@ -195,7 +117,6 @@ def test_width_one_is_the_servers_own_loop_bit_for_bit() -> None:
         (lambda: Buffered(server(Pair(SignSGD(0.5))), 4, 2), "votes"),
         (lambda: PipelinedStrategy(server(Pair(FEW), quiet(FedMedian)), compensation=0.1), "looks at single ones"),
         (lambda: PipelinedStrategy(SharedSupport(), compensation=0.1), "makes its own steps"),
-        (lambda: PipelinedStrategy(server(Private(FEW), rule=Promise())), "promise"),
         (lambda: PipelinedStrategy(PipelinedStrategy(quiet())), "exchanges of its own"),
     ],
 )
@@ -204,6 +125,7 @@ def test_what_cannot_overlap_is_refused_by_name(make: Any, match: str) -> None:
         run(make(), programs(), model())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("width", [2, 3])
 @pytest.mark.parametrize("codec", [FEW, SignSGD(0.5)], ids=["memory", "votes"])
 def test_a_server_that_crashes_with_rounds_in_flight_counts_no_round_twice(

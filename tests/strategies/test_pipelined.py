@@ -34,9 +34,8 @@ from fedcomp.flower.rounds import fit
 from fedcomp.rng import Key
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.deadlines import Deadline
-from fedcomp.strategies.pipelined import PipelinedStrategy
+from fedcomp.strategies.overlap import PipelinedStrategy
 from fedcomp.strategies.private.topagg import topagg
-from fedcomp.strategies.shared_support import SharedSupport
 
 SIZE = 6
 STEP = np.float32(0.2)
@@ -86,9 +85,12 @@ def run(strategy: Any, rounds: int, nodes: int = 4, *, app: Any = None, **option
 
 
 def pipe(inner: FedAvg | None = None, width: int = 2, **options: Any) -> PipelinedStrategy:
-    if options.get("mode") == "node":
-        options["stateless_clients"] = True
     return PipelinedStrategy(inner or quiet(), width, **options)
+
+
+def turns(width: int, nodes: int = 4) -> Callable[[int], list[int]]:
+    """Return who takes part in a round: the cohorts take turns."""
+    return lambda number: list(range(nodes))[(number - 1) % width :: width]
 
 
 def recursion(rounds: int, width: int, warmup: int, members: Callable[[int], list[int]], wrong: str = "") -> np.ndarray:
@@ -128,19 +130,13 @@ def test_1_width_one_is_the_strategy_itself_bit_for_bit(inner: type[FedAvg]) -> 
 
 
 @pytest.mark.parametrize("width", [2, 3])
-@pytest.mark.parametrize("mode", ["node", "cohort"])
-def test_2_wider_ones_are_the_closed_recursion_from_the_first_step_to_the_drain(mode: str, width: int) -> None:
-    rounds, strategy = 11, pipe(width=width, mode=mode)
+def test_2_wider_ones_are_the_closed_recursion_from_the_first_step_to_the_drain(width: int) -> None:
+    rounds, strategy = 11, pipe(width=width)
     seen: list[np.ndarray] = []
     with InProcessGrid(squares(), 6, seed=3) as inner:
         grid = MeteredGrid(inner)
         fit(strategy, grid, start(), rounds, on_round=lambda r, arrays, _: seen.append(arrays["w"].numpy().copy()))
-    everybody = list(range(6))
-
-    def members(number: int) -> list[int]:
-        return everybody if mode == "node" else everybody[(number - 1) % width :: width]
-
-    wanted = recursion(rounds, width, 0, members)
+    wanted = recursion(rounds, width, 0, turns(width, 6))
     assert len(wanted) == rounds + 1, "every update is applied once, those of the drain included"
     # Nothing is applied while the pipe fills, and the last round applies all that is left.
     for number in range(1, rounds):
@@ -155,32 +151,31 @@ def test_2_wider_ones_are_the_closed_recursion_from_the_first_step_to_the_drain(
 @pytest.mark.parametrize("lossless", [True, False])
 def test_2_models_of_other_floats_follow_the_same_recursion(dtype: str, within: float, lossless: bool) -> None:
     """Beside a lossless codec they travel as values, of which the mean is no step."""
-    strategy = (
-        pipe(mode="node") if lossless else pipe(Compressed(quiet(), TopK(density=1.0), feedback=False), mode="node")
-    )
+    strategy = pipe() if lossless else pipe(Compressed(quiet(), TopK(density=1.0), feedback=False))  # type: ignore[arg-type]
     app = squares([] if lossless else [compression()])
     with InProcessGrid(app, 4, seed=3) as inner:
         end = fit(strategy, MeteredGrid(inner), start(dtype), 10).arrays["w"].numpy()
     assert end.dtype == dtype
-    np.testing.assert_allclose(end, recursion(10, 2, 0, lambda _: [0, 1, 2, 3])[-1], atol=within)
+    np.testing.assert_allclose(end, recursion(10, 2, 0, turns(2))[-1], atol=within)
 
 
 def test_2_averaging_models_instead_would_be_two_trainings() -> None:
     """The classic mistake is not what happens: with it even and odd rounds never see each other."""
-    piped = run(pipe(mode="node"), 10).arrays["w"].numpy()
-    alone = recursion(5, 1, 0, lambda _: [0, 1, 2, 3])[-1]
-    assert np.abs(piped - alone).max() > 0.05
+    piped = run(pipe(), 10).arrays["w"].numpy()
+    for cohort in ([0, 2], [1, 3]):
+        alone = recursion(5, 1, 0, lambda _, cohort=cohort: cohort)[-1]
+        assert np.abs(piped - alone).max() > 0.05
 
 
 @pytest.mark.parametrize("warmup", [1, 3, 20])
 def test_3_the_switch_after_warm_up_neither_drops_nor_doubles_a_gradient(warmup: int) -> None:
-    strategy = pipe(mode="node", warmup_rounds=warmup)
+    strategy = pipe(warmup_rounds=warmup)
     end = run(strategy, 9).arrays["w"].numpy()
-    wanted = recursion(9, 2, warmup, lambda _: [0, 1, 2, 3])
+    wanted = recursion(9, 2, warmup, turns(2))
     np.testing.assert_allclose(end, wanted[-1], atol=2e-6)
-    assert Counter(strategy.reports[r].used for r in range(1, 10)) == {4: 9}
+    assert Counter(strategy.reports[r].used for r in range(1, 10)) == {2: 9}
     for wrong in ("twice", "dropped", "not drained") if warmup < 8 else ():
-        mistaken = recursion(9, 2, warmup, lambda _: [0, 1, 2, 3], wrong)
+        mistaken = recursion(9, 2, warmup, turns(2), wrong)
         assert np.abs(end - mistaken[-1]).max() > 1e-3, wrong
 
 
@@ -197,7 +192,7 @@ def test_4_what_even_rounds_learn_shows_in_odd_ones() -> None:
                 reply.content[name] = ArrayRecord({"w": Array(moved)})
             return reply
 
-        run(pipe(mode="node"), 7, app=app)
+        run(pipe(), 7, app=app)
         ends.append({number: weights for number, partition, weights in log if partition == 0})
     assert np.array_equal(ends[0][3], ends[1][3])
     assert all(np.abs(ends[0][number] - ends[1][number]).max() > 0.05 for number in (5, 7))
@@ -210,7 +205,7 @@ def test_5_no_node_has_two_messages_and_every_node_keeps_its_memory(width: int) 
 
     class Watching(MeteredGrid):
         def push_messages(self, messages: Any) -> Any:
-            nodes = [each.sent.node for each in strategy.pending]
+            nodes = [sent.node for each in strategy.flights for sent in each.waiting]
             under_way.append(len(nodes))
             assert len(set(nodes)) == len(nodes)
             return super().push_messages(messages)
@@ -278,10 +273,10 @@ def test_a_reply_that_waits_for_later_pushes_is_late_too() -> None:
 
 def test_all_replies_lost_leave_the_model_and_the_version() -> None:
     faults = {(4, p): "lost_reply" for p in range(4)}
-    strategy = pipe(mode="node", timeout=5.0)
-    run(strategy, 6, fault=ScriptedFaults(faults))  # type: ignore[arg-type]
-    assert strategy.steps == 5
-    assert [strategy.reports[4].used, strategy.reports[4].lost] == [0, 4]
+    strategy = pipe(timeout=5.0)
+    run(strategy, 5, fault=ScriptedFaults(faults))  # type: ignore[arg-type]
+    assert strategy.steps == 4
+    assert [strategy.reports[4].used, strategy.reports[4].lost] == [0, 2]
 
 
 def test_an_error_reply_is_left_out_and_said() -> None:
@@ -309,7 +304,7 @@ def test_delay_compensation_corrects_the_mean_update_by_what_the_model_has_moved
 
     def apply(number: int) -> None:
         then = sent[number]
-        update = -float(STEP) * np.mean([gradient(then.astype(np.float32), p) for p in range(4)], axis=0)
+        update = -float(STEP) * np.mean([gradient(then.astype(np.float32), p) for p in turns(2)(number)], axis=0)
         weights.append(weights[-1] + update - strength * update**2 * (weights[-1] - then))
 
     for number in range(1, 9):
@@ -318,9 +313,9 @@ def test_delay_compensation_corrects_the_mean_update_by_what_the_model_has_moved
         if len(queue) == 2:
             apply(queue.pop(0))
     apply(queue.pop(0))
-    end = run(pipe(mode="node", compensation=strength), 8).arrays["w"].numpy()
+    end = run(pipe(compensation=strength), 8).arrays["w"].numpy()
     np.testing.assert_allclose(end, weights[-1], atol=5e-6)
-    assert np.abs(end - recursion(8, 2, 0, lambda _: [0, 1, 2, 3])[-1]).max() > 1e-3
+    assert np.abs(end - recursion(8, 2, 0, turns(2))[-1]).max() > 1e-3
 
 
 def test_an_adaptive_deadline_leaves_the_slow_out_and_asks_them_again() -> None:
@@ -353,7 +348,7 @@ def test_a_checkpoint_with_rounds_in_flight_goes_on_bit_for_bit(tmp_path: Any, w
 
         def keep(number: int, arrays: ArrayRecord, _: Any) -> None:
             if number == 5:
-                assert len(strategy.rounds) == width - 1
+                assert len(strategy.flights) == width - 1
                 checkpoint.save(path, server_round=5, arrays=arrays, strategy=strategy, grid=grid)
 
         fit(strategy, grid, start(), 6, on_round=keep)
@@ -361,7 +356,7 @@ def test_a_checkpoint_with_rounds_in_flight_goes_on_bit_for_bit(tmp_path: Any, w
     with InProcessGrid(app, 6, seed=3) as inner:
         strategy, grid = build(), MeteredGrid(inner)
         stored.apply(strategy, grid)
-        assert len(strategy.pending) == (width - 1) * (6 // width)
+        assert sum(len(each.waiting) for each in strategy.flights) == (width - 1) * (6 // width)
         end = fit(strategy, grid, stored.arrays, 9, start_round=6)
     assert end.arrays["w"].numpy().tobytes() == whole.tobytes()
 
@@ -416,7 +411,7 @@ def test_a_server_killed_between_push_and_pull_goes_on_as_if_nothing_had_happene
     with InProcessGrid(app, 6, seed=3) as inner:
         strategy, grid = killed_build(), MeteredGrid(inner)
         stored.apply(strategy, grid)
-        assert strategy.rounds == [5]
+        assert [each.now.number for each in strategy.flights] == [5]
         end = fit(strategy, grid, stored.arrays, 9, start_round=6)
     assert end.arrays["w"].numpy().tobytes() == whole.tobytes()
     assert all(not strategy.reports[number].rolled_back for number in range(5, 10))
@@ -426,7 +421,7 @@ def test_an_engine_that_cannot_be_stored_has_the_rounds_in_flight_sent_again(tmp
     """With the models they were sent with: the same recursion, although every node is a new one."""
     path = tmp_path / "run.ckpt"
     with InProcessGrid(squares(), 4, seed=3) as inner:
-        strategy, grid = pipe(mode="node"), MeteredGrid(inner)
+        strategy, grid = pipe(), MeteredGrid(inner)
 
         def keep(number: int, arrays: ArrayRecord, _: Any) -> None:
             if number == 5:
@@ -435,10 +430,10 @@ def test_an_engine_that_cannot_be_stored_has_the_rounds_in_flight_sent_again(tmp
         fit(strategy, grid, start(), 6, on_round=keep)
     stored = checkpoint.load(path)
     with InProcessGrid(squares(), 4, seed=4) as inner:
-        strategy, grid = pipe(mode="node"), MeteredGrid(inner)
+        strategy, grid = pipe(), MeteredGrid(inner)
         checkpoint.restore_strategy(strategy, stored.strategy_state)  # type: ignore[arg-type]
         end = fit(strategy, grid, stored.arrays, 9, start_round=6)
-    wanted = recursion(9, 2, 0, lambda _: [0, 1, 2, 3])
+    wanted = recursion(9, 2, 0, turns(2))
     np.testing.assert_allclose(end.arrays["w"].numpy(), wanted[-1], atol=2e-6)
 
 
@@ -446,16 +441,9 @@ def test_an_engine_that_cannot_be_stored_has_the_rounds_in_flight_sent_again(tmp
     ("make", "match"),
     [
         (lambda: PipelinedStrategy(quiet(), 0), "width"),
-        (lambda: PipelinedStrategy(quiet(), mode="node"), "stateless_clients"),
-        (
-            lambda: PipelinedStrategy(Compressed(quiet(), TopK(density=0.1)), mode="node", stateless_clients=True),
-            "keeps memory",
-        ),
         (lambda: PipelinedStrategy(quiet(FedMedian), compensation=0.1), "looks at single ones"),
-        (lambda: PipelinedStrategy(SharedSupport()), "exchanges of its own"),
         (lambda: PipelinedStrategy(topagg(quiet(), BALLOT, server_lr=0.25, **NOISY)), "promise"),
         (lambda: PipelinedStrategy(pipe()), "exchanges of its own"),
-        (lambda: PipelinedStrategy(quiet(), mode="nodes"), "mode"),
     ],
 )
 def test_what_cannot_be_in_a_pipe_is_refused(make: Callable[[], Any], match: str) -> None:

@@ -17,21 +17,21 @@ from fedcomp.flower.rounds import fit
 pytestmark = pytest.mark.engines
 
 ROUNDS = 6
-NODE = {"mode": "node", "stateless_clients": True}
 WORK = 1.0
 
 
 @pytest.mark.long
 def test_9_a_superlink_hides_the_servers_work_and_gives_the_recursion(monkeypatch: pytest.MonkeyPatch) -> None:
     quicken(monkeypatch, "fedcomp.experiments.slept")
-    rows = {f"width {w}": {"kind": "pipelined", "options": {"width": w, **NODE}, "rounds": ROUNDS} for w in (1, 2)} | {
+    rows = {f"width {w}": {"kind": "pipelined", "options": {"width": w}, "rounds": ROUNDS} for w in (1, 2)} | {
         "buffered": {"kind": "buffered", "options": {"concurrency": 2, "buffer": 1}, "rounds": ROUNDS}
     }
     found = slept.deployed(rows, nodes=2, seed=3, sleep=0.3, variation=0.0, work=WORK)
     for width in (1, 2):
-        expected = slept.recursion(3, 2, ROUNDS, width)
-        np.testing.assert_allclose(found[f"width {width}"]["weights"], expected, atol=1e-5)
-        assert found[f"width {width}"]["used"] == 2 * ROUNDS
+        # Which node connects first, and is in the first cohort, is chance.
+        expected = [slept.recursion(3, order, ROUNDS, width) for order in ((0, 1), (1, 0))]
+        assert any(np.allclose(found[f"width {width}"]["weights"], each, rtol=0, atol=1e-5) for each in expected)
+        assert found[f"width {width}"]["used"] == 2 * ROUNDS // width
     one, two = (found[f"width {w}"]["seconds"] / ROUNDS for w in (1, 2))
     # Not of a timed test's kind: what is hidden is sleep, half of which may be lost to a busy machine.
     assert two < one - 0.5 * WORK * (ROUNDS - 1) / ROUNDS

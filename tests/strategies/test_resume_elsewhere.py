@@ -28,7 +28,7 @@ from fedcomp.layout import Layout, SmallDense
 from fedcomp.stateful import next_epoch, within_epoch
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.gossip.strategy import GossipRelay
-from fedcomp.strategies.pipelined import PipelinedStrategy
+from fedcomp.strategies.overlap import PipelinedStrategy
 from fedcomp.strategies.shared_support import SharedSupport
 
 LAYOUT = Layout.of({name: array.numpy() for name, array in model().items()}, SmallDense())
@@ -260,12 +260,12 @@ def test_nodes_that_lost_their_state_are_fresh_and_nothing_else_is(tmp_path: Pat
 
 def test_a_wrapper_around_the_drop_in_strategy_passes_the_restart_on(tmp_path: Path) -> None:
     strategy = PipelinedStrategy(compressed(), 1)
-    strategy.inner.announcer.sequence = 5
+    strategy.inner.sequence = 5
     checkpoint.save(tmp_path / "c", server_round=5, arrays=model(), strategy=strategy)
     for expected in (1 << 32, 2 << 32):
         again = PipelinedStrategy(compressed(), 1)
         checkpoint.resume(tmp_path / "c", again, World().grid())
-        assert again.inner.announcer.sequence == expected
+        assert again.inner.sequence == expected
 
 
 def test_what_lives_on_the_nodes_is_not_resumed_without_them(tmp_path: Path) -> None:
