@@ -151,7 +151,7 @@ class Compressed(Server):
 
     def __repr__(self) -> str:
         down = "" if self.downlink is None else f", downlink={self.downlink!r}"
-        return f"{self._name}: {self.codec!r}{down}"
+        return f"{self._name}({type(self.inner).__name__}): {self.codec!r}{down}"
 
     if not TYPE_CHECKING:  # or no attribute of this class would be checked
 

@@ -64,6 +64,8 @@ class Downlink(Stateful):
     ----------
     broadcast : Broadcast
         The versions of the model.
+    lossless : bool
+        Whether models go down as they are.
     own_steps : dict of int to OwnSteps
         By version, those of the program.
     layout : Layout
@@ -75,6 +77,7 @@ class Downlink(Stateful):
     def __init__(self, codec: Codec, system: System, policy: DensityPolicy | None, seed: int) -> None:
         self._codec, self._system, self._policy, self._seed = codec, system, policy, seed
         self.broadcast = Broadcast(codec)
+        self.lossless = codec.lossless
         self.own_steps: dict[int, OwnSteps] = {}
         self.layout = Layout(())
         self._following: list[weakref.ref[Start]] = []
@@ -82,20 +85,18 @@ class Downlink(Stateful):
         self._captured: Captured | None = None
         self._summands: Summands = ()
 
-    def layout_of(self, model: Arrays) -> Layout:
-        """Return the layout of a model's steps: by the downlink's codec, it need not be the uplink's."""
-        return Layout.of(model, self._policy, cast_floats=not self._codec.lossless)
-
-    def publish(self, model: Arrays, vector: Vector, layout: Layout) -> None:
-        """Make ``model``, which is ``vector`` in ``layout``, the current one."""
+    def publish(self, model: Arrays, layout: Layout | None = None) -> None:
+        """Make ``model`` the current one; ``layout`` is that of its steps, where it is known."""
         broadcast = self.broadcast
         # The reference moves in place: rounds that are still open take what they began with.
         for each in self._following:
             if (start := each()) is not None:
                 _ = start.vector
         self._following = []
-        down = self.layout = self.layout_of(model)
-        vector = vector if down == layout else down.flatten(model)
+        # By the downlink's codec: its layout need not be the uplink's.
+        down = self.layout = layout or Layout.of(model, self._policy, cast_floats=not self.lossless)
+        # Its own, since what is published is written to.
+        vector = down.flatten(model)
         exact = {t.name: model[t.name] for t in down.exact}
         if self._system.makes_steps:
             if not broadcast.is_current(vector, exact):

@@ -274,7 +274,7 @@ class Server(ExchangeStrategy, Stateful):
         if self.down is not None:
             # A broadcast has one model; where nodes get models of their own these travel as they are.
             if messages and not x.own:
-                self.down.publish(x.model, x.vector, x.layout)
+                self.down.publish(x.model, x.layout if self.cast != self.down.lossless else None)
             self.down.follow(x.start)
         return x, self._now(x, lambda: x.start.vector)
 
@@ -827,8 +827,8 @@ class Server(ExchangeStrategy, Stateful):
         record, own = self._record_of({message.metadata.dst_node_id: message for message in messages}, arrays)
         if own:
             return messages
-        down = self.down.layout_of(model)
-        self.down.publish(model, down.flatten(model), down)
+        self.down.publish(model)
+        down = self.down.layout
         self._evaluating = []
         for message in messages:
             meta, content, data = message.metadata, message.content.copy(), dict[str, Frame]()

@@ -57,7 +57,7 @@ def app(loss: Loss, *, settings: ScheduleSettings = SETTLED) -> ClientApp:
         number = int(msg.content.config_records["config"]["server-round"])  # type: ignore[arg-type]
         return loss(int(context.node_config["partition-id"]), number)
 
-    return client_app([programs(), compression(), conditional(watch, settings=settings)])
+    return client_app([compression(), conditional(watch, settings=settings)])
 
 
 def still(partition: int, number: int) -> float:

@@ -16,7 +16,6 @@ from toy import fedavg, stack
 from fedcomp.clients.client import client
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.half import ClientHalf
-from fedcomp.clients.programs import programs
 from fedcomp.codecs import Codec, Factors, TopK
 from fedcomp.factors.capture import capture, chain_of
 from fedcomp.factors.collect import current
@@ -74,7 +73,7 @@ def app(*, visible: bool = True, steps: int = 1, momentum: bool = False, capture
         metrics = MetricRecord({"num-examples": len(y)})
         return Message(RecordDict({name: record_of(model), "metrics": metrics}), reply_to=msg)
 
-    return client(inner, *(half(i_know_inputs_are_visible=visible) for half in (compression, programs)))
+    return client(inner, compression(i_know_inputs_are_visible=visible))
 
 
 def pooled(rounds: int, clients: int = 3) -> np.ndarray:

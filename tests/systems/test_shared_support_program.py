@@ -125,7 +125,7 @@ def test_a_leader_does_not_shorten_a_dense_round() -> None:
             return after, answer
 
     local = dense_round(Short(ScaleCom(0.02), 1))
-    assert local.state["leader"] == 1
+    assert local.told["leader"] == 1
     np.testing.assert_allclose(local.model, 2.5)
 
 
