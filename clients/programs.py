@@ -140,13 +140,19 @@ def bringing(name: str, system: str, data: Brings) -> ClientHalf:
     """
 
     def bringing_mod(msg: Message, context: Context, call_next: CallNext) -> Message:
-        token = _BROUGHT.set({**_BROUGHT.get(), system: data})
-        try:
-            return call_next(msg, context)
-        finally:
-            _BROUGHT.reset(token)
+        return _bring(system, data, lambda: call_next(msg, context))
 
     return ClientHalf(name, bringing_mod, outside=("compression",), needs=("compression",))
+
+
+def _bring(system: str, data: Brings, answer: Callable[[], Message]) -> Message:
+    """Return an answer to which ``data`` is brought; of a module, since what an app holds travels, and this variable
+    cannot."""
+    token = _BROUGHT.set({**_BROUGHT.get(), system: data})
+    try:
+        return answer()
+    finally:
+        _BROUGHT.reset(token)
 
 
 def _handle(
