@@ -30,6 +30,7 @@ from fedcomp.graphs.base import GraphPart
 from fedcomp.graphs.ids import encode_ids
 from fedcomp.privacy.local import LocalPolicy, Privatise
 from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.hooked import Hooked
 
 
 @pytest.fixture(autouse=True)
@@ -123,7 +124,7 @@ def test_private_rounds_send_the_update_and_nothing_else() -> None:
     assert sorted(nodes.carry_out(0, ask, rows).content) == ["arrays", NODE_RECORD, "metrics"]
     # A codec that privatises: one frame, and who sends it.
     codec = chain(Privatise(clip=1.0, noise_multiplier=0.1, insecure_deterministic=True), TopK(density=1.0))
-    (msg, *_) = Compressed(inner(), codec, feedback=False).configure_train(1, initial(parts), ConfigRecord(), Roll())
+    (msg, *_) = Hooked(inner(), codec, feedback=False).configure_train(1, initial(parts), ConfigRecord(), Roll())
     reply = nodes.tell(msg.metadata.dst_node_id - 100, loaded(nodes, msg, ask))
     assert sorted(reply.content) == sorted([NODE_RECORD, UPDATE])
     assert take_frame(reply.content, UPDATE)

@@ -231,7 +231,7 @@ def test_what_a_node_decides_by_survives_as_bytes_and_is_of_its_settings() -> No
 
 def test_other_settings_are_noted_and_count_from_that_round_on() -> None:
     notes: list[str] = []
-    now = Now(4, (0,), LAYOUT, np.zeros(LAYOUT.size, np.float32), note=notes.append)
+    now = Now(4, (0,), LAYOUT, lambda: np.zeros(LAYOUT.size, np.float32), note=notes.append)
     system = ConditionalRounds(SPARSE)
     me = Me(0, 4, 0, LAYOUT, lambda: now.model, lambda *_: Update(now.model + 1.0, LAYOUT), Still(ScheduleSettings()))
     memory = {**system.start(LAYOUT), DECIDES: settled().to_array()}
@@ -248,7 +248,7 @@ def test_other_settings_are_noted_and_count_from_that_round_on() -> None:
 
 def test_a_node_that_must_send_and_does_not_is_refused() -> None:
     refused: dict[int, str] = {}
-    now = Now(2, (0, 1), LAYOUT, np.zeros(LAYOUT.size, np.float32), refuse=refused.__setitem__)
+    now = Now(2, (0, 1), LAYOUT, lambda: np.zeros(LAYOUT.size, np.float32), refuse=refused.__setitem__)
     now.state["skipped"] = {"0": 10}
     rounds = ConditionalRounds(SPARSE, query=False).round(now)
     assert [ask.say for ask in next(rounds)] == [Offer(must=True), Offer()]
