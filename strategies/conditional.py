@@ -116,7 +116,7 @@ class Conditional(Server):
         )
 
     def _take(self, x: Running, now: Now, step: Step | None) -> Outcome:
-        section, seen = x.report.section(Quietness), now.state["round"]
+        section, seen = x.report.section(Quietness), now.told["round"]
         section.queried = seen["queried"]
         # One that goes by another number since it answered was due under a number that is nobody's now.
         section.quiet, section.due, section.unaware = (

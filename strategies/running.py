@@ -2,32 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, ClassVar, Final, Protocol
 
 import numpy as np
 from flwr.app import ArrayRecord, Message, RecordDict
+from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 
 from fedcomp.codecs import Codec
 from fedcomp.codecs.base import norm
 from fedcomp.flower.protocol import app_failure
 from fedcomp.flower.records import to_arrays
-from fedcomp.flower.report import Report
+from fedcomp.flower.report import Report, Reports
 from fedcomp.layout import Layout, Vector
 from fedcomp.program import Ask, Given, Now, Step
+from fedcomp.strategies.guard import Norms
 from fedcomp.strategies.replies import SentMessage
 from fedcomp.wire import Bundle, FrameSizes
-
-if TYPE_CHECKING:
-    from fedcomp.strategies.server import Server
-    from fedcomp.strategies.sinks import UpdateRule
 
 Arrays = Mapping[str, NDArray[Any]]
 
 ALL_WEIGHTLESS: Final = "weight 0, as all others of the round: nothing to average"
+
+
+class Needs(Protocol):
+    """What a strategy needs of updates, as :class:`fedcomp.strategies.sinks.UpdateRule` says it."""
+
+    updates_only: bool
+    takes_plain: bool
+    measured: bool
+    not_finite: ClassVar[str]
+
+    @property
+    def withholds(self) -> bool:
+        """Whether neither log nor reports may say who took part."""
+        ...
+
+    @property
+    def takes(self) -> Strategy:
+        """The strategy that is handed what comes of updates."""
+        ...
+
+    def total(self, x: Running, now: Now, codec: Codec, given: Sequence[Given], *, raw: bool = False) -> Step | None:
+        """Return what contributions come to."""
+        ...
 
 
 @dataclass
@@ -137,7 +158,7 @@ class Running:
         The model that was sent.
     record : str
         Its name in messages.
-    rule : UpdateRule
+    rule : Needs
         What the inner strategy needs of updates.
     base : dict of int to Message
         What the inner strategy sends.
@@ -163,7 +184,7 @@ class Running:
     model: Arrays
     start: Start
     record: str
-    rule: UpdateRule
+    rule: Needs
     base: dict[int, Message]
     addresses: dict[int, int]
     layout: Layout
@@ -246,27 +267,31 @@ class Running:
         return found
 
 
+Acknowledge = Callable[[Running, Iterable[int]], None]
+"""``acknowledge(x, nodes)``: what the nodes sent is used, or dropped for good."""
+
+
 class Judged:
     """A round's rule behind what the server looks at of contributions: norms, weights, outliers."""
 
-    def __init__(self, server: Server, x: Running) -> None:
-        self._server, self._x = server, x
+    def __init__(self, x: Running, guard: Norms | None, past: Reports, acknowledge: Acknowledge) -> None:
+        self._x, self._guard, self._past, self._acknowledge = x, guard, past, acknowledge
 
     def total(self, now: Now, codec: Codec, given: Sequence[Given], *, raw: bool = False) -> Step | None:
         """Return what the rule makes of contributions that are in the ordinary."""
-        server, x, report = self._server, self._x, self._x.report
+        x, report = self._x, self._x.report
         for each in given if x.rule.measured else ():
             report.norms[x.addresses[each.node]] = x.norms[each.node]
             report.weights[x.addresses[each.node]] = each.weight
-        if server.guard is not None:
-            found = server.guard.outliers(report, server.reports.before(now.number))
+        if self._guard is not None:
+            found = self._guard.outliers(report, self._past.before(now.number))
             refused = [each.node for each in given if x.addresses[each.node] in found]
             for node in refused:
                 x.refuse(node, found[x.addresses[node]])
             # An outlier is dropped for good: put back into its client's memory, it would come again and again. Where
             # all of several are refused nobody can tell which is one.
             if not 1 < len(refused) == len(given):
-                server.acknowledge(x, refused)
+                self._acknowledge(x, refused)
             given = [each for each in given if each.node not in refused]
         if given and not x.rule.updates_only and sum(each.weight for each in given) <= 0:
             for each in given:

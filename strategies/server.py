@@ -316,7 +316,7 @@ class Server(ExchangeStrategy, Stateful):
             x.layout,
             start,
             self.seed,
-            Judged(self, x),
+            Judged(x, self.guard, self.reports, self.acknowledge),
             dict(self.state),
             x.refuse,
             x.report.notes.append,

@@ -253,6 +253,7 @@ READ_BACK = ("Epochs", "LedgerEntry", "SavedMessage", "Stamp")
 EXAMPLES: dict[str, dict[str, Any]] = {
     "BoundedFixedPoint": {"codec": RandomK(0.5)},
     "ChainLayer": {"weight": "w"},
+    "ConditionalRounds": {"codec": TopK(0.1)},
     "Directions": {"key": Key(0)},
     "Domain": {"codec": TopK(0.1), "transform": DFT()},
     "ErrorFeedback": {"codec": TopK(0.1)},

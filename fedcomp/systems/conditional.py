@@ -166,6 +166,7 @@ class ConditionalRounds(Pair, id="conditional"):
     """
 
     SAYS: ClassVar[tuple[type[Said], ...]] = (Offer, Status)
+    KEEPS: ClassVar[bool] = True
 
     max_skip: Annotated[int, Int()] = 10
     query: Switch = True
@@ -196,7 +197,7 @@ class ConditionalRounds(Pair, id="conditional"):
         # Those that have never answered may do so under other numbers.
         known = sorted({*now.nodes, *quiet, *heard} - ({*now.strangers} - {*quiet, *heard}))
         now.state["skipped"] = skipped | {str(n): 0 if n in heard else skipped.get(str(n), 0) + 1 for n in known}
-        now.state["round"] = {"quiet": quiet, "queried": len(asked), "due": due, "unaware": sorted({*unaware})}
+        now.told["round"] = {"quiet": quiet, "queried": len(asked), "due": due, "unaware": sorted({*unaware})}
         return now.mean_of(self.codec, given)
 
     def _sort(self, now: Now, answers: Sequence[Answer], unaware: list[int]) -> tuple[list[int], list[int]]:

@@ -258,7 +258,7 @@ def test_any_faults_leave_made_equal_to_delivered_plus_owed(downlink: TopK | Non
         ({"fedcomp.say.quiet": 1}, "quiet"),
         ({"fedcomp.say.other": True}, "has no entries ['other']"),
         ({"fedcomp.frame.values": b"mass of nothing"}, "sends ['values'], and its app has not trained"),
-        (None, "its app cannot take part in ConditionalRounds"),
+        (None, "its app cannot take part in Conditional"),
     ],
 )
 @pytest.mark.parametrize("query", [True, False])

@@ -119,7 +119,7 @@ def test_rounds_are_those_over_messages(query: bool, codec: Codec, fault: Fault)
         assert here.model.tobytes() == seen.model, number
         assert {a.node: [a.frames["values"]] for a in here.answers if a.frames} == seen.frames, number
         report = strategy.reports[number]
-        said, mine = report.section(Quietness), here.state["round"]
+        said, mine = report.section(Quietness), here.told["round"]
         assert {addresses[node] for node in mine["quiet"]} == {*said.quiet}, number
         assert {addresses[node] for node in mine["due"]} == {*said.due}, number
         assert mine["queried"] == said.queried, number
@@ -152,7 +152,7 @@ def test_mass_stays_while_a_node_is_quiet(query: bool) -> None:
         delivered = delivered + (here.model.astype(np.float64) - before) * used
         owed = sum(here.system.residual(here.settled(node), LAYOUT).astype(np.float64) for node in here.clients)
         assert np.abs(delivered + owed - made).max() <= 1e-2
-        quiet = here.state["round"]["quiet"]
+        quiet = here.told["round"]["quiet"]
         skipped = {node: skipped[node] + 1 if node in quiet else 0 for node in skipped}
         longest = max(longest, *skipped.values())
     assert longest == 2
@@ -256,7 +256,7 @@ def test_a_node_that_must_send_and_does_not_is_refused() -> None:
         rounds.send([Answer(0, say=Status(quiet=True)), Answer(1, say=Status(quiet=True))])
     assert end.value.value is None
     assert refused == {0: "it has nothing to send, and was told to send"}
-    assert now.state["round"] == {"quiet": [1], "queried": 0, "due": [0], "unaware": []}
+    assert now.told["round"] == {"quiet": [1], "queried": 0, "due": [0], "unaware": []}
     assert now.state["skipped"] == {"0": 0, "1": 1}
 
 
@@ -267,7 +267,7 @@ def test_nodes_to_which_nothing_is_brought_train_in_every_round(query: bool) -> 
         step = here.step(number)
         assert step is not None
         assert set(step.consumed) == ({1, 2, 3} if number > 4 - (not query) else {*range(NODES)})
-        assert here.state["round"]["unaware"] == [1, 2, 3]
+        assert here.told["round"]["unaware"] == [1, 2, 3]
 
 
 def test_an_ask_without_an_offer_and_a_damaged_memory_are_refused() -> None:
