@@ -4,7 +4,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 KERNELS := $(VENV)/.kernels
-COMPILED := $(VENV)/.compiled
 # Another package index, for torch alone:  make test TORCH_INDEX=URL
 TORCH_INDEX ?=
 # Files of tests run side by side, each with one thread of its own; what starts Ray or deployments stays in two rows,
@@ -25,7 +24,7 @@ quickstart: $(STAMP)  ## set up and run the main job
 	$(BIN)/python -m experiments.run
 
 test: $(KERNELS)  ## set up and check: lint, types, every test that is not in test-long
-	$(MAKE) -j 2 lint $(COMPILED)
+	$(MAKE) lint
 	$(PYTEST) -m "not long"
 
 test-long: $(KERNELS)  ## the other tests: long convergence, all systems on all engines, long fuzzing, all pages' experiments
@@ -33,11 +32,6 @@ test-long: $(KERNELS)  ## the other tests: long convergence, all systems on all 
 
 test-fast: $(KERNELS)  ## while you work: what takes less than a moment
 	$(PYTEST) -m "not slow and not long"
-
-# Each worker would compile all test files by itself. One does so while types are checked, which keeps one processor busy.
-$(COMPILED): $(KERNELS) $(wildcard tests/*.py tests/*/*.py)
-	$(BIN)/python -m pytest --collect-only -qq > /dev/null
-	touch $(COMPILED)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -487,6 +487,11 @@ class System(Configured, ABC):
         return type(self).reads is not System.reads
 
     @property
+    def several(self) -> bool:
+        """Whether a round may take several exchanges; it may hang on the options."""
+        return False
+
+    @property
     def codecs(self) -> list[Codec]:
         """The codecs among the options."""
         kind: Any = type(self)

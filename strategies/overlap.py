@@ -658,6 +658,11 @@ class Buffered(Overlapping):
         self.server_lr = params.positive("server_lr", server_lr)
         self.seed = params.seed(seed)
         self._draws = 0
+        if self.inner.system.several:
+            raise ConfigError(
+                f"{self.inner._name} asks several times in a round ({self.inner.system!r}), which a buffer has no "
+                "place for; use PipelinedStrategy"
+            )
         if voting := [codec for codec in self.inner.system.codecs if codec.votes]:
             raise ConfigError(
                 f"{voting[0]!r} sends votes, which cannot count less for their age; use a codec without votes, or "
@@ -798,4 +803,4 @@ class Buffered(Overlapping):
         except StopIteration as end:
             came = {address: ages[address] for address, (_, _, reply) in filled.items() if reply is not None}
             return self._step(x, seen, end.value, came, grid)
-        raise ConfigError(f"{server.system!r} asks twice in a round, which a buffer has no place for")
+        raise AssertionError(f"{server.system!r} asks twice, and says that it does not")

@@ -171,6 +171,10 @@ class ConditionalRounds(Pair, id="conditional"):
     max_skip: Annotated[int, Int()] = 10
     query: Switch = True
 
+    @property
+    def several(self) -> bool:
+        return self.query
+
     def round(self, now: Now) -> Round:
         skipped: dict[str, int] = now.state.get("skipped", {})
         due = [node for node in now.nodes if skipped.get(str(node), 0) >= self.max_skip]

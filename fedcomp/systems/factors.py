@@ -92,6 +92,10 @@ class FactorSharing(System, id="factors"):
     def makes_steps(self) -> bool:
         return self.down
 
+    @property
+    def several(self) -> bool:
+        return self.by_layer
+
     def start(self, layout: Layout) -> State:
         return self.codec.init(layout)
 

@@ -82,6 +82,10 @@ class FittedBasis(System, id="gradiveq"):
             )
         return ""
 
+    @property
+    def several(self) -> bool:
+        return bool(self.codec.levels)
+
     def start(self, layout: Layout) -> State:
         return self.codec.init(layout)
 

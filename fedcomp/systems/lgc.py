@@ -282,6 +282,10 @@ class LearnedGradients(System, id="lgc"):
             return "the ids of the autoencoder are set by the server; leave encoder and decoder at 0"
         return ""
 
+    @property
+    def several(self) -> bool:
+        return True
+
     def start(self, layout: Layout) -> State:
         return self.codec.init(layout)
 

@@ -66,6 +66,10 @@ class SharedBasis(System, id="power-sgd"):
         """Return the codec of a round."""
         return replace(self.codec, dense=True) if number <= self.warmup_rounds else self.codec
 
+    @property
+    def several(self) -> bool:
+        return self.codec.form == "two-exchange"
+
     def start(self, layout: Layout) -> State:
         return self.codec.init(layout)
 

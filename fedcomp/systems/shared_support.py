@@ -68,6 +68,10 @@ class SharedSupport(System, id="shared-support"):
         """Return the codec of a round."""
         return replace(self.codec, dense=True) if number <= self.warmup_rounds else self.codec
 
+    @property
+    def several(self) -> bool:
+        return True
+
     def start(self, layout: Layout) -> State:
         return self.codec.init(layout)
 

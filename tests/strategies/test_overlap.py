@@ -113,7 +113,7 @@ def test_width_one_is_the_servers_own_loop_bit_for_bit() -> None:
     [
         (lambda: PipelinedStrategy(server(SharedBasis(PowerSGD(rank=2)))), "keeps something from round to round"),
         (lambda: Buffered(server(SharedBasis(PowerSGD(rank=2))), 2, 1), "keeps something from round to round"),
-        (lambda: Buffered(SharedSupport(ScaleCom(0.05), policy=NONE_DENSE), 4, 2), "asks twice"),
+        (lambda: Buffered(SharedSupport(ScaleCom(0.05), policy=NONE_DENSE), 4, 2), "asks several times"),
         (lambda: Buffered(server(Pair(SignSGD(0.5))), 4, 2), "votes"),
         (lambda: PipelinedStrategy(server(Pair(FEW), quiet(FedMedian)), compensation=0.1), "looks at single ones"),
         (lambda: PipelinedStrategy(SharedSupport(), compensation=0.1), "makes its own steps"),

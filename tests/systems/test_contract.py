@@ -389,6 +389,16 @@ def test_bytes_are_those_of_frames(entry: Entry) -> None:
 
 
 @every
+def test_says_whether_a_round_takes_several_exchanges(entry: Entry) -> None:
+    """A buffer, which answers one exchange with parts of several rounds, refuses those."""
+    exchanges: set[int] = set()
+    driver = local(entry)
+    driver.fault = lambda number, node, exchange: exchanges.add(exchange) or ""
+    run(driver, 8)
+    assert (max(exchanges) > 1) == entry.system.several
+
+
+@every
 def test_says_whether_it_keeps_something_between_rounds(entry: Entry) -> None:
     """A driver with several rounds in flight refuses those that do."""
     assert bool(run(local(entry), 6).state) == entry.system.KEEPS
