@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from fedcomp.clients.client import client
 from fedcomp.clients.compressed import compression
-from fedcomp.clients.programs import programs
 from fedcomp.codecs import Codec
 from fedcomp.factors.capture import capture
 from fedcomp.flower.grid import InProcessGrid
@@ -161,7 +160,7 @@ def over_messages(
         metrics = MetricRecord({"num-examples": len(y) if rule == "examples" else 1})
         return Message(RecordDict({record: to_record(arrays_of(model)), "metrics": metrics}), reply_to=msg)
 
-    app = client(inner, *(half(i_know_inputs_are_visible=True) for half in (compression, programs)))
+    app = client(inner, compression(i_know_inputs_are_visible=True))
     least: dict[str, Any] = {
         "min_train_nodes": 1,
         "min_evaluate_nodes": 1,

@@ -150,7 +150,7 @@ REFUSED = {
     "among own mods": (lambda: client(ClientApp(mods=[compression()])), "compression is among the app's own mods"),
     "factory among own": (lambda: client(ClientApp(mods=[compression])), "compression is among the app's own mods"),
     "typo": (lambda: client(ClientApp(), only=["compresion"]), "did you mean 'compression'"),
-    "unknown": (lambda: client(ClientApp(), only=["xyzzy"]), "expected one of coded, local_privacy, by_layer"),
+    "unknown": (lambda: client(ClientApp(), only=["xyzzy"]), "expected one of coded, local_privacy, compression"),
     "no parentheses": (lambda: client(ClientApp(), only=[private]), r"write private\(\)"),  # type: ignore[list-item]
     "two handlers": (
         lambda: client(

@@ -10,6 +10,7 @@ import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
 from fedcomp.clients.app import app
+from fedcomp.clients.memory import MEMORY
 from fedcomp.errors import ConfigError
 from fedcomp.experiments import engines
 from fedcomp.experiments.serve import serve
@@ -49,7 +50,7 @@ def test_a_run_with_faults_is_the_same_bit_for_bit(tmp_path: Path) -> None:
             result = serve(SPEC, grid)
             contexts = {node: grid.context(node).state for node in grid.get_node_ids()}
             # Not the contexts' bytes: the session in them is drawn anew for every strategy.
-            memories = {n: s["fedcomp.uplink.memory"]["memory"].data for n, s in contexts.items()}
+            memories = {n: s[MEMORY]["memory"].data for n, s in contexts.items()}
         found.append(({k: a.tobytes() for k, a in result.arrays.items()}, result.uplink_payload_bytes, memories))
     assert found[0] == found[1]
     assert list(tmp_path.iterdir()) == []
