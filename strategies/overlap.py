@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from fedcomp import params
 from fedcomp.codecs import Identity
-from fedcomp.errors import ConfigError
+from fedcomp.errors import ConfigError, StateError
 from fedcomp.flower._private import set_message_id
 from fedcomp.flower.logs import log, unsampled
 from fedcomp.flower.pipeline import Await, NodesShown, Send, arrived, now
@@ -156,6 +156,8 @@ class SavedFlight:
 def _save(owner: Overlapping) -> Any:
     saved = []
     for each in owner.flights:
+        if each.x.own:
+            raise StateError("a message under way holds a model of its node's own, which a checkpoint does not keep")
         messages = [(m.node, m.message.metadata.message_id, m.message.metadata.message_type) for m in each.waiting]
         sequence = each.waiting[0].sequence if each.waiting else 0
         x, start, times = each.x, np.asarray(each.now.model), (each.step, each.began, each.deadline)
@@ -753,7 +755,12 @@ class Buffered(Overlapping):
 
         # Flower's line would tell of all nodes, of which one or two are asked.
         with unsampled():
-            yield from self._launch(server_round, arrays, config, NodesShown(grid, grid.get_node_ids), draw)
+            flight = yield from self._launch(server_round, arrays, config, NodesShown(grid, grid.get_node_ids), draw)
+        if flight.x.own:
+            raise ConfigError(
+                f"{type(self.inner.inner).__name__} sends models of their own to some nodes, and a buffer adds to one; "
+                "use PipelinedStrategy"
+            )
 
     def _aged(self, flight: Flight, sent: SentMessage, reply: Message) -> Message:
         """Return a reply, or in place of one that is too old what stands for it."""

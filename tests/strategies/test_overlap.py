@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, Context, Message
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message
 from flwr.serverapp.strategy import FedAdam, FedAvg, FedMedian, Result
 from toy import client_app, model
 
 from fedcomp.clients.programs import programs
 from fedcomp.codecs import Codec, ErrorFeedback, Identity, PowerSGD, ScaleCom, SignSGD, TopK
-from fedcomp.errors import ConfigError
+from fedcomp.errors import ConfigError, StateError
 from fedcomp.flower import checkpoint
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
@@ -108,6 +108,28 @@ def test_width_one_is_the_servers_own_loop_bit_for_bit() -> None:
         assert bits(run(PipelinedStrategy(make(), 1), programs(), model())) == bits(run(make(), programs(), model()))
 
 
+class Personal(FedAvg):
+    """Sends every other node a model of its own."""
+
+    def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Any) -> Any:
+        messages = list(super().configure_train(server_round, arrays, config, grid))
+        for message in messages[::2]:
+            message.content["arrays"] = ArrayRecord({k: Array(v.numpy() + 1) for k, v in arrays.items()})
+        return messages
+
+
+def test_models_of_nodes_own_are_piped_and_in_no_checkpoint(tmp_path: Path) -> None:
+    strategy = PipelinedStrategy(server(Pair(FEW), quiet(Personal)))
+    run(strategy, programs(), model())
+    assert {report.used for report in strategy.reports.values()} == {NODES // 2}
+
+    def keep(number: int, arrays: ArrayRecord, _: Any) -> None:
+        checkpoint.save(tmp_path / "run", server_round=number, arrays=arrays, strategy=strategy)
+
+    with InProcessGrid(client_app([programs()]), NODES, seed=4) as grid, pytest.raises(StateError, match="node's own"):
+        fit(strategy, grid, model(), 4, timeout=9, on_round=keep)
+
+
 @pytest.mark.parametrize(
     ("make", "match"),
     [
@@ -115,6 +137,7 @@ def test_width_one_is_the_servers_own_loop_bit_for_bit() -> None:
         (lambda: Buffered(server(SharedBasis(PowerSGD(rank=2))), 2, 1), "keeps something from round to round"),
         (lambda: Buffered(SharedSupport(ScaleCom(0.05), policy=NONE_DENSE), 4, 2), "asks several times"),
         (lambda: Buffered(server(Pair(SignSGD(0.5))), 4, 2), "votes"),
+        (lambda: Buffered(server(Pair(FEW), quiet(Personal)), 4, 2), "models of their own"),
         (lambda: PipelinedStrategy(server(Pair(FEW), quiet(FedMedian)), compensation=0.1), "looks at single ones"),
         (lambda: PipelinedStrategy(SharedSupport(), compensation=0.1), "makes its own steps"),
         (lambda: PipelinedStrategy(PipelinedStrategy(quiet())), "exchanges of its own"),
