@@ -788,8 +788,7 @@ class Server(ExchangeStrategy, Stateful):
                 changes = {t.name: update[t.slice] - start[t.slice] for t in layout.wide}
                 if own is None and now.model is not x.vector:
                     # Clients trained from another model: what they changed is put on the server's own.
-                    update -= now.model
-                    update += x.vector
+                    update += x.vector - now.model
             else:
                 changed |= update != 0.0
                 changes = {t.name: update[t.slice].copy() for t in layout.wide}
