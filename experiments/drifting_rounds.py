@@ -155,7 +155,7 @@ def app_of(nodes: Sequence[WatchedNode], seed: int) -> ClientApp:
         lambda msg, context, windows: node(context).absorb(windows),
     )
     settings = ScheduleSettings(window=4, low=0.03, patience=0)
-    return client(app, conditional(watch, sensors=sensors, settings=settings), only=["programs"])
+    return client(app, conditional(watch, sensors=sensors, settings=settings), only=["compression"])
 
 
 def run(row: str, seed: int, *, rounds: int, drift: int) -> dict[str, Any]:

@@ -374,7 +374,11 @@ class Now:
     def mean_of(
         self, codec: Codec, answers: Sequence[Answer], name: str = "values", *, raw: bool = False
     ) -> Step | None:
-        """Return :meth:`total` of the frames ``name`` of answers, or of their updates; refuse those with neither."""
+        """Return :meth:`total` of what answers :meth:`give`."""
+        return self.total(codec, self.give(answers, name), raw=raw)
+
+    def give(self, answers: Sequence[Answer], name: str = "values") -> list[Given]:
+        """Return the frames ``name`` of answers, or their updates; refuse those with neither."""
         given = []
         for answer in answers:
             if name in answer.frames:
@@ -383,7 +387,7 @@ class Now:
                 given.append(Given(answer.node, answer.weight, b"", answer.update))
             else:
                 self.refuse(answer.node, f"its answer holds no {name}")
-        return self.total(codec, given, raw=raw)
+        return given
 
     def downward(self, total: Step, rate: float) -> Update | None:
         """Return a raw sum times the server's step size, of which what goes down is made; None where it is not finite.

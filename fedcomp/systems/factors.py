@@ -109,7 +109,7 @@ class FactorSharing(System, id="factors"):
             given = yield from self._by_layer(now, codec)
         else:
             answers = yield [Ask(node) for node in now.nodes]
-            given = [Given(a.node, a.weight, a.frames[self.SENT]) for a in answers if self.SENT in a.frames]
+            given = now.give(answers, self.SENT)
         total = now.total(codec, given)
         if total is None or total.change is None or not self.down:
             return total

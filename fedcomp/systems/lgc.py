@@ -306,8 +306,10 @@ class LearnedGradients(System, id="lgc"):
 
         def chosen(answer: Answer) -> Led | None:
             # A support without values on it is as good as none, and so are latents without an innovation.
-            whole = [answer] if "values" in answer.frames else []
-            found = now.read(whole, "support", partial(_opened, codec, layout, answer)).get(answer.node)
+            if not {"support", "values"} <= answer.frames.keys():
+                now.refuse(answer.node, "it was asked to lead, and its answer holds no support with values")
+                return None
+            found = now.read([answer], "support", partial(_opened, codec, layout, answer)).get(answer.node)
             if found is None:
                 return None
             scaled = replace(codec, scale=answer.say.scale) if isinstance(answer.say, Scale) else codec
@@ -318,7 +320,7 @@ class LearnedGradients(System, id="lgc"):
             return Led(scaled, fixed, *found, given[0]) if given else None
 
         def verified(answers: Sequence[Answer], codec: LGC, fixed: Codec, on: Supports) -> list[Given]:
-            given = [Given(a.node, a.weight, a.frames["values"]) for a in answers if "values" in a.frames]
+            given = now.give(answers)
             if not by_node:
                 return now.verified(fixed, given)
             scales, count = _scales(answers), codec.shared_positions(on, layout).size

@@ -22,7 +22,7 @@ from fedcomp.codecs.lowrank import LEFT, RIGHT, Basis
 from fedcomp.codecs.positional import stretches
 from fedcomp.codecs.power_sgd import PowerSGD, basis_key, basis_of_last_frame
 from fedcomp.layout import Layout, Update, Vector
-from fedcomp.program import Answer, Ask, Frames, Given, Me, Mean, Now, Round, Step, System
+from fedcomp.program import Answer, Ask, Frames, Me, Mean, Now, Round, Step, System
 from fedcomp.rng import Key
 from fedcomp.rules import Int, Made, Real
 from fedcomp.wire import Frame
@@ -81,7 +81,7 @@ class SharedBasis(System, id="power-sgd"):
         answers = yield [Ask(node, blobs={**begun, **means.get(node, {})}) for node in now.nodes]
         if codec.two_exchanges:
             # Projections are not contributions: whatever becomes of these, a basis is made of a plain mean.
-            sent = [Given(a.node, a.weight, a.frames["first"]) for a in answers if "first" in a.frames]
+            sent = now.give(answers, "first")
             first = codec.mean(basis)
             mean = Mean().total(now, first, now.verified(first, sent), raw=True)
             if mean is None or mean.change is None or not all_finite(mean.change):

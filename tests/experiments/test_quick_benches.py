@@ -54,7 +54,7 @@ def of_round(rows: Rows) -> None:
         if system != rounds.PLAIN:
             assert row["client, read passes"] > 0
             assert row["kB up"] < whole / 4
-        assert (row["kB down"] < whole / 4) == (system in (rounds.DOWN, rounds.PROGRAM_DOWN))
+        assert (row["kB down"] < whole / 4) == (system == rounds.DOWN)
 
 
 def of_server(rows: Rows) -> None:

@@ -73,7 +73,7 @@ def product(
             memories = {}
             for node, partition in partition_of.items():
                 held = inner.context(node).state.array_records.get(MEMORY)
-                if held is not None:
+                if held is not None and "memory" in held:
                     memories[partition] = held["memory"].numpy().tobytes()
             found.append(Seen(vector.tobytes(), frames, memories))
             grid.heard = {}

@@ -241,7 +241,7 @@ ENTRIES: Final[Mapping[str, Entry]] = {
         another=True,
     ),
     "shared-support-dense": Entry(
-        SharedSupport(ScaleCom(0.05), warmup_rounds=9), reference=plain_averaging, another=True
+        SharedSupport(ScaleCom(0.05), warmup_rounds=9), reference=plain_averaging, exchanges=2, another=True
     ),
     "power-sgd-dense": Entry(SharedBasis(PowerSGD(2), warmup_rounds=9), reference=plain_averaging, another=True),
     "power-sgd": Entry(SharedBasis(PowerSGD(rank=2), warmup_rounds=1), law=ROUNDED, frozen=None, another=True),
