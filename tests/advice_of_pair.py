@@ -49,6 +49,16 @@ from fedcomp.systems import shared_support as systems
 from fedcomp.systems.pair import Pair
 
 
+class OwnModels(FedAvg):
+    """A server that sends every other node a model of its own."""
+
+    def configure_train(self, server_round, arrays, config, grid):
+        messages = list(super().configure_train(server_round, arrays, config, grid))
+        for message in messages[::2]:
+            message.content["arrays"] = ArrayRecord({k: Array(v.numpy() + 1) for k, v in arrays.items()})
+        return messages
+
+
 class TwoRecords(FedAvg):
     """A server that sends something beside the model."""
 
@@ -214,6 +224,24 @@ PAIR = (
             trains(Buffered(Compressed(quiet(), QSGD(7)), concurrency=3, buffer=2))
             and trains(PipelinedStrategy(Compressed(quiet(), SignSGD(0.5))))
         ),
+    ),
+    row(
+        "strategies/overlap.py",
+        "which a buffer has no place for; use PipelinedStrategy",
+        lambda: Buffered(SharedSupport(ScaleCom(0.1), **ALL), concurrency=3, buffer=2),
+        lambda: trains(PipelinedStrategy(SharedSupport(ScaleCom(0.1), **ALL), 1)),
+    ),
+    row(
+        "strategies/overlap.py",
+        "of which rounds in flight know nothing; run it without",
+        lambda: PipelinedStrategy(SharedBasis(PowerSGD(2), **ALL)),
+        lambda: trains(SharedBasis(PowerSGD(2), **ALL)),
+    ),
+    row(
+        "strategies/overlap.py",
+        "sends models of their own to some nodes, and a buffer adds to one; use PipelinedStrategy",
+        lambda: trains(Buffered(Compressed(OwnModels(**ALL), QSGD(7)), concurrency=3, buffer=2)),
+        lambda: trains(PipelinedStrategy(Compressed(OwnModels(**ALL), QSGD(7)), 1)),
     ),
     row(
         "strategies/overlap.py",
