@@ -48,12 +48,4 @@ class LayerByLayer(Server):
         if inner.first_model_at_nodes:
             raise ConfigError("first_model_at_nodes=True does not fit: this strategy sends the first model whole")
         down = inner.downlink == DOWN
-        super().__init__(
-            FactorSharing(inner.codec, by_layer=True, down=down),
-            inner.inner,
-            downlink=inner.downlink,
-            policy=inner.policy,
-            record=inner.record,
-            guard=inner.guard,
-            seed=inner.seed,
-        )
+        super().__init__(FactorSharing(inner.codec, by_layer=True, down=down), inner.inner, **inner.surroundings)

@@ -105,15 +105,7 @@ class Conditional(Server):
             raise ConfigError("Conditional sends the first model itself: leave first_model_at_nodes=True out")
         if privatised(pair.codec) is not None:
             raise ConfigError(f"{pair.codec!r} keeps a promise of privacy: {PRIVATE_REASON}")
-        super().__init__(
-            ConditionalRounds(pair.codec, max_skip, query),
-            pair.inner,
-            downlink=pair.downlink,
-            policy=pair.policy,
-            record=pair.record,
-            guard=pair.guard,
-            seed=pair.seed,
-        )
+        super().__init__(ConditionalRounds(pair.codec, max_skip, query), pair.inner, **pair.surroundings)
 
     def _take(self, x: Running, now: Now, step: Step | None) -> Outcome:
         section, seen = x.report.section(Quietness), now.told["round"]

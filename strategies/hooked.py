@@ -372,11 +372,7 @@ def hooked(strategy: Strategy, codec: Codec | None = None) -> Hooked:
     return Hooked(
         strategy.inner,
         strategy.codec,
-        strategy.downlink,
         feedback=False,
-        policy=strategy.policy,
-        guard=strategy.guard,
-        record=strategy.record,
         first_model_at_nodes=strategy.first_model_at_nodes,
-        seed=strategy.seed,
+        **strategy.surroundings,
     )

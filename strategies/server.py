@@ -945,6 +945,11 @@ class Server(ExchangeStrategy, Stateful):
             return outcome
 
     @property
+    def surroundings(self) -> dict[str, Any]:
+        """What another server around the same strategy is given, beside its system."""
+        return {name: getattr(self, name) for name in ("downlink", "policy", "record", "guard", "seed")}
+
+    @property
     def own_loop(self) -> bool:
         """Whether the inner strategy overrides Flower's ``start``, and with it the rounds of this one."""
         return own_loop(self.inner)
