@@ -186,6 +186,16 @@ def test_a_training_goes_on_where_it_ended() -> None:
     assert whole.reports[1].used == 4
 
 
+@pytest.mark.parametrize("around", [lambda inner: inner, lambda inner: Compressed(inner, TopK(0.1))])
+def test_rounds_that_only_evaluate_give_what_flower_gives(around) -> None:
+    inner = FedAvg(fraction_train=0.0, **(KEYS | {"min_train_nodes": 0}))
+    with InProcessGrid(idle_in(0), 3) as grid:
+        result = around(inner).start(grid, model(), num_rounds=2)
+    assert sorted(result.evaluate_metrics_clientapp) == [1, 2]
+    assert not result.train_metrics_clientapp
+    assert not result.arrays
+
+
 def test_a_system_with_exchanges_of_its_own_is_not_started_again_with_another_model() -> None:
     strategy = PipelinedStrategy(Compressed(fedavg(fraction_evaluate=0.0), TopK(density=0.1)), 1)
     with InProcessGrid(client_app([compression()]), 4, seed=3) as grid:
