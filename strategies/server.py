@@ -970,7 +970,7 @@ class Server(ExchangeStrategy, Stateful):
         self._timeout = kwargs.get("timeout", args[3] if len(args) > 3 else 3600)
         if not self.own_loop:
             result = super().start(*args, **kwargs)
-            if result.arrays is initial:
+            if result.arrays is initial and not any(each.asked for each in self.reports.values()):
                 # As in Flower's loop: rounds that only evaluate make no model.
                 result.arrays = ArrayRecord()
             return result
