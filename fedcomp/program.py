@@ -30,7 +30,7 @@ Frames = Mapping[str, Frame]
 """Bytes by name."""
 
 Collect = Callable[[int, int, int, int], bool]
-"""Whether a matrix that is known as so many outer products is captured; :meth:`fedcomp.codecs.Codec.takes_outer`."""
+"""Whether a matrix that is known as so many outer products is captured; :func:`fedcomp.codecs.factors.wanted_by`."""
 
 NO_FRAMES: Frames = {}
 
