@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
+from toys import Passing
 
 from fedcomp.codecs import (
     DGC,
@@ -296,4 +297,5 @@ ENTRIES: Final[Mapping[str, Entry]] = {
         frozen=None,
     ),
     "pair-dgc": Entry(Pair(DGC(density=0.05, warmup=2)), another=True),
+    "passing": Entry(Passing(ErrorFeedback(TopK(0.05))), law=0.0, reference=feedback(top(0.05)), exchanges=2),
 }
