@@ -186,7 +186,7 @@ def _handle(
 GUARDS: Final = ("votes_only", "coded", "local_privacy")
 """Halves that stand outside: what they do not allow must not pass them by."""
 
-OUTSIDE: Final = ("lsg", "private", "record_dp")
+OUTSIDE: Final = ("private", "record_dp")
 
 
 class _AppError(Exception):
