@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from fedcomp.errors import ConfigError, NonFiniteUpdate
 from fedcomp.experiments.decentralised import Recorder
 from fedcomp.gossip.base import Algorithm
-from fedcomp.gossip.central import SimulationSettings, simulate
 from fedcomp.gossip.errors import Diverged, Saturated
 from fedcomp.gossip.local import FlatObjective
 from fedcomp.gossip.topology import Topology
@@ -21,6 +20,7 @@ from fedcomp.gossip.traffic import GossipTraffic
 from fedcomp.gossip.vector import GossipPolicy, unflatten
 from fedcomp.layout import Layout
 from fedcomp.rng import Key
+from fedcomp.systems.gossip_simulation import SimulationSettings, simulate
 
 if TYPE_CHECKING:
     # Listing the experiments needs no torch: it is imported when one is run.

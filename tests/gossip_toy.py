@@ -16,13 +16,13 @@ from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.base import Algorithm
-from fedcomp.gossip.central import Faults, GossipOutcome, SimulationSettings, simulate
 from fedcomp.gossip.local import FlatObjective
 from fedcomp.gossip.topology import topology_of
 from fedcomp.gossip.vector import GossipPolicy, flatten
 from fedcomp.layout import Layout
 from fedcomp.rng import Key
 from fedcomp.strategies.gossip.strategy import GossipRelay
+from fedcomp.systems.gossip_simulation import Faults, GossipOutcome, SimulationSettings, simulate
 
 NODES, ROUNDS, SEED = 4, 4, 5
 SHAPES = {"weight": (8, 6), "bias": (6,), "norm.running_mean": (6,)}

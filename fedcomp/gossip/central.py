@@ -13,11 +13,11 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from fedcomp.errors import ConfigError
-from fedcomp.gossip.base import Algorithm, Real, State
+from fedcomp.gossip.base import Algorithm, Real, State, largest_message
 from fedcomp.gossip.errors import StaleInstruction
 from fedcomp.gossip.events import RelayReport
 from fedcomp.gossip.node import NodeData, NodeMemory, handle
-from fedcomp.gossip.protocol import Instruction, NodeAnswer, largest_message
+from fedcomp.gossip.protocol import Instruction, NodeAnswer
 from fedcomp.gossip.relay import Observer, Relay, RelaySettings
 from fedcomp.gossip.topology import Topology
 from fedcomp.gossip.traffic import GossipTraffic

@@ -30,12 +30,12 @@ from fedcomp.flower.faults import Delivery, RandomFaults
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.rounds import fit
-from fedcomp.gossip.central import FaultPlan
 from fedcomp.gossip.reference import REFERENCE_BYTES, Reference
 from fedcomp.rng import Key
 from fedcomp.strategies.coded.links import REST_ROUNDS
 from fedcomp.strategies.gossip import links as gossip_links
 from fedcomp.strategies.gossip.strategy import GossipRelay
+from fedcomp.systems.gossip_simulation import FaultPlan
 
 SEALED = 48
 

@@ -16,10 +16,10 @@ from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import put_frame
 from fedcomp.flower.rounds import drive, fit
-from fedcomp.gossip.central import FaultPlan
 from fedcomp.gossip.errors import Diverged, TopologyError
 from fedcomp.rng import Key
 from fedcomp.strategies.gossip.strategy import GossipRelay
+from fedcomp.systems.gossip_simulation import FaultPlan
 
 
 def run(relay: GossipRelay, over: MeteredGrid, rounds: int = ROUNDS):
