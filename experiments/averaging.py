@@ -18,9 +18,9 @@ from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.base import State
 from fedcomp.gossip.errors import Diverged
 from fedcomp.gossip.topology import Topology
+from fedcomp.gossip_simulation import SimulationSettings, simulate
 from fedcomp.layout import Layout
 from fedcomp.rng import Key
-from fedcomp.systems.gossip_simulation import SimulationSettings, simulate
 
 Real = NDArray[np.float64]
 

@@ -18,9 +18,9 @@ from fedcomp.gossip.local import FlatObjective
 from fedcomp.gossip.topology import Topology
 from fedcomp.gossip.traffic import GossipTraffic
 from fedcomp.gossip.vector import GossipPolicy, unflatten
+from fedcomp.gossip_simulation import SimulationSettings, simulate
 from fedcomp.layout import Layout
 from fedcomp.rng import Key
-from fedcomp.systems.gossip_simulation import SimulationSettings, simulate
 
 if TYPE_CHECKING:
     # Listing the experiments needs no torch: it is imported when one is run.

@@ -1,7 +1,7 @@
 """Decentralised trainings in one process, and what their messages cost: what experiments of gossip algorithms share.
 
 :func:`train` runs an algorithm on a task and says how good the nodes' models are and what was sent. It is the program
-that runs over messages (:mod:`fedcomp.systems.gossip_simulation`): the same messages, the same bits. Convex problems,
+that runs over messages (:mod:`fedcomp.gossip_simulation`): the same messages, the same bits. Convex problems,
 whose optimum is known, are in :mod:`fedcomp.experiments.convex`.
 """
 
@@ -26,8 +26,8 @@ from fedcomp.gossip.local import FlatObjective
 from fedcomp.gossip.topology import Topology, topology_of
 from fedcomp.gossip.traffic import GossipTraffic
 from fedcomp.gossip.vector import GossipPolicy, flatten, unflatten
+from fedcomp.gossip_simulation import FaultPlan, Simulation, SimulationSettings, simulate
 from fedcomp.layout import Layout
-from fedcomp.systems.gossip_simulation import FaultPlan, Simulation, SimulationSettings, simulate
 
 if TYPE_CHECKING:
     # Listing the experiments needs no torch: it is imported when one is run.

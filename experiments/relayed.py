@@ -44,9 +44,9 @@ def without_messages(spec: RunSpec) -> Central:
     from fedcomp.experiments.systems import get_system
     from fedcomp.gossip.local import FlatObjective
     from fedcomp.gossip.vector import flatten, unflatten
+    from fedcomp.gossip_simulation import SimulationSettings, simulate
     from fedcomp.layout import Layout
     from fedcomp.strategies.gossip.strategy import GossipRelay, mean_of
-    from fedcomp.systems.gossip_simulation import SimulationSettings, simulate
     from fedcomp.tasks import get_task
     from fedcomp.tasks.local import LocalObjective
 

@@ -26,8 +26,8 @@ from fedcomp.gossip.power_gossip import PowerGossip
 from fedcomp.gossip.sparse_push import SparsePush
 from fedcomp.gossip.topology import Ring, topology_of
 from fedcomp.gossip.tuning import tune_gamma
+from fedcomp.gossip_simulation import SimulationSettings, simulate
 from fedcomp.layout import Layout
-from fedcomp.systems.gossip_simulation import SimulationSettings, simulate
 
 N, D = 4, 12
 CENTRES = vectors(N, D, seed=3)

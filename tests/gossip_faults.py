@@ -11,12 +11,12 @@ import numpy as np
 from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.base import Algorithm, GossipMessage, Gradient, Multicast, Outbox, Real, State, View
 from fedcomp.gossip.topology import topology_of
+from fedcomp.gossip_simulation import GossipOutcome, Simulation, SimulationSettings, simulate
 from fedcomp.layout import Layout
 from fedcomp.mailbox import Post
 from fedcomp.program import Ask
 from fedcomp.rng import Key
 from fedcomp.systems.gossip import RETURNED, state_of, turns_of, waiting
-from fedcomp.systems.gossip_simulation import GossipOutcome, Simulation, SimulationSettings, simulate
 
 FAULTS = {"silent": 0.06, "crash": 0.08, "lost": 0.12, "twice": 0.18, "stale": 0.06}
 """Every kind but the loss of a node's memory, and answers that come in the next exchange."""

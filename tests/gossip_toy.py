@@ -19,10 +19,10 @@ from fedcomp.gossip.base import Algorithm
 from fedcomp.gossip.local import FlatObjective
 from fedcomp.gossip.topology import topology_of
 from fedcomp.gossip.vector import GossipPolicy, flatten
+from fedcomp.gossip_simulation import Faults, GossipOutcome, SimulationSettings, simulate
 from fedcomp.layout import Layout
 from fedcomp.rng import Key
 from fedcomp.strategies.gossip.strategy import GossipRelay
-from fedcomp.systems.gossip_simulation import Faults, GossipOutcome, SimulationSettings, simulate
 
 NODES, ROUNDS, SEED = 4, 4, 5
 SHAPES = {"weight": (8, 6), "bias": (6,), "norm.running_mean": (6,)}
@@ -120,4 +120,4 @@ def states(grid: MeteredGrid) -> dict[int, dict[str, Any]]:
 
 
 def states_of(outcome: GossipOutcome) -> dict[int, dict[str, Any]]:
-    return {node: bits(memory.state) for node, memory in outcome.memories.items()}
+    return {node: bits(state) for node, state in outcome.last.items()}

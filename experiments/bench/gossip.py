@@ -20,9 +20,9 @@ from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.base import Algorithm, GossipMessage, Gradient, Multicast, Outbox, Real, State, View
 from fedcomp.gossip.compressor import Compressor, get_compressor
 from fedcomp.gossip.topology import topology_of
+from fedcomp.gossip_simulation import LocalData, Simulation, SimulationSettings, simulate
 from fedcomp.layout import Layout
 from fedcomp.rng import Key
-from fedcomp.systems.gossip_simulation import LocalData, Simulation, SimulationSettings, simulate
 
 SIZE: Final = 2410
 """Parameters of the digits network, 64-32-10."""

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from fedcomp.codecs import State
 from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
 from fedcomp.gossip import get_algorithm
-from fedcomp.gossip.base import Algorithm, GossipMessage, Gradient, Real, View, largest_message, messages_of
+from fedcomp.gossip.base import Algorithm, GossipMessage, Gradient, Real, View, largest_message
 from fedcomp.gossip.errors import TOO_FAR, Diverged, MessageError
 from fedcomp.gossip.receiving import received, taken_back
 from fedcomp.gossip.topology import Topology, topology_of
@@ -34,13 +34,14 @@ from fedcomp.mailbox import Mailbox, Post
 from fedcomp.plain import Count, from_fields, to_plain
 from fedcomp.program import HELLO, Answer, AnswerError, Ask, Me, Now, Round, Said, Step, System
 from fedcomp.rng import Key
-from fedcomp.rules import Data, Flag, Int, Made, Many, OneOf, Switch, Text
+from fedcomp.rules import Flag, Int, Made, Many, OneOf, Switch, Text
 from fedcomp.rules import Real as Number
 
 Arrays = Mapping[str, NDArray[Any]]
 
 RETURNED: Final = "returned/"
-"""How the name of a post begins that goes back to its sender. Names of all others say which life of a sender it was."""
+"""How the name of a post begins that goes back to its sender. Names of all others are the life of a sender that wrote
+it, and which of its messages it is: "0/2"."""
 
 _MOST: Final = 65_536
 _FIGURES: Final = 32
@@ -48,6 +49,7 @@ _REASON: Final = 300
 _OWN: Final = "node/own/"
 _CHANGE: Final = "node/change"
 _PLACE: Final = "node/place"
+_SHOWN: Final = "own/"
 
 Nodes = Annotated[tuple[int, ...], Many(Int(), _MOST)]
 Weights = Annotated[tuple[float, ...], Many(Number(), _MOST)]
@@ -157,10 +159,9 @@ class Done(Said):
         Why nothing was sent: what would have left is not finite. The messages were applied.
     facts, values : tuple of str, tuple of float
         :meth:`fedcomp.gossip.base.Algorithm.facts`.
-    model, own : bytes, tuple of bytes
-        Where it was to be shown: the vector, and the tensors that stay at home, in order.
     figures, measured : tuple of str, tuple of float
-        What the app measured of that model.
+        What the app measured of the model, where that was to be shown: the frame "model" is the vector, the frames
+        "own/..." are the tensors that stay at home.
     """
 
     fresh: Annotated[bool, Flag(absent=False)] = False
@@ -173,8 +174,6 @@ class Done(Said):
     facts: Annotated[tuple[str, ...], Many(Text(256), _FIGURES)] = ()
     # Not only finite numbers: a node whose figures overflow must be able to say so, for the watcher to judge.
     values: Annotated[tuple[float, ...], Many(Number(finite=False), _FIGURES)] = ()
-    model: Annotated[bytes, Data((1 << 31) - 1)] = b""
-    own: Annotated[tuple[bytes, ...], Many(Data((1 << 31) - 1), _MOST)] = ()
     figures: Annotated[tuple[str, ...], Many(Text(256), _FIGURES)] = ()
     measured: Annotated[tuple[float, ...], Many(Number(finite=False), _FIGURES)] = ()
 
@@ -311,6 +310,10 @@ class Gossip(System, id="gossip"):
     patience: Annotated[int, Int(1)] = 5
     skew_rounds: Annotated[int, Int()] = 0
     observe_every: Annotated[int, Int()] = 0
+
+    @property
+    def several(self) -> bool:
+        return True
 
     def conflict(self) -> str:
         self.graph.check(self.algorithm)
@@ -597,7 +600,7 @@ class Gossip(System, id="gossip"):
             return False
         boxes = (*now.mailbox.waiting.values(), *(stamped.ask.mail for stamped in now.mailbox.asked.values()))
         life = str(run.lives.get(node, 0))
-        sent = any(post.source == node and post.name == life for box in boxes for post in box)
+        sent = any(post.source == node and _life(post) == life for box in boxes for post in box)
         return bool(now.mailbox.waiting.get(node)) or sent
 
     def _settle(self, now: Now, run: Course, ask: Ask, answer: Answer) -> None:
@@ -605,9 +608,9 @@ class Gossip(System, id="gossip"):
         node, turn, done = answer.node, ask.say, answer.say
         assert isinstance(turn, Turn)
         assert isinstance(done, Done)
-        for data in {post.data for post in answer.post}:
+        for _, data in {(post.name, bytes(post.data)) for post in answer.post}:
             now.told["traffic"].up.add(len(data))
-        if wrong := self._wrong(now, ask, turn, done, answer.post):
+        if wrong := self._wrong(now, ask, turn, answer):
             now.refuse(node, wrong)
             _note(now, "refused", node, wrong)
             run.excluded[node] = wrong
@@ -629,7 +632,7 @@ class Gossip(System, id="gossip"):
         facts = dict(zip(done.facts, done.values, strict=True))
         if turn.do == "finish":
             run.finished.add(node)
-            self._shown(now, node, done, facts)
+            self._shown(now, answer, facts)
         elif turn.do == "leave":
             _note(now, "left", node, f"sent {len(answer.post)} messages")
         elif done.failed:
@@ -643,14 +646,16 @@ class Gossip(System, id="gossip"):
             now.told["figures"].setdefault(turn.iteration, {})[node] = facts
         self._post(now, run, turn, answer)
 
-    def _wrong(self, now: Now, ask: Ask, turn: Turn, done: Done, posts: Sequence[Post]) -> str:
+    def _wrong(self, now: Now, ask: Ask, turn: Turn, answer: Answer) -> str:
         """Return why an answer cannot be one to this ask; empty where it can."""
+        done, posts = answer.say, answer.post
+        assert isinstance(done, Done)
         synchronous = not self.algorithm.asynchronous
         # The other turns begin no iteration, so nothing may come with their answers.
         expected = set(turn.out) if turn.do in ("step", "leave") else set()
         to = [post.to for post in posts]
         # Push-sum takes shares from whoever sends them, so only this keeps a node from writing to strangers.
-        if not set(to) <= expected or len(set(to)) != len(to) or any(post.name != str(turn.life) for post in posts):
+        if not set(to) <= expected or len(set(to)) != len(to) or any(_life(post) != str(turn.life) for post in posts):
             return f"messages to nodes {to[:20]}; expected at most one to each of {sorted(expected)}"
         most = largest_message(self.algorithm, now.layout.size, np.dtype(self.dtype).itemsize)
         if (longest := max((len(post.data) for post in posts), default=0)) > most:
@@ -670,7 +675,7 @@ class Gossip(System, id="gossip"):
             return f"{len(done.lost)} messages lost that came back; {len(ask.mail) - len(came)} did"
         if done.fresh and turn.start in ("common", "empty"):
             return "no memory, and none was needed: this turn begins with a new state"
-        return "a model that was not to be shown" if (done.model or done.own) and not turn.show else ""
+        return "a model that was not to be shown" if answer.frames and not turn.show else ""
 
     def _note_remarks(self, now: Now, run: Course, node: int, done: Done) -> None:
         for source, reason in zip(done.needs, done.reasons, strict=True):
@@ -683,18 +688,18 @@ class Gossip(System, id="gossip"):
                 run.noticed.add((node, source))
                 _note(now, "noticed", source, f"node {node} says: {remark}")
 
-    def _shown(self, now: Now, node: int, done: Done, facts: Mapping[str, float]) -> None:
+    def _shown(self, now: Now, answer: Answer, facts: Mapping[str, float]) -> None:
         """Take a model that was shown; leave out one that is not of the run."""
-        layout, wide = now.layout, np.dtype(self.dtype)
-        sizes = [t.size * np.dtype(t.dtype).itemsize for t in layout.exact]
-        if len(done.model) != layout.size * wide.itemsize or [len(data) for data in done.own] != sizes:
-            _note(now, "unseen", node, done.failed or "its model is not one of the run")
+        node, done, layout, wide = answer.node, answer.say, now.layout, np.dtype(self.dtype)
+        assert isinstance(done, Done)
+        sizes = {"model": layout.size * wide.itemsize}
+        sizes |= {_SHOWN + t.name: t.size * np.dtype(t.dtype).itemsize for t in layout.exact}
+        if "model" not in answer.frames or any(sizes.get(name) != len(data) for name, data in answer.frames.items()):
+            _note(now, "unseen", node, "its model is not one of the run")
             return
-        model = np.frombuffer(done.model, wide)
-        own = {
-            t.name: np.frombuffer(data, t.dtype).reshape(t.shape)
-            for t, data in zip(layout.exact, done.own, strict=True)
-        }
+        model = np.frombuffer(answer.frames["model"], wide)
+        frames = {t: answer.frames[_SHOWN + t.name] for t in layout.exact if _SHOWN + t.name in answer.frames}
+        own = {t.name: np.frombuffer(frame, t.dtype).reshape(t.shape) for t, frame in frames.items()}
         # One such model would make the mean of all of them NaN.
         if not (np.isfinite(model).all() and all(np.isfinite(a).all() for a in own.values() if a.dtype.kind == "f")):
             _note(now, "unseen", node, "its model holds non-finite values")
@@ -703,13 +708,13 @@ class Gossip(System, id="gossip"):
 
     def _post(self, now: Now, run: Course, turn: Turn, answer: Answer) -> None:
         """Count what a node sent and put it on its way, or back where nobody can take it."""
-        node, counted = answer.node, dict[bytes, dict[Phase, int]]()
+        node, counted = answer.node, dict[tuple[str, bytes], dict[Phase, int]]()
         broken = run.broken.get(node, set())
         for post in answer.post:
             whole, receiving = post.to in turn.resync, post.to in run.members
             phase: Phase = "dense" if turn.dense else "resync" if whole else "train"
             # What goes to several neighbours is one message.
-            phases = counted.setdefault(bytes(post.data), {})
+            phases = counted.setdefault((post.name, bytes(post.data)), {})
             phases[phase] = phases.get(phase, 0) + 1
             if post.to in broken:
                 # Nothing but a whole estimate is of use, and only it mends the edge. A closing one needs no estimate.
@@ -720,7 +725,7 @@ class Gossip(System, id="gossip"):
                 now.mailbox.put([post])
             else:
                 self._send_back(now, run, [post])
-        for data, phases in counted.items():
+        for (_, data), phases in counted.items():
             now.told["traffic"].count(len(data), phases)
 
     def _returned(self, now: Now, run: Course, node: int, ask: Ask, sources: Collection[int]) -> None:
@@ -736,7 +741,7 @@ class Gossip(System, id="gossip"):
         for post in posts:
             now.told["traffic"].undelivered.add(len(post.data))
             # A new life never sent them: its counters and estimates know nothing of these messages.
-            if self.algorithm.asynchronous and post.name == str(run.lives.get(post.source, 0)):
+            if self.algorithm.asynchronous and _life(post) == str(run.lives.get(post.source, 0)):
                 now.mailbox.put([Post(post.to, post.source, RETURNED + post.name, post.data)])
 
     def _give_up(self, now: Now, run: Course, node: int, reason: str, ask: Ask) -> None:
@@ -796,12 +801,10 @@ class Gossip(System, id="gossip"):
         elif not memory or not held.continues(turn):
             # Of a copy restored after a crash others have newer messages: going on would send a share twice.
             return memory, Answer(me.node, say=Done(fresh=True), bare=True)
-        held, done, posts = self._carried_out(held, turn, ask.mail, me)
-        return held.memory(turn), Answer(me.node, say=done, post=posts, bare=True)
+        held, answer = self._carried_out(held, turn, ask.mail, me)
+        return held.memory(turn), answer
 
-    def _carried_out(
-        self, held: _Held, turn: Turn, mail: Sequence[Post], me: Me
-    ) -> tuple[_Held, Done, tuple[Post, ...]]:
+    def _carried_out(self, held: _Held, turn: Turn, mail: Sequence[Post], me: Me) -> tuple[_Held, Answer]:
         """Finish the iteration before with what came; do what the turn says."""
         algorithm, view, data = self.algorithm, turn.view(me.node, me.seed), me.data
         inbox = tuple(GossipMessage(p.source, me.node, p.data) for p in mail if not p.name.startswith(RETURNED))
@@ -839,12 +842,12 @@ class Gossip(System, id="gossip"):
                 # An error without a text is still a failure, and an empty one says that all went well.
                 failed = str(error)[:4096] or type(error).__name__
         facts = algorithm.facts(state)
-        shown: dict[str, Any] = {}
+        figures: Mapping[str, float] = {}
+        frames: dict[str, bytes] = {}
         if turn.show and not (refused and not algorithm.asynchronous):
             model = np.asarray(algorithm.model(state), self.dtype)
             figures = {} if data is None else data.evaluate(me, model, own)
-            shown = {"model": model.tobytes(), "own": tuple(own[t.name].tobytes() for t in me.layout.exact)}
-            shown |= {"figures": tuple(figures), "measured": tuple(map(float, figures.values()))}
+            frames = {"model": model.tobytes(), **{_SHOWN + name: array.tobytes() for name, array in own.items()}}
         odd = {source: why for source, why in sorted(noticed.items()) if source not in refused}
         done = Done(
             needs=tuple(refused),
@@ -855,10 +858,13 @@ class Gossip(System, id="gossip"):
             failed=failed,
             facts=tuple(facts),
             values=tuple(map(float, facts.values())),
-            **shown,
+            figures=tuple(figures),
+            measured=tuple(map(float, figures.values())),
         )
-        posts = tuple(Post(me.node, m.destination, str(turn.life), m.payload) for m in messages_of(me.node, outbox))
-        return _Held(state, own, change, held.turn, held.epoch), done, posts
+        named = [(f"{turn.life}/{number}", multicast) for number, multicast in enumerate(outbox)]
+        posts = tuple(Post(me.node, to, name, each.payload) for name, each in named for to in each.destinations)
+        answer = Answer(me.node, say=done, frames=frames, post=posts, bare=True)
+        return _Held(state, own, change, held.turn, held.epoch), answer
 
 
 @dataclass(frozen=True)
@@ -908,6 +914,10 @@ def own_of(memory: State) -> Arrays:
 def _note(now: Now, kind: str, node: int, reason: str) -> None:
     # Cut, since the words may be a peer's and go into logs and stored states.
     now.told["events"].append((kind, node, reason[:_REASON]))
+
+
+def _life(post: Post) -> str:
+    return post.name.partition("/")[0]
 
 
 def waiting(mailbox: Mailbox, node: int) -> tuple[Post, ...]:

@@ -29,9 +29,9 @@ from fedcomp.gossip.local import FlatObjective
 from fedcomp.gossip.topology import topology_of
 from fedcomp.gossip.traffic import GossipTraffic
 from fedcomp.gossip.vector import GossipPolicy, flatten, unflatten
+from fedcomp.gossip_simulation import simulate
 from fedcomp.layout import Layout
 from fedcomp.plain import from_fields
-from fedcomp.systems.gossip_simulation import simulate
 from fedcomp.tasks import get_task
 from fedcomp.tasks.linear import linear_rows
 from fedcomp.tasks.local import LocalObjective

@@ -12,9 +12,9 @@ from fedcomp.gossip.coordinate_push import CoordinatePush
 from fedcomp.gossip.errors import MessageError, TopologyError
 from fedcomp.gossip.packet import HEADER_BYTES
 from fedcomp.gossip.topology import Exponential, OnePeerExponential, RandomDigraph, topology_of
+from fedcomp.gossip_simulation import FaultPlan, SimulationSettings, simulate
 from fedcomp.layout import Layout, TensorSpec
 from fedcomp.rng import Key
-from fedcomp.systems.gossip_simulation import FaultPlan, SimulationSettings, simulate
 
 D = 20
 FLAT = Layout.flat(D)

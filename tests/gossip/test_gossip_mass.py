@@ -29,10 +29,10 @@ from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.base import Real
 from fedcomp.gossip.estimates import digests
 from fedcomp.gossip.topology import topology_of
+from fedcomp.gossip_simulation import FaultPlan, Simulation, SimulationSettings, simulate
 from fedcomp.mailbox import Post
 from fedcomp.rng import Key
 from fedcomp.systems.gossip import state_of, waiting
-from fedcomp.systems.gossip_simulation import FaultPlan, Simulation, SimulationSettings, simulate
 
 
 @pytest.mark.slow

@@ -34,11 +34,11 @@ from fedcomp.gossip.base import GossipMessage, Real, State
 from fedcomp.gossip.errors import Diverged, MessageError, TopologyError
 from fedcomp.gossip.estimates import digests
 from fedcomp.gossip.topology import topology_of
+from fedcomp.gossip_simulation import FaultPlan, Faults, Simulation, SimulationSettings
 from fedcomp.mailbox import Post
 from fedcomp.program import Answer, Ask, Me, Now
 from fedcomp.rng import Key
 from fedcomp.systems.gossip import RETURNED, Course, Gossip, Turn, state_of, turns_of, waiting
-from fedcomp.systems.gossip_simulation import FaultPlan, Faults, Simulation, SimulationSettings
 
 COLD = SYNCHRONOUS[0]
 PUSHES = ({"name": "sgp"}, {**EDGES, "gamma": 0.5}, {**SPREAD, "gamma": 0.5})
@@ -304,9 +304,9 @@ def forge(answer: Answer, how: str) -> Answer:
     if how == "twice":
         return answer._replace(post=(*answer.post, first))
     if how == "another life":
-        return answer._replace(post=(first._replace(name="7"), *rest))
+        return answer._replace(post=(first._replace(name="7/0"), *rest))
     if how == "returned":
-        return answer._replace(post=(first._replace(name=RETURNED + "0"), *rest))
+        return answer._replace(post=(first._replace(name=RETURNED + "0/0"), *rest))
     if how == "too large":
         return answer._replace(post=(first._replace(data=first.data + bytes(10**6)), *rest))
     if how == "failed, but speaks":
@@ -316,7 +316,7 @@ def forge(answer: Answer, how: str) -> Answer:
     if how == "loses what did not come back":
         return answer._replace(say=replace(done, lost=("x",)))
     if how == "shows unasked":
-        return answer._replace(say=replace(done, model=b"x"))
+        return answer._replace(frames={"model": b"x"})
     raise AssertionError(how)
 
 
@@ -600,7 +600,7 @@ def churned(config: dict[str, Any], graph: str, seed: int) -> Simulation:
             expected[:] = [expected[0] - w, expected[1] - x]
             # Messages of a former life of somebody cannot come back.
             box = [p for p in (*ask.mail, *now.mailbox.waiting.get(node, ())) if not p.name.startswith(RETURNED)]
-            lost.extend(post for post in box if str(course.lives.get(post.source, 0)) != post.name)
+            lost.extend(post for post in box if str(course.lives.get(post.source, 0)) != post.name.partition("/")[0])
             super()._give_up(now, course, node, reason, ask)
 
     given = run.system

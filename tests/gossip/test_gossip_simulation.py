@@ -14,8 +14,8 @@ from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.base import Real, State, deliver
 from fedcomp.gossip.errors import Saturated
 from fedcomp.gossip.topology import topology_of
+from fedcomp.gossip_simulation import KINDS, FaultPlan, SimulationSettings, simulate
 from fedcomp.rng import Key
-from fedcomp.systems.gossip_simulation import KINDS, FaultPlan, SimulationSettings, simulate
 
 
 @pytest.mark.slow

@@ -11,8 +11,8 @@ from gossip_faults import FAULTS, LAYOUT, D, N, Quadratic, learn, vectors
 
 from fedcomp.errors import ConfigError
 from fedcomp.gossip.traffic import GossipTraffic
+from fedcomp.gossip_simulation import FaultPlan
 from fedcomp.plain import fields_of, from_fields
-from fedcomp.systems.gossip_simulation import FaultPlan
 
 K = 10
 """Iterations of every run."""

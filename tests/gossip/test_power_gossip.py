@@ -15,9 +15,9 @@ from fedcomp.gossip.errors import TopologyError
 from fedcomp.gossip.packet import HEADER_BYTES, MessageFlag, peek
 from fedcomp.gossip.power_gossip import PowerGossip, auto_rate
 from fedcomp.gossip.topology import Complete, DirectedRing, RandomDigraph, Ring
+from fedcomp.gossip_simulation import simulate
 from fedcomp.layout import DENSE, Layout
 from fedcomp.rng import Key
-from fedcomp.systems.gossip_simulation import simulate
 
 PAIR = np.full((2, 2), 0.5)
 

@@ -31,11 +31,11 @@ from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.rounds import fit
 from fedcomp.gossip.reference import REFERENCE_BYTES, Reference
+from fedcomp.gossip_simulation import FaultPlan
 from fedcomp.rng import Key
 from fedcomp.strategies.coded.links import REST_ROUNDS
 from fedcomp.strategies.gossip import links as gossip_links
 from fedcomp.strategies.gossip.strategy import GossipRelay
-from fedcomp.systems.gossip_simulation import FaultPlan
 
 SEALED = 48
 

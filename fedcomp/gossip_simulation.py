@@ -287,8 +287,8 @@ class Simulation:
             turn = Turn("finish", turns_of(memory) + 1, run.iteration, run.epoch, start=start, show=True)
             me = Me(node, run.iteration, local.seed, local.layout, lambda: local.model, _no_training, local.data[node])
             _, answer = self.system.client(dict(memory), Ask(node, say=turn, mail=mail), me)
-            if model := answer.say.model:
-                found[node] = np.frombuffer(model, self.system.dtype)
+            if "model" in answer.frames:
+                found[node] = np.frombuffer(answer.frames["model"], self.system.dtype)
         return found
 
 
