@@ -14,6 +14,7 @@ SYSTEMS: Final[dict[str, str | type[System]]] = {
     "conditional": "conditional:ConditionalRounds",
     "factors": "factors:FactorSharing",
     "forward": "forward:Forward",
+    "gossip": "gossip:Gossip",
     "gradiveq": "gradiveq:FittedBasis",
     "lsg": "private.lsg:LowRank",
     "lgc": "lgc:LearnedGradients",

@@ -35,6 +35,7 @@ def among(holds: Callable[[Entry], bool] = lambda entry: True) -> pytest.MarkDec
 
 
 every = among()
+sums = among(lambda entry: entry.sums)
 
 
 class Sum:
@@ -156,7 +157,8 @@ def test_options_survive_json_and_repr(entry: Entry) -> None:
     assert type(again) is type(system)
     assert again == system
     assert again.to_config() == config
-    assert eval(repr(system), {**vars(codecs), type(system).__name__: type(system)}) == system
+    parts = [system, *(getattr(system, each.name) for each in fields(system))]
+    assert eval(repr(system), {**vars(codecs), **{type(part).__name__: type(part) for part in parts}}) == system
     with pytest.raises(ConfigError):
         systems.get_system({**config, "no_such_option": 1})
 
@@ -218,7 +220,7 @@ def test_halves_are_pure(entry: Entry) -> None:
     assert seen >= 5 * NODES
 
 
-@every
+@sums
 def test_a_client_half_that_refuses_leaves_everything_as_it_was(entry: Entry) -> None:
     """And nobody else notices but by its absence. What breaks is the app."""
     driver, broken = counted(entry), (2, 3)
@@ -348,7 +350,7 @@ def test_single_updates_have_the_mean(entry: Entry) -> None:
         local(entry, Single()).step(1)
 
 
-@every
+@sums
 def test_a_step_says_in_one_way_how_the_model_moves(entry: Entry) -> None:
     """And a system says whether clients send whole models."""
     step = local(entry).step(1)
@@ -523,7 +525,7 @@ def test_conserves_what_was_made_when_the_second_exchange_breaks(entry: Entry) -
     conserves(entry, "second")
 
 
-@every
+@sums
 def test_what_comes_twice_late_or_again_is_not_used(entry: Entry) -> None:
     """Twice changes nothing; answers that are late or to earlier exchanges are as good as lost."""
     once, twice = run(local(entry)), run(local(entry, fault=lambda number, node, exchange: "twice"))
@@ -541,7 +543,7 @@ def test_what_comes_twice_late_or_again_is_not_used(entry: Entry) -> None:
 # Weights, and who takes part
 
 
-@every
+@sums
 def test_a_weight_of_zero_counts_for_nothing(entry: Entry) -> None:
     driver = local(entry, weight=lambda node: 0.0 if node == 2 else node + 1.0)
     step = driver.step(1)
@@ -555,7 +557,7 @@ def test_a_weight_of_zero_counts_for_nothing(entry: Entry) -> None:
         np.testing.assert_array_equal(driver.model, without.model)
 
 
-@every
+@sums
 def test_without_any_weight_nothing_moves_and_nothing_is_lost(entry: Entry) -> None:
     weights = {"all": 0.0}
     # A mean of four integers is exact.
@@ -569,7 +571,7 @@ def test_without_any_weight_nothing_moves_and_nothing_is_lost(entry: Entry) -> N
     require_law(entry, driver)
 
 
-@every
+@sums
 def test_newcomers_absentees_and_nobody(entry: Entry) -> None:
     driver = counted(entry)
     for number, nodes in enumerate(([0, 1, 2], [0, 1, 2, 3], [], [1, 3], [4, 2, 0], [3], [], [0, 1, 2, 3, 4]), 1):
@@ -664,14 +666,14 @@ def attacked(entry: Entry, spoil: Spoil, rounds: int = 5) -> set[int]:
 WEIGHTS = ("infinite", "negative", "nan", "heavy")
 
 
-@every
+@sums
 @pytest.mark.parametrize("how", [name for name, _ in spoilt()])
 def test_hostile_answers_harm_nobody_else(entry: Entry, how: str) -> None:
     used = attacked(entry, dict(spoilt())[how])
     assert not used or how not in ("nothing", "empty", "misnamed", *WEIGHTS)
 
 
-@every
+@sums
 def test_absurd_updates_leave_the_others_a_model(entry: Entry) -> None:
     """One client learns as much as float32 holds, once; the model stays finite, and the others stay in."""
     driver = local(entry)
@@ -706,7 +708,7 @@ def extremes(rule: Any) -> list[Any]:
     return [value for value in tries if taken(value)]
 
 
-@every
+@sums
 def test_extreme_words_harm_nobody_else(entry: Entry) -> None:
     """Whatever a client says that the rules allow."""
     for kind in entry.system.SAYS:
