@@ -11,6 +11,8 @@ from fedcomp.params import shown
 from fedcomp.program import System
 
 SYSTEMS: Final[dict[str, str | type[System]]] = {
+    "coded-relay": "coded.relay:CodedRelay",
+    "coded-sum": "coded.sums:CodedSum",
     "conditional": "conditional:ConditionalRounds",
     "factors": "factors:FactorSharing",
     "forward": "forward:Forward",
