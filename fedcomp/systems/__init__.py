@@ -17,6 +17,7 @@ SYSTEMS: Final[dict[str, str | type[System]]] = {
     "factors": "factors:FactorSharing",
     "forward": "forward:Forward",
     "gradiveq": "gradiveq:FittedBasis",
+    "noisy-sum": "private.distributed:NoisySum",
     "lgc": "lgc:LearnedGradients",
     "pair": "pair:Pair",
     "shared-support": "shared_support:SharedSupport",

@@ -34,6 +34,7 @@ from fedcomp.drift.schedule import ScheduleSettings
 from fedcomp.drift.sensor import Upload
 from fedcomp.factors.outer import OuterProducts
 from fedcomp.layout import Layout, Update, Vector
+from fedcomp.privacy.bounded import BoundedFixedPoint
 from fedcomp.program import Me, System
 from fedcomp.rng import Key
 from fedcomp.systems.coded.relay import CodedRelay
@@ -45,6 +46,7 @@ from fedcomp.systems.gradiveq import FittedBasis
 from fedcomp.systems.lgc import LearnedGradients
 from fedcomp.systems.pair import Pair
 from fedcomp.systems.power_sgd import SharedBasis
+from fedcomp.systems.private.distributed import NoisySum
 from fedcomp.systems.shared_support import SharedSupport
 
 NODES: Final = 5
@@ -234,6 +236,11 @@ ROUNDED: Final = 1e-6
 INTEGERS: Final = ErrorFeedback(FixedPoint(RandomK(1.0), clip=4096.0, levels=4096))
 """Sends integers as they are."""
 
+BOUNDED: Final = BoundedFixedPoint(
+    RandomK(1.0), clip=1e5, levels=20_000, scale=10_000, sigma=2.0, least=3, insecure_deterministic=True
+)
+"""Sends integers of a bounded norm, to which noise is added."""
+
 ENTRIES: Final[Mapping[str, Entry]] = {
     "pair-identity": Entry(Pair(Identity()), reference=plain_averaging, frozen=ROUNDED),
     "pair-topk": Entry(Pair(ErrorFeedback(TopK(0.05))), law=0.0, reference=feedback(top(0.05))),
@@ -292,6 +299,15 @@ ENTRIES: Final[Mapping[str, Entry]] = {
         reference=plain_averaging,
         exchanges=3,
         least=4,
+        posts=True,
+        secret=True,
+        another=True,
+    ),
+    "noisy-sum": Entry(
+        NoisySum(codec=BOUNDED, symbols=2, threshold=1, min_contributors=3, contributors=NODES),
+        exchanges=3,
+        frozen=None,
+        least=3,
         posts=True,
         secret=True,
         another=True,

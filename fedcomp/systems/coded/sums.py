@@ -201,8 +201,8 @@ class CodedSum(Coded, id="coded-sum"):
         """The codec of the integers."""
         return fixed_point_of(self.codec)
 
-    def divisor(self, summed: Summed, contributors: int) -> float:
-        """Return what makes the sum a mean; ``contributors`` were asked."""
+    def divisor(self, summed: Summed) -> float:
+        """Return what makes the sum a mean."""
         return float(summed.weight)
 
     # The plan.
@@ -572,7 +572,7 @@ class _Summing:
         # Of weights the server knows the sum alone: a codec that has to know whose integers these are takes equal ones.
         mean = system.fixed.place(
             summed.integers,
-            system.divisor(summed, len(now.nodes)),
+            system.divisor(summed),
             now.layout,
             # The stream of the clients' codecs: a support that they share is drawn again from it.
             now.key("uplink"),

@@ -1,0 +1,1 @@
+"""Systems that keep a promise of privacy."""
