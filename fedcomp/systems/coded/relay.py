@@ -5,8 +5,8 @@
 2. *Collect*, in waves: as many relays are asked for what they hold as are needed, until every source is decoded or
    nobody is left. In the end those that were silent are asked once more.
 3. What was decoded are the bytes of the very replies that an uncoded round brings, and goes to the program of the
-   system inside. So the result is that of the uncoded round over the same clients, bit for bit, and a client that vanished
-   after it has shared is in it, and acknowledged.
+   system inside. So the result is that of the uncoded round over the same clients, bit for bit, and a client that
+   vanished after it has shared is in it, and acknowledged.
 
 Packets are never added: GF(2^8) adds by exclusive or. The server decodes every update: this protects from losses, not
 from the server. Network coding: Ho et al. 2006 (``code="rlnc"``); Cauchy Reed-Solomon codes: Blömer et al. 1995
