@@ -1,10 +1,10 @@
 """Distributed noise: every client adds a share of it, and the server decodes a sum that is private already.
 
 The coded sum (:mod:`fedcomp.systems.coded.sums`) of integers of a bounded norm. Everybody weighs the same, no metric
-and no count of cut values travels, and the sum is divided by the number of clients that are asked, which is public. With
-fewer contributors than the noise was dimensioned for relays do not add, and nothing was released. What is remembered
-holds what was clipped and rounded off, never noise. Whoever drives the round pays between the freezing of the set and
-the first ask for its sum (:class:`~fedcomp.systems.coded.sums.AddUp`).
+and no count of cut values travels, and the sum is divided by the number of clients that are asked, which is public.
+With fewer contributors than the noise was dimensioned for relays do not add, and nothing was released. What is
+remembered holds what was clipped and rounded off, never noise. Whoever drives the round pays between the freezing of
+the set and the first ask for its sum (:class:`~fedcomp.systems.coded.sums.AddUp`).
 """
 
 from __future__ import annotations
