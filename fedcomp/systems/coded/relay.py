@@ -148,8 +148,7 @@ class CodedRelay(Coded, id="coded-relay"):
         answers = yield Wait([*coded, *plain], self.share_timeout)
         decoded = collecting.expect(answers)
         while wanted := collecting.wanted() or collecting.once_more():
-            questions = [Ask(nodes[r], "query", Collect(tuple(nodes[s] for s in of))) for r, of in wanted.items()]
-            collecting.take(wanted, (yield Wait(questions, self.collect_timeout)))
+            collecting.take(wanted, (yield Wait(collecting.questions(wanted), self.collect_timeout)))
         return _end(inner, sorted([*decoded, *collecting.decoded()], key=lambda answer: answer.node))
 
     def client(self, memory: State, ask: Ask, me: Me) -> tuple[State, Answer]:
@@ -239,6 +238,13 @@ class _Collecting:
                     wanted.setdefault(relay, []).append(source)
         self.count("recollects", len({source for sources in wanted.values() for source in sources}))
         return dict(sorted(wanted.items()))
+
+    def questions(self, wanted: Mapping[int, Sequence[int]]) -> list[Ask]:
+        """Return what asks relays for what they hold of some sources, each."""
+        return [
+            Ask(self.nodes[relay], "query", Collect(tuple(self.nodes[source] for source in sources)), model=False)
+            for relay, sources in wanted.items()
+        ]
 
     def take(self, wanted: Mapping[int, Sequence[int]], answers: Sequence[Answer]) -> None:
         """Take the packets that relays answered with."""

@@ -381,6 +381,8 @@ class _Summing:
         By row of a relay that reported, the tags it holds by source.
     masked : dict of int to ndarray
         In mode "mask", the uploads by source.
+    sequence : int
+        Number of the message that is answered.
     chosen : tuple of int
         U.
     left : list of int
@@ -402,6 +404,7 @@ class _Summing:
     held: dict[int, dict[int, tuple[bytes, ...]]] = field(default_factory=dict)
     masked: dict[int, Residues] = field(default_factory=dict)
     alive: set[int] = field(default_factory=set)
+    sequence: int = 0
     chosen: tuple[int, ...] = ()
     qualified: int = 0
     left: list[int] = field(default_factory=list)
@@ -427,20 +430,38 @@ class _Summing:
 
     def shared(self, answers: Sequence[Answer]) -> None:
         """Take the names of what was shared."""
+        found: dict[int, bytes] = {}
         for answer in answers:
             assert isinstance(answer.say, Tagged)
-            source, tag = self.index[answer.node], answer.say.tag
+            source = self.index[answer.node]
             self.alive.add(source)
             if self.plan.mode == "mask":
                 try:
                     shard = Shard.from_bytes(answer.frames.get("masked", b""), self.plan)
-                    if (shard.kind, shard.source, shard.tag) != (MASKED, source, tag):
+                    if (shard.kind, shard.source, shard.tag) != (MASKED, source, answer.say.tag):
                         raise PacketError("the masked update is another one than the answer says")
                 except CodingError as why:
                     self.now.refuse(answer.node, f"masked update: {why}")
                     continue
                 self.masked[source] = shard.body
-            self.tags[source] = tag
+            found[source] = answer.say.tag
+        # All answer one message: another number, acknowledged, would make a client forget what is not in the model, or
+        # put back what is.
+        self.sequence = _most([read_tag(tag)[0] for tag in found.values()])
+        for source, tag in found.items():
+            if reason := self._wrong(tag):
+                self.now.refuse(self.nodes[source], reason)
+            else:
+                self.tags[source] = tag
+
+    def _wrong(self, tag: bytes) -> str:
+        """Return why an encoding is not one of this round; empty where it is."""
+        sequence, generation = read_tag(tag)
+        if sequence != self.sequence:
+            return f"its shards answer message {sequence}, expected {self.sequence}: stale ones"
+        if generation > sequence:
+            return f"its shards are of a memory that began with message {generation}, after {sequence}"
+        return ""
 
     def questions(self) -> list[Ask]:
         """Return what asks the relays that are there what they hold."""
@@ -477,7 +498,7 @@ class _Summing:
                 continue
             # The encoding that most relays hold; among equals the one that its contributor announced.
             tag = max(found, key=lambda tag: (found[tag], tag == self.tags.get(source), tag))
-            if self.plan.mode == "mask" and tag != self.tags[source]:
+            if self._wrong(tag) or (self.plan.mode == "mask" and tag != self.tags[source]):
                 continue
             self.tags[source] = tag
             for row, tags in self.held.items():
@@ -584,6 +605,12 @@ class _Summing:
         if self.plan.extras:
             own["coded.cut"] = summed.extras[0] / (self.plan.extras[0] * len(members))
         return Step(members, change=mean, support=system.codec.sparse(now.layout), metrics=own)
+
+
+def _most(numbers: Sequence[int]) -> int:
+    """Return the most frequent number, of equally frequent ones the largest; 0 of none."""
+    counts = Counter(numbers)
+    return max(counts, key=lambda number: (counts[number], number), default=0)
 
 
 def relays_of(plan: SumPlan, number: int) -> list[int]:

@@ -10,8 +10,9 @@ the set and the first ask for its sum (:class:`~fedcomp.systems.coded.sums.AddUp
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -108,3 +109,12 @@ class NoisySum(CodedSum, id="noisy-sum"):
         key = Key(me.seed, "privacy/share", me.number, me.node)
         noised = fixed.noised(integers, make_entropy(key, insecure_deterministic=fixed.insecure_deterministic))
         return noised, {NOISED: name + noised.astype(np.int32).tobytes()}
+
+
+def shared_only(config: Any) -> bool:
+    """Whether a system, as it is announced, would send integers before they get their noise."""
+    if not isinstance(config, Mapping) or config.get("id") == NoisySum.ID:
+        return False
+    # Systems and codecs nest: one that must not leave may stand inside another.
+    inside = [value for value in config.values() if isinstance(value, Mapping)]
+    return config.get("id") == BoundedFixedPoint.codec_id or any(map(shared_only, inside))
