@@ -40,7 +40,7 @@ HEAVIEST = 2**63
 """No weight is as large: a sum of weights stays finite, and an integer of a message holds it."""
 
 Collect = Callable[[int, int, int, int], bool]
-"""Whether a matrix that is known as so many outer products is captured; :meth:`fedcomp.codecs.Codec.takes_outer`."""
+"""Whether a matrix that is known as so many outer products is captured; :func:`fedcomp.codecs.factors.wanted_by`."""
 
 
 class Origin(NamedTuple):

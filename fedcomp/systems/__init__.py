@@ -18,6 +18,7 @@ SYSTEMS: Final[dict[str, str | type[System]]] = {
     "forward": "forward:Forward",
     "gradiveq": "gradiveq:FittedBasis",
     "noisy-sum": "private.distributed:NoisySum",
+    "lsg": "private.lsg:LowRank",
     "lgc": "lgc:LearnedGradients",
     "pair": "pair:Pair",
     "shared-support": "shared_support:SharedSupport",

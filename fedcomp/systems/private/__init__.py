@@ -1,1 +1,1 @@
-"""Systems that keep a promise of privacy."""
+"""Private rounds: one rule in place of the mean, and the systems that need a client half of their own."""
