@@ -10,17 +10,22 @@ from fedcomp.errors import ConfigError, nearest
 from fedcomp.params import shown
 from fedcomp.program import System
 
-SYSTEMS: Final[Mapping[str, str]] = {
+SYSTEMS: Final[dict[str, str | type[System]]] = {
+    "coded-relay": "coded.relay:CodedRelay",
+    "coded-sum": "coded.sums:CodedSum",
     "conditional": "conditional:ConditionalRounds",
     "factors": "factors:FactorSharing",
     "forward": "forward:Forward",
+    "gossip": "gossip:Gossip",
     "gradiveq": "gradiveq:FittedBasis",
+    "noisy-sum": "private.distributed:NoisySum",
+    "lsg": "private.lsg:LowRank",
     "lgc": "lgc:LearnedGradients",
     "pair": "pair:Pair",
     "shared-support": "shared_support:SharedSupport",
     "power-sgd": "power_sgd:SharedBasis",
 }
-"""Where a system is, by its id."""
+"""Where a system is, by its id, or the class itself."""
 
 
 def get_system(config: Mapping[str, Any] | System) -> System:
@@ -43,10 +48,13 @@ def get_system(config: Mapping[str, Any] | System) -> System:
     name = config.get("id")
     if not isinstance(name, str) or name not in SYSTEMS:
         raise ConfigError(f"there is no system {shown(name)}{nearest(str(name), SYSTEMS)}")
-    module, _, kind = SYSTEMS[name].partition(":")
-    found: type[System] = getattr(importlib.import_module(f"{__name__}.{module}"), kind)
+    found = SYSTEMS[name]
+    if isinstance(found, str):
+        module, _, kind = found.partition(":")
+        found = getattr(importlib.import_module(f"{__name__}.{module}"), kind)
     options = {key: value for key, value in config.items() if key != "id"}
     try:
-        return found.from_config(options)
+        system: System = found.from_config(options)
     except TypeError as error:
         raise ConfigError(f"system {name!r} does not take these options: {error}") from error
+    return system
