@@ -68,11 +68,14 @@ class Brought:
         answered.
     trained : ArrayRecord, optional
         The model that the app has trained, once it has.
+    instead : callable, optional
+        What trains in place of the app and its own mods: ``instead(message, context)`` returns a reply with the model.
     """
 
     data: Any
     reply: RecordDict = field(default_factory=RecordDict)
     trained: ArrayRecord | None = None
+    instead: Callable[[Message, Context], Message] | None = None
 
 
 Brings = Callable[[Message, Context], Brought]
@@ -140,12 +143,12 @@ def bringing(name: str, system: str, data: Brings) -> ClientHalf:
     """
 
     def bringing_mod(msg: Message, context: Context, call_next: CallNext) -> Message:
-        return _bring(system, data, lambda: call_next(msg, context))
+        return bring(system, data, lambda: call_next(msg, context))
 
     return ClientHalf(name, bringing_mod, outside=("compression",), needs=("compression",))
 
 
-def _bring(system: str, data: Brings, answer: Callable[[], Message]) -> Message:
+def bring(system: str, data: Brings, answer: Callable[[], Message]) -> Message:
     """Return an answer to which ``data`` is brought; of a module, since what an app holds travels, and this variable
     cannot."""
     token = _BROUGHT.set({**_BROUGHT.get(), system: data})
@@ -186,7 +189,7 @@ def _handle(
 GUARDS: Final = ("votes_only", "coded", "local_privacy")
 """Halves that stand outside: what they do not allow must not pass them by."""
 
-OUTSIDE: Final = ("lsg", "private", "record_dp")
+OUTSIDE: Final = ("lsg", "private")
 
 
 class _AppError(Exception):
@@ -515,8 +518,9 @@ class _Training:
         msg, context, head, private = exchange.msg, exchange.context, exchange.head, exchange.private
         layout = memory.layout
         key = Key(head.seed, "uplink", head.number, partition_of(context))
+        train = exchange.call_next if self.app is None or self.app.instead is None else self.app.instead
         with collecting(collect or _nothing, key.u64()) as collected:
-            reply = exchange.call_next(msg, context)
+            reply = train(msg, context)
         if reply.has_error():
             raise _AppError(reply)
         content = only_update(reply.content, before, layout) if private else reply.content

@@ -240,10 +240,13 @@ class Server(ExchangeStrategy, Stateful):
         if self._rule.updates_only:
             # Whom earlier rounds prefer would make one client's part in a private sum depend on another's.
             self.roster.release()
-        messages = list(self.inner.configure_train(server_round, arrays, config, grid))
-        x, now = self._ask(server_round, arrays, messages)
+        x, now = self._ask(server_round, arrays, self._chosen(server_round, arrays, config, grid))
         step = yield from self._play(x, now, self.system.round(now))
         return self._close(x, now, step)
+
+    def _chosen(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> list[Message]:
+        """Return what the inner strategy sends: it says who takes part."""
+        return list(self.inner.configure_train(server_round, arrays, config, grid))
 
     def _close(self, x: Running, now: Now, step: Step | None) -> Outcome:
         """Take what the program made, and end the round.

@@ -77,4 +77,4 @@ def lsg() -> ClientHalf:
 
         return discreet(msg, update)
 
-    return ClientHalf("lsg", lsg_mod, outside=("private", "record_dp"))
+    return ClientHalf("lsg", lsg_mod, outside=("private",))

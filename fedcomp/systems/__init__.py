@@ -17,6 +17,7 @@ SYSTEMS: Final[Mapping[str, str]] = {
     "gradiveq": "gradiveq:FittedBasis",
     "lgc": "lgc:LearnedGradients",
     "pair": "pair:Pair",
+    "record-dp": "private.record:Records",
     "shared-support": "shared_support:SharedSupport",
     "power-sgd": "power_sgd:SharedBasis",
 }

@@ -41,6 +41,7 @@ from fedcomp.systems.gradiveq import FittedBasis
 from fedcomp.systems.lgc import LearnedGradients
 from fedcomp.systems.pair import Pair
 from fedcomp.systems.power_sgd import SharedBasis
+from fedcomp.systems.private.record import Account, DpSgdPlan, Records
 from fedcomp.systems.shared_support import SharedSupport
 
 NODES: Final = 5
@@ -215,6 +216,13 @@ class Unsettled:
         assert me.start.shape == (me.layout.size,)
 
 
+def noised(me: Me, plan: DpSgdPlan, learn: Callable[[], Update]) -> tuple[Update, Account]:
+    """Train on records that need no noise, and pay for it in every round."""
+    return learn(), Account(f"ledger {me.node}", plan.steps, plan.steps * me.number)
+
+
+PLAN: Final = DpSgdPlan(noise_multiplier=1.5, rate=0.1, steps=3, delta=1e-5)
+
 ROUNDED: Final = 1e-6
 """Of float32, with room for a few hundred operations."""
 
@@ -295,5 +303,7 @@ ENTRIES: Final[Mapping[str, Entry]] = {
         shapes={"one.weight": (30, 20), "two.weight": (20, 30)},
         frozen=None,
     ),
+    "record-dp": Entry(Records(PLAN, ErrorFeedback(TopK(0.05))), law=0.0, reference=feedback(top(0.05)), data=noised),
+    "record-dp-whole": Entry(Records(PLAN), reference=plain_averaging, frozen=ROUNDED, data=noised, another=True),
     "pair-dgc": Entry(Pair(DGC(density=0.05, warmup=2)), another=True),
 }

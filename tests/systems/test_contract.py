@@ -155,7 +155,8 @@ def test_options_survive_json_and_repr(entry: Entry) -> None:
     assert type(again) is type(system)
     assert again == system
     assert again.to_config() == config
-    assert eval(repr(system), {**vars(codecs), type(system).__name__: type(system)}) == system
+    kinds = {type(each).__name__: type(each) for each in [system, *(getattr(system, f.name) for f in fields(system))]}
+    assert eval(repr(system), {**vars(codecs), **kinds}) == system
     with pytest.raises(ConfigError):
         systems.get_system({**config, "no_such_option": 1})
 

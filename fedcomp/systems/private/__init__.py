@@ -1,0 +1,1 @@
+"""Systems whose clients protect what they send themselves; the server adds no noise."""
