@@ -519,7 +519,7 @@ class _Training:
         layout = memory.layout
         key = Key(head.seed, "uplink", head.number, partition_of(context))
         train = exchange.call_next if self.app is None or self.app.instead is None else self.app.instead
-        with collecting(collect or _nothing, key.u64()) as collected:
+        with collecting(collect, key.u64()) as collected:
             reply = train(msg, context)
         if reply.has_error():
             raise _AppError(reply)
@@ -598,10 +598,6 @@ def _beside(content: RecordDict, model: str = NODE_RECORD) -> RecordDict:
 def _exposes(system: System) -> str:
     """Return what of single examples the codecs of a system show; empty for nothing."""
     return next((codec.exposes for codec in system.codecs if codec.exposes), "")
-
-
-def _nothing(count: int, rows: int, columns: int, slopes: int) -> bool:
-    return False
 
 
 def _no_model(*args: object) -> Any:

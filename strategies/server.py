@@ -240,13 +240,10 @@ class Server(ExchangeStrategy, Stateful):
         if self._rule.updates_only:
             # Whom earlier rounds prefer would make one client's part in a private sum depend on another's.
             self.roster.release()
-        x, now = self._ask(server_round, arrays, self._chosen(server_round, arrays, config, grid))
+        messages = self._rule.configure(server_round, arrays, config, grid)
+        x, now = self._ask(server_round, arrays, messages)
         step = yield from self._play(x, now, self.system.round(now))
         return self._close(x, now, step)
-
-    def _chosen(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> list[Message]:
-        """Return what the inner strategy sends: it says who takes part."""
-        return list(self.inner.configure_train(server_round, arrays, config, grid))
 
     def _close(self, x: Running, now: Now, step: Step | None) -> Outcome:
         """Take what the program made, and end the round.

@@ -46,6 +46,7 @@ from fedcomp.strategies.private.promise import NoClientEvaluation
 from fedcomp.strategies.replies import SentMessage
 from fedcomp.strategies.running import Running, Trained, copies_of
 from fedcomp.strategies.server import Server
+from fedcomp.strategies.sinks import MeanRule
 from fedcomp.strategies.wrapping import require_inner
 from fedcomp.systems.private.record import Account, DpSgdPlan, Records
 from fedcomp.wire import Frame
@@ -246,6 +247,7 @@ class RecordDp(NoClientEvaluation, Server):
         self._size = 0
         # By the id of a message: what the reply to it said.
         self._said: dict[str, Account] = {}
+        self._rule = Affording(mean, self)
         # Refuses wrong figures now, not at the first round.
         plan.event(max(1, int(plan.options.get("k", 1))))
 
@@ -343,20 +345,17 @@ class RecordDp(NoClientEvaluation, Server):
         )
         super().summary()
 
-    def _chosen(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> list[Message]:
-        """Let the inner strategy ask the clients that can afford a training."""
-        self.adopt(arrays)
-        nodes = online(grid, self.inner)
+    def able(self, nodes: Sequence[int], server_round: int) -> list[int]:
+        """Return those of the nodes that are there who can afford a training; log why nobody can."""
+        self._asked, self._said = list(nodes), {}
         able = [node for node in nodes if self._affords(node)]
-        self._asked = nodes
-        self._said = {}
         if not able:
             log.warning("RecordDp: no client is asked in round %d: %s", server_round, self.over(server_round))
-            return []
-        with Shown(grid, able).minima(self.inner) as shown:
-            messages = super()._chosen(server_round, arrays, config, shown)
-        self._claims.ask(message.metadata.dst_node_id for message in messages)
-        return messages
+        return able
+
+    def ask(self, nodes: Iterable[int]) -> None:
+        """Take note of who is asked for a training."""
+        self._claims.ask(nodes)
 
     def _receive(
         self,
@@ -440,3 +439,28 @@ class RecordDp(NoClientEvaluation, Server):
         """Return what must not change within a run; the budget may."""
         system = replace(self.system, plan=replace(self.plan, budget=0.0))
         return {"system": repr(system), "downlink": repr(self.downlink)}
+
+
+class Affording(MeanRule):
+    """The weighted mean of clients that can afford a training.
+
+    Parameters
+    ----------
+    mean : Strategy
+    books : RecordDp
+    """
+
+    def __init__(self, mean: Strategy, books: RecordDp) -> None:
+        super().__init__(mean)
+        self._books = books
+
+    def configure(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> list[Message]:
+        """Let the mean ask those clients alone."""
+        self._books.adopt(arrays)
+        able = self._books.able(online(grid, self.strategy), server_round)
+        if not able:
+            return []
+        with Shown(grid, able).minima(self.strategy) as shown:
+            messages = super().configure(server_round, arrays, config, shown)
+        self._books.ask(message.metadata.dst_node_id for message in messages)
+        return messages

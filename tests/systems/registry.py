@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
+from toys import Passing
 
 from fedcomp.codecs import (
     DGC,
@@ -306,4 +307,5 @@ ENTRIES: Final[Mapping[str, Entry]] = {
     "record-dp": Entry(Records(PLAN, ErrorFeedback(TopK(0.05))), law=0.0, reference=feedback(top(0.05)), data=noised),
     "record-dp-whole": Entry(Records(PLAN), reference=plain_averaging, frozen=ROUNDED, data=noised, another=True),
     "pair-dgc": Entry(Pair(DGC(density=0.05, warmup=2)), another=True),
+    "passing": Entry(Passing(ErrorFeedback(TopK(0.05))), law=0.0, reference=feedback(top(0.05)), exchanges=2),
 }

@@ -20,6 +20,7 @@ from fedcomp.errors import ConfigError, FedcompError
 from fedcomp.flower import store
 from fedcomp.layout import Layout, Update, Vector
 from fedcomp.local import Local, Node, Reply
+from fedcomp.mailbox import Mailbox, Stamped
 from fedcomp.program import Answer, AnswerError, Ask, Given, Me, Mean, Now, Round, Rule, Said, Single, Step, System
 from fedcomp.rng import Key
 from fedcomp.rules import REQUIRED, rules_of
@@ -59,17 +60,17 @@ class Books(Local):
     broken: tuple[tuple[int, int], ...] = ()
     passed: list[tuple[Ask, Reply]] = field(default_factory=list)
 
-    def _receive(self, client: Node, now: Now, ask: Ask, *, crash: bool) -> Reply | None:
+    def _receive(self, client: Node, now: Now, stamped: Stamped, *, crash: bool) -> Reply | None:
         self.learnt = None
-        reply = super()._receive(client, now, ask, crash=crash)
+        reply = super()._receive(client, now, stamped, crash=crash)
         if reply is not None and self.learnt is not None:
             self.made = self.made + self.learnt.astype(np.float64)
         if reply is None:
             return None
-        self.passed.append((ask, reply))
+        self.passed.append((stamped.ask, reply))
         if not self.damaged:
             return reply
-        frames = {name: frame[:-1] + bytes([frame[-1] ^ 255]) for name, frame in reply.answer.frames.items()}
+        frames = {name: f[:-1] + bytes([f[-1] ^ 255]) if f else b"x" for name, f in reply.answer.frames.items()}
         return reply._replace(answer=reply.answer._replace(frames=frames))
 
     def _move(self, step: Step, number: int) -> None:
@@ -281,7 +282,9 @@ def frozen(driver: Books) -> bytes:
     }
     server = {"state": driver.state, "model": driver.model, "sequence": driver.sequence}
     consumed = {str(node): list(mark) for node, mark in driver.consumed.items()}
-    return store.dumps({"server": server, "consumed": consumed, "clients": clients}, "a run")
+    kept = {str(node): dict(kept) for node, kept in driver.kept.items()}
+    run = {"server": server, "consumed": consumed, "clients": clients, "kept": kept, "mail": driver.mailbox.to_plain()}
+    return store.dumps(run, "a run")
 
 
 def thawed(entry: Entry, data: bytes, **options: Any) -> Books:
@@ -291,6 +294,8 @@ def thawed(entry: Entry, data: bytes, **options: Any) -> Books:
     driver.consumed = {int(node): tuple(mark) for node, mark in held["consumed"].items()}
     driver.clients = {int(node): Node(**client) for node, client in held["clients"].items()}
     driver.held = {node: set() for node in driver.clients}
+    driver.kept = {int(node): kept for node, kept in held["kept"].items()}
+    driver.mailbox = Mailbox.of(held["mail"], entry.system.SAYS)
     return driver
 
 
@@ -379,7 +384,9 @@ def test_bytes_are_those_of_frames(entry: Entry) -> None:
     for number in range(1, 6):
         driver.step(number, range(NODES) if number == 5 else [0, 1, 2, 4])
     up = sum(len(frame) for _, reply in driver.passed for frame in reply.answer.frames.values())
+    up += sum(len(post.data) for _, reply in driver.passed for post in reply.answer.post)
     down = sum(len(frame) for ask, _ in driver.passed for frame in ask.frames.values())
+    down += sum(len(post.data) for ask, _ in driver.passed for post in ask.mail)
     blobs = {(ask.node, blob) for ask, _ in driver.passed for blob in ask.blobs.values()}
     assert driver.bytes_up == up > 0
     # Each ask came once.
@@ -629,9 +636,9 @@ class Hostile(Books):
 
     spoil: Spoil
 
-    def _receive(self, client: Node, now: Now, ask: Ask, *, crash: bool) -> Reply | None:
-        reply = super()._receive(client, now, ask, crash=crash)
-        if reply is None or ask.node != 2:
+    def _receive(self, client: Node, now: Now, stamped: Stamped, *, crash: bool) -> Reply | None:
+        reply = super()._receive(client, now, stamped, crash=crash)
+        if reply is None or stamped.ask.node != 2:
             return reply
         return reply._replace(answer=self.spoil(reply.answer, now.number))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 from beside_product import assert_equal, faults, product, program, some
 from registry import ENTRIES
+from toys import Passing
 
 from fedcomp.clients.programs import programs
 from fedcomp.codecs import LGC, GradiVeQ, PowerSGD, ScaleCom
@@ -53,7 +54,9 @@ MORE: dict[str, System] = {
 
 # What needs more than a trained model brings an app of its own: test_forward_program.py and test_factors_program.py.
 PLAIN = {
-    name: entry for name, entry in ENTRIES.items() if entry.data is None and not isinstance(entry.system, FactorSharing)
+    name: entry
+    for name, entry in ENTRIES.items()
+    if entry.data is None and not isinstance(entry.system, FactorSharing | Passing)
 }
 QUICK = [name for name, entry in PLAIN.items() if not entry.another] + ["lgc-server"]
 

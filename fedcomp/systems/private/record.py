@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
 import numpy as np
 
 from fedcomp.codecs import Codec, Identity, State, get_codec
-from fedcomp.codecs.factors import at_model
+from fedcomp.codecs.factors import at_model, wanted_by
 from fedcomp.errors import ConfigError
 from fedcomp.layout import Layout, Update, Vector
 from fedcomp.privacy.events import NOISES, Adjacency, Event
@@ -198,7 +198,8 @@ class Records(System, id="record-dp"):
 
     def round(self, now: Now) -> Round:
         answers = yield [Ask(node, expects=Account) for node in now.nodes]
-        return now.mean_of(self.codec, answers)
+        codec = at_model(self.codec, lambda: now.layout.unflatten(now.model))
+        return now.mean_of(codec, answers)
 
     def client(self, memory: State, ask: Ask, me: Me) -> tuple[State, Answer]:
         if me.data is None:
@@ -207,7 +208,7 @@ class Records(System, id="record-dp"):
                 "client(app, record_dp(trainee))"
             )
         noised: Noised = me.data
-        update, account = noised(me, self.plan, lambda: me.update(whole=self.whole, collect=self.codec.takes_outer))
+        update, account = noised(me, self.plan, lambda: me.update(whole=self.whole, collect=wanted_by(self.codec)))
         codec = at_model(self.codec, lambda: me.layout.unflatten(me.start))
         frame, after = codec.encode(update, _of_codec(memory), me.key)
         after[_TRAININGS] = memory[_TRAININGS] + 1
