@@ -16,6 +16,7 @@ SYSTEMS: Final[dict[str, str | type[System]]] = {
     "forward": "forward:Forward",
     "gradiveq": "gradiveq:FittedBasis",
     "lgc": "lgc:LearnedGradients",
+    "local-dp": "private.local:Local",
     "pair": "pair:Pair",
     "record-dp": "private.record:Records",
     "shared-support": "shared_support:SharedSupport",

@@ -27,10 +27,12 @@ from fedcomp.layout import DensityPolicy, Layout
 from fedcomp.privacy.local import Privatise, privatised
 from fedcomp.privacy.mechanism import GridGaussian, Mechanism
 from fedcomp.privacy.sampling import Sampling
+from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.guard import Norms
-from fedcomp.strategies.hooked import Hooked
 from fedcomp.strategies.private.strategy import PrivateRule, PrivateStrategy
 from fedcomp.strategies.private.sums import LocalSink
+from fedcomp.systems.pair import Pair
+from fedcomp.systems.private.local import Local
 
 _NOT_COVERED: Final = (
     "the choice of hyper-parameters and of the model, and preprocessing of the data",
@@ -131,6 +133,12 @@ class LocalMean(PrivateStrategy):
         return repr(self.privatise)
 
 
+class LocalDp(Compressed):
+    """The drop-in pair whose clients privatise, as :func:`local_dp` makes it."""
+
+    kind: ClassVar[type[Pair]] = Local
+
+
 def local_dp(
     inner: Strategy,
     privatise: Privatise,
@@ -142,7 +150,7 @@ def local_dp(
     guard: Norms | None = None,
     seed: int = 0,
     **promise: Any,
-) -> Hooked:
+) -> LocalDp:
     """Return local privacy inside the drop-in pair.
 
     Parameters
@@ -173,4 +181,4 @@ def local_dp(
         last = ErrorFeedback(last)
     mean = LocalMean(inner, privatise, seed=seed, **promise)
     # No feedback of the pair's own, which would remember the update without its noise.
-    return Hooked(mean, chain(privatise, last), downlink, feedback=False, policy=policy, guard=guard, seed=seed)
+    return LocalDp(mean, chain(privatise, last), downlink, feedback=False, policy=policy, guard=guard, seed=seed)

@@ -40,6 +40,7 @@ from fedcomp.privacy.errors import BudgetExceeded, PrivacyError, PrivacyLedgerEr
 from fedcomp.privacy.local import LocalPolicy, Privatise
 from fedcomp.privacy.votes import TopkSign
 from fedcomp.rng import Key
+from fedcomp.systems.private.local import Local
 from fedcomp.systems.private.record import DpSgdPlan, Records
 
 WORDS = "patient 4711 has a broken record"
@@ -117,12 +118,15 @@ def node() -> Context:
 
 
 def ask(path: str, act: Callable[[Message], Message], folder: Path) -> Message:
-    mods, codec, asks = PATHS[path]
+    mods, codec, quiet = PATHS[path]
     if path == "local":
         mods = [local_privacy(POLICY, state_dir=folder), *mods]
     content = RecordDict({"arrays": ArrayRecord({"w": Array(np.zeros(SIZE, np.float32))})})
-    content["config"] = ConfigRecord({PRIVATE: asks})
-    if codec is not None:
+    content["config"] = ConfigRecord({PRIVATE: quiet})
+    if path.startswith("local"):
+        system = Local(codec).to_config()
+        asks.put(content, asks.AskHead(1, 0, b"session!", sequence=1, system=system, model="arrays"))
+    elif codec is not None:
         announce(content, Announcement("arrays", 1, 0, codec=codec.to_config(), session=b"s", sequence=1))
     if path.startswith("lsg"):
         LsgRequest(0, "", 0.5, 5, 1.0, chosen=False).put(content)

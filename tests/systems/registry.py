@@ -28,11 +28,13 @@ from fedcomp.codecs import (
     ScaleCom,
     ScaledSign,
     TopK,
+    chain,
 )
 from fedcomp.drift.schedule import ScheduleSettings
 from fedcomp.drift.sensor import Upload
 from fedcomp.factors.outer import OuterProducts
 from fedcomp.layout import Layout, Update, Vector
+from fedcomp.privacy.local import Privatise
 from fedcomp.program import Me, System
 from fedcomp.rng import Key
 from fedcomp.systems.conditional import ConditionalRounds
@@ -42,6 +44,7 @@ from fedcomp.systems.gradiveq import FittedBasis
 from fedcomp.systems.lgc import LearnedGradients
 from fedcomp.systems.pair import Pair
 from fedcomp.systems.power_sgd import SharedBasis
+from fedcomp.systems.private.local import Local
 from fedcomp.systems.private.record import Account, DpSgdPlan, Records
 from fedcomp.systems.shared_support import SharedSupport
 
@@ -306,6 +309,9 @@ ENTRIES: Final[Mapping[str, Entry]] = {
     ),
     "record-dp": Entry(Records(PLAN, ErrorFeedback(TopK(0.05))), law=0.0, reference=feedback(top(0.05)), data=noised),
     "record-dp-whole": Entry(Records(PLAN), reference=plain_averaging, frozen=ROUNDED, data=noised, another=True),
+    "local-dp": Entry(
+        Local(chain(Privatise(1e5, 1e-6, insecure_deterministic=True), ErrorFeedback(TopK(0.05)))), frozen=None
+    ),
     "pair-dgc": Entry(Pair(DGC(density=0.05, warmup=2)), another=True),
     "passing": Entry(Passing(ErrorFeedback(TopK(0.05))), law=0.0, reference=feedback(top(0.05)), exchanges=2),
 }
