@@ -220,7 +220,7 @@ class Hooked(Receiving, Strategy, Stateful):
         """Return the messages that the inner strategy would send; some or all of them go into :meth:`ask`."""
         self.reception.meet(grid, afresh=self._rule.updates_only)
         # Flower allows a generator here, and the messages are walked through more than once.
-        return list(self.inner.configure_train(server_round, arrays, config, grid))
+        return self._rule.configure(server_round, arrays, config, grid)
 
     def ask(self, server_round: int, arrays: ArrayRecord, messages: list[Message]) -> list[SentMessage]:
         """Return the messages of a training exchange, which its caller keeps and :meth:`aggregate_exchange` takes."""
@@ -233,7 +233,7 @@ class Hooked(Receiving, Strategy, Stateful):
 
         The inner strategy is shown it the one way there is, as the model of a round; those messages are not sent.
         """
-        list(self.inner.configure_train(server_round, arrays, config, grid))
+        self._rule.configure(server_round, arrays, config, grid)
         self.announcer.adopt(arrays, self.codec, updates_only=self._rule.updates_only)
 
     def configure_evaluate(

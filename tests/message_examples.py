@@ -22,7 +22,6 @@ from fedcomp.flower import (
     gossip,
     gradients,
     linear,
-    lsg,
     protocol,
     state,
 )
@@ -99,8 +98,6 @@ EXAMPLES: dict[str, Schema] = {
     "gcn.Refused": gcn.Refused((0, 2), "ids of another part"),
     "datalens.TrainingRequest": _TRAINING,
     "datalens.Answered": datalens.Answered("s", 3),
-    "lsg.LsgRequest": lsg.LsgRequest(2, "fc.*", 0.25, -9, 1.5, True),
-    "lsg.LsgRequest/all": lsg.LsgRequest(0, "", 1.0, 9, 1.5, False),
     "gossip.GossipSetup": gossip.GossipSetup(
         {"id": "choco", "gamma": 0.5, "compressor": {"id": "topk"}}, "float64", 32, "local"
     ),
@@ -158,6 +155,7 @@ EXAMPLES: dict[str, Schema] = {
         cast=False,
     ),
     "asks.AskHead/plain": asks.AskHead(number=1, seed=0, session=b"session!"),
+    "asks.AskHead/anybody": asks.AskHead(number=1, seed=0, session=b"session!", needs_model=False),
     "asks.AnswerHead": asks.AnswerHead(
         partition_id=2,
         sequence=4,
@@ -174,6 +172,7 @@ EXAMPLES: dict[str, Schema] = {
         unsupported="no system 'pair'",
     ),
     "asks.AnswerHead/plain": asks.AnswerHead(2),
+    "asks.AnswerHead/bare": asks.AnswerHead(2, 4, 1, bare=True, sent=True, key=b"k" * 32),
     "state.UplinkRecord": state.UplinkRecord(3, 9, b"session!", {"id": "topk"}, '["topk",{}]', b"digest"),
     "state.UplinkRecord/asked": state.UplinkRecord(
         3, 9, b"session!", {"id": "topk"}, '["topk",{}]', b"digest", b"asked"
@@ -189,6 +188,7 @@ EXAMPLES: dict[str, Schema] = {
         session=b"session!",
         sequence=9,
         number=4,
+        trained=9,
         generation=3,
         sent=8,
         before=5,

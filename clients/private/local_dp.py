@@ -89,7 +89,7 @@ def local_privacy(policy: LocalPolicy | None = None, *, state_dir: Path | None =
                 books.append((book, policy.releases))
             return _answer(msg, context, call_next, head, books)
 
-    inner = ("record_dp", "compression", "lsg", "private")
+    inner = ("record_dp", "compression", "private")
     return ClientHalf("local_privacy", local_privacy_mod, outside=inner, needs=("compression",))
 
 

@@ -15,6 +15,7 @@ SYSTEMS: Final[dict[str, str | type[System]]] = {
     "factors": "factors:FactorSharing",
     "forward": "forward:Forward",
     "gradiveq": "gradiveq:FittedBasis",
+    "lsg": "private.lsg:LowRank",
     "lgc": "lgc:LearnedGradients",
     "local-dp": "private.local:Local",
     "pair": "pair:Pair",

@@ -45,6 +45,7 @@ from fedcomp.systems.lgc import LearnedGradients
 from fedcomp.systems.pair import Pair
 from fedcomp.systems.power_sgd import SharedBasis
 from fedcomp.systems.private.local import Local
+from fedcomp.systems.private.lsg import LowRank
 from fedcomp.systems.private.record import Account, DpSgdPlan, Records
 from fedcomp.systems.shared_support import SharedSupport
 
@@ -271,6 +272,8 @@ ENTRIES: Final[Mapping[str, Entry]] = {
         exchanges=2,
         frozen=None,
     ),
+    "low-rank": Entry(LowRank(clip=1e9, rank=3, keep=0.5, mask="noisy_magnitude", history=2), frozen=None),
+    "random-mask": Entry(LowRank(clip=1e9, rank=0, keep=0.5), frozen=ROUNDED, another=True),
     "lgc-ring": Entry(LearnedGradients(LGC(0.05, raw=0), 1, 1), exchanges=2, another=True),
     "lgc-server": Entry(
         LearnedGradients(LGC(0.05, instance="server", ef="decoded", raw=0, innovation=0.005), 1, 1),

@@ -1,1 +1,1 @@
-"""Systems whose clients protect what they send themselves; the server adds no noise."""
+"""Private rounds: one rule in place of the mean, and the systems that need a client half of their own."""
