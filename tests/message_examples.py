@@ -155,7 +155,7 @@ EXAMPLES: dict[str, Schema] = {
         cast=False,
     ),
     "asks.AskHead/plain": asks.AskHead(number=1, seed=0, session=b"session!"),
-    "asks.AskHead/anybody": asks.AskHead(number=1, seed=0, session=b"session!", needs_model=False),
+    "asks.AskHead/anybody": asks.AskHead(number=1, seed=0, session=b"session!", needs_model=False, oldest=1),
     "asks.AnswerHead": asks.AnswerHead(
         partition_id=2,
         sequence=4,
@@ -173,6 +173,9 @@ EXAMPLES: dict[str, Schema] = {
     ),
     "asks.AnswerHead/plain": asks.AnswerHead(2),
     "asks.AnswerHead/bare": asks.AnswerHead(2, 4, 1, bare=True, sent=True, key=b"k" * 32),
+    "asks.AnswerHead/links": asks.AnswerHead(
+        2, 4, 1, key=b"k" * 32, address="tcp://h:1", signature=b"s", handed=9, parcels=1, missed=("3 no key",)
+    ),
     "state.UplinkRecord": state.UplinkRecord(3, 9, b"session!", {"id": "topk"}, '["topk",{}]', b"digest"),
     "state.UplinkRecord/asked": state.UplinkRecord(
         3, 9, b"session!", {"id": "topk"}, '["topk",{}]', b"digest", b"asked"
