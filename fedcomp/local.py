@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from fedcomp.asks import mark_of, read_mark, wait_for
 from fedcomp.codecs import State
+from fedcomp.coding.sealing import PeerIdentity
 from fedcomp.errors import FedcompError
 from fedcomp.layout import Layout, Update, Vector
-from fedcomp.program import HELLO, Answer, Ask, Collect, Me, Mean, Now, Rule, Step, System
+from fedcomp.mailbox import Mailbox, PostError, Stamped
+from fedcomp.program import (
+    EVALUATE,
+    HELLO,
+    Answer,
+    AnswerError,
+    Ask,
+    Collect,
+    Me,
+    Mean,
+    Now,
+    Round,
+    Rule,
+    Step,
+    System,
+    Wait,
+)
+from fedcomp.stateful import epoch_of, next_epoch
 from fedcomp.wire import Frame
 
 Train = Callable[[int, int, Vector], "Vector | Update"]
@@ -51,6 +71,8 @@ class Node:
         Number of the exchange in which that was.
     last : Reply, optional
         What was answered last: a message that comes twice is answered twice alike.
+    asked : (int, Ask), optional
+        To what, and in which round.
     """
 
     memory: State
@@ -58,6 +80,7 @@ class Node:
     pending: Frame | None = None
     sent: int = 0
     last: Reply | None = None
+    asked: tuple[int, Ask] | None = None
 
 
 @dataclass
@@ -92,6 +115,12 @@ class Local:
         What the server knows of a node: generation and number of the last frame that is in the model.
     late : list of Reply
         What comes in the next exchange.
+    mailbox : Mailbox
+        What clients sent each other.
+    kept : dict of int to dict of str to bytes
+        What nodes keep beside their memories.
+    identities : dict of int to PeerIdentity
+        Their key pairs, which are made at random.
     state : dict
         What the system keeps between rounds.
     told : dict
@@ -99,7 +128,7 @@ class Local:
     answers : list of Answer
         What the server received in the last round, in the order in which it came.
     bytes_up, bytes_down : int
-        Frames and blobs that passed, in all rounds; blobs to nodes that lack them.
+        Frames, posts and blobs that passed, in all rounds; blobs to nodes that lack them.
     refused : dict of int to list of str
         By round, who was refused and why.
     """
@@ -119,6 +148,9 @@ class Local:
     clients: dict[int, Node] = field(default_factory=dict)
     consumed: dict[int, tuple[int, int]] = field(default_factory=dict)
     late: list[Reply] = field(default_factory=list)
+    mailbox: Mailbox = field(default_factory=Mailbox)
+    kept: dict[int, dict[str, Frame]] = field(default_factory=dict)
+    identities: dict[int, PeerIdentity] = field(default_factory=dict)
     answers: list[Answer] = field(default_factory=list)
     sequence: int = 0
     bytes_up: int = 0
@@ -147,60 +179,134 @@ class Local:
             return client.memory
         return self.system.rollback(client.memory, client.pending, self.layout)
 
-    def step(self, number: int, nodes: Sequence[int] | None = None) -> Step | None:
-        """Run one round among ``nodes``, by default all; return what it came to, already in the model."""
+    def identity(self, node: int) -> PeerIdentity:
+        """Return a client's key pair, made at its first use; it belongs to the node, whatever becomes of its memory."""
+        if node not in self.identities:
+            self.identities[node] = PeerIdentity.generate()
+        return self.identities[node]
+
+    def step(
+        self, number: int, nodes: Sequence[int] | None = None, program: Callable[[Now], Round] | None = None
+    ) -> Step | None:
+        """Run one round among ``nodes``, by default all; return what it came to, already in the model.
+
+        ``program`` takes the place of the system's ``round``: another method of it.
+        """
+        carried: dict[int, tuple[int, int]] = {}
+        now = self._now(number, nodes, self.mailbox.copy(), carried)
+        made = self._play(now, (program or self.system.round)(now), carried)
+        self.state, self.told, self.mailbox = now.state, now.told, now.mailbox
+        if made is not None:
+            self.consumed |= {node: carried[node] for node in made.consumed if node in carried}
+            self._move(made, number)
+        return made
+
+    def evaluate(self, number: int, nodes: Sequence[int] | None = None) -> list[Answer]:
+        """Let clients evaluate the model by the system's own conversation; return all that they answered."""
+        now = self._now(number, nodes, Mailbox(), {})
+        program = self.system.evaluation(now)
+        if program is None:
+            return []
+        self._play(now, program, {})
+        return self.answers
+
+    def _now(
+        self, number: int, nodes: Sequence[int] | None, mailbox: Mailbox, carried: dict[int, tuple[int, int]]
+    ) -> Now:
+        """Return a round as the program sees it. ``carried``: generation and number of what left memories, by node."""
         who = tuple(range(self.nodes) if nodes is None else sorted(nodes))
         refused = self.refused.setdefault(number, [])
-        # A state that a broken round left half made is thrown away.
-        state = dict(self.state)
         start = self.model.view()
         start.setflags(write=False)
-        now = Now(
+
+        def unpack(node: int, data: bytes) -> Answer:
+            answer, mark = _unpacked(node, data)
+            credit(node, mark)
+            return answer
+
+        def credit(node: int, mark: bytes) -> None:
+            sequence, generation = read_mark(mark)
+            carried[node] = generation, sequence
+
+        return Now(
             number,
             who,
             self.layout,
             lambda: start,
             self.seed,
             self.rule,
-            state,
+            # A state that a broken round left half made is thrown away.
+            dict(self.state),
             lambda n, why: refused.append(f"{n}: {why}"),
+            keys={node: self.identity(node).public for node in who} if self.system.KEYS else {},
+            mailbox=mailbox,
+            unpack=unpack,
+            credit=credit,
         )
-        program, exchange, self.answers = self.system.round(now), 0, []
-        carried: dict[int, tuple[int, int]] = {}
-        made: Step | None = None
+
+    def _play(self, now: Now, program: Round, carried: dict[int, tuple[int, int]]) -> Step | None:
+        """Drive a program; note what left memories with the answers."""
+        exchange, self.answers, again = 0, [], self.system.LOST == "again"
         try:
-            asks = next(program)
+            wanted = next(program)
             while True:
                 self.sequence, exchange = self.sequence + 1, exchange + 1
-                came, self.late = self.late, []
-                for ask in asks:
-                    came += self._deliver(now, ask, exchange)
-                expected = {ask.node: ask.expects for ask in asks}
-                good: dict[int, Answer] = {}
-                for reply in came:
-                    node, says = reply.answer.node, reply.answer.say
-                    # What answers an earlier exchange, or comes again, is of no use.
-                    if reply.sequence != self.sequence or node in good:
-                        continue
-                    kind = expected[node]
-                    if kind is not None and not isinstance(says, kind):
-                        now.refuse(node, f"says {type(says).__name__}, expected {kind.__name__}")
-                        continue
-                    good[node] = reply.answer
-                    if reply.carries:
-                        carried[node] = reply.generation, reply.sequence
+                wait = wait_for(wanted)
+                # All of them before one is delivered: what is posted in an exchange comes with the next.
+                sent = [now.mailbox.stamp(self.sequence, now.number, ask, again=again) for ask in wait.asks]
+                good = self._exchanged(now, wait, sent, exchange, carried)
+                for node, answer in good.items():
+                    now.mailbox.answered(node)
+                    now.mailbox.put(answer.post)
+                if not again:
+                    now.mailbox.put_back()
                 self.answers += good.values()
-                asks = program.send([good[node] for node in sorted(good)])
+                wanted = program.send(list(good.values()))
         except StopIteration as end:
-            made = end.value
-        self.state, self.told = state, now.told
-        if made is not None:
-            self.consumed |= {node: carried[node] for node in made.consumed if node in carried}
-            self._move(made, number)
-        return made
+            made: Step | None = end.value
+            return made
+        except BaseException:
+            # The round is made again as by a restarted server.
+            self.sequence = next_epoch(self.sequence)
+            raise
 
-    def _deliver(self, now: Now, ask: Ask, exchange: int) -> list[Reply]:
+    def _exchanged(
+        self, now: Now, wait: Wait, sent: Sequence[Stamped], exchange: int, carried: dict[int, tuple[int, int]]
+    ) -> dict[int, Answer]:
+        """Return the answers of one exchange that can be used, in the order of nodes."""
+        came, self.late = self.late, []
+        good: dict[int, Answer] = {}
+        expected = {stamped.ask.node: stamped for stamped in sent}
+        for stamped in (None, *sent):
+            # Who is not there is not asked.
+            if stamped is not None and stamped.ask.node in now.nodes:
+                came = self._deliver(now, stamped, exchange)
+            for reply in came:
+                node, says = reply.answer.node, reply.answer.say
+                # What answers an earlier exchange, or comes again, is of no use.
+                if node not in expected or reply.sequence != expected[node].number or node in good:
+                    continue
+                if wait.enough is not None and wait.enough([good[n] for n in sorted(good)]):
+                    now.refuse(node, "late: enough had answered")
+                    continue
+                kind = expected[node].ask.expects
+                if kind is not None and not isinstance(says, kind):
+                    now.refuse(node, f"says {type(says).__name__}, expected {kind.__name__}")
+                    continue
+                try:
+                    now.mailbox.require(reply.answer.post, range(self.nodes))
+                except PostError as why:
+                    now.refuse(node, f"{type(why).__name__}: {why}")
+                    continue
+                good[node] = reply.answer
+                if reply.carries:
+                    carried[node] = reply.generation, reply.sequence
+            came = []
+        return {node: good[node] for node in sorted(good)}
+
+    def _deliver(self, now: Now, stamped: Stamped, exchange: int) -> list[Reply]:
         """Bring one ask to its client; return what comes back."""
+        ask = stamped.ask
         what = self.fault(now.number, ask.node, exchange)
         if what == "silent":
             return []
@@ -210,20 +316,20 @@ class Local:
         if what == "stale":
             return [] if client.last is None else [client.last]
         held = self.held[ask.node]
-        self.bytes_down += sum(map(len, ask.frames.values()))
+        self.bytes_down += sum(map(len, ask.frames.values())) + sum(len(post.data) for post in ask.mail)
         self.bytes_down += sum(len(data) for data in ask.blobs.values() if data not in held)
         held.update(ask.blobs.values())
         replies = []
         for _ in range(2 if what == "twice" else 1):
             try:
-                reply = self._receive(client, now, ask, crash=what == "crash")
+                reply = self._receive(client, now, stamped, crash=what == "crash")
             except FedcompError as why:
                 # A client half that refuses has changed nothing.
                 now.refuse(ask.node, f"{type(why).__name__}: {why}")
                 return []
             if reply is not None and what != "lost":
                 frames = reply.answer.frames
-                self.bytes_up += sum(map(len, frames.values()))
+                self.bytes_up += sum(map(len, frames.values())) + sum(len(post.data) for post in reply.answer.post)
                 held.update(frames[name] for name in self.system.SHARED if name in frames)
                 replies.append(reply)
         if what == "late":
@@ -231,9 +337,16 @@ class Local:
             return []
         return replies
 
-    def _receive(self, client: Node, now: Now, ask: Ask, *, crash: bool) -> Reply | None:
+    def _receive(self, client: Node, now: Now, stamped: Stamped, *, crash: bool) -> Reply | None:
         """Let a client answer; its memory changes as the last act."""
-        if client.last is not None and client.last.sequence == self.sequence:
+        ask, sequence, last = stamped.ask, stamped.number, client.last
+        if last is not None and last.sequence == sequence:
+            return last
+        asked = stamped.round, ask
+        later = last is not None and epoch_of(sequence) > epoch_of(last.sequence)
+        if self.system.LOST == "again" and last is not None and later and client.asked == asked:
+            # A restarted server asks for what was answered already.
+            client.last = last._replace(sequence=sequence)
             return client.last
         memory, pending, sent = client.memory, client.pending, client.sent
         if ask.kind == "train":
@@ -248,19 +361,38 @@ class Local:
         for array in memory.values():
             # A half that wrote into what it was given would have acted by half where it breaks.
             array.setflags(write=False)
-        me = Me(ask.node, now.number, self.seed, self.layout, lambda: now.model, learn, self.data.get(ask.node))
+        me = Me(
+            ask.node,
+            stamped.round,
+            self.seed,
+            self.layout,
+            lambda: now.model,
+            learn,
+            self.data.get(ask.node),
+            kept=dict(self.kept.get(ask.node, {})),
+            run=b"local",
+            identity=self.identity(ask.node) if self.system.KEYS else None,
+            pack=lambda answer: _packed(answer._replace(weight=self.weight(ask.node)), me.mark()),
+            mark=lambda: mark_of(sequence, client.generation),
+        )
         memory, answer = self.system.client(dict(memory), ask, me)
         if crash:
             return None
         # Whoever answers is who was asked.
-        answer = answer._replace(node=ask.node, weight=self.weight(ask.node))
-        if ask.kind == HELLO:
-            return Reply(self.sequence, client.generation, answer, carries=False)
+        answer = answer._replace(
+            node=ask.node,
+            weight=0.0 if answer.bare else self.weight(ask.node),
+            post=tuple(post._replace(source=ask.node) for post in answer.post),
+        )
+        if ask.kind in (HELLO, EVALUATE):
+            return Reply(sequence, client.generation, answer, carries=False)
         left = answer.frames.get(self.system.SENT) if answer.sent is None else answer.sent
         if left is not None:
-            pending, sent = left, self.sequence
-        reply = Reply(self.sequence, client.generation, answer, left is not None)
-        client.memory, client.pending, client.sent, client.last = memory, pending, sent, reply
+            pending, sent = left, sequence
+        reply = Reply(sequence, client.generation, answer, left is not None)
+        client.memory, client.pending, client.sent, client.last, client.asked = memory, pending, sent, reply, asked
+        if answer.keep:
+            self.kept[ask.node] = {**self.kept.get(ask.node, {}), **answer.keep}
         return reply
 
     def _move(self, step: Step, number: int) -> None:
@@ -280,3 +412,25 @@ class Local:
         elif step.single is not None:
             raise NotImplementedError("the step holds single updates, of which no model is made here")
         self.layout.round_to_dtypes(self.model)
+
+
+def _packed(answer: Answer, mark: bytes) -> bytes:
+    """Return an answer as bytes: its mark, its weight, its frames. Words are of an exchange, and stay in it."""
+    sizes = {name: len(frame) for name, frame in answer.frames.items()}
+    head = json.dumps([answer.weight, sizes]).encode()
+    return b"".join([mark, len(head).to_bytes(4, "little"), head, *answer.frames.values()])
+
+
+def _unpacked(node: int, data: bytes) -> tuple[Answer, bytes]:
+    """Return an answer and its mark; raise AnswerError where the bytes are none."""
+    end = 20 + int.from_bytes(data[16:20], "little")
+    try:
+        weight, sizes = json.loads(data[20:end])
+        frames, at = {}, end
+        for name, size in sizes.items():
+            frames[name], at = bytes(data[at : at + size]), at + size
+        if at != len(data) or not isinstance(weight, float):
+            raise ValueError("its length is another one")
+    except (ValueError, TypeError, AttributeError) as why:
+        raise AnswerError(f"not a packed answer: {why}") from why
+    return Answer(node, weight, frames=frames), data[:16]

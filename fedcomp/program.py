@@ -12,133 +12,35 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
+# A system's file finds all its words here.
+from fedcomp.asks import EVALUATE as EVALUATE
+from fedcomp.asks import HELLO as HELLO
+from fedcomp.asks import NO_FRAMES as NO_FRAMES
+from fedcomp.asks import Answer, AnswerError, Ask, Frames, Said, Wait
+from fedcomp.asks import Post as Post
 from fedcomp.codecs import Codec, State
 from fedcomp.codecs.base import all_finite
 from fedcomp.errors import FedcompError
 from fedcomp.layout import Layout, Update, Vector, hold_in_step, note_of_held
-from fedcomp.params import shown
+from fedcomp.mailbox import Mailbox
 from fedcomp.rng import Key
-from fedcomp.rules import REQUIRED, Configured, rules_of
+from fedcomp.rules import Configured
 from fedcomp.wire import Bundle, Frame
 
+if TYPE_CHECKING:
+    from fedcomp.coding.sealing import PeerIdentity
+
 T = TypeVar("T")
-Frames = Mapping[str, Frame]
-"""Bytes by name."""
-
-Collect = Callable[[int, int, int, int], bool]
-"""Whether a matrix that is known as so many outer products is captured; :meth:`fedcomp.codecs.Codec.takes_outer`."""
-
-NO_FRAMES: Frames = {}
-
-HELLO = "query.hello"
-"""Kind of an ask that comes before a round's training: words up and down, no model, and no memory changes."""
 
 HEAVIEST = 2**63
 """No weight is as large: a sum of weights stays finite, and an integer of a message holds it."""
 
-
-class AnswerError(FedcompError, ValueError):
-    """An answer, or what it says, is not what was asked for; it alone is refused."""
-
-
-class Said(Configured):
-    """What an ask or an answer says in words: a frozen dataclass, every field of which has a rule."""
-
-    def entries(self) -> dict[str, Any]:
-        """Return the fields as plain entries, without those that their absence stands for."""
-        kind: Any = type(self)
-        rules, found = rules_of(kind), {}
-        for name, rule in rules.items():
-            value = getattr(self, name)
-            if value != rule.missing:
-                found[name] = rule.write(value)
-        return found
-
-    @classmethod
-    def of(cls, entries: Mapping[str, Any]) -> Self:
-        """Return what entries of a message say.
-
-        Raises
-        ------
-        AnswerError
-            Naming the entry that is missing, unknown or breaks its rule, or saying why fields contradict each other.
-        """
-        kind: Any = cls
-        rules = rules_of(kind)
-        if unknown := sorted(entries.keys() - rules.keys()):
-            raise AnswerError(f"{cls.__name__} has no entries {unknown[:5]}")
-        found = {}
-        for name, rule in rules.items():
-            value = entries.get(name, rule.missing)
-            if value is REQUIRED:
-                raise AnswerError(f"{name!r} of {cls.__name__} is missing, expected {rule}")
-            try:
-                found[name] = rule.read(value) if name in entries else value
-            except ValueError:
-                raise AnswerError(f"{name!r} of {cls.__name__} is {shown(value)}, expected {rule}") from None
-        try:
-            return cls(**found)
-        except FedcompError as why:
-            raise AnswerError(f"not a valid {cls.__name__}: {why}") from why
-
-
-class Ask(NamedTuple):
-    """What one node is asked. Nodes are partitions; a driver knows their addresses.
-
-    Attributes
-    ----------
-    node : int
-    kind : str
-        "train": the app trains when the client half asks for an update. "query": it is not called, and the round goes
-        on that a training ask began. :data:`HELLO`: it is asked beforehand; the answer holds words alone.
-    say : Said, optional
-        What is said in words.
-    frames : mapping of str to bytes
-        What is said in bytes, to this node and once.
-    blobs : mapping of str to bytes
-        Bytes that rounds or nodes share (a basis, an autoencoder): a driver sends them to nodes that lack them alone.
-    expects : type of Said, optional
-        What the answer has to say; an answer that says anything else is refused by the driver.
-    dense : bool
-        Whether the model that an app trained will do, of a client that has no half for this system:
-        :attr:`Answer.update`. Else the driver refuses it.
-    """
-
-    node: int
-    kind: str = "train"
-    say: Said | None = None
-    frames: Frames = NO_FRAMES
-    blobs: Frames = NO_FRAMES
-    expects: type[Said] | None = None
-    dense: bool = False
-
-
-class Answer(NamedTuple):
-    """What a client half answers.
-
-    Attributes
-    ----------
-    node : int
-    weight : float
-        In a weighted mean; the driver's, who knows the app's metrics. 0 until the app has trained.
-    say : Said, optional
-    frames : mapping of str to bytes
-    sent : bytes, optional
-        The frame by which mass leaves the memory, where that called :attr:`System.SENT` is only a part of it.
-    update : float32 array, optional
-        Of a client without this half, in place of frames: what it changed, or with :attr:`System.whole` its model.
-    """
-
-    node: int
-    weight: float = 0.0
-    say: Said | None = None
-    frames: Frames = NO_FRAMES
-    sent: Frame | None = None
-    update: Vector | None = None
+Collect = Callable[[int, int, int, int], bool]
+"""Whether a matrix that is known as so many outer products is captured; :func:`fedcomp.codecs.factors.wanted_by`."""
 
 
 class Origin(NamedTuple):
@@ -199,7 +101,7 @@ class Step:
     whole: bool = False
 
 
-Round = Generator[Sequence[Ask], Sequence[Answer], Step | None]
+Round = Generator[Sequence[Ask] | Wait, Sequence[Answer], Step | None]
 """Each yield is one exchange; the answers come in the order of nodes. None: the round came to nothing."""
 
 
@@ -295,6 +197,16 @@ class Now:
         ``seen(node, codec, contribution)``: one of that node was verified.
     told : dict
         What the program tells of its round to whoever drives it; unlike :attr:`state` no later round sees it.
+    keys : mapping of int to bytes
+        With :attr:`System.KEYS` the public keys of the nodes that have said theirs, 32 bytes each.
+    mailbox : Mailbox
+        What waits for clients, and whom nobody has answered for yet.
+    unpack : callable
+        ``unpack(node, data)`` returns the answer of a node that :attr:`Me.pack` made bytes of, which came another way;
+        raises a FedcompError where it is none.
+    credit : callable
+        ``credit(node, mark)``: what that node sent under a mark (:attr:`Me.mark`) came another way, in a sum; if the
+        step names the node as consumed, this is what is consumed.
     """
 
     number: int
@@ -311,6 +223,15 @@ class Now:
     strangers: Set[int] = frozenset()
     seen: Callable[[int, Codec, Bundle | Vector], None] = lambda node, codec, contribution: None
     told: dict[str, Any] = field(default_factory=dict)
+    keys: Mapping[int, bytes] = field(default_factory=dict)
+    mailbox: Mailbox = field(default_factory=Mailbox)
+    unpack: Callable[[int, bytes], Answer] = lambda node, data: Answer(node)
+    credit: Callable[[int, bytes], None] = lambda node, mark: None
+
+    @property
+    def open(self) -> Mapping[int, int]:
+        """Nodes with an ask that is repeated until they answer, and how often it has gone out."""
+        return {node: stamped.times for node, stamped in self.mailbox.asked.items()}
 
     def origin(self, node: int) -> Origin:
         """Return what a node trained from."""
@@ -425,6 +346,16 @@ class Me:
     data : object, optional
         What the app brings beside training, or in its place: how to measure slopes, whether there is anything new. The
         system says what it has to be.
+    kept : mapping of str to bytes
+        What was kept by :attr:`Answer.keep`.
+    run : bytes
+        Names the run: what is sealed for one opens in no other.
+    identity : PeerIdentity, optional
+        With :attr:`System.KEYS` the node's own key pair, of which others know the public half.
+    pack : callable
+        ``pack(answer)`` returns the answer as bytes that may travel another way, with all that would go beside it.
+    mark : callable
+        ``mark()`` returns the 16 bytes that name this answer: what :attr:`Now.credit` takes.
     """
 
     node: int
@@ -435,6 +366,11 @@ class Me:
     learn: Callable[[bool, Collect | None], Update]
     data: Any = None
     padded: bool = False
+    kept: Frames = field(default_factory=dict)
+    run: bytes = b""
+    identity: PeerIdentity | None = None
+    pack: Callable[[Answer], bytes] = lambda answer: b""
+    mark: Callable[[], bytes] = lambda: bytes(16)
 
     @cached_property
     def start(self) -> Vector:
@@ -473,6 +409,17 @@ class System(Configured, ABC):
 
     KEEPS: ClassVar[bool] = False
     """Whether a round leaves something in :attr:`Now.state`: the next one has to see it."""
+
+    KEYS: ClassVar[bool] = False
+    """Whether nodes have key pairs: :attr:`Me.identity` and :attr:`Now.keys`."""
+
+    LOST: ClassVar[str] = "rollback"
+    """What becomes of an ask without an answer. "rollback": nothing; what left a memory in vain is put back into it.
+    "again": the same ask goes out, in place of any other one, until it is answered (:attr:`Now.open`)."""
+
+    TRACED: ClassVar[bool] = False
+    """Whether the server must know of each post that clients bring each other by themselves: what does not arrive goes
+    back to its sender. Else it knows of none."""
 
     SHARED: ClassVar[tuple[str, ...]] = ()
     """Frames of answers that are blobs from then on: whoever made one holds it."""
@@ -537,3 +484,8 @@ class System(Configured, ABC):
     def after(self, frame: Frame, blobs: Frames, number: int, seed: int, layout: Layout) -> Frames:
         """Return blobs that follow from round ``number``'s step: whoever has applied it need not be sent them."""
         return {}
+
+    def evaluation(self, now: Now) -> Round | None:
+        """Return what is asked and answered for clients to evaluate :attr:`Now.model`, where that takes more than the
+        model: its last asks are of kind :data:`EVALUATE`, and what it returns is not used. None: it takes no more."""
+        return None

@@ -10,10 +10,11 @@ from fedcomp.errors import ConfigError, nearest
 from fedcomp.params import shown
 from fedcomp.program import System
 
-SYSTEMS: Final[Mapping[str, str]] = {
+SYSTEMS: Final[dict[str, str | type[System]]] = {
     "conditional": "conditional:ConditionalRounds",
     "factors": "factors:FactorSharing",
     "forward": "forward:Forward",
+    "gossip": "gossip:Gossip",
     "gradiveq": "gradiveq:FittedBasis",
     "lsg": "private.lsg:LowRank",
     "lgc": "lgc:LearnedGradients",
@@ -21,7 +22,7 @@ SYSTEMS: Final[Mapping[str, str]] = {
     "shared-support": "shared_support:SharedSupport",
     "power-sgd": "power_sgd:SharedBasis",
 }
-"""Where a system is, by its id."""
+"""Where a system is, by its id, or the class itself."""
 
 
 def get_system(config: Mapping[str, Any] | System) -> System:
@@ -44,10 +45,13 @@ def get_system(config: Mapping[str, Any] | System) -> System:
     name = config.get("id")
     if not isinstance(name, str) or name not in SYSTEMS:
         raise ConfigError(f"there is no system {shown(name)}{nearest(str(name), SYSTEMS)}")
-    module, _, kind = SYSTEMS[name].partition(":")
-    found: type[System] = getattr(importlib.import_module(f"{__name__}.{module}"), kind)
+    found = SYSTEMS[name]
+    if isinstance(found, str):
+        module, _, kind = found.partition(":")
+        found = getattr(importlib.import_module(f"{__name__}.{module}"), kind)
     options = {key: value for key, value in config.items() if key != "id"}
     try:
-        return found.from_config(options)
+        system: System = found.from_config(options)
     except TypeError as error:
         raise ConfigError(f"system {name!r} does not take these options: {error}") from error
+    return system

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
+from toys import Passing
 
 from fedcomp.codecs import (
     DGC,
@@ -31,12 +32,15 @@ from fedcomp.codecs import (
 from fedcomp.drift.schedule import ScheduleSettings
 from fedcomp.drift.sensor import Upload
 from fedcomp.factors.outer import OuterProducts
+from fedcomp.gossip.choco import CHOCO
+from fedcomp.gossip.topology import Ring
 from fedcomp.layout import Layout, Update, Vector
 from fedcomp.program import Me, System
 from fedcomp.rng import Key
 from fedcomp.systems.conditional import ConditionalRounds
 from fedcomp.systems.factors import FactorSharing
 from fedcomp.systems.forward import Forward
+from fedcomp.systems.gossip import Gossip, Learnt
 from fedcomp.systems.gradiveq import FittedBasis
 from fedcomp.systems.lgc import LearnedGradients
 from fedcomp.systems.pair import Pair
@@ -80,6 +84,8 @@ class Entry:
         argument is a client.
     another : bool
         Whether another entry stands for it in the tests of every day, or it is too dear for these.
+    sums : bool
+        Whether its steps are sums of what clients send, by their weights.
     """
 
     system: System
@@ -91,6 +97,7 @@ class Entry:
     outer: int = 0
     data: Any = None
     another: bool = False
+    sums: bool = True
 
     def arrays(self, dtype: str = "float32") -> dict[str, NDArray[Any]]:
         """Return a model of zeros."""
@@ -216,6 +223,21 @@ class Unsettled:
         assert me.start.shape == (me.layout.size,)
 
 
+class Pulled:
+    """A node's part of a decentralised run: it begins at the model it is sent, and is drawn to a point of its own."""
+
+    learns = True
+
+    def start(self, me: Me) -> tuple[NDArray[Any], dict[str, NDArray[Any]]]:
+        return me.start.copy(), {}
+
+    def learn(self, me: Me, z: NDArray[Any], own: Mapping[str, NDArray[Any]], key: Key) -> Learnt:
+        return Learnt(z - update(0, me.node, z.size))
+
+    def evaluate(self, me: Me, z: NDArray[Any], own: Mapping[str, NDArray[Any]]) -> dict[str, float]:
+        return {"size": float(z.size)}
+
+
 ROUNDED: Final = 1e-6
 """Of float32, with room for a few hundred operations."""
 
@@ -299,4 +321,12 @@ ENTRIES: Final[Mapping[str, Entry]] = {
         frozen=None,
     ),
     "pair-dgc": Entry(Pair(DGC(density=0.05, warmup=2)), another=True),
+    "passing": Entry(Passing(ErrorFeedback(TopK(0.05))), law=0.0, reference=feedback(top(0.05)), exchanges=2),
+    "gossip": Entry(
+        Gossip(CHOCO(lr=0.1, gamma=0.3), Ring(NODES), patience=99, observe_every=1),
+        exchanges=2,
+        frozen=None,
+        data=Pulled(),
+        sums=False,
+    ),
 }

@@ -20,6 +20,7 @@ from fedcomp.errors import ConfigError, FedcompError
 from fedcomp.flower import store
 from fedcomp.layout import Layout, Update, Vector
 from fedcomp.local import Local, Node, Reply
+from fedcomp.mailbox import Mailbox, Stamped
 from fedcomp.program import Answer, AnswerError, Ask, Given, Me, Mean, Now, Round, Rule, Said, Single, Step, System
 from fedcomp.rng import Key
 from fedcomp.rules import REQUIRED, rules_of
@@ -34,6 +35,7 @@ def among(holds: Callable[[Entry], bool] = lambda entry: True) -> pytest.MarkDec
 
 
 every = among()
+sums = among(lambda entry: entry.sums)
 
 
 class Sum:
@@ -59,17 +61,17 @@ class Books(Local):
     broken: tuple[tuple[int, int], ...] = ()
     passed: list[tuple[Ask, Reply]] = field(default_factory=list)
 
-    def _receive(self, client: Node, now: Now, ask: Ask, *, crash: bool) -> Reply | None:
+    def _receive(self, client: Node, now: Now, stamped: Stamped, *, crash: bool) -> Reply | None:
         self.learnt = None
-        reply = super()._receive(client, now, ask, crash=crash)
+        reply = super()._receive(client, now, stamped, crash=crash)
         if reply is not None and self.learnt is not None:
             self.made = self.made + self.learnt.astype(np.float64)
         if reply is None:
             return None
-        self.passed.append((ask, reply))
+        self.passed.append((stamped.ask, reply))
         if not self.damaged:
             return reply
-        frames = {name: frame[:-1] + bytes([frame[-1] ^ 255]) for name, frame in reply.answer.frames.items()}
+        frames = {name: f[:-1] + bytes([f[-1] ^ 255]) if f else b"x" for name, f in reply.answer.frames.items()}
         return reply._replace(answer=reply.answer._replace(frames=frames))
 
     def _move(self, step: Step, number: int) -> None:
@@ -155,7 +157,8 @@ def test_options_survive_json_and_repr(entry: Entry) -> None:
     assert type(again) is type(system)
     assert again == system
     assert again.to_config() == config
-    assert eval(repr(system), {**vars(codecs), type(system).__name__: type(system)}) == system
+    parts = [system, *(getattr(system, each.name) for each in fields(system))]
+    assert eval(repr(system), {**vars(codecs), **{type(part).__name__: type(part) for part in parts}}) == system
     with pytest.raises(ConfigError):
         systems.get_system({**config, "no_such_option": 1})
 
@@ -217,7 +220,7 @@ def test_halves_are_pure(entry: Entry) -> None:
     assert seen >= 5 * NODES
 
 
-@every
+@sums
 def test_a_client_half_that_refuses_leaves_everything_as_it_was(entry: Entry) -> None:
     """And nobody else notices but by its absence. What breaks is the app."""
     driver, broken = counted(entry), (2, 3)
@@ -280,7 +283,9 @@ def frozen(driver: Books) -> bytes:
     }
     server = {"state": driver.state, "model": driver.model, "sequence": driver.sequence}
     consumed = {str(node): list(mark) for node, mark in driver.consumed.items()}
-    return store.dumps({"server": server, "consumed": consumed, "clients": clients}, "a run")
+    kept = {str(node): dict(kept) for node, kept in driver.kept.items()}
+    run = {"server": server, "consumed": consumed, "clients": clients, "kept": kept, "mail": driver.mailbox.to_plain()}
+    return store.dumps(run, "a run")
 
 
 def thawed(entry: Entry, data: bytes, **options: Any) -> Books:
@@ -290,6 +295,8 @@ def thawed(entry: Entry, data: bytes, **options: Any) -> Books:
     driver.consumed = {int(node): tuple(mark) for node, mark in held["consumed"].items()}
     driver.clients = {int(node): Node(**client) for node, client in held["clients"].items()}
     driver.held = {node: set() for node in driver.clients}
+    driver.kept = {int(node): kept for node, kept in held["kept"].items()}
+    driver.mailbox = Mailbox.of(held["mail"], entry.system.SAYS)
     return driver
 
 
@@ -343,7 +350,7 @@ def test_single_updates_have_the_mean(entry: Entry) -> None:
         local(entry, Single()).step(1)
 
 
-@every
+@sums
 def test_a_step_says_in_one_way_how_the_model_moves(entry: Entry) -> None:
     """And a system says whether clients send whole models."""
     step = local(entry).step(1)
@@ -378,7 +385,9 @@ def test_bytes_are_those_of_frames(entry: Entry) -> None:
     for number in range(1, 6):
         driver.step(number, range(NODES) if number == 5 else [0, 1, 2, 4])
     up = sum(len(frame) for _, reply in driver.passed for frame in reply.answer.frames.values())
+    up += sum(len(post.data) for _, reply in driver.passed for post in reply.answer.post)
     down = sum(len(frame) for ask, _ in driver.passed for frame in ask.frames.values())
+    down += sum(len(post.data) for ask, _ in driver.passed for post in ask.mail)
     blobs = {(ask.node, blob) for ask, _ in driver.passed for blob in ask.blobs.values()}
     assert driver.bytes_up == up > 0
     # Each ask came once.
@@ -516,7 +525,7 @@ def test_conserves_what_was_made_when_the_second_exchange_breaks(entry: Entry) -
     conserves(entry, "second")
 
 
-@every
+@sums
 def test_what_comes_twice_late_or_again_is_not_used(entry: Entry) -> None:
     """Twice changes nothing; answers that are late or to earlier exchanges are as good as lost."""
     once, twice = run(local(entry)), run(local(entry, fault=lambda number, node, exchange: "twice"))
@@ -534,7 +543,7 @@ def test_what_comes_twice_late_or_again_is_not_used(entry: Entry) -> None:
 # Weights, and who takes part
 
 
-@every
+@sums
 def test_a_weight_of_zero_counts_for_nothing(entry: Entry) -> None:
     driver = local(entry, weight=lambda node: 0.0 if node == 2 else node + 1.0)
     step = driver.step(1)
@@ -548,7 +557,7 @@ def test_a_weight_of_zero_counts_for_nothing(entry: Entry) -> None:
         np.testing.assert_array_equal(driver.model, without.model)
 
 
-@every
+@sums
 def test_without_any_weight_nothing_moves_and_nothing_is_lost(entry: Entry) -> None:
     weights = {"all": 0.0}
     # A mean of four integers is exact.
@@ -562,7 +571,7 @@ def test_without_any_weight_nothing_moves_and_nothing_is_lost(entry: Entry) -> N
     require_law(entry, driver)
 
 
-@every
+@sums
 def test_newcomers_absentees_and_nobody(entry: Entry) -> None:
     driver = counted(entry)
     for number, nodes in enumerate(([0, 1, 2], [0, 1, 2, 3], [], [1, 3], [4, 2, 0], [3], [], [0, 1, 2, 3, 4]), 1):
@@ -628,9 +637,9 @@ class Hostile(Books):
 
     spoil: Spoil
 
-    def _receive(self, client: Node, now: Now, ask: Ask, *, crash: bool) -> Reply | None:
-        reply = super()._receive(client, now, ask, crash=crash)
-        if reply is None or ask.node != 2:
+    def _receive(self, client: Node, now: Now, stamped: Stamped, *, crash: bool) -> Reply | None:
+        reply = super()._receive(client, now, stamped, crash=crash)
+        if reply is None or stamped.ask.node != 2:
             return reply
         return reply._replace(answer=self.spoil(reply.answer, now.number))
 
@@ -657,14 +666,14 @@ def attacked(entry: Entry, spoil: Spoil, rounds: int = 5) -> set[int]:
 WEIGHTS = ("infinite", "negative", "nan", "heavy")
 
 
-@every
+@sums
 @pytest.mark.parametrize("how", [name for name, _ in spoilt()])
 def test_hostile_answers_harm_nobody_else(entry: Entry, how: str) -> None:
     used = attacked(entry, dict(spoilt())[how])
     assert not used or how not in ("nothing", "empty", "misnamed", *WEIGHTS)
 
 
-@every
+@sums
 def test_absurd_updates_leave_the_others_a_model(entry: Entry) -> None:
     """One client learns as much as float32 holds, once; the model stays finite, and the others stay in."""
     driver = local(entry)
@@ -699,7 +708,7 @@ def extremes(rule: Any) -> list[Any]:
     return [value for value in tries if taken(value)]
 
 
-@every
+@sums
 def test_extreme_words_harm_nobody_else(entry: Entry) -> None:
     """Whatever a client says that the rules allow."""
     for kind in entry.system.SAYS:

@@ -1,0 +1,196 @@
+"""What a server asks and a client answers, in plain values: :mod:`fedcomp.program` says what comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+from fedcomp.errors import FedcompError
+from fedcomp.layout import Vector
+from fedcomp.params import shown
+from fedcomp.rules import REQUIRED, Configured, rules_of
+from fedcomp.wire import Frame
+
+Frames = Mapping[str, Frame]
+"""Bytes by name."""
+
+NO_FRAMES: Frames = {}
+
+HELLO = "query.hello"
+"""Kind of an ask that comes before a round's training: words up and down, no model, and no memory changes."""
+
+EVALUATE = "evaluate"
+"""Kind of an ask that brings the model to be evaluated; the app evaluates once the half has read it."""
+
+
+class AnswerError(FedcompError, ValueError):
+    """An answer, or what it says, is not what was asked for; it alone is refused."""
+
+
+class Said(Configured):
+    """What an ask or an answer says in words: a frozen dataclass, every field of which has a rule."""
+
+    def entries(self) -> dict[str, Any]:
+        """Return the fields as plain entries, without those that their absence stands for."""
+        kind: Any = type(self)
+        rules, found = rules_of(kind), {}
+        for name, rule in rules.items():
+            value = getattr(self, name)
+            if value != rule.missing:
+                found[name] = rule.write(value)
+        return found
+
+    @classmethod
+    def of(cls, entries: Mapping[str, Any]) -> Self:
+        """Return what entries of a message say.
+
+        Raises
+        ------
+        AnswerError
+            Naming the entry that is missing, unknown or breaks its rule, or saying why fields contradict each other.
+        """
+        kind: Any = cls
+        rules = rules_of(kind)
+        if unknown := sorted(entries.keys() - rules.keys()):
+            raise AnswerError(f"{cls.__name__} has no entries {unknown[:5]}")
+        found = {}
+        for name, rule in rules.items():
+            value = entries.get(name, rule.missing)
+            if value is REQUIRED:
+                raise AnswerError(f"{name!r} of {cls.__name__} is missing, expected {rule}")
+            try:
+                found[name] = rule.read(value) if name in entries else value
+            except ValueError:
+                raise AnswerError(f"{name!r} of {cls.__name__} is {shown(value)}, expected {rule}") from None
+        try:
+            return cls(**found)
+        except FedcompError as why:
+            raise AnswerError(f"not a valid {cls.__name__}: {why}") from why
+
+
+class Post(NamedTuple):
+    """Bytes from one client to another.
+
+    Attributes
+    ----------
+    source, to : int
+        Nodes.
+    name : str
+        What it is: 1 to 200 characters. Whoever passes it on reads it, and ``data``, too, unless that is sealed.
+    data : bytes
+    """
+
+    source: int
+    to: int
+    name: str
+    data: Frame
+
+
+class Ask(NamedTuple):
+    """What one node is asked. Nodes are partitions; a driver knows their addresses.
+
+    Attributes
+    ----------
+    node : int
+    kind : str
+        "train": the app trains when the client half asks for an update. "query": it is not called, and the round goes
+        on that a training ask began. :data:`HELLO`: it is asked beforehand; the answer holds words alone.
+        :data:`EVALUATE`: of :meth:`System.evaluation` alone; memory does not change.
+    say : Said, optional
+        What is said in words.
+    frames : mapping of str to bytes
+        What is said in bytes, to this node and once.
+    blobs : mapping of str to bytes
+        Bytes that rounds or nodes share (a basis, an autoencoder): a driver sends them to nodes that lack them alone.
+    expects : type of Said, optional
+        What the answer has to say; an answer that says anything else is refused by the driver.
+    dense : bool
+        Whether the model that an app trained will do, of a client that has no half for this system:
+        :attr:`Answer.update`. Else the driver refuses it.
+    mail : tuple of Post
+        What other clients sent this one; the driver fills it in.
+    model : bool
+        Whether the node needs the model of the round: a training ask brings it, and a query goes on from one that did.
+        Without it any node can be asked, whether its app has trained in this round or not; one that remembers nothing
+        then has an empty memory and an empty layout.
+    """
+
+    node: int
+    kind: str = "train"
+    say: Said | None = None
+    frames: Frames = NO_FRAMES
+    blobs: Frames = NO_FRAMES
+    expects: type[Said] | None = None
+    dense: bool = False
+    mail: tuple[Post, ...] = ()
+    model: bool = True
+
+
+class Answer(NamedTuple):
+    """What a client half answers.
+
+    Attributes
+    ----------
+    node : int
+    weight : float
+        In a weighted mean; the driver's, who knows the app's metrics. 0 until the app has trained.
+    say : Said, optional
+    frames : mapping of str to bytes
+    sent : bytes, optional
+        The frame by which mass leaves the memory, where that called :attr:`System.SENT` is only a part of it.
+    update : float32 array, optional
+        Of a client without this half, in place of frames: what it changed, or with :attr:`System.whole` its model.
+    post : tuple of Post
+        For other clients; they get it with their next ask.
+    keep : mapping of str to bytes
+        What the node keeps from here on beside its memory, by name: it outlives sessions, restarts of the server and
+        memories that begin anew. :attr:`Me.kept` reads it.
+    bare : bool
+        Nothing of the app's reply leaves with this answer: no weight, metrics or buffers.
+    """
+
+    node: int
+    weight: float = 0.0
+    say: Said | None = None
+    frames: Frames = NO_FRAMES
+    sent: Frame | None = None
+    update: Vector | None = None
+    post: tuple[Post, ...] = ()
+    keep: Frames = NO_FRAMES
+    bare: bool = False
+
+
+@dataclass(frozen=True)
+class Wait:
+    """An exchange that need not wait for everybody. Who answers later is refused as late.
+
+    Attributes
+    ----------
+    asks : sequence of Ask
+    seconds : float, optional
+        How long to wait at most; the driver's own time holds as well.
+    enough : callable, optional
+        ``enough(answers)``, of those that have come, in the order of nodes: whether no more are waited for.
+    """
+
+    asks: Sequence[Ask]
+    seconds: float | None = None
+    enough: Callable[[Sequence[Answer]], bool] | None = None
+
+
+def wait_for(wanted: Sequence[Ask] | Wait) -> Wait:
+    """Return what a program yielded as a wait; by itself asks wait for everybody."""
+    return wanted if isinstance(wanted, Wait) else Wait(wanted)
+
+
+def mark_of(sequence: int, generation: int) -> bytes:
+    """Return 16 bytes that name what left a memory: number of the exchange, and that with which the memory began."""
+    return sequence.to_bytes(8, "little") + generation.to_bytes(8, "little")
+
+
+def read_mark(mark: bytes) -> tuple[int, int]:
+    """Return sequence and generation; raise AnswerError where a mark is none."""
+    if len(mark) != 16:
+        raise AnswerError(f"a mark has {len(mark)} bytes, expected 16")
+    return int.from_bytes(mark[:8], "little"), int.from_bytes(mark[8:], "little")
