@@ -21,6 +21,7 @@ from fedcomp.errors import ConfigError
 from fedcomp.flower.schema import Schema
 from fedcomp.rng import Key
 from fedcomp.rules import Configured, Data, Flag, Int, Made, Many, Maybe, OneOf, Real, Rule, Text, rules_of
+from fedcomp.systems.private.record import DpSgdPlan
 
 LEAST = Real(least=0.0)
 
@@ -267,6 +268,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "Oracle": {"codec": ScaleCom()},
     "Pair": {"codec": TopK(0.1)},
     "Push": {"messages": ()},
+    "Records": {"plan": DpSgdPlan(noise_multiplier=1.0, rate=0.1, steps=1, delta=1e-5)},
     "RelaySettings": {"seed": 0},
     "Replay": {"codec": RandomProjection()},
     "SharedBasis": {"codec": PowerSGD()},

@@ -24,8 +24,7 @@ from fedcomp.errors import ConfigError, NoUsableReply
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
-from fedcomp.flower.payload import put_frame
-from fedcomp.flower.protocol import UPDATE
+from fedcomp.flower.payload import FRAME, NODE_RECORD
 from fedcomp.flower.report import Report
 from fedcomp.flower.rounds import fit
 from fedcomp.layout import NONE_DENSE, Layout, SmallDense, Update
@@ -268,7 +267,8 @@ def forged(culprit: int, when: int, value: float) -> Any:
         if number(msg) == when and context.node_config["partition-id"] == culprit:
             layout = Layout.of({name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}, NONE_DENSE)
             vector = np.full(layout.size, value, np.float32)
-            put_frame(reply.content, UPDATE, QSGD(levels=7).encode(Update(vector, layout), {}, Key(0))[0])
+            reply.content.pop(FRAME + "values", None)
+            reply.content[NODE_RECORD][FRAME + "values"] = QSGD(7).encode(Update(vector, layout), {}, Key(0))[0]
         return reply
 
     return hostile

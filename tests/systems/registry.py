@@ -28,6 +28,7 @@ from fedcomp.codecs import (
     ScaleCom,
     ScaledSign,
     TopK,
+    chain,
 )
 from fedcomp.drift.schedule import ScheduleSettings
 from fedcomp.drift.sensor import Upload
@@ -35,6 +36,7 @@ from fedcomp.factors.outer import OuterProducts
 from fedcomp.gossip.choco import CHOCO
 from fedcomp.gossip.topology import Ring
 from fedcomp.layout import Layout, Update, Vector
+from fedcomp.privacy.local import Privatise
 from fedcomp.program import Me, System
 from fedcomp.rng import Key
 from fedcomp.systems.conditional import ConditionalRounds
@@ -45,7 +47,9 @@ from fedcomp.systems.gradiveq import FittedBasis
 from fedcomp.systems.lgc import LearnedGradients
 from fedcomp.systems.pair import Pair
 from fedcomp.systems.power_sgd import SharedBasis
+from fedcomp.systems.private.local import Local
 from fedcomp.systems.private.lsg import LowRank
+from fedcomp.systems.private.record import Account, DpSgdPlan, Records
 from fedcomp.systems.shared_support import SharedSupport
 
 NODES: Final = 5
@@ -238,6 +242,13 @@ class Pulled:
         return {"size": float(z.size)}
 
 
+def noised(me: Me, plan: DpSgdPlan, learn: Callable[[], Update]) -> tuple[Update, Account]:
+    """Train on records that need no noise, and pay for it in every round."""
+    return learn(), Account(f"ledger {me.node}", plan.steps, plan.steps * me.number)
+
+
+PLAN: Final = DpSgdPlan(noise_multiplier=1.5, rate=0.1, steps=3, delta=1e-5)
+
 ROUNDED: Final = 1e-6
 """Of float32, with room for a few hundred operations."""
 
@@ -319,6 +330,11 @@ ENTRIES: Final[Mapping[str, Entry]] = {
         exchanges=2,
         shapes={"one.weight": (30, 20), "two.weight": (20, 30)},
         frozen=None,
+    ),
+    "record-dp": Entry(Records(PLAN, ErrorFeedback(TopK(0.05))), law=0.0, reference=feedback(top(0.05)), data=noised),
+    "record-dp-whole": Entry(Records(PLAN), reference=plain_averaging, frozen=ROUNDED, data=noised, another=True),
+    "local-dp": Entry(
+        Local(chain(Privatise(1e5, 1e-6, insecure_deterministic=True), ErrorFeedback(TopK(0.05)))), frozen=None
     ),
     "pair-dgc": Entry(Pair(DGC(density=0.05, warmup=2)), another=True),
     "passing": Entry(Passing(ErrorFeedback(TopK(0.05))), law=0.0, reference=feedback(top(0.05)), exchanges=2),

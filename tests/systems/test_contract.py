@@ -21,6 +21,7 @@ from fedcomp.flower import store
 from fedcomp.layout import Layout, Update, Vector
 from fedcomp.local import Local, Node, Reply
 from fedcomp.mailbox import Mailbox, Stamped
+from fedcomp.privacy.local import Privatise
 from fedcomp.program import Answer, AnswerError, Ask, Given, Me, Mean, Now, Round, Rule, Said, Single, Step, System
 from fedcomp.rng import Key
 from fedcomp.rules import REQUIRED, rules_of
@@ -157,8 +158,8 @@ def test_options_survive_json_and_repr(entry: Entry) -> None:
     assert type(again) is type(system)
     assert again == system
     assert again.to_config() == config
-    parts = [system, *(getattr(system, each.name) for each in fields(system))]
-    assert eval(repr(system), {**vars(codecs), **{type(part).__name__: type(part) for part in parts}}) == system
+    kinds = {type(each).__name__: type(each) for each in [system, *(getattr(system, f.name) for f in fields(system))]}
+    assert eval(repr(system), {**vars(codecs), **kinds, "Privatise": Privatise}) == system
     with pytest.raises(ConfigError):
         systems.get_system({**config, "no_such_option": 1})
 
