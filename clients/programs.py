@@ -200,7 +200,7 @@ def _handle(
 GUARDS: Final = ("votes_only", "coded", "local_privacy")
 """Halves that stand outside: what they do not allow must not pass them by."""
 
-OUTSIDE: Final = "private"
+OUTSIDE: Final = ("private",)
 
 
 class _AppError(Exception):

@@ -356,6 +356,9 @@ class Me:
         ``pack(answer)`` returns the answer as bytes that may travel another way, with all that would go beside it.
     mark : callable
         ``mark()`` returns the 16 bytes that name this answer: what :attr:`Now.credit` takes.
+    weight : callable
+        ``weight(metric)`` returns what the app's reply says under that name: what its update weighs, where the server
+        is not told. Once it has trained; a ConfigError where it says no number, or several.
     """
 
     node: int
@@ -371,6 +374,7 @@ class Me:
     identity: PeerIdentity | None = None
     pack: Callable[[Answer], bytes] = lambda answer: b""
     mark: Callable[[], bytes] = lambda: bytes(16)
+    weight: Callable[[str], float] = lambda metric: 1.0
 
     @cached_property
     def start(self) -> Vector:

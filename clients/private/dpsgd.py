@@ -139,7 +139,7 @@ def record_dp(trainee_of: TraineeOf) -> ClientHalf:
 
         return discreet(msg, answer, passing=ABOUT_SETTINGS)
 
-    return ClientHalf("record_dp", record_dp_mod, outside=("compression", "lsg", "private"), needs=("compression",))
+    return ClientHalf("record_dp", record_dp_mod, outside=("compression", "private"), needs=("compression",))
 
 
 class _Training:

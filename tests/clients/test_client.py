@@ -29,7 +29,7 @@ from fedcomp.flower.protocol import Announcement
 from fedcomp.flower.schema import SchemaError
 from fedcomp.strategies.compressed import Compressed
 
-OUTERMOST_FIRST = ("votes_only", "coded", "local_privacy", "record_dp", "compression", "lsg", "private")
+OUTERMOST_FIRST = ("votes_only", "coded", "local_privacy", "record_dp", "compression", "private")
 
 
 def say(app, kind: str = "train") -> Message:

@@ -27,7 +27,9 @@ from fedcomp.clients.private.topagg import votes_only
 from fedcomp.codecs import Codec, TopK, chain
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.errors import ConfigError, FedcompError, LayoutError, NonFiniteUpdate, StateError
-from fedcomp.flower import asks, datalens
+from fedcomp.flower import asks as heads
+from fedcomp.flower import datalens
+from fedcomp.flower.asks import AskHead
 from fedcomp.flower.datalens import TrainingRequest
 from fedcomp.flower.payload import PayloadError, take_frame
 from fedcomp.flower.privacy import PRIVATE
@@ -116,19 +118,19 @@ def node() -> Context:
 
 
 def ask(path: str, act: Callable[[Message], Message], folder: Path) -> Message:
-    mods, codec, quiet = PATHS[path]
+    mods, codec, asked = PATHS[path]
     if path == "local":
         mods = [local_privacy(POLICY, state_dir=folder), *mods]
     content = RecordDict({"arrays": ArrayRecord({"w": Array(np.zeros(SIZE, np.float32))})})
-    content["config"] = ConfigRecord({PRIVATE: quiet})
+    content["config"] = ConfigRecord({PRIVATE: asked})
     if path.startswith("local"):
         system = Local(codec).to_config()
-        asks.put(content, asks.AskHead(1, 0, b"session!", sequence=1, system=system, model="arrays"))
+        heads.put(content, AskHead(1, 0, b"session!", sequence=1, system=system, model="arrays"))
     elif codec is not None:
         announce(content, Announcement("arrays", 1, 0, codec=codec.to_config(), session=b"s", sequence=1))
     if path.startswith("lsg"):
         system = LowRank(clip=1.0, rank=0, keep=0.5).to_config()
-        asks.put(content, asks.AskHead(1, 5, b"session!", sequence=1, system=system, model="arrays"))
+        heads.put(content, AskHead(number=1, seed=5, session=bytes(8), sequence=1, system=system, model="arrays"))
     with server():
         return app_of(mods, act)(Message(content, 1, "train"), node())
 
@@ -191,7 +193,7 @@ OF_DATA = (Unbounded, PrivacyError, Unaccountable, NonFiniteUpdate, FedcompError
 def with_record_level_privacy(act: Callable[[Message], Message]) -> Message:
     system = Records(DpSgdPlan(noise_multiplier=1.0, rate=0.1, steps=3, delta=1e-5)).to_config()
     content = RecordDict({"arrays": ArrayRecord({"w": Array(np.zeros(SIZE, np.float32))}), "config": ConfigRecord()})
-    asks.put(content, asks.AskHead(1, 0, b"session!", sequence=1, system=system, model="arrays"))
+    heads.put(content, AskHead(1, 0, b"session!", sequence=1, system=system, model="arrays"))
 
     def never(msg: Message) -> Message:
         raise AssertionError("an app does not train without noise on records that it is to protect")

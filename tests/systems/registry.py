@@ -21,6 +21,7 @@ from fedcomp.codecs import (
     QSGD,
     ErrorFeedback,
     Factors,
+    FixedPoint,
     GradiVeQ,
     Identity,
     PowerSGD,
@@ -36,9 +37,12 @@ from fedcomp.factors.outer import OuterProducts
 from fedcomp.gossip.choco import CHOCO
 from fedcomp.gossip.topology import Ring
 from fedcomp.layout import Layout, Update, Vector
+from fedcomp.privacy.bounded import BoundedFixedPoint
 from fedcomp.privacy.local import Privatise
 from fedcomp.program import Me, System
 from fedcomp.rng import Key
+from fedcomp.systems.coded.relay import CodedRelay
+from fedcomp.systems.coded.sums import CodedSum
 from fedcomp.systems.conditional import ConditionalRounds
 from fedcomp.systems.factors import FactorSharing
 from fedcomp.systems.forward import Forward
@@ -47,6 +51,7 @@ from fedcomp.systems.gradiveq import FittedBasis
 from fedcomp.systems.lgc import LearnedGradients
 from fedcomp.systems.pair import Pair
 from fedcomp.systems.power_sgd import SharedBasis
+from fedcomp.systems.private.distributed import NoisySum
 from fedcomp.systems.private.local import Local
 from fedcomp.systems.private.lsg import LowRank
 from fedcomp.systems.private.record import Account, DpSgdPlan, Records
@@ -86,6 +91,12 @@ class Entry:
     data : object, optional
         What the app brings beside training, or in its place (:attr:`fedcomp.program.Me.data`). Of a function the first
         argument is a client.
+    least : int
+        Clients of which a round can be made.
+    posts : bool
+        Whether updates travel by way of other clients.
+    secret : bool
+        Whether what clients say and send holds numbers drawn of the operating system.
     another : bool
         Whether another entry stands for it in the tests of every day, or it is too dear for these.
     sums : bool
@@ -100,6 +111,9 @@ class Entry:
     frozen: float | None = 0.0
     outer: int = 0
     data: Any = None
+    least: int = 1
+    posts: bool = False
+    secret: bool = False
     another: bool = False
     sums: bool = True
 
@@ -227,6 +241,14 @@ class Unsettled:
         assert me.start.shape == (me.layout.size,)
 
 
+def noised(me: Me, plan: DpSgdPlan, learn: Callable[[], Update]) -> tuple[Update, Account]:
+    """Train on records that need no noise, and pay for it in every round."""
+    return learn(), Account(f"ledger {me.node}", plan.steps, plan.steps * me.number)
+
+
+PLAN: Final = DpSgdPlan(noise_multiplier=1.5, rate=0.1, steps=3, delta=1e-5)
+
+
 class Pulled:
     """A node's part of a decentralised run: it begins at the model it is sent, and is drawn to a point of its own."""
 
@@ -242,15 +264,16 @@ class Pulled:
         return {"size": float(z.size)}
 
 
-def noised(me: Me, plan: DpSgdPlan, learn: Callable[[], Update]) -> tuple[Update, Account]:
-    """Train on records that need no noise, and pay for it in every round."""
-    return learn(), Account(f"ledger {me.node}", plan.steps, plan.steps * me.number)
-
-
-PLAN: Final = DpSgdPlan(noise_multiplier=1.5, rate=0.1, steps=3, delta=1e-5)
-
 ROUNDED: Final = 1e-6
 """Of float32, with room for a few hundred operations."""
+
+INTEGERS: Final = ErrorFeedback(FixedPoint(RandomK(1.0), clip=4096.0, levels=4096))
+"""Sends integers as they are."""
+
+BOUNDED: Final = BoundedFixedPoint(
+    RandomK(1.0), clip=1e5, levels=20_000, scale=10_000, sigma=2.0, least=3, insecure_deterministic=True
+)
+"""Sends integers of a bounded norm, to which noise is added."""
 
 ENTRIES: Final[Mapping[str, Entry]] = {
     "pair-identity": Entry(Pair(Identity()), reference=plain_averaging, frozen=ROUNDED),
@@ -268,6 +291,61 @@ ENTRIES: Final[Mapping[str, Entry]] = {
     "pair-qsgd": Entry(Pair(QSGD(levels=127)), another=True),
     "pair-fft": Entry(Pair(FFT(density=0.05)), frozen=None),
     "pair-eden": Entry(Pair(EDEN(bits=1)), frozen=None, another=True),
+    "coded-relay": Entry(
+        CodedRelay(inner=Pair(ErrorFeedback(TopK(0.05))), code="mds", symbols=2),
+        law=0.0,
+        reference=feedback(top(0.05)),
+        exchanges=2,
+        least=2,
+        posts=True,
+    ),
+    "coded-relay-rlnc": Entry(
+        CodedRelay(inner=Pair(Identity()), symbols=2),
+        reference=plain_averaging,
+        exchanges=2,
+        frozen=ROUNDED,
+        least=2,
+        posts=True,
+        another=True,
+    ),
+    "coded-relay-secret": Entry(
+        CodedRelay(inner=Pair(ErrorFeedback(TopK(0.05))), code="mds", symbols=1, threshold=1),
+        law=0.0,
+        reference=feedback(top(0.05)),
+        exchanges=2,
+        least=2,
+        posts=True,
+        secret=True,
+        another=True,
+    ),
+    "coded-sum": Entry(
+        CodedSum(codec=INTEGERS, symbols=2, threshold=1, weight="num-examples"),
+        law=ROUNDED,
+        reference=plain_averaging,
+        exchanges=3,
+        least=3,
+        posts=True,
+        secret=True,
+    ),
+    "coded-sum-mask": Entry(
+        CodedSum(codec=INTEGERS, symbols=1, threshold=1, weight="num-examples", mode="mask", shards=4),
+        law=ROUNDED,
+        reference=plain_averaging,
+        exchanges=3,
+        least=4,
+        posts=True,
+        secret=True,
+        another=True,
+    ),
+    "noisy-sum": Entry(
+        NoisySum(codec=BOUNDED, symbols=2, threshold=1, min_contributors=3, contributors=NODES),
+        exchanges=3,
+        frozen=None,
+        least=3,
+        posts=True,
+        secret=True,
+        another=True,
+    ),
     "shared-support": Entry(SharedSupport(ScaleCom(0.05)), law=0.0, reference=led(0.05), exchanges=2),
     "shared-support-filtered": Entry(
         SharedSupport(ScaleCom(0.05, beta=0.5, selector="chunk"), warmup_rounds=1, server_lr=0.5),
@@ -294,7 +372,9 @@ ENTRIES: Final[Mapping[str, Entry]] = {
         frozen=None,
     ),
     "low-rank": Entry(LowRank(clip=1e9, rank=3, keep=0.5, mask="noisy_magnitude", history=2), frozen=None),
-    "low-rank-none": Entry(LowRank(clip=1e9, rank=0, keep=0.5, mask="noisy_magnitude"), frozen=ROUNDED, another=True),
+    "low-rank-none": Entry(
+        LowRank(clip=1e9, rank=0, keep=0.5, mask="noisy_magnitude"), frozen=ROUNDED, another=True
+    ),
     "lgc-ring": Entry(LearnedGradients(LGC(0.05, raw=0), 1, 1), exchanges=2, another=True),
     "lgc-server": Entry(
         LearnedGradients(LGC(0.05, instance="server", ef="decoded", raw=0, innovation=0.005), 1, 1),
