@@ -56,6 +56,7 @@ MORE: dict[str, System] = {
 PLAIN = {
     name: entry
     for name, entry in ENTRIES.items()
+    # What is for private sums alone is compared where these are.
     if entry.data is None and Mean in entry.system.RULES and not isinstance(entry.system, FactorSharing)
 }
 QUICK = [name for name, entry in PLAIN.items() if not entry.another] + ["lgc-server"]
