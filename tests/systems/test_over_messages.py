@@ -58,6 +58,7 @@ MORE: dict[str, System] = {
 PLAIN = {
     name: entry
     for name, entry in ENTRIES.items()
+    # What is for private sums alone is compared where these are.
     if entry.data is None and Mean in entry.system.RULES and not isinstance(entry.system, FactorSharing)
     if not entry.system.KEYS
 }
