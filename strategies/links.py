@@ -33,6 +33,9 @@ from fedcomp.strategies.running import Pushes
 class Links:
     """Clients bring each other what they post, and the server sees none of it.
 
+    Where it does not trace them (:attr:`fedcomp.program.System.TRACED`), posts are of their round: what a node has not
+    taken when the next one begins is dropped.
+
     Parameters
     ----------
     spool : path, "" or None
