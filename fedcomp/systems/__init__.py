@@ -11,9 +11,11 @@ from fedcomp.params import shown
 from fedcomp.program import System
 
 SYSTEMS: Final[dict[str, str | type[System]]] = {
+    "coded-linear": "coded.linear:CodedLinear",
     "conditional": "conditional:ConditionalRounds",
     "factors": "factors:FactorSharing",
     "forward": "forward:Forward",
+    "gradient-code": "coded.gradients:GradientCode",
     "gradiveq": "gradiveq:FittedBasis",
     "lgc": "lgc:LearnedGradients",
     "pair": "pair:Pair",
