@@ -66,7 +66,7 @@ class Descent(ReportSection, name="linear"):
     transfers : int
         How many of them went to a device that combines them.
     refused : dict of int to str
-        Why an answer was not used.
+        Why an answer was not used; as the report says it by node.
     """
 
     asked: int = figure(unit="devices")
@@ -82,7 +82,7 @@ class Descent(ReportSection, name="linear"):
     built: list[int] = figure(list, unit="devices", show="count")
     setup_bytes: dict[str, int] = figure(dict, unit="bytes", show="total")
     transfers: int = figure(unit="partitions")
-    refused: dict[int, str] = figure(dict, unit="devices", show="reasons")
+    refused: dict[int, str] = figure(dict, unit="devices", show="none")
 
     def line(self) -> str:
         """Return what a step was made of."""
