@@ -198,7 +198,7 @@ def _handle(
 GUARDS: Final = ("votes_only", "coded", "local_privacy")
 """Halves that stand outside: what they do not allow must not pass them by."""
 
-OUTSIDE: Final = ("lsg", "private", "record_dp")
+OUTSIDE: Final = ("private", "record_dp")
 
 
 @dataclass
@@ -630,7 +630,7 @@ class _Training:
         msg, context, head, private = exchange.msg, exchange.context, exchange.head, exchange.private
         layout = memory.layout
         key = Key(head.seed, "uplink", head.number, partition_of(context))
-        with collecting(collect or _nothing, key.u64()) as collected:
+        with collecting(collect, key.u64()) as collected:
             reply = exchange.call_next(msg, context)
         if reply.has_error():
             raise AppError(reply)
@@ -709,10 +709,6 @@ def _beside(content: RecordDict, model: str = NODE_RECORD) -> RecordDict:
 def _exposes(system: System) -> str:
     """Return what of single examples the codecs of a system show; empty for nothing."""
     return next((codec.exposes for codec in system.codecs if codec.exposes), "")
-
-
-def _nothing(count: int, rows: int, columns: int, slopes: int) -> bool:
-    return False
 
 
 def _no_model(*args: object) -> Any:

@@ -257,7 +257,7 @@ class Server(Evaluating):
         if self._rule.updates_only:
             # Whom earlier rounds prefer would make one client's part in a private sum depend on another's.
             self.roster.release()
-        messages = list(self.inner.configure_train(server_round, arrays, config, grid))
+        messages = self._rule.configure(server_round, arrays, config, grid)
         if self.system.KEYS:
             yield from self._greet(server_round, messages)
         x, now = self._ask(server_round, arrays, messages)
@@ -718,7 +718,7 @@ class Server(Evaluating):
         if name.startswith(PREFIX):
             raise Rejected(f"the update's record is named {name!r}, like another record of the reply")
         update = layout.flatten(plain)
-        if not self.system.whole:
+        if not self.system.whole or rule.updates_only:
             # What it trained from is what a lossy downlink made of the model, in the model's own dtypes.
             before = x.start_of(node)
             with np.errstate(over="ignore", invalid="ignore"):

@@ -20,7 +20,6 @@ from fedcomp.flower import (
     folder,
     gcn,
     gossip,
-    lsg,
     protocol,
     record_dp,
     state,
@@ -98,8 +97,6 @@ EXAMPLES: dict[str, Schema] = {
     "gcn.Refused": gcn.Refused((0, 2), "ids of another part"),
     "datalens.TrainingRequest": _TRAINING,
     "datalens.Answered": datalens.Answered("s", 3),
-    "lsg.LsgRequest": lsg.LsgRequest(2, "fc.*", 0.25, -9, 1.5, True),
-    "lsg.LsgRequest/all": lsg.LsgRequest(0, "", 1.0, 9, 1.5, False),
     "record_dp.DpSgdPlan": record_dp.DpSgdPlan(
         method="topagg",
         noise_multiplier=1.25,

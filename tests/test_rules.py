@@ -236,7 +236,7 @@ WITHOUT_A_RULE = {
     "EndsDense": "others",  # a function
     "Event": "label",  # any text, of a ledger of any age
     "GossipSettings": "watch spool",  # a function; a path
-    "LsgSettings": "whole",  # any text: patterns of names
+    "LowRank": "whole_tensors",  # any text: patterns of names
     "OnOff": "key",  # an object
     "PrivacySettings": "sampling",  # an object that checks itself
     "Push": "messages enough",  # messages; a function
@@ -246,13 +246,14 @@ WITHOUT_A_RULE = {
 }
 """Fields without a rule, and why."""
 
-READ_BACK = ("Epochs", "LedgerEntry", "SavedMessage", "Stamp")
+READ_BACK = ("Course", "Epochs", "LedgerEntry", "SavedMessage", "Stamp")
 """Made by the code alone; their rules are those of the files that they are read from (:mod:`fedcomp.plain`)."""
 
 EXAMPLES: dict[str, dict[str, Any]] = {
     "BoundedFixedPoint": {"codec": RandomK(0.5)},
     "ChainLayer": {"weight": "w"},
     "ConditionalRounds": {"codec": TopK(0.1)},
+    "Gossip": {"algorithm": {"name": "sgp"}, "graph": {"name": "ring", "n": 4}},
     "Directions": {"key": Key(0)},
     "Domain": {"codec": TopK(0.1), "transform": DFT()},
     "ErrorFeedback": {"codec": TopK(0.1)},

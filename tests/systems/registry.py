@@ -21,6 +21,7 @@ from fedcomp.codecs import (
     QSGD,
     ErrorFeedback,
     Factors,
+    FixedPoint,
     GradiVeQ,
     Identity,
     PowerSGD,
@@ -32,18 +33,26 @@ from fedcomp.codecs import (
 from fedcomp.drift.schedule import ScheduleSettings
 from fedcomp.drift.sensor import Upload
 from fedcomp.factors.outer import OuterProducts
+from fedcomp.gossip.choco import CHOCO
+from fedcomp.gossip.topology import Ring
 from fedcomp.layout import Layout, Update, Vector
+from fedcomp.privacy.bounded import BoundedFixedPoint
 from fedcomp.program import Me, System
 from fedcomp.rng import Key
 from fedcomp.systems.coded.gradients import GradientCode, Part
 from fedcomp.systems.coded.linear import CodedLinear, LinearRows, Links
+from fedcomp.systems.coded.relay import CodedRelay
+from fedcomp.systems.coded.sums import CodedSum
 from fedcomp.systems.conditional import ConditionalRounds
 from fedcomp.systems.factors import FactorSharing
 from fedcomp.systems.forward import Forward
+from fedcomp.systems.gossip import Gossip, Learnt
 from fedcomp.systems.gradiveq import FittedBasis
 from fedcomp.systems.lgc import LearnedGradients
 from fedcomp.systems.pair import Pair
 from fedcomp.systems.power_sgd import SharedBasis
+from fedcomp.systems.private.distributed import NoisySum
+from fedcomp.systems.private.lsg import LowRank
 from fedcomp.systems.shared_support import SharedSupport
 
 NODES: Final = 5
@@ -85,11 +94,15 @@ class Entry:
     early : bool
         Whether a round is over before all have answered.
     least : int
-        Clients without whom a round comes to nothing.
-    trains : bool
-        Whether a round is made of what clients train.
+        Clients of which a round can be made.
+    posts : bool
+        Whether updates travel by way of other clients.
+    secret : bool
+        Whether what clients say and send holds numbers drawn of the operating system.
     another : bool
         Whether another entry stands for it in the tests of every day, or it is too dear for these.
+    sums : bool
+        Whether its steps are sums of what clients send, by their weights.
     """
 
     system: System
@@ -103,8 +116,10 @@ class Entry:
     weighs: bool = True
     early: bool = False
     least: int = 1
-    trains: bool = True
+    posts: bool = False
+    secret: bool = False
     another: bool = False
+    sums: bool = True
 
     def arrays(self, dtype: str = "float32") -> dict[str, NDArray[Any]]:
         """Return a model of zeros."""
@@ -263,8 +278,31 @@ class Unsettled:
         assert me.start.shape == (me.layout.size,)
 
 
+class Pulled:
+    """A node's part of a decentralised run: it begins at the model it is sent, and is drawn to a point of its own."""
+
+    learns = True
+
+    def start(self, me: Me) -> tuple[NDArray[Any], dict[str, NDArray[Any]]]:
+        return me.start.copy(), {}
+
+    def learn(self, me: Me, z: NDArray[Any], own: Mapping[str, NDArray[Any]], key: Key) -> Learnt:
+        return Learnt(z - update(0, me.node, z.size))
+
+    def evaluate(self, me: Me, z: NDArray[Any], own: Mapping[str, NDArray[Any]]) -> dict[str, float]:
+        return {"size": float(z.size)}
+
+
 ROUNDED: Final = 1e-6
 """Of float32, with room for a few hundred operations."""
+
+INTEGERS: Final = ErrorFeedback(FixedPoint(RandomK(1.0), clip=4096.0, levels=4096))
+"""Sends integers as they are."""
+
+BOUNDED: Final = BoundedFixedPoint(
+    RandomK(1.0), clip=1e5, levels=20_000, scale=10_000, sigma=2.0, least=3, insecure_deterministic=True
+)
+"""Sends integers of a bounded norm, to which noise is added."""
 
 ENTRIES: Final[Mapping[str, Entry]] = {
     "pair-identity": Entry(Pair(Identity()), reference=plain_averaging, frozen=ROUNDED),
@@ -282,6 +320,61 @@ ENTRIES: Final[Mapping[str, Entry]] = {
     "pair-qsgd": Entry(Pair(QSGD(levels=127)), another=True),
     "pair-fft": Entry(Pair(FFT(density=0.05)), frozen=None),
     "pair-eden": Entry(Pair(EDEN(bits=1)), frozen=None, another=True),
+    "coded-relay": Entry(
+        CodedRelay(inner=Pair(ErrorFeedback(TopK(0.05))), code="mds", symbols=2),
+        law=0.0,
+        reference=feedback(top(0.05)),
+        exchanges=2,
+        least=2,
+        posts=True,
+    ),
+    "coded-relay-rlnc": Entry(
+        CodedRelay(inner=Pair(Identity()), symbols=2),
+        reference=plain_averaging,
+        exchanges=2,
+        frozen=ROUNDED,
+        least=2,
+        posts=True,
+        another=True,
+    ),
+    "coded-relay-secret": Entry(
+        CodedRelay(inner=Pair(ErrorFeedback(TopK(0.05))), code="mds", symbols=1, threshold=1),
+        law=0.0,
+        reference=feedback(top(0.05)),
+        exchanges=2,
+        least=2,
+        posts=True,
+        secret=True,
+        another=True,
+    ),
+    "coded-sum": Entry(
+        CodedSum(codec=INTEGERS, symbols=2, threshold=1, weight="num-examples"),
+        law=ROUNDED,
+        reference=plain_averaging,
+        exchanges=3,
+        least=3,
+        posts=True,
+        secret=True,
+    ),
+    "coded-sum-mask": Entry(
+        CodedSum(codec=INTEGERS, symbols=1, threshold=1, weight="num-examples", mode="mask", shards=4),
+        law=ROUNDED,
+        reference=plain_averaging,
+        exchanges=3,
+        least=4,
+        posts=True,
+        secret=True,
+        another=True,
+    ),
+    "noisy-sum": Entry(
+        NoisySum(codec=BOUNDED, symbols=2, threshold=1, min_contributors=3, contributors=NODES),
+        exchanges=3,
+        frozen=None,
+        least=3,
+        posts=True,
+        secret=True,
+        another=True,
+    ),
     "shared-support": Entry(SharedSupport(ScaleCom(0.05)), law=0.0, reference=led(0.05), exchanges=2),
     "shared-support-filtered": Entry(
         SharedSupport(ScaleCom(0.05, beta=0.5, selector="chunk"), warmup_rounds=1, server_lr=0.5),
@@ -307,6 +400,8 @@ ENTRIES: Final[Mapping[str, Entry]] = {
         exchanges=2,
         frozen=None,
     ),
+    "low-rank": Entry(LowRank(clip=1e9, rank=3, keep=0.5, mask="noisy_magnitude", history=2), frozen=None),
+    "random-mask": Entry(LowRank(clip=1e9, rank=0, keep=0.5), frozen=ROUNDED, another=True),
     "lgc-ring": Entry(LearnedGradients(LGC(0.05, raw=0), 1, 1), exchanges=2, another=True),
     "lgc-server": Entry(
         LearnedGradients(LGC(0.05, instance="server", ef="decoded", raw=0, innovation=0.005), 1, 1),
@@ -361,8 +456,15 @@ ENTRIES: Final[Mapping[str, Entry]] = {
         weighs=False,
         early=True,
         least=3,
-        trains=False,
+        sums=False,
     ),
     "pair-dgc": Entry(Pair(DGC(density=0.05, warmup=2)), another=True),
     "passing": Entry(Passing(ErrorFeedback(TopK(0.05))), law=0.0, reference=feedback(top(0.05)), exchanges=2),
+    "gossip": Entry(
+        Gossip(CHOCO(lr=0.1, gamma=0.3), Ring(NODES), patience=99, observe_every=1),
+        exchanges=2,
+        frozen=None,
+        data=Pulled(),
+        sums=False,
+    ),
 }
