@@ -905,7 +905,7 @@ class Server(Evaluating):
         """Let the inner strategy take a model that the program made in more digits than a vector has."""
         assert step.tensors is not None
         # Metrics are means already; the inner strategy's own aggregation wants a weight beside them.
-        metrics = {weight_key_of(self.inner) or "": 1.0, **step.metrics}
+        metrics: dict[str, Any] = {weight_key_of(self.inner) or "": 1.0, **step.metrics}
         return aggregate_once(
             x.rule.takes,
             now.number,
