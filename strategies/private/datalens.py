@@ -51,7 +51,8 @@ from fedcomp.strategies.private.promise import Once
 from fedcomp.strategies.private.settings import TeacherSettings, VoteSettings
 from fedcomp.strategies.receiving import Reception
 from fedcomp.strategies.replies import SentMessage
-from fedcomp.systems.private.rule import LENGTHS, Books
+from fedcomp.systems.private.books import Books
+from fedcomp.systems.private.rule import LENGTHS
 from fedcomp.systems.private.settings import PrivacySettings
 
 Arrays = Mapping[str, NDArray[Any]]

@@ -372,9 +372,7 @@ ENTRIES: Final[Mapping[str, Entry]] = {
         frozen=None,
     ),
     "low-rank": Entry(LowRank(clip=1e9, rank=3, keep=0.5, mask="noisy_magnitude", history=2), frozen=None),
-    "low-rank-none": Entry(
-        LowRank(clip=1e9, rank=0, keep=0.5, mask="noisy_magnitude"), frozen=ROUNDED, another=True
-    ),
+    "low-rank-none": Entry(LowRank(clip=1e9, rank=0, keep=0.5, mask="noisy_magnitude"), frozen=ROUNDED, another=True),
     "lgc-ring": Entry(LearnedGradients(LGC(0.05, raw=0), 1, 1), exchanges=2, another=True),
     "lgc-server": Entry(
         LearnedGradients(LGC(0.05, instance="server", ef="decoded", raw=0, innovation=0.005), 1, 1),
