@@ -63,6 +63,8 @@ class Private(Books, Released, ABC):
     count : int
         The most clients of a round (0: all who may), drawn uniformly; not with Poisson sampling, and not under
         "add_remove", where another client would take the place of a removed one.
+    unit : str
+        Whose contribution is hidden.
     **privacy
         See :class:`fedcomp.systems.private.settings.PrivacySettings`; ``noise_multiplier`` at least.
 
@@ -82,12 +84,12 @@ class Private(Books, Released, ABC):
     votes: ClassVar[bool] = False
     """Whether contributions are votes: then, and only then, the codec must be one that votes."""
 
-    def __init__(self, *, count: int = 0, **privacy: Any) -> None:
+    def __init__(self, *, count: int = 0, unit: str = "client", **privacy: Any) -> None:
         given = PrivacySettings(**privacy)
         count = checked("count", count, Int())
         # With the count, which the ledger's own check does not know.
         given.drawn.check(given.adjacency, count=count)
-        super().__init__(given)
+        super().__init__(given, unit=unit)
         self.count = count
         self.chosen: list[int] = []
         self._layout: Layout | None = None
@@ -109,6 +111,8 @@ class Private(Books, Released, ABC):
     def contribution(self, update: Vector, layout: Layout, server_round: int) -> Contribution:
         """Return what the mechanism is given for one client's ``update``; default the update.
 
+        With one axis more than the sum it is that of several units, each of which is bounded by itself; all or none.
+
         Parameters
         ----------
         update : ndarray, (layout.size,)
@@ -120,6 +124,10 @@ class Private(Books, Released, ABC):
             When the client is to be left out.
         """
         return update
+
+    def shape(self, layout: Layout) -> tuple[int, ...]:
+        """Return the shape of a sum; default that of a vector."""
+        return (layout.size,)
 
     def opened(self, server_round: int, chosen: Sequence[int]) -> None:
         """Prepare for a round in which the units ``chosen`` will be asked; called before they are."""
@@ -177,7 +185,9 @@ class Private(Books, Released, ABC):
                 "about updates; use another codec, or accept that with pad=False"
             )
 
-    def draw(self, nodes: Callable[[], Sequence[int]], layout: Layout, server_round: int) -> tuple[list[int], str]:
+    def draw(
+        self, nodes: Callable[[], Sequence[int]], layout: Layout, server_round: int, *, clients: int = 0
+    ) -> tuple[list[int], str]:
         """Return who is asked, and why nobody is, empty when somebody may be. No round is open.
 
         Parameters
@@ -186,6 +196,8 @@ class Private(Books, Released, ABC):
             Returns who is there; only called where the budget allows the round.
         layout : Layout
             Of what will be released: the budget is asked for it, before anybody is drawn.
+        clients : int
+            Public number of all that may ever take part; default the population, whose units they are.
 
         Raises
         ------
@@ -198,7 +210,7 @@ class Private(Books, Released, ABC):
         self._again = sum(entry.round == server_round for entry in self.privacy.entries)
         if reason := self.over(server_round):
             return [], reason
-        return self.sample(nodes(), self.population, server_round, count=self.count)
+        return self.sample(nodes(), clients or self.population, server_round, count=self.count)
 
     def open(self, server_round: int, chosen: Sequence[int]) -> None:
         """Begin the round in which ``chosen`` are about to be asked, possibly nobody."""
@@ -265,7 +277,8 @@ class Private(Books, Released, ABC):
         """
         kept = layout if support is None else Layout.flat(int(support.size))
         mechanism = self.mechanism(kept, server_round)
-        total = PrivateSum(mechanism, (kept.size,))
+        shape = self.shape(kept)
+        total = PrivateSum(mechanism, shape)
         self.begun(server_round)
         used = []
         for node, unit, read in given:
@@ -274,10 +287,10 @@ class Private(Books, Released, ABC):
                 if unit not in self.chosen:
                     raise Unbounded(f"node {unit} was not asked in this round")
                 update = read()
-                if update.shape != (layout.size,):
+                if support is not None and update.shape != (layout.size,):
                     raise Unbounded(f"an update has shape {update.shape}, expected ({layout.size},)")
                 contribution = self.contribution(update if support is None else update[support], kept, server_round)
-                total.add(unit, contribution)
+                total.add_all(unit, contribution if contribution.ndim > len(shape) else contribution[None])
                 self.added(contribution)
                 used.append(node)
             except FedcompError as why:
