@@ -52,15 +52,15 @@ from fedcomp.flower.report import Report, Reports, shorten
 from fedcomp.flower.rounds import Exchanges, Push, own_loop, planned
 from fedcomp.layout import DensityPolicy, Layout, Update, Vector, policy_config
 from fedcomp.mailbox import Mailbox
-from fedcomp.plain import Count, Keys, from_plain
-from fedcomp.program import EVALUATE, HELLO, Answer, Ask, Now, Origin, Round, Step, System, Wait
+from fedcomp.plain import Count, Keys
+from fedcomp.program import EVALUATE, Answer, Ask, Now, Origin, Round, Step, System, Wait
 from fedcomp.rules import Flag, checked
-from fedcomp.stateful import StatePart, nested, next_epoch
+from fedcomp.stateful import nested, next_epoch
 from fedcomp.strategies.adaptive import Outcome, has_moments, step_on_support
 from fedcomp.strategies.downlink import Downlink
 from fedcomp.strategies.evaluating import Evaluating
 from fedcomp.strategies.guard import Norms
-from fedcomp.strategies.links import Links, greet, oldest_round, record_peer
+from fedcomp.strategies.links import POSTS, Links, greet, oldest_round, record_peer
 from fedcomp.strategies.means import (
     MEANS,
     aggregate_once,
@@ -71,7 +71,6 @@ from fedcomp.strategies.means import (
     returns_mean,
     weight_key_of,
 )
-from fedcomp.strategies.partitions import Holders
 from fedcomp.strategies.replies import (
     Rejected,
     SentMessage,
@@ -95,14 +94,6 @@ Arrays = Mapping[str, NDArray[Any]]
 
 MAX_OPEN: Final = 64
 """Rounds that hooks may open without aggregating them."""
-
-
-def _load_links(server: Server, state: Any) -> None:
-    (server.links or Links("")).load(from_plain(list[bytes], state, "links"))
-
-
-def _load_mailbox(server: Server, state: Any) -> None:
-    server.mailbox = Mailbox.of(state, server.system.SAYS)
 
 
 class Server(Evaluating):
@@ -165,10 +156,7 @@ class Server(Evaluating):
         "_session": bytes,
         "sequence": Count,
         "state": dict,
-        "links": StatePart(
-            lambda owner: [] if owner.links is None else owner.links.save(owner._session, owner.mailbox), _load_links
-        ),
-        "mailbox": StatePart(lambda owner: owner.mailbox.to_plain(), _load_mailbox),
+        "posts": POSTS,
         "_usual": Annotated[dict[str, Usual], Keys(("train", "evaluate"))],
         "reports": Reports,
         "evaluations": Reports,
@@ -466,7 +454,7 @@ class Server(Evaluating):
         def decided(replies: Sequence[Message]) -> bool:
             assert enough is not None
             # Looked at before they are taken, in a round of which nothing is used.
-            self._receive(aside, exchange.sent, exchange.asks, replies[len(looked) :], found, Holders())
+            self._receive(aside, exchange.sent, exchange.asks, replies[len(looked) :], found)
             looked.extend(replies[len(looked) :])
             return enough([found[node] for node in sorted(found)])
 
@@ -530,15 +518,11 @@ class Server(Evaluating):
         asked: Mapping[int, Ask],
         replies: Iterable[Message],
         answers: dict[int, Answer],
-        holders: Holders | None = None,
     ) -> list[int]:
-        """Add what replies say to ``answers``; return the nodes that lack a blob. What is wrong refuses one reply.
-
-        ``holders``: who held which partition before; by default the roster, which takes note of who does now.
-        """
+        """Add what replies say to ``answers``; return the nodes that lack a blob. What is wrong refuses one reply."""
         nodes = {x.addresses[node]: node for node in asked}
         lacking = []
-        for each, reply in match_replies(sent, replies, x.report, holders or self.roster):
+        for each, reply in match_replies(sent, replies, x.report, x.holders or self.roster):
             node = nodes[each.node]
             try:
                 answer = self._read(x, node, asked[node], each, reply)
