@@ -53,7 +53,7 @@ from fedcomp.flower.rounds import Exchanges, Push, own_loop, planned
 from fedcomp.layout import DensityPolicy, Layout, Update, Vector, policy_config
 from fedcomp.mailbox import Mailbox
 from fedcomp.plain import Count, Keys
-from fedcomp.program import EVALUATE, Answer, Ask, Now, Origin, Round, Step, System, Wait
+from fedcomp.program import EVALUATE, HELLO, Answer, Ask, Now, Origin, Round, Step, System, Wait
 from fedcomp.rules import Flag, checked
 from fedcomp.stateful import nested, next_epoch
 from fedcomp.strategies.adaptive import Outcome, has_moments, step_on_support
@@ -221,6 +221,7 @@ class Server(Evaluating):
         self._log = RoundLog(self._name)
         self._timeout: float | None = None
         self._grid: Grid | None = None
+        self._book, self._oldest = b"", 0
         self.layout = Layout(())
         self._open: dict[int, tuple[Exchanges[Outcome], Grid]] = {}
         self._evaluating = []
@@ -435,6 +436,9 @@ class Server(Evaluating):
         wait, repeats = wait_for(wanted), self.system.LOST == "again"
         # All of them before one is sent: what is posted in an exchange comes with the next.
         stamped = [x.mailbox.stamp(self.sequence, now.number, ask, again=repeats) for ask in wait.asks]
+        if self.links is not None:
+            self._book = self.links.book(self.roster.reached())
+            self._oldest = oldest_round(x.mailbox, now.number) if self.system.TRACED else 0
         # Who does not take part in the round is not asked.
         there = [each for each in stamped if each.ask.node in x.addresses]
         # A repeated ask is one of its own round.
@@ -483,7 +487,7 @@ class Server(Evaluating):
         brought = dict(ask.blobs)
         if self.links is not None:
             # The same for all nodes, so that it travels where it has changed.
-            brought[Book.NAME] = self.links.book(self.roster.reached())
+            brought[Book.NAME] = self._book
         blobs = {name: digest_of(blob) for name, blob in brought.items()}
         # What follows from the steps in this message the node has by the time it looks.
         data |= {BLOB + blobs[name]: b for name, b in brought.items() if blobs[name] not in coming.union(peer.blobs)}
@@ -494,7 +498,7 @@ class Server(Evaluating):
             session=self._session,
             sequence=sequence,
             needs_model=ask.model,
-            oldest=oldest_round(x.mailbox, now.number) if self.links is not None and self.system.TRACED else 0,
+            oldest=self._oldest,
             consumed=peer.consumed,
             generation=peer.generation,
             system=self.system.to_config(),
@@ -596,7 +600,7 @@ class Server(Evaluating):
         self._note_state(x, sent, head)
         peer.take(digest_of(blob) for blob in ask.blobs.values())
         if self.links is not None:
-            peer.take([digest_of(self.links.book(self.roster.reached()))])
+            peer.take([digest_of(self._book)])
             self._note_links(x, sent, head)
         peer.take(digest_of(frames[name]) for name in self.system.SHARED if name in frames)
         x.payload[node] = x.payload.get(node, 0) + payload_bytes(reply)
