@@ -34,7 +34,7 @@ from fedcomp.exact import check_exact, decode_exact
 from fedcomp.flower import asks
 from fedcomp.flower.asks import AnswerHead, AskHead, digest_of
 from fedcomp.flower.checkpoint import INNER
-from fedcomp.flower.coded import NO_HANDLER, open_content
+from fedcomp.flower.coded import NO_HANDLER
 from fedcomp.flower.links import Book
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import BLOB, EXACT, FRAME, MAIL, POST, models, payload_bytes
@@ -60,7 +60,7 @@ from fedcomp.strategies.adaptive import Outcome, has_moments, step_on_support
 from fedcomp.strategies.downlink import Downlink
 from fedcomp.strategies.evaluating import Evaluating
 from fedcomp.strategies.guard import Norms
-from fedcomp.strategies.links import POSTS, Links, greet, oldest_round, record_peer
+from fedcomp.strategies.links import POSTS, Links, greet, oldest_round, record_peer, unpacked
 from fedcomp.strategies.means import (
     MEANS,
     aggregate_once,
@@ -359,7 +359,7 @@ class Server(Evaluating):
             seen=seen,
             keys={n: key for n, address in x.addresses.items() if (key := self.roster.peer(address).key)},
             mailbox=x.mailbox,
-            unpack=partial(self._unpack, x),
+            unpack=partial(unpacked, x, self._trained),
             credit=lambda node, mark: x.credit(node, *read_mark(mark)),
             **more,
         )
@@ -611,26 +611,6 @@ class Server(Evaluating):
             x.sent[node] = head.sequence, head.generation
         weight = x.trained[node].weight if node in x.trained else 0.0
         return Answer(node, weight, say, frames, post=posts)
-
-    def _unpack(self, x: Running, node: int, data: bytes) -> Answer:
-        """Return the answer of a node whose whole reply came another way.
-
-        Raises
-        ------
-        FedcompError
-            When it is none, or of another node or round.
-        """
-        content = open_content(data)
-        head = asks.find_answer(content)
-        if head is None or not head.record:
-            raise Rejected("what came of it another way is no reply of an app that has trained")
-        if head.partition_id != node:
-            raise Rejected(f"what came of it another way is the reply of partition {head.partition_id}")
-        frames, exact = asks.data_in(content, FRAME), asks.data_in(content, EXACT).get("")
-        trained = self._trained(x, head, Message(content, reply_to=x.base[node]), exact)
-        x.credit(node, head.sequence, head.generation)
-        x.trained[node], x.exact_bytes[node], x.payload[node] = trained, len(exact or b""), len(data)
-        return Answer(node, trained.weight, frames=frames)
 
     def _trained(self, x: Running, head: AnswerHead, reply: Message, exact: Frame | None) -> Trained:
         """Return what the app replied beside the model.
