@@ -32,10 +32,11 @@ from fedcomp.gossip.topology import Topology, topology_of
 from fedcomp.gossip.traffic import GossipTraffic, Phase
 from fedcomp.mailbox import Mailbox, Post
 from fedcomp.plain import Count, from_fields, to_plain
-from fedcomp.program import HELLO, Answer, AnswerError, Ask, Me, Now, Round, Said, Step, System
+from fedcomp.program import HELLO, Answer, AnswerError, Ask, Frames, Me, Now, Round, Said, Step, System
 from fedcomp.rng import Key
 from fedcomp.rules import Flag, Int, Made, Many, OneOf, Switch, Text
 from fedcomp.rules import Real as Number
+from fedcomp.wire import Frame
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -104,19 +105,18 @@ class Turn(Said):
 
     Attributes
     ----------
-    do : {"step", "finish", "leave"}
-        Apply what came and begin an iteration; apply what came only; apply it and send away all there is.
+    do : {"step", "finish", "leave", "show"}
+        Apply what came and begin an iteration; apply what came only; apply it and send away all there is; say what the
+        model is after messages that are in the frames of the ask, and change nothing.
     turn, epoch, life : int
         How many turns this node has had; how often a synchronous run has restarted; how often the node was given up.
     start : {"", "common", "empty", "reset"}
         How the state is made: go on, begin the run, join it, or go on from the own model in a new epoch.
     iteration, out, shares, into, weights, dense, resync
         See :class:`fedcomp.gossip.base.View`.
-    show : bool
-        Send the model, and figures of it.
     """
 
-    do: Annotated[str, OneOf("step", "finish", "leave")]
+    do: Annotated[str, OneOf("step", "finish", "leave", "show")]
     turn: Annotated[int, Int(absent=0)]
     iteration: Annotated[int, Int(absent=0)] = 0
     epoch: Annotated[int, Int(absent=0)] = 0
@@ -128,7 +128,6 @@ class Turn(Said):
     weights: Weights = ()
     resync: Nodes = ()
     dense: Annotated[bool, Flag(absent=False)] = False
-    show: Annotated[bool, Flag(absent=False)] = False
 
     def conflict(self) -> str:
         unequal = len(self.out) != len(self.shares) or len(self.into) != len(self.weights)
@@ -334,6 +333,12 @@ class Gossip(System, id="gossip"):
             yield from self._observed(now, run)
         return self._kept(now, run)
 
+    def observing(self, now: Now) -> Round:
+        """Look at the models, and change nothing."""
+        run = self._course(now)
+        yield from self._observed(now, run)
+        return self._kept(now, run)
+
     def closing(self, now: Now) -> Round:
         """Run the closing iterations, deliver all messages and look at the models: what follows the last round."""
         run, synchronous = self._course(now), not self.algorithm.asynchronous
@@ -349,6 +354,7 @@ class Gossip(System, id="gossip"):
                 asks += self._see_off(now, run, set(idle))
                 run.iteration += bool(run.departing)
             yield from self._exchange(now, run, asks, closing=True)
+        yield from self._observed(now, run)
         return self._kept(now, run)
 
     def leave(self, state: dict[str, Any], node: int) -> dict[str, Any]:
@@ -420,13 +426,27 @@ class Gossip(System, id="gossip"):
             yield from self._exchange(now, run, [])
 
     def _observed(self, now: Now, run: Course) -> Exchange:
-        """Ask all that have answered for their models, with the messages that wait for them."""
-        if run.torn and not self.algorithm.asynchronous:
-            # Messages of a torn iteration will never be applied: what the coming epoch begins with is shown.
-            self._restart(now, run, finishing=True)
-        idle = sorted(run.members - now.open.keys())
-        asks = [self._finish(now, run, n) for n in idle if run.starts.get(n, "") in ("", "reset")]
-        yield from self._exchange(now, run, asks)
+        """Ask all that have answered for their models, as they will be after the messages that wait for them."""
+        if now.open and not self.algorithm.asynchronous:
+            return
+        # Who has yet to begin has no model.
+        nodes = [n for n in sorted(run.members - now.open.keys()) if run.starts.get(n, "") in ("", "reset")]
+        # Messages of a torn iteration will never be applied: shown is what the coming reset leaves.
+        asks = [
+            self.question(run, node, () if run.torn else waiting(now.mailbox, node))
+            for node in nodes
+            if node in now.nodes
+        ]
+        if not asks:
+            return
+        answers = yield asks
+        for answer in answers:
+            self._shown(now, answer)
+
+    def question(self, run: Course, node: int, mail: Sequence[Post]) -> Ask:
+        """Return the question what a node's model is after messages."""
+        say = Turn("show", run.turns[node], run.iteration, run.epoch, start="reset" if run.torn else "")
+        return Ask(node, "query", say, _frames_of(mail), expects=Done, model=False)
 
     def _restart(self, now: Now, run: Course, *, finishing: bool = False) -> None:
         """Begin an epoch of a synchronous run where the set of nodes has changed or an iteration was in vain."""
@@ -515,7 +535,7 @@ class Gossip(System, id="gossip"):
         return node in run.finished and node not in run.starts and not now.mailbox.waiting.get(node)
 
     def _finish(self, now: Now, run: Course, node: int) -> Ask:
-        return self._turn(run, "finish", View(node, run.iteration, seed=now.seed), show=True)
+        return self._turn(run, "finish", View(node, run.iteration, seed=now.seed))
 
     def _view(self, now: Now, run: Course, node: int, alive: frozenset[int] | None, dense: bool) -> View:
         """Return what a node must know of the iteration that begins; ``alive`` None: everybody is."""
@@ -531,7 +551,7 @@ class Gossip(System, id="gossip"):
             resync=range(self.graph.n) if anew else run.broken.get(node, ()),
         )
 
-    def _turn(self, run: Course, do: str, view: View, *, show: bool = False) -> Ask:
+    def _turn(self, run: Course, do: str, view: View) -> Ask:
         node = view.node
         run.turns[node] = run.turns.get(node, 0) + 1
         # In one turn only, which is repeated until it is answered.
@@ -549,7 +569,6 @@ class Gossip(System, id="gossip"):
             tuple(map(float, view.row.values())),
             tuple(sorted(view.resync)),
             view.dense,
-            show,
         )
         return Ask(node, say=say, expects=Done, model=start in ("common", "empty"))
 
@@ -632,7 +651,6 @@ class Gossip(System, id="gossip"):
         facts = dict(zip(done.facts, done.values, strict=True))
         if turn.do == "finish":
             run.finished.add(node)
-            self._shown(now, answer, facts)
         elif turn.do == "leave":
             _note(now, "left", node, f"sent {len(answer.post)} messages")
         elif done.failed:
@@ -675,7 +693,7 @@ class Gossip(System, id="gossip"):
             return f"{len(done.lost)} messages lost that came back; {len(ask.mail) - len(came)} did"
         if done.fresh and turn.start in ("common", "empty"):
             return "no memory, and none was needed: this turn begins with a new state"
-        return "a model that was not to be shown" if answer.frames and not turn.show else ""
+        return "a model that was not to be shown" if answer.frames else ""
 
     def _note_remarks(self, now: Now, run: Course, node: int, done: Done) -> None:
         for source, reason in zip(done.needs, done.reasons, strict=True):
@@ -688,10 +706,13 @@ class Gossip(System, id="gossip"):
                 run.noticed.add((node, source))
                 _note(now, "noticed", source, f"node {node} says: {remark}")
 
-    def _shown(self, now: Now, answer: Answer, facts: Mapping[str, float]) -> None:
+    def _shown(self, now: Now, answer: Answer) -> None:
         """Take a model that was shown; leave out one that is not of the run."""
         node, done, layout, wide = answer.node, answer.say, now.layout, np.dtype(self.dtype)
         assert isinstance(done, Done)
+        if done.fresh or done.needs:
+            _note(now, "unseen", node, "; ".join(done.reasons) or "it has no memory of the run")
+            return
         sizes = {"model": layout.size * wide.itemsize}
         sizes |= {_SHOWN + t.name: t.size * np.dtype(t.dtype).itemsize for t in layout.exact}
         if "model" not in answer.frames or any(sizes.get(name) != len(data) for name, data in answer.frames.items()):
@@ -704,6 +725,7 @@ class Gossip(System, id="gossip"):
         if not (np.isfinite(model).all() and all(np.isfinite(a).all() for a in own.values() if a.dtype.kind == "f")):
             _note(now, "unseen", node, "its model holds non-finite values")
             return
+        facts = dict(zip(done.facts, done.values, strict=True))
         now.told["models"][node] = Shown(model, own, dict(zip(done.figures, done.measured, strict=True)), facts)
 
     def _post(self, now: Now, run: Course, turn: Turn, answer: Answer) -> None:
@@ -790,6 +812,10 @@ class Gossip(System, id="gossip"):
         if not isinstance(turn, Turn):
             raise AnswerError("the ask does not say what this node does next")
         held = _Held.of(memory)
+        if turn.do == "show":
+            if not memory or (held.turn, held.epoch) != (turn.turn, turn.epoch):
+                return memory, Answer(me.node, say=Done(fresh=True), bare=True)
+            return memory, self._carried_out(held, turn, _posts_in(ask.frames, me.node), me)[1]
         if turn.start in ("common", "empty"):
             start, own = (me.start.astype(self.dtype), {}) if data is None else data.start(me)
             common = np.zeros_like(start) if self.unlike else None
@@ -844,7 +870,7 @@ class Gossip(System, id="gossip"):
         facts = algorithm.facts(state)
         figures: Mapping[str, float] = {}
         frames: dict[str, bytes] = {}
-        if turn.show and not (refused and not algorithm.asynchronous):
+        if turn.do == "show" and not (refused and not algorithm.asynchronous):
             model = np.asarray(algorithm.model(state), self.dtype)
             figures = {} if data is None else data.evaluate(me, model, own)
             frames = {"model": model.tobytes(), **{_SHOWN + name: array.tobytes() for name, array in own.items()}}
@@ -914,6 +940,23 @@ def own_of(memory: State) -> Arrays:
 def _note(now: Now, kind: str, node: int, reason: str) -> None:
     # Cut, since the words may be a peer's and go into logs and stored states.
     now.told["events"].append((kind, node, reason[:_REASON]))
+
+
+def _frames_of(posts: Iterable[Post]) -> dict[str, Frame]:
+    """Return posts as frames of a question, which brings no mail."""
+    return {f"{number}/{post.source}/{post.name}": post.data for number, post in enumerate(posts)}
+
+
+def _posts_in(frames: Frames, node: int) -> list[Post]:
+    """Return the posts that :func:`_frames_of` wrote."""
+    found = {}
+    for text, data in frames.items():
+        number, _, rest = text.partition("/")
+        source, _, name = rest.partition("/")
+        if not (number.isdecimal() and source.isdecimal()):
+            raise AnswerError(f"{text[:80]!r} names no message")
+        found[int(number)] = Post(int(source), node, name, data)
+    return [found[number] for number in sorted(found)]
 
 
 def _life(post: Post) -> str:
