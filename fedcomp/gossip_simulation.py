@@ -105,7 +105,7 @@ class _Here:
     def learns(self) -> bool:
         return self.local is not None
 
-    def start(self, me: Me) -> tuple[Real, Arrays]:
+    def start(self, me: Me, dtype: str) -> tuple[Real, Arrays]:
         return self.model, {}
 
     def learn(self, me: Me, z: Real, own: Arrays, key: Key) -> Learnt:

@@ -241,7 +241,6 @@ WITHOUT_A_RULE = {
     "OnOff": "key",  # an object
     "PrivacySettings": "sampling",  # an object that checks itself
     "Push": "messages enough",  # messages; a function
-    "RelaySettings": "seed members watch",  # any integer; vertices of a graph that it does not know; a function
     "SmallDense": "patterns",  # any texts
     "Trace": "stays",  # intervals, which Presence checks
 }
@@ -267,7 +266,6 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "Oracle": {"codec": ScaleCom()},
     "Pair": {"codec": TopK(0.1)},
     "Push": {"messages": ()},
-    "RelaySettings": {"seed": 0},
     "Replay": {"codec": RandomProjection()},
     "SharedBasis": {"codec": PowerSGD()},
     "SharedSupport": {"codec": ScaleCom()},

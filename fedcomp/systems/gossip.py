@@ -86,7 +86,7 @@ class NodeData(Protocol):
 
     learns: bool
 
-    def start(self, me: Me) -> tuple[Real, Arrays]:
+    def start(self, me: Me, dtype: str) -> tuple[Real, Arrays]:
         """Return the model to begin or join with, shape ``(d,)``, and the tensors that stay at home."""
         ...
 
@@ -297,6 +297,7 @@ class Gossip(System, id="gossip"):
         For closing iterations of an algorithm that has no use for them.
     """
 
+    KEYS: ClassVar[bool] = True
     LOST: ClassVar[Literal["rollback", "again"]] = "again"
     KEEPS: ClassVar[bool] = True
     SENT: ClassVar[str] = ""
@@ -357,6 +358,10 @@ class Gossip(System, id="gossip"):
         yield from self._observed(now, run)
         return self._kept(now, run)
 
+    def course(self, state: Mapping[str, Any]) -> Course:
+        """Return how far the run of a state between two rounds is."""
+        return from_fields(Course, state["course"])
+
     def leave(self, state: dict[str, Any], node: int) -> dict[str, Any]:
         """Return the state between two rounds in which a member leaves in good order with its next turn: what it has
         goes to its neighbours. It is not let in again.
@@ -366,7 +371,7 @@ class Gossip(System, id="gossip"):
         ConfigError
             When it is not a member.
         """
-        run = from_fields(Course, state["course"])
+        run = self.course(state)
         if node not in run.members:
             raise ConfigError(f"node {node} cannot leave; members are {sorted(run.members)}")
         run.leaving.add(node)
@@ -382,7 +387,7 @@ class Gossip(System, id="gossip"):
         ConfigError
             When it is a member, or no vertex of the graph.
         """
-        run = from_fields(Course, state["course"])
+        run = self.course(state)
         if node in run.members or not 0 <= node < self.graph.n:
             members = sorted(run.members)
             raise ConfigError(f"node {node} cannot join; members are {members} of a graph of {self.graph.n}")
@@ -392,10 +397,12 @@ class Gossip(System, id="gossip"):
         return {**state, "course": to_plain(run)}
 
     def _course(self, now: Now) -> Course:
-        now.told.update(events=[], figures={}, models={}, traffic=GossipTraffic(), exchanges=0, repeated=0)
+        now.told.update(dict.fromkeys(("exchanges", "repeated", "answers", "started"), 0))
+        now.told.update(events=[], figures={}, models={}, traffic=GossipTraffic())
         if "course" in now.state:
-            return from_fields(Course, now.state["course"])
-        members = set(now.nodes) & set(range(self.graph.n))
+            return self.course(now.state)
+        # Who has not said which vertex it is has no key.
+        members = set(now.nodes) & set(range(self.graph.n)) & now.keys.keys()
         return Course(members=members, starts=dict.fromkeys(members, "common"))
 
     def _kept(self, now: Now, run: Course) -> Step | None:
@@ -411,7 +418,7 @@ class Gossip(System, id="gossip"):
         """Begin an iteration on all nodes that can; of a synchronous algorithm wait until everybody has, or is gone."""
         run.finished.clear()
         # Not those whose iterations failed: they would fail again, and every return costs all others an epoch.
-        there = {node for node in now.nodes if node < self.graph.n}
+        there = {node for node in now.nodes if node < self.graph.n and node in now.keys}
         away = there - run.members - run.departing - run.joining - run.left - run.excluded.keys() - now.open.keys()
         calls = [Ask(node, HELLO) for node in sorted(away)]
         if self.algorithm.asynchronous:
@@ -587,6 +594,8 @@ class Gossip(System, id="gossip"):
         now.told["exchanges"] += 1
         now.told["repeated"] += len(repeated)
         answers = yield [*asks, *repeated, *calls]
+        now.told["answers"] += len(answers)
+        now.told["started"] += sum(ask.model for ask in asked.values())
         # Taken back for now: what becomes of a message depends on who is still there when all answers are read.
         for post in itertools.chain.from_iterable(answer.post for answer in answers):
             _withdraw(now.mailbox, post)
@@ -817,7 +826,7 @@ class Gossip(System, id="gossip"):
                 return memory, Answer(me.node, say=Done(fresh=True), bare=True)
             return memory, self._carried_out(held, turn, _posts_in(ask.frames, me.node), me)[1]
         if turn.start in ("common", "empty"):
-            start, own = (me.start.astype(self.dtype), {}) if data is None else data.start(me)
+            start, own = (me.start.astype(self.dtype), {}) if data is None else data.start(me, self.dtype)
             common = np.zeros_like(start) if self.unlike else None
             joins = turn.start == "empty"
             state = (

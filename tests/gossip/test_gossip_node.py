@@ -29,7 +29,7 @@ class Here:
     def __init__(self, local: Quadratic | None = None) -> None:
         self.local, self.learns = local, local is not None
 
-    def start(self, me: Me) -> tuple[Real, Arrays]:
+    def start(self, me: Me, dtype: str) -> tuple[Real, Arrays]:
         return START, {}
 
     def learn(self, me: Me, z: Real, own: Arrays, key: Key) -> Learnt:
