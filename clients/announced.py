@@ -25,7 +25,7 @@ from fedcomp.clients.messages import (
 from fedcomp.clients.personal import Followed, ease, kept_note, names_note
 from fedcomp.clients.private.mod import discreet, only_update, wants_padding, wants_private
 from fedcomp.codecs.base import padded as equally_long
-from fedcomp.codecs.factors import at_model
+from fedcomp.codecs.factors import at_model, wanted_by
 from fedcomp.errors import FedcompError
 from fedcomp.exact import encode_exact
 from fedcomp.factors.collect import Captured, collecting
@@ -105,7 +105,7 @@ def announced(
     def answer() -> Message:
         # The server makes the same key to verify the frame, so it holds only what both sides know.
         key = Key(announcement.seed, "uplink", announcement.round, partition_of(context))
-        with collecting(_nothing if codec is None else codec.takes_outer, key.u64()) as collected:
+        with collecting(None if codec is None else wanted_by(codec), key.u64()) as collected:
             reply = call_next(msg, context)
         if reply.has_error():
             return reply
@@ -182,10 +182,6 @@ def _unchanged(update: Update, owed: Vector | None) -> list[int]:
     """
     parts = [update.vector] if owed is None else [update.vector, owed]
     return [i for i, t in enumerate(update.layout.tensors) if not any(part[t.slice].any() for part in parts)]
-
-
-def _nothing(count: int, rows: int, columns: int, slopes: int) -> bool:
-    return False
 
 
 def _with_outer(update: Update, collected: Captured, before: dict[str, NDArray[Any]]) -> Update:

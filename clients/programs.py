@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from fedcomp.asks import mark_of
 from fedcomp.clients.announced import announced
 from fedcomp.clients.half import CallNext, ClientHalf
+from fedcomp.clients.links import Links, introduced
 from fedcomp.clients.memory import (
     Memory,
     answered,
@@ -43,6 +44,7 @@ from fedcomp.factors.collect import collecting
 from fedcomp.flower import asks
 from fedcomp.flower.asks import AnswerHead, AskHead, OwnStep, digest_of, digests_of
 from fedcomp.flower.coded import pack_content
+from fedcomp.flower.links import Book
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import BLOB, EXACT, FRAME, MAIL, NODE_RECORD, POST, STEP, models
 from fedcomp.flower.protocol import RESYNC, STALE, refusal
@@ -194,7 +196,7 @@ def _handle(
 GUARDS: Final = ("votes_only", "coded", "local_privacy")
 """Halves that stand outside: what they do not allow must not pass them by."""
 
-OUTSIDE: Final = ("lsg", "private", "record_dp")
+OUTSIDE: Final = ("private", "record_dp")
 
 
 class _AppError(Exception):
@@ -294,13 +296,19 @@ class _Exchange:
             asks.put(out, AnswerHead(number, head.sequence, lacks=lacks))
             return Message(out, reply_to=self.msg)
         content = self.msg.content
+        book, mail = sent.pop(Book.NAME, None), asks.posts_in(content, MAIL, number)
+        links = None
+        if book is not None:
+            place = self.context, number, Book.of(book), head.session
+            links = Links(*place, head.number, head.sequence, system.TRACED, head.oldest)
+            mail = links.opened(mail)
         ask = Ask(
             number,
             "train" if train else "query",
             asks.say_of(content, head, system),
             asks.data_in(content, FRAME),
             sent,
-            mail=asks.posts_in(content, MAIL, number),
+            mail=mail,
             model=head.needs_model,
         )
         model, learn = (_no_model, _no_model) if training is None else (training.start, training.learn)
@@ -345,7 +353,11 @@ class _Exchange:
             ratio = None if self.private else memory.ratio(system, state, answer)
             if ratio is not None and not answer.bare:
                 said["memory"] = ratio
-        framed |= asks.named_posts(answer.post, POST)
+        posts = answer.post if links is None else links.sent(answer.post)
+        framed |= asks.named_posts(posts, POST)
+        if links is not None:
+            said |= {"handed": links.handed, "parcels": links.parcels}
+            said["missed"] = tuple(f"{to} {why}" for to, why in links.failed.items())
         if system.KEYS and IDENTITY not in self.context.state:
             said["key"] = self.identity.public
         asks.put(
@@ -360,7 +372,11 @@ class _Exchange:
         store = self._store(None) if training is None else self._store(training.record, training.version)
         if training is not None and training.followed is not None:
             training.followed.save(store)
+        if links is not None:
+            links.write(store)
         memory.commit(self.context, head, system, state, answer, out, store, train=train)
+        if links is not None:
+            links.forget()
         return Message(out, reply_to=self.msg)
 
     def _content(
@@ -377,10 +393,15 @@ class _Exchange:
         return RecordDict(dict(training.beside.items())), dict(training.said), framed
 
     def _introduced(self) -> Message:
-        """Say this node's public key."""
-        out = RecordDict()
-        asks.put(out, AnswerHead(partition_of(self.context), self.head.sequence, key=self.identity.public))
+        """Say this node's public key, and where others reach it."""
+        out, number = RecordDict(), partition_of(self.context)
+        public = self.identity.public
+        # The key that is signed is the one that is kept.
         self.context.state = self._store(None)
+        book = self._blobs()[0].get(Book.NAME)
+        address, signature = ("", b"") if book is None else introduced(self.context, Book.of(book), number)
+        head = AnswerHead(number, self.head.sequence, key=public, address=address, signature=signature)
+        asks.put(out, head)
         return Message(out, reply_to=self.msg)
 
     @cached_property
@@ -629,7 +650,7 @@ class _Training:
         msg, context, head, private = exchange.msg, exchange.context, exchange.head, exchange.private
         layout = memory.layout
         key = Key(head.seed, "uplink", head.number, partition_of(context))
-        with collecting(collect or _nothing, key.u64()) as collected:
+        with collecting(collect, key.u64()) as collected:
             reply = exchange.call_next(msg, context)
         if reply.has_error():
             raise _AppError(reply)
@@ -708,10 +729,6 @@ def _beside(content: RecordDict, model: str = NODE_RECORD) -> RecordDict:
 def _exposes(system: System) -> str:
     """Return what of single examples the codecs of a system show; empty for nothing."""
     return next((codec.exposes for codec in system.codecs if codec.exposes), "")
-
-
-def _nothing(count: int, rows: int, columns: int, slopes: int) -> bool:
-    return False
 
 
 def _no_model(*args: object) -> Any:

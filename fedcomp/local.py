@@ -374,6 +374,7 @@ class Local:
             identity=self.identity(ask.node) if self.system.KEYS else None,
             pack=lambda answer: _packed(answer._replace(weight=self.weight(ask.node)), me.mark()),
             mark=lambda: mark_of(sequence, client.generation),
+            weight=lambda metric: self.weight(ask.node),
         )
         memory, answer = self.system.client(dict(memory), ask, me)
         if crash:

@@ -40,7 +40,7 @@ HEAVIEST = 2**63
 """No weight is as large: a sum of weights stays finite, and an integer of a message holds it."""
 
 Collect = Callable[[int, int, int, int], bool]
-"""Whether a matrix that is known as so many outer products is captured; :meth:`fedcomp.codecs.Codec.takes_outer`."""
+"""Whether a matrix that is known as so many outer products is captured; :func:`fedcomp.codecs.factors.wanted_by`."""
 
 
 class Origin(NamedTuple):
@@ -356,6 +356,9 @@ class Me:
         ``pack(answer)`` returns the answer as bytes that may travel another way, with all that would go beside it.
     mark : callable
         ``mark()`` returns the 16 bytes that name this answer: what :attr:`Now.credit` takes.
+    weight : callable
+        ``weight(metric)`` returns what the app's reply says under that name: what its update weighs, where the server
+        is not told. Once it has trained; a ConfigError where it says no number, or several.
     """
 
     node: int
@@ -371,6 +374,7 @@ class Me:
     identity: PeerIdentity | None = None
     pack: Callable[[Answer], bytes] = lambda answer: b""
     mark: Callable[[], bytes] = lambda: bytes(16)
+    weight: Callable[[str], float] = lambda metric: 1.0
 
     @cached_property
     def start(self) -> Vector:

@@ -283,8 +283,9 @@ class Running:
             return self.layout.flatten(self.own[node]) if node in self.own else start()
 
         if isinstance(came, np.ndarray):
-            with np.errstate(over="ignore"):
-                self.norms[node] = norm(came, before()) if codec.lossless else norm(came)
+            if self.rule.measured:
+                with np.errstate(over="ignore"):
+                    self.norms[node] = norm(came, before()) if codec.lossless else norm(came)
             return
         # A frame that was made here of a model never travelled.
         if came.sizes is not None and not self.trained[node].dense:

@@ -54,7 +54,6 @@ from fedcomp.clients.compressed import compression
 from fedcomp.clients.edge import LEDGER_FILE, OWN_BUDGET, STATE_FOLDER, prepare
 from fedcomp.clients.private.dpsgd import Trainee, train_privately
 from fedcomp.clients.private.local_dp import local_privacy
-from fedcomp.clients.private.lsg import lsg
 from fedcomp.clients.private.mod import private
 from fedcomp.codecs import (
     QSGD,
@@ -87,8 +86,9 @@ from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 from fedcomp.strategies.private.local_dp import local_dp
 from fedcomp.strategies.private.lsg import Lsg
 from fedcomp.strategies.private.record_dp import RecordDp
-from fedcomp.strategies.private.settings import LsgSettings, ShareSettings
+from fedcomp.strategies.private.settings import ShareSettings
 from fedcomp.strategies.private.topagg import TopAgg
+from fedcomp.systems.private.lsg import LowRank
 from fedcomp.tasks import get_task
 from fedcomp.tasks.arrays import to_arrays
 
@@ -114,19 +114,19 @@ def rounds_of(found: PrivacyLedger, rounds: int, nodes: Any = (1, 2), event: Eve
 
 PRIVACY = (
     row(
-        "strategies/private/promise.py",
+        "strategies/private/strategy.py",
         "A codec goes outside: Compressed({}(...), codec)",
         lambda: DpFedAvg(Compressed(quiet(), TopK(0.1)), clip=1.0, **PROMISE),
         lambda: trains(Compressed(DpFedAvg(quiet(), clip=1.0, **PROMISE), TopK(0.1)), PRIVATE),
     ),
     row(
-        "strategies/private/promise.py",
+        "strategies/private/strategy.py",
         "make the inner strategy with fraction_evaluate=0.0",
         lambda: DpFedAvg(fedavg(), clip=1.0, **PROMISE),
         lambda: trains(DpFedAvg(fedavg(fraction_evaluate=0.0), clip=1.0, **PROMISE), PRIVATE),
     ),
     row(
-        "strategies/private/promise.py",
+        "strategies/private/strategy.py",
         "leave it at 1.0 and give sampling=Sampling(...)",
         lambda: DpFedAvg(quiet(fraction_train=0.5), clip=1.0, **PROMISE),
         lambda: trains(
@@ -136,13 +136,13 @@ PRIVACY = (
         ),
     ),
     row(
-        "strategies/private/promise.py",
+        "fedcomp/systems/private/rule.py",
         "is not known: give population=N",
         lambda: ended(DpFedAvg(quiet(), clip=1.0, **{**PROMISE, "population": 0}), PRIVATE),
         lambda: trains(DpFedAvg(quiet(), clip=1.0, **{**PROMISE, "population": NODES}), PRIVATE),
     ),
     row(
-        "strategies/private/dp_fedavg.py",
+        "fedcomp/systems/private/clipped.py",
         "adaptive clipping needs Gaussian noise; use noise='discrete_gaussian'",
         lambda: DpFedAvg(quiet(), clip=AdaptiveClip(count_noise=1.0), noise="skellam", **PROMISE),
         lambda: trains(
@@ -167,14 +167,14 @@ PRIVACY = (
     row(
         "strategies/private/lsg.py",
         "Lsg sends bytes of its own; use it without Compressed, or DpFedAvg with a codec",
-        lambda: Compressed(Lsg(quiet(), LsgSettings(clip=1.0, rank=2), **PROMISE), TopK(0.1)),
+        lambda: Compressed(Lsg(quiet(), LowRank(clip=1.0, rank=2), **PROMISE), TopK(0.1)),
         lambda: (
-            trains(Lsg(quiet(), LsgSettings(clip=1.0, rank=2), **PROMISE), (lsg, private))
+            trains(Lsg(quiet(), LowRank(clip=1.0, rank=2), **PROMISE), PRIVATE)
             and trains(Compressed(DpFedAvg(quiet(), clip=1.0, **PROMISE), TopK(0.1)), PRIVATE)
         ),
     ),
     row(
-        "strategies/private/topagg.py",
+        "fedcomp/systems/private/ballots.py",
         "is a threshold, which mode={} does not have; use mode='threshold'",
         lambda: TopAgg(quiet(), BALLOT, server_lr=0.1, mode="mean", beta=0.5, **PROMISE),
         lambda: trains(TopAgg(quiet(), BALLOT, server_lr=0.1, mode="threshold", beta=0.1, **PROMISE), (private,)),

@@ -21,7 +21,6 @@ from fedcomp.flower import (
     gcn,
     gradients,
     linear,
-    lsg,
     protocol,
     record_dp,
     state,
@@ -61,8 +60,6 @@ EXAMPLES: dict[str, Schema] = {
     "gcn.Refused": gcn.Refused((0, 2), "ids of another part"),
     "datalens.TrainingRequest": _TRAINING,
     "datalens.Answered": datalens.Answered("s", 3),
-    "lsg.LsgRequest": lsg.LsgRequest(2, "fc.*", 0.25, -9, 1.5, True),
-    "lsg.LsgRequest/all": lsg.LsgRequest(0, "", 1.0, 9, 1.5, False),
     "record_dp.DpSgdPlan": record_dp.DpSgdPlan(
         method="topagg",
         noise_multiplier=1.25,
@@ -113,7 +110,7 @@ EXAMPLES: dict[str, Schema] = {
         cast=False,
     ),
     "asks.AskHead/plain": asks.AskHead(number=1, seed=0, session=b"session!"),
-    "asks.AskHead/anybody": asks.AskHead(number=1, seed=0, session=b"session!", needs_model=False),
+    "asks.AskHead/anybody": asks.AskHead(number=1, seed=0, session=b"session!", needs_model=False, oldest=1),
     "asks.AnswerHead": asks.AnswerHead(
         partition_id=2,
         sequence=4,
@@ -131,6 +128,9 @@ EXAMPLES: dict[str, Schema] = {
     ),
     "asks.AnswerHead/plain": asks.AnswerHead(2),
     "asks.AnswerHead/bare": asks.AnswerHead(2, 4, 1, bare=True, sent=True, key=b"k" * 32),
+    "asks.AnswerHead/links": asks.AnswerHead(
+        2, 4, 1, key=b"k" * 32, address="tcp://h:1", signature=b"s", handed=9, parcels=1, missed=("3 no key",)
+    ),
     "state.UplinkRecord": state.UplinkRecord(3, 9, b"session!", {"id": "topk"}, '["topk",{}]', b"digest"),
     "state.UplinkRecord/asked": state.UplinkRecord(
         3, 9, b"session!", {"id": "topk"}, '["topk",{}]', b"digest", b"asked"

@@ -13,7 +13,6 @@ from toy import client_app
 
 from fedcomp.clients.coded.mod import coded
 from fedcomp.clients.compressed import compression
-from fedcomp.clients.private.lsg import lsg
 from fedcomp.clients.private.mod import private
 from fedcomp.clients.private.topagg import votes_only
 from fedcomp.clients.programs import programs
@@ -49,9 +48,10 @@ from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 from fedcomp.strategies.private.local_dp import local_dp
 from fedcomp.strategies.private.lsg import Lsg
 from fedcomp.strategies.private.record_dp import RecordDp
-from fedcomp.strategies.private.settings import LsgSettings, ShareSettings
+from fedcomp.strategies.private.settings import ShareSettings
 from fedcomp.strategies.private.topagg import TopAgg, topagg
 from fedcomp.strategies.shared_support import SharedSupport
+from fedcomp.systems.private.lsg import LowRank
 
 NODES = 5
 PLAN = DpSgdPlan(noise_multiplier=1.5, rate=0.1, steps=3, delta=1e-5)
@@ -208,8 +208,8 @@ PATHS: dict[str, Path] = {
         lambda: TopAgg(quiet(), BALLOT, server_lr=0.25, **NOISY), plain(private()), updates_only=True
     ),
     "private factors": Path(
-        lambda: Lsg(quiet(), LsgSettings(clip=2000.0, rank=5, keep=0.5, mask="noisy_magnitude"), **NOISY),
-        plain(lsg(), private()),
+        lambda: Lsg(quiet(), LowRank(clip=2000.0, rank=5, keep=0.5, mask="noisy_magnitude"), **NOISY),
+        PRIVATE,
         updates_only=True,
     ),
     "local privacy": Path(

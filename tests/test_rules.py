@@ -237,7 +237,7 @@ WITHOUT_A_RULE = {
     "Event": "label",  # any text, of a ledger of any age
     "GossipSettings": "watch spool",  # a function; a path
     "LinearSettings": "spool",  # a path
-    "LsgSettings": "whole",  # any text: patterns of names
+    "LowRank": "whole_tensors",  # any text: patterns of names
     "OnOff": "key",  # an object
     "PrivacySettings": "sampling",  # an object that checks itself
     "Push": "messages enough",  # messages; a function

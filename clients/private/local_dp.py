@@ -84,7 +84,7 @@ def local_privacy(policy: LocalPolicy | None = None, *, state_dir: Path | None =
                 books.append((book, policy.releases))
             return _answer(msg, context, call_next, announcement, books)
 
-    inner = ("compression", "lsg", "private", "record_dp")
+    inner = ("compression", "private", "record_dp")
     return ClientHalf("local_privacy", local_privacy_mod, outside=inner, needs=("compression",))
 
 

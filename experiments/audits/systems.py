@@ -46,8 +46,9 @@ from fedcomp.privacy.votes import encode_rows
 from fedcomp.rng import Key
 from fedcomp.strategies.private.datalens import DataLens
 from fedcomp.strategies.private.lsg import Lsg
-from fedcomp.strategies.private.settings import LsgSettings, TeacherSettings, VoteSettings
+from fedcomp.strategies.private.settings import TeacherSettings, VoteSettings
 from fedcomp.strategies.private.strategy import PrivateStrategy
+from fedcomp.systems.private.lsg import LowRank
 from fedcomp.tasks.teachers import by_hash, wrapping_deal
 
 RANK: Final = 2
@@ -79,7 +80,7 @@ def lsg(*, kind: type[Steady] = Steady, keep: float = 0.75) -> Rounds:
     """Return low-rank masked updates: the noisy sum of the kept coordinates, on dense replies of half the clients."""
 
     def make(given: float | None, seed: int) -> PrivateStrategy:
-        strategy = kind(mean(), LsgSettings(clip=cases.CLIP, rank=RANK, keep=keep), **cases.promise(given, 0))
+        strategy = kind(mean(), LowRank(clip=cases.CLIP, rank=RANK, keep=keep), **cases.promise(given, 0))
         strategy.trial = seed
         return strategy
 

@@ -11,11 +11,15 @@ from fedcomp.params import shown
 from fedcomp.program import System
 
 SYSTEMS: Final[dict[str, str | type[System]]] = {
+    "coded-relay": "coded.relay:CodedRelay",
+    "coded-sum": "coded.sums:CodedSum",
     "conditional": "conditional:ConditionalRounds",
     "factors": "factors:FactorSharing",
     "forward": "forward:Forward",
     "gossip": "gossip:Gossip",
     "gradiveq": "gradiveq:FittedBasis",
+    "noisy-sum": "private.distributed:NoisySum",
+    "lsg": "private.lsg:LowRank",
     "lgc": "lgc:LearnedGradients",
     "pair": "pair:Pair",
     "shared-support": "shared_support:SharedSupport",

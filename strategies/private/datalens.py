@@ -35,7 +35,7 @@ from fedcomp.flower import datalens
 from fedcomp.flower.datalens import TrainingRequest
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import PayloadError, take_frame
-from fedcomp.flower.privacy import LENGTHS, SECRET
+from fedcomp.flower.privacy import SECRET
 from fedcomp.flower.records import to_arrays, to_record
 from fedcomp.flower.report import Reports, ReportSection, figure
 from fedcomp.flower.rounds import Exchanges, ExchangeStrategy, Push
@@ -47,10 +47,12 @@ from fedcomp.privacy.votes import decode_rows, threshold
 from fedcomp.rng import Key
 from fedcomp.rules import Int, checked
 from fedcomp.stateful import Stateful, nested, next_epoch
-from fedcomp.strategies.private.promise import PrivateRun
-from fedcomp.strategies.private.settings import PrivacySettings, TeacherSettings, VoteSettings
+from fedcomp.strategies.private.promise import Once
+from fedcomp.strategies.private.settings import TeacherSettings, VoteSettings
 from fedcomp.strategies.receiving import Reception
 from fedcomp.strategies.replies import SentMessage
+from fedcomp.systems.private.rule import LENGTHS, Books
+from fedcomp.systems.private.settings import PrivacySettings
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -101,7 +103,7 @@ class Voted(ReportSection, name="datalens"):
     moved: float = figure(0.0, public=True)
 
 
-class DataLens(PrivateRun, ExchangeStrategy, Stateful):
+class DataLens(Books, ExchangeStrategy, Stateful):
     """A generator that is trained on noisy votes. The model of the run is the generator.
 
     The clients need the half :func:`fedcomp.clients.private.datalens.datalens_teachers`; :mod:`fedcomp.clients.app`
@@ -184,6 +186,7 @@ class DataLens(PrivateRun, ExchangeStrategy, Stateful):
         self.timeout = timeout
         self.clients = 0
         self.mechanism((votes.images, votes.k))  # refuses its own arguments
+        self._once = Once("DataLens")
         self._reception = Reception("DataLens")
         self._key = configrecord_key
         # Not from the seed: another run is another session, for which teachers start over.
@@ -298,9 +301,12 @@ class DataLens(PrivateRun, ExchangeStrategy, Stateful):
         chosen: list[int] = []
         # Teachers are contacted after the budget was asked; a release that would cross it is never prepared.
         if not (reason := self.over(server_round)):
-            chosen, reason = self.draw(list(grid.get_node_ids()), self.clients, server_round)
+            nodes = list(grid.get_node_ids())
+            for why in self.surplus(nodes):
+                self._once.warn(why)
+            chosen, reason = self.sample(nodes, self.clients, server_round)
         if reason:
-            self.warn_once(reason, f"no teacher is asked in round {server_round}: {reason}")
+            self._once.warn(reason, f"no teacher is asked in round {server_round}: {reason}")
             return None, None
         self._sequence = request.sequence
         config["server-round"] = server_round

@@ -21,15 +21,15 @@ from fedcomp.clients.coded.mod import coded
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.private.datalens import datalens_teachers
 from fedcomp.clients.private.local_dp import local_privacy
-from fedcomp.clients.private.lsg import lsg
 from fedcomp.clients.private.mod import STAYS, private
 from fedcomp.clients.private.topagg import votes_only
 from fedcomp.codecs import Codec, TopK, chain
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.errors import ConfigError, FedcompError, LayoutError, NonFiniteUpdate, StateError
+from fedcomp.flower import asks as heads
 from fedcomp.flower import datalens
+from fedcomp.flower.asks import AskHead
 from fedcomp.flower.datalens import TrainingRequest
-from fedcomp.flower.lsg import LsgRequest
 from fedcomp.flower.payload import PayloadError, take_frame
 from fedcomp.flower.privacy import PRIVATE
 from fedcomp.flower.protocol import RESYNC, Announcement, announce
@@ -40,6 +40,7 @@ from fedcomp.privacy.errors import BudgetExceeded, PrivacyError, PrivacyLedgerEr
 from fedcomp.privacy.local import LocalPolicy, Privatise
 from fedcomp.privacy.votes import TopkSign
 from fedcomp.rng import Key
+from fedcomp.systems.private.lsg import LowRank
 
 WORDS = "patient 4711 has a broken record"
 SIZE = 40
@@ -93,8 +94,7 @@ PATHS: dict[str, tuple[list[Any], Codec | None, bool]] = {
     "compression alone": ([compression()], TopK(density=0.5), True),
     "the other way round": ([private(), compression()], TopK(density=0.5), True),
     "topagg": ([votes_only(), compression(), private()], TopkSign(k=5), True),
-    "lsg": ([lsg(), private()], None, True),
-    "lsg alone": ([lsg()], None, True),
+    "lsg": ([compression(), private()], None, True),
     # The half with a folder for this test stands before these.
     "local": ([compression(), private()], LOCAL, False),
     "local, the pair alone": ([compression()], LOCAL, False),
@@ -124,7 +124,8 @@ def ask(path: str, act: Callable[[Message], Message], folder: Path) -> Message:
     if codec is not None:
         announce(content, Announcement("arrays", 1, 0, codec=codec.to_config(), session=b"s", sequence=1))
     if path.startswith("lsg"):
-        LsgRequest(0, "", 0.5, 5, 1.0, chosen=False).put(content)
+        system = LowRank(clip=1.0, rank=0, keep=0.5).to_config()
+        heads.put(content, AskHead(number=1, seed=5, session=bytes(8), sequence=1, system=system, model="arrays"))
     with server():
         return app_of(mods, act)(Message(content, 1, "train"), node())
 

@@ -43,9 +43,9 @@ from fedcomp.strategies.private.distributed_dp import NoisyMean
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 from fedcomp.strategies.private.local_dp import LocalMean, local_dp
 from fedcomp.strategies.private.lsg import Lsg
-from fedcomp.strategies.private.settings import LsgSettings
 from fedcomp.strategies.private.topagg import TopAgg
 from fedcomp.strategies.shared_support import SharedSupport
+from fedcomp.systems.private.lsg import LowRank
 from fedcomp.tasks import get_task
 
 log = logging.getLogger("flwr.fedcomp")
@@ -315,7 +315,7 @@ def test_d2_who_bounds_updates_says_so() -> None:
     strategies = [
         DpFedAvg(bare_mean(), clip=1.0, **options),
         TopAgg(bare_mean(), TopkSign(k=2), server_lr=1.0, **options),
-        Lsg(bare_mean(), LsgSettings(clip=1.0, rank=0), **options),
+        Lsg(bare_mean(), LowRank(clip=1.0, rank=0), **options),
     ]
     for strategy in strategies:
         admit = strategy.mechanism(layout, 1).admit

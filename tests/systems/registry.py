@@ -21,6 +21,7 @@ from fedcomp.codecs import (
     QSGD,
     ErrorFeedback,
     Factors,
+    FixedPoint,
     GradiVeQ,
     Identity,
     PowerSGD,
@@ -35,8 +36,11 @@ from fedcomp.factors.outer import OuterProducts
 from fedcomp.gossip.choco import CHOCO
 from fedcomp.gossip.topology import Ring
 from fedcomp.layout import Layout, Update, Vector
+from fedcomp.privacy.bounded import BoundedFixedPoint
 from fedcomp.program import Me, System
 from fedcomp.rng import Key
+from fedcomp.systems.coded.relay import CodedRelay
+from fedcomp.systems.coded.sums import CodedSum
 from fedcomp.systems.conditional import ConditionalRounds
 from fedcomp.systems.factors import FactorSharing
 from fedcomp.systems.forward import Forward
@@ -45,6 +49,8 @@ from fedcomp.systems.gradiveq import FittedBasis
 from fedcomp.systems.lgc import LearnedGradients
 from fedcomp.systems.pair import Pair
 from fedcomp.systems.power_sgd import SharedBasis
+from fedcomp.systems.private.distributed import NoisySum
+from fedcomp.systems.private.lsg import LowRank
 from fedcomp.systems.shared_support import SharedSupport
 
 NODES: Final = 5
@@ -81,6 +87,12 @@ class Entry:
     data : object, optional
         What the app brings beside training, or in its place (:attr:`fedcomp.program.Me.data`). Of a function the first
         argument is a client.
+    least : int
+        Clients of which a round can be made.
+    posts : bool
+        Whether updates travel by way of other clients.
+    secret : bool
+        Whether what clients say and send holds numbers drawn of the operating system.
     another : bool
         Whether another entry stands for it in the tests of every day, or it is too dear for these.
     sums : bool
@@ -95,6 +107,9 @@ class Entry:
     frozen: float | None = 0.0
     outer: int = 0
     data: Any = None
+    least: int = 1
+    posts: bool = False
+    secret: bool = False
     another: bool = False
     sums: bool = True
 
@@ -240,6 +255,14 @@ class Pulled:
 ROUNDED: Final = 1e-6
 """Of float32, with room for a few hundred operations."""
 
+INTEGERS: Final = ErrorFeedback(FixedPoint(RandomK(1.0), clip=4096.0, levels=4096))
+"""Sends integers as they are."""
+
+BOUNDED: Final = BoundedFixedPoint(
+    RandomK(1.0), clip=1e5, levels=20_000, scale=10_000, sigma=2.0, least=3, insecure_deterministic=True
+)
+"""Sends integers of a bounded norm, to which noise is added."""
+
 ENTRIES: Final[Mapping[str, Entry]] = {
     "pair-identity": Entry(Pair(Identity()), reference=plain_averaging, frozen=ROUNDED),
     "pair-topk": Entry(Pair(ErrorFeedback(TopK(0.05))), law=0.0, reference=feedback(top(0.05))),
@@ -256,6 +279,61 @@ ENTRIES: Final[Mapping[str, Entry]] = {
     "pair-qsgd": Entry(Pair(QSGD(levels=127)), another=True),
     "pair-fft": Entry(Pair(FFT(density=0.05)), frozen=None),
     "pair-eden": Entry(Pair(EDEN(bits=1)), frozen=None, another=True),
+    "coded-relay": Entry(
+        CodedRelay(inner=Pair(ErrorFeedback(TopK(0.05))), code="mds", symbols=2),
+        law=0.0,
+        reference=feedback(top(0.05)),
+        exchanges=2,
+        least=2,
+        posts=True,
+    ),
+    "coded-relay-rlnc": Entry(
+        CodedRelay(inner=Pair(Identity()), symbols=2),
+        reference=plain_averaging,
+        exchanges=2,
+        frozen=ROUNDED,
+        least=2,
+        posts=True,
+        another=True,
+    ),
+    "coded-relay-secret": Entry(
+        CodedRelay(inner=Pair(ErrorFeedback(TopK(0.05))), code="mds", symbols=1, threshold=1),
+        law=0.0,
+        reference=feedback(top(0.05)),
+        exchanges=2,
+        least=2,
+        posts=True,
+        secret=True,
+        another=True,
+    ),
+    "coded-sum": Entry(
+        CodedSum(codec=INTEGERS, symbols=2, threshold=1, weight="num-examples"),
+        law=ROUNDED,
+        reference=plain_averaging,
+        exchanges=3,
+        least=3,
+        posts=True,
+        secret=True,
+    ),
+    "coded-sum-mask": Entry(
+        CodedSum(codec=INTEGERS, symbols=1, threshold=1, weight="num-examples", mode="mask", shards=4),
+        law=ROUNDED,
+        reference=plain_averaging,
+        exchanges=3,
+        least=4,
+        posts=True,
+        secret=True,
+        another=True,
+    ),
+    "noisy-sum": Entry(
+        NoisySum(codec=BOUNDED, symbols=2, threshold=1, min_contributors=3, contributors=NODES),
+        exchanges=3,
+        frozen=None,
+        least=3,
+        posts=True,
+        secret=True,
+        another=True,
+    ),
     "shared-support": Entry(SharedSupport(ScaleCom(0.05)), law=0.0, reference=led(0.05), exchanges=2),
     "shared-support-filtered": Entry(
         SharedSupport(ScaleCom(0.05, beta=0.5, selector="chunk"), warmup_rounds=1, server_lr=0.5),
@@ -281,6 +359,8 @@ ENTRIES: Final[Mapping[str, Entry]] = {
         exchanges=2,
         frozen=None,
     ),
+    "low-rank": Entry(LowRank(clip=1e9, rank=3, keep=0.5, mask="noisy_magnitude", history=2), frozen=None),
+    "random-mask": Entry(LowRank(clip=1e9, rank=0, keep=0.5), frozen=ROUNDED, another=True),
     "lgc-ring": Entry(LearnedGradients(LGC(0.05, raw=0), 1, 1), exchanges=2, another=True),
     "lgc-server": Entry(
         LearnedGradients(LGC(0.05, instance="server", ef="decoded", raw=0, innovation=0.005), 1, 1),

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import registry
 from registry import ENTRIES, NODES, Entry
 
 from fedcomp import codecs, systems
@@ -21,7 +22,22 @@ from fedcomp.flower import store
 from fedcomp.layout import Layout, Update, Vector
 from fedcomp.local import Local, Node, Reply
 from fedcomp.mailbox import Mailbox, Stamped
-from fedcomp.program import Answer, AnswerError, Ask, Given, Me, Mean, Now, Round, Rule, Said, Single, Step, System
+from fedcomp.program import (
+    Answer,
+    AnswerError,
+    Ask,
+    Given,
+    Me,
+    Mean,
+    Now,
+    Round,
+    Rule,
+    Said,
+    Single,
+    Step,
+    System,
+    Wait,
+)
 from fedcomp.rng import Key
 from fedcomp.rules import REQUIRED, rules_of
 from fedcomp.wire import Bundle
@@ -135,9 +151,20 @@ def bits(driver: Local) -> dict[str, bytes]:
     found = {"model": driver.model.tobytes(), "state": store.dumps(driver.state, "state")}
     for node, client in sorted(driver.clients.items()):
         for name, array in sorted(client.memory.items()):
-            found[f"{node}.{name}"] = array.tobytes()
+            # What is sealed for somebody is other bytes each time.
+            sealed = driver.system.KEYS and name.startswith("shard/")
+            found[f"{node}.{name}"] = b"%d" % array.size if sealed else array.tobytes()
         found[f"{node}.pending"] = client.pending or b""
     return found
+
+
+def shape(answer: Answer, secret: bool) -> Any:
+    """Return an answer without what is drawn of the operating system, of which the length stays: what is sealed, and
+    with ``secret`` all but what left the memory."""
+    plain = answer._replace(post=tuple((post.to, post.name, len(post.data)) for post in answer.post))
+    if not secret:
+        return plain
+    return plain._replace(say=type(answer.say), frames={k: len(v) for k, v in answer.frames.items()}, keep={})
 
 
 def run(driver: Books, rounds: int = 5, first: int = 1) -> Books:
@@ -158,7 +185,8 @@ def test_options_survive_json_and_repr(entry: Entry) -> None:
     assert again == system
     assert again.to_config() == config
     parts = [system, *(getattr(system, each.name) for each in fields(system))]
-    assert eval(repr(system), {**vars(codecs), **{type(part).__name__: type(part) for part in parts}}) == system
+    names = {**vars(codecs), **vars(registry), **{type(part).__name__: type(part) for part in parts}}
+    assert eval(repr(system), names) == system
     with pytest.raises(ConfigError):
         systems.get_system({**config, "no_such_option": 1})
 
@@ -181,7 +209,8 @@ def test_two_runs_are_equal_whoever_comes_first(entry: Entry) -> None:
         try:
             asks = next(program)
             while True:
-                asks = program.send((yield list(asks)[::-1]))
+                waits = isinstance(asks, Wait)
+                asks = program.send((yield asks._replace(asks=asks.asks[::-1]) if waits else list(asks)[::-1]))
         except StopIteration as end:
             return end.value
 
@@ -209,8 +238,10 @@ def test_halves_are_pure(entry: Entry) -> None:
         assert all(memory[name].tobytes() == before[name].tobytes() for name in before)
         assert ask == asked
         assert np.array_equal(me.start, start)
-        assert answer == again
-        assert {name: array.tobytes() for name, array in one.items()} == {n: a.tobytes() for n, a in two.items()}
+        assert shape(answer, entry.secret) == shape(again, entry.secret)
+        for name in {*one, *two}:
+            sealed = self.KEYS and name.startswith("shard/")
+            assert one[name].size == two[name].size if sealed else one[name].tobytes() == two[name].tobytes()
         seen += 1
         return one, answer
 
@@ -443,6 +474,8 @@ class Faults:
     rate: float
     happened: dict[str, int] = field(default_factory=dict)
     copies: dict[int, tuple[Any, Node, Any]] = field(default_factory=dict)
+    wiped: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+    began: int = 0
 
     def __call__(self, number: int, node: int, exchange: int) -> str:
         self.driver.damaged = False
@@ -461,7 +494,13 @@ class Faults:
             raise RestartError
         self.driver.damaged = kind == "damaged"
         if kind == "wiped" and node in self.driver.clients:
-            self.driver.made = self.driver.made - self.driver.owed(node)
+            owed, client = self.driver.owed(node), self.driver.clients[node]
+            if client.sent <= self.began:
+                self.driver.made = self.driver.made - owed
+            else:
+                # What it has sent in this round may still be delivered, by others.
+                left = self.driver.system.residual(client.memory, self.driver.layout)
+                self.wiped.setdefault(node, (owed, 0.0 if left is None else left.astype(np.float64)))
         return {"second": "crash", "damaged": ""}.get(kind, kind)
 
     def step(self, number: int) -> Step | None:
@@ -471,12 +510,24 @@ class Faults:
             self._restore(number)
         before = {"model": driver.model.tobytes(), "state": store.dumps(driver.state, ""), "known": {**driver.consumed}}
         try:
-            return driver.step(number)
+            return self._stepped(number)
         except RestartError:
             after = {"model": driver.model.tobytes(), "state": store.dumps(driver.state, ""), "known": driver.consumed}
             assert after == before
             driver.late = []
-            return driver.step(number)
+            return self._stepped(number)
+
+    def _stepped(self, number: int) -> Step | None:
+        """Run a round; what was forgotten in it was never made, but for what was delivered all the same."""
+        step, self.began = None, self.driver.sequence
+        try:
+            step = self.driver.step(number)
+        finally:
+            for node, (lost, left) in self.wiped.items():
+                used = step is not None and node in step.consumed
+                self.driver.made = self.driver.made - (left if used else lost)
+            self.wiped = {}
+        return step
 
     def _restore(self, number: int) -> None:
         driver = self.driver
@@ -508,7 +559,7 @@ def conserves(entry: Entry, kind: str) -> None:
     for number in range(1, 17):
         steps += plan.step(number) is not None
         require_law(entry, driver)
-    assert steps >= 5
+    assert steps >= (5 if entry.least == 1 else 3)
     assert np.isfinite(driver.model).all()
     assert all(plan.happened.get(each, 0) > 0 for each in kinds if each != "second" or entry.exchanges > 1)
 
@@ -577,7 +628,7 @@ def test_newcomers_absentees_and_nobody(entry: Entry) -> None:
     for number, nodes in enumerate(([0, 1, 2], [0, 1, 2, 3], [], [1, 3], [4, 2, 0], [3], [], [0, 1, 2, 3, 4]), 1):
         before = driver.model.copy()
         step = driver.step(number, nodes)
-        assert (step is not None) == bool(nodes)
+        assert (step is not None) == (len(nodes) >= entry.least)
         if step is None:
             assert np.array_equal(driver.model, before)
         else:
@@ -670,7 +721,8 @@ WEIGHTS = ("infinite", "negative", "nan", "heavy")
 @pytest.mark.parametrize("how", [name for name, _ in spoilt()])
 def test_hostile_answers_harm_nobody_else(entry: Entry, how: str) -> None:
     used = attacked(entry, dict(spoilt())[how])
-    assert not used or how not in ("nothing", "empty", "misnamed", *WEIGHTS)
+    # What travels by way of others is not in its sender's answer to spoil.
+    assert not used or entry.posts or how not in ("nothing", "empty", "misnamed", *WEIGHTS)
 
 
 @sums
@@ -750,7 +802,7 @@ def test_words_are_read_by_their_rules(entry: Entry) -> None:
     found = words(entry)
     assert found.keys() <= set(entry.system.SAYS)
     for kind, each in found.items():
-        entries = json.loads(json.dumps(each.entries()))
+        entries = copy.deepcopy(each.entries())
         assert kind.of(entries) == each
         with pytest.raises(AnswerError, match="has no entries"):
             kind.of({**entries, "no such entry": 1})
