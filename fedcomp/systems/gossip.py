@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -42,8 +43,9 @@ Arrays = Mapping[str, NDArray[Any]]
 
 RETURNED: Final = "returned/"
 """How the name of a post begins that goes back to its sender. Names of all others are the life of a sender that wrote
-it, and which of its messages it is: "0/2"."""
+it, which of its messages it is, and the bytes of that, which need not pass the server: "0/2/1234"."""
 
+_NAME: Final = re.compile(r"\d{1,9}/\d{1,9}/\d{1,10}")
 _MOST: Final = 65_536
 _FIGURES: Final = 32
 _REASON: Final = 300
@@ -298,6 +300,7 @@ class Gossip(System, id="gossip"):
     """
 
     KEYS: ClassVar[bool] = True
+    TRACED: ClassVar[bool] = True
     LOST: ClassVar[Literal["rollback", "again"]] = "again"
     KEEPS: ClassVar[bool] = True
     SENT: ClassVar[str] = ""
@@ -682,10 +685,11 @@ class Gossip(System, id="gossip"):
         expected = set(turn.out) if turn.do in ("step", "leave") else set()
         to = [post.to for post in posts]
         # Push-sum takes shares from whoever sends them, so only this keeps a node from writing to strangers.
-        if not set(to) <= expected or len(set(to)) != len(to) or any(_life(post) != str(turn.life) for post in posts):
+        named = all(_NAME.fullmatch(post.name) and _life(post) == str(turn.life) for post in posts)
+        if not set(to) <= expected or len(set(to)) != len(to) or not named:
             return f"messages to nodes {to[:20]}; expected at most one to each of {sorted(expected)}"
         most = largest_message(self.algorithm, now.layout.size, np.dtype(self.dtype).itemsize)
-        if (longest := max((len(post.data) for post in posts), default=0)) > most:
+        if (longest := max((max(_size(post), len(post.data)) for post in posts), default=0)) > most:
             return f"a message of {longest} bytes; the largest this run has is {most}"
         silent = done.fresh or bool(done.failed) or (synchronous and bool(done.needs))
         if silent and to:
@@ -739,13 +743,13 @@ class Gossip(System, id="gossip"):
 
     def _post(self, now: Now, run: Course, turn: Turn, answer: Answer) -> None:
         """Count what a node sent and put it on its way, or back where nobody can take it."""
-        node, counted = answer.node, dict[tuple[str, bytes], dict[Phase, int]]()
+        node, counted = answer.node, dict[str, dict[Phase, int]]()
         broken = run.broken.get(node, set())
         for post in answer.post:
             whole, receiving = post.to in turn.resync, post.to in run.members
             phase: Phase = "dense" if turn.dense else "resync" if whole else "train"
             # What goes to several neighbours is one message.
-            phases = counted.setdefault((post.name, bytes(post.data)), {})
+            phases = counted.setdefault(post.name, {})
             phases[phase] = phases.get(phase, 0) + 1
             if post.to in broken:
                 # Nothing but a whole estimate is of use, and only it mends the edge. A closing one needs no estimate.
@@ -756,8 +760,8 @@ class Gossip(System, id="gossip"):
                 now.mailbox.put([post])
             else:
                 self._send_back(now, run, [post])
-        for (_, data), phases in counted.items():
-            now.told["traffic"].count(len(data), phases)
+        for name, phases in counted.items():
+            now.told["traffic"].count(_size_in(name), phases)
 
     def _returned(self, now: Now, run: Course, node: int, ask: Ask, sources: Collection[int]) -> None:
         """Send back what a node could not apply, and whatever else of these sources waits for it: it follows that."""
@@ -770,7 +774,7 @@ class Gossip(System, id="gossip"):
 
     def _send_back(self, now: Now, run: Course, posts: Iterable[Post]) -> None:
         for post in posts:
-            now.told["traffic"].undelivered.add(len(post.data))
+            now.told["traffic"].undelivered.add(_size(post))
             # A new life never sent them: its counters and estimates know nothing of these messages.
             if self.algorithm.asynchronous and _life(post) == str(run.lives.get(post.source, 0)):
                 now.mailbox.put([Post(post.to, post.source, RETURNED + post.name, post.data)])
@@ -896,7 +900,7 @@ class Gossip(System, id="gossip"):
             figures=tuple(figures),
             measured=tuple(map(float, figures.values())),
         )
-        named = [(f"{turn.life}/{number}", multicast) for number, multicast in enumerate(outbox)]
+        named = [(f"{turn.life}/{number}/{len(each.payload)}", each) for number, each in enumerate(outbox)]
         posts = tuple(Post(me.node, to, name, each.payload) for name, each in named for to in each.destinations)
         answer = Answer(me.node, say=done, frames=frames, post=posts, bare=True)
         return _Held(state, own, change, held.turn, held.epoch), answer
@@ -970,6 +974,15 @@ def _posts_in(frames: Frames, node: int) -> list[Post]:
 
 def _life(post: Post) -> str:
     return post.name.partition("/")[0]
+
+
+def _size(post: Post) -> int:
+    """Return the bytes of a message, by its sender's word: what is here may stand for one that a link has brought."""
+    return _size_in(post.name)
+
+
+def _size_in(name: str) -> int:
+    return int(name.rpartition("/")[2])
 
 
 def waiting(mailbox: Mailbox, node: int) -> tuple[Post, ...]:

@@ -34,6 +34,7 @@ from fedcomp.program import Now, Round
 from fedcomp.rules import Int, checked
 from fedcomp.strategies.gossip.report import Iterations, Observed, close, far_out, figures_of, mean_of
 from fedcomp.strategies.gossip.settings import GossipSettings
+from fedcomp.strategies.links import Links
 from fedcomp.strategies.running import Running
 from fedcomp.strategies.server import Server
 from fedcomp.systems.gossip import Course, Gossip
@@ -133,6 +134,7 @@ class GossipRelay(Server):
             Gossip(self.algorithm, Complete(2)),
             _Everybody(configrecord_key=s.configrecord_key),
             policy=GossipPolicy(s.dense_below, s.buffers),  # type: ignore[arg-type]
+            links=Links(s.spool, seal=s.seal, max_store_bytes=s.max_store_bytes) if s.transport == "peers" else None,
             seed=s.seed,
         )
 
@@ -237,6 +239,7 @@ class GossipRelay(Server):
         """Drive one of the system's programs; take what it told."""
         assert self._initial is not None
         self.roster.meet(grid)
+        self._grid = grid
         messages = list(self.inner.configure_train(report.round, self._initial, config, grid))
         yield from self._in_time(self._greet(report.round, messages))
         x, now = self._ask(report.round, self._initial, messages)

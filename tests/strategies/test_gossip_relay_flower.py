@@ -12,6 +12,7 @@ from gossip_toy import COUNTER, NODES, ROUNDS, central, client, grid, kept, made
 
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.flower import asks, checkpoint
+from fedcomp.flower import store as store_module
 from fedcomp.flower.faults import Delivery, RandomFaults
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
@@ -480,3 +481,55 @@ def test_d5_the_state_of_another_number_of_nodes_is_refused() -> None:
     state = relay.state_dict()
     with pytest.raises(StateError, match=f"of {NODES - 1} nodes, this strategy of {NODES}"):
         relay.load_state_dict({**state, "vertices": NODES - 1})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sparse-push", "choco"])
+def test_by_links_of_their_own_nodes_come_to_the_same_bits(name: str) -> None:
+    """The server has references, also where answers are lost; what was not taken in goes back to its sender."""
+    rates = {"silent": 0.1, "lost_reply": 0.1, "duplicate": 0.1}
+    runs = []
+    for transport in ("hub", "peers"):
+        faults = RandomFaults(Key(4, "faults"), rates, message_types=("train",))
+        relay, over = strategy(name, patience=30, transport=transport), grid(fault=faults)
+        run(relay, over, rounds=6)
+        runs.append((states(over), relay.traffic.edge, relay.traffic.node, relay.traffic.undelivered))
+        assert relay.events.repeated > 3
+    assert runs[0] == runs[1]
+    # A reference and no more, however long a message is.
+    assert relay.traffic.down.bytes == relay.traffic.down.messages * 36
+    assert over.ledger.total("wire", link="peer", direction="up") > relay.traffic.edge_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["none", "lost_reply", "silent"])
+@pytest.mark.parametrize("name", ["sparse-push", "choco"])
+def test_a_restarted_server_goes_on_with_nodes_that_are_ahead_of_it(name: str, fault: str) -> None:
+    """It was lost in round 3, in which some or all nodes had carried out what they were asked; nobody does it twice."""
+
+    def deliver(delivery: Delivery) -> str:
+        at = (delivery.partition, delivery.round, delivery.message_type) == (1, 3, "train")
+        return fault if at and not restarted else "none"
+
+    restarted: list[bool] = []
+    whole, other = strategy(name, observe_every=2), grid()
+    run(whole, other, rounds=6)
+    first, over = strategy(name, observe_every=2), grid(fault=deliver)
+    kept: dict[str, Any] = {}
+
+    def store(server_round: int, arrays: object, outcome: object) -> None:
+        if server_round == 2:
+            kept.update(store_module.loads(store_module.dumps(first.state_dict(), "run"), "run"), arrays=arrays)
+        if server_round == 3:
+            raise KeyboardInterrupt
+
+    with over.inner:
+        with pytest.raises(KeyboardInterrupt):
+            fit(first, over, model(), 6, timeout=9, on_round=store)
+        again, arrays = strategy(name, observe_every=2), kept.pop("arrays")
+        again.load_state_dict(kept)
+        again.renumber()
+        restarted.append(True)
+        fit(again, over, arrays, 6, timeout=9, start_round=3)
+    assert states(over) == states(other)
+    assert not again.events.gone
