@@ -6,6 +6,7 @@ What is asked names the system and its options; the half makes it, lets its ``cl
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Collection, Mapping
 from contextvars import ContextVar
@@ -32,7 +33,7 @@ from fedcomp.clients.memory import (
     keep_blobs,
     kept_in,
 )
-from fedcomp.clients.messages import NOT_WITHOUT_NOISE, changed, made, partition_of, reply_arrays, require_ids
+from fedcomp.clients.messages import NOT_WITHOUT_NOISE, AppError, changed, made, partition_of, reply_arrays, require_ids
 from fedcomp.clients.peers import IDENTITY, identity_in, identity_record
 from fedcomp.clients.personal import Followed, ease, kept_note, names_note
 from fedcomp.clients.private.mod import discreet, only_update, wants_padding, wants_private
@@ -56,6 +57,7 @@ from fedcomp.privacy.local import asks_for_noise
 from fedcomp.program import EVALUATE, HELLO, Answer, Ask, Collect, Me, System
 from fedcomp.rng import Key
 from fedcomp.systems import SYSTEMS, get_system
+from fedcomp.systems.private.local import Local
 from fedcomp.versions import FIRST, Step, advance, digest
 from fedcomp.wire import Frame
 
@@ -78,15 +80,21 @@ class Brought:
         answered.
     trained : ArrayRecord, optional
         The model that the app has trained, once it has.
+    instead : callable, optional
+        What trains in place of the app and its own mods: ``instead(message, context)`` returns a reply with the model.
     """
 
     data: Any
     reply: RecordDict = field(default_factory=RecordDict)
     trained: ArrayRecord | None = None
+    instead: Callable[[Message, Context], Message] | None = None
 
 
 Brings = Callable[[Message, Context], Brought]
 """What makes it, of the message as the app would see it, the model first, and of the context."""
+
+ANY_APP: Final[Mapping[str, str]] = {"gradient-code": "fedcomp.clients.coded.gradients:partitions"}
+"""By system, what makes that which any app brings, of message, context and what calls the app."""
 
 _BROUGHT: ContextVar[Mapping[str, Brings]] = ContextVar("fedcomp-brought", default=MappingProxyType({}))
 
@@ -150,12 +158,12 @@ def bringing(name: str, system: str, data: Brings) -> ClientHalf:
     """
 
     def bringing_mod(msg: Message, context: Context, call_next: CallNext) -> Message:
-        return _bring(system, data, lambda: call_next(msg, context))
+        return bring(system, data, lambda: call_next(msg, context))
 
     return ClientHalf(name, bringing_mod, outside=("compression",), needs=("compression",))
 
 
-def _bring(system: str, data: Brings, answer: Callable[[], Message]) -> Message:
+def bring(system: str, data: Brings, answer: Callable[[], Message]) -> Message:
     """Return an answer to which ``data`` is brought; of a module, since what an app holds travels, and this variable
     cannot."""
     token = _BROUGHT.set({**_BROUGHT.get(), system: data})
@@ -185,10 +193,12 @@ def _handle(
     exposed = "" if system is None or visible else _exposes(system)
     if exposed:
         system, why = None, f"this client has not agreed to show the server {exposed}, as {system!r} does"
-    if asks_for_noise(head.system):
-        # What is spent on this node is in the ledger of another half, which such a message would pass by.
-        return refusal(msg, f"{NOT_WITHOUT_NOISE} ({why or 'not through programs'})")
-    private = wants_private(msg.content)
+    noised = isinstance(system, Local)
+    if asks_for_noise(head.system) and not noised:
+        # What was sent from this node is counted for messages of local privacy, which such a one would pass by.
+        return refusal(msg, f"{NOT_WITHOUT_NOISE} ({why or f'the system is {Local.ID!r}'})")
+    # Noise on the update does not help where something else leaves beside it.
+    private = wants_private(msg.content) or noised
     exchange = _Exchange(msg, context, call_next, head, system, downlink, (why, why_not), private, first_model)
     return discreet(msg, exchange.answer) if private else exchange.answer()
 
@@ -196,15 +206,7 @@ def _handle(
 GUARDS: Final = ("votes_only", "coded", "local_privacy")
 """Halves that stand outside: what they do not allow must not pass them by."""
 
-OUTSIDE: Final = ("private", "record_dp")
-
-
-class _AppError(Exception):
-    """The app answered with an error, which goes back as it is."""
-
-    def __init__(self, reply: Message) -> None:
-        super().__init__()
-        self.reply = reply
+OUTSIDE: Final = ("private",)
 
 
 @dataclass
@@ -342,7 +344,7 @@ class _Exchange:
         )
         try:
             state, answer = system.client(dict(memory.state), ask, me)
-        except _AppError as error:
+        except AppError as error:
             return error.reply
         out, said, framed = self._content(None if answer.bare else training, answer)
         said["sent"] = answer.sent is not None
@@ -427,8 +429,13 @@ class _Exchange:
     def brought(self, content: RecordDict) -> Brought | None:
         """Return what the app brings, None for nothing; ``content`` is from here on what it sees."""
         self.msg.content = content
-        brings = None if self.system is None else _BROUGHT.get().get(self.system.ID)
-        return None if brings is None or self.private else brings(self.msg, self.context)
+        if self.system is None or self.private:
+            return None
+        if self.system.ID in ANY_APP:
+            module, _, name = ANY_APP[self.system.ID].partition(":")
+            return Brought(getattr(importlib.import_module(module), name)(self.msg, self.context, self.call_next))
+        brings = _BROUGHT.get().get(self.system.ID)
+        return None if brings is None else brings(self.msg, self.context)
 
     def _app_alone(self) -> Message:
         """Return the app's own reply, and what it is to know of this node."""
@@ -644,18 +651,21 @@ class _Training:
         Raises
         ------
         NonFiniteUpdate
-            When the update holds NaN or infinity.
+            When the update holds NaN or infinity, and is not privatised.
         """
         exchange, memory, before = self.exchange, self.memory, self.before
         msg, context, head, private = exchange.msg, exchange.context, exchange.head, exchange.private
         layout = memory.layout
         key = Key(head.seed, "uplink", head.number, partition_of(context))
+        train = exchange.call_next if self.app is None or self.app.instead is None else self.app.instead
         with collecting(collect, key.u64()) as collected:
-            reply = exchange.call_next(msg, context)
+            reply = train(msg, context)
         if reply.has_error():
-            raise _AppError(reply)
+            raise AppError(reply)
         content = only_update(reply.content, before, layout) if private else reply.content
         name, after = reply_arrays(content, before, head.model)
+        self.said["record"] = name
+        self.beside = _beside(content, name)
         if self.app is not None:
             self.app.trained = content.array_records[name]
         # Where the system remembers, what is left of the update may become the memory: once in memory, and not copied.
@@ -671,7 +681,8 @@ class _Training:
         if owed is not None:
             # One look says both: of finite values the norm is finite.
             memory.length = norm(update.vector)
-        if owed is None or not math.isfinite(memory.length):
+        # Of an update without bounds noise alone is sent: an error in its place would be an answer about the data.
+        if not isinstance(self.system, Local) and (owed is None or not math.isfinite(memory.length)):
             require_finite(update)
         if not whole and not private:
             update = self._eased(update, after, owed, notes)
@@ -681,10 +692,8 @@ class _Training:
         notes += collected.notes
         for note in notes:
             log.info("round %d: %s", head.number, note)
-        self.said["record"] = name
         if notes and not private:
             self.said["remark"] = "; ".join(notes)[:_LONGEST_REMARK]
-        self.beside = _beside(content, name)
         # Buffers would be a release that no ledger accounts for.
         self.exact = None if private else encode_exact(exact, layout)
         return replace(update, given=True)

@@ -24,7 +24,7 @@ from fedcomp.flower.payload import (
     take_frame,
 )
 from fedcomp.flower.protocol import OWN_CONFIG, PREFIX
-from fedcomp.flower.schema import Document, Schema, SchemaError, Version
+from fedcomp.flower.schema import Document, OtherVersion, Schema, SchemaError, Version
 from fedcomp.program import System
 from fedcomp.rules import Data, Flag, Int, Many, OneOf, Real, Text
 from fedcomp.wire import Frame
@@ -287,6 +287,21 @@ def find_ask(content: RecordDict) -> AskHead | None:
         if isinstance(config, ConfigRecord) and PREFIX + "protocol" in config:
             return AskHead.of(_entries(config))
     return None
+
+
+def system_asked(content: RecordDict) -> str:
+    """Return the id of the system that a message asks for; empty for none, and where it is of another version.
+
+    Raises
+    ------
+    SchemaError
+        Where it is damaged.
+    """
+    try:
+        head = find_ask(content)
+    except OtherVersion:
+        return ""
+    return "" if head is None else str(head.system.get("id", ""))
 
 
 def find_answer(content: RecordDict) -> AnswerHead | None:

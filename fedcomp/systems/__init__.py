@@ -11,17 +11,21 @@ from fedcomp.params import shown
 from fedcomp.program import System
 
 SYSTEMS: Final[dict[str, str | type[System]]] = {
+    "coded-linear": "coded.linear:CodedLinear",
     "coded-relay": "coded.relay:CodedRelay",
     "coded-sum": "coded.sums:CodedSum",
     "conditional": "conditional:ConditionalRounds",
     "factors": "factors:FactorSharing",
     "forward": "forward:Forward",
     "gossip": "gossip:Gossip",
+    "gradient-code": "coded.gradients:GradientCode",
     "gradiveq": "gradiveq:FittedBasis",
     "noisy-sum": "private.distributed:NoisySum",
     "lsg": "private.lsg:LowRank",
     "lgc": "lgc:LearnedGradients",
+    "local-dp": "private.local:Local",
     "pair": "pair:Pair",
+    "record-dp": "private.record:Records",
     "shared-support": "shared_support:SharedSupport",
     "power-sgd": "power_sgd:SharedBasis",
 }

@@ -33,11 +33,10 @@ from fedcomp.gossip.topology import Topology, topology_of
 from fedcomp.gossip.traffic import GossipTraffic, Phase
 from fedcomp.mailbox import Mailbox, Post
 from fedcomp.plain import Count, from_fields, to_plain
-from fedcomp.program import HELLO, Answer, AnswerError, Ask, Frames, Me, Now, Round, Said, Step, System
+from fedcomp.program import HELLO, Answer, AnswerError, Ask, Me, Now, Round, Said, Step, System
 from fedcomp.rng import Key
 from fedcomp.rules import Flag, Int, Made, Many, OneOf, Switch, Text
 from fedcomp.rules import Real as Number
-from fedcomp.wire import Frame
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -109,7 +108,7 @@ class Turn(Said):
     ----------
     do : {"step", "finish", "leave", "show"}
         Apply what came and begin an iteration; apply what came only; apply it and send away all there is; say what the
-        model is after messages that are in the frames of the ask, and change nothing.
+        model is after messages that wait, and change nothing.
     turn, epoch, life : int
         How many turns this node has had; how often a synchronous run has restarted; how often the node was given up.
     start : {"", "common", "empty", "reset"}
@@ -456,7 +455,7 @@ class Gossip(System, id="gossip"):
     def question(self, run: Course, node: int, mail: Sequence[Post]) -> Ask:
         """Return the question what a node's model is after messages."""
         say = Turn("show", run.turns[node], run.iteration, run.epoch, start="reset" if run.torn else "")
-        return Ask(node, "query", say, _frames_of(mail), expects=Done, model=False)
+        return Ask(node, "query", say, mail=tuple(mail), expects=Done, model=False)
 
     def _restart(self, now: Now, run: Course, *, finishing: bool = False) -> None:
         """Begin an epoch of a synchronous run where the set of nodes has changed or an iteration was in vain."""
@@ -828,7 +827,7 @@ class Gossip(System, id="gossip"):
         if turn.do == "show":
             if not memory or (held.turn, held.epoch) != (turn.turn, turn.epoch):
                 return memory, Answer(me.node, say=Done(fresh=True), bare=True)
-            return memory, self._carried_out(held, turn, _posts_in(ask.frames, me.node), me)[1]
+            return memory, self._carried_out(held, turn, ask.mail, me)[1]
         if turn.start in ("common", "empty"):
             start, own = (me.start.astype(self.dtype), {}) if data is None else data.start(me, self.dtype)
             common = np.zeros_like(start) if self.unlike else None
@@ -953,23 +952,6 @@ def own_of(memory: State) -> Arrays:
 def _note(now: Now, kind: str, node: int, reason: str) -> None:
     # Cut, since the words may be a peer's and go into logs and stored states.
     now.told["events"].append((kind, node, reason[:_REASON]))
-
-
-def _frames_of(posts: Iterable[Post]) -> dict[str, Frame]:
-    """Return posts as frames of a question, which brings no mail."""
-    return {f"{number}/{post.source}/{post.name}": post.data for number, post in enumerate(posts)}
-
-
-def _posts_in(frames: Frames, node: int) -> list[Post]:
-    """Return the posts that :func:`_frames_of` wrote."""
-    found = {}
-    for text, data in frames.items():
-        number, _, rest = text.partition("/")
-        source, _, name = rest.partition("/")
-        if not (number.isdecimal() and source.isdecimal()):
-            raise AnswerError(f"{text[:80]!r} names no message")
-        found[int(number)] = Post(int(source), node, name, data)
-    return [found[number] for number in sorted(found)]
 
 
 def _life(post: Post) -> str:

@@ -533,3 +533,14 @@ def test_a_restarted_server_goes_on_with_nodes_that_are_ahead_of_it(name: str, f
         fit(again, over, arrays, 6, timeout=9, start_round=3)
     assert states(over) == states(other)
     assert not again.events.gone
+
+
+@pytest.mark.parametrize("name", ["sgp", "choco"])
+def test_models_are_seen_alike_where_messages_wait_in_links(name: str) -> None:
+    seen = []
+    for transport in ("hub", "peers"):
+        relay = strategy(name, observe_every=1, transport=transport)
+        run(relay, grid())
+        seen.append([section.observed for section in relay.reports.sections("gossip").values()])
+        assert not any("unseen" in section.events for section in relay.reports.sections("gossip").values())
+    assert seen[0] == seen[1]
