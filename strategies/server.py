@@ -53,7 +53,7 @@ from fedcomp.flower.rounds import Exchanges, Push, own_loop, planned
 from fedcomp.layout import DensityPolicy, Layout, Update, Vector, policy_config
 from fedcomp.mailbox import Mailbox
 from fedcomp.plain import Count, Keys
-from fedcomp.program import EVALUATE, Answer, Ask, Now, Origin, Round, Step, System, Wait
+from fedcomp.program import EVALUATE, HELLO, Answer, Ask, Now, Origin, Round, Step, System, Wait
 from fedcomp.rules import Flag, checked
 from fedcomp.stateful import nested, next_epoch
 from fedcomp.strategies.adaptive import Outcome, has_moments, step_on_support
