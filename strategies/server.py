@@ -584,7 +584,7 @@ class Server(Evaluating):
         if frames and ask.model and not (has_trained or head.bare) and head.partition_id not in x.trained:
             raise Rejected(f"sends {shorten(str(sorted(frames)))}, and its app has not trained")
         posts = asks.posts_in(content, POST, head.partition_id)
-        x.mailbox.require(posts, {*x.base, *self.roster.claims.values()})
+        x.mailbox.require(posts, {*x.base, *self.roster.claims.values(), *x.mailbox.asked})
         if has_trained:
             trained = self._trained(x, head, reply, asks.data_in(content, EXACT).get(""))
         # From here on nothing is wrong with it.
