@@ -23,7 +23,9 @@ SYSTEMS: Final[dict[str, str | type[System]]] = {
     "noisy-sum": "private.distributed:NoisySum",
     "lsg": "private.lsg:LowRank",
     "lgc": "lgc:LearnedGradients",
+    "local-dp": "private.local:Local",
     "pair": "pair:Pair",
+    "record-dp": "private.record:Records",
     "shared-support": "shared_support:SharedSupport",
     "power-sgd": "power_sgd:SharedBasis",
 }

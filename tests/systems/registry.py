@@ -29,6 +29,7 @@ from fedcomp.codecs import (
     ScaleCom,
     ScaledSign,
     TopK,
+    chain,
 )
 from fedcomp.drift.schedule import ScheduleSettings
 from fedcomp.drift.sensor import Upload
@@ -37,6 +38,7 @@ from fedcomp.gossip.choco import CHOCO
 from fedcomp.gossip.topology import Ring
 from fedcomp.layout import Layout, Update, Vector
 from fedcomp.privacy.bounded import BoundedFixedPoint
+from fedcomp.privacy.local import Privatise
 from fedcomp.program import Me, System
 from fedcomp.rng import Key
 from fedcomp.systems.coded.gradients import GradientCode, Part
@@ -52,7 +54,9 @@ from fedcomp.systems.lgc import LearnedGradients
 from fedcomp.systems.pair import Pair
 from fedcomp.systems.power_sgd import SharedBasis
 from fedcomp.systems.private.distributed import NoisySum
+from fedcomp.systems.private.local import Local
 from fedcomp.systems.private.lsg import LowRank
+from fedcomp.systems.private.record import Account, DpSgdPlan, Records
 from fedcomp.systems.shared_support import SharedSupport
 
 NODES: Final = 5
@@ -278,6 +282,14 @@ class Unsettled:
         assert me.start.shape == (me.layout.size,)
 
 
+def noised(me: Me, plan: DpSgdPlan, learn: Callable[[], Update]) -> tuple[Update, Account]:
+    """Train on records that need no noise, and pay for it in every round."""
+    return learn(), Account(f"ledger {me.node}", plan.steps, plan.steps * me.number)
+
+
+PLAN: Final = DpSgdPlan(noise_multiplier=1.5, rate=0.1, steps=3, delta=1e-5)
+
+
 class Pulled:
     """A node's part of a decentralised run: it begins at the model it is sent, and is drawn to a point of its own."""
 
@@ -401,7 +413,7 @@ ENTRIES: Final[Mapping[str, Entry]] = {
         frozen=None,
     ),
     "low-rank": Entry(LowRank(clip=1e9, rank=3, keep=0.5, mask="noisy_magnitude", history=2), frozen=None),
-    "random-mask": Entry(LowRank(clip=1e9, rank=0, keep=0.5), frozen=ROUNDED, another=True),
+    "low-rank-none": Entry(LowRank(clip=1e9, rank=0, keep=0.5, mask="noisy_magnitude"), frozen=ROUNDED, another=True),
     "lgc-ring": Entry(LearnedGradients(LGC(0.05, raw=0), 1, 1), exchanges=2, another=True),
     "lgc-server": Entry(
         LearnedGradients(LGC(0.05, instance="server", ef="decoded", raw=0, innovation=0.005), 1, 1),
@@ -437,6 +449,11 @@ ENTRIES: Final[Mapping[str, Entry]] = {
         exchanges=2,
         shapes={"one.weight": (30, 20), "two.weight": (20, 30)},
         frozen=None,
+    ),
+    "record-dp": Entry(Records(PLAN, ErrorFeedback(TopK(0.05))), law=0.0, reference=feedback(top(0.05)), data=noised),
+    "record-dp-whole": Entry(Records(PLAN), reference=plain_averaging, frozen=ROUNDED, data=noised, another=True),
+    "local-dp": Entry(
+        Local(chain(Privatise(1e5, 1e-6, insecure_deterministic=True), ErrorFeedback(TopK(0.05)))), frozen=None
     ),
     "gradient-code": Entry(
         GradientCode(losses=2, scheme="cyclic", arithmetic="gf31", limit=8192.0),
