@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
@@ -21,8 +21,10 @@ from fedcomp.flower.links import LINK, SIMULATED, Book, PeerEntry, Reference
 from fedcomp.flower.payload import BLOB
 from fedcomp.flower.report import Report
 from fedcomp.mailbox import Mailbox
+from fedcomp.plain import from_plain
 from fedcomp.program import HELLO
 from fedcomp.rules import Flag, Int, checked
+from fedcomp.stateful import StatePart
 from fedcomp.strategies.replies import SentMessage, match_replies
 from fedcomp.strategies.roster import Peer, Roster
 from fedcomp.strategies.running import Pushes
@@ -110,6 +112,22 @@ def _references(mailbox: Mailbox) -> list[tuple[int, int]]:
     posts = [post for posts in mailbox.waiting.values() for post in posts]
     posts += [post for stamped in mailbox.asked.values() for post in stamped.ask.mail]
     return [(post.to, found.number) for post in posts if (found := Reference.find(bytes(post.data))) is not None]
+
+
+def _save(server: Any) -> dict[str, Any]:
+    links = [] if server.links is None else server.links.save(server._session, server.mailbox)
+    return {"mailbox": server.mailbox.to_plain(), "links": links}
+
+
+def _load(server: Any, state: Any) -> None:
+    found = from_plain(dict[str, Any], state, "posts")
+    mailbox = Mailbox.of(found.get("mailbox"), server.system.SAYS)
+    (server.links or Links("")).load(from_plain(list[bytes], found.get("links"), "links"))
+    server.mailbox = mailbox
+
+
+POSTS: Final = StatePart(_save, _load)
+"""What is on its way from client to client, as a part of a server's state."""
 
 
 def oldest_round(mailbox: Mailbox, number: int) -> int:

@@ -34,7 +34,7 @@ from fedcomp.exact import check_exact, decode_exact
 from fedcomp.flower import asks
 from fedcomp.flower.asks import AnswerHead, AskHead, digest_of
 from fedcomp.flower.checkpoint import INNER
-from fedcomp.flower.coded import open_content
+from fedcomp.flower.coded import NO_HANDLER, open_content
 from fedcomp.flower.links import Book
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import BLOB, EXACT, FRAME, MAIL, POST, models, payload_bytes
@@ -52,15 +52,15 @@ from fedcomp.flower.report import Report, Reports, shorten
 from fedcomp.flower.rounds import Exchanges, Push, own_loop, planned
 from fedcomp.layout import DensityPolicy, Layout, Update, Vector, policy_config
 from fedcomp.mailbox import Mailbox
-from fedcomp.plain import Count, Keys, from_plain
-from fedcomp.program import EVALUATE, Answer, Ask, Now, Origin, Round, Step, System, Wait
+from fedcomp.plain import Count, Keys
+from fedcomp.program import EVALUATE, HELLO, Answer, Ask, Now, Origin, Round, Step, System, Wait
 from fedcomp.rules import Flag, checked
-from fedcomp.stateful import StatePart, nested, next_epoch
+from fedcomp.stateful import nested, next_epoch
 from fedcomp.strategies.adaptive import Outcome, has_moments, step_on_support
 from fedcomp.strategies.downlink import Downlink
 from fedcomp.strategies.evaluating import Evaluating
 from fedcomp.strategies.guard import Norms
-from fedcomp.strategies.links import Links, greet, oldest_round, record_peer
+from fedcomp.strategies.links import POSTS, Links, greet, oldest_round, record_peer
 from fedcomp.strategies.means import (
     MEANS,
     aggregate_once,
@@ -71,7 +71,6 @@ from fedcomp.strategies.means import (
     returns_mean,
     weight_key_of,
 )
-from fedcomp.strategies.partitions import Holders
 from fedcomp.strategies.replies import (
     Rejected,
     SentMessage,
@@ -95,14 +94,6 @@ Arrays = Mapping[str, NDArray[Any]]
 
 MAX_OPEN: Final = 64
 """Rounds that hooks may open without aggregating them."""
-
-
-def _load_links(server: Server, state: Any) -> None:
-    (server.links or Links("")).load(from_plain(list[bytes], state, "links"))
-
-
-def _load_mailbox(server: Server, state: Any) -> None:
-    server.mailbox = Mailbox.of(state, server.system.SAYS)
 
 
 class Server(Evaluating):
@@ -165,10 +156,7 @@ class Server(Evaluating):
         "_session": bytes,
         "sequence": Count,
         "state": dict,
-        "links": StatePart(
-            lambda owner: [] if owner.links is None else owner.links.save(owner._session, owner.mailbox), _load_links
-        ),
-        "mailbox": StatePart(lambda owner: owner.mailbox.to_plain(), _load_mailbox),
+        "posts": POSTS,
         "_usual": Annotated[dict[str, Usual], Keys(("train", "evaluate"))],
         "reports": Reports,
         "evaluations": Reports,
@@ -295,7 +283,9 @@ class Server(Evaluating):
         x.report.seconds += time.perf_counter() - began
         # After a round that worked a bad one is only a warning; before it the set-up itself is likely to be wrong.
         # Who trained, and was lost in a later exchange, has an update that will be used.
-        waiting = any(address not in x.report.refused for node, address in x.addresses.items() if node in x.trained)
+        waiting = any(
+            address not in x.report.refused for n, address in x.addresses.items() if n in {*x.trained, *x.heard}
+        )
         withheld = x.rule.withholds
         # A private round may have released, and paid for, its noise without a reply.
         if outcome is None and not waiting and not withheld and not any(each.used for each in self.reports.values()):
@@ -363,6 +353,7 @@ class Server(Evaluating):
             x.refuse,
             x.report.notes.append,
             origins=origins,
+            tensors=lambda: x.model,
             strangers=frozenset(n for n, address in x.addresses.items() if address not in self.roster.declared),
             seen=seen,
             keys={n: key for n, address in x.addresses.items() if (key := self.roster.peer(address).key)},
@@ -463,7 +454,7 @@ class Server(Evaluating):
         def decided(replies: Sequence[Message]) -> bool:
             assert enough is not None
             # Looked at before they are taken, in a round of which nothing is used.
-            self._receive(aside, exchange.sent, exchange.asks, replies[len(looked) :], found, Holders())
+            self._receive(aside, exchange.sent, exchange.asks, replies[len(looked) :], found)
             looked.extend(replies[len(looked) :])
             return enough([found[node] for node in sorted(found)])
 
@@ -527,15 +518,11 @@ class Server(Evaluating):
         asked: Mapping[int, Ask],
         replies: Iterable[Message],
         answers: dict[int, Answer],
-        holders: Holders | None = None,
     ) -> list[int]:
-        """Add what replies say to ``answers``; return the nodes that lack a blob. What is wrong refuses one reply.
-
-        ``holders``: who held which partition before; by default the roster, which takes note of who does now.
-        """
+        """Add what replies say to ``answers``; return the nodes that lack a blob. What is wrong refuses one reply."""
         nodes = {x.addresses[node]: node for node in asked}
         lacking = []
-        for each, reply in match_replies(sent, replies, x.report, holders or self.roster):
+        for each, reply in match_replies(sent, replies, x.report, x.holders or self.roster):
             node = nodes[each.node]
             try:
                 answer = self._read(x, node, asked[node], each, reply)
@@ -563,7 +550,8 @@ class Server(Evaluating):
             reason = f"error {reply.error.code}: {reply.error.reason}"
             if RESYNC in reason:
                 peer.forget()
-            raise Rejected(reason)
+            hint = "; its app answers nothing of this project: wrap it with fedcomp.client(app)"
+            raise Rejected(reason + hint if NO_HANDLER in reason else reason)
         head = asks.find_answer(content)
         said = head is not None and (head.record or head.lacks or head.say or head.bare)
         if head is None or not head.sequence or (ask.kind == "train" and not said):
@@ -589,7 +577,7 @@ class Server(Evaluating):
         frames = asks.data_in(content, FRAME)
         # Who is asked to train may have nothing to do, and says so; then it has nothing to send either.
         has_trained = ask.kind == "train" and bool(head.record)
-        if frames and ask.model and not has_trained and head.partition_id not in x.trained:
+        if frames and ask.model and not (has_trained or head.bare) and head.partition_id not in x.trained:
             raise Rejected(f"sends {shorten(str(sorted(frames)))}, and its app has not trained")
         posts = asks.posts_in(content, POST, head.partition_id)
         x.mailbox.require(posts, {*x.base, *self.roster.claims.values()})
@@ -612,6 +600,8 @@ class Server(Evaluating):
             self._note_links(x, sent, head)
         peer.take(digest_of(frames[name]) for name in self.system.SHARED if name in frames)
         x.payload[node] = x.payload.get(node, 0) + payload_bytes(reply)
+        if ask.kind != HELLO:
+            x.heard.add(node)
         peer.key = head.key or peer.key
         if self.system.SENT in frames or head.sent:
             x.sent[node] = head.sequence, head.generation
@@ -796,6 +786,8 @@ class Server(Evaluating):
         with np.errstate(over="ignore", invalid="ignore"):
             if step.single is not None:
                 out, metrics = self._single(x, now, step)
+            elif step.tensors is not None:
+                out, metrics = self._whole(x, now, step)
             else:
                 out, metrics = self._mean(x, now, step, used)
             if out is None:
@@ -818,7 +810,7 @@ class Server(Evaluating):
                 self.down.push(step, to_arrays(restored), now.number, x.layout)
         elif note := hold_in_record(restored, x.layout, x.model):
             report.notes.append(note)
-        if step.metrics:
+        if step.metrics and step.tensors is None:
             metrics = MetricRecord({**(metrics or {}), **step.metrics})
         return restored, metrics
 
@@ -891,6 +883,20 @@ class Server(Evaluating):
             metrics_name=(used[0].metrics if used else "") or "metrics",
             received=None if private else (len(step.consumed), len(report.refused)),
             sparse=step.support,
+        )
+
+    def _whole(self, x: Running, now: Now, step: Step) -> Outcome:
+        """Let the inner strategy take a model that the program made in more digits than a vector has."""
+        assert step.tensors is not None
+        # Metrics are means already; the inner strategy's own aggregation wants a weight beside them.
+        metrics: dict[str, Any] = {weight_key_of(self.inner) or "": 1.0, **step.metrics}
+        return aggregate_once(
+            x.rule.takes,
+            now.number,
+            (x.record, to_record(step.tensors)),
+            next(iter(x.base.values())),
+            [RecordDict({"metrics": MetricRecord(metrics)})] if step.metrics else [],
+            received=(len(step.consumed), len(x.base) - len(step.consumed)),
         )
 
     def _share(self, x: Running, now: Now, change: Vector, consumed: Sequence[int]) -> None:

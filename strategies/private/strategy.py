@@ -357,9 +357,9 @@ class Alone(Server):
         self._asked = super()._ask(server_round, arrays, messages)
         return self._asked
 
-    def _message(self, x: Running, now: Now, ask: Ask, sequence: int, number: int = 0) -> SentMessage:
+    def _message(self, x: Running, now: Now, ask: Ask, sequence: int) -> SentMessage:
         if not self._bare:
-            return super()._message(x, now, ask, sequence, number)
+            return super()._message(x, now, ask, sequence)
         return SentMessage(x.base[ask.node], x.addresses[ask.node], sequence)
 
     def _close(self, x: Running, now: Now, step: Step | None) -> Outcome:

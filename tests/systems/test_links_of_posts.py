@@ -168,7 +168,7 @@ def test_a_run_with_simulated_links_is_saved_with_what_is_in_them(tmp_path: Path
     for number in (1, 2):
         one.step(number)
     saved = copy.deepcopy(one.server.state_dict())
-    assert saved["links"]
+    assert saved["posts"]["links"]
     one.links = Links(tmp_path / "two")
     # The folder that nodes know is gone.
     one.server = one.fresh()
