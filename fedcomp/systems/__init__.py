@@ -14,6 +14,7 @@ SYSTEMS: Final[dict[str, str | type[System]]] = {
     "conditional": "conditional:ConditionalRounds",
     "factors": "factors:FactorSharing",
     "forward": "forward:Forward",
+    "graphs": "graphs.system:Graphs",
     "gradiveq": "gradiveq:FittedBasis",
     "lgc": "lgc:LearnedGradients",
     "pair": "pair:Pair",

@@ -38,9 +38,9 @@ from fedcomp.flower.rounds import Exchanges
 from fedcomp.graphs.base import GraphError, Ids
 from fedcomp.graphs.ids import decode_ids, encode_ids
 from fedcomp.graphs.rowcodecs import RowCodec, get_row_codec
+from fedcomp.graphs.settings import RowSettings
 from fedcomp.graphs.structure_rows import decode_structure
 from fedcomp.strategies.gcn.owners import Owners, Talk, received, sent
-from fedcomp.strategies.gcn.settings import RowSettings
 
 _PLAN_FRAMES: Final = {"": "id_bytes", NORMS: "setup_bytes", STRUCTURE: "structure_bytes"}
 _STRUCTURE_FRAMES: Final = {"": "structure_bytes"}

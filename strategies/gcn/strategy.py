@@ -42,7 +42,7 @@ from fedcomp.flower.report import Report, Reports, reports_of
 from fedcomp.flower.rounds import Exchanges, ExchangeStrategy, own_loop
 from fedcomp.graphs.rowcodecs import get_row_codec
 from fedcomp.graphs.scale import AdaptiveScale
-from fedcomp.graphs.settings import SamplerSettings
+from fedcomp.graphs.settings import RoundSettings, RowSettings, SamplerSettings
 from fedcomp.layout import NONE_DENSE, Layout
 from fedcomp.privacy.local import asks_for_noise
 from fedcomp.rng import Key
@@ -51,7 +51,6 @@ from fedcomp.stateful import Stateful, each, nested
 from fedcomp.strategies.gcn.owners import Owners, Talk, sent
 from fedcomp.strategies.gcn.report import Fetching, FetchTraffic, feature_bytes
 from fedcomp.strategies.gcn.rows import Requester, Turn
-from fedcomp.strategies.gcn.settings import RoundSettings, RowSettings
 from fedcomp.strategies.guard import Norms
 from fedcomp.strategies.intake import Intake
 from fedcomp.strategies.means import weight_key_of

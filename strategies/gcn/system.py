@@ -9,8 +9,7 @@ import numpy as np
 
 from fedcomp.errors import ConfigError
 from fedcomp.graphs.base import GraphError
-from fedcomp.graphs.settings import SamplerSettings
-from fedcomp.strategies.gcn.settings import RoundSettings, RowSettings
+from fedcomp.graphs.settings import RoundSettings, RowSettings, SamplerSettings
 from fedcomp.strategies.gcn.strategy import SkewedGCN
 from fedcomp.strategies.parts import CODEC_PREFIXES, TASK_PREFIX, Settings, around, make_inner
 from fedcomp.strategies.system import System, refuse_others, settings_of

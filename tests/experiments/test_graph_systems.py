@@ -10,7 +10,7 @@ from fedcomp.experiments.graph_runs import outcome
 from fedcomp.experiments.kit import Record
 from fedcomp.experiments.spec import RunSpec
 from fedcomp.experiments.systems import check, get_system
-from fedcomp.strategies.gcn.settings import RoundSettings, RowSettings
+from fedcomp.graphs.settings import RoundSettings, RowSettings
 from fedcomp.strategies.gcn.system import layer_sizes, sampler_settings
 
 SMALL = {"n": "8", "batch_size": 4}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import FrozenInstanceError, dataclass, field, fields, replace
 from typing import Any
 
@@ -18,10 +18,26 @@ from registry import ENTRIES, NODES, Entry
 from fedcomp import codecs, systems
 from fedcomp.errors import ConfigError, FedcompError
 from fedcomp.flower import store
+from fedcomp.graphs import settings
 from fedcomp.layout import Layout, Update, Vector
 from fedcomp.local import Local, Node, Reply
 from fedcomp.mailbox import Mailbox, Stamped
-from fedcomp.program import Answer, AnswerError, Ask, Given, Me, Mean, Now, Round, Rule, Said, Single, Step, System
+from fedcomp.program import (
+    Answer,
+    AnswerError,
+    Ask,
+    Given,
+    Me,
+    Mean,
+    Now,
+    Round,
+    Rule,
+    Said,
+    Single,
+    Step,
+    System,
+    Wait,
+)
 from fedcomp.rng import Key
 from fedcomp.rules import REQUIRED, rules_of
 from fedcomp.wire import Bundle
@@ -112,7 +128,8 @@ def local(entry: Entry, rule: Rule | None = None, dtype: str = "float32", **opti
 
     given = {"train": train, "weight": lambda node: node + 1.0, "nodes": NODES, "rule": rule or Mean()}
     brought = data if callable(entry.data) else entry.data
-    given |= {"data": {} if brought is None else dict.fromkeys(range(NODES), brought)} | options
+    alike = {} if brought is None else dict.fromkeys(range(NODES), brought)
+    given |= {"data": brought if isinstance(brought, Mapping) else alike} | options
     # Made anew: what a system kept in itself would not survive a restart.
     driver = Books(altered(entry.system), layout, layout.flatten(arrays), **given)
     return driver
@@ -156,7 +173,7 @@ def test_options_survive_json_and_repr(entry: Entry) -> None:
     assert type(again) is type(system)
     assert again == system
     assert again.to_config() == config
-    assert eval(repr(system), {**vars(codecs), type(system).__name__: type(system)}) == system
+    assert eval(repr(system), {**vars(codecs), **vars(settings), type(system).__name__: type(system)}) == system
     with pytest.raises(ConfigError):
         systems.get_system({**config, "no_such_option": 1})
 
@@ -179,7 +196,8 @@ def test_two_runs_are_equal_whoever_comes_first(entry: Entry) -> None:
         try:
             asks = next(program)
             while True:
-                asks = program.send((yield list(asks)[::-1]))
+                wait = asks if isinstance(asks, Wait) else Wait(asks)
+                asks = program.send((yield wait._replace(asks=list(wait.asks)[::-1])))
         except StopIteration as end:
             return end.value
 
