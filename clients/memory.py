@@ -33,7 +33,7 @@ from fedcomp.flower.records import Place, to_arrays, to_record
 from fedcomp.flower.schema import Document, Schema, SchemaError
 from fedcomp.flower.state import MOST_BYTES, UNSETTLED, ReplicaRecord, StaleMessage, lineage
 from fedcomp.layout import Layout, Vector
-from fedcomp.program import Answer, System
+from fedcomp.program import Answer, Frames, System
 from fedcomp.rules import Data, Int, Real, Text
 from fedcomp.stateful import epoch_of
 from fedcomp.systems import get_system
@@ -50,6 +50,9 @@ BEFORE: Final = "fedcomp.before"
 
 REPLY: Final = "fedcomp.reply/"
 BLOB: Final = "fedcomp.kept/"
+KEEP: Final = "fedcomp.keep/"
+"""What the node keeps whatever becomes of its memory: :attr:`fedcomp.program.Answer.keep`."""
+
 MODEL: Final = "fedcomp.replica.model"
 
 _ROW: Final = 4096
@@ -68,6 +71,8 @@ class Held(Schema, key="fedcomp.held"):
         Of the server.
     sequence, number : int
         Of the message answered last, and its round.
+    trained : int
+        Sequence of the training message answered last.
     generation : int
         Sequence of the message with which the memory began.
     sent, before : int
@@ -87,6 +92,7 @@ class Held(Schema, key="fedcomp.held"):
     session: Annotated[bytes, Data(8, 8)]
     sequence: Annotated[int, Int()]
     number: Annotated[int, Int()]
+    trained: Annotated[int, Int()]
     generation: Annotated[int, Int()]
     sent: Annotated[int, Int()]
     before: Annotated[int, Int()]
@@ -144,6 +150,15 @@ class Memory:
     places: list[Place] = field(default_factory=list)
 
     @classmethod
+    def without_model(cls, context: Context, head: AskHead, system: System, asked: bytes, *, train: bool) -> Memory:
+        """Read the memory for a message that brings no model and goes on from none, settled where it is one to
+        ``train``; an empty memory of an empty layout where there is none."""
+        memory = cls.look(context, head, system)
+        if memory is None:
+            return cls({}, Layout(()), asked, head.sequence, what="begun")
+        return cls.begin(context, head, system, memory.layout, asked) if train else memory
+
+    @classmethod
     def begin(cls, context: Context, head: AskHead, system: System, layout: Layout, asked: bytes) -> Memory:
         """Read the memory for a training message, with its pending frame settled. Modifies nothing.
 
@@ -182,9 +197,13 @@ class Memory:
         state = context.state
         found = cls(_arrays(state, MEMORY), layout, asked, held.generation, held.sent, held.sent, stored=True)
         pending = _pending(state, system)
+        # By the message that trained: others may have come since.
+        again = epoch_of(head.sequence) > epoch_of(held.trained) and held.asked == asked
+        if system.LOST == "again":
+            found.what = "repeated" if again else ""
+            return found
         # Both numbers: an acknowledgement of a memory that was lost since says nothing of the one that followed it.
         lost = (head.generation, head.consumed) != (held.generation, held.sent)
-        again = epoch_of(head.sequence) > epoch_of(held.sequence) and held.asked == asked
         if again and BEFORE in state and (lost or held.sent == held.before):
             found.state, found.sent, found.before = _arrays(state, BEFORE), held.before, held.before
             found.stored = False
@@ -265,6 +284,7 @@ class Memory:
         """
         keeps = bool(state) or bool(self.state)
         left = _left(system, answer)
+        repeats = system.LOST == "again"
         same = state.keys() == self.state.keys() and all(array is self.state[name] for name, array in state.items())
         # An answer that changes nothing is made again where it is asked for again; the one before it, of the round's
         # training, is what a restarted server asks for.
@@ -272,7 +292,8 @@ class Memory:
             former = store.pop(MEMORY, None)
             if train:
                 store.pop(BEFORE, None)
-                if keeps and left is None:
+                # Who posted goes on in later exchanges, even where the frame has left.
+                if keeps and not repeats and (left is None or answer.post):
                     store[BEFORE] = former if self.stored and former is not None else to_record(self.state)
             for name in [PENDING, *(key for key in store if key.startswith(REPLY))]:
                 store.pop(name, None)
@@ -286,10 +307,14 @@ class Memory:
                 for name, record in reply.items():
                     store[REPLY + name] = record
         sent = head.sequence if keeps and left is not None else self.sent
+        for name, data in answer.keep.items():
+            put_frame(store, KEEP + name, data)
+        former_held = _held(context, head)
         Held(
             head.session,
             head.sequence,
             head.number,
+            head.sequence if train else 0 if former_held is None else former_held.trained,
             self.generation,
             sent,
             self.before,
@@ -311,7 +336,8 @@ class Memory:
         asks.put(content, replace(former, sequence=head.sequence, version=version, state="repeated"))
         store[REPLY + NODE_RECORD] = content[NODE_RECORD]
         sequence = head.sequence
-        replace(held, sequence=sequence, sent=sequence, node=_id_of(context)).put(store)
+        sent = sequence if held.sent else 0
+        replace(held, sequence=sequence, trained=sequence, sent=sent, node=_id_of(context)).put(store)
         context.state = store
         return content
 
@@ -338,9 +364,10 @@ def answered(context: Context, head: AskHead) -> RecordDict | None:
     return content if former is not None and former.sequence == head.sequence else None
 
 
-def asked_of(head: AskHead, model: Mapping[str, NDArray[Any]]) -> bytes:
-    """Return a name of what a training message asks for: the same for equal models in one round of one seed."""
-    name = hashlib.blake2b(digest_size=16)
+def asked_of(head: AskHead, model: Mapping[str, NDArray[Any]], said: bytes = b"") -> bytes:
+    """Return a name of what a training message asks for: the same for equal models, and what is ``said``, in one round
+    of one seed."""
+    name = hashlib.blake2b(said, digest_size=16)
     name.update(json.dumps([head.number, head.seed, head.system, head.policy], sort_keys=True).encode())
     if head.digest:
         name.update(head.digest)
@@ -393,6 +420,12 @@ def hold_model(store: RecordDict, version: int, model: ArrayRecord) -> None:
 def held_blob(state: RecordDict, digest: str) -> Frame | None:
     """Return a blob that is kept, None where it is not."""
     return take_frame(state, BLOB + digest)
+
+
+def kept_in(state: RecordDict) -> Frames:
+    """Return what a node keeps whatever becomes of its memory, by name."""
+    found = {name.removeprefix(KEEP): take_frame(state, name) for name in state if name.startswith(KEEP)}
+    return {name: data for name, data in found.items() if data is not None}
 
 
 def keep_blobs(store: RecordDict, blobs: Mapping[str, Frame]) -> None:

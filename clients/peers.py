@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from fedcomp.coding.sealing import PeerIdentity
     from fedcomp.coding.transport import PeerTransport, Sender
 
-_IDENTITY: Final = "fedcomp.coded.identity"
+IDENTITY: Final = "fedcomp.coded.identity"
+"""The node's key pair."""
 
 
 def peer_link(context: Context, number: int, spools: str, max_store_bytes: int) -> PeerTransport:
@@ -103,10 +104,15 @@ def identity_in(context: Context) -> PeerIdentity:
     """Return the key pair in a node's state, a new one where there is none; writes nothing."""
     from fedcomp.coding.sealing import PeerIdentity
 
-    held = context.state.config_records.get(_IDENTITY)
+    held = context.state.config_records.get(IDENTITY)
     return PeerIdentity.generate() if held is None else PeerIdentity.from_bytes(bytes(held["key"]))  # type: ignore[arg-type]
 
 
 def keep_identity(context: Context, identity: PeerIdentity) -> None:
     """Write a key pair into a node's state."""
-    context.state[_IDENTITY] = ConfigRecord({"key": identity.to_bytes()})
+    context.state[IDENTITY] = identity_record(identity)
+
+
+def identity_record(identity: PeerIdentity) -> ConfigRecord:
+    """Return a key pair as :data:`IDENTITY` of a node's state."""
+    return ConfigRecord({"key": identity.to_bytes()})

@@ -10,13 +10,15 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import MappingProxyType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from flwr.app import ArrayRecord, Context, Message, RecordDict
 from numpy.typing import NDArray
 
+from fedcomp.asks import mark_of
 from fedcomp.clients.announced import announced
 from fedcomp.clients.half import CallNext, ClientHalf
 from fedcomp.clients.memory import (
@@ -27,8 +29,10 @@ from fedcomp.clients.memory import (
     held_model,
     hold_model,
     keep_blobs,
+    kept_in,
 )
 from fedcomp.clients.messages import NOT_WITHOUT_NOISE, changed, made, partition_of, reply_arrays, require_ids
+from fedcomp.clients.peers import IDENTITY, identity_in, identity_record
 from fedcomp.clients.personal import Followed, ease, kept_note, names_note
 from fedcomp.clients.private.mod import discreet, only_update, wants_padding, wants_private
 from fedcomp.codecs import Codec, get_codec
@@ -38,19 +42,23 @@ from fedcomp.exact import encode_exact
 from fedcomp.factors.collect import collecting
 from fedcomp.flower import asks
 from fedcomp.flower.asks import AnswerHead, AskHead, OwnStep, digest_of, digests_of
+from fedcomp.flower.coded import pack_content
 from fedcomp.flower.logs import log
-from fedcomp.flower.payload import BLOB, EXACT, FRAME, NODE_RECORD, STEP, models
+from fedcomp.flower.payload import BLOB, EXACT, FRAME, MAIL, NODE_RECORD, POST, STEP, models
 from fedcomp.flower.protocol import RESYNC, STALE, refusal
 from fedcomp.flower.records import Place, to_arrays, to_record, widened
 from fedcomp.flower.schema import OtherVersion, SchemaError
 from fedcomp.flower.state import UNSETTLED, StaleMessage
 from fedcomp.layout import Layout, Update, Vector, policy_from_config
 from fedcomp.privacy.local import asks_for_noise
-from fedcomp.program import HELLO, Ask, Collect, Me, System
+from fedcomp.program import EVALUATE, HELLO, Answer, Ask, Collect, Me, System
 from fedcomp.rng import Key
 from fedcomp.systems import SYSTEMS, get_system
 from fedcomp.versions import FIRST, Step, advance, digest
 from fedcomp.wire import Frame
+
+if TYPE_CHECKING:
+    from fedcomp.coding.sealing import PeerIdentity
 
 FirstModel = Callable[[Message, Context], ArrayRecord]
 
@@ -228,6 +236,8 @@ class _Exchange:
         """Return the reply; the node's state changes as the last act."""
         msg, context, head, system = self.msg, self.context, self.head, self.system
         kind = msg.metadata.message_type.partition(".")[0]
+        if msg.metadata.message_type == HELLO and not head.system:
+            return self._introduced()
         if kind == "evaluate" or (kind == "train" and self.refused[0]):
             return self._app_alone()
         if system is None:
@@ -242,12 +252,17 @@ class _Exchange:
             return Message(content, reply_to=msg)
         if msg.metadata.message_type == HELLO:
             return self._greeted(system)
-        if kind != "train":
+        if kind != "train" and head.needs_model:
             try:
                 memory = Memory.resume(context, head, system)
             except StateError as error:
                 return refusal(msg, str(error))
             return self._answered(system, memory, None)
+        if not head.needs_model:
+            memory = Memory.without_model(context, head, system, self._asked(system, {}), train=kind == "train")
+            if memory.what == "repeated":
+                return Message(memory.repeat(context, head, 0, self._store(None)), reply_to=msg)
+            return self._answered(system, memory, None, train=kind == "train")
         try:
             record, version, laid = self._receive()
         except FedcompError as error:
@@ -256,54 +271,122 @@ class _Exchange:
         before = to_arrays(record, copy=False)
         # The model that steps lead to is laid out already, unless changes of it are laid out in another way.
         layout = laid or Layout.of(before, policy_from_config(head.policy), cast_floats=head.cast)
-        memory = Memory.begin(context, head, system, layout, asked_of(head, before))
+        memory = Memory.begin(context, head, system, layout, self._asked(system, before))
         if memory.what == "repeated":
             log.info("round %d: answered before the server was restarted, and answered so again", head.number)
             return Message(memory.repeat(context, head, version, self._store(record, version)), reply_to=msg)
         return self._answered(system, memory, _Training(self, record, version, before, system, memory))
 
-    def _answered(self, system: System, memory: Memory, training: _Training | None) -> Message:
-        """Let the client half of the system answer, with an app to train in a training message."""
-        head, number = self.head, partition_of(self.context)
+    def _asked(self, system: System, model: Mapping[str, NDArray[Any]]) -> bytes:
+        """Return a name of what is asked for; with all that is said where asks are repeated until they are answered."""
+        if system.LOST != "again":
+            return asked_of(self.head, model)
+        content = self.msg.content
+        data = [sorted((n, digest_of(d)) for n, d in asks.data_in(content, kind).items()) for kind in (FRAME, MAIL)]
+        return asked_of(self.head, model, repr((asks.say_of(content, self.head, system), data)).encode())
+
+    def _answered(self, system: System, memory: Memory, training: _Training | None, *, train: bool = False) -> Message:
+        """Let the client half of the system answer, with an app to train in a training message with a model."""
+        head, number, train = self.head, partition_of(self.context), train or training is not None
         sent, lacks = self._blobs()
         if lacks:
             out = RecordDict()
             asks.put(out, AnswerHead(number, head.sequence, lacks=lacks))
             return Message(out, reply_to=self.msg)
-        frames = asks.data_in(self.msg.content, FRAME)
+        content = self.msg.content
         ask = Ask(
-            number, "query" if training is None else "train", asks.say_of(self.msg.content, head, system), frames, sent
+            number,
+            "train" if train else "query",
+            asks.say_of(content, head, system),
+            asks.data_in(content, FRAME),
+            sent,
+            mail=asks.posts_in(content, MAIL, number),
+            model=head.needs_model,
         )
         model, learn = (_no_model, _no_model) if training is None else (training.start, training.learn)
-        app = None if training is None else training.brought()
-        data = None if app is None else app.data
-        padded = wants_padding(self.msg.content)
-        me = Me(number, head.number, head.seed, memory.layout, model, learn, data, padded)
+        if training is not None:
+            app = training.brought()
+        else:
+            app = None if head.needs_model else self.brought(asks.without(content))
+
+        def pack(answer: Answer) -> bytes:
+            if answer.say is not None or training is None:
+                raise StateError("words and answers without training are of an exchange, and travel in no other way")
+            out, fields, framed = self._content(training, answer)
+            fields["generation"] = memory.generation
+            asks.put(out, AnswerHead(number, head.sequence, **fields), None, framed)
+            return pack_content(out)
+
+        me = Me(
+            number,
+            head.number,
+            head.seed,
+            memory.layout,
+            model,
+            learn,
+            None if app is None else app.data,
+            wants_padding(content),
+            kept_in(self.context.state),
+            head.session,
+            self.identity if system.KEYS else None,
+            pack,
+            lambda: mark_of(head.sequence, memory.generation),
+        )
         try:
             state, answer = system.client(dict(memory.state), ask, me)
         except _AppError as error:
             return error.reply
-        out, said, framed = RecordDict(), {}, {FRAME + name: frame for name, frame in answer.frames.items()}
-        if training is not None:
-            if app is not None and answer.frames and "record" not in training.said:
-                training.stand_in(app)
-            out, said = training.beside, training.said
-            if training.exact is not None:
-                framed[EXACT] = training.exact
+        out, said, framed = self._content(None if answer.bare else training, answer)
+        said["sent"] = answer.sent is not None
+        if training is not None and training.version:
+            said["version"] = training.version
         if state or memory.state:
             said |= {"generation": memory.generation, "state": memory.what}
             ratio = None if self.private else memory.ratio(system, state, answer)
-            if ratio is not None:
+            if ratio is not None and not answer.bare:
                 said["memory"] = ratio
-        asks.put(out, AnswerHead(number, head.sequence, say=asks.id_of(answer.say), **said), answer.say, framed)
+        framed |= asks.named_posts(answer.post, POST)
+        if system.KEYS and IDENTITY not in self.context.state:
+            said["key"] = self.identity.public
+        asks.put(
+            out,
+            AnswerHead(number, head.sequence, say=asks.id_of(answer.say), bare=answer.bare, **said),
+            answer.say,
+            framed,
+        )
         for name in system.SHARED:
             if name in answer.frames:
                 self.blobs[digest_of(answer.frames[name])] = answer.frames[name]
         store = self._store(None) if training is None else self._store(training.record, training.version)
         if training is not None and training.followed is not None:
             training.followed.save(store)
-        memory.commit(self.context, head, system, state, answer, out, store, train=training is not None)
+        memory.commit(self.context, head, system, state, answer, out, store, train=train)
         return Message(out, reply_to=self.msg)
+
+    def _content(
+        self, training: _Training | None, answer: Answer
+    ) -> tuple[RecordDict, dict[str, Any], dict[str, Frame]]:
+        """Return what goes beside an answer: the app's reply without the model, fields of the head, frames."""
+        framed = {FRAME + name: frame for name, frame in answer.frames.items()}
+        if training is None:
+            return RecordDict(), {}, framed
+        if training.app is not None and answer.frames and "record" not in training.said:
+            training.stand_in(training.app)
+        if training.exact is not None:
+            framed[EXACT] = training.exact
+        return RecordDict(dict(training.beside.items())), dict(training.said), framed
+
+    def _introduced(self) -> Message:
+        """Say this node's public key."""
+        out = RecordDict()
+        asks.put(out, AnswerHead(partition_of(self.context), self.head.sequence, key=self.identity.public))
+        self.context.state = self._store(None)
+        return Message(out, reply_to=self.msg)
+
+    @cached_property
+    def identity(self) -> PeerIdentity:
+        """The node's key pair; made, where there is none yet, and kept with whatever is written next."""
+        return identity_in(self.context)
 
     def _greeted(self, system: System) -> Message:
         """Let the client half of the system answer in words; nothing changes."""
@@ -332,7 +415,12 @@ class _Exchange:
             record, version, _ = self._receive()
         except FedcompError as error:
             return refusal(self.msg, f"{RESYNC}: {error}")
-        self.msg.content = _plain(self.msg.content, self.head.model, record)
+        talks = self.system is not None and type(self.system).evaluation is not System.evaluation
+        if self.system is not None and talks and self.head.sequence and not self.refused[0]:
+            # Asked for by the system's own conversation: its half reads what came for the app.
+            self._prepared(self.system, record)
+        else:
+            self.msg.content = _plain(self.msg.content, self.head.model, record)
         reply = self.call_next(self.msg, self.context)
         if reply.has_error():
             return reply
@@ -350,10 +438,36 @@ class _Exchange:
         reply.content = content
         return reply
 
+    def _prepared(self, system: System, record: ArrayRecord) -> None:
+        """Let the client half of the system see what came for the app's evaluation; nothing changes."""
+        head, number, content = self.head, partition_of(self.context), self.msg.content
+        sent, lacks = self._blobs()
+        if lacks:
+            raise StateError(f"this node lacks the blobs {sorted(digests_of(head.blobs))}, which evaluation needs")
+        say, frames = asks.say_of(content, head, system), asks.data_in(content, FRAME)
+        memory = Memory.look(self.context, head, system)
+        before = to_arrays(record, copy=False)
+        layout = Layout.of(before, policy_from_config(head.policy), cast_floats=head.cast)
+        app = self.brought(_plain(content, head.model, record))
+        me = Me(
+            number,
+            head.number,
+            head.seed,
+            layout,
+            lambda: layout.flatten(before),
+            _no_model,
+            None if app is None else app.data,
+            kept=kept_in(self.context.state),
+            run=head.session,
+        )
+        system.client({} if memory is None else dict(memory.state), Ask(number, EVALUATE, say, frames, sent), me)
+
     def _store(self, record: ArrayRecord | None, version: int = 0) -> RecordDict:
         """Return a copy of the node's state with the blobs and the model of this message."""
         store = RecordDict(dict(self.context.state.items()))
         keep_blobs(store, self.blobs)
+        if "identity" in vars(self):
+            store[IDENTITY] = identity_record(self.identity)
         if version and record is not None:
             hold_model(store, version, record)
         return store

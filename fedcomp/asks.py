@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 from fedcomp.errors import FedcompError
@@ -160,7 +161,8 @@ class Answer(NamedTuple):
     bare: bool = False
 
 
-class Wait(NamedTuple):
+@dataclass(frozen=True)
+class Wait:
     """An exchange that need not wait for everybody. Who answers later is refused as late.
 
     Attributes
@@ -175,6 +177,11 @@ class Wait(NamedTuple):
     asks: Sequence[Ask]
     seconds: float | None = None
     enough: Callable[[Sequence[Answer]], bool] | None = None
+
+
+def wait_for(wanted: Sequence[Ask] | Wait) -> Wait:
+    """Return what a program yielded as a wait; by itself asks wait for everybody."""
+    return wanted if isinstance(wanted, Wait) else Wait(wanted)
 
 
 def mark_of(sequence: int, generation: int) -> bytes:

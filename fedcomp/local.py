@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from fedcomp.asks import mark_of, read_mark
+from fedcomp.asks import mark_of, read_mark, wait_for
 from fedcomp.codecs import State
 from fedcomp.coding.sealing import PeerIdentity
 from fedcomp.errors import FedcompError
@@ -246,7 +246,7 @@ class Local:
             wanted = next(program)
             while True:
                 self.sequence, exchange = self.sequence + 1, exchange + 1
-                wait = wanted if isinstance(wanted, Wait) else Wait(wanted)
+                wait = wait_for(wanted)
                 # All of them before one is delivered: what is posted in an exchange comes with the next.
                 sent = [now.mailbox.stamp(self.sequence, now.number, ask, again=again) for ask in wait.asks]
                 good = self._exchanged(now, wait, sent, exchange, carried)

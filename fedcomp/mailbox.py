@@ -91,15 +91,20 @@ class Mailbox:
         return tuple(sorted(self.waiting.pop(node, ()), key=lambda post: post.source))
 
     def stamp(self, number: int, round: int, ask: Ask, *, again: bool) -> Stamped:
-        """Return an ask as it goes out: with what waits, or with ``again`` an earlier one that nobody answered."""
-        former = self.asked.get(ask.node)
-        if again and former is not None:
+        """Return an ask as it goes out: with what waits, or in its place an earlier one without an answer.
+
+        With ``again`` asks to train are repeated, and these alone bring mail: a question that nobody answers is asked
+        again as the program likes.
+        """
+        former = self.asked.get(ask.node) if again else None
+        if former is not None:
             stamped = former._replace(times=former.times + 1)
         else:
             # Where nothing is remembered mail would be lost.
-            mail = self.take(ask.node) if ask.kind in ("train", "query") else ()
-            stamped = Stamped(number, round, ask._replace(mail=mail))
-        self.asked[ask.node] = stamped
+            brings = ask.kind == "train" or (ask.kind == "query" and not again)
+            stamped = Stamped(number, round, ask._replace(mail=self.take(ask.node) if brings else ()))
+        if ask.kind == "train" or former is not None or not again:
+            self.asked[ask.node] = stamped
         return stamped
 
     def answered(self, node: int) -> None:
@@ -176,7 +181,7 @@ class _Saved:
             dict(ask.blobs),
             ask.dense,
             ask.model,
-            [tuple(post) for post in ask.mail],
+            [(post.source, post.to, post.name, post.data) for post in ask.mail],
             "" if say is None else type(say).__name__,
             {} if say is None else say.entries(),
             "" if ask.expects is None else ask.expects.__name__,

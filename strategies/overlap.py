@@ -28,6 +28,7 @@ from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 
 from fedcomp import params
+from fedcomp.asks import wait_for
 from fedcomp.codecs import Identity
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.flower._private import set_message_id
@@ -187,7 +188,7 @@ def _load(owner: Overlapping, state: Any) -> None:
         x = replace(x, start=start)
         seen = server._now(x, partial(_start_of, x))
         program = server.system.round(seen)
-        exchange = Exchange({ask.node: ask for ask in next(program)} if sent else {}, sent)
+        exchange = Exchange({ask.node: ask for ask in wait_for(next(program)).asks} if sent else {}, sent)
         owner.flights.append(Flight(x, seen, program, exchange, each.step, each.began, each.deadline, list(sent)))
 
 
@@ -233,7 +234,7 @@ class Overlapping(ExchangeStrategy, Stateful):
                 f"{type(inner).__name__} keeps a promise of privacy, which is not shown for overlapping rounds; run it "
                 f"without {name}"
             )
-        if isinstance(inner, Server) and inner.system.KEEPS:
+        if isinstance(inner, Server) and (inner.system.KEEPS or inner.system.KEYS or inner.system.LOST == "again"):
             raise ConfigError(
                 f"{inner._name} keeps something from round to round ({inner.system!r}), of which rounds in flight know "
                 f"nothing; run it without {name}"

@@ -25,12 +25,18 @@ class Peer:
         Of the model that the node is known to hold; 0: unknown.
     blobs : list of str
         Digests of the blobs that it holds, the newest last.
+    key : bytes
+        Its public key; empty: unknown.
+    greet : int
+        Round before which it is not asked for its key again, since it has none.
     """
 
     consumed: int = 0
     generation: int = 0
     version: int = 0
     blobs: list[str] = field(default_factory=list)
+    key: bytes = b""
+    greet: int = 0
 
     def take(self, digests: Iterable[str]) -> None:
         """Note which blobs the node has now."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar, Final, Protocol
+from typing import Any, ClassVar, Final, Protocol, TypeVar
 
 import numpy as np
 from flwr.app import ArrayRecord, Message, RecordDict
@@ -18,12 +18,18 @@ from fedcomp.flower.protocol import app_failure
 from fedcomp.flower.records import to_arrays
 from fedcomp.flower.report import Report, Reports
 from fedcomp.layout import Layout, Vector
-from fedcomp.program import Ask, Given, Now, Step
+from fedcomp.mailbox import Mailbox
+from fedcomp.program import AnswerError, Ask, Given, Now, Step, Wait
 from fedcomp.strategies.guard import Norms
 from fedcomp.strategies.replies import SentMessage
 from fedcomp.wire import Bundle, FrameSizes
 
 Arrays = Mapping[str, NDArray[Any]]
+
+T = TypeVar("T")
+
+Pushes = Generator[Iterable[Message], list[Message], T]
+"""Exchanges one after the other: messages, perhaps with how long they are waited for, and their replies."""
 
 ALL_WEIGHTLESS: Final = "weight 0, as all others of the round: nothing to average"
 
@@ -101,10 +107,13 @@ class Exchange:
     asks : dict of int to Ask
         By node.
     sent : list of SentMessage
+    wait : Wait, optional
+        How long it waits; None: for everybody.
     """
 
     asks: Mapping[int, Ask]
     sent: list[SentMessage]
+    wait: Wait | None = None
 
 
 class Start:
@@ -177,6 +186,10 @@ class Running:
         What stands for replies that could not be used, for the inner strategy.
     origins : dict of int to Start
         Of nodes that were asked in another round.
+    mailbox : Mailbox
+        What clients send each other, as the round leaves it.
+    began : int
+        Number of the last exchange before the round.
     """
 
     report: Report
@@ -198,6 +211,8 @@ class Running:
     given: tuple[Codec | None, Sequence[Given]] = (None, ())
     errors: list[Message] = field(default_factory=list)
     origins: dict[int, Start] = field(default_factory=dict)
+    mailbox: Mailbox = field(default_factory=Mailbox)
+    began: int = 0
 
     @property
     def vector(self) -> Vector:
@@ -217,6 +232,35 @@ class Running:
     def onto(self, arrays: ArrayRecord) -> Running:
         """Return the round as one whose step is made on another model than the one that was sent."""
         return self if arrays is self.arrays else replace(self, arrays=arrays, model=to_arrays(arrays, copy=False))
+
+    def aside(self) -> Running:
+        """Return the same round as nobody has answered in it, to look at answers before they are taken."""
+        return replace(
+            self,
+            report=Report(self.report.round),
+            base=dict(self.base),
+            addresses=dict(self.addresses),
+            own=dict(self.own),
+            trained=dict(self.trained),
+            sent={},
+            payload={},
+            exact_bytes={},
+            errors=[],
+            origins=dict(self.origins),
+            mailbox=self.mailbox.copy(),
+        )
+
+    def credit(self, node: int, sequence: int, generation: int) -> None:
+        """Note what left a node's memory and came another way than in its answer.
+
+        Raises
+        ------
+        AnswerError
+            Where that was in no exchange of this round, or of a node that does not take part in it.
+        """
+        if sequence <= self.began or node not in self.addresses:
+            raise AnswerError(f"what node {node} sent under number {sequence} is of no exchange of this round")
+        self.sent[node] = sequence, generation
 
     def refuse(self, node: int, reason: str, reply: Message | None = None) -> None:
         """Report why a node's answer is not used; for the inner strategy it is a failed reply."""
@@ -254,8 +298,9 @@ class Running:
             self.report.frames.setdefault(name, {})[self.addresses[node]] = value
 
     def weighted(self, used: Sequence[Trained]) -> dict[str, NDArray[Any]]:
-        """Return the weighted mean of tensors that travel as values; a private round keeps the model's own."""
-        if self.rule.updates_only:
+        """Return the weighted mean of tensors that travel as values; the model's own in a private round, and where only
+        a sum came."""
+        if self.rule.updates_only or not used:
             return {t.name: np.asarray(self.model[t.name]) for t in self.layout.exact}
         total = sum(each.weight for each in used)
         found: dict[str, NDArray[Any]] = {}

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Final
@@ -25,6 +25,7 @@ from flwr.serverapp.strategy import FedAvg, Result, Strategy
 from numpy.typing import NDArray
 
 from fedcomp import params
+from fedcomp.asks import read_mark, wait_for
 from fedcomp.codecs import Codec, get_codec
 from fedcomp.codecs.base import all_finite
 from fedcomp.errors import ConfigError, FedcompError
@@ -32,8 +33,9 @@ from fedcomp.exact import check_exact, decode_exact
 from fedcomp.flower import asks
 from fedcomp.flower.asks import AnswerHead, AskHead, digest_of
 from fedcomp.flower.checkpoint import INNER
+from fedcomp.flower.coded import open_content
 from fedcomp.flower.logs import log
-from fedcomp.flower.payload import BLOB, EXACT, FRAME, NODE_RECORD, models, payload_bytes
+from fedcomp.flower.payload import BLOB, EXACT, FRAME, MAIL, POST, models, payload_bytes
 from fedcomp.flower.protocol import OWN_CONFIG, PREFIX, RESYNC, app_failure
 from fedcomp.flower.records import (
     count_differing,
@@ -44,15 +46,17 @@ from fedcomp.flower.records import (
     to_arrays,
     to_record,
 )
-from fedcomp.flower.report import Reports, shorten
-from fedcomp.flower.rounds import Exchanges, ExchangeStrategy, own_loop, planned
+from fedcomp.flower.report import Report, Reports, shorten
+from fedcomp.flower.rounds import Exchanges, Push, own_loop, planned
 from fedcomp.layout import DensityPolicy, Layout, Update, Vector, policy_config
+from fedcomp.mailbox import Mailbox
 from fedcomp.plain import Count, Keys
-from fedcomp.program import Answer, Ask, Now, Origin, Round, Step, System
+from fedcomp.program import EVALUATE, HELLO, Answer, Ask, Now, Origin, Round, Step, System, Wait
 from fedcomp.rules import Flag, checked
-from fedcomp.stateful import Stateful, nested, next_epoch
+from fedcomp.stateful import StatePart, nested, next_epoch
 from fedcomp.strategies.adaptive import Outcome, has_moments, step_on_support
 from fedcomp.strategies.downlink import Downlink
+from fedcomp.strategies.evaluating import Evaluating
 from fedcomp.strategies.guard import Norms
 from fedcomp.strategies.means import (
     MEANS,
@@ -64,6 +68,7 @@ from fedcomp.strategies.means import (
     returns_mean,
     weight_key_of,
 )
+from fedcomp.strategies.partitions import Holders
 from fedcomp.strategies.replies import (
     Rejected,
     SentMessage,
@@ -76,7 +81,7 @@ from fedcomp.strategies.replies import (
 )
 from fedcomp.strategies.roster import Roster
 from fedcomp.strategies.round_log import RoundLog, require_usable
-from fedcomp.strategies.running import ALL_WEIGHTLESS, Exchange, Judged, Running, Start, Trained, copies_of
+from fedcomp.strategies.running import Exchange, Judged, Pushes, Running, Start, Trained, copies_of
 from fedcomp.strategies.sinks import UpdateRule, rule_of
 from fedcomp.strategies.statistics import hold_in_record, warn_of_missing_names
 from fedcomp.strategies.wrapping import loop_of, require_inner, require_uncompressed
@@ -88,8 +93,15 @@ Arrays = Mapping[str, NDArray[Any]]
 MAX_OPEN: Final = 64
 """Rounds that hooks may open without aggregating them."""
 
+GREET_AGAIN: Final = 16
+"""Rounds after which a node that has said no public key is asked for it again."""
 
-class Server(ExchangeStrategy, Stateful):
+
+def _load_mailbox(server: Server, state: Any) -> None:
+    server.mailbox = Mailbox.of(state, server.system.SAYS)
+
+
+class Server(Evaluating):
     """Run a system's rounds around a Flower strategy.
 
     Parameters
@@ -121,6 +133,8 @@ class Server(ExchangeStrategy, Stateful):
         What is known of the nodes.
     state : dict
         What the system keeps between rounds.
+    mailbox : Mailbox
+        What clients send each other, and asks that are repeated until they are answered.
     cast : bool
         Whether floats of other sizes than float32 are in the vector, as changes. Where whole models are sent, and each
         step is made on the model that they grew from, they travel as values beside it.
@@ -145,6 +159,7 @@ class Server(ExchangeStrategy, Stateful):
         "_session": bytes,
         "sequence": Count,
         "state": dict,
+        "mailbox": StatePart(lambda owner: owner.mailbox.to_plain(), _load_mailbox),
         "_usual": Annotated[dict[str, Usual], Keys(("train", "evaluate"))],
         "reports": Reports,
         "evaluations": Reports,
@@ -202,13 +217,15 @@ class Server(ExchangeStrategy, Stateful):
         self._session = secrets.token_bytes(8)
         self.sequence = 0
         self.state: dict[str, Any] = {}
+        self.mailbox = Mailbox()
         self.reports, self.evaluations = Reports(), Reports()
         self._usual = {"train": Usual(), "evaluate": Usual()}
         self._log = RoundLog(self._name)
         self._timeout: float | None = None
         self.layout = Layout(())
         self._open: dict[int, tuple[Exchanges[Outcome], Grid]] = {}
-        self._evaluating: list[SentMessage] = []
+        self._evaluating = []
+        self._talks = {}
 
     def __repr__(self) -> str:
         down = "" if self.downlink is None else f", downlink={self.downlink!r}"
@@ -241,9 +258,38 @@ class Server(ExchangeStrategy, Stateful):
             # Whom earlier rounds prefer would make one client's part in a private sum depend on another's.
             self.roster.release()
         messages = list(self.inner.configure_train(server_round, arrays, config, grid))
+        if self.system.KEYS:
+            yield from self._greet(server_round, messages)
         x, now = self._ask(server_round, arrays, messages)
         step = yield from self._play(x, now, self.system.round(now))
         return self._close(x, now, step)
+
+    def _greet(self, server_round: int, messages: Sequence[Message]) -> Pushes[None]:
+        """Learn the public keys of those that are to be asked, and which partition each of them holds."""
+        self.sequence += 1
+        sent = []
+        for base in messages:
+            address = base.metadata.dst_node_id
+            peer = self.roster.peer(address)
+            if peer.key or peer.greet > server_round:
+                continue
+            content = RecordDict()
+            asks.put(content, AskHead(server_round, self.seed, self._session, self.sequence))
+            greeting = Message(content, address, HELLO, group_id=base.metadata.group_id or None)
+            sent.append(SentMessage(greeting, address, self.sequence))
+        replies = (yield [each.message for each in sent]) if sent else []
+        for each, reply in match_replies(sent, replies, Report(server_round), self.roster):
+            peer = self.roster.peer(each.node)
+            try:
+                head = None if reply.has_error() else asks.find_answer(reply.content)
+            except FedcompError:
+                head = None
+            if head is None or len(head.key) != 32:
+                # Its app has no half of this project, or it broke.
+                peer.greet = server_round + GREET_AGAIN
+                continue
+            peer.key = head.key
+            self.roster.declared.setdefault(each.node, head.partition_id)
 
     def _close(self, x: Running, now: Now, step: Step | None) -> Outcome:
         """Take what the program made, and end the round.
@@ -280,7 +326,10 @@ class Server(ExchangeStrategy, Stateful):
 
     def _opened(self, server_round: int, arrays: ArrayRecord, messages: Sequence[Message]) -> Running:
         """Return a round in which ``messages`` go out."""
-        report = self.reports.join(server_round)
+        return self._begun(self.reports.join(server_round), arrays, messages)
+
+    def _begun(self, report: Report, arrays: ArrayRecord, messages: Sequence[Message]) -> Running:
+        """Return a round that is reported in ``report``."""
         report.asked = len(messages)
         model = to_arrays(arrays, copy=False)
         layout = Layout.of(model, self.policy, cast_floats=self.cast)
@@ -296,7 +345,9 @@ class Server(ExchangeStrategy, Stateful):
         self._require_served(rule)
         reference = None if self.down is None or own else partial(self.down.reference, layout)
         start = Start(layout, model, reference)
-        return Running(report, arrays, model, start, record, rule, base, addresses, layout, own)
+        x = Running(report, arrays, model, start, record, rule, base, addresses, layout, own)
+        x.mailbox, x.began = self.mailbox.copy(), self.sequence
+        return x
 
     def _now(
         self,
@@ -323,6 +374,10 @@ class Server(ExchangeStrategy, Stateful):
             origins=origins,
             strangers=frozenset(n for n, address in x.addresses.items() if address not in self.roster.declared),
             seen=seen,
+            keys={n: key for n, address in x.addresses.items() if (key := self.roster.peer(address).key)},
+            mailbox=x.mailbox,
+            unpack=partial(self._unpack, x),
+            credit=lambda node, mark: x.credit(node, *read_mark(mark)),
             **more,
         )
 
@@ -350,9 +405,7 @@ class Server(ExchangeStrategy, Stateful):
             )
         return name, found[name]
 
-    def _play(
-        self, x: Running, now: Now, program: Round, begun: Exchange | None = None
-    ) -> Generator[list[Message], list[Message], Step | None]:
+    def _play(self, x: Running, now: Now, program: Round, begun: Exchange | None = None) -> Pushes[Step | None]:
         """Drive the program: asks to messages, replies to answers; return what it came to.
 
         ``begun`` are the asks that it has made already.
@@ -361,57 +414,98 @@ class Server(ExchangeStrategy, Stateful):
         try:
             exchange = self._send(x, now, next(program)) if begun is None else begun
             while True:
-                answers: dict[int, Answer] = {}
-                asked, sent = exchange.asks, exchange.sent
-                x.report.seconds += time.perf_counter() - began
-                replies = (yield [each.message for each in sent]) if sent else []
+                answers = yield from self._exchanged(x, now, exchange, began)
                 began = time.perf_counter()
-                if lacking := self._receive(x, sent, asked, replies, answers):
-                    # Who lacks a blob that it once had is asked once more, with its bytes. The program does not know.
-                    asked = {node: asked[node] for node in lacking}
-                    again = [self._message(x, now, ask, sent[0].sequence) for ask in asked.values()]
-                    x.report.seconds += time.perf_counter() - began
-                    replies = yield [each.message for each in again]
-                    began = time.perf_counter()
-                    self._refuse_lacking(x, self._receive(x, again, asked, replies, answers))
-                self._agree(x, answers, sent)
-                exchange = self._send(x, now, program.send([answers[node] for node in sorted(answers)]))
+                exchange = self._send(x, now, program.send(answers))
         except StopIteration as end:
             x.report.seconds += time.perf_counter() - began
             step: Step | None = end.value
             return step
 
-    def _send(self, x: Running, now: Now, wanted: Sequence[Ask]) -> Exchange:
-        """Return asks as messages, under the next number."""
+    def _exchanged(self, x: Running, now: Now, exchange: Exchange, began: float) -> Pushes[list[Answer]]:
+        """Return the answers of one exchange in the order of nodes; ``began``: since when the server has worked."""
+        answers: dict[int, Answer] = {}
+        asked, sent = exchange.asks, exchange.sent
+        x.report.seconds += time.perf_counter() - began
+        replies = (yield self._pushed(x, exchange)) if sent else []
+        began = time.perf_counter()
+        if lacking := self._receive(x, sent, asked, replies, answers):
+            # Who lacks a blob that it once had is asked once more, with its bytes. The program does not know.
+            asked = {node: asked[node] for node in lacking}
+            numbers = {each.node: each.sequence for each in sent}
+            again = [self._message(x, now, ask, numbers[x.addresses[ask.node]]) for ask in asked.values()]
+            x.report.seconds += time.perf_counter() - began
+            replies = yield [each.message for each in again]
+            began = time.perf_counter()
+            self._refuse_lacking(x, self._receive(x, again, asked, replies, answers))
+        self._agree(x, answers, sent)
+        found = [answers[node] for node in sorted(answers)]
+        for answer in found:
+            x.mailbox.put(answer.post)
+        if self.system.LOST != "again":
+            x.mailbox.put_back()
+        x.report.seconds += time.perf_counter() - began
+        return found
+
+    def _send(self, x: Running, now: Now, wanted: Sequence[Ask] | Wait) -> Exchange:
+        """Return asks as messages: under the next number, or repeated under their own."""
         self.sequence += 1
-        return Exchange({a.node: a for a in wanted}, [self._message(x, now, a, self.sequence) for a in wanted])
+        wait, repeats = wait_for(wanted), self.system.LOST == "again"
+        # All of them before one is sent: what is posted in an exchange comes with the next.
+        stamped = [x.mailbox.stamp(self.sequence, now.number, ask, again=repeats) for ask in wait.asks]
+        # Who does not take part in the round is not asked.
+        there = [each for each in stamped if each.ask.node in x.addresses]
+        sent = [self._message(x, now, each.ask, each.number, each.round) for each in there]
+        return Exchange({each.ask.node: each.ask for each in there}, sent, wait if wait is wanted else None)
+
+    def _pushed(self, x: Running, exchange: Exchange) -> Iterable[Message]:
+        """Return messages, and how long they are waited for."""
+        messages, wait = [each.message for each in exchange.sent], exchange.wait
+        if wait is None:
+            return messages
+        enough, aside = wait.enough, x.aside()
+        found: dict[int, Answer] = {}
+        looked: list[Message] = []
+
+        def decided(replies: Sequence[Message]) -> bool:
+            assert enough is not None
+            # Looked at before they are taken, in a round of which nothing is used.
+            self._receive(aside, exchange.sent, exchange.asks, replies[len(looked) :], found, Holders())
+            looked.extend(replies[len(looked) :])
+            return enough([found[node] for node in sorted(found)])
+
+        return Push(messages, wait.seconds, None if enough is None else decided)
 
     def _refuse_lacking(self, x: Running, nodes: Iterable[int]) -> None:
         for node in nodes:
             x.refuse(node, "lacks, as it says, the very blobs that it was sent")
 
-    def _message(self, x: Running, now: Now, ask: Ask, sequence: int) -> SentMessage:
-        """Return an ask as a message."""
+    def _message(self, x: Running, now: Now, ask: Ask, sequence: int, number: int = 0) -> SentMessage:
+        """Return an ask as a message; one of an earlier round has its ``number``."""
         address = x.addresses[ask.node]
         peer, base = self.roster.peer(address), x.base[ask.node]
         content, fields, data = RecordDict(), dict[str, Any](), dict[str, Frame]()
         coming: set[str] = set()
-        if ask.kind == "train":
+        if ask.kind in ("train", EVALUATE):
             # Strategies put the same records into all messages; what is added here is this node's alone.
             content = base.content.copy()
             fields = {"model": x.record}
-            if self.down is not None and not x.own:
+            if not ask.model:
+                del content[x.record]
+                fields = {}
+            elif self.down is not None and not x.own:
                 fields, coming = self.down.fill(content, x.record, peer, data)
             fields["policy"] = policy_config(self.policy, x.layout)
         blobs = {name: digest_of(blob) for name, blob in ask.blobs.items()}
         # What follows from the steps in this message the node has by the time it looks.
         data |= {BLOB + blobs[name]: b for name, b in ask.blobs.items() if blobs[name] not in coming.union(peer.blobs)}
-        data |= {FRAME + name: frame for name, frame in ask.frames.items()}
+        data |= {FRAME + name: frame for name, frame in ask.frames.items()} | asks.named_posts(ask.mail, MAIL)
         head = AskHead(
-            number=now.number,
+            number=number or now.number,
             seed=self.seed,
             session=self._session,
             sequence=sequence,
+            needs_model=ask.model,
             consumed=peer.consumed,
             generation=peer.generation,
             system=self.system.to_config(),
@@ -422,7 +516,7 @@ class Server(ExchangeStrategy, Stateful):
         )
         asks.put(content, head, ask.say, data)
         meta = base.metadata
-        kind = meta.message_type if ask.kind == "train" else ask.kind
+        kind = meta.message_type if ask.kind in ("train", EVALUATE) else ask.kind
         message = Message(content, address, kind, ttl=meta.ttl, group_id=meta.group_id or None)
         return SentMessage(message, address, sequence, version=int(fields.get("version", 0)))
 
@@ -435,11 +529,15 @@ class Server(ExchangeStrategy, Stateful):
         asked: Mapping[int, Ask],
         replies: Iterable[Message],
         answers: dict[int, Answer],
+        holders: Holders | None = None,
     ) -> list[int]:
-        """Add what replies say to ``answers``; return the nodes that lack a blob. What is wrong refuses one reply."""
+        """Add what replies say to ``answers``; return the nodes that lack a blob. What is wrong refuses one reply.
+
+        ``holders``: who held which partition before; by default the roster, which takes note of who does now.
+        """
         nodes = {x.addresses[node]: node for node in asked}
         lacking = []
-        for each, reply in match_replies(sent, replies, x.report, self.roster):
+        for each, reply in match_replies(sent, replies, x.report, holders or self.roster):
             node = nodes[each.node]
             try:
                 answer = self._read(x, node, asked[node], each, reply)
@@ -450,6 +548,7 @@ class Server(ExchangeStrategy, Stateful):
             if answer is None:
                 lacking.append(node)
             else:
+                x.mailbox.answered(node)
                 answers[answer.node] = answer
         return lacking
 
@@ -468,7 +567,8 @@ class Server(ExchangeStrategy, Stateful):
                 peer.forget()
             raise Rejected(reason)
         head = asks.find_answer(content)
-        if head is None or not head.sequence or (ask.kind == "train" and not (head.record or head.lacks or head.say)):
+        said = head is not None and (head.record or head.lacks or head.say or head.bare)
+        if head is None or not head.sequence or (ask.kind == "train" and not said):
             if ask.dense:
                 return self._dense(x, node, sent, reply, head)
             why = "" if head is None else head.unsupported
@@ -491,8 +591,10 @@ class Server(ExchangeStrategy, Stateful):
         frames = asks.data_in(content, FRAME)
         # Who is asked to train may have nothing to do, and says so; then it has nothing to send either.
         has_trained = ask.kind == "train" and bool(head.record)
-        if frames and not has_trained and head.partition_id not in x.trained:
+        if frames and ask.model and not has_trained and head.partition_id not in x.trained:
             raise Rejected(f"sends {shorten(str(sorted(frames)))}, and its app has not trained")
+        posts = asks.posts_in(content, POST, head.partition_id)
+        x.mailbox.require(posts, {*x.base, *self.roster.claims.values()})
         if has_trained:
             trained = self._trained(x, head, reply, asks.data_in(content, EXACT).get(""))
         # From here on nothing is wrong with it.
@@ -509,10 +611,31 @@ class Server(ExchangeStrategy, Stateful):
         peer.take(digest_of(blob) for blob in ask.blobs.values())
         peer.take(digest_of(frames[name]) for name in self.system.SHARED if name in frames)
         x.payload[node] = x.payload.get(node, 0) + payload_bytes(reply)
-        if self.system.SENT in frames:
+        peer.key = head.key or peer.key
+        if self.system.SENT in frames or head.sent:
             x.sent[node] = head.sequence, head.generation
         weight = x.trained[node].weight if node in x.trained else 0.0
-        return Answer(node, weight, say, frames)
+        return Answer(node, weight, say, frames, post=posts)
+
+    def _unpack(self, x: Running, node: int, data: bytes) -> Answer:
+        """Return the answer of a node whose whole reply came another way.
+
+        Raises
+        ------
+        FedcompError
+            When it is none, or of another node or round.
+        """
+        content = open_content(data)
+        head = asks.find_answer(content)
+        if head is None or not head.record:
+            raise Rejected("what came of it another way is no reply of an app that has trained")
+        if head.partition_id != node:
+            raise Rejected(f"what came of it another way is the reply of partition {head.partition_id}")
+        frames, exact = asks.data_in(content, FRAME), asks.data_in(content, EXACT).get("")
+        trained = self._trained(x, head, Message(content, reply_to=x.base[node]), exact)
+        x.credit(node, head.sequence, head.generation)
+        x.trained[node], x.exact_bytes[node], x.payload[node] = trained, len(exact or b""), len(data)
+        return Answer(node, trained.weight, frames=frames)
 
     def _trained(self, x: Running, head: AnswerHead, reply: Message, exact: Frame | None) -> Trained:
         """Return what the app replied beside the model.
@@ -645,17 +768,22 @@ class Server(ExchangeStrategy, Stateful):
     def _take(self, x: Running, now: Now, step: Step | None) -> Outcome:
         """Hand what the program made to the inner strategy; acknowledge what is in the model."""
         report = x.report
+        if step is None or self.system.LOST == "again":
+            self.state, self.mailbox = dict(now.state), x.mailbox
         if step is None:
-            self.state = dict(now.state)
             return None, None
+        used = [x.trained[node] for node in step.consumed if node in x.trained]
         for node in step.consumed:
-            trained, address = x.trained[node], x.addresses[node]
+            trained, address = x.trained.get(node), x.addresses[node]
+            if trained is None:
+                # Its part came in a sum.
+                report.compressed += 1
+                continue
             report.plain, report.compressed = report.plain + trained.dense, report.compressed + (not trained.dense)
             if trained.unsupported:
                 report.unsupported[address] = shorten(trained.unsupported)
             elif trained.dense:
                 report.without_mod.append(address)
-        used = [x.trained[node] for node in step.consumed]
         if not x.rule.updates_only:
             self._account(x, step.consumed)
         with np.errstate(over="ignore", invalid="ignore"):
@@ -673,8 +801,8 @@ class Server(ExchangeStrategy, Stateful):
         if not finite_where(out, x.model) or not finite_where(changed, x.model):
             report.notes.append(x.rule.not_finite)
             return None, None
-        report.used += len(used)
-        self.state = dict(now.state)
+        report.used += len(step.consumed)
+        self.state, self.mailbox = dict(now.state), x.mailbox
         self.acknowledge(x, step.consumed)
         if self.down is not None and x.given[0] is not None and step.change is not None:
             self.down.note(x.given[0], x.given[1], now.scales, x.layout)
@@ -692,16 +820,20 @@ class Server(ExchangeStrategy, Stateful):
         report, codec = x.report, x.given[0]
         sizes = [x.sizes[node] for node in consumed if node in x.sizes]
         if codec is not None and sizes:
-            report.account(codec, x.layout, sizes, exact_bytes=sum(x.exact_bytes[node] for node in consumed))
-        report.payload_bytes = sum(x.payload[node] for node in consumed)
+            report.account(codec, x.layout, sizes, exact_bytes=sum(x.exact_bytes.get(node, 0) for node in consumed))
+        report.payload_bytes = sum(x.payload.get(node, 0) for node in consumed)
         # What apps put beside the model travels with compression and without, so it counts on both sides.
-        others = [record for node in consumed for record in x.trained[node].content.array_records.values()]
+        trained = [x.trained[node] for node in consumed if node in x.trained]
+        others = [record for each in trained for record in each.content.array_records.values()]
         report.model_bytes = len(consumed) * sum(array.nbytes for array in x.model.values())
         report.model_bytes += sum(len(array.data) for record in others for array in record.values())
 
     def _mean(self, x: Running, now: Now, step: Step, used: Sequence[Trained]) -> Outcome:
         """Let the inner strategy take the model that a step leads to for the mean of the clients' models."""
         report, layout, part = x.report, x.layout, slice(x.layout.compressed_size)
+        if len(used) < len(step.consumed):
+            # Of a sum there are no single buffers, weights or metrics: those of a few would stand for all.
+            used = []
         if unread := sorted(used[0].content.array_records) if used else ():
             report.notes.append(
                 f"replies hold the ArrayRecords {shorten(str(unread))} beside the model, which "
@@ -750,7 +882,7 @@ class Server(ExchangeStrategy, Stateful):
             # Metrics depend on the data, and a private round has paid for the update alone.
             [] if private else [each.content for each in used],
             metrics_name=(used[0].metrics if used else "") or "metrics",
-            received=None if private else (len(used), len(report.refused)),
+            received=None if private else (len(step.consumed), len(report.refused)),
             sparse=step.support,
         )
 
@@ -811,93 +943,6 @@ class Server(ExchangeStrategy, Stateful):
             return step_on_support(self.inner, where, aggregate)
         return aggregate()
 
-    # Evaluation.
-
-    def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """Let the inner strategy configure evaluation; nodes that hold the model already get no model bytes."""
-        messages = list(self.inner.configure_evaluate(server_round, arrays, config, grid))
-        self._evaluating = [SentMessage(message, message.metadata.dst_node_id, 0) for message in messages]
-        # Nothing is trained, so without a downlink there is nothing to say.
-        if self.down is None or not messages:
-            return messages
-        model = to_arrays(arrays, copy=False)
-        record, own = self._record_of({message.metadata.dst_node_id: message for message in messages}, arrays)
-        if own:
-            return messages
-        self.down.publish(model)
-        down = self.down.layout
-        self._evaluating = []
-        for message in messages:
-            meta, content, data = message.metadata, message.content.copy(), dict[str, Frame]()
-            fields, _ = self.down.fill(content, record, self.roster.peer(meta.dst_node_id), data)
-            head = AskHead(
-                number=server_round,
-                seed=self.seed,
-                session=self._session,
-                system=self.system.to_config() if self.system.makes_steps else {},
-                policy=policy_config(self.policy, down),
-                cast=self.cast,
-                **fields,
-            )
-            asks.put(content, head, data=data)
-            made = Message(content, meta.dst_node_id, meta.message_type, ttl=meta.ttl, group_id=meta.group_id or None)
-            self._evaluating.append(SentMessage(made, meta.dst_node_id, 0, version=int(fields["version"])))
-        return [each.message for each in self._evaluating]
-
-    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Note which versions the nodes hold, leave out replies that cannot be averaged, and let inner aggregate."""
-        report, key = self.evaluations.begin(server_round), weight_key_of(self.inner)
-        sent, self._evaluating = self._evaluating, []
-        report.asked, errors = len(sent), list[Message]()
-        found: list[tuple[tuple[SentMessage, Message], str, RecordDict]] = []
-
-        def refuse(each: SentMessage, reply: Message, reason: str) -> None:
-            report.refuse(each.node, reason)
-            errors.append(reply if reply.has_error() else app_failure(each.message, reason))
-
-        for each, reply in match_replies(sent, replies, report, self.roster):
-            peer = self.roster.peer(each.node)
-            try:
-                if reply.has_error():
-                    reason = f"error {reply.error.code}: {reply.error.reason}"
-                    if RESYNC in reason:
-                        peer.forget()
-                    raise Rejected(reason)
-                # Refused here by itself: Flower's own check ends the whole run over one reply without a weight.
-                weight_of(reply.content, key)
-                if self.down is not None:
-                    head = asks.find_answer(reply.content)
-                    self.down.held(peer, 0 if head is None else head.version, each)
-            except FedcompError as why:
-                refuse(each, reply, str(why))
-                continue
-            # Ours alone: the inner strategy gets what the app replied.
-            reply.content.pop(NODE_RECORD, None)
-            found.append(((each, reply), "", reply.content))
-        kept = agreeing(found, report, lambda pair: pair[0].node, self._usual["evaluate"])
-        if key is not None and kept and sum(weight_of(reply.content, key)[1] for _, reply in kept) <= 0:
-            for each, reply in kept:
-                refuse(each, reply, ALL_WEIGHTLESS)
-            kept = []
-        report.payload_bytes = sum(payload_bytes(reply) for _, reply in kept)
-        if names := sorted({name for _, reply in kept for name in reply.content.array_records}):
-            report.notes.append(
-                f"replies to evaluation hold the ArrayRecords {shorten(str(names))}, which nobody reads: "
-                f"{report.payload_bytes:,} bytes that are in no ratio of training replies"
-            )
-        self._log.warn(report)
-        report.concluded = True
-        return self.inner.aggregate_evaluate(server_round, [*(reply for _, reply in kept), *errors])
-
-    def evaluate_round(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Exchanges[MetricRecord | None]:
-        """Evaluate on the clients that the inner strategy asks."""
-        replies = yield list(self.configure_evaluate(server_round, arrays, config, grid))
-        return self.aggregate_evaluate(server_round, replies)
-
     # Flower's hooks: the same generator, driven by Flower.
 
     def configure_train(
@@ -918,8 +963,8 @@ class Server(ExchangeStrategy, Stateful):
             log.warning(
                 "round %d: %d later rounds were configured before it was aggregated: it is given up", former, MAX_OPEN
             )
-        assert isinstance(messages, list)
-        return messages
+        assert isinstance(messages, Iterable)
+        return list(messages)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -934,15 +979,8 @@ class Server(ExchangeStrategy, Stateful):
         if server_round not in self._open:
             raise ConfigError(f"round {server_round} was not configured, or was aggregated before")
         opened, grid = self._open.pop(server_round)
-        try:
-            messages = opened.send(list(replies))
-            while True:
-                assert isinstance(messages, list)
-                answers = list(grid.send_and_receive(messages, timeout=self._timeout)) if messages else []
-                messages = opened.send(answers)
-        except StopIteration as end:
-            outcome: Outcome = end.value
-            return outcome
+        outcome: Outcome = self._finished(opened, grid, replies)
+        return outcome
 
     @property
     def surroundings(self) -> dict[str, Any]:

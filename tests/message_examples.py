@@ -173,6 +173,7 @@ EXAMPLES: dict[str, Schema] = {
         cast=False,
     ),
     "asks.AskHead/plain": asks.AskHead(number=1, seed=0, session=b"session!"),
+    "asks.AskHead/anybody": asks.AskHead(number=1, seed=0, session=b"session!", needs_model=False),
     "asks.AnswerHead": asks.AnswerHead(
         partition_id=2,
         sequence=4,
@@ -189,6 +190,7 @@ EXAMPLES: dict[str, Schema] = {
         unsupported="no system 'pair'",
     ),
     "asks.AnswerHead/plain": asks.AnswerHead(2),
+    "asks.AnswerHead/bare": asks.AnswerHead(2, 4, 1, bare=True, sent=True, key=b"k" * 32),
     "state.UplinkRecord": state.UplinkRecord(3, 9, b"session!", {"id": "topk"}, '["topk",{}]', b"digest"),
     "state.UplinkRecord/asked": state.UplinkRecord(
         3, 9, b"session!", {"id": "topk"}, '["topk",{}]', b"digest", b"asked"
@@ -204,6 +206,7 @@ EXAMPLES: dict[str, Schema] = {
         session=b"session!",
         sequence=9,
         number=4,
+        trained=9,
         generation=3,
         sent=8,
         before=5,

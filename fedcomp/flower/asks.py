@@ -7,15 +7,17 @@ the one by which a reply says who it is in an answer. A record of their own woul
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, NamedTuple, Self
 
 from flwr.app import ConfigRecord, RecordDict
 
+from fedcomp.asks import NO_FRAMES, AnswerError, Frames, Post, Said
 from fedcomp.flower.payload import (
     BYTES,
     INLINE_LIMIT,
+    MAIL,
     NODE_RECORD,
     is_frame,
     put_frame,
@@ -23,13 +25,13 @@ from fedcomp.flower.payload import (
 )
 from fedcomp.flower.protocol import OWN_CONFIG, PREFIX
 from fedcomp.flower.schema import Document, Schema, SchemaError, Version
-from fedcomp.program import NO_FRAMES, AnswerError, Frames, Said, System
+from fedcomp.program import System
 from fedcomp.rules import Data, Flag, Int, Many, OneOf, Real, Text
 from fedcomp.wire import Frame
 
-ASKS: Final = 3
-"""Version of the heads. A client answers in the version that it is asked in; the drop-in pair's own messages have the
-versions before this one."""
+ASKS: Final = 4
+"""Version of the heads; messages of other ones are refused by name. The drop-in pair's own messages have the first two
+versions."""
 
 BLOBS_KEPT: Final = 8
 """Blobs that a node keeps, the newest; one that was dropped is asked for again, which costs an exchange."""
@@ -79,6 +81,8 @@ class AskHead(Schema, key=OWN_CONFIG, prefix=PREFIX):
         Id of what is said in words.
     cast : bool
         Whether floats of other sizes are in the vector, as changes; else they travel as values, beside it.
+    needs_model : bool
+        :attr:`fedcomp.asks.Ask.model`.
     """
 
     protocol: Annotated[int, Version(ASKS)] = field(default=ASKS, kw_only=True)
@@ -99,6 +103,7 @@ class AskHead(Schema, key=OWN_CONFIG, prefix=PREFIX):
     steps: Annotated[tuple[str, ...], Many(Text(4096, least=1), 4096)] = ()
     say: Annotated[str, Text(64)] = ""
     cast: Annotated[bool, Flag(absent=True)] = True
+    needs_model: Annotated[bool, Flag(absent=True)] = True
 
     def conflict(self) -> str:
         """Return why fields that are each in range contradict each other; empty when they do not."""
@@ -140,6 +145,12 @@ class AnswerHead(Schema, key=NODE_RECORD, separator="-"):
         Pairs: number of a tensor that is another name of an earlier one, and that one's number.
     unsupported : str
         Why the client could not do what it was asked for: its reply is the app's own, with nothing of the system's.
+    bare : bool
+        Whether nothing of the app's reply is here, though it may have trained.
+    sent : bool
+        Whether mass left the memory with this answer, and not in a frame of it (:attr:`fedcomp.asks.Answer.sent`).
+    key : bytes
+        The node's public key, where the server cannot know it yet.
     """
 
     partition_id: Annotated[int, Int(0, 2**31 - 1)]
@@ -155,6 +166,9 @@ class AnswerHead(Schema, key=NODE_RECORD, separator="-"):
     unchanged: Annotated[tuple[int, ...], Many(Int(), 1 << 20, ascending=True)] = ()
     copies: Annotated[tuple[int, ...], Many(Int(), 1 << 20)] = ()
     unsupported: Annotated[str, Text(4096)] = ""
+    bare: Annotated[bool, Flag(absent=False)] = False
+    sent: Annotated[bool, Flag(absent=False)] = False
+    key: Annotated[bytes, Data(32)] = b""
 
     def conflict(self) -> str:
         """Return why fields that are each in range contradict each other; empty when they do not."""
@@ -313,6 +327,35 @@ def data_in(content: RecordDict, kind: str) -> dict[str, Frame]:
                 if name.startswith(kind) and isinstance(value, bytes):
                     found[name.removeprefix(kind)] = value
     return found
+
+
+def named_posts(posts: Iterable[Post], kind: str) -> dict[str, Frame]:
+    """Return posts as bytes by their names in a message: of kind :data:`~fedcomp.flower.payload.MAIL` by who sent them,
+    else by whom they are for."""
+    others = ((post, post.source if kind == MAIL else post.to) for post in posts)
+    return {f"{kind}{i}/{other}/{post.name}": post.data for i, (post, other) in enumerate(others)}
+
+
+def posts_in(content: RecordDict, kind: str, node: int) -> tuple[Post, ...]:
+    """Return the posts in a message from or for ``node``, in their order.
+
+    Raises
+    ------
+    SchemaError
+        When what is called like one has no name of a post, or posts are not numbered from 0.
+    """
+    found: dict[int, Post] = {}
+    data = data_in(content, kind)
+    for text, each in data.items():
+        number, _, rest = text.partition("/")
+        other, slash, name = rest.partition("/")
+        if not (slash and all(part.isdecimal() and len(part) < 11 for part in (number, other))):
+            raise SchemaError(f"{text[:80]!r} is no name of a post: expected number, node and name", kind)
+        source, to = (int(other), node) if kind == MAIL else (node, int(other))
+        found[int(number)] = Post(source, to, name, each)
+    if sorted(found) != [*range(len(data))]:
+        raise SchemaError(f"{len(data)} posts are not numbered from 0", kind)
+    return tuple(found[number] for number in range(len(data)))
 
 
 def without(content: RecordDict) -> RecordDict:

@@ -34,10 +34,13 @@ FRAME: Final = "fedcomp.frame."
 BLOB: Final = "fedcomp.blob."
 STEP: Final = "fedcomp.step."
 EXACT: Final = "fedcomp.exact"
+MAIL: Final = "fedcomp.mail."
+POST: Final = "fedcomp.post."
 """Names of a program's bytes in messages: a frame by its name, a blob by its digest (those that read steps, too), a
-step of the model by its version (``.exact`` follows for its buffers), exact buffers."""
+step of the model by its version (``.exact`` follows for its buffers), exact buffers; what other clients sent this one,
+and what it sends them, by number, the other one's node and name."""
 
-BYTES: Final = (FRAME, BLOB, STEP, EXACT)
+BYTES: Final = (FRAME, BLOB, STEP, EXACT, MAIL, POST)
 """With these begin the names of entries that hold such bytes, in any ConfigRecord."""
 
 

@@ -633,7 +633,7 @@ def test_a_damaged_description_begins_the_memory_anew(name: str, value: Any) -> 
     if value is not None:
         record[name] = value
     reply = node.ask(2)
-    if not (value == 7 and name in ("sequence", "number", "generation", "sent", "before", "length")):
+    if not (value == 7 and name in ("sequence", "number", "trained", "generation", "sent", "before", "length")):
         assert answer(reply).state == "begun"
         assert not node.ask(3).has_error()
 
@@ -1154,7 +1154,18 @@ def test_a_memory_larger_than_a_state_can_be_is_refused_before_training(monkeypa
 
 # One assignment.
 
-WRITING = {"answer", "_answered", "_app_alone", "_store", "repeat", "commit", "keep_blobs", "hold_model"}
+WRITING = {
+    "answer",
+    "_answered",
+    "_content",
+    "_prepared",
+    "_app_alone",
+    "_store",
+    "repeat",
+    "commit",
+    "keep_blobs",
+    "hold_model",
+}
 """What runs after the app, and writes."""
 
 

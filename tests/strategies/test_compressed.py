@@ -399,11 +399,12 @@ def altered(change, app=None):
     return call
 
 
-def test_a_server_of_another_protocol_version_is_answered_densely_and_reported() -> None:
+@pytest.mark.parametrize("version", [3, 5])
+def test_a_server_of_another_protocol_version_is_answered_densely_and_reported(version: int) -> None:
     strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(density=0.1))
-    run(strategy, altered(lambda config: config.__setitem__("fedcomp.protocol", 4)), rounds=1)
+    run(strategy, altered(lambda config: config.__setitem__("fedcomp.protocol", version)), rounds=1)
     assert strategy.reports[1].plain == 4
-    assert all("protocol 4" in reason for reason in strategy.reports[1].unsupported.values())
+    assert all(f"protocol {version}" in reason for reason in strategy.reports[1].unsupported.values())
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from fedcomp.flower.rounds import drive
 from fedcomp.flower.wrapper import GridWrapper
 from fedcomp.layout import DensityPolicy, Layout, Vector
 from fedcomp.local import Local
-from fedcomp.program import System
+from fedcomp.program import HELLO, System
 from fedcomp.rng import Key
 from fedcomp.strategies.cohort import CohortSettings
 
@@ -120,6 +120,9 @@ def product(
     """Run a strategy; ``present`` says who takes part in each round. Clients train and evaluate on its own models."""
 
     def plan(delivery: Delivery) -> Any:
+        if delivery.message_type == HELLO and strategy.system.KEYS:
+            # Public keys are asked for beside the program.
+            return None
         kind = delivery.message_type.partition(".")[0]
         return WORDS[fault(delivery.round, delivery.partition, kind)]
 
@@ -160,14 +163,20 @@ def product(
 
 
 def program(
-    system: System, nodes: int, rounds: int, *, fault: Fault, present: Sequence[Sequence[int]], toy: Toy = TOY
+    system: System,
+    nodes: int,
+    rounds: int,
+    *,
+    fault: Fault,
+    present: Sequence[Sequence[int]],
+    toy: Toy = TOY,
+    kinds: tuple[str, str] = ("train", "query"),
 ) -> tuple[list[Seen], Local]:
-    """Run a program among the same clients."""
-    # What an exchange asks is its kind; the first one of a round trains.
+    """Run a program among the same clients; ``kinds`` are those of the first exchange of a round and of the others."""
     local = toy.local(
         system,
         nodes,
-        fault=lambda number, node, exchange: fault(number, node, "train" if exchange == 1 else "query"),
+        fault=lambda number, node, exchange: fault(number, node, kinds[exchange > 1]),
     )
     found = []
     for number in range(1, rounds + 1):
