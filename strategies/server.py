@@ -496,6 +496,9 @@ class Server(Evaluating):
             elif self.down is not None and not x.own:
                 fields, coming = self.down.fill(content, x.record, peer, data)
             fields["policy"] = policy_config(self.policy, x.layout)
+        elif not ask.model:
+            # What an app is configured by: it brings what the half answers with.
+            content = RecordDict({k: v for k, v in base.content.items() if isinstance(v, ConfigRecord)})
         blobs = {name: digest_of(blob) for name, blob in ask.blobs.items()}
         # What follows from the steps in this message the node has by the time it looks.
         data |= {BLOB + blobs[name]: b for name, b in ask.blobs.items() if blobs[name] not in coming.union(peer.blobs)}

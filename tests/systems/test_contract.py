@@ -197,7 +197,7 @@ def test_two_runs_are_equal_whoever_comes_first(entry: Entry) -> None:
             asks = next(program)
             while True:
                 wait = asks if isinstance(asks, Wait) else Wait(asks)
-                asks = program.send((yield wait._replace(asks=list(wait.asks)[::-1])))
+                asks = program.send((yield replace(wait, asks=list(wait.asks)[::-1])))
         except StopIteration as end:
             return end.value
 

@@ -54,6 +54,12 @@ Answers = Generator[Sequence[Ask] | Wait, Sequence[Answer], Any]
 STATE: Final = "graph"
 """Where :attr:`fedcomp.program.Now.state` has what is known of owners."""
 
+OTHERS: Final = "others"
+"""Where whoever drives the program says in it which nodes are there and do not take part: they hand out rows."""
+
+THERE: Final = "there"
+"""Where it says, after each exchange, which nodes are there, whether their answers can be used or not."""
+
 _ADAPTIVE_CAP: Final = 8.0
 """Default cap of :class:`~fedcomp.graphs.scale.AdaptiveScale`; a lower ``s_max`` of the sampler holds as well."""
 
@@ -139,8 +145,6 @@ class Conversation:
     system : GraphOptions
     now : Now
     purpose : {"train", "evaluate"}
-    others : sequence of int
-        Nodes that do not take part, and hand out rows all the same.
 
     Attributes
     ----------
@@ -155,8 +159,8 @@ class Conversation:
         Owners that left their last ask without an answer.
     """
 
-    def __init__(self, system: GraphOptions, now: Now, purpose: str, others: Sequence[int] = ()) -> None:
-        self.system, self.now, self.purpose, self.others = system, now, purpose, others
+    def __init__(self, system: GraphOptions, now: Now, purpose: str) -> None:
+        self.system, self.now, self.purpose = system, now, purpose
         self.traffic = FetchTraffic()
         self.absent: dict[int, str] = {}
         self.lost: dict[int, str] = {}
@@ -169,7 +173,7 @@ class Conversation:
         self._dropped = set(self.silent) if held.get("round") == now.number else set[int]()
         self._common: tuple[Any, ...] | None = tuple(held["common"]) if held.get("common") else None
         self._scales: dict[str, Any] = dict(held.get("scales", {}))
-        self._present = set[int]()
+        self._before, self._present = set[int](held.get("present", ())), set[int]()
         self._apart = set[int]()
 
     @property
@@ -194,15 +198,17 @@ class Conversation:
             "owners": {str(part): owner.entries() for part, owner in sorted(self.owners.items())},
             "silent": sorted(self.silent),
             "barred": sorted(self._barred),
+            "present": sorted(self._present),
             "round": self.now.number,
             "common": [] if self._common is None else list(self._common),
             "scales": self._scales,
         }
 
     def turn(self) -> Answers:
-        """Plan, fetch, and let the clients that can train, or evaluate; return their answers."""
+        """Plan, fetch, and let the clients that can train; return their answers. In an evaluation the driver takes what
+        the last ask brings."""
         clients = yield from self._greet(self.now.nodes)
-        self._present |= {*clients, *(yield from self._greet(self.others))}
+        self._present |= {*clients, *(yield from self._greet(self.now.state.get(OTHERS, ())))}
         for part in range(self.parts):
             if part not in self._present:
                 self._miss(part, "no node of this part is there")
@@ -218,13 +224,12 @@ class Conversation:
         for part, r in self.requesters.items():
             say = Turn(self.purpose, tuple(sorted(r.absent)), r.scale)
             asks.append(Ask(part, "train" if self.purpose == "train" else EVALUATE, say, named(ROWS, r.rows)))
+            self.traffic.count(asks[-1].frames, "feature_bytes_link")
+            self.traffic.rows_received[part] = sum(map(len, r.wants.values()))
+        self.traffic.carried_out(r.figures for r in self.requesters.values() if r.figures is not None)
+        self.traffic.absent = len(self.absent)
         answers = yield from self._exchange(asks)
-        traffic = self.traffic
-        for ask in asks:
-            traffic.count(ask.frames, "feature_bytes_link")
-            traffic.rows_received[ask.node] = sum(map(len, self.requesters[ask.node].wants.values()))
-        traffic.carried_out(r.figures for r in self.requesters.values() if r.figures is not None)
-        traffic.clients, traffic.absent = len(answers), len(self.absent)
+        self.traffic.clients = len(answers)
         for part in self.requesters.keys() - {answer.node for answer in answers}:
             self.lost[part] = "it did not answer, or its answer was refused"
         if self.system.adaptive and self.purpose == "train":
@@ -238,8 +243,8 @@ class Conversation:
             return []
         self.traffic.trips += 1
         answers = yield Wait(asks, self.system.rounds.timeout)
-        came = {answer.node for answer in answers}
-        self.silent = (self.silent | ({ask.node for ask in asks} & self.owners.keys())) - came
+        there = {answer.node for answer in answers}.union(self.now.state.get(THERE, ()))
+        self.silent = (self.silent | ({ask.node for ask in asks} & self.owners.keys())) - there
         return answers
 
     # Who owns what.
@@ -274,6 +279,9 @@ class Conversation:
         if node in self.now.strangers:
             return True
         if node in self.owners:
+            if node not in self._before:
+                # It was away, and may have been started again with another graph.
+                return True
             return node in self.silent and node not in self._dropped
         return node not in self._barred
 
@@ -344,7 +352,9 @@ class Conversation:
         came = {answer.node: answer for answer in answers}
         for r in todo:
             if r.part not in came:
-                self._miss(r.part, "its plan did not come")
+                # One that fails at its plan can still hand out rows.
+                if r.part in self.silent:
+                    self._miss(r.part, "its plan did not come")
                 self._lose(r.part, "its plan did not come")
                 continue
             answer = came[r.part]
@@ -453,7 +463,9 @@ class Conversation:
                 self.traffic.rows_sent[owner] = self.traffic.rows_sent.get(owner, 0) + rows
         for owner in asked.keys() - {answer.node for answer in answers}:
             self._miss(owner, "its rows did not come")
-            self._lose(owner, "its rows did not come")
+            # One that fails at its rows hands out nothing, but may still train.
+            if owner in self.silent:
+                self._lose(owner, "its rows did not come")
         return found
 
     def _take_rows(self, answer: Answer, kind: str, asked: Mapping[int, Ids]) -> dict[int, Frame]:
@@ -542,6 +554,12 @@ class Conversation:
                     search.observe(epoch[1], epoch[2])
                 epoch = 0, 0, 0
             self._scales[str(part)] = {"search": search.state_dict(), "epoch": list(epoch)}
+
+
+def scales_in(state: Mapping[str, Any]) -> dict[int, float]:
+    """Return the scale of each part's next round, where the server searches it, from what a round has left."""
+    held: Mapping[str, Any] = state.get(STATE, {}).get("scales", {})
+    return {int(part): float(each["search"]["s"]) for part, each in sorted(held.items())}
 
 
 def _told(common: tuple[Any, ...] | None) -> str:

@@ -164,6 +164,10 @@ def begun(system: GraphOptions, memory: State, ask: Ask, me: Me, say: Turn) -> t
         When the ask has rows that the plan does not use, or something that is not rows.
     """
     part, turn = me.data.part, turn_of(me.number, say)
+    if say.purpose == "train" and not len(part.train):
+        raise GraphError(
+            f"part {part.index} of the graph has no node to learn from; use fewer parts, or skip the client"
+        )
     kept, measures = Kept.of(me.kept, part, system.rows), system.sampler_of(say.purpose).measures
     if measures and len(_without_norms(part, system.sampler.layers, kept.norms, frozenset(say.absent))):
         raise MissingRows("this node no longer has the feature norms it planned with; let it plan again", _NOBODY)

@@ -11,14 +11,13 @@ weight was lost.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from fedcomp.codecs import State
 from fedcomp.graphs.base import GraphError
 from fedcomp.layout import Layout, Vector
-from fedcomp.program import Answer, Ask, Me, Now, Round, Said
+from fedcomp.program import Answer, Ask, Me, Mean, Now, Round, Said, Single
 from fedcomp.systems.graphs.conversation import Conversation
 from fedcomp.systems.graphs.kept import codecs_own, hidden_of, remembered
 from fedcomp.systems.graphs.options import GraphOptions
@@ -36,23 +35,22 @@ class Graphs(GraphOptions, id="graphs"):
     """
 
     SAYS: ClassVar[tuple[type[Said], ...]] = (Who, Owner, Plan, Needs, Planned, Fetch, Refused, Turn)
+    RULES: ClassVar[tuple[type, ...]] = (Mean, Single)
     KEEPS: ClassVar[bool] = True
 
     @property
     def several(self) -> bool:
         return True
 
-    def round(self, now: Now, others: Sequence[int] = ()) -> Round:
-        """Plan, fetch and train among :attr:`Now.nodes`; ``others`` hand out rows and do nothing else."""
-        turn = Conversation(self, now, "train", others)
+    def round(self, now: Now) -> Round:
+        turn = Conversation(self, now, "train")
         now.told["graph"] = turn
         answers = yield from turn.turn()
         step = self.summed(now, answers)
         return None if step is None else replace(step, metrics=turn.traffic.metrics("gcn."))
 
-    def evaluation(self, now: Now, others: Sequence[int] = ()) -> Round:
-        """Plan and fetch as for a training; then the app evaluates."""
-        turn = Conversation(self, now, "evaluate", others)
+    def evaluation(self, now: Now) -> Round:
+        turn = Conversation(self, now, "evaluate")
         now.told["graph"] = turn
         yield from turn.turn()
         return None
