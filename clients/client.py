@@ -18,7 +18,6 @@ from fedcomp.clients.compressed import compression
 from fedcomp.clients.half import ClientHalf
 from fedcomp.clients.kept import keep
 from fedcomp.clients.private.local_dp import local_privacy
-from fedcomp.clients.private.lsg import lsg
 from fedcomp.clients.private.mod import private
 from fedcomp.clients.programs import programs
 from fedcomp.errors import ConfigError
@@ -28,7 +27,6 @@ HALVES: Final[Mapping[str, Callable[[], ClientHalf]]] = {
     "coded": coded,
     "local_privacy": local_privacy,
     "compression": programs,
-    "lsg": lsg,
     "private": private,
 }
 """The halves that need nothing from the app's author, by name."""

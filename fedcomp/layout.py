@@ -461,6 +461,11 @@ class Layout:
         return sum(t.size for t in self.tensors)
 
     @cached_property
+    def nbytes(self) -> int:
+        """Bytes of a model whose vector travels as float32, with what travels exactly."""
+        return 4 * self.size + sum(t.size * np.dtype(t.dtype).itemsize for t in self.exact)
+
+    @cached_property
     def compressed(self) -> tuple[TensorSpec, ...]:
         """The tensors a codec may compress."""
         return tuple(t for t in self.tensors if not t.is_dense)

@@ -185,11 +185,16 @@ class Local:
             self.identities[node] = PeerIdentity.generate()
         return self.identities[node]
 
-    def step(self, number: int, nodes: Sequence[int] | None = None) -> Step | None:
-        """Run one round among ``nodes``, by default all; return what it came to, already in the model."""
+    def step(
+        self, number: int, nodes: Sequence[int] | None = None, program: Callable[[Now], Round] | None = None
+    ) -> Step | None:
+        """Run one round among ``nodes``, by default all; return what it came to, already in the model.
+
+        ``program`` takes the place of the system's ``round``: another method of it.
+        """
         carried: dict[int, tuple[int, int]] = {}
         now = self._now(number, nodes, self.mailbox.copy(), carried)
-        made = self._play(now, self.system.round(now), carried)
+        made = self._play(now, (program or self.system.round)(now), carried)
         self.state, self.told, self.mailbox = now.state, now.told, now.mailbox
         if made is not None:
             self.consumed |= {node: carried[node] for node in made.consumed if node in carried}
@@ -233,6 +238,7 @@ class Local:
             # A state that a broken round left half made is thrown away.
             dict(self.state),
             lambda n, why: refused.append(f"{n}: {why}"),
+            tensors=lambda: self.layout.unflatten(start),
             keys={node: self.identity(node).public for node in who} if self.system.KEYS else {},
             mailbox=mailbox,
             unpack=unpack,
@@ -369,6 +375,7 @@ class Local:
             identity=self.identity(ask.node) if self.system.KEYS else None,
             pack=lambda answer: _packed(answer._replace(weight=self.weight(ask.node)), me.mark()),
             mark=lambda: mark_of(sequence, client.generation),
+            weight=lambda metric: self.weight(ask.node),
         )
         memory, answer = self.system.client(dict(memory), ask, me)
         if crash:
@@ -394,6 +401,8 @@ class Local:
         """Let the model take a step."""
         if step.model is not None:
             self.model = step.model
+        elif step.tensors is not None:
+            self.model = self.layout.flatten(step.tensors)
         elif step.frame is not None:
             # As nodes read it that get the step in place of the model.
             moved = self.model.copy()

@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from numpy.typing import NDArray
 
 from fedcomp.codecs.base import Codec, State, require_finite
+from fedcomp.codecs.projection import Replay
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.exact import decode_exact, encode_exact
 from fedcomp.factors.outer import OuterProducts
@@ -161,7 +162,7 @@ class Broadcast(Stateful):
         """
         # The first model has no reference from which it could differ: it travels whole.
         if self.version == 0:
-            if not self.codec.replays:
+            if not isinstance(self.codec, Replay):
                 check_codec(self.codec, layout)
             self._state = self.codec.init(layout)
             return self.adopt(target, exact, layout)
@@ -169,8 +170,8 @@ class Broadcast(Stateful):
         published = digest(target, exact)
         if published == self._published:
             return self.version
-        if self.codec.replays:
-            version = self._replay(target, exact, layout, summands)
+        if isinstance(self.codec, Replay):
+            version = self._replay(self.codec, target, exact, layout, summands)
             self._published = published
             return version
         # A codec refuses what is not finite, and the difference is not where the model is not.
@@ -215,15 +216,15 @@ class Broadcast(Stateful):
         self._trim(layout)
         return self._advance(exact, layout)
 
-    def _replay(self, target: Vector, exact: Arrays, layout: Layout, summands: Summands) -> int:
+    def _replay(self, codec: Replay, target: Vector, exact: Arrays, layout: Layout, summands: Summands) -> int:
         """Take a step as the frames that were added, where they lead to ``target`` bit for bit; else the whole model.
 
         Nothing less will do: what a step left out would be in no later one.
         """
         if summands:
-            frame = self.codec.join(summands, layout)
-            if np.array_equal(_apply(self.codec, frame, self.reference.copy(), layout), target):
-                return self.push(frame, self.codec, exact, layout)
+            frame = codec.join(summands, layout)
+            if np.array_equal(_apply(codec, frame, self.reference.copy(), layout), target):
+                return self.push(frame, codec, exact, layout)
         log.info("version %d is not the sum of what came up, and goes down as the whole model", self.version + 1)
         return self.adopt(target, exact, layout)
 
@@ -242,7 +243,7 @@ class Broadcast(Stateful):
         return steps if complete else None
 
     def _trim(self, layout: Layout) -> None:
-        full = self.codec.room(layout)
+        full = self.codec.room(layout) if isinstance(self.codec, Replay) else layout.nbytes
         total = 0
         keep: list[Step] = []
         for step in reversed(self._steps):

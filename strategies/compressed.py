@@ -16,7 +16,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from fedcomp import params
-from fedcomp.codecs import Codec, get_codec
+from fedcomp.codecs import Codec, Replay, get_codec
 from fedcomp.codecs.eden import EDEN
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.errors import ConfigError
@@ -116,6 +116,8 @@ class Compressed(Server):
 
     by_hooks: ClassVar[bool] = True
 
+    kind: ClassVar[type[Pair]] = Pair
+
     def __init__(
         self,
         inner: Strategy,
@@ -131,7 +133,7 @@ class Compressed(Server):
     ) -> None:
         self.codec = remembering(get_codec(codec), feedback)
         super().__init__(
-            Pair(self.codec),
+            self.kind(self.codec),
             inner,
             downlink=downlink,
             policy=NONE_DENSE if policy is None else policy,
@@ -144,7 +146,7 @@ class Compressed(Server):
         self._rule.within(self._released)
         # With the memory around it: it is the memory that lengthens what a client has clipped.
         require_clip_holds(inner, self.codec)
-        if self.downlink is not None and not self.downlink.replays:
+        if self.downlink is not None and not isinstance(self.downlink, Replay):
             check_codec(self.downlink, ANY_LAYOUT)
         # The last one: from here on what is not an attribute of this strategy is one of the inner's.
         self._made = True
@@ -219,7 +221,7 @@ def remembering(codec: Codec, feedback: bool | None) -> Codec:
         raise ConfigError(
             f"{codec!r} needs {codec.phases} exchanges per round; Flower's hooks offer one. Use its own strategy"
         )
-    if codec.replays:
+    if isinstance(codec, Replay):
         raise ConfigError(f"{codec!r} is for the way down, not for what clients send; use downlink={codec!r}")
     if feedback is not None:
         params.boolean("feedback", feedback)

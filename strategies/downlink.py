@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 from flwr.app import ArrayRecord, RecordDict
 from numpy.typing import NDArray
 
-from fedcomp.codecs import Codec
+from fedcomp.codecs import Codec, Replay
+from fedcomp.codecs.factors import wanted_by
 from fedcomp.factors.collect import Captured
 from fedcomp.factors.outer import OuterProducts
 from fedcomp.flower.asks import OwnStep, data_in, digest_of
@@ -115,14 +116,14 @@ class Downlink(Stateful):
 
     def note(self, codec: Codec, given: Sequence[Given], scales: Mapping[int, float], layout: Layout) -> None:
         """Take what a mean was summed of, where the downlink's codec repeats it or is made of its outer products."""
-        captured = Captured(self._codec.takes_outer)
-        if not (captured.useful or self._codec.replays):
+        captured, replays = Captured(wanted_by(self._codec)), isinstance(self._codec, Replay)
+        if not (captured.useful or replays):
             return
         total = sum(each.weight for each in given)
         parts = [
             (each.frame, each.weight / total * scales.get(each.node, 1.0)) for each in given if each.update is None
         ]
-        self._captured, self._summands = captured if captured.useful else None, parts if self._codec.replays else ()
+        self._captured, self._summands = captured if captured.useful else None, parts if replays else ()
         for frame, factor in parts if captured.useful else ():
             for name, outer in codec.outer(frame, layout).items():
                 captured.stack(name, outer.scaled(factor))

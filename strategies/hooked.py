@@ -10,7 +10,8 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from fedcomp.codecs import Codec, Identity, get_codec
+from fedcomp.codecs import Codec, Identity, Replay, get_codec
+from fedcomp.codecs.factors import wanted_by
 from fedcomp.errors import ConfigError
 from fedcomp.factors.collect import Captured
 from fedcomp.flower.checkpoint import INNER
@@ -80,7 +81,7 @@ class Hooked(Receiving, Strategy, Stateful):
         # With the memory around it: it is the memory that lengthens what a client has clipped.
         require_clip_holds(inner, self.codec)
         self.downlink = None if downlink is None else get_codec(downlink)
-        if self.downlink is not None and not self.downlink.replays:
+        if self.downlink is not None and not isinstance(self.downlink, Replay):
             check_codec(self.downlink, ANY_LAYOUT)
         self.guard = guard
         self.record = record
@@ -219,7 +220,7 @@ class Hooked(Receiving, Strategy, Stateful):
         """Return the messages that the inner strategy would send; some or all of them go into :meth:`ask`."""
         self.reception.meet(grid, afresh=self._rule.updates_only)
         # Flower allows a generator here, and the messages are walked through more than once.
-        return list(self.inner.configure_train(server_round, arrays, config, grid))
+        return self._rule.configure(server_round, arrays, config, grid)
 
     def ask(self, server_round: int, arrays: ArrayRecord, messages: list[Message]) -> list[SentMessage]:
         """Return the messages of a training exchange, which its caller keeps and :meth:`aggregate_exchange` takes."""
@@ -232,7 +233,7 @@ class Hooked(Receiving, Strategy, Stateful):
 
         The inner strategy is shown it the one way there is, as the model of a round; those messages are not sent.
         """
-        list(self.inner.configure_train(server_round, arrays, config, grid))
+        self._rule.configure(server_round, arrays, config, grid)
         self.announcer.adopt(arrays, self.codec, updates_only=self._rule.updates_only)
 
     def configure_evaluate(
@@ -300,9 +301,9 @@ class Hooked(Receiving, Strategy, Stateful):
         """
         intake = self._intake(server_round, sent)
         intake.scales, intake.compensation = scales or {}, compensation
-        if self.downlink is not None and (captured := Captured(self.downlink.takes_outer)).useful:
+        if self.downlink is not None and (captured := Captured(wanted_by(self.downlink))).useful:
             intake.captured = self.announcer.captured = captured
-        if self.downlink is not None and self.downlink.replays:
+        if isinstance(self.downlink, Replay):
             intake.summands = self.announcer.summands = []
         return self.reception.aggregate(intake, replies, self._rule)
 

@@ -9,7 +9,7 @@ from fedcomp.codecs.lgc import LGC
 from fedcomp.layout import EndsDense
 from fedcomp.strategies.averaging import Averaging, averaging_system
 from fedcomp.systems import lgc
-from fedcomp.systems.lgc import AutoencoderTraining
+from fedcomp.systems.autoencoder import AutoencoderTraining
 
 PUBLISHED: Final[Mapping[str, Any]] = {
     "codec": {"id": LGC.codec_id, "density": 0.001, "innovation": 0.00001, "instance": "server", "raw": 0},

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 
@@ -138,6 +139,10 @@ class UpdateRule(ABC):
     def of_round(self, *, own: bool) -> UpdateRule:
         """Return the rule of one round; ``own`` where some nodes are sent models of their own."""
         return self
+
+    def configure(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> list[Message]:
+        """Return the messages by which the strategy asks the clients of a round."""
+        return list(self.strategy.configure_train(server_round, arrays, config, grid))
 
     @property
     def takes(self) -> Strategy:

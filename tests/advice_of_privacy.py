@@ -54,7 +54,6 @@ from fedcomp.clients.compressed import compression
 from fedcomp.clients.edge import LEDGER_FILE, OWN_BUDGET, STATE_FOLDER, prepare
 from fedcomp.clients.private.dpsgd import Trainee, train_privately
 from fedcomp.clients.private.local_dp import local_privacy
-from fedcomp.clients.private.lsg import lsg
 from fedcomp.clients.private.mod import private
 from fedcomp.codecs import (
     QSGD,
@@ -63,7 +62,6 @@ from fedcomp.codecs import (
 )
 from fedcomp.errors import NoUsableReply
 from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.record_dp import DpSgdPlan
 from fedcomp.flower.records import to_record
 from fedcomp.flower.rounds import fit
 from fedcomp.privacy.__main__ import main as plan_of
@@ -87,8 +85,10 @@ from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 from fedcomp.strategies.private.local_dp import local_dp
 from fedcomp.strategies.private.lsg import Lsg
 from fedcomp.strategies.private.record_dp import RecordDp
-from fedcomp.strategies.private.settings import LsgSettings, ShareSettings
+from fedcomp.strategies.private.settings import ShareSettings
 from fedcomp.strategies.private.topagg import TopAgg
+from fedcomp.systems.private.lsg import LowRank
+from fedcomp.systems.private.record import DpSgdPlan
 from fedcomp.tasks import get_task
 from fedcomp.tasks.arrays import to_arrays
 
@@ -114,19 +114,19 @@ def rounds_of(found: PrivacyLedger, rounds: int, nodes: Any = (1, 2), event: Eve
 
 PRIVACY = (
     row(
-        "strategies/private/promise.py",
+        "strategies/private/strategy.py",
         "A codec goes outside: Compressed({}(...), codec)",
         lambda: DpFedAvg(Compressed(quiet(), TopK(0.1)), clip=1.0, **PROMISE),
         lambda: trains(Compressed(DpFedAvg(quiet(), clip=1.0, **PROMISE), TopK(0.1)), PRIVATE),
     ),
     row(
-        "strategies/private/promise.py",
+        "strategies/private/strategy.py",
         "make the inner strategy with fraction_evaluate=0.0",
         lambda: DpFedAvg(fedavg(), clip=1.0, **PROMISE),
         lambda: trains(DpFedAvg(fedavg(fraction_evaluate=0.0), clip=1.0, **PROMISE), PRIVATE),
     ),
     row(
-        "strategies/private/promise.py",
+        "strategies/private/strategy.py",
         "leave it at 1.0 and give sampling=Sampling(...)",
         lambda: DpFedAvg(quiet(fraction_train=0.5), clip=1.0, **PROMISE),
         lambda: trains(
@@ -136,13 +136,13 @@ PRIVACY = (
         ),
     ),
     row(
-        "strategies/private/promise.py",
+        "fedcomp/systems/private/rule.py",
         "is not known: give population=N",
         lambda: ended(DpFedAvg(quiet(), clip=1.0, **{**PROMISE, "population": 0}), PRIVATE),
         lambda: trains(DpFedAvg(quiet(), clip=1.0, **{**PROMISE, "population": NODES}), PRIVATE),
     ),
     row(
-        "strategies/private/dp_fedavg.py",
+        "fedcomp/systems/private/clipped.py",
         "adaptive clipping needs Gaussian noise; use noise='discrete_gaussian'",
         lambda: DpFedAvg(quiet(), clip=AdaptiveClip(count_noise=1.0), noise="skellam", **PROMISE),
         lambda: trains(
@@ -167,14 +167,14 @@ PRIVACY = (
     row(
         "strategies/private/lsg.py",
         "Lsg sends bytes of its own; use it without Compressed, or DpFedAvg with a codec",
-        lambda: Compressed(Lsg(quiet(), LsgSettings(clip=1.0, rank=2), **PROMISE), TopK(0.1)),
+        lambda: Compressed(Lsg(quiet(), LowRank(clip=1.0, rank=2), **PROMISE), TopK(0.1)),
         lambda: (
-            trains(Lsg(quiet(), LsgSettings(clip=1.0, rank=2), **PROMISE), (lsg, private))
+            trains(Lsg(quiet(), LowRank(clip=1.0, rank=2), **PROMISE), PRIVATE)
             and trains(Compressed(DpFedAvg(quiet(), clip=1.0, **PROMISE), TopK(0.1)), PRIVATE)
         ),
     ),
     row(
-        "strategies/private/topagg.py",
+        "fedcomp/systems/private/ballots.py",
         "is a threshold, which mode={} does not have; use mode='threshold'",
         lambda: TopAgg(quiet(), BALLOT, server_lr=0.1, mode="mean", beta=0.5, **PROMISE),
         lambda: trains(TopAgg(quiet(), BALLOT, server_lr=0.1, mode="threshold", beta=0.1, **PROMISE), (private,)),
@@ -202,12 +202,6 @@ PRIVACY = (
         "checks the updates: write Compressed(..., guard=...) around the mean",
         lambda: RecordDp(Compressed(quiet(), TopK(0.1)), PLAN, records=100, guard=Norms()),
         lambda: RecordDp(Compressed(quiet(), TopK(0.1), guard=Norms()), PLAN, records=100),
-    ),
-    row(
-        "strategies/private/record_dp.py",
-        "RecordDp inside of Compressed would book no training: put it outside",
-        lambda: Compressed(RecordDp(quiet(), PLAN, records=100), TopK(0.1)),
-        lambda: RecordDp(Compressed(quiet(), TopK(0.1)), PLAN, records=100),
     ),
     row(
         "strategies/private/record_dp.py",
@@ -551,7 +545,7 @@ def node(partitions: int = 4, task: Any = None, **options: Any) -> Any:
     task = get_task("digits-zero", **(task or {}))
     model, data = task.model(0), task.client(partitions - 1, partitions)
     plan = replace(PLAN, noise_multiplier=0.0, rate=1.0, insecure=True)
-    train_privately(Trainee("arrays", model, task, data, 0, KEY, **options), plan, Context(1, 2, {}, RecordDict(), {}))
+    train_privately(Trainee("arrays", model, task, data, KEY, **options), plan, Context(1, 2, {}, RecordDict(), {}))
     return nn.utils.parameters_to_vector(model.parameters()).detach().numpy()
 
 
@@ -595,9 +589,6 @@ def in_node_config(path: Path, *words: str) -> bool:
     """Whether the command line of a node tells its app what the configuration of a SuperNode would."""
     command, _ = prepare([*GOOD, *words, str(path / "place")])
     return f"{words[-1].removeprefix('--')}='{path / 'place'}'" in command[-1]
-
-
-SLOPES = replace(PLAN, method="forward", steps=1)
 
 
 NODES_OWN = (

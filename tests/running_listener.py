@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from fedcomp.coding.transport import Spool, TcpTransport
@@ -26,6 +27,15 @@ def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
+
+
+def open_files(process: int) -> list[str]:
+    """Return what a process holds open; it may close some of it meanwhile."""
+    found = []
+    for entry in Path(f"/proc/{process}/fd").iterdir():
+        with suppress(FileNotFoundError):
+            found.append(os.readlink(entry))
+    return found
 
 
 class Running:

@@ -29,14 +29,14 @@ def test_links_lead_somewhere(path: Path) -> None:
 
 
 @functools.cache
-def tests_defined() -> frozenset[str]:
+def defined_tests() -> frozenset[str]:
     files = (ROOT / "tests").rglob("*.py")
     return frozenset(name for path in files for name in re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE))
 
 
 @pytest.mark.parametrize("path", PAGES, ids=page)
 def test_a_test_that_a_page_names_exists(path: Path) -> None:
-    missing = set(re.findall(r"`(test_\w+)`", path.read_text())) - tests_defined()
+    missing = set(re.findall(r"`(test_\w+)`", path.read_text())) - defined_tests()
     assert not missing
 
 

@@ -53,7 +53,6 @@ if TYPE_CHECKING:
 HANDLERS: Final[Mapping[str, str]] = {
     "relay": "fedcomp.clients.coded.relay:RelayClient",
     "sumcode": "fedcomp.clients.coded.sums:SumCodeClient",
-    "gradcode": "fedcomp.clients.coded.gradients:GradientCodeClient",
     "noisysum": "fedcomp.clients.private.distributed_dp:NoisySumClient",
 }
 """Where each construction's client half stands; imported when a message asks for it."""
@@ -131,7 +130,7 @@ def coded(max_store_bytes: int = MAX_STORE_BYTES) -> ClientHalf:
                 raise  # the app's own: it ends as it would without this mod
             return refusal(msg, f"{type(error).__name__}: {error}")
 
-    inner = ("local_privacy", "compression", "lsg", "private", "record_dp")
+    inner = ("local_privacy", "record_dp", "compression", "private")
     return ClientHalf("coded", coded_mod, outside=inner)
 
 

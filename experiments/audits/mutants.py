@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
@@ -34,8 +34,7 @@ from fedcomp.privacy.mechanism import GridGaussian, Votes
 from fedcomp.privacy.noise import draw, gaussian
 from fedcomp.rng import Key
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
-from fedcomp.strategies.private.lsg import KeptIntake
-from fedcomp.strategies.replies import Arrival
+from fedcomp.systems.private.lsg import LowRank
 
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -200,7 +199,7 @@ class NoiseCastToIntegers(_FromReplies):
         """Add the mean of the buffers, and noise of the updates' standard deviation."""
         arrays, metrics = super().aggregate_train(server_round, replies)
         found = to_arrays(arrays)
-        sigma = self.mechanism(Layout.of(self._model), server_round).sigma / self.expected
+        sigma = self.mechanism(Layout.of(found), server_round).sigma / self.expected
         for name, array in found.items():
             if array.dtype.kind == "i":
                 seen = [to_arrays(r.content.array_records["arrays"])[name] for r in self._read]
@@ -321,20 +320,23 @@ class PrivateSupport(GridGaussian):
 # Low-rank updates.
 
 
-class TwoClips(KeptIntake):
-    """Shortens replies as ever and clips the left products and all the rest each by itself."""
+class TwoClips(LowRank, id="lsg"):
+    """Shortens updates as ever and clips the left products and all the rest each by itself."""
 
-    def update(self, arrival: Arrival) -> Any:
+    def kept(self, update: Any, plan: Any, pairs: Any, chosen: Any) -> Any:
         """Return the kept coordinates, in two parts of norm C at most."""
         # A clip that never bites: the two parts are clipped below instead.
-        loose = {entry.name: getattr(self, entry.name) for entry in fields(self)} | {"clip": 1e6 * self.clip}
-        out = np.array(KeptIntake(**loose).update(arrival))
-        left = np.zeros(self.plan.short, np.bool_)
-        for piece in self.plan.factored:
+        out = np.array(replace(self, clip=1e6 * self.clip).loose(update, plan, pairs, chosen))
+        left = np.zeros(plan.short, np.bool_)
+        for piece in plan.factored:
             left[piece.at : piece.at + piece.matrix[0] * piece.rank] = True
-        for part in (left[self.kept], ~left[self.kept]):
+        for part in (left[chosen], ~left[chosen]):
             out[part] = clip_arrays([out[part]], self.clip)[0][0]
         return out
+
+    def loose(self, *arguments: Any) -> Any:
+        """Return what the right system keeps."""
+        return super().kept(*arguments)
 
 
 class SeparateClips(systems.Steady):
@@ -344,8 +346,9 @@ class SeparateClips(systems.Steady):
         """Return a mechanism that trusts the clips before it."""
         return changed(super().mechanism(layout, server_round), NoClip)
 
-    def _intake(self, server_round: int, layout: Layout) -> TwoClips:
-        return TwoClips(**vars(super()._intake(server_round, layout)))
+    def program(self) -> LowRank:
+        """Return the system with two clips."""
+        return TwoClips(**self.settings.get_config())
 
     def contribution(self, update: Any, layout: Layout, server_round: int) -> Any:
         """Trust it."""

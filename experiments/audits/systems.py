@@ -46,8 +46,9 @@ from fedcomp.privacy.votes import encode_rows
 from fedcomp.rng import Key
 from fedcomp.strategies.private.datalens import DataLens
 from fedcomp.strategies.private.lsg import Lsg
-from fedcomp.strategies.private.settings import LsgSettings, TeacherSettings, VoteSettings
+from fedcomp.strategies.private.settings import TeacherSettings, VoteSettings
 from fedcomp.strategies.private.strategy import PrivateStrategy
+from fedcomp.systems.private.lsg import LowRank
 from fedcomp.tasks.teachers import by_hash, wrapping_deal
 
 RANK: Final = 2
@@ -79,7 +80,7 @@ def lsg(*, kind: type[Steady] = Steady, keep: float = 0.75) -> Rounds:
     """Return low-rank masked updates: the noisy sum of the kept coordinates, on dense replies of half the clients."""
 
     def make(given: float | None, seed: int) -> PrivateStrategy:
-        strategy = kind(mean(), LsgSettings(clip=cases.CLIP, rank=RANK, keep=keep), **cases.promise(given, 0))
+        strategy = kind(mean(), LowRank(clip=cases.CLIP, rank=RANK, keep=keep), **cases.promise(given, 0))
         strategy.trial = seed
         return strategy
 
@@ -127,10 +128,10 @@ class _Drawn:
 
 
 class _Shown(DataLens):
-    def mechanism(self, shape: tuple[int, int]) -> Votes:
+    def mechanism(self, layout: Layout, server_round: int = 1) -> Votes:
         # The constructor asks for a mechanism before anything else is there.
         self.seen: list[Floats] = self.__dict__.get("seen", [])
-        return changed(super().mechanism(shape), _Watched, seen=self.seen)
+        return changed(super().mechanism(layout, server_round), _Watched, seen=self.seen)
 
 
 class TeacherVotes(Subject):
@@ -148,7 +149,7 @@ class TeacherVotes(Subject):
         self.teachers = teachers
         name = f"DataLens, {teachers} teacher{'s' * (teachers > 1)} a client"
         parts = {f"image {row}": slice(row * PIXELS, (row + 1) * PIXELS) for row in range(IMAGES)}
-        mechanism = self.start(True, 0, 0).mechanism((IMAGES, PIXELS))
+        mechanism = self.start(True, 0, 0).mechanism(Layout.flat(IMAGES * PIXELS))
         super().__init__(name, "replace", worlds, mechanism, parts, IMAGES * PIXELS)
 
     def start(self, noisy: bool, seed: int, trial: int) -> _Shown:

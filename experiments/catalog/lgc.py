@@ -23,7 +23,8 @@ from fedcomp.local import Local
 from fedcomp.program import Answer, Now, Step, System
 from fedcomp.rng import Key
 from fedcomp.rules import Int
-from fedcomp.systems.lgc import AutoencoderTraining, Halves, LearnedGradients, drawn, half_of
+from fedcomp.systems.autoencoder import AutoencoderTraining, Halves, drawn, half_of
+from fedcomp.systems.lgc import LearnedGradients
 from fedcomp.systems.pair import Pair
 from fedcomp.systems.shared_support import SharedSupport
 from fedcomp.wire import Frame

@@ -2,7 +2,7 @@
 
 The architecture is the one of learned gradient compression (Abrahamyan et al. 2022, arXiv 2103.08870; recalled, and
 read in a third party's implementation). Padding, with which lengths match without interpolation, is derived; so is that
-latents are not activated. Training is the server's (:mod:`fedcomp.systems.lgc`).
+latents are not activated. Training is the server's (:mod:`fedcomp.systems.autoencoder`).
 
 Both ends should get the same numbers from the same weights, and products are summed in float64 for it
 (:func:`fedcomp.codecs.matrices.product`). Nothing depends on it bit for bit: what clients take for a model is never

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Final, TypeVar
 
 import numpy as np
@@ -196,8 +196,6 @@ class Codec(Receiver, Configured):
     exposes : str
         What a frame shows of single examples that a sum over them does not, as a clause; empty for nothing. A client
         sends no such frame unless its author has agreed to it.
-    replays : bool
-        As a downlink: a step is not made of the model's change, but of the frames whose sum it is.
     """
 
     codec_id: ClassVar[str]
@@ -210,29 +208,6 @@ class Codec(Receiver, Configured):
     votes: bool = False
     gain: float = 1.0
     exposes: str = ""
-    replays: ClassVar[bool] = False
-
-    def room(self, layout: Layout) -> int:
-        """Return how many bytes of steps are worth sending in place of the model: as many as the model has."""
-        return 4 * layout.size + sum(t.size * np.dtype(t.dtype).itemsize for t in layout.exact)
-
-    def join(self, frames: Sequence[tuple[Frame | Bundle, float]], layout: Layout) -> Frame:
-        """Return the frame of a weighted sum of frames of the uplink, for a codec that :attr:`replays` them.
-
-        Raises
-        ------
-        ConfigError
-            For others.
-        """
-        raise ConfigError(f"{self!r} does not repeat frames")
-
-    def takes_outer(self, count: int, rows: int, columns: int, slopes: int = 0) -> bool:
-        """Whether :meth:`encode` makes use of a matrix that is known as ``count`` outer products.
-
-        What nobody takes is not captured while a client trains. With ``slopes``, so many numbers and signs that both
-        ends draw make the left side of each.
-        """
-        return False
 
     def contraction(self, layout: Layout) -> float | None:
         """Return δ with ``‖x - C(x)‖² <= (1-δ)‖x‖²`` for every x, or None when no such bound holds.

@@ -27,6 +27,7 @@ from fedcomp.codecs.base import Codec, State, norm, require_finite
 from fedcomp.codecs.forms import FORMS, ValueForm, rest_form
 from fedcomp.errors import ConfigError
 from fedcomp.factors.backprop import ChainLayer, explained, lefts, parse_chain
+from fedcomp.factors.collect import Wanted
 from fedcomp.factors.outer import SOLVERS, STOPS, OuterProducts, Reduction, add_outer, inner
 from fedcomp.factors.signed import SignedRows
 from fedcomp.kernels import add_scaled, scatter_add
@@ -248,7 +249,11 @@ class Factors(Codec):
         return bound
 
     def takes_outer(self, count: int, rows: int, columns: int, slopes: int = 0) -> bool:
-        """Whether they are shorter than the matrix, or thinner for the one that reduces them."""
+        """Whether a matrix that is known as ``count`` outer products is used as such: where they are shorter than it,
+        or thinner for the mode that reduces them.
+
+        With ``slopes``, so many numbers and signs that both ends draw make the left side of each.
+        """
         if self.mode == "rank":
             return count < min(rows, columns)
         # For back-propagation a layer's inputs are needed whatever they cost.
@@ -670,6 +675,11 @@ def _bias_name(weight: str) -> str:
 
 def _weight_name(bias: str) -> str:
     return f"{bias.removesuffix(_BIAS)}{_WEIGHT}" if bias.endswith(_BIAS) else ""
+
+
+def wanted_by(codec: Codec) -> Wanted | None:
+    """Return of which matrices a codec makes use as outer products, which a client then captures while it trains."""
+    return codec.takes_outer if isinstance(codec, Factors) else None
 
 
 def at_model(codec: Codec, model: Callable[[], Mapping[str, NDArray[Any]]]) -> Codec:

@@ -306,7 +306,6 @@ class Replay(Wrapper):
     """
 
     codec_id: ClassVar[str] = "replay"
-    replays: ClassVar[bool] = True
 
     codec: Annotated[RandomProjection, Made(codecs.get)]
     most_signs: Annotated[int, Int(1, MOST_SIGNS)] = 10**10
@@ -338,12 +337,12 @@ class Replay(Wrapper):
         return Limits(longest, longest, 8 * longest, tensors, value_codecs=frozenset({wire.Raw.name}))
 
     def room(self, layout: Layout) -> int:
-        """Return how many bytes of steps are worth sending in place of the model."""
+        """Return how many bytes of steps are worth sending in place of the model: not more than it has."""
         signs = self.codec.signs(layout)
         # A contributor's share of a step, and what it costs.
         share = 4 * sum(map(self.codec.count, self.codec.stretches(layout))) + 16
         most = share * self.most_signs // signs if signs else 1 << 62
-        return min(super().room(layout), most)
+        return min(layout.nbytes, most)
 
     def join(self, frames: Sequence[tuple[Frame | Bundle, float]], layout: Layout) -> Frame:
         """Return the frame of a weighted sum.

@@ -37,7 +37,8 @@ class Captured:
 
     Parameters
     ----------
-    wanted : callable
+    wanted : callable, optional
+        By default nothing is.
     seed : int, optional
         Of the signs that both ends draw, where they do.
 
@@ -51,8 +52,8 @@ class Captured:
         What was not captured, and why.
     """
 
-    def __init__(self, wanted: Wanted, seed: int | None = None) -> None:
-        self.wanted = wanted
+    def __init__(self, wanted: Wanted | None, seed: int | None = None) -> None:
+        self.wanted: Wanted = wanted or (lambda *_: False)
         self.seed = seed
         self.outer: dict[str, OuterProducts] = {}
         self.notes: list[str] = []
@@ -137,7 +138,7 @@ def current() -> Captured | None:
 
 
 @contextmanager
-def collecting(wanted: Wanted, seed: int | None = None) -> Iterator[Captured]:
+def collecting(wanted: Wanted | None, seed: int | None = None) -> Iterator[Captured]:
     """Open a place for what the body captures; where ``wanted`` has no use for anything, training captures nothing."""
     found = Captured(wanted, seed)
     token = _current.set(found if found.useful else None)

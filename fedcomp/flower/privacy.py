@@ -29,9 +29,6 @@ UNPADDED: Final = "private-unpadded"
 SECRET: Final = "private-secret"
 """Key of the training configuration; True where no log may follow who was sent the message."""
 
-LENGTHS: Final = "the length of every message, which follows what is in it (pad=False)"
-"""What a statement does not extend to where frames are not padded."""
-
 
 @runtime_checkable
 class Private(Protocol):

@@ -11,13 +11,22 @@ from fedcomp.params import shown
 from fedcomp.program import System
 
 SYSTEMS: Final[dict[str, str | type[System]]] = {
+    "coded-linear": "coded.linear:CodedLinear",
+    "coded-relay": "coded.relay:CodedRelay",
+    "coded-sum": "coded.sums:CodedSum",
     "conditional": "conditional:ConditionalRounds",
     "factors": "factors:FactorSharing",
     "forward": "forward:Forward",
+    "gossip": "gossip:Gossip",
+    "gradient-code": "coded.gradients:GradientCode",
     "graphs": "graphs.system:Graphs",
     "gradiveq": "gradiveq:FittedBasis",
+    "noisy-sum": "private.distributed:NoisySum",
+    "lsg": "private.lsg:LowRank",
     "lgc": "lgc:LearnedGradients",
+    "local-dp": "private.local:Local",
     "pair": "pair:Pair",
+    "record-dp": "private.record:Records",
     "shared-support": "shared_support:SharedSupport",
     "power-sgd": "power_sgd:SharedBasis",
 }

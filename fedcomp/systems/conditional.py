@@ -17,6 +17,7 @@ from typing import Annotated, Any, ClassVar, Final, Protocol
 import numpy as np
 
 from fedcomp.codecs import State
+from fedcomp.codecs.factors import wanted_by
 from fedcomp.drift.schedule import DeploymentScheduler, ScheduleSettings
 from fedcomp.drift.sensor import Upload
 from fedcomp.errors import StateError
@@ -243,7 +244,7 @@ class ConditionalRounds(Pair, id="conditional"):
         decision.used = sorted(windows)
         if scheduler.stable and not windows and not ask.say.must:
             return {**memory, DECIDES: decision.to_array()}, Answer(me.node, say=Status(quiet=True))
-        update = me.update(whole=self.whole, collect=self.codec.takes_outer)
+        update = me.update(whole=self.whole, collect=wanted_by(self.codec))
         scheduler.tried(before, watch.loss(me, update))
         frame, kept = self.codec.encode(update, _codecs(memory), me.key)
         say = Status(anew=True) if decision.anew else None

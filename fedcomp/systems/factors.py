@@ -21,7 +21,7 @@ import numpy as np
 
 from fedcomp import wire
 from fedcomp.codecs import Codec, Factors, State, get_codec
-from fedcomp.codecs.factors import at_model
+from fedcomp.codecs.factors import at_model, wanted_by
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.factors.collect import Captured
 from fedcomp.layout import Layout, Vector
@@ -175,7 +175,7 @@ class FactorSharing(System, id="factors"):
             return memory, _kept(memory, ask.say.part, me)
         codec = self.at(me.start, me.layout)
         # Memory and update together are no sum of what was captured.
-        update = me.update(collect=codec.takes_outer if isinstance(codec, Factors) else None)
+        update = me.update(collect=wanted_by(codec))
         frame, after = codec.encode(update, _own(memory), me.key)
         if not self.by_layer:
             return after, Answer(me.node, frames={self.SENT: frame})

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 
 from fedcomp.codecs import Codec, State, get_codec
 from fedcomp.codecs.base import padded
-from fedcomp.codecs.factors import at_model
+from fedcomp.codecs.factors import at_model, wanted_by
 from fedcomp.layout import Layout, Update, Vector
 from fedcomp.program import Answer, Ask, Me, Mean, Now, Released, Round, Single, Step, System
 from fedcomp.rules import Made
@@ -54,7 +54,7 @@ class Pair(System, id="pair"):
         return answer._replace(frames={"values": frame})
 
     def client(self, memory: State, ask: Ask, me: Me) -> tuple[State, Answer]:
-        update = me.update(whole=self.whole, collect=self.codec.takes_outer)
+        update = me.update(whole=self.whole, collect=wanted_by(self.codec))
         codec = at_model(self.codec, lambda: me.layout.unflatten(me.start))
         frame, memory = codec.encode(update, memory, me.key)
         if me.padded:

@@ -44,7 +44,6 @@ from fedcomp.strategies.coded.sums import SumCode
 from fedcomp.strategies.hooked import Hooked
 from fedcomp.strategies.private.settings import ShareSettings
 from fedcomp.strategies.private.strategy import NOT_COVERED, Outcome, PrivateRule, PrivateStrategy
-from fedcomp.strategies.private.sums import Nothing
 
 # Settings that cannot work are then refused by the constructor, and not in the first round.
 _UNKNOWN: Final = 1 << 20
@@ -60,9 +59,6 @@ _TRUST: Final = (
 
 class NoisyRule(PrivateRule):
     """A sum with the noise in it: post-processing, once it is paid for."""
-
-    def __init__(self, strategy: NoisyMean) -> None:
-        super().__init__(strategy, Nothing)
 
     @property
     def mean(self) -> Strategy:
@@ -146,6 +142,9 @@ class NoisyMean(PrivateStrategy):
     def may_be_coded(self, construction: str) -> bool:
         """Whether other clients may hold what a client sends: shards of noised integers, of which they learn sums."""
         return construction == "noisysum"
+
+    def release(self, *arguments: Any) -> None:
+        """Return nothing: no sum is made of single updates."""
 
     def pay(self, number: int) -> None:
         """Record the event of a sum, and all who were asked; called before any relay is asked for it.

@@ -1,15 +1,4 @@
-"""DP-FedAvg: every client's update clipped to a norm, summed, noised; around any codec.
-
-H. B. McMahan, D. Ramage, K. Talwar, L. Zhang, "Learning differentially private recurrent language models", ICLR 2018
-(recalled): federated averaging with flat clipping of the whole update, Gaussian noise on the sum and a fixed
-denominator. Differences: integer noise on a public grid instead of floats, and adaptive clipping as an option
-(:mod:`fedcomp.privacy.adaptive`).
-
-The server clips what it decoded, whatever the client did. So clients may use error feedback: the bound is put on what
-is released, after the memory was added, and the memory is a function of one client's data and of public models. With a
-codec whose support is drawn for all (RandomK, RandomBlock with ``shared=True``), sum, noise and release lie on that
-support alone, and an update is clipped after everything else of it is gone.
-"""
+"""DP-FedAvg as a Flower strategy: the noisy mean of clipped updates (:mod:`fedcomp.systems.private.clipped`)."""
 
 from __future__ import annotations
 
@@ -18,18 +7,12 @@ from typing import Any, ClassVar
 
 from flwr.serverapp.strategy import Strategy
 
-from fedcomp.codecs.base import norm
-from fedcomp.errors import ConfigError
-from fedcomp.layout import Layout
-from fedcomp.privacy.adaptive import AdaptiveClip, NormBits, joint_event
-from fedcomp.privacy.entropy import Entropy
-from fedcomp.privacy.events import Event
-from fedcomp.privacy.mechanism import GridGaussian, Mechanism
-from fedcomp.rules import Real, checked
-from fedcomp.strategies.private.strategy import Contribution, PrivateStrategy
+from fedcomp.privacy.adaptive import AdaptiveClip
+from fedcomp.strategies.private.strategy import PrivateStrategy
+from fedcomp.systems.private.clipped import Clipped
 
 
-class DpFedAvg(PrivateStrategy):
+class DpFedAvg(PrivateStrategy, Clipped):
     """Federated averaging of clipped updates with noise.
 
     Parameters
@@ -41,15 +24,13 @@ class DpFedAvg(PrivateStrategy):
     noise_multiplier : float
         Standard deviation of the noise on the sum over its sensitivity (``clip``; twice that with "replace").
     **promise
-        As :class:`fedcomp.strategies.private.strategy.PrivateStrategy`: adjacency, delta, population, sampling, budget,
-        noise, insecure_deterministic, seed.
+        As :class:`fedcomp.systems.private.rule.Private`: adjacency, delta, population, sampling, count, budget, noise,
+        insecure_deterministic, seed.
 
     Attributes
     ----------
-    clip : float
-        The clip norm of the next round.
-    clips : dict of int to float
-        That of every round so far. Public: it follows from what was released.
+    clip, clips
+        Of :class:`fedcomp.systems.private.clipped.Clipped`.
 
     Examples
     --------
@@ -63,87 +44,4 @@ class DpFedAvg(PrivateStrategy):
     STATE: ClassVar[Mapping[str, Any]] = {"clip": float, "clips": dict[int, float]}
 
     def __init__(self, inner: Strategy, *, clip: float | AdaptiveClip, noise_multiplier: float, **promise: Any) -> None:
-        self.adaptive = clip if isinstance(clip, AdaptiveClip) else None
-        self.clip: float = checked("clip", clip.initial if isinstance(clip, AdaptiveClip) else clip, Real(above=0.0))
-        self.clips: dict[int, float] = {}
-        self.bits: NormBits | None = None
-        super().__init__(inner, noise_multiplier=noise_multiplier, **promise)
-        if self.adaptive is not None and self.noise == "skellam":
-            raise ConfigError("adaptive clipping needs Gaussian noise; use noise='discrete_gaussian'")
-        self._check_bits()
-
-    def declare(self, population: int) -> None:
-        """Learn the public number of clients; with adaptive clipping it decides how precise the bits are.
-
-        Raises
-        ------
-        ConfigError
-            When the bits alone would cost as much as a round may.
-        """
-        super().declare(population)
-        # The number of clients decides how precise the bits are.
-        self._check_bits()
-
-    def _check_bits(self) -> None:
-        if self.adaptive is not None and self.population:
-            self.adaptive.sum_multiplier(self.noise_multiplier, self.expected)
-
-    def mechanism(self, layout: Layout, server_round: int) -> GridGaussian:
-        """Return the grid Gaussian for as many coordinates as are released."""
-        multiplier = self.noise_multiplier
-        if self.adaptive is not None:
-            multiplier = self.adaptive.sum_multiplier(multiplier, self.expected)
-        return GridGaussian(
-            clip=self.clip, size=layout.size, noise_multiplier=multiplier, adjacency=self.adjacency, noise=self.noise
-        )
-
-    def begun(self, server_round: int) -> None:
-        """Begin the count of bits."""
-        # Before the bits move it: a round's report names the clip norm its updates were bounded by.
-        self.clips[server_round] = self.clip
-        if self.adaptive is not None:
-            self.bits = self.new_bits(self.adaptive)
-
-    def new_bits(self, adaptive: AdaptiveClip) -> NormBits:
-        # Without noise on the sum there is none on the bits: such a run shows what clipping does by itself.
-        multiplier = adaptive.multiplier(self.expected) if self.noise_multiplier else 0.0
-        return NormBits(multiplier, self.adjacency, self.noise)
-
-    def added(self, contribution: Contribution) -> None:
-        """Count whether the update was within the clip norm."""
-        if self.bits is not None:
-            # The contribution as it came: the mechanism clips a copy.
-            self.bits.add(norm(contribution) <= self.clip)
-
-    def event(self, mechanism: Mechanism, size: int) -> Event:
-        """Return the event of the sum; with adaptive clipping that of the sum and the bits together."""
-        if self.adaptive is None:
-            return super().event(mechanism, size)
-        bits = self.new_bits(self.adaptive).mechanism
-        return joint_event(self.noise_multiplier, mechanism, bits, size=size, rate=self.sampling.event_rate)
-
-    def concluded(self, server_round: int, entropy: Entropy) -> None:
-        """Move the clip norm by the noisy share of the bits, which the round's event has paid for."""
-        if self.adaptive is not None and self.bits is not None:
-            self.clip = self.adaptive.move(self.clip, self.bits.share(self.expected, entropy))
-            self.bits = None
-
-    def describe(self) -> str:
-        """Return the clip norm, or how it moves."""
-        if self.adaptive is None:
-            return f"every update clipped to L2 norm {self.clip:g}"
-        return (
-            f"every update clipped to an L2 norm that follows the {self.adaptive.quantile:g}-quantile of the norms, "
-            f"now {self.clip:g}; the share within it is released with noise, as part of each round's event"
-        )
-
-    def said(self, mechanism: Mechanism) -> dict[str, Any]:
-        """Return the noise of the sum alone, which is more than what sum and bits together are accounted with."""
-        if self.adaptive is None:
-            return {}
-        together = f"with a count of norm bits, together of noise multiplier {self.noise_multiplier:g}"
-        return {"name": f"{type(mechanism).__name__} {together}", "noise_multiplier": mechanism.noise_multiplier}
-
-    def describe_settings(self) -> str:
-        """Return the clip norm, or the parameters by which it moves."""
-        return repr(self.adaptive or self.clip)
+        super().__init__(inner, clip=clip, noise_multiplier=noise_multiplier, **promise)

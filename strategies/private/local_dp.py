@@ -14,23 +14,29 @@ written down before anybody is asked. Who took part is known to the server, so n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Final
 
+import numpy as np
 from flwr.app import ArrayRecord
 from flwr.serverapp.strategy import Strategy
+from numpy.typing import NDArray
 
 from fedcomp.codecs import Codec, chain, get_codec
 from fedcomp.codecs.feedback import ErrorFeedback
-from fedcomp.errors import ConfigError
+from fedcomp.errors import ConfigError, FedcompError
 from fedcomp.layout import DensityPolicy, Layout
+from fedcomp.privacy.errors import Unbounded
 from fedcomp.privacy.local import Privatise, privatised
 from fedcomp.privacy.mechanism import GridGaussian, Mechanism
 from fedcomp.privacy.sampling import Sampling
+from fedcomp.program import Step
+from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.guard import Norms
-from fedcomp.strategies.hooked import Hooked
-from fedcomp.strategies.private.strategy import PrivateRule, PrivateStrategy
-from fedcomp.strategies.private.sums import LocalSink
+from fedcomp.strategies.private.strategy import PrivateStrategy
+from fedcomp.systems.pair import Pair
+from fedcomp.systems.private.local import Local
+from fedcomp.systems.private.rule import Read
 
 _NOT_COVERED: Final = (
     "the choice of hyper-parameters and of the model, and preprocessing of the data",
@@ -88,10 +94,6 @@ class LocalMean(PrivateStrategy):
         if privatised(codec) != self.privatise:
             raise ConfigError(f"{codec!r} does not begin with {self.privatise!r}, which the ledger accounts for")
 
-    def update_rule(self) -> PrivateRule:
-        """Return what this strategy needs: every message alone, and their mean."""
-        return PrivateRule(self, LocalSink)
-
     def may_be_coded(self, construction: str) -> bool:
         """Whether other clients may hold what a client sends: it is privatised."""
         return True
@@ -110,6 +112,29 @@ class LocalMean(PrivateStrategy):
             # One event for all: each client's message is a release about that client alone, and they cost in parallel.
             cost = self.event(self.mechanism(self._layout, server_round), self._layout.size)
             self.privacy.record(cost, round=server_round, participants=chosen)
+
+    def release(
+        self,
+        server_round: int,
+        layout: Layout,
+        support: NDArray[np.int64] | None,
+        given: Iterable[tuple[int, int, Read]],
+        refuse: Callable[[int, str], None],
+    ) -> Step | None:
+        """Return the mean of the messages that came, which costs nothing: they hide nothing by their number."""
+        total, used = np.zeros(layout.size, np.float64), []
+        for node, unit, read in given:
+            try:
+                if unit not in self.chosen:
+                    raise Unbounded(f"node {unit} was not asked in this round")
+                message = read()
+                if not np.isfinite(message).all():
+                    raise Unbounded("the message holds values that are not finite")
+                total += message
+                used.append(node)
+            except FedcompError as why:
+                refuse(node, str(why))
+        return Step(tuple(used), change=(total / len(used)).astype(np.float32)) if used else None
 
     def said(self, mechanism: Mechanism) -> dict[str, Any]:
         """Return what the statement says otherwise: the server is not trusted, and every message is protected."""
@@ -131,6 +156,12 @@ class LocalMean(PrivateStrategy):
         return repr(self.privatise)
 
 
+class LocalDp(Compressed):
+    """The drop-in pair whose clients privatise, as :func:`local_dp` makes it."""
+
+    kind: ClassVar[type[Pair]] = Local
+
+
 def local_dp(
     inner: Strategy,
     privatise: Privatise,
@@ -142,7 +173,7 @@ def local_dp(
     guard: Norms | None = None,
     seed: int = 0,
     **promise: Any,
-) -> Hooked:
+) -> LocalDp:
     """Return local privacy inside the drop-in pair.
 
     Parameters
@@ -173,4 +204,4 @@ def local_dp(
         last = ErrorFeedback(last)
     mean = LocalMean(inner, privatise, seed=seed, **promise)
     # No feedback of the pair's own, which would remember the update without its noise.
-    return Hooked(mean, chain(privatise, last), downlink, feedback=False, policy=policy, guard=guard, seed=seed)
+    return LocalDp(mean, chain(privatise, last), downlink, feedback=False, policy=policy, guard=guard, seed=seed)

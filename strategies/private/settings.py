@@ -1,140 +1,23 @@
-"""The settings of private strategies, in groups: the promise, LSG, shares of noise, how teachers vote and learn."""
+"""The settings of private strategies beside the promise: shares of noise, how teachers vote and learn."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated
 
-from fedcomp import params
 from fedcomp.flower.datalens import SENDS
-from fedcomp.privacy.events import Adjacency, Noise
-from fedcomp.privacy.lsg import MASKS, SCHEDULES
-from fedcomp.privacy.sampling import Sampling
 from fedcomp.rules import (
     AboveZero,
     BelowOne,
     Configured,
-    Inside,
     Int,
     Maybe,
     NotNegative,
     OneOf,
     Positive,
     Real,
-    Seed,
     Switch,
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrivacySettings(Configured):
-    """The promise of a private strategy, and what it costs.
-
-    Strategies take these as keyword arguments: ``DpFedAvg(inner, clip=1.0, noise_multiplier=2.0, budget=8.0)``.
-
-    Parameters
-    ----------
-    noise_multiplier : float
-        Standard deviation of the noise on the sum over the sensitivity of the sum; 0 promises nothing.
-    adjacency : {"zero_out", "add_remove", "replace"}
-        What one client may change. Under "zero_out" its contribution is left out of every sum and count, as one that
-        was refused is; "replace" doubles the sensitivity.
-    delta : float
-        Must be below 1 / ``population``.
-    population : int
-        Public number N of units (clients, or records) that may ever take part. 0: learnt by ``declare``, which whoever
-        runs the rounds calls.
-    sampling : Sampling, optional
-        Who takes part in a round; default everyone, without amplification.
-    budget : float, optional
-        An epsilon at ``delta``; a round that would cross it is not begun.
-    noise : {"discrete_gaussian", "skellam", "gaussian"}
-    pad : bool
-        Let clients fill what they send up to the longest that it could be (:meth:`Codec.longest`). False saves these
-        bytes; whoever sees message lengths then learns about updates what no noise covers: how clustered their largest
-        coordinates are, how many are zero, and whether there was anything to send at all.
-    insecure_deterministic : bool
-        Take noise and samples from ``seed``: for tests and experiments that must repeat. The statement says so.
-    seed : int
-        Of everything that is public; of noise and samples only with ``insecure_deterministic``.
-
-    Raises
-    ------
-    ConfigError
-        For values that are not valid by themselves. Mechanism and ledger check what they are together.
-    """
-
-    noise_multiplier: NotNegative
-    adjacency: Adjacency = "zero_out"
-    delta: Inside = 1e-5
-    population: Annotated[int, Int()] = 0
-    sampling: Sampling | None = None
-    budget: Annotated[float | None, Maybe(Real(above=0.0))] = None
-    noise: Noise = "discrete_gaussian"
-    pad: Switch = True
-    insecure_deterministic: Switch = False
-    seed: Seed = 0
-    drawn: Sampling = field(init=False)
-    """Who takes part, where that is not said, too."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        params.assign(self, drawn=Sampling() if self.sampling is None else self.sampling)
-
-    def conflict(self) -> str:
-        """A name alone would leave rate and cap open."""
-        if self.sampling is None or isinstance(self.sampling, Sampling):
-            return ""
-        return f"sampling={self.sampling!r} is not valid: an object, such as Sampling('capped', cap=20)"
-
-
-@dataclass(frozen=True, kw_only=True)
-class LsgSettings(Configured):
-    """How updates are shortened before noise.
-
-    Parameters
-    ----------
-    clip : float
-        Largest L2 norm of one client's kept coordinates, over all tensors and both products.
-    rank : int
-        Of the carriers; 0 factors nothing.
-    keep : float
-        Fraction of the coordinates that is kept, at the end of the schedule.
-    schedule : {"constant", "linear", "cosine"}
-    schedule_rounds : int
-        Rounds that the schedule runs over; not needed for "constant".
-    mask : {"random", "noisy_magnitude"}
-        By the seed alone, or half of them where former noisy updates were large; which those are then travels down.
-    whole : str
-        Patterns of names of tensors that stay whole, separated by spaces: the last layer, for one.
-    history : int
-        After this many rounds the carriers follow the way the model went since round 1; 0: always the model itself.
-
-    Raises
-    ------
-    ConfigError
-        For a value out of range.
-
-    Examples
-    --------
-    >>> LsgSettings(clip=1.0, rank=8, keep=0.5).schedule
-    'constant'
-    """
-
-    clip: Positive
-    rank: Annotated[int, Int()]
-    keep: AboveZero = 1.0
-    schedule: Annotated[str, OneOf(*SCHEDULES)] = "constant"
-    schedule_rounds: Annotated[int, Int()] = 0
-    mask: Annotated[str, OneOf(*MASKS)] = "random"
-    whole: str = ""
-    history: Annotated[int, Int()] = 0
-
-    def conflict(self) -> str:
-        """A schedule has to end."""
-        if self.schedule == "constant" or self.schedule_rounds:
-            return ""
-        return f"schedule={self.schedule!r} needs schedule_rounds >= 1, the rounds that it runs over"
 
 
 @dataclass(frozen=True, kw_only=True)

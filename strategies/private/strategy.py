@@ -1,22 +1,19 @@
-"""Client-level privacy around Flower's weighted means: one bounded contribution each, a sum, noise, and a ledger.
+"""Private rules as Flower strategies: around a weighted mean, inside of a pair or by themselves.
 
 ``Compressed(DpFedAvg(FedAvg(fraction_evaluate=0.0), clip=1.0, noise_multiplier=1.0), TopK(density=0.01))`` is the
-drop-in pair with a promise. A round goes this way: the budget is asked before any client is; nodes are drawn; each of
-them contributes one vector, whose influence the server bounds whatever the client did; the event is written down; noise
-is added to the sum; the sum is divided by a public constant; and the inner strategy gets one reply, the noisy mean, so
-that FedAdam and the others make their step from it. Everything after the noise is post-processing.
+drop-in pair with a promise. What becomes of updates, and in which order, is the rule's
+(:mod:`fedcomp.systems.private.rule`); here nodes are shown to the inner strategy, messages say that they are private,
+and the inner strategy gets one reply, the noisy mean, so that FedAdam and the others make their step from it.
 
 What is never used: the numbers of examples clients report, metrics, and buffers that travel as values (integers,
 running statistics): those keep the server's values. A round without contributions still releases its noise, which is
 charged to the budget: that nobody came is not public.
-
-Subclasses say what a contribution is and what noise it takes: :class:`fedcomp.strategies.private.dp_fedavg.DpFedAvg`
-clips vectors, :class:`fedcomp.strategies.private.topagg.TopAgg` verifies votes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -26,46 +23,51 @@ from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 
 from fedcomp.codecs import Codec, Identity
-from fedcomp.errors import ConfigError, FedcompError
+from fedcomp.errors import ConfigError
 from fedcomp.flower.checkpoint import INNER
 from fedcomp.flower.logs import log
 from fedcomp.flower.privacy import PRIVATE, SECRET, UNPADDED
 from fedcomp.flower.records import to_arrays
 from fedcomp.flower.report import Report, Reports
-from fedcomp.layout import Layout, Update
-from fedcomp.program import Given, Now, Released, Step
-from fedcomp.rng import Key
+from fedcomp.layout import Layout
+from fedcomp.program import Ask, Given, Now, Released, Step, System
 from fedcomp.stateful import Stateful, nested
 from fedcomp.strategies.adaptive import Outcome
 from fedcomp.strategies.guard import Norms
 from fedcomp.strategies.intake import Intake
+from fedcomp.strategies.means import MEANS, is_mean
 from fedcomp.strategies.private.nodes import Shown, muted, online
-from fedcomp.strategies.private.promise import NOT_COVERED, Promise
-from fedcomp.strategies.private.release import Contribution
-from fedcomp.strategies.private.sums import Nothing, PrivateSink
-from fedcomp.strategies.receiving import Reception
+from fedcomp.strategies.private.promise import NoClientEvaluation, Once
+from fedcomp.strategies.private.sums import PrivateSink
 from fedcomp.strategies.replies import Arrival, SentMessage
+from fedcomp.strategies.round_log import RoundLog
 from fedcomp.strategies.running import Running
-from fedcomp.strategies.sinks import ReleasedLayout, UpdateRule
+from fedcomp.strategies.server import Server
+from fedcomp.strategies.sinks import ReleasedLayout, Sink, UpdateRule
+from fedcomp.systems.pair import Pair
+from fedcomp.systems.private.rule import NOT_COVERED, Contribution, Private
 from fedcomp.wire import FILLED
 
 __all__ = ["NOT_COVERED", "Contribution", "Outcome", "PrivateStrategy"]
 
 
-class PrivateStrategy(Promise, Stateful):
+class PrivateStrategy(NoClientEvaluation, Private, Strategy, Stateful):
     """A weighted mean whose every model is released under client-level differential privacy.
+
+    By itself its clients answer with whole models.
 
     Parameters
     ----------
     inner : Strategy
-        One of Flower's weighted means, made with ``fraction_evaluate=0.0``.
+        One of Flower's weighted means, made with ``fraction_evaluate=0.0``. Its ``fraction_train`` stays at 1: who
+        takes part is decided by ``sampling``.
     **promise
-        As :class:`fedcomp.strategies.private.promise.Promise`.
+        As :class:`fedcomp.systems.private.rule.Private`.
 
     Attributes
     ----------
-    chosen : list of int
-        The nodes that were asked in the current round.
+    reports : Reports
+        Per round: who was asked, what arrived, what was refused and why. For the server, not for release.
 
     Raises
     ------
@@ -76,12 +78,9 @@ class PrivateStrategy(Promise, Stateful):
     STATE: ClassVar[Mapping[str, Any]] = {
         "privacy": nested("privacy"),
         "inner": INNER,
-        "_reception": nested("_reception"),
+        "reports": Reports,
         "exhausted": str,
     }
-
-    votes: ClassVar[bool] = False
-    """Whether contributions are votes: then, and only then, a codec around this must be one that votes."""
 
     takes_plain: ClassVar[bool] = True
     """Whether the dense reply of a client without the mod may be added."""
@@ -95,20 +94,29 @@ class PrivateStrategy(Promise, Stateful):
     """What is used as the codec where clients answer with whole models."""
 
     def __init__(self, inner: Strategy, **promise: Any) -> None:
-        super().__init__(inner, **promise)
-        self.chosen: list[int] = []
-        self._reception = Reception(type(self).__name__)
+        if not isinstance(inner, Strategy) or not is_mean(inner):
+            raise ConfigError(
+                f"{type(inner).__name__} looks at single updates, which a private sum does not show; use one of "
+                f"{', '.join(MEANS)}. A codec goes outside: Compressed({type(self).__name__}(...), codec)"
+            )
+        if getattr(inner, "fraction_evaluate", 0.0) != 0.0:
+            raise ConfigError(
+                "evaluation on clients would release their metrics without noise; make the inner strategy with "
+                "fraction_evaluate=0.0, and evaluate on the server (evaluate_fn)"
+            )
+        if getattr(inner, "fraction_train", 1.0) != 1.0:
+            raise ConfigError(
+                f"fraction_train={inner.fraction_train!r} of the inner strategy is a sample nobody accounts for; leave "  # type: ignore[attr-defined]
+                "it at 1.0 and give sampling=Sampling(...)"
+            )
+        super().__init__(**promise)
+        self.inner = inner
+        self.reports = Reports()
+        self._once = Once(type(self).__name__)
+        self._log = RoundLog(type(self).__name__)
         self._released: ReleasedLayout | None = None
-        self._model: dict[str, NDArray[Any]] = {}
-        self._record_name = "arrays"
-        # The round that was configured and not released yet: whatever is aggregated twice is released once.
-        self._open: int | None = None
-        self._sent: list[SentMessage] = []
-
-    @property
-    def reports(self) -> Reports:
-        """Per round: who was asked, what arrived, what was refused and why. For the server, not for release."""
-        return self._reception.reports
+        # In a tuple: a strategy in an attribute is taken for one that this one stands around.
+        self._alone: tuple[Alone, ...] = ()
 
     def update_rule(self) -> PrivateRule:
         """Return what this strategy needs of a round's updates: each alone, bounded."""
@@ -121,23 +129,6 @@ class PrivateStrategy(Promise, Stateful):
     def may_be_coded(self, construction: str) -> bool:
         """Whether other clients may hold what a client sends, as those of a coded round's construction do."""
         return False
-
-    def check_codec(self, codec: Codec) -> None:
-        """Refuse a codec that does not fit; called by the pair around this strategy.
-
-        Raises
-        ------
-        ConfigError
-        """
-        # Votes have no magnitude: taken for updates, each would move its coordinate by 1.
-        if codec.votes != self.votes:
-            takes, sends = (("updates", "votes")[votes] for votes in (self.votes, codec.votes))
-            raise ConfigError(f"{type(self).__name__} takes {takes}, but {codec!r} sends {sends}")
-        if self.pad and codec.longest(Layout.flat(4096)) is None:
-            raise ConfigError(
-                f"{codec!r} does not say how long its frames can get (Codec.longest), so their lengths would tell "
-                "about updates; use another codec, or accept that with pad=False"
-            )
 
     def summary(self) -> None:
         """Log what is promised, then the inner strategy's own summary."""
@@ -152,22 +143,16 @@ class PrivateStrategy(Promise, Stateful):
         self.inner.summary()
 
     def adopt(self, arrays: ArrayRecord, layout: Layout | None = None) -> None:
-        """Take the model of the round to come, and the layout of what is released; default the model's own.
-
-        Called by a wrapper that knows better, before :meth:`configure_train`: the budget is asked for this layout.
-        """
-        self._model = to_arrays(arrays)
-        self._layout = Layout.of(self._model) if layout is None else layout
+        """Take the model of the round to come, and the layout of what is released; default the model's own."""
+        self._layout = Layout.of(to_arrays(arrays)) if layout is None else layout
         if not self._layout.size:
             raise ConfigError(
                 "the model has no tensor of finite floats, and nothing else is ever released: integers, buffers and "
                 "statistics stay as they are. Give it parameters, or train it without privacy"
             )
 
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """Draw the nodes of the round and let the inner strategy ask them; nobody when the run is over.
+    def ask(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> list[Message]:
+        """Draw the nodes of a round and let the inner strategy ask them; nobody when the run is over.
 
         Raises
         ------
@@ -183,16 +168,17 @@ class PrivateStrategy(Promise, Stateful):
         # What is released may be less than the model (a support that all share, kept coordinates): noise and price are
         # for that.
         self.adopt(arrays, None if self._released is None else self._released(arrays, server_round))
-        self.require_population()
-        self._open, self.chosen, self._sent, self.exhausted = None, [], [], ""
-        # A round that was paid for and is made again has other contributions: the noise it had would give them away.
-        self._again = sum(entry.round == server_round for entry in self.privacy.entries)
-        self._reception.meet(grid, afresh=True)
-        chosen: list[int] = []
-        if not (reason := self.over(server_round)):
-            chosen, reason = self.draw(online(grid, self.inner), self.population, server_round, count=self.count)
+        assert self._layout is not None
+
+        def there() -> list[int]:
+            nodes = online(grid, self.inner)
+            for why in self.surplus(nodes):
+                self._once.warn(why)
+            return nodes
+
+        chosen, reason = self.draw(there, self._layout, server_round)
         if reason:
-            self.warn_once(reason, f"nobody is asked in round {server_round}: {reason}")
+            self._once.warn(reason, f"nobody is asked in round {server_round}: {reason}")
             return []
         config[PRIVATE] = True
         if not self.pad:
@@ -202,9 +188,8 @@ class PrivateStrategy(Promise, Stateful):
         # Flower's strategies sample among the nodes they see: they see those that were drawn, and ask all of them.
         with Shown(grid, chosen).minima(self.inner) as shown, muted(self.withholds):
             messages = list(self.inner.configure_train(server_round, arrays, config, shown))
-        # The messages are made and not sent: what is recorded here is on the disk before any client is contacted.
-        self.opened(server_round, chosen)
-        self._open, self.chosen = server_round, chosen
+        # The messages are made and not sent.
+        self.open(server_round, chosen)
         # Messages of a round share their content.
         for record in {id(m.content): m.content for m in messages}.values():
             if len(record.array_records) > 1:
@@ -212,34 +197,46 @@ class PrivateStrategy(Promise, Stateful):
                     f"messages of {type(self).__name__} hold {len(record.array_records)} ArrayRecords "
                     f"{sorted(record.array_records)}; a private round exchanges the model and nothing else"
                 )
-            self._record_name = next(iter(record.array_records), self._record_name)
-        self._sent = [
-            SentMessage(message, message.metadata.dst_node_id, 0, record=self._record_name) for message in messages
-        ]
         return messages
 
-    def closing(self, report: Report) -> bool:
-        """Whether a round was opened and not closed yet; it is now, and ``report`` is the round's."""
-        opened = self._open == report.round
-        if opened:
-            self._open = None
-            self.reports[report.round] = report
-        return opened
+    def begins(self, report: Report, codec: Codec, layout: Layout, *, framed: bool = True) -> bool:
+        """Close the round of a report, which is this strategy's, too; return whether it was open."""
+        if not self.close(report.round):
+            return False
+        self.reports[report.round] = report
+        # Dense models are equally long by themselves; frames alone need a filler.
+        if self.pad and framed and (longest := codec.longest(layout)) is not None:
+            report.padded_bytes = longest + FILLED
+        return True
 
-    def _intake(self, server_round: int, layout: Layout) -> Intake:
-        report, key = self.reports.join(server_round), Key(self.seed, "uplink", server_round)
-        report.asked = len(self._sent)
-        intake = Intake(report, self._sent, layout, self._model, self.encoding, key, record=self._record_name)
-        intake.updates_only = intake.models_asked = True
-        return intake
+    def restored(self) -> None:
+        """Let what stands in no pair report where this does from here on."""
+        super().restored()
+        for alone in self._alone:
+            alone.reports = self.reports
+
+    # By itself.
+
+    def program(self) -> System | None:
+        """Return the system that clients take part in where this stands in no pair; None: they answer with models."""
+        return None
+
+    @property
+    def alone(self) -> Alone:
+        """The rounds of this strategy where it stands in no pair."""
+        if not self._alone:
+            self._alone = (Alone(self),)
+        return self._alone[0]
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Ask the nodes that are drawn; see :meth:`ask`."""
+        return self.alone.configure_train(server_round, arrays, config, grid)
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Outcome:
-        """Release the noisy mean of ordinary dense replies."""
-        # Nobody was asked: there is neither noise nor a price.
-        if self._open != server_round:
-            return None, None
-        intake = self._intake(server_round, Layout.of(self._model))
-        return self._reception.aggregate(intake, replies, self.update_rule())
+        """Release the noisy mean of ordinary dense replies; None and None of a round in which nobody may be."""
+        return self.alone.aggregate_train(server_round, replies)
 
     def aggregate_updates(
         self,
@@ -270,22 +267,7 @@ class PrivateStrategy(Promise, Stateful):
         BudgetExceeded, PrivacyLedgerError
             Nothing was released.
         """
-        intake = self._intake(server_round, layout)
-        intake.support = support
-        rule = self.update_rule()
-        # Of clients' values: what overflows is refused later, as not finite.
-        with np.errstate(over="ignore", invalid="ignore"):
-            sink = rule.begin(intake, ())
-            for node, update in updates:
-                try:
-                    sink.contribute(node, update)
-                except FedcompError as reason:
-                    intake.report.refuse(node, str(reason))
-            arrays, metrics = sink.finish()
-        model = None if arrays is None else self._reception.accept(intake, rule, arrays, [], [])
-        for note in intake.report.notes:
-            log.warning("%s, round %d: %s", type(self).__name__, server_round, note)
-        return model, None if model is None else metrics
+        return self.alone.summed(server_round, updates, layout, support)
 
 
 class PrivateRule(UpdateRule):
@@ -294,8 +276,8 @@ class PrivateRule(UpdateRule):
     Parameters
     ----------
     strategy : PrivateStrategy
-    sink : type of PrivateSink
-        Made for each round.
+    framed : bool
+        Whether clients send frames, and not models.
     """
 
     updates_only: bool = True
@@ -303,11 +285,12 @@ class PrivateRule(UpdateRule):
         "the noisy mean is not finite in the model's precision; it is paid for, and the model is kept. Use a wider "
         "dtype, a smaller clip norm or less noise"
     )
+    kind: ClassVar[type] = Released
     strategy: PrivateStrategy
 
-    def __init__(self, strategy: PrivateStrategy, sink: type[PrivateSink] = PrivateSink) -> None:
+    def __init__(self, strategy: PrivateStrategy, *, framed: bool = True) -> None:
         super().__init__(strategy)
-        self._sink = sink
+        self._framed = framed
         self.takes_plain = strategy.takes_plain
         self.measured = not strategy.bounds_updates
 
@@ -321,6 +304,11 @@ class PrivateRule(UpdateRule):
         """Whether what a round costs rests on nobody knowing who took part."""
         return self.strategy.withholds
 
+    @property
+    def takes(self) -> Strategy:
+        """The weighted mean inside, which gets the noisy one."""
+        return self.strategy.inner
+
     def check(self, codec: Codec, guard: Norms | None) -> None:
         """Refuse what the strategy cannot keep its promise with."""
         super().check(codec, guard)
@@ -330,46 +318,93 @@ class PrivateRule(UpdateRule):
         """Tell the strategy of what noise is needed: of what is sent alone."""
         self.strategy.within(released)
 
-    kind: ClassVar[type] = Released
-
-    @property
-    def takes(self) -> Strategy:
-        """The weighted mean inside, which gets the noisy one."""
-        return self.strategy.inner
+    def configure(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> list[Message]:
+        """Draw who is asked."""
+        return self.strategy.ask(server_round, arrays, config, grid)
 
     def total(self, x: Running, now: Now, codec: Codec, given: Sequence[Given], *, raw: bool = False) -> Step | None:
-        """Return the noisy mean, which is released, and paid for, also where nobody contributed."""
-        layout, key = x.layout, Key(now.seed, "uplink", now.number)
-        sink = self.begin(Intake(x.report, (), layout, x.model, codec, key, record=x.record, updates_only=True), ())
-        used = []
-        for each in given:
-            try:
-                update, frame = each.update, each.frame
-                if update is not None and sink.support is not None:
-                    # What others send of a support that all share is made of this one, too.
-                    uplink = now.key("uplink", each.node)
-                    frame, update = codec.encode(Update(update, layout), codec.init(layout), uplink)[0], None
-                if update is None:
-                    update = codec.decode(frame, layout)
-                sink.contribute(x.addresses[each.node], update - now.model if codec.lossless else update)
-                used.append(each.node)
-            except FedcompError as why:
-                now.refuse(each.node, str(why))
-        step = sink.step()
-        if step is None:
+        """Return the noisy mean; nodes are charged by their addresses, since a partition is a client's word."""
+        if not self.strategy.begins(x.report, codec, x.layout, framed=self._framed):
             return None
-        change = step
-        if sink.support is not None:
-            change = np.zeros(layout.size, np.float32)
-            change[sink.support] = step
-        return Step(tuple(used), change=change, support=sink.support is not None)
+        return self.strategy.noisy(now, codec, given, unit=x.addresses.__getitem__)
 
-    def begin(self, intake: Intake, arrivals: Sequence[Arrival]) -> PrivateSink:
-        """Return the sink of a round that was opened, once."""
-        if not self.strategy.closing(intake.report):
-            return Nothing(self.strategy, intake)
-        # Dense models are equally long by themselves; frames alone need a filler.
-        frames = not intake.models_asked
-        if self.strategy.pad and frames and (longest := intake.codec.longest(intake.layout)) is not None:
-            intake.report.padded_bytes = longest + FILLED
-        return self._sink(self.strategy, intake)
+    def begin(self, intake: Intake, arrivals: Sequence[Arrival]) -> Sink:
+        """Return the sink of a round."""
+        return PrivateSink(self.strategy, intake)
+
+
+class Alone(Server):
+    """The rounds of a private strategy that stands in no pair.
+
+    Without a system of its own messages are the inner strategy's, and clients answer with models.
+
+    Parameters
+    ----------
+    strategy : PrivateStrategy
+    """
+
+    by_hooks: ClassVar[bool] = True
+
+    def __init__(self, strategy: PrivateStrategy) -> None:
+        self._asked: tuple[Running, Now] | None = None
+        program = strategy.program()
+        self._bare = program is None
+        super().__init__(program or Pair(strategy.encoding), strategy, seed=strategy.seed)
+        self._name, self._log, self.reports = type(strategy).__name__, strategy._log, strategy.reports
+        self._rule = PrivateRule(strategy, framed=False)
+
+    def _ask(self, server_round: int, arrays: ArrayRecord, messages: Sequence[Message]) -> tuple[Running, Now]:
+        self._asked = super()._ask(server_round, arrays, messages)
+        return self._asked
+
+    def _message(self, x: Running, now: Now, ask: Ask, sequence: int) -> SentMessage:
+        if not self._bare:
+            return super()._message(x, now, ask, sequence)
+        return SentMessage(x.base[ask.node], x.addresses[ask.node], sequence)
+
+    def _close(self, x: Running, now: Now, step: Step | None) -> Outcome:
+        if step is None and not x.report.asked:
+            # The run is over, which was said once; there is nothing to report.
+            del self.reports[x.report.round]
+            return None, None
+        return super()._close(x, now, step)
+
+    def _take(self, x: Running, now: Now, step: Step | None) -> Outcome:
+        outcome = super()._take(x, now, step)
+        if self._bare:
+            # Whole models are what clients were asked for.
+            x.report.without_mod.clear()
+        return outcome
+
+    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Outcome:
+        """Drive the round to its end; None and None of one that was not configured."""
+        return super().aggregate_train(server_round, replies) if server_round in self._open else (None, None)
+
+    def summed(
+        self,
+        server_round: int,
+        updates: Iterable[tuple[int, NDArray[Any]]],
+        layout: Layout,
+        support: NDArray[np.int64] | None,
+    ) -> Outcome:
+        """Return what updates that came as vectors make of the model; see :meth:`PrivateStrategy.aggregate_updates`."""
+        strategy, asked = self._rule.strategy, self._asked
+        if asked is None or not asked[0].base or asked[0].report.round != server_round:
+            # Of a round that nobody was drawn for everything is done.
+            return self.aggregate_train(server_round, ())
+        x, now = asked
+        if not strategy.begins(x.report, self.system.codecs[0], layout, framed=False):
+            return None, None
+        self._open.pop(server_round)[0].close()
+        reads = ((node, node, _reading(update)) for node, update in updates)
+        # Of clients' values: what overflows is refused later, as not finite.
+        with np.errstate(over="ignore", invalid="ignore"):
+            step = strategy.release(server_round, layout, support, reads, x.report.refuse)
+        outcome = self._take(x, now, None if step is None else replace(step, consumed=()))
+        for note in x.report.notes:
+            log.warning("%s, round %d: %s", self._name, server_round, note)
+        return outcome
+
+
+def _reading(update: NDArray[Any]) -> Callable[[], NDArray[Any]]:
+    return lambda: update

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Final
 from fedcomp.codecs import RandomK
 from fedcomp.errors import ConfigError
 from fedcomp.flower.privacy import find_private
-from fedcomp.flower.record_dp import DpSgdPlan
 from fedcomp.layout import Layout
 from fedcomp.privacy.adaptive import AdaptiveClip
 from fedcomp.privacy.local import Privatise
@@ -40,17 +39,19 @@ from fedcomp.strategies.private.distributed_dp import DistributedDp
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 from fedcomp.strategies.private.local_dp import local_dp
 from fedcomp.strategies.private.lsg import Lsg
-from fedcomp.strategies.private.promise import Promise
 from fedcomp.strategies.private.record_dp import RecordDp
 from fedcomp.strategies.private.settings import (
-    LsgSettings,
-    PrivacySettings,
     ShareSettings,
     TeacherSettings,
     VoteSettings,
 )
-from fedcomp.strategies.private.topagg import TopAgg, topagg
+from fedcomp.strategies.private.topagg import topagg
 from fedcomp.strategies.system import TRAINING, System, arguments, refuse_others, settings_of
+from fedcomp.systems.private.ballots import Ballots
+from fedcomp.systems.private.lsg import LowRank
+from fedcomp.systems.private.record import DpSgdPlan
+from fedcomp.systems.private.rule import Private
+from fedcomp.systems.private.settings import PrivacySettings
 
 if TYPE_CHECKING:
     from flwr.serverapp.strategy import Strategy
@@ -135,7 +136,8 @@ def _local_dp(settings: Settings, seed: int) -> Strategy:
 
 
 def _lsg(settings: Settings, seed: int) -> Strategy:
-    shortened = LsgSettings(**arguments(LsgSettings, settings, _SHORTENED))
+    own = [name for name in _SHORTENED if name != "whole"]
+    shortened = LowRank(**arguments(LowRank, settings, own), whole_tensors=str(settings["whole"]))
     count: Any = settings["count"]
     return Lsg(make_inner(settings), shortened, count=count, **promise(settings, seed))
 
@@ -233,12 +235,13 @@ _REFUSED: Final = (
     ("fraction", 1.0, "cohorts of a seed are no secret sample; use sampling, rate and cap"),
     ("fraction_evaluate", 0.0, "metrics of clients would be released beside the noise; the server evaluates"),
 )
-_COUNT: Final = settings_of(Promise, "count")
+_COUNT: Final = settings_of(Private, "count")
 _SHORTENED: Final[Mapping[str, Scalar]] = {
     "clip": 1.0,
     "rank": 8,
     "keep": 0.5,
-    **settings_of(LsgSettings, "schedule", "schedule_rounds", "mask", "whole", "history"),
+    **settings_of(LowRank, "schedule", "schedule_rounds", "mask", "history"),
+    "whole": "",
 }
 _SHARES: Final[Mapping[str, Scalar]] = {
     "clip": 1.0,
@@ -251,7 +254,7 @@ _DISTRIBUTED: Final[Mapping[str, Scalar]] = {
     **_COUNT,
 }
 _BALLOT: Final = settings_of(TopkSign, "k", "scope", "saturation", "stochastic")
-_TOPAGG: Final = settings_of(TopAgg, "mode", "beta")
+_TOPAGG: Final = settings_of(Ballots, "mode", "beta")
 _VOTES: Final = settings_of(VoteSettings, "images", "eta", "beta", "saturation", "stochastic")
 _TEACHERS: Final = settings_of(TeacherSettings, "teachers", "teacher_lr", "decay", "pretrain", "batch", "send")
 

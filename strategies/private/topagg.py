@@ -1,61 +1,34 @@
-"""TopAgg for model training: clients vote on the signs of their largest coordinates, the server counts noisily.
-
-B. Wang et al., "DataLens", CCS 2021, arXiv:2103.11109 (abstract): TopAgg was published for gradients of a generator,
-and in one sentence for DP-SGD. This client-level form for models is derived here: a client's whole local update votes.
-See :mod:`fedcomp.privacy.votes` for what a vote is.
-
-What is bounded is counted, not clipped: a frame that holds anything but -1 and +1, or more than k of them, is refused
-by the codec before it is decoded, and once more by the mechanism before it is added. So there is no clip norm to
-choose, and a vote costs about ``log2 C(d, k) + k`` bits. What it costs beside that is accuracy: noise reaches all d
-coordinates, and magnitudes are lost.
-"""
+"""TopAgg as a Flower strategy: the noisy count of clients' votes (:mod:`fedcomp.systems.private.ballots`)."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Final
+from typing import Any
 
-import numpy as np
 from flwr.serverapp.strategy import Strategy
-from numpy.typing import NDArray
 
 from fedcomp.codecs import Codec
-from fedcomp.errors import ConfigError
-from fedcomp.layout import DensityPolicy, Layout, Vector
-from fedcomp.privacy.errors import Unbounded
-from fedcomp.privacy.mechanism import Votes
-from fedcomp.privacy.votes import TopkSign, threshold
-from fedcomp.rules import OneOf, Real, checked
+from fedcomp.layout import DensityPolicy
+from fedcomp.privacy.votes import TopkSign
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.private.strategy import PrivateStrategy
-
-MODES: Final = ("mean", "threshold")
-"""What a noisy sum of votes becomes: the sum over the public number of clients, or the signs that pass a threshold."""
+from fedcomp.systems.private.ballots import Ballots
 
 
-class TopAgg(PrivateStrategy):
+class TopAgg(PrivateStrategy, Ballots):
     """The noisy count of votes as the update of the model.
 
-    Stands inside of ``Compressed`` with the same ballot as its codec; :func:`topagg` makes both. The guarantee does not
-    depend on who answers: the noise is fixed, and a client that is lost or refused only leaves its vote out.
-
-    A client without the mod sends a dense model. The server, which is trusted, then casts the vote that client would
-    have cast: the sum is the same, only the bytes differ. A dense reply that is not finite casts none.
+    Stands inside of ``Compressed`` with the same ballot as its codec; :func:`topagg` makes both. A client without the
+    mod sends a dense model. The server, which is trusted, then casts the vote that client would have cast: the sum is
+    the same, only the bytes differ. A dense reply that is not finite casts none.
 
     Parameters
     ----------
     inner : Strategy
         One of Flower's weighted means, which gets the model plus ``server_lr`` times the outcome of the vote.
-    ballot : TopkSign
-        How clients vote; its total k for the model bounds the L2 norm of a contribution by sqrt(k).
-    server_lr : float
-        What an outcome of 1 moves a coordinate by.
-    mode : {"mean", "threshold"}
-        ``V / n`` or ``sign(V)`` where ``|V| > beta n``, of the noisy sum V and the *expected* number of clients n. Both
-        are post-processing: they cost nothing.
-    beta : float
-        The threshold as a fraction of the expected number of clients, in [0, 1]; of "threshold" only.
+    ballot, server_lr, mode, beta
+        As :class:`fedcomp.systems.private.ballots.Ballots`.
     **promise
-        See :class:`fedcomp.strategies.private.strategy.PrivateStrategy`.
+        As :class:`fedcomp.systems.private.rule.Private`.
 
     Raises
     ------
@@ -70,69 +43,10 @@ class TopAgg(PrivateStrategy):
     ... )
     """
 
-    votes: ClassVar[bool] = True
-
-    def __init__(
-        self,
-        inner: Strategy,
-        ballot: TopkSign,
-        *,
-        server_lr: float,
-        mode: str = "mean",
-        beta: float = 0.0,
-        **promise: Any,
-    ) -> None:
-        if not isinstance(ballot, TopkSign):
-            raise ConfigError(f"the ballot must be a TopkSign, got {ballot!r}")
+    def __init__(self, inner: Strategy, ballot: TopkSign, **arguments: Any) -> None:
+        super().__init__(inner, ballot=ballot, **arguments)
         # A dense reply of a client without the mod is encoded with it: its vote.
-        self.ballot = self.encoding = ballot
-        self.server_lr: float = checked("server_lr", server_lr, Real(above=0.0))
-        self.mode: str = checked("mode", mode, OneOf(*MODES))
-        self.beta: float = checked("beta", beta, Real(least=0.0, most=1.0))
-        if self.beta and self.mode != "threshold":
-            raise ConfigError(f"beta={beta!r} is a threshold, which mode={mode!r} does not have; use mode='threshold'")
-        super().__init__(inner, **promise)
-
-    def mechanism(self, layout: Layout, server_round: int) -> Votes:
-        """Return the noisy sum of votes, of which each client has the ballot's k."""
-        if not layout.size:
-            raise ConfigError("the model has no floating-point parameters to vote on")
-        return Votes(
-            noise_multiplier=self.noise_multiplier,
-            adjacency=self.adjacency,
-            noise=self.noise,
-            # Of the whole model: shares of single tensors do not matter for the bound.
-            k=self.ballot.total(layout),
-            shape=(layout.size,),
-        )
-
-    def contribution(self, update: Vector, layout: Layout, server_round: int) -> NDArray[np.int8]:
-        """Return decoded votes as the integers they are.
-
-        Raises
-        ------
-        Unbounded
-            When a value is not -1, 0 or 1.
-        """
-        # The cast warns of NaN and of what int8 cannot hold; both are found below.
-        with np.errstate(invalid="ignore"):
-            votes = update.astype(np.int8)
-        # Only -1, 0 and 1 equal their own sign. NaN equals nothing, and what int8 cannot hold comes back as another.
-        if not np.array_equal(votes, update) or not np.array_equal(votes, np.sign(votes)):
-            raise Unbounded("a vote is not -1, 0 or 1")
-        return votes
-
-    def released(self, noisy: NDArray[np.float64], layout: Layout, server_round: int) -> Vector:
-        """Return the step that the noisy sum of votes stands for, float32 ``(layout.size,)``."""
-        if self.mode == "threshold":
-            passed = threshold(noisy, self.beta * self.expected)
-            return passed.astype(np.float32) * np.float32(self.server_lr)
-        return (noisy * (self.server_lr / self.expected)).astype(np.float32)
-
-    def describe(self) -> str:
-        """Return the ballot and what becomes of the sum."""
-        rule = f"threshold {self.beta:g} n" if self.mode == "threshold" else "mean"
-        return f"votes of {self.ballot!r}, {rule}, server learning rate {self.server_lr:g}"
+        self.encoding = ballot
 
 
 def topagg(

@@ -8,13 +8,12 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from flwr.common.config import parse_config_args
 from peer_key_files import make_key, make_list
-from running_listener import free_port, wait_until
+from running_listener import free_port, open_files, wait_until
 
 from fedcomp.clients.edge import PEER_ADDRESS, PEER_STORE, prepare
 from fedcomp.clients.edge.node_config import PEER_KEY, PEER_KEYS
@@ -238,12 +237,7 @@ def test_nothing_but_the_node_holds_the_pipe(start) -> None:
     pipe = os.readlink(f"/proc/{listener}/fd/0")
 
     def holds(process: int) -> int:
-        found = []
-        for entry in Path(f"/proc/{process}/fd").iterdir():
-            # A living process opens and closes other files meanwhile.
-            with suppress(FileNotFoundError):
-                found.append(os.readlink(entry))
-        return found.count(pipe)
+        return open_files(process).count(pipe)
 
     assert (holds(node.process.pid), holds(listener), holds(helper)) == (1, 1, 0)
 

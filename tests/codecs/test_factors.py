@@ -12,6 +12,7 @@ import pytest
 
 from fedcomp import wire
 from fedcomp.codecs import ErrorFeedback, Factors, get_codec
+from fedcomp.codecs.factors import wanted_by
 from fedcomp.errors import ConfigError
 from fedcomp.factors.outer import OuterProducts
 from fedcomp.layout import Layout, SmallDense, Update
@@ -278,7 +279,8 @@ def test_what_nobody_uses_is_not_captured() -> None:
     assert edad.takes_outer(4000, 100, 50)
     assert rank.takes_outer(40, 100, 50)
     assert not rank.takes_outer(50, 100, 50)
-    assert not ErrorFeedback(rank).takes_outer(1, 100, 50)
+    assert wanted_by(rank) == rank.takes_outer
+    assert wanted_by(ErrorFeedback(rank)) is None
 
 
 def tampered(bundle: Bundle, position: int, **changes) -> bytes:

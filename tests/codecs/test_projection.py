@@ -242,8 +242,6 @@ def test_frames_of_sums_are_checked() -> None:
         replay.open(wire.encode([bad[0], wire.dense(np.full(4, np.nan)), bad[2]]), LAYOUT)
     with pytest.raises(wire.WireError):
         replay.join([(TopK(0.1).encode(Update(vector(P), LAYOUT), {}, KEY)[0], 1.0)], LAYOUT)
-    with pytest.raises(ConfigError, match="does not repeat frames"):
-        TopK(0.1).join(frames, LAYOUT)
     with pytest.raises(ConfigError, match="not those of TopK"):
         Replay(TopK(0.1))  # type: ignore[arg-type]
     for params in ({"directions": 0}, {"scope": "tensor"}, {"scale": "best"}, {"clip": -1.0}, {"clip": np.inf}):

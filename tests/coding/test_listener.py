@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from running_listener import Running, free_port
+from running_listener import Running, free_port, open_files
 
 from fedcomp.coding import listener
 from fedcomp.coding.errors import TransportError
@@ -392,11 +392,7 @@ def test_it_leaves_with_the_pipe_with_a_signal_and_not_with_a_ctrl_c_or_the_term
 @pytest.mark.slow
 def test_it_listens_where_it_is_told_and_nowhere_else(start) -> None:
     there = start()
-    inodes = {
-        os.readlink(entry)[8:-1]
-        for entry in Path(f"/proc/{there.process.pid}/fd").iterdir()
-        if os.readlink(entry).startswith("socket:[")
-    }
+    inodes = {name[8:-1] for name in open_files(there.process.pid) if name.startswith("socket:[")}
     listening = []
     for name in ("tcp", "tcp6"):
         for line in Path(f"/proc/{there.process.pid}/net/{name}").read_text().splitlines()[1:]:

@@ -31,7 +31,6 @@ from fedcomp.errors import ConfigError
 from fedcomp.experiments import engines, systems
 from fedcomp.experiments.engines import inprocess
 from fedcomp.experiments.spec import RunResult, RunSpec
-from fedcomp.flower.record_dp import DpSgdPlan
 from fedcomp.privacy.local import Privatise
 from fedcomp.privacy.votes import TopkSign
 from fedcomp.strategies.coded.strategy import CodedFedAvg
@@ -48,9 +47,11 @@ from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 from fedcomp.strategies.private.local_dp import local_dp
 from fedcomp.strategies.private.lsg import Lsg
 from fedcomp.strategies.private.record_dp import RecordDp
-from fedcomp.strategies.private.settings import LsgSettings, ShareSettings
+from fedcomp.strategies.private.settings import ShareSettings
 from fedcomp.strategies.private.topagg import TopAgg
 from fedcomp.strategies.shared_support import SharedSupport
+from fedcomp.systems.private.lsg import LowRank
+from fedcomp.systems.private.record import DpSgdPlan
 
 CLIENTS, ROUNDS = 4, 3
 PROMISE: dict[str, Any] = {
@@ -88,7 +89,7 @@ OUTER: Mapping[str, Wrap] = {
     "dp-fedavg": lambda inner: DpFedAvg(inner, clip=1.0, **PROMISE),
     "distributed dp": lambda inner: DistributedDp(inner, ShareSettings(clip=1.0, tolerated=1), **PROMISE),
     "topagg": lambda inner: TopAgg(inner, BALLOT, server_lr=0.1, **PROMISE),
-    "lsg": lambda inner: Lsg(inner, LsgSettings(clip=1.0, rank=2), **PROMISE),
+    "lsg": lambda inner: Lsg(inner, LowRank(clip=1.0, rank=2), **PROMISE),
     "local dp": lambda inner: local_dp(inner, LOCAL, QSGD(levels=7), population=CLIENTS, delta=1e-3),
     "record dp": lambda inner: RecordDp(inner, PLAN, records=1000),
     "forward": lambda inner: ForwardGradients(inner, 8),

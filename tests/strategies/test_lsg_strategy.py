@@ -4,37 +4,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
-from message_examples import all_damages
 from private_runs import forged
-from toy import client_app, fedavg, model, update
+from toy import client_app, fedavg, model, put_sent_frame, update
 
 from fedcomp import wire
-from fedcomp.clients.private.lsg import lsg
+from fedcomp.clients.compressed import compression
 from fedcomp.clients.private.mod import private
-from fedcomp.codecs import TopK
+from fedcomp.codecs import Identity, TopK
 from fedcomp.errors import ConfigError, StateError
-from fedcomp.flower._private import adopt_identity
+from fedcomp.flower.asks import data_in
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
-from fedcomp.flower.lsg import UPDATE, LsgRequest, drawn, pack, take_carriers, take_kept
 from fedcomp.flower.metered import MeteredGrid
-from fedcomp.flower.payload import PayloadError, put_frame
+from fedcomp.flower.payload import FRAME
 from fedcomp.flower.privacy import Private, find_private
 from fedcomp.flower.rounds import fit
-from fedcomp.layout import Layout
+from fedcomp.layout import Layout, Update
 from fedcomp.privacy.lsg import LowRankPlan
+from fedcomp.program import AnswerError, Ask, Me
 from fedcomp.rng import Key
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 from fedcomp.strategies.private.lsg import Lsg
-from fedcomp.strategies.private.settings import LsgSettings
+from fedcomp.systems.private.lsg import LowRank, carried
 
 NODES, SIZE, CULPRIT = 8, 1212, 3
 SHAPES = {"weight": (40, 30), "bias": (12,)}
@@ -57,12 +56,12 @@ def strategy(**options: Any) -> Lsg:
         "seed": 7,
         **options,
     }
-    own = {field.name: chosen.pop(field.name) for field in fields(LsgSettings) if field.name in chosen}
-    return Lsg(fedavg(fraction_evaluate=0.0), LsgSettings(**own), **chosen)
+    own = {field.name: chosen.pop(field.name) for field in fields(LowRank) if field.name in chosen}
+    return Lsg(fedavg(fraction_evaluate=0.0), LowRank(**own), **chosen)
 
 
 def app() -> ClientApp:
-    return client_app([lsg(), private()])
+    return client_app([compression(), private()])
 
 
 def run(chosen: Any, *, rounds: int = 1, client: App | None = None, initial: Any = None, **engine: Any) -> tuple:
@@ -92,8 +91,7 @@ def by_hand(
 ) -> tuple[np.ndarray, np.ndarray, tuple]:
     """Return the update of the model from the definition, the kept coordinates and the carriers."""
     pairs = PLAN.carriers(model_before, Key(7, "lsg/carriers", server_round))
-    request = LsgRequest(5, "", share, Key(7, "lsg", server_round).u64() >> 1, CLIP, chosen=False)
-    kept = drawn(request, PLAN.short)
+    kept = LowRank(clip=CLIP, rank=5, keep=share).drawn(PLAN.short, server_round, 7)
     total = np.zeros(PLAN.short)
     for partition in who:
         short = np.concatenate(PLAN.project(learnt(server_round, partition), pairs))[kept]
@@ -115,9 +113,9 @@ def test_the_model_moves_by_the_reconstructed_mean_of_clipped_coordinates() -> N
 def test_rank_zero_is_the_random_mask_alone() -> None:
     moved, *_ = run(strategy(rank=0, keep=0.25))
     changed = np.flatnonzero(np.abs(moved - flat(start())) > 1e-3)
-    request = LsgRequest(0, "", 0.25, Key(7, "lsg", 1).u64() >> 1, CLIP, chosen=False)
+    drawn = LowRank(clip=CLIP, rank=0, keep=0.25).drawn(SIZE, 1, 7)
     assert 0.9 * math.ceil(0.25 * SIZE) < changed.size <= math.ceil(0.25 * SIZE)
-    assert np.isin(changed, drawn(request, SIZE)).all()
+    assert np.isin(changed, drawn).all()
 
 
 def test_2_6_everything_kept_of_nothing_factored_is_dp_fedavg_up_to_the_grid() -> None:
@@ -144,7 +142,7 @@ def test_2_6_noise_is_on_the_kept_coordinates_alone_and_its_energy_is_within_thr
             moved = (flat(arrays) - before) * NODES
             energy.append(np.square(moved).sum())
             if not rank:
-                outside = np.delete(moved, chosen.kept)
+                outside = np.delete(moved, chosen.settings.drawn(SIZE, number, 7))
                 assert np.abs(outside).max() < 1e-5 < np.abs(moved).max()
     sigma = 2.0 * (2.0 if adjacency == "replace" else 1.0)
     expected = sigma**2 * LowRankPlan.of(SHAPES, rank).energy(0.25)
@@ -187,14 +185,16 @@ def test_nothing_but_the_update_leaves_a_client() -> None:
     run(strategy(), client=watching)
     assert len(seen) == NODES
     for content in seen:
-        assert set(content) == {UPDATE, "fedcomp.node"}
-        assert set(content["fedcomp.node"]) == {"partition-id"}
+        assert set(content) == {"fedcomp.node"}
+        assert set(content["fedcomp.node"]) == {"partition-id", "sequence", "record", FRAME + "values"}
 
 
 def test_the_apps_own_message_is_an_ordinary_one() -> None:
     """The mod takes what is its own off the message: an app that reads all records meets none of it."""
     seen: list[set[str]] = []
-    inner = client_app([lsg(), private(), lambda msg, ctx, nxt: (seen.append(set(msg.content)), nxt(msg, ctx))[1]])
+    inner = client_app(
+        [compression(), private(), lambda msg, ctx, nxt: (seen.append(set(msg.content)), nxt(msg, ctx))[1]]
+    )
     run(strategy(), client=inner)
     assert seen == [{"arrays", "config"}] * NODES
 
@@ -213,23 +213,25 @@ def test_a_client_without_the_mod_is_shortened_by_the_server() -> None:
 
 
 @pytest.mark.slow
-def test_2_6_the_mask_is_independent_of_the_data_and_another_in_every_round() -> None:
-    asks: list[list[tuple[int, float]]] = []
+def test_2_6_what_is_asked_is_independent_of_the_data_and_another_in_every_round() -> None:
+    """Of the first round, before models differ; which coordinates are kept follows from the seed and the round."""
+    asked: list[list[bytes]] = []
     for shift in (0.0, 100.0):
-        seen: list[tuple[int, float]] = []
+        seen: list[bytes] = []
 
         def watching(msg: Message, context: Context, seen: list = seen, shift: float = shift) -> Message:
             if context.node_config["partition-id"] == 0:
-                request = LsgRequest.take(msg)
-                assert request is not None
-                seen.append((request.draw, request.share))
-            return client_app([lsg(), private(), shifting(shift)])(msg, context)
+                seen.append(data_in(msg.content, FRAME)["carriers"])
+            return client_app([compression(), private(), shifting(shift)])(msg, context)
 
-        run(strategy(schedule="linear", schedule_rounds=4, keep=0.25), rounds=4, client=watching)
-        asks.append(seen)
-    assert asks[0] == asks[1]
-    assert [share for _, share in asks[0]] == [1.0, 0.75, 0.5, 0.25]
-    assert len({draw for draw, _ in asks[0]}) == 4
+        run(strategy(schedule="linear", schedule_rounds=4, keep=0.25), rounds=2, client=watching)
+        asked.append(seen)
+    assert asked[0][0] == asked[1][0] != asked[0][1]
+    system = LowRank(clip=CLIP, rank=5, keep=0.25, schedule="linear", schedule_rounds=4)
+    drawn = [system.drawn(PLAN.short, number, 7) for number in range(1, 5)]
+    assert [round(each.size / PLAN.short, 2) for each in drawn] == [1.0, 0.75, 0.5, 0.25]
+    constant = LowRank(clip=CLIP, rank=5, keep=0.25)
+    assert not np.array_equal(constant.drawn(PLAN.short, 4, 7), constant.drawn(PLAN.short, 3, 7))
 
 
 def shifting(shift: float):
@@ -268,14 +270,14 @@ def test_a_history_makes_carriers_of_the_way_the_model_went() -> None:
 
 def values(array: np.ndarray) -> Callable[[RecordDict], None]:
     def evil(content: RecordDict) -> None:
-        put_frame(content, UPDATE, pack(array))
+        put_sent_frame(content, wire.encode([wire.dense(array)]))
 
     return evil
 
 
 def tensors(*given: wire.Tensor) -> Callable[[RecordDict], None]:
     def evil(content: RecordDict) -> None:
-        put_frame(content, UPDATE, wire.encode(list(given)))
+        put_sent_frame(content, wire.encode(list(given)))
 
     return evil
 
@@ -316,74 +318,46 @@ def test_a_forged_update_costs_nobody_but_its_sender(name: str, without: tuple[n
 
 def test_an_update_that_is_not_finite_is_answered_with_an_error_that_tells_nothing() -> None:
     chosen = strategy(noise_multiplier=1.0)
-    run(chosen, client=client_app([lsg(), private(), shifting(math.nan)]))
+    run(chosen, client=client_app([compression(), private(), shifting(math.nan)]))
     assert len(chosen.reports[1].refused) == NODES
     assert all("stays on the node" in reason for reason in chosen.reports[1].refused.values())
     assert chosen.privacy.releases == 1
 
 
-# The client's own door.
+# The client's half.
 
 
-def asked(said: LsgRequest) -> RecordDict:
-    content = RecordDict({"arrays": start(), "config": ConfigRecord({"private": True, "server-round": 1})})
-    said.put_unchecked(content)
-    return content
+LAYOUT = Layout.of({name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()})
 
 
-ASK = LsgRequest(0, "", 0.5, 5, 1.0, chosen=False)
-
-
-def test_a_client_refuses_what_it_cannot_read() -> None:
-    assert "carriers" in refusal(asked(replace(ASK, rank=5)), "train")
-    assert "kept" in refusal(asked(replace(ASK, chosen=True)), "train")
-    assert "'share'" in refusal(asked(replace(ASK, share=2.0)), "train")
-
-
-def test_a_damaged_request_is_refused_before_the_app_sees_it() -> None:
-    adopt_identity((1, 1, 1))
-    mod, context, seen = lsg().mod, Context(1, 2, {}, RecordDict(), {}), []
-    for what, content in all_damages(ASK):
-        content["arrays"], content["config"] = start(), ConfigRecord({"private": True})
-        reply = mod(Message(content, 2, "train"), context, lambda msg, _: seen.append(msg) or msg)
-        assert reply.has_error() or what == "no record", what
-    # Without a record it is an ordinary message.
-    assert len(seen) == 1
-    assert not context.state
-
-
-def refusal(content: RecordDict, kind: str) -> str:
-    """Return what a client says to a message that its app must not see."""
-    seen = []
-    client = client_app([lsg(), lambda msg, context, call_next: seen.append(msg)])
-    with InProcessGrid(client, 1, seed=3) as grid:
-        message = grid.create_message(content, kind, next(iter(grid.get_node_ids())), "1")
-        (reply,) = grid.send_and_receive([message], timeout=9.0)
-    assert not seen
-    assert reply.has_error()
-    return reply.error.reason
-
-
-def test_a_client_shortens_private_training_messages_only() -> None:
-    content = asked(ASK)
-    content["config"]["private"] = False
-    for kind, given in (("train", content), ("evaluate", asked(ASK))):
-        assert "private training" in refusal(given, kind)
+def short_of(frames: dict[str, bytes], system: LowRank = LowRank(clip=CLIP, rank=5, keep=0.5)) -> np.ndarray:  # noqa: B008
+    """Return what a client answers to an ask with these frames."""
+    made = Update(np.arange(LAYOUT.size, dtype=np.float32), LAYOUT)
+    me = Me(0, 1, 7, LAYOUT, lambda: np.zeros(LAYOUT.size, np.float32), lambda whole, collect: made)
+    _, answer = system.client({}, Ask(0, frames=frames), me)
+    return Identity().decode(answer.frames["values"], Layout.flat(system.released(LAYOUT, 1).size))
 
 
 def test_carriers_and_kept_coordinates_arrive_as_they_were_sent_or_not_at_all() -> None:
-    content = RecordDict()
-    with pytest.raises(PayloadError, match="carriers"):
-        take_carriers(content, PLAN)
-    put_frame(content, "fedcomp.lsg.carriers", wire.encode([wire.dense(np.zeros((40, 5), np.float32))]))
+    carriers = carried(PLAN.carriers(flat(start()), Key(7, "carriers")))
+    assert short_of(carriers).size == COUNT
+    with pytest.raises(AnswerError, match="carriers"):
+        short_of({})
     with pytest.raises(wire.WireError):
-        take_carriers(content, PLAN)
-    request = LsgRequest(5, "", 0.5, 5, 1.0, chosen=True)
-    for count in (PLAN.short // 2 - 1, PLAN.short // 2 + 3):
+        short_of({"carriers": wire.encode([wire.dense(np.zeros((40, 5), np.float32))])})
+    for count in (COUNT - 1, COUNT + 3):
         frame = wire.encode([wire.sparse((PLAN.short,), np.arange(count), wire.Ones(count))])
-        put_frame(content, "fedcomp.lsg.kept", frame)
-        with pytest.raises((PayloadError, wire.WireError)):
-            take_kept(content, request, PLAN.short)
+        with pytest.raises((AnswerError, wire.WireError)):
+            short_of({**carriers, "kept": frame})
+    named = wire.encode([wire.sparse((PLAN.short,), np.arange(COUNT), wire.Ones(COUNT))])
+    assert not np.array_equal(short_of({**carriers, "kept": named}), short_of(carriers))
+
+
+def test_what_a_client_sends_is_clipped_as_a_whole_and_after_the_mask() -> None:
+    system = LowRank(clip=1.0, rank=0, keep=0.5)
+    sent = short_of({}, system).astype(np.float64)
+    kept = np.arange(LAYOUT.size)[system.drawn(LAYOUT.size, 1, 7)]
+    np.testing.assert_allclose(sent, kept / np.linalg.norm(kept), rtol=1e-5)
 
 
 # What survives, and what is refused.
@@ -403,7 +377,7 @@ def test_a_resumed_run_is_the_run_and_other_settings_are_refused(options: dict) 
         sent = list(second.configure_train(3, half.arrays, ConfigRecord({"server-round": 3}), grid))
         arrays, _ = second.aggregate_train(3, list(grid.send_and_receive(sent, timeout=9)))
     np.testing.assert_array_equal(flat(arrays), whole)
-    for changed in ({"rank": 4}, {"keep": 0.4}, {"clip": 1.0}, {"whole": "w*"}):
+    for changed in ({"rank": 4}, {"keep": 0.4}, {"clip": 1.0}, {"whole_tensors": "w*"}):
         with pytest.raises(StateError):
             strategy(**{**settings, **changed}).load_state_dict(first.state_dict())
 
@@ -442,4 +416,4 @@ def test_what_cannot_be_promised_is_refused(build: Callable[[], Any], words: str
 def test_a_layout_of_the_server_and_of_the_client_is_one() -> None:
     """Small tensors stand behind large ones in the vector, whatever their order in the model: both sides agree."""
     layout = Layout.of({"bias": np.zeros(12, np.float32), "weight": np.zeros((40, 30), np.float32)})
-    assert [p.name for p in LsgRequest(5, "", 1.0, 1, 1.0, chosen=False).plan(layout).pieces] == ["weight", "bias"]
+    assert [p.name for p in LowRank(clip=1.0, rank=5).plan(layout).pieces] == ["weight", "bias"]

@@ -15,7 +15,6 @@ from toy import SHAPES, client_app, model
 
 from fedcomp.clients.coded.mod import coded
 from fedcomp.clients.compressed import compression
-from fedcomp.clients.private.lsg import lsg
 from fedcomp.clients.private.mod import private
 from fedcomp.codecs import QSGD, TopK
 from fedcomp.flower.grid import InProcessGrid
@@ -28,8 +27,9 @@ from fedcomp.strategies.private.distributed_dp import DistributedDp
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 from fedcomp.strategies.private.local_dp import local_dp
 from fedcomp.strategies.private.lsg import Lsg
-from fedcomp.strategies.private.settings import LsgSettings, ShareSettings
+from fedcomp.strategies.private.settings import ShareSettings
 from fedcomp.strategies.private.topagg import topagg
+from fedcomp.systems.private.lsg import LowRank
 
 NODES, CAP, CULPRIT = 6, 2, 4
 PROMISE = {
@@ -54,8 +54,8 @@ PATHS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: client_app([compression(), private()]),
     ),
     "lsg": (
-        lambda: Lsg(inner(), LsgSettings(clip=1.0, rank=0, keep=0.5), **FEW),
-        lambda: client_app([lsg(), private()]),
+        lambda: Lsg(inner(), LowRank(clip=1.0, rank=0, keep=0.5), **FEW),
+        lambda: client_app([compression(), private()]),
     ),
     "local": (
         lambda: local_dp(inner(), NOISE, QSGD(levels=8), **LOCAL),

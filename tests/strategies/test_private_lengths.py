@@ -15,7 +15,6 @@ from toy import with_halves
 
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.private.datalens import datalens_teachers
-from fedcomp.clients.private.lsg import lsg
 from fedcomp.clients.private.mod import private
 from fedcomp.clients.private.topagg import votes_only
 from fedcomp.codecs import QSGD, Codec, Identity, RandomK, TernGrad, TopK
@@ -24,13 +23,13 @@ from fedcomp.errors import ConfigError
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
-from fedcomp.flower.privacy import LENGTHS
 from fedcomp.privacy.votes import TopkSign
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 from fedcomp.strategies.private.lsg import Lsg
-from fedcomp.strategies.private.settings import LsgSettings
 from fedcomp.strategies.private.topagg import topagg
+from fedcomp.systems.private.lsg import LowRank
+from fedcomp.systems.private.rule import LENGTHS
 
 NODES, SHAPE = 6, (60, 50)
 
@@ -105,8 +104,8 @@ def test_a7_votes_are_equally_long_whatever_was_learnt() -> None:
 
 
 def test_a7_low_rank_updates_are_equally_long_whatever_was_learnt() -> None:
-    strategy = Lsg(inner(), LsgSettings(rank=2, keep=0.5, clip=1.0), **PROMISE)
-    for payload, wire in lengths(strategy, app_of([lsg(), private()]), model()):
+    strategy = Lsg(inner(), LowRank(rank=2, keep=0.5, clip=1.0), **PROMISE)
+    for payload, wire in lengths(strategy, app_of([compression(), private()]), model()):
         assert len(payload) == len(wire) == 1
 
 

@@ -22,6 +22,7 @@ from fedcomp.codecs import (
     QSGD,
     ErrorFeedback,
     Factors,
+    FixedPoint,
     GradiVeQ,
     Identity,
     PowerSGD,
@@ -29,18 +30,28 @@ from fedcomp.codecs import (
     ScaleCom,
     ScaledSign,
     TopK,
+    chain,
 )
 from fedcomp.drift.schedule import ScheduleSettings
 from fedcomp.drift.sensor import Upload
 from fedcomp.factors.outer import OuterProducts
+from fedcomp.gossip.choco import CHOCO
+from fedcomp.gossip.topology import Ring
 from fedcomp.graphs.base import GraphPart
 from fedcomp.graphs.settings import RoundSettings, RowSettings, SamplerSettings
 from fedcomp.layout import Layout, Update, Vector
+from fedcomp.privacy.bounded import BoundedFixedPoint
+from fedcomp.privacy.local import Privatise
 from fedcomp.program import Me, System
 from fedcomp.rng import Key
+from fedcomp.systems.coded.gradients import GradientCode, Part
+from fedcomp.systems.coded.linear import CodedLinear, LinearRows, Links
+from fedcomp.systems.coded.relay import CodedRelay
+from fedcomp.systems.coded.sums import CodedSum
 from fedcomp.systems.conditional import ConditionalRounds
 from fedcomp.systems.factors import FactorSharing
 from fedcomp.systems.forward import Forward
+from fedcomp.systems.gossip import Gossip, Learnt
 from fedcomp.systems.gradiveq import FittedBasis
 from fedcomp.systems.graphs.kept import NodeValues
 from fedcomp.systems.graphs.owner import Steps
@@ -48,6 +59,10 @@ from fedcomp.systems.graphs.system import Graphs
 from fedcomp.systems.lgc import LearnedGradients
 from fedcomp.systems.pair import Pair
 from fedcomp.systems.power_sgd import SharedBasis
+from fedcomp.systems.private.distributed import NoisySum
+from fedcomp.systems.private.local import Local
+from fedcomp.systems.private.lsg import LowRank
+from fedcomp.systems.private.record import Account, DpSgdPlan, Records
 from fedcomp.systems.shared_support import SharedSupport
 
 NODES: Final = 5
@@ -84,8 +99,20 @@ class Entry:
     data : object, optional
         What the app brings beside training, or in its place (:attr:`fedcomp.program.Me.data`). Of a function the first
         argument is a client; of a mapping each node has its own.
+    weighs : bool
+        Whether the weights that the driver knows count. Else what the app brings says them.
+    early : bool
+        Whether a round is over before all have answered.
+    least : int
+        Clients of which a round can be made.
+    posts : bool
+        Whether updates travel by way of other clients.
+    secret : bool
+        Whether what clients say and send holds numbers drawn of the operating system.
     another : bool
         Whether another entry stands for it in the tests of every day, or it is too dear for these.
+    sums : bool
+        Whether its steps are sums of what clients send, by their weights.
     """
 
     system: System
@@ -96,7 +123,13 @@ class Entry:
     frozen: float | None = 0.0
     outer: int = 0
     data: Any = None
+    weighs: bool = True
+    early: bool = False
+    least: int = 1
+    posts: bool = False
+    secret: bool = False
     another: bool = False
+    sums: bool = True
 
     def arrays(self, dtype: str = "float32") -> dict[str, NDArray[Any]]:
         """Return a model of zeros."""
@@ -201,6 +234,39 @@ def slopes(me: Me, directions: Iterable[Vector]) -> NDArray[np.float64]:
     return np.array([-made @ direction for direction in directions])
 
 
+def partition(me: Me, which: int) -> Part:
+    """Return what training on a partition comes to: what its node would have made, with that one's weight."""
+    before = me.layout.unflatten(me.start)
+    after = me.layout.unflatten(me.start + update(me.number, which, me.layout.size))
+    return Part(before, after, "metrics", {"num-examples": which + 1})
+
+
+class Rows:
+    """What the owners of data bring."""
+
+    def rows(self, me: Me, partitions: int) -> LinearRows:
+        m = 6 + me.node % 3
+        x = update(1, me.node, 4 * m).reshape(m, 4).astype(np.float64) / 1000
+        return LinearRows(x, (x.sum(1) > 0).astype(np.float64), "logistic")
+
+    def links(self, me: Me, spool: str) -> Links:
+        raise AssertionError("partitions pass the server")
+
+
+def descended(updates: Updates, rounds: int, layout: Layout) -> NDArray[np.float64]:
+    """Return gradient descent on the rows of the first three nodes together."""
+    owned = [Rows().rows(Me(n, 1, 0, layout, _none, _none), 3) for n in range(3)]
+    x = np.concatenate([np.c_[each.x, np.ones(len(each.x))] for each in owned])
+    y, w = np.concatenate([each.y for each in owned]), np.zeros(5)
+    for _ in range(rounds):
+        w -= 500.0 * x.T @ (1 / (1 + np.exp(-x @ w)) - y) / len(y)
+    return w
+
+
+def _none(*args: Any) -> Any:
+    raise AssertionError("nobody trains")
+
+
 class Unsettled:
     """A node that has something to send in every round."""
 
@@ -244,8 +310,40 @@ def owning(structure: str = "full") -> dict[int, Owning]:
 
 ROWS: Final = RowSettings(codec="dense-f64")
 
+
+def noised(me: Me, plan: DpSgdPlan, learn: Callable[[], Update]) -> tuple[Update, Account]:
+    """Train on records that need no noise, and pay for it in every round."""
+    return learn(), Account(f"ledger {me.node}", plan.steps, plan.steps * me.number)
+
+
+PLAN: Final = DpSgdPlan(noise_multiplier=1.5, rate=0.1, steps=3, delta=1e-5)
+
+
+class Pulled:
+    """A node's part of a decentralised run: it begins at the model it is sent, and is drawn to a point of its own."""
+
+    learns = True
+
+    def start(self, me: Me) -> tuple[NDArray[Any], dict[str, NDArray[Any]]]:
+        return me.start.copy(), {}
+
+    def learn(self, me: Me, z: NDArray[Any], own: Mapping[str, NDArray[Any]], key: Key) -> Learnt:
+        return Learnt(z - update(0, me.node, z.size))
+
+    def evaluate(self, me: Me, z: NDArray[Any], own: Mapping[str, NDArray[Any]]) -> dict[str, float]:
+        return {"size": float(z.size)}
+
+
 ROUNDED: Final = 1e-6
 """Of float32, with room for a few hundred operations."""
+
+INTEGERS: Final = ErrorFeedback(FixedPoint(RandomK(1.0), clip=4096.0, levels=4096))
+"""Sends integers as they are."""
+
+BOUNDED: Final = BoundedFixedPoint(
+    RandomK(1.0), clip=1e5, levels=20_000, scale=10_000, sigma=2.0, least=3, insecure_deterministic=True
+)
+"""Sends integers of a bounded norm, to which noise is added."""
 
 ENTRIES: Final[Mapping[str, Entry]] = {
     "pair-identity": Entry(Pair(Identity()), reference=plain_averaging, frozen=ROUNDED),
@@ -263,6 +361,61 @@ ENTRIES: Final[Mapping[str, Entry]] = {
     "pair-qsgd": Entry(Pair(QSGD(levels=127)), another=True),
     "pair-fft": Entry(Pair(FFT(density=0.05)), frozen=None),
     "pair-eden": Entry(Pair(EDEN(bits=1)), frozen=None, another=True),
+    "coded-relay": Entry(
+        CodedRelay(inner=Pair(ErrorFeedback(TopK(0.05))), code="mds", symbols=2),
+        law=0.0,
+        reference=feedback(top(0.05)),
+        exchanges=2,
+        least=2,
+        posts=True,
+    ),
+    "coded-relay-rlnc": Entry(
+        CodedRelay(inner=Pair(Identity()), symbols=2),
+        reference=plain_averaging,
+        exchanges=2,
+        frozen=ROUNDED,
+        least=2,
+        posts=True,
+        another=True,
+    ),
+    "coded-relay-secret": Entry(
+        CodedRelay(inner=Pair(ErrorFeedback(TopK(0.05))), code="mds", symbols=1, threshold=1),
+        law=0.0,
+        reference=feedback(top(0.05)),
+        exchanges=2,
+        least=2,
+        posts=True,
+        secret=True,
+        another=True,
+    ),
+    "coded-sum": Entry(
+        CodedSum(codec=INTEGERS, symbols=2, threshold=1, weight="num-examples"),
+        law=ROUNDED,
+        reference=plain_averaging,
+        exchanges=3,
+        least=3,
+        posts=True,
+        secret=True,
+    ),
+    "coded-sum-mask": Entry(
+        CodedSum(codec=INTEGERS, symbols=1, threshold=1, weight="num-examples", mode="mask", shards=4),
+        law=ROUNDED,
+        reference=plain_averaging,
+        exchanges=3,
+        least=4,
+        posts=True,
+        secret=True,
+        another=True,
+    ),
+    "noisy-sum": Entry(
+        NoisySum(codec=BOUNDED, symbols=2, threshold=1, min_contributors=3, contributors=NODES),
+        exchanges=3,
+        frozen=None,
+        least=3,
+        posts=True,
+        secret=True,
+        another=True,
+    ),
     "shared-support": Entry(SharedSupport(ScaleCom(0.05)), law=0.0, reference=led(0.05), exchanges=2),
     "shared-support-filtered": Entry(
         SharedSupport(ScaleCom(0.05, beta=0.5, selector="chunk"), warmup_rounds=1, server_lr=0.5),
@@ -288,6 +441,8 @@ ENTRIES: Final[Mapping[str, Entry]] = {
         exchanges=2,
         frozen=None,
     ),
+    "low-rank": Entry(LowRank(clip=1e9, rank=3, keep=0.5, mask="noisy_magnitude", history=2), frozen=None),
+    "low-rank-none": Entry(LowRank(clip=1e9, rank=0, keep=0.5, mask="noisy_magnitude"), frozen=ROUNDED, another=True),
     "lgc-ring": Entry(LearnedGradients(LGC(0.05, raw=0), 1, 1), exchanges=2, another=True),
     "lgc-server": Entry(
         LearnedGradients(LGC(0.05, instance="server", ef="decoded", raw=0, innovation=0.005), 1, 1),
@@ -345,6 +500,38 @@ ENTRIES: Final[Mapping[str, Entry]] = {
         shapes={"one.weight": (30, 20), "two.weight": (20, 30)},
         frozen=None,
     ),
+    "record-dp": Entry(Records(PLAN, ErrorFeedback(TopK(0.05))), law=0.0, reference=feedback(top(0.05)), data=noised),
+    "record-dp-whole": Entry(Records(PLAN), reference=plain_averaging, frozen=ROUNDED, data=noised, another=True),
+    "local-dp": Entry(
+        Local(chain(Privatise(1e5, 1e-6, insecure_deterministic=True), ErrorFeedback(TopK(0.05)))), frozen=None
+    ),
+    "gradient-code": Entry(
+        GradientCode(losses=2, scheme="cyclic", arithmetic="gf31", limit=8192.0),
+        reference=plain_averaging,
+        data=partition,
+        frozen=None,
+        weighs=False,
+        early=True,
+        least=3,
+    ),
+    "coded-linear": Entry(
+        CodedLinear(partitions=3, parities=2, code="mds", lr=500.0),
+        reference=descended,
+        exchanges=5,
+        shapes={"weight": (1, 4), "bias": (1,)},
+        data=Rows(),
+        weighs=False,
+        early=True,
+        least=3,
+        sums=False,
+    ),
     "pair-dgc": Entry(Pair(DGC(density=0.05, warmup=2)), another=True),
     "passing": Entry(Passing(ErrorFeedback(TopK(0.05))), law=0.0, reference=feedback(top(0.05)), exchanges=2),
+    "gossip": Entry(
+        Gossip(CHOCO(lr=0.1, gamma=0.3), Ring(NODES), patience=99, observe_every=1),
+        exchanges=2,
+        frozen=None,
+        data=Pulled(),
+        sums=False,
+    ),
 }

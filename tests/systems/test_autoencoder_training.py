@@ -11,7 +11,7 @@ from fedcomp.codecs.autoencoder import ConvDecoder, ConvEncoder
 from fedcomp.codecs.lgc import NodeEstimate
 from fedcomp.flower import store
 from fedcomp.rng import Key
-from fedcomp.systems.lgc import AutoencoderTraining, drawn, half_of
+from fedcomp.systems.autoencoder import AutoencoderTraining, drawn, half_of
 
 pytest.importorskip("torch")
 

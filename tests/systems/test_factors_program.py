@@ -20,6 +20,7 @@ from fedcomp import wire
 from fedcomp.clients.client import client
 from fedcomp.clients.compressed import compression
 from fedcomp.codecs import ErrorFeedback, Factors, TopK
+from fedcomp.codecs.factors import wanted_by
 from fedcomp.errors import ConfigError, FedcompError
 from fedcomp.factors.capture import capture, chain_of
 from fedcomp.factors.collect import collecting
@@ -102,7 +103,7 @@ def local(system: FactorSharing, shape: str = "narrow", step: Step = backprop, *
     def train(number: int, node: int, start: Vector) -> Update:
         # As the client's half does around an app.
         key = Key(0, "uplink", number, node)
-        with collecting(codec.takes_outer, key.u64()) as collected:
+        with collecting(wanted_by(codec), key.u64()) as collected:
             after = layout.flatten(trained(layout.unflatten(start), number, node, shape, step))
         changes = {t.name: (after - start)[t.slice] for t in layout.tensors}
         return Update(after, layout, collected.explaining(changes, layout.unflatten(start)))

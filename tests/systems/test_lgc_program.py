@@ -21,7 +21,8 @@ from fedcomp.layout import EndsDense
 from fedcomp.local import Local
 from fedcomp.program import Ask, Me, Now
 from fedcomp.rng import Key
-from fedcomp.systems.lgc import LearnedGradients, Scale, half_of
+from fedcomp.systems.autoencoder import half_of
+from fedcomp.systems.lgc import LearnedGradients, Scale
 from fedcomp.systems.pair import Pair
 from fedcomp.systems.shared_support import SharedSupport
 
