@@ -484,6 +484,9 @@ class Server(Evaluating):
             elif self.down is not None and not x.own:
                 fields, coming = self.down.fill(content, x.record, peer, data)
             fields["policy"] = policy_config(self.policy, x.layout)
+        elif not ask.model:
+            # What an app is configured by: it brings what the half answers with.
+            content = RecordDict({k: v for k, v in base.content.items() if isinstance(v, ConfigRecord)})
         brought = dict(ask.blobs)
         if self.links is not None:
             # The same for all nodes, so that it travels where it has changed.
