@@ -6,6 +6,7 @@ What is asked names the system and its options; the half makes it, lets its ``cl
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Collection, Mapping
 from contextvars import ContextVar
@@ -31,7 +32,7 @@ from fedcomp.clients.memory import (
     keep_blobs,
     kept_in,
 )
-from fedcomp.clients.messages import NOT_WITHOUT_NOISE, changed, made, partition_of, reply_arrays, require_ids
+from fedcomp.clients.messages import NOT_WITHOUT_NOISE, AppError, changed, made, partition_of, reply_arrays, require_ids
 from fedcomp.clients.peers import IDENTITY, identity_in, identity_record
 from fedcomp.clients.personal import Followed, ease, kept_note, names_note
 from fedcomp.clients.private.mod import discreet, only_update, wants_padding, wants_private
@@ -85,6 +86,9 @@ class Brought:
 
 Brings = Callable[[Message, Context], Brought]
 """What makes it, of the message as the app would see it, the model first, and of the context."""
+
+ANY_APP: Final[Mapping[str, str]] = {"gradient-code": "fedcomp.clients.coded.gradients:partitions"}
+"""By system, what makes that which any app brings, of message, context and what calls the app."""
 
 _BROUGHT: ContextVar[Mapping[str, Brings]] = ContextVar("fedcomp-brought", default=MappingProxyType({}))
 
@@ -195,14 +199,6 @@ GUARDS: Final = ("votes_only", "coded", "local_privacy")
 """Halves that stand outside: what they do not allow must not pass them by."""
 
 OUTSIDE: Final = ("private", "record_dp")
-
-
-class _AppError(Exception):
-    """The app answered with an error, which goes back as it is."""
-
-    def __init__(self, reply: Message) -> None:
-        super().__init__()
-        self.reply = reply
 
 
 @dataclass
@@ -334,7 +330,7 @@ class _Exchange:
         )
         try:
             state, answer = system.client(dict(memory.state), ask, me)
-        except _AppError as error:
+        except AppError as error:
             return error.reply
         out, said, framed = self._content(None if answer.bare else training, answer)
         said["sent"] = answer.sent is not None
@@ -406,8 +402,13 @@ class _Exchange:
     def brought(self, content: RecordDict) -> Brought | None:
         """Return what the app brings, None for nothing; ``content`` is from here on what it sees."""
         self.msg.content = content
-        brings = None if self.system is None else _BROUGHT.get().get(self.system.ID)
-        return None if brings is None or self.private else brings(self.msg, self.context)
+        if self.system is None or self.private:
+            return None
+        if self.system.ID in ANY_APP:
+            module, _, name = ANY_APP[self.system.ID].partition(":")
+            return Brought(getattr(importlib.import_module(module), name)(self.msg, self.context, self.call_next))
+        brings = _BROUGHT.get().get(self.system.ID)
+        return None if brings is None else brings(self.msg, self.context)
 
     def _app_alone(self) -> Message:
         """Return the app's own reply, and what it is to know of this node."""
@@ -632,7 +633,7 @@ class _Training:
         with collecting(collect, key.u64()) as collected:
             reply = exchange.call_next(msg, context)
         if reply.has_error():
-            raise _AppError(reply)
+            raise AppError(reply)
         content = only_update(reply.content, before, layout) if private else reply.content
         name, after = reply_arrays(content, before, head.model)
         if self.app is not None:

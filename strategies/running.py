@@ -175,6 +175,8 @@ class Running:
     own : dict of int to mapping of str to ndarray
         The models of the nodes that are sent another one than the round's.
     trained : dict of int to Trained
+    heard : set of int
+        Who has answered more than a greeting.
     sent : dict of int to (int, int)
         Sequence and generation of the answer whose frame is in the memory's past.
     payload, exact_bytes : dict of int to int
@@ -203,6 +205,7 @@ class Running:
     layout: Layout
     own: dict[int, Arrays]
     trained: dict[int, Trained] = field(default_factory=dict)
+    heard: set[int] = field(default_factory=set)
     sent: dict[int, tuple[int, int]] = field(default_factory=dict)
     payload: dict[int, int] = field(default_factory=dict)
     exact_bytes: dict[int, int] = field(default_factory=dict)

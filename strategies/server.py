@@ -33,7 +33,7 @@ from fedcomp.exact import check_exact, decode_exact
 from fedcomp.flower import asks
 from fedcomp.flower.asks import AnswerHead, AskHead, digest_of
 from fedcomp.flower.checkpoint import INNER
-from fedcomp.flower.coded import open_content
+from fedcomp.flower.coded import NO_HANDLER, open_content
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import BLOB, EXACT, FRAME, MAIL, POST, models, payload_bytes
 from fedcomp.flower.protocol import OWN_CONFIG, PREFIX, RESYNC, app_failure
@@ -304,7 +304,9 @@ class Server(Evaluating):
         x.report.seconds += time.perf_counter() - began
         # After a round that worked a bad one is only a warning; before it the set-up itself is likely to be wrong.
         # Who trained, and was lost in a later exchange, has an update that will be used.
-        waiting = any(address not in x.report.refused for node, address in x.addresses.items() if node in x.trained)
+        waiting = any(
+            address not in x.report.refused for n, address in x.addresses.items() if n in {*x.trained, *x.heard}
+        )
         withheld = x.rule.withholds
         # A private round may have released, and paid for, its noise without a reply.
         if outcome is None and not waiting and not withheld and not any(each.used for each in self.reports.values()):
@@ -372,6 +374,7 @@ class Server(Evaluating):
             x.refuse,
             x.report.notes.append,
             origins=origins,
+            tensors=lambda: x.model,
             strangers=frozenset(n for n, address in x.addresses.items() if address not in self.roster.declared),
             seen=seen,
             keys={n: key for n, address in x.addresses.items() if (key := self.roster.peer(address).key)},
@@ -565,7 +568,8 @@ class Server(Evaluating):
             reason = f"error {reply.error.code}: {reply.error.reason}"
             if RESYNC in reason:
                 peer.forget()
-            raise Rejected(reason)
+            hint = "; its app answers nothing of this project: wrap it with fedcomp.client(app)"
+            raise Rejected(reason + hint if NO_HANDLER in reason else reason)
         head = asks.find_answer(content)
         said = head is not None and (head.record or head.lacks or head.say or head.bare)
         if head is None or not head.sequence or (ask.kind == "train" and not said):
@@ -591,7 +595,7 @@ class Server(Evaluating):
         frames = asks.data_in(content, FRAME)
         # Who is asked to train may have nothing to do, and says so; then it has nothing to send either.
         has_trained = ask.kind == "train" and bool(head.record)
-        if frames and ask.model and not has_trained and head.partition_id not in x.trained:
+        if frames and ask.model and not (has_trained or head.bare) and head.partition_id not in x.trained:
             raise Rejected(f"sends {shorten(str(sorted(frames)))}, and its app has not trained")
         posts = asks.posts_in(content, POST, head.partition_id)
         x.mailbox.require(posts, {*x.base, *self.roster.claims.values()})
@@ -611,6 +615,8 @@ class Server(Evaluating):
         peer.take(digest_of(blob) for blob in ask.blobs.values())
         peer.take(digest_of(frames[name]) for name in self.system.SHARED if name in frames)
         x.payload[node] = x.payload.get(node, 0) + payload_bytes(reply)
+        if ask.kind != HELLO:
+            x.heard.add(node)
         peer.key = head.key or peer.key
         if self.system.SENT in frames or head.sent:
             x.sent[node] = head.sequence, head.generation
@@ -789,6 +795,8 @@ class Server(Evaluating):
         with np.errstate(over="ignore", invalid="ignore"):
             if step.single is not None:
                 out, metrics = self._single(x, now, step)
+            elif step.tensors is not None:
+                out, metrics = self._whole(x, now, step)
             else:
                 out, metrics = self._mean(x, now, step, used)
             if out is None:
@@ -811,7 +819,7 @@ class Server(Evaluating):
                 self.down.push(step, to_arrays(restored), now.number, x.layout)
         elif note := hold_in_record(restored, x.layout, x.model):
             report.notes.append(note)
-        if step.metrics:
+        if step.metrics and step.tensors is None:
             metrics = MetricRecord({**(metrics or {}), **step.metrics})
         return restored, metrics
 
@@ -884,6 +892,20 @@ class Server(Evaluating):
             metrics_name=(used[0].metrics if used else "") or "metrics",
             received=None if private else (len(step.consumed), len(report.refused)),
             sparse=step.support,
+        )
+
+    def _whole(self, x: Running, now: Now, step: Step) -> Outcome:
+        """Let the inner strategy take a model that the program made in more digits than a vector has."""
+        assert step.tensors is not None
+        # Metrics are means already; the inner strategy's own aggregation wants a weight beside them.
+        metrics = {weight_key_of(self.inner) or "": 1.0, **step.metrics}
+        return aggregate_once(
+            x.rule.takes,
+            now.number,
+            (x.record, to_record(step.tensors)),
+            next(iter(x.base.values())),
+            [RecordDict({"metrics": MetricRecord(metrics)})] if step.metrics else [],
+            received=(len(step.consumed), len(x.base) - len(step.consumed)),
         )
 
     def _share(self, x: Running, now: Now, change: Vector, consumed: Sequence[int]) -> None:

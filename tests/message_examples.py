@@ -20,8 +20,6 @@ from fedcomp.flower import (
     folder,
     gcn,
     gossip,
-    gradients,
-    linear,
     protocol,
     record_dp,
     state,
@@ -73,7 +71,7 @@ _ANSWER = gossip.AnswerRecord(
 
 
 _QUERY = {"run": b"run 0001", "transport": "peers", "max_store": 1 << 20, "spool": "/tmp/x", "round": 3}
-_RELAY, _SUMS, _GRAD = ({"construction": name, **_QUERY} for name in ("relay", "sumcode", "gradcode"))
+_RELAY, _SUMS = ({"construction": name, **_QUERY} for name in ("relay", "sumcode"))
 _CODE = {"code": "mds", "symbols": 2, "shards": 2, "private": 1, "seed": -7, "max_payload": 999}
 _TRAINING = datalens.TrainingRequest("s", 1, -5, 2, 3, 4, 1, 0.5, True, 3, 2, 8, 0.1, 0.2, -7, False)
 _RELAYS = {"source": 1, "relays": (2, 0), "keys": bytes(range(64)), "addresses": ("a", "")}
@@ -214,23 +212,6 @@ EXAMPLES: dict[str, Schema] = {
         length=0.5,
     ),
     "folder.KeptRecord": folder.KeptRecord("a", 7),
-    "linear.Join": linear.Join(partitions=3, labels=True, peers=True, spool="/tmp/x"),
-    "linear.Join/hub": linear.Join(partitions=3, labels=False),
-    "linear.Share": linear.Share(partitions=3, plan=b"12345678", peers=True, spool="/tmp/x"),
-    "linear.Share/hub": linear.Share(partitions=3, plan=b"12345678"),
-    "linear.Build": linear.Build(plan=b"12345678", sizes=(3, 0, 4), columns=5, bias=True, peers=True, spool="/tmp/x"),
-    "linear.Build/hub": linear.Build(plan=b"12345678", sizes=(3,), columns=5, bias=False),
-    "linear.Targets": linear.Targets((0, 4), ("a", "b")),
-    "linear.Targets/hub": linear.Targets((0, 4)),
-    "linear.Phase": linear.Phase(b"12345678", "float32"),
-    "linear.Joined": linear.Joined(plan=b"12345678", address="host:1"),
-    "linear.Owner": linear.Owner(
-        plan=b"12345678", address="host:1", rows=4, columns=5, loss="hinge", data=b"0123456789abcdef", label_type="int8"
-    ),
-    "linear.Owner/known": linear.Owner(rows=0, columns=5, loss="hinge", data=b"0123456789abcdef"),
-    "linear.Done": linear.Done(plan=b"12345678", sent=(0, 7)),
-    "linear.Done/unready": linear.Done(unready=True),
-    "linear.HeldPlan": linear.HeldPlan(b"12345678"),
     "coded.Query": coded.Query(**_RELAY),
     "coded.Indexed": coded.Indexed(**_RELAY, index=1),
     "coded.Hello": coded.Hello(partition=4, public=bytes(range(32)), address="host:1"),
@@ -277,16 +258,6 @@ EXAMPLES: dict[str, Schema] = {
         refused=("no room",),
         sizes=(99,),
     ),
-    "gradients.GradientPlan": gradients.GradientPlan(
-        **_GRAD,
-        index=1,
-        partitions=(4, 0),
-        coefficients=bytes(16),
-        arithmetic="float64",
-        parts=3,
-        limit=0.5,
-        weight="num-examples",
-    ),
     "coded.Hello/signed": coded.Hello(partition=4, public=bytes(range(32)), signature=b"signed"),
     "coded.RelayTraining/signed": coded.RelayTraining(**_RELAY, **_CODE, **_RELAYS, **_PROOF, index=1),
     "coded.SumTraining/signed": coded.SumTraining(
@@ -316,7 +287,6 @@ EXAMPLES: dict[str, Schema] = {
         keys=bytes(64),
         signatures=(b"signed", b""),
     ),
-    "gradients.GradientAnswer": gradients.GradientAnswer(round=3, form='["arrays","metrics",[]]', checksum=2**32 - 1),
     "gcn.Figures": gcn.Figures(2, 5, 6, 2, 7, 20, 1.5, 0.7, 3.0, 0.1),
 }
 """By module and class; after a slash, what is special. The plain ones leave out all that may be left out."""
@@ -332,7 +302,6 @@ CONFLICTS: list[Schema] = [
     replace(_ASK, scale=0.5),
     gcn.Fetch("s", "rows"),
     record_dp.Account("a", 10, 9),
-    linear.Targets((0, 4), ("a",)),
     gossip.LinkTerms(run=b"run-0001", seal=True, max_store=1, known=b"short"),
     gossip.LinkTerms(run=b"run-0001", seal=True, max_store=1, to=(1,), addresses=("tcp://h:1",)),
     gossip.LinkReport(to=(1,), sent=(136,)),
@@ -359,16 +328,9 @@ CONFLICTS: list[Schema] = [
     coded.SumTraining(**_SUMS, index=1, plan={}, seal=True, relays=(2, 0), metrics=True, addresses=("a",)),
     coded.SumQuestion(**_SUMS, plan={}, seal=False, chosen=b"x", set=bytes(24), named=(2,), row=1),
     coded.SumHeld(round=3, digest=b"12345678", sources=(2,)),
-    gradients.GradientPlan(
-        **_GRAD, index=1, partitions=(4, 4), coefficients=b"x", arithmetic="float64", parts=3, limit=0.5
-    ),
     replace(_TRAINING, batch=1 << 31),
     replace(_TRAINING, pixels=1 << 24),
     replace(_TRAINING, teachers=1 << 12, images=1 << 10, pixels=1 << 8),
-    linear.Build(plan=b"12345678", sizes=(3, 2**31 - 1), columns=5, bias=True),
-    linear.Owner(rows=2**31 - 1, columns=5, loss="hinge", data=b"0123456789abcdef"),
-    linear.Done(),
-    linear.Done(plan=b"1234567"),
 ]
 """Messages of which every field is in range, and which mean nothing all the same."""
 

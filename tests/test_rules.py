@@ -236,7 +236,6 @@ WITHOUT_A_RULE = {
     "EndsDense": "others",  # a function
     "Event": "label",  # any text, of a ledger of any age
     "GossipSettings": "watch spool",  # a function; a path
-    "LinearSettings": "spool",  # a path
     "LowRank": "whole_tensors",  # any text: patterns of names
     "OnOff": "key",  # an object
     "PrivacySettings": "sampling",  # an object that checks itself
@@ -354,8 +353,10 @@ def example(rule: Rule) -> Any:
             return rule.choices[0]
         case Maybe():
             return rule.unset
-        case Text() | Data():
-            return rule.take(type(rule.missing)() if not rule.least else "x" * rule.least)
+        case Text():
+            return rule.take("x" * rule.least)
+        case Data():
+            return rule.take(b"x" * rule.least)
         case Many():
             return [example(rule.each)] * rule.least
     raise NotImplementedError(rule)

@@ -138,7 +138,7 @@ class Liar:
         partition = int(context.node_config["partition-id"])
         config = message.content.config_records.get("config", {})
         self.round[partition] = int(config.get("server-round", self.round.get(partition, 0)))
-        if message.metadata.message_type.startswith("train.coded_phase"):
+        if message.metadata.message_type.startswith("query.coded_phase"):
             # Two a round, of which none says its number.
             self.phases[partition] = self.phases.get(partition, 0) + 1
             self.round[partition] = (self.phases[partition] + 1) // 2

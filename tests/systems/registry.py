@@ -37,6 +37,8 @@ from fedcomp.layout import Layout, Update, Vector
 from fedcomp.privacy.bounded import BoundedFixedPoint
 from fedcomp.program import Me, System
 from fedcomp.rng import Key
+from fedcomp.systems.coded.gradients import GradientCode, Part
+from fedcomp.systems.coded.linear import CodedLinear, LinearRows, Links
 from fedcomp.systems.coded.relay import CodedRelay
 from fedcomp.systems.coded.sums import CodedSum
 from fedcomp.systems.conditional import ConditionalRounds
@@ -84,8 +86,14 @@ class Entry:
     data : object, optional
         What the app brings beside training, or in its place (:attr:`fedcomp.program.Me.data`). Of a function the first
         argument is a client.
+    weighs : bool
+        Whether the weights that the driver knows count. Else what the app brings says them.
+    early : bool
+        Whether a round is over before all have answered.
     least : int
-        Clients of which a round can be made.
+        Clients without whom a round comes to nothing.
+    trains : bool
+        Whether a round is made of what clients train.
     posts : bool
         Whether updates travel by way of other clients.
     secret : bool
@@ -102,7 +110,10 @@ class Entry:
     frozen: float | None = 0.0
     outer: int = 0
     data: Any = None
+    weighs: bool = True
+    early: bool = False
     least: int = 1
+    trains: bool = True
     posts: bool = False
     secret: bool = False
     another: bool = False
@@ -210,6 +221,39 @@ def slopes(me: Me, directions: Iterable[Vector]) -> NDArray[np.float64]:
     return np.array([-made @ direction for direction in directions])
 
 
+def partition(me: Me, which: int) -> Part:
+    """Return what training on a partition comes to: what its node would have made, with that one's weight."""
+    before = me.layout.unflatten(me.start)
+    after = me.layout.unflatten(me.start + update(me.number, which, me.layout.size))
+    return Part(before, after, "metrics", {"num-examples": which + 1})
+
+
+class Rows:
+    """What the owners of data bring."""
+
+    def rows(self, me: Me, partitions: int) -> LinearRows:
+        m = 6 + me.node % 3
+        x = update(1, me.node, 4 * m).reshape(m, 4).astype(np.float64) / 1000
+        return LinearRows(x, (x.sum(1) > 0).astype(np.float64), "logistic")
+
+    def links(self, me: Me, spool: str) -> Links:
+        raise AssertionError("partitions pass the server")
+
+
+def descended(updates: Updates, rounds: int, layout: Layout) -> NDArray[np.float64]:
+    """Return gradient descent on the rows of the first three nodes together."""
+    owned = [Rows().rows(Me(n, 1, 0, layout, _none, _none), 3) for n in range(3)]
+    x = np.concatenate([np.c_[each.x, np.ones(len(each.x))] for each in owned])
+    y, w = np.concatenate([each.y for each in owned]), np.zeros(5)
+    for _ in range(rounds):
+        w -= 500.0 * x.T @ (1 / (1 + np.exp(-x @ w)) - y) / len(y)
+    return w
+
+
+def _none(*args: Any) -> Any:
+    raise AssertionError("nobody trains")
+
+
 class Unsettled:
     """A node that has something to send in every round."""
 
@@ -306,6 +350,7 @@ ENTRIES: Final[Mapping[str, Entry]] = {
     ),
     "noisy-sum": Entry(
         NoisySum(codec=BOUNDED, symbols=2, threshold=1, min_contributors=3, contributors=NODES),
+        weighs=False,
         exchanges=3,
         frozen=None,
         least=3,
@@ -375,6 +420,26 @@ ENTRIES: Final[Mapping[str, Entry]] = {
         exchanges=2,
         shapes={"one.weight": (30, 20), "two.weight": (20, 30)},
         frozen=None,
+    ),
+    "gradient-code": Entry(
+        GradientCode(losses=2, scheme="cyclic", arithmetic="gf31", limit=8192.0),
+        reference=plain_averaging,
+        data=partition,
+        frozen=None,
+        weighs=False,
+        early=True,
+        least=3,
+    ),
+    "coded-linear": Entry(
+        CodedLinear(partitions=3, parities=2, code="mds", lr=500.0),
+        reference=descended,
+        exchanges=5,
+        shapes={"weight": (1, 4), "bias": (1,)},
+        data=Rows(),
+        weighs=False,
+        early=True,
+        least=3,
+        trains=False,
     ),
     "pair-dgc": Entry(Pair(DGC(density=0.05, warmup=2)), another=True),
     "passing": Entry(Passing(ErrorFeedback(TopK(0.05))), law=0.0, reference=feedback(top(0.05)), exchanges=2),
