@@ -27,6 +27,8 @@ test: $(KERNELS)  ## set up and check: lint, types, every test that is not in te
 	$(MAKE) lint
 	$(PYTEST) -m "not long"
 
+# Most of what starts Ray or deployments is here, and waits.
+test-long: WORKERS = 4
 test-long: $(KERNELS)  ## the other tests: long convergence, all systems on all engines, long fuzzing, all pages' experiments
 	$(PYTEST) -m long
 

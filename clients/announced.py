@@ -35,8 +35,9 @@ from fedcomp.flower.protocol import EXACT, RESYNC, STALE, UPDATE, refusal
 from fedcomp.flower.records import to_arrays
 from fedcomp.flower.state import UNSETTLED, StaleMessage, Uplink, asked_of
 from fedcomp.layout import Layout, Update, Vector, policy_from_config
-from fedcomp.privacy.local import asks_for_noise, privatised
+from fedcomp.privacy.local import asks_for_noise
 from fedcomp.rng import Key
+from fedcomp.systems.private.local import Local
 
 FirstModel = Callable[[Message, Context], ArrayRecord]
 
@@ -56,8 +57,9 @@ def announced(
 
     codec, unsupported = choose(announcement, announcement.codec, accept)
     downlink, no_downlink = choose(announcement, announcement.downlink, accept)
-    if codec is None and asks_for_noise(announcement.codec):
-        return refusal(msg, f"{NOT_WITHOUT_NOISE} ({unsupported})")
+    if asks_for_noise(announcement.codec):
+        # What was sent from this node is counted for messages of local privacy, which such a one would pass by.
+        return refusal(msg, f"{NOT_WITHOUT_NOISE} ({unsupported or f'the system is {Local.ID!r}'})")
     if codec is not None and codec.exposes and not visible:
         unsupported = f"this client has not agreed to show the server {codec.exposes}, as {codec!r} does"
         codec = None
@@ -69,11 +71,7 @@ def announced(
         # The server sends the full model next time; training from a model it does not know would spoil the mean.
         return refusal(msg, f"{RESYNC}: {error}")
 
-    # A codec that privatises on this node does not help where something else leaves beside the frame.
-    noised = codec is not None and privatised(codec) is not None
-    private = wants_private(msg.content) or noised
-    # The length of what was noised before it was encoded tells of the data no more than its content does.
-    padded = wants_padding(msg.content) and not noised
+    private, padded = wants_private(msg.content), wants_padding(msg.content)
     layout: Layout | None = None
     uplink: Uplink | None = None
     asked = b""

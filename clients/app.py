@@ -200,7 +200,7 @@ def trainee(msg: Message, context: Context) -> Trainee:
     data = task.client(job.partition, job.clients)
     name, model = job.model(task, msg)
     # How training without noise would be limited is left out: the plan's steps and rate say it.
-    return Trainee(name, model, task, data, job.partition, job.key("batches"), **job.rates())
+    return Trainee(name, model, task, data, job.key("batches"), **job.rates())
 
 
 app = client(

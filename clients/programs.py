@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from fedcomp.asks import mark_of
 from fedcomp.clients.announced import announced
 from fedcomp.clients.half import CallNext, ClientHalf
+from fedcomp.clients.links import Links, introduced
 from fedcomp.clients.memory import (
     Memory,
     answered,
@@ -44,6 +45,7 @@ from fedcomp.factors.collect import collecting
 from fedcomp.flower import asks
 from fedcomp.flower.asks import AnswerHead, AskHead, OwnStep, digest_of, digests_of
 from fedcomp.flower.coded import pack_content
+from fedcomp.flower.links import Book
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import BLOB, EXACT, FRAME, MAIL, NODE_RECORD, POST, STEP, models
 from fedcomp.flower.protocol import RESYNC, STALE, refusal
@@ -55,6 +57,7 @@ from fedcomp.privacy.local import asks_for_noise
 from fedcomp.program import EVALUATE, HELLO, Answer, Ask, Collect, Me, System
 from fedcomp.rng import Key
 from fedcomp.systems import SYSTEMS, get_system
+from fedcomp.systems.private.local import Local
 from fedcomp.versions import FIRST, Step, advance, digest
 from fedcomp.wire import Frame
 
@@ -77,11 +80,14 @@ class Brought:
         answered.
     trained : ArrayRecord, optional
         The model that the app has trained, once it has.
+    instead : callable, optional
+        What trains in place of the app and its own mods: ``instead(message, context)`` returns a reply with the model.
     """
 
     data: Any
     reply: RecordDict = field(default_factory=RecordDict)
     trained: ArrayRecord | None = None
+    instead: Callable[[Message, Context], Message] | None = None
 
 
 Brings = Callable[[Message, Context], Brought]
@@ -152,12 +158,12 @@ def bringing(name: str, system: str, data: Brings) -> ClientHalf:
     """
 
     def bringing_mod(msg: Message, context: Context, call_next: CallNext) -> Message:
-        return _bring(system, data, lambda: call_next(msg, context))
+        return bring(system, data, lambda: call_next(msg, context))
 
     return ClientHalf(name, bringing_mod, outside=("compression",), needs=("compression",))
 
 
-def _bring(system: str, data: Brings, answer: Callable[[], Message]) -> Message:
+def bring(system: str, data: Brings, answer: Callable[[], Message]) -> Message:
     """Return an answer to which ``data`` is brought; of a module, since what an app holds travels, and this variable
     cannot."""
     token = _BROUGHT.set({**_BROUGHT.get(), system: data})
@@ -187,10 +193,12 @@ def _handle(
     exposed = "" if system is None or visible else _exposes(system)
     if exposed:
         system, why = None, f"this client has not agreed to show the server {exposed}, as {system!r} does"
-    if asks_for_noise(head.system):
-        # What is spent on this node is in the ledger of another half, which such a message would pass by.
-        return refusal(msg, f"{NOT_WITHOUT_NOISE} ({why or 'not through programs'})")
-    private = wants_private(msg.content)
+    noised = isinstance(system, Local)
+    if asks_for_noise(head.system) and not noised:
+        # What was sent from this node is counted for messages of local privacy, which such a one would pass by.
+        return refusal(msg, f"{NOT_WITHOUT_NOISE} ({why or f'the system is {Local.ID!r}'})")
+    # Noise on the update does not help where something else leaves beside it.
+    private = wants_private(msg.content) or noised
     exchange = _Exchange(msg, context, call_next, head, system, downlink, (why, why_not), private, first_model)
     return discreet(msg, exchange.answer) if private else exchange.answer()
 
@@ -198,7 +206,7 @@ def _handle(
 GUARDS: Final = ("votes_only", "coded", "local_privacy")
 """Halves that stand outside: what they do not allow must not pass them by."""
 
-OUTSIDE: Final = ("private", "record_dp")
+OUTSIDE: Final = ("private",)
 
 
 @dataclass
@@ -290,13 +298,19 @@ class _Exchange:
             asks.put(out, AnswerHead(number, head.sequence, lacks=lacks))
             return Message(out, reply_to=self.msg)
         content = self.msg.content
+        book, mail = sent.pop(Book.NAME, None), asks.posts_in(content, MAIL, number)
+        links = None
+        if book is not None:
+            place = self.context, number, Book.of(book), head.session
+            links = Links(*place, head.number, head.sequence, system.TRACED, head.oldest)
+            mail = links.opened(mail)
         ask = Ask(
             number,
             "train" if train else "query",
             asks.say_of(content, head, system),
             asks.data_in(content, FRAME),
             sent,
-            mail=asks.posts_in(content, MAIL, number),
+            mail=mail,
             model=head.needs_model,
         )
         model, learn = (_no_model, _no_model) if training is None else (training.start, training.learn)
@@ -341,7 +355,11 @@ class _Exchange:
             ratio = None if self.private else memory.ratio(system, state, answer)
             if ratio is not None and not answer.bare:
                 said["memory"] = ratio
-        framed |= asks.named_posts(answer.post, POST)
+        posts = answer.post if links is None else links.sent(answer.post)
+        framed |= asks.named_posts(posts, POST)
+        if links is not None:
+            said |= {"handed": links.handed, "parcels": links.parcels}
+            said["missed"] = tuple(f"{to} {why}" for to, why in links.failed.items())
         if system.KEYS and IDENTITY not in self.context.state:
             said["key"] = self.identity.public
         asks.put(
@@ -356,7 +374,11 @@ class _Exchange:
         store = self._store(None) if training is None else self._store(training.record, training.version)
         if training is not None and training.followed is not None:
             training.followed.save(store)
+        if links is not None:
+            links.write(store)
         memory.commit(self.context, head, system, state, answer, out, store, train=train)
+        if links is not None:
+            links.forget()
         return Message(out, reply_to=self.msg)
 
     def _content(
@@ -373,10 +395,15 @@ class _Exchange:
         return RecordDict(dict(training.beside.items())), dict(training.said), framed
 
     def _introduced(self) -> Message:
-        """Say this node's public key."""
-        out = RecordDict()
-        asks.put(out, AnswerHead(partition_of(self.context), self.head.sequence, key=self.identity.public))
+        """Say this node's public key, and where others reach it."""
+        out, number = RecordDict(), partition_of(self.context)
+        public = self.identity.public
+        # The key that is signed is the one that is kept.
         self.context.state = self._store(None)
+        book = self._blobs()[0].get(Book.NAME)
+        address, signature = ("", b"") if book is None else introduced(self.context, Book.of(book), number)
+        head = AnswerHead(number, self.head.sequence, key=public, address=address, signature=signature)
+        asks.put(out, head)
         return Message(out, reply_to=self.msg)
 
     @cached_property
@@ -624,18 +651,21 @@ class _Training:
         Raises
         ------
         NonFiniteUpdate
-            When the update holds NaN or infinity.
+            When the update holds NaN or infinity, and is not privatised.
         """
         exchange, memory, before = self.exchange, self.memory, self.before
         msg, context, head, private = exchange.msg, exchange.context, exchange.head, exchange.private
         layout = memory.layout
         key = Key(head.seed, "uplink", head.number, partition_of(context))
+        train = exchange.call_next if self.app is None or self.app.instead is None else self.app.instead
         with collecting(collect, key.u64()) as collected:
-            reply = exchange.call_next(msg, context)
+            reply = train(msg, context)
         if reply.has_error():
             raise AppError(reply)
         content = only_update(reply.content, before, layout) if private else reply.content
         name, after = reply_arrays(content, before, head.model)
+        self.said["record"] = name
+        self.beside = _beside(content, name)
         if self.app is not None:
             self.app.trained = content.array_records[name]
         # Where the system remembers, what is left of the update may become the memory: once in memory, and not copied.
@@ -651,7 +681,8 @@ class _Training:
         if owed is not None:
             # One look says both: of finite values the norm is finite.
             memory.length = norm(update.vector)
-        if owed is None or not math.isfinite(memory.length):
+        # Of an update without bounds noise alone is sent: an error in its place would be an answer about the data.
+        if not isinstance(self.system, Local) and (owed is None or not math.isfinite(memory.length)):
             require_finite(update)
         if not whole and not private:
             update = self._eased(update, after, owed, notes)
@@ -661,10 +692,8 @@ class _Training:
         notes += collected.notes
         for note in notes:
             log.info("round %d: %s", head.number, note)
-        self.said["record"] = name
         if notes and not private:
             self.said["remark"] = "; ".join(notes)[:_LONGEST_REMARK]
-        self.beside = _beside(content, name)
         # Buffers would be a release that no ledger accounts for.
         self.exact = None if private else encode_exact(exact, layout)
         return replace(update, given=True)

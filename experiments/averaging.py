@@ -1,6 +1,6 @@
 """Averaging without gradients: how fast nodes that begin with different vectors come to their mean, and what they sent.
 
-:func:`average` runs an algorithm as a training would, messages, relay and all, only without gradients.
+:func:`average` runs an algorithm as a training would, messages, mailbox and all, only without gradients.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from fedcomp.errors import NonFiniteUpdate
 from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.base import State
-from fedcomp.gossip.central import SimulationSettings, simulate
 from fedcomp.gossip.errors import Diverged
 from fedcomp.gossip.topology import Topology
+from fedcomp.gossip_simulation import SimulationSettings, simulate
 from fedcomp.layout import Layout
 from fedcomp.rng import Key
 
@@ -171,7 +171,7 @@ def average(
                 layout=layout,
                 seed=seed,
                 # No watcher: without gradients innovations fall by many orders, and ``look`` judges the error itself.
-                settings=SimulationSettings(common=np.zeros(values.shape[1]), every=every, observe=look, watch=False),
+                settings=SimulationSettings(every=every, observe=look, watch=False),
             )
     except (Diverged, NonFiniteUpdate):
         return Track([k for k, _ in seen], [e for _, e in seen])

@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from fedcomp.errors import ConfigError, NonFiniteUpdate
 from fedcomp.experiments.decentralised import Recorder
 from fedcomp.gossip.base import Algorithm
-from fedcomp.gossip.central import SimulationSettings, simulate
 from fedcomp.gossip.errors import Diverged, Saturated
 from fedcomp.gossip.local import FlatObjective
 from fedcomp.gossip.topology import Topology
 from fedcomp.gossip.traffic import GossipTraffic
 from fedcomp.gossip.vector import GossipPolicy, unflatten
+from fedcomp.gossip_simulation import SimulationSettings, simulate
 from fedcomp.layout import Layout
 from fedcomp.rng import Key
 

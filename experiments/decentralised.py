@@ -1,8 +1,8 @@
 """Decentralised trainings in one process, and what their messages cost: what experiments of gossip algorithms share.
 
-:func:`train` runs an algorithm on a task and says how good the nodes' models are and what was sent. The protocol is the
-one that runs over messages (:mod:`fedcomp.gossip.central`): the same messages, the same bits. Convex problems, whose
-optimum is known, are in :mod:`fedcomp.experiments.convex`.
+:func:`train` runs an algorithm on a task and says how good the nodes' models are and what was sent. It is the program
+that runs over messages (:mod:`fedcomp.gossip_simulation`): the same messages, the same bits. Convex problems,
+whose optimum is known, are in :mod:`fedcomp.experiments.convex`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from fedcomp.experiments.experiment import TEXT, Option
 from fedcomp.experiments.findings import Table
 from fedcomp.experiments.kit import table
 from fedcomp.gossip.base import Algorithm
-from fedcomp.gossip.central import FaultPlan, SimulatedNodes, SimulationSettings, simulate
 from fedcomp.gossip.errors import Diverged
 from fedcomp.gossip.local import FlatObjective
-from fedcomp.gossip.relay import Relay
 from fedcomp.gossip.topology import Topology, topology_of
 from fedcomp.gossip.traffic import GossipTraffic
 from fedcomp.gossip.vector import GossipPolicy, flatten, unflatten
+from fedcomp.gossip_simulation import FaultPlan, Simulation, SimulationSettings, simulate
 from fedcomp.layout import Layout
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ class GossipTraining:
     drop : float
         Share of instructions whose node does not answer: half of them it never got, of the others the answer is lost.
     patience : int
-        See :class:`fedcomp.gossip.relay.RelaySettings`.
+        See :class:`fedcomp.systems.gossip.Gossip`.
     watch : bool
         Whether a run whose innovations grow is ended (:class:`fedcomp.gossip.tuning.DivergenceWatch`).
     """
@@ -158,16 +157,16 @@ class Trained:
 
 
 class Recorder:
-    """Takes part in a simulation: keeps its relay, and what was seen, also when the run is ended by an error."""
+    """Takes part in a simulation: keeps it, and what was seen, also when the run is ended by an error."""
 
     def __init__(self, look: Callable[[int, Mapping[int, Real], GossipTraffic], Any]) -> None:
         self.seen: list[Any] = []
-        self.relay: Relay | None = None
+        self.run: Simulation | None = None
         self._look = look
 
-    def before(self, relay: Relay, nodes: SimulatedNodes) -> None:
-        """Know the relay."""
-        self.relay = relay
+    def before(self, run: Simulation) -> None:
+        """Know the run."""
+        self.run = run
 
     def observe(self, iteration: int, models: Mapping[int, Real]) -> None:
         """Look at the models."""
@@ -176,7 +175,7 @@ class Recorder:
     @property
     def traffic(self) -> GossipTraffic:
         """What was sent so far."""
-        return GossipTraffic() if self.relay is None else self.relay.traffic
+        return GossipTraffic() if self.run is None else self.run.traffic
 
 
 def train(plan: GossipTraining) -> Trained:
@@ -191,10 +190,10 @@ def train(plan: GossipTraining) -> Trained:
     def look(iteration: int, models: Mapping[int, Real], traffic: GossipTraffic) -> Evaluation:
         return _point(iteration, models, traffic, nodes, objectives, layout)
 
-    # Its relay outlives a run that ends in an error, so that what was sent until then can be told.
+    # It outlives a run that ends in an error, so that what was sent until then can be told.
     record = Recorder(look)
     # Both sides of a loss: of one half nothing was done, of the other all of it, and only the answer is missing.
-    rates = {"silent": plan.drop / 2, "lost_reply": plan.drop / 2}
+    rates = {"silent": plan.drop / 2, "lost": plan.drop / 2}
     outcome, diverged = None, ""
     try:
         # Numbers that leave the range are what ends a run that diverges.
@@ -229,7 +228,7 @@ def train(plan: GossipTraining) -> Trained:
         points=record.seen,
         traffic=record.traffic,
         invariants={} if outcome is None else plan.algorithm.invariants(outcome.states.values()),
-        events=_events(record.relay),
+        events=_events(record.run),
         diverged=diverged,
     )
 
@@ -261,10 +260,10 @@ def _point(
     )
 
 
-def _events(relay: Relay | None) -> dict[str, int]:
-    if relay is None:
+def _events(run: Simulation | None) -> dict[str, int]:
+    if run is None:
         return {}
-    counted = {f.name: getattr(relay.report, f.name) for f in fields(relay.report)}
+    counted = {f.name: getattr(run.report, f.name) for f in fields(run.report)}
     return {name: value if isinstance(value, int) else len(value) for name, value in counted.items()}
 
 

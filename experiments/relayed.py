@@ -42,9 +42,9 @@ def without_messages(spec: RunSpec) -> Central:
     """
     # Here, not above: a list of the experiments must not bring Flower.
     from fedcomp.experiments.systems import get_system
-    from fedcomp.gossip.central import SimulationSettings, simulate
     from fedcomp.gossip.local import FlatObjective
     from fedcomp.gossip.vector import flatten, unflatten
+    from fedcomp.gossip_simulation import SimulationSettings, simulate
     from fedcomp.layout import Layout
     from fedcomp.strategies.gossip.strategy import GossipRelay, mean_of
     from fedcomp.tasks import get_task

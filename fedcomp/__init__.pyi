@@ -54,7 +54,7 @@ from fedcomp.strategies.private.local_dp import local_dp as local_dp
 from fedcomp.strategies.private.lsg import Lsg as Lsg
 from fedcomp.strategies.private.record_dp import RecordDp as RecordDp
 from fedcomp.strategies.private.settings import ShareSettings as ShareSettings
-from fedcomp.flower.record_dp import DpSgdPlan as DpSgdPlan
+from fedcomp.systems.private.record import DpSgdPlan as DpSgdPlan
 from fedcomp.privacy.local import Privatise as Privatise
 from fedcomp.privacy.sampling import Sampling as Sampling
 

@@ -20,7 +20,7 @@ import functools
 import itertools
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Annotated, Any, Final, Self, TypeVar, get_args, get_origin, get_type_hints
 
@@ -283,6 +283,30 @@ class Many(Rule):
 
     def write(self, value: Any) -> list[Any]:
         return list(map(self.each.write, value))
+
+
+@dataclass(frozen=True)
+class Options(Rule):
+    """A dictionary of at most ``most`` names with plain values (texts, numbers, flags)."""
+
+    most: int
+
+    def __str__(self) -> str:
+        return f"at most {self.most} names with plain values"
+
+    def read(self, value: Any) -> Any:
+        if type(value) is not dict or len(value) > self.most:
+            raise ValueError
+        # JSON as Python reads it has NaN and infinity.
+        if not all(type(item) in (str, int, bool) or Real().read(item) is not None for item in value.values()):
+            raise ValueError
+        return value
+
+    def take(self, value: Any) -> Any:
+        return self.read(dict(value) if isinstance(value, Mapping) else value)
+
+    def write(self, value: Any) -> Any:
+        return dict(value)
 
 
 @dataclass(frozen=True)

@@ -116,6 +116,8 @@ class Compressed(Server):
 
     by_hooks: ClassVar[bool] = True
 
+    kind: ClassVar[type[Pair]] = Pair
+
     def __init__(
         self,
         inner: Strategy,
@@ -131,7 +133,7 @@ class Compressed(Server):
     ) -> None:
         self.codec = remembering(get_codec(codec), feedback)
         super().__init__(
-            Pair(self.codec),
+            self.kind(self.codec),
             inner,
             downlink=downlink,
             policy=NONE_DENSE if policy is None else policy,

@@ -14,6 +14,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Final
@@ -34,6 +35,7 @@ from fedcomp.flower import asks
 from fedcomp.flower.asks import AnswerHead, AskHead, digest_of
 from fedcomp.flower.checkpoint import INNER
 from fedcomp.flower.coded import NO_HANDLER, open_content
+from fedcomp.flower.links import Book
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import BLOB, EXACT, FRAME, MAIL, POST, models, payload_bytes
 from fedcomp.flower.protocol import OWN_CONFIG, PREFIX, RESYNC, app_failure
@@ -50,7 +52,7 @@ from fedcomp.flower.report import Report, Reports, shorten
 from fedcomp.flower.rounds import Exchanges, Push, own_loop, planned
 from fedcomp.layout import DensityPolicy, Layout, Update, Vector, policy_config
 from fedcomp.mailbox import Mailbox
-from fedcomp.plain import Count, Keys
+from fedcomp.plain import Count, Keys, from_plain
 from fedcomp.program import EVALUATE, HELLO, Answer, Ask, Now, Origin, Round, Step, System, Wait
 from fedcomp.rules import Flag, checked
 from fedcomp.stateful import StatePart, nested, next_epoch
@@ -58,6 +60,7 @@ from fedcomp.strategies.adaptive import Outcome, has_moments, step_on_support
 from fedcomp.strategies.downlink import Downlink
 from fedcomp.strategies.evaluating import Evaluating
 from fedcomp.strategies.guard import Norms
+from fedcomp.strategies.links import Links, greet, oldest_round, record_peer
 from fedcomp.strategies.means import (
     MEANS,
     aggregate_once,
@@ -93,8 +96,9 @@ Arrays = Mapping[str, NDArray[Any]]
 MAX_OPEN: Final = 64
 """Rounds that hooks may open without aggregating them."""
 
-GREET_AGAIN: Final = 16
-"""Rounds after which a node that has said no public key is asked for it again."""
+
+def _load_links(server: Server, state: Any) -> None:
+    (server.links or Links("")).load(from_plain(list[bytes], state, "links"))
 
 
 def _load_mailbox(server: Server, state: Any) -> None:
@@ -122,6 +126,8 @@ class Server(Evaluating):
         Send the model that the run begins with by its digest alone: the nodes make the same one, by the ``first_model``
         of :func:`fedcomp.clients.programs.programs`. A node that cannot, or whose model differs in a bit, is refused
         for the round, by name, and gets the whole model with its next message. Needs a ``downlink``.
+    links : Links, optional
+        Clients bring each other by themselves what they post; default the server does.
     seed : int
         Of the random streams of clients and server.
 
@@ -159,6 +165,9 @@ class Server(Evaluating):
         "_session": bytes,
         "sequence": Count,
         "state": dict,
+        "links": StatePart(
+            lambda owner: [] if owner.links is None else owner.links.save(owner._session, owner.mailbox), _load_links
+        ),
         "mailbox": StatePart(lambda owner: owner.mailbox.to_plain(), _load_mailbox),
         "_usual": Annotated[dict[str, Usual], Keys(("train", "evaluate"))],
         "reports": Reports,
@@ -175,6 +184,7 @@ class Server(Evaluating):
         record: str | None = None,
         guard: Norms | None = None,
         first_model_at_nodes: bool = False,
+        links: Links | None = None,
         seed: int = 0,
     ) -> None:
         self._name = type(self).__name__ if type(self) is not Server else type(system).__name__
@@ -187,7 +197,7 @@ class Server(Evaluating):
             raise ConfigError(f"record={record!r} is not valid: the name of an ArrayRecord")
         if guard is not None and not isinstance(guard, Norms):
             raise ConfigError(f"guard={guard!r} is not valid: an object, such as Norms(times_median=10)")
-        self.system, self.policy, self.record, self.guard = system, policy, record, guard
+        self.system, self.policy, self.record, self.guard, self.links = system, policy, record, guard, links
         self.seed = params.seed(seed)
         self._rule = rule_of(self.inner)
         self._require_served(self._rule)
@@ -222,6 +232,7 @@ class Server(Evaluating):
         self._usual = {"train": Usual(), "evaluate": Usual()}
         self._log = RoundLog(self._name)
         self._timeout: float | None = None
+        self._grid: Grid | None = None
         self.layout = Layout(())
         self._open: dict[int, tuple[Exchanges[Outcome], Grid]] = {}
         self._evaluating = []
@@ -254,11 +265,12 @@ class Server(Evaluating):
             When a message of the inner strategy does not hold the model that it was given, and one model alone.
         """
         self.roster.meet(grid)
+        self._grid = grid
         if self._rule.updates_only:
             # Whom earlier rounds prefer would make one client's part in a private sum depend on another's.
             self.roster.release()
         messages = self._rule.configure(server_round, arrays, config, grid)
-        if self.system.KEYS:
+        if self.system.KEYS or self.links is not None:
             yield from self._greet(server_round, messages)
         x, now = self._ask(server_round, arrays, messages)
         step = yield from self._play(x, now, self.system.round(now))
@@ -267,29 +279,8 @@ class Server(Evaluating):
     def _greet(self, server_round: int, messages: Sequence[Message]) -> Pushes[None]:
         """Learn the public keys of those that are to be asked, and which partition each of them holds."""
         self.sequence += 1
-        sent = []
-        for base in messages:
-            address = base.metadata.dst_node_id
-            peer = self.roster.peer(address)
-            if peer.key or peer.greet > server_round:
-                continue
-            content = RecordDict()
-            asks.put(content, AskHead(server_round, self.seed, self._session, self.sequence))
-            greeting = Message(content, address, HELLO, group_id=base.metadata.group_id or None)
-            sent.append(SentMessage(greeting, address, self.sequence))
-        replies = (yield [each.message for each in sent]) if sent else []
-        for each, reply in match_replies(sent, replies, Report(server_round), self.roster):
-            peer = self.roster.peer(each.node)
-            try:
-                head = None if reply.has_error() else asks.find_answer(reply.content)
-            except FedcompError:
-                head = None
-            if head is None or len(head.key) != 32:
-                # Its app has no half of this project, or it broke.
-                peer.greet = server_round + GREET_AGAIN
-                continue
-            peer.key = head.key
-            self.roster.declared.setdefault(each.node, head.partition_id)
+        head = AskHead(server_round, self.seed, self._session, self.sequence)
+        yield from greet(self.roster, self.links, messages, head)
 
     def _close(self, x: Running, now: Now, step: Step | None) -> Outcome:
         """Take what the program made, and end the round.
@@ -458,7 +449,9 @@ class Server(Evaluating):
         stamped = [x.mailbox.stamp(self.sequence, now.number, ask, again=repeats) for ask in wait.asks]
         # Who does not take part in the round is not asked.
         there = [each for each in stamped if each.ask.node in x.addresses]
-        sent = [self._message(x, now, each.ask, each.number, each.round) for each in there]
+        # A repeated ask is one of its own round.
+        rounds = {each.round: replace(now, number=each.round) for each in there}
+        sent = [self._message(x, rounds[each.round], each.ask, each.number) for each in there]
         return Exchange({each.ask.node: each.ask for each in there}, sent, wait if wait is wanted else None)
 
     def _pushed(self, x: Running, exchange: Exchange) -> Iterable[Message]:
@@ -483,8 +476,8 @@ class Server(Evaluating):
         for node in nodes:
             x.refuse(node, "lacks, as it says, the very blobs that it was sent")
 
-    def _message(self, x: Running, now: Now, ask: Ask, sequence: int, number: int = 0) -> SentMessage:
-        """Return an ask as a message; one of an earlier round has its ``number``."""
+    def _message(self, x: Running, now: Now, ask: Ask, sequence: int) -> SentMessage:
+        """Return an ask as a message."""
         address = x.addresses[ask.node]
         peer, base = self.roster.peer(address), x.base[ask.node]
         content, fields, data = RecordDict(), dict[str, Any](), dict[str, Frame]()
@@ -499,16 +492,21 @@ class Server(Evaluating):
             elif self.down is not None and not x.own:
                 fields, coming = self.down.fill(content, x.record, peer, data)
             fields["policy"] = policy_config(self.policy, x.layout)
-        blobs = {name: digest_of(blob) for name, blob in ask.blobs.items()}
+        brought = dict(ask.blobs)
+        if self.links is not None:
+            # The same for all nodes, so that it travels where it has changed.
+            brought[Book.NAME] = self.links.book(self.roster.reached())
+        blobs = {name: digest_of(blob) for name, blob in brought.items()}
         # What follows from the steps in this message the node has by the time it looks.
-        data |= {BLOB + blobs[name]: b for name, b in ask.blobs.items() if blobs[name] not in coming.union(peer.blobs)}
+        data |= {BLOB + blobs[name]: b for name, b in brought.items() if blobs[name] not in coming.union(peer.blobs)}
         data |= {FRAME + name: frame for name, frame in ask.frames.items()} | asks.named_posts(ask.mail, MAIL)
         head = AskHead(
-            number=number or now.number,
+            number=now.number,
             seed=self.seed,
             session=self._session,
             sequence=sequence,
             needs_model=ask.model,
+            oldest=oldest_round(x.mailbox, now.number) if self.links is not None and self.system.TRACED else 0,
             consumed=peer.consumed,
             generation=peer.generation,
             system=self.system.to_config(),
@@ -613,6 +611,9 @@ class Server(Evaluating):
             self.down.held(peer, head.version, sent)
         self._note_state(x, sent, head)
         peer.take(digest_of(blob) for blob in ask.blobs.values())
+        if self.links is not None:
+            peer.take([digest_of(self.links.book(self.roster.reached()))])
+            self._note_links(x, sent, head)
         peer.take(digest_of(frames[name]) for name in self.system.SHARED if name in frames)
         x.payload[node] = x.payload.get(node, 0) + payload_bytes(reply)
         if ask.kind != HELLO:
@@ -733,6 +734,12 @@ class Server(Evaluating):
             self.down.held(self.roster.peer(sent.node), 0 if head is None else head.version, sent)
         x.payload[node] = payload_bytes(reply)
         return Answer(node, weight, update=update)
+
+    def _note_links(self, x: Running, sent: SentMessage, head: AnswerHead) -> None:
+        """Report what a client says of its links."""
+        meta = sent.message.metadata
+        record_peer(self._grid, x.report.round, sent.node, meta.message_type, head.handed, head.parcels)
+        x.report.notes += [f"link {head.partition_id}>{shorten(missed)}" for missed in head.missed]
 
     def _note_state(self, x: Running, sent: SentMessage, head: AnswerHead) -> None:
         """Report what a client says of its memory and its update."""

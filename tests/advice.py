@@ -29,7 +29,6 @@ from fedcomp.codecs import (
 from fedcomp.errors import FedcompError
 from fedcomp.experiments.systems import SYSTEMS
 from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.record_dp import DpSgdPlan
 from fedcomp.flower.rounds import fit
 from fedcomp.layout import NONE_DENSE, Layout, Update
 from fedcomp.privacy.ledger import PrivacyLedger
@@ -40,6 +39,7 @@ from fedcomp.strategies.coded.strategy import CodedFedAvg
 from fedcomp.strategies.private.distributed_dp import DistributedDp
 from fedcomp.strategies.private.local_dp import local_dp
 from fedcomp.strategies.private.settings import ShareSettings
+from fedcomp.systems.private.record import DpSgdPlan
 
 Followed = Callable[[Path], Any]
 

@@ -18,7 +18,6 @@ from fedcomp.flower.checkpoint import capture_strategy, restore_strategy
 from fedcomp.flower.rounds import fit
 from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.base import Algorithm, View, messages_of
-from fedcomp.gossip.central import SimulationSettings, simulate
 from fedcomp.gossip.cold import COLD
 from fedcomp.gossip.coordinate_push import CoordinatePush
 from fedcomp.gossip.dyna_cold import DynaCOLD
@@ -27,6 +26,7 @@ from fedcomp.gossip.power_gossip import PowerGossip
 from fedcomp.gossip.sparse_push import SparsePush
 from fedcomp.gossip.topology import Ring, topology_of
 from fedcomp.gossip.tuning import tune_gamma
+from fedcomp.gossip_simulation import SimulationSettings, simulate
 from fedcomp.layout import Layout
 
 N, D = 4, 12
@@ -57,7 +57,7 @@ def learns(algorithm: Algorithm | dict[str, Any], *arguments: Any, **how: Any) -
 
 def averages(algorithm: Algorithm | dict[str, Any], *arguments: Any, **how: Any) -> bool:
     """Whether nodes that begin apart and learn nothing end with the mean."""
-    given = {"starts": CENTRES, "common": ZERO, "learns": False}
+    given = {"starts": CENTRES, "learns": False}
     return near(ended(algorithm, *arguments, **{**given, **how})) < 0.05
 
 
@@ -75,8 +75,7 @@ LARGE = [(1e30 * centre).astype(np.float32) for centre in CENTRES]
 def shaken(gamma: float) -> bool:
     """Whether nodes average models that begin near the largest numbers of float32."""
     lossy = choco(gamma=gamma, compressor={"id": "terngrad"})
-    common = np.zeros(D, np.float32)
-    models = ended(lossy, iterations=160, starts=LARGE, common=common, learns=False, watch=False)
+    models = ended(lossy, iterations=160, starts=LARGE, learns=False, watch=False)
     return near(models / 1e30) < 0.1
 
 
@@ -157,7 +156,7 @@ def along(edges: bool) -> bool:
 def pushes(text: str) -> bool:
     """Whether nodes with these shares agree on the mean of what they began with."""
     third = np.mean(CENTRES[:3], axis=0)
-    return near(ended({"name": "sgp"}, text, n=3, starts=CENTRES[:3], common=ZERO, learns=False), third) < 0.05
+    return near(ended({"name": "sgp"}, text, n=3, starts=CENTRES[:3], learns=False), third) < 0.05
 
 
 def trained(start: Any = None, **options: Any) -> ArrayRecord:

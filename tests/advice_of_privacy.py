@@ -62,7 +62,6 @@ from fedcomp.codecs import (
 )
 from fedcomp.errors import NoUsableReply
 from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.record_dp import DpSgdPlan
 from fedcomp.flower.records import to_record
 from fedcomp.flower.rounds import fit
 from fedcomp.privacy.__main__ import main as plan_of
@@ -89,6 +88,7 @@ from fedcomp.strategies.private.record_dp import RecordDp
 from fedcomp.strategies.private.settings import ShareSettings
 from fedcomp.strategies.private.topagg import TopAgg
 from fedcomp.systems.private.lsg import LowRank
+from fedcomp.systems.private.record import DpSgdPlan
 from fedcomp.tasks import get_task
 from fedcomp.tasks.arrays import to_arrays
 
@@ -202,12 +202,6 @@ PRIVACY = (
         "checks the updates: write Compressed(..., guard=...) around the mean",
         lambda: RecordDp(Compressed(quiet(), TopK(0.1)), PLAN, records=100, guard=Norms()),
         lambda: RecordDp(Compressed(quiet(), TopK(0.1), guard=Norms()), PLAN, records=100),
-    ),
-    row(
-        "strategies/private/record_dp.py",
-        "RecordDp inside of Compressed would book no training: put it outside",
-        lambda: Compressed(RecordDp(quiet(), PLAN, records=100), TopK(0.1)),
-        lambda: RecordDp(Compressed(quiet(), TopK(0.1)), PLAN, records=100),
     ),
     row(
         "strategies/private/record_dp.py",
@@ -551,7 +545,7 @@ def node(partitions: int = 4, task: Any = None, **options: Any) -> Any:
     task = get_task("digits-zero", **(task or {}))
     model, data = task.model(0), task.client(partitions - 1, partitions)
     plan = replace(PLAN, noise_multiplier=0.0, rate=1.0, insecure=True)
-    train_privately(Trainee("arrays", model, task, data, 0, KEY, **options), plan, Context(1, 2, {}, RecordDict(), {}))
+    train_privately(Trainee("arrays", model, task, data, KEY, **options), plan, Context(1, 2, {}, RecordDict(), {}))
     return nn.utils.parameters_to_vector(model.parameters()).detach().numpy()
 
 
@@ -595,9 +589,6 @@ def in_node_config(path: Path, *words: str) -> bool:
     """Whether the command line of a node tells its app what the configuration of a SuperNode would."""
     command, _ = prepare([*GOOD, *words, str(path / "place")])
     return f"{words[-1].removeprefix('--')}='{path / 'place'}'" in command[-1]
-
-
-SLOPES = replace(PLAN, method="forward", steps=1)
 
 
 NODES_OWN = (

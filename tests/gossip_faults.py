@@ -10,22 +10,16 @@ import numpy as np
 
 from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.base import Algorithm, GossipMessage, Gradient, Multicast, Outbox, Real, State, View
-from fedcomp.gossip.central import GossipOutcome, SimulatedNodes, SimulationSettings, simulate
-from fedcomp.gossip.node import NodeMemory
-from fedcomp.gossip.relay import Relay
 from fedcomp.gossip.topology import topology_of
+from fedcomp.gossip_simulation import GossipOutcome, Simulation, SimulationSettings, simulate
 from fedcomp.layout import Layout
+from fedcomp.mailbox import Post
+from fedcomp.program import Ask
 from fedcomp.rng import Key
+from fedcomp.systems.gossip import RETURNED, state_of, turns_of, waiting
 
-FAULTS = {
-    "silent": 0.08,
-    "raise": 0.08,
-    "raise_after": 0.08,
-    "lost_reply": 0.08,
-    "duplicate": 0.08,
-    "late_duplicate": 0.1,
-}
-"""Every kind but the loss of a node's state."""
+FAULTS = {"silent": 0.06, "crash": 0.08, "lost": 0.12, "twice": 0.18, "stale": 0.06}
+"""Every kind but the loss of a node's memory, and answers that come in the next exchange."""
 
 
 @dataclass
@@ -63,70 +57,76 @@ def same_states(left: Mapping[int, State], right: Mapping[int, State]) -> bool:
     )
 
 
+def open_asks(run: Simulation) -> dict[int, tuple[Ask, bool]]:
+    """Return the asks without an answer, and whether the node has carried them out."""
+    return {
+        node: (stamped.ask, stamped.ask.say.turn == turns_of(run.local.client(node).memory))
+        for node, stamped in run.local.mailbox.asked.items()
+    }
+
+
 @dataclass
 class Mass:
     """All (x, w) of a push-sum run at one moment: what every node would hold if all messages arrived now.
 
-    Messages in boxes, in unanswered instructions that were not carried out, and in answers that the relay has not got;
-    messages on their way back. Of a node that carried its instruction out but could not say so, that instruction's
-    inbox is in its state.
+    Messages in boxes, in asks that were not carried out, and in answers that did not arrive; messages on their way
+    back. Of a node that carried its ask out but could not say so, the mail of that ask is in its state.
     """
 
     algorithm: Algorithm
     layout: Layout
-    starts: Sequence[Real]
-    common: Real | None = None
     seen: list[tuple[float, Real]] = field(default_factory=list)
 
-    def __call__(self, relay: Relay, nodes: SimulatedNodes) -> None:
-        rounds = relay.report.rounds
-        if rounds < 40 or rounds % 16 == 0 or relay.finishing:
-            self.seen.append(self.total(relay, nodes))
+    def __call__(self, run: Simulation) -> None:
+        rounds = run.report.rounds
+        if rounds < 40 or rounds % 16 == 0:
+            self.seen.append(self.total(run))
 
-    def total(self, relay: Relay, nodes: SimulatedNodes) -> tuple[float, Real]:
-        box = relay.outstanding.mailbox
-        there = sorted(relay.nodes.members | relay.nodes.departing)
-        waiting: dict[int, list[GossipMessage]] = {i: [] for i in there}
-        back: dict[int, list[GossipMessage]] = {i: [] for i in there}
+    def total(self, run: Simulation) -> tuple[float, Real]:
+        course, local = run.course, run.local
+        there = sorted(course.members | course.departing)
+        mail: dict[int, list[Post]] = {i: [] for i in there}
         states: dict[int, State] = {}
+        unanswered = open_asks(run)
         for i in there:
-            entry, memory = relay.outstanding.open.get(i), nodes.memories.get(i)
-            done = entry is None or (memory is not None and memory.serial == entry.instruction.serial)
-            if entry is not None and not done:
-                waiting[i] += entry.instruction.inbox
-                back[i] += entry.instruction.returned
-            states[i] = self._state(i, entry, memory, done)
-            waiting[i] += [parcel.message for parcel in box.look(i)]
-            back[i] += box.look_returned(i)
-        for i, entry in sorted(relay.outstanding.open.items()):
-            memory = nodes.memories.get(i)
-            if memory is None or memory.serial != entry.instruction.serial:
+            ask, done = unanswered.get(i, (None, True))
+            if ask is not None and not done:
+                mail[i] += ask.mail
+            states[i] = self._state(run, i, ask, done)
+            mail[i] += waiting(local.mailbox, i)
+        for i, (ask, done) in sorted(unanswered.items()):
+            last = local.client(i).last
+            if not done or i not in there:
                 continue
-            for multicast in memory.answer.multicasts:
-                for to in multicast.destinations:
-                    message = GossipMessage(i, to, multicast.payload)
-                    lost = to in box.broken(i) and to not in entry.instruction.view.resync
-                    if to in relay.nodes.members and not lost:
-                        waiting[to].append(message)
-                    else:
-                        back[i].append(message)
+            for post in last.answer.post:
+                turn = ask.say
+                lost = post.to in course.broken.get(i, ()) and post.to not in turn.resync
+                if post.to in course.members and not lost:
+                    mail[post.to].append(post)
+                else:
+                    mail[i].append(Post(post.to, i, RETURNED + post.name, post.data))
         w, x = 0.0, np.zeros(self.layout.size)
         for i in there:
-            inbox = sorted(waiting[i], key=lambda message: message.source)
+            posts = sorted(mail[i], key=lambda post: post.source)
+            inbox = [GossipMessage(p.source, i, p.data) for p in posts if not p.name.startswith(RETURNED)]
+            back = [GossipMessage(i, p.source, p.data) for p in posts if p.name.startswith(RETURNED)]
             state = self.algorithm.receive(states[i], inbox)
-            if back[i]:
-                state = self.algorithm.take_back(state, back[i])
+            if back:
+                state = self.algorithm.take_back(state, back)
             w += float(state["w"])
             x += state["x"]
         return w, x
 
-    def _state(self, i: int, entry: Any, memory: NodeMemory | None, done: bool) -> State:
-        start = "" if entry is None or done else entry.instruction.start
+    def _state(self, run: Simulation, i: int, ask: Ask | None, done: bool) -> State:
+        start = (
+            run.course.starts.get(i, "common" if not run.course.turns else "") if ask is None or done else ask.say.start
+        )
+        model = run.local.data[i].model
         if start == "empty":
-            return self.algorithm.join(self.starts[i], self.layout)
-        if memory is None or start == "common":
-            return self.algorithm.init(self.starts[i], self.layout, common=self.common)
-        return memory.state
+            return self.algorithm.join(model, self.layout)
+        if start == "common":
+            return self.algorithm.init(model, self.layout, common=np.zeros_like(model))
+        return state_of(run.local.client(i).memory)
 
     def drift(self) -> tuple[float, float]:
         """Return how far the sums of w and of x ever were from what they were at first."""
@@ -137,12 +137,12 @@ class Mass:
         )
 
 
-def both(*hooks: Callable[[Relay, SimulatedNodes], None]) -> Callable[[Relay, SimulatedNodes], None]:
+def both(*hooks: Callable[[Simulation], None]) -> Callable[[Simulation], None]:
     """Return a hook that calls all of ``hooks``."""
 
-    def call(relay: Relay, nodes: SimulatedNodes) -> None:
+    def call(run: Simulation) -> None:
         for hook in hooks:
-            hook(relay, nodes)
+            hook(run)
 
     return call
 
@@ -195,7 +195,7 @@ N, D = 6, 16
 """Nodes and elements of most runs."""
 LAYOUT = Layout.flat(D)
 ZERO = np.zeros(D)
-LOSS = {"silent": 0.1, "lost_reply": 0.1}
+LOSS = {"silent": 0.1, "lost": 0.1}
 
 SYNCHRONOUS: list[dict[str, Any]] = [
     {"name": "cold", "lr": 0.3, "gamma": 0.5, "digest_every": 1},
@@ -222,7 +222,7 @@ def average(config: dict[str, Any], graph: str, iterations: int, **options: Any)
     algorithm = get_algorithm(config)
     n = options.pop("n", N)
     starts = options.pop("starts", vectors(n, D))
-    mass = Mass(algorithm, LAYOUT, starts, np.zeros_like(starts[0]))
+    mass = Mass(algorithm, LAYOUT)
     before = options.pop("before", None)
     outcome = simulate(
         algorithm,
@@ -232,9 +232,7 @@ def average(config: dict[str, Any], graph: str, iterations: int, **options: Any)
         iterations,
         layout=LAYOUT,
         seed=0,
-        settings=SimulationSettings(
-            common=np.zeros_like(starts[0]), before=both(mass, before) if before else mass, **options
-        ),
+        settings=SimulationSettings(before=both(mass, before) if before else mass, **options),
     )
     return outcome, mass
 

@@ -16,10 +16,10 @@ from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.base import Algorithm
-from fedcomp.gossip.central import Faults, GossipOutcome, SimulationSettings, simulate
 from fedcomp.gossip.local import FlatObjective
 from fedcomp.gossip.topology import topology_of
 from fedcomp.gossip.vector import GossipPolicy, flatten
+from fedcomp.gossip_simulation import Faults, GossipOutcome, SimulationSettings, simulate
 from fedcomp.layout import Layout
 from fedcomp.rng import Key
 from fedcomp.strategies.gossip.strategy import GossipRelay
@@ -120,4 +120,4 @@ def states(grid: MeteredGrid) -> dict[int, dict[str, Any]]:
 
 
 def states_of(outcome: GossipOutcome) -> dict[int, dict[str, Any]]:
-    return {node: bits(memory.state) for node, memory in outcome.memories.items()}
+    return {node: bits(state) for node, state in outcome.last.items()}

@@ -21,11 +21,10 @@ from fedcomp.flower import (
     gcn,
     gossip,
     protocol,
-    record_dp,
     state,
 )
 from fedcomp.flower.payload import put_frame
-from fedcomp.flower.schema import Document, Field, Frames, Options, Schema, TextSchema, Version
+from fedcomp.flower.schema import Document, Field, Frames, Schema, Version
 from fedcomp.layout import Layout
 from fedcomp.rules import LARGEST, REQUIRED, Data, Int, Many, OneOf, Real, Rule, Text
 
@@ -97,20 +96,6 @@ EXAMPLES: dict[str, Schema] = {
     "gcn.Refused": gcn.Refused((0, 2), "ids of another part"),
     "datalens.TrainingRequest": _TRAINING,
     "datalens.Answered": datalens.Answered("s", 3),
-    "record_dp.DpSgdPlan": record_dp.DpSgdPlan(
-        method="topagg",
-        noise_multiplier=1.25,
-        clip=0.5,
-        rate=0.01,
-        steps=7,
-        delta=1e-5,
-        adjacency="zero_out",
-        budget=3.0,
-        noise="discrete_gaussian",
-        insecure=True,
-        options={"k": 3},
-    ),
-    "record_dp.Account": record_dp.Account("a", 2, 9),
     "gossip.GossipSetup": gossip.GossipSetup(
         {"id": "choco", "gamma": 0.5, "compressor": {"id": "topk"}}, "float64", 32, "local"
     ),
@@ -168,7 +153,7 @@ EXAMPLES: dict[str, Schema] = {
         cast=False,
     ),
     "asks.AskHead/plain": asks.AskHead(number=1, seed=0, session=b"session!"),
-    "asks.AskHead/anybody": asks.AskHead(number=1, seed=0, session=b"session!", needs_model=False),
+    "asks.AskHead/anybody": asks.AskHead(number=1, seed=0, session=b"session!", needs_model=False, oldest=1),
     "asks.AnswerHead": asks.AnswerHead(
         partition_id=2,
         sequence=4,
@@ -186,6 +171,9 @@ EXAMPLES: dict[str, Schema] = {
     ),
     "asks.AnswerHead/plain": asks.AnswerHead(2),
     "asks.AnswerHead/bare": asks.AnswerHead(2, 4, 1, bare=True, sent=True, key=b"k" * 32),
+    "asks.AnswerHead/links": asks.AnswerHead(
+        2, 4, 1, key=b"k" * 32, address="tcp://h:1", signature=b"s", handed=9, parcels=1, missed=("3 no key",)
+    ),
     "state.UplinkRecord": state.UplinkRecord(3, 9, b"session!", {"id": "topk"}, '["topk",{}]', b"digest"),
     "state.UplinkRecord/asked": state.UplinkRecord(
         3, 9, b"session!", {"id": "topk"}, '["topk",{}]', b"digest", b"asked"
@@ -301,7 +289,6 @@ CONFLICTS: list[Schema] = [
     replace(_HELLO, test=11),
     replace(_ASK, scale=0.5),
     gcn.Fetch("s", "rows"),
-    record_dp.Account("a", 10, 9),
     gossip.LinkTerms(run=b"run-0001", seal=True, max_store=1, known=b"short"),
     gossip.LinkTerms(run=b"run-0001", seal=True, max_store=1, to=(1,), addresses=("tcp://h:1",)),
     gossip.LinkReport(to=(1,), sent=(136,)),
@@ -349,10 +336,7 @@ OTHERS: dict[type, tuple[Any, ...]] = {
 def content_of(message: Schema) -> RecordDict:
     """Return a message's content."""
     content = RecordDict()
-    if isinstance(message, TextSchema):
-        content["config"] = ConfigRecord({message.KEY: message.to_text()})
-    else:
-        message.put_unchecked(content)
+    message.put_unchecked(content)
     return content
 
 
@@ -363,24 +347,19 @@ def fields_of(content: RecordDict, key: str = coded.CODED) -> dict[str, Any]:
 
 def taken(schema: type[Schema], content: RecordDict) -> Schema:
     """Return the message in :func:`content_of`'s content."""
-    if issubclass(schema, TextSchema):
-        return schema.from_text(content.config_records["config"][schema.KEY])
     return schema.take(content)
 
 
 def entries_of(message: Schema) -> dict[str, Any]:
     """Return what a message's record holds."""
-    return message.values() if isinstance(message, TextSchema) else dict(content_of(message)[message.KEY])
+    return dict(content_of(message)[message.KEY])
 
 
 def with_entries(message: Schema, entries: dict[str, Any]) -> RecordDict | None:
     """Return a message's content with these in place of its entries; None where no record can hold them."""
     content = content_of(message)
     try:
-        if isinstance(message, TextSchema):
-            content["config"] = ConfigRecord({message.KEY: json.dumps(entries)})
-        else:
-            content[message.KEY] = message.HOLDER(entries)
+        content[message.KEY] = message.HOLDER(entries)
     except TypeError:
         return None
     return content
@@ -432,7 +411,7 @@ def whole_damages(message: Schema) -> Iterator[tuple[str, RecordDict]]:
         content = with_entries(message, entries)
         assert content is not None
         yield what, content
-    if not message.PREFIX and not isinstance(message, TextSchema):
+    if not message.PREFIX:
         content = content_of(message)
         del content[message.KEY]
         yield "no record", content
@@ -479,9 +458,6 @@ def _beyond(rule: Rule) -> Iterator[tuple[str, Any]]:
         yield from ((f"is {text[:20]!r}", text) for text in ("{", "[]", "1", "null", '"x"', "[" * (rule.most - 1)))
         yield "is too long", json.dumps({"x": "y" * rule.most})
         yield "is too deep", '{"x":' * 40 + "1" + "}" * 40
-    elif isinstance(rule, Options):
-        yield "is too long", {f"x{i}": i for i in range(rule.most + 1)}
-        yield from ((f"holds {item!r}", {"x": item}) for item in (None, [1], {"y": 1}, math.nan, math.inf))
     elif isinstance(rule, Many):
         item = _valid(rule.each)
         if rule.most <= 1 << 17:

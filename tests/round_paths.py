@@ -13,9 +13,10 @@ from toy import client_app
 
 from fedcomp.clients.coded.mod import coded
 from fedcomp.clients.compressed import compression
+from fedcomp.clients.half import ClientHalf
 from fedcomp.clients.private.mod import private
 from fedcomp.clients.private.topagg import votes_only
-from fedcomp.clients.programs import programs
+from fedcomp.clients.programs import Brought, bringing, programs
 from fedcomp.codecs import (
     LGC,
     QSGD,
@@ -32,12 +33,12 @@ from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
-from fedcomp.flower.record_dp import Account, DpSgdPlan
 from fedcomp.flower.rounds import fit
-from fedcomp.layout import SmallDense
+from fedcomp.layout import SmallDense, Update
 from fedcomp.privacy.adaptive import AdaptiveClip
 from fedcomp.privacy.local import Privatise
 from fedcomp.privacy.votes import TopkSign
+from fedcomp.program import Me
 from fedcomp.strategies.coded.strategy import CodedFedAvg
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.gradiveq import FittedBasis
@@ -52,6 +53,7 @@ from fedcomp.strategies.private.settings import ShareSettings
 from fedcomp.strategies.private.topagg import TopAgg, topagg
 from fedcomp.strategies.shared_support import SharedSupport
 from fedcomp.systems.private.lsg import LowRank
+from fedcomp.systems.private.record import Account, DpSgdPlan, Records
 
 NODES = 5
 PLAN = DpSgdPlan(noise_multiplier=1.5, rate=0.1, steps=3, delta=1e-5)
@@ -75,17 +77,19 @@ def quiet(kind: type[FedAvg] = FedAvg, **options: Any) -> FedAvg:
     return kind(min_train_nodes=1, min_available_nodes=1, fraction_evaluate=0.0, **options)
 
 
-def accounted(msg: Message, context: Context, call_next) -> Message:
-    """A mod that says what a training cost, as DP-SGD's does."""
-    plan = next((p for c in msg.content.config_records.values() if (p := DpSgdPlan.read(c)) is not None), None)
-    reply = call_next(msg, context)
-    if plan is None or reply.has_error():
-        return reply
-    total = int(context.state.config_records.get("spent", ConfigRecord({"total": 0}))["total"]) + plan.steps
-    context.state["spent"] = ConfigRecord({"total": total})
-    account = Account(f"ledger {context.node_config['partition-id']}", plan.steps, total)
-    account.put(reply.content)
-    return reply
+def accounted() -> ClientHalf:
+    """Return a half that says what a training of the app's own cost, as DP-SGD's does."""
+
+    def data(msg: Message, context: Context) -> Brought:
+        def noised(me: Me, plan: DpSgdPlan, learn: Callable[[], Update]) -> tuple[Update, Account]:
+            made = learn()
+            total = int(context.state.config_records.get("spent", ConfigRecord({"total": 0}))["total"]) + plan.steps
+            context.state["spent"] = ConfigRecord({"total": total})
+            return made, Account(f"ledger {me.node}", plan.steps, total)
+
+        return Brought(noised)
+
+    return bringing("accounted", Records.ID, data)
 
 
 @dataclass(frozen=True)
@@ -225,10 +229,10 @@ PATHS: dict[str, Path] = {
         PRIVATE,
         updates_only=True,
     ),
-    "private records": Path(lambda: RecordDp(quiet(), PLAN, records=1000), plain(accounted)),
+    "private records": Path(lambda: RecordDp(quiet(), PLAN, records=1000), plain(accounted(), compression())),
     "private records, compressed": Path(
         lambda: RecordDp(Compressed(quiet(), SPARSE, policy=DENSE_BIAS), PLAN, records=1000),
-        plain(accounted, compression()),
+        plain(accounted(), compression()),
     ),
 }
 

@@ -217,7 +217,7 @@ IMPORTED = (
     "fedcomp.flower.gossip, fedcomp.clients.gossip, fedcomp.strategies.gossip.strategy",
     "fedcomp.flower.datalens, fedcomp.clients.private.datalens, fedcomp.strategies.private.datalens",
     "fedcomp.experiments.catalog.datalens",
-    "fedcomp.gossip, fedcomp.gossip.central, fedcomp.gossip.topology, fedcomp.gossip.tuning, fedcomp.gossip.local",
+    "fedcomp.gossip, fedcomp.gossip_simulation, fedcomp.gossip.topology, fedcomp.gossip.tuning, fedcomp.gossip.local",
     ", ".join(where.partition(":")[0] for where in ALGORITHMS.values()),
     "fedcomp.coding.kernels, fedcomp.coding.field, fedcomp.coding.rlnc, fedcomp.coding.mds, fedcomp.coding.decoder",
     "fedcomp.coding.relay, fedcomp.coding.plan, fedcomp.coding.prime, fedcomp.coding.sumcode",

@@ -16,11 +16,13 @@ from typing import Annotated, Any
 import numpy as np
 import pytest
 
-from fedcomp.codecs import DFT, LGC, Factors, GradiVeQ, PowerSGD, RandomK, RandomProjection, ScaleCom, TopK
+from fedcomp.codecs import DFT, LGC, Factors, GradiVeQ, PowerSGD, RandomK, RandomProjection, ScaleCom, TopK, chain
 from fedcomp.errors import ConfigError
 from fedcomp.flower.schema import Schema
+from fedcomp.privacy.local import Privatise
 from fedcomp.rng import Key
 from fedcomp.rules import Configured, Data, Flag, Int, Made, Many, Maybe, OneOf, Real, Rule, Text, rules_of
+from fedcomp.systems.private.record import DpSgdPlan
 
 LEAST = Real(least=0.0)
 
@@ -246,13 +248,14 @@ WITHOUT_A_RULE = {
 }
 """Fields without a rule, and why."""
 
-READ_BACK = ("Epochs", "LedgerEntry", "SavedMessage", "Stamp")
+READ_BACK = ("Course", "Epochs", "LedgerEntry", "SavedMessage", "Stamp")
 """Made by the code alone; their rules are those of the files that they are read from (:mod:`fedcomp.plain`)."""
 
 EXAMPLES: dict[str, dict[str, Any]] = {
     "BoundedFixedPoint": {"codec": RandomK(0.5)},
     "ChainLayer": {"weight": "w"},
     "ConditionalRounds": {"codec": TopK(0.1)},
+    "Gossip": {"algorithm": {"name": "sgp"}, "graph": {"name": "ring", "n": 4}},
     "Directions": {"key": Key(0)},
     "Domain": {"codec": TopK(0.1), "transform": DFT()},
     "ErrorFeedback": {"codec": TopK(0.1)},
@@ -260,11 +263,13 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "FittedBasis": {"codec": GradiVeQ()},
     "FixedPoint": {"codec": RandomK(0.5)},
     "LearnedGradients": {"codec": LGC()},
+    "Local": {"codec": chain(Privatise(1.0, 1.0), TopK(0.1))},
     "ModularSum": {"codec": RandomK(0.5)},
     "OneForAll": {"codec": ScaleCom()},
     "Oracle": {"codec": ScaleCom()},
     "Pair": {"codec": TopK(0.1)},
     "Push": {"messages": ()},
+    "Records": {"plan": DpSgdPlan(noise_multiplier=1.0, rate=0.1, steps=1, delta=1e-5)},
     "RelaySettings": {"seed": 0},
     "Replay": {"codec": RandomProjection()},
     "SharedBasis": {"codec": PowerSGD()},

@@ -130,7 +130,7 @@ def coded(max_store_bytes: int = MAX_STORE_BYTES) -> ClientHalf:
                 raise  # the app's own: it ends as it would without this mod
             return refusal(msg, f"{type(error).__name__}: {error}")
 
-    inner = ("local_privacy", "compression", "private", "record_dp")
+    inner = ("local_privacy", "record_dp", "compression", "private")
     return ClientHalf("coded", coded_mod, outside=inner)
 
 

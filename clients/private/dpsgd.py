@@ -1,9 +1,8 @@
-"""The client half of record-level privacy: DP-SGD on this node's own records, and the ledger that outlives the round.
+"""What a client brings for record-level privacy: DP-SGD on this node's own records.
 
 The node shows nobody its records. It bounds each of them, draws the batches and the noise itself, writes its
 ledger, and refuses a training that would cross the budget before it has looked at a record. What it sends is the noisy
-model and what that cost; no loss, no number of examples. Whatever a codec does to the update afterwards is
-post-processing, its memory included.
+model and what that cost; no loss, no number of examples (:mod:`fedcomp.systems.private.record`).
 
 The ledger outlives the round, and a node may have a budget of its own (:mod:`fedcomp.clients.private.node_ledger`).
 """
@@ -19,16 +18,19 @@ from flwr.app import Context, Message, RecordDict
 
 from fedcomp.clients.edge.node_config import OWN_BUDGET
 from fedcomp.clients.half import CallNext, ClientHalf
-from fedcomp.clients.private.mod import ABOUT_SETTINGS
-from fedcomp.clients.private.node_ledger import node_ledger, require_room, within_own
+from fedcomp.clients.private.mod import ABOUT_SETTINGS, discreet
+from fedcomp.clients.private.node_ledger import node_ledger, require_room, steps_in, within_own
+from fedcomp.clients.programs import Brought, bring
 from fedcomp.errors import ConfigError, optional
+from fedcomp.flower.asks import system_asked
 from fedcomp.flower.logs import log
-from fedcomp.flower.payload import put_node
-from fedcomp.flower.record_dp import Account, DpSgdPlan, plan_in, steps_in
 from fedcomp.flower.records import to_record
+from fedcomp.layout import Update
 from fedcomp.privacy.entropy import make_entropy
 from fedcomp.privacy.errors import PrivacyError
+from fedcomp.program import Me
 from fedcomp.rng import Key
+from fedcomp.systems.private.record import Account, DpSgdPlan, Records
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -49,8 +51,6 @@ class Trainee:
         Gives the loss.
     data : Split
         Every example is one record.
-    partition : int
-        Which share of the data this node holds.
     key : Key
         Names public randomness; noise and batches as well where the plan is insecure.
     lr, momentum, weight_decay : float
@@ -63,7 +63,6 @@ class Trainee:
     model: nn.Module
     task: Task
     data: Split
-    partition: int
     key: Key
     lr: float = 0.1
     momentum: float = 0.0
@@ -98,10 +97,11 @@ TraineeOf = Callable[[Message, Context], Trainee]
 
 
 def record_dp(trainee_of: TraineeOf) -> ClientHalf:
-    """Return the client half of record-level privacy.
+    """Return the half that brings this node's records to record-level privacy.
 
-    A training message with a plan is answered with the noisy model and what it cost, and nothing else; the app's own
-    training function does not see it.
+    What is asked of :class:`~fedcomp.systems.private.record.Records` is answered with the noisy model and what it cost,
+    and nothing else; the app's own training function does not see it. What goes wrong is in this node's log alone, but
+    for errors about settings.
 
     Parameters
     ----------
@@ -119,32 +119,50 @@ def record_dp(trainee_of: TraineeOf) -> ClientHalf:
     ...     model, partition = task.model(0), context.node_config["partition-id"]
     ...     load_arrays(model, {name: array.numpy() for name, array in message.content["arrays"].items()})
     ...     records = task.client(partition, context.node_config["num-partitions"])
-    ...     return Trainee("arrays", model, task, records, partition, Key(0, "records", partition=partition))
+    ...     return Trainee("arrays", model, task, records, Key(0, "records", partition=partition))
     >>> app = client(ClientApp(), record_dp(trainee))
     """
 
     def record_dp_mod(msg: Message, context: Context, call_next: CallNext) -> Message:
-        # A plan that cannot be read raises: whoever cannot tell what is asked does not train without noise.
-        plan = plan_in(msg.content)
+        asked = msg.metadata.message_type == "train" and system_asked(msg.content) == Records.ID
         kind = msg.metadata.message_type.partition(".")[0]
-        if plan is None and OWN_BUDGET in context.node_config and kind in ("train", "evaluate"):
+        if not asked and OWN_BUDGET in context.node_config and kind in ("train", "evaluate"):
             raise ConfigError(
                 f"this node has a privacy budget of its own ({OWN_BUDGET} in its node configuration): it trains with "
                 "noise (record-dp), and does nothing else with its records"
             )
-        if msg.metadata.message_type != "train" or plan is None:
+        if not asked:
             return call_next(msg, context)
+
+        def answer() -> Message:
+            return bring(Records.ID, lambda m, c: _Training(trainee_of, c).brought, lambda: call_next(msg, context))
+
+        return discreet(msg, answer, passing=ABOUT_SETTINGS)
+
+    return ClientHalf("record_dp", record_dp_mod, outside=("compression", "private"), needs=("compression",))
+
+
+class _Training:
+    """One training of this node, in place of the app's own."""
+
+    def __init__(self, trainee_of: TraineeOf, context: Context) -> None:
+        self._trainee_of, self._context = trainee_of, context
+        self.brought = Brought(self.noised, instead=self.train)
+
+    def noised(self, me: Me, plan: DpSgdPlan, learn: Callable[[], Update]) -> tuple[Update, Account]:
+        """Let ``learn()`` train as the plan says; :data:`fedcomp.systems.private.record.Noised`."""
+        self._plan = plan
+        update = learn()
+        return update, self._account
+
+    def train(self, msg: Message, context: Context) -> Message:
+        """Return the noisy model alone."""
         # Here, since it brings torch, which clients without a plan do not need.
         from fedcomp.tasks.arrays import to_arrays
 
-        trainee = trainee_of(msg, context)
-        spent = train_privately(trainee, plan, context)
-        reply = RecordDict({trainee.name: to_record(to_arrays(trainee.model))})
-        spent.put(reply)
-        put_node(reply, trainee.partition)
-        return Message(reply, reply_to=msg)
-
-    return ClientHalf("record_dp", record_dp_mod, needs=("private",))
+        trainee = self._trainee_of(msg, context)
+        self._account = train_privately(trainee, self._plan, self._context)
+        return Message(RecordDict({trainee.name: to_record(to_arrays(trainee.model))}), reply_to=msg)
 
 
 def train_privately(trainee: Trainee, plan: DpSgdPlan, context: Context) -> Account:

@@ -21,17 +21,21 @@ from typing import Any, Final, Protocol
 from flwr.app import ConfigRecord, Context, Message
 
 from fedcomp.clients.half import CallNext, ClientHalf
-from fedcomp.clients.messages import NOT_WITHOUT_NOISE, choose, find_announcement
+from fedcomp.clients.messages import made
 from fedcomp.clients.private.mod import discreet
 from fedcomp.clients.private.node_ledger import file_of_node
 from fedcomp.errors import ConfigError, StateError
+from fedcomp.flower.asks import AskHead, data_in, find_ask
 from fedcomp.flower.folder import FolderError
 from fedcomp.flower.logs import log
-from fedcomp.flower.payload import NODE_RECORD, frames, take_frame
-from fedcomp.flower.protocol import UPDATE, Announcement, refusal
+from fedcomp.flower.payload import FRAME, NODE_RECORD, frames
+from fedcomp.flower.protocol import refusal
+from fedcomp.flower.schema import OtherVersion
 from fedcomp.privacy.errors import PrivacyLedgerError
 from fedcomp.privacy.journal import Journal
-from fedcomp.privacy.local import LocalPolicy, asks_for_noise, privatised
+from fedcomp.privacy.local import LocalPolicy
+from fedcomp.systems import get_system
+from fedcomp.systems.private.local import Local
 
 _RECORD: Final = "fedcomp.local-privacy"
 _HEADER: Final = {"format": "fedcomp.private-messages", "version": 1}
@@ -61,19 +65,20 @@ def local_privacy(policy: LocalPolicy | None = None, *, state_dir: Path | None =
 
     def local_privacy_mod(msg: Message, context: Context, call_next: CallNext) -> Message:
         # What this node will really encode with decides, not what the message says of itself.
-        announcement = find_announcement(msg.content)
-        codec = None if announcement is None else choose(announcement, announcement.codec, None)[0]
-        found = None if codec is None else privatised(codec)
+        head = _asked(msg)
+        system = None if head is None else made(head.system, get_system, None)[0]
+        local = system if isinstance(system, Local) else None
         if policy is not None:
+            codec = None if local is None else local.codec
             reason = policy.refuses(codec) if msg.metadata.message_type == "train" else _OTHER
             if reason:
                 return refusal(msg, reason)
-        if found is None or announcement is None:
-            if announcement is not None and asks_for_noise(announcement.codec):
-                return refusal(msg, NOT_WITHOUT_NOISE)
+        if head is None or local is None:
+            # What asks for noise and is no such message is refused within, by whoever would have to make it.
             return call_next(msg, context)
         # The server's limit is for its run, 0 for none; the node's own is for all runs.
-        books: list[tuple[_Book, int]] = [(_InContext(context), found.releases)] if found.releases else []
+        limit = local.privatise.releases
+        books: list[tuple[_Book, int]] = [(_InContext(context), limit)] if limit else []
         with contextlib.ExitStack() as stack:
             if policy is not None:
                 try:
@@ -82,10 +87,17 @@ def local_privacy(policy: LocalPolicy | None = None, *, state_dir: Path | None =
                     log.error("%s", error)
                     return refusal(msg, str(error))
                 books.append((book, policy.releases))
-            return _answer(msg, context, call_next, announcement, books)
+            return _answer(msg, context, call_next, head, books)
 
-    inner = ("compression", "private", "record_dp")
+    inner = ("record_dp", "compression", "private")
     return ClientHalf("local_privacy", local_privacy_mod, outside=inner, needs=("compression",))
+
+
+def _asked(msg: Message) -> AskHead | None:
+    try:
+        return find_ask(msg.content)
+    except OtherVersion:
+        return None
 
 
 _OTHER: Final = "this client answers private training messages only"
@@ -95,11 +107,11 @@ def _answer(
     msg: Message,
     context: Context,
     call_next: CallNext,
-    announcement: Announcement,
+    head: AskHead,
     books: list[tuple[_Book, int]],
 ) -> Message:
     """Answer a private message where every book has room for it, and write it into all of them."""
-    this = (announcement.session, announcement.sequence)
+    this = (head.session, head.sequence)
     spent = [book.last for book, limit in books if book.last.count >= limit]
     over = "".join(f"this client has sent {last.count} private messages and sends no more" for last in spent[-1:])
     # At the limit only a message that is delivered again is answered, with the frame that left before.
@@ -108,8 +120,8 @@ def _answer(
     reply = discreet(msg, lambda: call_next(msg, context))
     if reply.has_error():
         return reply
-    frame = take_frame(reply.content, UPDATE)
-    beside = {*reply.content, *frames(reply.content)} - {UPDATE, NODE_RECORD}
+    frame = data_in(reply.content, FRAME).get("values")
+    beside = {*reply.content, *frames(reply.content)} - {FRAME + "values", NODE_RECORD}
     if frame is None or beside:
         return refusal(msg, "this client sends privatised updates only, and its app's mods made something else")
     digest = hashlib.sha256(frame).digest()

@@ -20,7 +20,6 @@ from fedcomp.flower.logs import log
 from fedcomp.flower.payload import PayloadError, keep_node, models
 from fedcomp.flower.privacy import is_padded, is_private
 from fedcomp.flower.protocol import MOD_FAILED_PRECONDITION, RESYNC, STALE, app_failure
-from fedcomp.flower.record_dp import RECORD_DP
 from fedcomp.flower.records import to_arrays, to_record
 from fedcomp.layout import Layout
 from fedcomp.privacy.errors import BudgetExceeded, PrivacyLedgerError
@@ -42,7 +41,7 @@ def private() -> ClientHalf:
     Metrics, the number of examples and every other record are left out; integer buffers and running statistics go back
     as they came. What goes wrong after the message was read is in this node's log alone: the server gets an error with
     the text :data:`STAYS`, whether the app raised, with whichever words, or returned an error, or its update could not
-    be sent. The same holds for training with record-level privacy, where only :data:`ABOUT_SETTINGS` pass.
+    be sent.
 
     Examples
     --------
@@ -54,11 +53,8 @@ def private() -> ClientHalf:
     def private_mod(msg: Message, context: Context, call_next: CallNext) -> Message:
         if msg.metadata.message_type.partition(".")[0] != "train":
             return call_next(msg, context)
-        # A training with noise on records is protected by its own half; what is kept quiet there are the app's errors.
         if not wants_private(msg.content):
-            protected = any(RECORD_DP in c for c in msg.content.values() if isinstance(c, ConfigRecord))
-            run = lambda: call_next(msg, context)  # noqa: E731
-            return discreet(msg, run, passing=ABOUT_SETTINGS) if protected else run()
+            return call_next(msg, context)
         # Against which of several models the reply's buffers would be checked is not defined.
         found = list(models(msg.content).values())
         if len(found) != 1:
@@ -74,7 +70,7 @@ def private() -> ClientHalf:
 
         return discreet(msg, update)
 
-    return ClientHalf("private", private_mod, outside=("record_dp",))
+    return ClientHalf("private", private_mod)
 
 
 def discreet(msg: Message, run: Callable[[], Message], passing: tuple[type[FedcompError], ...] = ()) -> Message:

@@ -24,9 +24,10 @@ from fedcomp.clients.edge.node_config import LEDGER_FILE, OWN_BUDGET, OWN_DELTA,
 from fedcomp.errors import ConfigError
 from fedcomp.flower.folder import StateFolder
 from fedcomp.flower.payload import PARTITION_KEY
-from fedcomp.flower.record_dp import DpSgdPlan, compact
+from fedcomp.plain import fields_of
 from fedcomp.privacy.errors import BudgetExceeded, PrivacyLedgerError
 from fedcomp.privacy.ledger import PrivacyLedger
+from fedcomp.systems.private.record import DpSgdPlan
 
 DELTA: Final = 1e-5
 """Of a node's own budget, unless it names another one."""
@@ -154,6 +155,30 @@ def file_of_node(context: Context, name: str, fallback: Path | None = None) -> P
     # A node id is no name: without a key it is another one after a restart.
     own = f"{partition}." if isinstance(partition, int) else ""
     return StateFolder(Path(folder), partition if isinstance(partition, int) else 0).path / f"{own}{name}.jsonl"
+
+
+def steps_in(ledger: PrivacyLedger) -> int:
+    """Return how many steps ``ledger`` holds."""
+    return sum(entry.times for entry in ledger.entries)
+
+
+def compact(ledger: PrivacyLedger) -> dict[str, Any]:
+    """Return ``ledger.state_dict()`` with equal events in a row as one entry, so that it does not grow with steps."""
+    state = ledger.state_dict()
+    merged: list[tuple[dict[str, Any], int]] = []
+    for entry in ledger.entries:
+        event = fields_of(entry.event)
+        # Neighbours only, so that the entries keep the order in which they were spent.
+        if merged and merged[-1][0] == event:
+            merged[-1] = (event, merged[-1][1] + entry.times)
+        else:
+            merged.append((event, entry.times))
+    state["entries"] = [
+        # Each merged entry is an attempt of its own: its rounds 0 to times - 1 do not meet those of another.
+        {"serial": i, "attempt": i, "round": 0, "times": times, "participants": [], "event": event}
+        for i, (event, times) in enumerate(merged)
+    ]
+    return state
 
 
 def _read(record: ConfigRecord) -> Mapping[str, Any]:

@@ -18,11 +18,9 @@ import numpy as np
 from fedcomp.experiments.findings import Claim
 from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.base import Algorithm, GossipMessage, Gradient, Multicast, Outbox, Real, State, View
-from fedcomp.gossip.central import SimulatedNodes, SimulationSettings, simulate
 from fedcomp.gossip.compressor import Compressor, get_compressor
-from fedcomp.gossip.node import NodeData
-from fedcomp.gossip.relay import Relay
 from fedcomp.gossip.topology import topology_of
+from fedcomp.gossip_simulation import LocalData, Simulation, SimulationSettings, simulate
 from fedcomp.layout import Layout
 from fedcomp.rng import Key
 
@@ -132,7 +130,7 @@ class RoundClock:
     def __init__(self) -> None:
         self.ticks: list[float] = []
 
-    def __call__(self, relay: Relay, nodes: SimulatedNodes) -> None:
+    def __call__(self, run: Simulation) -> None:
         self.ticks.append(time.process_time())
 
     @property
@@ -172,14 +170,14 @@ def _whole_run(graph: str, algorithm: Algorithm, n: int, iterations: int, gradie
     }
 
 
-def _synthetic(n: int) -> tuple[Real, Layout, Sequence[NodeData]]:
+def _synthetic(n: int) -> tuple[Real, Layout, Sequence[LocalData]]:
     locals = [
         _Synthetic((Key(0, "bench-gossip", partition=i).uniform(SIZE) - 0.5).astype(np.float32)) for i in range(n)
     ]
     return np.zeros(SIZE, np.float32), Layout.flat(SIZE), locals
 
 
-def _torch(n: int) -> tuple[Real, Layout, Sequence[NodeData]]:
+def _torch(n: int) -> tuple[Real, Layout, Sequence[LocalData]]:
     from fedcomp.gossip.local import FlatObjective
     from fedcomp.gossip.vector import GossipPolicy, flatten
     from fedcomp.tasks import get_task
@@ -248,7 +246,7 @@ class _Idle(Algorithm):
         return state
 
     def send(self, state: State, gradient: Gradient | None, view: View) -> tuple[State, Outbox]:
-        # Eight zero bytes: the relay reads no message, and this algorithm's receive none either.
+        # Eight zero bytes: the server reads no message, and this algorithm's receive none either.
         return state, tuple(Multicast((j,), bytes(8)) for j in view.column)
 
     def model(self, state: State) -> Real:

@@ -33,7 +33,7 @@ from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 
 from fedcomp.flower.payload import PayloadError, put_frame, take_frame
 from fedcomp.params import shown
-from fedcomp.rules import REQUIRED, Real, Rule, rules_of
+from fedcomp.rules import REQUIRED, Rule, rules_of
 
 MOST_VALUES: Final = 1 << 28
 """Most numbers that the fields of one message may have its reader hold at once: a gigabyte of float32. Fields that
@@ -137,27 +137,6 @@ class Document(Rule):
 
     def write(self, value: Any) -> Any:
         return _COMPACT[self.sort](dict(value)) if value else ""
-
-
-@dataclass(frozen=True)
-class Options(Rule):
-    """A dictionary of at most ``most`` names with plain values (texts, numbers, flags), in a :class:`TextSchema`."""
-
-    most: int
-
-    def __str__(self) -> str:
-        return f"at most {self.most} names with plain values"
-
-    def read(self, value: Any) -> Any:
-        if type(value) is not dict or len(value) > self.most:
-            raise ValueError
-        # JSON as Python reads it has NaN and infinity.
-        if not all(type(item) in (str, int, bool) or Real().read(item) is not None for item in value.values()):
-            raise ValueError
-        return value
-
-    def write(self, value: Any) -> Any:
-        return dict(value)
 
 
 @dataclass(frozen=True)
@@ -345,30 +324,6 @@ class Schema:
         if reason := made.conflict():
             raise SchemaError(f"record {where} is not a valid {cls.__name__}: {reason}")
         return made
-
-
-class TextSchema(Schema):
-    """Base of schemas that travel as one text, JSON with its keys in alphabetical order, within another record."""
-
-    def to_text(self) -> str:
-        """Return the text; raise :class:`SchemaError` for what no reader would take."""
-        return json.dumps(self.check(), sort_keys=True, separators=(",", ":"))
-
-    @classmethod
-    def from_text(cls, text: Any) -> Self:
-        """Return what a text says.
-
-        Raises
-        ------
-        SchemaError
-            When it is not the text of this schema.
-        """
-        document = Document(1 << 16)
-        try:
-            values = document.read(text)
-        except ValueError as error:
-            raise SchemaError(f"{cls.KEY!r} is {shown(text)}, expected {document} ({cls.__name__})", cls.KEY) from error
-        return cls.of(values)
 
 
 def _read(entry: Field, values: Mapping[str, Any], where: str) -> Any:

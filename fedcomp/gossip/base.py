@@ -319,3 +319,12 @@ def opened(model: Real, layout: Layout) -> Real:
     if x.size != layout.size:
         raise StateError(f"the model has {x.size} elements, its layout {layout.size}; they must be of one model")
     return x
+
+
+def largest_message(algorithm: Algorithm, size: int, itemsize: int) -> int:
+    """Return the bytes that no message of an honest node exceeds, of a model of ``size`` numbers of ``itemsize`` bytes.
+
+    Per vector a whole estimate, and a change of it with a float64 and an index for every element.
+    """
+    # 12: a float64 value and a 32-bit index. 1024: what does not grow with the model (header, digest, lengths, seal).
+    return algorithm.vectors_per_message * size * (itemsize + 12) + 1024

@@ -7,10 +7,7 @@ instruction, which the relay repeats, does the same thing again.
 
 from __future__ import annotations
 
-import itertools
-import math
-import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -18,17 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp.errors import NonFiniteUpdate, StateError
-from fedcomp.gossip.base import Algorithm, GossipMessage, Gradient, Outbox, Real, State, View
-from fedcomp.gossip.errors import TOO_FAR, Diverged, MessageError, OutOfStep, StaleInstruction
+from fedcomp.gossip.base import Algorithm, Gradient, Outbox, Real, State, View
+from fedcomp.gossip.errors import Diverged, StaleInstruction
 from fedcomp.gossip.protocol import Instruction, NodeAnswer, Parts
+from fedcomp.gossip.receiving import received, taken_back
 from fedcomp.layout import Layout
 from fedcomp.rng import Key
 
 _STATE: Final = "state/"
 _CHANGE: Final = "change"
-
-FARTHEST: Final = 1000.0
-"""By how many times its own norm the messages of one iteration may move a node's model."""
 
 
 class NodeData(Protocol):
@@ -226,73 +221,12 @@ def _settled(
     """
     # The relay has emptied the boxes because the iteration cannot be completed.
     dropped = instruction.start == "reset" and not instruction.inbox
-    state, refused = (state, {}) if dropped else _received(algorithm, state, instruction.inbox)
+    state, refused = (state, {}) if dropped else received(algorithm, state, instruction.inbox)
     # The change is kept: it belongs to the iteration, which is still open.
     if refused and not algorithm.asynchronous:
         return state, change, refused, ()
-    state, lost = _taken_back(algorithm, _shifted(algorithm, state, change), instruction.returned)
+    state, lost = taken_back(algorithm, _shifted(algorithm, state, change), instruction.returned)
     return state, None, refused, lost
-
-
-def _taken_back(algorithm: Algorithm, state: State, messages: Sequence[GossipMessage]) -> tuple[State, tuple[str, ...]]:
-    """Take back own messages. Of some that were damaged on their way, those that can be read: to insist on the others
-    would cost the node all it has, not only what they carried."""
-    if not messages:
-        return state, ()
-    try:
-        return algorithm.take_back(state, messages), ()
-    except (MessageError, OutOfStep):
-        lost = []
-    # Newest first: estimates are wound back from the last message of an edge.
-    for message in reversed(messages):
-        try:
-            state = algorithm.take_back(state, (message,))
-        except (MessageError, OutOfStep) as error:
-            lost.append(f"message to node {message.destination}: {error}")
-    return state, tuple(lost)
-
-
-def _within(algorithm: Algorithm, state: State, inbox: Sequence[GossipMessage]) -> State:
-    """Return the state after ``inbox`` was received.
-
-    Raises
-    ------
-    MessageError
-        When it would move the model absurdly far: finite as they may be, such numbers end all models that they reach.
-    """
-    after = algorithm.receive(state, inbox)
-    if not inbox:
-        return after
-    old, new = algorithm.model(state), algorithm.model(after)
-    with np.errstate(over="ignore", invalid="ignore"):
-        moved = float(np.linalg.norm(new.astype(np.float64) - old))
-    # Of a model of zeros, as the first one may be, the scale is that of values of 1.
-    usual = max(float(np.linalg.norm(old.astype(np.float64))), math.sqrt(old.size))
-    if not moved <= FARTHEST * usual:
-        sources = sorted({message.source for message in inbox})
-        raise MessageError(
-            f"{TOO_FAR} {moved:.3g}, {moved / usual:.3g} times its own norm, by what came from nodes "
-            f"{sources}; at most {FARTHEST:g} times are taken"
-        )
-    return after
-
-
-def _received(algorithm: Algorithm, state: State, inbox: Sequence[GossipMessage]) -> tuple[State, dict[int, str]]:
-    try:
-        return _within(algorithm, state, inbox), {}
-    except (MessageError, OutOfStep) as error:
-        if not algorithm.asynchronous:
-            # Without one of its messages an iteration cannot be finished, so none of them is of use.
-            return state, {message.source: str(error) for message in inbox}
-    refused: dict[int, str] = {}
-    # The inbox is in order of source, as groupby needs it. One damaged message spoils what follows it from the same
-    # source, but nothing of the others.
-    for source, messages in itertools.groupby(inbox, operator.attrgetter("source")):
-        try:
-            state = _within(algorithm, state, tuple(messages))
-        except (MessageError, OutOfStep) as error:
-            refused[source] = str(error)
-    return state, refused
 
 
 def _shifted(algorithm: Algorithm, state: State, change: Real | None) -> State:

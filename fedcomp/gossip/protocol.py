@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, get_args
 
-from fedcomp.gossip.base import Algorithm, GossipMessage, Multicast, Real, View
+from fedcomp.gossip.base import GossipMessage, Multicast, Real, View
 from fedcomp.gossip.errors import MessageError, NodeAnswerError
 
 Action = Literal["step", "finish", "leave", "observe"]
@@ -237,20 +237,6 @@ class NodeAnswer:
             raise NodeAnswerError(
                 f"this is not an answer to a gossip instruction: {type(error).__name__}: {error}"
             ) from error
-
-
-def largest_message(algorithm: Algorithm, size: int, itemsize: int) -> int:
-    """Return the bytes no message of an honest node exceeds.
-
-    Per vector a whole estimate, and a change of it with a float64 and an index for every element.
-
-    Parameters
-    ----------
-    size, itemsize : int
-        Elements of the model, and bytes of one.
-    """
-    # 12: a float64 value and a 32-bit index. 1024: what does not grow with the model (header, digest, lengths).
-    return algorithm.vectors_per_message * size * (itemsize + 12) + 1024
 
 
 def check(instruction: Instruction, answer: NodeAnswer, largest: int, *, synchronous: bool) -> None:

@@ -38,6 +38,12 @@ class Count:
         """Headers and bodies."""
         return self.headers + self.bodies
 
+    def __iadd__(self, other: Count) -> Count:
+        self.messages += other.messages
+        self.headers += other.headers
+        self.bodies += other.bodies
+        return self
+
     def add(self, size: int, times: int = 1) -> None:
         """Count a message of ``size`` bytes, header included, ``times`` times."""
         # What comes up is counted before it is checked, and a forged message may be shorter than a header.
@@ -73,6 +79,16 @@ class GossipTraffic:
     up: Count = field(default_factory=Count)
     down: Count = field(default_factory=Count)
     overhead: int = 0
+
+    def add(self, other: GossipTraffic) -> None:
+        """Add what ``other`` counted."""
+        for phase in PHASES:
+            self.edge[phase] += other.edge[phase]
+            self.node[phase] += other.node[phase]
+        self.undelivered += other.undelivered
+        self.up += other.up
+        self.down += other.down
+        self.overhead += other.overhead
 
     def count(self, size: int, phases: Mapping[Phase, int]) -> None:
         """Count one message of ``size`` bytes that goes to ``phases[phase]`` neighbours in each phase."""

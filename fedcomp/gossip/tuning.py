@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median_low
-from typing import TYPE_CHECKING, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -38,6 +38,15 @@ _STEADY: Final = 1.02
 _APART: Final = 1e3
 """A node whose innovation is this many times that of most nodes is left out of the judgement. Honest nodes with unlike
 data stay within a factor of 3 of the median (measured on three digits per node)."""
+
+
+class Observer(Protocol):
+    """What gets the nodes' figures after every iteration; :class:`DivergenceWatch` is one."""
+
+    def __call__(self, iteration: int, facts: Mapping[int, Mapping[str, float]]) -> Mapping[int, str] | None:
+        """Take note; return nodes that are not believed, with the reason, for the report. Raises
+        :class:`~fedcomp.gossip.errors.Diverged` when the run has to end."""
+        ...
 
 
 class DivergenceWatch:

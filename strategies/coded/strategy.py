@@ -376,7 +376,8 @@ class CodedFedAvg(ExchangeStrategy, Stateful):
                 f"{type(inner).__name__} runs its own loop (it overrides start); CodedFedAvg stands around strategies "
                 "that work through configure_train and aggregate_train"
             )
-        if isinstance(inner, Compressed):
+        # Of local privacy the messages are its own.
+        if type(inner) is Compressed:
             inner = hooked(inner)
         self.settings = CodedSettings.of(settings)
         construction = self.settings.construction

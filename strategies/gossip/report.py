@@ -16,8 +16,8 @@ from fedcomp.flower import gossip
 from fedcomp.flower.payload import PayloadError
 from fedcomp.flower.records import read_array
 from fedcomp.flower.report import EventSection, figure
-from fedcomp.gossip.node import FARTHEST
 from fedcomp.gossip.protocol import NodeAnswer
+from fedcomp.gossip.receiving import FARTHEST
 from fedcomp.gossip.relay import Relay
 from fedcomp.plain import fields_of
 

@@ -27,8 +27,8 @@ from fedcomp.flower.records import to_arrays, widened
 from fedcomp.flower.report import Reports
 from fedcomp.flower.rounds import Exchanges, ExchangeStrategy, Push
 from fedcomp.gossip import get_algorithm
-from fedcomp.gossip.base import Algorithm
-from fedcomp.gossip.protocol import Instruction, NodeAnswer, largest_message
+from fedcomp.gossip.base import Algorithm, largest_message
+from fedcomp.gossip.protocol import Instruction, NodeAnswer
 from fedcomp.gossip.relay import ENDLESS, Relay, RelaySettings
 from fedcomp.gossip.topology import Topology, topology_of
 from fedcomp.gossip.vector import flatten

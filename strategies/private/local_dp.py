@@ -31,9 +31,11 @@ from fedcomp.privacy.local import Privatise, privatised
 from fedcomp.privacy.mechanism import GridGaussian, Mechanism
 from fedcomp.privacy.sampling import Sampling
 from fedcomp.program import Step
+from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.guard import Norms
-from fedcomp.strategies.hooked import Hooked
 from fedcomp.strategies.private.strategy import PrivateStrategy
+from fedcomp.systems.pair import Pair
+from fedcomp.systems.private.local import Local
 from fedcomp.systems.private.rule import Read
 
 _NOT_COVERED: Final = (
@@ -154,6 +156,12 @@ class LocalMean(PrivateStrategy):
         return repr(self.privatise)
 
 
+class LocalDp(Compressed):
+    """The drop-in pair whose clients privatise, as :func:`local_dp` makes it."""
+
+    kind: ClassVar[type[Pair]] = Local
+
+
 def local_dp(
     inner: Strategy,
     privatise: Privatise,
@@ -165,7 +173,7 @@ def local_dp(
     guard: Norms | None = None,
     seed: int = 0,
     **promise: Any,
-) -> Hooked:
+) -> LocalDp:
     """Return local privacy inside the drop-in pair.
 
     Parameters
@@ -196,4 +204,4 @@ def local_dp(
         last = ErrorFeedback(last)
     mean = LocalMean(inner, privatise, seed=seed, **promise)
     # No feedback of the pair's own, which would remember the update without its noise.
-    return Hooked(mean, chain(privatise, last), downlink, feedback=False, policy=policy, guard=guard, seed=seed)
+    return LocalDp(mean, chain(privatise, last), downlink, feedback=False, policy=policy, guard=guard, seed=seed)

@@ -12,43 +12,44 @@ A training may have cost something though its reply was lost: clients say what t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
-from numpy.typing import NDArray
 
-from fedcomp import params
 from fedcomp.codecs import Identity
-from fedcomp.errors import ConfigError
-from fedcomp.flower.checkpoint import INNER
+from fedcomp.errors import ConfigError, FedcompError
+from fedcomp.flower import asks
+from fedcomp.flower.asks import AnswerHead
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import take_node
 from fedcomp.flower.privacy import find_private
 from fedcomp.flower.protocol import app_failure
-from fedcomp.flower.record_dp import METHODS, RECORD_DP, Account, DpSgdPlan, WrongAccount
 from fedcomp.flower.records import to_arrays
-from fedcomp.flower.report import Reports, reports_of
-from fedcomp.flower.schema import SchemaError
-from fedcomp.layout import Layout
+from fedcomp.layout import NONE_DENSE, Layout
+from fedcomp.privacy.events import Event
 from fedcomp.privacy.parallel import ParallelLedger
 from fedcomp.privacy.spending import next_round
 from fedcomp.privacy.statement import Statement, make_statement
-from fedcomp.rng import Key
+from fedcomp.program import Answer, Ask
 from fedcomp.stateful import Stateful, nested
+from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.guard import Norms
-from fedcomp.strategies.intake import Intake
 from fedcomp.strategies.means import MEANS, is_mean, weight_key_of
 from fedcomp.strategies.partitions import Holders
 from fedcomp.strategies.private.nodes import Shown, online
 from fedcomp.strategies.private.promise import NoClientEvaluation
-from fedcomp.strategies.receiving import Reception
 from fedcomp.strategies.replies import SentMessage
-from fedcomp.strategies.sinks import UpdateRule, rule_of
+from fedcomp.strategies.running import Running, Trained, copies_of
+from fedcomp.strategies.server import Server
+from fedcomp.strategies.sinks import MeanRule
 from fedcomp.strategies.wrapping import require_inner
+from fedcomp.systems.private.record import Account, DpSgdPlan, Records
+from fedcomp.wire import Frame
 
 NOT_COVERED: Final = (
     "the choice of hyper-parameters and of the model, and preprocessing of the data",
@@ -64,6 +65,10 @@ DELIVERIES: Final = 2
 
 _NOBODY: Final = -1  # A party that has spent nothing.
 _STATISTICS: Final = ("running_mean", "running_var", "num_batches_tracked")
+
+
+class WrongAccount(FedcompError):
+    """What a client says it spent cannot be true."""
 
 
 class Claims(Stateful):
@@ -152,8 +157,10 @@ class Claims(Stateful):
         return party, new, wrong
 
 
-class RecordDp(NoClientEvaluation, Strategy, Stateful):
+class RecordDp(NoClientEvaluation, Server):
     """Let clients train with DP-SGD, and account for it.
+
+    The clients' apps need :func:`fedcomp.clients.private.dpsgd.record_dp`; replies of others are refused.
 
     Parameters
     ----------
@@ -187,11 +194,12 @@ class RecordDp(NoClientEvaluation, Strategy, Stateful):
 
     STATE: ClassVar[Mapping[str, Any]] = {
         "privacy": nested("privacy"),
-        "_reception": nested("_reception"),
-        "inner": INNER,
         "_claims": nested("_claims"),
         "_asked": list[int],
     }
+
+    # Coded rounds stand around the hooks.
+    by_hooks: ClassVar[bool] = True
 
     def __init__(self, inner: Strategy, plan: DpSgdPlan, *, records: int = 0, guard: Norms | None = None) -> None:
         # Coding, relays and graphs go around this strategy, where they go together with it at all.
@@ -201,8 +209,9 @@ class RecordDp(NoClientEvaluation, Strategy, Stateful):
                 f"{type(private).__name__} keeps a promise of privacy of its own, and its clients would not train as "
                 "the plan says; use one of the two"
             )
+        pair = inner if isinstance(inner, Compressed) else None
         # The mean itself, or the one in the drop-in pair.
-        mean = getattr(inner, "inner", inner)
+        mean = inner if pair is None else pair.inner
         if not isinstance(mean, Strategy) or not is_mean(mean):
             raise ConfigError(
                 f"{type(mean).__name__} is no weighted mean; use one of {', '.join(MEANS)}, or Compressed around one"
@@ -212,16 +221,16 @@ class RecordDp(NoClientEvaluation, Strategy, Stateful):
                 "evaluation on clients would release metrics of their records; make the inner strategy with "
                 "fraction_evaluate=0.0, and evaluate on the server (evaluate_fn)"
             )
-        params.choice("method", plan.method, METHODS)
         if plan.adjacency == "replace":
             raise ConfigError("adjacency='replace' has no amplification by sampling here; say add_remove or zero_out")
-        params.integer("steps", plan.steps, low=1)
-        self._reception = Reception(f"RecordDp({type(inner).__name__})", guard=guard)
-        if guard is not None and not is_mean(inner):
+        if guard is not None and pair is not None:
             raise ConfigError(
                 f"{type(inner).__name__} checks the updates: write Compressed(..., guard=...) around the mean"
             )
-        self.inner = inner
+        given: dict[str, Any] = {"guard": guard, "policy": NONE_DENSE}
+        if pair is not None:
+            given = {**pair.surroundings, "first_model_at_nodes": pair.first_model_at_nodes}
+        super().__init__(Records(plan, Identity() if pair is None else pair.codec), mean, **given)
         self.plan = plan
         self.clients = 0
         self.privacy = ParallelLedger(
@@ -235,17 +244,12 @@ class RecordDp(NoClientEvaluation, Strategy, Stateful):
         self._weight = str(weight_key_of(mean) or "num-examples")
         self._claims = Claims()
         self._asked: list[int] = []
-        self._sent: list[SentMessage] = []
         self._size = 0
-        self._model: dict[str, NDArray[Any]] = {}
-        self._record_name = "arrays"
+        # By the id of a message: what the reply to it said.
+        self._said: dict[str, Account] = {}
+        self._rule = Affording(mean, self)
         # Refuses wrong figures now, not at the first round.
         plan.event(max(1, int(plan.options.get("k", 1))))
-
-    @property
-    def reports(self) -> Reports:
-        """The inner strategy's reports where it makes any, else this one's."""
-        return reports_of(self.inner, self._reception.reports)
 
     def declare(self, population: int) -> None:
         """Learn the number of clients, which the promise does not depend on."""
@@ -277,8 +281,7 @@ class RecordDp(NoClientEvaluation, Strategy, Stateful):
                 "has no bound. Use GroupNorm instead (task.batch_norm=false where the task has that option; "
                 "opacus.validators.ModuleValidator.fix replaces it)"
             )
-        self._model = to_arrays(arrays)
-        self._size = Layout.of(self._model).size
+        self._size = Layout.of(to_arrays(arrays, copy=False)).size
 
     def open_ledger(self, path: Path) -> None:
         """Keep the books in a file from now on."""
@@ -303,7 +306,7 @@ class RecordDp(NoClientEvaluation, Strategy, Stateful):
         return self.privacy.allows(self._claims.parties.get(node, _NOBODY), self._event, self.plan.steps)
 
     @property
-    def _event(self) -> Any:
+    def _event(self) -> Event:
         return self.plan.event(max(self._size, 1))
 
     def statement(self) -> Statement:
@@ -330,18 +333,6 @@ class RecordDp(NoClientEvaluation, Strategy, Stateful):
             dropouts="a training whose reply was lost has cost what it cost, and is accounted by its client",
         )
 
-    def update_rule(self) -> UpdateRule:
-        """Refuse to stand inside of the drop-in pair, which gives no strategy the replies that say what they cost.
-
-        Raises
-        ------
-        ConfigError
-        """
-        raise ConfigError(
-            "RecordDp inside of Compressed would book no training: put it outside, "
-            f"RecordDp(Compressed({type(self.inner).__name__}(...), codec), plan)"
-        )
-
     def summary(self) -> None:
         """Log what is promised, then the inner strategy's own summary."""
         plan = self.plan
@@ -352,107 +343,124 @@ class RecordDp(NoClientEvaluation, Strategy, Stateful):
             plan.rate,
             plan.steps,
         )
-        self.inner.summary()
+        super().summary()
 
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """Let the inner strategy ask the clients that can afford a training, and tell them how to train."""
-        self.adopt(arrays)
-        nodes = online(grid, getattr(self.inner, "inner", self.inner))
+    def able(self, nodes: Sequence[int], server_round: int) -> list[int]:
+        """Return those of the nodes that are there who can afford a training; log why nobody can."""
+        self._asked, self._said = list(nodes), {}
         able = [node for node in nodes if self._affords(node)]
-        self._asked = nodes
-        self._sent = []
-        self._reception.meet(grid)
         if not able:
             log.warning("RecordDp: no client is asked in round %d: %s", server_round, self.over(server_round))
-            return []
-        # As text: Flower's records hold no nested values, and nodes refuse what they cannot read.
-        config[RECORD_DP] = self.plan.to_text()
-        with Shown(grid, able).minima(getattr(self.inner, "inner", self.inner)) as shown:
-            messages = list(self.inner.configure_train(server_round, arrays, config, shown))
-        for message in messages[:1]:
-            self._record_name = next(iter(message.content.array_records), self._record_name)
-        # Replies are matched to these: what answers nothing that was asked in this round is not booked here.
-        self._sent = [SentMessage(message, message.metadata.dst_node_id, 0) for message in messages]
-        self._claims.ask(sent.node for sent in self._sent)
-        return messages
+        return able
 
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Write down what the replies cost, and let the inner strategy average those that say it.
+    def ask(self, nodes: Iterable[int]) -> None:
+        """Take note of who is asked for a training."""
+        self._claims.ask(nodes)
 
-        Flower's own means end the run when one reply is unlike the others, take NaN for a number, and add whoever
-        declares whichever partition: they get replies that were matched and checked as the pair's are, and of each the
-        model alone, with the server's buffers.
+    def _receive(
+        self,
+        x: Running,
+        sent: list[SentMessage],
+        asked: Mapping[int, Ask],
+        replies: Iterable[Message],
+        answers: dict[int, Answer],
+    ) -> list[int]:
+        return super()._receive(x, sent, asked, self._paid(sent, replies), answers)
 
-        Raises
-        ------
-        NoUsableReply
-            When clients were asked, no reply of theirs can be used, and no earlier round brought an update either.
+    def _paid(self, sent: Sequence[SentMessage], replies: Iterable[Message]) -> list[Message]:
+        """Book what the replies cost, whatever becomes of them: a training that was made was paid for.
+
+        One that does not say what it cost becomes an error.
         """
-        paid = self._paid(replies)
-        if not is_mean(self.inner):
-            # The drop-in pair matches and checks replies itself.
-            return self.inner.aggregate_train(server_round, paid)[0], MetricRecord()
-        report = self._reception.reports.begin(server_round)
-        report.asked = len(self._sent)
-        intake = Intake(
-            report,
-            self._sent,
-            Layout.of(self._model),
-            self._model,
-            Identity(),
-            Key(0, "uplink", server_round),
-            record=self._record_name,
-            updates_only=True,
-            models_asked=True,
-        )
-        return self._reception.aggregate(intake, paid, rule_of(self.inner))[0], MetricRecord()
-
-    def _paid(self, replies: Iterable[Message]) -> list[Message]:
-        """Return the replies without what they cost, which is booked, and without metrics.
-
-        Whatever becomes of it, a training that was made was paid for. A reply that does not say what it cost becomes an
-        error.
-        """
-        asked = {sent.message.metadata.message_id: sent for sent in self._sent}
+        asked = {each.message.metadata.message_id: each for each in sent}
         passed: list[Message] = []
-        answered: dict[str, Account] = {}
         for reply in replies:
             number = reply.metadata.reply_to_message_id
-            sent = asked.get(number)
-            # Whoever reads an answer to nothing that was asked in this round adds it; the next one counts it.
-            if sent is None or reply.has_error():
+            message = asked.get(number)
+            # An answer to nothing that was asked in this round is counted where replies are matched.
+            if message is None or reply.has_error():
                 passed.append(reply)
                 continue
             try:
-                account = Account.take(reply)
+                account = self._account_in(reply)
                 # The same reply, delivered again, is not another training.
-                if answered.get(number) != account:
-                    party, steps, wrong = self._claims.take(
-                        sent.node, take_node(reply), account, self._reception.holders, self.plan.steps
-                    )
-                    # Steps draw records of their own, so they are rounds of the ledger that no entry has.
-                    at = next_round(self.privacy.entries, 1)
-                    if steps:
-                        self.privacy.record(self._event, round=at, times=steps, participants=[party])
-                    if wrong:
-                        raise WrongAccount(wrong)
-                answered[number] = account
-            except (WrongAccount, SchemaError) as reason:
-                passed.append(app_failure(sent.message, str(reason)))
+                if self._said.get(number) != account:
+                    self._book(message.node, take_node(reply), account)
+                self._said[number] = account
+            except FedcompError as reason:
+                passed.append(app_failure(message.message, str(reason)))
                 continue
-            surplus = [name for name, r in reply.content.items() if isinstance(r, MetricRecord) or name == RECORD_DP]
-            for name in surplus:
-                del reply.content[name]
-            # The inner mean looks for a weight under this key; all are the same.
-            reply.content["metrics"] = MetricRecord({self._weight: 1.0})
             passed.append(reply)
         return passed
 
-    def identity(self) -> str:
+    def _account_in(self, reply: Message) -> Account:
+        """Return what a reply says it cost.
+
+        Raises
+        ------
+        FedcompError
+            When it says nothing of the kind.
+        """
+        head = asks.find_answer(reply.content)
+        if head is not None and head.unsupported:
+            raise WrongAccount(f"its app cannot take part in RecordDp ({head.unsupported})")
+        said = None if head is None else asks.say_of(reply.content, head, self.system)
+        if not isinstance(said, Account):
+            raise WrongAccount(
+                "the reply does not say what its training cost: its app lacks record_dp(...), or is no client(app)"
+            )
+        return said
+
+    def _book(self, node: int, declared: int | None, account: Account) -> None:
+        """Write down what a training cost.
+
+        Raises
+        ------
+        WrongAccount
+            When what it says cannot be true; what may be is written down all the same.
+        """
+        party, steps, wrong = self._claims.take(node, declared, account, self.roster, self.plan.steps)
+        # Steps draw records of their own, so they are rounds of the ledger that no entry has.
+        at = next_round(self.privacy.entries, 1)
+        if steps:
+            self.privacy.record(self._event, round=at, times=steps, participants=[party])
+        if wrong:
+            raise WrongAccount(wrong)
+
+    def _trained(self, x: Running, head: AnswerHead, reply: Message, exact: Frame | None) -> Trained:
+        # All weigh the same, metrics are none of what was paid for, and buffers keep the server's values.
+        content = RecordDict({"metrics": MetricRecord({self._weight: 1.0})})
+        own = {t.name: x.model[t.name] for t in x.layout.exact}
+        trained = Trained(reply, content, x.record, head.sequence, own, "metrics", 1.0)
+        trained.unchanged, trained.copies = frozenset(head.unchanged), copies_of(head.copies, x.layout)
+        return trained
+
+    def identity(self) -> dict[str, str]:
         """Return what must not change within a run; the budget may."""
-        plan = self.plan
-        return DpSgdPlan(**{**vars(plan), "budget": 0.0}).to_text()
+        system = replace(self.system, plan=replace(self.plan, budget=0.0))
+        return {"system": repr(system), "downlink": repr(self.downlink)}
+
+
+class Affording(MeanRule):
+    """The weighted mean of clients that can afford a training.
+
+    Parameters
+    ----------
+    mean : Strategy
+    books : RecordDp
+    """
+
+    def __init__(self, mean: Strategy, books: RecordDp) -> None:
+        super().__init__(mean)
+        self._books = books
+
+    def configure(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> list[Message]:
+        """Let the mean ask those clients alone."""
+        self._books.adopt(arrays)
+        able = self._books.able(online(grid, self.strategy), server_round)
+        if not able:
+            return []
+        with Shown(grid, able).minima(self.strategy) as shown:
+            messages = super().configure(server_round, arrays, config, shown)
+        self._books.ask(message.metadata.dst_node_id for message in messages)
+        return messages

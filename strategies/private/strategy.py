@@ -38,6 +38,7 @@ from fedcomp.strategies.intake import Intake
 from fedcomp.strategies.means import MEANS, is_mean
 from fedcomp.strategies.private.nodes import Shown, muted, online
 from fedcomp.strategies.private.promise import NoClientEvaluation, Once
+from fedcomp.strategies.private.sums import PrivateSink
 from fedcomp.strategies.replies import Arrival, SentMessage
 from fedcomp.strategies.round_log import RoundLog
 from fedcomp.strategies.running import Running
@@ -329,8 +330,6 @@ class PrivateRule(UpdateRule):
 
     def begin(self, intake: Intake, arrivals: Sequence[Arrival]) -> Sink:
         """Return the sink of a round."""
-        from fedcomp.strategies.private.sums import PrivateSink
-
         return PrivateSink(self.strategy, intake)
 
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Final
 from fedcomp.codecs import RandomK
 from fedcomp.errors import ConfigError
 from fedcomp.flower.privacy import find_private
-from fedcomp.flower.record_dp import DpSgdPlan
 from fedcomp.layout import Layout
 from fedcomp.privacy.adaptive import AdaptiveClip
 from fedcomp.privacy.local import Privatise
@@ -50,6 +49,7 @@ from fedcomp.strategies.private.topagg import topagg
 from fedcomp.strategies.system import TRAINING, System, arguments, refuse_others, settings_of
 from fedcomp.systems.private.ballots import Ballots
 from fedcomp.systems.private.lsg import LowRank
+from fedcomp.systems.private.record import DpSgdPlan
 from fedcomp.systems.private.rule import Private
 from fedcomp.systems.private.settings import PrivacySettings
 

@@ -29,7 +29,7 @@ from fedcomp.flower.protocol import Announcement
 from fedcomp.flower.schema import SchemaError
 from fedcomp.strategies.compressed import Compressed
 
-OUTERMOST_FIRST = ("votes_only", *HALVES, "record_dp")
+OUTERMOST_FIRST = ("votes_only", "coded", "local_privacy", "record_dp", "compression", "private")
 
 
 def say(app, kind: str = "train") -> Message:
@@ -138,7 +138,7 @@ REFUSED = {
     "no partner by name": (lambda: client(ClientApp(), only=["local_privacy"]), "local_privacy .* without compression"),
     "trains with noise": (
         lambda: client(ClientApp(), record_dp(lambda *_: None), only=[]),  # type: ignore[arg-type, return-value]
-        "record_dp .* without private",
+        "record_dp .* without compression",
     ),
     "circle": (
         lambda: client(ClientApp(), spy("a", [], outside=("private",), inside=("private",))),

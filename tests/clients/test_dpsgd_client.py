@@ -19,13 +19,12 @@ from fedcomp.clients.edge import LEDGER_FILE, OWN_BUDGET, STATE_FOLDER
 from fedcomp.clients.private.dpsgd import Trainee, record_dp, train_privately
 from fedcomp.errors import ConfigError
 from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.record_dp import Account, DpSgdPlan
 from fedcomp.flower.records import to_record
-from fedcomp.flower.schema import SchemaError
 from fedcomp.privacy.accounting import compose
 from fedcomp.privacy.dpsgd import PoissonLoader
 from fedcomp.privacy.errors import BudgetExceeded, PrivacyError, PrivacyLedgerError, Unbounded
 from fedcomp.rng import Key
+from fedcomp.systems.private.record import Account, DpSgdPlan
 from fedcomp.tasks import get_task
 from fedcomp.tasks.arrays import to_arrays
 from fedcomp.tasks.base import ClientData, EmptyPartition
@@ -53,7 +52,7 @@ class Client:
         self.round += 1
         model = self.task.model(0)
         options = {"lr": 0.5, "key": Key(3, "batches", self.round), **changes}
-        trainee = Trainee("arrays", model, self.task, self.data, 0, **options)
+        trainee = Trainee("arrays", model, self.task, self.data, **options)
         account = train_privately(trainee, self.plan, self.context)
         return account, b"".join(p.detach().numpy().tobytes() for p in model.parameters())
 
@@ -148,7 +147,7 @@ def test_a_budget_is_asked_before_a_record_is_looked_at(monkeypatch):
     model = client.task.model(0)
     values = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(BudgetExceeded, match="3 more steps would cross this client's budget"):
-        train_privately(Trainee("arrays", model, client.task, client.data, 0, Key(0), 0.5), client.plan, client.context)
+        train_privately(Trainee("arrays", model, client.task, client.data, Key(0), 0.5), client.plan, client.context)
     assert all(torch.equal(a, b) for a, b in zip(values, model.parameters(), strict=True))
     assert client.state == before
 
@@ -230,13 +229,6 @@ def test_a_file_remembers_what_a_restarted_node_forgets(tmp_path: Path):
     assert (first.run, first.total, second.total) == (second.run, 3, 6)
     with pytest.raises(ConfigError, match="expected an absolute path"):
         Client(**{LEDGER_FILE: "ledger"}).train()
-
-
-def test_only_a_configuration_without_a_plan_is_trained_without_noise():
-    assert DpSgdPlan.read({"lr": 0.1}) is None
-    for text in ("", "[]", "null", "[" * 10_000, 1):
-        with pytest.raises(SchemaError):
-            DpSgdPlan.read({"record-dp": text})
 
 
 @pytest.mark.slow

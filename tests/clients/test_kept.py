@@ -36,9 +36,9 @@ from fedcomp.flower import store
 from fedcomp.flower._private import content_from_bytes, content_to_bytes
 from fedcomp.flower.folder import FolderError, StateFolder
 from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.record_dp import DpSgdPlan
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.systems.pair import Pair
+from fedcomp.systems.private.record import DpSgdPlan
 
 Rounds = dict[int, str]
 

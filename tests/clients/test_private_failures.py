@@ -20,6 +20,7 @@ from toy import with_halves
 from fedcomp.clients.coded.mod import coded
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.private.datalens import datalens_teachers
+from fedcomp.clients.private.dpsgd import record_dp
 from fedcomp.clients.private.local_dp import local_privacy
 from fedcomp.clients.private.mod import STAYS, private
 from fedcomp.clients.private.topagg import votes_only
@@ -33,14 +34,15 @@ from fedcomp.flower.datalens import TrainingRequest
 from fedcomp.flower.payload import PayloadError, take_frame
 from fedcomp.flower.privacy import PRIVATE
 from fedcomp.flower.protocol import RESYNC, Announcement, announce
-from fedcomp.flower.record_dp import RECORD_DP, DpSgdPlan
 from fedcomp.privacy.accounting import Unaccountable
 from fedcomp.privacy.bounds import round_conditionally
 from fedcomp.privacy.errors import BudgetExceeded, PrivacyError, PrivacyLedgerError, Unbounded
 from fedcomp.privacy.local import LocalPolicy, Privatise
 from fedcomp.privacy.votes import TopkSign
 from fedcomp.rng import Key
+from fedcomp.systems.private.local import Local
 from fedcomp.systems.private.lsg import LowRank
+from fedcomp.systems.private.record import DpSgdPlan, Records
 
 WORDS = "patient 4711 has a broken record"
 SIZE = 40
@@ -116,12 +118,15 @@ def node() -> Context:
 
 
 def ask(path: str, act: Callable[[Message], Message], folder: Path) -> Message:
-    mods, codec, asks = PATHS[path]
+    mods, codec, asked = PATHS[path]
     if path == "local":
         mods = [local_privacy(POLICY, state_dir=folder), *mods]
     content = RecordDict({"arrays": ArrayRecord({"w": Array(np.zeros(SIZE, np.float32))})})
-    content["config"] = ConfigRecord({PRIVATE: asks})
-    if codec is not None:
+    content["config"] = ConfigRecord({PRIVATE: asked})
+    if path.startswith("local"):
+        system = Local(codec).to_config()
+        heads.put(content, AskHead(1, 0, b"session!", sequence=1, system=system, model="arrays"))
+    elif codec is not None:
         announce(content, Announcement("arrays", 1, 0, codec=codec.to_config(), session=b"s", sequence=1))
     if path.startswith("lsg"):
         system = LowRank(clip=1.0, rank=0, keep=0.5).to_config()
@@ -186,10 +191,16 @@ OF_DATA = (Unbounded, PrivacyError, Unaccountable, NonFiniteUpdate, FedcompError
 
 
 def with_record_level_privacy(act: Callable[[Message], Message]) -> Message:
-    plan = DpSgdPlan(noise_multiplier=1.0, rate=0.1, steps=3, delta=1e-5).to_text()
+    system = Records(DpSgdPlan(noise_multiplier=1.0, rate=0.1, steps=3, delta=1e-5)).to_config()
+    content = RecordDict({"arrays": ArrayRecord({"w": Array(np.zeros(SIZE, np.float32))}), "config": ConfigRecord()})
+    heads.put(content, AskHead(1, 0, b"session!", sequence=1, system=system, model="arrays"))
+
+    def never(msg: Message) -> Message:
+        raise AssertionError("an app does not train without noise on records that it is to protect")
+
+    halves = [record_dp(lambda msg, context: act(msg)), compression()]  # type: ignore[arg-type, return-value]
     with server():
-        message = Message(RecordDict({"config": ConfigRecord({RECORD_DP: plan})}), 1, "train")
-        return app_of([compression(), private()], act)(message, node())
+        return app_of(halves, never)(Message(content, 1, "train"), node())
 
 
 def among_teachers(act: Callable[[Message], Message]) -> Message:

@@ -16,18 +16,21 @@ from toy import with_halves
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.edge import STATE_FOLDER
 from fedcomp.clients.half import ClientHalf
+from fedcomp.clients.memory import MEMORY, Held
 from fedcomp.clients.private.local_dp import local_privacy
 from fedcomp.clients.private.mod import STAYS, private
 from fedcomp.codecs import Identity, TopK, chain
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.errors import ConfigError
+from fedcomp.flower import asks as heads
 from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.payload import NODE_RECORD, frames, put_frame, put_reply_frame, take_frame
+from fedcomp.flower.payload import FRAME, NODE_RECORD, frames, put_frame, put_reply_frame, take_frame
 from fedcomp.flower.privacy import PRIVATE
 from fedcomp.flower.protocol import EXACT, UPDATE, Announcement, announce
 from fedcomp.privacy.errors import PrivacyLedgerError
 from fedcomp.privacy.journal import Journal
-from fedcomp.privacy.local import LocalPolicy, Privatise
+from fedcomp.privacy.local import LocalPolicy, Privatise, privatised
+from fedcomp.systems.private.local import Local
 
 MODEL = {
     "w": np.zeros(8, np.float32),
@@ -70,13 +73,25 @@ def node() -> Context:
 
 def ask(app, *, codec=None, asks=True, sequence=1, kind="train", context=None, session=b"s", model=MODEL) -> Message:
     content = RecordDict({"arrays": record(model), "config": ConfigRecord({PRIVATE: True} if asks else {})})
-    if codec is not None:
+    if codec is not None and privatised(codec) is not None:
+        heads.put(content, local_head(Local(codec).to_config(), session, sequence))
+    elif codec is not None:
         announce(
             content, Announcement("arrays", sequence, 0, codec=codec.to_config(), session=session, sequence=sequence)
         )
     with server():
         msg = Message(content, 1, kind)
         return app(msg, node() if context is None else context)
+
+
+def local_head(system: dict[str, Any], session: bytes, sequence: int = 1) -> heads.AskHead:
+    """Return what asks for messages of local privacy."""
+    return heads.AskHead(sequence, 0, session.ljust(8), sequence, system=system, model="arrays")
+
+
+def sent(reply: Message) -> bytes | None:
+    """Return the frame in a message of local privacy."""
+    return heads.data_in(reply.content, FRAME).get("values")
 
 
 def everything(reply: Message) -> bytes:
@@ -192,7 +207,7 @@ def test_a_locally_private_reply_holds_a_frame_and_nothing_beside_it() -> None:
     for asks in (True, False):
         reply = ask(local_app(), codec=LOCAL, asks=asks)
         assert set(reply.content) == {NODE_RECORD}
-        assert take_frame(reply.content, UPDATE)
+        assert sent(reply)
         assert b"4321" not in everything(reply)
 
 
@@ -248,20 +263,20 @@ def test_the_limit_outlives_sessions_and_codecs() -> None:
         reply = ask(app, codec=codec, session=session, sequence=2, context=context)
         assert "sends no more" in reply.error.reason
     # The state of the codec alone begins anew with each session: it would have gone on for ever.
-    assert int(context.state["fedcomp.uplink.memory"]["0.releases"].numpy()) == 1
+    assert int(context.state[MEMORY]["0.releases"].numpy()) == 1
 
 
 def test_a_redelivered_message_gets_the_stored_frame_and_is_counted_once() -> None:
     context, app = node(), local_app()
     for sequence in (1, 2, 3):
-        first = take_frame(ask(app, codec=LOCAL, sequence=sequence, context=context).content, UPDATE)
-        again = take_frame(ask(app, codec=LOCAL, sequence=sequence, context=context).content, UPDATE)
+        first = sent(ask(app, codec=LOCAL, sequence=sequence, context=context))
+        again = sent(ask(app, codec=LOCAL, sequence=sequence, context=context))
         assert first == again
     # At its limit the client still answers the last message, and only with what has left already.
-    assert take_frame(ask(app, codec=LOCAL, sequence=3, context=context).content, UPDATE) == first
+    assert sent(ask(app, codec=LOCAL, sequence=3, context=context)) == first
     assert ask(app, codec=LOCAL, sequence=4, context=context).has_error()
     # With the memory gone the same message would be noised anew: another release, which is over the limit.
-    del context.state["fedcomp.uplink"]
+    del context.state[Held.KEY]
     assert "sends no more" in ask(app, codec=LOCAL, sequence=3, context=context).error.reason
 
 
@@ -274,11 +289,11 @@ def test_a_limit_holds_over_runs_and_restarts(where, folder) -> None:
     def fresh(run: int) -> Context:
         return Context(run, 1, {"partition-id": 2, **({STATE_FOLDER: str(folder)} if named else {})}, RecordDict(), {})
 
-    sent = set()
+    left = set()
     for run in (1, 2, 3):
         reply = ask(app, codec=LOCAL, session=b"run %d" % run, context=fresh(run))
-        sent.add(take_frame(reply.content, UPDATE))
-    assert len(sent) == 3
+        left.add(sent(reply))
+    assert len(left) == 3
     for run in (4, 1, 5):
         reply = ask(app, codec=LOCAL, session=b"run %d" % run, context=fresh(run))
         assert "has sent 3 private messages and sends no more" in reply.error.reason
@@ -341,8 +356,7 @@ def test_a_limit_holds_over_two_runs_of_a_grid(folder) -> None:
             messages = []
             for node_id in grid.get_node_ids():
                 content = RecordDict({"arrays": record(MODEL), "config": ConfigRecord({})})
-                announced = Announcement("arrays", 1, 0, codec=LOCAL.to_config(), session=b"run %d" % run, sequence=1)
-                announce(content, announced)
+                heads.put(content, local_head(Local(LOCAL).to_config(), b"run %d" % run))
                 messages.append(Message(content, node_id, "train"))
             errors.append([reply.has_error() for reply in grid.send_and_receive(messages)])
     assert errors == [[False, False], [True, True]]
@@ -380,7 +394,7 @@ def test_a_client_that_cannot_use_the_codec_that_privatises_sends_nothing_withou
 
     content = RecordDict({"arrays": record(MODEL), "config": ConfigRecord({PRIVATE: True})})
     codec = {**LOCAL.to_config(), "codec": inner}
-    announce(content, Announcement("arrays", 1, 0, codec=codec, session=b"s", sequence=1))
+    heads.put(content, local_head({"id": Local.ID, "codec": codec}, b"s"))
     with server():
         reply = app_of(mods, never)(Message(content, 1, "train"), node())
     assert reply.has_error()

@@ -25,11 +25,11 @@ from fedcomp.experiments.decentralised import (
 from fedcomp.experiments.findings import Say
 from fedcomp.experiments.kit import Sweep
 from fedcomp.gossip import get_algorithm
-from fedcomp.gossip.central import simulate
 from fedcomp.gossip.local import FlatObjective
 from fedcomp.gossip.topology import topology_of
 from fedcomp.gossip.traffic import GossipTraffic
 from fedcomp.gossip.vector import GossipPolicy, flatten, unflatten
+from fedcomp.gossip_simulation import simulate
 from fedcomp.layout import Layout
 from fedcomp.plain import from_fields
 from fedcomp.tasks import get_task

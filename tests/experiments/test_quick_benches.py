@@ -16,8 +16,8 @@ from fedcomp.experiments.bench import BENCHMARKS, gossip, graphs, server, state
 from fedcomp.experiments.bench import round as rounds
 from fedcomp.experiments.bench.graph_rows import id_table, row_table
 from fedcomp.gossip import get_algorithm
-from fedcomp.gossip.central import SimulationSettings, simulate
 from fedcomp.gossip.topology import topology_of
+from fedcomp.gossip_simulation import SimulationSettings, simulate
 from fedcomp.graphs.ids import encode_ids
 from fedcomp.graphs.rowcodecs import ROW_CODECS
 from fedcomp.layout import Layout

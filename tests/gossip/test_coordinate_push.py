@@ -8,11 +8,11 @@ from push_sum_runs import UNBALANCED, by_matrices, opened, rounds, starts, views
 
 from fedcomp.errors import NonFiniteUpdate, StateError
 from fedcomp.gossip.base import GossipMessage, View, messages_of
-from fedcomp.gossip.central import FaultPlan, SimulationSettings, simulate
 from fedcomp.gossip.coordinate_push import CoordinatePush
 from fedcomp.gossip.errors import MessageError, TopologyError
 from fedcomp.gossip.packet import HEADER_BYTES
 from fedcomp.gossip.topology import Exponential, OnePeerExponential, RandomDigraph, topology_of
+from fedcomp.gossip_simulation import FaultPlan, SimulationSettings, simulate
 from fedcomp.layout import Layout, TensorSpec
 from fedcomp.rng import Key
 
@@ -91,10 +91,7 @@ def test_a_run_with_faults_ends_at_the_mean():
         layout=SPLIT,
         seed=0,
         settings=SimulationSettings(
-            common=np.zeros(D),
-            faults=FaultPlan(
-                2, {"silent": 0.05, "lost_reply": 0.05, "duplicate": 0.05, "late_duplicate": 0.05}, until=60
-            ),
+            faults=FaultPlan(2, {"silent": 0.05, "lost": 0.05, "twice": 0.05, "stale": 0.05}, until=60),
         ),
     )
     mean = np.mean(models, axis=0)

@@ -16,10 +16,9 @@ import pytest
 
 from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
 from fedcomp.gossip import ALGORITHMS, AVERAGING, algorithm_class, get_algorithm
-from fedcomp.gossip.base import Algorithm, GossipMessage, State, View, messages_of
+from fedcomp.gossip.base import Algorithm, GossipMessage, State, View, largest_message, messages_of
 from fedcomp.gossip.errors import MessageError, OutOfStep
 from fedcomp.gossip.packet import MessageFlag, peek
-from fedcomp.gossip.protocol import largest_message
 from fedcomp.layout import Layout, TensorSpec
 from fedcomp.rng import Key
 

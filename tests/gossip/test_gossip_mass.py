@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,12 +26,13 @@ from gossip_faults import (
 )
 
 from fedcomp.gossip import get_algorithm
-from fedcomp.gossip.base import GossipMessage, Real
-from fedcomp.gossip.central import FaultPlan, SimulatedNodes, SimulationSettings, simulate
+from fedcomp.gossip.base import Real
 from fedcomp.gossip.estimates import digests
-from fedcomp.gossip.relay import Relay
 from fedcomp.gossip.topology import topology_of
+from fedcomp.gossip_simulation import FaultPlan, Simulation, SimulationSettings, simulate
+from fedcomp.mailbox import Post
 from fedcomp.rng import Key
+from fedcomp.systems.gossip import state_of, waiting
 
 
 @pytest.mark.slow
@@ -67,26 +67,26 @@ def test_a_lost_node_takes_its_own_mass_with_it_and_nothing_else(config: dict[st
     """While other faults go on. Wiped: it is known at once, and the node joins again; silent: it is waited for."""
     held: list[tuple[float, Real]] = []
 
-    def remember(relay: Relay, nodes: SimulatedNodes) -> None:
-        if relay.report.rounds == 19:
-            # What it holds by its last answer: an instruction it may have carried out since then did not happen.
-            entry, state = relay.outstanding.open.get(2), nodes.memories[2].state
-            assert entry is None
+    def remember(run: Simulation) -> None:
+        if run.report.rounds == 19:
+            # What it holds by its last answer: an ask it may have carried out since then did not happen.
+            assert 2 not in run.local.mailbox.asked
+            state = state_of(run.local.client(2).memory)
             held.append((float(state["w"]), state["x"].copy()))
 
     noise = FaultPlan(6, FAULTS)
 
     def faults(node: int, attempt: int) -> str:
         if node == 2 and attempt >= 20:
-            return how if attempt == 20 or how == "silent" else "none"
-        return "none" if node == 2 and attempt > 17 else noise(node, attempt)
+            return how if attempt == 20 or how == "silent" else ""
+        return "" if node == 2 and attempt > 17 else noise(node, attempt)
 
     graph = "exponential" if "estimates" in config else "digraph:0.5"
     outcome, mass = average(config, graph, 90, faults=faults, patience=8, before=remember)
     (w, x), (w0, x0), (w1, x1) = held[0], mass.seen[0], mass.seen[-1]
     assert outcome.report.gone[0][1] == 2
     assert len(outcome.report.gone) == 1
-    assert outcome.report.undelivered > 0
+    assert outcome.traffic.undelivered.messages > 0
     assert 0.01 < w < N
     assert w0 - w1 == pytest.approx(w, abs=1e-12)
     np.testing.assert_allclose(x0 - x1, x, atol=1e-12)
@@ -99,8 +99,8 @@ def test_a_lost_node_takes_its_own_mass_with_it_and_nothing_else(config: dict[st
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [{"name": "sgp"}, EDGES, SPREAD], ids=name_of)
 def test_7_06_a_node_that_leaves_takes_nothing_with_it(config: dict[str, Any]) -> None:
-    def leave(relay: Relay, nodes: SimulatedNodes) -> None:
-        return relay.leave(4) if relay.report.rounds == 10 else None
+    def leave(run: Simulation) -> None:
+        return run.leave(4) if run.report.rounds == 10 else None
 
     graph = "exponential" if "estimates" in config else "digraph:0.5"
     outcome, mass = average(config, graph, 100, faults=FaultPlan(2, FAULTS), patience=30, before=leave)
@@ -116,13 +116,13 @@ def test_7_06_what_a_leaving_node_sent_to_one_that_vanished_goes_to_others(confi
     """Its last messages, and what it had sent before: the vanished node takes no more with it than its own."""
     own: list[float] = []
 
-    def act(relay: Relay, nodes: SimulatedNodes) -> None:
-        if relay.report.rounds == 10:
-            relay.leave(0)
-            own.append(float(nodes.memories[1].state["w"]))
+    def act(run: Simulation) -> None:
+        if run.report.rounds == 10:
+            run.leave(0)
+            own.append(float(state_of(run.local.client(1).memory)["w"]))
 
     def faults(node: int, attempt: int) -> str:
-        return "silent" if node == 1 and attempt > 10 else "none"
+        return "silent" if node == 1 and attempt > 10 else ""
 
     outcome, mass = average(config, "complete", 30, faults=faults, patience=4, before=act)
     assert [event[1] for event in outcome.report.left] == [0, 0]
@@ -135,8 +135,8 @@ def test_7_06_what_a_leaving_node_sent_to_one_that_vanished_goes_to_others(confi
 def test_7_06_who_joins_brings_nothing_and_takes_part() -> None:
     for config, graph in (({"name": "sgp"}, "digraph:0.5"), (EDGES, "digraph:0.5"), (SPREAD, "exponential")):
 
-        def join(relay: Relay, nodes: SimulatedNodes) -> None:
-            return relay.join(5) if relay.report.rounds == 20 else None
+        def join(run: Simulation) -> None:
+            return run.join(5) if run.report.rounds == 20 else None
 
         starts = vectors(N, D)
         outcome, mass = average(
@@ -151,11 +151,11 @@ def test_7_06_who_joins_brings_nothing_and_takes_part() -> None:
 
 @pytest.mark.slow
 def test_estimates_agree_after_nodes_were_wiped_left_and_came_back() -> None:
-    def act(relay: Relay, nodes: SimulatedNodes) -> None:
-        if relay.report.rounds == 25:
-            relay.leave(1)
-        if relay.report.rounds == 35 and 1 not in relay.members:
-            relay.join(1)
+    def act(run: Simulation) -> None:
+        if run.report.rounds == 25:
+            run.leave(1)
+        if run.report.rounds == 35 and 1 not in run.members:
+            run.join(1)
 
     for config, graph in ((EDGES, "digraph:0.6"), (SPREAD, "exponential")):
         faults = FaultPlan(4, {**LOSS, "wiped": 0.02}, until=60)
@@ -177,12 +177,12 @@ def test_estimates_agree_after_nodes_were_wiped_left_and_came_back() -> None:
 def test_no_message_counts_twice_or_is_both_delivered_and_returned() -> None:
     """And messages of an edge arrive in their order, whatever happens to the nodes."""
 
-    def act(relay: Relay, nodes: SimulatedNodes) -> None:
-        if relay.report.rounds % 17 == 5 and len(relay.members) > 3:
-            relay.leave(relay.members[relay.report.rounds % len(relay.members)])
-        for node in set(range(N)) - set(relay.members) - relay.nodes.departing:
-            if relay.report.rounds % 7 == node:
-                relay.join(node)
+    def act(run: Simulation) -> None:
+        if run.report.rounds % 17 == 5 and len(run.members) > 3:
+            run.leave(run.members[run.report.rounds % len(run.members)])
+        for node in set(range(N)) - set(run.members) - run.course.departing:
+            if run.report.rounds % 7 == node:
+                run.join(node)
 
     events: Counter[str] = Counter()
     for seed in range(6):
@@ -243,25 +243,24 @@ def test_c1_a_node_that_keeps_failing_is_excluded_from_push_sum_and_its_messages
     assert [event[:2] for event in outcome.report.gone] == [(7, 3)]
     assert "excluded: node 3, iteration 6 (iteration 3 in a row): " in outcome.report.gone[0][2]
     assert sorted(outcome.models) == [0, 1, 2, 4, 5]
-    lost = float(outcome.memories[3].state["w"])
+    lost = float(outcome.last[3]["w"])
     assert get_algorithm({"name": "sgp"}).invariants(outcome.states.values())["sum_w"] == pytest.approx(N - lost)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [EDGES, SPREAD, {"name": "sgp"}], ids=name_of)
 def test_a_damaged_message_goes_back_and_the_next_one_carries_the_whole_estimate(config: dict[str, Any]) -> None:
-    def damage(relay: Relay, nodes: SimulatedNodes) -> None:
-        if relay.report.rounds == 10:
-            box = relay.outstanding.mailbox._boxes[3]
+    def damage(run: Simulation) -> None:
+        if run.report.rounds == 10:
             # The sender gets the message as it wrote it: it is the receiver that cannot read it.
-            at = next(k for k, p in enumerate(box) if p.message.source == 2)
-            received.append(box[at].message)
-            nodes.memories[3] = replace(nodes.memories[3], state=spoilt(nodes.memories[3].state))
+            received.extend(post for post in waiting(run.local.mailbox, 3) if post.source == 2)
+            client = run.local.client(3)
+            client.memory = spoilt(client.memory)
 
     def spoilt(state: dict[str, Any]) -> dict[str, Any]:
         return {k: v + 1.0 if k == "h/2" else v for k, v in state.items()}
 
-    received: list[GossipMessage] = []
+    received: list[Post] = []
     outcome, mass = average(config, "exponential", 25, before=damage)
     assert len(received) == 1
     if config["name"] == "sgp":
@@ -270,6 +269,6 @@ def test_a_damaged_message_goes_back_and_the_next_one_carries_the_whole_estimate
     assert [event[:2] for event in outcome.report.needed] == [(11, 3)]
     assert "node 2" in outcome.report.needed[0][2]
     assert outcome.traffic.edge["resync"].messages == 1
-    assert outcome.report.undelivered == 2
+    assert outcome.traffic.undelivered.messages == 2
     assert outcome.states[3]["h/2"].tobytes() == outcome.states[2]["h>3" if config is EDGES else "h"].tobytes()
     assert abs(mass.seen[-1][0] - N) < 1e-12

@@ -11,11 +11,11 @@ from gossip_problems import gossip, ring_weights, view_of, views_of
 from fedcomp.codecs.matrices import normals, orthonormal
 from fedcomp.errors import ConfigError
 from fedcomp.gossip.base import State, View, deliver
-from fedcomp.gossip.central import simulate
 from fedcomp.gossip.errors import TopologyError
 from fedcomp.gossip.packet import HEADER_BYTES, MessageFlag, peek
 from fedcomp.gossip.power_gossip import PowerGossip, auto_rate
 from fedcomp.gossip.topology import Complete, DirectedRing, RandomDigraph, Ring
+from fedcomp.gossip_simulation import simulate
 from fedcomp.layout import DENSE, Layout
 from fedcomp.rng import Key
 

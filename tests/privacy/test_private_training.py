@@ -24,7 +24,6 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from fedcomp.errors import ConfigError
-from fedcomp.flower.record_dp import METHODS
 from fedcomp.privacy.coins import secret_draws
 from fedcomp.privacy.dpsgd import PoissonLoader, StepSettings, private_training
 from fedcomp.privacy.entropy import SeededEntropy
@@ -35,6 +34,7 @@ from fedcomp.privacy.optimizers import clip_rows, vote_rows
 from fedcomp.privacy.sampling import Sampling
 from fedcomp.privacy.votes import topk_stochastic_sign
 from fedcomp.rng import Key
+from fedcomp.systems.private.record import METHODS
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 

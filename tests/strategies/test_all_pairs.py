@@ -31,7 +31,6 @@ from fedcomp.errors import ConfigError
 from fedcomp.experiments import engines, systems
 from fedcomp.experiments.engines import inprocess
 from fedcomp.experiments.spec import RunResult, RunSpec
-from fedcomp.flower.record_dp import DpSgdPlan
 from fedcomp.privacy.local import Privatise
 from fedcomp.privacy.votes import TopkSign
 from fedcomp.strategies.coded.strategy import CodedFedAvg
@@ -52,6 +51,7 @@ from fedcomp.strategies.private.settings import ShareSettings
 from fedcomp.strategies.private.topagg import TopAgg
 from fedcomp.strategies.shared_support import SharedSupport
 from fedcomp.systems.private.lsg import LowRank
+from fedcomp.systems.private.record import DpSgdPlan
 
 CLIENTS, ROUNDS = 4, 3
 PROMISE: dict[str, Any] = {

@@ -16,15 +16,12 @@ from toy import fedavg
 from fedcomp.clients.client import HALVES, client, in_order
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.forward import forward_gradients
-from fedcomp.clients.half import ClientHalf
 from fedcomp.clients.private.topagg import votes_only
 from fedcomp.codecs import RandomProjection, TopK
 from fedcomp.errors import ConfigError, NoUsableReply
-from fedcomp.flower import checkpoint
 from fedcomp.flower.faults import Delivery
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
-from fedcomp.flower.record_dp import RECORD_DP, DpSgdPlan
 from fedcomp.flower.records import to_arrays, to_record
 from fedcomp.flower.rounds import fit
 from fedcomp.forward.directions import step_scale
@@ -36,6 +33,7 @@ from fedcomp.strategies.conditional import Conditional
 from fedcomp.strategies.forward import ForwardGradients, Slopes
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 from fedcomp.strategies.private.record_dp import RecordDp
+from fedcomp.systems.private.record import DpSgdPlan
 
 P = 600
 NODES = 3
@@ -308,18 +306,8 @@ def test_what_the_strategy_refuses() -> None:
         ForwardGradients(Compressed(fedavg(), TopK(0.1)))
 
 
-def test_slopes_without_noise_are_no_answer_to_a_plan_for_noise() -> None:
+def test_slopes_are_no_training_with_noise_on_records() -> None:
     plan = DpSgdPlan(noise_multiplier=2.0, rate=0.4, steps=1, delta=1e-3)
-
-    def plans(msg: Message, context: Context, call_next: Any) -> Message:
-        msg.content["config"][RECORD_DP] = plan.to_text()
-        return call_next(msg, context)
-
-    strategy = made()
-    planned = client(ClientApp(), forward_gradients(point), ClientHalf("plans", plans, outside=("compression",)))
-    with pytest.raises(NoUsableReply, match="plan is for a training"):
-        run(strategy, planned, rounds=1)
-    assert len(strategy.reports[1].refused) == NODES
     with pytest.raises(ConfigError, match="has no hooks"):
         RecordDp(ForwardGradients(fedavg(fraction_evaluate=0.0), 8), plan, records=100)
 
@@ -347,17 +335,3 @@ def test_conditional_rounds_around_it_are_refused() -> None:
     """Its clients answer by themselves: the half that may be quiet never sees a message."""
     with pytest.raises(ConfigError, match="has no hooks"):
         Conditional(made())
-
-
-def test_a_checkpoint_goes_on_bit_for_bit(tmp_path: Any) -> None:
-    whole, _ = run(made(), rounds=6)
-    path = tmp_path / "run.ckpt"
-    with InProcessGrid(app(), NODES, seed=4) as grid:
-        strategy = made()
-        result = fit(strategy, grid, start(), 3)
-        checkpoint.save(path, server_round=3, arrays=result.arrays, strategy=strategy, grid=grid)
-    with InProcessGrid(app(), NODES, seed=4) as grid:
-        strategy, saved = made(), checkpoint.load(path)
-        saved.apply(strategy, grid)
-        found = to_arrays(fit(strategy, grid, saved.arrays, 6, start_round=4).arrays)
-    np.testing.assert_array_equal(found["w"], whole["w"])

@@ -30,8 +30,8 @@ from fedcomp.flower.faults import Delivery, RandomFaults
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.rounds import fit
-from fedcomp.gossip.central import FaultPlan
 from fedcomp.gossip.reference import REFERENCE_BYTES, Reference
+from fedcomp.gossip_simulation import FaultPlan
 from fedcomp.rng import Key
 from fedcomp.strategies.coded.links import REST_ROUNDS
 from fedcomp.strategies.gossip import links as gossip_links

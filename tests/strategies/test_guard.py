@@ -19,13 +19,12 @@ from fedcomp.clients.coded.mod import coded as coded_mod
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.private.mod import private
 from fedcomp.clients.programs import programs
-from fedcomp.codecs import LGC, QSGD, FixedPoint, GradiVeQ, Identity, PowerSGD, RandomK, ScaleCom, SignSGD, TopK
+from fedcomp.codecs import QSGD, FixedPoint, Identity, RandomK, ScaleCom, SignSGD, TopK
 from fedcomp.errors import ConfigError, NoUsableReply
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
-from fedcomp.flower.payload import put_frame
-from fedcomp.flower.protocol import UPDATE
+from fedcomp.flower.payload import FRAME, NODE_RECORD
 from fedcomp.flower.report import Report
 from fedcomp.flower.rounds import fit
 from fedcomp.layout import NONE_DENSE, Layout, SmallDense, Update
@@ -35,10 +34,7 @@ from fedcomp.privacy.votes import TopkSign
 from fedcomp.rng import Key
 from fedcomp.strategies.coded.strategy import CodedFedAvg
 from fedcomp.strategies.compressed import Compressed
-from fedcomp.strategies.gradiveq import FittedBasis
 from fedcomp.strategies.guard import Norms
-from fedcomp.strategies.lgc import LearnedGradients
-from fedcomp.strategies.power_sgd import SharedBasis
 from fedcomp.strategies.private.distributed_dp import NoisyMean
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 from fedcomp.strategies.private.local_dp import LocalMean, local_dp
@@ -104,9 +100,6 @@ FRAMES = {
         [compression()],
     ),
     "shared support": (lambda **o: SharedSupport(ScaleCom(1.0), **o), [programs()]),
-    "shared basis": (lambda **o: SharedBasis(PowerSGD(min_rate=1e9), **o), [programs()]),
-    "fitted basis": (lambda **o: FittedBasis(GradiVeQ(width=40), **o), [programs()]),
-    "learned gradients": (lambda **o: LearnedGradients(LGC(1.0), **o), [programs()]),
 }
 
 
@@ -268,7 +261,8 @@ def forged(culprit: int, when: int, value: float) -> Any:
         if number(msg) == when and context.node_config["partition-id"] == culprit:
             layout = Layout.of({name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}, NONE_DENSE)
             vector = np.full(layout.size, value, np.float32)
-            put_frame(reply.content, UPDATE, QSGD(levels=7).encode(Update(vector, layout), {}, Key(0))[0])
+            reply.content.pop(FRAME + "values", None)
+            reply.content[NODE_RECORD][FRAME + "values"] = QSGD(7).encode(Update(vector, layout), {}, Key(0))[0]
         return reply
 
     return hostile

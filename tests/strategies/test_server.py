@@ -26,7 +26,7 @@ from fedcomp.flower.faults import Delivery, RandomFaults
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
-from fedcomp.flower.payload import FRAME, NODE_RECORD, put_frame, take_frame
+from fedcomp.flower.payload import EXACT, FRAME, NODE_RECORD, frames, payload_bytes, put_frame, take_frame
 from fedcomp.flower.records import to_arrays, to_record
 from fedcomp.flower.rounds import drive, exchanges_of, fit
 from fedcomp.layout import NONE_DENSE, Layout
@@ -380,6 +380,37 @@ def test_what_others_send_is_taken_as_hooks_take_it(
         found.append((bits(result.arrays), dict(result.train_metrics_clientapp), reports))
     assert found[0] == found[1]
     assert [each[:3] for each in found[0][2]] == [(NODES, NODES - halves, halves)] * 3
+
+
+def test_reports_count_the_bytes_of_replies_that_are_used() -> None:
+    """Frames and buffers of those with the half; whole replies, also of one without it; what evaluations bring."""
+    apps = [client_app([compression()] if node < 3 else []) for node in range(NODES)]
+    framed: dict[int, int] = {}
+    buffers: dict[int, int] = {}
+    whole: dict[str, dict[int, int]] = {"train": {}, "evaluate": {}}
+
+    def app(msg: Message, context: Context) -> Message:
+        node = int(context.node_config["partition-id"])
+        reply = apps[node](msg, context)
+        if msg.metadata.message_type == "evaluate":
+            reply.content["more"] = to_record({"w": np.zeros(10 + node, np.float32)})
+        else:
+            framed[node] = sum(map(len, frames(reply.content).values()))
+            buffers[node] = sum(map(len, asks.data_in(reply.content, EXACT).values()))
+        whole[msg.metadata.message_type][node] = payload_bytes(reply)
+        return reply
+
+    server = Server(Pair(SPARSE), FedAvg(**ONE), policy=NONE_DENSE)
+    play(server, MeteredGrid(InProcessGrid(app, NODES, seed=4), TrafficLedger()), 1, arrays=model(counter=True))
+    report, evaluation = server.reports[1], server.evaluations[1]
+    assert (report.used, report.plain) == (NODES, 1)
+    assert framed[3] == buffers[3] == 0
+    assert report.frame_bytes == sum(framed.values())
+    assert report.payload_bytes == sum(whole["train"].values())
+    assert report.model_bytes == NODES * sum(array.numpy().nbytes for array in model(counter=True).values())
+    # No tensor of these is dense but the buffers that travel as values.
+    assert report.dense_bytes == sum(buffers.values()) > 0
+    assert evaluation.payload_bytes == sum(whole["evaluate"].values()) >= 4 * sum(10 + node for node in range(NODES))
 
 
 def test_an_outlier_is_dropped_for_good_and_the_others_are_used() -> None:

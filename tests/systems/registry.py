@@ -29,12 +29,16 @@ from fedcomp.codecs import (
     ScaleCom,
     ScaledSign,
     TopK,
+    chain,
 )
 from fedcomp.drift.schedule import ScheduleSettings
 from fedcomp.drift.sensor import Upload
 from fedcomp.factors.outer import OuterProducts
+from fedcomp.gossip.choco import CHOCO
+from fedcomp.gossip.topology import Ring
 from fedcomp.layout import Layout, Update, Vector
 from fedcomp.privacy.bounded import BoundedFixedPoint
+from fedcomp.privacy.local import Privatise
 from fedcomp.program import Me, System
 from fedcomp.rng import Key
 from fedcomp.systems.coded.gradients import GradientCode, Part
@@ -44,12 +48,15 @@ from fedcomp.systems.coded.sums import CodedSum
 from fedcomp.systems.conditional import ConditionalRounds
 from fedcomp.systems.factors import FactorSharing
 from fedcomp.systems.forward import Forward
+from fedcomp.systems.gossip import Gossip, Learnt
 from fedcomp.systems.gradiveq import FittedBasis
 from fedcomp.systems.lgc import LearnedGradients
 from fedcomp.systems.pair import Pair
 from fedcomp.systems.power_sgd import SharedBasis
 from fedcomp.systems.private.distributed import NoisySum
+from fedcomp.systems.private.local import Local
 from fedcomp.systems.private.lsg import LowRank
+from fedcomp.systems.private.record import Account, DpSgdPlan, Records
 from fedcomp.systems.shared_support import SharedSupport
 
 NODES: Final = 5
@@ -100,6 +107,8 @@ class Entry:
         Whether what clients say and send holds numbers drawn of the operating system.
     another : bool
         Whether another entry stands for it in the tests of every day, or it is too dear for these.
+    sums : bool
+        Whether its steps are sums of what clients send, by their weights.
     """
 
     system: System
@@ -117,6 +126,7 @@ class Entry:
     posts: bool = False
     secret: bool = False
     another: bool = False
+    sums: bool = True
 
     def arrays(self, dtype: str = "float32") -> dict[str, NDArray[Any]]:
         """Return a model of zeros."""
@@ -275,6 +285,29 @@ class Unsettled:
         assert me.start.shape == (me.layout.size,)
 
 
+def noised(me: Me, plan: DpSgdPlan, learn: Callable[[], Update]) -> tuple[Update, Account]:
+    """Train on records that need no noise, and pay for it in every round."""
+    return learn(), Account(f"ledger {me.node}", plan.steps, plan.steps * me.number)
+
+
+PLAN: Final = DpSgdPlan(noise_multiplier=1.5, rate=0.1, steps=3, delta=1e-5)
+
+
+class Pulled:
+    """A node's part of a decentralised run: it begins at the model it is sent, and is drawn to a point of its own."""
+
+    learns = True
+
+    def start(self, me: Me) -> tuple[NDArray[Any], dict[str, NDArray[Any]]]:
+        return me.start.copy(), {}
+
+    def learn(self, me: Me, z: NDArray[Any], own: Mapping[str, NDArray[Any]], key: Key) -> Learnt:
+        return Learnt(z - update(0, me.node, z.size))
+
+    def evaluate(self, me: Me, z: NDArray[Any], own: Mapping[str, NDArray[Any]]) -> dict[str, float]:
+        return {"size": float(z.size)}
+
+
 ROUNDED: Final = 1e-6
 """Of float32, with room for a few hundred operations."""
 
@@ -384,7 +417,7 @@ ENTRIES: Final[Mapping[str, Entry]] = {
         frozen=None,
     ),
     "low-rank": Entry(LowRank(clip=1e9, rank=3, keep=0.5, mask="noisy_magnitude", history=2), frozen=None),
-    "random-mask": Entry(LowRank(clip=1e9, rank=0, keep=0.5), frozen=ROUNDED, another=True),
+    "low-rank-none": Entry(LowRank(clip=1e9, rank=0, keep=0.5, mask="noisy_magnitude"), frozen=ROUNDED, another=True),
     "lgc-ring": Entry(LearnedGradients(LGC(0.05, raw=0), 1, 1), exchanges=2, another=True),
     "lgc-server": Entry(
         LearnedGradients(LGC(0.05, instance="server", ef="decoded", raw=0, innovation=0.005), 1, 1),
@@ -441,6 +474,18 @@ ENTRIES: Final[Mapping[str, Entry]] = {
         least=3,
         trains=False,
     ),
+    "record-dp": Entry(Records(PLAN, ErrorFeedback(TopK(0.05))), law=0.0, reference=feedback(top(0.05)), data=noised),
+    "record-dp-whole": Entry(Records(PLAN), reference=plain_averaging, frozen=ROUNDED, data=noised, another=True),
+    "local-dp": Entry(
+        Local(chain(Privatise(1e5, 1e-6, insecure_deterministic=True), ErrorFeedback(TopK(0.05)))), frozen=None
+    ),
     "pair-dgc": Entry(Pair(DGC(density=0.05, warmup=2)), another=True),
     "passing": Entry(Passing(ErrorFeedback(TopK(0.05))), law=0.0, reference=feedback(top(0.05)), exchanges=2),
+    "gossip": Entry(
+        Gossip(CHOCO(lr=0.1, gamma=0.3), Ring(NODES), patience=99, observe_every=1),
+        exchanges=2,
+        frozen=None,
+        data=Pulled(),
+        sums=False,
+    ),
 }

@@ -51,7 +51,8 @@ def among(holds: Callable[[Entry], bool] = lambda entry: True) -> pytest.MarkDec
 
 
 every = among()
-trained = among(lambda entry: entry.trains)
+sums = among(lambda entry: entry.sums)
+trained = among(lambda entry: entry.trains and entry.sums)
 
 
 class Sum:
@@ -189,7 +190,9 @@ def test_options_survive_json_and_repr(entry: Entry) -> None:
     assert type(again) is type(system)
     assert again == system
     assert again.to_config() == config
-    assert eval(repr(system), {**vars(codecs), **vars(registry), type(system).__name__: type(system)}) == system
+    parts = [system, *(getattr(system, each.name) for each in fields(system))]
+    names = {**vars(codecs), **vars(registry), **{type(part).__name__: type(part) for part in parts}}
+    assert eval(repr(system), names) == system
     with pytest.raises(ConfigError):
         systems.get_system({**config, "no_such_option": 1})
 
@@ -385,7 +388,7 @@ def test_single_updates_have_the_mean(entry: Entry) -> None:
         local(entry, Single()).step(1)
 
 
-@every
+@sums
 def test_a_step_says_in_one_way_how_the_model_moves(entry: Entry) -> None:
     """And a system says whether clients send whole models."""
     step = local(entry).step(1)
@@ -580,7 +583,7 @@ def test_conserves_what_was_made_when_the_second_exchange_breaks(entry: Entry) -
     conserves(entry, "second")
 
 
-@every
+@sums
 def test_what_comes_twice_late_or_again_is_not_used(entry: Entry) -> None:
     """Twice changes nothing; answers that are late or to earlier exchanges are as good as lost."""
     once, twice = run(local(entry)), run(local(entry, fault=lambda number, node, exchange: "twice"))
@@ -598,7 +601,7 @@ def test_what_comes_twice_late_or_again_is_not_used(entry: Entry) -> None:
 # Weights, and who takes part
 
 
-@among(lambda entry: entry.weighs)
+@among(lambda entry: entry.weighs and entry.sums)
 def test_a_weight_of_zero_counts_for_nothing(entry: Entry) -> None:
     driver = local(entry, weight=lambda node: 0.0 if node == 2 else node + 1.0)
     step = driver.step(1)
@@ -612,7 +615,7 @@ def test_a_weight_of_zero_counts_for_nothing(entry: Entry) -> None:
         np.testing.assert_array_equal(driver.model, without.model)
 
 
-@among(lambda entry: entry.weighs)
+@among(lambda entry: entry.weighs and entry.sums)
 def test_without_any_weight_nothing_moves_and_nothing_is_lost(entry: Entry) -> None:
     weights = {"all": 0.0}
     # A mean of four integers is exact.
