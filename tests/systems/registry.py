@@ -324,7 +324,7 @@ class Pulled:
 
     learns = True
 
-    def start(self, me: Me) -> tuple[NDArray[Any], dict[str, NDArray[Any]]]:
+    def start(self, me: Me, dtype: str) -> tuple[NDArray[Any], dict[str, NDArray[Any]]]:
         return me.start.copy(), {}
 
     def learn(self, me: Me, z: NDArray[Any], own: Mapping[str, NDArray[Any]], key: Key) -> Learnt:
