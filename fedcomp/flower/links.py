@@ -135,7 +135,8 @@ class Reference(NamedTuple):
         """Return the reference that bytes are, None where they are something else."""
         if not data.startswith(_REFERENCE) or len(data) != len(_REFERENCE) + _NUMBER.size + 16:
             return None
-        return cls(*_NUMBER.unpack_from(data, len(_REFERENCE)), data[-16:])
+        (number,) = _NUMBER.unpack_from(data, len(_REFERENCE))
+        return cls(number, data[-16:])
 
 
 class Box(NamedTuple):
@@ -153,4 +154,5 @@ class Box(NamedTuple):
         """Return the box that bytes are, None where they are something else."""
         if not data.startswith(_BOX) or len(data) < len(_BOX) + _NUMBER.size:
             return None
-        return cls(*_NUMBER.unpack_from(data, len(_BOX)), data[len(_BOX) + _NUMBER.size :])
+        (number,) = _NUMBER.unpack_from(data, len(_BOX))
+        return cls(number, data[len(_BOX) + _NUMBER.size :])
