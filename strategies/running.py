@@ -21,6 +21,7 @@ from fedcomp.layout import Layout, Vector
 from fedcomp.mailbox import Mailbox
 from fedcomp.program import AnswerError, Ask, Given, Now, Step, Wait
 from fedcomp.strategies.guard import Norms
+from fedcomp.strategies.partitions import Holders
 from fedcomp.strategies.replies import SentMessage
 from fedcomp.wire import Bundle, FrameSizes
 
@@ -190,6 +191,8 @@ class Running:
         Of nodes that were asked in another round.
     mailbox : Mailbox
         What clients send each other, as the round leaves it.
+    holders : Holders, optional
+        Who held which partition before, where nobody is to take note of who does now; default the run's roster.
     began : int
         Number of the last exchange before the round.
     """
@@ -215,6 +218,7 @@ class Running:
     errors: list[Message] = field(default_factory=list)
     origins: dict[int, Start] = field(default_factory=dict)
     mailbox: Mailbox = field(default_factory=Mailbox)
+    holders: Holders | None = None
     began: int = 0
 
     @property
@@ -251,6 +255,7 @@ class Running:
             errors=[],
             origins=dict(self.origins),
             mailbox=self.mailbox.copy(),
+            holders=Holders(),
         )
 
     def credit(self, node: int, sequence: int, generation: int) -> None:

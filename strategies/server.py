@@ -34,7 +34,7 @@ from fedcomp.exact import check_exact, decode_exact
 from fedcomp.flower import asks
 from fedcomp.flower.asks import AnswerHead, AskHead, digest_of
 from fedcomp.flower.checkpoint import INNER
-from fedcomp.flower.coded import NO_HANDLER, open_content
+from fedcomp.flower.coded import NO_HANDLER
 from fedcomp.flower.links import Book
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import BLOB, EXACT, FRAME, MAIL, POST, models, payload_bytes
@@ -52,15 +52,15 @@ from fedcomp.flower.report import Report, Reports, shorten
 from fedcomp.flower.rounds import Exchanges, Push, own_loop, planned
 from fedcomp.layout import DensityPolicy, Layout, Update, Vector, policy_config
 from fedcomp.mailbox import Mailbox
-from fedcomp.plain import Count, Keys, from_plain
+from fedcomp.plain import Count, Keys
 from fedcomp.program import EVALUATE, HELLO, Answer, Ask, Now, Origin, Round, Step, System, Wait
 from fedcomp.rules import Flag, checked
-from fedcomp.stateful import StatePart, nested, next_epoch
+from fedcomp.stateful import nested, next_epoch
 from fedcomp.strategies.adaptive import Outcome, has_moments, step_on_support
 from fedcomp.strategies.downlink import Downlink
 from fedcomp.strategies.evaluating import Evaluating
 from fedcomp.strategies.guard import Norms
-from fedcomp.strategies.links import Links, greet, oldest_round, record_peer
+from fedcomp.strategies.links import POSTS, Links, greet, oldest_round, record_peer, unpacked
 from fedcomp.strategies.means import (
     MEANS,
     aggregate_once,
@@ -71,7 +71,6 @@ from fedcomp.strategies.means import (
     returns_mean,
     weight_key_of,
 )
-from fedcomp.strategies.partitions import Holders
 from fedcomp.strategies.replies import (
     Rejected,
     SentMessage,
@@ -95,14 +94,6 @@ Arrays = Mapping[str, NDArray[Any]]
 
 MAX_OPEN: Final = 64
 """Rounds that hooks may open without aggregating them."""
-
-
-def _load_links(server: Server, state: Any) -> None:
-    (server.links or Links("")).load(from_plain(list[bytes], state, "links"))
-
-
-def _load_mailbox(server: Server, state: Any) -> None:
-    server.mailbox = Mailbox.of(state, server.system.SAYS)
 
 
 class Server(Evaluating):
@@ -165,10 +156,7 @@ class Server(Evaluating):
         "_session": bytes,
         "sequence": Count,
         "state": dict,
-        "links": StatePart(
-            lambda owner: [] if owner.links is None else owner.links.save(owner._session, owner.mailbox), _load_links
-        ),
-        "mailbox": StatePart(lambda owner: owner.mailbox.to_plain(), _load_mailbox),
+        "posts": POSTS,
         "_usual": Annotated[dict[str, Usual], Keys(("train", "evaluate"))],
         "reports": Reports,
         "evaluations": Reports,
@@ -233,6 +221,7 @@ class Server(Evaluating):
         self._log = RoundLog(self._name)
         self._timeout: float | None = None
         self._grid: Grid | None = None
+        self._book, self._oldest = b"", 0
         self.layout = Layout(())
         self._open: dict[int, tuple[Exchanges[Outcome], Grid]] = {}
         self._evaluating = []
@@ -370,7 +359,7 @@ class Server(Evaluating):
             seen=seen,
             keys={n: key for n, address in x.addresses.items() if (key := self.roster.peer(address).key)},
             mailbox=x.mailbox,
-            unpack=partial(self._unpack, x),
+            unpack=partial(unpacked, x, self._trained),
             credit=lambda node, mark: x.credit(node, *read_mark(mark)),
             **more,
         )
@@ -447,6 +436,9 @@ class Server(Evaluating):
         wait, repeats = wait_for(wanted), self.system.LOST == "again"
         # All of them before one is sent: what is posted in an exchange comes with the next.
         stamped = [x.mailbox.stamp(self.sequence, now.number, ask, again=repeats) for ask in wait.asks]
+        if self.links is not None:
+            self._book = self.links.book(self.roster.reached())
+            self._oldest = oldest_round(x.mailbox, now.number) if self.system.TRACED else 0
         # Who does not take part in the round is not asked.
         there = [each for each in stamped if each.ask.node in x.addresses]
         # A repeated ask is one of its own round.
@@ -466,7 +458,7 @@ class Server(Evaluating):
         def decided(replies: Sequence[Message]) -> bool:
             assert enough is not None
             # Looked at before they are taken, in a round of which nothing is used.
-            self._receive(aside, exchange.sent, exchange.asks, replies[len(looked) :], found, Holders())
+            self._receive(aside, exchange.sent, exchange.asks, replies[len(looked) :], found)
             looked.extend(replies[len(looked) :])
             return enough([found[node] for node in sorted(found)])
 
@@ -495,7 +487,7 @@ class Server(Evaluating):
         brought = dict(ask.blobs)
         if self.links is not None:
             # The same for all nodes, so that it travels where it has changed.
-            brought[Book.NAME] = self.links.book(self.roster.reached())
+            brought[Book.NAME] = self._book
         blobs = {name: digest_of(blob) for name, blob in brought.items()}
         # What follows from the steps in this message the node has by the time it looks.
         data |= {BLOB + blobs[name]: b for name, b in brought.items() if blobs[name] not in coming.union(peer.blobs)}
@@ -506,7 +498,7 @@ class Server(Evaluating):
             session=self._session,
             sequence=sequence,
             needs_model=ask.model,
-            oldest=oldest_round(x.mailbox, now.number) if self.links is not None and self.system.TRACED else 0,
+            oldest=self._oldest,
             consumed=peer.consumed,
             generation=peer.generation,
             system=self.system.to_config(),
@@ -530,15 +522,11 @@ class Server(Evaluating):
         asked: Mapping[int, Ask],
         replies: Iterable[Message],
         answers: dict[int, Answer],
-        holders: Holders | None = None,
     ) -> list[int]:
-        """Add what replies say to ``answers``; return the nodes that lack a blob. What is wrong refuses one reply.
-
-        ``holders``: who held which partition before; by default the roster, which takes note of who does now.
-        """
+        """Add what replies say to ``answers``; return the nodes that lack a blob. What is wrong refuses one reply."""
         nodes = {x.addresses[node]: node for node in asked}
         lacking = []
-        for each, reply in match_replies(sent, replies, x.report, holders or self.roster):
+        for each, reply in match_replies(sent, replies, x.report, x.holders or self.roster):
             node = nodes[each.node]
             try:
                 answer = self._read(x, node, asked[node], each, reply)
@@ -612,7 +600,7 @@ class Server(Evaluating):
         self._note_state(x, sent, head)
         peer.take(digest_of(blob) for blob in ask.blobs.values())
         if self.links is not None:
-            peer.take([digest_of(self.links.book(self.roster.reached()))])
+            peer.take([digest_of(self._book)])
             self._note_links(x, sent, head)
         peer.take(digest_of(frames[name]) for name in self.system.SHARED if name in frames)
         x.payload[node] = x.payload.get(node, 0) + payload_bytes(reply)
@@ -623,26 +611,6 @@ class Server(Evaluating):
             x.sent[node] = head.sequence, head.generation
         weight = x.trained[node].weight if node in x.trained else 0.0
         return Answer(node, weight, say, frames, post=posts)
-
-    def _unpack(self, x: Running, node: int, data: bytes) -> Answer:
-        """Return the answer of a node whose whole reply came another way.
-
-        Raises
-        ------
-        FedcompError
-            When it is none, or of another node or round.
-        """
-        content = open_content(data)
-        head = asks.find_answer(content)
-        if head is None or not head.record:
-            raise Rejected("what came of it another way is no reply of an app that has trained")
-        if head.partition_id != node:
-            raise Rejected(f"what came of it another way is the reply of partition {head.partition_id}")
-        frames, exact = asks.data_in(content, FRAME), asks.data_in(content, EXACT).get("")
-        trained = self._trained(x, head, Message(content, reply_to=x.base[node]), exact)
-        x.credit(node, head.sequence, head.generation)
-        x.trained[node], x.exact_bytes[node], x.payload[node] = trained, len(exact or b""), len(data)
-        return Answer(node, trained.weight, frames=frames)
 
     def _trained(self, x: Running, head: AnswerHead, reply: Message, exact: Frame | None) -> Trained:
         """Return what the app replied beside the model.
@@ -905,7 +873,7 @@ class Server(Evaluating):
         """Let the inner strategy take a model that the program made in more digits than a vector has."""
         assert step.tensors is not None
         # Metrics are means already; the inner strategy's own aggregation wants a weight beside them.
-        metrics = {weight_key_of(self.inner) or "": 1.0, **step.metrics}
+        metrics: dict[str, Any] = {weight_key_of(self.inner) or "": 1.0, **step.metrics}
         return aggregate_once(
             x.rule.takes,
             now.number,

@@ -98,9 +98,7 @@ class Entry:
     early : bool
         Whether a round is over before all have answered.
     least : int
-        Clients without whom a round comes to nothing.
-    trains : bool
-        Whether a round is made of what clients train.
+        Clients of which a round can be made.
     posts : bool
         Whether updates travel by way of other clients.
     secret : bool
@@ -122,7 +120,6 @@ class Entry:
     weighs: bool = True
     early: bool = False
     least: int = 1
-    trains: bool = True
     posts: bool = False
     secret: bool = False
     another: bool = False
@@ -383,7 +380,6 @@ ENTRIES: Final[Mapping[str, Entry]] = {
     ),
     "noisy-sum": Entry(
         NoisySum(codec=BOUNDED, symbols=2, threshold=1, min_contributors=3, contributors=NODES),
-        weighs=False,
         exchanges=3,
         frozen=None,
         least=3,
@@ -454,6 +450,11 @@ ENTRIES: Final[Mapping[str, Entry]] = {
         shapes={"one.weight": (30, 20), "two.weight": (20, 30)},
         frozen=None,
     ),
+    "record-dp": Entry(Records(PLAN, ErrorFeedback(TopK(0.05))), law=0.0, reference=feedback(top(0.05)), data=noised),
+    "record-dp-whole": Entry(Records(PLAN), reference=plain_averaging, frozen=ROUNDED, data=noised, another=True),
+    "local-dp": Entry(
+        Local(chain(Privatise(1e5, 1e-6, insecure_deterministic=True), ErrorFeedback(TopK(0.05)))), frozen=None
+    ),
     "gradient-code": Entry(
         GradientCode(losses=2, scheme="cyclic", arithmetic="gf31", limit=8192.0),
         reference=plain_averaging,
@@ -472,12 +473,7 @@ ENTRIES: Final[Mapping[str, Entry]] = {
         weighs=False,
         early=True,
         least=3,
-        trains=False,
-    ),
-    "record-dp": Entry(Records(PLAN, ErrorFeedback(TopK(0.05))), law=0.0, reference=feedback(top(0.05)), data=noised),
-    "record-dp-whole": Entry(Records(PLAN), reference=plain_averaging, frozen=ROUNDED, data=noised, another=True),
-    "local-dp": Entry(
-        Local(chain(Privatise(1e5, 1e-6, insecure_deterministic=True), ErrorFeedback(TopK(0.05)))), frozen=None
+        sums=False,
     ),
     "pair-dgc": Entry(Pair(DGC(density=0.05, warmup=2)), another=True),
     "passing": Entry(Passing(ErrorFeedback(TopK(0.05))), law=0.0, reference=feedback(top(0.05)), exchanges=2),

@@ -249,7 +249,8 @@ class GradientCode(System, id="gradient-code"):
         n, least = len(devices), self.losses + 1
         now.told["coded"] = told = {"planned": n, "asked": len(members), "symbols": n - self.losses}
         if not least <= n <= MAX_DEVICES:
-            return _skipped(now, f"{n} clients take part; a code for {least - 1} losses needs {least} to {MAX_DEVICES}")
+            _skipped(now, f"{n} clients take part; a code for {least - 1} losses needs {least} to {MAX_DEVICES}")
+            return None
         code, loose = self.code(n, now.seed)
         if loose:
             now.note(f"the cyclic code for {n} clients amplifies rounding by more than usual; a field does not")
@@ -295,9 +296,11 @@ class GradientCode(System, id="gradient-code"):
         try:
             decoding = code.decoding(taken, approximate=self.approximate)
         except NotDecodable as error:
-            return _skipped(now, str(error))
+            _skipped(now, str(error))
+            return None
         if not taken:
-            return _skipped(now, "no client sent a usable answer")
+            _skipped(now, "no client sent a usable answer")
+            return None
         told["innovative"] = int(np.count_nonzero(decoding.coefficients))
         # Redundant answers cost nothing more and show clients whose numbers differ.
         contradiction = code.disagreement(taken)
@@ -316,7 +319,8 @@ class GradientCode(System, id="gradient-code"):
             share = code.matrix.astype(np.float64).T @ decoding.coefficients.astype(np.float64)
             left_out = [node for node in members if abs(share[rows.place[node]]) < TOLERANCE]
         if not weight > 0.0:
-            return _skipped(now, f"the total weight is {weight:g}: nothing to average")
+            _skipped(now, f"the total weight is {weight:g}: nothing to average")
+            return None
         told["included"], told["left_out"] = [node for node in members if node not in left_out], left_out
         form = rows.form
         assert form is not None

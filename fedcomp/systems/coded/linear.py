@@ -347,7 +347,8 @@ class CodedLinear(System, id="coded-linear"):
             step = yield from made.descend()
         # The round is lost, not the run: devices stay set up, and the next round asks them again.
         except CodingError as reason:
-            return made.skip(f"{type(reason).__name__}: {reason}")
+            made.skip(f"{type(reason).__name__}: {reason}")
+            return None
         return step
 
     # A device.
@@ -723,7 +724,8 @@ class _Iteration:
         system, model, now = self.system, self.model, self.now
         if not self.plan_id:
             absent = [j for j in range(system.partitions) if str(j) not in self.labels]
-            return self.skip(f"the owners of partitions {absent} have not joined yet")
+            self.skip(f"the owners of partitions {absent} have not joined yet")
+            return None
         labels = [self.labels[str(j)] for j in range(system.partitions)]
         # With a model of zeros all answers would be zero, right or wrong.
         probe = not model.vector.any()
@@ -741,7 +743,8 @@ class _Iteration:
         moved = model.step(step.gradient / step.included, system.lr, system.l2)
         self.told |= {"used": used, "condition": step.condition}
         if moved is None:
-            return self.skip("the step is not finite; lower lr")
+            self.skip("the step is not finite; lower lr")
+            return None
         missing = sum(map(len, labels)) - step.included
         self.told |= {"examples": step.included, "missing": missing}
         if missing:
